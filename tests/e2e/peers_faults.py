@@ -94,7 +94,7 @@ class Producer(FaultyProcess):
     def wait_until_ready(self) -> int:
         free = super().wait_until_ready()
         self.ports = self.ask("ports")
-        self._relay = Relay(self.ports, framed=frozenset({"control"}))
+        self._relay = Relay(self.ports, streamed=frozenset({"control"}))
         return free
 
     @property

@@ -43,9 +43,9 @@ class FaultyCommands(peers_process.Commands):
         name, engine = command["name"], self._engine
         match command["do"]:
             case "ports":
-                (control,) = self._agent._loop._accepting._listeners or [None]
+                (control,) = self._agent._loop._doors or [None]
                 ports = {"data": self._agent._transport._server.port}
-                self.say(name, ports | ({"control": control.getsockname()[1]} if control is not None else {}))
+                self.say(name, ports | ({"control": control.address[1]} if control is not None else {}))
             case "peers":
                 self.say(name, len(self._agent._peers._by_address))
             case "settled":

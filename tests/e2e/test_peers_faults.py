@@ -283,7 +283,7 @@ def test_a_prompt_that_was_fetched_is_not_fetched_again(faults: Faults) -> None:
         faults.require_cold(faults.consumer.compute(faults.prompt, params), first_computed=0)
 
 
-@pytest.mark.parametrize(("port", "reason"), [("data", "digest"), ("control", "protocol")])
+@pytest.mark.parametrize(("port", "reason"), [("data", "digest"), ("control", "gone")])
 def test_what_was_changed_on_the_way_is_not_taken(faults: Faults, port: str, reason: str) -> None:
     introduce(faults, "read")
     params = faults.producer.prefill(faults.prompt)

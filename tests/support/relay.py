@@ -78,8 +78,9 @@ class Gate:
 
 @dataclass(frozen=True)
 class Ways:
-    """Both ways of a port. Requests are frames: a length of four bytes, and so many bytes. Answers need not be."""
+    """Both ways of a port, and which are frames: a length of four bytes, and so many bytes."""
 
+    has_framed_requests: bool
     has_framed_answers: bool
     requests: Gate = field(default_factory=Gate)
     answers: Gate = field(default_factory=Gate)
@@ -136,10 +137,13 @@ class Relay:
     Args:
         ports: of it, by a word for each.
         framed: the words of those whose answers are frames.
+        streamed: of those whose requests are none either.
     """
 
-    def __init__(self, ports: Mapping[str, int], framed: frozenset[str]) -> None:
-        self._ways = {word: Ways(word in framed) for word in ports}
+    def __init__(
+        self, ports: Mapping[str, int], framed: frozenset[str] = frozenset(), streamed: frozenset[str] = frozenset()
+    ) -> None:
+        self._ways = {word: Ways(word not in streamed, word in framed) for word in ports}
         self._sockets: list[socket.socket] = []
         self._pipes: list[_Pipe] = []
         self._listeners = {word: socket.create_server((ADDRESS, port)) for word, port in ports.items()}
@@ -198,6 +202,6 @@ class Relay:
                 server.close()
                 continue
             self._pipes += [
-                _Pipe(client, server, ways.requests, is_framed=True),
+                _Pipe(client, server, ways.requests, is_framed=ways.has_framed_requests),
                 _Pipe(server, client, ways.answers, is_framed=ways.has_framed_answers),
             ]

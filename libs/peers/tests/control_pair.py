@@ -7,10 +7,12 @@ import threading
 from collections.abc import Callable
 
 import patience
+import zmq
 
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
+from hybridkv.peers.control.curve import CurveKeys
 from hybridkv.peers.testing.suite import until
-from hybridkv.peers.wire import CloseReason, Message
+from hybridkv.peers.wire import PROTOCOL_VERSION, CloseReason, Hello, Message, MessageCodec, Secret, WireLimits, Word
 
 TIMEOUT_S = patience.seconds(12.0)
 
@@ -61,8 +63,45 @@ def counted(loop: ControlLoop, reason: CloseReason, times: int = 1) -> None:
     until(lambda: loop.counts().closed.get(reason, 0) >= times, TIMEOUT_S)
 
 
+CODEC = MessageCodec(WireLimits())
+
+
+class Rogue:
+    """A peer of ZeroMQ that proves a secret, and keeps to no other rule."""
+
+    def __init__(self, address: tuple[str, int], secret: Secret, keys: CurveKeys | None = None) -> None:
+        self._context = zmq.Context()
+        self.sock = self._context.socket(zmq.DEALER)
+        self.sock.linger = 0
+        self.sock.reconnect_ivl = -1
+        (keys or CurveKeys.of(secret)).ask(self.sock)
+        self.monitor = self.sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.sock.connect(f"tcp://{address[0]}:{address[1]}")
+
+    def say(self, *words: Word | bytes, more: bool = False) -> None:
+        for word in words:
+            body = word if isinstance(word, bytes) else CODEC.encode(word)
+            self.sock.send(body, zmq.SNDMORE if more else 0)
+
+    def greet(self, version: int = PROTOCOL_VERSION, name: str = "rogue") -> None:
+        self.say(Hello(version, name))
+
+    def hear(self) -> Word:
+        assert self.sock.poll(TIMEOUT_S * 1000), "nothing is said"
+        return CODEC.decode(self.sock.recv())
+
+    def until_thrown_out(self) -> None:
+        assert self.monitor.poll(TIMEOUT_S * 1000), "it is not thrown out"
+
+    def close(self) -> None:
+        if self.sock.closed:
+            return
+        self.sock.disable_monitor()
+        self._context.destroy(linger=0)
+
+
 class Stranger:
-    """A connection that says whatever a test wants."""
+    """A connection of TCP that says whatever a test wants."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.sock = socket.create_connection(address, timeout=TIMEOUT_S)

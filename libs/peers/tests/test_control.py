@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
-from control_pair import TIMEOUT_S, Recorder, Stranger, counted
+from control_pair import TIMEOUT_S, Recorder, Rogue, Stranger, counted
 
 from hybridkv.peers.control import ControlLoop, LinkId
+from hybridkv.peers.control.curve import CurveKeys
 from hybridkv.peers.control.resolving import MAX_NAMES, Resolver
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.testing.suite import until
 from hybridkv.peers.wire import (
     NO_SECRET,
-    Channel,
-    ClientHandshake,
+    PROTOCOL_VERSION,
+    Accepted,
+    Bye,
     CloseReason,
     Describe,
     Done,
-    Identity,
+    Heard,
+    Hello,
     Message,
+    Ping,
     Renew,
     Renewed,
     Secret,
-    ServerHandshake,
-    Session,
     WireLimits,
-    frame,
+    Word,
 )
 
 SECRET = Secret(b"a secret that both sides know")
@@ -65,22 +68,23 @@ def connected(make_loop: MakeLoop, **limits: WireLimits) -> tuple[ControlLoop, R
     return listening, heard_there, connecting, heard_here
 
 
-def sealed_stranger(address: tuple[str, int]) -> tuple[Stranger, Session]:
-    """Somebody who knows the secret and keeps to no other rule."""
-    stranger = Stranger(address)
-    session = Session(ClientHandshake(Identity("rogue", SECRET.derive(b"control")), Channel.CONTROL, b"n" * 32), KEPT)
-    while session.established is None:
-        stranger.say(bytes(session.output))
-        session.output.clear()
-        # No more than the two frames of the handshake: what comes behind them is the test's.
-        for _ in range(2):
-            size = stranger.hear(4)
-            session.feed(size + stranger.hear(int.from_bytes(size, "big")))
-            assert session.next() is None
-            if session.established is None:
-                stranger.say(bytes(session.output))
-                session.output.clear()
-    return stranger, session
+@pytest.fixture
+def make_rogue() -> Iterator[Callable[..., Rogue]]:
+    """Somebody who knows the secret and keeps to no other rule. It has said who it is, unless it shall not."""
+    made = []
+
+    def make(address: tuple[str, int], is_polite: bool = True) -> Rogue:
+        made.append(Rogue(address, SECRET))
+        if is_polite:
+            made[-1].greet()
+        return made[-1]
+
+    yield make
+    for rogue in made:
+        rogue.close()
+
+
+MakeRogue = Callable[..., Rogue]
 
 
 def test_messages_arrive_in_order_and_both_ways(make_loop: MakeLoop) -> None:
@@ -96,16 +100,16 @@ def test_messages_arrive_in_order_and_both_ways(make_loop: MakeLoop) -> None:
     heard_here.until(lambda: heard_here.received == [Renewed(Lease(1, 1), 3.0)])
 
 
-def test_a_bug_of_the_selector_ends_no_loop(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_of_the_poller_ends_no_loop(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     listening, heard_there, connecting, heard_here = connected(make_loop)
-    select, errors = listening._selector.select, [KeyError("a bug"), OSError(9, "bad file")]
+    look, errors = listening._inputs.look, [KeyError("a bug"), OSError(9, "bad file")]
 
-    def fail_first(timeout: float | None = None) -> object:
+    def fail_first(timeout_s: float | None) -> set[object]:
         if errors:
             raise errors.pop()
-        return select(timeout)
+        return look(timeout_s)
 
-    monkeypatch.setattr(listening._selector, "select", fail_first)
+    monkeypatch.setattr(listening._inputs, "look", fail_first)
     for number in range(1, 4):
         assert connecting.send(heard_here.opened[0][0], Renew(Lease(number, 2)))
         heard_there.until(lambda number=number: len(heard_there.received) == number)  # type: ignore[misc]
@@ -157,83 +161,137 @@ def test_a_wrong_secret_is_refused_and_counted_on_both_sides(make_loop: MakeLoop
     assert heard_there.opened == heard_there.closed == []
 
 
-def test_a_stranger_receives_no_capability(make_loop: MakeLoop) -> None:
+def test_a_stranger_receives_no_capability(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
     """All bytes that a listener sends to who has no proof, though its owner describes itself to whoever is let in."""
     listening = make_loop("producer")
-    told = Recorder()
     described = Recorder()
 
     def opened(link: LinkId, name: str) -> None:
         described.handlers.opened(link, name)
-        listening.send(link, Describe(b"description", "tcp", CAPABILITY))
+        listening.send(link, Describe(b"description", "nixl", CAPABILITY))
 
-    handlers = type(told.handlers)(opened, told.handlers.received, told.handlers.closed)
+    handlers = type(described.handlers)(opened, described.handlers.received, described.handlers.closed)
     address = listening.listen("127.0.0.1", 0, handlers)
-    heard = b""
-    hello = ClientHandshake(Identity("x", WRONG.derive(b"control")), Channel.CONTROL, b"n" * 32).first
-    for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 100, frame(hello), frame(hello) + frame(b"\x92\xa5proof\xc4\x00")):
+    greeting, theirs = (b"\xff" + bytes(7) + byte + b"\x7f\x03\x01CURVE" for byte in (b"\0", b"\1"))
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 100, greeting, greeting.ljust(64, b"\0"), b"\0" * 100):
         stranger = Stranger(address)
         stranger.say(said)
-        stranger.sock.shutdown(1)
-        heard += stranger.hear_all()
+        with contextlib.suppress(OSError):
+            stranger.sock.shutdown(1)
+        heard = stranger.hear_all()
         stranger.close()
-    assert b"producer" in heard
-    assert CAPABILITY not in heard
-    assert b"description" not in heard
+        assert (theirs.ljust(32, b"\0") + b"\1" + bytes(31)).startswith(heard)
     assert described.opened == []
-    # The same bytes do go to who proves the secret, or this test would show nothing.
-    friend, session = sealed_stranger(address)
-    while (body := session.next()) is None:
-        session.feed(friend.sock.recv(65536))
-    assert CAPABILITY in body
-    friend.close()
+    # Whoever proves the secret does hear it, or this test would show nothing.
+    friend = make_rogue(address)
+    assert friend.hear() == Hello(PROTOCOL_VERSION, "producer")
+    assert friend.hear() == Describe(b"description", "nixl", CAPABILITY)
 
 
 def test_what_a_stranger_says_ends_its_connection_alone(make_loop: MakeLoop) -> None:
     listening, heard_there, connecting, heard_here = connected(make_loop)
-    other = Recorder()
-    address = listening.listen("127.0.0.1", 0, other.handlers)
+    address = listening.listen("127.0.0.1", 0, Recorder().handlers)
     for data, reason in [
-        (b"\xff\xff\xff\xff", CloseReason.OVERSIZED),
-        (frame(b"\xc1"), CloseReason.MALFORMED),
-        (frame(b"\x92\xa5proof\xc4\x00"), CloseReason.UNEXPECTED),
-        (b"\x00\x00", CloseReason.TRUNCATED),
+        (b"\0" * 64, CloseReason.MALFORMED),
+        (b"\xff" * 64, CloseReason.MALFORMED),
+        (b"\xff\0", CloseReason.ENDED),
     ]:
+        before = listening.counts().closed.get(reason, 0)
         stranger = Stranger(address)
         stranger.say(data)
-        stranger.sock.shutdown(1)
+        with contextlib.suppress(OSError):
+            stranger.sock.shutdown(1)
         stranger.hear_all()
         stranger.close()
-        counted(listening, reason)
+        counted(listening, reason, before + 1)
     assert connecting.send(heard_here.opened[0][0], Done(Lease(1, 2), True))
     heard_there.until(lambda: heard_there.received == [Done(Lease(1, 2), True)])
 
 
-@pytest.mark.parametrize("reason", [CloseReason.SEAL, CloseReason.OVERSIZED, CloseReason.MALFORMED])
-def test_rubbish_from_who_knows_the_secret_ends_its_connection(make_loop: MakeLoop, reason: CloseReason) -> None:
+RUBBISH: list[tuple[CloseReason, Word | bytes]] = [
+    (CloseReason.MALFORMED, b"\xc1"),
+    (CloseReason.MALFORMED, b""),
+    (CloseReason.MALFORMED, Heard(1)),
+    (CloseReason.UNEXPECTED, Hello(PROTOCOL_VERSION, "rogue")),
+    (CloseReason.ENDED, Bye("tired")),
+    (CloseReason.RESET, bytes(KEPT.max_frame_bytes + 1)),
+]
+
+
+@pytest.mark.parametrize(("reason", "said"), RUBBISH, ids=["bytes", "nothing", "heard", "hello", "bye", "oversized"])
+def test_rubbish_from_who_knows_the_secret_ends_its_connection(
+    make_loop: MakeLoop, make_rogue: MakeRogue, reason: CloseReason, said: Word | bytes
+) -> None:
     listening, heard = make_loop("producer"), Recorder()
-    stranger, session = sealed_stranger(listening.listen("127.0.0.1", 0, heard.handlers))
+    rogue = make_rogue(listening.listen("127.0.0.1", 0, heard.handlers))
     heard.until_open()
-    if reason is CloseReason.SEAL:
-        stranger.say(frame(b"x" * 64))
-    elif reason is CloseReason.OVERSIZED:
-        stranger.say((KEPT.max_frame_bytes + 1).to_bytes(4, "big"))
-    else:
-        assert session.seal(b"\xc1")
-        stranger.say(bytes(session.output))
+    rogue.say(said, Accepted())
     assert heard.until_closed() is reason
+    rogue.until_thrown_out()
     assert heard.received == []
-    stranger.close()
 
 
-def test_a_frame_that_is_said_twice_is_heard_once(make_loop: MakeLoop) -> None:
+def test_a_message_in_parts_is_none(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
     listening, heard = make_loop("producer"), Recorder()
-    stranger, session = sealed_stranger(listening.listen("127.0.0.1", 0, heard.handlers))
-    assert session.seal(b"\x91\xa8accepted")
-    stranger.say(bytes(session.output) * 2)
-    assert heard.until_closed() is CloseReason.SEAL
-    assert len(heard.received) == 1
-    stranger.close()
+    rogue = make_rogue(listening.listen("127.0.0.1", 0, heard.handlers))
+    heard.until_open()
+    rogue.say(Accepted(), more=True)
+    rogue.say(Accepted())
+    assert heard.until_closed() is CloseReason.MALFORMED
+    rogue.until_thrown_out()
+
+
+@pytest.mark.parametrize(
+    ("hello", "reason"),
+    [
+        (Hello(1, "rogue"), CloseReason.VERSION),
+        (Hello(PROTOCOL_VERSION + 1, "rogue"), CloseReason.VERSION),
+        (Hello(PROTOCOL_VERSION, "producer"), CloseReason.SELF),
+        (Hello(PROTOCOL_VERSION, ""), CloseReason.OVERSIZED),
+        (Hello(PROTOCOL_VERSION, "x" * 129), CloseReason.OVERSIZED),
+        (Ping(), CloseReason.UNEXPECTED),
+        (b"\xc1", CloseReason.MALFORMED),
+    ],
+)
+def test_who_does_not_say_who_it_is_is_thrown_out_and_its_owner_hears_nothing(
+    make_loop: MakeLoop, make_rogue: MakeRogue, hello: Word | bytes, reason: CloseReason
+) -> None:
+    listening, heard = make_loop("producer"), Recorder()
+    rogue = make_rogue(listening.listen("127.0.0.1", 0, heard.handlers), is_polite=False)
+    rogue.say(hello)
+    if reason in (CloseReason.VERSION, CloseReason.SELF):
+        assert rogue.hear() == Bye(reason.value)
+    rogue.until_thrown_out()
+    counted(listening, reason)
+    assert heard.opened == heard.closed == []
+
+
+def test_who_proves_the_secret_and_says_nothing_is_thrown_out(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
+    listening = make_loop("producer", limits=WireLimits(handshake_timeout_s=0.3))
+    rogue = make_rogue(listening.listen("127.0.0.1", 0, Recorder().handlers), is_polite=False)
+    rogue.until_thrown_out()
+    counted(listening, CloseReason.TOO_SLOW)
+
+
+def test_a_client_of_another_key_is_refused_though_it_knows_the_servers(make_loop: MakeLoop) -> None:
+    listening, heard = make_loop("producer"), Recorder()
+    address = listening.listen("127.0.0.1", 0, heard.handlers)
+    own, other = CurveKeys.of(SECRET), CurveKeys.of(WRONG)
+    keys = {"client_public": other.client_public, "client_secret": other.client_secret}
+    rogue = Rogue(address, SECRET, msgspec.structs.replace(own, **keys))
+    try:
+        rogue.until_thrown_out()
+        counted(listening, CloseReason.SECRET)
+        assert heard.opened == []
+    finally:
+        rogue.close()
+
+
+def test_keys_come_of_the_secret_alone_and_do_not_show() -> None:
+    assert CurveKeys.of(SECRET) == CurveKeys.of(Secret(b"a secret that both sides know")) != CurveKeys.of(WRONG)
+    keys = CurveKeys.of(SECRET)
+    assert len({keys.server_public, keys.server_secret, keys.client_public, keys.client_secret}) == 4
+    assert keys.server_secret.decode() not in repr(keys)
 
 
 def test_an_exception_in_a_handler_ends_that_connection_alone(make_loop: MakeLoop) -> None:
@@ -253,12 +311,12 @@ def test_an_exception_in_a_handler_ends_that_connection_alone(make_loop: MakeLoo
     fine.until(lambda: len(fine.received) == 1)
 
 
-def test_a_peer_that_says_nothing_is_left(make_loop: MakeLoop) -> None:
+def test_a_peer_that_says_nothing_is_left(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
     limits = WireLimits(heartbeat_s=0.05, silence_timeout_s=0.2, handshake_timeout_s=TIMEOUT_S)
     listening, heard = make_loop("producer", limits=limits), Recorder()
-    stranger, _ = sealed_stranger(listening.listen("127.0.0.1", 0, heard.handlers))
+    rogue = make_rogue(listening.listen("127.0.0.1", 0, heard.handlers))
     assert heard.until_closed() is CloseReason.SILENT
-    stranger.close()
+    rogue.until_thrown_out()
 
 
 def test_pings_keep_a_connection(make_loop: MakeLoop) -> None:
@@ -269,25 +327,32 @@ def test_pings_keep_a_connection(make_loop: MakeLoop) -> None:
     assert heard_there.closed == heard_here.closed == []
 
 
-def test_a_peer_that_reads_nothing_is_left(make_loop: MakeLoop) -> None:
+def test_a_peer_that_reads_nothing_is_left(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
     limits = msgspec.structs.replace(KEPT, max_frame_bytes=1 << 20, max_buffered_bytes=2 << 20)
     listening, heard = make_loop("producer", limits=limits), Recorder()
-    stranger, _ = sealed_stranger(listening.listen("127.0.0.1", 0, heard.handlers))
+    rogue = make_rogue(listening.listen("127.0.0.1", 0, heard.handlers))
     link = heard.until_open()
     large = Describe(bytes(1 << 19), "tcp", b"")
-    while not heard.closed:
-        listening.send(link, large)
+    assert [listening.send(link, large) for _ in range(4)] == [True] * 3 + [False]
     assert heard.until_closed() is CloseReason.BACKLOG
     assert not listening.send(link, large)
-    stranger.close()
+    rogue.until_thrown_out()
+
+
+def test_a_peer_that_reads_may_be_told_without_end(make_loop: MakeLoop) -> None:
+    limits = msgspec.structs.replace(KEPT, max_frame_bytes=1 << 20, max_buffered_bytes=2 << 20)
+    _, heard_there, connecting, heard_here = connected(make_loop, limits=limits)
+    for number in range(1, 20):
+        assert connecting.send(heard_here.opened[0][0], Describe(bytes(1 << 19), "tcp", b""))
+        heard_there.until(lambda number=number: len(heard_there.received) == number)  # type: ignore[misc]
 
 
 def test_a_handshake_has_its_time(make_loop: MakeLoop) -> None:
     limits = WireLimits(handshake_timeout_s=0.1)
     listening = make_loop("producer", limits=limits)
     stranger = Stranger(listening.listen("127.0.0.1", 0, Recorder().handlers))
-    stranger.say(b"\0")
-    assert stranger.hear_all() == b""
+    stranger.say(b"\xff")
+    stranger.hear_all()
     counted(listening, CloseReason.TOO_SLOW)
     stranger.close()
 
@@ -314,17 +379,18 @@ def test_strangers_do_not_keep_a_peer_out(make_loop: MakeLoop) -> None:
         stranger.close()
 
 
-def test_more_connections_than_allowed_are_refused(make_loop: MakeLoop) -> None:
+def test_more_connections_than_allowed_are_refused(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
     limits = msgspec.structs.replace(KEPT, max_connections=2)
     listening, heard = make_loop("producer", limits=limits), Recorder()
     address = listening.listen("127.0.0.1", 0, heard.handlers)
-    friends = [sealed_stranger(address)[0] for _ in range(2)]
+    for _ in range(2):
+        make_rogue(address)
     heard.until(lambda: len(heard.opened) == 2)
-    third = Stranger(address)
-    assert third.hear_all() == b""
+    third = make_rogue(address)
+    assert third.hear() == Bye(CloseReason.TOO_MANY.value)
+    third.until_thrown_out()
     counted(listening, CloseReason.TOO_MANY)
-    for each in (*friends, third):
-        each.close()
+    assert heard.closed == []
 
 
 def test_nobody_there_is_said(make_loop: MakeLoop) -> None:
@@ -377,16 +443,18 @@ def test_a_close_sends_what_waits_and_tells_everybody(make_loop: MakeLoop) -> No
         connecting.connect("127.0.0.1", 1, None, heard_here.handlers)
 
 
-def test_a_close_with_a_peer_that_reads_nothing_ends(make_loop: MakeLoop) -> None:
+def test_a_close_with_a_peer_that_reads_nothing_ends(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
     listening, heard = make_loop("producer"), Recorder()
-    stranger, _ = sealed_stranger(listening.listen("127.0.0.1", 0, heard.handlers))
+    make_rogue(listening.listen("127.0.0.1", 0, heard.handlers))
     link = heard.until_open()
     for _ in range(3):
         listening.send(link, Describe(bytes(7 << 20), "tcp", b""))
-    assert listening.close(5.0)
-    stranger.close()
+    assert listening.close(2.0)
 
 
-def test_a_server_side_says_nothing_before_it_was_spoken_to() -> None:
-    session = Session(ServerHandshake(Identity("x", b"k"), Channel.CONTROL, b"n" * 32), KEPT)
-    assert session.output == b""
+def test_a_peer_that_is_killed_is_heard_of_at_once(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
+    listening, heard = make_loop("producer"), Recorder()
+    rogue = make_rogue(listening.listen("127.0.0.1", 0, heard.handlers))
+    heard.until_open()
+    rogue.close()
+    assert heard.until_closed() is CloseReason.RESET

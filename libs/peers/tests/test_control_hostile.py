@@ -9,7 +9,6 @@ import pytest
 from control_pair import TIMEOUT_S, Recorder, Stranger, counted
 
 from hybridkv.peers.control import ControlLoop, LinkId
-from hybridkv.peers.control.connection import Connection
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.wire import CloseReason, Message, Renew, Secret, WireError, WireLimits, who_gives_way
 
@@ -48,12 +47,13 @@ def test_the_oldest_of_the_host_that_has_most_gives_way(hosts: str, gone: int) -
 
 
 def test_a_crowd_of_one_host_leaves_a_stranger_of_another_its_place(make_loop: MakeLoop) -> None:
-    address = make_loop("producer", max_handshakes=3).listen("127.0.0.1", 0, Recorder().handlers)
+    listening = make_loop("producer", max_handshakes=3)
+    address = listening.listen("127.0.0.1", 0, Recorder().handlers)
     first = Stranger(address)
+    assert first.hear(10)[:1] == b"\xff"
     crowd = [socket.create_connection(address, TIMEOUT_S, ("127.0.0.2", 0)) for _ in range(8)]
-    # Those that give way hear of it; the first stranger, who is the oldest of all, does not.
-    for each in crowd[:6]:
-        assert each.recv(16) == b""
+    counted(listening, CloseReason.TOO_MANY, 6)
+    # Six of the crowd were hung up on; the first stranger, who is the oldest of all, was not.
     first.sock.settimeout(0.05)
     with pytest.raises(TimeoutError):
         first.sock.recv(16)
@@ -112,24 +112,25 @@ def test_the_address_of_the_other_side_is_known_while_a_link_is_open(make_loop: 
     assert connecting.host_of(link) is None
 
 
-@pytest.mark.parametrize("call", ["flush", "receive"])
+@pytest.mark.parametrize("method", ["_take", "_decode"])
 def test_a_bug_over_one_connection_ends_it_and_no_other(
-    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, call: str
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     listening, connecting = make_loop("producer"), make_loop("consumer")
     there, here, other_there, other_here = (Recorder() for _ in range(4))
-    broken = connecting.connect(*listening.listen("127.0.0.1", 0, there.handlers), "producer", here.handlers)
+    connecting.connect(*listening.listen("127.0.0.1", 0, there.handlers), "producer", here.handlers)
     connecting.connect(*listening.listen("127.0.0.1", 0, other_there.handlers), "producer", other_here.handlers)
     here.until_open()
     other_here.until_open()
-    method = getattr(Connection, call)
+    call, is_broken = getattr(connecting, method), [True]
 
-    def fail(connection: Connection) -> object:
-        if connection.link == broken and connection.handlers is here.handlers:
+    def fail_once(*arguments: object) -> object:
+        if is_broken:
+            is_broken.clear()
             raise RuntimeError("a bug")
-        return method(connection)
+        return call(*arguments)
 
-    monkeypatch.setattr(Connection, call, fail)
+    monkeypatch.setattr(connecting, method, fail_once)
     # It is found when the other side has said something.
     listening.send(there.until_open(), Renew(Lease(1, 1)))
     assert here.until_closed() is CloseReason.HANDLER

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import selectors
 import socket
 from collections import deque
 from collections.abc import Callable
@@ -16,14 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 class Commands:
-    """`post` is for any thread, everything else for the one that waits on `selector`."""
+    """`post` is for any thread, everything else for the one that waits until `woken` is readable."""
 
-    def __init__(self, selector: selectors.BaseSelector) -> None:
+    def __init__(self) -> None:
         self._queue: deque[Callable[[], None]] = deque()
-        self._woken, self._waker = socket.socketpair()
-        for end in (self._woken, self._waker):
+        self.woken, self._waker = socket.socketpair()
+        for end in (self.woken, self._waker):
             end.setblocking(False)
-        selector.register(self._woken, selectors.EVENT_READ)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -35,13 +33,10 @@ class Commands:
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
-    def take_wake(self, key: selectors.SelectorKey) -> bool:
-        """Whether what the selector found was that something is to be done."""
-        if key.fileobj is not self._woken:
-            return False
+    def drain(self) -> None:
+        """`woken` was readable."""
         with contextlib.suppress(OSError):
-            self._woken.recv(4096)
-        return True
+            self.woken.recv(4096)
 
     def obey(self) -> None:
         """Do what was there when this began. A bug in one is logged, and the others are done."""
@@ -52,5 +47,5 @@ class Commands:
                 logger.exception("what was to be done on a thread of peers' connections met a bug")
 
     def close(self) -> None:
-        self._woken.close()
+        self.woken.close()
         self._waker.close()

@@ -6,16 +6,18 @@ address that does not answer keeps nobody from another.
 
 from __future__ import annotations
 
-import errno
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridkv.peers.control.connections import Connections
+import zmq
+
 from hybridkv.peers.control.handlers import Handlers, LinkId
+from hybridkv.peers.control.lines import Line, Lines
 from hybridkv.peers.control.resolving import Address, Resolver
-from hybridkv.peers.control.sessions import Sessions
-from hybridkv.peers.wire import CloseReason, WireLimits, is_loopback
+from hybridkv.peers.control.sockets import FAILED, Setup, bound, endpoint, unwatched, watched
+from hybridkv.peers.wire import CloseReason, is_loopback
+
+EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | FAILED
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,29 +34,28 @@ class Dialing:
     """For the loop's thread.
 
     Args:
-        sessions: makes them.
-        connections: those of the loop.
-        limits: on connections, and on the time for a name.
-        has_secret: without one only this host is connected to.
+        setup: of the loop. Without a secret only this host is connected to.
+        lines: those of the loop.
+        begun: told of each line that was begun.
+        give_way: ends one for which there is no room any more.
         post: has something done on the loop's thread.
-        clock: seconds.
     """
 
     def __init__(
         self,
-        sessions: Sessions,
-        connections: Connections,
-        limits: WireLimits,
-        has_secret: bool,
+        setup: Setup,
+        lines: Lines,
+        begun: Callable[[Line], None],
+        give_way: Callable[[Line], None],
         post: Callable[[Callable[[], None]], None],
-        clock: Callable[[], float],
     ) -> None:
-        self._sessions = sessions
-        self._connections = connections
-        self._limits = limits
-        self._has_secret = has_secret
+        self._setup = setup
+        self._lines = lines
+        self._limits = setup.limits
+        self._begun = begun
+        self._give_way = give_way
         self._post = post
-        self._clock = clock
+        self._clock = setup.clock
         self._resolver = Resolver()
         self._waiting: dict[LinkId, tuple[Call, float]] = {}
 
@@ -63,21 +64,21 @@ class Dialing:
         return len(self._waiting)
 
     def begin(self, link: LinkId, call: Call) -> None:
-        if not self._has_secret and not is_loopback(call.host):
-            self._connections.tell(link, call.handlers, CloseReason.NO_SECRET)
+        if not self._setup.keys.has_secret and not is_loopback(call.host):
+            self._lines.tell(link, call.handlers, CloseReason.NO_SECRET)
         elif not self._has_room():
-            self._connections.tell(link, call.handlers, CloseReason.TOO_MANY)
+            self._lines.tell(link, call.handlers, CloseReason.TOO_MANY)
         else:
             self._waiting[link] = (call, self._clock())
             self._resolve(link, call)
 
     def _has_room(self) -> bool:
-        dialled = [each for each in self._connections if not each.is_server]
+        dialled = [each for each in self._lines if not each.is_server]
         if len(dialled) + len(self._waiting) < self._limits.max_connections:
             return True
-        oldest = next((each for each in dialled if not each.is_established), None)
+        oldest = next((each for each in dialled if not each.is_open), None)
         if oldest is not None:
-            self._connections.close(oldest, CloseReason.TOO_MANY)
+            self._give_way(oldest)
         return oldest is not None
 
     def _resolve(self, link: LinkId, call: Call) -> None:
@@ -96,20 +97,42 @@ class Dialing:
         if link not in self._waiting:
             return
         call, began_s = self._waiting.pop(link)
-        sock = _connecting(address) if address is not None else None
-        if sock is None or address is None:
-            self._connections.tell(link, call.handlers, CloseReason.UNREACHABLE)
+        sockets = self._connecting(address) if address is not None else None
+        if sockets is None or address is None:
+            self._lines.tell(link, call.handlers, CloseReason.UNREACHABLE)
             return
-        session = self._sessions.client(call.expected_peer)
-        connection = self._connections.add(link, sock, session, call.handlers)
-        connection.is_connecting, connection.began_s, connection.host = True, began_s, address[1][0]
-        self._connections.watch(connection)
+        line = Line(link, call.handlers, sockets[0], address[1][0], began_s)
+        line.monitor, line.expected_peer = sockets[1], call.expected_peer
+        self._lines.add(line)
+        self._begun(line)
+
+    def _connecting(self, address: Address) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None:
+        """A socket that is being connected, and what watches it; None where the system refuses at once."""
+        made: list[zmq.Socket[bytes]] = []
+        try:
+            sock = self._setup.context.socket(zmq.DEALER)
+            made.append(sock)
+            bound(sock, self._limits)
+            self._setup.keys.ask(sock)
+            sock.reconnect_ivl = -1
+            sock.connect_timeout = int(self._limits.handshake_timeout_s * 1000)
+            sock.ipv6 = ":" in address[1][0]
+            monitor = watched(self._setup.context, sock, EVENTS)
+            made.append(monitor)
+            sock.connect(endpoint(address[1]))
+        except zmq.ZMQError:
+            if len(made) == 2:
+                unwatched(*made)
+            for each in made:
+                each.close(0)
+            return None
+        return sock, monitor
 
     def give_up(self, link: LinkId, reason: CloseReason) -> None:
         """One whose address is not known yet; others are passed over."""
         waiting = self._waiting.pop(link, None)
         if waiting is not None:
-            self._connections.tell(link, waiting[0].handlers, reason)
+            self._lines.tell(link, waiting[0].handlers, reason)
 
     def give_up_late(self, now_s: float) -> None:
         """Those whose address took too long."""
@@ -120,16 +143,3 @@ class Dialing:
     def close(self) -> None:
         for link in list(self._waiting):
             self.give_up(link, CloseReason.DONE)
-
-
-def _connecting(address: Address) -> socket.socket | None:
-    """A socket that is being connected; None where the system refuses at once."""
-    try:
-        sock = socket.socket(address[0], socket.SOCK_STREAM)
-    except OSError:
-        return None
-    sock.setblocking(False)
-    if sock.connect_ex(address[1]) in (0, errno.EINPROGRESS):
-        return sock
-    sock.close()
-    return None

@@ -9,13 +9,17 @@ from hybridkv.peers.wire.closing import CloseReason, WireError
 from hybridkv.peers.wire.crowding import who_gives_way
 from hybridkv.peers.wire.framing import FrameReader, frame
 from hybridkv.peers.wire.handshake import Channel, ClientHandshake, Established, Identity, ServerHandshake
-from hybridkv.peers.wire.limits import WireLimits
+from hybridkv.peers.wire.limits import MAX_NAME_BYTES, WireLimits
 from hybridkv.peers.wire.messages import (
+    PROTOCOL_VERSION,
     Accepted,
     AskDigests,
+    Bye,
     Describe,
     Digests,
     Done,
+    Heard,
+    Hello,
     Message,
     MessageCodec,
     Notice,
@@ -25,6 +29,7 @@ from hybridkv.peers.wire.messages import (
     Renew,
     Renewed,
     Reply,
+    Word,
     pack_columns,
     unpack_columns,
 )
@@ -33,9 +38,12 @@ from hybridkv.peers.wire.secret import NO_SECRET, Secret, read_secret
 from hybridkv.peers.wire.session import Session
 
 __all__ = [
+    "MAX_NAME_BYTES",
     "NO_SECRET",
+    "PROTOCOL_VERSION",
     "Accepted",
     "AskDigests",
+    "Bye",
     "Channel",
     "ClientHandshake",
     "CloseReason",
@@ -44,6 +52,8 @@ __all__ = [
     "Done",
     "Established",
     "FrameReader",
+    "Heard",
+    "Hello",
     "Identity",
     "Message",
     "MessageCodec",
@@ -62,6 +72,7 @@ __all__ = [
     "SessionKeys",
     "WireError",
     "WireLimits",
+    "Word",
     "demand_secret",
     "frame",
     "is_loopback",

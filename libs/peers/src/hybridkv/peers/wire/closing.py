@@ -13,7 +13,7 @@ class CloseReason(enum.StrEnum):
     ENDED = "ended"
     """The other side ended it, between two frames."""
     RESET = "reset"
-    """The network or the system ended it."""
+    """The network, the system or the other side ended it, without a word."""
     UNREACHABLE = "unreachable"
     """It never came to be."""
     NO_SECRET = "no_secret"
@@ -27,7 +27,11 @@ class CloseReason(enum.StrEnum):
     VERSION = "version"
     """The other side speaks another version."""
     SECRET = "secret"
-    """The other side does not know the secret, or proved something else."""
+    """The other side does not know the secret, or proved something else.
+
+    Of a control connection that was opened here also that the other side hung up on the proof: it has another secret,
+    or speaks another version or another protocol, and does not say which.
+    """
     SEAL = "seal"
     """A frame was changed, repeated, left out or put in another place."""
     UNEXPECTED = "unexpected"

@@ -17,10 +17,10 @@ from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.leases import Lease, Natural
 from hybridkv.peers.wire.closing import CloseReason, WireError
 from hybridkv.peers.wire.limits import WireLimits
-from hybridkv.peers.wire.sealing import SEAL_BYTES
 
 Integers: TypeAlias = npt.NDArray[np.int64]
 
+PROTOCOL_VERSION = 2
 DIGEST_BYTES = 16
 MAX_SPANS = 64
 """Of one question for digests: a group has one, and this is how many groups there may be."""
@@ -124,9 +124,32 @@ class Ping(_Message, frozen=True, tag="ping"):
     """Still here. Not handed to anybody."""
 
 
+class Hello(_Message, frozen=True, tag="hello"):
+    """The first word of either side, which both sides must understand in every version: what follows may only grow."""
+
+    version: int
+    name: str
+
+
+class Heard(_Message, frozen=True, tag="heard"):
+    """So much of what the other side has said was heard since the last of these."""
+
+    num_bytes: Natural
+
+
+class Bye(_Message, frozen=True, tag="bye"):
+    """The last word: why this side ends the connection, in the words of `CloseReason`."""
+
+    reason: str
+
+
 Message: TypeAlias = (
     Describe | Accepted | Refused | AskDigests | Digests | Renew | Renewed | Done | Question | Reply | Notice | Ping
 )
+
+"""What owners of connections say to each other."""
+
+Word: TypeAlias = Message | Hello | Heard | Bye
 
 
 def pack_columns(columns: Sequence[npt.ArrayLike]) -> bytes:
@@ -151,25 +174,25 @@ class MessageCodec:
     def __init__(self, limits: WireLimits) -> None:
         self._limits = limits
         self._encoder = msgspec.msgpack.Encoder()
-        self._decoder = msgspec.msgpack.Decoder(Message)
+        self._decoder = msgspec.msgpack.Decoder(Word)
 
-    def encode(self, message: Message) -> bytes:
+    def encode(self, message: Word) -> bytes:
         """`PeersProtocolError` for what the other side would refuse: the caller has to cut it."""
         body = self._encoder.encode(message)
-        if len(body) + SEAL_BYTES > self._limits.max_frame_bytes:
+        if len(body) > self._limits.max_frame_bytes:
             raise PeersProtocolError(f"a {type(message).__name__} of {len(body)} bytes does not fit into a frame")
         return body
 
-    def decode(self, body: bytes) -> Message:
+    def decode(self, body: bytes) -> Word:
         """`WireError` for anything that is no message, or one that is larger than it may be."""
         try:
-            message: Message = self._decoder.decode(body)
+            message: Word = self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
             raise WireError(CloseReason.MALFORMED, f"no message: {type(error).__name__}") from None
         self._check(message)
         return message
 
-    def _check(self, message: Message) -> None:
+    def _check(self, message: Word) -> None:
         for name in message.__struct_fields__:
             value = getattr(message, name)
             if isinstance(value, str) and len(value) > self._limits.max_text_bytes:

@@ -57,7 +57,8 @@ class TcpClient:
         self.changed = threading.Event()
         """Set whenever a transfer is over."""
         self._selector = selectors.DefaultSelector()
-        self._commands = Commands(self._selector)
+        self._commands = Commands()
+        self._selector.register(self._commands.woken, selectors.EVENT_READ)
         self._next_sweep_s = 0.0
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-client", daemon=True)
         self._thread.start()
@@ -102,7 +103,9 @@ class TcpClient:
 
     def _look(self) -> None:
         for key, _ in self._selector.select(SWEEP_S if self._running or self._owners else None):
-            if not self._commands.take_wake(key) and key.data in self._owners:
+            if key.fileobj is self._commands.woken:
+                self._commands.drain()
+            elif key.data in self._owners:
                 self._serve(key.data)
 
     def _begin(self, transfer: Transfer, parts: list[Part]) -> None:

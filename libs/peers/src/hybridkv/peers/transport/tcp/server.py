@@ -115,7 +115,8 @@ class TcpServer:
         self._listener = socket.create_server(address[:2], family=family, backlog=64)
         self._listener.setblocking(False)
         self.port: int = self._listener.getsockname()[1]
-        self._commands = Commands(self._selector)
+        self._commands = Commands()
+        self._selector.register(self._commands.woken, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-server", daemon=True)
         self._thread.start()
@@ -167,9 +168,9 @@ class TcpServer:
 
     def _look(self) -> None:
         for key, _ in self._selector.select(1.0 if self._readers else None):
-            if self._commands.take_wake(key):
-                continue
-            if key.fileobj is self._listener:
+            if key.fileobj is self._commands.woken:
+                self._commands.drain()
+            elif key.fileobj is self._listener:
                 self._accept()
             elif (reader := self._readers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
                 self._serve(reader)
