@@ -80,6 +80,7 @@ class Door:
         self._is_unbound = False
         self._said: deque[tuple[int, bytes, list[zmq.Frame]]] = deque()
         self._leaving: set[bytes] = set()
+        self._gone: deque[bytes] = deque()
         self._failed: CloseReason | None = None
         self.lines: dict[bytes, Line] = {}
         self.cut: list[Line] = []
@@ -154,9 +155,21 @@ class Door:
         if (line := self._by_fd.pop(fd, None)) is not None:
             self.cut.append(line)
         if (stranger := self._strangers.pop(fd, None)) is not None:
-            self._leaving.discard(stranger.route)
+            if stranger.route:
+                self._forget_later(stranger.route)
             if not stranger.is_counted:
                 self._count(stranger.why or failed or CloseReason.MALFORMED)
+
+    def _forget_later(self, route: bytes) -> None:
+        """Its last words may still be on their way, and are not a newcomer's."""
+        self._gone.append(route)
+        if len(self._gone) > MAX_SAID:
+            self._leaving.discard(self._gone.popleft())
+
+    @property
+    def has_kept(self) -> bool:
+        """Something was said by those who came lately."""
+        return bool(self._said)
 
     @property
     def is_behind(self) -> bool:
@@ -184,7 +197,10 @@ class Door:
 
     def turn_out(self, fd: int, reason: CloseReason, route: bytes = b"", is_told: bool = False) -> None:
         """End a stranger's connection, once it has had time to hear why if it is told."""
-        stranger = self._strangers.pop(fd, None) or self._stranger(fd)
+        stranger = self._strangers.pop(fd, None)
+        if stranger is None:
+            self._count(reason)
+            return  # it has gone already, and the number may be another's
         stranger.why = stranger.why or reason
         self._send_away(fd, stranger, route, is_told)
 

@@ -188,6 +188,9 @@ class ControlLoop:
     def _look(self) -> None:
         cut, self._cut = self._cut, []
         found = self._inputs.look(self._pause_s(bool(cut)))
+        for door in self._doors:
+            if door.has_kept:
+                self._look_at(door)
         for line in cut:
             # What it has said last is heard first.
             if line.socket in found:
@@ -203,7 +206,7 @@ class ControlLoop:
             logger.exception("control connections met a bug")
 
     def _pause_s(self, is_ending: bool) -> float | None:
-        if self._commands or is_ending:
+        if self._commands or is_ending or any(door.has_kept for door in self._doors):
             return 0.0
         if not self._lines and not self._dialing and not any(door.has_strangers for door in self._doors):
             return None
