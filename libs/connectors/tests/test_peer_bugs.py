@@ -188,7 +188,7 @@ def test_a_thread_with_much_to_do_ends_when_it_is_done() -> None:
 
 
 EXPECTED = {
-    "gone": ["done", "ended", "reset", "unreachable", "truncated", "wrong_peer"],
+    "gone": ["done", "ended", "reset", "unreachable", "hung_up", "truncated", "wrong_peer"],
     "timeout": ["too_slow", "silent", "backlog"],
     "refused": ["secret", "no_secret", "version", "self"],
     "protocol": ["malformed", "oversized", "seal", "unexpected"],

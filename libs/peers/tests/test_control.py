@@ -156,7 +156,7 @@ def test_a_wrong_secret_is_refused_and_counted_on_both_sides(make_loop: MakeLoop
     heard_there, heard = Recorder(), Recorder()
     host, port = listening.listen("127.0.0.1", 0, heard_there.handlers)
     stranger.connect(host, port, None, heard.handlers)
-    assert heard.until_closed() is CloseReason.SECRET
+    assert heard.until_closed() is CloseReason.HUNG_UP
     counted(listening, CloseReason.SECRET)
     assert heard_there.opened == heard_there.closed == []
 

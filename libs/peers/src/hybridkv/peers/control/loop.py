@@ -278,8 +278,7 @@ class ControlLoop:
                 else:
                     self._close(line, CloseReason.MALFORMED, "no peer of ours answers")
             elif event & FAILED:
-                # It hangs up where it has another secret, speaks another version or another protocol.
-                self._close(line, why_failed(event, value, CloseReason.SECRET))
+                self._close(line, why_failed(event, value, CloseReason.HUNG_UP))
 
     # What peers say.
 

@@ -27,11 +27,9 @@ class CloseReason(enum.StrEnum):
     VERSION = "version"
     """The other side speaks another version."""
     SECRET = "secret"
-    """The other side does not know the secret, or proved something else.
-
-    Of a control connection that was opened here also that the other side hung up on the proof: it has another secret,
-    or speaks another version or another protocol, and does not say which.
-    """
+    """The other side does not know the secret, or proved something else."""
+    HUNG_UP = "hung_up"
+    """The other side ended the handshake and did not say why: it is gone, or has another secret or another version."""
     SEAL = "seal"
     """A frame was changed, repeated, left out or put in another place."""
     UNEXPECTED = "unexpected"

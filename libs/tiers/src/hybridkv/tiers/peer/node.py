@@ -218,7 +218,8 @@ class Node:
             peer.link, peer.is_ready, peer.is_misfit = None, False, False
             peer.retry_s = self._clock() + pause_s
         if not was_misfit and reason is not CloseReason.DONE:
-            self._complain(number, f"the connection ended: {reason}")
+            hint = "; it has another secret or another version, or is ending" if reason is CloseReason.HUNG_UP else ""
+            self._complain(number, f"the connection ended: {reason}{hint}")
         if was_ready:
             self._asking.lost(number)
 
