@@ -1,4 +1,4 @@
-"""Reads of another process's memory: our TCP and NIXL beside memcpy and a plain socket.
+"""Reads of another process's memory: NIXL beside memcpy and a plain socket.
 
     tools/bazel run //bench:peer_transport -- [--rounds N] [--total-mib N] [--json FILE]
 
@@ -11,8 +11,7 @@ of processors, those of both processes together, for each GB: what a read takes 
 Variants: `memcpy` copies the same ranges within this process. `socket` is the least that two processes can do over
 loopback: one blocking connection, `sendall` of one buffer, `recv_into` of another, nothing in pieces and nothing
 checked. `readv` is `process_vm_readv`, which is how the kernel has one process read another's memory, and what UCX uses
-for that. `tcp` is `TcpTransport` with one connection, `tcp x2` with two. `nixl` is UCX as it chooses (memory of the
-same host); `nixl tcp` is UCX made to use TCP. Both need NIXL, and are left out where it is not.
+for that. `nixl` is UCX as it chooses (memory of the same host); `nixl tcp` is UCX made to use TCP.
 
 What is not: a network, several peers, verification of what was read.
 """
@@ -37,14 +36,12 @@ from typing import Any
 import numpy as np
 
 from hybridkv.peers.transport import Done, Pending, Ranges, Region, Transport
-from hybridkv.peers.transport.nixl_library import has_nixl
-from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
-from hybridkv.peers.wire import NO_SECRET
+from hybridkv.peers.transport.nixl import NixlTransport
 
 MAX_VECTORS = 16
 """In one call of `readv`, as UCX has it."""
 SIZES_KIB = (64, 256, 1024, 4096)
-VARIANTS = ("socket", "readv", "tcp", "tcp x2", "nixl", "nixl tcp")
+VARIANTS = ("socket", "readv", "nixl", "nixl tcp")
 
 Read = Callable[[np.ndarray, np.ndarray, int], None]
 """Reads ranges of one size: places there, places here."""
@@ -55,14 +52,9 @@ def pattern(num_bytes: int) -> np.ndarray:
 
 
 def make(variant: str) -> Transport:
-    name = f"bench-{uuid.uuid4()}"
-    if variant.startswith("tcp"):
-        return TcpTransport(name, NO_SECRET, TcpOptions(connections=2 if variant == "tcp x2" else 1))
     if variant == "nixl tcp":
         os.environ["UCX_TLS"] = "tcp"
-    from hybridkv.peers.transport.nixl import NixlTransport
-
-    return NixlTransport(name)
+    return NixlTransport(f"bench-{uuid.uuid4()}")
 
 
 def serve(variant: str, num_bytes: int) -> None:
@@ -82,8 +74,7 @@ def serve(variant: str, num_bytes: int) -> None:
     transport = make(variant)
     capability = transport.register([Region(memory.ctypes.data, num_bytes)])
     print(base64.b64encode(capability).decode(), flush=True)
-    is_polled = variant.startswith("nixl")
-    while not select.select([sys.stdin], [], [], 0 if is_polled else None)[0]:
+    while not select.select([sys.stdin], [], [], 0)[0]:
         # UCX over TCP goes as quickly as this side turns round; its reads of memory need no turn at all.
         transport.progress()
         time.sleep(0 if variant == "nixl tcp" else 0.001)
@@ -219,7 +210,7 @@ def reader(variant: str, num_bytes: int) -> None:
 
 
 def measure(num_bytes: int, rounds: int, names: Sequence[str], sizes: Sequence[int]) -> dict[str, Any]:
-    names = ["memcpy", "socket", *(each for each in names if has_nixl() or not each.startswith("nixl"))]
+    names = ["memcpy", "socket", *names]
     subjects = {name: Subject(name, num_bytes) for name in names}
     results: dict[str, Any] = {}
     for size in sizes:

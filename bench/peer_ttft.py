@@ -10,8 +10,8 @@ nothing to do. The first round, which connects, is shown and not counted. A rati
 time over ours in the same round: more than 1 is faster.
 
 Pairs: `vllm` is NixlConnector as it comes, but not on the one core to which it binds both engines; `vllm eased` has its
-busy threads put behind everything else besides, which is more than its operator can do. `nixl` and `tcp` are
-HybridNixlConnector over either transport, as it comes: digests compared. `nixl unverified` compares none, as vLLM's
+busy threads put behind everything else besides, which is more than its operator can do. `nixl` is
+HybridNixlConnector as it comes: digests compared. `nixl unverified` compares none, as vLLM's
 does. `alone`: the same engine computes a prompt of the same length.
 
 Bytes and descriptors of a request are what each connector counts itself; beside them what the table of groups says, and
@@ -84,9 +84,8 @@ def _theirs(are_spinners_last: bool) -> Variant:
 VARIANTS = {
     "vllm": _theirs(are_spinners_last=False),
     "vllm eased": _theirs(are_spinners_last=True),
-    "nixl": _ours(transport="nixl"),
-    "nixl unverified": _ours(transport="nixl", verify=False),
-    "tcp": _ours(transport="tcp"),
+    "nixl": _ours(),
+    "nixl unverified": _ours(verify=False),
 }
 
 

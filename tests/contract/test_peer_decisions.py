@@ -40,7 +40,7 @@ class Half:
     """The scheduler's half of an engine."""
 
     def __init__(self, mix: Mix, role: str, started: list[Any], **extra: Any) -> None:
-        config: Mapping[str, Any] = {"transport": "tcp", "weights_digest": "none", **extra}
+        config: Mapping[str, Any] = {"weights_digest": "none", **extra}
         connector = Connector(PEER_CONNECTOR, config, role=role)
         configs: Configs = make_configs(mix, EngineSettings(num_blocks=64, connector=connector))
         with set_current_vllm_config(configs.vllm):

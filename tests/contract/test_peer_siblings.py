@@ -23,7 +23,7 @@ from hybridkv.connectors.vllm import PEER_CONNECTOR
 NUM_TOKENS = 80
 NEEDED_BLOCKS = 6
 """By a request of so many tokens, to be scheduled: five, and one more."""
-PEERS = {"transport": "tcp", "weights_digest": "none"}
+PEERS = {"weights_digest": "none"}
 
 
 class Engine:

@@ -32,10 +32,10 @@ from oracle.mixes import DEEPSEEK_V4, GPT_OSS, LLAMA4, NAMED, QWEN3_NEXT, Kind, 
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
 
 BLOCKS = 64
-TCP: Mapping[str, Any] = {"transport": "tcp", "weights_digest": "none"}
+EXTRA: Mapping[str, Any] = {"weights_digest": "none"}
 
 
-def configure(mix: Mix, role: str = "kv_both", extra: Mapping[str, Any] = TCP, **settings: Any) -> Configs:
+def configure(mix: Mix, role: str = "kv_both", extra: Mapping[str, Any] = EXTRA, **settings: Any) -> Configs:
     connector = Connector(PEER_CONNECTOR, extra, role=role)
     return make_configs(mix, EngineSettings(num_blocks=BLOCKS, connector=connector, **settings))
 
@@ -67,15 +67,14 @@ def test_it_starts_in_every_role_and_says_what_was_understood(
     assert ("listens at nothing" in line) is (role == "kv_consumer")
 
 
-@pytest.mark.parametrize("transport", ["nixl", "tcp"])
-def test_an_address_that_no_consumer_can_go_to_is_refused(transport: str) -> None:
+def test_an_address_that_no_consumer_can_go_to_is_refused() -> None:
     """Consumers would refuse every prompt: nothing would say so here."""
-    extra = {**TCP, "transport": transport, "listen": {"host": "0.0.0.0"}}
+    extra = {**EXTRA, "listen": {"host": "0.0.0.0"}}
     assert refused(configure(GPT_OSS, "kv_producer", extra)).path.endswith("extra_config.listen.advertise")
 
 
 def test_ports_that_end_before_the_ranks_do_are_refused(started: list[Any]) -> None:
-    extra = {**TCP, "listen": {"port": 65535}}
+    extra = {**EXTRA, "listen": {"port": 65535}}
     error = refused(configure(GPT_OSS, "kv_producer", extra, tp_size=2))
     assert error.path.endswith("extra_config.listen.port") and "65536" in str(error.got)
     # One that reads alone listens nowhere.
@@ -125,7 +124,7 @@ def test_a_window_that_is_computed_again_is_refused() -> None:
 
 @pytest.mark.parametrize("excepted", [True, False])
 def test_states_that_the_engine_keeps_at_no_boundary_are_refused(excepted: bool) -> None:
-    configs = configure(QWEN3_NEXT, extra={**TCP, "without_prefix_caching": excepted})
+    configs = configure(QWEN3_NEXT, extra={**EXTRA, "without_prefix_caching": excepted})
     configs.vllm.cache_config.enable_prefix_caching = False
     for index in range(3):
         with_spec(configs, index, lambda spec: replace(spec, mamba_cache_mode="none"))

@@ -85,12 +85,8 @@ def noise(engine: Engine) -> Noise:
 def two(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
     """A producer and a consumer, each in a process of its own."""
     # Only the targets whose tests ask for it have these files.
-    from peers import TRANSPORT, running_two
+    from peers import running_two
 
-    from hybridkv.peers.transport.nixl_library import has_nixl
-
-    if TRANSPORT == "nixl" and not has_nixl():
-        pytest.skip("nixl is not installed")
     with running_two(kind, harness.scratch_directory(tmp_path_factory.mktemp("peers"))) as pair:
         yield pair
 

@@ -26,7 +26,6 @@ END_S = patience.seconds(3.0)
 REST_S = patience.seconds(12.0)
 """Until nothing is held."""
 LEASE_S = 3600.0
-TRANSPORT = os.environ.get("HYBRIDKV_E2E_TRANSPORT", "tcp")
 
 
 class PeerProcess:
@@ -238,7 +237,7 @@ def transfer_config(role: str, **extra: Any) -> dict[str, Any]:
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
         # A lease that somebody forgot to end must not end by itself before anybody sees it.
-        "kv_connector_extra_config": {"transport": TRANSPORT, "lease_seconds": LEASE_S, **extra},
+        "kv_connector_extra_config": {"lease_seconds": LEASE_S, **extra},
     }
 
 

@@ -1,4 +1,4 @@
-"""Two engines with a relay between them, and what a test does to either."""
+"""Two engines with a relay between their control connections, and what a test does to either."""
 
 from __future__ import annotations
 
@@ -70,12 +70,17 @@ class FaultyProcess(PeerProcess):
 
     def require_rest(self) -> None:
         """It comes to hold nothing that it did not hold at first, and forgets what it has cached."""
+        self.let_go()
         until_s = time.monotonic() + REST_S
         while left := self.left_behind():
             assert time.monotonic() < until_s, left
             time.sleep(0.01)
         self.ask("forget")
         assert not self.left_behind()
+
+    def let_go(self, is_spoilt: bool = False) -> None:
+        """The read that is held goes on."""
+        self.ask("let go", is_spoilt=is_spoilt)
 
     def counts(self, metric: str) -> Counter[str]:
         """By label. What was counted before the last step is among it."""
@@ -84,8 +89,22 @@ class FaultyProcess(PeerProcess):
         return Counter({key.rpartition("=")[2]: int(value) for key, value in found if key.split(",")[0] == metric})
 
 
+class ReadGate:
+    """A consumer reads half of a request, after so many whole reads, and waits."""
+
+    def __init__(self, consumer: FaultyProcess, after: int) -> None:
+        self._consumer = consumer
+        consumer.ask("hold", after=after)
+
+    def wait_until_holding(self) -> None:
+        self._consumer.until("holding", bool)
+
+    def release(self) -> None:
+        self._consumer.let_go()
+
+
 class Producer(FaultyProcess):
-    """With a relay before it, which it names to consumers as itself."""
+    """With a relay before its control connections, which it names to consumers as itself."""
 
     def __init__(self, kind: str, directory: Path) -> None:
         super().__init__(kind, directory, "kv_producer", listen={"advertise": ADDRESS}, max_leases=MAX_LEASES)
@@ -93,8 +112,8 @@ class Producer(FaultyProcess):
 
     def wait_until_ready(self) -> int:
         free = super().wait_until_ready()
-        self.ports = self.ask("ports")
-        self._relay = Relay(self.ports, streamed=frozenset({"control"}))
+        self.port: int = self.ask("port")
+        self._relay = Relay(self.port)
         return free
 
     @property
@@ -170,7 +189,7 @@ class Faults:
         self._strict = None
 
     def kill_producer(self) -> None:
-        """It is no more, and what the relay holds stays there. The next one begins to start: that takes its time."""
+        """It is no more, and what is held stays so. The next one begins to start: that takes its time."""
         assert self._producer is not None
         self._producer.kill()
         self._dead.append(self._producer)

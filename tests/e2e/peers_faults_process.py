@@ -1,4 +1,4 @@
-"""One engine of two, as in `peers_process`, whose time a test moves, and whose checks it switches off.
+"""One engine of two, as in `peers_process`: a test moves its time, holds its reads, and switches off its checks.
 
 The time is that of leases and of reads: it goes on by itself, and further when it is told to. So nothing waits for a
 lease to run out, and no lease runs out because the machine is busy.
@@ -15,8 +15,9 @@ from typing import Any
 import patience
 import peers_process
 from harness import Engine, Result
-from relay import ON_THE_WAY_BYTES
+from held_reads import HeldReads
 
+from hybridkv.connectors.vllm.nixl import worker
 from hybridkv.connectors.vllm.nixl.rank_read import RankRead
 
 ENDS_S = patience.seconds(6.0)
@@ -35,17 +36,20 @@ class FaultyCommands(peers_process.Commands):
         self._later_s = 0.0
         self._agent = engine.worker_connector._worker._agent
         self._set_clock()
-        # Connections that are accepted inherit it. What is held up on the way is then still in the engine's memory.
-        listener = self._agent._transport._server._listener
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ON_THE_WAY_BYTES)
 
     def _carry_out(self, command: dict[str, Any]) -> None:
         name, engine = command["name"], self._engine
         match command["do"]:
-            case "ports":
-                (control,) = self._agent._loop._doors or [None]
-                ports = {"data": self._agent._transport._server.port}
-                self.say(name, ports | ({"control": control.address[1]} if control is not None else {}))
+            case "port":
+                self.say(name, self._agent._loop._doors[0].address[1])
+            case "hold":
+                self._agent._transport.hold(command["after"])
+                self.say(name, None)
+            case "holding":
+                self.say(name, self._agent._transport.is_holding)
+            case "let go":
+                self._agent._transport.let_go(command["is_spoilt"])
+                self.say(name, None)
             case "peers":
                 self.say(name, len(self._agent._peers._by_address))
             case "settled":
@@ -100,7 +104,8 @@ def _skip(skipped: frozenset[str]) -> None:
 
 
 def main(*arguments: Any) -> None:
-    """As in `peers_process`. At its end no thread of ours is left."""
+    """As in `peers_process`, with reads that a test holds. At its end no thread of ours is left."""
+    worker.open_transport = HeldReads  # type: ignore[assignment]
     peers_process.main(*arguments, FaultyCommands)
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("hybridkv")]
     for thread in ours:

@@ -1,4 +1,4 @@
-"""Whoever reaches the ports of an engine, and what he says there."""
+"""Strangers at the port of an engine, and what they say there."""
 
 from __future__ import annotations
 

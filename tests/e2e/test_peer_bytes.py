@@ -8,7 +8,7 @@ import pytest
 from harness import make_prompt, scratch_directory
 from peer_pair import Pair, Variant
 
-TRANSFER = {"kv_connector": "HybridNixlConnector", "kv_connector_extra_config": {"transport": "tcp"}}
+TRANSFER = {"kv_connector": "HybridNixlConnector"}
 LENGTHS = (513, 1537, 4097)
 MOST = 0.6
 """Of what would move if every layer were full attention: half of them are in gpt-oss, fewer in the others."""

@@ -1,8 +1,8 @@
 """Whatever happens to an engine that hands over a prompt, the one that goes on with it answers as if alone.
 
-The producer is killed, stopped, cut off and lied about, each at a point that the test names: a relay on the way between
-the two says when it is there, and no test waits for time to pass. After each the engine that lives holds no block, and
-its counters say why a prompt was not loaded.
+The producer is killed, stopped, cut off and lied about, each at a point that the test names. A relay between the
+control connections of the two, or the consumer's transport, stops there and says so; no test waits for time to pass.
+After each the engine that lives holds no block, and its counters say why a prompt was not loaded.
 """
 
 from __future__ import annotations
@@ -13,15 +13,13 @@ from typing import Any
 import pytest
 from equality import require_same_written
 from harness import make_prompt, scratch_directory
-from peers_faults import FAILURES, LEASE_S, LEASES, LOAD_S, MAX_LEASES, NUM_TOKENS, PROMPTS, Faults, Producer
+from peers_faults import FAILURES, LEASE_S, LEASES, LOAD_S, MAX_LEASES, NUM_TOKENS, PROMPTS, Faults, ReadGate
 from relay import Gate
 from strangers import Stranger, rubbish, shout
 
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.wire import AskDigests, Describe, Digests, Done, Notice, Refused, Renew, Renewed, pack_columns
 
-HALF_BYTES = 100_000
-"""Of what is read of a prompt, and far from all of it."""
 LAST = NUM_TOKENS - 1
 
 
@@ -46,20 +44,16 @@ def faults(world: Faults) -> Iterator[Faults]:
         world.expire()
 
 
-def held_up(producer: Producer, point: str) -> Gate:
+def held_up(faults: Faults, point: str) -> Gate | ReadGate:
     """The gate at which a read stops: before they meet, in mid-read, before the lease is read, or digests asked for."""
-    relay = producer.relay
-    gate, after = {
-        "connect": (relay["control"].requests, 0),
-        "read": (relay["data"].answers, HALF_BYTES),
-        "lease": (relay["data"].requests, 1),
-        "digests": (relay["control"].requests, 0),
-    }[point]
-    gate.hold(after)
+    if point in ("read", "lease"):
+        return ReadGate(faults.consumer, after=("read", "lease").index(point))
+    gate = faults.producer.relay.requests
+    gate.hold()
     return gate
 
 
-def begun(faults: Faults, params: dict[str, Any], gate: Gate) -> str:
+def begun(faults: Faults, params: dict[str, Any], gate: Gate | ReadGate) -> str:
     """The consumer goes on with the prompt, and is held up. The name of its request."""
     name = faults.consumer.name()
     faults.consumer.add(name, faults.prompt, params=params)
@@ -97,7 +91,7 @@ def test_a_producer_that_is_killed_costs_what_was_not_read_by_then(faults: Fault
     with faults.counting():
         loaded = faults.consumer.compute(first, params[0])
     with faults.counting(gone=2):
-        name = begun(faults, params[1], held_up(faults.producer, point))
+        name = begun(faults, params[1], held_up(faults, point))
         # What is held up stays so: the network says nothing.
         faults.kill_producer()
         faults.require_cold(faults.consumer.result(name), first_computed=0)
@@ -119,7 +113,7 @@ def test_a_producer_that_stops_costs_the_time_that_is_given(faults: Faults, poin
     introduce(faults, point)
     params = faults.producer.prefill(faults.prompt)
     with faults.counting(timeout=1):
-        gate = held_up(faults.producer, point)
+        gate = held_up(faults, point)
         name = begun(faults, params, gate)
         with faults.producer.stopped():
             gate.release()
@@ -133,7 +127,7 @@ def test_a_producer_that_stops_costs_the_time_that_is_given(faults: Faults, poin
 def test_what_is_held_up_on_the_way_costs_the_time_that_is_given(faults: Faults) -> None:
     params = faults.producer.prefill(faults.prompt)
     with faults.counting(timeout=1):
-        name = begun(faults, params, held_up(faults.producer, "read"))
+        name = begun(faults, params, held_up(faults, "read"))
         faults.consumer.later(LOAD_S)
         faults.require_cold(faults.consumer.result(name), first_computed=0)
 
@@ -172,7 +166,7 @@ def test_blocks_are_not_taken_whose_lease_ends_while_they_are_read(faults: Fault
     params = faults.producer.prefill(faults.prompt)
     reason = {"all": "lease", "the lease alone": "lease", "digests alone": "digest"}.get(checked)
     with faults.counting(**({} if reason is None else {reason: 1})):
-        gate = held_up(faults.producer, "read")
+        gate = held_up(faults, "read")
         name = begun(faults, params, gate)
         # Digests that came while the lease held: so each check stands for itself.
         faults.consumer.until("held", lambda held: held["digests asked for"] == 0)
@@ -186,7 +180,7 @@ def test_blocks_are_not_taken_whose_lease_ends_while_they_are_read(faults: Fault
 def test_a_lease_is_renewed_as_long_as_its_blocks_are_read(faults: Faults) -> None:
     params = faults.producer.prefill(faults.prompt)
     with faults.counting():
-        gate = held_up(faults.producer, "read")
+        gate = held_up(faults, "read")
         name = begun(faults, params, gate)
         for _ in range(3):
             faults.producer.later(LEASE_S / 2)
@@ -215,7 +209,7 @@ def test_a_consumer_that_is_aborted_gives_back_its_blocks_and_the_producers(faul
     introduce(faults, point)
     before = faults.producer.counts(LEASES)
     with faults.counting(cancelled=1):
-        gate = held_up(faults.producer, point)
+        gate = held_up(faults, point)
         name = begun(faults, faults.producer.prefill(faults.prompt), gate)
         faults.consumer.ask("abort", request=name)
         # What is held stays held.
@@ -245,12 +239,12 @@ def lease_of(params: dict[str, Any]) -> Lease:
 
 def test_words_about_leases_that_are_none_change_nothing(faults: Faults) -> None:
     params = faults.producer.prefill(faults.prompt)
-    lease, port = lease_of(params), faults.producer.ports["control"]
+    lease, port = lease_of(params), faults.producer.port
     stranger = Stranger(port)
     for each in (Lease(lease.slot, lease.nonce ^ 1), Lease(lease.slot + 1, lease.nonce), Lease(1 << 40, 1)):
         stranger.say(Done(each, True, 0, 1))
         assert stranger.ask(Renew(each)) == Renewed(each, 0.0)
-    assert isinstance(stranger.ask(Describe(b"rubbish", "tcp", b"")), Refused)
+    assert isinstance(stranger.ask(Describe(b"rubbish", b"")), Refused)
     # Digests are given to those who have described themselves, and who is asked is not told any.
     for unexpected in (AskDigests(1, lease, 1, pack_columns([[0], [0], [1]])), Digests(1, b""), Notice(b"hello")):
         stranger.say(unexpected)
@@ -264,12 +258,10 @@ def test_words_about_leases_that_are_none_change_nothing(faults: Faults) -> None
     stranger.close()
 
 
-def test_rubbish_on_any_port_changes_nothing(faults: Faults) -> None:
+def test_rubbish_changes_nothing(faults: Faults) -> None:
     params = faults.producer.prefill(faults.prompt)
-    ports = [*faults.producer.ports.values(), *faults.consumer.ask("ports").values()]
-    for port in ports:
-        for data in rubbish():
-            shout(port, data)
+    for data in rubbish():
+        shout(faults.producer.port, data)
     with faults.counting():
         faults.require_cold(faults.consumer.compute(faults.prompt, params), first_computed=LAST)
 
@@ -283,20 +275,18 @@ def test_a_prompt_that_was_fetched_is_not_fetched_again(faults: Faults) -> None:
         faults.require_cold(faults.consumer.compute(faults.prompt, params), first_computed=0)
 
 
-@pytest.mark.parametrize(("port", "reason"), [("data", "digest"), ("control", "gone")])
-def test_what_was_changed_on_the_way_is_not_taken(faults: Faults, port: str, reason: str) -> None:
+@pytest.mark.parametrize(("what", "reason"), [("bytes", "digest"), ("words", "gone")])
+def test_what_was_changed_on_the_way_is_not_taken(faults: Faults, what: str, reason: str) -> None:
     introduce(faults, "read")
     params = faults.producer.prefill(faults.prompt)
     with faults.counting(**{reason: 1}):
-        gate = held_up(faults.producer, "read")
-        name = begun(faults, params, gate)
-        faults.producer.relay[port].answers.release(is_spoilt=True)
-        if port == "control":
-            # The next word, whatever it is; bytes are held up until then.
-            faults.consumer.until("peers", lambda number: number == 0)
-            gate.release()
+        name = begun(faults, params, held_up(faults, "read"))
+        if what == "bytes":
+            faults.consumer.let_go(is_spoilt=True)
+        else:
+            # The next word, whatever it is. The read is held up still.
+            faults.producer.relay.answers.release(is_spoilt=True)
         faults.require_cold(faults.consumer.result(name), first_computed=0)
-    # Who makes no sense is not connected to again: nobody says that the blocks are needed no more, their lease ends.
     faults.expire()
 
 
@@ -325,7 +315,7 @@ def test_where_loads_are_to_fail_the_request_ends_with_an_error_and_no_other(fau
 def test_a_consumer_that_is_killed_while_it_reads_costs_its_producer_one_lease(faults: Faults) -> None:
     before = faults.producer.counts(LEASES)
     params = faults.producer.prefill(faults.prompt)
-    gate = held_up(faults.producer, "read")
+    gate = ReadGate(faults.strict, after=0)
     faults.strict.add(faults.strict.name(), faults.prompt, params=params)
     gate.wait_until_holding()
     faults.kill_strict()
@@ -333,7 +323,6 @@ def test_a_consumer_that_is_killed_while_it_reads_costs_its_producer_one_lease(f
     faults.producer.later(LEASE_S)
     faults.producer.require_rest()
     assert faults.producer.counts(LEASES) - before == {"expired": 1}
-    gate.release()
     with faults.counting():
         got = faults.consumer.compute(faults.prompt, faults.producer.prefill(faults.prompt))
         faults.require_cold(got, first_computed=LAST)

@@ -1,6 +1,7 @@
 """Two oracle engines: what one computes of a prompt the other goes on with. Their connector is the real one of both.
 
-Both run in this process and take steps in turn; the connector's threads and sockets are real.
+Both run in this process and take steps in turn. The connector's threads and control connections are real; bytes go
+through the in-memory transport.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import random
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
+from hybridkv.connectors.vllm.nixl import worker
+from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from oracle.content import VOCABULARY_TOKENS, Transcript
 from oracle.engine import IDLE_LIMIT_S, OracleEngine, StuckError
 from oracle.mixes import Kind
@@ -77,8 +81,11 @@ class Pair:
     def __init__(self, mix: Mix, producer: EngineSettings, consumer: EngineSettings) -> None:
         self.mix = mix
         self.withheld_tokens = withheld_tokens(mix)
-        self.producer = PeerEngine(mix, producer)
-        self.consumer = PeerEngine(mix, consumer)
+        world = World()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(worker, "open_transport", lambda name: InMemoryTransport(name, world))
+            self.producer = PeerEngine(mix, producer)
+            self.consumer = PeerEngine(mix, consumer)
 
     def __enter__(self) -> Pair:
         return self

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from hybridkv.peers.control import ControlCounts, Handlers, LinkId
 from hybridkv.peers.control.counts import Tally
 from hybridkv.peers.ranges import Ranges
-from hybridkv.peers.testing.reference import ReferenceTransport, World
+from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.transport import (
     PENDING,
     Done,
@@ -189,10 +189,6 @@ class SimulatedControl:
         if (found := self.network.of(self, link)) is not None:
             self.network.end(*found, reason)
 
-    def host_of(self, link: LinkId) -> str | None:
-        """No transport here asks for it."""
-        return None
-
     def counts(self) -> ControlCounts:
         return Tally().value()
 
@@ -211,7 +207,7 @@ class _Flight:
     is_stopping: bool = False
 
 
-class SteppedTransport(ReferenceTransport):
+class SteppedTransport(InMemoryTransport):
     """A read arrives range by range, whoever looks, and writes on for a while after it was cancelled."""
 
     def __init__(self, peer_name: str, world: World, random: Random) -> None:

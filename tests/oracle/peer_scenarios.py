@@ -165,7 +165,6 @@ def peer_scenarios(draw: st.DrawFn, sides: Sides, verify: bool | None = None) ->
     if verify is None:
         verify = draw(st.sampled_from((True, True, False)))
     options = {
-        "transport": "tcp",
         "weights_digest": "oracle",
         "verify": verify,
         "lease_seconds": LEASE_S,

@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm.nixl.agent import Agent
 from hybridkv.connectors.vllm.nixl.memory import SCRATCH_SLOTS, RankMemory
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.peers.testing.faults import FaultInjectingTransport, FaultPlan
-from hybridkv.peers.testing.reference import World
+from hybridkv.peers.testing.in_memory import World
 from oracle import engine
 from oracle.peer_network import Network, SimulatedControl, SteppedTransport
 from oracle.runner import OracleError
@@ -105,7 +105,7 @@ class Simulation:
     def __post_init__(self) -> None:
         self.network = Network(self.random, lambda: self.now_s)
 
-    def open_transport(self, config: Any, secret: Any, name: str) -> Transport:
+    def open_transport(self, name: str) -> Transport:
         transport = self.transports[name] = SteppedTransport(name, self.world, self.random)
         return FaultInjectingTransport(transport, self.plan)
 

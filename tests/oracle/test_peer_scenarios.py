@@ -105,7 +105,7 @@ def test_a_request_whose_load_failed_does_not_stand_before_one_whose_load_has_en
     """The pool holds one prompt whole, or one and what another resumes from. The engine asks first for the request that
     failed, which does not fit: it must not be all that the engine asks for, for nothing else would ever be freed."""
     sides = Sides((CUT_WINDOWS, with_blocks(CUT_WINDOWS, 2)))
-    options = {"transport": "tcp", "weights_digest": "oracle", "lease_seconds": 6.0, "load_timeout_seconds": 40.0}
+    options = {"weights_digest": "oracle", "lease_seconds": 6.0, "load_timeout_seconds": 40.0}
     settings = tuple(
         EngineSettings(
             num_blocks=num_blocks,
@@ -148,7 +148,6 @@ def test_two_loads_that_each_need_more_than_is_left_do_not_wait_for_each_other()
             connector=Connector(
                 PEER_CONNECTOR,
                 {
-                    "transport": "tcp",
                     "weights_digest": "oracle",
                     "verify": False,
                     "lease_seconds": 6.0,

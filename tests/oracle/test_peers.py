@@ -29,7 +29,7 @@ def _registered() -> None:
 
 
 def settings(role: str, num_blocks: int = 4000, max_running: int = 4, **extra: Any) -> EngineSettings:
-    config = {"transport": "tcp", "weights_digest": "oracle", **CALM, **extra}
+    config = {"weights_digest": "oracle", **CALM, **extra}
     return EngineSettings(
         num_blocks=num_blocks, max_running=max_running, connector=Connector(PEER_CONNECTOR, config, role=role)
     )

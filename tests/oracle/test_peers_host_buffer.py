@@ -27,7 +27,7 @@ def _registered() -> None:
 
 
 def settings(role: str, **extra: Any) -> EngineSettings:
-    config = {"transport": "tcp", "weights_digest": "oracle", **CALM, **extra}
+    config = {"weights_digest": "oracle", **CALM, **extra}
     return EngineSettings(num_blocks=400, connector=Connector(PEER_CONNECTOR, config, role=role), device="cuda")
 
 

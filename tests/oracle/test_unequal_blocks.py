@@ -172,7 +172,7 @@ def test_a_producer_hands_on_nothing_that_is_computed_behind_such_a_state(
     """The second prompt would go on from 40 tokens, where the engine takes it for 64."""
     if not is_guarded:
         monkeypatch.setattr(WrongBlocks, "_misfiled", lambda *arguments: [])
-    extra = {"transport": "tcp", "weights_digest": "oracle", **CALM}
+    extra = {"weights_digest": "oracle", **CALM}
     base = settings_of(BLOCK + 8)
     producer, consumer = (
         replace(base, connector=Connector(PEER_CONNECTOR, extra, role=role)) for role in ("kv_producer", "kv_consumer")

@@ -142,7 +142,7 @@ def test_nobody_is_served_what_the_engine_copied_wrongly(
 
 
 def peer(role: str, hash_tokens: int | None = None) -> EngineSettings:
-    extra = {"transport": "tcp", "weights_digest": "oracle", **CALM}
+    extra = {"weights_digest": "oracle", **CALM}
     return EngineSettings(
         num_blocks=200,
         hash_tokens=hash_tokens,

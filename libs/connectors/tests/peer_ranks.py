@@ -12,7 +12,6 @@ import patience
 
 from hybridkv.connectors.vllm.nixl.agent import Agent, Results
 from hybridkv.connectors.vllm.nixl.describing import Region
-from hybridkv.connectors.vllm.nixl.hosts import NO_HOSTS
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import Held, LoadFailure, Offered, Opened, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
@@ -67,7 +66,6 @@ class Side:
 class Rank:
     """One rank: its memory, a page of each group in a region of its own, and its agent."""
 
-    hosts = NO_HOSTS
     max_links = WireLimits().max_connections
 
     def __init__(
@@ -94,13 +92,12 @@ class Rank:
             memory,
             Offer(
                 self._description(memory),
-                self.transport.name,
                 capability,
                 MAX_LEASES,
                 lease_s=1e5,
                 clock=time.monotonic,
             ),
-            ReadOptions(bounds, verify, time.monotonic, self.hosts, self.max_links),
+            ReadOptions(bounds, verify, time.monotonic, self.max_links),
             self.recorder,
         )
         self.results = Results()

@@ -34,7 +34,7 @@ from hybridkv.peers.control import LinkId
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.reads import Reason
 from hybridkv.peers.tables import offered
-from hybridkv.peers.testing.reference import ReferenceTransport, World
+from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.wire import CloseReason
 
 NUM_TOKENS = 23
@@ -46,7 +46,7 @@ KEPT = offered(SIDE.groups, TABLES, NUM_TOKENS)
 @contextmanager
 def engines() -> Iterator[tuple[Engine, Engine]]:
     world = World()
-    both = [Engine.start(SIDE, lambda name: ReferenceTransport(name, world), bounds=PATIENT) for _ in range(2)]
+    both = [Engine.start(SIDE, lambda name: InMemoryTransport(name, world), bounds=PATIENT) for _ in range(2)]
     write_prompt(both[0], TABLES, NUM_TOKENS)
     try:
         yield both[0], both[1]

@@ -1,9 +1,7 @@
-"""Bytes of a request: what the connector counts, what the table of groups says, and what went over the socket."""
+"""Bytes of a request: what the connector counts, what the table of groups says, and what the transport copies."""
 
 from __future__ import annotations
 
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,24 +10,18 @@ import peer_ranks
 import pytest
 from peer_ranks import Engine, Rank, Side, failures, hand_over, load
 
-from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.peers.description import PROTOCOL, Description, GroupDescription, LayerDescription, Piece
 from hybridkv.peers.leases import SLOT_BYTES
-from hybridkv.peers.transport import Transport
-from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
-from hybridkv.peers.transport.tcp.protocol import Capability, decode_capability
+from hybridkv.peers.ranges import Ranges
+from hybridkv.peers.testing.in_memory import InMemoryTransport, World
+from hybridkv.peers.transport import RemoteId, TransferState
 from hybridkv.peers.volume import full_attention_bytes, group_table, moved_bytes
-from hybridkv.peers.wire import NO_SECRET
 from hybridkv.planner import GroupKind, GroupSpec
 
 BLOCK_TOKENS, WINDOW_TOKENS = 16, 64
 NUM_BLOCKS = 2048
-WORDS_BYTES = 1024
-"""More than a handshake, two requests' heads and their seals take, and less than a block."""
-RELAY_HOST = "127.0.0.2"
-"""Of the loopback too: where consumers are sent, so that what they are sent can be counted."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +39,7 @@ class Windows(Side):
 
 
 class WholeRank(Rank):
-    """Its pages are pieces that nobody may cut. It may read by way of the relay."""
-
-    hosts = AllowedHosts((RELAY_HOST,))
+    """Its pages are pieces that nobody may cut."""
 
     def _description(self, memory: RankMemory) -> Description:
         groups = []
@@ -63,65 +53,26 @@ class WholeRank(Rank):
         return whole
 
 
-class Relay:
-    """Stands before a producer's data port, and counts what it sends."""
+class Counting(InMemoryTransport):
+    """Counts the bytes that it copies."""
 
-    def __init__(self, producer: Transport) -> None:
-        capability = decode_capability(producer.register([]))
-        assert isinstance(capability, Capability)
-        self._target = ("127.0.0.1", capability.port)
-        self._listener = socket.create_server((RELAY_HOST, capability.port))
-        self._lock = threading.Lock()
-        self._num_bytes = 0
-        threading.Thread(target=self._accept, daemon=True).start()
+    num_bytes = 0
 
-    @property
-    def num_bytes(self) -> int:
-        with self._lock:
-            return self._num_bytes
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                consumer, _ = self._listener.accept()
-            except OSError:
-                return
-            producer = socket.create_connection(self._target)
-            threading.Thread(target=self._pass_on, args=[consumer, producer, False], daemon=True).start()
-            threading.Thread(target=self._pass_on, args=[producer, consumer, True], daemon=True).start()
-
-    def _pass_on(self, source: socket.socket, sink: socket.socket, is_counted: bool) -> None:
-        try:
-            while data := source.recv(1 << 16):
-                if is_counted:
-                    with self._lock:
-                        self._num_bytes += len(data)
-                sink.sendall(data)
-        except OSError:
-            pass
-        finally:
-            for sock in (source, sink):
-                sock.close()
-
-
-def started(host: str = "127.0.0.1") -> WholeRank:
-    options = TcpOptions(advertised_host=host, connections=1)
-    return WholeRank(Windows(), 0, lambda name: TcpTransport(name, NO_SECRET, options))
+    def _copy(self, remote: RemoteId, ranges: Ranges) -> TransferState:
+        self.num_bytes += ranges.total_bytes
+        return super()._copy(remote, ranges)
 
 
 @contextmanager
-def pair() -> Iterator[tuple[WholeRank, WholeRank, Relay]]:
-    producer, consumer = started(RELAY_HOST), started()
-    relay = Relay(producer.transport)
+def pair() -> Iterator[tuple[WholeRank, WholeRank]]:
+    """(producer, consumer)"""
+    world = World()
+    producer, consumer = (WholeRank(Windows(), 0, lambda name: Counting(name, world)) for _ in range(2))
     try:
-        yield producer, consumer, relay
+        yield producer, consumer
     finally:
         assert consumer.agent.close()
         assert producer.agent.close()
-        relay.close()
 
 
 @pytest.fixture(autouse=True)
@@ -139,10 +90,8 @@ def tables(num_tokens: int, first: int) -> tuple[tuple[int, ...], ...]:
 
 
 @pytest.mark.parametrize(("num_tokens", "computed_tokens"), [(4096, 0), (4090, 0), (4096, 2048), (40, 0), (4096, 4080)])
-def test_what_is_counted_is_what_the_table_says_and_what_the_wire_carries(
-    num_tokens: int, computed_tokens: int
-) -> None:
-    with pair() as (theirs, ours, relay):
+def test_what_is_counted_is_what_the_table_says_and_what_is_copied(num_tokens: int, computed_tokens: int) -> None:
+    with pair() as (theirs, ours):
         producer, consumer = Engine(theirs.side, [theirs]), Engine(ours.side, [ours])
         producer.addresses = [RankAddress(theirs.agent.listen("127.0.0.1", 0), theirs.name)]
         there, here = tables(num_tokens, 1), tables(num_tokens, 200)
@@ -158,12 +107,13 @@ def test_what_is_counted_is_what_the_table_says_and_what_the_wire_carries(
         formula = moved_bytes(ours.table, num_tokens, computed_tokens)
         assert totals["vllm:hybridkv_peer_read_bytes_total"] == formula
         # Nothing moves twice, and nothing but the lease moves besides.
-        assert 0 < relay.num_bytes - formula - SLOT_BYTES < WORDS_BYTES < min(row.block_bytes for row in ours.table)
+        assert isinstance(ours.transport, Counting)
+        assert ours.transport.num_bytes == formula + SLOT_BYTES
 
 
 def test_five_windows_at_4096_tokens_cost_a_small_part_of_full_attention() -> None:
     """What the test above has counted, beside what it would be without groups."""
-    with pair() as (_, ours, _):
+    with pair() as (_, ours):
         block = ours.table[0].block_bytes
         assert moved_bytes(ours.table, 4096) == (5 * 4 + 256 + 1) * block
         assert full_attention_bytes(ours.table, 4096) == 7 * 256 * block

@@ -11,7 +11,7 @@ from hybridkv.connectors.vllm.nixl.links import Peer, PeerState
 from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RemotePrompt
 from hybridkv.peers.tables import offered
-from hybridkv.peers.testing.reference import ReferenceTransport, World
+from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 
 NUM_TOKENS = 23
 TABLES = tables_of(Side(), NUM_TOKENS)
@@ -24,7 +24,7 @@ class Crowd:
     def __init__(self) -> None:
         world = World()
         self.consumer, *self.producers = (
-            Engine.start(Side(), lambda name: ReferenceTransport(name, world)) for _ in range(3 + MAX_LINKS)
+            Engine.start(Side(), lambda name: InMemoryTransport(name, world)) for _ in range(3 + MAX_LINKS)
         )
         for producer in self.producers:
             write_prompt(producer, TABLES, NUM_TOKENS)

@@ -25,15 +25,13 @@ from peer_ranks import (
 
 from hybridkv.connectors.vllm.nixl import holding, serving
 from hybridkv.connectors.vllm.nixl.agent import WORD_BYTES, Backlog, message_bytes
-from hybridkv.connectors.vllm.nixl.hosts import NO_HOSTS, AllowedHosts
 from hybridkv.connectors.vllm.nixl.links import Control
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
 from hybridkv.peers.description import encode
 from hybridkv.peers.ranks import RankLink
-from hybridkv.peers.testing.reference import ReferenceTransport, World
+from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.transport import Transport
-from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
 from hybridkv.peers.wire import (
     NO_SECRET,
     Accepted,
@@ -67,7 +65,7 @@ def engines(open_transport: Callable[[str], Transport]) -> Iterator[tuple[Engine
 @pytest.fixture
 def pair() -> Iterator[tuple[Engine, Engine]]:
     world = World()
-    with engines(lambda name: ReferenceTransport(name, world)) as both:
+    with engines(lambda name: InMemoryTransport(name, world)) as both:
         yield both
 
 
@@ -127,7 +125,7 @@ def described(engine: Engine, **changes: Any) -> Describe:
     """What a rank of this engine says of itself, but for some of it."""
     rank = engine.ranks[0]
     description = msgspec.structs.replace(rank.agent._serving._offer.description, **changes)
-    return Describe(encode(description), rank.transport.name, b"")
+    return Describe(encode(description), b"")
 
 
 def test_who_describes_itself_twice_is_left(pair: tuple[Engine, Engine], rogue: Rogue) -> None:
@@ -186,7 +184,7 @@ def test_who_says_more_than_may_wait_is_left_and_nobody_else(pair: tuple[Engine,
 
     agent._inbox.put(occupied)
     assert begun.wait(WAIT_S)
-    rogue.say(*(Describe(bytes(1 << 18), "tcp", b"") for _ in range(8)))
+    rogue.say(*(Describe(bytes(1 << 18), b"") for _ in range(8)))
     rogue.until(lambda: rogue.is_closed)
     assert agent._backlog.num_bytes <= 1 << 20
     go_on.set()
@@ -203,25 +201,8 @@ def test_what_waits_is_counted_by_peer_and_in_all() -> None:
     for link, num_bytes in ((one, 50), (other, 50), (other, 50)):
         backlog.remove(link, num_bytes)
     assert backlog.num_bytes == 0 and not backlog._by_link
-    assert message_bytes(Describe(b"12345", "tcp", b"67")) == WORD_BYTES + 10
+    assert message_bytes(Describe(b"12345", b"67")) == WORD_BYTES + 7
     assert message_bytes(Ping()) == WORD_BYTES
-
-
-@pytest.mark.parametrize(("hosts", "is_loaded"), [((), False), (("10.0.0.0/8",), False), (("127.0.0.2",), True)])
-def test_memory_is_read_where_the_producer_was_reached_or_may_be(hosts: tuple[str, ...], is_loaded: bool) -> None:
-    """Its ranks are asked at 127.0.0.1, and say that their memory is read at 127.0.0.2."""
-    with engines(lambda name: TcpTransport(name, NO_SECRET, TcpOptions(host="127.0.0.2"))) as (producer, consumer):
-        consumer.ranks[0].agent._peers._hosts = AllowedHosts(hosts)
-        load(consumer, "d", hand_over(producer, "p", TABLES, NUM_TOKENS), TABLES)
-        [failure] = failures(consumer, "d")
-        assert (failure is None) is is_loaded
-        assert failure is None or (failure.reason == "refused" and "127.0.0.2" in failure.detail)
-
-
-def test_a_rank_that_was_told_no_hosts_reads_where_it_was_reached() -> None:
-    with engines(lambda name: TcpTransport(name, NO_SECRET)) as pair:
-        assert pair[1].ranks[0].agent._peers._hosts is NO_HOSTS
-        require_loads(pair, "p")
 
 
 def test_a_lease_of_no_time_is_not_renewed_without_a_pause() -> None:

@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.ranks import RankLink
-from hybridkv.peers.testing.reference import ReferenceTransport, World
+from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.wire import Done, Message, Renew
 
 NUM_TOKENS = 23
@@ -47,7 +47,7 @@ GONE = LoadFailure("gone", "the connection ended")
 @pytest.fixture
 def pair() -> Iterator[tuple[Engine, Engine]]:
     world = World()
-    producer, consumer = (Engine.start(Side(), lambda name: ReferenceTransport(name, world)) for _ in range(2))
+    producer, consumer = (Engine.start(Side(), lambda name: InMemoryTransport(name, world)) for _ in range(2))
     write_prompt(producer, TABLES, NUM_TOKENS)
     yield producer, consumer
     consumer.close()

@@ -17,22 +17,21 @@ from hybridkv.metrics import PEER_FAILURES
 from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.reads import Reason
 from hybridkv.peers.tables import offered
-from hybridkv.peers.testing.reference import ReferenceTransport, World
+from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.transport import TransferId, Transport
-from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
-from hybridkv.peers.wire import NO_SECRET
+from hybridkv.peers.transport.nixl import NixlTransport
 
 Opener = Callable[[str], Transport]
 NUM_TOKENS = 23
 SIZES = [(2, 1), (1, 2), (2, 2), (4, 2), (1, 4), (8, 2), (2, 8)]
 
 
-@pytest.fixture(params=["reference", "tcp"])
+@pytest.fixture(params=["in_memory", "nixl"])
 def opener(request: pytest.FixtureRequest) -> Opener:
     world = World()
-    if request.param == "tcp":
-        return lambda name: TcpTransport(name, NO_SECRET, TcpOptions())
-    return lambda name: ReferenceTransport(name, world)
+    if request.param == "nixl":
+        return NixlTransport
+    return lambda name: InMemoryTransport(name, world)
 
 
 @contextmanager
@@ -67,7 +66,7 @@ def test_every_rank_has_every_token_of_its_heads(opener: Opener, their_size: int
 def test_a_lease_holds_until_every_reader_is_done() -> None:
     world = World()
     theirs, ours = Side(tp_size=1), Side(tp_size=2)
-    with engines(theirs, ours, lambda name: ReferenceTransport(name, world)) as (producer, consumer):
+    with engines(theirs, ours, lambda name: InMemoryTransport(name, world)) as (producer, consumer):
         there, here = tables_of(theirs, NUM_TOKENS), tables_of(ours, NUM_TOKENS)
         write_prompt(producer, there, NUM_TOKENS)
         prompt = hand_over(producer, "p", there, NUM_TOKENS)
@@ -94,7 +93,7 @@ def test_a_consumer_that_is_faster_than_the_plan_waits_for_its_digests(opener: O
         require_released(producer, "p")
 
 
-class Damaging(ReferenceTransport):
+class Damaging(InMemoryTransport):
     """The first byte of everything that is read in several ranges becomes another one."""
 
     def release(self, transfer: TransferId) -> bool:
@@ -108,7 +107,7 @@ class Damaging(ReferenceTransport):
 def test_a_byte_that_changed_on_the_way_is_found_where_bytes_are_compared(verify: bool) -> None:
     world = World()
     side = Side(tp_size=2)
-    opened = iter([ReferenceTransport, ReferenceTransport, Damaging])
+    opened = iter([InMemoryTransport, InMemoryTransport, Damaging])
     with engines(side, Side(), lambda name: next(opened)(name, world), verify) as (producer, consumer):
         there, here = tables_of(side, NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
         write_prompt(producer, there, NUM_TOKENS)
@@ -139,7 +138,7 @@ def test_without_the_comparison_it_would_be_taken(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(RankMemory, "shows", lambda self, place, nonce: True)
     world = World()
     side = Side(tp_size=2)
-    opener = lambda name: ReferenceTransport(name, world)  # noqa: E731
+    opener = lambda name: InMemoryTransport(name, world)  # noqa: E731
     with engines(side, Side(), opener, verify=False) as (producer, consumer):
         there, here = tables_of(side, NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
         write_prompt(producer, there, NUM_TOKENS)
@@ -170,7 +169,7 @@ def test_a_list_of_ranks_that_is_not_the_producers_is_not_read_from(order: tuple
     """A proxy carries it. Both sides would digest the same, and heads that nobody asked for would be missing."""
     world = World()
     side, ours = Side(tp_size=2), Side(tp_size=our_size)
-    with engines(side, ours, lambda name: ReferenceTransport(name, world)) as (producer, consumer):
+    with engines(side, ours, lambda name: InMemoryTransport(name, world)) as (producer, consumer):
         there, here = tables_of(side, NUM_TOKENS), tables_of(ours, NUM_TOKENS)
         write_prompt(producer, there, NUM_TOKENS)
         prompt = hand_over(producer, "p", there, NUM_TOKENS)
@@ -192,7 +191,7 @@ def test_a_list_of_ranks_that_is_not_the_producers_is_not_read_from(order: tuple
 )
 def test_what_does_not_fit_is_refused_by_name_and_the_blocks_are_free(theirs: Side, ours: Side, words: str) -> None:
     world = World()
-    with engines(theirs, ours, lambda name: ReferenceTransport(name, world)) as (producer, consumer):
+    with engines(theirs, ours, lambda name: InMemoryTransport(name, world)) as (producer, consumer):
         there, here = tables_of(theirs, NUM_TOKENS), tables_of(ours, NUM_TOKENS)
         load(consumer, "d", hand_over(producer, "p", there, NUM_TOKENS), here)
         for failure in failures(consumer, "d"):

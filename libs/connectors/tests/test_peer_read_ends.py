@@ -23,7 +23,7 @@ from peer_ranks import (
 from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.rank_read import RankRead
 from hybridkv.peers.reads import ReadBounds
-from hybridkv.peers.testing.reference import ReferenceTransport, World
+from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.transport import PENDING, RemoteId, TransferId, TransferState
 
 NUM_TOKENS = 23
@@ -31,7 +31,7 @@ IMPATIENT = ReadBounds(connect_s=WAIT_S, read_s=0.05, check_s=WAIT_S, end_s=0.05
 THERE, HERE = tables_of(Side(tp_size=2), NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
 
 
-class Endless(ReferenceTransport):
+class Endless(InMemoryTransport):
     """No read ends, cancelled or not, before its peer is cut off."""
 
     def __init__(self, name: str, world: World) -> None:
@@ -53,10 +53,10 @@ class Endless(ReferenceTransport):
 
 
 def pair(
-    consumers_transport: type[ReferenceTransport], bounds: ReadBounds, verify: bool = True
+    consumers_transport: type[InMemoryTransport], bounds: ReadBounds, verify: bool = True
 ) -> tuple[Engine, Engine]:
     world = World()
-    producer = Engine.start(Side(tp_size=2), lambda name: ReferenceTransport(name, world))
+    producer = Engine.start(Side(tp_size=2), lambda name: InMemoryTransport(name, world))
     consumer = Engine.start(Side(), lambda name: consumers_transport(name, world), verify, bounds)
     write_prompt(producer, THERE, NUM_TOKENS)
     return producer, consumer
@@ -80,7 +80,7 @@ def test_a_transfer_that_does_not_end_is_cut_off_before_the_engine_hears_of_it()
 def test_a_peer_that_the_transport_has_given_up_is_connected_to_again() -> None:
     """As NIXL's does with one whose reads it cannot end. The connection beside it does not notice."""
     world = World()
-    producer, consumer = (Engine.start(Side(), lambda name: ReferenceTransport(name, world)) for _ in range(2))
+    producer, consumer = (Engine.start(Side(), lambda name: InMemoryTransport(name, world)) for _ in range(2))
     write_prompt(producer, HERE, NUM_TOKENS)
     load(consumer, "c", hand_over(producer, "o", HERE, NUM_TOKENS), HERE)
     assert failures(consumer, "c") == [None]
@@ -103,7 +103,7 @@ def test_a_peer_that_the_transport_has_given_up_is_connected_to_again() -> None:
 
 def test_answers_to_one_prompt_read_the_same_blocks_and_the_last_gives_them_back() -> None:
     """As of a request for several: all of them show one lease."""
-    producer, consumer = pair(ReferenceTransport, PATIENT)
+    producer, consumer = pair(InMemoryTransport, PATIENT)
     prompt = hand_over(producer, "p", THERE, NUM_TOKENS)
     consumer.submit(lambda: StepPlan(held=[Held("e", prompt), Held("f", prompt)]))
     load(consumer, "d", prompt, HERE)
@@ -118,7 +118,7 @@ def test_answers_to_one_prompt_read_the_same_blocks_and_the_last_gives_them_back
 
 
 def test_a_producer_that_goes_while_digests_are_waited_for_costs_one_load() -> None:
-    producer, consumer = pair(ReferenceTransport, PATIENT)
+    producer, consumer = pair(InMemoryTransport, PATIENT)
     # Without a plan there are no digests, so the read waits.
     load(consumer, "d", hand_over(producer, "p", THERE, NUM_TOKENS, is_planned=False), HERE)
     consumer.ranks[0].until(lambda results: wrong_tokens(consumer, HERE, NUM_TOKENS) == [])
@@ -130,7 +130,7 @@ def test_a_producer_that_goes_while_digests_are_waited_for_costs_one_load() -> N
 
 
 def test_a_bug_costs_its_own_request_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    producer, consumer = pair(ReferenceTransport, PATIENT)
+    producer, consumer = pair(InMemoryTransport, PATIENT)
     check = RankRead.check
 
     def broken(self: RankRead, timeout_s: float) -> None:
@@ -152,7 +152,7 @@ def test_a_bug_costs_its_own_request_and_no_other(monkeypatch: pytest.MonkeyPatc
     producer.close()
 
 
-class Overtaken(ReferenceTransport):
+class Overtaken(InMemoryTransport):
     """Other bytes than were sent, and a lease that is not read before a test says so."""
 
     def __init__(self, name: str, world: World) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from tier_engines import Engine
 
 from hybridkv.connectors.config import OffloadConfig, decode_config
 from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.nixl.transports import open_transport
 from hybridkv.peers.testing.suite import until
+from hybridkv.peers.transport.nixl_library import MODULES
 from hybridkv.planner import LookupResult
 
 CHUNK = bytes(number % 251 for number in range(10_000))
@@ -34,7 +37,7 @@ def free_port() -> int:
 
 def configured(port: int, *peers: int, **keys: Any) -> OffloadConfig:
     named = [f"127.0.0.1:{peer}" for peer in peers]
-    tier = {"type": "peer", "listen": f"127.0.0.1:{port}", "peers": named, "transport": "tcp", **keys}
+    tier = {"type": "peer", "listen": f"127.0.0.1:{port}", "peers": named, **keys}
     return decode_config({"tiers": [{"type": "ram", "capacity": 1 << 20}, tier]})
 
 
@@ -92,6 +95,23 @@ def test_a_peer_of_another_model_is_nobody(engine: MakeEngine) -> None:
 def test_without_peers_nobody_waits(engine: MakeEngine) -> None:
     alone = engine(configured(free_port(), free_port()))
     assert alone.finds(KEY) == [LookupResult.MISS]
+
+
+def test_without_nixl_neither_the_tier_nor_the_connector_starts(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in MODULES:
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, f"{name}._api", raising=False)
+    starts: dict[str, Callable[[], object]] = {
+        "kv_connector_extra_config.tiers[1].type": lambda: engine(configured(free_port())),
+        "kv_connector": lambda: open_transport("name"),
+    }
+    for path, start in starts.items():
+        with pytest.raises(ConfigurationError) as caught:
+            start()
+        assert (caught.value.path, caught.value.expected) == (path, "NIXL, installed")
+        assert "pip install 'hybridkv-peers[nixl]'" in caught.value.hint
 
 
 def test_a_secret_and_an_address_that_cannot_be_used_are_named(engine: MakeEngine, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hybridkv.connectors.vllm.nixl.digesting import AT_ONCE_BYTES, Digesting
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.peers.digests import DigestRuns, digest_runs
-from hybridkv.peers.testing.reference import ReferenceTransport, World
+from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 
 NUM_TOKENS = 23
 
@@ -90,7 +90,7 @@ def test_who_waits_for_the_thread_does_not_work_out_again_and_again_what_it_is_t
     for module in (serving, rank_read):
         monkeypatch.setattr(module, "digest_runs", partial(counted, module.__name__))
     world = World()
-    producer, consumer = (Engine.start(Side(), lambda name: ReferenceTransport(name, world)) for _ in range(2))
+    producer, consumer = (Engine.start(Side(), lambda name: InMemoryTransport(name, world)) for _ in range(2))
     tables = tables_of(Side(), NUM_TOKENS)
     write_prompt(producer, tables, NUM_TOKENS)
     prompt = hand_over(producer, "p", tables, NUM_TOKENS)
@@ -116,8 +116,8 @@ def is_awake(rank: Rank) -> bool:
 def test_a_producer_is_awake_until_a_new_consumer_has_read() -> None:
     world = World()
     side = Side()
-    producer = Engine.start(side, lambda name: ReferenceTransport(name, world))
-    consumer = Engine.start(side, lambda name: ReferenceTransport(name, world))
+    producer = Engine.start(side, lambda name: InMemoryTransport(name, world))
+    consumer = Engine.start(side, lambda name: InMemoryTransport(name, world))
     (theirs,) = producer.ranks
     tables = tables_of(side, NUM_TOKENS)
     write_prompt(producer, tables, NUM_TOKENS)

@@ -101,17 +101,6 @@ def test_what_a_handler_finds_wrong_is_the_reason(make_loop: MakeLoop, caplog: p
     assert "Traceback" not in caplog.text
 
 
-def test_the_address_of_the_other_side_is_known_while_a_link_is_open(make_loop: MakeLoop) -> None:
-    listening, connecting, there, here = make_loop("producer"), make_loop("consumer"), Recorder(), Recorder()
-    link = connecting.connect(*listening.listen("127.0.0.1", 0, there.handlers), "producer", here.handlers)
-    assert connecting.host_of(LinkId(link + 1)) is None
-    here.until_open()
-    assert connecting.host_of(link) == "127.0.0.1" == listening.host_of(there.until_open())
-    connecting.end(link)
-    here.until_closed()
-    assert connecting.host_of(link) is None
-
-
 @pytest.mark.parametrize("method", ["_take", "_decode"])
 def test_a_bug_over_one_connection_ends_it_and_no_other(
     make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, method: str

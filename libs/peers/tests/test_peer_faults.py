@@ -16,8 +16,8 @@ from hybridkv.peers.testing.faults import (
     Vanish,
     WrongBytes,
 )
+from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.testing.memory import POISON, pattern
-from hybridkv.peers.testing.reference import ReferenceTransport, World
 from hybridkv.peers.testing.suite import Reader, reason_of
 from hybridkv.peers.transport import PENDING, Done, FailureReason, Ranges, RemoteId
 
@@ -27,11 +27,11 @@ RANGES = Ranges.of([(0, 64 * at, 0, 64 * at, 64) for at in range(4)])
 class Faulty:
     def __init__(self) -> None:
         self.world = World()
-        self.owner = Reader(ReferenceTransport("owner", self.world), [256])
+        self.owner = Reader(InMemoryTransport("owner", self.world), [256])
         self.owner.regions[0][:] = pattern(0, 256)
 
     def reader(self, *rules: Rule) -> tuple[Reader, RemoteId]:
-        inner = ReferenceTransport("reader", self.world)
+        inner = InMemoryTransport("reader", self.world)
         reader = Reader(FaultInjectingTransport(inner, FaultPlan(rules)), [256])
         return reader, reader.attach(self.owner.capability)
 

@@ -1,4 +1,4 @@
-"""Every transport, alone and in an idle fault injector, passes the same suite."""
+"""NIXL, the in-memory transport, and that in an idle fault injector pass the same suite."""
 
 from __future__ import annotations
 
@@ -10,46 +10,25 @@ from hybridkv.peers.testing import factories  # noqa: E402
 from hybridkv.peers.testing.conformance import TransportConformance  # noqa: E402
 from hybridkv.peers.testing.conformance_processes import ProcessConformance  # noqa: E402
 from hybridkv.peers.testing.faults import FaultInjectingTransport, FaultPlan  # noqa: E402
-from hybridkv.peers.testing.reference import ReferenceTransport, World  # noqa: E402
+from hybridkv.peers.testing.in_memory import InMemoryTransport, World  # noqa: E402
 from hybridkv.peers.testing.suite import reason_of, whole  # noqa: E402
 from hybridkv.peers.transport import Done, FailureReason, Transport  # noqa: E402
-from hybridkv.peers.transport.nixl_library import has_nixl  # noqa: E402
-
-needs_nixl = pytest.mark.skipif(not has_nixl(), reason="nixl is not installed")
 
 
-class TestReference(TransportConformance):
+class TestInMemory(TransportConformance):
     def setup_method(self) -> None:
         super().setup_method()
         self.world = World()
 
     def make_transport(self, max_transfers: int = 64) -> Transport:
-        return ReferenceTransport(factories.fresh_name(), self.world, max_transfers)
+        return InMemoryTransport(factories.fresh_name(), self.world, max_transfers)
 
 
-class TestTcp(TransportConformance):
+class TestFaultInjecting(TestInMemory):
     def make_transport(self, max_transfers: int = 64) -> Transport:
-        return factories.tcp(max_transfers)
+        return FaultInjectingTransport(super().make_transport(max_transfers), FaultPlan())
 
 
-class TestTcpWithoutASecret(TransportConformance):
-    def make_transport(self, max_transfers: int = 64) -> Transport:
-        return factories.tcp_without_a_secret(max_transfers)
-
-
-class TestFaultInjecting(TransportConformance):
-    def make_transport(self, max_transfers: int = 64) -> Transport:
-        return FaultInjectingTransport(factories.tcp(max_transfers), FaultPlan())
-
-
-class TestTcpProcesses(ProcessConformance):
-    factory = "tcp"
-
-    def make_transport(self, max_transfers: int = 64) -> Transport:
-        return factories.tcp(max_transfers)
-
-
-@needs_nixl
 class TestNixl(TransportConformance):
     sees_every_read = False
 
@@ -78,10 +57,5 @@ class TestNixl(TransportConformance):
         reader.check(owner.regions, whole(64), before)
 
 
-@needs_nixl
 class TestNixlProcesses(ProcessConformance):
-    factory = "nixl"
-    answers_itself = False
-
-    def make_transport(self, max_transfers: int = 64) -> Transport:
-        return factories.nixl(max_transfers)
+    """Inherited whole."""

@@ -18,6 +18,7 @@ from typing import Any
 import patience
 from peer_engines import CHUNK_BYTES, Engine, chunk_bytes
 
+from hybridkv.peers.transport.nixl import NixlTransport
 from hybridkv.tiers import Key, Slot
 
 ANSWER_TIMEOUT_S = patience.seconds(12.0)
@@ -87,7 +88,7 @@ def _obey(engine: Engine, do: str, key: Key, number: int) -> Any:
 
 
 if __name__ == "__main__":
-    made = Engine()
+    made = Engine(make_transport=NixlTransport)
     for text in sys.stdin:
         command = json.loads(text)
         print(json.dumps(_obey(made, command["do"], command["key"].encode(), command["number"])), flush=True)

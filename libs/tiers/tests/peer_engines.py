@@ -11,8 +11,9 @@ from typing import Any
 import patience
 
 from hybridkv.hashing import Fingerprint
+from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.testing.suite import until
-from hybridkv.peers.transport.tcp import TcpTransport
+from hybridkv.peers.transport import Transport
 from hybridkv.peers.wire import Secret
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Key, Slot, Ticket, TierConfigurationError
@@ -42,6 +43,11 @@ def patient(**chosen: Any) -> PeerOptions:
 
 
 OPTIONS = patient()
+WORLD = World()
+
+
+def in_memory(name: str) -> Transport:
+    return InMemoryTransport(name, WORLD)
 
 
 def fingerprint(model: str = "model") -> Fingerprint:
@@ -103,6 +109,7 @@ class Engine:
         options: PeerOptions = OPTIONS,
         clock: Callable[[], float] = time.monotonic,
         port: int | None = None,
+        make_transport: Callable[[str], Transport] = in_memory,
     ) -> None:
         self.ram = RamIndex(capacity_bytes, GRANULE_BYTES)
         self.arena = RamArena(capacity_bytes, GRANULE_BYTES)
@@ -111,7 +118,7 @@ class Engine:
         for _ in range(50):
             self.port = port or free_port()
             addresses = tuple(("127.0.0.1", each) for each in peers)
-            near = Neighbourhood(secret, ("127.0.0.1", self.port), addresses, lambda name: TcpTransport(name, secret))
+            near = Neighbourhood(secret, ("127.0.0.1", self.port), addresses, make_transport)
             try:
                 self.index = open_index(near, self.ram, found, options, clock)
             except TierConfigurationError:

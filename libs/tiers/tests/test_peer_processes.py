@@ -11,6 +11,7 @@ from peer_engine_process import EngineProcess
 from peer_engines import CHUNK_BYTES, OPTIONS, TIMEOUT_S, Engine, chunk_bytes, found, load, patient
 
 from hybridkv.peers.testing.suite import until
+from hybridkv.peers.transport.nixl import NixlTransport
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Answer, FailureReason, Ticket
 from hybridkv.tiers.peer import PeerOptions
@@ -29,7 +30,7 @@ def peer() -> Iterator[EngineProcess]:
 
 
 def asking(peer: EngineProcess, options: PeerOptions | None = None) -> Engine:
-    return Engine([peer.port], options=options or OPTIONS)
+    return Engine([peer.port], options=options or OPTIONS, make_transport=NixlTransport)
 
 
 def test_another_process_gives_what_it_holds(peer: EngineProcess) -> None:

@@ -15,7 +15,6 @@ import peer_engines  # noqa: E402
 from peer_engines import OPTIONS, SECRET, Engine, fingerprint, found, load, patient  # noqa: E402
 
 from hybridkv.peers.testing.suite import until  # noqa: E402
-from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport  # noqa: E402
 from hybridkv.peers.wire import Secret  # noqa: E402
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import (  # noqa: E402
@@ -355,18 +354,6 @@ def test_a_bug_over_one_load_costs_that_load(engine: MakeEngine, monkeypatch: py
         patched.setattr(owner, call, fail)
         assert load(asker, A) is FailureReason.IO or call == "wait"
     assert found(asker, B) == [HIT] and load(asker, B) == chunk_bytes(1, CHUNK_BYTES)
-
-
-def test_memory_is_read_where_its_engine_was_reached(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def elsewhere(name: str, secret: Secret) -> TcpTransport:
-        return TcpTransport(name, secret, TcpOptions(host="127.0.0.2"))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(peer_engines, "TcpTransport", elsewhere)
-        holder = engine()
-    holder.put(A, chunk_bytes(1, CHUNK_BYTES))
-    asker = engine([holder.port], options=patient(reach_timeout_s=0.2))
-    assert found(asker, A) == [HIT] and load(asker, A) is FailureReason.IO
 
 
 def test_a_close_ends_every_load(engine: MakeEngine) -> None:

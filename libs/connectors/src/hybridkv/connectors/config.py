@@ -23,7 +23,6 @@ _CHOICES = {
     "checkpoint_answers": "true or false",
     "fsync": '"none", "interval" or "always"',
     "direct": 'true, false or "auto"',
-    "transport": '"auto", "nixl" or "tcp"',
     "resets": '"engine" or "fleet"',
     "cascade": '"all", "reused" or "nothing"; of peers "nothing"',
     "weights_digest": '"sampled", "full", or your own name for these weights',
@@ -93,13 +92,11 @@ class PeerTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="typ
         peers: where others listen. One's own address among them is passed over.
         secret_file: holds what all of them must know before one tells another anything. Without one only the loopback
             is listened on and connected to.
-        transport: "nixl", "tcp", or "auto": nixl where it is installed; the same on all of them.
     """
 
     listen: str
     peers: tuple[str, ...] = ()
     secret_file: str | None = None
-    transport: Literal["auto", "nixl", "tcp"] = "auto"
     cascade: Literal["nothing"] = "nothing"
 
 

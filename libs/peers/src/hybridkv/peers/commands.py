@@ -1,7 +1,4 @@
-"""What other threads want done on a thread that waits for sockets: a queue, and a socket that wakes it.
-
-Shared by the three threads of this library: control connections, data connections that serve, and those that read.
-"""
+"""What other threads want done on a thread that waits for sockets: a queue, and a socket that wakes it."""
 
 from __future__ import annotations
 

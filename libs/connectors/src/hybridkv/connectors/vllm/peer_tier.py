@@ -1,4 +1,4 @@
-"""The tier of peers, from what an operator says of it: addresses, a secret, and what moves the bytes."""
+"""Peer tier, opened from its configuration: addresses and a secret. NIXL moves the bytes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from hybridkv.connectors.config import PeerTierConfig, parse_address
 from hybridkv.hashing import Fingerprint
 from hybridkv.peers.errors import PeersConfigurationError
 from hybridkv.peers.transport import Transport
-from hybridkv.peers.transport.nixl_library import has_nixl
-from hybridkv.peers.transport.tcp import TcpOptions, TcpTransport
-from hybridkv.peers.wire import NO_SECRET, Secret, read_secret
+from hybridkv.peers.transport.nixl_library import require_nixl
+from hybridkv.peers.wire import NO_SECRET, read_secret
 from hybridkv.tiers import SealedMemory, TierConfigurationError
 from hybridkv.tiers.peer import Neighbourhood, PeerIndex, PeerMedium, PeerOptions, open_index, open_medium
 from hybridkv.tiers.ram import RamIndex
@@ -25,8 +24,12 @@ def peer_index(
     """The scheduler's half. Peers are told what `ram` holds.
 
     Raises:
-        TierConfigurationError: the secret cannot be read, or the address not be listened on.
+        TierConfigurationError: NIXL is not installed, the secret cannot be read, or the address not be listened on.
     """
+    try:
+        require_nixl()
+    except PeersConfigurationError as error:
+        raise TierConfigurationError("type", error.expected, error.got, error.hint) from None
     return open_index(_neighbourhood(config), ram, fingerprint, _options(load_timeout_s), clock)
 
 
@@ -41,7 +44,7 @@ def peer_medium(
     """One rank's medium. Peers read `memory`.
 
     Raises:
-        TierConfigurationError: as `peer_index`, or what is to move the bytes is not there.
+        TierConfigurationError: as `peer_index`.
     """
     return open_medium(_neighbourhood(config), memory, namespace, rank, _options(load_timeout_s), clock)
 
@@ -59,13 +62,11 @@ def _neighbourhood(config: PeerTierConfig) -> Neighbourhood:
     listen, peers = parse_address(config.listen), tuple(map(parse_address, config.peers))
     assert listen is not None
     known = tuple(peer for peer in peers if peer is not None)
-    return Neighbourhood(secret, listen, known, lambda name: _transport(config, listen[0], secret, name))
+    return Neighbourhood(secret, listen, known, _transport)
 
 
-def _transport(config: PeerTierConfig, host: str, secret: Secret, name: str) -> Transport:
-    if config.transport == "tcp" or (config.transport == "auto" and not has_nixl()):
-        return TcpTransport(name, secret, TcpOptions(host=host))
-    # Not at the top: it is an extra, and brings libraries that a process without it should not load.
+def _transport(name: str) -> Transport:
+    # Not at the top: it brings libraries that a process without this tier should not load.
     from hybridkv.peers.transport.nixl import NixlTransport
 
     return NixlTransport(name)

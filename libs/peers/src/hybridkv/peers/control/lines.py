@@ -97,12 +97,6 @@ class Lines:
         with self._lock:
             return link in self._open
 
-    def host_of(self, link: LinkId) -> str | None:
-        """The address of the other side of an open link."""
-        with self._lock:
-            known = self._open.get(link)
-            return known.host if known is not None else None
-
     def counts(self) -> ControlCounts:
         with self._lock:
             return self._tally.value()

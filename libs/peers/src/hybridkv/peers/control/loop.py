@@ -153,10 +153,6 @@ class ControlLoop:
         """Close a connection. A link that is no more is passed over."""
         self._commands.post(lambda: self._end_link(link, reason))
 
-    def host_of(self, link: LinkId) -> str | None:
-        """The address of an open link's other side; None where it is not open."""
-        return self._lines.host_of(link)
-
     def counts(self) -> ControlCounts:
         return self._lines.counts()
 

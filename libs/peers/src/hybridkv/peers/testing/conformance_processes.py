@@ -1,7 +1,8 @@
-"""What every transport must pass with the other side in a process of its own, which is stopped and killed."""
+"""Suite for NIXL with the other side in a process of its own, which is stopped and killed."""
 
 from __future__ import annotations
 
+from hybridkv.peers.testing import factories
 from hybridkv.peers.testing.memory import pattern
 from hybridkv.peers.testing.peer_process import PeerProcess
 from hybridkv.peers.testing.suite import TIMEOUT_S, Reader, reason_of, whole
@@ -12,15 +13,9 @@ LARGE = 16 << 20
 
 
 class ProcessConformance:
-    """A test derives from it, gives `make_transport`, and the name in `FACTORIES` of the other side."""
+    """A test derives from it. Memory of the same host is read from a stopped process as well."""
 
-    factory: str
-    answers_itself = True
-    """Whether a stopped peer cannot be read from."""
     _made: list[Transport]
-
-    def make_transport(self, max_transfers: int = 64) -> Transport:
-        raise NotImplementedError
 
     def setup_method(self) -> None:
         self._made = []
@@ -30,12 +25,12 @@ class ProcessConformance:
             assert transport.close(TIMEOUT_S)
 
     def reader(self, size: int = SIZE) -> Reader:
-        self._made.append(self.make_transport())
+        self._made.append(factories.nixl())
         return Reader(self._made[-1], [size])
 
     def test_another_process_is_read(self) -> None:
         reader = self.reader()
-        with PeerProcess(self.factory, [SIZE, 4096]) as peer:
+        with PeerProcess([SIZE, 4096]) as peer:
             remote = reader.attach(peer.capability)
             before = [each.copy() for each in reader.regions]
             ranges = Ranges.of([(0, 512 * at, 0, SIZE - 512 * (at + 1), 512) for at in range(2000)])
@@ -44,7 +39,7 @@ class ProcessConformance:
 
     def test_what_is_read_is_what_is_there_now(self) -> None:
         reader = self.reader()
-        with PeerProcess(self.factory, [SIZE]) as peer:
+        with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
             assert isinstance(reader.finish(remote, whole(SIZE)), Done)
             assert not (reader.regions[0] == 7).all()
@@ -54,7 +49,7 @@ class ProcessConformance:
 
     def test_a_peer_that_is_killed_is_gone(self) -> None:
         reader = self.reader()
-        with PeerProcess(self.factory, [SIZE]) as peer:
+        with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
             assert isinstance(reader.finish(remote, whole(SIZE)), Done)
             peer.kill()
@@ -62,14 +57,14 @@ class ProcessConformance:
 
     def test_a_peer_that_was_gone_before_the_first_read_is_gone(self) -> None:
         reader = self.reader()
-        with PeerProcess(self.factory, [SIZE]) as peer:
+        with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
             peer.kill()
             assert reason_of(reader.finish(remote, whole(SIZE))) is FailureReason.GONE
 
     def test_a_peer_that_is_killed_in_mid_read_ends_the_read(self) -> None:
         reader = self.reader(LARGE)
-        with PeerProcess(self.factory, [LARGE]) as peer:
+        with PeerProcess([LARGE]) as peer:
             remote = reader.attach(peer.capability)
             assert isinstance(reader.finish(remote, whole(64)), Done)
             reader.regions[0][:] = pattern(0, LARGE) ^ 0xFF
@@ -89,15 +84,12 @@ class ProcessConformance:
 
     def test_a_peer_that_answers_no_more_costs_the_time_that_was_given(self) -> None:
         reader = self.reader()
-        with PeerProcess(self.factory, [SIZE]) as peer:
+        with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
             assert isinstance(reader.finish(remote, whole(64)), Done)
             peer.stop()
             state = reader.finish(remote, whole(SIZE), timeout_s=0.3)
-            if self.answers_itself:
-                assert reason_of(state) is FailureReason.TIMEOUT
-            else:
-                assert isinstance(state, Done) or reason_of(state) is FailureReason.TIMEOUT
+            assert isinstance(state, Done) or reason_of(state) is FailureReason.TIMEOUT
             reader.regions[0][:] = 1
             peer.go_on()
             peer.tell({"do": "fill", "region": 0, "value": 2})
@@ -105,7 +97,7 @@ class ProcessConformance:
 
     def test_a_cancelled_read_ends_and_writes_nothing_once_it_was_released(self) -> None:
         reader = self.reader()
-        with PeerProcess(self.factory, [SIZE]) as peer:
+        with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
             assert isinstance(reader.finish(remote, whole(64)), Done)
             peer.stop()
@@ -121,7 +113,7 @@ class ProcessConformance:
 
     def test_a_close_with_a_read_from_a_stopped_peer_ends_and_writes_nothing_afterwards(self) -> None:
         reader = self.reader()
-        with PeerProcess(self.factory, [SIZE]) as peer:
+        with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
             assert isinstance(reader.finish(remote, whole(64)), Done)
             peer.stop()
@@ -135,10 +127,10 @@ class ProcessConformance:
 
     def test_a_peer_that_came_back_is_attached_anew(self) -> None:
         reader = self.reader()
-        with PeerProcess(self.factory, [SIZE]) as peer:
+        with PeerProcess([SIZE]) as peer:
             old = reader.attach(peer.capability)
             assert isinstance(reader.finish(old, whole(SIZE)), Done)
-        with PeerProcess(self.factory, [SIZE], seed=1) as peer:
+        with PeerProcess([SIZE], seed=1) as peer:
             new = reader.attach(peer.capability)
             assert reason_of(reader.finish(old, whole(SIZE))) is FailureReason.GONE
             before = [each.copy() for each in reader.regions]

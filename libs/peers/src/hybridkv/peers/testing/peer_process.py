@@ -18,19 +18,19 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from hybridkv.peers.testing.factories import FACTORIES
+from hybridkv.peers.testing import factories
 from hybridkv.peers.testing.memory import Bytes, pattern, region_of
 
 ANSWER_TIMEOUT_S = 300.0
 
 
 class PeerProcess:
-    """`transport` is a name of `FACTORIES`. Use it as a context."""
+    """Its memory is read over NIXL. Use it as a context."""
 
-    def __init__(self, transport: str, sizes: Sequence[int], seed: int = 0) -> None:
+    def __init__(self, sizes: Sequence[int], seed: int = 0) -> None:
         self.regions = [pattern(number, size, seed) for number, size in enumerate(sizes)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, transport],
+            [sys.executable, "-m", __name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
@@ -96,13 +96,13 @@ def _obey(transport: Any, memory: list[Bytes], command: dict[str, Any]) -> dict[
             raise ValueError(other)
 
 
-def _serve(name: str) -> None:
-    transport = FACTORIES[name]()
+def _serve() -> None:
+    transport = factories.nixl()
     memory: list[Bytes] = []
     pending = b""
     while True:
         if not select.select([0], [], [], 0)[0]:
-            transport.wait(0.001) if name == "nixl" else select.select([0], [], [], 1.0)
+            transport.wait(0.001)
             continue
         data = os.read(0, 1 << 16)
         if not data:
@@ -114,4 +114,4 @@ def _serve(name: str) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve()

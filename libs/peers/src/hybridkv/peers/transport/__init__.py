@@ -1,6 +1,6 @@
-"""Reading another process's memory: the contract, and the two ways that keep it, `tcp` and `nixl`.
+"""Reads of another process's memory: the contract, and NIXL behind it.
 
-`hybridkv.peers.transport.nixl` is imported only by who asks for it.
+Nothing here imports NIXL before a `NixlTransport` is made. `hybridkv.peers.testing.in_memory` is for tests.
 """
 
 from hybridkv.peers.ranges import Ranges
@@ -9,7 +9,6 @@ from hybridkv.peers.transport.contract import (
     Done,
     Failed,
     FailureReason,
-    MayReach,
     Pending,
     Region,
     RemoteId,
@@ -23,7 +22,6 @@ __all__ = [
     "Done",
     "Failed",
     "FailureReason",
-    "MayReach",
     "Pending",
     "Ranges",
     "Region",

@@ -7,7 +7,7 @@ It knows regions and bytes; neither groups nor leases. Whether what was read was
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Final, NewType, Protocol, TypeAlias, runtime_checkable
 
 import msgspec
@@ -19,10 +19,6 @@ RemoteId = NewType("RemoteId", int)
 
 TransferId = NewType("TransferId", int)
 """One read, until it was released: numbers are not used again."""
-
-
-MayReach: TypeAlias = Callable[[str], bool]
-"""Whether a connection may be opened to an address, in numbers, that a capability names."""
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -86,11 +82,6 @@ class Transport(Protocol):
     Local ranges of one read must not overlap, and belong to the transport until `release` has said True.
     """
 
-    @property
-    def name(self) -> str:
-        """What `Describe.transport` says; two sides of one read have the same."""
-        ...
-
     def register(self, regions: Sequence[Region]) -> bytes:
         """Memory that may be read from elsewhere, and read into, from now on. It must stay mapped until `deregister`.
 
@@ -106,12 +97,8 @@ class Transport(Protocol):
         """
         ...
 
-    def attach(self, capability: bytes, may_reach: MayReach | None = None) -> RemoteId | Failed:
-        """Another process's memory. Does not wait for that process; a capability that is none is REFUSED.
-
-        So is one that names an address that `may_reach` denies; without it all are allowed. A transport whose
-        capability names none that can be told (NIXL's is its own) does not ask.
-        """
+    def attach(self, capability: bytes) -> RemoteId | Failed:
+        """Another process's memory. Does not wait for that process; a capability that is none is REFUSED."""
         ...
 
     def detach(self, remote: RemoteId) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,35 +13,13 @@ from hybridkv.peers.transport.contract import Region
 MAX_REGIONS = 65536
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """Places of one side, neighbours joined."""
-
-    regions: Int64Array
-    offsets: Int64Array
-    num_bytes: Int64Array
-
-    @classmethod
-    def of(cls, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array) -> Pieces:
-        """What continues the place before it, in the same region, is joined to it."""
-        if len(offsets) < 2:
-            return cls(regions, offsets, num_bytes)
-        breaks = (offsets[1:] != offsets[:-1] + num_bytes[:-1]) | (regions[1:] != regions[:-1])
-        first = np.concatenate(([0], np.flatnonzero(breaks) + 1))
-        return cls(regions[first], offsets[first], np.add.reduceat(num_bytes, first))
-
-    def __len__(self) -> int:
-        return len(self.offsets)
-
-
 class RegisteredMemory:
     """An immutable table, so that one thread may check while another replaces it. A number is never used again."""
 
-    __slots__ = ("_views", "addresses", "num_bytes", "regions")
+    __slots__ = ("addresses", "num_bytes", "regions")
 
     def __init__(self, regions: tuple[Region | None, ...] = ()) -> None:
         self.regions = regions
-        self._views: dict[int, memoryview] = {}
         self.addresses = np.array([each.address if each else 0 for each in regions], dtype=np.int64)
         self.num_bytes = np.array([each.num_bytes if each else 0 for each in regions], dtype=np.int64)
 
@@ -79,29 +55,6 @@ class RegisteredMemory:
         extent = f"[{int(offsets[at])}, +{int(num_bytes[at])}) of region {int(regions[at])}"
         return f"range {at}: {side} {extent} does not lie in registered memory"
 
-    def views(self, pieces: Pieces, first: int, last: int) -> list[memoryview]:
-        """Some pieces that were checked, as something that sockets read and write."""
-        rows = zip(
-            pieces.regions[first:last].tolist(),
-            pieces.offsets[first:last].tolist(),
-            pieces.num_bytes[first:last].tolist(),
-            strict=True,
-        )
-        return [self._view(region)[offset : offset + size] for region, offset, size in rows]
-
-    def _view(self, number: int) -> memoryview:
-        view = self._views.get(number)
-        if view is None:
-            region = self.regions[number]
-            assert region is not None
-            view = self._views[number] = view_of(region.address, region.num_bytes)
-        return view
-
     def places(self, regions: Int64Array, offsets: Int64Array) -> Int64Array:
         """Addresses of ranges that were checked."""
         return self.addresses[regions] + offsets
-
-
-def view_of(address: int, num_bytes: int) -> memoryview:
-    """Memory as something that sockets read and write. The caller promises that it is there."""
-    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")

@@ -23,7 +23,6 @@ from hybridkv.peers.transport.contract import (
     Done,
     Failed,
     FailureReason,
-    MayReach,
     Region,
     RemoteId,
     TransferId,
@@ -40,11 +39,11 @@ __all__ = ["NixlOptions", "NixlTransport"]
 
 logger = logging.getLogger(__name__)
 
+BACKEND = "UCX"
+
 
 class NixlTransport:
     """`agent_name`: fresh for each process and start, since NIXL takes no second one of a name that it knows."""
-
-    name = "nixl"
 
     def __init__(
         self, agent_name: str, options: NixlOptions | None = None, clock: Callable[[], float] = time.monotonic
@@ -52,13 +51,11 @@ class NixlTransport:
         self._options = options or NixlOptions()
         self._clock = clock
         api = load_nixl()
-        config = api.nixl_agent_config(
-            enable_prog_thread=self._options.has_progress_thread, backends=[self._options.backend]
-        )
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
         self._agent_name = agent_name
         self._agent = api.nixl_agent(agent_name, config)
-        if self._options.backend not in self._agent.backends:
-            raise PeersConfigurationError("backend", "one that this NIXL has", self._options.backend)
+        if BACKEND not in self._agent.backends:
+            raise PeersConfigurationError("nixl", f"one with {BACKEND}", sorted(self._agent.backends))
         # Every call of the agent is made under it: an agent without its own threads does not lock.
         self._lock = threading.RLock()
         self._handles: dict[int, Any] = {}
@@ -92,7 +89,7 @@ class NixlTransport:
             for number in regions:
                 self._agent.deregister_memory(self._handles.pop(number))
 
-    def attach(self, capability: bytes, may_reach: MayReach | None = None) -> RemoteId | Failed:
+    def attach(self, capability: bytes) -> RemoteId | Failed:
         self._demand_open("attach")
         decoded = decode_capability(capability)
         if isinstance(decoded, str):

@@ -24,13 +24,19 @@ _REASONS = {
 }
 
 
-def has_nixl() -> bool:
-    """Whether a build of it is installed; looks without importing."""
-    return any(importlib.util.find_spec(name) is not None for name in MODULES)
+def require_nixl() -> None:
+    """`PeersConfigurationError` where NIXL is not installed. Looks without importing it."""
+    if not any(importlib.util.find_spec(name) for name in MODULES):
+        raise _missing(f"none of {', '.join(MODULES)}")
+
+
+def _missing(got: str) -> PeersConfigurationError:
+    return PeersConfigurationError("nixl", "NIXL, installed", got, "pip install 'hybridkv-peers[nixl]'")
 
 
 def load_nixl() -> Any:
     """The module with `nixl_agent`. `PeersConfigurationError` where none is installed or none can be loaded."""
+    require_nixl()
     _prepare()
     failures = []
     for name in MODULES:
@@ -38,7 +44,7 @@ def load_nixl() -> Any:
             return importlib.import_module(f"{name}._api")
         except ImportError as error:
             failures.append(f"{name}: {error}")
-    raise PeersConfigurationError("transport", "nixl, installed", failures[0], "pip install 'hybridkv-peers[nixl]'")
+    raise _missing("; ".join(failures))
 
 
 def _prepare() -> None:

@@ -10,9 +10,6 @@ from hybridkv.peers.errors import PeersConfigurationError
 class NixlOptions(msgspec.Struct, frozen=True, kw_only=True):
     """`PeersConfigurationError` for a value that cannot work."""
 
-    backend: str = "UCX"
-    has_progress_thread: bool = False
-    """It keeps a core busy. Over plain TCP a peer is read as quickly as it makes progress, and this is how."""
     post_bytes: int = 8 << 20
     """Posted at once: what a call may block for."""
     max_posts: int = 4

@@ -6,14 +6,16 @@ import msgspec
 
 from hybridkv.peers.errors import PeersConfigurationError
 
+MIN_FRAME_BYTES = 1024
+MAX_NAME_BYTES = 128
+"""Of the name of one side."""
+
 
 class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What one process grants its peers. `PeersConfigurationError` for a value that cannot work."""
 
     max_frame_bytes: int = 8 << 20
-    """Of one sealed frame, its seal included."""
-    max_handshake_frame_bytes: int = 1024
-    """Of a frame that comes before its sender has proven anything."""
+    """Of one message."""
     max_buffered_bytes: int = 32 << 20
     """Waiting to be sent on one connection. What would exceed it ends the connection."""
     max_items: int = 65536
@@ -36,13 +38,8 @@ class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if not value > 0 or value == float("inf"):
                 raise PeersConfigurationError(name, "a number > 0", value)
-        if self.max_handshake_frame_bytes < 512:
-            raise PeersConfigurationError(
-                "max_handshake_frame_bytes", "a number >= 512", self.max_handshake_frame_bytes
-            )
-        if not self.max_handshake_frame_bytes <= self.max_frame_bytes <= 1 << 30:
-            expected = f"{self.max_handshake_frame_bytes} (max_handshake_frame_bytes) to {1 << 30}"
-            raise PeersConfigurationError("max_frame_bytes", expected, self.max_frame_bytes)
+        if not MIN_FRAME_BYTES <= self.max_frame_bytes <= 1 << 30:
+            raise PeersConfigurationError("max_frame_bytes", f"{MIN_FRAME_BYTES} to {1 << 30}", self.max_frame_bytes)
         if self.max_buffered_bytes < 2 * self.max_frame_bytes:
             expected = f"at least {2 * self.max_frame_bytes}, twice max_frame_bytes"
             raise PeersConfigurationError("max_buffered_bytes", expected, self.max_buffered_bytes)
@@ -50,7 +47,3 @@ class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
             expected = f"at least {2 * self.heartbeat_s}, twice heartbeat_s"
             hint = "a peer that has nothing to say is heard once a heartbeat"
             raise PeersConfigurationError("silence_timeout_s", expected, self.silence_timeout_s, hint)
-
-
-MAX_NAME_BYTES = 128
-"""Of the name of one side."""

@@ -37,7 +37,6 @@ class Describe(_Message, frozen=True, tag="describe"):
 
     description: bytes
     """`hybridkv.peers.description`, encoded."""
-    transport: str
     capability: bytes
 
 

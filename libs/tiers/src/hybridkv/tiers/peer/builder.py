@@ -98,11 +98,11 @@ def open_medium(
         try:
             transport = neighbourhood.make_transport(name)
         except PeersConfigurationError as error:
-            raise TierConfigurationError("transport", error.expected, error.got, error.hint) from None
+            raise TierConfigurationError("type", error.expected, error.got, error.hint) from None
 
         reader = PeerReader(transport, view, options, clock)
         capability = transport.register([Region(memory.base_address, memory.capacity_bytes)])
-        identity, callbacks = NodeIdentity(about, transport.name, capability), NodeCallbacks(RankSeals(memory), reader)
+        identity, callbacks = NodeIdentity(about, capability), NodeCallbacks(RankSeals(memory), reader)
         reader.node = Node(loop, identity, callbacks, peers, options.retry_s, clock)
         _listen(reader.node.listen, address)
         return PeerMedium(reader, options, clock)

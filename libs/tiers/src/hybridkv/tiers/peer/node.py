@@ -57,10 +57,9 @@ class Asking(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """Description of a process for its peers. `transport` and `capability` are of memory that they may read, if any."""
+    """Description of a process for its peers. `capability` is that of its memory, if they may read any."""
 
     about: About
-    transport: str = ""
     capability: bytes = b""
 
 
@@ -105,7 +104,7 @@ class Node:
     ) -> None:
         self._loop = loop
         self._about = identity.about
-        self._describe = Describe(words.encode_about(identity.about), identity.transport, identity.capability)
+        self._describe = Describe(words.encode_about(identity.about), identity.capability)
         self._asked, self._asking = callbacks.asked, callbacks.asking
         self._addresses = tuple(peers)
         self._retry_s = retry_s
@@ -156,12 +155,6 @@ class Node:
             link = self._peers[peer].link if self._peers[peer].is_ready else None
         return link is not None and self._loop.send(link, message)
 
-    def host_of(self, peer: int) -> str | None:
-        """The address at which this peer was reached."""
-        with self._lock:
-            link = self._peers[peer].link
-        return self._loop.host_of(link) if link is not None else None
-
     def end(self, peer: int) -> None:
         """Have nothing more to do with this connection."""
         with self._lock:
@@ -202,8 +195,6 @@ class Node:
         """None if the other side is another engine's like process. If not it is told, and left: in what it differs."""
         theirs = words.decode_about(message.description)
         differs = words.difference(self._about, theirs)
-        if differs is None and self._describe.transport != message.transport:
-            differs = ("transport", self._describe.transport, message.transport)
         if differs is None:
             return None
         self._loop.send(link, Refused(*differs))

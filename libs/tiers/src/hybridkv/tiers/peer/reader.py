@@ -266,8 +266,7 @@ class PeerReader:
     def _attach(self, peer: int, capability: bytes) -> None:
         self._detach(peer)
         assert self.node is not None
-        reached = self.node.host_of(peer)
-        remote = self._transport.attach(capability, lambda host: host == reached)
+        remote = self._transport.attach(capability)
         if isinstance(remote, Failed):
             logger.warning("peer %d cannot be read: %s: %s", peer, remote.reason, remote.detail)
             self.node.end(peer)

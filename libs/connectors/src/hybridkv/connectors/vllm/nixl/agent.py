@@ -124,11 +124,10 @@ class Agent:
             loop.send,
             loop.end,
             lambda: self._inbox.put(lambda: None),
-            self._host_of,
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._serving = Serving(offer, memory, control, recorder)
-        self._peers = Peers(offer.description, transport, control, options.hosts, options.max_links)
+        self._peers = Peers(offer.description, transport, control, options.max_links)
         self._reading = Reading(memory, self._peers, transport, control, recorder, options)
         self._holding = Holding(self._peers, control, options.clock)
         self._peers.in_use = lambda: self._reading.links | self._holding.links
@@ -256,9 +255,6 @@ class Agent:
         self._reading.close()
 
     # On the control connections' thread.
-
-    def _host_of(self, link: LinkId) -> str | None:
-        return self._loop.host_of(link)
 
     def _handlers(self, received: Callable[[LinkId, Message], None]) -> Handlers:
         is_server = received == self._of_consumer

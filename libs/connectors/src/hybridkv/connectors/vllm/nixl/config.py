@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -47,7 +47,6 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         listen: where consumers ask.
         allowed_hosts: names, addresses and networks of producers that a request may name. None: the loopback, and the
             addresses of `listen`.
-        transport: "nixl", "tcp", or "auto": nixl where it is installed.
         verify: compare digests of both sides' pages after each read.
         lease_seconds: how long blocks are held for a consumer that says nothing.
         max_leases: requests whose blocks are held at the same time; one more is not handed over.
@@ -61,7 +60,6 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     secret_file: str | None = None
     listen: ListenConfig = ListenConfig()
     allowed_hosts: tuple[str, ...] | None = None
-    transport: Literal["auto", "nixl", "tcp"] = "auto"
     verify: bool = True
     lease_seconds: float = 30.0
     max_leases: int = 1024
@@ -80,7 +78,6 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 _EXPECTED = {
-    "transport": '"auto", "nixl" or "tcp"',
     "secret_file": "the path of a file",
     "allowed_hosts": 'a list such as ["10.0.0.0/8", "prefill-1"]',
     "listen": 'an object such as {"host": "127.0.0.1", "port": 14579}',
@@ -145,7 +142,7 @@ def _require_sense(config: NixlConfig) -> None:
 
 
 def _require_told(listen: ListenConfig) -> None:
-    """Whatever moves the bytes: a consumer that is told 0.0.0.0 refuses every prompt."""
+    """A consumer that is told 0.0.0.0 refuses every prompt."""
     if listen.advertise is not None and not listen.advertise.strip():
         hint = "leave it out where it is listen.host"
         raise ConfigurationError(f"{ROOT}.listen.advertise", "an address or a name", "nothing", hint)

@@ -264,7 +264,7 @@ def _announce(vllm_config: VllmConfig, config: NixlConfig, terms: Terms, layout:
     transfer = vllm_config.kv_transfer_config
     duties = duties_of(transfer)
     logger.info(
-        "HybridNixlConnector: groups %s; kv_role %s, so it %s; listens at %s; transport %s, %s; reads are %s; "
+        "HybridNixlConnector: groups %s; kv_role %s, so it %s; listens at %s; bytes move over NIXL, %s; reads are %s; "
         "blocks are held %.3g s for a consumer that says nothing, of %d requests at most; kv_load_failure_policy %s",
         ", ".join(
             f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(layout.spec.groups)
@@ -272,7 +272,6 @@ def _announce(vllm_config: VllmConfig, config: NixlConfig, terms: Terms, layout:
         transfer.kv_role,
         " and ".join(word for word, does in (("hands over", duties.stores), ("reads", duties.loads)) if does),
         f"{config.listen.host}, port {config.listen.port or 'any'}" if duties.stores else "nothing",
-        config.transport,
         "by a copy in host memory" if terms.saves else "of the engine's own memory",
         "verified" if config.verify else "not verified",
         config.lease_seconds,

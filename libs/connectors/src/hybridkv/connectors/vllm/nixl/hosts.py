@@ -49,9 +49,6 @@ class AllowedHosts:
         return any(address.version == network.version and address in network for network in self._networks)
 
 
-NO_HOSTS = AllowedHosts(())
-
-
 def default_hosts(*own: str | None) -> tuple[str, ...]:
     """The loopback, and the addresses at which this engine itself is asked."""
     given = (host for host in own if host and not is_any(host))

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridkv.connectors.vllm.nixl.hosts import NO_HOSTS, AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import LoadFailure
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.peers.comparison import compare
@@ -32,7 +31,6 @@ _CLOSED = {
     CloseReason.SELF: "refused",
     CloseReason.MALFORMED: "protocol",
     CloseReason.OVERSIZED: "protocol",
-    CloseReason.SEAL: "protocol",
     CloseReason.UNEXPECTED: "protocol",
     CloseReason.TOO_MANY: "busy",
     CloseReason.HANDLER: "other",
@@ -73,13 +71,11 @@ class Control:
         send: Callable[[LinkId, Message], bool],
         end: Callable[[LinkId, CloseReason], None],
         wake: Callable[[], None],
-        host_of: Callable[[LinkId], str | None] = lambda link: None,
     ) -> None:
         self.connect = connect
         self.send = send
         self.end = end
         self.wake = wake
-        self.host_of = host_of
 
 
 class Peers:
@@ -89,7 +85,6 @@ class Peers:
         ours: this rank.
         transport: attaches what a producer lets this one read.
         control: connections.
-        hosts: to which memory may be attached besides the one that the connection has reached.
         max_links: that may be dialled at the same time. Where there is no room for one more, one that nobody uses is
             given up.
     """
@@ -99,14 +94,12 @@ class Peers:
         ours: Description,
         transport: Transport,
         control: Control,
-        hosts: AllowedHosts = NO_HOSTS,
         max_links: int = WireLimits().max_connections,
     ) -> None:
         self._ours = ours
         self._encoded = encode(ours)
         self._transport = transport
         self._control = control
-        self._hosts = hosts
         self._max_links = max_links
         self._by_address: dict[tuple[str, int, str], Peer] = {}
         """The one that was asked for last is the last."""
@@ -174,7 +167,7 @@ class Peers:
         if peer is not None:
             peer.is_open = True
             # Nobody reads from a consumer, so it says nothing of how that would be done.
-            self._control.send(link, Describe(self._encoded, self._transport.name, b""))
+            self._control.send(link, Describe(self._encoded, b""))
 
     def received(self, peer: Peer, message: Message) -> bool:
         """Takes what leads to READY. False: it is about something else."""
@@ -196,13 +189,10 @@ class Peers:
             return
         theirs = decode(message.description)
         agreement = compare(self._ours, theirs) if isinstance(theirs, Description) else theirs
-        if message.transport != self._transport.name:
-            agreement = Refusal("transport", self._transport.name, message.transport, "name one on both sides")
         if isinstance(agreement, Refusal):
             self._refuse(peer, str(agreement))
             return
-        reached = self._control.host_of(peer.link)
-        remote = self._transport.attach(message.capability, lambda host: host == reached or host in self._hosts)
+        remote = self._transport.attach(message.capability)
         if isinstance(remote, Failed):
             self._refuse(peer, f"{remote.reason}: {remote.detail}")
             return

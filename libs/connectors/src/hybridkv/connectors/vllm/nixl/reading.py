@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridkv.connectors.vllm.nixl.digesting import Digesting
-from hybridkv.connectors.vllm.nixl.hosts import NO_HOSTS, AllowedHosts
 from hybridkv.connectors.vllm.nixl.links import Control, Peer, Peers
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import LoadFailure, PromptLoad
@@ -55,14 +54,12 @@ class ReadOptions:
         bounds: of times.
         verify: whether digests are compared.
         clock: seconds.
-        hosts: from which memory may be read besides the one at which a producer was reached.
         max_links: to producers' ranks, at the same time.
     """
 
     bounds: ReadBounds
     verify: bool
     clock: Callable[[], float]
-    hosts: AllowedHosts = NO_HOSTS
     max_links: int = WireLimits().max_connections
 
 

@@ -58,7 +58,6 @@ class Offer:
 
     Args:
         description: of it.
-        transport: its name.
         capability: with which its memory is read.
         max_leases: at the same time.
         lease_s: how long blocks are held without a word.
@@ -66,7 +65,6 @@ class Offer:
     """
 
     description: Description
-    transport: str
     capability: bytes
     max_leases: int
     lease_s: float
@@ -213,8 +211,6 @@ class Serving:
         theirs = decode(message.description)
         # The consumer reads, so it is the one whose side is "ours".
         agreement = compare(theirs, self._offer.description) if isinstance(theirs, Description) else theirs
-        if message.transport != self._offer.transport:
-            agreement = Refusal("transport", message.transport, self._offer.transport, "name one on both sides")
         if isinstance(agreement, Refusal):
             field, theirs_is, ours_is = agreement.field, agreement.ours, agreement.theirs
             said = [each[:SAID] for each in (field, theirs_is, ours_is)]
@@ -223,7 +219,7 @@ class Serving:
             return
         self._fits[link] = Exchange(agreement)
         self._new.add(link)
-        self._control.send(link, Describe(self._encoded, self._offer.transport, self._offer.capability))
+        self._control.send(link, Describe(self._encoded, self._offer.capability))
         self._control.send(link, Accepted())
 
     def _holds(self, lease: Lease) -> str | None:

@@ -127,14 +127,14 @@ class NixlWorker:
             description, region_bytes=tuple(region.num_bytes for region in memory.regions)
         )
         limits = WireLimits(handshake_timeout_s=config.connect_timeout_seconds)
-        transport = open_transport(config, self._secret, name)
+        transport = open_transport(name)
         capability = transport.register([Region(each.address, each.num_bytes) for each in memory.regions])
         self._agent = Agent(
             ControlLoop(name, self._secret, limits, clock),
             transport,
             memory,
-            Offer(description, transport.name, capability, config.max_leases, config.lease_seconds, clock),
-            ReadOptions(_bounds(config), config.verify, clock, config.hosts, limits.max_connections),
+            Offer(description, capability, config.max_leases, config.lease_seconds, clock),
+            ReadOptions(_bounds(config), config.verify, clock, limits.max_connections),
             self._recorder,
         )
         if settings.duties.stores:

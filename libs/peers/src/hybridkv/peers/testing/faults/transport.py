@@ -11,7 +11,6 @@ from hybridkv.peers.transport import (
     Done,
     Failed,
     FailureReason,
-    MayReach,
     Ranges,
     Region,
     RemoteId,
@@ -43,10 +42,6 @@ class FaultInjectingTransport:
         self._gone: set[RemoteId] = set()
         self._planned: dict[TransferId, _Planned] = {}
 
-    @property
-    def name(self) -> str:
-        return self._inner.name
-
     def register(self, regions: Sequence[Region]) -> bytes:
         capability = self._inner.register(regions)
         self._memory = self._memory.with_regions(regions)
@@ -56,8 +51,8 @@ class FaultInjectingTransport:
         self._inner.deregister(regions)
         self._memory = self._memory.without(regions)
 
-    def attach(self, capability: bytes, may_reach: MayReach | None = None) -> RemoteId | Failed:
-        return self._inner.attach(capability, may_reach)
+    def attach(self, capability: bytes) -> RemoteId | Failed:
+        return self._inner.attach(capability)
 
     def detach(self, remote: RemoteId) -> None:
         self._inner.detach(remote)

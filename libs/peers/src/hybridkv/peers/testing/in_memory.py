@@ -1,9 +1,10 @@
-"""The shortest transport that keeps the contract: peers of one process, which copy at the first poll."""
+"""Transport for tests, between peers of one process: a read is a copy, made at the first poll."""
 
 from __future__ import annotations
 
 import ctypes
 import itertools
+import threading
 from collections.abc import Sequence
 
 from hybridkv.peers.errors import PeersProtocolError
@@ -12,7 +13,6 @@ from hybridkv.peers.transport import (
     Done,
     Failed,
     FailureReason,
-    MayReach,
     Ranges,
     Region,
     RemoteId,
@@ -26,16 +26,16 @@ class World:
     """Where peers of one process find each other. `kill` is what SIGKILL is to a process."""
 
     def __init__(self) -> None:
-        self.transports: dict[bytes, ReferenceTransport] = {}
+        self.transports: dict[bytes, InMemoryTransport] = {}
+        self.lock = threading.Lock()
+        """Nothing is copied from memory that is deregistered meanwhile."""
 
     def kill(self, capability: bytes) -> None:
         self.transports.pop(capability.split(b"/")[0], None)
 
 
-class ReferenceTransport:
+class InMemoryTransport:
     """Deterministic: no thread, no clock. A read is done, or has failed, at its first poll."""
-
-    name = "reference"
 
     def __init__(self, peer_name: str, world: World, max_transfers: int = 256) -> None:
         self._peer = peer_name.encode()
@@ -56,9 +56,10 @@ class ReferenceTransport:
 
     def deregister(self, regions: Sequence[int]) -> None:
         self._demand_open("deregister")
-        self.memory = self.memory.without(regions)
+        with self._world.lock:
+            self.memory = self.memory.without(regions)
 
-    def attach(self, capability: bytes, may_reach: MayReach | None = None) -> RemoteId | Failed:
+    def attach(self, capability: bytes) -> RemoteId | Failed:
         self._demand_open("attach")
         peer, _, known = capability.partition(b"/")
         if not known.isdigit() or peer == self._peer:
@@ -91,7 +92,8 @@ class ReferenceTransport:
         if transfer not in self._states:
             raise PeersProtocolError(f"there is no transfer {transfer}, or it was released")
         if self._states[transfer] is PENDING:
-            self._states[transfer] = self._copy(*self._reads[transfer])
+            with self._world.lock:
+                self._states[transfer] = self._copy(*self._reads[transfer])
         return self._states[transfer]
 
     def cancel(self, transfer: TransferId) -> None:
@@ -113,7 +115,8 @@ class ReferenceTransport:
 
     def close(self, timeout_s: float) -> bool:
         self._is_closed = True
-        self._world.transports.pop(self._peer, None)
+        with self._world.lock:
+            self._world.transports.pop(self._peer, None)
         for number, state in self._states.items():
             if state is PENDING:
                 self._states[number] = Failed(FailureReason.CLOSED)
