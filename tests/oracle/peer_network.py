@@ -11,8 +11,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hybridkv.peers.control import ControlCounts, Handlers, LinkId
-from hybridkv.peers.control.counts import Tally
+from hybridkv.peers.control import Handlers, LinkId
 from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.transport import (
@@ -127,7 +126,7 @@ class Network:
         if self.stalled:
             if self.clock() - self._stalled_since_s > SILENCE_S:
                 for wire in list(self._wires):
-                    self.end(wire, None, CloseReason.SILENT if wire.server else CloseReason.TOO_SLOW)
+                    self.end(wire, None, CloseReason.RESET if wire.server else CloseReason.TOO_SLOW)
             return
         for wire in list(self._wires):
             if wire in self._wires:
@@ -188,9 +187,6 @@ class SimulatedControl:
     def end(self, link: LinkId, reason: CloseReason = CloseReason.DONE) -> None:
         if (found := self.network.of(self, link)) is not None:
             self.network.end(*found, reason)
-
-    def counts(self) -> ControlCounts:
-        return Tally().value()
 
     def close(self, timeout_s: float) -> bool:
         self.network.drop(self)

@@ -39,7 +39,6 @@ from hybridkv.peers.wire import (
     Describe,
     Digests,
     Message,
-    Ping,
     Question,
     Renew,
     WireLimits,
@@ -202,7 +201,7 @@ def test_what_waits_is_counted_by_peer_and_in_all() -> None:
         backlog.remove(link, num_bytes)
     assert backlog.num_bytes == 0 and not backlog._by_link
     assert message_bytes(Describe(b"12345", b"67")) == WORD_BYTES + 7
-    assert message_bytes(Ping()) == WORD_BYTES
+    assert message_bytes(Accepted()) == WORD_BYTES
 
 
 def test_a_lease_of_no_time_is_not_renewed_without_a_pause() -> None:

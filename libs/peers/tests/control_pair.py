@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import patience
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
 from hybridkv.peers.control.curve import CurveKeys
@@ -75,7 +76,7 @@ class Rogue:
         self.sock.linger = 0
         self.sock.reconnect_ivl = -1
         (keys or CurveKeys.of(secret)).ask(self.sock)
-        self.monitor = self.sock.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.monitor = self.sock.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self.sock.connect(f"tcp://{address[0]}:{address[1]}")
 
     def say(self, *words: Word | bytes, more: bool = False) -> None:
@@ -91,7 +92,10 @@ class Rogue:
         return CODEC.decode(self.sock.recv())
 
     def until_thrown_out(self) -> None:
-        assert self.monitor.poll(TIMEOUT_S * 1000), "it is not thrown out"
+        while self.monitor.poll(TIMEOUT_S * 1000):
+            if parse_monitor_message(self.monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
+                return
+        raise AssertionError("it is not thrown out")
 
     def close(self) -> None:
         if self.sock.closed:

@@ -28,7 +28,6 @@ from hybridkv.peers.wire import (
     Done,
     MessageCodec,
     Notice,
-    Ping,
     Question,
     Refused,
     Renew,
@@ -41,7 +40,7 @@ from hybridkv.peers.wire import (
 )
 from hybridkv.planner import GroupKind
 
-LIMITS = WireLimits(max_frame_bytes=4096, max_buffered_bytes=16384, max_items=64, max_text_bytes=100)
+LIMITS = WireLimits(max_frame_bytes=4096, max_items=64, max_text_bytes=100)
 CODEC = MessageCodec(LIMITS)
 LEASE = Lease(3, 77)
 MEMORY = RegisteredMemory((Region(1 << 20, 4096), None, Region(1 << 30, 64 << 10)))
@@ -52,7 +51,7 @@ MESSAGES = (
     *(Describe(b"a description", b"a capability"), Accepted(), Refused("field", "ours", "theirs", "hint")),
     AskDigests(1, LEASE, 20, pack_columns([[0, 1], [0, 2], [3, 1]])),
     *(Digests(1, bytes(32)), Digests(2, b"", "busy"), Renew(LEASE), Renewed(LEASE, 3.5), Done(LEASE, True, 1, 2)),
-    *(Question(1, b"body"), Reply(1, b"body"), Notice(b"body"), Ping()),
+    *(Question(1, b"body"), Reply(1, b"body"), Notice(b"body")),
 )
 
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
+import zmq
 from control_pair import TIMEOUT_S, Recorder, Rogue, Stranger, counted
+from zmq.utils.monitor import parse_monitor_message
 
 from hybridkv.peers.control import ControlLoop, LinkId
 from hybridkv.peers.control.curve import CurveKeys
@@ -24,10 +30,8 @@ from hybridkv.peers.wire import (
     CloseReason,
     Describe,
     Done,
-    Heard,
     Hello,
     Message,
-    Ping,
     Renew,
     Renewed,
     Secret,
@@ -102,18 +106,21 @@ def test_messages_arrive_in_order_and_both_ways(make_loop: MakeLoop) -> None:
 
 def test_a_bug_of_the_poller_ends_no_loop(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     listening, heard_there, connecting, heard_here = connected(make_loop)
-    look, errors = listening._inputs.look, [KeyError("a bug"), OSError(9, "bad file")]
+    poll, errors = listening._poller.poll, [KeyError("a bug"), OSError(9, "bad file")]
 
-    def fail_first(timeout_s: float | None) -> set[object]:
+    def fail_first(timeout_ms: float | None) -> object:
         if errors:
             raise errors.pop()
-        return look(timeout_s)
+        return poll(timeout_ms)
 
-    monkeypatch.setattr(listening._inputs, "look", fail_first)
-    for number in range(1, 4):
+    monkeypatch.setattr(listening._poller, "poll", fail_first)
+    # Messages may be heard in the turn that was under way.
+    for number in range(1, 1000):
         assert connecting.send(heard_here.opened[0][0], Renew(Lease(number, 2)))
         heard_there.until(lambda number=number: len(heard_there.received) == number)  # type: ignore[misc]
-    assert not errors
+        if not errors:
+            return
+    raise AssertionError("the poller was not asked")
 
 
 def test_a_name_is_looked_up_again_when_there_are_threads_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +187,7 @@ def test_a_stranger_receives_no_capability(make_loop: MakeLoop, make_rogue: Make
             stranger.sock.shutdown(1)
         heard = stranger.hear_all()
         stranger.close()
-        assert (theirs.ljust(32, b"\0") + b"\1" + bytes(31)).startswith(heard), (said, heard.hex())
+        assert theirs.ljust(64, b"\0").startswith(heard), (said, heard)
     assert described.opened == []
     # Whoever proves the secret does hear it, or this test would show nothing.
     friend = make_rogue(address)
@@ -211,14 +218,13 @@ def test_what_a_stranger_says_ends_its_connection_alone(make_loop: MakeLoop) -> 
 RUBBISH: list[tuple[CloseReason, Word | bytes]] = [
     (CloseReason.MALFORMED, b"\xc1"),
     (CloseReason.MALFORMED, b""),
-    (CloseReason.MALFORMED, Heard(1)),
     (CloseReason.UNEXPECTED, Hello(PROTOCOL_VERSION, "rogue")),
     (CloseReason.ENDED, Bye("tired")),
     (CloseReason.RESET, bytes(KEPT.max_frame_bytes + 1)),
 ]
 
 
-@pytest.mark.parametrize(("reason", "said"), RUBBISH, ids=["bytes", "nothing", "heard", "hello", "bye", "oversized"])
+@pytest.mark.parametrize(("reason", "said"), RUBBISH, ids=["bytes", "nothing", "hello", "bye", "oversized"])
 def test_rubbish_from_who_knows_the_secret_ends_its_connection(
     make_loop: MakeLoop, make_rogue: MakeRogue, reason: CloseReason, said: Word | bytes
 ) -> None:
@@ -249,11 +255,11 @@ def test_a_message_in_parts_is_none(make_loop: MakeLoop, make_rogue: MakeRogue) 
         (Hello(PROTOCOL_VERSION, "producer"), CloseReason.SELF),
         (Hello(PROTOCOL_VERSION, ""), CloseReason.OVERSIZED),
         (Hello(PROTOCOL_VERSION, "x" * 129), CloseReason.OVERSIZED),
-        (Ping(), CloseReason.UNEXPECTED),
+        (Accepted(), CloseReason.UNEXPECTED),
         (b"\xc1", CloseReason.MALFORMED),
     ],
 )
-def test_who_does_not_say_who_it_is_is_thrown_out_and_its_owner_hears_nothing(
+def test_who_does_not_say_who_it_is_is_not_let_in_and_its_owner_hears_nothing(
     make_loop: MakeLoop, make_rogue: MakeRogue, hello: Word | bytes, reason: CloseReason
 ) -> None:
     listening, heard = make_loop("producer"), Recorder()
@@ -261,16 +267,19 @@ def test_who_does_not_say_who_it_is_is_thrown_out_and_its_owner_hears_nothing(
     rogue.say(hello)
     if reason in (CloseReason.VERSION, CloseReason.SELF):
         assert rogue.hear() == Bye(reason.value)
-    rogue.until_thrown_out()
     counted(listening, reason)
     assert heard.opened == heard.closed == []
 
 
-def test_who_proves_the_secret_and_says_nothing_is_thrown_out(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
-    listening = make_loop("producer", limits=WireLimits(handshake_timeout_s=0.3))
-    rogue = make_rogue(listening.listen("127.0.0.1", 0, Recorder().handlers), is_polite=False)
-    rogue.until_thrown_out()
-    counted(listening, CloseReason.TOO_SLOW)
+def test_who_proves_the_secret_and_says_nothing_gives_way(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
+    listening = make_loop("producer", limits=msgspec.structs.replace(KEPT, max_handshakes=1))
+    address = listening.listen("127.0.0.1", 0, Recorder().handlers)
+    silent = make_rogue(address, is_polite=False)
+    assert silent.monitor.poll(TIMEOUT_S * 1000)
+    assert parse_monitor_message(silent.monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+    make_rogue(address, is_polite=False)
+    silent.until_thrown_out()
+    counted(listening, CloseReason.TOO_MANY)
 
 
 def test_a_client_of_another_key_is_refused_though_it_knows_the_servers(make_loop: MakeLoop) -> None:
@@ -311,36 +320,56 @@ def test_an_exception_in_a_handler_ends_that_connection_alone(make_loop: MakeLoo
     fine.until(lambda: len(fine.received) == 1)
 
 
-def test_a_peer_that_says_nothing_is_left(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
+STOPPED = """
+import os, signal, sys
+from hybridkv.peers.control import ControlLoop, Handlers
+from hybridkv.peers.wire import Secret, WireLimits
+
+def stop(link, name):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+loop = ControlLoop("stopped", Secret(b"a secret that both sides know"), WireLimits())
+loop.connect("127.0.0.1", int(sys.argv[1]), None, Handlers(stop, print, print))
+signal.pause()
+"""
+
+
+def test_a_peer_that_is_stopped_is_left(make_loop: MakeLoop) -> None:
     limits = WireLimits(heartbeat_s=0.05, silence_timeout_s=0.2, handshake_timeout_s=TIMEOUT_S)
     listening, heard = make_loop("producer", limits=limits), Recorder()
-    rogue = make_rogue(listening.listen("127.0.0.1", 0, heard.handlers))
-    assert heard.until_closed() is CloseReason.SILENT
-    rogue.until_thrown_out()
+    _, port = listening.listen("127.0.0.1", 0, heard.handlers)
+    path = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each)}
+    with subprocess.Popen([sys.executable, "-c", STOPPED, str(port)], env=path) as process:
+        try:
+            assert heard.until_closed() is CloseReason.RESET
+            assert process.poll() is None
+        finally:
+            process.kill()
 
 
-def test_pings_keep_a_connection(make_loop: MakeLoop) -> None:
-    limits = WireLimits(heartbeat_s=0.05, silence_timeout_s=TIMEOUT_S, handshake_timeout_s=TIMEOUT_S)
-    listening, heard_there, connecting, heard_here = connected(make_loop, limits=limits)
-    until(lambda: min(loop.counts().received_frames for loop in (listening, connecting)) >= 3)
-    assert heard_there.received == heard_here.received == []
+def test_heartbeats_keep_a_connection_on_which_nothing_is_said(make_loop: MakeLoop) -> None:
+    limits = msgspec.structs.replace(KEPT, heartbeat_s=0.05, silence_timeout_s=0.5)
+    _, heard_there, connecting, heard_here = connected(make_loop, limits=limits)
+    time.sleep(3 * limits.silence_timeout_s)
+    assert connecting.send(heard_here.opened[0][0], Accepted())
+    heard_there.until(lambda: heard_there.received == [Accepted()])
     assert heard_there.closed == heard_here.closed == []
 
 
 def test_a_peer_that_reads_nothing_is_left(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
-    limits = msgspec.structs.replace(KEPT, max_frame_bytes=1 << 20, max_buffered_bytes=2 << 20)
+    limits = msgspec.structs.replace(KEPT, max_queued=4)
     listening, heard = make_loop("producer", limits=limits), Recorder()
     rogue = make_rogue(listening.listen("127.0.0.1", 0, heard.handlers))
     link = heard.until_open()
-    large = Describe(bytes(1 << 19), b"")
-    assert [listening.send(link, large) for _ in range(4)] == [True] * 3 + [False]
+    large = Describe(bytes(1 << 22), b"")
+    until(lambda: not listening.send(link, large))
     assert heard.until_closed() is CloseReason.BACKLOG
     assert not listening.send(link, large)
     rogue.until_thrown_out()
 
 
 def test_a_peer_that_reads_may_be_told_without_end(make_loop: MakeLoop) -> None:
-    limits = msgspec.structs.replace(KEPT, max_frame_bytes=1 << 20, max_buffered_bytes=2 << 20)
+    limits = msgspec.structs.replace(KEPT, max_queued=4)
     _, heard_there, connecting, heard_here = connected(make_loop, limits=limits)
     for number in range(1, 20):
         assert connecting.send(heard_here.opened[0][0], Describe(bytes(1 << 19), b""))
@@ -388,7 +417,6 @@ def test_more_connections_than_allowed_are_refused(make_loop: MakeLoop, make_rog
     heard.until(lambda: len(heard.opened) == 2)
     third = make_rogue(address)
     assert third.hear() == Bye(CloseReason.TOO_MANY.value)
-    third.until_thrown_out()
     counted(listening, CloseReason.TOO_MANY)
     assert heard.closed == []
 
@@ -428,7 +456,6 @@ def test_an_end_is_heard_on_the_other_side(make_loop: MakeLoop) -> None:
     assert heard_here.until_closed() is CloseReason.DONE
     assert heard_there.until_closed() is CloseReason.ENDED
     assert not connecting.send(heard_here.opened[0][0], Renew(Lease(1, 1)))
-    assert connecting.counts().refused_sends == 1
 
 
 def test_a_close_sends_what_waits_and_tells_everybody(make_loop: MakeLoop) -> None:

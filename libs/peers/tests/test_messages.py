@@ -21,12 +21,10 @@ from hybridkv.peers.wire import (
     Describe,
     Digests,
     Done,
-    Heard,
     Hello,
     Message,
     MessageCodec,
     Notice,
-    Ping,
     Question,
     Refused,
     Renew,
@@ -39,7 +37,7 @@ from hybridkv.peers.wire import (
     unpack_columns,
 )
 
-LIMITS = WireLimits(max_frame_bytes=4096, max_buffered_bytes=16384, max_items=64, max_text_bytes=100)
+LIMITS = WireLimits(max_frame_bytes=4096, max_items=64, max_text_bytes=100)
 CODEC = MessageCodec(LIMITS)
 CALM = settings(deadline=None)
 """A machine may have other things to do."""
@@ -71,9 +69,7 @@ messages = st.one_of(
     st.builds(Question, natural, st.binary(max_size=500)),
     st.builds(Reply, natural, st.binary(max_size=500)),
     st.builds(Notice, st.binary(max_size=500)),
-    st.builds(Ping),
     st.builds(Hello, natural, text),
-    st.builds(Heard, natural),
     st.builds(Bye, text),
 )
 
@@ -181,7 +177,7 @@ def test_columns_come_out_as_they_went_in(rows: list[tuple[int, int, int]]) -> N
     [
         ("max_frame_bytes", 0),
         ("max_frame_bytes", 1 << 31),
-        ("max_buffered_bytes", 1 << 20),
+        ("max_queued", 0),
         ("silence_timeout_s", 1.0),
         ("handshake_timeout_s", float("inf")),
         ("max_connections", float("nan")),

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 import zmq
 
 from hybridkv.peers.control.handlers import Handlers, LinkId
-from hybridkv.peers.control.lines import Line, Lines
 from hybridkv.peers.control.resolving import Address, Resolver
-from hybridkv.peers.control.sockets import FAILED, Setup, bound, endpoint, unwatched, watched
+from hybridkv.peers.control.sockets import FAILED, Line, Setup, endpoint, unwatched, watched
 from hybridkv.peers.wire import CloseReason, is_loopback
 
-EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | FAILED
+EVENTS = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | FAILED
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,25 +34,28 @@ class Dialing:
 
     Args:
         setup: of the loop. Without a secret only this host is connected to.
-        lines: those of the loop.
+        dialled: gives the lines of the loop that were begun here, the oldest first.
         begun: told of each line that was begun.
-        give_way: ends one for which there is no room any more.
+        give_way: ends a line for which there is no room any more.
+        end: tells why there will be no line.
         post: has something done on the loop's thread.
     """
 
     def __init__(
         self,
         setup: Setup,
-        lines: Lines,
+        dialled: Callable[[], list[Line]],
         begun: Callable[[Line], None],
         give_way: Callable[[Line], None],
+        end: Callable[[LinkId, Handlers, CloseReason], None],
         post: Callable[[Callable[[], None]], None],
     ) -> None:
         self._setup = setup
-        self._lines = lines
+        self._dialled = dialled
         self._limits = setup.limits
         self._begun = begun
         self._give_way = give_way
+        self._end = end
         self._post = post
         self._clock = setup.clock
         self._resolver = Resolver()
@@ -65,15 +67,15 @@ class Dialing:
 
     def begin(self, link: LinkId, call: Call) -> None:
         if not self._setup.keys.has_secret and not is_loopback(call.host):
-            self._lines.tell(link, call.handlers, CloseReason.NO_SECRET)
+            self._end(link, call.handlers, CloseReason.NO_SECRET)
         elif not self._has_room():
-            self._lines.tell(link, call.handlers, CloseReason.TOO_MANY)
+            self._end(link, call.handlers, CloseReason.TOO_MANY)
         else:
             self._waiting[link] = (call, self._clock())
             self._resolve(link, call)
 
     def _has_room(self) -> bool:
-        dialled = [each for each in self._lines if not each.is_server]
+        dialled = self._dialled()
         if len(dialled) + len(self._waiting) < self._limits.max_connections:
             return True
         oldest = next((each for each in dialled if not each.is_open), None)
@@ -99,24 +101,20 @@ class Dialing:
         call, began_s = self._waiting.pop(link)
         sockets = self._connecting(address) if address is not None else None
         if sockets is None or address is None:
-            self._lines.tell(link, call.handlers, CloseReason.UNREACHABLE)
+            self._end(link, call.handlers, CloseReason.UNREACHABLE)
             return
-        line = Line(link, call.handlers, sockets[0], address[1][0], began_s)
-        line.monitor, line.expected_peer = sockets[1], call.expected_peer
-        self._lines.add(line)
+        line = Line(link, call.handlers, sockets[0], began_s, monitor=sockets[1], expected_peer=call.expected_peer)
         self._begun(line)
 
     def _connecting(self, address: Address) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None:
         """A socket that is being connected, and what watches it; None where the system refuses at once."""
         made: list[zmq.Socket[bytes]] = []
         try:
-            sock = self._setup.context.socket(zmq.DEALER)
+            sock = self._setup.socket(zmq.DEALER, ":" in address[1][0])
             made.append(sock)
-            bound(sock, self._limits)
             self._setup.keys.ask(sock)
             sock.reconnect_ivl = -1
             sock.connect_timeout = int(self._limits.handshake_timeout_s * 1000)
-            sock.ipv6 = ":" in address[1][0]
             monitor = watched(self._setup.context, sock, EVENTS)
             made.append(monitor)
             sock.connect(endpoint(address[1]))
@@ -132,7 +130,7 @@ class Dialing:
         """One whose address is not known yet; others are passed over."""
         waiting = self._waiting.pop(link, None)
         if waiting is not None:
-            self._lines.tell(link, waiting[0].handlers, reason)
+            self._end(link, waiting[0].handlers, reason)
 
     def give_up_late(self, now_s: float) -> None:
         """Those whose address took too long."""

@@ -21,4 +21,12 @@ class Handlers:
     received: Callable[[LinkId, Message], None]
     """One message, in the order of sending."""
     closed: Callable[[LinkId, CloseReason], None]
-    """The last call for a link of `connect`, and for one that was opened; a stranger at the door is only counted."""
+    """The last call for a link of `connect`, and for one that was opened; a stranger at the port is only counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ControlCounts:
+    """Connections since the start of a loop: those that were opened, and by reason those that ended or failed."""
+
+    opened: int
+    closed: dict[CloseReason, int]

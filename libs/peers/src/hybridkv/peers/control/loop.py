@@ -3,8 +3,7 @@
 Sockets do not block, every wait has an end, and what a peer can make this side keep is bounded by `WireLimits`. Calls
 from other threads go into a queue that the loop empties. Nothing that a connection does ends the thread.
 
-Both sides have proven the secret before either hears the first word of the other, which is `Hello`. What was said and
-not heard is counted: who reads nothing makes the other side keep no more than `max_buffered_bytes`.
+Both sides have proven the secret before either hears the first word of the other, which is `Hello`.
 """
 
 from __future__ import annotations
@@ -16,22 +15,20 @@ import logging
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import zmq
 
 from hybridkv.peers.commands import Commands
-from hybridkv.peers.control.counts import ControlCounts
 from hybridkv.peers.control.curve import CurveKeys, Doorkeeper
 from hybridkv.peers.control.dialing import Call, Dialing
-from hybridkv.peers.control.door import BYE_S, Door
-from hybridkv.peers.control.handlers import Handlers, LinkId
-from hybridkv.peers.control.lines import QUEUED_BYTES, Line, Lines
+from hybridkv.peers.control.door import Door
+from hybridkv.peers.control.handlers import ControlCounts, Handlers, LinkId
 from hybridkv.peers.control.sockets import (
-    EVENTS_AT_A_TIME,
     FAILED,
     RECEIVED_AT_A_TIME,
-    Inputs,
+    Line,
     Setup,
     Socket,
     events_of,
@@ -44,11 +41,9 @@ from hybridkv.peers.wire import (
     PROTOCOL_VERSION,
     Bye,
     CloseReason,
-    Heard,
     Hello,
     Message,
     MessageCodec,
-    Ping,
     Secret,
     WireError,
     WireLimits,
@@ -58,8 +53,8 @@ from hybridkv.peers.wire import (
 
 logger = logging.getLogger(__name__)
 
-HEARD_AT_BYTES = 64 << 10
-"""So much is heard before the other side is told."""
+BYE_S = 1.0
+"""A Bye has so long to be sent."""
 _TOLD = frozenset(
     {CloseReason.DONE, CloseReason.VERSION, CloseReason.SELF, CloseReason.WRONG_PEER, CloseReason.TOO_MANY}
 )
@@ -83,35 +78,32 @@ class ControlLoop:
         self._limits = limits
         self._clock = clock
         self._codec = MessageCodec(limits)
-        self._told_at_bytes = min(HEARD_AT_BYTES, limits.max_buffered_bytes // 4)
         self._hello = self._codec.encode(Hello(PROTOCOL_VERSION, name))
         self._context = zmq.Context()
         # Each connection that is opened here takes a socket, and two for its events.
         self._context.set(zmq.MAX_SOCKETS, 3 * limits.max_connections + 64)
         self._setup = Setup(self._context, CurveKeys.of(secret), limits, clock)
         self._doorkeeper = Doorkeeper(self._context, self._setup.keys)
-        self._inputs = Inputs()
         self._commands = Commands()
-        self._inputs.add(self._commands.woken.fileno(), self._commands.drain)
-        self._inputs.add(self._doorkeeper.socket, self._doorkeeper.answer)
+        self._poller = zmq.Poller()
+        self._calls: dict[object, Callable[[], None]] = {}
+        self._wait_for(self._commands.woken.fileno(), self._commands.drain)
+        self._wait_for(self._doorkeeper.socket, self._doorkeeper.answer)
         self._links = itertools.count(1)
-        self._lines = Lines()
+        self._lines: dict[LinkId, Line] = {}
+        self._open: set[LinkId] = set()
+        self._num_opened = 0
+        self._ended: Counter[CloseReason] = Counter()
         self._doors: list[Door] = []
-        self._cut: list[Line] = []
-        self._dialing = Dialing(
-            self._setup,
-            self._lines,
-            self._begun,
-            functools.partial(self._close, reason=CloseReason.TOO_MANY),
-            self._commands.post,
-        )
+        self._gone: list[Line] = []
+        give_way = functools.partial(self._close, reason=CloseReason.TOO_MANY)
+        self._dialing = Dialing(self._setup, self._dialled, self._begun, give_way, self._end, self._commands.post)
         self._closing_until_s: float | None = None
         self._is_closed = False
-        self._next_sweep_s = clock()
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-control", daemon=True)
         self._thread.start()
 
-    # Called by anybody.
+    # Called by any thread.
 
     def listen(self, host: str, port: int, handlers: Handlers) -> tuple[str, int]:
         """Accept peers; the address that was bound, so port 0 takes any. `OSError` where it cannot be bound.
@@ -121,7 +113,7 @@ class ControlLoop:
         demand_secret("host", host, self._secret)
         self._demand_open("listen")
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
-        door = Door(self._setup, (str(address[0]), int(address[1])), handlers, self._lines.count)
+        door = Door(self._setup, (str(address[0]), int(address[1])), handlers, self._count, self._gone.append)
         self._commands.post(lambda: self._let_in(door))
         return door.address
 
@@ -137,24 +129,23 @@ class ControlLoop:
         return link
 
     def send(self, link: LinkId, message: Message) -> bool:
-        """Say something. False, and nothing said, when the link is not open or too much was not heard on it.
+        """Say something. False, and nothing said, when the link is not open.
 
-        In the second case the link ends, for BACKLOG: a peer that does not read holds up nobody.
+        A link on which more than `max_queued` messages wait ends, for BACKLOG: a peer that does not read holds up
+        nobody.
         """
         body = self._codec.encode(message)
-        is_taken = self._lines.queue(link, len(body), self._limits.max_buffered_bytes)
-        if is_taken:
-            self._commands.post(lambda: self._say(link, body))
-        elif self._lines.is_open(link):
-            self.end(link, CloseReason.BACKLOG)
-        return is_taken
+        if link not in self._open:
+            return False
+        self._commands.post(lambda: self._say(link, body))
+        return True
 
     def end(self, link: LinkId, reason: CloseReason = CloseReason.DONE) -> None:
         """Close a connection. A link that is no more is passed over."""
         self._commands.post(lambda: self._end_link(link, reason))
 
     def counts(self) -> ControlCounts:
-        return self._lines.counts()
+        return ControlCounts(self._num_opened, dict(self._ended))
 
     def close(self, timeout_s: float) -> bool:
         """Send what waits, for at most `timeout_s`, then close everything. False when the thread is still in a handler.
@@ -177,20 +168,21 @@ class ControlLoop:
 
     def _run(self) -> None:
         while self._closing_until_s is None:
-            for part in (self._look, self._commands.obey, self._sweep):
+            for part in (self._look, self._commands.obey, self._give_up_late):
                 self._safely(part)
         self._finish(self._closing_until_s)
 
     def _look(self) -> None:
-        cut, self._cut = self._cut, []
-        found = self._inputs.look(self._pause_s(bool(cut)))
-        for door in self._doors:
-            if door.has_kept:
-                self._look_at(door)
-        for line in cut:
-            # What it has said last is heard first.
+        gone = self._gone.copy()
+        self._gone.clear()
+        found = {source for source, _ in self._poller.poll(self._pause_ms(bool(gone)))}
+        for source in found:
+            if (call := self._calls.get(source)) is not None:
+                self._safely(call)
+        for line in gone:
+            # Its last messages are received first.
             if line.socket in found:
-                self._cut.append(line)
+                self._gone.append(line)
             else:
                 self._close(line, CloseReason.RESET)
 
@@ -201,19 +193,23 @@ class ControlLoop:
         except Exception:
             logger.exception("control connections met a bug")
 
-    def _pause_s(self, is_ending: bool) -> float | None:
-        if self._commands or is_ending or any(door.has_kept for door in self._doors):
-            return 0.0
-        if not self._lines and not self._dialing and not any(door.has_strangers for door in self._doors):
-            return None
-        return max(0.0, self._next_sweep_s - self._clock())
+    def _pause_ms(self, is_ending: bool) -> int | None:
+        if self._commands or is_ending:
+            return 0
+        is_waiting = self._dialing or any(not each.is_open for each in self._lines.values())
+        return int(self._limits.handshake_timeout_s * 250) if is_waiting else None
+
+    def _wait_for(self, source: object, call: Callable[[], None]) -> None:
+        """Have this done when there is something at a socket or a file's number."""
+        self._calls[source] = call
+        self._poller.register(source, zmq.POLLIN)
 
     def _begin_closing(self, until_s: float) -> None:
         self._closing_until_s = until_s
 
     def _finish(self, until_s: float) -> None:
         self._commands.obey()
-        for line in self._lines:
+        for line in [*self._lines.values()]:
             self._safely(functools.partial(self._close, line, CloseReason.DONE))
         self._dialing.close()
         for door in self._doors:
@@ -222,74 +218,57 @@ class ControlLoop:
         # What waits is sent meanwhile.
         self._context.destroy(linger=max(0, int((until_s - self._clock()) * 1000)))
 
+    # Connections that begin.
+
     def _let_in(self, door: Door) -> None:
         if self._closing_until_s is not None:
             door.close()
             door.socket.close()
             return
         self._doors.append(door)
-        self._inputs.add(door.monitor, functools.partial(self._look_at, door))
-        self._inputs.add(door.socket, functools.partial(self._hear_at, door))
+        self._wait_for(door.monitor, door.look)
+        self._wait_for(door.socket, functools.partial(self._hear_at, door))
 
     def _begin(self, link: LinkId, call: Call) -> None:
         if self._closing_until_s is not None:
-            self._lines.tell(link, call.handlers, CloseReason.DONE)
+            self._end(link, call.handlers, CloseReason.DONE)
         else:
             self._dialing.begin(link, call)
 
+    def _dialled(self) -> list[Line]:
+        return [each for each in self._lines.values() if each.monitor is not None]
+
     def _begun(self, line: Line) -> None:
+        self._lines[line.link] = line
+        self._wait_for(line.monitor, functools.partial(self._look_at_line, line))
+        self._wait_for(line.socket, functools.partial(self._hear_from, line))
+        self._whisper(line, self._hello)
+
+    def _look_at_line(self, line: Line) -> None:
         assert line.monitor is not None
-        self._inputs.add(line.monitor, functools.partial(self._happened, line))
-        self._inputs.add(line.socket, functools.partial(self._hear_from, line))
-
-    # What the library tells of connections.
-
-    def _look_at(self, door: Door) -> None:
-        door.look()
-        cut, door.cut = door.cut, []
-        self._cut += cut
-        self._meet_at(door)
-
-    def _meet_at(self, door: Door) -> None:
-        for route, frames in door.said():
-            line = door.lines.get(route)
-            if line is not None:
-                self._hear(line, frames)
-            else:
-                self._meet(door, route, frames)
-
-    def _happened(self, line: Line) -> None:
-        assert line.monitor is not None
-        for event, value in events_of(line.monitor, EVENTS_AT_A_TIME):
+        for event, value in events_of(line.monitor):
             if line.link not in self._lines:
                 return
-            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                line.is_proven = True
-                self._whisper(line, self._hello)
-            elif event == zmq.EVENT_CLOSED:
+            if event == zmq.EVENT_CLOSED:
                 self._close(line, CloseReason.UNREACHABLE)
-            elif event == zmq.EVENT_DISCONNECTED:
-                if line.is_proven:
-                    self._cut.append(line)
-                else:
-                    self._close(line, CloseReason.MALFORMED, "no peer of ours answers")
             elif event & FAILED:
                 self._close(line, why_failed(event, value, CloseReason.HUNG_UP))
+            else:
+                self._gone.append(line)
 
     # What peers say.
 
     def _hear_at(self, door: Door) -> None:
-        for _ in range(0 if door.is_behind else RECEIVED_AT_A_TIME):
+        for _ in range(RECEIVED_AT_A_TIME):
             try:
-                frames = door.socket.recv_multipart(zmq.DONTWAIT, copy=False)
+                route, *frames = door.socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
-                break
-            line = door.lines.get(frames[0].bytes)
+                return
+            line = door.lines.get(route.bytes)
             if line is not None:
-                self._hear(line, frames[1:])
+                self._hear(line, frames)
             else:
-                door.keep(frames[0].bytes, frames[1:])
-        self._look_at(door)
+                self._meet(door, route.bytes, frames)
 
     def _hear_from(self, line: Line) -> None:
         for _ in range(RECEIVED_AT_A_TIME):
@@ -302,52 +281,36 @@ class ControlLoop:
             self._hear(line, frames)
 
     def _meet(self, door: Door, route: bytes, frames: list[zmq.Frame]) -> None:
-        """Somebody who knows the secret says the first word."""
-        fd = int(frames[-1].get(zmq.SRCFD))
+        """A stranger that knows the secret says something: Hello, or it stays a stranger."""
         try:
             hello = self._check_hello(self._decode(frames), None)
-            if sum(each.is_server for each in self._lines) >= self._limits.max_connections:
+            if len(self._lines) - len(self._dialled()) >= self._limits.max_connections:
                 raise WireError(CloseReason.TOO_MANY, "as many peers as allowed")
         except WireError as error:
-            is_told = error.reason in _TOLD
-            if is_told:
+            self._count(error.reason)
+            if error.reason in _TOLD:
                 self._say_bye(door.socket, route, error.reason)
-            door.turn_out(fd, error.reason, route, is_told)
             return
-        host = str(frames[-1].get("Peer-Address"))
-        line = Line(LinkId(next(self._links)), door.handlers, door.socket, host, self._clock(), route, fd)
-        line.is_proven = True
+        door.look()
+        fd = int(frames[-1].get(zmq.SRCFD))
+        line = Line(LinkId(next(self._links)), door.handlers, door.socket, self._clock(), route, fd)
         door.let_in(line)
-        self._lines.add(line)
+        self._lines[line.link] = line
         if self._whisper(line, self._hello):
-            self._open_safely(line, hello.name)
-
-    def _open_safely(self, line: Line, peer_name: str) -> None:
-        try:
-            self._open(line, peer_name)
-        except WireError as error:
-            self._close(line, error.reason, error.detail)
-
-    def _say_bye(self, sock: Socket, route: bytes | None, reason: CloseReason) -> None:
-        """Where it can be said still."""
-        said = self._codec.encode(Bye(reason.value))
-        with contextlib.suppress(zmq.ZMQError):
-            sock.send_multipart([said] if route is None else [route, said], zmq.DONTWAIT)
+            self._try(line, lambda: self._opened(line, hello.name))
 
     def _hear(self, line: Line, frames: list[zmq.Frame]) -> None:
+        self._try(line, lambda: self._take(line, self._decode(frames)))
+
+    def _try(self, line: Line, action: Callable[[], None]) -> None:
+        """A message that cannot be taken, or a handler that fails, ends its connection."""
         try:
-            word = self._decode(frames)
-            line.heard_s = self._clock()
-            self._lines.received_frame()
-            if not line.is_open:
-                self._open(line, self._check_hello(word, line.expected_peer).name)
-            else:
-                self._take(line, word, sum(len(each) for each in frames))
+            action()
         except WireError as error:
             self._close(line, error.reason, error.detail)
-        except Exception:
-            self._close(line, CloseReason.HANDLER)
-            raise
+        except Exception as error:
+            logger.warning("a message of a peer ends its connection: it met a bug", exc_info=True)
+            self._close(line, CloseReason.HANDLER, type(error).__name__)
 
     def _decode(self, frames: list[zmq.Frame]) -> Word:
         if len(frames) != 1:
@@ -369,34 +332,21 @@ class ControlLoop:
             raise WireError(CloseReason.WRONG_PEER, f"{word.name!r} answers for {expected_peer!r}")
         return word
 
-    def _open(self, line: Line, peer_name: str) -> None:
-        line.heard_s = line.spoke_s = self._clock()
-        self._lines.open(line)
-        self._call(line, lambda: line.handlers.opened(line.link, peer_name))
+    def _opened(self, line: Line, peer_name: str) -> None:
+        line.is_open = True
+        self._num_opened += 1
+        self._open.add(line.link)
+        line.handlers.opened(line.link, peer_name)
 
-    def _take(self, line: Line, word: Word, num_bytes: int) -> None:
-        if isinstance(word, Heard):
-            if not self._lines.heard(line.link, word.num_bytes):
-                raise WireError(CloseReason.MALFORMED, "more was heard than was said")
+    def _take(self, line: Line, word: Word) -> None:
+        if not line.is_open:
+            self._opened(line, self._check_hello(word, line.expected_peer).name)
         elif isinstance(word, Bye):
             raise WireError(CloseReason.ENDED, f"the other side ended it: {word.reason}")
         elif isinstance(word, Hello):
             raise WireError(CloseReason.UNEXPECTED, "Hello once more")
-        elif not isinstance(word, Ping):
-            line.heard_bytes += num_bytes + QUEUED_BYTES
-            self._call(line, functools.partial(line.handlers.received, line.link, word))
-            if line.heard_bytes >= self._told_at_bytes and line.link in self._lines:
-                said, line.heard_bytes = line.heard_bytes, 0
-                self._whisper(line, self._codec.encode(Heard(said)))
-
-    def _call(self, line: Line, handler: Callable[[], None]) -> None:
-        try:
-            handler()
-        except WireError:
-            raise
-        except Exception as error:
-            logger.warning("a message of a peer ends its connection: the handler failed", exc_info=True)
-            raise WireError(CloseReason.HANDLER, type(error).__name__) from None
+        else:
+            line.handlers.received(line.link, word)
 
     # What is said.
 
@@ -407,34 +357,26 @@ class ControlLoop:
 
     def _whisper(self, line: Line, body: bytes) -> bool:
         """Say something. False where the connection is no more: it is closed."""
-        try:
-            line.say(body)
-        except WireError as error:
-            self._close(line, error.reason, error.detail)
-            return False
-        line.spoke_s = self._clock()
-        self._lines.sent_frame()
-        return True
+        why_not = line.say(body)
+        if why_not is not None:
+            self._close(line, why_not)
+        return why_not is None
 
-    def _sweep(self) -> None:
-        """End what is late, and say a word where nothing was said for long."""
+    def _say_bye(self, sock: Socket, route: bytes | None, reason: CloseReason) -> None:
+        """Where it can be said still."""
+        said = self._codec.encode(Bye(reason.value))
+        with contextlib.suppress(zmq.ZMQError):
+            sock.send_multipart([said] if route is None else [route, said], zmq.DONTWAIT)
+
+    # Connections that end.
+
+    def _give_up_late(self) -> None:
+        """End connections that are not open in time."""
         now_s = self._clock()
-        if now_s < self._next_sweep_s:
-            return
-        limits = self._limits
-        self._next_sweep_s = now_s + min(limits.heartbeat_s, limits.handshake_timeout_s, 2 * BYE_S) / 4
         self._dialing.give_up_late(now_s)
-        for door in self._doors:
-            door.sweep(now_s)
-        ping = self._codec.encode(Ping())
-        for line in self._lines:
-            if not line.is_open:
-                if now_s - line.began_s > limits.handshake_timeout_s:
-                    self._close(line, CloseReason.TOO_SLOW)
-            elif now_s - line.heard_s > limits.silence_timeout_s:
-                self._close(line, CloseReason.SILENT)
-            elif now_s - line.spoke_s > limits.heartbeat_s:
-                self._whisper(line, ping)
+        for line in [*self._lines.values()]:
+            if not line.is_open and now_s - line.began_s > self._limits.handshake_timeout_s:
+                self._close(line, CloseReason.TOO_SLOW)
 
     def _end_link(self, link: LinkId, reason: CloseReason) -> None:
         if line := self._lines.get(link):
@@ -444,17 +386,31 @@ class ControlLoop:
 
     def _close(self, line: Line, reason: CloseReason, detail: str = "") -> None:
         """Repeatable."""
-        if not self._lines.remove(line):
+        if line.link not in self._lines:
             return
         logger.debug("a control connection ended: %s %s", reason, detail)
-        is_told = reason in _TOLD and line.is_proven
+        is_told = reason in _TOLD and line.is_open
         if is_told:
             self._say_bye(line.socket, line.route, reason)
         if line.monitor is None:
             next(door for door in self._doors if door.socket is line.socket).see_off(line, is_told)
         else:
-            self._inputs.remove(line.socket)
-            self._inputs.remove(line.monitor)
+            for source in (line.socket, line.monitor):
+                del self._calls[source]
+                self._poller.unregister(source)
             unwatched(line.socket, line.monitor)
             line.socket.close(int(BYE_S * 1000) if is_told else 0)
-        self._lines.tell(line.link, line.handlers, reason)
+        self._end(line.link, line.handlers, reason)
+
+    def _end(self, link: LinkId, handlers: Handlers, reason: CloseReason) -> None:
+        """The last word on a link to its owner."""
+        self._lines.pop(link, None)
+        self._open.discard(link)
+        self._count(reason)
+        try:
+            handlers.closed(link, reason)
+        except Exception:
+            logger.warning("the handler of a connection's end failed", exc_info=True)
+
+    def _count(self, reason: CloseReason) -> None:
+        self._ended[reason] += 1

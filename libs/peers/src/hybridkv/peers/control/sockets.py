@@ -1,10 +1,9 @@
-"""ZeroMQ sockets as control connections need them: bounded, and watched. For the loop's thread."""
+"""ZeroMQ sockets for control connections, with their bounds, and the events of their connections."""
 
 from __future__ import annotations
 
 import errno
 import itertools
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -13,19 +12,18 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from hybridkv.peers.control.curve import CurveKeys
-from hybridkv.peers.control.lines import QUEUED_BYTES
+from hybridkv.peers.control.handlers import Handlers, LinkId
 from hybridkv.peers.wire import CloseReason, WireLimits
-
-logger = logging.getLogger(__name__)
 
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 Socket: TypeAlias = "zmq.Socket[bytes]"
+Address: TypeAlias = tuple[str, int]
 
 RECEIVED_AT_A_TIME = 16
-"""Messages that wait to be heard on one connection; behind them the other side is held up."""
+"""Messages of one connection that wait to be received; behind them its sender is held up."""
 MAX_EVENTS = 1001
-"""Of connections, that wait to be looked at: the library's own bound, and one."""
-EVENTS_AT_A_TIME = 64
+"""Of connections, that wait to be looked at: libzmq's own bound, and one. Behind them libzmq accepts nobody."""
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _monitors = itertools.count(1)
 
 
@@ -39,14 +37,45 @@ class Setup:
     clock: Callable[[], float]
     """Seconds."""
 
+    def socket(self, kind: int, is_ipv6: bool) -> Socket:
+        limits = self.limits
+        sock = self.context.socket(kind)
+        sock.linger = 0
+        sock.ipv6 = is_ipv6
+        sock.maxmsgsize = limits.max_frame_bytes
+        sock.rcvhwm, sock.sndhwm = RECEIVED_AT_A_TIME, limits.max_queued
+        sock.handshake_ivl = int(limits.handshake_timeout_s * 1000)
+        sock.heartbeat_ivl = int(limits.heartbeat_s * 1000)
+        sock.heartbeat_timeout = int(limits.silence_timeout_s * 1000)
+        return sock
 
-def bound(sock: Socket, limits: WireLimits) -> None:
-    """Before it is bound or connected."""
-    sock.linger = 0
-    sock.maxmsgsize = limits.max_frame_bytes
-    sock.rcvhwm = RECEIVED_AT_A_TIME
-    sock.sndhwm = limits.max_buffered_bytes // QUEUED_BYTES
-    sock.handshake_ivl = int(limits.handshake_timeout_s * 1000)
+
+@dataclass(slots=True, eq=False)
+class Line:
+    """One connection. Those of a listener share its socket and have a `route`; one that was dialled has its own."""
+
+    link: LinkId
+    handlers: Handlers
+    socket: Socket
+    began_s: float
+    route: bytes | None = None
+    fd: int = -1
+    address: Address = ("", 0)
+    """Of the other side; as `fd`, of a connection to a listener."""
+    monitor: Socket | None = None
+    """Of one that was dialled, as `expected_peer`."""
+    expected_peer: str | None = None
+    is_open: bool = False
+
+    def say(self, body: bytes) -> CloseReason | None:
+        """None, or why it cannot be said."""
+        try:
+            self.socket.send_multipart([body] if self.route is None else [self.route, body], zmq.DONTWAIT)
+        except zmq.Again:
+            return CloseReason.BACKLOG
+        except zmq.ZMQError:
+            return CloseReason.RESET
+        return None
 
 
 def endpoint(address: tuple[Any, ...]) -> str:
@@ -56,10 +85,7 @@ def endpoint(address: tuple[Any, ...]) -> str:
 
 
 def watched(context: Context, sock: Socket, events: int) -> Socket:
-    """A socket that says what happens to the connections of another.
-
-    When `MAX_EVENTS` wait there the library waits for room, and lets nobody in before there is some.
-    """
+    """A socket that says what happens to the connections of another."""
     address = f"inproc://monitor-{next(_monitors)}"
     sock.monitor(address, events)
     monitor = context.socket(zmq.PAIR)
@@ -70,15 +96,15 @@ def watched(context: Context, sock: Socket, events: int) -> Socket:
 
 
 def unwatched(sock: Socket, monitor: Socket) -> None:
-    """Before either is closed: the library waits for whoever listens."""
+    """Before `sock` is closed: libzmq waits for the reader of its events."""
     sock.disable_monitor()
     monitor.close()
 
 
-def events_of(monitor: Socket, at_most: int) -> list[tuple[int, int]]:
-    """(event, value), of what has happened by now."""
+def events_of(monitor: Socket) -> list[tuple[int, int]]:
+    """(event, value): all that has happened before this call."""
     events: list[tuple[int, int]] = []
-    while len(events) < at_most:
+    while len(events) < MAX_EVENTS:
         try:
             said = parse_monitor_message(monitor.recv_multipart(zmq.DONTWAIT))
         except zmq.Again:
@@ -87,44 +113,11 @@ def events_of(monitor: Socket, at_most: int) -> list[tuple[int, int]]:
     return events
 
 
-FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-
-
 def why_failed(event: int, value: int, hung_up: CloseReason) -> CloseReason:
-    """What one of `FAILED` means. `hung_up`: that the other side ended the handshake, and did not say why."""
+    """The meaning of one of `FAILED`. `hung_up`: that the other side ended the handshake, and did not say why."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return CloseReason.SECRET
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:
         is_key = value == zmq.PROTOCOL_ERROR_ZMTP_CRYPTOGRAPHIC
         return CloseReason.SECRET if is_key else CloseReason.MALFORMED
     return CloseReason.TOO_SLOW if value in (errno.EAGAIN, errno.ETIMEDOUT) else hung_up
-
-
-class Inputs:
-    """Sockets that are waited for, and what is done when there is something at one."""
-
-    def __init__(self) -> None:
-        self._poller = zmq.Poller()
-        self._calls: dict[object, Callable[[], None]] = {}
-
-    def add(self, source: Any, call: Callable[[], None]) -> None:
-        """`source` is a ZeroMQ socket, or the number of a file."""
-        self._calls[source] = call
-        self._poller.register(source, zmq.POLLIN)
-
-    def remove(self, source: Any) -> None:
-        if self._calls.pop(source, None) is not None:
-            self._poller.unregister(source)
-
-    def look(self, timeout_s: float | None) -> set[object]:
-        """Wait, and do what is to be done; where there was anything. A bug met over one is logged."""
-        found = self._poller.poll(None if timeout_s is None else int(timeout_s * 1000 + 0.999))
-        for source, _ in found:
-            call = self._calls.get(source)
-            if call is None:
-                continue
-            try:
-                call()
-            except Exception:
-                logger.exception("control connections met a bug")
-        return {source for source, _ in found}

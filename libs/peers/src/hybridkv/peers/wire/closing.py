@@ -13,7 +13,7 @@ class CloseReason(enum.StrEnum):
     ENDED = "ended"
     """The other side ended it."""
     RESET = "reset"
-    """The network, the system or the other side ended it, without a word."""
+    """The network, the system or the other side ended it, without a word; or the other side answers no heartbeat."""
     UNREACHABLE = "unreachable"
     """It never came to be."""
     NO_SECRET = "no_secret"
@@ -40,8 +40,6 @@ class CloseReason(enum.StrEnum):
     """More connections, or more handshakes at a time, than are allowed."""
     BACKLOG = "backlog"
     """The other side does not take what is sent to it."""
-    SILENT = "silent"
-    """Nothing was heard for too long."""
     HANDLER = "handler"
     """This side failed over a message: a bug here, or a message that got through every check."""
 

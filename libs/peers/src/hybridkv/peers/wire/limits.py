@@ -16,8 +16,8 @@ class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     max_frame_bytes: int = 8 << 20
     """Of one message."""
-    max_buffered_bytes: int = 32 << 20
-    """Waiting to be sent on one connection. What would exceed it ends the connection."""
+    max_queued: int = 10_000
+    """Messages that wait to be sent on one connection. One more ends it."""
     max_items: int = 65536
     """Of one list, and of one set of columns."""
     max_text_bytes: int = 4096
@@ -25,13 +25,13 @@ class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: int = 256
     """That are established, of one listener, and as many that this process opened."""
     max_handshakes: int = 32
-    """In flight at one listener. One more ends the oldest."""
+    """In flight at one listener. One more ends the oldest of the host that has most."""
     handshake_timeout_s: float = 5.0
-    """From the connection to the last proof."""
+    """From the connection to the proof, and where it was opened here to the other side's Hello."""
     heartbeat_s: float = 2.0
-    """An established connection on which nothing was sent for so long carries a ping."""
+    """ZeroMQ's, on every connection."""
     silence_timeout_s: float = 10.0
-    """An established connection on which nothing arrived for so long ends."""
+    """A connection whose other side does not answer heartbeats for so long ends."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -40,9 +40,6 @@ class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
                 raise PeersConfigurationError(name, "a number > 0", value)
         if not MIN_FRAME_BYTES <= self.max_frame_bytes <= 1 << 30:
             raise PeersConfigurationError("max_frame_bytes", f"{MIN_FRAME_BYTES} to {1 << 30}", self.max_frame_bytes)
-        if self.max_buffered_bytes < 2 * self.max_frame_bytes:
-            expected = f"at least {2 * self.max_frame_bytes}, twice max_frame_bytes"
-            raise PeersConfigurationError("max_buffered_bytes", expected, self.max_buffered_bytes)
         if self.silence_timeout_s < 2 * self.heartbeat_s:
             expected = f"at least {2 * self.heartbeat_s}, twice heartbeat_s"
             hint = "a peer that has nothing to say is heard once a heartbeat"

@@ -119,21 +119,11 @@ class Notice(_Message, frozen=True, tag="notice"):
     body: bytes
 
 
-class Ping(_Message, frozen=True, tag="ping"):
-    """Still here. Not handed to anybody."""
-
-
 class Hello(_Message, frozen=True, tag="hello"):
     """The first word of either side, which both sides must understand in every version: what follows may only grow."""
 
     version: int
     name: str
-
-
-class Heard(_Message, frozen=True, tag="heard"):
-    """So much of what the other side has said was heard since the last of these."""
-
-    num_bytes: Natural
 
 
 class Bye(_Message, frozen=True, tag="bye"):
@@ -143,12 +133,11 @@ class Bye(_Message, frozen=True, tag="bye"):
 
 
 Message: TypeAlias = (
-    Describe | Accepted | Refused | AskDigests | Digests | Renew | Renewed | Done | Question | Reply | Notice | Ping
+    Describe | Accepted | Refused | AskDigests | Digests | Renew | Renewed | Done | Question | Reply | Notice
 )
-
 """What owners of connections say to each other."""
 
-Word: TypeAlias = Message | Hello | Heard | Bye
+Word: TypeAlias = Message | Hello | Bye
 
 
 def pack_columns(columns: Sequence[npt.ArrayLike]) -> bytes:

@@ -26,7 +26,6 @@ _CLOSED = {
     CloseReason.VERSION: "refused",
     CloseReason.WRONG_PEER: "gone",
     CloseReason.TOO_SLOW: "timeout",
-    CloseReason.SILENT: "timeout",
     CloseReason.BACKLOG: "timeout",
     CloseReason.SELF: "refused",
     CloseReason.MALFORMED: "protocol",
