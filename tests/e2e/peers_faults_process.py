@@ -7,6 +7,7 @@ lease to run out, and no lease runs out because the machine is busy.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import socket
 import threading
 import time
@@ -19,8 +20,10 @@ from held_reads import HeldReads
 
 from hybridkv.connectors.vllm.nixl import worker
 from hybridkv.connectors.vllm.nixl.rank_read import RankRead
+from hybridkv.peers.wire import WireLimits
 
 ENDS_S = patience.seconds(6.0)
+SILENCE_S = patience.seconds(60.0)
 
 
 class FaultyCommands(peers_process.Commands):
@@ -106,6 +109,8 @@ def _skip(skipped: frozenset[str]) -> None:
 def main(*arguments: Any) -> None:
     """As in `peers_process`, with reads that a test holds. At its end no thread of ours is left."""
     worker.open_transport = HeldReads  # type: ignore[assignment]
+    # A process that is stopped is not gone, however long this machine takes over it.
+    worker.WireLimits = functools.partial(WireLimits, silence_timeout_s=SILENCE_S)  # type: ignore[assignment, misc]
     peers_process.main(*arguments, FaultyCommands)
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("hybridkv")]
     for thread in ours:
