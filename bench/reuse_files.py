@@ -127,3 +127,53 @@ def read_all(folder: Path) -> list[Trace]:
         read_mooncake(folder / "mooncake_synthetic_trace.jsonl", "synthetic"),
         read_agents(folder / "magagent", "agents"),
     ]
+
+
+def read_all_answered(folder: Path) -> list[Trace]:
+    """The same with answers. Mooncake has their lengths alone: the next longer prompt with the same beginning is taken
+    to go on from the answer, and without one the answer's chunks are its own. The agents' next turn repeats the text of
+    an answer, mostly behind a line that says who speaks."""
+    conversation, synthetic, agents = read_all(folder)
+    return [
+        _answered_by_length(conversation, folder / "mooncake_conversation_trace.jsonl"),
+        _answered_by_length(synthetic, folder / "mooncake_synthetic_trace.jsonl"),
+        _answered_by_text(agents, folder / "magagent"),
+    ]
+
+
+def _answered_by_length(trace: Trace, path: Path) -> Trace:
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines.sort(key=lambda line: line["timestamp"])
+    own = count(1 << 32)
+    longer: dict[int, Request] = {}
+    """By the last chunk of a prefix: of the later prompts that go on behind it, the next."""
+    answered = []
+    for line, request in zip(reversed(lines), reversed(trace.requests), strict=True):
+        chunks = request.chunks
+        num_both = (line["input_length"] + max(1, line["output_length"]) - 1) // trace.chunk_tokens
+        next_turn = longer.get(chunks[-1]) if chunks else None
+        behind = next_turn.chunks[len(chunks) : num_both] if next_turn is not None else ()
+        both = (*chunks, *behind)
+        both += tuple(islice(own, num_both - len(both)))
+        answered.append(replace(request, answered=both))
+        for chunk in chunks[:-1]:
+            longer[chunk] = request
+    return replace(trace, requests=tuple(answered[::-1]))
+
+
+def _answered_by_text(trace: Trace, folder: Path) -> Trace:
+    lines = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
+    lines.sort(key=lambda line: line["timestamp"])
+    size, prompts = AGENT_TOKENS * CHARACTERS_PER_TOKEN, []
+    for line in lines:
+        num_tokens = len(line["input"]) // CHARACTERS_PER_TOKEN
+        if num_tokens:
+            said = line["input"][: num_tokens * CHARACTERS_PER_TOKEN]
+            # The last token of an answer is never computed.
+            both = f"{line['input']}\n\nassistant: {line['output']}"[:-CHARACTERS_PER_TOKEN]
+            for text in (said, both):
+                ends = range(size, len(text) + 1, size)
+                prompts.append((num_tokens, [text[end - size : end] for end in ends]))
+    paths = chained(trace.name, AGENT_TOKENS, prompts).requests
+    pairs = zip(paths[::2], paths[1::2], strict=True)
+    return replace(trace, requests=tuple(replace(said, answered=both.chunks) for said, both in pairs))

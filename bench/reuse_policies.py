@@ -42,6 +42,9 @@ class PromptEnds:
     def keeps_answer(self, moment: Moment) -> bool:
         return False
 
+    def older_answers(self, moment: Moment) -> Sequence[int]:
+        return ()
+
     def go_first(self, moment: Moment) -> Sequence[int]:
         return ()
 
@@ -83,7 +86,9 @@ class Budgeted(PromptEnds):
         *,
         retains: bool = True,
         has_answers: bool = True,
+        without: frozenset[str] = frozenset(),
     ) -> None:
+        self._without = without
         self._chunk = trace.chunk_tokens
         self._capacity = capacity_chunks * self._chunk
         self._costs = Costs(costs.state_chunks * self._chunk, 1, costs.step_tokens)
@@ -125,16 +130,25 @@ class Budgeted(PromptEnds):
     def keeps_answer(self, moment: Moment) -> bool:
         if self._has_answers:
             self._awaited.note(moment.request.answered[-1])
-            self._has_kept_answer = self._market().has_room(self._costs) or not self._is_unproven(moment)
+            self._has_kept_answer = (
+                "admission" in self._without or self._market().has_room(self._costs) or not self._is_unproven(moment)
+            )
         return self._has_kept_answer
 
+    def older_answers(self, moment: Moment) -> Sequence[int]:
+        """The engine passes them all, and each is stored before the next is known of."""
+        return () if "older_stored" in self._without else range(moment.end + 1, len(moment.request.answered))
+
     def go_first(self, moment: Moment) -> Sequence[int]:
-        goes_first = list(self._unproven)
+        without = self._without
+        goes_first = [] if "unproven_stops" in without else list(self._unproven)
         if self._gives_way(moment):
             goes_first.append(moment.resumed)
         if self._has_kept_answer and self._is_unproven(moment):
+            if "unproven_answers" in without:
+                return goes_first
             goes_first.append(len(moment.request.answered))
-        elif self._has_kept_answer and moment.end:
+        elif self._has_kept_answer and moment.end and "ends" not in without:
             self._ends.note(moment.request.chunks[moment.end - 1])
             market = self._market()
             if not market.has_room(self._costs) and self._ends.gives_way(moment.end * self._chunk, market, self._costs):
