@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 
 from optimal_placement import optimal_stops
@@ -10,11 +9,11 @@ from reuse_files import Trace
 from reuse_simulation import CostModel, Moment
 
 from hybridkv.planner import (
+    AwaitedStates,
     Costs,
     Experience,
     Limits,
     Market,
-    OutgrownStates,
     Prompt,
     SeenPrefixes,
     learn_request,
@@ -27,7 +26,7 @@ MAX_FUTURES = 64
 """Later requests that hindsight looks at for one prompt."""
 MAX_HINDSIGHT_STOPS = 32
 MAX_REMEMBERED = 4096
-"""Newest states, and outgrown ones, of which the planner's policy knows: as many as the connector."""
+"""States of answers of which the planner's policy knows: as many as the connector."""
 
 
 class PromptEnds:
@@ -41,12 +40,6 @@ class PromptEnds:
 
     def keeps_answer(self, moment: Moment) -> bool:
         return False
-
-    def older_answers(self, moment: Moment) -> Sequence[int]:
-        return ()
-
-    def go_first(self, moment: Moment) -> Sequence[int]:
-        return ()
 
 
 class Junctions(PromptEnds):
@@ -69,11 +62,7 @@ class Ladder(PromptEnds):
 class Budgeted(PromptEnds):
     """The planner's: all that it is told is what a connector knows.
 
-    Where answers are not modelled the next turn goes on from the end of the last prompt. In an engine that is mostly
-    the newest state of the last answer, and gives way by the same decision.
-
     Args:
-        retains: outgrown states give way where the planner says so, too; otherwise placement alone.
         has_answers: states of answers are stored, where the trace has answers.
     """
 
@@ -84,11 +73,8 @@ class Budgeted(PromptEnds):
         costs: CostModel,
         max_seen_chunks: int,
         *,
-        retains: bool = True,
         has_answers: bool = True,
-        without: frozenset[str] = frozenset(),
     ) -> None:
-        self._without = without
         self._chunk = trace.chunk_tokens
         self._capacity = capacity_chunks * self._chunk
         self._costs = Costs(costs.state_chunks * self._chunk, 1, costs.step_tokens)
@@ -96,14 +82,8 @@ class Budgeted(PromptEnds):
         self._seen = SeenPrefixes(max_seen_chunks)
         self._experience = Experience(partings=(experience.DOUBTED_PARTINGS,) * len(experience.RUNGS))
         self._stored = 0
-        self._retains = retains
-        self._outgrown = OutgrownStates(MAX_REMEMBERED)
-        self._newest: OrderedDict[int, None] = OrderedDict()
-        """Ends of prompts, or of their answers, from which nobody has gone on."""
         self._has_answers = has_answers
-        self._awaited, self._ends = OutgrownStates(MAX_REMEMBERED), OutgrownStates(MAX_REMEMBERED)
-        self._unproven: list[int] = []
-        self._has_kept_answer = False
+        self._awaited = AwaitedStates(MAX_REMEMBERED)
 
     def _market(self) -> Market:
         return Market(self._capacity, min(self._capacity, self._stored), self._experience)
@@ -119,8 +99,6 @@ class Budgeted(PromptEnds):
         self._experience = learn_request(self._experience, prompt, placement)
         self._seen.note(chunk, keys, prompt, placement, market)
         self._awaited.meet(keys[place - 1] for place in range(max(1, moment.resumed), moment.end + 1))
-        self._unproven = [stop.num_tokens // chunk for stop in placement.stops if stop.is_unproven]
-        self._has_kept_answer = False
         return [stop.num_tokens // chunk for stop in placement.stops]
 
     def _is_unproven(self, moment: Moment) -> bool:
@@ -128,53 +106,10 @@ class Budgeted(PromptEnds):
         return self._awaited.is_unproven(gained, self._market(), self._costs)
 
     def keeps_answer(self, moment: Moment) -> bool:
-        if self._has_answers:
-            self._awaited.note(moment.request.answered[-1])
-            self._has_kept_answer = (
-                "admission" in self._without or self._market().has_room(self._costs) or not self._is_unproven(moment)
-            )
-        return self._has_kept_answer
-
-    def older_answers(self, moment: Moment) -> Sequence[int]:
-        """The engine passes them all, and each is stored before the next is known of."""
-        return () if "older_stored" in self._without else range(moment.end + 1, len(moment.request.answered))
-
-    def go_first(self, moment: Moment) -> Sequence[int]:
-        without = self._without
-        goes_first = [] if "unproven_stops" in without else list(self._unproven)
-        if self._gives_way(moment):
-            goes_first.append(moment.resumed)
-        if self._has_kept_answer and self._is_unproven(moment):
-            if "unproven_answers" in without:
-                return goes_first
-            goes_first.append(len(moment.request.answered))
-        elif self._has_kept_answer and moment.end and "ends" not in without:
-            self._ends.note(moment.request.chunks[moment.end - 1])
-            market = self._market()
-            if not market.has_room(self._costs) and self._ends.gives_way(moment.end * self._chunk, market, self._costs):
-                goes_first.append(moment.end)
-        return goes_first
-
-    def _gives_way(self, moment: Moment) -> bool:
-        keys, resumed = moment.request.chunks, moment.resumed
-        met = {keys[place - 1] for place in (resumed, moment.held) if place}
-        self._outgrown.meet(met)
-        self._ends.meet(met)
-        if moment.end <= resumed:
+        if not self._has_answers:
             return False
-        goes_on = resumed > 0 and moment.held <= resumed and keys[resumed - 1] in self._newest
-        if goes_on:
-            del self._newest[keys[resumed - 1]]
-            self._outgrown.note(keys[resumed - 1])
-        if not moment.request.answered or self._has_kept_answer:
-            newest = (moment.request.answered or keys[: moment.end])[-1]
-            self._newest[newest] = None
-            self._newest.move_to_end(newest)
-        if len(self._newest) > MAX_REMEMBERED:
-            self._newest.popitem(last=False)
-        return (
-            self._retains and goes_on and self._outgrown.gives_way(resumed * self._chunk, self._market(), self._costs)
-        )
+        self._awaited.note(moment.request.answered[-1])
+        return self._market().has_room(self._costs) or not self._is_unproven(moment)
 
 
 class Hindsight:
@@ -208,9 +143,6 @@ class Hindsight:
 
     def keeps_answer(self, moment: Moment) -> bool:
         return False
-
-    def go_first(self, moment: Moment) -> Sequence[int]:
-        return ()
 
     def _partings(self, number: int) -> list[int]:
         """How deep later requests share this prompt."""

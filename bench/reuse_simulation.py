@@ -7,7 +7,6 @@ attention and the states of its stops and of its end. A token of attention count
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -65,14 +64,6 @@ class Policy(Protocol):
         """Whether the newest state of the answer is stored."""
         ...
 
-    def older_answers(self, moment: Moment) -> Sequence[int]:
-        """Boundaries of the answer whose states are stored before the newest one."""
-        ...
-
-    def go_first(self, moment: Moment) -> Sequence[int]:
-        """Boundaries in chunks whose states may go before all others, now that the request's own are stored."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -98,62 +89,11 @@ class Outcome:
         return self.stored_tokens / max(1, self.hit_tokens)
 
 
-class Stranded:
-    """Chunks behind the deepest state of an ended path go first once a quarter of the store was stored since, if no
-    other request met them: as the connector does."""
-
-    def __init__(self, index: RamIndex, patience_bytes: int) -> None:
-        self._index = index
-        self._patience_bytes = patience_bytes
-        self._brought_by: dict[bytes, int] = {}
-        self._ended: deque[tuple[int, int, list[bytes]]] = deque()
-
-    def note(self, number: int, key: bytes, *, is_new: bool) -> None:
-        brought_by = self._brought_by.get(key)
-        if brought_by is None:
-            if is_new:
-                self._brought_by[key] = number
-        elif brought_by != number:
-            del self._brought_by[key]
-
-    def on_over(self, number: int, path: list[bytes], useful: int, stored: int) -> None:
-        """`useful`: chunks of attention before the deepest state, or before where the request resumed."""
-        attention = [key for key in path if key[:1] == b"f"]
-        beyond = [key for key in attention[useful:] if self._brought_by.get(key) == number]
-        for key in set(path).difference(beyond):
-            if self._brought_by.get(key) == number:
-                del self._brought_by[key]
-        if beyond:
-            self._ended.append((stored, number, beyond[::-1]))
-        while self._ended and self._ended[0][0] <= stored - self._patience_bytes:
-            _, number, waiting = self._ended.popleft()
-            left = [key for key in waiting if self._brought_by.get(key) == number]
-            for key in left:
-                del self._brought_by[key]
-            self._index.demote(left)
-
-
-def simulate(
-    trace: Trace,
-    capacity_chunks: int,
-    costs: CostModel,
-    policy: Policy | None,
-    *,
-    gives_up_stranded: bool = False,
-    supersede: str | None = None,
-) -> Outcome:
+def simulate(trace: Trace, capacity_chunks: int, costs: CostModel, policy: Policy | None) -> Outcome:
     """A trace through a store of so many chunks; without a policy as if attention were all that a model has."""
     chunk = trace.chunk_tokens
     index = RamIndex(capacity_chunks * chunk, chunk)
     total = hits = stored = num_stops = 0
-    stranded = Stranded(index, capacity_chunks * chunk // 4) if gives_up_stranded else None
-
-    def put(key: bytes) -> int:
-        more = _store(index, key, chunk * (costs.state_chunks if key[:1] == b"s" else 1))
-        if stranded is not None:
-            stranded.note(number, key, is_new=more > 0)
-        return more
-
     for number, request in enumerate(trace.requests):
         attention = [b"f%d" % name for name in request.chunks]
         states = [b"s%d" % name for name in request.chunks]
@@ -170,33 +110,14 @@ def simulate(
             kept = {*stops, *([end] if end > resumed and policy.keeps_end(moment) else [])}
         path = _path(attention, states, kept | ({resumed} if policy is not None and resumed else set()))
         index.touch(reversed(path))
-        stored += sum(map(put, path))
+        stored += sum(_store(index, key, chunk * (costs.state_chunks if key[:1] == b"s" else 1)) for key in path)
         index.touch(reversed(path))
         if request.answered:
-            older: list[int] = []
             if policy is not None and len(both) > end and policy.keeps_answer(moment):
-                older = list(policy.older_answers(moment))
-                kept.update(older, [len(both)])
-            at = kept | ({resumed} if resumed else set())
-            superseded: list[bytes] = []
-            for key in _path(*whole, at):
-                stored += put(key)
-                if key[:1] == b"s" and older and supersede is not None:
-                    place = whole[1].index(key) + 1
-                    if place > end and place - 1 in older:
-                        before = whole[1][place - 2]
-                        superseded.append(before)
-                        kept.discard(place - 1)
-                        (index.demote if supersede == "demote" else index.invalidate_all)([before])
-            path = [key for key in _path(*whole, at) if key not in superseded]
+                kept.add(len(both))
+            path = _path(*whole, kept | ({resumed} if resumed else set()))
+            stored += sum(_store(index, key, chunk * (costs.state_chunks if key[:1] == b"s" else 1)) for key in path)
             index.touch(reversed(path))
-        if stranded is not None:
-            stored_deepest = max(
-                (place for place in kept if index.lookup(whole[1][place - 1]) is LookupResult.HIT), default=0
-            )
-            stranded.on_over(number, path, max(resumed, stored_deepest), stored)
-        if policy is not None:
-            index.demote([whole[1][place - 1] for place in policy.go_first(moment)])
         total, hits = total + request.num_tokens, hits + resumed * chunk
     return Outcome(total, hits, stored, num_stops, num_stops * costs.step_tokens)
 

@@ -5,8 +5,7 @@ state at each prompt's end):
 - `ends`: the state of each prompt's end, which is what an engine hands over by itself;
 - `junctions`: and one where the store holds all attention and no state;
 - `ladder`: and one every 8 chunks;
-- `budgeted`: the planner's, `hybridkv.planner.checkpoints`, told what a connector knows and not more. States that the
-  next turn has outgrown give way, where the planner says so; `placed_only` is the same without that;
+- `budgeted`: the planner's, `hybridkv.planner.checkpoints`, told what a connector knows and not more;
 - `optimal`: the best stops for whoever knows which later requests part where, by dynamic programming, with the price of
   a state that serves the whole trace best. `optimal_free` also leaves out the ends to which nobody comes back;
 - `attention`: as if attention were all that a model has: no placement can do better with as many bytes.
@@ -37,7 +36,7 @@ from reuse_plot import draw
 from reuse_policies import Budgeted, Hindsight, Junctions, Ladder, PromptEnds
 from reuse_simulation import CostModel, Outcome, Policy, simulate, unique_chunks
 
-from hybridkv.planner.checkpoints import experience, outgrown, placement, seen
+from hybridkv.planner.checkpoints import awaited, experience, placement, seen
 
 SIZES: Final = (5, 10, 30, 100)
 LADDER_CHUNKS: Final = 8
@@ -58,7 +57,6 @@ def run_size(trace: Trace, size: int, costs: CostModel) -> dict[str, Outcome]:
         "junctions": Junctions(),
         "ladder": Ladder(LADDER_CHUNKS),
         "budgeted": Budgeted(trace, capacity, costs, SEEN_CHUNKS),
-        "placed_only": Budgeted(trace, capacity, costs, SEEN_CHUNKS, retains=False),
         "attention": None,
     }
     outcomes = {name: simulate(trace, capacity, costs, policy) for name, policy in policies.items()}
@@ -97,7 +95,7 @@ def row_of(trace: Trace, size: int, outcomes: dict[str, Outcome]) -> dict[str, A
 @contextmanager
 def _changed(name: str, value: float) -> Iterator[None]:
     """Another value of a constant, in every module that reads it."""
-    readers = [module for module in (experience, outgrown, placement, seen) if hasattr(module, name)]
+    readers = [module for module in (awaited, experience, placement, seen) if hasattr(module, name)]
     before = getattr(readers[0], name)
     for module in readers:
         setattr(module, name, value)

@@ -14,7 +14,7 @@ from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.planner import LocalCopies, State
 from hybridkv.planner.hints import NO_HINTS
 from hybridkv.tiers.disk.opening import store
-from hybridkv.tiers.ledger import KeyLedger, LeastRecentlyUsed
+from hybridkv.tiers.ledger import KeyLedger
 from hybridkv.tiers.stack import Direction, TierMove, TierStack
 from kits.plain_ram_index import PlainRamIndex
 from kits.plain_records import PlainRecordTable
@@ -123,17 +123,6 @@ def evicted_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(KeyLedger, "pin", pinning)
     monkeypatch.setattr(KeyLedger, "unpin", unpinning)
-
-
-def demoted_given_up_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes first is still there to go when it is gone."""
-    _in_python(monkeypatch)
-    pick = LeastRecentlyUsed.pick
-
-    def picking(order: LeastRecentlyUsed[Any]) -> tuple[bytes, Any]:
-        return next(iter(order._demoted.items())) if order._demoted else pick(order)
-
-    monkeypatch.setattr(LeastRecentlyUsed, "pick", picking)
 
 
 def promoted_to_each_others_places(monkeypatch: pytest.MonkeyPatch) -> None:

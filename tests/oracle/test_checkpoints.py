@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, checkpoints, compat, register
+from hybridkv.connectors.vllm.answers import Answers
 from hybridkv.connectors.vllm.checkpoints import Checkpoints
 from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
 from hybridkv.connectors.vllm.steering import Steering
-from hybridkv.connectors.vllm.stored_path import StoredPath
 from hybridkv.metrics import Counts
 from hybridkv.planner.checkpoints import Experience, Placement, Prompt
-from hybridkv.tiers.stack import TierStack
 from oracle.disk_tier import stack_of, stacked, wait_for_disk
 from oracle.engine import OracleEngine
 from oracle.known_stops import STEPS, known_stops_alone
@@ -174,11 +173,12 @@ def test_a_retry_after_a_failed_load_stops_nowhere(counted: Counts) -> None:
     assert counters(counted, "checkpoint_stops") == {}
 
 
-@pytest.mark.parametrize("is_demoted", [True, False], ids=["demoted", "kept"])
-def test_states_that_were_superseded_make_room_first(is_demoted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not is_demoted:
-        monkeypatch.setattr(TierStack, "demote", lambda stack, keys: None)
-        monkeypatch.setattr(StoredPath, "drop", lambda path, parts: None)
+@pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "kept"])
+def test_the_newest_state_of_an_answer_takes_the_place_of_the_one_before(
+    is_replaced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_replaced:
+        monkeypatch.setattr(Answers, "on_planned", lambda *_: None)
     # A chunk of a group takes a granule of 4 KiB: room for the conversation, and half of the next prompt.
     tiers = [{"type": "ram", "capacity": 21 * 4096}]
     engine = Played(Connector(CONNECTOR, {"chunk_tokens": UNIT, "tiers": tiers}))
@@ -187,7 +187,7 @@ def test_states_that_were_superseded_make_room_first(is_demoted: bool, monkeypat
     answered = [*said, *engine.outputs()]
     engine.ask(prompt(4 * UNIT + 1, 1), 1)
     restored = engine.ask([*answered, 1, 2, 3], 1)
-    assert (restored == 6 * UNIT) == is_demoted, restored
+    assert (restored == 6 * UNIT) == is_replaced, restored
 
 
 @pytest.mark.parametrize("is_renewed", [False, True])
@@ -223,6 +223,8 @@ def test_a_state_to_which_no_request_has_come_back_is_copied_to_a_disk(tmp_path:
         wait_for_disk(engine.engine)
     for key in stack.near.eviction_order():
         stack.near.invalidate(key)
+    if is_answer:
+        assert engine.ask(again[: 5 * UNIT + 3]) == 3 * UNIT, "the disk gets the last state of an answer alone"
     assert engine.ask(again) == expected
 
 
@@ -330,38 +332,28 @@ def counters(counts: Counts, name: str) -> dict[str, float]:
     }
 
 
+def num_superseded(counts: Counts) -> float:
+    return sum(value for found, _, value in counts.data().counters if found == "vllm:hybridkv_superseded_states_total")
+
+
 def test_stops_and_states_are_counted_by_where_they_come_from(counted: Counts) -> None:
     engine, stem = Played(offload()), prompt(4 * UNIT, 0)
     for seed in (1, 2, 3):
         engine.ask(prompt(8 * UNIT + 3, seed, stem), num_outputs=1)
     assert counters(counted, "checkpoint_stops") == {"junction": 1}
     assert counters(counted, "states_stored") == {"prompt_end": 3, "stop": 1}
-    assert counters(counted, "superseded_states") == {}
+    assert num_superseded(counted) == 0
 
 
-def test_of_a_conversation_the_newest_state_stands_for_those_of_answers_before_it(counted: Counts) -> None:
+def test_of_an_answer_the_newest_state_stands_for_those_before_it(counted: Counts) -> None:
     engine, said = Played(offload()), prompt(3 * UNIT + 3, 0)
     engine.ask(said, 3 * UNIT)
-    # The answer ends at 6 * UNIT + 3: three states of it, the first and the second of which were outgrown.
+    # The answer ends at 6 * UNIT + 3: three states of it, the first and the second of which are gone.
     assert counters(counted, "states_stored") == {"prompt_end": 1, "answer": 3}
-    assert counters(counted, "superseded_states") == {"answer": 2}
+    assert num_superseded(counted) == 2
     engine.ask([*said, *engine.outputs(), *prompt(UNIT, 1)], 1)
     assert counters(counted, "states_stored") == {"prompt_end": 2, "answer": 3}
-    assert counters(counted, "superseded_states") == {"answer": 2, "turn": 1}
-
-
-@pytest.mark.parametrize("is_tried_again", [True, False])
-def test_once_a_turn_was_tried_again_the_state_before_it_stays(counted: Counts, is_tried_again: bool) -> None:
-    engine = Played(offload())
-    for seed in (10, 20):
-        said = prompt(3 * UNIT + 3, seed)
-        engine.ask(said, 3 * UNIT)
-        said += engine.outputs()
-        engine.ask([*said, *prompt(UNIT, seed + 1)], 1)
-        if is_tried_again:
-            engine.ask([*said, *prompt(UNIT, seed + 2)], 1)
-    # Nobody had come back to such a state when the first was outgrown. There is room, so none has to go for its bytes.
-    assert counters(counted, "superseded_states")["turn"] == (1 if is_tried_again else 2)
+    assert num_superseded(counted) == 2
 
 
 def test_answers_may_be_left_out(counted: Counts) -> None:

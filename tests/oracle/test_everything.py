@@ -15,7 +15,6 @@ from oracle.heard import Heard, heard_counts
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, GPT_OSS, QWEN3_NEXT, Mix
 from oracle.mutants import (
     answers_one_token_late,
-    demoted_given_up_twice,
     evicted_in_use,
     hints_unread,
     of_another_place,
@@ -55,7 +54,6 @@ COUNTED = {
     "evicted": "evictions_total",
     "local bytes": "local_bytes_total",
     "stops placed": "checkpoint_stops_total",
-    "stranded": "stranded_chunks_total",
     "superseded": "superseded_states_total",
 }
 BY_LABEL = {"hint": "hints_total", "keep": "keeps_total", "moves": "moves_total", "stored at": "states_stored_total"}
@@ -64,7 +62,7 @@ EVERYWHERE = (
     *("moves cascade disk done", "moves promote disk done", "several at once", "hint prefetch"),
 )
 WITH_STATES = (
-    *("stops placed", "stored at stop", "stored at answer", "stored at prompt_end", "superseded", "demoted evicted"),
+    *("stops placed", "stored at stop", "stored at answer", "stored at prompt_end", "superseded"),
     *("hits at stop", "hits at answer", "hits at prompt_end", "tails restored"),
 )
 
@@ -128,7 +126,6 @@ class FoundError(Exception):
 
 MAY_SHOW: dict[str, Callable[[Everything], bool]] = {
     "answers_one_token_late": lambda drawn: any(prompt.answered for prompt in drawn.scenario.prompts),
-    "demoted_given_up_twice": lambda drawn: drawn.chunks <= FEW_CHUNKS[1],
     "evicted_in_use": lambda drawn: drawn.chunks <= FEW_CHUNKS[1],
     "promoted_to_each_others_places": lambda drawn: drawn.has_disk,
     "tails_without_length": lambda drawn: drawn.scenario.settings.hash_tokens is not None,
@@ -140,7 +137,6 @@ MAY_SHOW: dict[str, Callable[[Everything], bool]] = {
     "wrong",
     [
         answers_one_token_late,
-        demoted_given_up_twice,
         evicted_in_use,
         hints_unread,
         of_another_place,

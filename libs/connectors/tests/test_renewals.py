@@ -82,17 +82,6 @@ def test_a_path_that_is_renewed_again_is_touched_in_its_latest_order() -> None:
     assert order_of(stack) == keys[::-1]
 
 
-def test_what_is_given_up_before_its_turn_stays_so() -> None:
-    keys = named(2 * STEP_KEYS)
-    stack = stack_of(keys)
-    made = Renewals(stack)
-    made.renew(StoredPath(), keys[::-1])
-    made.advance()
-    stack.demote([keys[0]])
-    made.finish()
-    assert order_of(stack) == [keys[0], *keys[:0:-1]]
-
-
 def test_nothing_is_touched_that_was_forgotten() -> None:
     keys = named(2 * STEP_KEYS)
     stack = stack_of(keys)

@@ -66,10 +66,9 @@ def everything() -> Recorder:
         recorder.store("recurrent", outcome)
     recorder.placed(Placement((Stop(16, StopReason.JUNCTION), Stop(32, StopReason.SPACED)), LeftOut(stops=2, worth=1)))
     recorder.state_stored("stop")
-    recorder.superseded("turn")
+    recorder.superseded()
     recorder.prefixes_forgotten(3)
     recorder.misled("copied_copy")
-    recorder.stranded("full")
     for hint in ("no_store", "no_load", "keep", "prefetch", "invalid"):
         recorder.hint(hint)
     recorder.prefetch("crowded")
@@ -121,7 +120,7 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
         'vllm:hybridkv_checkpoint_stops_left_out_total{cause="stops",engine="0"} 2.0',
         'vllm:hybridkv_checkpoint_stops_left_out_total{cause="worth",engine="0"} 1.0',
         'vllm:hybridkv_states_stored_total{engine="0",origin="stop"} 1.0',
-        'vllm:hybridkv_superseded_states_total{engine="0",reason="turn"} 1.0',
+        'vllm:hybridkv_superseded_states_total{engine="0"} 1.0',
         'vllm:hybridkv_junctions_total{engine="0",outcome="resumed"} 1.0',
         'vllm:hybridkv_junctions_total{engine="0",outcome="lost"} 1.0',
         'vllm:hybridkv_load_size_bytes_sum{engine="0"} 4096.0',
@@ -139,7 +138,6 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
         'vllm:hybridkv_stores_total{engine="0",kind="recurrent",outcome="dropped_no_room"} 1.0',
         'vllm:hybridkv_forgotten_prefixes_total{engine="0"} 3.0',
         'vllm:hybridkv_misled_requests_total{cause="copied_copy",engine="0"} 1.0',
-        'vllm:hybridkv_stranded_chunks_total{engine="0",kind="full"} 1.0',
         'vllm:hybridkv_hints_total{engine="0",hint="invalid"} 1.0',
         'vllm:hybridkv_keeps_total{engine="0",outcome="refused",tier="disk"} 1.0',
         'vllm:hybridkv_prefetches_total{engine="0",outcome="brought"} 1.0',

@@ -17,7 +17,6 @@ from hybridkv.planner import (
     Prompt,
     Stop,
     StopReason,
-    keep,
     learn_request,
     learn_stored,
     next_stop,
@@ -276,23 +275,3 @@ def test_a_stop_at_the_engines_junction_is_the_engines() -> None:
     placement = Placement((Stop(4, StopReason.SPACED),))
     assert next_stop(placement, 0, 4) == Stop(4, StopReason.ENGINE)
     assert next_stop(placement, 0, 0) == Stop(4, StopReason.SPACED)
-
-
-@given(st.integers(1, 60), st.lists(st.integers(1, 100)), st.integers(0, 100))
-def test_of_a_path_the_newest_state_of_an_answer_is_left_and_no_state_of_a_prompt_goes(
-    prompt_tokens: int, stored: list[int], resumed: int
-) -> None:
-    newest, left, outgrown = 0, {resumed} - {0}, resumed
-    for tokens in stored:
-        kept = keep(prompt_tokens, tokens, newest, outgrown)
-        assert (kept is None) == (tokens <= max(newest, outgrown))
-        if kept is None:
-            continue
-        gone = {at for at, _ in kept.superseded}
-        assert gone <= left and all(at > prompt_tokens or at == resumed for at in gone)
-        left = (left - gone) | {tokens}
-        newest, outgrown = tokens, 0
-        assert kept.answer_tokens == (tokens if tokens > prompt_tokens else 0)
-    of_answer = {at for at in left if at > prompt_tokens and at != resumed}
-    assert of_answer == ({newest} if newest > prompt_tokens else set())
-    assert resumed == 0 or (resumed in left) == (newest == 0)

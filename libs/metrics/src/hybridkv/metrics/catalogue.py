@@ -149,9 +149,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_superseded_states_total",
             Kind.COUNTER,
             "states",
-            "States of answers that may go first, as a newer one of the answer or of the next turn serves all that "
-            "follows; and answers that were forgotten, whose states go like any other.",
-            (Label("reason", ("answer", "turn", "forgotten")),),
+            "States of answers whose place in host memory a newer one of the same answer has taken.",
             panel=Panel(Section.HITS, "States superseded"),
         ),
         Metric(
@@ -258,14 +256,6 @@ CATALOGUE = Catalogue(
             "way to what was asked for later.",
             (Label("outcome", ("brought", "used", "displaced")),),
             panel=Panel(Section.TIERS, "Prefetched"),
-        ),
-        Metric(
-            "vllm:hybridkv_stranded_chunks_total",
-            Kind.COUNTER,
-            "chunks",
-            "Chunks behind the deepest state of a request that has ended, which may leave the tiers first.",
-            (Label("kind", _GROUP_KINDS),),
-            panel=Panel(Section.STORES, "Chunks that no state can use"),
         ),
         Metric(
             "vllm:hybridkv_store_bytes_total",

@@ -21,19 +21,17 @@ from hybridkv.planner.announcements import Announcement, Announcer, ChunkNode, N
 from hybridkv.planner.block_slices import common_block_count, slice_group_blocks
 from hybridkv.planner.checkpoints import (
     NO_EXPERIENCE,
+    AwaitedStates,
     Costs,
     Experience,
-    Kept,
     LeftOut,
     Limits,
     Market,
-    OutgrownStates,
     Placement,
     Prompt,
     SeenPrefixes,
     Stop,
     StopReason,
-    keep,
     learn_request,
     learn_stored,
     next_stop,
@@ -70,7 +68,6 @@ from hybridkv.planner.offload_units import HybridOffloadPlanner
 from hybridkv.planner.paths import needed_before, needed_parts, path_order
 from hybridkv.planner.plans import plan_load, plan_load_runs, plan_store, plan_tail, storable_ends
 from hybridkv.planner.rates import UNKNOWN_RATE, Rate, observe, seconds_per_token
-from hybridkv.planner.retention import Retention, deepest_state, retain
 from hybridkv.planner.transfers import PlanError, State, StorePlan, Transfer, TransferRun, Wanted, transfers_of
 
 __all__ = [
@@ -81,6 +78,7 @@ __all__ = [
     "Announcement",
     "Announcer",
     "Answer",
+    "AwaitedStates",
     "CacheSpec",
     "Choice",
     "ChunkNode",
@@ -92,7 +90,6 @@ __all__ = [
     "GroupSpec",
     "Hit",
     "HybridOffloadPlanner",
-    "Kept",
     "LeftOut",
     "Limits",
     "LoadAdmission",
@@ -103,7 +100,6 @@ __all__ = [
     "Market",
     "Miss",
     "News",
-    "OutgrownStates",
     "Pass",
     "Pending",
     "Placement",
@@ -113,7 +109,6 @@ __all__ = [
     "RangeLookup",
     "Rate",
     "Rates",
-    "Retention",
     "Room",
     "RoomBounds",
     "RoomWait",
@@ -140,14 +135,12 @@ __all__ = [
     "clip_blocks",
     "common_block_count",
     "coverage",
-    "deepest_state",
     "diagnose",
     "find_local_copies",
     "gate_load",
     "gate_lookup",
     "has_local_copies",
     "is_weight",
-    "keep",
     "last_boundary",
     "learn_request",
     "learn_stored",
@@ -167,7 +160,6 @@ __all__ = [
     "plan_tail",
     "read_blocks",
     "resume_start",
-    "retain",
     "seconds_per_token",
     "slice_group_blocks",
     "stages",

@@ -34,8 +34,6 @@ class Checkpointed:
     """What of its path is stored, and remembered, may be its own."""
     awaited_tokens: int = 0
     """The deepest state of its answer that could be stored."""
-    outgrown_tokens: int = 0
-    """Where it resumed, if that is the newest state of an answer, which its own states will take the place of."""
 
     def started_over(self) -> Checkpointed:
         """The engine starts it over."""

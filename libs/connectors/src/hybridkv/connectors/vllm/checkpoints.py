@@ -2,7 +2,8 @@
 
 `hybridkv.planner.checkpoints` decides which boundaries are worth a stop, and `steering.py` makes the engine stop. The
 engine hands the states over, as at the end of a prompt. States of answers are read from the block tables instead, where
-the engine does not hand them over.
+the engine does not hand them over. The newest state of an answer replaces the one before it in host memory; slower tiers
+get the last one, when the request has ended.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from hybridkv.connectors.vllm.steering import Steering
 from hybridkv.planner import LookupResult, Loss, State
 from hybridkv.planner.checkpoints import (
     NO_EXPERIENCE,
+    AwaitedStates,
     Costs,
     Limits,
     Market,
@@ -40,19 +42,15 @@ if TYPE_CHECKING:
     from hybridkv.connectors.vllm.requests import TrackedRequest
 
 
-from collections import OrderedDict
 from typing import TYPE_CHECKING, Final
 
 from hybridkv.connectors.vllm.requests import NULL_BLOCK
-from hybridkv.planner.checkpoints import OutgrownStates, keep
-from hybridkv.planner.checkpoints.keeping import Supersession
 
 if TYPE_CHECKING:
     from hybridkv.connectors.vllm.requests import TrackedRequest
 
 MAX_REMEMBERED: Final = 4096
-"""Answers whose newest state is known, so that it can give way to the next turn's. Beyond that the oldest is forgotten:
-its state then leaves the tiers like any other."""
+"""States of answers that a request may still come back to, to be counted. Beyond that the oldest is forgotten."""
 
 
 class Answers:
@@ -72,13 +70,8 @@ class Answers:
         self._recorder = recorder
         self._groups = state_groups(layout.spec)
         self._step_tokens = state_step_tokens(layout.spec)
-        self._newest: OrderedDict[bytes, tuple[bytes, ...]] = OrderedDict()
-        """The keys of the newest state of an answer, by the first of them."""
-        self._outgrown = OutgrownStates(MAX_REMEMBERED)
-        self._awaited = OutgrownStates(MAX_REMEMBERED)
+        self._awaited = AwaitedStates(MAX_REMEMBERED)
         """States of answers, stored or not, to which no request has come yet."""
-        self._ends = OutgrownStates(MAX_REMEMBERED)
-        """States of prompts' ends behind which a state of the answer is stored."""
 
     def states(self, tracked: TrackedRequest, num_scheduled: int, tables: compat.BlockTables) -> list[State]:
         """States of an answer that this step leaves whole, or the one before it did. It is asked each step.
@@ -110,25 +103,9 @@ class Answers:
         return states
 
     def on_resumed(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """A request begins to compute behind `num_tokens`: where that is the newest state of an answer, it is the next
-        turn, whose states will take that one's place. What others outgrew is met here again."""
-        prompt = tracked.checkpointed.prompt
-        held_tokens = prompt.held_tokens(self._step_tokens) if prompt is not None else 0
-        first_keys = {
-            tokens: self._keys(tracked, tokens)[0]
-            for tokens in {num_tokens, held_tokens}
-            if tokens > 0 and tokens % self._step_tokens == 0
-        }
-        if not tracked.checkpointed.was_admitted:  # or it may come back to what it went on from itself
-            self._outgrown.meet(first_keys.values())
-            self._ends.meet(first_keys.values())
-            self._meet_awaited(tracked, num_tokens)
-        is_next_turn = first_keys.get(num_tokens) in self._newest
-        tracked.checkpointed.outgrown_tokens = num_tokens if is_next_turn else 0
-
-    def _meet_awaited(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """This prompt goes on from states of answers, also where they are gone or were not stored."""
-        if not len(self._awaited):
+        """A request begins to compute behind `num_tokens`: it has met the states of answers in its prompt, also
+        where they are gone or were not stored."""
+        if tracked.checkpointed.was_admitted or not len(self._awaited):  # it may come back to what it left itself
             return
         step, keys, group = self._step_tokens, tracked.keys(), self._groups[0]
         first, last = num_tokens // step, (tracked.request.num_prompt_tokens - 1) // step
@@ -141,51 +118,21 @@ class Answers:
         if num_tokens > checkpointed.awaited_tokens:
             checkpointed.awaited_tokens = num_tokens
             self._awaited.note(self._keys(tracked, num_tokens)[0])
-        return market.has_room(self._costs) or not self._is_unproven(tracked, num_tokens, market)
+        end_tokens = (tracked.request.num_prompt_tokens - 1) // self._step_tokens * self._step_tokens
+        gained_tokens = num_tokens - end_tokens
+        return market.has_room(self._costs) or not self._awaited.is_unproven(gained_tokens, market, self._costs)
 
-    def _is_unproven(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
-        return self._awaited.is_unproven(num_tokens - self._end_tokens(tracked), market, self._costs)
-
-    def _end_tokens(self, tracked: TrackedRequest) -> int:
-        """Where the state of a prompt's end is."""
-        return (tracked.request.num_prompt_tokens - 1) // self._step_tokens * self._step_tokens
-
-    def on_planned(self, tracked: TrackedRequest, states: Sequence[State], market: Market) -> None:
-        """States of a request were planned to be stored, of which some may have been refused.
-
-        Args:
-            tracked: the request.
-            states: they.
-            market: what is known of the store.
-        """
-        checkpointed = tracked.checkpointed
-        newest = max(state.num_tokens for state in states)
-        prompt_tokens = tracked.request.num_prompt_tokens
-        kept = keep(prompt_tokens, newest, checkpointed.newest_tokens, checkpointed.outgrown_tokens)
-        if kept is None or not self._is_stored(tracked, newest):
+    def on_planned(self, tracked: TrackedRequest, states: Sequence[State]) -> None:
+        """States of a request were planned to be stored, of which some may have been refused."""
+        before, newest = tracked.checkpointed.newest_tokens, max(state.num_tokens for state in states)
+        if newest <= before or not self._is_stored(tracked, newest):
             return
-        for num_tokens, why in kept.superseded:
-            if why is not Supersession.TURN or self._gives_way(tracked, num_tokens, market):
-                self._supersede(tracked, num_tokens, why)
-        if kept.answer_tokens:
-            keys = self._keys(tracked, kept.answer_tokens)
-            self._remember(keys)
-            if self._is_unproven(tracked, kept.answer_tokens, market):
-                if not self._stack.slower:  # it would get no copy, though it has the room
-                    self._stack.demote(keys)
-            elif end_tokens := self._end_tokens(tracked):
-                end_keys = self._keys(tracked, end_tokens)
-                self._ends.note(end_keys[0])
-                if not market.has_room(self._costs) and self._ends.gives_way(end_tokens, market, self._costs):
-                    self._stack.demote(end_keys)
-        checkpointed.outgrown_tokens, checkpointed.newest_tokens = 0, newest
-
-    def _gives_way(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
-        """Whether the last turn's state goes first, now that this turn has outgrown it."""
-        key = self._keys(tracked, num_tokens)[0]
-        self._newest.pop(key, None)
-        self._outgrown.note(key)
-        return self._outgrown.gives_way(num_tokens, market, self._costs)
+        tracked.checkpointed.newest_tokens = newest
+        if before > tracked.request.num_prompt_tokens:
+            tracked.path.drop([(group, before) for group in self._groups])
+            for key in self._keys(tracked, before):
+                self._stack.withdraw(key)
+            self._recorder.superseded()
 
     def _is_stored(self, tracked: TrackedRequest, num_tokens: int) -> bool:
         """Whether all groups' states are there, or on their way."""
@@ -197,27 +144,9 @@ class Answers:
         keys = tracked.keys()
         return tuple(keys.key(group, num_tokens) for group in self._groups)
 
-    def _remember(self, keys: tuple[bytes, ...]) -> None:
-        self._newest[keys[0]] = keys
-        self._newest.move_to_end(keys[0])
-        if len(self._newest) > MAX_REMEMBERED:
-            self._newest.popitem(last=False)
-            self._recorder.superseded("forgotten")
-
-    def _supersede(self, tracked: TrackedRequest, num_tokens: int, reason: str) -> None:
-        keys = self._keys(tracked, num_tokens)
-        self._newest.pop(keys[0], None)
-        # A path is made recent as a whole, and this is no part of it any more.
-        tracked.path.drop([(group, num_tokens) for group in self._groups])
-        self._stack.demote(keys)
-        self._recorder.superseded(reason)
-
     def forget(self) -> None:
         """Nothing that was stored is there any more."""
-        self._newest.clear()
-        self._outgrown.forget()
         self._awaited.forget()
-        self._ends.forget()
 
 
 MAX_SEEN = 1 << 16
@@ -420,13 +349,8 @@ class Checkpoints:
 
     def on_planned(self, tracked: TrackedRequest, states: Sequence[State]) -> None:
         """What of them can be stored is on its way."""
-        unproven = {stop.num_tokens for stop in tracked.checkpointed.placement.stops if stop.is_unproven}
-        # A slower tier would get no copy of a demoted key, though it has the room.
-        if unproven and not self._stack.slower:
-            keys = tracked.keys()
-            self._stack.demote([keys.key(s.group_index, s.num_tokens) for s in states if s.num_tokens in unproven])
         if self._answers is not None and states:
-            self._answers.on_planned(tracked, states, self._market())
+            self._answers.on_planned(tracked, states)
 
     def on_stored(self, num_bytes: int) -> None:
         """Stores of so many bytes were planned on each rank, ever."""

@@ -70,7 +70,7 @@ class Keeper:
     def keep(self, path: StoredPath, seconds: float) -> None:
         """A request has ended whose prefix is to be kept, for so long from now on."""
         self._expire()
-        keys = {part: key for part, key in path.keys.items() if not self._stack.is_demoted(key)}
+        keys = path.keys
         costs = {part: self._costs(part) for part in keys}
         more = [0] * len(self._tiers)
         new = [part for part, key in keys.items() if key not in self._kept]
@@ -128,7 +128,7 @@ class Keeper:
         self._expire()
         for tier, (name, index) in enumerate(self._tiers.items()):
             if is_due[tier]:
-                keys = self._stack.without_demoted(self._from_the_end(tier))
+                keys = self._from_the_end(tier)
                 if name == RAM:
                     self._stack.touch_near(keys)
                 else:

@@ -15,7 +15,6 @@ from hybridkv.connectors.vllm.layout import CacheLayout
 from hybridkv.connectors.vllm.met import Met
 from hybridkv.connectors.vllm.requests import TrackedRequest
 from hybridkv.connectors.vllm.stored_path import StoredPart, StoredPath, add
-from hybridkv.connectors.vllm.stranded import Stranded
 from hybridkv.planner import GroupKind, needed_before, path_order
 from hybridkv.planner.paths import Part
 from hybridkv.tiers.stack import ALONE, PathPosition, TierStack
@@ -40,13 +39,11 @@ class Placing:
     Args:
         layout: the model's groups.
         stack: the tiers.
-        stranded: hears of every chunk that a request stores or meets.
     """
 
-    def __init__(self, layout: CacheLayout, stack: TierStack, stranded: Stranded) -> None:
+    def __init__(self, layout: CacheLayout, stack: TierStack) -> None:
         self._layout = layout
         self._stack = stack
-        self._stranded = stranded
         self.used_bytes: tuple[int, ...] = ()
         """Of each slower tier, by all requests, each time that they stored or met a chunk."""
 
@@ -62,7 +59,6 @@ class Placing:
         whole = Whole(met.parts[:num_whole], met.keys[:num_whole], path.num_bytes)
         if num_whole:
             costs = self._costs(whole.parts)
-            self._stranded.meet(path, whole.keys)
             self.used_bytes = add(self.used_bytes, costs)
             path.extend(whole.parts, whole.keys, costs)
         return whole, [*met.parts[num_whole:], *others]
@@ -110,9 +106,6 @@ class Placing:
         spec, path = self._layout.spec, tracked.path
         known, order = path.keys, path_order(spec, parts)
         path.come(order)
-        if spec.recurrent_groups:
-            for part in order:
-                self._stranded.note(path, keys[part], self._layout.chunk_bytes(*part), is_new=part in new)
         if not self._stack.slower:
             # Nothing goes from here to anywhere.
             of_order = [keys[part] for part in order]

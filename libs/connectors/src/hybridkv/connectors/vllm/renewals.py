@@ -47,7 +47,7 @@ class Renewals:
                 self._waiting.remove(waiting)
                 break
         if len(keys) <= STEP_KEYS:
-            self._touch(keys)
+            self._stack.touch(keys)
             return
         self._waiting.append(_Renewal(path, keys))
         self._num_waiting += len(keys)
@@ -75,9 +75,4 @@ class Renewals:
                 self._waiting.popleft()
             num_keys -= len(keys)
             self._num_waiting -= len(keys)
-            self._touch(keys)
-
-    def _touch(self, keys: list[bytes]) -> None:
-        """Everywhere, but for what was given up."""
-        if keys := self._stack.without_demoted(keys):
             self._stack.touch(keys)

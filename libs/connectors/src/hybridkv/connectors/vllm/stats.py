@@ -77,10 +77,9 @@ class Recorder:
         if number:
             self._counts.add("vllm:hybridkv_forgotten_prefixes_total", number)
 
-    def superseded(self, reason: str) -> None:
-        """The state of an answer was told to go first: a newer one of the same "answer" or of the next "turn" serves
-        all that follows. Or it was "forgotten" that one is an answer's."""
-        self._counts.add("vllm:hybridkv_superseded_states_total", 1, reason=reason)
+    def superseded(self) -> None:
+        """A newer state of the same answer has taken the place of one."""
+        self._counts.add("vllm:hybridkv_superseded_states_total", 1)
 
     def state_stored(self, origin: str) -> None:
         """The states of one boundary were stored."""
@@ -93,10 +92,6 @@ class Recorder:
     def misled(self, cause: str) -> None:
         """One request went on from a block that the engine had copied wrongly; nothing of it is stored."""
         self._counts.add("vllm:hybridkv_misled_requests_total", 1, cause=cause)
-
-    def stranded(self, kind: str) -> None:
-        """One chunk lies behind the deepest state of a request that has ended."""
-        self._counts.add("vllm:hybridkv_stranded_chunks_total", 1, kind=str(kind))
 
     def hint(self, name: str) -> None:
         """One request gave this hint, or (invalid) what nobody understood."""

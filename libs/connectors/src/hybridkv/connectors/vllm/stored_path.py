@@ -8,6 +8,7 @@ so much came between that it might push out itself, or that its beginning may be
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -40,7 +41,7 @@ class StoredPart(msgspec.Struct, frozen=True, gc=False):
     """This store brings it."""
 
 
-@dataclass(slots=True, weakref_slot=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StoredPath:
     """One request's chunks in every tier. A request that begins anew has another."""
 
@@ -51,8 +52,8 @@ class StoredPath:
     """Stores that are on their way."""
     is_over: bool = False
     """The request has ended."""
-    resumed_tokens: int | None = None
-    """What the engine held of it, or loaded, when it began to be computed; None before that."""
+    prompt_tokens: int = sys.maxsize
+    """Of the request, as soon as it is computed."""
     keep_seconds: float = 0.0
     """How long it is to be kept from its end on."""
     _last_end: int = 0
@@ -71,10 +72,9 @@ class StoredPath:
         """Whether nothing comes any more."""
         return self.is_over and not self.num_storing
 
-    def begin(self, computed_tokens: int, keep_seconds: float = 0.0) -> None:
-        """It is computed from there on, if it was not before."""
-        if self.resumed_tokens is None:
-            self.resumed_tokens, self.keep_seconds = computed_tokens, keep_seconds
+    def begin(self, prompt_tokens: int, keep_seconds: float = 0.0) -> None:
+        """It begins to be computed."""
+        self.prompt_tokens, self.keep_seconds = prompt_tokens, keep_seconds
 
     def come(self, parts: Sequence[Part]) -> None:
         """These are added next, in `path_order`."""

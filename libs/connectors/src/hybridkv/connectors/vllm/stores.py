@@ -33,7 +33,6 @@ from hybridkv.connectors.vllm.renewals import Renewals
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.stored_path import StoredPart, StoredPath, add
-from hybridkv.connectors.vllm.stranded import Stranded
 from hybridkv.planner import (
     GroupKind,
     LookupResult,
@@ -99,8 +98,7 @@ class StorePlanner:
         self._adapters = adapters
         self._recorder = recorder
         self._keeper = keeper
-        self._stranded = Stranded(layout.spec, stack, recorder)
-        self._placing = Placing(layout, stack, self._stranded)
+        self._placing = Placing(layout, stack)
         self._first_state = next(iter(state_groups(layout.spec)), None)
         """The group by which a boundary's states are counted, None where there are none."""
         self.events: RouterEvents | None = None
@@ -133,7 +131,7 @@ class StorePlanner:
         if not states and complete == tracked.seen:
             return None
         tracked.seen = complete
-        tracked.path.begin(request.num_computed_tokens, tracked.hints.keep_seconds)
+        tracked.path.begin(request.num_prompt_tokens, tracked.hints.keep_seconds)
         table, derived = tables(request.request_id), tracked.keys()
         asked_tokens = complete[1] * spec.chunk_tokens
         met = find_met(spec, self._stack, derived, tracked.stored_tokens, asked_tokens, table)
@@ -258,12 +256,12 @@ class StorePlanner:
             # What was there already must not make room for what follows it.
             is_below = self._stack.is_below if self._stack.slower else None
             used = [c.key for c in reversed(chunks) if not c.is_new or (is_below is not None and is_below(c.key))]
-            self._touch([*used, *from_end])
+            self._stack.touch([*used, *from_end])
         ended: Counter[tuple[int, str]] = Counter()
         checked = self._checked(path, chunks) if is_overdue else chunks
         for is_new, run in groupby(checked, key=attrgetter("is_new")):
             if is_new:
-                ended += self._end(list(run), is_stored)
+                ended += self._end(path, list(run), is_stored)
                 continue
             for chunk in run:
                 # What another store still brings, that one lets cascade.
@@ -272,7 +270,6 @@ class StorePlanner:
         for (group_index, outcome), number in ended.items():
             self._recorder.store(spec.groups[group_index].kind, outcome, number)
         if path.is_complete:
-            self._stranded.on_over(path)
             if path.keep_seconds and self._keeper is not None:
                 self._keeper.keep(path, path.keep_seconds)
             self._offer_again(path)
@@ -281,14 +278,16 @@ class StorePlanner:
     def _renew(self, path: StoredPath, from_end: list[bytes], is_overdue: bool = False) -> None:
         """Makes what was stored or met recent, the end first, or all of its path where that is due."""
         if (renewed := path.take_renewal(self._layout.spec, self._placing.used_bytes, is_overdue)) is None:
-            self._touch(from_end)
+            self._stack.touch(from_end)
         else:
             self._renewals.renew(path, renewed)
 
-    def _end(self, chunks: Sequence[StoredPart], is_stored: bool) -> Counter[tuple[int, str]]:
+    def _end(self, path: StoredPath, chunks: Sequence[StoredPart], is_stored: bool) -> Counter[tuple[int, str]]:
         """Commits what a store brought, or gives it up. How many chunks of each group ended how."""
         if is_stored:
-            offered = self._stack.commit_all([(chunk.key, chunk.on_path) for chunk in chunks])
+            offered = self._stack.commit_all(
+                [(chunk.key, None if self._may_be_superseded(path, chunk.part) else chunk.on_path) for chunk in chunks]
+            )
         else:
             for chunk in chunks:
                 self._stack.abort(chunk.key)
@@ -296,10 +295,11 @@ class StorePlanner:
         of_groups = [chunk.part[0] for chunk in chunks]
         return Counter(zip(of_groups, ["stored" if each else "failed" for each in offered], strict=True))
 
-    def _touch(self, keys: list[bytes]) -> None:
-        """Make these recent everywhere, but for what was given up."""
-        if keys := self._stack.without_demoted(keys):
-            self._stack.touch(keys)
+    def _may_be_superseded(self, path: StoredPath, part: Part) -> bool:
+        """Whether it is a state of an answer that goes on: slower tiers get the last of them, at the request's end."""
+        group_index, end_token = part
+        is_state = self._layout.spec.groups[group_index].kind is GroupKind.RECURRENT
+        return is_state and end_token > path.prompt_tokens and not path.is_over
 
     def _checked(self, path: StoredPath, chunks: Sequence[StoredPart]) -> Sequence[StoredPart]:
         """Chunks that follow a path of long ago: it is made recent first, and must be whole, not only at its end.
@@ -307,7 +307,7 @@ class StorePlanner:
         Whatever a slower tier lacks asks for the whole prefix, unless it needs another such chunk, which does.
         """
         spec = self._layout.spec
-        self._stack.touch(self._stack.without_demoted(path.order(spec)))
+        self._stack.touch(path.order(spec))
         missing: set[bytes] = set()
         checked = []
         for chunk in chunks:
@@ -335,7 +335,7 @@ class StorePlanner:
             path_bytes = add(path_bytes, stack.costs(self._layout.chunk_bytes(*part)))
             if all(num_bytes > capacity for num_bytes, capacity in zip(path_bytes, stack.capacities, strict=True)):
                 return
-            if not stack.lacks_below(key) or stack.is_demoted(key):
+            if not stack.lacks_below(key):
                 continue
             needs = needed_before(spec, *part)
             if stack.in_near(key) and path.keys.keys() >= set(needs):
@@ -355,7 +355,6 @@ class StorePlanner:
 
     def forget(self) -> None:
         """Nothing that was stored is there any more. Stores that are on their way end by themselves."""
-        self._stranded.forget()
         self._renewals.forget()
 
     def holds_freed_blocks(self) -> bool:

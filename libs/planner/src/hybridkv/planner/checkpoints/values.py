@@ -30,7 +30,7 @@ class Stop(msgspec.Struct, frozen=True):
     num_tokens: int
     reason: StopReason
     is_unproven: bool = False
-    """It is worth the room that holds nothing, and no more: its state goes first."""
+    """It is worth the room that holds nothing, and no more."""
 
 
 class Prompt(msgspec.Struct, frozen=True):

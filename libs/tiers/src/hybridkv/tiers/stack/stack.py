@@ -217,7 +217,8 @@ class TierStack:
         self.near.unpin_all(keys)
 
     def withdraw(self, key: Key) -> None:
-        """The fast tier's bytes are bad; what a slower one holds is verified when it is read."""
+        """The fast tier's bytes are bad, or something better has taken their place there; what a slower tier holds is
+        verified when it is read."""
         self.near.invalidate(key)
 
     # Holds.
@@ -340,19 +341,19 @@ class TierStack:
         """The fast tier holds a stored chunk: offer it, and let it cascade from its place on a path."""
         return self.commit_all([(key, on_path)])[0]
 
-    def commit_all(self, chunks: Sequence[tuple[Key, PathPosition]]) -> list[bool]:
-        """`commit` of each, in their order; what each was answered."""
+    def commit_all(self, chunks: Sequence[tuple[Key, PathPosition | None]]) -> list[bool]:
+        """`commit` of each, in their order; what each was answered. One without a place on a path stays where it is."""
         are_stored = self.near.commit_all([key for key, _ in chunks])
         if self._levels:
             for (key, on_path), is_stored in zip(chunks, are_stored, strict=True):
                 self._committed(key, on_path, is_stored)
         return are_stored
 
-    def _committed(self, key: Key, on_path: PathPosition, is_stored: bool) -> None:
+    def _committed(self, key: Key, on_path: PathPosition | None, is_stored: bool) -> None:
         if self._holds.by_owner:
             self._holds.hand_out(key) if is_stored else self._holds.lose(key)
         for level in self._cascading:
-            if is_stored:
+            if is_stored and on_path is not None:
                 level.cascade(key, on_path, is_met=False)
         self._unpark(key)
 

@@ -1,4 +1,4 @@
-"""Which outgrown states give way: what nobody comes back to, and what its bytes are worth more than."""
+"""Which states of answers are worth their bytes: those to which enough requests come back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.planner import NO_EXPERIENCE, Costs, Market, OutgrownStates
+from hybridkv.planner import NO_EXPERIENCE, AwaitedStates, Costs, Market
 from hybridkv.planner.checkpoints.experience import KEPT_SHARE
 
 COSTS = Costs(2_048, 1, 64)
@@ -29,7 +29,7 @@ def tight(tokens_a_state: float) -> Market:
     return Market(1 << 30, 0, msgspec.structs.replace(learned, aged_tokens=aged))
 
 
-def played(states: OutgrownStates, steps: list[tuple[bool, list[int]]]) -> OutgrownStates:
+def played(states: AwaitedStates, steps: list[tuple[bool, list[int]]]) -> AwaitedStates:
     for is_met, keys in steps:
         if is_met:
             states.meet(keys)
@@ -39,15 +39,15 @@ def played(states: OutgrownStates, steps: list[tuple[bool, list[int]]]) -> Outgr
     return states
 
 
-def test_before_anybody_came_back_every_outgrown_state_gives_way() -> None:
-    states = OutgrownStates(10)
-    assert states.gives_way(1_000_000, Market(1 << 30), COSTS)
+def test_before_anybody_came_back_every_state_is_unproven() -> None:
+    states = AwaitedStates(10)
+    assert states.is_unproven(1_000_000, Market(1 << 30), COSTS)
     states.note("a")
-    assert states.gives_way(1_000_000, Market(1 << 30), COSTS)
+    assert states.is_unproven(1_000_000, Market(1 << 30), COSTS)
 
 
-def test_where_every_other_state_is_met_again_they_stay_and_where_one_in_a_hundred_is_they_go() -> None:
-    often, seldom = OutgrownStates(1_000), OutgrownStates(1_000)
+def test_where_every_other_state_is_met_they_are_worth_it_and_where_one_in_a_hundred_is_they_are_not() -> None:
+    often, seldom = AwaitedStates(1_000), AwaitedStates(1_000)
     for number in range(300):
         often.note(number)
         seldom.note(number)
@@ -55,19 +55,21 @@ def test_where_every_other_state_is_met_again_they_stay_and_where_one_in_a_hundr
         seldom.meet([number] if number % 100 == 99 else [])
     assert often.met_share == pytest.approx(0.5, abs=0.05) and seldom.met_share == pytest.approx(0.01, abs=0.005)
     market = tight(tokens_a_state=200.0)
-    assert not often.gives_way(10_000, market, COSTS)
-    assert seldom.gives_way(10_000, market, COSTS)
+    assert not often.is_unproven(10_000, market, COSTS)
+    assert seldom.is_unproven(10_000, market, COSTS)
 
 
-def test_with_room_no_state_gives_way_that_anybody_may_come_back_to() -> None:
-    states = OutgrownStates(10)
+def test_where_bytes_cost_nothing_every_state_is_worth_it_that_anybody_may_come_back_to() -> None:
+    states = AwaitedStates(10)
     states.note("a")
     states.meet(["a"])
-    assert not states.gives_way(128, Market(1 << 30), COSTS)
+    stored_anew = msgspec.structs.replace(NO_EXPERIENCE, bytes_ever=float(4 << 30))
+    assert not states.is_unproven(128, Market(1 << 30, 0, stored_anew), COSTS)
+    assert states.is_unproven(128, Market(1 << 30), COSTS), "what a young store gave up can hardly have been missed"
 
 
 def test_each_state_counts_once_and_what_was_forgotten_does_not() -> None:
-    states = OutgrownStates(2)
+    states = AwaitedStates(2)
     for key in "abc":
         states.note(key)
     states.meet("a")
@@ -81,15 +83,15 @@ def test_each_state_counts_once_and_what_was_forgotten_does_not() -> None:
     assert (len(states), states.met_share) == (0, once)
 
 
-def test_two_that_go_on_from_one_state_at_once_are_one_that_outgrows_it_and_one_that_comes_back() -> None:
-    states = OutgrownStates(10)
+def test_two_answers_that_pass_one_state_are_one_that_waits_and_one_that_comes_back() -> None:
+    states = AwaitedStates(10)
     for _ in range(2):
         states.note("a")
     assert (len(states), states.met_share) == (0, pytest.approx(0.5, abs=0.01))
 
 
 def test_what_nobody_comes_back_to_any_more_is_learned_again() -> None:
-    states = OutgrownStates(10)
+    states = AwaitedStates(10)
     for number in range(50):
         states.note(number)
         states.meet([number])
@@ -100,7 +102,7 @@ def test_what_nobody_comes_back_to_any_more_is_learned_again() -> None:
 
 @given(st.integers(0, 6), calls)
 def test_it_agrees_with_a_list_of_all_that_happened(max_states: int, steps: list[tuple[bool, list[int]]]) -> None:
-    states = played(OutgrownStates(max_states), steps)
+    states = played(AwaitedStates(max_states), steps)
     waiting: list[int] = []
     outgrown, met = [1.0], []
     for is_met, keys in steps:
@@ -116,15 +118,15 @@ def test_it_agrees_with_a_list_of_all_that_happened(max_states: int, steps: list
 
 
 @given(calls, st.integers(0, 1 << 20), st.integers(0, 1 << 20), markets, st.integers(0, 1 << 20))
-def test_deeper_states_and_cheaper_bytes_never_give_way_sooner(
+def test_deeper_states_and_cheaper_bytes_are_never_worth_less(
     steps: list[tuple[bool, list[int]]], num_tokens: int, more_tokens: int, market: Market, more_bytes: int
 ) -> None:
-    states = played(OutgrownStates(4), steps)
+    states = played(AwaitedStates(4), steps)
     dear = msgspec.structs.replace(COSTS, state_bytes=COSTS.state_bytes + more_bytes)
-    assert states.gives_way(num_tokens, market, COSTS) >= states.gives_way(num_tokens + more_tokens, market, COSTS)
-    assert states.gives_way(num_tokens, market, dear) >= states.gives_way(num_tokens, market, COSTS)
+    assert states.is_unproven(num_tokens, market, COSTS) >= states.is_unproven(num_tokens + more_tokens, market, COSTS)
+    assert states.is_unproven(num_tokens, market, dear) >= states.is_unproven(num_tokens, market, COSTS)
 
 
 def test_a_bound_below_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="max_states"):
-        OutgrownStates(-1)
+        AwaitedStates(-1)

@@ -1,9 +1,8 @@
-"""Whether states that a path has outgrown are of use to anybody, learned from who comes back to them.
+"""Whether states of answers are of use to anybody, learned from who comes back to them.
 
-The next turn of a conversation goes on from the last turn's state and leaves one of its own, where the turn after that
-will resume. What it went on from serves only those that go another way from the same place: a turn that is tried again,
-a second question about one document. How many come differs a lot: in chats one in a hundred such states is met again,
-behind documents every other one. So it is counted, and weighed against what the bytes would hold otherwise.
+The next turn of a conversation goes on from the last answer, where its history holds the answer as it was. How many do
+differs a lot: with models that drop their reasoning none does. So it is counted, and weighed against what the bytes
+would hold otherwise.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ DEARER: Final = 4
 """A byte of a young store is taken to be worth so many times what all of them save on average."""
 
 
-class OutgrownStates:
-    """A table of at most `max_states` outgrown states, of which the oldest are forgotten: nobody is counted who comes
+class AwaitedStates:
+    """A table of at most `max_states` states of answers, of which the oldest are forgotten: nobody is counted who comes
     back to these.
 
     A key is opaque, and stands for a boundary and the prefix before it.
@@ -36,7 +35,7 @@ class OutgrownStates:
             raise ValueError(f"max_states must not be negative, got {max_states}")
         self._max_states = max_states
         self._waiting: OrderedDict[Hashable, None] = OrderedDict()
-        self._num_outgrown = 1.0
+        self._num_noted = 1.0
         self._num_met = 0.0
 
     def __len__(self) -> int:
@@ -44,16 +43,16 @@ class OutgrownStates:
 
     @property
     def met_share(self) -> float:
-        """Of the states that were outgrown lately, the share that a request has come back to; mostly below 1, and 0
+        """Of the states that were noted lately, the share that a request has come back to; mostly below 1, and 0
         before the first of them. About 500 states count."""
-        return self._num_met / self._num_outgrown
+        return self._num_met / self._num_noted
 
     def note(self, key: Hashable) -> None:
-        """A request that went on from this state has left one of its own. The second that does so came back to it."""
+        """An answer passed here, stored or not. The second that does so came back to it."""
         if key in self._waiting:
             self.meet((key,))
             return
-        self._num_outgrown = self._num_outgrown * KEPT_SHARE + 1
+        self._num_noted = self._num_noted * KEPT_SHARE + 1
         self._num_met *= KEPT_SHARE
         self._waiting[key] = None
         self._waiting.move_to_end(key)
@@ -68,20 +67,14 @@ class OutgrownStates:
                 del self._waiting[key]
                 self._num_met += 1
 
-    def gives_way(self, num_tokens: int, market: Market, costs: Costs) -> bool:
-        """Whether an outgrown state at `num_tokens` may leave the store first: it saves no more than its bytes cost.
-
-        It saves `num_tokens` at most, to each who comes back. So before anybody has, every state gives way.
-        """
-        return self.met_share * num_tokens <= costs.state_bytes * market.experience.tokens_per_byte
-
     def is_unproven(self, num_tokens: int, market: Market, costs: Costs) -> bool:
-        """Whether a state that saves `num_tokens` may take no room but what holds nothing.
+        """Whether a state that saves `num_tokens`, to each who comes back, saves no more than its bytes cost.
 
-        As `gives_way`, and in a young store the bytes are dearer.
+        It may then take no room but what holds nothing. In a young store the bytes are dearer. Before anybody has come
+        back every state is unproven.
         """
         experience = market.experience
-        if self.gives_way(num_tokens, market, costs):
+        if self.met_share * num_tokens <= costs.state_bytes * experience.tokens_per_byte:
             return True
         if experience.bytes_ever >= YOUNG * market.capacity_bytes:
             return False
