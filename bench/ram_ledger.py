@@ -84,7 +84,6 @@ def ns_a_key(count: int) -> dict[str, float]:
     measure("touch", index.touch, held)
     measure("pin_all", index.pin_all, held)
     measure("unpin_all", index.unpin_all, held)
-    measure("demote", index.demote, held)
     measure("reserve_all, evicting", index.reserve_all, [[(key, CHUNK_BYTES) for key in keys] for keys in new])
     measure("commit_all", index.commit_all, new)
     measure("invalidate_all", index.invalidate_all, new)

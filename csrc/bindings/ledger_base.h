@@ -132,12 +132,6 @@ class LedgerBase {
 
   // What is done.
 
-  void demote(nb::handle keys) {
-    KeyBatches(keys).each([&](std::size_t, std::span<const Key> batch) {
-      ledger_.demote(batch);
-      return true;
-    });
-  }
   nb::tuple take_tally() {
     const ledger::Tally tally = ledger_.take_tally();
     nb::dict refused_how_often;
@@ -268,7 +262,6 @@ void bind_base(nb::class_<Self>& self) {
       .def("last_held", &Self::last_held, "keys"_a)
       .def("any_pending", &Self::any_pending, "keys"_a)
       .def("eviction_order", &Self::eviction_order)
-      .def("demote", &Self::demote, "keys"_a)
       .def("take_tally", &Self::take_tally)
       .def("watch_at_most", &Self::watch_at_most, "max_keys"_a)
       .def("take_changed", &Self::take_changed);

@@ -81,7 +81,6 @@ class BasicLedger {
   std::size_t invalidate_all(std::span<const Key> keys);
   template <class Act>
   void touch(std::span<const Key> keys, Act&& act);  // act(entry), of what may be evicted
-  void demote(std::span<const Key> keys);
   // The entries of keys that are committed, all of them or false. False also of one with too many pins: more would not
   // be counted.
   bool find_committed(std::span<const Key> keys, std::uint32_t* entries) const;
@@ -216,10 +215,8 @@ bool BasicLedger<Space>::any_pending(std::span<const Key> keys) const {
 template <class Space>
 std::vector<std::string> BasicLedger<Space>::eviction_order() const {
   std::vector<std::string> keys;
-  for (const Chain chain : {Chain::kDemoted, Chain::kRecent}) {
-    for (std::uint32_t index = chains_.first(chain); index != kNone; index = table_[index].next) {
-      keys.emplace_back(table_.key_of(index));
-    }
+  for (std::uint32_t index = chains_.first(Chain::kRecent); index != kNone; index = table_[index].next) {
+    keys.emplace_back(table_.key_of(index));
   }
   return keys;
 }
@@ -251,8 +248,7 @@ void BasicLedger<Space>::make_room(std::uint64_t num_units, std::uint32_t num_ke
 // What goes first of what may be evicted, kNone where that is nothing.
 template <class Space>
 std::uint32_t BasicLedger<Space>::next_to_go() const {
-  const std::uint32_t demoted = chains_.first(Chain::kDemoted);
-  return demoted != kNone ? demoted : chains_.first(Chain::kRecent);
+  return chains_.first(Chain::kRecent);
 }
 
 template <class Space>
@@ -272,7 +268,6 @@ std::uint32_t BasicLedger<Space>::take(Key key, std::uint32_t tag, Place&& place
   const std::uint32_t index = table_.insert(key, tag);
   Entry& entry = table_[index];
   entry.state = KeyState::kReserved;
-  entry.goes_first = false;
   entry.num_pins = 0;
   place(entry);
   chains_.append(table_, index, Chain::kReserved);
@@ -347,7 +342,6 @@ template <class Space>
 void BasicLedger<Space>::withdraw(std::uint32_t index) {
   Entry& entry = table_[index];
   --num_held_;
-  entry.goes_first = false;
   answers_anew(index);
   ++tally_.invalidations;
   if (entry.state == KeyState::kReserved) {
@@ -367,24 +361,9 @@ void BasicLedger<Space>::touch(std::span<const Key> keys, Act&& act) {
   table_.each(keys, [&](std::size_t, std::uint32_t index) {
     if (index == kNone) return true;
     Entry& entry = table_[index];
-    entry.goes_first = false;
-    if (entry.chain == Chain::kRecent || entry.chain == Chain::kDemoted) {
+    if (entry.chain == Chain::kRecent) {
       chains_.move(table_, index, Chain::kRecent);
       act(std::as_const(entry));
-    }
-    return true;
-  });
-}
-
-template <class Space>
-void BasicLedger<Space>::demote(std::span<const Key> keys) {
-  table_.each(keys, [&](std::size_t, std::uint32_t index) {
-    if (index == kNone) return true;
-    Entry& entry = table_[index];
-    if (entry.chain == Chain::kRecent || entry.chain == Chain::kDemoted) {
-      chains_.move(table_, index, Chain::kDemoted);
-    } else {
-      entry.goes_first = is_held(entry.state);
     }
     return true;
   });
@@ -439,10 +418,8 @@ std::size_t BasicLedger<Space>::unpin_all(std::span<const Key> keys, Act&& act) 
 // It may be evicted from now on.
 template <class Space>
 void BasicLedger<Space>::track(std::uint32_t index) {
-  Entry& entry = table_[index];
   evictable_units_ += units_of(index);
-  chains_.move(table_, index, entry.goes_first ? Chain::kDemoted : Chain::kRecent);
-  entry.goes_first = false;
+  chains_.move(table_, index, Chain::kRecent);
 }
 
 template <class Space>
@@ -491,7 +468,6 @@ void BasicLedger<Space>::begin_anew() {
       const std::uint32_t index = table.insert(key, table.tag_of(key));
       Entry& entry = table[index];
       entry.state = chain == Chain::kReserved ? KeyState::kDoomedWrite : KeyState::kDoomedRead;
-      entry.goes_first = false;
       entry.num_pins = table_[old].num_pins;
       space.copy(space_, index, table_[old], entry);
       chains.append(table, index, chain);
@@ -517,13 +493,10 @@ void BasicLedger<Space>::retire(KeyTable&& table, const Chains&, Space&& space) 
 // The same, where it has to do without. Takes a step for each key.
 template <class Space>
 void BasicLedger<Space>::forget_each() {
-  for (const Chain chain : {Chain::kDemoted, Chain::kRecent}) {
-    while (chains_.first(chain) != kNone) forget(chains_.first(chain));
-  }
+  while (chains_.first(Chain::kRecent) != kNone) forget(chains_.first(Chain::kRecent));
   for (const Chain chain : {Chain::kReserved, Chain::kPinned}) {
     for (std::uint32_t index = chains_.first(chain); index != kNone; index = table_[index].next) {
       table_[index].state = chain == Chain::kReserved ? KeyState::kDoomedWrite : KeyState::kDoomedRead;
-      table_[index].goes_first = false;
     }
   }
 }

@@ -16,8 +16,8 @@ inline constexpr std::uint32_t kNone = ~std::uint32_t{0};
 enum class KeyState : std::uint8_t { kUnknown, kReserved, kCommitted, kDoomedWrite, kDoomedRead };
 
 // In which chain an entry stands. Each that is known is in one.
-enum class Chain : std::uint8_t { kRecent, kDemoted, kReserved, kPinned };
-inline constexpr std::size_t kNumChains = 4;
+enum class Chain : std::uint8_t { kRecent, kReserved, kPinned };
+inline constexpr std::size_t kNumChains = 3;
 
 // Of one whose bytes lie in granules of an arena.
 struct InGranules {
@@ -38,8 +38,7 @@ struct Entry {
   std::uint8_t key_bytes;
   KeyState state;
   Chain chain;
-  bool is_fragmented : 1;  // its granules are several runs
-  bool goes_first : 1;     // demoted while it is reserved or pinned
+  bool is_fragmented;  // its granules are several runs
   std::uint32_t num_pins;
   std::uint32_t previous;
   std::uint32_t next;  // in its chain; among free entries the next free one

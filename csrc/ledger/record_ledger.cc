@@ -10,7 +10,7 @@ template class BasicLedger<SegmentSpace>;
 namespace {
 
 // What was used last comes last. Chains of which nothing is committed are not walked.
-constexpr Chain kInOrder[] = {Chain::kDemoted, Chain::kRecent, Chain::kPinned};
+constexpr Chain kInOrder[] = {Chain::kRecent, Chain::kPinned};
 constexpr std::size_t kNumInOrder = std::size(kInOrder);
 
 RecordPlace place_of(const Entry& entry) { return {address_of(entry), entry.record.payload_bytes}; }
@@ -160,7 +160,6 @@ bool RecordLedger::restore(Key key, std::uint32_t tag, RecordPlace place) {
   const std::uint32_t index = table_.insert(key, tag);
   Entry& entry = table_[index];
   entry.state = KeyState::kCommitted;
-  entry.goes_first = false;
   entry.num_pins = 0;
   entry.record.payload_bytes = place.payload_bytes;
   put_at(entry, place.address);

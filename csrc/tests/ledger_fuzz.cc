@@ -35,7 +35,6 @@ struct Held {
   KeyState state = KeyState::kReserved;
   std::uint64_t num_pins = 0;
   std::uint64_t num_granules = 0;
-  bool goes_first = false;
   std::vector<Extent> extents;
 };
 
@@ -47,7 +46,6 @@ struct Model {
 
   LedgerOptions options;
   std::map<std::string, Held> held;
-  std::vector<std::string> demoted;
   std::vector<std::string> recent;
   std::uint64_t generation = 0;
   std::set<std::string> changed;
@@ -62,12 +60,10 @@ struct Model {
   }
   std::uint64_t evictable() const {
     std::uint64_t sum = 0;
-    for (const auto& list : {demoted, recent}) {
-      for (const std::string& key : list) sum += held.at(key).num_granules;
-    }
+    for (const std::string& key : recent) sum += held.at(key).num_granules;
     return sum;
   }
-  std::uint64_t in_use() const { return held.size() - demoted.size() - recent.size(); }
+  std::uint64_t in_use() const { return held.size() - recent.size(); }
   std::uint64_t num_keys() const {
     return static_cast<std::uint64_t>(
         std::count_if(held.begin(), held.end(), [](const auto& one) { return is_held(one.second); }));
@@ -83,11 +79,10 @@ struct Model {
     changed.insert(key);
   }
   bool untrack(const std::string& key) {
-    return std::erase(demoted, key) + std::erase(recent, key) > 0;
+    return std::erase(recent, key) > 0;
   }
   void track(const std::string& key) {
-    (held.at(key).goes_first ? demoted : recent).push_back(key);
-    held.at(key).goes_first = false;
+    recent.push_back(key);
   }
 
   Refusal reserve(const std::string& key, std::uint64_t num_bytes) {
@@ -107,7 +102,7 @@ struct Model {
       return refusal;
     }
     while (used() + wanted > options.num_granules || held.size() >= options.max_keys) {
-      const std::string first = demoted.empty() ? recent.front() : demoted.front();
+      const std::string first = recent.front();
       ++tally.evictions;
       tally.evicted_units += held.at(first).num_granules;
       untrack(first);
@@ -149,7 +144,6 @@ struct Model {
     if (found == held.end() || !is_held(found->second)) return false;
     anew(key);
     ++tally.invalidations;
-    found->second.goes_first = false;
     if (found->second.state == KeyState::kReserved) {
       found->second.state = KeyState::kDoomedWrite;
     } else if (found->second.num_pins > 0) {
@@ -160,14 +154,8 @@ struct Model {
     }
     return true;
   }
-  void use(const std::string& key, bool is_demotion) {
-    const auto found = held.find(key);
-    if (found == held.end()) return;
-    if (untrack(key)) {
-      (is_demotion ? demoted : recent).push_back(key);
-    } else {
-      found->second.goes_first = is_demotion && is_held(found->second);
-    }
+  void use(const std::string& key) {
+    if (untrack(key)) recent.push_back(key);
   }
   void pin(const std::string& key) {
     if (held.at(key).num_pins++ == 0) untrack(key);
@@ -185,14 +173,10 @@ struct Model {
   }
   void forget_all() {
     const std::uint64_t count = num_keys();
-    for (const auto& list : {demoted, recent}) {
-      for (const std::string& key : list) held.erase(key);
-    }
-    demoted.clear();
+    for (const std::string& key : recent) held.erase(key);
     recent.clear();
     for (auto& [key, one] : held) {
       one.state = one.num_pins > 0 ? KeyState::kDoomedRead : KeyState::kDoomedWrite;
-      one.goes_first = false;
     }
     generation += count;
     tally.invalidations += count;
@@ -343,10 +327,9 @@ class Session {
   }
 
   void use() {
-    const bool is_demotion = choices_.one_in(2);
     const std::vector<Key> keys = some_keys();
-    for (const Key key : keys) model_.use(std::string(key), is_demotion);
-    is_demotion ? ledger_.demote(keys) : ledger_.touch(keys);
+    for (const Key key : keys) model_.use(std::string(key));
+    ledger_.touch(keys);
   }
 
   void pin() {
@@ -455,9 +438,7 @@ class Session {
     expect(is_hit == (model_.answer(key) == Answer::kHit), "what is found is a hit");
     if (is_hit) expect_extents(key, places, 0, places.extents.size());
     if (!choices_.one_in(8)) return;
-    std::vector<std::string> order = model_.demoted;
-    order.insert(order.end(), model_.recent.begin(), model_.recent.end());
-    expect(ledger_.eviction_order() == order, "what goes first is what goes first in the model");
+    expect(ledger_.eviction_order() == model_.recent, "what goes first is what goes first in the model");
     std::vector<bool> is_taken(options_.num_granules);
     for (const auto& [name, one] : model_.held) {
       for (const Extent& extent : one.extents) {

@@ -36,7 +36,6 @@ struct Held {
   std::uint32_t num_pins = 0;
   std::uint64_t address = 0;
   std::uint32_t payload_bytes = 0;
-  bool goes_first = false;
 };
 
 bool is_held(const Held& held) { return held.state == KeyState::kReserved || held.state == KeyState::kCommitted; }
@@ -73,26 +72,21 @@ class Session {
   }
   std::uint64_t evictable() const {
     std::uint64_t sum = 0;
-    for (const auto* list : {&demoted_, &recent_}) {
-      for (const std::string& key : *list) sum += record_pages(held_.at(key).payload_bytes);
-    }
+    for (const std::string& key : recent_) sum += record_pages(held_.at(key).payload_bytes);
     return sum;
   }
   void leave(const std::string& key) {
-    std::erase(demoted_, key);
     std::erase(recent_, key);
   }
   void track(const std::string& key) {
-    Held& one = held_.at(key);
-    (one.goes_first ? demoted_ : recent_).push_back(key);
-    one.goes_first = false;
+    recent_.push_back(key);
   }
   void forget(const std::string& key) {
     leave(key);
     held_.erase(key);
     seen_all_the_time_.erase(key);
   }
-  std::string next_to_go() const { return demoted_.empty() ? recent_.front() : demoted_.front(); }
+  std::string next_to_go() const { return recent_.front(); }
 
   void act() {
     switch (choices_.below(14)) {
@@ -108,7 +102,7 @@ class Session {
       case 6:
         return withdraw();
       case 7:
-        return choices_.one_in(2) ? touch() : demote();
+        return touch();
       case 8:
         return pin();
       case 9:
@@ -151,7 +145,7 @@ class Session {
     expect(evicted.size() == gone.size(), "evicted");
     for (std::size_t at = 0; at < gone.size(); ++at) expect(evicted[at].key == gone[at], "which was evicted");
     expect(ledger_.take(key, place) == Refusal::kNone, "taken");
-    held_[key] = {KeyState::kReserved, 0, place.address, payload_bytes, false};
+    held_[key] = {KeyState::kReserved, 0, place.address, payload_bytes};
   }
 
   void commit() {
@@ -187,7 +181,6 @@ class Session {
     if (!is_there) return;
     seen_all_the_time_.erase(key);
     Held& one = held_[key];
-    one.goes_first = false;
     if (one.state == KeyState::kReserved) {
       one.state = KeyState::kDoomedWrite;
     } else if (one.num_pins > 0) {
@@ -204,27 +197,12 @@ class Session {
     ledger_.touch({&view, 1}, addresses);
     const auto found = held_.find(key);
     if (found == held_.end()) return expect(addresses.empty(), "nothing used");
-    found->second.goes_first = false;
     const bool may_go = found->second.state == KeyState::kCommitted && found->second.num_pins == 0;
     expect(addresses.size() == (may_go ? 1u : 0u), "used");
     if (!may_go) return;
     expect(addresses[0] == found->second.address, "which was used");
     leave(key);
     recent_.push_back(key);
-  }
-
-  void demote() {
-    const std::string& key = any_key();
-    const Key view = key;
-    ledger_.demote({&view, 1});
-    const auto found = held_.find(key);
-    if (found == held_.end()) return;
-    if (found->second.state == KeyState::kCommitted && found->second.num_pins == 0) {
-      leave(key);
-      demoted_.push_back(key);
-    } else {
-      found->second.goes_first = is_held(found->second);
-    }
   }
 
   void pin() {
@@ -270,7 +248,7 @@ class Session {
     const bool fits = held_.count(key) == 0 && held_.size() < bounds_.max_keys;
     expect(ledger_.restore(key, place) == fits, "restored");
     if (!fits) return;
-    held_[key] = {KeyState::kCommitted, 0, place.address, place.payload_bytes, false};
+    held_[key] = {KeyState::kCommitted, 0, place.address, place.payload_bytes};
     recent_.push_back(key);
   }
 
@@ -283,9 +261,7 @@ class Session {
                                                        each.second.num_pins == 0; });
     for (auto& [key, one] : held_) {
       one.state = one.num_pins > 0 ? KeyState::kDoomedRead : KeyState::kDoomedWrite;
-      one.goes_first = false;
     }
-    demoted_.clear();
     recent_.clear();
     // A walk that is on goes on over what was there.
   }
@@ -328,9 +304,7 @@ class Session {
   }
 
   void check() {
-    std::vector<std::string> order(demoted_);
-    order.insert(order.end(), recent_.begin(), recent_.end());
-    expect(ledger_.eviction_order() == order, "order");
+    expect(ledger_.eviction_order() == recent_, "order");
     expect(ledger_.used_units() == used(), "used");
     expect(ledger_.has_evictable() == (evictable() > 0), "evictable");
     const std::string& key = any_key();
@@ -359,7 +333,6 @@ class Session {
   RecordLedger ledger_;
   std::vector<std::string> keys_;
   std::map<std::string, Held> held_;
-  std::vector<std::string> demoted_;
   std::vector<std::string> recent_;
   std::uint64_t num_given_ = 0;
   std::optional<std::uint64_t> walk_;

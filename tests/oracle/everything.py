@@ -236,7 +236,7 @@ def _prefix(tracked: TrackedRequest, num_tokens: int) -> int:
 
 
 class Watched(LeastRecentlyUsed[E]):
-    """What was demoted goes first; of the rest, whatever the scenario says."""
+    """Goes by what the scenario says."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()
@@ -244,8 +244,7 @@ class Watched(LeastRecentlyUsed[E]):
         self._how = watch.order
 
     def pick(self) -> tuple[Key, E]:
-        self._watch.happened["demoted evicted"] += bool(self._demoted)
-        if self._how == ORDERS[0] or self._demoted:
+        if self._how == ORDERS[0]:
             return super().pick()
         if self._how == ORDERS[1]:
             return self._entries.popitem()

@@ -89,7 +89,7 @@ class _LedgerPlay(_Play):
         )
         self.calls |= dict.fromkeys(("max_keys", "used_bytes"))
         self.calls |= dict.fromkeys(("lacks", "lookup", "find", "abort", "invalidate"), (key,))
-        self.calls |= dict.fromkeys(("leading", "last_held", "any_pending", "demote", "touch"), (keys,))
+        self.calls |= dict.fromkeys(("leading", "last_held", "any_pending", "touch"), (keys,))
         self.calls |= dict.fromkeys(("commit_all", "pin_all", "unpin_all"), (keys,))
         self.calls |= dict.fromkeys(("eviction_order", "take_tally", "take_changed"), none)
         self.calls["watch_at_most"] = (self.number(0, 3, 100),)

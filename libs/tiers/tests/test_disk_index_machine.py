@@ -211,10 +211,6 @@ class DiskIndexMachine(RuleBasedStateMachine):
     def touch(self, touched: list[bytes]) -> None:
         self.index.touch(touched)
 
-    @rule(demoted=st.lists(keys, max_size=4))
-    def demote(self, demoted: list[bytes]) -> None:
-        self.index.demote(demoted)
-
     @rule()
     def clear(self) -> None:
         self.notice_evictions()

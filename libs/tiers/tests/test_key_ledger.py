@@ -139,22 +139,6 @@ class KeyLedgerMachine(RuleBasedStateMachine):
         self.ledger.touch(touched)
         assert self.recorder.uses == [self.ledger.by_key[key].number for key in touched if key in evictable]
 
-    @rule(demoted=st.lists(keys, max_size=4))
-    def demote(self, demoted: list[bytes]) -> None:
-        self.recorder.uses = []
-        evictable = set(self.ledger.evictable)
-        self.ledger.demote(demoted)
-        assert set(self.ledger.evictable) == evictable
-        assert self.recorder.uses == [], "it is no use"
-        last = [key for place, key in enumerate(demoted) if key in evictable and key not in demoted[place + 1 :]]
-        kept = [key for key in self.ledger.evictable if key in last]
-        assert kept == last
-
-    @invariant()
-    def what_is_remembered_of_demotions_is_in_use(self) -> None:
-        ledger = self.ledger
-        assert ledger._demoted_in_use <= ledger.reserved_now.keys() | ledger.pinned_now.keys()
-
     @rule()
     def forget_all(self) -> None:
         num_offered, table = self.ledger.num_keys, self.ledger.by_key

@@ -103,10 +103,6 @@ class RamIndexMachine(RuleBasedStateMachine):
     def touch(self, touched: list[bytes]) -> None:
         self.both("touch", touched)
 
-    @rule(demoted=st.lists(keys, max_size=4))
-    def demote(self, demoted: list[bytes]) -> None:
-        self.both("demote", demoted)
-
     @rule(asked=st.lists(keys, max_size=6))
     def ask_about_many(self, asked: list[bytes]) -> None:
         for question in ("leading", "last_held", "any_pending"):

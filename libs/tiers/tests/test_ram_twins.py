@@ -33,7 +33,7 @@ FACTOR = int(os.environ.get("HYBRIDKV_TWINS_FACTOR", "1"))
 # Also such as do not fit into an entry, and ones of which one begins as another.
 KEYS = [bytes([number]) * (48, 1, 200, 32, 49)[number % 5] for number in range(40)] + [b"", b"\0", b"\0\0"]
 QUESTIONS = ("leading", "last_held", "any_pending")
-BATCHES = ("touch", "demote", "unpin_all", "commit_all", "invalidate_all", "pin_all", *QUESTIONS)
+BATCHES = ("touch", "unpin_all", "commit_all", "invalidate_all", "pin_all", *QUESTIONS)
 SINGLES = ("commit", "abort", "invalidate", "pin", "unpin", "find", "lookup", "lacks")
 NUMBERS = (
     "capacity_bytes",

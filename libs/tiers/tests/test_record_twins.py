@@ -147,7 +147,7 @@ def drawn(random: Random) -> tuple[str, tuple[Any, ...]]:
     verb = random.choice(
         ["reserve"] * 6
         + ["commit"] * 4
-        + ["commit_all", "abort", "withdraw", "touch", "demote", "evict"]
+        + ["commit_all", "abort", "withdraw", "touch", "evict"]
         + ["pin", "pin_all", "pin_all", "unpin", "unpin_all", "unpin_all", "leading", "last_held", "any_pending"]
         + ["move", "move", "drop_dead", "drop_dead", "lose"]
     )
@@ -244,8 +244,6 @@ def test_a_snapshot_misses_nothing_that_is_there_all_the_time_whatever_happens_m
                         record = world.table.find(key)
                         if record is not None and record.num_pins:
                             world.table.unpin(key)
-                    case 3:
-                        world.table.demote([key])
                     case _ if key not in always:
                         world.table.withdraw(key)
 

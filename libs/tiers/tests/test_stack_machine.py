@@ -138,11 +138,6 @@ class StackMachine(RuleBasedStateMachine):
             self.stack.cascade(key)
         self.collect()
 
-    @rule(wanted=st.lists(keys, max_size=3))
-    def demote(self, wanted: list[Key]) -> None:
-        self.stack.demote(wanted)
-        self.collect()
-
     @rule()
     def clear(self) -> None:
         self.stack.clear()

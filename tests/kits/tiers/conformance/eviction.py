@@ -81,28 +81,6 @@ class EvictionConformance(TierSuite):
         index.touch([A, B])
         assert (index.lookup(A), index.lookup(B)) == (LookupResult.PENDING, LookupResult.MISS)
 
-    def test_a_demoted_key_stays_while_it_is_pinned_or_reserved(self) -> None:
-        index = self.make_index(4)
-        committed(index, A)
-        index.pin(A)
-        reserved(index, B)
-        index.demote([A, B])
-        assert self.flood(index, 4 * ROUNDS)
-        assert (index.lookup(A), index.lookup(B)) == (LookupResult.HIT, LookupResult.PENDING)
-        assert index.commit(B)
-
-    def test_a_demotion_changes_no_answer_and_no_count(self) -> None:
-        index = self.make_index(4)
-        committed(index, A)
-        reserved(index, B)
-        index.take_counts()
-        before = (index.generation, index.used_bytes, index.num_keys)
-        index.demote(iter([B, A, C]))
-        assert (index.generation, index.used_bytes, index.num_keys) == before
-        assert [index.lookup(key) for key in (A, B, C)] == [LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS]
-        counts = index.take_counts()
-        assert (counts.evictions, counts.invalidations) == (0, 0)
-
 
 class ExactEvictionConformance(TierSuite):
     def test_the_first_committed_key_goes_first(self) -> None:
@@ -134,81 +112,6 @@ class ExactEvictionConformance(TierSuite):
         index.lookup(A)
         committed(index, C)
         assert hits(index) == [B, C]
-
-    def test_demoted_keys_go_first_in_the_order_that_was_told(self) -> None:
-        index = self.make_index(4)
-        committed(index, A, B, C, D)
-        index.demote([C, b"unknown", B])
-        committed(index, b"key e")
-        assert hits(index) == [A, B, D]
-        committed(index, b"key f")
-        assert hits(index) == [A, D]
-        committed(index, b"key g")
-        assert hits(index) == [D]
-
-    def test_a_touch_takes_a_demotion_back(self) -> None:
-        index = self.make_index(3)
-        committed(index, A, B, C)
-        index.demote([C, B])
-        index.touch([C])
-        committed(index, D)
-        assert hits(index) == [A, C, D]
-
-    def test_a_demoted_key_that_is_read_later_is_recent_again(self) -> None:
-        index = self.make_index(3)
-        committed(index, A, B, C)
-        index.demote([C])
-        index.pin(C)
-        index.unpin(C)
-        committed(index, D)
-        assert hits(index) == [B, C, D]
-
-    def test_what_is_demoted_while_it_is_read_goes_first_afterwards(self) -> None:
-        index = self.make_index(3)
-        committed(index, A, B, C)
-        index.pin(C)
-        index.pin(C)
-        index.demote([C])
-        index.unpin(C)
-        index.pin(C)
-        index.unpin_all([C, C])
-        committed(index, D)
-        assert hits(index) == [A, B, D]
-
-    def test_what_is_demoted_while_it_is_written_goes_first_afterwards(self) -> None:
-        index = self.make_index(3)
-        reserved(index, C)
-        committed(index, A, B)
-        index.demote([C])
-        index.commit(C)
-        committed(index, D)
-        assert hits(index) == [A, B, D]
-
-    def test_a_touch_takes_a_demotion_back_while_it_is_read_or_written(self) -> None:
-        index = self.make_index(3)
-        committed(index, C, B)
-        reserved(index, A)
-        index.pin(B)
-        index.demote([A, B])
-        index.touch([B, A])
-        index.commit(A)
-        index.unpin(B)
-        committed(index, D)
-        assert hits(index) == [A, B, D]
-
-    def test_nothing_is_left_of_the_demotion_of_a_key_that_is_gone(self) -> None:
-        index = self.make_index(2)
-        for is_withdrawn in (False, True):
-            reserved(index, A)
-            index.demote([A])
-            if is_withdrawn:
-                index.invalidate(A)
-            index.abort(A)
-            committed(index, A, B)
-            index.touch([A, B])
-            committed(index, C)
-            assert hits(index) == [B, C]
-            index.clear()
 
     def test_an_unpinned_key_is_the_most_recent(self) -> None:
         index = self.make_index(2)

@@ -108,56 +108,11 @@ class EvictionOrderConformance:
 
     def test_an_order_that_gave_up_tracks_nothing_and_begins_anew(self) -> None:
         order = self.make_order_of(A, B)
-        order.demote([B])
         order.give_up()
         assert (len(order), list(order)) == (0, [])
         order.track(B, entry())
         order.touch([A])
         assert picked(order) == [B]
-
-    def test_what_is_demoted_goes_before_all_others_in_the_order_that_was_told(self) -> None:
-        order = self.make_order_of(A, B, C, D)
-        order.touch([C, D])
-        assert order.demote(iter([D, A])) == 0
-        assert order.demote([C]) == 0
-        assert (len(order), sorted(order)) == (4, [A, B, C, D])
-        assert picked(order) == [D, A, C, B]
-
-    def test_what_is_demoted_again_goes_behind_what_was_demoted_before(self) -> None:
-        order = self.make_order_of(A, B, C)
-        order.demote([A, B])
-        order.demote([A])
-        assert picked(order) == [B, A, C]
-
-    def test_a_touch_takes_a_demotion_back(self) -> None:
-        order = self.make_order_of(A, B, C)
-        order.demote([A, C])
-        assert order.touch([C, b"unknown"]) == 1
-        assert sorted(order) == [A, B, C]
-        order.demote([B])
-        assert picked(order) == [A, B, C]
-
-    def test_what_is_tracked_anew_is_as_any_other(self) -> None:
-        order = self.make_order_of(A, B, C)
-        order.demote([A, B])
-        order.forget(A)
-        assert order.pick()[0] == B
-        for key in (A, B):
-            order.track(key, entry())
-        order.demote([B])
-        assert order.pick()[0] == B
-        assert sorted(order) == [A, C]
-
-    def test_demoting_what_is_not_tracked_does_nothing(self) -> None:
-        order = self.make_order_of(A)
-        assert order.demote([B, A, C, B]) == 3
-        assert order.demote(iter(())) == 0
-        assert (len(order), picked(order)) == (1, [A])
-        assert order.demote([A]) == 1
-        order.track(B, entry())
-        order.track(A, entry())
-        order.demote([A])
-        assert picked(order) == [A, B]
 
 
 class LeastRecentlyUsedConformance(EvictionOrderConformance):
@@ -179,12 +134,4 @@ class LeastRecentlyUsedConformance(EvictionOrderConformance):
         order = self.make_order_of(A, B, C)
         order.touch([A])
         assert list(order) == [B, C, A]
-        order.demote([C])
-        assert list(order) == [C, B, A]
-        assert picked(order) == [C, B, A]
-
-    def test_a_touch_of_a_demoted_key_is_its_last_use(self) -> None:
-        order = self.make_order_of(A, B, C)
-        order.demote([A])
-        order.touch([A])
         assert picked(order) == [B, C, A]

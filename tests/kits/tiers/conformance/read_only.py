@@ -88,13 +88,6 @@ class ReadOnlyConformance(LateAnswersConformance):
         assert_answers_agree(index, [])
         assert index.lacks(C) and not index.lacks(A)
 
-    def test_what_others_hold_is_not_demoted(self) -> None:
-        index = self.heard_of()
-        before = (index.generation, index.used_bytes, index.num_keys)
-        index.demote([B, A, C])
-        assert (index.generation, index.used_bytes, index.num_keys) == before
-        assert [index.lookup(key) for key in (A, B)] == [LookupResult.HIT] * 2
-
     def test_a_pinned_key_survives_a_touch_and_a_question(self) -> None:
         index = self.heard_of()
         slot = index.pin(A)

@@ -65,9 +65,6 @@ class FaultInjectingIndex:
     def touch(self, keys: Iterable[Key]) -> None:
         self._inner.touch(keys)
 
-    def demote(self, keys: Iterable[Key]) -> None:
-        self._inner.demote(keys)
-
     def follows(self, key: Key, needs: Sequence[Key]) -> None:
         """As the inner index, if it is told."""
         if isinstance(self._inner, GathersPlaces):

@@ -24,7 +24,6 @@ class _Entry:
     is_doomed: bool = False
     num_pins: int = 0
     last_used: int = 0
-    demoted_at: int | None = None
 
 
 class ReferenceIndex(AnswersAtOnce):
@@ -90,15 +89,8 @@ class ReferenceIndex(AnswersAtOnce):
 
     def touch(self, keys: Iterable[Key]) -> None:
         for key in keys:
-            if self._is_held(key):
-                self._entries[key].demoted_at = None
             if self.lookup(key) is LookupResult.HIT:
                 self._entries[key].last_used = self._now()
-
-    def demote(self, keys: Iterable[Key]) -> None:
-        for key in keys:
-            if self._is_held(key):
-                self._entries[key].demoted_at = self._now()
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         if num_bytes <= 0:
@@ -134,12 +126,7 @@ class ReferenceIndex(AnswersAtOnce):
     def _victims(self) -> list[Key]:
         """What may be evicted, first to go first."""
         keys = [key for key, entry in self._entries.items() if not entry.is_reserved and not entry.num_pins]
-        return sorted(keys, key=lambda key: self._turn(self._entries[key]))
-
-    @staticmethod
-    def _turn(entry: _Entry) -> tuple[bool, int]:
-        """Less: goes sooner."""
-        return (True, entry.last_used) if entry.demoted_at is None else (False, entry.demoted_at)
+        return sorted(keys, key=lambda key: self._entries[key].last_used)
 
     def _evict(self, key: Key) -> None:
         self._tally.evictions += 1
@@ -189,8 +176,6 @@ class ReferenceIndex(AnswersAtOnce):
         if self.lookup(key) is not LookupResult.HIT:
             return None
         entry = self._entries[key]
-        if not entry.num_pins:
-            entry.demoted_at = None
         entry.num_pins += 1
         return self._slot(entry)
 
@@ -212,8 +197,6 @@ class ReferenceIndex(AnswersAtOnce):
     def _give_back(self, entry: _Entry) -> None:
         """Nobody writes or reads it any more."""
         entry.last_used = self._now()
-        if entry.demoted_at is not None:
-            entry.demoted_at = self._now()
 
     def unpin_all(self, keys: Iterable[Key]) -> None:
         for key in keys:

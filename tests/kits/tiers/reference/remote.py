@@ -229,9 +229,6 @@ class RemoteIndex:
     def touch(self, keys: Iterable[Key]) -> None:
         self._known.touch(keys)
 
-    def demote(self, keys: Iterable[Key]) -> None:
-        self._known.demote(keys)
-
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         self._hear()
         answer = self._known.reserve(key, num_bytes)

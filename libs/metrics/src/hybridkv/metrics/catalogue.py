@@ -22,7 +22,6 @@ _MOVE_RESULTS = (
     "dropped_orphan",
     "dropped_evicted",
     "dropped_late",
-    "dropped_superseded",
 )
 """What became of a chunk between two tiers; docs/guides/disk.md explains each."""
 _TIERS = ("ram", "disk", "peer", "object")

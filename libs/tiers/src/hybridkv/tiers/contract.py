@@ -247,20 +247,10 @@ class TierIndex(Protocol):
         """Make committed keys the most recently used, the last one most; other keys are passed over."""
         ...
 
-    def demote(self, keys: Iterable[Key]) -> None:
-        """These go first, before all others and in this order, until they are used again: touched, pinned and given
-        back, or stored anew.
-
-        What is reserved or pinned now goes first when it is neither any more, unless it is touched before; keys that
-        are unknown are passed over. Need not survive a restart. Where somebody else decides what is kept, only what is
-        known of it goes first here.
-        """
-        ...
-
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         """Take space for a chunk of `num_bytes` > 0.
 
-        Evicts committed, unpinned keys, demoted ones first and then the least recently used, only as far as needed. A
+        Evicts committed, unpinned keys, the least recently used first, only as far as needed. A
         refusal evicts nothing.
         """
         ...
@@ -274,7 +264,7 @@ class TierIndex(Protocol):
         ...
 
     def commit(self, key: Key) -> bool:
-        """The bytes of a reserved key are in the medium: offer it, as most recently used unless it was demoted.
+        """The bytes of a reserved key are in the medium: offer it, as most recently used.
 
         False when the key was invalidated meanwhile: its space is freed now and it is not offered.
         """
@@ -312,8 +302,7 @@ class TierIndex(Protocol):
         ...
 
     def unpin(self, key: Key) -> None:
-        """Undo one `pin`. The last one makes the key the most recently used, or the next to go if it was demoted
-        meanwhile, or frees it if it was invalidated."""
+        """Undo one `pin`. The last one makes the key the most recently used, or frees it if it was invalidated."""
         ...
 
     def unpin_all(self, keys: Iterable[Key]) -> None:

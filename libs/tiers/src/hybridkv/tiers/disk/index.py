@@ -119,11 +119,6 @@ class DiskIndex(AnswersAtOnce):
         self._records.touch(keys)
         self._upkeep.write_changes()
 
-    def demote(self, keys: Iterable[Key]) -> None:
-        """As the contract says. It is not written down by itself: after a restart these go by their last use, or as the
-        last snapshot found them."""
-        self._records.demote(keys)
-
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
         """As the contract says. BUSY while file work is on its way, or due behind other work, that may make room: the
         next segment is made, one is deleted or emptied. NO_ROOM also where none is: the file system is full, say, or

@@ -74,8 +74,6 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
         """Doomed ones included: somebody may be writing them."""
         self.pinned_now: dict[Key, E] = {}
         """Doomed ones included: somebody may be reading them."""
-        self._demoted_in_use: set[Key] = set()
-        """Of what is reserved or pinned: goes first when it is neither any more."""
         # Sets beside the entries, because a set answers for many keys in one call: reserved or committed, and reserved.
         self._held: set[Key] = set()
         self._pending: set[Key] = set()
@@ -197,9 +195,6 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
 
     def touch(self, keys: Iterable[Key]) -> None:
         """Make committed keys the most recently used, the last one most; other keys are passed over."""
-        if self._demoted_in_use:
-            keys = list(keys)
-            self._demoted_in_use.difference_update(keys)
         if self._witness is None:
             self.evictable.touch(keys)
             return
@@ -208,23 +203,10 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
             keys = [key for key in keys if (entry := find(key)) and entry.state is _COMMITTED and not entry.num_pins]
         self._witness.used(map(self.by_key.__getitem__, keys))
 
-    def demote(self, keys: Iterable[Key]) -> None:
-        """These go first, in this order; what is reserved or pinned as soon as it is neither any more. Other keys are
-        passed over. A witness does not hear of it: it is no use, and need not be remembered for longer than this."""
-        keys, find = list(keys), self.by_key.get
-        if self.evictable.demote(keys):
-            for key in keys:
-                entry = find(key)
-                if entry is not None and (entry.state is _RESERVED or (entry.num_pins and entry.state is _COMMITTED)):
-                    self._demoted_in_use.add(key)
-
     def _track(self, key: Key, entry: E) -> None:
         """It may be evicted from now on."""
         self.evictable.track(key, entry)
         self.evictable_bytes += entry.cost
-        if key in self._demoted_in_use:
-            self._demoted_in_use.remove(key)
-            self.evictable.demote((key,))
 
     def commit(self, key: Key) -> bool:
         """The bytes of a reserved key are there: offer it. False, and its space is free, when it was invalidated."""
@@ -316,8 +298,7 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
         return [slot for slot in map(self.pin, keys) if slot is not None]
 
     def unpin(self, key: Key) -> None:
-        """Undo one `pin`. The last one makes the key the most recently used, or the next to go if it was demoted
-        meanwhile, or frees it if it was invalidated."""
+        """Undo one `pin`. The last one makes the key the most recently used, or frees it if it was invalidated."""
         entry = self.pinned_now.get(key)
         if entry is None:
             raise TierProtocolError(f"unpin: expected a pinned key, got {key.hex()}")
@@ -371,7 +352,7 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
         self.reserved_now = {key: _doomed(entry) for key, entry in self.reserved_now.items()}
         self.pinned_now = {key: _doomed(entry) for key, entry in self.pinned_now.items()}
         self.by_key = self.reserved_now | self.pinned_now
-        self._held, self._pending, self._demoted_in_use = set(), set(), set()
+        self._held, self._pending = set(), set()
         self.evictable_bytes = 0
         self.used_bytes = sum(entry.cost for entry in self.by_key.values())
         self._space.keep_only(self.by_key.values())
@@ -389,7 +370,6 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
     def _withdraw(self, key: Key) -> None:
         self._held.remove(key)
         self._pending.discard(key)
-        self._demoted_in_use.discard(key)
         self._answers_anew(key)
 
     def _end_doomed_write(self, key: Key, entry: E) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 from hybridkv.tiers.contract import Key
@@ -25,11 +24,6 @@ class EvictionOrder(Protocol[OrderedE]):
 
     def touch(self, keys: Iterable[Key]) -> int:
         """These were used, the last one last. Those that are not tracked are passed over; how many these were."""
-        ...
-
-    def demote(self, keys: Iterable[Key]) -> int:
-        """These go before all others, the first one first and behind what was demoted before, until they are touched or
-        tracked anew. Those that are not tracked are passed over; how many these were."""
         ...
 
     def pick(self) -> tuple[Key, OrderedE]:
@@ -54,50 +48,34 @@ class EvictionOrder(Protocol[OrderedE]):
 
 
 class LeastRecentlyUsed(Generic[E]):
-    """An `EvictionOrder` of which that goes first whose last use is longest ago, behind what was demoted. Iterates in
-    that order."""
+    """An `EvictionOrder` of which that goes first whose last use is longest ago. Iterates in that order."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Key, E] = OrderedDict()
-        self._demoted: OrderedDict[Key, E] = OrderedDict()
-        """Not among the others."""
 
     def track(self, key: Key, entry: E) -> None:
         self._entries[key] = entry
 
     def touch(self, keys: Iterable[Key]) -> int:
-        entries, demoted, num_others = self._entries, self._demoted, 0
+        entries, num_others = self._entries, 0
         for key in keys:
             if key in entries:
                 entries.move_to_end(key)
-            elif key in demoted:
-                entries[key] = demoted.pop(key)
-            else:
-                num_others += 1
-        return num_others
-
-    def demote(self, keys: Iterable[Key]) -> int:
-        entries, demoted, num_others = self._entries, self._demoted, 0
-        for key in keys:
-            if key in entries:
-                demoted[key] = entries.pop(key)
-            elif key in demoted:
-                demoted.move_to_end(key)
             else:
                 num_others += 1
         return num_others
 
     def pick(self) -> tuple[Key, E]:
-        return (self._demoted or self._entries).popitem(last=False)
+        return self._entries.popitem(last=False)
 
     def forget(self, key: Key) -> None:
-        del (self._entries if key in self._entries else self._demoted)[key]
+        del self._entries[key]
 
     def give_up(self) -> None:
-        self._demoted, self._entries = OrderedDict(), OrderedDict()
+        self._entries = OrderedDict()
 
     def __len__(self) -> int:
-        return len(self._demoted) + len(self._entries)
+        return len(self._entries)
 
     def __iter__(self) -> Iterator[Key]:
-        return chain(self._demoted, self._entries)
+        return iter(self._entries)

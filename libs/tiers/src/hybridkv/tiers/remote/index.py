@@ -326,10 +326,6 @@ class RemoteIndex(Generic[P]):
     def touch(self, keys: Iterable[Key]) -> None:
         self._known.touch(keys)
 
-    def demote(self, keys: Iterable[Key]) -> None:
-        """Of these, chunks that were stored or read go first. Others' copies stay."""
-        self._known.demote(keys)
-
     # Storing.
 
     def _why_not(self, key: Key, num_bytes: int) -> Refusal | None:

@@ -2,7 +2,7 @@
 
 A chunk waits here while as much is on its way as may be, and while the slower tier says that asking again may help.
 What needs others before it goes only when those are there or on their way, so whatever stops the queue, the slower tier
-has beginnings. What was demoted while it waits goes nowhere. What waits is not protected in the fast tier: a store that
+has beginnings. What waits is not protected in the fast tier: a store that
 needs the room is worth more than a copy, and what is evicted meanwhile is dropped here, with all that needs it.
 
 What failed takes with it what needs it: that is dropped while it waits, and withdrawn from the slower tier where it is
@@ -190,8 +190,6 @@ class Cascades:
 
     def _try(self, waiting: Waiting, gate: Gate) -> Next | MoveResult:
         key, on_path = waiting.key, waiting.on_path
-        if key in self._order.demoted:
-            return MoveResult.DROPPED_SUPERSEDED
         if gate is Gate.SHUT:
             return MoveResult.DROPPED_OPEN
         if gate is Gate.BUSY:

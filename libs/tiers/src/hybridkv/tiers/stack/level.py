@@ -16,7 +16,6 @@ from typing import NamedTuple
 from hybridkv.tiers.contract import Failure, FailureReason, Heard, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.breaker import BreakerState
 from hybridkv.tiers.stack.cascades import Cascades
-from hybridkv.tiers.stack.demoted import Demoted
 from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult
 from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
 from hybridkv.tiers.stack.order import UseOrder
@@ -54,13 +53,11 @@ class Common:
         near: index of the fast tier.
         clock: seconds.
         planned: moves to be handed out.
-        demoted: what is not copied down.
     """
 
     near: TierIndex
     clock: Callable[[], float]
     planned: Planned
-    demoted: Demoted
     due_s: float = math.inf
     """Nothing that waits changes before."""
 
@@ -102,7 +99,7 @@ class Level:
         self.is_eager = tier.options.cascades is CascadePolicy.ALL
         """Whether it is given what is used for the first time."""
         if tier.options.cascades is not CascadePolicy.NOTHING:
-            order = UseOrder(common.near, tier.index, common.demoted)
+            order = UseOrder(common.near, tier.index)
             self.cascades = Cascades(order, self.traffic, tier.options, self._plan_cascade, position)
 
     @property

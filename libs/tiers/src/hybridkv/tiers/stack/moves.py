@@ -68,8 +68,6 @@ class MoveResult(enum.StrEnum):
     """It left the fast tier before its turn."""
     DROPPED_LATE = "dropped_late"
     """It waited while nothing came to its end for longer than a move may take."""
-    DROPPED_SUPERSEDED = "dropped_superseded"
-    """It was demoted before its turn: it goes first, so no slower tier needs a copy."""
 
 
 class PrefetchResult(enum.StrEnum):

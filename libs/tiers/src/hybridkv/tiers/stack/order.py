@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hybridkv.tiers.contract import Key, TierIndex
-from hybridkv.tiers.stack.demoted import Demoted
 
 
 @dataclass(slots=True, eq=False)
@@ -30,13 +29,11 @@ class UseOrder:
     Args:
         near: index of the fast tier.
         far: index of the slower one.
-        demoted: what stays behind all others, whatever was sent or touched before it was.
     """
 
-    def __init__(self, near: TierIndex, far: TierIndex, demoted: Demoted) -> None:
+    def __init__(self, near: TierIndex, far: TierIndex) -> None:
         self.near = near
         self.far = far
-        self.demoted = demoted
         self._closed: Batch | None = None
         """Its order is put right when the last of it has come."""
         self._batch = Batch()
@@ -60,11 +57,10 @@ class UseOrder:
 
     def reach(self, keys: tuple[Key, ...]) -> None:
         """At once, so that what comes next pushes out others first; and again when what is on its way has come."""
-        used = self.demoted.others(list(keys))
-        self.far.touch(used)
+        self.far.touch(keys)
         if not self.is_ordering:
             self.num_touched -= len(keys)
-            self.near.touch(used)
+            self.near.touch(keys)
             self._batch.order.clear()
             return
         self._batch.order += keys
@@ -86,16 +82,15 @@ class UseOrder:
         while self._closed is not None and not self._closed.num_left:
             self.num_touched -= self._closed.num_touched
             order = [*dict.fromkeys(reversed(self._closed.order))][::-1]  # each where it was named last
-            order = self.demoted.others(order)
             self.far.touch(order)
             self.near.touch(order)
             self._closed = None
             if self._batch.num_touched:
                 self._closed, self._batch = self._batch, Batch()
                 if self._closed.num_left:
-                    self.far.touch(self.demoted.others(self._closed.order))
+                    self.far.touch(self._closed.order)
             else:
-                self.far.touch(self.demoted.others(self._batch.order))
+                self.far.touch(self._batch.order)
 
     def clear(self) -> None:
         """Forget what is waited for."""

@@ -1,7 +1,7 @@
 """What comes into the fast tier though nobody waits for it: prefixes, one chunk after the other, as room allows.
 
 Nothing of it is pinned, and no release is needed. What has come and was not used yet takes up a bounded part of the
-fast tier: the newest takes the place of the oldest, which is to go first from then on. What somebody waits for goes
+fast tier: the newest takes the place of the oldest, which leaves it. What somebody waits for goes
 first (`Level.why_not_prefetch`).
 """
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Final
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, Refusal, TierIndex
-from hybridkv.tiers.stack.demoted import Demoted
 from hybridkv.tiers.stack.level import Level
 from hybridkv.tiers.stack.moves import PrefetchBytes, PrefetchResult
 from hybridkv.tiers.stack.promotions import Promotions
@@ -52,13 +51,12 @@ class _Prefix:
 
 @dataclass(slots=True)
 class _Round:
-    """What one `pump` has found out, and what one chunk of it displaced so far."""
+    """What one `pump` has found out."""
 
     now_s: float
     busy: set[Level] = field(default_factory=set)
     is_full: bool = False
     """The fast tier had no room."""
-    displaced: list[tuple[Key, _Prefix, int]] = field(default_factory=list)
 
 
 class Prefetches:
@@ -88,8 +86,8 @@ class Prefetches:
         self._unused: OrderedDict[Key, tuple[_Prefix, int]] = OrderedDict()
         """The same of all that was sent and that nobody has used, the oldest first."""
         self._unused_cost = 0
-        self._displaced = Demoted()
-        """What is to go first though a prefix of it has not ended."""
+        self._displaced: set[Key] = set()
+        """Of what moves, what leaves the fast tier as soon as it has come."""
         self._used_early: set[Key] = set()
         """Of what moves, what somebody waits for by now."""
         self._holds: dict[str, float] = {}
@@ -114,7 +112,7 @@ class Prefetches:
         self._prefixes.append(prefix)
         # What is there already must not make room for the rest.
         self._near.touch(reversed(keys))
-        self._displaced.discard(keys)
+        self._displaced.difference_update(keys)
         # Its end is to go before its beginning, as where it ends; if nothing of it is sent, this is all that is done.
         for key in reversed(keys) if self._unused else ():
             if self._near.lookup(key) is _MISS:
@@ -151,9 +149,7 @@ class Prefetches:
         if this.is_full:
             return False
         sent = self._promotions.bring(key, partial(self._why_not, prefix, this))
-        displaced, this.displaced = this.displaced, []
         if isinstance(sent, Refusal):
-            self._put_back(displaced)
             if sent is Refusal.TOO_LARGE:
                 prefix.failure = PrefetchResult.NO_ROOM
             elif sent is Refusal.NO_ROOM:
@@ -161,8 +157,6 @@ class Prefetches:
             elif sent is not Refusal.BUSY:
                 prefix.failure = PrefetchResult.LOST
             return False
-        self._bytes[PrefetchBytes.DISPLACED] += sum(num_bytes for _, _, num_bytes in displaced)
-        self._displaced.add(given_up for given_up, _, _ in displaced)
         self._drop(key)
         self._moving[key] = self._unused[key] = (prefix, sent)
         self._unused_cost += self._near.cost(sent)
@@ -179,11 +173,11 @@ class Prefetches:
         refusal = level.why_not_prefetch(prefix.next_bytes)
         if refusal is Refusal.BUSY:
             this.busy.add(level)
-        elif refusal is None and num_bytes is not None and not self._make_room(prefix, num_bytes, this):
+        elif refusal is None and num_bytes is not None and not self._make_room(prefix, num_bytes):
             refusal = Refusal.TOO_LARGE
         return refusal
 
-    def _make_room(self, prefix: _Prefix, num_bytes: int, this: _Round) -> bool:
+    def _make_room(self, prefix: _Prefix, num_bytes: int) -> bool:
         """Whether there is as much within what this may take up, in the place of what came before it."""
         cost, most_bytes = self._near.cost(num_bytes), min(prefix.most_bytes, self.most_bytes)
         if cost > most_bytes:
@@ -195,17 +189,12 @@ class Prefetches:
                 return False
             self._drop(key)
             if is_there:
-                this.displaced.append((key, owner, num_bytes))
-                self._near.demote((key,))
+                self._bytes[PrefetchBytes.DISPLACED] += num_bytes
+            if key in self._moving:
+                self._displaced.add(key)
+            else:
+                self._near.invalidate(key)
         return True
-
-    def _put_back(self, displaced: list[tuple[Key, _Prefix, int]]) -> None:
-        """Nothing came in the place of these: they stay, the oldest first."""
-        self._near.touch([key for key, _, _ in displaced])
-        for key, owner, num_bytes in reversed(displaced):
-            self._unused[key] = (owner, num_bytes)
-            self._unused.move_to_end(key, last=False)
-            self._unused_cost += self._near.cost(num_bytes)
 
     def on_ended(self, key: Key, has_come: bool, now_s: float) -> None:
         """A promotion has ended."""
@@ -222,6 +211,9 @@ class Prefetches:
             self._drop(key)
             prefix.failure = prefix.failure or PrefetchResult.LOST
         self._used_early.discard(key)
+        if key in self._displaced:
+            self._displaced.remove(key)
+            self._near.invalidate(key)
         self._end_if_over(prefix)
 
     def on_asked(self, owner: str) -> None:
@@ -236,9 +228,9 @@ class Prefetches:
         self._holds[owner] = now_s + PATIENCE_S
         return True
 
-    def on_used(self, keys: Iterable[Key]) -> None:
+    def on_used(self, keys: Sequence[Key]) -> None:
         """Somebody uses these: they are as any other from now on."""
-        self._displaced.discard(keys)
+        self._displaced.difference_update(keys)
         for key in keys if self._unused else ():
             num_bytes = self._drop(key)
             if num_bytes and key in self._moving:
@@ -246,9 +238,9 @@ class Prefetches:
             elif num_bytes and self._near.lookup(key) is _HIT:
                 self._bytes[PrefetchBytes.USED] += num_bytes
 
-    def forget(self, keys: Iterable[Key]) -> None:
+    def forget(self, keys: Sequence[Key]) -> None:
         """Nobody has read these, but they are there for another reason from now on: met, kept, or stored anew."""
-        self._displaced.discard(keys)
+        self._displaced.difference_update(keys)
         for key in keys if self._unused else ():
             self._drop(key)
 
@@ -278,13 +270,11 @@ class Prefetches:
         self._results[result] += 1
         if prefix.has_sent:
             # Its end is to go before its beginning, whichever came first.
-            in_order = self._displaced.others(list(reversed(prefix.keys[: prefix.place])))
+            in_order = list(reversed(prefix.keys[: prefix.place]))
             self._put_in_order(in_order)
             for key in in_order:
                 if key in self._unused:
                     self._unused.move_to_end(key)
-        if not self._prefixes:
-            self._displaced.clear()
         # What has come of it and was not used still says whose it was.
         prefix.keys, prefix.of_others = (), []
 

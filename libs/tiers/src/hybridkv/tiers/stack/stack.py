@@ -22,7 +22,6 @@ from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.stack.breaker import BreakerState
 from hybridkv.tiers.stack.deadlines import Deadlines
-from hybridkv.tiers.stack.demoted import Demoted
 from hybridkv.tiers.stack.hold import Hold, Holds
 from hybridkv.tiers.stack.level import Common, Level, SlowerTier
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, StackCounts, TierMove
@@ -62,8 +61,7 @@ class TierStack:
         self.near = near
         self._clock = clock
         self._planned = Planned(num_ranks)
-        self._demoted = Demoted()
-        self._common = Common(near, clock, self._planned, self._demoted)
+        self._common = Common(near, clock, self._planned)
         self._levels = tuple(Level(tier, place, len(names), self._common) for place, tier in enumerate(slower))
         self._cascading = tuple(level for level in self._levels if level.cascades is not None)
         self._eager = tuple(level for level in self._cascading if level.is_eager)
@@ -206,7 +204,6 @@ class TierStack:
 
     def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
         """Protect what the fast tier holds, all or nothing, and learn where it lies."""
-        self._demoted.discard(keys)
         slots = self.near.pin_all(keys)
         if slots is not None:
             self._prefetches.on_used(keys)
@@ -236,7 +233,6 @@ class TierStack:
             since_s: when its owner began to wait, by the stack's clock; None: now. Its deadline counts from then.
         """
         self._look_at_clock()
-        self._demoted.discard(keys)
         self._prefetches.on_asked(owner)
         if owner in self._holds.by_owner:
             self.release(owner)
@@ -290,7 +286,6 @@ class TierStack:
             most_bytes: of the fast tier, that all which came so and was not used yet may take up, with these.
         """
         self._look_at_clock()
-        self._demoted.discard(keys)
         self._prefetches.add(keys, most_bytes, self._clock())
 
     def bound_prefetches(self, most_bytes: int) -> None:
@@ -303,7 +298,6 @@ class TierStack:
 
     def _make_recent(self, keys: list[Key]) -> None:
         """As `touch`, of what nobody has used."""
-        keys = self._demoted.others(keys)
         self.near.touch(keys)
         for level in self._levels:
             level.touch(keys)
@@ -324,7 +318,6 @@ class TierStack:
         self._pump_news()
         slot = self.near.reserve(key, num_bytes)
         if isinstance(slot, Slot):
-            self._demoted.discard((key,))
             self._prefetches.forget((key,))
         return slot
 
@@ -333,7 +326,6 @@ class TierStack:
         self._pump_news()
         slots = self.near.reserve_all(chunks)
         stored = [key for (key, _), slot in zip(chunks, slots, strict=True) if isinstance(slot, Slot)]
-        self._demoted.discard(stored)
         self._prefetches.forget(stored)
         return slots
 
@@ -368,7 +360,6 @@ class TierStack:
 
         Where something is to cascade by now, once more when that has come, so that it can be among them.
         """
-        self._demoted.discard(keys)
         self._prefetches.on_used(keys)
         self.near.touch(keys)
         self._pump_news()
@@ -377,28 +368,8 @@ class TierStack:
 
     def touch_near(self, keys: Sequence[Key]) -> None:
         """The same in the fast tier alone, of what is met there or kept, and not read."""
-        self._demoted.discard(keys)
         self._prefetches.forget(keys)
         self.near.touch(keys)
-
-    def demote(self, keys: Sequence[Key]) -> None:
-        """These go first in every tier that decides by itself, in this order, until they are touched, held or stored
-        anew. What of them is stored or read now goes first when that has ended.
-
-        What still waits for its way down is not copied. A key that is nowhere is passed over.
-        """
-        self.near.demote(keys)
-        for level in self._levels:
-            level.index.demote(keys)
-        self._demoted.add(keys)
-
-    def is_demoted(self, key: Key) -> bool:
-        """Whether the last word on this key was that it goes first, as far as that is remembered."""
-        return key in self._demoted
-
-    def without_demoted(self, keys: list[Key]) -> list[Key]:
-        """The others of these: for whoever makes a path recent again, but not what was given up of it."""
-        return self._demoted.others(keys)
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> None:
         """Never offer what is stored under this key again, anywhere."""
@@ -413,7 +384,6 @@ class TierStack:
             level.index.clear()
         for level in self._cascading:
             level.clear()
-        self._demoted.clear()
         self._prefetches.clear()
         self._holds.lose_all()
 

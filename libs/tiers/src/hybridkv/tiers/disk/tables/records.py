@@ -81,7 +81,7 @@ class RecordTable:
         ledger = self._ledger
         self.lacks, self.lookup = ledger.lacks, ledger.lookup
         self.leading, self.last_held, self.any_pending = ledger.leading, ledger.last_held, ledger.any_pending
-        self.demote, self.eviction_order = ledger.demote, ledger.eviction_order
+        self.eviction_order = ledger.eviction_order
         self.close = ledger.refuse_all
         self._surplus: list[FoundRecord] = []
         """Of what an opening found, what there is no room for."""
