@@ -2,8 +2,8 @@
 
 `hybridkv.planner.checkpoints` decides which boundaries are worth a stop, and `steering.py` makes the engine stop. The
 engine hands the states over, as at the end of a prompt. States of answers are read from the block tables instead, where
-the engine does not hand them over. The newest state of an answer replaces the one before it in host memory; slower tiers
-get the last one, when the request has ended.
+the engine does not hand them over. In host memory the newest state of an answer replaces the one before it. Secondary
+tiers get the last one, when the request has ended.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.checkpointed import Checkpointed, state_groups, state_step_tokens
 from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.requests import NULL_BLOCK
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.steering import Steering
 from hybridkv.planner import LookupResult, Loss, State
@@ -39,14 +40,6 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
-    from hybridkv.connectors.vllm.requests import TrackedRequest
-
-
-from typing import TYPE_CHECKING, Final
-
-from hybridkv.connectors.vllm.requests import NULL_BLOCK
-
-if TYPE_CHECKING:
     from hybridkv.connectors.vllm.requests import TrackedRequest
 
 MAX_REMEMBERED: Final = 4096

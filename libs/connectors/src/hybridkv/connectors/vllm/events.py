@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
 
 from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.layout import CacheLayout
@@ -24,12 +26,6 @@ from hybridkv.tiers.stack import TierStack
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
-
-
-from collections.abc import Iterator
-from typing import TypeAlias
-
-import msgspec
 
 _Said: TypeAlias = tuple[Any, Any, Any]
 """Medium, group and hash."""

@@ -7,34 +7,35 @@ groups. The planner has the rules and the diagnosis; this module turns findings 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import msgspec
 
 from hybridkv.canonical import LayerLayout, TokenRange, aligned_page_bytes
+from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat, cuts
 from hybridkv.connectors.vllm.identity import spec_facts
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
-from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_blocks, chunk_span
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
-
-
-from collections.abc import Sequence
-
-from hybridkv.connectors.config import ROOT
 from hybridkv.planner import (
+    CacheSpec,
+    GroupKind,
+    GroupSpec,
     HybridOffloadPlanner,
     Problem,
+    TokenSpan,
+    chunk_blocks,
+    chunk_span,
     chunk_unit,
     diagnose,
     whole_chunk_unit,
 )
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
 
 AUTO_CHUNK_TOKENS = 128
 """An automatic chunk is the smallest one that fits all groups and has this many tokens, unless a state limits it."""

@@ -8,29 +8,41 @@ and follows it until every rank has ended.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from hybridkv.connectors.vllm.block_ids import tables_of
+from hybridkv.connectors.vllm.copy_table import copies_of, copies_of_runs
 from hybridkv.connectors.vllm.explain import Admission, Explanation, explain, log
 from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.local_blocks import LocalBlocks
 from hybridkv.connectors.vllm.lookups import TierLookup, Unasked
-from hybridkv.connectors.vllm.messages import Load
-from hybridkv.connectors.vllm.requests import TrackedRequest
+from hybridkv.connectors.vllm.messages import CopyTable, Load, LoadFailure
+from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.stats import RAM, Recorder
 from hybridkv.planner import (
     Hit,
     LoadAdmission,
+    LocalCopies,
+    LookupResult,
     Loss,
     Miss,
     Pending,
+    PlanError,
+    Transfer,
+    TransferRun,
     last_boundary,
     life,
     longest_hit,
     measure_loss,
     needed_parts,
+    plan_load_runs,
+    transfers_of,
 )
 from hybridkv.planner.stages import (
     Ask,
@@ -50,35 +62,8 @@ from hybridkv.planner.stages import (
     Searched,
     Stage,
 )
-from hybridkv.tiers import Refusal
+from hybridkv.tiers import FailureReason, Refusal, Slot
 from hybridkv.tiers.stack import HoldFailure, TierStack
-
-if TYPE_CHECKING:
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-
-
-from collections.abc import Iterable, Sequence
-from dataclasses import field
-from itertools import groupby
-from operator import attrgetter
-from typing import TYPE_CHECKING
-
-from hybridkv.connectors.vllm.block_ids import tables_of
-from hybridkv.connectors.vllm.copy_table import copies_of, copies_of_runs
-from hybridkv.connectors.vllm.local_blocks import LocalBlocks
-from hybridkv.connectors.vllm.messages import CopyTable, LoadFailure
-from hybridkv.connectors.vllm.requests import NULL_BLOCK
-from hybridkv.planner import (
-    LocalCopies,
-    LookupResult,
-    PlanError,
-    Transfer,
-    TransferRun,
-    plan_load_runs,
-    transfers_of,
-)
-from hybridkv.tiers import FailureReason, Slot
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -7,11 +7,19 @@ the engine opens when the workers have reported the facts that they alone know.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.config import OffloadConfig
+from hybridkv.connectors.config import (
+    DiskTierConfig,
+    ObjectTierConfig,
+    OffloadConfig,
+    PeerTierConfig,
+    SlowerTierConfig,
+    format_size,
+)
 from hybridkv.connectors.vllm import compat, tiers
 from hybridkv.connectors.vllm.checkpoints import STEP_S, CheckpointOptions, Checkpoints, has_states
 from hybridkv.connectors.vllm.duties import duties_of
@@ -22,27 +30,10 @@ from hybridkv.connectors.vllm.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.connectors.vllm.steering import Steering
 from hybridkv.connectors.vllm.tiers import ArenaSizes
-from hybridkv.connectors.vllm.wrong_blocks import distrusted_groups
-from hybridkv.planner import LoadAdmission
-from hybridkv.tiers.stack import TierStack
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-
-import logging
-from typing import TYPE_CHECKING
-
-from hybridkv.connectors.config import (
-    DiskTierConfig,
-    ObjectTierConfig,
-    PeerTierConfig,
-    SlowerTierConfig,
-    format_size,
-)
-from hybridkv.connectors.vllm.wrong_blocks import partly_copied_groups
+from hybridkv.connectors.vllm.wrong_blocks import distrusted_groups, partly_copied_groups
 from hybridkv.hashing import Fingerprint
-from hybridkv.planner import GroupKind
+from hybridkv.planner import GroupKind, LoadAdmission
+from hybridkv.tiers.stack import TierStack
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,23 +9,19 @@ they share.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm import compat
+from hybridkv.planner import LoadAdmission
 from hybridkv.planner.checkpoints import Placement, StopReason, next_stop
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-
-from hybridkv.planner import LoadAdmission
 
 logger = logging.getLogger("vllm.hybridkv.scheduler")
 

@@ -30,6 +30,7 @@ from hybridkv.connectors.vllm.steering import current_sibling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -40,17 +41,6 @@ if TYPE_CHECKING:
 
     from hybridkv.connectors.vllm.layout import CacheLayout
     from hybridkv.connectors.vllm.worker import LoadResults
-
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
-    from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import KVConnectorOutput
-    from vllm.v1.request import Request
 
 scheduler_logger = logging.getLogger("vllm.hybridkv.scheduler")
 

@@ -23,12 +23,6 @@ from hybridkv.connectors.vllm.identity.left_out import LEFT_OUT, LEFT_OUT_ELSEWH
 from hybridkv.connectors.vllm.identity.operator import is_named
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
 INDEPENDENT = frozenset(

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
-
-from hybridkv.connectors.vllm.identity.configuration import configuration_facts
-from hybridkv.connectors.vllm.identity.environment import environment_facts
-from hybridkv.connectors.vllm.identity.weights import Gathered, weights_facts
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from blake3 import blake3
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.identity.weights import is_hidden, local_files
+from hybridkv.connectors.vllm.identity.configuration import configuration_facts
+from hybridkv.connectors.vllm.identity.environment import environment_facts
+from hybridkv.connectors.vllm.identity.weights import Gathered, is_hidden, local_files, weights_facts
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig

@@ -9,6 +9,7 @@ identity: their cache ends with the process, unless the operator gives them a na
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,6 @@ from hybridkv.connectors.vllm.identity.digests import Digests
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
-
-
-from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,10 @@ from hybridkv.connectors.vllm import compat
 from hybridkv.connectors.vllm.identity.canonical import text
 from hybridkv.connectors.vllm.identity.environment import ENVIRONMENT, environment_facts
 from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.planner import GroupKind
+from hybridkv.planner import CacheSpec, GroupKind
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-
-from hybridkv.planner import CacheSpec
 
 PREFIX = "worker"
 ELEMENT_ORDER = f"{PREFIX}.element_order"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,21 +21,26 @@ from hybridkv.connectors.vllm.messages import LoadFailure
 from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.connectors.vllm.stats import LMCACHE, Recorder
+from hybridkv.lmcache.block_ids import cut_tables
 from hybridkv.lmcache.calls import Answer, Lack, Trouble
+from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.operations import Lookup
-from hybridkv.planner import PlanError, last_boundary, plan_load
+from hybridkv.planner import (
+    CacheSpec,
+    GroupKind,
+    PlanError,
+    State,
+    TokenSpan,
+    Transfer,
+    chunk_blocks,
+    last_boundary,
+    plan_load,
+)
 from hybridkv.planner.admission import Verdict
 from hybridkv.planner.stages import MAX_FAILED_LOADS
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-
-
-from collections.abc import Mapping
-
-from hybridkv.lmcache.block_ids import cut_tables
-from hybridkv.lmcache.geometry import Geometry
-from hybridkv.planner import CacheSpec, GroupKind, State, TokenSpan, Transfer, chunk_blocks
 
 
 def attention_tables(spec: CacheSpec, table: Sequence[Sequence[int]], num_tokens: int) -> dict[int, list[int]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from vllm.config.kv_transfer import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -15,20 +17,12 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError, ManagerError, did_you_mean
 from hybridkv.connectors.vllm.steering import Sibling, Steering, as_sibling
-from hybridkv.planner import LoadAdmission
+from hybridkv.metrics import MAX_CHILDREN
+from hybridkv.planner import LoadAdmission, Weight, is_weight
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-
-
-import math
-from collections import Counter
-from collections.abc import Iterable
-from typing import Final
-
-from hybridkv.metrics import MAX_CHILDREN
-from hybridkv.planner import Weight, is_weight
 
 MULTI_CONNECTORS: Final = ("HybridMultiConnector", "MultiConnector")
 DEFAULT_LOOKUP_TIMEOUT_S: Final = 1.0

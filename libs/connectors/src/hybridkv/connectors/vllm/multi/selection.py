@@ -14,15 +14,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.layout import group_specs, no_stored_group
 from hybridkv.connectors.vllm.multi.children import Child
 from hybridkv.connectors.vllm.multi.loads import ChildLoad, ChildLoads
 from hybridkv.connectors.vllm.steering import Steering
 from hybridkv.metrics import ChildSelection, SelectionStats, TokenClamp
 from hybridkv.planner import (
     AUTO,
+    UNKNOWN_RATE,
     UNKNOWN_RATES,
     Answer,
+    CacheSpec,
+    GroupKind,
     LoadAdmission,
+    Rates,
     Room,
     RoomBounds,
     RoomWait,
@@ -31,36 +36,22 @@ from hybridkv.planner import (
     Verdict,
     Wait,
     choose,
+    chunk_unit,
     gate_load,
     gate_lookup,
+    observe,
+    seconds_per_token,
 )
 from hybridkv.planner.admission import MAX_GATE_S, NOT_WAITED
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-
-from typing import TYPE_CHECKING
-
-from hybridkv.connectors.vllm.layout import group_specs, no_stored_group
-from hybridkv.planner import CacheSpec, GroupKind, chunk_unit
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.kv_cache_interface import KVCacheConfig
-
-
-from typing import TYPE_CHECKING
-
-from hybridkv.planner import UNKNOWN_RATE, Rates, observe, seconds_per_token
-
-if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
 
 MIN_PREFILL_TOKENS: Final = 32
 """A step with fewer says more about its overhead than about its tokens."""

@@ -7,7 +7,7 @@ checked, before the engine hears of that. Both copies are waited for, by the eng
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,20 +16,13 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.canonical.torch_view import CanonicalKVCaches, KVCache, LayoutError, canonical_kv_caches
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import compat
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-
-
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
-
 from hybridkv.connectors.vllm.nixl.messages import PromptLoad, Saved
 from hybridkv.peers.spans import moved_span
 from hybridkv.peers.tables import offered
 from hybridkv.planner import GroupKind, GroupSpec
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.request import Request
 
     from hybridkv.connectors.vllm.compat import BlockTables

@@ -8,6 +8,7 @@ tried, move whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,23 +19,14 @@ from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.vllm import compat, cuts, page_order
 from hybridkv.connectors.vllm.identity.worker_facts import element_order
 from hybridkv.connectors.vllm.layout import CacheLayout, layer_spec
-from hybridkv.peers.description import Piece
+from hybridkv.peers.description import Axis, Piece
 from hybridkv.peers.pieces import AttentionDims, Locate, attention_piece
 from hybridkv.peers.ranks import head_share
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
-
-
-import math
-from typing import TYPE_CHECKING
-
-from hybridkv.peers.description import Axis
-
-if TYPE_CHECKING:
-    import torch
-    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 CHANNELS_OUTERMOST = "DS"
 SAID_BY_ARRAYS = frozenset({"shapes", "num_heads"})
