@@ -55,13 +55,6 @@ MUTANTS: Final = (
         "//libs/planner/...",
     ),
     Mutant(
-        "a depth that only some parts have",
-        f"{_PLANNER}/retention.py",
-        "return max(set.intersection(*ends), default=0) if ends else 0",
-        "return max(set.union(*ends), default=0) if ends else 0",
-        "//libs/planner/...",
-    ),
-    Mutant(
         "a stop behind the branch of two prompts",
         f"{_PLANNER}/checkpoints/placement.py",
         "junction = prompt.junction_tokens // boundary_tokens * boundary_tokens",
