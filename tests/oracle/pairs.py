@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from hybridkv.connectors.vllm.nixl import worker
-from hybridkv.peers.testing.in_memory import InMemoryTransport, World
+from kits.peers.in_memory import InMemoryTransport, World
 from oracle.content import VOCABULARY_TOKENS, Transcript
 from oracle.engine import IDLE_LIMIT_S, OracleEngine, StuckError
 from oracle.mixes import Kind

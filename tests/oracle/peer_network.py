@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from hybridkv.peers.control import Handlers, LinkId
 from hybridkv.peers.ranges import Ranges
-from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.transport import (
     PENDING,
     Done,
@@ -24,6 +23,7 @@ from hybridkv.peers.transport import (
     TransferState,
 )
 from hybridkv.peers.wire import CloseReason, Message, MessageCodec, WireLimits
+from kits.peers.in_memory import InMemoryTransport, World
 
 if TYPE_CHECKING:
     from collections.abc import Callable

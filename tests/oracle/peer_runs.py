@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from hybridkv.peers.testing.faults import WrongBytes
 from hybridkv.peers.wire import CloseReason
+from kits.peers.faults import WrongBytes
 from oracle.content import VOCABULARY_TOKENS
 from oracle.engine import LeakError, StuckError
 from oracle.pairs import PeerEngine, withheld_tokens

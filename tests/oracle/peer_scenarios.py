@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR
-from hybridkv.peers.testing.faults import Fail, FaultPlan, HalfDone, Late, Lost, Rule, Vanish, WrongBytes
 from hybridkv.peers.transport import FailureReason
+from kits.peers.faults import Fail, FaultPlan, HalfDone, Late, Lost, Rule, Vanish, WrongBytes
 from oracle.scenarios import MAX_OUTPUTS, Prompt, prompt_trees
 from oracle.settings import Connector, EngineSettings
 

@@ -17,8 +17,8 @@ from hybridkv.connectors.vllm.nixl import reading, serving, worker
 from hybridkv.connectors.vllm.nixl.agent import Agent
 from hybridkv.connectors.vllm.nixl.memory import SCRATCH_SLOTS, RankMemory
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
-from hybridkv.peers.testing.faults import FaultInjectingTransport, FaultPlan
-from hybridkv.peers.testing.in_memory import World
+from kits.peers.faults import FaultInjectingTransport, FaultPlan
+from kits.peers.in_memory import World
 from oracle import engine
 from oracle.peer_network import Network, SimulatedControl, SteppedTransport
 from oracle.runner import OracleError

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, checkpoints, compat, register
-from hybridkv.connectors.vllm.answers import Answers
-from hybridkv.connectors.vllm.checkpoints import Checkpoints
+from hybridkv.connectors.vllm.checkpoints import Answers, Checkpoints
 from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
 from hybridkv.connectors.vllm.steering import Steering
 from hybridkv.metrics import Counts

@@ -17,8 +17,8 @@ from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.rank_read import RankRead
 from hybridkv.peers import pairing, spans
 from hybridkv.peers.leases import NO_NONCE
-from hybridkv.peers.testing.faults import FaultPlan, Rule, WrongBytes
 from hybridkv.planner import GroupKind, GroupSpec, TokenSpan
+from kits.peers.faults import FaultPlan, Rule, WrongBytes
 from oracle.engine import LeakError
 from oracle.mixes import GPT_OSS
 from oracle.peer_mixes import CUT_WINDOWS, MLA, Sides, alike

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.room import LoadRoom
-from hybridkv.peers.testing.faults import FaultPlan
 from hybridkv.planner.admission import Verdict
+from kits.peers.faults import FaultPlan
 from oracle.engine import StuckError
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, HEADS_BEFORE_LAYERS, QWEN3_NEXT, Mix
 from oracle.peer_mixes import (

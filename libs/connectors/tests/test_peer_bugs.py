@@ -34,8 +34,8 @@ from hybridkv.peers.control import LinkId
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.reads import Reason
 from hybridkv.peers.tables import offered
-from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.wire import CloseReason
+from kits.peers.in_memory import InMemoryTransport, World
 
 NUM_TOKENS = 23
 SIDE = Side()

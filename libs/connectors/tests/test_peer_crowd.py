@@ -11,7 +11,7 @@ from hybridkv.connectors.vllm.nixl.links import Peer, PeerState
 from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RemotePrompt
 from hybridkv.peers.tables import offered
-from hybridkv.peers.testing.in_memory import InMemoryTransport, World
+from kits.peers.in_memory import InMemoryTransport, World
 
 NUM_TOKENS = 23
 TABLES = tables_of(Side(), NUM_TOKENS)

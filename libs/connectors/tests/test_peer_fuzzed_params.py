@@ -19,8 +19,8 @@ from hybridkv.peers.leases import Lease
 from hybridkv.peers.pairing import Exchange, Resume
 from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.tables import BlockTables, offered
-from hybridkv.peers.testing.fuzzing import Target, bounded_memory, fuzz
 from hybridkv.planner import GroupKind, GroupSpec
+from kits.peers.fuzzing import Target, bounded_memory, fuzz
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))

@@ -30,7 +30,6 @@ from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
 from hybridkv.peers.description import encode
 from hybridkv.peers.ranks import RankLink
-from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.transport import Transport
 from hybridkv.peers.wire import (
     NO_SECRET,
@@ -44,6 +43,7 @@ from hybridkv.peers.wire import (
     WireLimits,
     pack_columns,
 )
+from kits.peers.in_memory import InMemoryTransport, World
 
 NUM_TOKENS = 23
 SIDE = Side()

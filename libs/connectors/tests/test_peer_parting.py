@@ -18,8 +18,8 @@ from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.ranks import RankLink
-from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.wire import Done, Message, Renew
+from kits.peers.in_memory import InMemoryTransport, World
 
 NUM_TOKENS = 23
 TABLES = tables_of(Side(), NUM_TOKENS)

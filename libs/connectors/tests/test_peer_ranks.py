@@ -17,9 +17,9 @@ from hybridkv.metrics import PEER_FAILURES
 from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.reads import Reason
 from hybridkv.peers.tables import offered
-from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.transport import TransferId, Transport
 from hybridkv.peers.transport.nixl import NixlTransport
+from kits.peers.in_memory import InMemoryTransport, World
 
 Opener = Callable[[str], Transport]
 NUM_TOKENS = 23

@@ -23,8 +23,8 @@ from peer_ranks import (
 from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.rank_read import RankRead
 from hybridkv.peers.reads import ReadBounds
-from hybridkv.peers.testing.in_memory import InMemoryTransport, World
 from hybridkv.peers.transport import PENDING, RemoteId, TransferId, TransferState
+from kits.peers.in_memory import InMemoryTransport, World
 
 NUM_TOKENS = 23
 IMPATIENT = ReadBounds(connect_s=WAIT_S, read_s=0.05, check_s=WAIT_S, end_s=0.05, whole_s=WAIT_S)

@@ -15,9 +15,9 @@ from tier_engines import Engine
 from hybridkv.connectors.config import OffloadConfig, decode_config
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.nixl.transports import open_transport
-from hybridkv.peers.testing.suite import until
 from hybridkv.peers.transport.nixl_library import MODULES
 from hybridkv.planner import LookupResult
+from kits.peers.suite import until
 
 CHUNK = bytes(number % 251 for number in range(10_000))
 KEY, OTHER = b"key", b"other"

@@ -19,7 +19,7 @@ from hybridkv.connectors.vllm.nixl.digesting import AT_ONCE_BYTES, Digesting
 from hybridkv.connectors.vllm.nixl.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.peers.digests import DigestRuns, digest_runs
-from hybridkv.peers.testing.in_memory import InMemoryTransport, World
+from kits.peers.in_memory import InMemoryTransport, World
 
 NUM_TOKENS = 23
 

@@ -7,11 +7,11 @@ from test_worker_facts import layout
 
 from hybridkv.connectors.config import OffloadConfig
 from hybridkv.connectors.vllm import tiers
-from hybridkv.peers.testing.suite import until
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Key, Slot, TierMedium
 from hybridkv.tiers.ram import RamArena
 from hybridkv.tiers.stack import Hold, MoveOutcome, TierMover
+from kits.peers.suite import until
 
 LAYOUT = layout()
 SIZES = tiers.ArenaSizes(1 << 20, 4096)

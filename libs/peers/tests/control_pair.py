@@ -12,8 +12,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
 from hybridkv.peers.control.curve import CurveKeys
-from hybridkv.peers.testing.suite import until
 from hybridkv.peers.wire import PROTOCOL_VERSION, CloseReason, Hello, Message, MessageCodec, Secret, WireLimits, Word
+from kits.peers.suite import until
 
 TIMEOUT_S = patience.seconds(12.0)
 

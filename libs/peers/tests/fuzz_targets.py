@@ -15,7 +15,6 @@ from hybridkv.peers.pairing import Exchange, Resume
 from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.tables import BlockTables
-from hybridkv.peers.testing.fuzzing import Target
 from hybridkv.peers.transport.contract import Region
 from hybridkv.peers.transport.memory import RegisteredMemory
 from hybridkv.peers.transport.nixl_capability import decode_capability as decode_nixl
@@ -39,6 +38,7 @@ from hybridkv.peers.wire import (
     unpack_columns,
 )
 from hybridkv.planner import GroupKind
+from kits.peers.fuzzing import Target
 
 LIMITS = WireLimits(max_frame_bytes=4096, max_items=64, max_text_bytes=100)
 CODEC = MessageCodec(LIMITS)

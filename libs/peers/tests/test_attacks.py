@@ -15,7 +15,7 @@ import pytest
 from attacks import ATTACKS, Address, Besieged
 from control_pair import Rogue
 
-from hybridkv.peers.testing.suite import until
+from kits.peers.suite import until
 
 SECONDS = float(os.environ.get("ATTACKS_S", "0"))
 LEAST_TRIES, LEAST_ASKED = 3, 50

@@ -21,7 +21,6 @@ from hybridkv.peers.control.curve import CurveKeys
 from hybridkv.peers.control.resolving import MAX_NAMES, Resolver
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.leases import Lease
-from hybridkv.peers.testing.suite import until
 from hybridkv.peers.wire import (
     NO_SECRET,
     PROTOCOL_VERSION,
@@ -38,6 +37,7 @@ from hybridkv.peers.wire import (
     WireLimits,
     Word,
 )
+from kits.peers.suite import until
 
 SECRET = Secret(b"a secret that both sides know")
 WRONG = Secret(b"a secret that nobody knows")

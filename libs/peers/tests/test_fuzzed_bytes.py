@@ -8,7 +8,7 @@ from random import Random
 import pytest
 from fuzz_targets import TARGETS
 
-from hybridkv.peers.testing.fuzzing import FindingError, Target, bounded_memory, changed, fuzz
+from kits.peers.fuzzing import FindingError, Target, bounded_memory, changed, fuzz
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))

@@ -9,12 +9,12 @@ import pytest
 from large_memory import PIECE_BYTES, LargeMemory
 
 from hybridkv.peers.errors import PeersConfigurationError
-from hybridkv.peers.testing.factories import fresh_name
-from hybridkv.peers.testing.memory import pattern
-from hybridkv.peers.testing.suite import TIMEOUT_S, reason_of, whole
 from hybridkv.peers.transport import Done, Failed, Region
 from hybridkv.peers.transport.nixl import NixlOptions, NixlTransport
 from hybridkv.peers.transport.nixl_library import MODULES
+from kits.peers.factories import fresh_name
+from kits.peers.memory import pattern
+from kits.peers.suite import TIMEOUT_S, reason_of, whole
 
 
 def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hybridkv.peers.errors import PeersConfigurationError
-from hybridkv.peers.testing.faults import (
+from hybridkv.peers.transport import PENDING, Done, FailureReason, Ranges, RemoteId
+from kits.peers.faults import (
     Fail,
     FaultInjectingTransport,
     FaultPlan,
@@ -16,10 +17,9 @@ from hybridkv.peers.testing.faults import (
     Vanish,
     WrongBytes,
 )
-from hybridkv.peers.testing.in_memory import InMemoryTransport, World
-from hybridkv.peers.testing.memory import POISON, pattern
-from hybridkv.peers.testing.suite import Reader, reason_of
-from hybridkv.peers.transport import PENDING, Done, FailureReason, Ranges, RemoteId
+from kits.peers.in_memory import InMemoryTransport, World
+from kits.peers.memory import POISON, pattern
+from kits.peers.suite import Reader, reason_of
 
 RANGES = Ranges.of([(0, 64 * at, 0, 64 * at, 64) for at in range(4)])
 

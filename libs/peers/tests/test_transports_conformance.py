@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-pytest.register_assert_rewrite("hybridkv.peers.testing.conformance", "hybridkv.peers.testing.suite")
+pytest.register_assert_rewrite("kits.peers.conformance", "kits.peers.suite")
 
-from hybridkv.peers.testing import factories  # noqa: E402
-from hybridkv.peers.testing.conformance import TransportConformance  # noqa: E402
-from hybridkv.peers.testing.conformance_processes import ProcessConformance  # noqa: E402
-from hybridkv.peers.testing.faults import FaultInjectingTransport, FaultPlan  # noqa: E402
-from hybridkv.peers.testing.in_memory import InMemoryTransport, World  # noqa: E402
-from hybridkv.peers.testing.suite import reason_of, whole  # noqa: E402
 from hybridkv.peers.transport import Done, FailureReason, Transport  # noqa: E402
+from kits.peers import factories  # noqa: E402
+from kits.peers.conformance import TransportConformance  # noqa: E402
+from kits.peers.conformance_processes import ProcessConformance  # noqa: E402
+from kits.peers.faults import FaultInjectingTransport, FaultPlan  # noqa: E402
+from kits.peers.in_memory import InMemoryTransport, World  # noqa: E402
+from kits.peers.suite import reason_of, whole  # noqa: E402
 
 
 class TestInMemory(TransportConformance):

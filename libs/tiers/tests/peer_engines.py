@@ -11,8 +11,6 @@ from typing import Any
 import patience
 
 from hybridkv.hashing import Fingerprint
-from hybridkv.peers.testing.in_memory import InMemoryTransport, World
-from hybridkv.peers.testing.suite import until
 from hybridkv.peers.transport import Transport
 from hybridkv.peers.wire import Secret
 from hybridkv.planner import LookupResult
@@ -27,6 +25,8 @@ from hybridkv.tiers.peer import (
     open_medium,
 )
 from hybridkv.tiers.ram import RamArena, RamIndex
+from kits.peers.in_memory import InMemoryTransport, World
+from kits.peers.suite import until
 from kits.tiers.copying import CopyingMedium
 
 GRANULE_BYTES = 1024

@@ -7,12 +7,12 @@ import os
 import pytest
 from peer_engines import fingerprint
 
-from hybridkv.peers.testing.fuzzing import Target, bounded_memory, fuzz
 from hybridkv.peers.wire import WireError, pack_columns, unpack_columns
 from hybridkv.tiers import Slot
 from hybridkv.tiers.peer import words
 from hybridkv.tiers.peer.options import MAX_KEYS
 from hybridkv.tiers.peer.places import MAX_OFFSET
+from kits.peers.fuzzing import Target, bounded_memory, fuzz
 
 SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))

@@ -10,11 +10,11 @@ import pytest
 from peer_engine_process import EngineProcess
 from peer_engines import CHUNK_BYTES, OPTIONS, TIMEOUT_S, Engine, chunk_bytes, found, load, patient
 
-from hybridkv.peers.testing.suite import until
 from hybridkv.peers.transport.nixl import NixlTransport
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Answer, FailureReason, Ticket
 from hybridkv.tiers.peer import PeerOptions
+from kits.peers.suite import until
 
 A, B = b"key a", b"key b"
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS

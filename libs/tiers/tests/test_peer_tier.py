@@ -14,7 +14,6 @@ pytest.register_assert_rewrite("kits.tiers.conformance")
 import peer_engines  # noqa: E402
 from peer_engines import OPTIONS, SECRET, Engine, fingerprint, found, load, patient  # noqa: E402
 
-from hybridkv.peers.testing.suite import until  # noqa: E402
 from hybridkv.peers.wire import Secret  # noqa: E402
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import (  # noqa: E402
@@ -30,6 +29,7 @@ from hybridkv.tiers import (  # noqa: E402
 from hybridkv.tiers.peer import Neighbourhood, open_index, reader  # noqa: E402
 from hybridkv.tiers.peer.places import at_peer  # noqa: E402
 from hybridkv.tiers.ram import RamIndex  # noqa: E402
+from kits.peers.suite import until  # noqa: E402
 from kits.tiers.conformance import (  # noqa: E402
     CHUNK_BYTES,
     MediumConformance,

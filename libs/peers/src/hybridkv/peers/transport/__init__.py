@@ -1,6 +1,6 @@
 """Reads of another process's memory: the contract, and NIXL behind it.
 
-Nothing here imports NIXL before a `NixlTransport` is made. `hybridkv.peers.testing.in_memory` is for tests.
+Nothing here imports NIXL before a `NixlTransport` is made. `kits.peers.in_memory` is for tests.
 """
 
 from hybridkv.peers.ranges import Ranges

@@ -1,6 +1,6 @@
 """A transport that does what networks and peers do, as planned."""
 
-from hybridkv.peers.testing.faults.plan import (
+from kits.peers.faults.plan import (
     Action,
     Fail,
     FaultPlan,
@@ -11,7 +11,7 @@ from hybridkv.peers.testing.faults.plan import (
     Vanish,
     WrongBytes,
 )
-from hybridkv.peers.testing.faults.transport import FaultInjectingTransport
+from kits.peers.faults.transport import FaultInjectingTransport
 
 __all__ = [
     "Action",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
-from hybridkv.peers.testing.faults.plan import Action, Fail, FaultPlan, HalfDone, Late, Lost, Vanish, WrongBytes
 from hybridkv.peers.transport import (
     PENDING,
     Done,
@@ -19,6 +18,7 @@ from hybridkv.peers.transport import (
     Transport,
 )
 from hybridkv.peers.transport.memory import RegisteredMemory
+from kits.peers.faults.plan import Action, Fail, FaultPlan, HalfDone, Late, Lost, Vanish, WrongBytes
 
 
 class _Planned:

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
-from hybridkv.peers.testing import factories
-from hybridkv.peers.testing.memory import Bytes, pattern, region_of
+from kits.peers import factories
+from kits.peers.memory import Bytes, pattern, region_of
 
 ANSWER_TIMEOUT_S = 300.0
 

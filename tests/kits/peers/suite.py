@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from hybridkv.peers.testing.memory import Bytes, expected, pattern, poisoned, region_of
 from hybridkv.peers.transport import (
     PENDING,
     Failed,
@@ -16,6 +15,7 @@ from hybridkv.peers.transport import (
     TransferState,
     Transport,
 )
+from kits.peers.memory import Bytes, expected, pattern, poisoned, region_of
 
 TIMEOUT_S = 300.0
 """Of what shall come, and comes at once on a quiet machine."""

@@ -9,9 +9,9 @@ import random
 from collections.abc import Callable
 
 from hybridkv.peers.errors import PeersProtocolError
-from hybridkv.peers.testing.memory import pattern, poisoned, region_of
-from hybridkv.peers.testing.suite import TIMEOUT_S, Reader, reason_of, whole
 from hybridkv.peers.transport import Done, Failed, FailureReason, Ranges, Region, RemoteId, TransferId, Transport
+from kits.peers.memory import pattern, poisoned, region_of
+from kits.peers.suite import TIMEOUT_S, Reader, reason_of, whole
 
 SIZES = (65536, 4096, 200_000)
 HUGE = (1 << 63) - 1

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from hybridkv.peers.testing import factories
-from hybridkv.peers.testing.memory import pattern
-from hybridkv.peers.testing.peer_process import PeerProcess
-from hybridkv.peers.testing.suite import TIMEOUT_S, Reader, reason_of, whole
 from hybridkv.peers.transport import PENDING, Done, FailureReason, Ranges, Transport
+from kits.peers import factories
+from kits.peers.memory import pattern
+from kits.peers.peer_process import PeerProcess
+from kits.peers.suite import TIMEOUT_S, Reader, reason_of, whole
 
 SIZE = 1 << 20
 LARGE = 16 << 20
