@@ -139,10 +139,10 @@ MUTANTS: Final = (
         "//libs/peers:peers_test",
     ),
     Mutant(
-        "a message that may be sent twice",
-        f"{_PEERS}/wire/sealing.py",
-        'return hmac.digest(key, number.to_bytes(8, "big") + body, "sha256")',
-        'return hmac.digest(key, body, "sha256")',
+        "a peer without the secret that is let in",
+        f"{_PEERS}/control/curve.py",
+        'status = b"200" if hmac.compare_digest(shown, self._admitted) else b"400"',
+        'status = b"200"',
         "//libs/peers:peers_test",
     ),
     Mutant(
