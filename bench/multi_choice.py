@@ -92,7 +92,8 @@ def upstream(children: list[Any]) -> tuple[Any, Callable[[], None]]:
 
 def ours(children: list[Any]) -> tuple[Any, Callable[[], None]]:
     """Ours, and how it forgets its requests."""
-    from hybridkv.connectors.vllm.multi.children import Child, ChildConfig
+    from hybridkv.connectors.vllm.multi.children import Child
+    from hybridkv.connectors.vllm.multi.config import ChildConfig
     from hybridkv.connectors.vllm.multi.connector import HybridMultiConnector
     from hybridkv.connectors.vllm.multi.selection import Selector
     from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LoadAdmission

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import wheels
 
-LIBRARIES = ["hashing", "canonical", "planner", "metrics", "lmcache", "tiers", "transfer", "connectors"]
+LIBRARIES = ["hashing", "canonical", "planner", "metrics", "lmcache", "tiers", "transfer", "connectors", "cli"]
 NEEDS_ENGINE = {"canonical", "connectors"}
 """Whose README shows an engine's tensors or configuration; their imports need nothing of it."""
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from vllm.v1.outputs import KVConnectorOutput
 
-from hybridkv.connectors.vllm.multi.children import Child, ChildConfig
+from hybridkv.connectors.vllm.multi.children import Child
+from hybridkv.connectors.vllm.multi.config import ChildConfig
 from hybridkv.connectors.vllm.multi.selection import LoadSizes, Selector
 from hybridkv.metrics import ChildSelection
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LoadAdmission, Weight

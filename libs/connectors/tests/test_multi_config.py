@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.multi.children import MultiConfig, decode_multi_config
+from hybridkv.connectors.vllm.multi.config import MultiConfig, decode_multi_config
 from hybridkv.metrics import MAX_CHILDREN
 
 KEYS = ("kv_connector", "kv_role", "engine_id", "kv_load_failure_policy", "kv_connector_extra_config")

@@ -16,7 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata
 
-from hybridkv.connectors.vllm.multi.children import Child, ChildClass, ChildConfig
+from hybridkv.connectors.vllm.multi.children import Child, ChildClass
+from hybridkv.connectors.vllm.multi.config import ChildConfig
 from hybridkv.connectors.vllm.multi.messages import (
     MultiHandshakeMetadata,
     MultiKVEvents,

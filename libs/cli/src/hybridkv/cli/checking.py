@@ -1,0 +1,190 @@
+"""Checks a --kv-transfer-config with the engine's own decoders, and warns of settings that engines accept silently.
+
+It starts no engine, opens no tier and reads no model, so an engine may still refuse for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from hybridkv.cli.output import Problem, as_problem
+from hybridkv.connectors import config as offload
+from hybridkv.connectors.config import ROOT, OffloadConfig, format_size, name_of
+from hybridkv.connectors.errors import ConfigurationError, did_you_mean
+from hybridkv.connectors.vllm import CONNECTOR, LMCACHE_CONNECTOR, MODULES, MULTI_CONNECTOR, PEER_CONNECTOR
+from hybridkv.connectors.vllm.lmcache import config as lmcache
+from hybridkv.connectors.vllm.multi.config import MULTI_CONNECTORS, decode_multi_config
+from hybridkv.connectors.vllm.nixl import config as nixl
+
+TRANSFER_KEYS: Final = (
+    "kv_connector",
+    "engine_id",
+    "kv_buffer_device",
+    "kv_role",
+    "kv_port",
+    "kv_connector_extra_config",
+    "kv_connector_module_path",
+    "enable_permute_local_kv",
+    "kv_load_failure_policy",
+)
+"""Fields of vLLM's KVTransferConfig (vllm/config/kv_transfer.py, 0.32)."""
+ROLES: Final = ("kv_both", "kv_producer", "kv_consumer")
+POLICIES: Final = ("recompute", "fail")
+
+
+class CheckReport(msgspec.Struct, frozen=True):
+    """Result of a check.
+
+    Args:
+        connectors: names of hybridkv's connectors that were checked.
+        problems: findings, errors first.
+    """
+
+    connectors: list[str]
+    problems: list[Problem]
+
+
+def parse_transfer(text: str, source: str) -> dict[str, Any]:
+    """Decodes the object of --kv-transfer-config.
+
+    Args:
+        text: JSON.
+        source: name of the text, for errors.
+
+    Raises:
+        ConfigurationError: the text is not a JSON object.
+    """
+    hint = '{"kv_connector": "HybridOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": {...}}'
+    try:
+        raw = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ConfigurationError(source, "JSON", str(error), hint) from None
+    if not isinstance(raw, dict):
+        raise ConfigurationError(source, "a JSON object", type(raw).__name__, hint)
+    return raw
+
+
+def check(raw: Mapping[str, Any]) -> CheckReport:
+    """Checks a decoded --kv-transfer-config."""
+    problems = [*_transfer_errors(raw)]
+    connectors: list[str] = []
+    name, extra = raw.get("kv_connector"), raw.get("kv_connector_extra_config", {})
+    if isinstance(name, str) and isinstance(extra, Mapping):
+        for path, connector, transfer in _connectors(raw, name, extra, problems):
+            connectors.append(connector)
+            problems += _of_connector(path, connector, transfer)
+    if "kv_load_failure_policy" not in raw and connectors:
+        problems.append(
+            Problem(
+                "warning",
+                "kv_load_failure_policy",
+                '"recompute"',
+                'nothing, for which vLLM takes "fail"',
+                'with "fail" a request ends with an error when its load fails; with "recompute" it is computed',
+            )
+        )
+    return CheckReport(connectors, sorted(problems, key=lambda problem: problem.severity))
+
+
+def _transfer_errors(raw: Mapping[str, Any]) -> Iterator[Problem]:
+    """Errors in the fields of vLLM's KVTransferConfig."""
+    for key in raw:
+        if key not in TRANSFER_KEYS:
+            is_inner = key in OffloadConfig.__struct_fields__
+            hint = f'put it into "{ROOT}"' if is_inner else did_you_mean(str(key), TRANSFER_KEYS)
+            yield Problem("error", str(key), "a known key", "an unknown one", hint)
+    known = ", ".join(MODULES)
+    if not isinstance(raw.get("kv_connector"), str):
+        yield Problem("error", "kv_connector", f"one of {known}", repr(raw.get("kv_connector", "nothing")), "")
+    for key, values, is_needed in (("kv_role", ROLES, True), ("kv_load_failure_policy", POLICIES, False)):
+        if (key in raw or is_needed) and raw.get(key) not in values:
+            expected = "one of " + ", ".join(f'"{value}"' for value in values)
+            yield Problem("error", key, expected, repr(raw.get(key, "nothing")), f'"{values[0]}" is usual')
+    if not isinstance(raw.get(ROOT, {}), Mapping):
+        yield Problem("error", ROOT, "an object", repr(raw[ROOT]), "")
+
+
+def _connectors(
+    raw: Mapping[str, Any], name: str, extra: Mapping[str, Any], problems: list[Problem]
+) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
+    """Path, name and KVTransferConfig of each of hybridkv's connectors. Adds errors of the list to `problems`."""
+    if name == MULTI_CONNECTOR:
+        inherited = {key: raw[key] for key in ("engine_id", "kv_role", "kv_load_failure_policy") if key in raw}
+        try:
+            children = decode_multi_config(extra, inherited, TRANSFER_KEYS).children
+        except ConfigurationError as error:
+            problems.extend(filter(None, [as_problem(error)]))
+            return
+        yield f"{ROOT}.", name, raw
+        entries = [(child.connector, child.transfer) for child in children]
+    elif name in MULTI_CONNECTORS:
+        found = extra.get("connectors", [])
+        listed = [entry for entry in found if isinstance(entry, Mapping)] if isinstance(found, Sequence) else []
+        entries = [(str(entry.get("kv_connector")), entry) for entry in listed]
+    elif name in MODULES:
+        yield f"{ROOT}.", name, raw
+        return
+    else:
+        words = "a connector of hybridkv: other keys are not known here"
+        problems.append(Problem("warning", "kv_connector", words, repr(name), did_you_mean(name, list(MODULES))))
+        return
+    for i, (connector, transfer) in enumerate(entries):
+        if connector in MODULES:
+            yield f"{ROOT}.connectors[{i}].{ROOT}.", connector, transfer
+
+
+def _of_connector(path: str, connector: str, transfer: Mapping[str, Any]) -> list[Problem]:
+    extra = transfer.get(ROOT, {})
+    try:
+        if connector == CONNECTOR:
+            config = offload.decode_config(extra)
+            return [_below(path, problem) for problem in _silent(config, transfer.get("kv_role"))]
+        if connector == PEER_CONNECTOR:
+            nixl.decode_config(extra)
+        elif connector == LMCACHE_CONNECTOR:
+            lmcache.decode_config(extra)
+    except ConfigurationError as error:
+        problem = as_problem(error)
+        assert problem is not None
+        return [_below(path, problem)]
+    return []
+
+
+def _below(path: str, problem: Problem) -> Problem:
+    """The problem with its path from the top of the configuration."""
+    if problem.path == "kv_role":  # a field of the connector, not of its extra configuration
+        return msgspec.structs.replace(problem, path=path.removesuffix(f"{ROOT}.") + problem.path)
+    return msgspec.structs.replace(problem, path=path + problem.path.removeprefix(f"{ROOT}."))
+
+
+def _silent(config: OffloadConfig, role: object) -> Iterator[Problem]:
+    """Warnings for settings that an engine accepts and an operator hardly means."""
+    names = [name_of(tier) for tier in config.tiers]
+    if config.disk is not None and config.disk.capacity <= config.ram.capacity:
+        yield Problem(
+            "warning",
+            f"{config.path_of('disk')}.capacity",
+            f"more than the {format_size(config.ram.capacity)} of host memory",
+            format_size(config.disk.capacity),
+            "the disk holds chunks that host memory has evicted; a disk this small helps only after a restart",
+        )
+    if "disk" in names and "object" in names and names.index("object") < names.index("disk"):
+        yield Problem(
+            "warning",
+            config.path_of("object"),
+            "the disk before the object store",
+            "the object store before the disk",
+            "a chunk is loaded from the first tier that has it: list the disk first",
+        )
+    if not config.slower and role in ("kv_producer", "kv_consumer"):
+        lost = "no engine loads its chunks" if role == "kv_producer" else "it has no chunks to load"
+        yield Problem(
+            "warning",
+            "kv_role",
+            "kv_both, or a tier that outlives the engine",
+            repr(role),
+            f"host memory belongs to one engine, so {lost}",
+        )
