@@ -28,10 +28,10 @@ from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.tiers import Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, SEGMENT_HEAD_BYTES, record_bytes
+from hybridkv.tiers.disk.index.change_log import ChangeLog
+from hybridkv.tiers.disk.index.records import RecordTable
+from hybridkv.tiers.disk.index.segments import Segment, SegmentTable
 from hybridkv.tiers.disk.options import DiskSizes
-from hybridkv.tiers.disk.tables.change_log import ChangeLog
-from hybridkv.tiers.disk.tables.records import RecordTable
-from hybridkv.tiers.disk.tables.segments import Segment, SegmentTable
 from hybridkv.tiers.ledger import KeyState
 
 PAYLOAD_BYTES = PAGE_BYTES

@@ -19,9 +19,8 @@ from stored_records import records, segments
 
 from hybridkv.planner import GroupKind
 from hybridkv.tiers import Slot
-from hybridkv.tiers.disk.format.checksum import checksum
-from hybridkv.tiers.disk.format.layout import PAGE_BYTES
-from hybridkv.tiers.disk.format.record import encode_record
+from hybridkv.tiers.disk.format.layout import PAGE_BYTES, checksum
+from hybridkv.tiers.disk.format.segment import encode_record
 from hybridkv.tiers.stack import BreakerOptions
 from hybridkv.tiers.stack.moves import MoveResult
 from hybridkv.tiers.stack.ways import Ways

@@ -7,7 +7,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, SEGMENT_HEAD_BYTES, record_bytes
-from hybridkv.tiers.disk.format.record import RecordHeader, decode_record
+from hybridkv.tiers.disk.format.segment import RecordHeader, decode_record
 
 
 def records(segment: Path) -> Iterator[tuple[int, RecordHeader]]:

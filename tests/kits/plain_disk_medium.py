@@ -14,19 +14,17 @@ from weakref import WeakKeyDictionary
 from hybridkv.tiers.contract import Completion, Failure, FailureReason
 from hybridkv.tiers.disk import DiskMedium, DiskOptions, FileIO, Fsync
 from hybridkv.tiers.disk.files.record_io import FilePosition, RecordReader, RecordWriter, Scratch
-from hybridkv.tiers.disk.format.checksum import checksum_of
-from hybridkv.tiers.disk.format.layout import number_of, offset_of, record_bytes
-from hybridkv.tiers.disk.format.record import encode_record, verify
-from hybridkv.tiers.disk.medium.operations import (
+from hybridkv.tiers.disk.format.layout import checksum_of, number_of, offset_of, record_bytes
+from hybridkv.tiers.disk.format.segment import encode_record, verify
+from hybridkv.tiers.disk.medium.disk_medium import (
     CLOSED,
     NO_THREAD,
-    DirectMode,
     Headers,
     Operation,
     busy,
     failure_of,
 )
-from hybridkv.tiers.disk.medium.segment_cache import OpenSegment, SegmentCache
+from hybridkv.tiers.disk.medium.segment_cache import DirectMode, OpenSegment, SegmentCache
 from hybridkv.tiers.disk.medium.syncer import Syncer
 from hybridkv.tiers.shortage import is_shortage
 
@@ -144,7 +142,8 @@ class PlainRunner:
                 continue
             completions = self._executor.run(batch, scratch)
             for operation, completion in zip(batch, completions, strict=True):
-                self._syncer.ended(operation, completion)
+                if operation.is_store and completion.failure is None:
+                    self._syncer.written(number_of(operation.address))
             self._cache.close_unused()
             with self._condition:
                 self._completions += completions

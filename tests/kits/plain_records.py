@@ -9,12 +9,12 @@ import numpy as np
 
 from hybridkv.tiers.contract import Key, Refusal, Slot
 from hybridkv.tiers.disk.format.layout import ADDRESS_BITS, number_of
+from hybridkv.tiers.disk.index.change_log import ChangeLog, Cut
+from hybridkv.tiers.disk.index.found import FoundRecords
+from hybridkv.tiers.disk.index.records import Record, cost_of
+from hybridkv.tiers.disk.index.segments import Segment, SegmentTable
+from hybridkv.tiers.disk.index.snapshot_source import Committed, Numbers
 from hybridkv.tiers.disk.options import DiskSizes
-from hybridkv.tiers.disk.tables.change_log import ChangeLog, Cut
-from hybridkv.tiers.disk.tables.found import FoundRecords
-from hybridkv.tiers.disk.tables.record import Record, cost_of
-from hybridkv.tiers.disk.tables.segments import Segment, SegmentTable
-from hybridkv.tiers.disk.tables.snapshot_source import Committed, Numbers
 from hybridkv.tiers.ledger import EvictionOrder, KeyLedger, KeyState, LeastRecentlyUsed
 from hybridkv.tiers.yielding import pieces
 

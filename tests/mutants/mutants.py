@@ -84,14 +84,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a record of the disk without a checksum",
-        f"{_TIERS}/disk/format/record.py",
+        f"{_TIERS}/disk/format/segment.py",
         "if payload_checksum != found.payload_checksum:",
         "if len(payload_checksum) != len(found.payload_checksum):",
         "//libs/tiers:tiers_test",
     ),
     Mutant(
         "the older of two records after a restart",
-        f"{_TIERS}/disk/opening/recovery.py",
+        f"{_TIERS}/disk/recovery/recovery.py",
         "if before is None or before.address < found.address:",
         "if before is None:",
         "//libs/tiers:tiers_test",

@@ -16,7 +16,7 @@ from hybridkv.connectors.vllm.loads import LoadsInFlight
 from hybridkv.connectors.vllm.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.stores import StorePlanner
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk.opening import store
+from hybridkv.tiers.disk.recovery import builder
 from hybridkv.tiers.ledger import LeastRecentlyUsed
 from hybridkv.tiers.ledger.states import E
 from kits import plain_ram_index, plain_records
@@ -189,7 +189,7 @@ class Watch:
         monkeypatch.setattr(compat, "copies_whole_blocks", lambda: True)
         if not self.is_as_shipped:
             monkeypatch.setattr(opened_tiers, "RamIndex", plain_ram_index.PlainRamIndex)
-            monkeypatch.setattr(store, "RecordTable", plain_records.PlainRecordTable)
+            monkeypatch.setattr(builder, "RecordTable", plain_records.PlainRecordTable)
         for module in (plain_ram_index, plain_records):
             monkeypatch.setattr(module, "LeastRecentlyUsed", lambda: Watched(self))
         self._watch_hits(monkeypatch)

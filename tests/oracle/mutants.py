@@ -13,7 +13,7 @@ from hybridkv.connectors.vllm.local_blocks import LocalBlocks
 from hybridkv.connectors.vllm.lookups import RequestKeys
 from hybridkv.planner import LocalCopies, State
 from hybridkv.planner.hints import NO_HINTS
-from hybridkv.tiers.disk.opening import store
+from hybridkv.tiers.disk.recovery import builder
 from hybridkv.tiers.ledger import KeyLedger
 from hybridkv.tiers.stack import Direction, TierMove, TierStack
 from kits.plain_ram_index import PlainRamIndex
@@ -103,7 +103,7 @@ def hints_unread(monkeypatch: pytest.MonkeyPatch) -> None:
 def _in_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """The indexes are those that can be mended."""
     monkeypatch.setattr(tiers, "RamIndex", PlainRamIndex)
-    monkeypatch.setattr(store, "RecordTable", PlainRecordTable)
+    monkeypatch.setattr(builder, "RecordTable", PlainRecordTable)
 
 
 def evicted_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

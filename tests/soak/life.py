@@ -8,7 +8,7 @@ import threading
 from random import Random
 
 from hybridkv.tiers.disk import DiskMedium, InlineJanitor, ThreadJanitor, plan_sizes
-from hybridkv.tiers.disk.files.names import rank_name, segment_name
+from hybridkv.tiers.disk.format.layout import rank_name, segment_name
 from hybridkv.tiers.errors import TierConfigurationError
 from kits.plain_disk_medium import PlainDiskMedium
 from soak.checks import Checks, Subject

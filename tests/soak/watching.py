@@ -14,8 +14,7 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, Slot
 from hybridkv.tiers.contract import UNSPECIFIED
 from hybridkv.tiers.disk import DiskIndex
-from hybridkv.tiers.disk.tables.record import Record
-from hybridkv.tiers.disk.tables.records import RecordTable
+from hybridkv.tiers.disk.index.records import Record, RecordTable
 from soak.ledger import Log
 
 SEGMENT_BITS = 32

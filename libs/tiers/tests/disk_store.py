@@ -11,9 +11,8 @@ import patience
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.tiers import Completion, Slot, Ticket, TierMedium
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, InlineJanitor, plan_sizes
-from hybridkv.tiers.disk.files.names import rank_name, segment_name
-from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES, number_of, offset_of
-from hybridkv.tiers.disk.tables.record import Record
+from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES, number_of, offset_of, rank_name, segment_name
+from hybridkv.tiers.disk.index.records import Record
 from kits.plain_disk_medium import PlainDiskMedium
 
 TIMEOUT_S = patience.seconds(6.0)

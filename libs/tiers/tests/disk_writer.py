@@ -28,8 +28,8 @@ from hybridkv.tiers.disk import (
     InlineJanitor,
     Janitor,
     ThreadJanitor,
+    maintenance,
 )
-from hybridkv.tiers.disk.upkeep import chores
 
 NUM_RANKS = 2
 NUM_KEYS = 24
@@ -123,7 +123,7 @@ def running_job() -> str:
     frame = sys._getframe()
     while frame is not None:
         name = type(frame.f_locals.get("self")).__name__
-        if name in CHORES and os.path.dirname(frame.f_code.co_filename) == os.path.dirname(chores.__file__):
+        if name in CHORES and os.path.dirname(frame.f_code.co_filename) == os.path.dirname(maintenance.__file__):
             return name
         frame = frame.f_back  # type: ignore[assignment]
     return "medium" if threading.current_thread() is not threading.main_thread() else "index"

@@ -30,10 +30,8 @@ from power_loss_writer import NUM_RANKS, WriterOrders
 
 from hybridkv.tiers import Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, Fsync
-from hybridkv.tiers.disk.files.names import rank_name, segment_name
-from hybridkv.tiers.disk.format.layout import number_of, offset_of, record_bytes
-from hybridkv.tiers.disk.tables.record import Record
-from hybridkv.tiers.disk.tables.records import RecordTable
+from hybridkv.tiers.disk.format.layout import number_of, offset_of, rank_name, record_bytes, segment_name
+from hybridkv.tiers.disk.index.records import Record, RecordTable
 
 RANKS = {"tensor_parallel_size": NUM_RANKS}
 

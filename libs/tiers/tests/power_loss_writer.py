@@ -33,7 +33,7 @@ from hybridkv.tiers.disk import (
     ThreadJanitor,
 )
 from hybridkv.tiers.disk.medium import disk_medium as medium_module
-from hybridkv.tiers.disk.medium.runner import Runner
+from hybridkv.tiers.disk.medium.disk_medium import Runner
 from hybridkv.tiers.disk.medium.syncer import Syncer
 from hybridkv.tiers.native import RecordQueue
 

@@ -18,8 +18,8 @@ from examples import thinned
 
 from hybridkv.tiers import Refusal, Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, Fsync, InlineJanitor, plan_sizes
-from hybridkv.tiers.disk.upkeep.janitor import Task
-from hybridkv.tiers.disk.upkeep.upkeep import MAX_CHORES_IN_A_ROW
+from hybridkv.tiers.disk.maintenance.janitor import Task
+from hybridkv.tiers.disk.maintenance.maintenance import MAX_CHORES_IN_A_ROW
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 40 * KIB)

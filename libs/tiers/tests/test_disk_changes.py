@@ -28,8 +28,8 @@ from hybridkv.tiers.disk import (
 )
 from hybridkv.tiers.disk.format import changes, snapshot
 from hybridkv.tiers.disk.format.layout import number_of
-from hybridkv.tiers.disk.opening import recovery
-from hybridkv.tiers.disk.tables.change_log import MAX_USES_IN_A_BATCH, ChangeLog
+from hybridkv.tiers.disk.index.change_log import MAX_USES_IN_A_BATCH, ChangeLog
+from hybridkv.tiers.disk.recovery import recovery
 
 TIMEOUT_S = disk_store.TIMEOUT_S
 OPTIONS = disk_store.options_for(12 * 8192, num_spare=3, changes_interval_s=0.0, direct=False)

@@ -20,9 +20,9 @@ from hybridkv.tiers import Completion, FailureReason, Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, FileIO
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, SEGMENT_HEAD_BYTES, address_of
-from hybridkv.tiers.disk.format.record import RECORD_HEAD_BYTES
-from hybridkv.tiers.disk.opening.recovery import recover
-from hybridkv.tiers.disk.tables.found import FoundRecord
+from hybridkv.tiers.disk.format.segment import RECORD_HEAD_BYTES
+from hybridkv.tiers.disk.index.found import FoundRecord
+from hybridkv.tiers.disk.recovery.recovery import recover
 
 OPTIONS = disk_store.options_for(4 * 8192, direct=False, max_quarantined=16)
 CHUNKS = {

@@ -12,9 +12,9 @@ import pytest
 
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, plan_sizes
 from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES
-from hybridkv.tiers.disk.opening import store as opening
-from hybridkv.tiers.disk.tables.segments import Segment, Stage
-from hybridkv.tiers.disk.upkeep.chores import create
+from hybridkv.tiers.disk.index.segments import Segment, Stage
+from hybridkv.tiers.disk.maintenance import segment_chores
+from hybridkv.tiers.disk.recovery import builder
 
 RECORDS_IN_SEGMENT = 4
 SEGMENT_BYTES = SEGMENT_HEAD_BYTES + RECORDS_IN_SEGMENT * 8192
@@ -40,8 +40,8 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Iterator[Looks]:
             looks.count += 1
             return super().__getattribute__(name)
 
-    monkeypatch.setattr(opening, "Segment", Counted)
-    monkeypatch.setattr(create, "Segment", Counted)
+    monkeypatch.setattr(builder, "Segment", Counted)
+    monkeypatch.setattr(segment_chores, "Segment", Counted)
     return looks
 
 

@@ -18,8 +18,7 @@ import pytest
 
 from hybridkv.tiers import Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskOptions
-from hybridkv.tiers.disk.tables.record import Record
-from hybridkv.tiers.disk.tables.records import RecordTable
+from hybridkv.tiers.disk.index.records import Record, RecordTable
 
 KILLS_OF_SEED = dict.fromkeys(range(8), 20) | dict.fromkeys(range(8, 12), 10)
 """200 in all. The last seeds are of writers whose index works on a thread of its own."""

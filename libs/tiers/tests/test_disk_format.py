@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.tiers.disk.format import changes, epoch, journal, snapshot
-from hybridkv.tiers.disk.format.checksum import checksum
+from hybridkv.tiers.disk.format import changes, snapshot
 from hybridkv.tiers.disk.format.layout import (
     LARGEST_EPOCH,
     LARGEST_KEY_BYTES,
@@ -20,23 +19,41 @@ from hybridkv.tiers.disk.format.layout import (
     LARGEST_SEGMENT_BYTES,
     PAGE_BYTES,
     address_of,
+    checksum,
     is_place,
     is_place_of,
     number_of,
     offset_of,
     record_bytes,
 )
-from hybridkv.tiers.disk.format.record import RECORD_MAGIC, RecordHeader, decode_record, encode_record
 from hybridkv.tiers.disk.format.segment import (
+    RECORD_MAGIC,
     SEAL_MAGIC,
     SEGMENT_MAGIC,
+    RecordHeader,
     SegmentHeader,
+    decode_record,
     decode_seal,
     decode_segment,
+    encode_record,
     encode_seal,
     encode_segment,
 )
-from hybridkv.tiers.disk.tables.withdrawals import Withdrawals
+from hybridkv.tiers.disk.format.withdrawals import (
+    EPOCH_MAGIC,
+    JOURNAL_HEAD_BYTES,
+    JOURNAL_MAGIC,
+    Withdrawal,
+    Withdrawals,
+    decode_epoch,
+    decode_journal,
+    digest_of,
+    encode_epoch,
+    encode_journal_head,
+    encode_withdrawal,
+    next_epoch,
+    num_journal_entries,
+)
 
 GOLDEN = Path(__file__).parent / "golden"
 NAMESPACE = bytes(range(32))
@@ -45,8 +62,8 @@ PAYLOAD = b"0123456789" * 10
 SEGMENT = SegmentHeader(3, 17, 5, 1 << 20, NAMESPACE)
 RECORD = RecordHeader(3, address_of(17, 8192), len(PAYLOAD), NAMESPACE, checksum(PAYLOAD), KEY)
 WITHDRAWALS = [
-    journal.Withdrawal(journal.digest_of(KEY), address_of(18, 0), address_of(17, 8192)),
-    journal.Withdrawal(journal.digest_of(b"other"), address_of(19, 4096), address_of(2, 8192)),
+    Withdrawal(digest_of(KEY), address_of(18, 0), address_of(17, 8192)),
+    Withdrawal(digest_of(b"other"), address_of(19, 4096), address_of(2, 8192)),
 ]
 ADDRESSES = [address_of(17, 8192), address_of(3, 8192)]
 SNAPSHOT = snapshot.Snapshot(
@@ -78,10 +95,10 @@ FILES = {
     "segment": encode_segment(SEGMENT),
     "seal": encode_seal(SEGMENT, 65536),
     "record": encode_record(RECORD).ljust(PAGE_BYTES, b"\0") + PAYLOAD.ljust(PAGE_BYTES, b"\0"),
-    "journal": journal.encode_head(NAMESPACE) + b"".join(map(journal.encode_entry, WITHDRAWALS)),
+    "journal": encode_journal_head(NAMESPACE) + b"".join(map(encode_withdrawal, WITHDRAWALS)),
     "snapshot": snapshot.encode(SNAPSHOT, NAMESPACE),
     "changes": encode_changes(BATCHES),
-    "epoch": epoch.encode(5, NAMESPACE),
+    "epoch": encode_epoch(5, NAMESPACE),
 }
 
 
@@ -95,10 +112,10 @@ def test_the_golden_files_are_read() -> None:
     assert decode_segment(data["segment"]) == SEGMENT
     assert decode_seal(data["seal"], SEGMENT) == 65536
     assert decode_record(data["record"]) == RECORD
-    assert journal.decode(data["journal"], NAMESPACE) == WITHDRAWALS
+    assert decode_journal(data["journal"], NAMESPACE) == WITHDRAWALS
     assert decoded_snapshot(data["snapshot"]) == SNAPSHOT
     assert changes.decode(data["changes"], NAMESPACE, BASE) == decoded(BATCHES)
-    assert epoch.decode(data["epoch"], NAMESPACE) == 5
+    assert decode_epoch(data["epoch"], NAMESPACE) == 5
 
 
 def decoded(batches: list[list[changes.Change]]) -> changes.Decoded:
@@ -217,10 +234,10 @@ def test_a_place_that_cannot_be_makes_everything_damaged_that_names_it(address: 
     batches: list[list[changes.Change]] = [[changes.Committed(address, payload_bytes, KEY)]]
     found = changes.decode(encode_changes(batches), NAMESPACE, BASE)
     assert found is not None and found.is_whole == is_possible
-    entries = [WITHDRAWALS[0], journal.Withdrawal(bytes(16), 1 << 63, address)]
-    data = journal.encode_head(NAMESPACE) + b"".join(map(journal.encode_entry, entries))
-    assert journal.decode(data, NAMESPACE) == entries[: 1 + is_place(address)]
-    assert journal.num_entries(data) == 2
+    entries = [WITHDRAWALS[0], Withdrawal(bytes(16), 1 << 63, address)]
+    data = encode_journal_head(NAMESPACE) + b"".join(map(encode_withdrawal, entries))
+    assert decode_journal(data, NAMESPACE) == entries[: 1 + is_place(address)]
+    assert num_journal_entries(data) == 2
 
 
 @pytest.mark.parametrize(
@@ -268,9 +285,9 @@ def test_a_seal_at_an_end_that_cannot_be_is_damaged(end_offset: int, expected: N
 
 
 def test_an_epoch_that_cannot_be_is_damaged_and_none_comes_there() -> None:
-    assert epoch.decode(epoch.encode(LARGEST_EPOCH + 1, NAMESPACE), NAMESPACE) is None
-    assert epoch.decode(epoch.encode(LARGEST_EPOCH, NAMESPACE), NAMESPACE) == LARGEST_EPOCH
-    assert (epoch.after(4), epoch.after(LARGEST_EPOCH)) == (5, 0)
+    assert decode_epoch(encode_epoch(LARGEST_EPOCH + 1, NAMESPACE), NAMESPACE) is None
+    assert decode_epoch(encode_epoch(LARGEST_EPOCH, NAMESPACE), NAMESPACE) == LARGEST_EPOCH
+    assert (next_epoch(4), next_epoch(LARGEST_EPOCH)) == (5, 0)
 
 
 any_change = st.one_of(
@@ -348,7 +365,7 @@ def test_a_batch_counts_only_behind_the_one_it_was_written_behind(
 def test_withdrawals_keep_the_last_of_each_key_within_their_bound(numbers: list[int], max_entries: int) -> None:
     withdrawals = Withdrawals(max_entries)
     forgotten = sum(
-        withdrawals.add(journal.Withdrawal(journal.digest_of(b"%d" % number), position + 1, 0))
+        withdrawals.add(Withdrawal(digest_of(b"%d" % number), position + 1, 0))
         for position, number in enumerate(numbers)
     )
     kept = list(dict.fromkeys(reversed(numbers)))[:max_entries]
@@ -363,7 +380,7 @@ def test_withdrawals_keep_the_last_of_each_key_within_their_bound(numbers: list[
 def test_the_description_names_every_magic_and_every_size() -> None:
     words = (Path(__file__).parent.parent / "src/hybridkv/tiers/disk/format/FORMAT.md").read_text()
     magics = [SEGMENT_MAGIC, SEAL_MAGIC, RECORD_MAGIC]
-    magics += [journal.JOURNAL_MAGIC, snapshot.SNAPSHOT_MAGIC, changes.CHANGES_MAGIC, epoch.EPOCH_MAGIC]
+    magics += [JOURNAL_MAGIC, snapshot.SNAPSHOT_MAGIC, changes.CHANGES_MAGIC, EPOCH_MAGIC]
     assert len(set(magics)) == len(magics), "each kind of file begins with bytes of its own"
     for magic in magics:
         assert magic.hex(" ") in words
@@ -372,7 +389,7 @@ def test_the_description_names_every_magic_and_every_size() -> None:
         "segment": 88,
         "seal": 88,
         "record": 80,
-        "journal": journal.HEAD_BYTES,
+        "journal": JOURNAL_HEAD_BYTES,
         "epoch": 72,
         "changes": changes.HEAD_BYTES,
     }

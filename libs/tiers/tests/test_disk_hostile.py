@@ -25,12 +25,23 @@ from hypothesis import strategies as st
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.disk import FileIO
-from hybridkv.tiers.disk.files.names import segment_name
-from hybridkv.tiers.disk.format import changes, epoch, journal, snapshot
-from hybridkv.tiers.disk.format.checksum import checksum
-from hybridkv.tiers.disk.format.layout import LARGEST_FIRST_NUMBER, LARGEST_NUMBER, address_of
-from hybridkv.tiers.disk.format.record import RECORD_MAGIC, RecordHeader, encode_record
-from hybridkv.tiers.disk.format.segment import SegmentHeader, encode_seal, encode_segment
+from hybridkv.tiers.disk.format import changes, snapshot
+from hybridkv.tiers.disk.format.layout import LARGEST_FIRST_NUMBER, LARGEST_NUMBER, address_of, checksum, segment_name
+from hybridkv.tiers.disk.format.segment import (
+    RECORD_MAGIC,
+    RecordHeader,
+    SegmentHeader,
+    encode_record,
+    encode_seal,
+    encode_segment,
+)
+from hybridkv.tiers.disk.format.withdrawals import (
+    Withdrawal,
+    digest_of,
+    encode_epoch,
+    encode_journal_head,
+    encode_withdrawal,
+)
 
 FACTOR = float(os.environ.get("HYBRIDKV_HOSTILE_FACTOR", "1"))
 OPTIONS = disk_store.options_for(8 * 8192, direct=False)
@@ -145,13 +156,11 @@ class Behind(NamedTuple):
         return data
 
 
-withdrawals = st.builds(
-    journal.Withdrawal, keys.map(journal.digest_of), st.one_of(any_place, st.just(1 << 63)), any_place
-)
+withdrawals = st.builds(Withdrawal, keys.map(digest_of), st.one_of(any_place, st.just(1 << 63)), any_place)
 journals = st.lists(withdrawals, max_size=5).map(
-    lambda entries: Hostile("quarantine", journal.encode_head(DIGEST) + b"".join(map(journal.encode_entry, entries)))
+    lambda entries: Hostile("quarantine", encode_journal_head(DIGEST) + b"".join(map(encode_withdrawal, entries)))
 )
-epochs = any_number.map(lambda number: Hostile("epoch", epoch.encode(number, DIGEST)))
+epochs = any_number.map(lambda number: Hostile("epoch", encode_epoch(number, DIGEST)))
 sparse = st.builds(
     lambda name, num_bytes: Hostile(name, b"", (), num_bytes),
     st.sampled_from(["snapshot", "changes", "quarantine", "epoch", "namespace.json", "LOCK", "snapshot.new"]),

@@ -12,9 +12,9 @@ from disk_faults import OPTIONS, Store
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.disk import FileIO
-from hybridkv.tiers.disk.files.names import segment_number
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.files.segment_files import Relocation, SegmentFiles
+from hybridkv.tiers.disk.format.layout import segment_number
 
 NUM_OLD = 8
 

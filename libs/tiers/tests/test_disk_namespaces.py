@@ -14,7 +14,7 @@ import pytest
 from hybridkv.hashing import FORMAT_VERSION
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Slot, TierConfigurationError
-from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, InlineJanitor, open_disk_tier
+from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, InlineJanitor
 from hybridkv.tiers.files.directory import Directory
 
 OPTIONS = disk_store.options_for(8 * 8192, num_spare=3)
@@ -285,16 +285,6 @@ def test_a_directory_knows_what_it_takes_up(tmp_path: Path) -> None:
     directory = Directory.root(FileIO(), str(tmp_path / "store"), create=False)
     assert directory.disk_bytes() == disk_store.disk_bytes(tmp_path / "store")
     directory.close()
-
-
-def test_one_call_opens_both_halves(tmp_path: Path) -> None:
-    index, medium = open_disk_tier(str(tmp_path / "store"), disk_store.FINGERPRINT, OPTIONS)
-    assert index.drain(disk_store.TIMEOUT_S)
-    assert disk_store.store(index, medium, b"key", b"x" * 100)
-    loaded = disk_store.load(index, medium, b"key")
-    assert loaded is not None and loaded[1] == b"x" * 100
-    medium.close()
-    index.close()
 
 
 def test_a_closed_index_lets_the_next_one_in_while_its_user_still_holds_it(tmp_path: Path) -> None:

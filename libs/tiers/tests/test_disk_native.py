@@ -18,8 +18,8 @@ import pytest
 from hybridkv.tiers import Completion, FailureReason, Slot, Ticket, TierConfigurationError
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES
-from hybridkv.tiers.disk.medium import runner
-from hybridkv.tiers.disk.tables import records
+from hybridkv.tiers.disk.index import records
+from hybridkv.tiers.disk.medium import disk_medium
 from hybridkv.tiers.native import RecordQueue
 from kits.plain_disk_medium import PlainDiskMedium
 
@@ -320,12 +320,12 @@ def test_why_threads_make_the_calls_is_said_once(
             return getattr(self.queue, name)
 
     monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.RecordQueue", RefusedRing)
-    runner._say_why_threads.cache_clear()
+    disk_medium._say_why_threads.cache_clear()
     with caplog.at_level("INFO", logger="hybridkv.tiers.disk"):
         for _ in range(2):
             media(tmp_path, OPTIONS)[0].close()
     assert caplog.text.count("refuses io_uring (Operation not permitted)") == 1
-    runner._say_why_threads.cache_clear()
+    disk_medium._say_why_threads.cache_clear()
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EBUSY, errno.ENOMEM, errno.EMFILE])

@@ -20,7 +20,7 @@ from disk_faults import CHUNK, OPTIONS, FaultyIO, Store
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import TierConfigurationError
 from hybridkv.tiers.disk import DiskIndex, FileIO
-from hybridkv.tiers.disk.files.lock_holder import find_holder
+from hybridkv.tiers.disk.files.locks import find_holder
 
 NAME = disk_store.FINGERPRINT.digest().hex()
 OTHER_USER = 12345

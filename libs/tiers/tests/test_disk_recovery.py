@@ -13,7 +13,7 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.disk.format.layout import number_of
-from hybridkv.tiers.disk.opening.scanner import SCAN_THREADS
+from hybridkv.tiers.disk.recovery.scanner import SCAN_THREADS
 
 RANKS = {"tensor_parallel_size": 2}
 OPTIONS = disk_store.options_for(8 * 8192, num_ranks=2, max_quarantined=16)

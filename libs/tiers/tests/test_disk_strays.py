@@ -18,11 +18,18 @@ from examples import thinned
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Refusal, Slot, Ticket, TierConfigurationError
-from hybridkv.tiers.disk.files.names import segment_name
-from hybridkv.tiers.disk.format import changes, epoch, journal, snapshot
-from hybridkv.tiers.disk.format.layout import LARGEST_EPOCH, LARGEST_FIRST_NUMBER, LARGEST_NUMBER, address_of, number_of
+from hybridkv.tiers.disk.files.other_files import MAX_NAME_CHARACTERS, MAX_NAMES
+from hybridkv.tiers.disk.format import changes, snapshot
+from hybridkv.tiers.disk.format.layout import (
+    LARGEST_EPOCH,
+    LARGEST_FIRST_NUMBER,
+    LARGEST_NUMBER,
+    address_of,
+    number_of,
+    segment_name,
+)
 from hybridkv.tiers.disk.format.segment import SegmentHeader, encode_segment
-from hybridkv.tiers.disk.opening.unknown_files import MAX_NAME_CHARACTERS, MAX_NAMES
+from hybridkv.tiers.disk.format.withdrawals import Withdrawal, encode_epoch, encode_journal_head, encode_withdrawal
 
 OPTIONS = disk_store.options_for(8 * 8192, direct=False)
 DIGEST = disk_store.FINGERPRINT.digest()
@@ -172,8 +179,8 @@ def test_metadata_at_the_end_of_the_numbers_stops_no_store(path: Path, name: str
     file = namespace_of(path) / name
     end = address_of(LARGEST_NUMBER, 8192)
     if name == "quarantine":
-        entry = journal.Withdrawal(bytes(16), end + (1 << 20), end)
-        file.write_bytes(journal.encode_head(DIGEST) + journal.encode_entry(entry))
+        entry = Withdrawal(bytes(16), end + (1 << 20), end)
+        file.write_bytes(encode_journal_head(DIGEST) + encode_withdrawal(entry))
     elif name == "snapshot":
         saved = snapshot.Snapshot(0, 1 << 31, 1 << 31, 1 << 63, [], [], [], [])
         file.write_bytes(snapshot.encode(saved, DIGEST))
@@ -195,8 +202,8 @@ def test_metadata_behind_the_end_of_the_numbers_is_damaged(
     file = namespace_of(path) / name
     address = address_of(LARGEST_NUMBER + 1, 8192)
     if name == "quarantine":
-        entries = [journal.Withdrawal(bytes(16), address + 8192, 8192), journal.Withdrawal(bytes(16), 8192, address)]
-        file.write_bytes(journal.encode_head(DIGEST) + b"".join(map(journal.encode_entry, entries)))
+        entries = [Withdrawal(bytes(16), address + 8192, 8192), Withdrawal(bytes(16), 8192, address)]
+        file.write_bytes(encode_journal_head(DIGEST) + b"".join(map(encode_withdrawal, entries)))
         expected = "2 entries of the quarantine journal are damaged"
     elif name == "snapshot":
         saved = snapshot.Snapshot(0, 1 << 31, (1 << 31) + 1, 1 << 63, [], [], [], [])
@@ -236,7 +243,7 @@ def test_a_running_store_never_leaves_the_numbers(path: Path, caplog: pytest.Log
 
 def test_epochs_at_their_end_stop_no_store(path: Path) -> None:
     for number in (LARGEST_EPOCH, LARGEST_EPOCH + 1, (1 << 64) - 1):
-        (namespace_of(path) / "epoch").write_bytes(epoch.encode(number, DIGEST))
+        (namespace_of(path) / "epoch").write_bytes(encode_epoch(number, DIGEST))
         write(rank_of(path) / segment_name(9), header_of(9, epoch=LARGEST_EPOCH), SEGMENT_BYTES)
         use(path, b"second")
         index = disk_store.make_index(path, OPTIONS)

@@ -14,7 +14,7 @@ import pytest
 
 from hybridkv.tiers import Slot, TierConfigurationError
 from hybridkv.tiers.disk import FileIO
-from hybridkv.tiers.disk.files.names import segment_name
+from hybridkv.tiers.disk.format.layout import segment_name
 
 OPTIONS = msgspec.structs.replace(disk_store.options_for(6 * 12288, direct=False), spare_share=0.0)
 KEYS = {b"key %d" % number for number in range(8)}

@@ -16,12 +16,11 @@ from examples import examples
 
 from hybridkv.tiers import Refusal, TierProtocolError
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, SEGMENT_HEAD_BYTES
+from hybridkv.tiers.disk.index.change_log import ChangeLog, GivenUpError
+from hybridkv.tiers.disk.index.found import FoundRecord, FoundRecords
+from hybridkv.tiers.disk.index.records import RecordTable, cost_of
+from hybridkv.tiers.disk.index.segments import Segment, SegmentTable, Stage
 from hybridkv.tiers.disk.options import DiskSizes
-from hybridkv.tiers.disk.tables.change_log import ChangeLog, GivenUpError
-from hybridkv.tiers.disk.tables.found import FoundRecord, FoundRecords
-from hybridkv.tiers.disk.tables.record import cost_of
-from hybridkv.tiers.disk.tables.records import RecordTable
-from hybridkv.tiers.disk.tables.segments import Segment, SegmentTable, Stage
 from hybridkv.tiers.ledger import KeyState
 from kits.plain_records import PlainRecordTable
 
@@ -230,7 +229,7 @@ def test_a_snapshot_misses_nothing_that_is_there_all_the_time_whatever_happens_m
             world.reserve(key, 1)
             world.table.commit(key)
         always = set(KEYS[::2])
-        monkeypatch.setattr("hybridkv.tiers.disk.tables.snapshot_source.ENTRIES_AT_A_TIME", 3)
+        monkeypatch.setattr("hybridkv.tiers.disk.index.snapshot_source.ENTRIES_AT_A_TIME", 3)
 
         def meanwhile(_: float, world: World = world, random: Random = random, always: set[bytes] = always) -> None:
             for _ in range(4):
@@ -247,7 +246,7 @@ def test_a_snapshot_misses_nothing_that_is_there_all_the_time_whatever_happens_m
                     case _ if key not in always:
                         world.table.withdraw(key)
 
-        monkeypatch.setattr("hybridkv.tiers.disk.tables.snapshot_source.time.sleep", meanwhile)
+        monkeypatch.setattr("hybridkv.tiers.disk.index.snapshot_source.time.sleep", meanwhile)
         found = world.table.source().committed(world.log.cut())
         named = found.keys[:]
         assert always <= set(named) and len(named) == len(set(named))

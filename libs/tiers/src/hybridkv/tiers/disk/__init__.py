@@ -1,15 +1,15 @@
 """The disk tier: an index that owns a directory of append-only segment files, and a medium for each rank's bytes.
 
-Its folders, of which none imports one that stands above it: `opening` (what a start finds), `upkeep` (the index's file
-work) beside `medium` (a rank's bytes), `tables` (what the index knows), `files` (what lies in a store), `format`.
+Parts, from top to bottom; imports run downward only: `disk_index`; `recovery` (a start); `maintenance` (file work of
+the index) beside `medium` (bytes of a rank); `index` (tables in memory); `files` (directories, locks, segment files);
+`format`.
 """
 
 from hybridkv.tiers.disk.counts import DiskCounts
-from hybridkv.tiers.disk.index import DiskIndex
+from hybridkv.tiers.disk.disk_index import DiskIndex
+from hybridkv.tiers.disk.maintenance.janitor import InlineJanitor, Janitor, ThreadJanitor
 from hybridkv.tiers.disk.medium.disk_medium import DiskMedium
 from hybridkv.tiers.disk.options import DiskOptions, DiskSizes, Fsync, plan_sizes
-from hybridkv.tiers.disk.tier import open_disk_tier
-from hybridkv.tiers.disk.upkeep.janitor import InlineJanitor, Janitor, ThreadJanitor
 from hybridkv.tiers.files.file_io import FileIO
 
 __all__ = [
@@ -23,6 +23,5 @@ __all__ = [
     "InlineJanitor",
     "Janitor",
     "ThreadJanitor",
-    "open_disk_tier",
     "plan_sizes",
 ]

@@ -14,7 +14,7 @@ import msgspec
 
 from hybridkv.hashing import Fingerprint
 from hybridkv.tiers.disk.files.locks import TakenError, end_in_forked_children, is_same, refused_lock, try_to_lock
-from hybridkv.tiers.disk.files.names import FINGERPRINT_NAME, LOCK_NAME, rank_name, segment_number
+from hybridkv.tiers.disk.format.layout import FINGERPRINT_NAME, LOCK_NAME, rank_name, segment_number
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.files.directory import Directory, ForeignFileError, open_root, refused
 from hybridkv.tiers.files.file_io import FileIO

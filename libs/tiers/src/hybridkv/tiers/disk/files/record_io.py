@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, round_up
-from hybridkv.tiers.disk.format.record import RECORD_HEAD_BYTES
+from hybridkv.tiers.disk.format.segment import RECORD_HEAD_BYTES
 from hybridkv.tiers.files.file_io import FileIO
 
 MAX_PIECES = 1000

@@ -12,13 +12,26 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from hybridkv.tiers.contract import FailureReason, Key
-from hybridkv.tiers.disk.files.names import segment_name
 from hybridkv.tiers.disk.files.namespace import Namespace
-from hybridkv.tiers.disk.files.other_namespaces import delete_stalest, other_bytes
+from hybridkv.tiers.disk.files.other_files import delete_stalest, other_bytes
 from hybridkv.tiers.disk.files.record_io import FilePosition, RecordReader, RecordWriter, Scratch, ShortReadError
-from hybridkv.tiers.disk.format.layout import LARGEST_NUMBER, PAGE_BYTES, number_of, offset_of, record_bytes, round_up
-from hybridkv.tiers.disk.format.record import RecordHeader, encode_record, verify
-from hybridkv.tiers.disk.format.segment import SegmentHeader, encode_seal, encode_segment
+from hybridkv.tiers.disk.format.layout import (
+    LARGEST_NUMBER,
+    PAGE_BYTES,
+    number_of,
+    offset_of,
+    record_bytes,
+    round_up,
+    segment_name,
+)
+from hybridkv.tiers.disk.format.segment import (
+    RecordHeader,
+    SegmentHeader,
+    encode_record,
+    encode_seal,
+    encode_segment,
+    verify,
+)
 from hybridkv.tiers.files.directory import Directory, write_all
 
 

@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk.format.checksum import VERSION, checksum
-from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES, is_place, is_place_of
+from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES, VERSION, checksum, is_place, is_place_of
 
 CHANGES_MAGIC = b"\x89HKVL\r\n\n"
 _HEAD = struct.Struct("<8sHHI32s16s")

@@ -1,6 +1,16 @@
-"""Where things lie: pages, addresses, and what a record takes up. Pure arithmetic; FORMAT.md describes the bytes."""
+"""What all formats of a store share: file names, pages, addresses, the version and the checksum. FORMAT.md describes
+the bytes.
+
+Pure arithmetic: opens, reads and writes no file. Changing a byte of any format changes VERSION and adds golden files.
+"""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import xxhash
 
 PAGE_BYTES = 4096
 """Every header, record and write begins and ends on a multiple of it, which is what O_DIRECT needs everywhere."""
@@ -64,3 +74,67 @@ def number_of(address: int) -> int:
 
 def offset_of(address: int) -> int:
     return address & _OFFSETS
+
+
+VERSION = 1
+CHECKSUM_BYTES = 16
+
+Bytes: TypeAlias = bytes | bytearray | memoryview
+
+
+def checksum(data: Bytes) -> bytes:
+    """XXH3-128, seed 0, in its canonical (big-endian) byte order."""
+    return xxhash.xxh3_128_digest(data)
+
+
+def checksum_of(views: Sequence[memoryview]) -> bytes:
+    """XXH3-128 of the concatenation."""
+    if len(views) == 1:
+        return checksum(views[0])
+    digest = xxhash.xxh3_128()
+    for view in views:
+        digest.update(view)
+    return digest.digest()
+
+
+LOCK_NAME = "LOCK"
+FINGERPRINT_NAME = "namespace.json"
+EPOCH_NAME = "epoch"
+SNAPSHOT_NAME = "snapshot"
+CHANGES_NAME = "changes"
+JOURNAL_NAME = "quarantine"
+WRITTEN_NAMES = (FINGERPRINT_NAME, EPOCH_NAME, SNAPSHOT_NAME, CHANGES_NAME, JOURNAL_NAME)
+"""Those that are written beside and then renamed."""
+
+_NAMESPACE = re.compile(r"[0-9a-f]{64}")
+_SEGMENT = re.compile(r"segment-([0-9]{10})")
+_RANK = re.compile(r"rank-(0|[1-9][0-9]{0,5})")
+
+
+def is_namespace(name: str) -> bool:
+    return _NAMESPACE.fullmatch(name) is not None
+
+
+def is_namespace_file(name: str) -> bool:
+    """Whether a namespace has a file of this name, perhaps while it is being written."""
+    return name == LOCK_NAME or name.removesuffix(".new") in WRITTEN_NAMES
+
+
+def segment_name(number: int) -> str:
+    return f"segment-{number:010d}"
+
+
+def segment_number(name: str) -> int | None:
+    """None when it is no segment's name, or that of a number that no segment can have."""
+    found = _SEGMENT.fullmatch(name)
+    number = int(found[1]) if found else LARGEST_NUMBER + 1
+    return number if number <= LARGEST_NUMBER else None
+
+
+def rank_name(rank: int) -> str:
+    return f"rank-{rank}"
+
+
+def rank_number(name: str) -> int | None:
+    found = _RANK.fullmatch(name)
+    return int(found[1]) if found else None

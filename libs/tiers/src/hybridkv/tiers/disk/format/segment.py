@@ -1,4 +1,4 @@
-"""The bytes of a segment's first two pages, its header and its seal, as FORMAT.md describes them.
+"""Bytes of a segment file: its header, its seal, and the header of each record. FORMAT.md describes them.
 
 Reads and writes no file.
 """
@@ -6,14 +6,22 @@ Reads and writes no file.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from hybridkv.tiers.disk.format.checksum import CHECKSUM_BYTES, VERSION, Bytes, checksum
+from hybridkv.tiers.contract import Failure, FailureReason
 from hybridkv.tiers.disk.format.layout import (
+    CHECKSUM_BYTES,
     LARGEST_EPOCH,
+    LARGEST_KEY_BYTES,
     LARGEST_NUMBER,
     PAGE_BYTES,
     SEGMENT_HEAD_BYTES,
+    VERSION,
+    Bytes,
+    checksum,
+    checksum_of,
+    is_place_of,
     is_segment_size,
 )
 
@@ -83,3 +91,91 @@ def _unpack(fields: struct.Struct, magic: bytes, page: Bytes) -> tuple[Any, ...]
     if found[1] != VERSION or checksum(page[: fields.size]) != bytes(page[fields.size : end]):
         return None
     return found
+
+
+RECORD_MAGIC = b"\x89HKVR\r\n\n"
+
+_RECORD = struct.Struct("<8sHHIQQ32s16s")
+
+PAYLOAD_CHECKSUM_AT = _RECORD.size - CHECKSUM_BYTES
+"""Where it stands in a record's header."""
+RECORD_HEAD_BYTES = _RECORD.size + LARGEST_KEY_BYTES + CHECKSUM_BYTES
+"""As much of a record's first page as can mean something."""
+
+
+class RecordHeader(NamedTuple):
+    """Whose payload follows, and what it must be."""
+
+    rank: int
+    address: int
+    payload_bytes: int
+    namespace: bytes
+    payload_checksum: bytes
+    key: bytes
+
+    @property
+    def is_of(self) -> tuple[int, int, bytes]:
+        """The place that it was written for."""
+        return self.rank, self.address, self.namespace
+
+
+def encode_record(header: RecordHeader) -> bytes:
+    """What stands at the beginning of a record's first page; the rest of the page is zeros."""
+    body = encode_record_body(header)
+    return body + checksum(body)
+
+
+def encode_record_body(header: RecordHeader) -> bytes:
+    """The same without its own checksum."""
+    fields = _RECORD.pack(
+        RECORD_MAGIC,
+        VERSION,
+        len(header.key),
+        header.rank,
+        header.address,
+        header.payload_bytes,
+        header.namespace,
+        header.payload_checksum,
+    )
+    return fields + header.key
+
+
+def decode_record(page: Bytes) -> RecordHeader | None:
+    """None when it is not whole, of another version, or says what no record can be."""
+    if len(page) < RECORD_HEAD_BYTES:
+        return None
+    magic, version, key_bytes, rank, address, payload_bytes, namespace, payload_checksum = _RECORD.unpack_from(page)
+    if magic != RECORD_MAGIC or version != VERSION or not 0 < key_bytes <= LARGEST_KEY_BYTES:
+        return None
+    end = _RECORD.size + key_bytes
+    if checksum(page[:end]) != bytes(page[end : end + CHECKSUM_BYTES]):
+        return None
+    if not is_place_of(address, payload_bytes):
+        return None
+    return RecordHeader(rank, address, payload_bytes, namespace, payload_checksum, bytes(page[_RECORD.size : end]))
+
+
+def verify(expected: RecordHeader, page: bytes, payload: Sequence[memoryview]) -> tuple[Failure | None, bytes | None]:
+    """Whether a record as it was read is the expected one (whose payload checksum is not looked at) and whole.
+
+    The payload's checksum if so.
+    """
+    found = decode_record(page)
+    if found is None:
+        if not any(page):
+            return Failure(FailureReason.MISSING, f"nothing was stored at {expected.address}"), None
+        detail = f"the header at {expected.address} is damaged or of another version"
+        return Failure(FailureReason.CHECKSUM, detail), None
+    if found.is_of != expected.is_of:
+        detail = f"the record at {expected.address} was written for another place: {found.rank}, {found.address}"
+        return Failure(FailureReason.WRONG_KEY, detail), None
+    if found.key != expected.key:
+        return Failure(FailureReason.WRONG_KEY, f"expected {expected.key.hex()}, got {found.key.hex()}"), None
+    if found.payload_bytes != expected.payload_bytes:
+        detail = f"expected {expected.payload_bytes} bytes of {expected.key.hex()}, got {found.payload_bytes}"
+        return Failure(FailureReason.CHECKSUM, detail), None
+    payload_checksum = checksum_of(payload)
+    if payload_checksum != found.payload_checksum:
+        detail = f"the bytes of {expected.key.hex()} are not those that were stored"
+        return Failure(FailureReason.CHECKSUM, detail), None
+    return None, payload_checksum

@@ -16,7 +16,6 @@ import numpy.typing as npt
 import xxhash
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk.format.checksum import VERSION, checksum
 from hybridkv.tiers.disk.format.layout import (
     END_ADDRESS,
     LARGEST_EPOCH,
@@ -25,7 +24,9 @@ from hybridkv.tiers.disk.format.layout import (
     LARGEST_SEGMENT_BYTES,
     PAGE_BYTES,
     SEGMENT_HEAD_BYTES,
+    VERSION,
     address_of,
+    checksum,
 )
 from hybridkv.tiers.yielding import pieces
 

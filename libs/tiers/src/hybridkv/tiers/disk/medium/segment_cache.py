@@ -12,12 +12,30 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Literal
 
-from hybridkv.tiers.disk.files.names import rank_name, segment_name
+from hybridkv.tiers.disk.format.layout import rank_name, segment_name
 from hybridkv.tiers.files.directory import Directory
 from hybridkv.tiers.files.file_io import FileIO
 
 logger = logging.getLogger(__name__)
+
+
+class DirectMode:
+    """Whether segment files are opened with O_DIRECT: as the options say, until the file system says no."""
+
+    def __init__(self, direct: bool | Literal["auto"]) -> None:
+        self._may_fall_back = direct == "auto"
+        self.is_on = direct is not False
+
+    def falls_back(self, error: OSError) -> bool:
+        """Whether to try again through the page cache, now and for ever."""
+        if error.errno != errno.EINVAL or not self._may_fall_back:
+            return False
+        if self.is_on:
+            logger.info("this file system has no O_DIRECT (%s): the disk tier goes through the page cache", error)
+        self.is_on = False
+        return True
 
 
 class OpenSegment:

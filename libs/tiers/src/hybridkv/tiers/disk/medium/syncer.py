@@ -6,10 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from hybridkv.tiers.contract import Completion
-from hybridkv.tiers.disk.format.layout import number_of
-from hybridkv.tiers.disk.medium.operations import DirectMode, Operation
-from hybridkv.tiers.disk.medium.segment_cache import SegmentCache
+from hybridkv.tiers.disk.medium.segment_cache import DirectMode, SegmentCache
 from hybridkv.tiers.disk.options import DiskOptions, Fsync
 from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.shortage import is_shortage
@@ -43,15 +40,15 @@ class Syncer:
     def is_due(self) -> bool:
         return bool(self._dirty) and self._clock() >= self._due_s
 
-    def ended(self, operation: Operation, completion: Completion) -> bool:
-        """Take note of what an operation wrote. True when it is the first since the last sync."""
-        if not self._is_on or not operation.is_store or completion.failure is not None:
+    def written(self, number: int) -> bool:
+        """A record was written to this segment. True when it is the first since the last sync."""
+        if not self._is_on:
             return False
         with self._lock:
             is_first = not self._dirty
             if is_first:
                 self._due_s = self._clock() + self._interval_s
-            self._dirty.add(number_of(operation.address))
+            self._dirty.add(number)
         return is_first
 
     def sync(self) -> None:
@@ -93,9 +90,9 @@ class SyncThread:
         self._is_short = False
         self._is_closed = False
 
-    def ended(self, operation: Operation, completion: Completion) -> None:
-        """Take note of what an operation wrote."""
-        is_first = self._syncer.ended(operation, completion)
+    def written(self, number: int) -> None:
+        """A record was written to this segment."""
+        is_first = self._syncer.written(number)
         if not is_first and (self._thread is not None or self._syncer.wait_s is None):
             return
         with self._condition:

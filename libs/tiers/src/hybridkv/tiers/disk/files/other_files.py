@@ -1,0 +1,247 @@
+"""Everything in the directories of a store that does not belong to the open namespace: other namespaces, unknown files.
+
+Reports why no other namespace fits and which files are unknown, deletes stale namespaces when the store is full, and
+removes files that an earlier process left half written.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from hybridkv.hashing import Fingerprint
+from hybridkv.tiers.disk.files.locks import try_to_lock
+from hybridkv.tiers.disk.files.namespace import Namespace
+from hybridkv.tiers.disk.format.layout import (
+    FINGERPRINT_NAME,
+    LOCK_NAME,
+    WRITTEN_NAMES,
+    is_namespace,
+    is_namespace_file,
+    rank_name,
+    rank_number,
+    segment_number,
+)
+from hybridkv.tiers.files.directory import Directory, stops_an_opening, temporary_name
+from hybridkv.tiers.shortage import is_shortage
+
+logger = logging.getLogger(__name__)
+
+
+MAX_DIFFERENCES = 8
+MAX_DIFFERENCE_CHARACTERS = 500
+"""In one line of the log, and of each."""
+
+
+def say_what_differs(namespace: Namespace, fingerprint: Fingerprint) -> None:
+    """One line in the log when the root holds other caches but not this one: in what the nearest of them differs."""
+    nearest: tuple[str, ...] | None = None
+    for name in namespace.root.list():
+        if not is_namespace(name) or name == namespace.name:
+            continue
+        differences = _differences(namespace.root, name, fingerprint)
+        if differences and (nearest is None or len(differences) < len(nearest)):
+            nearest = differences
+    if nearest is not None:
+        more = f" and {len(nearest) - MAX_DIFFERENCES} more" if len(nearest) > MAX_DIFFERENCES else ""
+        words = "; ".join(_printable(difference) for difference in nearest[:MAX_DIFFERENCES])
+        logger.info("%s holds no cache for this engine; the nearest differs: %s%s", namespace.root.path, words, more)
+
+
+def _differences(root: Directory, name: str, fingerprint: Fingerprint) -> tuple[str, ...]:
+    """None of what cannot be compared: the file says whatever somebody wrote there."""
+    try:
+        found = _fingerprint_in(root, name)
+        return () if found is None or _has_long_names(found) else fingerprint.diff(found)
+    except (ValueError, OverflowError, RecursionError):
+        return ()
+
+
+def _has_long_names(found: Fingerprint) -> bool:
+    """Which nobody wrote, and which take long to compare."""
+    facts = [found.facts, *(layer.facts for group in found.groups for layer in group.layers)]
+    return any(len(name) > MAX_DIFFERENCE_CHARACTERS for names in facts for name in names)
+
+
+def _printable(words: str) -> str:
+    return "".join(letter if letter.isprintable() else "?" for letter in words[:MAX_DIFFERENCE_CHARACTERS])
+
+
+def _fingerprint_in(root: Directory, name: str) -> Fingerprint | None:
+    try:
+        directory = root.child(name, create=False)
+    except OSError:
+        return None
+    try:
+        data = directory.read_file(FINGERPRINT_NAME)
+        return None if data is None else msgspec.json.decode(data, type=Fingerprint)
+    except OSError:
+        return None
+    finally:
+        directory.close()
+
+
+def other_bytes(namespace: Namespace) -> int:
+    """What the other namespaces of the root take up on disk. `OSError` when this process cannot look."""
+    total = 0
+    for name in namespace.root.list():
+        if is_namespace(name) and name != namespace.name:
+            total += _bytes_of(namespace.root, name)
+    return total
+
+
+def delete_stalest(namespace: Namespace) -> bool:
+    """Delete the namespace that was opened longest ago, among those that nobody has open. False when there is none.
+
+    What only has such a name, a file or another user's directory, is none.
+    """
+    root = namespace.root
+    stale: list[tuple[int, str]] = []
+    for name in root.list():
+        if not is_namespace(name) or name == namespace.name:
+            continue
+        try:
+            stale.append((root.io.stat_name(f"{name}/{LOCK_NAME}", root.fd).st_mtime_ns, name))
+        except FileNotFoundError:
+            stale.append((0, name))
+        except OSError as error:
+            if is_shortage(error):
+                raise
+            logger.debug("%s is no cache that could be deleted: %s", name[:12], error)
+    return any(_delete(root, name) for _, name in sorted(stale))
+
+
+def _bytes_of(root: Directory, name: str) -> int:
+    try:
+        directory = root.child(name, create=False)
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        return 0
+    try:
+        return directory.disk_bytes()
+    except OSError as error:
+        if is_shortage(error):
+            raise
+        return 0
+    finally:
+        directory.close()
+
+
+def _delete(root: Directory, name: str) -> bool:
+    """Delete a whole namespace, unless somebody has it open. False when nothing went.
+
+    What is not the disk tier's stays, and the directories in which it lies.
+    """
+    try:
+        directory = root.child(name, create=False)
+    except OSError:
+        return False
+    lock_fd = -1
+    try:
+        if not try_to_lock(directory):
+            return False
+        lock_fd = directory.open_file(LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        if not root.io.lock(lock_fd):
+            return False
+        num_removed = _remove_ours(directory)
+        directory.remove_file(LOCK_NAME)
+        is_gone = _remove_if_empty(root, name)
+        if num_removed or is_gone:
+            logger.info("deleted the stale cache %s to make room in %s", name[:12], root.path)
+        return num_removed > 0 or is_gone
+    except OSError as error:
+        logger.warning("the stale cache %s could not be deleted: %s", name[:12], error)
+        return False
+    finally:
+        if lock_fd >= 0:
+            root.io.close(lock_fd)
+        directory.close()
+
+
+def _remove_ours(directory: Directory) -> int:
+    """Remove a namespace's files, but for its lock. How many."""
+    num_removed = 0
+    for name in directory.list():
+        if rank_number(name) is not None:
+            num_removed += _remove_rank(directory, name)
+        elif is_namespace_file(name) and name != LOCK_NAME:
+            directory.remove_file(name)
+            num_removed += 1
+    return num_removed
+
+
+def _remove_rank(directory: Directory, name: str) -> int:
+    child = directory.child(name, create=False)
+    try:
+        segments = [name for name in child.list() if segment_number(name) is not None]
+        for segment in segments:
+            child.remove_file(segment)
+    finally:
+        child.close()
+    _remove_if_empty(directory, name)
+    return len(segments)
+
+
+def _remove_if_empty(directory: Directory, name: str) -> bool:
+    try:
+        directory.io.remove_directory(name, directory.fd)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        return False
+    return True
+
+
+MAX_NAMES = 8
+MAX_NAME_CHARACTERS = 80
+"""Of one directory and of one name, in one line of the log."""
+_OF_FILE_SYSTEMS = ("lost+found",)
+
+
+def say_unknown_files(namespace: Namespace) -> None:
+    """One line in the log for each directory that holds something unknown. `OSError` when one cannot be read."""
+    ranks = {rank_name(rank) for rank in range(namespace.num_ranks)}
+    root = namespace.root
+    _say(root, lambda name: name in _OF_FILE_SYSTEMS or (is_namespace(name) and _may_be_directory(root, name)))
+    _say(namespace.directory, lambda name: is_namespace_file(name) or name in ranks)
+    for directory in namespace.ranks:
+        _say(directory, lambda name: segment_number(name) is not None)
+
+
+def _may_be_directory(directory: Directory, name: str) -> bool:
+    """True also where nobody can tell: it went meanwhile, say."""
+    try:
+        return stat.S_ISDIR(directory.io.stat_name(name, directory.fd).st_mode)
+    except OSError:
+        return True
+
+
+def _say(directory: Directory, is_known: Callable[[str], bool]) -> None:
+    unknown = sorted(name for name in directory.list() if not is_known(name))
+    if unknown:
+        logger.warning("%s holds what is not the disk tier's, left alone: %s", directory.path, _words(unknown))
+
+
+def _words(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(ascii(name[:MAX_NAME_CHARACTERS]) for name in names[:MAX_NAMES]) + more
+
+
+def remove_leftovers(directory: Directory, names: Iterable[str] = WRITTEN_NAMES) -> None:
+    """Remove what was being written when an earlier process ended. `OSError` when one is not a file of ours."""
+    for name in map(temporary_name, names):
+        try:
+            directory.io.close(directory.open_file(name, os.O_RDONLY))
+            directory.remove_file(name)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if stops_an_opening(error):
+                raise
+            logger.warning("%s/%s cannot be removed: %s", directory.path, name, error)

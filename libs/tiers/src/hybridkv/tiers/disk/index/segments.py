@@ -1,0 +1,276 @@
+"""Segments of a namespace: which exist, how much of each is live, and where the next record goes.
+
+Records, compaction's copies included, are appended to one open segment, so a higher address was always given out later.
+Segments that wait for something stand in tables of their own, so that no call scans all segments: code that changes a
+segment calls `refile`. Knows neither states of keys nor files.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections import deque
+from collections.abc import Mapping
+
+from hybridkv.tiers.disk.format.layout import LARGEST_NUMBER, SEGMENT_HEAD_BYTES, address_of, number_of
+from hybridkv.tiers.disk.options import DiskSizes
+
+FEWEST_BEFORE_CLEANING = 64
+"""Entries, beside two for each segment, before the old ones are thrown away."""
+
+
+class SegmentHeap:
+    """Of the segments of one table."""
+
+    def __init__(self, by_number: Mapping[int, Segment]) -> None:
+        self._by_number = by_number
+        self._heap: list[tuple[int, int]] = []
+        """(live bytes, number)."""
+        self._changed: set[int] = set()
+
+    def changed(self, number: int) -> None:
+        """This segment appeared, or something of it is not as it was."""
+        self._changed.add(number)
+
+    def cheapest(self) -> Segment | None:
+        """The one with the fewest live bytes, None when there is none."""
+        self._take_in()
+        while self._heap:
+            live_bytes, number = self._heap[0]
+            segment = self._by_number.get(number)
+            if segment is not None and segment.is_candidate and segment.live_bytes == live_bytes:
+                return segment
+            heapq.heappop(self._heap)
+        return None
+
+    def _take_in(self) -> None:
+        if len(self._heap) + len(self._changed) > 2 * len(self._by_number) + FEWEST_BEFORE_CLEANING:
+            self._heap = []
+            self._changed.update(self._by_number)
+        for number in self._changed:
+            segment = self._by_number.get(number)
+            if segment is not None and segment.is_candidate:
+                heapq.heappush(self._heap, (segment.live_bytes, number))
+        self._changed.clear()
+
+
+class Stage(enum.Enum):
+    """Of a segment's life. A value."""
+
+    READY = "ready"
+    OPEN = "open"
+    FULL = "full"
+    LEAVING = "leaving"
+    """Being deleted."""
+    STUCK = "stuck"
+    """Holds nothing, and could not be deleted. Left alone for a while, its space taken."""
+    UNAVAILABLE = "unavailable"
+    """A file of it could not be opened by the opening. Left alone, its space taken, until another one can."""
+
+
+class Segment:
+    """One segment, on all ranks alike."""
+
+    __slots__ = (
+        "end_offset",
+        "epoch",
+        "is_moving",
+        "is_sealed",
+        "live_bytes",
+        "may_be_sealed",
+        "num_used",
+        "num_written",
+        "number",
+        "segment_bytes",
+        "stage",
+    )
+
+    def __init__(self, number: int, segment_bytes: int, epoch: int) -> None:
+        self.number = number
+        self.segment_bytes = segment_bytes
+        self.epoch = epoch
+        self.stage = Stage.READY
+        self.end_offset = SEGMENT_HEAD_BYTES
+        self.live_bytes = 0
+        """Of records that the index knows."""
+        self.num_used = 0
+        """Records that are pinned, reserved, or the target of a copy: they hold the segment where it is."""
+        self.num_written = 0
+        """Of those, the ones that somebody may still be writing."""
+        self.is_moving = False
+        """Its records are being copied away."""
+        self.is_sealed = False
+        self.may_be_sealed = True
+        """False when a copy into it broke off: it may hold a record that is not whole."""
+
+    @property
+    def is_candidate(self) -> bool:
+        """Whether it may give up its place: full, and nobody holds it."""
+        return self.stage is Stage.FULL and not (self.num_used or self.is_moving)
+
+    @property
+    def is_sealable(self) -> bool:
+        """Whether every record in it is whole, and its file does not say so yet."""
+        is_settled = self.stage is Stage.FULL and not self.num_written
+        return is_settled and self.may_be_sealed and not self.is_sealed
+
+
+class SegmentTable:
+    """All segments of a namespace."""
+
+    def __init__(self, sizes: DiskSizes, next_number: int) -> None:
+        self._sizes = sizes
+        self.by_number: dict[int, Segment] = {}
+        self.next_number = next_number
+        self.open: Segment | None = None
+        self.ready: deque[Segment] = deque()
+        self.allocated_bytes = 0
+        """On all ranks, segments that are being made or deleted included."""
+        self.num_leaving = 0
+        self.limit_bytes = sizes.data_bytes
+        """Lower than `data_bytes` while the file system is full or the other namespaces take more."""
+        self.revision = 0
+        """Changes whenever there may be file work to do."""
+        self.largest_bytes = sizes.segment_bytes
+        """Of all segments that there were: a store may have been opened with another capacity."""
+        self.dead: dict[int, Segment] = {}
+        """By number, those that hold nothing any more."""
+        self.sealable: dict[int, Segment] = {}
+        self.unavailable: dict[int, Segment] = {}
+        self.stuck: dict[int, Segment] = {}
+        self.written: dict[int, Segment] = {}
+        """Those that somebody may still be writing to."""
+        self.candidates = SegmentHeap(self.by_number)
+        self.lacks_candidate = False
+        """Somebody looked for one that may give up its place, and all were held."""
+
+    def add(self, segment: Segment) -> None:
+        """A segment that is on disk."""
+        self.by_number[segment.number] = segment
+        self.largest_bytes = max(self.largest_bytes, segment.segment_bytes)
+        self.refile(segment)
+        if segment.stage is Stage.READY:
+            self.ready.append(segment)
+
+    def remove(self, segment: Segment) -> None:
+        """A segment that is on disk no more."""
+        del self.by_number[segment.number]
+        for kept in (self.dead, self.sealable, self.unavailable, self.stuck, self.written):
+            kept.pop(segment.number, None)
+        self.revision += 1
+        self.allocated_bytes -= segment.segment_bytes * self._sizes.num_ranks
+
+    def refile(self, segment: Segment) -> None:
+        """Something of this segment changed."""
+        number, is_candidate = segment.number, segment.is_candidate
+        _keep(self.dead, segment, is_candidate and not segment.live_bytes)
+        _keep(self.sealable, segment, segment.is_sealable)
+        _keep(self.unavailable, segment, segment.stage is Stage.UNAVAILABLE)
+        _keep(self.stuck, segment, segment.stage is Stage.STUCK)
+        if is_candidate:
+            self.candidates.changed(number)
+        self.revision += 1
+
+    def of(self, address: int) -> Segment:
+        return self.by_number[number_of(address)]
+
+    def free_number(self) -> int:
+        """The next one that no file has. `LARGEST_NUMBER` + 1 when there is none."""
+        while self.next_number in self.by_number:
+            self.next_number += 1
+        return self.next_number
+
+    def take_number(self) -> None:
+        """Nothing else is called so from now on."""
+        self.next_number = min(self.next_number, LARGEST_NUMBER) + 1
+
+    @property
+    def creatable(self) -> int:
+        """How many more segments may be made now."""
+        room_bytes = self.limit_bytes - self.allocated_bytes
+        return max(room_bytes // (self._sizes.segment_bytes * self._sizes.num_ranks), 0)
+
+    @property
+    def next_address(self) -> int:
+        """No record was given an address at or behind it."""
+        if self.open is not None:
+            return address_of(self.open.number, self.open.end_offset)
+        return address_of(self.ready[0].number if self.ready else self.next_number, 0)
+
+    def has_room(self, cost: int, may_take_last: bool) -> bool:
+        """Whether a record can be appended now.
+
+        The last empty segment is left to compaction, which makes room again; `may_take_last` is compaction's.
+        """
+        if self.open is not None and self.open.end_offset + cost <= self.open.segment_bytes:
+            return True
+        if not self.ready or SEGMENT_HEAD_BYTES + cost > self.ready[0].segment_bytes:
+            return False
+        return may_take_last or len(self.ready) + self.creatable + self.num_leaving >= 2
+
+    def append(self, cost: int) -> int:
+        """The address of a new record. The caller saw that there is room."""
+        if self.open is None or self.open.end_offset + cost > self.open.segment_bytes:
+            self.close_open()
+            self.open = self.ready.popleft()
+            self.open.stage = Stage.OPEN
+            self.refile(self.open)
+        segment = self.open
+        address = address_of(segment.number, segment.end_offset)
+        segment.end_offset += cost
+        return address
+
+    def change_live(self, address: int, num_bytes: int) -> None:
+        """A record at this address appeared or, with fewer than 0 bytes, went away."""
+        segment = self.of(address)
+        segment.live_bytes += num_bytes
+        if segment is self.open:
+            return  # nobody does anything with it before it is full
+        if not segment.live_bytes or segment.number in self.dead:
+            self.refile(segment)
+        else:
+            self.candidates.changed(segment.number)
+
+    def forget_records(self) -> None:
+        """No segment holds anything that lives."""
+        for segment in self.by_number.values():
+            segment.live_bytes = 0
+            self.refile(segment)
+
+    def hold(self, address: int, is_writing: bool, count: int = 1) -> None:
+        """A record at this address has a reader or a writer; so have others in its segment, `count` together."""
+        segment = self.of(address)
+        segment.num_used += count
+        if is_writing:
+            segment.num_written += count
+            self.written[segment.number] = segment
+
+    def release(self, address: int, is_writing: bool, count: int = 1) -> None:
+        """It has that reader or writer no more."""
+        segment = self.of(address)
+        segment.num_used -= count
+        if is_writing:
+            segment.num_written -= count
+            if not segment.num_written:
+                del self.written[segment.number]
+        if segment is self.open:
+            return
+        if (is_writing and not segment.num_written) or not (segment.num_used or segment.live_bytes):
+            self.refile(segment)
+        elif not segment.num_used:  # a reader went, and nothing but this may have changed
+            self.candidates.changed(segment.number)
+            self.revision += self.lacks_candidate
+
+    def close_open(self) -> None:
+        """Append nothing more to the open segment."""
+        if self.open is not None:
+            former, self.open = self.open, None
+            former.stage = Stage.FULL
+            self.refile(former)
+
+
+def _keep(where: dict[int, Segment], segment: Segment, belongs: bool) -> None:
+    if belongs:
+        where[segment.number] = segment
+    else:
+        where.pop(segment.number, None)

@@ -1,0 +1,116 @@
+"""Where a snapshot finds its records, while the index goes on using them. Reads and writes no file.
+
+Of a million records it copies columns of numbers and the keys, 80 MB.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol, TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+
+from hybridkv.tiers.contract import Key
+from hybridkv.tiers.disk.index.change_log import Cut, GivenUpError
+from hybridkv.tiers.yielding import ENTRIES_AT_A_TIME, YIELD_S
+
+Numbers: TypeAlias = npt.NDArray[np.uint64]
+Lengths: TypeAlias = npt.NDArray[np.uint16]
+
+_LIST_BITS = 32
+"""A place is the number of a list times 2^32, plus a position in it."""
+
+
+class CopiedKeys(Sequence[Key]):
+    """Keys in a few pieces of bytes, made objects of a part at a time."""
+
+    def __init__(self, pieces_of_keys: Sequence[bytes], places: Numbers, lengths: Lengths) -> None:
+        self._pieces, self._places, self._lengths = pieces_of_keys, places, lengths
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, part: int) -> Key: ...
+
+    @overload
+    def __getitem__(self, part: slice) -> list[Key]: ...
+
+    def __getitem__(self, part: int | slice) -> Key | list[Key]:
+        if isinstance(part, int):
+            [key] = self[part : part + 1 or None]
+            return key
+        mask = (1 << _LIST_BITS) - 1
+        rows = zip(self._places[part].tolist(), self._lengths[part].tolist(), strict=True)
+        return [self._pieces[place >> _LIST_BITS][place & mask : (place & mask) + length] for place, length in rows]
+
+    def last(self, count: int) -> CopiedKeys:
+        """So many of them."""
+        start = len(self._places) - count
+        return CopiedKeys(self._pieces, self._places[start:], self._lengths[start:])
+
+
+class Committed(NamedTuple):
+    """Records, least recently used first."""
+
+    keys: CopiedKeys
+    addresses: Numbers
+    payload_bytes: Numbers
+
+    def last(self, count: int) -> Committed:
+        """So many of them."""
+        start = len(self.addresses) - count
+        return Committed(self.keys.last(count), self.addresses[start:], self.payload_bytes[start:])
+
+
+class Walks(Protocol):
+    """A native ledger, whose records can be walked over."""
+
+    def walk(self, number: int, num_entries: int) -> tuple[bool, bytes, bytes, bytes, bytes, bytes] | None:
+        """Whether it goes on; and of what was met: keys one behind the other, their lengths (16 bits), addresses,
+        payload bytes (64 bits each) and turns (32 bits). None where another walk has begun since."""
+        ...
+
+
+class WalkedSource(NamedTuple):
+    """The records of an index, for the janitor's thread: a walk that was begun when the snapshot was planned.
+
+    What is read of a record is true when it is read: it is committed, at an address that the snapshot speaks for or
+    behind it. No step takes long without letting the index's thread run.
+    """
+
+    ledger: Walks
+    number: int
+
+    def committed(self, cut: Cut) -> Committed:
+        """What is offered. `GivenUpError` when the snapshot that was planned at this cut is not wanted any more."""
+        keys, columns = [], []
+        goes_on = True
+        while goes_on:
+            cut.require_wanted()
+            met = self.ledger.walk(self.number, ENTRIES_AT_A_TIME)
+            if met is None:
+                raise GivenUpError
+            goes_on, of_keys, *numbers = met
+            if of_keys:
+                keys.append(of_keys)
+                columns.append(numbers)
+            time.sleep(YIELD_S)
+        lengths, addresses, payload_bytes, turns = (
+            np.concatenate([np.zeros(0, kind), *[np.frombuffer(each[number], kind) for each in columns]])
+            for number, kind in enumerate((np.uint16, np.uint64, np.uint64, np.uint32))
+        )
+        order = np.argsort(turns, kind="stable")
+        places = _places([np.frombuffer(each[0], np.uint16) for each in columns])
+        return Committed(CopiedKeys(keys, places[order], lengths[order]), addresses[order], payload_bytes[order])
+
+
+def _places(lengths_of_pieces: Sequence[Lengths]) -> Numbers:
+    """Where each key begins: the number of a piece times 2^32, plus a position in it."""
+    starts = [np.zeros(0, np.uint64)]
+    for number, lengths in enumerate(lengths_of_pieces):
+        ends = np.cumsum(lengths, dtype=np.uint64)
+        starts.append(ends - lengths + np.uint64(number << _LIST_BITS))
+    return np.concatenate(starts)

@@ -1,0 +1,188 @@
+"""Compaction: frees a segment by copying its live records, after evicting records if copying is not worth it.
+
+Chooses the segment with the fewest live bytes if copying them is worth it; else evicts least recently used records
+until one is, at most about two segments' worth. Records that are pinned, reserved, or deleted pending unpin hold their
+segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from hybridkv.tiers.contract import FailureReason
+from hybridkv.tiers.disk.files.segment_files import Relocation
+from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES
+from hybridkv.tiers.disk.index.records import RecordTable
+from hybridkv.tiers.disk.index.segments import Segment, SegmentTable
+from hybridkv.tiers.disk.maintenance.chore import AnyPiece, Chore, Ending, Files, Kind, Piece, StoreState
+from hybridkv.tiers.disk.maintenance.segment_chores import SegmentDropper, SegmentMaker
+from hybridkv.tiers.disk.maintenance.withdrawals import JournalWriter
+from hybridkv.tiers.ledger import KeyState
+
+
+class Compaction:
+    """Looks at the tables of one index."""
+
+    def __init__(self, segments: SegmentTable, records: RecordTable, share: float) -> None:
+        self._segments = segments
+        self._records = records
+        self._share = share
+
+    def victim(self) -> Segment | None:
+        """The segment to copy away, after evicting what had to be. None when every segment is held."""
+        cheapest = self.cheapest()
+        if cheapest is not None and not self._is_worth_copying(cheapest):
+            self._evict_until_worth_copying(cheapest)
+        return self.cheapest()
+
+    def relocations(self, victim: Segment) -> tuple[Relocation, ...]:
+        """The victim's live records, with new addresses for as many as fit into what is open and empty."""
+        relocations = []
+        for record in self._records.movable_in(victim):
+            if not self._segments.has_room(record.cost, may_take_last=True):
+                break
+            address = self._segments.append(record.cost)
+            self._segments.hold(address, is_writing=True)
+            self._records.log.reserved(address, record.payload_bytes)
+            relocations.append(Relocation(record.key, record.address, address, record.payload_bytes))
+        return tuple(relocations)
+
+    def empty(self, victim: Segment) -> None:
+        """Evict everything in it."""
+        for record in self._records.movable_in(victim):
+            self._records.evict(record.key)
+
+    def cheapest(self) -> Segment | None:
+        """The segment with the fewest live bytes that nothing holds."""
+        found = self._segments.candidates.cheapest()
+        self._segments.lacks_candidate = found is None
+        return found
+
+    def _is_worth_copying(self, segment: Segment) -> bool:
+        return segment.live_bytes <= self._share * (segment.segment_bytes - SEGMENT_HEAD_BYTES)
+
+    def _evict_until_worth_copying(self, cheapest: Segment) -> None:
+        left_bytes = self._segments.largest_bytes
+        while left_bytes > 0 and self._records.has_evictable:
+            record = self._records.evict_next()
+            segment = self._segments.of(record.address)
+            left_bytes -= record.cost
+            if segment.is_candidate and self._is_worth_copying(segment):
+                return
+        cheapest = self.cheapest() or cheapest
+        for record in self._records.movable_in(cheapest):
+            if self._is_worth_copying(cheapest):
+                return
+            self._records.evict(record.key)
+
+
+Copied: TypeAlias = list[tuple[Relocation, FailureReason | None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Copy(Chore[Copied]):
+    number: int
+    relocations: tuple[Relocation, ...]
+
+    def run(self, files: Files) -> Copied:
+        return files.segments.copy(self.relocations)
+
+
+class SegmentCopier(Kind[Copy, Copied]):
+    """Where nothing can be copied a segment is emptied for `dropper`; `journal` withdraws what cannot be read."""
+
+    makes_room = True
+
+    def __init__(self, state: StoreState, maker: SegmentMaker, dropper: SegmentDropper, journal: JournalWriter) -> None:
+        super().__init__(state)
+        self._maker = maker
+        self._dropper = dropper
+        self._journal = journal
+        self.compaction = Compaction(state.segments, state.records, state.options.compaction_share)
+        self.copying: tuple[Relocation, ...] = ()
+        """What is being copied now."""
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time for a segment to give up its place, and one can be found."""
+        return self._may_copy() and self.compaction.cheapest() is not None
+
+    def _may_copy(self) -> bool:
+        segments = self._state.segments
+        if len(segments.ready) + segments.creatable + segments.num_leaving >= self._state.sizes.kept_segments:
+            return False
+        if self._state.retries.is_resting(Copy) or self._dropper.is_resting:
+            return False
+        if segments.creatable and self._maker.is_resting:
+            return False
+        return self._maker.helps_to_drop
+
+    def plan(self) -> AnyPiece | None:
+        """Also a deletion, where nothing is left to be copied."""
+        segments = self._state.segments
+        if not self._may_copy():
+            return None
+        if not segments.ready and not segments.creatable:
+            return self._give_up_one()
+        victim = self.compaction.victim()
+        if victim is None:
+            return None
+        if not victim.live_bytes:
+            return self._dropper.plan()
+        relocations = self.compaction.relocations(victim)
+        if not relocations:
+            return self._give_up_one()
+        victim.is_moving = True
+        segments.refile(victim)
+        return Piece(self, Copy(victim.number, relocations))
+
+    def _give_up_one(self) -> AnyPiece | None:
+        """Nothing can be copied anywhere: evict the segment that costs least."""
+        victim = self.compaction.cheapest()
+        if victim is not None:
+            self.compaction.empty(victim)
+        return self._dropper.plan()
+
+    def started(self, chore: Copy) -> None:
+        self.copying = chore.relocations
+
+    def refused(self, chore: Copy) -> None:
+        self._finish(chore, [])
+
+    def apply(self, chore: Copy, ending: Ending[Copied]) -> None:
+        self.copying = ()
+        self._finish(chore, ending.value or [])
+
+    def _finish(self, chore: Copy, copied: Copied) -> None:
+        """`copied`: nothing when it broke off."""
+        segments = self._state.segments
+        for relocation in chore.relocations:
+            segments.release(relocation.new_address, is_writing=True)
+        if not copied or any(reason is not None for _, reason in copied):
+            for relocation in chore.relocations:
+                target = segments.of(relocation.new_address)
+                target.may_be_sealed = False
+                segments.refile(target)
+        moved = [relocation for relocation, reason in copied if self._is_moved(relocation, reason)]
+        for relocation in set(chore.relocations).difference(moved):
+            self._state.records.log.gone(relocation.new_address)
+        source = segments.by_number[chore.number]
+        source.is_moving = False
+        segments.refile(source)
+
+    def _is_moved(self, relocation: Relocation, reason: FailureReason | None) -> bool:
+        """Whether the record lies where it was copied to, from now on."""
+        state = self._state
+        record = state.records.find(relocation.key)
+        if record is None or record.address != relocation.old_address:
+            return False
+        if reason is not None:
+            self._journal.quarantine(relocation.key, reason)
+            return False
+        if record.state is not KeyState.COMMITTED or record.num_pins:
+            return False
+        state.records.relocate(record, relocation.new_address)
+        state.tally.add("moved_records")
+        state.tally.add("moved_bytes", record.cost * state.sizes.num_ranks)
+        return True

@@ -1,0 +1,293 @@
+"""Creates, seals and deletes segments, and makes directories anew that somebody removed."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from hybridkv.tiers.disk.format.layout import segment_number
+from hybridkv.tiers.disk.index.segments import Segment, Stage
+from hybridkv.tiers.disk.maintenance.chore import AnyPiece, Chore, Ending, Files, Kind, Piece, StoreState
+from hybridkv.tiers.disk.maintenance.withdrawals import JournalWriter, WriteEpoch
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@dataclass(frozen=True, slots=True)
+class Create(Chore[None]):
+    number: int
+    epoch: int
+    segment_bytes: int
+    own_bytes: int
+
+    def run(self, files: Files) -> None:
+        files.segments.create(self.number, self.epoch, self.segment_bytes, self.own_bytes)
+
+
+class SegmentMaker(Kind[Create, None]):
+    """Knows whether the file system has room for another segment."""
+
+    makes_room = True
+
+    def __init__(self, state: StoreState) -> None:
+        super().__init__(state)
+        self._bytes_on_all_ranks = state.sizes.segment_bytes * state.sizes.num_ranks
+        self._is_full = False
+        """There was no room for the last segment that should have been made."""
+        self._dropped_bytes = 0
+        """Since then, on all ranks."""
+
+    @property
+    def is_resting(self) -> bool:
+        return self._state.retries.is_resting(Create)
+
+    @property
+    def helps_to_drop(self) -> bool:
+        """False when as much was deleted as a segment needs, and the file system still has no room for one."""
+        return self._dropped_bytes < self._bytes_on_all_ranks
+
+    def dropped(self, segment_bytes: int) -> None:
+        """A segment of this size was deleted on every rank."""
+        if self._is_full:
+            self._dropped_bytes += segment_bytes * self._state.sizes.num_ranks
+
+    def raise_limit(self) -> None:
+        """What the file system had no room for may be tried again, once it has rested."""
+        if not self.is_resting:
+            self._state.segments.limit_bytes = self._state.sizes.data_bytes
+
+    def plan(self) -> AnyPiece | None:
+        state, segments, sizes = self._state, self._state.segments, self._state.sizes
+        if len(segments.ready) >= sizes.ready_segments or not segments.creatable:
+            return None
+        own_bytes = segments.allocated_bytes + self._bytes_on_all_ranks + sizes.metadata_bytes
+        return Piece(self, Create(segments.free_number(), state.epoch, sizes.segment_bytes, own_bytes))
+
+    def started(self, chore: Create) -> None:
+        self._state.segments.take_number()
+        self._state.segments.allocated_bytes += self._bytes_on_all_ranks
+
+    def apply(self, chore: Create, ending: Ending[None]) -> None:
+        state, segments = self._state, self._state.segments
+        if ending.error is not None:
+            segments.allocated_bytes -= self._bytes_on_all_ranks
+            self._is_full = getattr(ending.error, "errno", None) in _FULL
+            if self._is_full:
+                segments.limit_bytes = segments.allocated_bytes
+            return
+        self._is_full, self._dropped_bytes = False, 0
+        segment = Segment(chore.number, chore.segment_bytes, chore.epoch)
+        if chore.epoch != state.epoch:
+            segment.stage = Stage.FULL
+        segments.add(segment)
+        state.tally.add("segments_created")
+        state.tally.add("namespaces_deleted", state.files.segments.take_deleted_namespaces())
+
+
+STUCK_SHARE = 16
+"""Of so many segments one may be left that cannot be deleted, while others give up their place for it. No more, where
+perhaps none can be deleted: each costs the chunks of another one."""
+MOST_STUCK_SEGMENTS = 8
+
+
+class DropError(OSError):
+    """Some segments could not be deleted."""
+
+    def __init__(self, first: OSError, left: tuple[int, ...]) -> None:
+        super().__init__(first.errno, first.strerror, first.filename)
+        self.left = left
+
+
+@dataclass(frozen=True, slots=True)
+class Drop(Chore[None]):
+    """Each for itself: one that cannot be deleted keeps no other one."""
+
+    numbers: tuple[int, ...]
+
+    def run(self, files: Files) -> None:
+        errors: dict[int, OSError] = {}
+        for number in self.numbers:
+            try:
+                files.segments.drop(number)
+            except OSError as error:
+                errors[number] = error
+        if errors:
+            raise DropError(next(iter(errors.values())), tuple(errors))
+
+
+class SegmentDropper(Kind[Drop, None]):
+    """`maker` waits for the room that it makes."""
+
+    makes_room = True
+
+    def __init__(self, state: StoreState, maker: SegmentMaker) -> None:
+        super().__init__(state)
+        self._maker = maker
+        sizes = state.sizes
+        count = sizes.data_bytes // (sizes.num_ranks * sizes.segment_bytes)
+        self._most_stuck = min(max(count // STUCK_SHARE, 1), MOST_STUCK_SEGMENTS)
+
+    @property
+    def is_resting(self) -> bool:
+        return self._state.retries.is_resting(Drop)
+
+    def plan(self) -> AnyPiece | None:
+        # What rests may be long, and is asked for again and again.
+        if self.is_resting:
+            return None
+        segments, is_resting = self._state.segments, self._state.retries.is_resting
+        numbers = (*segments.dead, *(number for number in segments.stuck if not is_resting(number)))
+        return Piece(self, Drop(numbers)) if numbers else None
+
+    def started(self, chore: Drop) -> None:
+        segments = self._state.segments
+        for number in chore.numbers:
+            segment = segments.by_number[number]
+            segment.stage = Stage.LEAVING
+            segments.refile(segment)
+        segments.num_leaving += len(chore.numbers)
+
+    def ended(self, chore: Drop, ending: Ending[None]) -> None:
+        state, segments = self._state, self._state.segments
+        left = _left(chore, ending.error)
+        may_be_stuck = self._may_be_stuck(left, ending.error)
+        for number in chore.numbers:
+            segment = segments.by_number[number]
+            segment.stage = Stage.STUCK if may_be_stuck else Stage.FULL
+            segments.num_leaving -= 1
+            if number in left:
+                segments.refile(segment)
+            else:
+                segments.remove(segment)
+                self._state.records.drop_segment(segment.number)
+                state.retries.forget(number)
+                self._maker.dropped(segment.segment_bytes)
+                state.tally.add("segments_dropped")
+        if len(left) < len(chore.numbers):
+            state.retries.end(Create)
+            state.retries.end(WriteEpoch)
+        # Where more could not be deleted than may be stuck, none of them rests alone: the whole kind does.
+        state.note(Drop, ending.error, left if may_be_stuck else (), is_all_well=not segments.stuck)
+
+    def _may_be_stuck(self, left: tuple[int, ...], error: Exception | None) -> bool:
+        """Whether these may be left alone. Not where it is plain that nothing can be deleted."""
+        is_theirs = isinstance(error, DropError) and error.errno != errno.EROFS
+        return is_theirs and len(self._state.segments.stuck) + len(left) <= self._most_stuck
+
+
+def _left(chore: Drop, error: Exception | None) -> tuple[int, ...]:
+    """What could not be deleted."""
+    if isinstance(error, DropError):
+        return error.left
+    return () if error is None else chore.numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Seal(Chore[None]):
+    number: int
+    epoch: int
+    end_offset: int
+
+    def run(self, files: Files) -> None:
+        files.segments.seal(self.number, self.epoch, self.end_offset)
+
+
+class SegmentSealer(Kind[Seal, None]):
+    """Behind `journal`: a seal vouches for all that nobody withdrew."""
+
+    def __init__(self, state: StoreState, journal: JournalWriter) -> None:
+        super().__init__(state)
+        self._journal = journal
+
+    def plan(self) -> AnyPiece | None:
+        if self._journal.has_pending:
+            return None
+        sealable = self._state.segments.sealable
+        while sealable:
+            segment = next(iter(sealable.values()))
+            if segment.epoch == self._state.epoch:
+                return self._piece(segment)
+            del sealable[segment.number]  # of an epoch that is over
+        return None
+
+    def plan_all(self) -> Iterator[AnyPiece]:
+        """Everything that can be sealed now."""
+        for segment in list(self._state.segments.sealable.values()):
+            if segment.epoch == self._state.epoch:
+                yield self._piece(segment)
+
+    def _piece(self, segment: Segment) -> AnyPiece:
+        return Piece(self, Seal(segment.number, segment.epoch, segment.end_offset))
+
+    def apply(self, chore: Seal, ending: Ending[None]) -> None:
+        segments = self._state.segments
+        if ending.is_done and chore.number in segments.by_number:
+            segments.by_number[chore.number].is_sealed = True
+            segments.refile(segments.by_number[chore.number])
+
+
+@dataclass(frozen=True, slots=True)
+class Restore(Chore[set[int] | None]):
+    epoch: int
+
+    needs_own: ClassVar[bool] = False
+
+    def run(self, files: Files) -> set[int] | None:
+        """The segments that every rank has now; None when nothing was removed."""
+        namespace = files.namespace
+        if not namespace.is_there():
+            namespace.restore()
+        if not namespace.is_anew:
+            return None
+        WriteEpoch(self.epoch).run(files)
+        numbers = [{segment_number(name) for name in directory.list()} for directory in namespace.ranks]
+        namespace.is_anew = False
+        return {number for number in set.intersection(*numbers) if number is not None}
+
+
+class Restorer(Kind[Restore, set[int] | None]):
+    """Where the directories are gone, so is the journal."""
+
+    makes_room = True
+
+    def __init__(self, state: StoreState, journal: JournalWriter) -> None:
+        super().__init__(state)
+        self._journal = journal
+
+    @property
+    def is_due(self) -> bool:
+        return self._state.is_lost and not self._state.retries.is_resting(Restore)
+
+    def plan(self) -> AnyPiece | None:
+        return Piece(self, Restore(self._state.epoch)) if self._state.is_lost else None
+
+    def apply(self, chore: Restore, ending: Ending[set[int] | None]) -> None:
+        state, segments, there = self._state, self._state.segments, ending.value
+        if ending.error is not None:
+            # Directories without an epoch: what is made in them now would be of an unknown one.
+            state.is_epoch_written = state.is_epoch_written and not state.files.namespace.is_anew
+            return
+        state.is_lost = False
+        if there is None:
+            return
+        state.is_epoch_written = state.is_epoch_written or chore.epoch == state.epoch
+        self._journal.lost()
+        state.records.log.give_up()
+        state.is_snapshot_owed = True
+        segments.close_open()
+        for segment in segments.by_number.values():
+            if segment.number not in there:
+                self._lose(segment)
+
+    def _lose(self, segment: Segment) -> None:
+        """Its files are gone."""
+        segments, records = self._state.segments, self._state.records
+        if segment.stage is Stage.READY:
+            segments.ready.remove(segment)
+        if segment.stage in (Stage.READY, Stage.UNAVAILABLE, Stage.STUCK):
+            segment.stage = Stage.FULL
+        segment.may_be_sealed = False
+        records.withdraw_in(segment)
+        segments.refile(segment)

@@ -1,0 +1,177 @@
+"""Builds the tables of an index from what is on disk."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from hybridkv.hashing import Fingerprint
+from hybridkv.tiers.disk.files.namespace import Namespace
+from hybridkv.tiers.disk.files.other_files import remove_leftovers, say_unknown_files, say_what_differs
+from hybridkv.tiers.disk.files.segment_files import SegmentFiles
+from hybridkv.tiers.disk.format.layout import JOURNAL_NAME
+from hybridkv.tiers.disk.index.change_log import ChangeLog, ChangesFile
+from hybridkv.tiers.disk.index.records import RecordTable
+from hybridkv.tiers.disk.index.segments import Segment, SegmentTable, Stage
+from hybridkv.tiers.disk.maintenance.chore import Epoch, Files, StoreState, Tables, run
+from hybridkv.tiers.disk.maintenance.compaction import Compaction
+from hybridkv.tiers.disk.maintenance.janitor import InlineJanitor
+from hybridkv.tiers.disk.maintenance.maintenance import Agenda, Upkeep
+from hybridkv.tiers.disk.maintenance.withdrawals import WriteEpoch
+from hybridkv.tiers.disk.options import FEWEST_SEGMENTS, DiskOptions, DiskSizes, Fsync
+from hybridkv.tiers.disk.recovery.recovery import Found, recover
+from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.files.directory import refused
+from hybridkv.tiers.yielding import give_back_freed
+
+logger = logging.getLogger(__name__)
+
+
+class Opened(NamedTuple):
+    """What an index goes on with."""
+
+    state: StoreState
+    agenda: Agenda
+
+
+def open_store(
+    namespace: Namespace,
+    fingerprint: Fingerprint,
+    options: DiskOptions,
+    sizes: DiskSizes,
+    clock: Callable[[], float],
+) -> Opened:
+    """Also does the file work that is due then. `TierConfigurationError` when the directory cannot be read; the
+    namespace is closed then."""
+    with _without_collections():
+        opened = _open_store(namespace, fingerprint, options, sizes, clock)
+    give_back_freed()
+    opened.state.records.make_room(0, 0)
+    Upkeep(opened.state, opened.agenda, InlineJanitor()).settle()
+    return opened
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Nothing of what is built here is garbage, and looking for it again and again takes longer than building it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _open_store(
+    namespace: Namespace,
+    fingerprint: Fingerprint,
+    options: DiskOptions,
+    sizes: DiskSizes,
+    clock: Callable[[], float],
+) -> Opened:
+    started_s = time.monotonic()
+    found = _look_around(namespace, fingerprint, sizes)
+    log = ChangeLog()
+    segments = _segment_table(sizes, found)
+    try:
+        records = RecordTable(segments, log, sizes)
+    except TierConfigurationError:
+        namespace.close()
+        raise
+    records.restore(found.records)
+    _shrink(segments, records, options, sizes)
+    syncs = options.fsync is not Fsync.NONE
+    changes = ChangesFile(log, options, sizes.changes_bytes, clock, found.resume_at)
+    files = Files(namespace, SegmentFiles(namespace, options.capacity_bytes, syncs), changes, syncs)
+    state = StoreState(options, sizes, Tables(segments, records), files, _write_epoch(files, found), clock)
+    try:
+        files.segments.make_room(segments.allocated_bytes + sizes.metadata_bytes)
+    except OSError as error:
+        logger.warning("%s: %s", namespace.root.path, error)
+    logger.info(
+        "disk tier in %s: index of %d records takes up to %.1f MiB; %d chunks, %.1f MiB of %.1f MiB used, "
+        "opened in %.2f s (%d of %d segments and %d changes read)",
+        namespace.path,
+        records.max_keys,
+        records.most_index_bytes / 2**20,
+        records.num_keys,
+        records.used_bytes / 2**20,
+        sizes.usable_bytes / 2**20,
+        time.monotonic() - started_s,
+        found.num_scanned_segments,
+        len(found.segments),
+        found.num_changes,
+    )
+    return Opened(state, Agenda(state, found.withdrawals))
+
+
+def _look_around(namespace: Namespace, fingerprint: Fingerprint, sizes: DiskSizes) -> Found:
+    """What is there, and what is there beside, for the log."""
+    try:
+        found = recover(namespace, sizes.metadata_bytes, sizes.max_records)
+        if not found.segments:
+            say_what_differs(namespace, fingerprint)
+        say_unknown_files(namespace)
+        remove_leftovers(namespace.directory)
+    except OSError as error:
+        namespace.close()
+        raise refused(namespace.root.path, error) from error
+    return found
+
+
+def _segment_table(sizes: DiskSizes, found: Found) -> SegmentTable:
+    table = SegmentTable(sizes, found.next_number)
+    for number, segment_bytes, end_offset, is_sealed in found.segments:
+        segment = Segment(number, segment_bytes, found.epoch)
+        segment.stage = Stage.FULL
+        segment.end_offset = end_offset
+        segment.is_sealed = is_sealed
+        # Nobody knows whether it holds a record that is not whole.
+        segment.may_be_sealed = is_sealed
+        table.add(segment)
+        table.allocated_bytes += segment_bytes * sizes.num_ranks
+    for number in (*found.useless, *found.unavailable):
+        segment = Segment(number, sizes.segment_bytes, found.epoch)
+        segment.stage = Stage.FULL
+        segment.may_be_sealed = False
+        table.add(segment)
+        table.allocated_bytes += segment.segment_bytes * sizes.num_ranks
+    for number in found.unavailable:
+        table.by_number[number].stage = Stage.UNAVAILABLE
+        table.refile(table.by_number[number])
+    return table
+
+
+def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, sizes: DiskSizes) -> None:
+    """Give up whole segments where the capacity is smaller than it was.
+
+    First what is larger than any segment of a store of this capacity: there are none that it could stay beside. Then
+    what holds the least for the space that it takes up.
+    """
+    compaction = Compaction(segments, records, options.compaction_share)
+    left_bytes = segments.allocated_bytes - sum(s.segment_bytes for s in segments.dead.values()) * sizes.num_ranks
+    largest_bytes = sizes.data_bytes // (FEWEST_SEGMENTS * sizes.num_ranks)
+    living = [segment for segment in segments.by_number.values() if segment.live_bytes]
+    best_first = sorted(
+        living, key=lambda s: (s.segment_bytes > largest_bytes, -s.live_bytes / s.segment_bytes, s.segment_bytes)
+    )
+    while left_bytes > segments.limit_bytes and best_first:
+        segment = best_first.pop()
+        compaction.empty(segment)
+        left_bytes -= segment.segment_bytes * sizes.num_ranks
+    # What compaction evicts at one time is measured by it.
+    segments.largest_bytes = max([sizes.segment_bytes, *(segment.segment_bytes for segment in best_first)])
+
+
+def _write_epoch(files: Files, found: Found) -> Epoch:
+    is_written = not found.is_new_epoch or run(WriteEpoch(found.epoch), files).is_done
+    if found.is_begun_anew and is_written:
+        # It speaks of addresses that are given out again.
+        with contextlib.suppress(OSError):
+            files.namespace.directory.remove_file(JOURNAL_NAME)
+    return Epoch(found.epoch, is_written)

@@ -1,0 +1,362 @@
+"""Scan of segment files at a start: the header of each file, and the records that no snapshot names.
+
+Changes nothing on disk.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import xxhash
+
+from hybridkv.tiers.disk.files.namespace import Namespace
+from hybridkv.tiers.disk.format.layout import (
+    LARGEST_FIRST_NUMBER,
+    PAGE_BYTES,
+    SEGMENT_HEAD_BYTES,
+    address_of,
+    number_of,
+    offset_of,
+    record_bytes,
+    segment_name,
+    segment_number,
+)
+from hybridkv.tiers.disk.format.segment import (
+    RECORD_HEAD_BYTES,
+    RECORD_MAGIC,
+    SEGMENT_HEAD_USED_BYTES,
+    RecordHeader,
+    decode_record,
+    decode_seal,
+    decode_segment,
+)
+from hybridkv.tiers.disk.index.found import FoundRecord
+from hybridkv.tiers.files.directory import Directory, stops_an_opening
+from hybridkv.tiers.shortage import is_shortage
+from hybridkv.tiers.threads import DaemonPool
+
+logger = logging.getLogger(__name__)
+
+
+class FoundSegment(NamedTuple):
+    """A segment that every rank has, of the present epoch."""
+
+    number: int
+    segment_bytes: int
+    end_offset: int
+    """Behind its last record, or the segment's size where that is not known."""
+    is_sealed: bool
+
+
+class Header(NamedTuple):
+    """What one rank's file of a segment says."""
+
+    epoch: int
+    segment_bytes: int
+    end_offset: int | None
+
+
+class NoHeader(enum.Enum):
+    """Why there is none. A value."""
+
+    USELESS = "it is not there, or damaged, or of another cache or version"
+    UNAVAILABLE = "the file could not be opened, this time"
+
+
+Row: TypeAlias = Sequence[Header | NoHeader]
+"""Of one segment, by rank."""
+
+
+class Sorted(NamedTuple):
+    """Segments by what they are good for."""
+
+    good: list[FoundSegment]
+    useless: list[int]
+    unavailable: list[int]
+
+
+def read_headers(namespace: Namespace) -> dict[int, Row]:
+    """By number, in order. `OSError` when a directory cannot be read or a file is not ours."""
+    found: dict[int, list[Header | NoHeader]] = {}
+    for rank, directory in enumerate(namespace.ranks):
+        for name in directory.list():
+            number = segment_number(name)
+            if number is not None:
+                row = found.setdefault(number, [NoHeader.USELESS] * namespace.num_ranks)
+                row[rank] = _read_header(directory, rank, number, namespace.digest)
+    return dict(sorted(found.items()))
+
+
+def _read_header(directory: Directory, rank: int, number: int, digest: bytes) -> Header | NoHeader:
+    try:
+        fd = directory.open_file(segment_name(number), os.O_RDONLY)
+    except OSError as error:
+        if stops_an_opening(error):
+            raise
+        logger.warning("%s of rank %d cannot be opened: %s", segment_name(number), rank, error)
+        return NoHeader.UNAVAILABLE
+    try:
+        page = read_at(directory, fd, 0, PAGE_BYTES + SEGMENT_HEAD_USED_BYTES)
+        header = decode_segment(page)
+        if header is None or (header.rank, header.number, header.namespace) != (rank, number, digest):
+            return NoHeader.USELESS
+        if directory.io.stat(fd).st_size != header.segment_bytes:
+            return NoHeader.USELESS
+        return Header(header.epoch, header.segment_bytes, decode_seal(page[PAGE_BYTES:], header))
+    except OSError as error:
+        if stops_an_opening(error):
+            raise
+        logger.warning("%s of rank %d cannot be read: %s", segment_name(number), rank, error)
+        return NoHeader.USELESS
+    finally:
+        directory.io.close(fd)
+
+
+def epochs_in(rows: Iterable[Row]) -> list[int]:
+    """Of every header."""
+    return [header.epoch for row in rows for header in row if isinstance(header, Header)]
+
+
+def next_free_number(rows: dict[int, Row], epoch: int) -> int:
+    """Behind every segment that somebody made.
+
+    A file without a header says nothing by its name. One of another epoch holds nothing, and where its number is so
+    high that an index begins anew it may be what that could not delete.
+    """
+    made = [
+        number
+        for number, row in rows.items()
+        for header in row
+        if isinstance(header, Header) and (header.epoch == epoch or number < LARGEST_FIRST_NUMBER)
+    ]
+    return max(made, default=-1) + 1
+
+
+def sort_out(rows: dict[int, Row], epoch: int) -> Sorted:
+    """Good is a segment that every rank has, of this epoch."""
+    found = Sorted([], [], [])
+    for number, row in rows.items():
+        whole = [header for header in row if isinstance(header, Header) and header.epoch == epoch]
+        if NoHeader.UNAVAILABLE in row:
+            found.unavailable.append(number)
+        elif len(whole) < len(row):
+            found.useless.append(number)
+        else:
+            ends = [header.end_offset for header in whole]
+            size = min(header.segment_bytes for header in whole)
+            end = max((end for end in ends if end is not None), default=size)
+            found.good.append(FoundSegment(number, size, min(end, size), None not in ends))
+    return found
+
+
+def read_at(directory: Directory, fd: int, offset: int, num_bytes: int) -> bytes:
+    """As much as there is."""
+    data = memoryview(bytearray(num_bytes))
+    done = 0
+    while done < num_bytes:
+        got = directory.io.preadv(fd, [data[done:]], offset + done)
+        if not got:
+            break
+        done += got
+    return bytes(data[:done])
+
+
+SEARCH_BYTES = 1 << 18
+"""Read at once while looking for the next record behind a place where none is."""
+PIECE_BYTES = 1 << 20
+"""Of a payload, read at once. A header may say anything."""
+MAX_HOLE_BYTES = 1 << 26
+"""In a payload that may be whole."""
+SCAN_THREADS = 8
+"""Segments that are read side by side where there are more: where a record begins is known when the one before was
+read, so one reader would wait for the device most of the time."""
+_ZEROS = memoryview(bytes(PIECE_BYTES))
+_MAGIC_NUMBER = np.frombuffer(RECORD_MAGIC, "<u8")[0]
+
+
+class Frontier(NamedTuple):
+    """Where there may be records that are not named."""
+
+    next_number: int
+    """No segment had this number or a higher one."""
+    first_number: int
+    """Nothing was appended to a segment before this one since, and in it only behind `next_address`."""
+    next_address: int
+    """No record had this address or a higher one."""
+    pending: frozenset[int]
+    """Addresses of records that were being written."""
+
+
+class Search(NamedTuple):
+    """Where to look in one segment."""
+
+    segment: FoundSegment
+    offsets: tuple[int, ...]
+    """Of records that were being written."""
+    start: int
+    """Everything from this offset on."""
+
+
+def searches_behind(frontier: Frontier, segments: Sequence[FoundSegment]) -> list[Search]:
+    """What was not named when the last thing that is known happened."""
+    pending: dict[int, list[int]] = {}
+    for address in sorted(frontier.pending):
+        pending.setdefault(number_of(address), []).append(offset_of(address))
+    first_offset = max(offset_of(frontier.next_address), SEGMENT_HEAD_BYTES)
+    searches = []
+    for segment in segments:
+        start = SEGMENT_HEAD_BYTES
+        if segment.number < frontier.first_number:
+            start = segment.end_offset
+        elif segment.number == number_of(frontier.next_address):
+            start = first_offset
+        offsets = tuple(offset for offset in pending.get(segment.number, ()) if offset < start)
+        if offsets or start < segment.end_offset:
+            searches.append(Search(segment, offsets, start))
+    return searches
+
+
+def search_all(namespace: Namespace, searches: Sequence[Search]) -> Iterator[list[FoundRecord] | None]:
+    """What is found by each, in their order; None where nothing was ever written."""
+    search_one = partial(_search, namespace)
+    if len(searches) <= SCAN_THREADS:
+        yield from map(search_one, searches)
+        return
+    with DaemonPool(SCAN_THREADS, "hybridkv-scan") as pool:
+        try:
+            found = pool.map(search_one, searches)
+        except RuntimeError as error:
+            if not is_shortage(error):
+                raise
+            logger.warning("%s: one segment is read after the other", error)
+            found = map(search_one, searches)
+        yield from found
+
+
+def _search(namespace: Namespace, search: Search) -> list[FoundRecord] | None:
+    """The records that every rank has at the same address."""
+    common: dict[FoundRecord, None] | None = None
+    is_read = False
+    for rank, directory in enumerate(namespace.ranks):
+        try:
+            mine = _search_file(directory, rank, search, namespace.digest)
+        except OSError as error:
+            if stops_an_opening(error):
+                raise
+            logger.warning("%s of rank %d cannot be read: %s", segment_name(search.segment.number), rank, error)
+            return []
+        is_read |= mine is not None
+        common = mine or {} if common is None else {record: None for record in common if record in (mine or {})}
+    return list(common or {}) if is_read else None
+
+
+def _search_file(directory: Directory, rank: int, search: Search, digest: bytes) -> dict[FoundRecord, None] | None:
+    """None when nothing was written where this looks."""
+    segment = search.segment
+    fd = directory.open_file(segment_name(segment.number), os.O_RDONLY)
+    try:
+        if not search.offsets and directory.io.next_data(fd, search.start) >= segment.end_offset:
+            return None
+        directory.io.advise_random(fd)
+        file = _File(directory, fd, segment)
+        return dict.fromkeys(
+            FoundRecord(header.key, header.address, header.payload_bytes)
+            for header in _headers_in(file, search)
+            if (header.rank, header.namespace) == (rank, digest) and (segment.is_sealed or file.is_whole(header))
+        )
+    finally:
+        directory.io.close(fd)
+
+
+def _headers_in(file: _File, search: Search) -> Iterator[RecordHeader]:
+    """Every whole record header that was written for the place where it stands. No two records overlap."""
+    behind = 0
+    for offset in search.offsets:
+        header = file.header_at(offset) if offset >= behind else None
+        if header is not None:
+            yield header
+            behind = offset + record_bytes(header.payload_bytes)
+    offset = search.start
+    while offset < search.segment.end_offset:
+        header = file.header_at(offset)
+        if header is None:
+            offset = file.next_record(offset + PAGE_BYTES)
+            continue
+        yield header
+        offset += record_bytes(header.payload_bytes)
+
+
+class _File:
+    """One rank's file of a segment. Of what is looked through, nothing is read twice."""
+
+    def __init__(self, directory: Directory, fd: int, segment: FoundSegment) -> None:
+        self._directory = directory
+        self._fd = fd
+        self._segment = segment
+        self._window = b""
+        """Whole pages, read while looking for a record."""
+        self._window_at = 0
+
+    def header_at(self, offset: int) -> RecordHeader | None:
+        at = offset - self._window_at
+        if 0 <= at < len(self._window):
+            page = self._window[at : at + RECORD_HEAD_BYTES]
+        else:
+            page = read_at(self._directory, self._fd, offset, RECORD_HEAD_BYTES)
+        header = decode_record(page)
+        return header if header is not None and self._is_at(header, offset) else None
+
+    def _is_at(self, header: RecordHeader, offset: int) -> bool:
+        fits = offset + record_bytes(header.payload_bytes) <= self._segment.segment_bytes
+        return fits and header.address == address_of(self._segment.number, offset)
+
+    def next_record(self, offset: int) -> int:
+        """Where the next page begins that looks like a record, at `offset` or behind it."""
+        while offset < self._segment.end_offset:
+            if not self._window_at <= offset < self._window_at + len(self._window):
+                offset = self._read_window(offset)
+            first_page = (offset - self._window_at) // PAGE_BYTES
+            words = np.frombuffer(self._window, "<u8")[:: PAGE_BYTES // 8][first_page:]
+            places = np.flatnonzero(words == _MAGIC_NUMBER)
+            if len(places):
+                return offset + int(places[0]) * PAGE_BYTES
+            offset = self._window_at + max(len(self._window), PAGE_BYTES)
+        return self._segment.end_offset
+
+    def _read_window(self, offset: int) -> int:
+        """At `offset`, or where the next written page is."""
+        end_offset = self._segment.end_offset
+        written = self._directory.io.next_data(self._fd, offset) // PAGE_BYTES * PAGE_BYTES
+        offset = max(offset, min(written, end_offset))
+        data = read_at(self._directory, self._fd, offset, min(SEARCH_BYTES, end_offset - offset))
+        self._window, self._window_at = data[: len(data) // PAGE_BYTES * PAGE_BYTES], offset
+        return offset
+
+    def is_whole(self, header: RecordHeader) -> bool:
+        """Whether the payload is the one that the header was written with. Holes are not read, for nobody wrote them:
+        a few there may be where a file system keeps zeros so."""
+        io, digest = self._directory.io, xxhash.xxh3_128()
+        piece = memoryview(bytearray(min(header.payload_bytes, PIECE_BYTES)))
+        offset = offset_of(header.address) + PAGE_BYTES
+        end_offset, hole_bytes = offset + header.payload_bytes, 0
+        while offset < end_offset:
+            written = min(io.next_data(self._fd, offset), end_offset)
+            hole_bytes += max(written - offset, 0)
+            if hole_bytes > MAX_HOLE_BYTES:
+                return False
+            while offset < written:
+                digest.update(_ZEROS[: written - offset])
+                offset += min(len(_ZEROS), written - offset)
+            if offset < end_offset:
+                done = io.preadv(self._fd, [piece[: end_offset - offset]], offset)
+                if not done:
+                    return False
+                digest.update(piece[:done])
+                offset += done
+        return digest.digest() == header.payload_checksum

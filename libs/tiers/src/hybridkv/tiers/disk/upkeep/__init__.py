@@ -1,1 +1,0 @@
-"""The file work of an index: what is due, on which thread it runs, and what came of it."""
