@@ -13,7 +13,6 @@ from weakref import WeakKeyDictionary
 
 from hybridkv.tiers.contract import Completion, Failure, FailureReason
 from hybridkv.tiers.disk import DiskMedium, DiskOptions, FileIO, Fsync
-from hybridkv.tiers.disk.files.record_io import FilePosition, RecordReader, RecordWriter, Scratch
 from hybridkv.tiers.disk.format.layout import checksum_of, number_of, offset_of, record_bytes
 from hybridkv.tiers.disk.format.segment import encode_record, verify
 from hybridkv.tiers.disk.medium.disk_medium import (
@@ -24,9 +23,10 @@ from hybridkv.tiers.disk.medium.disk_medium import (
     busy,
     failure_of,
 )
-from hybridkv.tiers.disk.medium.segment_cache import DirectMode, OpenSegment, SegmentCache
+from hybridkv.tiers.disk.medium.segment_cache import OpenSegment, SegmentCache
 from hybridkv.tiers.disk.medium.syncer import Syncer
 from hybridkv.tiers.shortage import is_shortage
+from kits.record_io import FilePosition, RecordReader, RecordWriter, Scratch
 
 logger = logging.getLogger(__name__)
 
@@ -51,9 +51,8 @@ class PlainRunner:
     ) -> None:
         self._options = options
         self._cache = cache
-        direct = DirectMode(options.direct)
-        self._executor = RecordExecutor(io, cache, headers, options, direct)
-        self._syncer = Syncer(io, cache, options, clock, direct)
+        self._executor = RecordExecutor(io, cache, headers, options)
+        self._syncer = Syncer(io, cache, options, clock)
         self._condition = threading.Condition()
         self._loads: deque[Operation] = deque()
         self._stores: deque[Operation] = deque()
@@ -159,7 +158,7 @@ class PlainRunner:
         batch: list[Operation] = []
         num_bytes = 0
         while queue and num_bytes < self._options.batch_bytes:
-            if batch and not queue[0].continues(batch[-1]):
+            if batch and not _continues(queue[0], batch[-1]):
                 break
             operation = queue.popleft()
             num_bytes += record_bytes(operation.num_bytes)
@@ -167,18 +166,22 @@ class PlainRunner:
         return batch
 
 
+def _continues(operation: Operation, before: Operation) -> bool:
+    """Whether a record begins where the other one ends, in the same segment."""
+    follows = operation.address == before.address + record_bytes(before.num_bytes)
+    return follows and number_of(operation.address) == number_of(before.address)
+
+
 class RecordExecutor:
     """Carries out a run of adjacent stores or loads in one segment. Used by every thread of a medium."""
 
-    def __init__(
-        self, io: FileIO, cache: SegmentCache, headers: Headers, options: DiskOptions, direct: DirectMode
-    ) -> None:
+    def __init__(self, io: FileIO, cache: SegmentCache, headers: Headers, options: DiskOptions) -> None:
         self._io = io
         self._cache = cache
         self._headers = headers
         self._batch_bytes = options.batch_bytes
         self._syncs = options.fsync is Fsync.ALWAYS
-        self._direct = direct
+        self._direct = cache.direct
         self._lock = threading.Lock()
         self._shared_syncs: WeakKeyDictionary[OpenSegment, SharedSync] = WeakKeyDictionary()
 
@@ -187,8 +190,8 @@ class RecordExecutor:
         is_direct = self._direct.is_on
         try:
             if batch[0].is_store:
-                return self._store(batch, scratch, is_direct)
-            return self._load(batch, scratch, is_direct)
+                return self._store(batch, scratch)
+            return self._load(batch, scratch)
         except OSError as error:
             if is_direct and self._direct.falls_back(error):
                 return self.run(batch, scratch)
@@ -204,14 +207,14 @@ class RecordExecutor:
             failure = Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
             return [Completion(operation.ticket, failure) for operation in batch]
 
-    def _store(self, batch: list[Operation], scratch: Scratch, is_direct: bool) -> list[Completion]:
+    def _store(self, batch: list[Operation], scratch: Scratch) -> list[Completion]:
         first = batch[0]
         completions = []
-        with self._cache.opened(number_of(first.address), is_direct) as segment:
+        with self._cache.opened(number_of(first.address)) as segment:
             with self._lock:
                 shared = self._shared_syncs.setdefault(segment, SharedSync())
             num_failed = shared.num_failed
-            position = FilePosition(self._io, segment.fd, offset_of(first.address), is_direct)
+            position = FilePosition(self._io, segment.fd, offset_of(first.address), segment.is_direct)
             writer = RecordWriter(position, scratch, self._batch_bytes)
             for operation in batch:
                 payload_checksum = checksum_of(operation.views)
@@ -222,10 +225,10 @@ class RecordExecutor:
                 shared.sync(partial(self._io.fdatasync, segment.fd), num_failed)
         return completions
 
-    def _load(self, batch: list[Operation], scratch: Scratch, is_direct: bool) -> list[Completion]:
+    def _load(self, batch: list[Operation], scratch: Scratch) -> list[Completion]:
         first = batch[0]
-        with self._cache.opened(number_of(first.address), is_direct) as segment:
-            position = FilePosition(self._io, segment.fd, offset_of(first.address), is_direct)
+        with self._cache.opened(number_of(first.address)) as segment:
+            position = FilePosition(self._io, segment.fd, offset_of(first.address), segment.is_direct)
             reader = RecordReader(position, scratch, self._batch_bytes)
             for operation in batch:
                 reader.add(operation.views)

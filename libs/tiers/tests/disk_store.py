@@ -11,6 +11,7 @@ import patience
 from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
 from hybridkv.tiers import Completion, Slot, Ticket, TierMedium
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, InlineJanitor, plan_sizes
+from hybridkv.tiers.disk.format import snapshot
 from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES, number_of, offset_of, rank_name, segment_name
 from hybridkv.tiers.disk.index.records import Record
 from kits.plain_disk_medium import PlainDiskMedium
@@ -147,3 +148,8 @@ def load(index: DiskIndex, medium: DiskMedium, key: bytes) -> tuple[Completion, 
     [completion] = finish(medium)
     index.unpin(key)
     return completion, bytes(destination)
+
+
+def encoded_snapshot(saved: snapshot.Snapshot, namespace: bytes) -> bytes:
+    """All pieces of a small one."""
+    return b"".join(snapshot.Encoding(saved, namespace).pieces())

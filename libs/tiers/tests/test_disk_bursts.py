@@ -205,7 +205,7 @@ def test_as_many_segments_are_ready_as_a_burst_fills_within_a_part_of_the_capaci
 ) -> None:
     options = msgspec.structs.replace(OPTIONS, burst_bytes=burst_bytes, ready_segments=ready_segments)
     index = disk_store.make_index(tmp_path / "store", options)
-    assert index.disk_bytes == expected * plan_sizes(options, 1).segment_bytes
+    assert index._segments.allocated_bytes == expected * plan_sizes(options, 1).segment_bytes
     index.close()
 
 
@@ -221,5 +221,5 @@ def test_more_segments_than_an_opening_makes_in_a_row_are_all_used(tmp_path: Pat
     index = disk_store.make_index(tmp_path / "store", options)
     segments = list((tmp_path / "store").glob("*/rank-0/segment-*"))
     assert len(segments) == MAX_CHORES_IN_A_ROW
-    assert index.disk_bytes == len(segments) * segment_bytes
+    assert index._segments.allocated_bytes == len(segments) * segment_bytes
     index.close()

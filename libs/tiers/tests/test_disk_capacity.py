@@ -55,7 +55,7 @@ def test_many_times_the_capacity_goes_through_within_it_and_a_working_set_stays(
         if store(index, medium, b"once %d" % number, chunk(number), has_thread):
             num_bytes += len(chunk(number))
         number += 1
-        assert index.disk_bytes <= CAPACITY_BYTES
+        assert index._segments.allocated_bytes <= CAPACITY_BYTES
         assert has_thread or disk_store.disk_bytes(path) <= CAPACITY_BYTES
     assert num_hits > 0.95 * num_lookups, f"{num_hits} of {num_lookups}"
     assert disk_store.disk_bytes(path) <= CAPACITY_BYTES
@@ -152,7 +152,6 @@ def test_no_more_records_are_kept_than_may_be(tmp_path: Path) -> None:
         ({"segment_bytes": 1 << 33}, "segment_bytes"),
         ({"segment_bytes": 512 << 10, "largest_chunk_bytes": 1 << 20}, "segment_bytes"),
         ({"spare_share": -0.1}, "spare_share"),
-        ({"compaction_share": 1.0}, "compaction_share"),
         ({"max_in_flight": 0}, "max_in_flight"),
         ({"max_in_flight": 8, "max_open_files": 4}, "max_open_files"),
         ({"fsync": "sometimes"}, "fsync"),

@@ -96,7 +96,7 @@ FILES = {
     "seal": encode_seal(SEGMENT, 65536),
     "record": encode_record(RECORD).ljust(PAGE_BYTES, b"\0") + PAYLOAD.ljust(PAGE_BYTES, b"\0"),
     "journal": encode_journal_head(NAMESPACE) + b"".join(map(encode_withdrawal, WITHDRAWALS)),
-    "snapshot": snapshot.encode(SNAPSHOT, NAMESPACE),
+    "snapshot": disk_store.encoded_snapshot(SNAPSHOT, NAMESPACE),
     "changes": encode_changes(BATCHES),
     "epoch": encode_epoch(5, NAMESPACE),
 }
@@ -203,14 +203,14 @@ NUMBERS = (1, 2, 3, address_of(2, 8192))
 @given(st.lists(st.tuples(keys, places)), st.lists(addresses))
 def test_snapshots_survive_their_bytes(records: list[tuple[bytes, tuple[int, int]]], pending: list[int]) -> None:
     saved = snapshot_of(records, pending, NUMBERS)
-    assert decoded_snapshot(snapshot.encode(saved, NAMESPACE)) == saved
+    assert decoded_snapshot(disk_store.encoded_snapshot(saved, NAMESPACE)) == saved
 
 
 @given(st.lists(st.tuples(keys, places)), st.integers(0, 4))
 def test_a_snapshot_of_more_records_than_may_be_keeps_the_last_used(
     records: list[tuple[bytes, tuple[int, int]]], max_records: int
 ) -> None:
-    data = snapshot.encode(snapshot_of(records, [], NUMBERS), NAMESPACE)
+    data = disk_store.encoded_snapshot(snapshot_of(records, [], NUMBERS), NAMESPACE)
     kept = snapshot_of(records[max(len(records) - max_records, 0) :], [], NUMBERS)
     assert decoded_snapshot(data, max_records) == kept
 
@@ -226,9 +226,11 @@ def test_a_place_that_cannot_be_makes_everything_damaged_that_names_it(address: 
     is_possible = is_place_of(address, payload_bytes)
     fields = (NUMBERS[0], 2, 1 << 31, 1 << 63)
     saved = snapshot_of([(KEY, (address, payload_bytes))], [], fields)
-    assert (snapshot.decode(snapshot.encode(saved, NAMESPACE), NAMESPACE) is not None) == is_possible
+    assert (snapshot.decode(disk_store.encoded_snapshot(saved, NAMESPACE), NAMESPACE) is not None) == is_possible
     saved = snapshot_of([], [address], fields)
-    assert (snapshot.decode(snapshot.encode(saved, NAMESPACE), NAMESPACE) is not None) == is_place_of(address, 1)
+    assert (snapshot.decode(disk_store.encoded_snapshot(saved, NAMESPACE), NAMESPACE) is not None) == is_place_of(
+        address, 1
+    )
     record = RECORD._replace(address=address, payload_bytes=payload_bytes)
     assert (decode_record(encode_record(record).ljust(PAGE_BYTES, b"\0")) is not None) == is_possible
     batches: list[list[changes.Change]] = [[changes.Committed(address, payload_bytes, KEY)]]
@@ -251,15 +253,15 @@ def test_a_place_that_cannot_be_makes_everything_damaged_that_names_it(address: 
     ],
 )
 def test_a_snapshot_at_an_end_that_cannot_be_is_damaged(numbers: tuple[int, int, int, int]) -> None:
-    assert snapshot.decode(snapshot.encode(snapshot_of([], [], numbers), NAMESPACE), NAMESPACE) is None
+    assert snapshot.decode(disk_store.encoded_snapshot(snapshot_of([], [], numbers), NAMESPACE), NAMESPACE) is None
     possible = (LARGEST_EPOCH, 1 << 31, 1 << 31, 1 << 63)
-    assert snapshot.decode(snapshot.encode(snapshot_of([], [], possible), NAMESPACE), NAMESPACE) is not None
+    assert snapshot.decode(disk_store.encoded_snapshot(snapshot_of([], [], possible), NAMESPACE), NAMESPACE) is not None
 
 
 @pytest.mark.parametrize(("key", "expected"), [(b"", False), (b"k", True), (b"k" * 256, True), (b"k" * 257, False)])
 def test_a_snapshot_with_a_key_that_cannot_be_is_damaged(key: bytes, expected: bool) -> None:
     saved = snapshot_of([(key, (address_of(1, 8192), 1))], [], NUMBERS)
-    assert (snapshot.decode(snapshot.encode(saved, NAMESPACE), NAMESPACE) is not None) == expected
+    assert (snapshot.decode(disk_store.encoded_snapshot(saved, NAMESPACE), NAMESPACE) is not None) == expected
 
 
 def test_a_snapshot_whose_keys_are_longer_than_their_bytes_is_damaged() -> None:

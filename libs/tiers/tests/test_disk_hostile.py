@@ -122,7 +122,7 @@ def snapshots(draw: st.DrawFn) -> Hostile:
     columns = [list(column) for column in zip(*rows, strict=True)] or [[], [], []]
     pending = draw(st.lists(any_place, max_size=4))
     ends = [draw(mostly(right, any_number)) for right in (0, 3, 4, address_of(3, 8192))]
-    data = bytearray(snapshot.encode(snapshot.Snapshot(*ends, pending, *columns), DIGEST)[:-16])  # type: ignore[arg-type]
+    data = bytearray(disk_store.encoded_snapshot(snapshot.Snapshot(*ends, pending, *columns), DIGEST)[:-16])  # type: ignore[arg-type]
     if draw(st.integers(0, 4)) == 0:
         struct.pack_into("<Q", data, draw(st.sampled_from([80, 88, 96])), draw(any_number))
     return Hostile("snapshot", bytes(data) + checksum(data))
@@ -371,7 +371,7 @@ def test_a_segment_is_read_at_most_once_and_its_holes_never(
     if is_snapshot_there:  # which says of every place that it was being written
         pending = [address_of(900, offset) for offset, _ in hostile.more if offset >= 8192]
         saved = snapshot.Snapshot(0, 901, 901, address_of(901, 0), pending, [], [], [])
-        files.append(Hostile("snapshot", snapshot.encode(saved, DIGEST)))
+        files.append(Hostile("snapshot", disk_store.encoded_snapshot(saved, DIGEST)))
     else:
         (path / DIGEST.hex() / "snapshot").unlink()
     write(path / DIGEST.hex(), files, None)

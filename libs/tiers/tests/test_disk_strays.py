@@ -183,7 +183,7 @@ def test_metadata_at_the_end_of_the_numbers_stops_no_store(path: Path, name: str
         file.write_bytes(encode_journal_head(DIGEST) + encode_withdrawal(entry))
     elif name == "snapshot":
         saved = snapshot.Snapshot(0, 1 << 31, 1 << 31, 1 << 63, [], [], [], [])
-        file.write_bytes(snapshot.encode(saved, DIGEST))
+        file.write_bytes(disk_store.encoded_snapshot(saved, DIGEST))
     else:
         data = file.read_bytes()
         base = snapshot.checksum_of((namespace_of(path) / "snapshot").read_bytes())
@@ -207,7 +207,7 @@ def test_metadata_behind_the_end_of_the_numbers_is_damaged(
         expected = "2 entries of the quarantine journal are damaged"
     elif name == "snapshot":
         saved = snapshot.Snapshot(0, 1 << 31, (1 << 31) + 1, 1 << 63, [], [], [], [])
-        file.write_bytes(snapshot.encode(saved, DIGEST))
+        file.write_bytes(disk_store.encoded_snapshot(saved, DIGEST))
         expected = "the snapshot is damaged"
     else:
         data = file.read_bytes()

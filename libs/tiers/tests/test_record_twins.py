@@ -115,7 +115,7 @@ class World:
             "dead": sorted(segments.dead),
             "written": sorted(segments.written),
             "cheapest": cheapest and cheapest.live_bytes,
-            "counts": (table.num_keys, table.num_reserved, table.num_pinned, table.used_bytes, table.generation),
+            "counts": (table.num_keys, len(table.reserved()), len(table.in_use()), table.used_bytes, table.generation),
             "tally": table.take_counts(),
             "changes": table.take_changes(),
             "log": self.log.take(),

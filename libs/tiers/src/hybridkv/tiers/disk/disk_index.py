@@ -66,6 +66,7 @@ class DiskIndex(AnswersAtOnce):
         self._namespace = Namespace(io or FileIO(), path, fingerprint, options.fsync is not Fsync.NONE)
         state, agenda = open_store(self._namespace, fingerprint, options, self._sizes, clock)
         self._segments, self._records = state.segments, state.records
+        self._journal = agenda.journal
         self._janitor = janitor or ThreadJanitor()
         self._upkeep = Upkeep(state, agenda, self._janitor)
         self._upkeep.run()
@@ -87,11 +88,6 @@ class DiskIndex(AnswersAtOnce):
     def cost(self, num_bytes: int) -> int:
         """With the record's header, in whole pages."""
         return cost_of(num_bytes)
-
-    @property
-    def disk_bytes(self) -> int:
-        """Of segments, on all ranks: what they were given on disk, whether records fill it or not."""
-        return self._segments.allocated_bytes
 
     @property
     def num_keys(self) -> int:
@@ -157,7 +153,7 @@ class DiskIndex(AnswersAtOnce):
         record = self._records.find(key)
         self._records.abort(key)
         if record is not None:
-            self._upkeep.withdraw(record)
+            self._journal.withdraw(record)
         self._upkeep.run()
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
@@ -166,7 +162,7 @@ class DiskIndex(AnswersAtOnce):
         `reason` is counted; a `FailureReason` is one.
         """
         self._upkeep.collect()
-        is_withdrawn = self._upkeep.quarantine(key, str(reason))
+        is_withdrawn = self._journal.quarantine(key, str(reason))
         self._upkeep.run()
         return is_withdrawn
 
@@ -238,7 +234,7 @@ class DiskIndex(AnswersAtOnce):
         for record in self._records.reserved():
             # What a medium has written and nobody has heard of yet is found by the next opening, which verifies it.
             if record.state is KeyState.DOOMED_WRITE:
-                self._upkeep.withdraw(record)
+                self._journal.withdraw(record)
         self._upkeep.finish()
         is_written = threading.Event()
         self._janitor.submit(is_written.set)

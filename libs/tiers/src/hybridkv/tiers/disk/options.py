@@ -64,8 +64,6 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
         largest_chunk_bytes: the largest chunk that will be stored, if it is known.
         spare_share: share of the segments that records never fill, beside three segments: more means fewer bytes moved
             by compaction, fewer means more records kept. Within [0, 0.9].
-        compaction_share: a segment with more live bytes than this share is not copied; records are evicted instead.
-            Bounds write amplification to 1 / (1 - share). Within (0, 0.95].
         max_records: keys in the index. Memory: about 120 bytes each in the index, and about 150 more while a snapshot
             is written; 82 on disk.
         max_quarantined: withdrawn records that are remembered across restarts, at most 524288.
@@ -91,7 +89,6 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     segment_bytes: int | None = None
     largest_chunk_bytes: int = 0
     spare_share: float = 0.1
-    compaction_share: float = 0.75
     max_records: int = 4_000_000
     max_quarantined: int = 1024
     burst_bytes: int = 0
@@ -121,7 +118,6 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
         _require("burst_bytes", self.burst_bytes >= 0, "a number >= 0", self.burst_bytes)
         _require("largest_chunk_bytes", self.largest_chunk_bytes >= 0, "a number >= 0", self.largest_chunk_bytes)
         _require("spare_share", 0 <= self.spare_share <= 0.9, "a share within [0, 0.9]", self.spare_share)
-        _require("compaction_share", 0 < self.compaction_share <= 0.95, "a share <= 0.95", self.compaction_share)
         _require("max_in_flight", 1 <= self.max_in_flight <= 64, "1 to 64", self.max_in_flight)
         _require(
             "max_open_files", self.max_open_files >= self.max_in_flight, "max_in_flight or more", self.max_open_files

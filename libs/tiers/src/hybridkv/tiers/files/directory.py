@@ -135,14 +135,7 @@ class Directory:
                 words = "%s/%s has %d bytes, and no more than %d are read with these options: it is left out"
                 logger.warning(words, self.path, name, num_bytes, max_bytes)
                 return None
-            data = bytearray(num_bytes)
-            view, done = memoryview(data), 0
-            while done < num_bytes:
-                got = self.io.preadv(fd, [view[done : done + _PIECE_BYTES]], done)
-                if not got:
-                    break
-                done += got
-            return bytes(view[:done])
+            return read_at(self.io, fd, 0, num_bytes)
         finally:
             self.io.close(fd)
 
@@ -227,6 +220,23 @@ def joined_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
             num_bytes = 0
     if waiting:
         yield b"".join(waiting)
+
+
+def read_into(io: FileIO, fd: int, view: memoryview, offset: int) -> int:
+    """Fill memory from a file; the number of bytes read, fewer where the file ends."""
+    done = 0
+    while done < len(view):
+        got = io.preadv(fd, [view[done : done + _PIECE_BYTES]], offset + done)
+        if not got:
+            break
+        done += got
+    return done
+
+
+def read_at(io: FileIO, fd: int, offset: int, num_bytes: int) -> bytes:
+    """Bytes of a file, fewer where the file ends."""
+    data = memoryview(bytearray(num_bytes))
+    return bytes(data[: read_into(io, fd, data, offset)])
 
 
 def write_all(io: FileIO, fd: int, data: bytes | memoryview, offset: int) -> None:

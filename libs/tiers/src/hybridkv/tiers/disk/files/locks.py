@@ -6,13 +6,11 @@ respect; and one of LOCK in it, for file systems that cannot lock directories.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from hybridkv.tiers.disk.format.layout import LOCK_NAME
 from hybridkv.tiers.errors import TierConfigurationError
@@ -128,29 +126,3 @@ def refused_lock(directory: Directory, fd: int) -> TierConfigurationError:
 def is_same(one: os.stat_result, other: os.stat_result) -> bool:
     """Whether both are of one file."""
     return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)
-
-
-class HoldsLock(Protocol):
-    """Has a lock open."""
-
-    def let_go(self) -> None:
-        """In a forked child: what is open here is the parent's, and its lock must end with the parent."""
-        ...
-
-
-_holders: weakref.WeakSet[HoldsLock] = weakref.WeakSet()
-"""Of this process. A fork copies descriptors, and a lock lasts as long as any copy of its descriptor."""
-
-
-def end_in_forked_children(holder: HoldsLock) -> None:
-    """No child that is forked from now on keeps its lock."""
-    _holders.add(holder)
-
-
-def _let_go_in_a_forked_child() -> None:
-    for holder in list(_holders):
-        with contextlib.suppress(OSError):  # the descriptor is closed all the same
-            holder.let_go()
-
-
-os.register_at_fork(after_in_child=_let_go_in_a_forked_child)

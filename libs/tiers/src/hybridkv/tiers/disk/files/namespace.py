@@ -5,15 +5,17 @@ It has two locks (`locks`). `require_own` compares what is there with what is op
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
+import weakref
 from typing import NamedTuple
 
 import msgspec
 
 from hybridkv.hashing import Fingerprint
-from hybridkv.tiers.disk.files.locks import TakenError, end_in_forked_children, is_same, refused_lock, try_to_lock
+from hybridkv.tiers.disk.files.locks import TakenError, is_same, refused_lock, try_to_lock
 from hybridkv.tiers.disk.format.layout import FINGERPRINT_NAME, LOCK_NAME, rank_name, segment_number
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.files.directory import Directory, ForeignFileError, open_root, refused
@@ -62,7 +64,7 @@ class Namespace:
             self.root.close()
             raise
         say_who_could_exchange(self.root)
-        end_in_forked_children(self)
+        _open_namespaces.add(self)
 
     @property
     def name(self) -> str:
@@ -319,3 +321,16 @@ class Namespace:
         former, self._opened = self._opened, None
         if former is not None:
             self._close(former)
+
+
+_open_namespaces: weakref.WeakSet[Namespace] = weakref.WeakSet()
+"""Of this process. A fork copies descriptors, and a lock lasts as long as any copy of its descriptor."""
+
+
+def _release_in_forked_child() -> None:
+    for namespace in list(_open_namespaces):
+        with contextlib.suppress(OSError):  # the descriptor is closed all the same
+            namespace.let_go()
+
+
+os.register_at_fork(after_in_child=_release_in_forked_child)

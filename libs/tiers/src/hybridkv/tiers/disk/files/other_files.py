@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import msgspec
 
@@ -233,9 +233,9 @@ def _words(names: list[str]) -> str:
     return ", ".join(ascii(name[:MAX_NAME_CHARACTERS]) for name in names[:MAX_NAMES]) + more
 
 
-def remove_leftovers(directory: Directory, names: Iterable[str] = WRITTEN_NAMES) -> None:
+def remove_leftovers(directory: Directory) -> None:
     """Remove what was being written when an earlier process ended. `OSError` when one is not a file of ours."""
-    for name in map(temporary_name, names):
+    for name in map(temporary_name, WRITTEN_NAMES):
         try:
             directory.io.close(directory.open_file(name, os.O_RDONLY))
             directory.remove_file(name)

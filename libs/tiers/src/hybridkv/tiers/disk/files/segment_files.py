@@ -14,17 +14,16 @@ from typing import NamedTuple
 from hybridkv.tiers.contract import FailureReason, Key
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.files.other_files import delete_stalest, other_bytes
-from hybridkv.tiers.disk.files.record_io import FilePosition, RecordReader, RecordWriter, Scratch, ShortReadError
 from hybridkv.tiers.disk.format.layout import (
     LARGEST_NUMBER,
     PAGE_BYTES,
     number_of,
     offset_of,
     record_bytes,
-    round_up,
     segment_name,
 )
 from hybridkv.tiers.disk.format.segment import (
+    RECORD_HEAD_BYTES,
     RecordHeader,
     SegmentHeader,
     encode_record,
@@ -32,7 +31,7 @@ from hybridkv.tiers.disk.format.segment import (
     encode_segment,
     verify,
 )
-from hybridkv.tiers.files.directory import Directory, write_all
+from hybridkv.tiers.files.directory import Directory, read_into, write_all
 
 
 class Relocation(NamedTuple):
@@ -141,54 +140,43 @@ class SegmentFiles:
     def copy(self, relocations: Iterable[Relocation]) -> list[tuple[Relocation, FailureReason | None]]:
         """Copy records on every rank, each verified. What a record failed with, None if it was copied."""
         failures: dict[Relocation, FailureReason | None] = dict.fromkeys(relocations)
-        largest = max(record_bytes(relocation.payload_bytes) for relocation in failures)
-        scratch = Scratch(2 * PAGE_BYTES)
-        payload = Scratch(round_up(largest))
+        memory = memoryview(bytearray(max(record_bytes(relocation.payload_bytes) for relocation in failures)))
         for rank, directory in enumerate(self._namespace.ranks):
             with _Files(directory) as open_file:
                 for relocation, failure in failures.items():
                     if failure is None:
-                        failures[relocation] = self._try_copy(relocation, rank, open_file, payload, scratch)
+                        failures[relocation] = self._try_copy(relocation, rank, open_file, memory)
                 if self._syncs:
                     open_file.sync()
         return list(failures.items())
 
     def _try_copy(
-        self, relocation: Relocation, rank: int, open_file: _Files, payload: Scratch, scratch: Scratch
+        self, relocation: Relocation, rank: int, open_file: _Files, memory: memoryview
     ) -> FailureReason | None:
-        """A place that cannot be read is one record's failure; everything else stops the whole copy."""
+        """A place that cannot be read is one record's failure; every other error ends the whole copy."""
         try:
-            return self._copy(relocation, rank, open_file, payload, scratch)
-        except ShortReadError:
-            return FailureReason.MISSING
+            return self._copy(relocation, rank, open_file, memory)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
             return FailureReason.IO
 
-    def _copy(
-        self, relocation: Relocation, rank: int, open_file: _Files, payload: Scratch, scratch: Scratch
-    ) -> FailureReason | None:
-        payload.reset()
-        views = [payload.take(relocation.payload_bytes)[: relocation.payload_bytes]]
-        batch_bytes = record_bytes(relocation.payload_bytes)
-        io, digest = self._namespace.io, self._namespace.digest
-        source = FilePosition(
-            io, open_file(number_of(relocation.old_address)), offset_of(relocation.old_address), False
-        )
-        reader = RecordReader(source, scratch, batch_bytes)
-        reader.add(views)
-        reader.flush()
+    def _copy(self, relocation: Relocation, rank: int, open_file: _Files, memory: memoryview) -> FailureReason | None:
+        io, end = self._namespace.io, PAGE_BYTES + relocation.payload_bytes
+        record = memory[: record_bytes(relocation.payload_bytes)]
+        page, payload, padding = record[:PAGE_BYTES], record[PAGE_BYTES:end], record[end:]
+        source = open_file(number_of(relocation.old_address))
+        if read_into(io, source, record[:end], offset_of(relocation.old_address)) < end:
+            return FailureReason.MISSING
+        digest = self._namespace.digest
         header = RecordHeader(rank, relocation.old_address, relocation.payload_bytes, digest, b"", relocation.key)
-        failure, checksum = verify(header, reader.headers[0], views)
+        failure, checksum = verify(header, bytes(page[:RECORD_HEAD_BYTES]), [payload])
         if failure is not None or checksum is None:
             return failure.reason if failure else FailureReason.IO
-        target = FilePosition(
-            io, open_file(number_of(relocation.new_address)), offset_of(relocation.new_address), False
-        )
-        writer = RecordWriter(target, scratch, batch_bytes)
-        writer.add(encode_record(header._replace(address=relocation.new_address, payload_checksum=checksum)), views)
-        writer.flush()
+        moved = header._replace(address=relocation.new_address, payload_checksum=checksum)
+        page[:] = encode_record(moved).ljust(PAGE_BYTES, b"\0")
+        padding[:] = bytes(len(padding))
+        write_all(io, open_file(number_of(relocation.new_address)), record, offset_of(relocation.new_address))
         return None
 
 

@@ -111,11 +111,6 @@ def _lengths(keys: Sequence[Key]) -> npt.NDArray[np.uint16]:
     return lengths
 
 
-def encode(snapshot: Snapshot, namespace: bytes) -> bytes:
-    """All of it, where it is small."""
-    return b"".join(Encoding(snapshot, namespace).pieces())
-
-
 def checksum_of(data: bytes) -> bytes:
     """What tells this snapshot from every other one."""
     return data[-_CHECKSUM_BYTES:]

@@ -112,14 +112,6 @@ class RecordTable:
         return self._ledger.num_keys
 
     @property
-    def num_reserved(self) -> int:
-        return self._ledger.num_reserved
-
-    @property
-    def num_pinned(self) -> int:
-        return self._ledger.num_pinned
-
-    @property
     def used_bytes(self) -> int:
         return self._ledger.used_bytes
 

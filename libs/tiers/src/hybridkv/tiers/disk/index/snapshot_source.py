@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -15,6 +15,9 @@ import numpy.typing as npt
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.index.change_log import Cut, GivenUpError
 from hybridkv.tiers.yielding import ENTRIES_AT_A_TIME, YIELD_S
+
+if TYPE_CHECKING:
+    from hybridkv.tiers.native import RecordLedger
 
 Numbers: TypeAlias = npt.NDArray[np.uint64]
 Lengths: TypeAlias = npt.NDArray[np.uint16]
@@ -65,15 +68,6 @@ class Committed(NamedTuple):
         return Committed(self.keys.last(count), self.addresses[start:], self.payload_bytes[start:])
 
 
-class Walks(Protocol):
-    """A native ledger, whose records can be walked over."""
-
-    def walk(self, number: int, num_entries: int) -> tuple[bool, bytes, bytes, bytes, bytes, bytes] | None:
-        """Whether it goes on; and of what was met: keys one behind the other, their lengths (16 bits), addresses,
-        payload bytes (64 bits each) and turns (32 bits). None where another walk has begun since."""
-        ...
-
-
 class WalkedSource(NamedTuple):
     """The records of an index, for the janitor's thread: a walk that was begun when the snapshot was planned.
 
@@ -81,7 +75,7 @@ class WalkedSource(NamedTuple):
     behind it. No step takes long without letting the index's thread run.
     """
 
-    ledger: Walks
+    ledger: RecordLedger[Any, Any, Any, Any]
     number: int
 
     def committed(self, cut: Cut) -> Committed:

@@ -20,14 +20,16 @@ from hybridkv.tiers.disk.maintenance.segment_chores import SegmentDropper, Segme
 from hybridkv.tiers.disk.maintenance.withdrawals import JournalWriter
 from hybridkv.tiers.ledger import KeyState
 
+COMPACTION_SHARE = 0.75
+"""Largest share of live bytes of a segment that is copied. It bounds write amplification to 1 / (1 - share)."""
+
 
 class Compaction:
     """Looks at the tables of one index."""
 
-    def __init__(self, segments: SegmentTable, records: RecordTable, share: float) -> None:
+    def __init__(self, segments: SegmentTable, records: RecordTable) -> None:
         self._segments = segments
         self._records = records
-        self._share = share
 
     def victim(self) -> Segment | None:
         """The segment to copy away, after evicting what had to be. None when every segment is held."""
@@ -60,7 +62,7 @@ class Compaction:
         return found
 
     def _is_worth_copying(self, segment: Segment) -> bool:
-        return segment.live_bytes <= self._share * (segment.segment_bytes - SEGMENT_HEAD_BYTES)
+        return segment.live_bytes <= COMPACTION_SHARE * (segment.segment_bytes - SEGMENT_HEAD_BYTES)
 
     def _evict_until_worth_copying(self, cheapest: Segment) -> None:
         left_bytes = self._segments.largest_bytes
@@ -99,7 +101,7 @@ class SegmentCopier(Kind[Copy, Copied]):
         self._maker = maker
         self._dropper = dropper
         self._journal = journal
-        self.compaction = Compaction(state.segments, state.records, state.options.compaction_share)
+        self.compaction = Compaction(state.segments, state.records)
         self.copying: tuple[Relocation, ...] = ()
         """What is being copied now."""
 

@@ -13,9 +13,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
-from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.format.withdrawals import Withdrawal
-from hybridkv.tiers.disk.index.records import Record
 from hybridkv.tiers.disk.maintenance.chore import AnyPiece, Ending, Files, Kind, Piece, StoreState, run
 from hybridkv.tiers.disk.maintenance.compaction import SegmentCopier
 from hybridkv.tiers.disk.maintenance.janitor import Janitor
@@ -248,14 +246,6 @@ class Upkeep:
             left_s = deadline_s - time.monotonic()
             if not self._dispatcher.wait_for_ended(max(left_s, 0.0)) or left_s < 0:
                 return False
-
-    def withdraw(self, record: Record) -> None:
-        """Remember across restarts that this record may not be offered."""
-        self._agenda.journal.withdraw(record)
-
-    def quarantine(self, key: Key, reason: str) -> bool:
-        """Never offer what is stored under this key again. False when nothing is."""
-        return self._agenda.journal.quarantine(key, reason)
 
     def start_epoch(self, then: Callable[[], None]) -> bool:
         """Nothing that is on disk now may be offered again.

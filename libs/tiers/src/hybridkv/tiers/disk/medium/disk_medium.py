@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybridkv.tiers.buffers import byte_views
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
-from hybridkv.tiers.disk.files.record_io import ShortReadError
-from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES, is_place, number_of, offset_of, record_bytes
+from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES, is_place, number_of, offset_of
 from hybridkv.tiers.disk.format.segment import PAYLOAD_CHECKSUM_AT, RecordHeader, encode_record_body, verify
-from hybridkv.tiers.disk.medium.segment_cache import DirectMode, OpenSegment, SegmentCache
+from hybridkv.tiers.disk.medium.segment_cache import OpenSegment, SegmentCache
 from hybridkv.tiers.disk.medium.syncer import SyncThread
 from hybridkv.tiers.disk.options import DiskOptions, Fsync
 from hybridkv.tiers.files.directory import root_path
@@ -43,6 +42,10 @@ CLOSED = Failure(FailureReason.CLOSED, "the medium was closed")
 NO_THREAD = Failure(FailureReason.BUSY, "no thread could be started")
 
 
+class ShortReadError(OSError):
+    """The file ends before the record does."""
+
+
 class Operation(NamedTuple):
     """One store or load."""
 
@@ -52,11 +55,6 @@ class Operation(NamedTuple):
     num_bytes: int
     views: list[memoryview]
     is_store: bool
-
-    def continues(self, before: Operation) -> bool:
-        """Whether its record begins where the other one's ends, in the same segment."""
-        follows = self.address == before.address + record_bytes(before.num_bytes)
-        return follows and number_of(self.address) == number_of(before.address)
 
 
 class Headers:
@@ -125,13 +123,13 @@ class DiskMedium:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         io = io or FileIO()
-        self._cache = SegmentCache(io, root_path(path), namespace, rank, options.max_open_files)
+        self._cache = SegmentCache(io, root_path(path), namespace, rank, options)
         self._runner = self._make_runner(io, Headers(namespace, rank), options, clock)
         self._lock = threading.Lock()
         self._refused: list[Completion] = []
 
     def _make_runner(self, io: FileIO, headers: Headers, options: DiskOptions, clock: Callable[[], float]) -> Runner:
-        return Runner(RecordQueue, io, self._cache, headers, options, clock)
+        return Runner(io, self._cache, headers, options, clock)
 
     def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
         self._submit(ticket, key, slot, source, is_store=True)
@@ -193,28 +191,22 @@ class _InFlight(NamedTuple):
 
 
 class Runner:
-    """Carries out operations that were looked over. Only `wait_until_idle` and `close` take time.
-
-    Args:
-        make_queue: of calls in flight, bytes of a batch, and the place of a payload's checksum in a header.
-    """
+    """Carries out operations that were looked over. Only `wait_until_idle` and `close` take time."""
 
     def __init__(
         self,
-        make_queue: Callable[[int, int, int], RecordQueue],
         io: FileIO,
         segments: SegmentCache,
         headers: Headers,
         options: DiskOptions,
         clock: Callable[[], float],
     ) -> None:
-        self._make_queue = make_queue
         self._cache = segments
         self._headers = headers
         self._options = options
         self._syncs = options.fsync is Fsync.ALWAYS
-        self._direct = DirectMode(options.direct)
-        self._syncing = SyncThread(io, segments, options, clock, self._direct)
+        self._direct = segments.direct
+        self._syncing = SyncThread(io, segments, options, clock)
         self._condition = threading.Condition()
         self._tags = count()
         self._in_flight: dict[int, _InFlight] = {}
@@ -241,7 +233,7 @@ class Runner:
             num_open = self._num_open[operation.is_store]
             if num_open >= self._options.max_queued + self._options.max_in_flight:
                 return busy(num_open)
-            segment = self._cache.acquire_open(number_of(operation.address), self._direct.is_on)
+            segment = self._cache.acquire_open(number_of(operation.address))
             if segment is not None:
                 self._start(operation, segment)
             elif not self._open_later(operation):
@@ -316,7 +308,7 @@ class Runner:
     def _made_queue(self) -> RecordQueue | None:
         options = self._options
         try:
-            queue = self._make_queue(options.max_in_flight, options.batch_bytes, PAYLOAD_CHECKSUM_AT)
+            queue = RecordQueue(options.max_in_flight, options.batch_bytes, PAYLOAD_CHECKSUM_AT)
         except (RuntimeError, MemoryError) as error:
             if not self._is_short:
                 logger.warning("the disk tier gets no thread (%s): it stores and loads nothing until it does", error)
@@ -434,7 +426,7 @@ class Runner:
     def _opened(self, operation: Operation) -> tuple[OpenSegment | None, Failure | None]:
         is_direct = self._direct.is_on
         try:
-            return self._cache.acquire(number_of(operation.address), is_direct), None
+            return self._cache.acquire(number_of(operation.address)), None
         except OSError as error:
             if is_direct and self._direct.falls_back(error):
                 return self._opened(operation)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Literal
 
 from hybridkv.tiers.disk.format.layout import rank_name, segment_name
+from hybridkv.tiers.disk.options import DiskOptions
 from hybridkv.tiers.files.directory import Directory
 from hybridkv.tiers.files.file_io import FileIO
 
@@ -51,10 +52,11 @@ class OpenSegment:
 class SegmentCache:
     """Open segments of one rank. Several threads may use it at once."""
 
-    def __init__(self, io: FileIO, path: str, namespace: bytes, rank: int, max_open: int) -> None:
+    def __init__(self, io: FileIO, path: str, namespace: bytes, rank: int, options: DiskOptions) -> None:
         self._io = io
         self._names = (path, namespace.hex(), rank_name(rank))
-        self._max_open = max_open
+        self._max_open = options.max_open_files
+        self.direct = DirectMode(options.direct)
         self._lock = threading.Lock()
         self._directory_lock = threading.Lock()
         self._directory: Directory | None = None
@@ -62,30 +64,31 @@ class SegmentCache:
         self._unused: list[int] = []
 
     @contextmanager
-    def opened(self, number: int, is_direct: bool) -> Iterator[OpenSegment]:
+    def opened(self, number: int) -> Iterator[OpenSegment]:
         """A file to read from and write to, as long as the block lasts. `OSError` when there is none."""
-        segment = self.acquire(number, is_direct)
+        segment = self.acquire(number)
         try:
             yield segment
         finally:
             self.release(segment)
 
-    def acquire_open(self, number: int, is_direct: bool) -> OpenSegment | None:
+    def acquire_open(self, number: int) -> OpenSegment | None:
         """The segment if its file is open, to be released. Touches no file."""
         with self._lock:
             segment = self._open.get(number)
-            if segment is None or segment.is_direct != is_direct:
+            if segment is None or segment.is_direct != self.direct.is_on:
                 return None
             self._open.move_to_end(number)
             segment.num_users += 1
             return segment
 
-    def acquire(self, number: int, is_direct: bool) -> OpenSegment:
+    def acquire(self, number: int) -> OpenSegment:
         """The segment, to be released. `OSError` when its file cannot be opened."""
-        segment = self.acquire_open(number, is_direct)
+        segment = self.acquire_open(number)
         if segment is not None:
             return segment
         # Outside of the lock: a device that stands still must not stop who finds his file open.
+        is_direct = self.direct.is_on
         segment = OpenSegment(self._open_file(number, is_direct), is_direct)
         segment.num_users = 1
         with self._lock:

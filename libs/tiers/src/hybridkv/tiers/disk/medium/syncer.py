@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
-from hybridkv.tiers.disk.medium.segment_cache import DirectMode, SegmentCache
+from hybridkv.tiers.disk.medium.segment_cache import SegmentCache
 from hybridkv.tiers.disk.options import DiskOptions, Fsync
 from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.shortage import is_shortage
@@ -17,12 +17,9 @@ logger = logging.getLogger(__name__)
 class Syncer:
     """Knows which segments were written to since they were last synced. Does nothing but for `Fsync.INTERVAL`."""
 
-    def __init__(
-        self, io: FileIO, cache: SegmentCache, options: DiskOptions, clock: Callable[[], float], direct: DirectMode
-    ) -> None:
+    def __init__(self, io: FileIO, cache: SegmentCache, options: DiskOptions, clock: Callable[[], float]) -> None:
         self._io = io
         self._cache = cache
-        self._direct = direct
         self._clock = clock
         self._is_on = options.fsync is Fsync.INTERVAL
         self._interval_s = options.fsync_interval_s
@@ -57,7 +54,7 @@ class Syncer:
             dirty, self._dirty = self._dirty, set()
         for number in sorted(dirty):
             try:
-                with self._cache.opened(number, self._direct.is_on) as segment:
+                with self._cache.opened(number) as segment:
                     self._io.fdatasync(segment.fd)
                 self._has_failed = False
             except FileNotFoundError:
@@ -81,10 +78,8 @@ class Syncer:
 class SyncThread:
     """A `Syncer` with a thread of its own, which there is only once something waits to be synced."""
 
-    def __init__(
-        self, io: FileIO, cache: SegmentCache, options: DiskOptions, clock: Callable[[], float], direct: DirectMode
-    ) -> None:
-        self._syncer = Syncer(io, cache, options, clock, direct)
+    def __init__(self, io: FileIO, cache: SegmentCache, options: DiskOptions, clock: Callable[[], float]) -> None:
+        self._syncer = Syncer(io, cache, options, clock)
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._is_short = False

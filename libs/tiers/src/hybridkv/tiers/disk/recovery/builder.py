@@ -153,7 +153,7 @@ def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, 
     First what is larger than any segment of a store of this capacity: there are none that it could stay beside. Then
     what holds the least for the space that it takes up.
     """
-    compaction = Compaction(segments, records, options.compaction_share)
+    compaction = Compaction(segments, records)
     left_bytes = segments.allocated_bytes - sum(s.segment_bytes for s in segments.dead.values()) * sizes.num_ranks
     largest_bytes = sizes.data_bytes // (FEWEST_SEGMENTS * sizes.num_ranks)
     living = [segment for segment in segments.by_number.values() if segment.live_bytes]

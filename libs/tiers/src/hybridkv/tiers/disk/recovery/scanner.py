@@ -37,11 +37,23 @@ from hybridkv.tiers.disk.format.segment import (
     decode_segment,
 )
 from hybridkv.tiers.disk.index.found import FoundRecord
-from hybridkv.tiers.files.directory import Directory, stops_an_opening
+from hybridkv.tiers.files.directory import Directory, read_at, stops_an_opening
 from hybridkv.tiers.shortage import is_shortage
 from hybridkv.tiers.threads import DaemonPool
 
 logger = logging.getLogger(__name__)
+
+SEARCH_BYTES = 1 << 18
+"""Read at once while looking for the next record behind a place where none is."""
+PIECE_BYTES = 1 << 20
+"""Of a payload, read at once. A header may say anything."""
+MAX_HOLE_BYTES = 1 << 26
+"""In a payload that may be whole."""
+SCAN_THREADS = 8
+"""Segments that are read side by side where there are more: where a record begins is known when the one before was
+read, so one reader would wait for the device most of the time."""
+_ZEROS = memoryview(bytes(PIECE_BYTES))
+_MAGIC_NUMBER = np.frombuffer(RECORD_MAGIC, "<u8")[0]
 
 
 class FoundSegment(NamedTuple):
@@ -102,7 +114,7 @@ def _read_header(directory: Directory, rank: int, number: int, digest: bytes) ->
         logger.warning("%s of rank %d cannot be opened: %s", segment_name(number), rank, error)
         return NoHeader.UNAVAILABLE
     try:
-        page = read_at(directory, fd, 0, PAGE_BYTES + SEGMENT_HEAD_USED_BYTES)
+        page = read_at(directory.io, fd, 0, PAGE_BYTES + SEGMENT_HEAD_USED_BYTES)
         header = decode_segment(page)
         if header is None or (header.rank, header.number, header.namespace) != (rank, number, digest):
             return NoHeader.USELESS
@@ -153,31 +165,6 @@ def sort_out(rows: dict[int, Row], epoch: int) -> Sorted:
             end = max((end for end in ends if end is not None), default=size)
             found.good.append(FoundSegment(number, size, min(end, size), None not in ends))
     return found
-
-
-def read_at(directory: Directory, fd: int, offset: int, num_bytes: int) -> bytes:
-    """As much as there is."""
-    data = memoryview(bytearray(num_bytes))
-    done = 0
-    while done < num_bytes:
-        got = directory.io.preadv(fd, [data[done:]], offset + done)
-        if not got:
-            break
-        done += got
-    return bytes(data[:done])
-
-
-SEARCH_BYTES = 1 << 18
-"""Read at once while looking for the next record behind a place where none is."""
-PIECE_BYTES = 1 << 20
-"""Of a payload, read at once. A header may say anything."""
-MAX_HOLE_BYTES = 1 << 26
-"""In a payload that may be whole."""
-SCAN_THREADS = 8
-"""Segments that are read side by side where there are more: where a record begins is known when the one before was
-read, so one reader would wait for the device most of the time."""
-_ZEROS = memoryview(bytes(PIECE_BYTES))
-_MAGIC_NUMBER = np.frombuffer(RECORD_MAGIC, "<u8")[0]
 
 
 class Frontier(NamedTuple):
@@ -308,7 +295,7 @@ class _File:
         if 0 <= at < len(self._window):
             page = self._window[at : at + RECORD_HEAD_BYTES]
         else:
-            page = read_at(self._directory, self._fd, offset, RECORD_HEAD_BYTES)
+            page = read_at(self._directory.io, self._fd, offset, RECORD_HEAD_BYTES)
         header = decode_record(page)
         return header if header is not None and self._is_at(header, offset) else None
 
@@ -334,7 +321,7 @@ class _File:
         end_offset = self._segment.end_offset
         written = self._directory.io.next_data(self._fd, offset) // PAGE_BYTES * PAGE_BYTES
         offset = max(offset, min(written, end_offset))
-        data = read_at(self._directory, self._fd, offset, min(SEARCH_BYTES, end_offset - offset))
+        data = read_at(self._directory.io, self._fd, offset, min(SEARCH_BYTES, end_offset - offset))
         self._window, self._window_at = data[: len(data) // PAGE_BYTES * PAGE_BYTES], offset
         return offset
 

@@ -14,15 +14,12 @@ import numpy as np
 
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, round_up
 from hybridkv.tiers.disk.format.segment import RECORD_HEAD_BYTES
+from hybridkv.tiers.disk.medium.disk_medium import ShortReadError
 from hybridkv.tiers.files.file_io import FileIO
 
 MAX_PIECES = 1000
 """In one call; the system takes 1024."""
 _ZEROS = bytes(PAGE_BYTES)
-
-
-class ShortReadError(OSError):
-    """The file ends before the record does."""
 
 
 class Scratch:
