@@ -80,7 +80,7 @@ def bytes_a_record(count: int) -> float:
     return (resident_bytes() - before) / count
 
 
-def open_store(path: Path, count: int) -> DiskIndex:
+def build_store(path: Path, count: int) -> DiskIndex:
     capacity_bytes = int(1.3 * count * COST) + (1 << 30)
     options = DiskOptions(capacity_bytes=capacity_bytes, segment_bytes=SEGMENT_BYTES, max_records=count)
     return DiskIndex(str(path), FINGERPRINT, options)
@@ -97,7 +97,7 @@ def peak_bytes() -> int:
 def fill(path: Path, count: int) -> dict[str, Any]:
     """Store so many records: memory of the whole index before it is closed. This process does nothing else."""
     before = resident_bytes()
-    index = open_store(path, count)
+    index = build_store(path, count)
     number = 0
     while number < count:
         if isinstance(index.reserve(key_of(number), PAYLOAD_BYTES), Slot):
@@ -115,7 +115,7 @@ def reopened(path: Path, count: int) -> dict[str, Any]:
     """Open such a store: time and memory of the whole index, in this process, which does nothing else."""
     before = resident_bytes()
     begun, begun_cpu = time.perf_counter(), time.process_time()
-    index = open_store(path, count)
+    index = build_store(path, count)
     seconds, cpu_seconds = time.perf_counter() - begun, time.process_time() - begun_cpu
     index.drain(60.0)
     told = {

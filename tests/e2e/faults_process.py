@@ -173,7 +173,7 @@ def begin(engine: Engine, stored: list[list[int]]) -> tuple[TierStack, list[dict
     plan()
     accept_writes()
     # What failed in the life before need not rest any longer.
-    stack.slower["disk"]._upkeep.state.retries._until_s.clear()
+    stack.slower["disk"]._maintenance.state.retries._until_s.clear()
     cold = []
     for prompt in stored:
         cold += restart_process.run(engine, [prompt], drain=True)

@@ -122,7 +122,7 @@ def test_a_directory_that_is_removed_under_the_tier_costs_hits(lives: dict[str, 
     removed = lives["removed"]
     require_equal_answers(removed)
     assert removed["timeouts"] == 0
-    # Whoever of the upkeep comes first: what makes segments, or what writes down changes.
+    # Either the creation of a segment or the batch of changes comes first.
     assert {"create: ENOENT", "log: ENOENT"} & removed["file_errors"].keys()
 
 

@@ -18,8 +18,8 @@ from hybridkv.tiers.disk.format.segment import encode_record, verify
 from hybridkv.tiers.disk.medium.disk_medium import (
     CLOSED,
     NO_THREAD,
+    DiskOperation,
     Headers,
-    Operation,
     busy,
     failure_of,
 )
@@ -54,15 +54,15 @@ class PlainRunner:
         self._executor = RecordExecutor(io, cache, headers, options)
         self._syncer = Syncer(io, cache, options, clock)
         self._condition = threading.Condition()
-        self._loads: deque[Operation] = deque()
-        self._stores: deque[Operation] = deque()
+        self._loads: deque[DiskOperation] = deque()
+        self._stores: deque[DiskOperation] = deque()
         self._loads_in_a_row = 0
         self._num_running = 0
         self._completions: list[Completion] = []
         self._threads: list[threading.Thread] = []
         self._is_closed = False
 
-    def submit(self, operation: Operation) -> Failure | None:
+    def submit(self, operation: DiskOperation) -> Failure | None:
         with self._condition:
             if self._is_closed:
                 return CLOSED
@@ -150,12 +150,12 @@ class PlainRunner:
                 if self._is_idle():
                     self._condition.notify_all()
 
-    def _next_batch(self) -> list[Operation]:
+    def _next_batch(self) -> list[DiskOperation]:
         """The first operation that waits, and those behind it that continue it in the file."""
         has_turn = not self._stores or self._loads_in_a_row < MAX_LOADS_BEFORE_A_STORE
         queue = self._loads if self._loads and has_turn else self._stores
         self._loads_in_a_row = self._loads_in_a_row + 1 if queue is self._loads else 0
-        batch: list[Operation] = []
+        batch: list[DiskOperation] = []
         num_bytes = 0
         while queue and num_bytes < self._options.batch_bytes:
             if batch and not _continues(queue[0], batch[-1]):
@@ -166,7 +166,7 @@ class PlainRunner:
         return batch
 
 
-def _continues(operation: Operation, before: Operation) -> bool:
+def _continues(operation: DiskOperation, before: DiskOperation) -> bool:
     """Whether a record begins where the other one ends, in the same segment."""
     follows = operation.address == before.address + record_bytes(before.num_bytes)
     return follows and number_of(operation.address) == number_of(before.address)
@@ -185,7 +185,7 @@ class RecordExecutor:
         self._lock = threading.Lock()
         self._shared_syncs: WeakKeyDictionary[OpenSegment, SharedSync] = WeakKeyDictionary()
 
-    def run(self, batch: list[Operation], scratch: Scratch) -> list[Completion]:
+    def run(self, batch: list[DiskOperation], scratch: Scratch) -> list[Completion]:
         """One completion for each operation of a run that is all stores or all loads."""
         is_direct = self._direct.is_on
         try:
@@ -207,7 +207,7 @@ class RecordExecutor:
             failure = Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
             return [Completion(operation.ticket, failure) for operation in batch]
 
-    def _store(self, batch: list[Operation], scratch: Scratch) -> list[Completion]:
+    def _store(self, batch: list[DiskOperation], scratch: Scratch) -> list[Completion]:
         first = batch[0]
         completions = []
         with self._cache.opened(number_of(first.address)) as segment:
@@ -225,7 +225,7 @@ class RecordExecutor:
                 shared.sync(partial(self._io.fdatasync, segment.fd), num_failed)
         return completions
 
-    def _load(self, batch: list[Operation], scratch: Scratch) -> list[Completion]:
+    def _load(self, batch: list[DiskOperation], scratch: Scratch) -> list[Completion]:
         first = batch[0]
         with self._cache.opened(number_of(first.address)) as segment:
             position = FilePosition(self._io, segment.fd, offset_of(first.address), segment.is_direct)
@@ -235,7 +235,7 @@ class RecordExecutor:
             reader.flush()
         return [self._verified(operation, page) for operation, page in zip(batch, reader.headers, strict=True)]
 
-    def _verified(self, operation: Operation, page: bytes) -> Completion:
+    def _verified(self, operation: DiskOperation, page: bytes) -> Completion:
         expected = self._headers.of(operation, b"")
         failure, payload_checksum = verify(expected, page, operation.views)
         return Completion(operation.ticket, failure, payload_checksum)

@@ -13,7 +13,7 @@ from hybridkv.tiers.disk.index.change_log import ChangeLog, Cut
 from hybridkv.tiers.disk.index.found import FoundRecords
 from hybridkv.tiers.disk.index.records import Record, cost_of
 from hybridkv.tiers.disk.index.segments import Segment, SegmentTable
-from hybridkv.tiers.disk.index.snapshot_source import Committed, Numbers
+from hybridkv.tiers.disk.index.snapshot_source import Numbers, RecordColumns
 from hybridkv.tiers.disk.options import DiskSizes
 from hybridkv.tiers.ledger import EvictionOrder, KeyLedger, KeyState, LeastRecentlyUsed
 from hybridkv.tiers.yielding import pieces
@@ -64,7 +64,7 @@ class PlainSource(NamedTuple):
     key_lists: Sequence[Sequence[Key]]
     """Of each segment. A key may stand in several, or belong to no record any more."""
 
-    def committed(self, cut: Cut) -> Committed:
+    def committed(self, cut: Cut) -> RecordColumns:
         counts = list(map(len, self.key_lists))
         columns = np.empty((4, sum(counts)), dtype=np.uint64)
         end = 0
@@ -86,7 +86,7 @@ class PlainSource(NamedTuple):
                 rows.append((record.last_used, record.address, record.payload_bytes, place))
         return rows
 
-    def _in_order(self, columns: Numbers) -> Committed:
+    def _in_order(self, columns: Numbers) -> RecordColumns:
         """Sorted in place, and each address once: what stands in two lists was read twice."""
         order = np.argsort(columns[0], kind="stable")
         for column in columns[1:]:
@@ -98,7 +98,7 @@ class PlainSource(NamedTuple):
         is_last[order[:-1]] = in_row[:-1] != in_row[1:]
         if not is_last.all():
             places, addresses, payload_bytes = places[is_last], addresses[is_last], payload_bytes[is_last]
-        return Committed(PlacedKeys(self.key_lists, places), addresses, payload_bytes)  # type: ignore[arg-type]
+        return RecordColumns(PlacedKeys(self.key_lists, places), addresses, payload_bytes)  # type: ignore[arg-type]
 
 
 class _RecordSpace:

@@ -238,7 +238,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[bytes]]
     index, medium = opened(path)
     for number in range(3):
         assert disk_store.store(index, medium, b"%d" % number, chunk(b"%d" % number))
-    index._upkeep.state.is_snapshot_owed = True
+    index._maintenance.state.is_snapshot_wanted = True
     for number in range(3, 7):
         assert disk_store.store(index, medium, b"%d" % number, chunk(b"%d" % number))
     index.touch([b"1"])

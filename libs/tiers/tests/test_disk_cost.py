@@ -12,7 +12,7 @@ import pytest
 
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, plan_sizes
 from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES
-from hybridkv.tiers.disk.index.segments import Segment, Stage
+from hybridkv.tiers.disk.index.segments import Segment, SegmentStage
 from hybridkv.tiers.disk.maintenance import segment_chores
 from hybridkv.tiers.disk.recovery import builder
 
@@ -145,12 +145,12 @@ def test_a_read_that_ends_is_a_reason_to_look_for_work_where_all_segments_were_h
     keys = list(disk_store.records_of(index))
     for key in keys:
         assert index.pin(key) is not None
-    assert index._upkeep._agenda.copier.compaction.cheapest() is None
+    assert index._maintenance._agenda.copier.compaction.cheapest() is None
     before = segments.revision
     for key in keys:
         index.unpin(key)
     assert segments.revision > before
-    assert index._upkeep._agenda.copier.compaction.cheapest() is not None
+    assert index._maintenance._agenda.copier.compaction.cheapest() is not None
     subject.close()
 
 
@@ -160,6 +160,6 @@ def test_a_search_through_all_segments_is_counted(tmp_path: Path, looks: Looks) 
     subject.fill(0.3)
     looks.count = 0
     assert any(segment.is_candidate for segment in subject.index._segments.by_number.values())
-    assert not [s for s in subject.index._segments.by_number.values() if s.stage is Stage.UNAVAILABLE]
+    assert not [s for s in subject.index._segments.by_number.values() if s.stage is SegmentStage.UNAVAILABLE]
     assert looks.count >= MANY // 4
     subject.close()

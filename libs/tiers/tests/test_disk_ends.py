@@ -199,7 +199,7 @@ def test_a_snapshot_is_written_in_pieces_that_are_not_all_in_memory(tmp_path: Pa
     assert index.drain(disk_store.TIMEOUT_S)
     io.written.clear()
     gc.collect()
-    _, peak_bytes = steps_and_bytes(index._upkeep.finish)
+    _, peak_bytes = steps_and_bytes(index._maintenance.finish)
     snapshot_bytes = sum(io.written)
     assert snapshot_bytes > (32 + 18) * (count - 2)
     assert max(io.written) < snapshot_bytes // 4
@@ -224,7 +224,7 @@ def test_a_clear_does_not_wait_for_the_snapshot_that_is_being_written(tmp_path: 
 
     io.on_snapshot = clear
     io.written.clear()
-    index._upkeep.state.is_snapshot_owed = True
+    index._maintenance.state.is_snapshot_wanted = True
     assert index.take_disk_counts().snapshots == 0
     assert len(io.written) == 1 and io.written[0] < (32 + 18) * (MANY - 2), "there would have been more"
     assert path.read_bytes() == before
@@ -255,7 +255,7 @@ def test_a_close_gives_up_a_snapshot_that_takes_too_long(tmp_path: Path) -> None
     io = SparseIO()
     index = opened(tmp_path / "store", io)
     keys = fill(index, MANY - 2)
-    io.on_snapshot = index._upkeep.give_up_snapshot
+    io.on_snapshot = index._maintenance.give_up_snapshot
     io.written.clear()
     index.close()
     assert len(io.written) == 1

@@ -333,7 +333,7 @@ def test_a_close_that_cannot_write_the_clear_names_nothing_of_its_epoch(
 ) -> None:
     assert store.store(b"a")
     assert store.index.pin(b"a")
-    store.index._upkeep.finish()  # a snapshot
+    store.index._maintenance.finish()  # a snapshot
     cache = store.path / disk_store.FINGERPRINT.digest().hex()
     before = {name: (cache / name).read_bytes() for name in ("epoch", "snapshot")}
     store.io.failing_names["epoch.new"] = errno.ENOSPC

@@ -43,14 +43,14 @@ from hybridkv.tiers.disk.format.withdrawals import (
     EPOCH_MAGIC,
     JOURNAL_HEAD_BYTES,
     JOURNAL_MAGIC,
-    Withdrawal,
+    JournalEntry,
     Withdrawals,
     decode_epoch,
     decode_journal,
     digest_of,
     encode_epoch,
+    encode_journal_entry,
     encode_journal_head,
-    encode_withdrawal,
     next_epoch,
     num_journal_entries,
 )
@@ -62,8 +62,8 @@ PAYLOAD = b"0123456789" * 10
 SEGMENT = SegmentHeader(3, 17, 5, 1 << 20, NAMESPACE)
 RECORD = RecordHeader(3, address_of(17, 8192), len(PAYLOAD), NAMESPACE, checksum(PAYLOAD), KEY)
 WITHDRAWALS = [
-    Withdrawal(digest_of(KEY), address_of(18, 0), address_of(17, 8192)),
-    Withdrawal(digest_of(b"other"), address_of(19, 4096), address_of(2, 8192)),
+    JournalEntry(digest_of(KEY), address_of(18, 0), address_of(17, 8192)),
+    JournalEntry(digest_of(b"other"), address_of(19, 4096), address_of(2, 8192)),
 ]
 ADDRESSES = [address_of(17, 8192), address_of(3, 8192)]
 SNAPSHOT = snapshot.Snapshot(
@@ -95,7 +95,7 @@ FILES = {
     "segment": encode_segment(SEGMENT),
     "seal": encode_seal(SEGMENT, 65536),
     "record": encode_record(RECORD).ljust(PAGE_BYTES, b"\0") + PAYLOAD.ljust(PAGE_BYTES, b"\0"),
-    "journal": encode_journal_head(NAMESPACE) + b"".join(map(encode_withdrawal, WITHDRAWALS)),
+    "journal": encode_journal_head(NAMESPACE) + b"".join(map(encode_journal_entry, WITHDRAWALS)),
     "snapshot": disk_store.encoded_snapshot(SNAPSHOT, NAMESPACE),
     "changes": encode_changes(BATCHES),
     "epoch": encode_epoch(5, NAMESPACE),
@@ -236,8 +236,8 @@ def test_a_place_that_cannot_be_makes_everything_damaged_that_names_it(address: 
     batches: list[list[changes.Change]] = [[changes.Committed(address, payload_bytes, KEY)]]
     found = changes.decode(encode_changes(batches), NAMESPACE, BASE)
     assert found is not None and found.is_whole == is_possible
-    entries = [WITHDRAWALS[0], Withdrawal(bytes(16), 1 << 63, address)]
-    data = encode_journal_head(NAMESPACE) + b"".join(map(encode_withdrawal, entries))
+    entries = [WITHDRAWALS[0], JournalEntry(bytes(16), 1 << 63, address)]
+    data = encode_journal_head(NAMESPACE) + b"".join(map(encode_journal_entry, entries))
     assert decode_journal(data, NAMESPACE) == entries[: 1 + is_place(address)]
     assert num_journal_entries(data) == 2
 
@@ -367,7 +367,7 @@ def test_a_batch_counts_only_behind_the_one_it_was_written_behind(
 def test_withdrawals_keep_the_last_of_each_key_within_their_bound(numbers: list[int], max_entries: int) -> None:
     withdrawals = Withdrawals(max_entries)
     forgotten = sum(
-        withdrawals.add(Withdrawal(digest_of(b"%d" % number), position + 1, 0))
+        withdrawals.add(JournalEntry(digest_of(b"%d" % number), position + 1, 0))
         for position, number in enumerate(numbers)
     )
     kept = list(dict.fromkeys(reversed(numbers)))[:max_entries]

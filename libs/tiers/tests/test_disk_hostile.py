@@ -36,11 +36,11 @@ from hybridkv.tiers.disk.format.segment import (
     encode_segment,
 )
 from hybridkv.tiers.disk.format.withdrawals import (
-    Withdrawal,
+    JournalEntry,
     digest_of,
     encode_epoch,
+    encode_journal_entry,
     encode_journal_head,
-    encode_withdrawal,
 )
 
 FACTOR = float(os.environ.get("HYBRIDKV_HOSTILE_FACTOR", "1"))
@@ -156,9 +156,9 @@ class Behind(NamedTuple):
         return data
 
 
-withdrawals = st.builds(Withdrawal, keys.map(digest_of), st.one_of(any_place, st.just(1 << 63)), any_place)
+withdrawals = st.builds(JournalEntry, keys.map(digest_of), st.one_of(any_place, st.just(1 << 63)), any_place)
 journals = st.lists(withdrawals, max_size=5).map(
-    lambda entries: Hostile("quarantine", encode_journal_head(DIGEST) + b"".join(map(encode_withdrawal, entries)))
+    lambda entries: Hostile("quarantine", encode_journal_head(DIGEST) + b"".join(map(encode_journal_entry, entries)))
 )
 epochs = any_number.map(lambda number: Hostile("epoch", encode_epoch(number, DIGEST)))
 sparse = st.builds(
@@ -315,7 +315,7 @@ def test_a_segment_that_is_larger_than_a_store_makes_them_costs_no_other_one(
     assert index.num_keys == 8 and index.lookup(b"old 11") is LookupResult.HIT
     assert index.lookup(b"hostile 8192") is LookupResult.MISS
     assert disk_store.disk_bytes(path) <= OPTIONS.capacity_bytes
-    assert index._upkeep._segments.largest_bytes == SEGMENT_BYTES, "nor does compaction give up so much at a time"
+    assert index._maintenance._segments.largest_bytes == SEGMENT_BYTES, "nor does compaction give up so much at a time"
     index.close()
 
 

@@ -289,12 +289,12 @@ class DiskIndexMachine(RuleBasedStateMachine):
         table = self.index._segments
         segments = table.by_number.values()
         found = {
-            number for number, segment in table.sealable.items() if segment.epoch == self.index._upkeep.state.epoch
+            number for number, segment in table.sealable.items() if segment.epoch == self.index._maintenance.state.epoch
         }
         assert found == {
             segment.number
             for segment in segments
-            if segment.is_sealable and segment.epoch == self.index._upkeep.state.epoch
+            if segment.is_sealable and segment.epoch == self.index._maintenance.state.epoch
         }
         assert set(table.written) == {segment.number for segment in segments if segment.num_written}
         candidates = [segment for segment in segments if segment.is_candidate]

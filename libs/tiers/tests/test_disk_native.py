@@ -320,12 +320,12 @@ def test_why_threads_make_the_calls_is_said_once(
             return getattr(self.queue, name)
 
     monkeypatch.setattr("hybridkv.tiers.disk.medium.disk_medium.RecordQueue", RefusedRing)
-    disk_medium._say_why_threads.cache_clear()
+    disk_medium._log_refused_uring.cache_clear()
     with caplog.at_level("INFO", logger="hybridkv.tiers.disk"):
         for _ in range(2):
             media(tmp_path, OPTIONS)[0].close()
     assert caplog.text.count("refuses io_uring (Operation not permitted)") == 1
-    disk_medium._say_why_threads.cache_clear()
+    disk_medium._log_refused_uring.cache_clear()
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EBUSY, errno.ENOMEM, errno.EMFILE])

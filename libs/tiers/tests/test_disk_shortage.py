@@ -225,7 +225,7 @@ def test_a_medium_closes_where_there_is_no_thread(tmp_path: Path, monkeypatch: p
 def test_a_copy_that_lacks_something_withdraws_no_record(tmp_path: Path, call: str, number: int) -> None:
     options = msgspec.structs.replace(disk_faults.OPTIONS, fsync=Fsync.ALWAYS)
     store = Store(tmp_path / "store", options)
-    copying = store.index._upkeep.state.files.segments.copy
+    copying = store.index._maintenance.state.files.segments.copy
     tried: list[int] = []
 
     def short_copy(relocations: Any) -> Any:
@@ -238,7 +238,7 @@ def test_a_copy_that_lacks_something_withdraws_no_record(tmp_path: Path, call: s
         finally:
             store.io.failing.clear()
 
-    store.index._upkeep.state.files.segments.copy = short_copy  # type: ignore[method-assign]
+    store.index._maintenance.state.files.segments.copy = short_copy  # type: ignore[method-assign]
     for _ in range(120):
         store.clock.now_s += options.retry_interval_s
         store.store()
@@ -327,15 +327,15 @@ def test_a_directory_that_cannot_be_looked_at_is_not_taken_for_removed(
 ) -> None:
     store = Store(tmp_path / "store")
     assert store.store(b"key")
-    upkeep = store.index._upkeep
-    upkeep.state.is_lost = True
+    maintenance = store.index._maintenance
+    maintenance.state.is_lost = True
     store.io.failing["open"] = number
-    upkeep.run()
-    assert upkeep.state.is_lost and "was removed" not in caplog.text
+    maintenance.run()
+    assert maintenance.state.is_lost and "was removed" not in caplog.text
     store.io.failing.clear()
     store.clock.now_s += OPTIONS.retry_interval_s
-    upkeep.run()
-    assert not upkeep.state.is_lost
+    maintenance.run()
+    assert not maintenance.state.is_lost
     assert store.load_fails_with(b"key") is None
     store.close()
 

@@ -29,7 +29,7 @@ from hybridkv.tiers.disk.format.layout import (
     segment_name,
 )
 from hybridkv.tiers.disk.format.segment import SegmentHeader, encode_segment
-from hybridkv.tiers.disk.format.withdrawals import Withdrawal, encode_epoch, encode_journal_head, encode_withdrawal
+from hybridkv.tiers.disk.format.withdrawals import JournalEntry, encode_epoch, encode_journal_entry, encode_journal_head
 
 OPTIONS = disk_store.options_for(8 * 8192, direct=False)
 DIGEST = disk_store.FINGERPRINT.digest()
@@ -179,8 +179,8 @@ def test_metadata_at_the_end_of_the_numbers_stops_no_store(path: Path, name: str
     file = namespace_of(path) / name
     end = address_of(LARGEST_NUMBER, 8192)
     if name == "quarantine":
-        entry = Withdrawal(bytes(16), end + (1 << 20), end)
-        file.write_bytes(encode_journal_head(DIGEST) + encode_withdrawal(entry))
+        entry = JournalEntry(bytes(16), end + (1 << 20), end)
+        file.write_bytes(encode_journal_head(DIGEST) + encode_journal_entry(entry))
     elif name == "snapshot":
         saved = snapshot.Snapshot(0, 1 << 31, 1 << 31, 1 << 63, [], [], [], [])
         file.write_bytes(disk_store.encoded_snapshot(saved, DIGEST))
@@ -202,8 +202,8 @@ def test_metadata_behind_the_end_of_the_numbers_is_damaged(
     file = namespace_of(path) / name
     address = address_of(LARGEST_NUMBER + 1, 8192)
     if name == "quarantine":
-        entries = [Withdrawal(bytes(16), address + 8192, 8192), Withdrawal(bytes(16), 8192, address)]
-        file.write_bytes(encode_journal_head(DIGEST) + b"".join(map(encode_withdrawal, entries)))
+        entries = [JournalEntry(bytes(16), address + 8192, 8192), JournalEntry(bytes(16), 8192, address)]
+        file.write_bytes(encode_journal_head(DIGEST) + b"".join(map(encode_journal_entry, entries)))
         expected = "2 entries of the quarantine journal are damaged"
     elif name == "snapshot":
         saved = snapshot.Snapshot(0, 1 << 31, (1 << 31) + 1, 1 << 63, [], [], [], [])

@@ -19,7 +19,7 @@ from hybridkv.tiers.disk.format.layout import PAGE_BYTES, SEGMENT_HEAD_BYTES
 from hybridkv.tiers.disk.index.change_log import ChangeLog, GivenUpError
 from hybridkv.tiers.disk.index.found import FoundRecord, FoundRecords
 from hybridkv.tiers.disk.index.records import RecordTable, cost_of
-from hybridkv.tiers.disk.index.segments import Segment, SegmentTable, Stage
+from hybridkv.tiers.disk.index.segments import Segment, SegmentStage, SegmentTable
 from hybridkv.tiers.disk.options import DiskSizes
 from hybridkv.tiers.ledger import KeyState
 from kits.plain_records import PlainRecordTable
@@ -85,7 +85,7 @@ class World:
 
     def lose(self, number: int) -> None:
         segment = self.segments.by_number.get(number)
-        if segment is not None and segment.stage is Stage.FULL:
+        if segment is not None and segment.stage is SegmentStage.FULL:
             self.table.withdraw_in(segment)
 
     def snapshot(self) -> object:
@@ -295,7 +295,7 @@ def test_what_is_restored_beyond_the_bound_is_evicted_from_the_least_recently_us
     world.segments.ready.clear()
     for number in first.segments.by_number:
         segment = Segment(number, SEGMENT_BYTES, 0)
-        segment.stage = Stage.FULL
+        segment.stage = SegmentStage.FULL
         world.segments.add(segment)
     world.table.restore(found)
     world.table.make_room(0, 0)
@@ -316,7 +316,7 @@ def test_of_a_key_that_was_found_twice_the_last_counts(make: Callable[..., Plain
     world.segments.by_number.clear()
     world.segments.ready.clear()
     segment = Segment(0, SEGMENT_BYTES, 0)
-    segment.stage = Stage.FULL
+    segment.stage = SegmentStage.FULL
     world.segments.add(segment)
     keys = [KEYS[0], KEYS[1], KEYS[0]]
     addresses = [SEGMENT_HEAD_BYTES + place * cost_of(PAGE_BYTES) for place in range(3)]

@@ -1,4 +1,4 @@
-"""What a disk tier did beside what every tier counts. Holds no decisions."""
+"""Counts of the disk tier beside those of every tier."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import msgspec
 
 
 class DiskCounts(msgspec.Struct, frozen=True):
-    """Since the last call. Merging is addition, so order and grouping do not matter."""
+    """Counts since the last call. Merging is addition, so order and grouping do not matter."""
 
     moved_records: int = 0
     moved_bytes: int = 0
-    """By compaction, over all ranks, headers included: beside the bytes stored, the write amplification."""
+    """Copied by compaction, over all ranks, headers included. Relative to the bytes stored: the write amplification."""
     segments_created: int = 0
     segments_dropped: int = 0
     snapshots: int = 0
@@ -20,7 +20,7 @@ class DiskCounts(msgspec.Struct, frozen=True):
     quarantined: dict[str, int] = {}
     """Withdrawn records by reason."""
     failures: dict[str, int] = {}
-    """File work that failed, by what was tried and the system's name for why: `create: ENOSPC`."""
+    """Failed file work, by chore and name of the error: `create: ENOSPC`."""
 
     def merge(self, other: DiskCounts) -> DiskCounts:
         return msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""What an operator may choose for a disk tier, and what follows from it."""
+"""Options of a disk tier, and the sizes derived from them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hybridkv.tiers.disk.format.layout import (
     record_bytes,
     round_up,
 )
+from hybridkv.tiers.disk.format.withdrawals import JOURNAL_ENTRY_BYTES
 from hybridkv.tiers.errors import TierConfigurationError
 
 MIB = 1 << 20
@@ -24,65 +25,61 @@ SEGMENTS_IN_CAPACITY = 64
 FEWEST_SEGMENTS = 4
 FEWEST_READY_SEGMENTS = 2
 READY_PER_SEGMENT = 8
-"""Of so many segments one may be made ahead of a burst: what `df` shows is not all there at once."""
+"""One in so many segments may be created ahead of a burst, so that `df` does not show all space as taken at once."""
 FEWEST_SPARE_SEGMENTS = 3
-"""One that is being filled, one that is ready to be, and one that compaction copies to."""
+"""The open one, an empty one, and one for compaction to copy to."""
 
 SNAPSHOT_ENTRY_BYTES = 2 + 8 + 8 + 64
-"""Allowance for one record in a snapshot; a longer key makes the snapshot keep fewer records."""
-JOURNAL_ENTRY_BYTES = 48
+"""Allowance for one record in a snapshot. With longer keys the snapshot keeps fewer records."""
 CHANGES_PER_SNAPSHOT = 4
-"""What happened since a snapshot may take up this part of what the snapshot may."""
+"""Changes since a snapshot may take this part of the snapshot's size,"""
 LARGEST_CHANGES_BYTES = 16 * MIB
-"""And no more than that: it is read at an opening. Full of the smallest changes these are 1.9 million, which take some
-four seconds and 400 MB."""
+"""and no more than this, because a start reads them: at most 1.9 million changes, some four seconds and 400 MB."""
 
 LARGEST_JOURNAL_BYTES = 64 * MIB
-"""The same of the quarantine journal."""
+"""The same for the quarantine journal."""
 MOST_QUARANTINED = 1 << 19
-"""Twice as many entries fit into it."""
+"""Twice as many entries fit into the journal."""
 
 
 class Fsync(enum.StrEnum):
-    """When bytes are forced to the device. A crash of the process loses nothing with any of them."""
+    """When bytes are forced to the device. A crash of the process never loses any."""
 
     NONE = "none"
-    """Never. A loss of power may lose anything of the last half minute or so (the kernel decides)."""
+    """Never. A loss of power may lose everything of about the last half minute (the kernel decides)."""
     INTERVAL = "interval"
-    """Every `fsync_interval_s`. A loss of power may lose what was stored since."""
+    """Every `fsync_interval_s`. A loss of power may lose records stored since."""
     ALWAYS = "always"
-    """Before a store completes. A loss of power loses nothing that was committed."""
+    """Before a store completes. A loss of power loses no committed record."""
 
 
 class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Choices of a disk tier. Index and media must be given equal ones.
+    """Options of a disk tier, equal for its index and media.
 
     Args:
         capacity_bytes: of everything below the path on disk: all ranks, all namespaces, metadata included.
         segment_bytes: of one file of one rank, a multiple of 4096; None: capacity / 64 over all ranks, within
             [1 MiB, 256 MiB] and large enough for four of the largest chunks.
-        largest_chunk_bytes: the largest chunk that will be stored, if it is known.
+        largest_chunk_bytes: of the chunks to be stored, if known.
         spare_share: share of the segments that records never fill, beside three segments: more means fewer bytes moved
-            by compaction, fewer means more records kept. Within [0, 0.9].
-        max_records: keys in the index. Memory: about 120 bytes each in the index, and about 150 more while a snapshot
-            is written; 82 on disk.
+            by compaction, less means more records kept. Within [0, 0.9].
+        max_records: keys in the index. Each takes about 120 bytes of memory, about 150 more while a snapshot is
+            written, and 82 on disk.
         max_quarantined: withdrawn records that are remembered across restarts, at most 524288.
-        burst_bytes: what may be on its way into the tier at one time, over all ranks.
-        ready_segments: how many empty segments are prepared ahead, and kept ahead by compaction; None: as many as
-            `burst_bytes` fills, at least 2 and at most an eighth of the segments, of which compaction keeps 2; it never
-            keeps fewer.
+        burst_bytes: bytes in flight into the tier at one time, over all ranks.
+        ready_segments: empty segments created ahead, and kept free by compaction; None: as many as `burst_bytes` fills,
+            at least 2 and at most an eighth of all, of which compaction keeps 2. Compaction never keeps fewer.
         snapshot_interval_s: between two snapshots of the index.
-        changes_interval_s: between two batches of what happened since the last snapshot.
-        retry_interval_s: how long file work rests after it failed.
+        changes_interval_s: between two batches of changes since the last snapshot.
+        retry_interval_s: backoff of failed file work.
         fsync: see `Fsync`.
         fsync_interval_s: for `Fsync.INTERVAL`.
-        direct: pass the page cache by. "auto": where the file system can.
-        max_in_flight: calls on their way at one time that move records, 1 to 64. Where there is no io_uring,
-            as many threads make them.
-        max_queued: operations that wait in a medium; beyond them one completes with BUSY.
-        batch_bytes: adjacent records that are read or written by one call.
+        direct: bypass the page cache. "auto": if the file system can.
+        max_in_flight: concurrent reads and writes, 1 to 64. Without io_uring, as many threads make them.
+        max_queued: waiting operations of a medium; beyond them one completes with BUSY.
+        batch_bytes: adjacent records that one call reads or writes.
         max_open_files: segment files that a medium keeps open.
-        close_timeout_s: how long `close` waits for file work.
+        close_timeout_s: limit of the wait of `close` for file work.
     """
 
     capacity_bytes: int
@@ -129,7 +126,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DiskSizes(msgspec.Struct, frozen=True):
-    """What follows from the options for one namespace."""
+    """Sizes derived from the options for one namespace."""
 
     num_ranks: int
     segment_bytes: int
@@ -137,34 +134,34 @@ class DiskSizes(msgspec.Struct, frozen=True):
     data_bytes: int
     """For segments of all ranks."""
     metadata_bytes: int
-    """Set aside for everything else."""
+    """Set aside for all other files."""
     usable_bytes: int
-    """For records of one rank, headers included: what an index calls its capacity."""
+    """For records of one rank, headers included: the capacity of the index."""
     max_records: int
     ready_segments: int
-    """Empty ones that are made ahead while there is space that no segment has."""
+    """Empty segments to create ahead while capacity is left."""
     kept_segments: int
-    """Empty ones that compaction makes room for."""
+    """Empty segments that compaction keeps free."""
 
     @property
     def room_bytes(self) -> int:
-        """For records in one segment."""
+        """Room for records in one segment."""
         return self.segment_bytes - SEGMENT_HEAD_BYTES
 
     @property
     def changes_bytes(self) -> int:
-        """For what happened since the last snapshot."""
+        """Limit of the file of changes."""
         return changes_bytes(self.max_records)
 
 
 def changes_bytes(max_records: int) -> int:
-    """For what happened since a snapshot of so many records."""
+    """Limit of the file of changes behind a snapshot of so many records."""
     share = round_up(SNAPSHOT_ENTRY_BYTES * max_records // CHANGES_PER_SNAPSHOT)
     return min(2 * PAGE_BYTES + share, LARGEST_CHANGES_BYTES)
 
 
 def plan_sizes(options: DiskOptions, num_ranks: int) -> DiskSizes:
-    """`TierConfigurationError` when the capacity is too small for `num_ranks` ranks."""
+    """`TierConfigurationError` if the capacity is too small for `num_ranks` ranks."""
     segment_bytes = options.segment_bytes or _default_segment_bytes(options, num_ranks)
     smallest = SEGMENT_HEAD_BYTES + record_bytes(max(options.largest_chunk_bytes, 1))
     if segment_bytes % PAGE_BYTES or not smallest <= segment_bytes <= LARGEST_SEGMENT_BYTES:
@@ -185,7 +182,7 @@ def plan_sizes(options: DiskOptions, num_ranks: int) -> DiskSizes:
         )
     num_spare = min(FEWEST_SPARE_SEGMENTS + math.ceil(options.spare_share * count - 1e-9), count - 1)
     usable_bytes = (count - num_spare) * (segment_bytes - SEGMENT_HEAD_BYTES)
-    # One of them is compaction's: with a single one nothing would be stored again once all segments are in use.
+    # One of them is compaction's: with a single one, no store would succeed once all segments are in use.
     kept = max(options.ready_segments or 0, FEWEST_READY_SEGMENTS)
     ready = options.ready_segments or _ready_segments(options.burst_bytes // (num_ranks * segment_bytes), count)
     bounds = (usable_bytes, max(max_records, 1))
@@ -193,7 +190,7 @@ def plan_sizes(options: DiskOptions, num_ranks: int) -> DiskSizes:
 
 
 def _ready_segments(num_filled: int, count: int) -> int:
-    """One more than a burst fills whole: it begins in the middle of one, and ends in the middle of another."""
+    """One more than a burst fills: it begins within one segment and ends within another."""
     return max(min(num_filled + 1, count // READY_PER_SEGMENT), FEWEST_READY_SEGMENTS)
 
 
@@ -204,10 +201,10 @@ def _default_segment_bytes(options: DiskOptions, num_ranks: int) -> int:
 
 
 def _metadata_bytes(options: DiskOptions, num_ranks: int, max_records: int) -> int:
-    """Of all that is no segment.
+    """Size of all files but segments.
 
-    Two snapshots while one is replaced, and as many files of changes; a journal that grows to twice its entries, and
-    the one that replaces it; pages for the small files; directories.
+    Two snapshots and two files of changes, while one is replaced; a journal of twice its entries, and its replacement;
+    pages for the small files; directories.
     """
     snapshots = 2 * (PAGE_BYTES + round_up(SNAPSHOT_ENTRY_BYTES * max_records))
     changes = 2 * changes_bytes(max_records)

@@ -1,1 +1,1 @@
-"""Directories and files that no other user can exchange: the file work that all tiers on a file system share."""
+"""Directories and files that no other user can exchange, for all tiers on a file system."""

@@ -1,7 +1,7 @@
-"""Directories that are opened without following links. Their owner and permissions are checked, unless they are shared.
+"""Directories opened without following links. Their owner and permissions are checked, unless they are shared.
 
-Everything below a store is reached through descriptors of such directories, never through a path that somebody could
-have exchanged meanwhile.
+All files of a store are reached through descriptors of such directories, never through a path that another user could
+exchange.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 LARGEST_SMALL_FILE_BYTES = 1 << 20
 MAX_LEVELS = 8
-"""Of directories below one that is measured; ours go two levels down."""
+"""Depth of `disk_bytes`. Ours are two levels deep."""
 _PIECE_BYTES = 1 << 26
 _WRITE_BYTES = 1 << 17
 
@@ -30,12 +30,12 @@ class ForeignFileError(OSError):
 
 
 def temporary_name(name: str) -> str:
-    """What a file is called until it is whole."""
+    """Name of a file until it is whole."""
     return f"{name}.new"
 
 
 def stops_an_opening(error: OSError) -> bool:
-    """Whether a file that cannot be read is more than a damaged one: not ours, or this process lacks something."""
+    """True if the unreadable file is not merely damaged: it is not ours, or this process is short of a resource."""
     return isinstance(error, ForeignFileError) or is_shortage(error)
 
 
@@ -43,12 +43,12 @@ class Directory:
     """One open directory.
 
     Args:
-        io: the calls of the system.
+        io: calls of the system.
         path: absolute, for messages.
-        fd: of it; closed by `close`.
-        shared_mode: permissions of directories that are made in a store that users share; their files can be read by
-            the same users. None: the store is this user's own, and what others own or may write to is refused. Links
-            and special files are refused in both.
+        fd: its descriptor; `close` closes it.
+        shared_mode: permissions of new directories in a store that users share; the same users can read its files.
+            None: the store is this user's own, and entries that others own or may write to are refused. Links and
+            special files are refused in both.
     """
 
     def __init__(self, io: FileIO, path: str, fd: int, shared_mode: int | None = None) -> None:
@@ -59,13 +59,13 @@ class Directory:
 
     @classmethod
     def root(cls, io: FileIO, path: str, create: bool, may_be_shared: bool = False) -> Directory:
-        """The directory at an absolute path, whose parent must be there. `OSError` as the system says.
+        """Open the directory at an absolute path, whose parent must exist. Raises `OSError`s of the system.
 
         Args:
-            io: the calls of the system.
+            io: calls of the system.
             path: absolute.
-            create: make it, readable by this user alone, if it is not there.
-            may_be_shared: take it as shared, if it is another user's or others may write to it.
+            create: create it, readable by this user alone, if it does not exist.
+            may_be_shared: treat it as shared if it is another user's or others may write to it.
         """
         if create:
             with contextlib.suppress(FileExistsError):
@@ -88,16 +88,17 @@ class Directory:
         fd = _open_directory(self.io, name, path, self.fd, is_shared=mode is not None)
         if is_new and mode is not None:
             try:
-                self.io.change_mode(fd, mode)  # a umask has taken some of it away
+                self.io.change_mode(fd, mode)  # a umask has removed some of the mode
             except OSError:
                 self.io.close(fd)
                 raise
         return Directory(self.io, path, fd, mode)
 
     def open_file(self, name: str, flags: int) -> int:
-        """A descriptor of a regular file of ours in this directory."""
+        """Descriptor of a regular file of ours in this directory."""
         path = f"{self.path}/{name}"
-        # Before it is opened: that alone may rewind a tape. And after, for it may be another one by then.
+        # Check before opening, because opening alone may rewind a tape; and after, because the file may have been
+        # exchanged.
         self._require_file(name, path)
         try:
             fd = self.io.open(name, flags | os.O_NOFOLLOW, 0o600, self.fd)
@@ -115,7 +116,7 @@ class Directory:
         return fd
 
     def _require_file(self, name: str, path: str) -> None:
-        """`ForeignFileError` where there is something else."""
+        """`ForeignFileError` if it is not a regular file."""
         try:
             mode = self.io.stat_name(name, self.fd).st_mode
         except OSError:
@@ -124,7 +125,7 @@ class Directory:
             raise ForeignFileError(0, f"is {_kind_of(mode)}, not a file", path)
 
     def read_file(self, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
-        """All of a file, None when there is none or, which is said in the log, it is larger than `max_bytes`."""
+        """Contents of a file; None if it does not exist or, with a warning, is larger than `max_bytes`."""
         try:
             fd = self.open_file(name, os.O_RDONLY)
         except FileNotFoundError:
@@ -140,16 +141,14 @@ class Directory:
             self.io.close(fd)
 
     def write_file(self, name: str, data: bytes, sync: bool) -> None:
-        """Make a file hold exactly this, or leave it as it was, also if the process dies in between.
-
-        With `sync` also if the power goes.
-        """
+        """Replace a file's contents atomically, even if the process dies meanwhile; with `sync`, even if the power
+        fails."""
         self.write_pieces(name, (data,), sync)
 
     def write_pieces(self, name: str, pieces: Iterable[bytes], sync: bool) -> None:
-        """As `write_file`, of pieces that are not all in memory at one time. If they raise, the file is as it was."""
+        """`write_file` of pieces that are not all in memory at once. If they raise, the file stays as it was."""
         temporary = temporary_name(name)
-        # Never one that a crash left: somebody may have made a hard link to it.
+        # Do not reuse one that a crash left: it may have a hard link.
         self.remove_file(temporary)
         fd = self.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
@@ -161,7 +160,7 @@ class Directory:
                 self.io.fdatasync(fd)
         except Exception:
             with contextlib.suppress(OSError):
-                self.remove_file(temporary)  # it would take up room, on a full disk too
+                self.remove_file(temporary)  # it would take up room
             raise
         finally:
             self.io.close(fd)
@@ -178,7 +177,7 @@ class Directory:
             return self.io.list(self.fd)
 
     def disk_bytes(self, num_levels: int = MAX_LEVELS) -> int:
-        """What this directory, its files and its directories' files take up on disk, so many levels down."""
+        """Bytes on disk of this directory and its contents, so many levels deep."""
         total = self.io.stat(self.fd).st_blocks * 512
         for name in self.list():
             try:
@@ -208,7 +207,7 @@ class Directory:
 
 
 def joined_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
-    """The same bytes in fewer pieces, where they are small."""
+    """The same bytes, with small pieces joined."""
     waiting: list[bytes | memoryview] = []
     num_bytes = 0
     for piece in pieces:
@@ -223,7 +222,7 @@ def joined_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
 
 
 def read_into(io: FileIO, fd: int, view: memoryview, offset: int) -> int:
-    """Fill memory from a file; the number of bytes read, fewer where the file ends."""
+    """Fill memory from a file. Returns the number of bytes read, fewer if the file ends."""
     done = 0
     while done < len(view):
         got = io.preadv(fd, [view[done : done + _PIECE_BYTES]], offset + done)
@@ -234,13 +233,13 @@ def read_into(io: FileIO, fd: int, view: memoryview, offset: int) -> int:
 
 
 def read_at(io: FileIO, fd: int, offset: int, num_bytes: int) -> bytes:
-    """Bytes of a file, fewer where the file ends."""
+    """Bytes of a file, fewer if the file ends."""
     data = memoryview(bytearray(num_bytes))
     return bytes(data[: read_into(io, fd, data, offset)])
 
 
 def write_all(io: FileIO, fd: int, data: bytes | memoryview, offset: int) -> None:
-    """Write everything, however little the system takes at a time."""
+    """Write everything, in as many calls as the system needs."""
     view = memoryview(data)
     while view:
         done = io.pwritev(fd, [view[:_PIECE_BYTES]], offset)
@@ -248,9 +247,9 @@ def write_all(io: FileIO, fd: int, data: bytes | memoryview, offset: int) -> Non
 
 
 def root_path(path: str) -> str:
-    """The path of a store without what says nothing: behind a link, `/.` would follow it.
+    """Normalized path of a store: behind a link, `/.` would follow it.
 
-    `TierConfigurationError` when it is no absolute path.
+    `TierConfigurationError` if it is not absolute.
     """
     if "\0" in path or not os.path.isabs(path):
         raise TierConfigurationError("path", "an absolute path", path)
@@ -262,7 +261,7 @@ def root_path(path: str) -> str:
 
 
 def open_root(io: FileIO, path: str) -> Directory:
-    """The root of a store, made if it is not there. `TierConfigurationError` when it cannot be used."""
+    """Root of a store, created if it does not exist. `TierConfigurationError` if it cannot be used."""
     path = root_path(path)
     try:
         return Directory.root(io, path, create=True)
@@ -271,7 +270,7 @@ def open_root(io: FileIO, path: str) -> Directory:
 
 
 def refused(path: str, error: OSError) -> TierConfigurationError:
-    """What an operator reads when a file or directory of a store cannot be used."""
+    """Error for an operator if a file or directory of a store cannot be used."""
     if isinstance(error, ForeignFileError):
         at = error.filename
         hint = "name a directory that this user alone can write to, and no link"
@@ -284,7 +283,7 @@ def refused(path: str, error: OSError) -> TierConfigurationError:
 
 @contextlib.contextmanager
 def _named(path: str) -> Iterator[None]:
-    """What the system refuses says of which file, with its whole path."""
+    """Add the whole path to an `OSError`."""
     try:
         yield
     except OSError as error:
@@ -332,7 +331,7 @@ def _kind_of(mode: int) -> str:
 
 
 def _is_own(found: os.stat_result) -> bool:
-    """Whether nobody but this user, and root, can write to it."""
+    """True if only this user, and root, can write to it."""
     return found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 

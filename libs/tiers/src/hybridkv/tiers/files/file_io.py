@@ -1,7 +1,6 @@
-"""All calls of the operating system that tiers on a file system make, in one object, so that a test can make any of
-them fail.
+"""All calls of the operating system that tiers on a file system make, so that a test can make any of them fail.
 
-Decides nothing and catches nothing: what the system refuses is an `OSError`.
+Decides nothing and catches nothing: errors are `OSError`s.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ _OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK
 
 
 class FileIO:
-    """The real ones. Derive from it to inject faults."""
+    """The real calls. Derive from it to inject faults."""
 
     def open(self, name: str, flags: int, mode: int = 0o600, dir_fd: int | None = None) -> int:
-        """Waits for nobody, whatever kind of file it is."""
+        """Does not block, whatever kind of file it is."""
         fd = os.open(name, flags | _OPENING, mode, dir_fd=dir_fd)
-        os.set_blocking(fd, True)  # io_uring hands back what it cannot do at once where a file says so
+        os.set_blocking(fd, True)  # else io_uring returns EAGAIN instead of waiting
         return fd
 
     def close(self, fd: int) -> None:
@@ -69,11 +68,11 @@ class FileIO:
         os.rename(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
     def link(self, old: str, new: str, dir_fd: int) -> None:
-        """`FileExistsError` where there is a file of the new name."""
+        """`FileExistsError` if the new name exists."""
         os.link(old, new, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
 
     def lock(self, fd: int) -> bool:
-        """Take the file's lock without waiting; False when another process has it."""
+        """Lock the file without waiting; False if another process has locked it."""
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -81,7 +80,7 @@ class FileIO:
         return True
 
     def next_data(self, fd: int, offset: int) -> int:
-        """Where the file holds written bytes again, at `offset` or behind it; its end when it holds no more."""
+        """Offset of the next written byte at `offset` or behind it; the file's end if there is none."""
         try:
             return os.lseek(fd, offset, os.SEEK_DATA)
         except OSError as error:

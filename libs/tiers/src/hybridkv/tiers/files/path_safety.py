@@ -1,6 +1,6 @@
-"""Says who else could exchange a store for another one between two starts: whoever may rename a directory above it.
+"""Warns of users who could exchange a store between two starts, because they may rename a directory above it.
 
-A warning, no refusal: what lies above is the operator's, and may be meant so.
+It does not refuse: the directories above belong to the operator, who may want it so.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from hybridkv.tiers.files.directory import Directory
 logger = logging.getLogger(__name__)
 
 UNKNOWN_USER = 65534
-"""Who owns what belongs to a user that this user namespace does not know: mostly the machine's root."""
+"""Owner of files whose user does not exist in this user namespace: mostly the machine's root."""
 
 
 def say_who_could_exchange(root: Directory) -> None:
-    """One line in the log, about the nearest directory above the root that others may rename things in."""
+    """Log the nearest directory above the root in which other users may rename entries."""
     path = root.path
     while path != "/":
         path = os.path.dirname(path)
         try:
             found = root.io.stat_name(f"{path.rstrip('/')}/.", root.fd)
         except OSError:
-            continue  # not ours to look at, so not ours to judge
+            continue  # not readable by this user, so not judged
         why = _why_not_safe(found)
         if why is not None:
             logger.warning(

@@ -1,1 +1,1 @@
-"""Files of a store: their names, the lock, the namespaces and the segment files."""
+"""Files of a store: locks, namespaces and segment files."""

@@ -17,27 +17,31 @@ from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.files.directory import Directory
 
 MAX_DESCRIPTORS = 50_000
-"""That are looked at. It takes less than a second."""
+"""Limit of the search, which takes less than a second."""
 MAX_COMMAND_CHARACTERS = 80
 
 
-class Holder(NamedTuple):
-    """A process that has the lock now."""
+class LockHolder(NamedTuple):
+    """Process that holds the lock now."""
 
     pid: int
     command: str
-    """As it was started, or as it calls itself."""
+    """Its command line, or its name."""
 
 
-def find_holder(file: os.stat_result, likely_pid: int | None, processes: Path = Path("/proc")) -> Holder | None:
-    """Who holds a lock on the file, None when that cannot be seen. `likely_pid` is asked first."""
+def find_holder(file: os.stat_result, likely_pid: int | None, processes: Path = Path("/proc")) -> LockHolder | None:
+    """Process that holds a lock on the file; None if /proc does not show it. `likely_pid` is examined first.
+
+    For the words of a refusal, never for a decision. The process named in LOCK may have ended while its child holds the
+    lock.
+    """
     left = MAX_DESCRIPTORS
     for pid in _pids(processes, likely_pid):
         directory = processes / str(pid)
         for name in _names(directory / "fd")[:left]:
             left -= 1
             if _is_file(directory / "fd" / name, file) and _holds_a_lock(directory / "fdinfo" / name):
-                return Holder(pid, _command(directory))
+                return LockHolder(pid, _command(directory))
         if left <= 0:
             break
     return None
@@ -54,7 +58,7 @@ def _names(directory: Path) -> list[str]:
     try:
         return os.listdir(directory)
     except OSError:
-        return []  # not there, another user's, or ended meanwhile
+        return []  # missing, another user's, or just ended
 
 
 def _is_file(link: Path, file: os.stat_result) -> bool:
@@ -66,7 +70,7 @@ def _is_file(link: Path, file: os.stat_result) -> bool:
 
 
 def _holds_a_lock(info: Path) -> bool:
-    """A file may be open without being locked: by somebody who is refused just now."""
+    """An open file may be unlocked: another engine may just be refused."""
     try:
         return any(line.startswith("lock:") and "FLOCK" in line for line in info.read_text().splitlines())
     except OSError:
@@ -85,7 +89,7 @@ def _command(directory: Path) -> str:
 
 
 class TakenError(OSError):
-    """Another engine has the namespace, or had it meanwhile: what this one knows of it is not true any more."""
+    """Another engine has the namespace, or had it meanwhile: this engine's tables are out of date."""
 
     def __init__(self, path: str) -> None:
         super().__init__(
@@ -97,7 +101,7 @@ class TakenError(OSError):
 
 
 def try_to_lock(directory: Directory) -> bool:
-    """False when somebody has the directory locked. True also where directories cannot be locked."""
+    """False if another process has locked the directory. True also if the file system cannot lock directories."""
     try:
         return directory.io.lock(directory.fd)
     except OSError:
@@ -105,7 +109,7 @@ def try_to_lock(directory: Directory) -> bool:
 
 
 def refused_lock(directory: Directory, fd: int) -> TierConfigurationError:
-    """Says who has it. `fd`: of what cannot be locked."""
+    """The error, with the process that holds the lock. `fd`: of the locked file or directory."""
     try:
         named = (directory.read_file(LOCK_NAME) or b"").decode(errors="replace").strip()
     except OSError:
@@ -124,5 +128,5 @@ def refused_lock(directory: Directory, fd: int) -> TierConfigurationError:
 
 
 def is_same(one: os.stat_result, other: os.stat_result) -> bool:
-    """Whether both are of one file."""
+    """True if both describe one file."""
     return (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino)

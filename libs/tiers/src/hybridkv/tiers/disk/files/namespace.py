@@ -1,6 +1,6 @@
-"""The directory of one namespace, locked by its index: made, opened, found again when somebody removed it.
+"""Directory of one namespace: created, opened, locked, and recreated after it was removed.
 
-It has two locks (`locks`). `require_own` compares what is there with what is open.
+It has two locks, see `locks`. `require_own` compares the files on disk with the open ones.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 MAX_LOCK_ATTEMPTS = 10
 
 
-class _Opened(NamedTuple):
-    """What is open of a namespace. Closing the lock gives it up."""
+class _OpenNamespace(NamedTuple):
+    """Open files of a namespace. Closing the lock releases it."""
 
     directory: Directory
     lock_fd: int
@@ -37,12 +37,12 @@ class _Opened(NamedTuple):
 
 
 class Namespace:
-    """An open, locked namespace directory and its ranks' directories."""
+    """Open, locked directory of a namespace, with the directories of its ranks."""
 
     def __init__(self, io: FileIO, path: str, fingerprint: Fingerprint, syncs: bool = True) -> None:
-        """`TierConfigurationError` when the path cannot be used or another process has the namespace.
+        """`TierConfigurationError` if the path cannot be used or another process has the namespace open.
 
-        `syncs`: a loss of power shall not take directories away from under what was synced in them.
+        `syncs`: sync directories, so that a loss of power does not remove them.
         """
         self.io = io
         self._syncs = syncs
@@ -50,11 +50,11 @@ class Namespace:
         self.num_ranks = fingerprint.tensor_parallel_size
         self._fingerprint = fingerprint
         self.is_anew = False
-        """Made anew by `restore`, and nobody has written down yet what has to be there. For its user to take back."""
+        """True after `restore`, until the caller has written the files that must exist and resets it."""
         self._is_said_lost = False
         self._is_taken = False
         self.root = open_root(io, path)
-        self._opened: _Opened | None = None
+        self._opened: _OpenNamespace | None = None
         try:
             self._opened = self._open(self.root)
         except OSError as error:
@@ -76,22 +76,22 @@ class Namespace:
 
     @property
     def directory(self) -> Directory:
-        """`OSError` when it is not open."""
+        """`OSError` if it is not open."""
         return self._require().directory
 
     @property
     def ranks(self) -> list[Directory]:
-        """Of all ranks. `OSError` when they are not open."""
+        """One for each rank. `OSError` if they are not open."""
         return self._require().ranks
 
-    def _require(self) -> _Opened:
+    def _require(self) -> _OpenNamespace:
         if self._opened is None:
             raise OSError(errno.ENOENT, "is not open", self.path)
         return self._opened
 
-    def _open(self, root: Directory) -> _Opened:
+    def _open(self, root: Directory) -> _OpenNamespace:
         directory, lock_fd = self._lock(root)
-        opened = _Opened(directory, lock_fd, [])
+        opened = _OpenNamespace(directory, lock_fd, [])
         try:
             self._describe(directory)
             for rank in range(self.num_ranks):
@@ -104,7 +104,7 @@ class Namespace:
         return opened
 
     def _sync(self, directory: Directory, root: Directory) -> None:
-        """All between the store's parent and its segments, also what was there: nobody knows whether it was synced."""
+        """Sync the store's parent, root and namespace, old ones too: an earlier engine may not have synced them."""
         try:
             self.io.fsync(directory.fd)
             self.io.fsync(root.fd)
@@ -117,17 +117,18 @@ class Namespace:
             logger.warning("the directories of %s could not be synced: %s", directory.path, error)
 
     def _lock(self, root: Directory) -> tuple[Directory, int]:
-        """The namespace's directory, and a descriptor that holds its lock: the one of before where it is the same."""
+        """Open the namespace's directory and lock it; reuses the present lock if it is the same file."""
         for _ in range(MAX_LOCK_ATTEMPTS):
             directory = root.child(self.name, create=True)
             fd = -1
             try:
                 if self._opened is not None and self._is_current(root, self._opened.lock_fd):
                     return directory, self._opened.lock_fd
-                # First of all: who is refused leaves nothing behind that the holder could take for another's lock.
+                # Lock the directory first: a refused engine then leaves no file that the holder could take for a
+                # foreign lock.
                 if not self._lock_directory(directory):
                     raise refused_lock(directory, directory.fd)
-                # Read-only: an open file that may be written to would keep anybody from mounting it read-only.
+                # Read-only: a file open for writing would prevent a read-only remount.
                 fd = directory.open_file(LOCK_NAME, os.O_RDONLY | os.O_CREAT)
                 if not self.io.lock(fd):
                     raise refused_lock(directory, fd)
@@ -137,13 +138,14 @@ class Namespace:
                 self._close_lock(fd)
                 directory.close()
                 raise
-            # Whoever removes a stale namespace had it. Its directory is gone, or about to go.
+            # A process that deletes stale namespaces held the lock. The directory is gone or about to go.
             self.io.close(fd)
             directory.close()
         raise TierConfigurationError("path", "a namespace that nobody removes", self.path)
 
     def _lock_directory(self, directory: Directory) -> bool:
-        """False when another one has it. True also where directories cannot be locked, and when it is ours."""
+        """False if another process has locked it. True also if directories cannot be locked, or this engine has the
+        lock."""
         if self._opened is not None and is_same(self.io.stat(directory.fd), self.io.stat(self._opened.directory.fd)):
             return True
         return try_to_lock(directory)
@@ -156,7 +158,7 @@ class Namespace:
         return is_same(there, self.io.stat(fd))
 
     def _describe(self, directory: Directory) -> None:
-        """Say who has it, and what it is of. For people: what goes wrong with it is no reason to stop."""
+        """Write process id and fingerprint, for people. Failures are logged only."""
         try:
             fd = directory.open_file(LOCK_NAME, os.O_WRONLY)
             try:
@@ -173,10 +175,10 @@ class Namespace:
             logger.warning("%s is not described by its files: %s", directory.path, error)
 
     def require_own(self) -> None:
-        """See to it that this engine may write and delete here: the path leads here, and the lock is in its place.
+        """Make sure that this engine may write and delete here: the path leads here, and the lock is in place.
 
-        A lock that somebody deleted is made anew. `FileNotFoundError` when the directory was removed or moved away,
-        `TakenError`, from then on always, when another engine may have been here.
+        A deleted lock is recreated. Raises `FileNotFoundError` if the directory was removed or moved away, and
+        `TakenError`, from then on always, if another engine may have been here.
         """
         opened = self._require()
         if self._is_taken:
@@ -190,16 +192,16 @@ class Namespace:
             raise TakenError(self.path)
         elif not self._leads_to(self.io.stat(opened.directory.fd)):
             raise FileNotFoundError(errno.ENOENT, "was moved away", self.path)
-        # A rank's own may go alone, and whoever only stores in segments that are there never hears of it.
+        # A rank's directory may be removed alone; an engine that only writes to open segments would not notice.
         for rank, directory in enumerate(opened.ranks):
             there = self._find(rank_name(rank), opened.directory.fd)
             if there is None or not is_same(there, self.io.stat(directory.fd)):
                 raise FileNotFoundError(errno.ENOENT, "was removed", directory.path)
 
     def _leads_to(self, directory: os.stat_result) -> bool:
-        """Whether the path does. True also where nobody can tell: the parent cannot be read, say.
+        """True if the path leads to this directory, or if that is unknown because the parent cannot be read.
 
-        `LOCK` alone says less: a copy by hard links has the same one.
+        `LOCK` alone does not prove it: a copy by hard links has the same one.
         """
         try:
             there = self._find(f"{self.path}/.", self.root.fd)
@@ -213,7 +215,7 @@ class Namespace:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def _make_lock_anew(self, opened: _Opened) -> None:
+    def _make_lock_anew(self, opened: _OpenNamespace) -> None:
         if not self.io.stat(opened.directory.fd).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "was removed", self.path)
         try:
@@ -233,9 +235,9 @@ class Namespace:
         )
 
     def restore(self) -> None:
-        """Make directories and lock anew after somebody removed them. `OSError` when that is not possible yet.
+        """Recreate directories and lock after they were removed. `OSError` if that is not possible yet.
 
-        What is open stays open until that worked.
+        The old ones stay open until it succeeds.
         """
         if not self._is_said_lost:
             logger.warning("%s was removed; making it anew", self.path)
@@ -265,10 +267,10 @@ class Namespace:
         if former is not None:
             self._close(former)
         former_root.close()
-        try_to_lock(opened.directory)  # where it is the one of before, closing that gave up the lock
+        try_to_lock(opened.directory)  # if the lock is the same file, closing the old one released it
 
-    def _is_anothers(self, opened: _Opened) -> bool:
-        """Whether somebody stored something in what stands at the path now."""
+    def _is_anothers(self, opened: _OpenNamespace) -> bool:
+        """True if the directory at the path holds segments of another engine."""
         stat, former = self.io.stat, self._opened
         # A copy by hard links has the same LOCK in another directory.
         has_lock = former is not None and opened.lock_fd == former.lock_fd
@@ -277,7 +279,7 @@ class Namespace:
         return any(segment_number(name) is not None for rank in opened.ranks for name in rank.list())
 
     def is_there(self) -> bool:
-        """Whether the path still leads to the directories that are open. `OSError` when this process cannot look."""
+        """True if the path still leads to the open directories. `OSError` if this process cannot look."""
         try:
             root = Directory.root(self.io, self.root.path, create=False)
         except OSError as error:
@@ -300,14 +302,14 @@ class Namespace:
         return is_there
 
     def close(self) -> None:
-        """Give up the lock."""
+        """Release the lock."""
         former, self._opened = self._opened, None
         if former is not None:
             self._close(former)
         self.root.close()
 
-    def _close(self, opened: _Opened) -> None:
-        """But for the lock, where what is open now holds the same."""
+    def _close(self, opened: _OpenNamespace) -> None:
+        """Keep the lock if the present namespace uses the same descriptor."""
         for directory in (*opened.ranks, opened.directory):
             directory.close()
         self._close_lock(opened.lock_fd)
@@ -316,21 +318,21 @@ class Namespace:
         if fd >= 0 and (self._opened is None or fd != self._opened.lock_fd):
             self.io.close(fd)
 
-    def let_go(self) -> None:
-        """In a forked child: what is open here is the parent's, and its lock must end with the parent."""
+    def release_in_child(self) -> None:
+        """Close everything in a forked child. Otherwise the lock would outlive the parent."""
         former, self._opened = self._opened, None
         if former is not None:
             self._close(former)
 
 
 _open_namespaces: weakref.WeakSet[Namespace] = weakref.WeakSet()
-"""Of this process. A fork copies descriptors, and a lock lasts as long as any copy of its descriptor."""
+"""Namespaces of this process. A fork copies descriptors, and a lock lasts as long as any copy of its descriptor."""
 
 
 def _release_in_forked_child() -> None:
     for namespace in list(_open_namespaces):
         with contextlib.suppress(OSError):  # the descriptor is closed all the same
-            namespace.let_go()
+            namespace.release_in_child()
 
 
 os.register_at_fork(after_in_child=_release_in_forked_child)

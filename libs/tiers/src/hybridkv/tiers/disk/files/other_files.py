@@ -1,6 +1,6 @@
-"""Everything in the directories of a store that does not belong to the open namespace: other namespaces, unknown files.
+"""Files and directories of a store that do not belong to the open namespace.
 
-Reports why no other namespace fits and which files are unknown, deletes stale namespaces when the store is full, and
+Logs why no other namespace fits and which files are unknown, deletes stale namespaces when the store is full, and
 removes files that an earlier process left half written.
 """
 
@@ -35,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 MAX_DIFFERENCES = 8
 MAX_DIFFERENCE_CHARACTERS = 500
-"""In one line of the log, and of each."""
+"""Limits of one log line, and of each difference in it."""
 
 
-def say_what_differs(namespace: Namespace, fingerprint: Fingerprint) -> None:
-    """One line in the log when the root holds other caches but not this one: in what the nearest of them differs."""
+def log_differences(namespace: Namespace, fingerprint: Fingerprint) -> None:
+    """Log how the most similar other cache of the root differs from this one, if there is one."""
     nearest: tuple[str, ...] | None = None
     for name in namespace.root.list():
         if not is_namespace(name) or name == namespace.name:
@@ -54,7 +54,7 @@ def say_what_differs(namespace: Namespace, fingerprint: Fingerprint) -> None:
 
 
 def _differences(root: Directory, name: str, fingerprint: Fingerprint) -> tuple[str, ...]:
-    """None of what cannot be compared: the file says whatever somebody wrote there."""
+    """Empty if the file is missing or cannot be compared: it may hold anything."""
     try:
         found = _fingerprint_in(root, name)
         return () if found is None or _has_long_names(found) else fingerprint.diff(found)
@@ -63,7 +63,7 @@ def _differences(root: Directory, name: str, fingerprint: Fingerprint) -> tuple[
 
 
 def _has_long_names(found: Fingerprint) -> bool:
-    """Which nobody wrote, and which take long to compare."""
+    """Such names are not ours, and take long to compare."""
     facts = [found.facts, *(layer.facts for group in found.groups for layer in group.layers)]
     return any(len(name) > MAX_DIFFERENCE_CHARACTERS for names in facts for name in names)
 
@@ -87,7 +87,7 @@ def _fingerprint_in(root: Directory, name: str) -> Fingerprint | None:
 
 
 def other_bytes(namespace: Namespace) -> int:
-    """What the other namespaces of the root take up on disk. `OSError` when this process cannot look."""
+    """Bytes of the other namespaces on disk. `OSError` if this process cannot look."""
     total = 0
     for name in namespace.root.list():
         if is_namespace(name) and name != namespace.name:
@@ -96,9 +96,9 @@ def other_bytes(namespace: Namespace) -> int:
 
 
 def delete_stalest(namespace: Namespace) -> bool:
-    """Delete the namespace that was opened longest ago, among those that nobody has open. False when there is none.
+    """Delete the least recently opened namespace that no engine has open. False if there is none.
 
-    What only has such a name, a file or another user's directory, is none.
+    A file or another user's directory with such a name is not a namespace.
     """
     root = namespace.root
     stale: list[tuple[int, str]] = []
@@ -134,9 +134,9 @@ def _bytes_of(root: Directory, name: str) -> int:
 
 
 def _delete(root: Directory, name: str) -> bool:
-    """Delete a whole namespace, unless somebody has it open. False when nothing went.
+    """Delete a namespace unless an engine has it open. False if nothing was deleted.
 
-    What is not the disk tier's stays, and the directories in which it lies.
+    Unknown files stay, with their directories.
     """
     try:
         directory = root.child(name, create=False)
@@ -165,7 +165,7 @@ def _delete(root: Directory, name: str) -> bool:
 
 
 def _remove_ours(directory: Directory) -> int:
-    """Remove a namespace's files, but for its lock. How many."""
+    """Remove all files of a namespace except its lock. Returns their number."""
     num_removed = 0
     for name in directory.list():
         if rank_number(name) is not None:
@@ -200,12 +200,12 @@ def _remove_if_empty(directory: Directory, name: str) -> bool:
 
 MAX_NAMES = 8
 MAX_NAME_CHARACTERS = 80
-"""Of one directory and of one name, in one line of the log."""
+"""Limits of one log line, and of each name in it."""
 _OF_FILE_SYSTEMS = ("lost+found",)
 
 
-def say_unknown_files(namespace: Namespace) -> None:
-    """One line in the log for each directory that holds something unknown. `OSError` when one cannot be read."""
+def log_unknown_files(namespace: Namespace) -> None:
+    """Log one line for each directory with unknown entries. `OSError` if one cannot be read."""
     ranks = {rank_name(rank) for rank in range(namespace.num_ranks)}
     root = namespace.root
     _say(root, lambda name: name in _OF_FILE_SYSTEMS or (is_namespace(name) and _may_be_directory(root, name)))
@@ -215,7 +215,7 @@ def say_unknown_files(namespace: Namespace) -> None:
 
 
 def _may_be_directory(directory: Directory, name: str) -> bool:
-    """True also where nobody can tell: it went meanwhile, say."""
+    """True also if the name cannot be examined."""
     try:
         return stat.S_ISDIR(directory.io.stat_name(name, directory.fd).st_mode)
     except OSError:
@@ -234,7 +234,7 @@ def _words(names: list[str]) -> str:
 
 
 def remove_leftovers(directory: Directory) -> None:
-    """Remove what was being written when an earlier process ended. `OSError` when one is not a file of ours."""
+    """Remove half-written files of an earlier process. `OSError` if one is not a file of ours."""
     for name in map(temporary_name, WRITTEN_NAMES):
         try:
             directory.io.close(directory.open_file(name, os.O_RDONLY))

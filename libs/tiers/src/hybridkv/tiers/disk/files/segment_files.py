@@ -1,6 +1,6 @@
-"""What the index does with segment files, over all ranks: make, seal, copy records between them, drop, read back.
+"""Operations on segment files, on all ranks: create, seal, copy records, delete.
 
-Runs on the janitor. Everything that the system refuses is an `OSError`.
+Runs on the janitor. Errors of the system are `OSError`s.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class Relocation(NamedTuple):
 
 
 class SegmentFiles:
-    """The files of one namespace.
+    """Segment files of one namespace.
 
     Args:
         namespace: open.
         capacity_bytes: of the root.
-        syncs: whether data is forced to the device before something relies on it.
+        syncs: whether data is synced before other data relies on it.
     """
 
     def __init__(self, namespace: Namespace, capacity_bytes: int, syncs: bool) -> None:
@@ -59,7 +59,7 @@ class SegmentFiles:
         self._num_deleted_namespaces = 0
 
     def create(self, number: int, epoch: int, segment_bytes: int, own_bytes: int) -> None:
-        """Make a segment on every rank, its space allocated. `own_bytes`: what this namespace will take up with it."""
+        """Create a segment on every rank, its space allocated. `own_bytes`: size of this namespace including it."""
         if number > LARGEST_NUMBER:
             raise OSError(errno.EOVERFLOW, "the numbers of segments are used up; the next start begins anew")
         self.make_room(own_bytes)
@@ -86,7 +86,7 @@ class SegmentFiles:
             io.close(fd)
 
     def make_room(self, own_bytes: int) -> None:
-        """Delete stale namespaces until this one fits beside the others. ENOSPC when it does not."""
+        """Delete stale namespaces until this one fits beside the others. EDQUOT if it does not."""
         while other_bytes(self._namespace) + own_bytes > self._capacity_bytes:
             if not delete_stalest(self._namespace):
                 words = "caches that are open, or files that are not the tier's, take up the rest of the capacity"
@@ -94,12 +94,12 @@ class SegmentFiles:
             self._num_deleted_namespaces += 1
 
     def take_deleted_namespaces(self) -> int:
-        """How many went since the last call."""
+        """Number of namespaces deleted since the last call."""
         taken, self._num_deleted_namespaces = self._num_deleted_namespaces, 0
         return taken
 
     def seal(self, number: int, epoch: int, end_offset: int) -> None:
-        """Write down that every record of the segment is whole."""
+        """Write the seal: every record of the segment is whole."""
         for rank, directory in enumerate(self._namespace.ranks):
             with_size = SegmentHeader(rank, number, epoch, 0, self._namespace.digest)
             fd = directory.open_file(segment_name(number), os.O_RDWR)
@@ -111,9 +111,9 @@ class SegmentFiles:
                 directory.io.close(fd)
 
     def drop(self, number: int) -> None:
-        """Delete a segment on every rank. Its space is free also while a medium has the file open.
+        """Delete a segment on every rank. Its space is freed even while a medium has the file open.
 
-        A hard link to it keeps its bytes.
+        If the file has a hard link, its bytes stay.
         """
         self._namespace.require_own()
         for directory in self._namespace.ranks:
@@ -126,23 +126,23 @@ class SegmentFiles:
             return
         try:
             directory.remove_file(segment_name(number))
-            # Another name of it is somebody's copy.
+            # A hard link is a copy of the user's.
             if not directory.io.stat(fd).st_nlink:
                 directory.io.truncate(fd, 0)
         finally:
             directory.io.close(fd)
 
     def _discard(self, directory: Directory, number: int) -> None:
-        """As `drop`, of what was made only in part and nobody has open, without an error of its own and a file more."""
+        """`drop` of a partly created segment: ignores errors and opens no file."""
         with contextlib.suppress(OSError):
             directory.remove_file(segment_name(number))
 
     def copy(self, relocations: Iterable[Relocation]) -> list[tuple[Relocation, FailureReason | None]]:
-        """Copy records on every rank, each verified. What a record failed with, None if it was copied."""
+        """Copy records on every rank, verifying each. Returns the failure of each record, None if it was copied."""
         failures: dict[Relocation, FailureReason | None] = dict.fromkeys(relocations)
         memory = memoryview(bytearray(max(record_bytes(relocation.payload_bytes) for relocation in failures)))
         for rank, directory in enumerate(self._namespace.ranks):
-            with _Files(directory) as open_file:
+            with _OpenFiles(directory) as open_file:
                 for relocation, failure in failures.items():
                     if failure is None:
                         failures[relocation] = self._try_copy(relocation, rank, open_file, memory)
@@ -151,9 +151,9 @@ class SegmentFiles:
         return list(failures.items())
 
     def _try_copy(
-        self, relocation: Relocation, rank: int, open_file: _Files, memory: memoryview
+        self, relocation: Relocation, rank: int, open_file: _OpenFiles, memory: memoryview
     ) -> FailureReason | None:
-        """A place that cannot be read is one record's failure; every other error ends the whole copy."""
+        """An unreadable place is a failure of one record; every other error ends the whole copy."""
         try:
             return self._copy(relocation, rank, open_file, memory)
         except OSError as error:
@@ -161,7 +161,9 @@ class SegmentFiles:
                 raise
             return FailureReason.IO
 
-    def _copy(self, relocation: Relocation, rank: int, open_file: _Files, memory: memoryview) -> FailureReason | None:
+    def _copy(
+        self, relocation: Relocation, rank: int, open_file: _OpenFiles, memory: memoryview
+    ) -> FailureReason | None:
         io, end = self._namespace.io, PAGE_BYTES + relocation.payload_bytes
         record = memory[: record_bytes(relocation.payload_bytes)]
         page, payload, padding = record[:PAGE_BYTES], record[PAGE_BYTES:end], record[end:]
@@ -180,14 +182,14 @@ class SegmentFiles:
         return None
 
 
-class _Files:
-    """Segment files of one rank that are open for a while."""
+class _OpenFiles:
+    """Open segment files of one rank, for the duration of a copy."""
 
     def __init__(self, directory: Directory) -> None:
         self._directory = directory
         self._fds: dict[int, int] = {}
 
-    def __enter__(self) -> _Files:
+    def __enter__(self) -> _OpenFiles:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,1 +1,1 @@
-"""The bytes of a store and where they lie. Pure arithmetic: nothing here opens, reads or writes a file."""
+"""Bytes of a store and their addresses. Pure arithmetic: opens, reads and writes no file."""

@@ -1,8 +1,8 @@
-"""The bytes of what happened to the records since a snapshot. FORMAT.md describes them.
+"""Bytes of the changes to the records since a snapshot. See FORMAT.md.
 
-A snapshot and the changes behind it say as much as a snapshot that is taken now. Batches are appended in the order in
-which it happened, and each one's checksum covers the one before: what is read is always a beginning of what was
-written, and whoever reads it searches for what came later. Reads and writes no file.
+A snapshot and the changes behind it equal a snapshot taken now. Batches are appended in order, and each checksum covers
+the one before, so a reader always gets a beginning of the file, and searches the segments for later records. Reads and
+writes no file.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ HEAD_BYTES = _HEAD.size + _CHECKSUM_BYTES
 
 
 class Reserved(NamedTuple):
-    """A place was given to a record, which somebody may write from now on."""
+    """An address was given to a record, which may be written from now on."""
 
     address: int
     payload_bytes: int
 
 
 class Committed(NamedTuple):
-    """The record at this address is whole, and the one most recently used."""
+    """The record at this address is whole, and the most recently used one."""
 
     address: int
     payload_bytes: int
@@ -40,20 +40,20 @@ class Committed(NamedTuple):
 
 
 class Relocated(NamedTuple):
-    """The record is whole at another address too, and offered from there. It keeps its place in the order of use."""
+    """The record was copied to another address and is offered from there. Its place in the LRU order is the same."""
 
     address: int
     new_address: int
 
 
 class Gone(NamedTuple):
-    """What is at this address is not offered any more, or never was."""
+    """The record at this address is not offered any more, or never was."""
 
     address: int
 
 
 class Used(NamedTuple):
-    """The record at this address is the one most recently used."""
+    """The record at this address is the most recently used one."""
 
     address: int
 
@@ -72,30 +72,30 @@ _LAYOUTS = {1: _TWO_NUMBERS, 2: _COMMITTED, 3: _TWO_NUMBERS, 4: _PLACE, 5: _PLAC
 
 
 class Decoded(NamedTuple):
-    """As much of a file as is whole."""
+    """The changes of the undamaged beginning of a file."""
 
     changes: list[Change]
     end_offset: int
-    """Behind the last batch that is whole."""
+    """End of the last whole batch."""
     seal: bytes
-    """Its checksum: what the next batch's covers."""
+    """Checksum of the last whole batch. The checksum of the next one covers it."""
     is_whole: bool
-    """Nothing stands behind it."""
+    """True if no damaged bytes follow."""
 
 
 def encode_head(namespace: bytes, base: bytes) -> bytes:
-    """`base`: the checksum of the snapshot that these changes follow."""
+    """`base`: checksum of the snapshot before these changes."""
     fields = _HEAD.pack(CHANGES_MAGIC, VERSION, 0, 0, namespace, base)
     return fields + checksum(fields)
 
 
 def seal_of(data: bytes) -> bytes:
-    """Of a head or a batch: what the next batch's checksum covers."""
+    """Checksum of a head or a batch. The checksum of the next batch covers it."""
     return data[-_CHECKSUM_BYTES:]
 
 
 def encode_batch(changes: Iterable[Change], seal: bytes) -> bytes:
-    """`seal`: of the head or batch before."""
+    """`seal`: checksum of the head or batch before."""
     parts = [_encode(change) for change in changes]
     body = b"".join(parts)
     fields = _BATCH.pack(len(body), len(parts)) + body
@@ -103,7 +103,7 @@ def encode_batch(changes: Iterable[Change], seal: bytes) -> bytes:
 
 
 def decode(data: bytes, namespace: bytes, base: bytes) -> Decoded | None:
-    """None when these are not the changes behind this snapshot, or of another version."""
+    """None if the changes belong to another snapshot or have another version."""
     head = encode_head(namespace, base)
     if data[:HEAD_BYTES] != head:
         return None
@@ -131,9 +131,9 @@ def _encode(change: Change) -> bytes:
 
 
 def _decode_body(data: bytes, at: int, stop: int) -> list[Change] | None:
-    """None when it holds what this version does not know, or what no store can have: places, sizes, keys.
+    """None if the body holds an unknown kind, or an impossible place, size or key.
 
-    There may be millions of them, hence a branch for each kind, the most frequent ones first.
+    There may be millions of changes, hence a branch for each kind, the most frequent ones first.
     """
     changes: list[Change] = []
     add = changes.append
@@ -169,6 +169,6 @@ def _decode_body(data: bytes, at: int, stop: int) -> list[Change] | None:
                 return None
             if not is_possible:
                 return None
-    except struct.error:  # it ends in the middle of one
+    except struct.error:  # ends within a change
         return None
     return changes if at == stop else None

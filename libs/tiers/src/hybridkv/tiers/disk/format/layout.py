@@ -1,5 +1,4 @@
-"""What all formats of a store share: file names, pages, addresses, the version and the checksum. FORMAT.md describes
-the bytes.
+"""Parts that all formats of a store share: file names, pages, addresses, version and checksum. See FORMAT.md.
 
 Pure arithmetic: opens, reads and writes no file. Changing a byte of any format changes VERSION and adds golden files.
 """
@@ -13,28 +12,28 @@ from typing import TypeAlias
 import xxhash
 
 PAGE_BYTES = 4096
-"""Every header, record and write begins and ends on a multiple of it, which is what O_DIRECT needs everywhere."""
+"""Alignment of every header, record and write. O_DIRECT needs no more on any device."""
 
 SEGMENT_HEAD_BYTES = 2 * PAGE_BYTES
-"""Header page and seal page of a segment; the first record begins behind them."""
+"""Header page and seal page of a segment. The first record follows them."""
 
 ADDRESS_BITS = 32
 LARGEST_SEGMENT_BYTES = 1 << ADDRESS_BITS
-"""An address is the segment's number times this, plus an offset in its file. It does not depend on the configured size
-of segments, so a store that is opened with another capacity keeps what it holds."""
+"""An address is the segment's number times this, plus an offset in its file. It is independent of the configured
+segment size, so a store keeps its records when the capacity changes."""
 
 LARGEST_NUMBER = (1 << 31) - 1
-"""Addresses fit into 63 bits. At a segment a second it takes 68 years to get there."""
+"""Addresses fit into 63 bits. With one new segment a second, it takes 68 years to reach this number."""
 LARGEST_FIRST_NUMBER = LARGEST_NUMBER >> 1
-"""An index begins with no higher one, so that it does not get to the end while it runs."""
+"""Highest number of the first new segment of an index, so that numbers do not run out while it runs."""
 
 LARGEST_EPOCH = (1 << 63) - 1
 LARGEST_KEY_BYTES = 256
 
 END_ADDRESS = (LARGEST_NUMBER + 1) << ADDRESS_BITS
-"""No record has it or a higher one."""
+"""Above every address of a record."""
 _PLACES = END_ADDRESS - PAGE_BYTES
-"""The bits that may be set in an address: records begin with a page."""
+"""Bits that may be set in an address: a record begins at a page."""
 _OFFSETS = LARGEST_SEGMENT_BYTES - 1
 _LAST_PAGE = LARGEST_SEGMENT_BYTES - PAGE_BYTES
 
@@ -44,7 +43,7 @@ def round_up(num_bytes: int, step: int = PAGE_BYTES) -> int:
 
 
 def record_bytes(payload_bytes: int) -> int:
-    """What a record takes up in its segment: a header page and the payload in whole pages."""
+    """Size of a record in its segment: a header page, and the payload in whole pages."""
     return PAGE_BYTES + round_up(payload_bytes)
 
 
@@ -53,17 +52,17 @@ def address_of(number: int, offset: int) -> int:
 
 
 def is_place(address: int) -> bool:
-    """Whether a record can begin there: with a page, behind a segment's head."""
+    """True if a record can begin there: at a page, behind a segment's head."""
     return address | _PLACES == _PLACES and address & _OFFSETS >= SEGMENT_HEAD_BYTES
 
 
 def is_place_of(address: int, payload_bytes: int) -> bool:
-    """Whether a record of this size can lie there, as far as one can say without knowing how large its segment is."""
+    """True if a record of this size can lie there, whatever the segment's size."""
     return is_place(address) and 0 < payload_bytes <= _LAST_PAGE - (address & _OFFSETS)
 
 
 def is_segment_size(segment_bytes: int) -> bool:
-    """Whether a segment can be so large."""
+    """True if a segment can have this size."""
     smallest = SEGMENT_HEAD_BYTES + record_bytes(1)
     return smallest <= segment_bytes <= LARGEST_SEGMENT_BYTES and not segment_bytes % PAGE_BYTES
 
@@ -83,7 +82,7 @@ Bytes: TypeAlias = bytes | bytearray | memoryview
 
 
 def checksum(data: Bytes) -> bytes:
-    """XXH3-128, seed 0, in its canonical (big-endian) byte order."""
+    """XXH3-128, seed 0, in canonical (big-endian) byte order."""
     return xxhash.xxh3_128_digest(data)
 
 
@@ -104,7 +103,7 @@ SNAPSHOT_NAME = "snapshot"
 CHANGES_NAME = "changes"
 JOURNAL_NAME = "quarantine"
 WRITTEN_NAMES = (FINGERPRINT_NAME, EPOCH_NAME, SNAPSHOT_NAME, CHANGES_NAME, JOURNAL_NAME)
-"""Those that are written beside and then renamed."""
+"""Files that are written under a temporary name and then renamed."""
 
 _NAMESPACE = re.compile(r"[0-9a-f]{64}")
 _SEGMENT = re.compile(r"segment-([0-9]{10})")
@@ -116,7 +115,7 @@ def is_namespace(name: str) -> bool:
 
 
 def is_namespace_file(name: str) -> bool:
-    """Whether a namespace has a file of this name, perhaps while it is being written."""
+    """True for the name of a file of a namespace, also while it is being written."""
     return name == LOCK_NAME or name.removesuffix(".new") in WRITTEN_NAMES
 
 
@@ -125,7 +124,7 @@ def segment_name(number: int) -> str:
 
 
 def segment_number(name: str) -> int | None:
-    """None when it is no segment's name, or that of a number that no segment can have."""
+    """Number of the segment; None if the name is not a segment's or its number is too large."""
     found = _SEGMENT.fullmatch(name)
     number = int(found[1]) if found else LARGEST_NUMBER + 1
     return number if number <= LARGEST_NUMBER else None

@@ -1,4 +1,4 @@
-"""Bytes of a segment file: its header, its seal, and the header of each record. FORMAT.md describes them.
+"""Bytes of a segment file: its header, its seal, and the header of each record. See FORMAT.md.
 
 Reads and writes no file.
 """
@@ -35,7 +35,7 @@ SEGMENT_HEAD_USED_BYTES = _SEGMENT.size + CHECKSUM_BYTES
 
 
 class SegmentHeader(NamedTuple):
-    """Whose segment a file is."""
+    """First page of a segment, decoded."""
 
     rank: int
     number: int
@@ -45,7 +45,7 @@ class SegmentHeader(NamedTuple):
 
 
 def encode_segment(header: SegmentHeader) -> bytes:
-    """The first page of a segment."""
+    """First page of a segment."""
     fields = _SEGMENT.pack(
         SEGMENT_MAGIC, VERSION, 0, header.rank, header.number, header.epoch, header.segment_bytes, header.namespace
     )
@@ -53,7 +53,7 @@ def encode_segment(header: SegmentHeader) -> bytes:
 
 
 def decode_segment(page: Bytes) -> SegmentHeader | None:
-    """None when it is not whole, of another version, or says what no segment can be."""
+    """None if the page is damaged, of another version, or impossible."""
     fields = _unpack(_SEGMENT, SEGMENT_MAGIC, page)
     if fields is None:
         return None
@@ -64,13 +64,13 @@ def decode_segment(page: Bytes) -> SegmentHeader | None:
 
 
 def encode_seal(header: SegmentHeader, end_offset: int) -> bytes:
-    """The second page of a segment: every record below `end_offset` was written whole, or was withdrawn."""
+    """Second page of a segment: every record below `end_offset` is whole or withdrawn."""
     fields = _SEAL.pack(SEAL_MAGIC, VERSION, 0, header.rank, header.number, header.epoch, end_offset, header.namespace)
     return _page(fields)
 
 
 def decode_seal(page: Bytes, header: SegmentHeader) -> int | None:
-    """`end_offset` if this is the seal of that segment."""
+    """`end_offset`; None if this is no seal of that segment."""
     fields = _unpack(_SEAL, SEAL_MAGIC, page)
     if fields is None or (fields[3], fields[4], fields[5], fields[7]) != (*header[:3], header.namespace):
         return None
@@ -98,13 +98,13 @@ RECORD_MAGIC = b"\x89HKVR\r\n\n"
 _RECORD = struct.Struct("<8sHHIQQ32s16s")
 
 PAYLOAD_CHECKSUM_AT = _RECORD.size - CHECKSUM_BYTES
-"""Where it stands in a record's header."""
+"""Offset of the payload's checksum in a record's header."""
 RECORD_HEAD_BYTES = _RECORD.size + LARGEST_KEY_BYTES + CHECKSUM_BYTES
-"""As much of a record's first page as can mean something."""
+"""Longest header of a record; the rest of its first page is zeros."""
 
 
 class RecordHeader(NamedTuple):
-    """Whose payload follows, and what it must be."""
+    """Header of a record, decoded."""
 
     rank: int
     address: int
@@ -115,18 +115,18 @@ class RecordHeader(NamedTuple):
 
     @property
     def is_of(self) -> tuple[int, int, bytes]:
-        """The place that it was written for."""
+        """Place that the record was written for."""
         return self.rank, self.address, self.namespace
 
 
 def encode_record(header: RecordHeader) -> bytes:
-    """What stands at the beginning of a record's first page; the rest of the page is zeros."""
+    """Header of a record. Zeros fill the rest of its first page."""
     body = encode_record_body(header)
     return body + checksum(body)
 
 
 def encode_record_body(header: RecordHeader) -> bytes:
-    """The same without its own checksum."""
+    """Header of a record without its own checksum."""
     fields = _RECORD.pack(
         RECORD_MAGIC,
         VERSION,
@@ -141,7 +141,7 @@ def encode_record_body(header: RecordHeader) -> bytes:
 
 
 def decode_record(page: Bytes) -> RecordHeader | None:
-    """None when it is not whole, of another version, or says what no record can be."""
+    """None if the header is damaged, of another version, or impossible."""
     if len(page) < RECORD_HEAD_BYTES:
         return None
     magic, version, key_bytes, rank, address, payload_bytes, namespace, payload_checksum = _RECORD.unpack_from(page)
@@ -156,9 +156,9 @@ def decode_record(page: Bytes) -> RecordHeader | None:
 
 
 def verify(expected: RecordHeader, page: bytes, payload: Sequence[memoryview]) -> tuple[Failure | None, bytes | None]:
-    """Whether a record as it was read is the expected one (whose payload checksum is not looked at) and whole.
+    """Compare a record as it was read with the expected header, and its payload with its checksum.
 
-    The payload's checksum if so.
+    Returns the failure, or the payload's checksum. The expected header's payload checksum is not used.
     """
     found = decode_record(page)
     if found is None:

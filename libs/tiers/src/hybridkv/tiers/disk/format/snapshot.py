@@ -1,7 +1,7 @@
-"""The bytes of a snapshot of the index: which records there are, least recently used first. FORMAT.md describes them.
+"""Bytes of a snapshot of the index: its records, least recently used first. See FORMAT.md.
 
-It only saves time: every record it names is verified when it is loaded, and without it the segments are read. Of a
-million records it takes up 50 MB and more, so it is made in pieces. Reads and writes no file.
+A snapshot only saves time: loads verify every record, and without a snapshot a start reads the segments. A snapshot of
+a million records takes more than 50 MB, so it is encoded in pieces. Reads and writes no file.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ Numbers: TypeAlias = npt.NDArray[np.uint64]
 
 
 class Snapshot(NamedTuple):
-    """The committed records of a namespace at one moment."""
+    """Committed records of a namespace at one moment."""
 
     epoch: int
     scan_from: int
-    """Segments with this number or a higher one may hold records that are not named here."""
+    """Segments with this number or a higher one may hold records that the snapshot lacks."""
     next_number: int
-    """No segment had this number or a higher one."""
+    """Above the number of every segment."""
     next_address: int
-    """No record had this address or a higher one. A record below it that is not named here, nor pending, is dead."""
+    """Above the address of every record. A lower record that is neither listed nor pending is dead."""
     pending: Sequence[int]
     """Addresses of records that were being written."""
     keys: Sequence[Key]
@@ -56,7 +56,7 @@ class Snapshot(NamedTuple):
 
 
 class Encoding:
-    """The bytes of a snapshot, of which never more than a piece is in memory."""
+    """Bytes of a snapshot, in pieces: never more than one is in memory."""
 
     def __init__(self, snapshot: Snapshot, namespace: bytes) -> None:
         self._snapshot = snapshot
@@ -64,7 +64,7 @@ class Encoding:
         self._key_bytes = _lengths(snapshot.keys)
         self._blob_bytes = int(self._key_bytes.sum(dtype=np.int64))
         self.checksum = b""
-        """What tells this snapshot from every other one. There when the pieces were taken."""
+        """Identity of this snapshot; set once all pieces were taken."""
 
     @property
     def num_bytes(self) -> int:
@@ -72,7 +72,7 @@ class Encoding:
         return _HEAD.size + numbers + self._blob_bytes + _CHECKSUM_BYTES
 
     def pieces(self) -> Iterator[bytes]:
-        """All of them, in order, once."""
+        """All pieces in order. Call it once."""
         digest = xxhash.xxh3_128()
         for piece in self._fields():
             digest.update(piece)
@@ -112,14 +112,14 @@ def _lengths(keys: Sequence[Key]) -> npt.NDArray[np.uint16]:
 
 
 def checksum_of(data: bytes) -> bytes:
-    """What tells this snapshot from every other one."""
+    """Identity of a snapshot."""
     return data[-_CHECKSUM_BYTES:]
 
 
 def decode(data: bytes, namespace: bytes, max_records: int = 1 << 32) -> Snapshot | None:
-    """None when it is damaged, another namespace's, of another version, or says what no store can have.
+    """None if the snapshot is damaged, another namespace's, of another version, or impossible.
 
-    Of more than `max_records` records the least recently used ones are left out.
+    Of more than `max_records` records, the least recently used ones are left out.
     """
     if len(data) < _HEAD.size + _CHECKSUM_BYTES:
         return None
@@ -150,19 +150,19 @@ def decode(data: bytes, namespace: bytes, max_records: int = 1 << 32) -> Snapsho
     first = at + 18 * count + int(key_bytes[: kept.start].sum(dtype=np.int64))
     stops = (key_bytes[kept].cumsum(dtype=np.int64) + first).tolist()
     keys = [data[start:stop] for start, stop in pairwise([first, *stops])]
-    # No lists: objects for a million numbers take as long as all the rest. Copies, so that nothing keeps `data`.
+    # Arrays, because objects for a million numbers take as long as all the rest. Copies, so that `data` can be freed.
     columns = (pending.tolist(), keys, addresses[kept].copy(), payload_bytes[kept].copy())
     return Snapshot(epoch, scan_from, next_number, next_address, *columns)
 
 
 def _is_possible_end(epoch: int, scan_from: int, next_number: int, next_address: int) -> bool:
-    """Whether a store can have got there."""
+    """True if a store can have reached these numbers."""
     are_numbers = epoch <= LARGEST_EPOCH and scan_from <= next_number <= LARGEST_NUMBER + 1
     return are_numbers and next_address <= address_of(next_number, 0) and not next_address % PAGE_BYTES
 
 
 def _are_places(addresses: Numbers, payload_bytes: Numbers) -> bool:
-    """Whether records of these sizes can lie there: `is_place_of` of each."""
+    """`is_place_of` for all."""
     last_page = np.uint64(LARGEST_SEGMENT_BYTES - PAGE_BYTES)
     offsets = addresses & np.uint64(LARGEST_SEGMENT_BYTES - 1)
     are = (addresses < np.uint64(END_ADDRESS)) & (addresses & np.uint64(PAGE_BYTES - 1) == 0)
@@ -172,6 +172,6 @@ def _are_places(addresses: Numbers, payload_bytes: Numbers) -> bool:
 
 
 def _are_keys(key_bytes: npt.NDArray[np.uint16], blob_bytes: int) -> bool:
-    """Whether keys of these lengths fill so many bytes."""
+    """True if keys of these lengths fill `blob_bytes`."""
     are = (key_bytes > 0) & (key_bytes <= LARGEST_KEY_BYTES)
     return bool(are.all()) and int(key_bytes.sum(dtype=np.int64)) == blob_bytes

@@ -1,8 +1,8 @@
-"""Bytes of the two files that say which records may never be offered: the epoch and the quarantine journal.
+"""Bytes of the two files that withdraw records: the epoch and the quarantine journal. See FORMAT.md.
 
-The epoch counts how often a namespace was cleared: segments of another epoch hold nothing. It is kept twice, so that
-one damaged byte loses nothing. An entry of the journal withdraws every record of a key below an address, so also copies
-of it elsewhere. FORMAT.md describes the bytes. Reads and writes no file.
+The epoch counts how often a namespace was cleared: segments of another epoch hold nothing. It is stored twice, so that
+one damaged byte loses nothing. A journal entry withdraws every record of a key below an address, so also copies of it
+elsewhere. Reads and writes no file.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def encode_epoch(epoch: int, namespace: bytes) -> bytes:
 
 
 def decode_epoch(data: bytes, namespace: bytes) -> int | None:
-    """None when neither copy is whole, of this namespace and version, and an epoch that can be."""
+    """The epoch; None if both copies are damaged, or of another namespace or version, or too large."""
     for start in (0, _EPOCH_COPY_BYTES):
         epoch = _decode_epoch_copy(data[start : start + _EPOCH_COPY_BYTES], namespace)
         if epoch is not None:
@@ -35,7 +35,7 @@ def decode_epoch(data: bytes, namespace: bytes) -> int | None:
 
 
 def next_epoch(epoch: int) -> int:
-    """The next one. Only which one it is counts, not which is higher, so behind the largest they begin anew."""
+    """The next epoch. Epochs are only compared for equality, so the largest is followed by 0."""
     return epoch + 1 if epoch < LARGEST_EPOCH else 0
 
 
@@ -49,20 +49,20 @@ def _decode_epoch_copy(data: bytes, namespace: bytes) -> int | None:
 
 JOURNAL_MAGIC = b"\x89HKVQ\r\n\n"
 _JOURNAL_HEAD = struct.Struct("<8sHHI32s16s")
-_WITHDRAWAL = struct.Struct("<16sQQ")
+_JOURNAL_ENTRY = struct.Struct("<16sQQ")
 _SEED = 0x9A7A
 JOURNAL_HEAD_BYTES = _JOURNAL_HEAD.size
-WITHDRAWAL_BYTES = _WITHDRAWAL.size + 16
+JOURNAL_ENTRY_BYTES = _JOURNAL_ENTRY.size + 16
 
 
-class Withdrawal(NamedTuple):
-    """Records of one key that may not be offered."""
+class JournalEntry(NamedTuple):
+    """Withdrawal of all records of one key below an address."""
 
     key_digest: bytes
     bound: int
-    """Records with an address below it are withdrawn; whatever is stored later is not."""
+    """Records with a lower address are withdrawn; later ones are not."""
     address: int
-    """Of the record that was meant, in whose segment it may still lie."""
+    """Address of the withdrawn record, in a segment that may still hold it."""
 
 
 def digest_of(key: Key) -> bytes:
@@ -75,42 +75,42 @@ def encode_journal_head(namespace: bytes) -> bytes:
     return fields + checksum(fields)
 
 
-def encode_withdrawal(entry: Withdrawal) -> bytes:
-    body = _WITHDRAWAL.pack(*entry)
+def encode_journal_entry(entry: JournalEntry) -> bytes:
+    body = _JOURNAL_ENTRY.pack(*entry)
     return body + checksum(body)
 
 
-def decode_journal(data: bytes, namespace: bytes) -> list[Withdrawal] | None:
-    """Every entry that is whole and can be; None when the file is not this namespace's journal of this version."""
+def decode_journal(data: bytes, namespace: bytes) -> list[JournalEntry] | None:
+    """All entries that are whole and possible; None if the file is not this namespace's journal of this version."""
     if data[:JOURNAL_HEAD_BYTES] != encode_journal_head(namespace):
         return None
     found = []
-    for start in range(JOURNAL_HEAD_BYTES, len(data) - WITHDRAWAL_BYTES + 1, WITHDRAWAL_BYTES):
-        body = data[start : start + _WITHDRAWAL.size]
-        entry = Withdrawal(*_WITHDRAWAL.unpack(body))
-        is_whole = checksum(body) == data[start + _WITHDRAWAL.size : start + WITHDRAWAL_BYTES]
+    for start in range(JOURNAL_HEAD_BYTES, len(data) - JOURNAL_ENTRY_BYTES + 1, JOURNAL_ENTRY_BYTES):
+        body = data[start : start + _JOURNAL_ENTRY.size]
+        entry = JournalEntry(*_JOURNAL_ENTRY.unpack(body))
+        is_whole = checksum(body) == data[start + _JOURNAL_ENTRY.size : start + JOURNAL_ENTRY_BYTES]
         if is_whole and entry.bound <= END_ADDRESS and is_place(entry.address):
             found.append(entry)
     return found
 
 
 def num_journal_entries(data: bytes) -> int:
-    """For how many there are bytes, whole or not."""
-    return max(len(data) - JOURNAL_HEAD_BYTES, 0) // WITHDRAWAL_BYTES
+    """Number of entries that the file has bytes for, damaged ones included."""
+    return max(len(data) - JOURNAL_HEAD_BYTES, 0) // JOURNAL_ENTRY_BYTES
 
 
 class Withdrawals:
-    """Those in force, the last one of each key, at most `max_entries`: the oldest are forgotten."""
+    """Withdrawals in force: the last of each key, at most `max_entries`. The oldest are dropped."""
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
-        self._entries: dict[bytes, Withdrawal] = {}
+        self._entries: dict[bytes, JournalEntry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def add(self, entry: Withdrawal) -> int:
-        """How many had to be forgotten for it."""
+    def add(self, entry: JournalEntry) -> int:
+        """Number of entries dropped to make room."""
         self._entries.pop(entry.key_digest, None)
         self._entries[entry.key_digest] = entry
         if len(self._entries) <= self._max_entries:
@@ -123,9 +123,9 @@ class Withdrawals:
         return entry is not None and address < entry.bound
 
     def keep(self, first_address: int) -> None:
-        """Forget those that can withdraw nothing that lies at `first_address` or behind it."""
+        """Drop entries that withdraw nothing at `first_address` or above."""
         kept = {key: entry for key, entry in self._entries.items() if entry.bound > first_address}
         self._entries = kept
 
-    def all(self) -> list[Withdrawal]:
+    def all(self) -> list[JournalEntry]:
         return list(self._entries.values())

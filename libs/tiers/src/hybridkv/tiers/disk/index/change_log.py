@@ -19,48 +19,48 @@ from hybridkv.tiers.disk.options import DiskOptions, Fsync
 from hybridkv.tiers.files.directory import Directory, write_all
 
 MAX_WAITING = 1 << 17
-"""Changes that wait. At a second between two batches as many a second; about 20 MB."""
+"""Largest number of queued changes: as many a second if a batch is written every second; about 20 MB."""
 MAX_USES_IN_A_BATCH = 1 << 14
-"""The last ones. What was used before them in the same second keeps the place it had."""
+"""Only the last uses of a batch are kept. Earlier ones leave the order unchanged."""
 
 
 class GivenUpError(Exception):
-    """The snapshot is not wanted any more that was planned at a cut."""
+    """The snapshot of a cut was cancelled."""
 
 
 class Cut:
-    """Where a snapshot was planned: what comes behind it belongs to the file that follows that snapshot."""
+    """Position of a planned snapshot in the queue. Later changes belong to the file behind that snapshot."""
 
     def __init__(self) -> None:
         self.is_cancelled = False
 
     def require_wanted(self) -> None:
-        """Any thread may cancel; whoever writes the snapshot asks this from time to time."""
+        """Any thread may cancel; the writer of the snapshot calls this from time to time."""
         if self.is_cancelled:
             raise GivenUpError
 
 
 class Gap:
-    """Something is missing here. What comes behind it may not be appended to what came before."""
+    """Changes are missing here. Later ones may not be appended to earlier ones."""
 
 
 _Waiting: TypeAlias = Change | int | Cut | Gap
 
 
 class ChangeLog:
-    """One for an index. Everything but `take` and `skip_to` is called in the index's thread."""
+    """Queue of changes of one index. All calls but `take` and `skip_to` are made in the index's thread."""
 
     def __init__(self, max_waiting: int = MAX_WAITING) -> None:
         self._max_waiting = max_waiting
-        # An address alone was used. Either thread works on one end, and `clear` leaves an empty one behind.
+        # An int is the address of a used record. Each thread works on one end; `clear` leaves an empty queue.
         self._waiting: deque[_Waiting] = deque()
         self._is_closed = False
         self.is_scheduled = False
-        """Somebody will take what waits. Whoever takes it says so first."""
+        """A task will take the queue. The taker resets it first."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether anything waits."""
+        """True if the queue is not empty."""
         return bool(self._waiting)
 
     def reserved(self, address: int, payload_bytes: int) -> None:
@@ -76,23 +76,23 @@ class ChangeLog:
         self._add(Gone(address))
 
     def used(self, addresses: Iterable[int]) -> None:
-        """In this order. Some may be missing, so they leave half the room to what may not."""
+        """Uses, in order. Some may be dropped, so they fill half of the queue at most."""
         if len(self._waiting) < self._max_waiting // 2 and not self._is_closed:
             self._waiting.extend(addresses)
 
     def cut(self) -> Cut:
-        """A snapshot that is planned now speaks for everything until here."""
+        """Position for a snapshot that is planned now."""
         cut = Cut()
         self._waiting.append(cut)
         return cut
 
     def give_up(self) -> None:
-        """Forget what waits; nothing is written down before the next snapshot."""
+        """Drop the queue. Nothing is written before the next snapshot."""
         self._waiting.clear()
         self._waiting.append(Gap())
 
     def close(self) -> None:
-        """Take nothing more."""
+        """Accept no more changes."""
         self._is_closed = True
 
     def _add(self, change: Change) -> None:
@@ -105,7 +105,7 @@ class ChangeLog:
     # In the janitor's thread.
 
     def take(self) -> tuple[list[Change], bool]:
-        """What waits, up to the next cut, without uses that later ones make void. And whether it follows a gap."""
+        """Changes up to the next cut, without superseded uses; and whether they follow a gap."""
         self.is_scheduled = False
         taken: list[Change | int] = []
         has_gap = False
@@ -122,7 +122,7 @@ class ChangeLog:
         return _last_uses(taken), has_gap
 
     def skip_to(self, cut: Cut) -> bool:
-        """Forget what a snapshot speaks for. False when something is missing since."""
+        """Drop the changes that a snapshot covers. False if later ones are missing."""
         while self._waiting:
             first = self._pop()
             if first is cut:
@@ -135,12 +135,12 @@ class ChangeLog:
     def _pop(self) -> _Waiting | None:
         try:
             return self._waiting.popleft()
-        except IndexError:  # given up at this moment
+        except IndexError:  # dropped at this moment
             return None
 
 
 def _last_uses(taken: list[Change | int]) -> list[Change]:
-    """Of each address only its last use, and of uses the last ones only."""
+    """Keep only the last use of each address, and only the last uses."""
     seen: set[int] = set()
     kept: list[Change] = []
     for change in reversed(taken):
@@ -154,14 +154,17 @@ def _last_uses(taken: list[Change | int]) -> list[Change]:
 
 
 class ChangesFile:
-    """Writes down what a `ChangeLog` holds.
+    """File of changes behind the present snapshot. Used in the janitor's thread.
+
+    Append only, without gaps: whatever fails, the file holds a beginning of the changes, and the next snapshot begins a
+    new file.
 
     Args:
-        log: where it comes from.
+        log: source of the changes.
         options: when to sync.
-        max_bytes: of the file. When half of it is written a snapshot is wanted, and behind all of it nothing is.
+        max_bytes: of the file. At half of it a snapshot is wanted; beyond it nothing is appended.
         clock: seconds.
-        found: a whole file that an opening found, and that goes on.
+        found: a whole file found at the start, to be continued.
     """
 
     def __init__(
@@ -178,21 +181,22 @@ class ChangesFile:
         self._max_bytes = max_bytes
         self._clock = clock
         self._seal: bytes | None = None if found is None else found.seal
-        """Of the last batch, written or not; None: there is no file that may be appended to."""
+        """Checksum of the last batch, written or not; None if there is no file to append to."""
         self._end_offset = 0 if found is None else found.end_offset
         self._unwritten = b""
         """Batches that the file lacks."""
         self.has_unwritten = False
-        """It could not be written to. Trying again may help, also when nothing new happens."""
+        """A write failed. Trying again may help, even without new changes."""
         self._synced_s = clock()
 
     @property
     def is_begun(self) -> bool:
-        """Whether there is a file that may be appended to."""
+        """True if there is a file to append to."""
         return self._seal is not None
 
     def append(self, directory: Directory) -> bool:
-        """Write down what waits, up to the next cut. Whether a snapshot is wanted. `OSError`: again later."""
+        """Write queued changes up to the next cut. True if a snapshot is wanted. After an `OSError`, call it again
+        later."""
         taken, has_gap = self._log.take()
         if has_gap:
             self._give_up()
@@ -210,7 +214,7 @@ class ChangesFile:
         return self._end_offset > self._max_bytes // 2
 
     def miss(self) -> None:
-        """What was to be written now was not."""
+        """A scheduled batch was not written."""
         self._log.is_scheduled = False
 
     def _write(self, directory: Directory) -> None:
@@ -238,7 +242,7 @@ class ChangesFile:
         return self._fsync is Fsync.ALWAYS
 
     def begin(self, directory: Directory, namespace: bytes, base: bytes, cut: Cut) -> None:
-        """A new file, behind the snapshot with the checksum `base` that was planned at `cut`."""
+        """Begin a new file behind the snapshot with the checksum `base`, planned at `cut`."""
         self._give_up()
         if not self._log.skip_to(cut):
             return

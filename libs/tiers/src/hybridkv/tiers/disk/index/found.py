@@ -1,4 +1,4 @@
-"""The records that an opening finds, as columns: no object stands for one of them, since there may be millions."""
+"""Records found at a start, as columns: there may be millions, too many for an object each."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class FoundRecord(NamedTuple):
 
 
 class FoundRecords:
-    """Records by key, in the order of their use, least recently used first.
+    """Records by key, least recently used first.
 
     Args:
-        keys: of those that are known from the start. Of several that are the same the last counts.
+        keys: of the initial records. Of equal keys the last one counts.
         addresses: of these.
         payload_bytes: of these.
     """
@@ -41,11 +41,11 @@ class FoundRecords:
         self._addresses = np.asarray(addresses, dtype=np.uint64)
         self._payload_bytes = np.asarray(payload_bytes, dtype=np.uint64)
         self._added: list[tuple[int, int]] = []
-        """Address and payload bytes of those that came later. They are behind the others in the columns."""
+        """Address and payload bytes of records added later. They follow the initial ones in the columns."""
 
     @cached_property
     def _place_of(self) -> dict[Key, int]:
-        """Made when somebody asks for a key. A start after a clean end asks for none, and a million take long."""
+        """Built on first use: after a clean end no key is queried, and a million keys take long."""
         return dict(zip(self._known, range(len(self._known)), strict=True))
 
     def __len__(self) -> int:
@@ -59,17 +59,17 @@ class FoundRecords:
         return None if place is None else FoundRecord(key, *self._at(place))
 
     def put(self, record: FoundRecord) -> None:
-        """It is the most recently used, in place of another one with its key."""
+        """Add the most recently used record, in place of another one with its key."""
         self._place_of.pop(record.key, None)
         self.replace(record)
 
     def replace(self, record: FoundRecord) -> None:
-        """It stands where the one with its key stood."""
+        """Replace the record with this key; its place in the order stays."""
         self._place_of[record.key] = len(self._addresses) + len(self._added)
         self._added.append((record.address, record.payload_bytes))
 
     def use(self, key: Key) -> None:
-        """One that is there is the most recently used."""
+        """Make a present record the most recently used one."""
         self._place_of[key] = self._place_of.pop(key)
 
     def remove(self, key: Key) -> None:
@@ -80,13 +80,13 @@ class FoundRecords:
         return map(FoundRecord, keys, addresses.tolist(), payload_bytes.tolist())
 
     def columns_as_known(self) -> tuple[Sequence[Key], Numbers, Numbers] | None:
-        """As `columns`, where nobody has asked for a key: one may be there more than once."""
+        """`columns`, if no key was queried yet. Keys may then occur twice."""
         if "_place_of" in vars(self):
             return None
         return self._known, self._addresses, self._payload_bytes
 
     def columns(self) -> tuple[list[Key], Numbers, Numbers]:
-        """Keys, addresses and payload bytes, in order. Each key is there once."""
+        """Keys, addresses and payload bytes, in order. Each key occurs once."""
         places = np.fromiter(self._place_of.values(), dtype=np.int64, count=len(self._place_of))
         added = np.array(self._added, dtype=np.uint64).reshape(-1, 2)
         columns = (

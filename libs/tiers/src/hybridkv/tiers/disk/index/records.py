@@ -29,14 +29,14 @@ from hybridkv.tiers.ledger import Entry, KeyState
 from hybridkv.tiers.native import RecordLedger
 
 MAX_SIZES = 1024
-"""Of payloads, whose cost is remembered: all records that cost the same then share one number."""
+"""Payload sizes with a cached cost: all records of one cost then share one number."""
 
 cost_of = lru_cache(MAX_SIZES)(record_bytes)
-"""What a record of a payload of so many bytes takes up."""
+"""Size of a record in its segment, given the payload's."""
 
 
 class Record(Entry):
-    """One key's record. Another thread may read it at any time, but for `num_pins`."""
+    """Record of one key. Other threads may read everything but `num_pins` at any time."""
 
     key: Key
     address: int
@@ -61,22 +61,20 @@ _ADDRESS_BYTES = 8
 
 
 class RecordTable:
-    """All records of a namespace: what a `TierIndex` promises of keys, and for those who look after files:
+    """All records of a namespace: the calls of a `TierIndex`, and those of maintenance.
 
-    `find`: what is known of a key, as it is now; `reserved`: what is being written, `in_use`: that, and what is pinned;
-    `movable_in`: of a segment what is committed and not pinned, in the order in which it lies; `why_not`,
-    `count_refusal`, `make_room` and `reserve`: the steps of a reservation, between which somebody sees to room in
-    segments; `evict`, `evict_next` and `has_evictable`; `withdraw` and `withdraw_in`: `invalidate`, and what was
-    withdrawn; `relocate`: a record that is committed and not pinned lies elsewhere now; `drop_segment`: one that is
-    there no more; `forget_all`; `close`: reserve nothing more; `source`: for a snapshot; `restore`: what an opening
-    found.
+    `find`, `reserved`, `in_use` (reserved or pinned) and `movable_in` (committed and unpinned, in the order of
+    addresses) return copies. `why_not`, `make_room` and `reserve` are the steps of a reservation; between them the
+    caller finds room in segments. `withdraw` is `invalidate` and returns the record. `relocate` moves a committed,
+    unpinned record to another address. `close` refuses later reservations. `restore` takes over the records that
+    recovery found.
     """
 
     def __init__(self, segments: SegmentTable, log: ChangeLog, sizes: DiskSizes) -> None:
         self._segments = segments
         self.log = log
         largest_bytes = min(sizes.room_bytes, sizes.usable_bytes)
-        # Of chance, so that nobody can choose prompts whose keys all belong to one place.
+        # Random, so that nobody can choose prompts whose keys all collide.
         seed = int.from_bytes(os.urandom(_SEED_BYTES), "little")
         try:
             self._ledger: _Ledger = RecordLedger(
@@ -103,9 +101,9 @@ class RecordTable:
         self.eviction_order = ledger.eviction_order
         self.close = ledger.refuse_all
         self._surplus: list[FoundRecord] = []
-        """Of what an opening found, what there is no room for."""
+        """Records found at the start that exceed `max_keys`; evicted by the first `make_room`."""
 
-    # What is asked.
+    # Queries.
 
     @property
     def num_keys(self) -> int:
@@ -160,7 +158,7 @@ class RecordTable:
     def source(self) -> WalkedSource:
         return WalkedSource(self._ledger, self._ledger.begin_walk())
 
-    # Reserving.
+    # Reservations.
 
     def why_not(self, key: Key, cost: int) -> Refusal | None:
         return self._ledger.why_not(key, cost // PAGE_BYTES)
@@ -204,7 +202,7 @@ class RecordTable:
         self.log.gone(record.address)
         self._segments.change_live(record.address, -record.cost)
 
-    # The life of a key.
+    # Life of a key.
 
     def commit(self, key: Key) -> bool:
         return self.commit_all((key,))[0]
@@ -309,7 +307,7 @@ class RecordTable:
         assert is_all, "each key is there once"
 
     def _take_in(self, keys: Sequence[Key], addresses: Numbers, payload_bytes: Numbers) -> bool:
-        """False, and nothing is taken, where a key is there more than once."""
+        """False, with nothing taken, if a key occurs twice."""
         num_restored = self._ledger.restore(keys, addresses.tobytes(), payload_bytes.tobytes())
         if num_restored < len(keys):
             self._ledger.forget_all()
@@ -331,7 +329,7 @@ def _record(key: Key, address: int, payload_bytes: int, state: KeyState, num_pin
 
 
 def _by_segment(addresses: bytes) -> Iterable[tuple[int, int]]:
-    """An address of each run of neighbours in one segment, and how many they are."""
+    """An address in each segment of these, and their number there."""
     if len(addresses) == _ADDRESS_BYTES:
         return ((int.from_bytes(addresses, sys.byteorder), 1),)
     each = np.frombuffer(addresses, np.uint64)

@@ -16,11 +16,14 @@ from hybridkv.tiers.disk.format.layout import LARGEST_NUMBER, SEGMENT_HEAD_BYTES
 from hybridkv.tiers.disk.options import DiskSizes
 
 FEWEST_BEFORE_CLEANING = 64
-"""Entries, beside two for each segment, before the old ones are thrown away."""
+"""Stale heap entries that are kept, beside two for each segment, before a cleanup."""
 
 
 class SegmentHeap:
-    """Of the segments of one table."""
+    """Segments by live bytes: a heap with lazy deletion.
+
+    A changed segment gets a new entry before the next query; stale entries are skipped when they come up.
+    """
 
     def __init__(self, by_number: Mapping[int, Segment]) -> None:
         self._by_number = by_number
@@ -29,11 +32,11 @@ class SegmentHeap:
         self._changed: set[int] = set()
 
     def changed(self, number: int) -> None:
-        """This segment appeared, or something of it is not as it was."""
+        """A segment is new or changed."""
         self._changed.add(number)
 
     def cheapest(self) -> Segment | None:
-        """The one with the fewest live bytes, None when there is none."""
+        """Candidate with the fewest live bytes, None if there is none."""
         self._take_in()
         while self._heap:
             live_bytes, number = self._heap[0]
@@ -54,8 +57,8 @@ class SegmentHeap:
         self._changed.clear()
 
 
-class Stage(enum.Enum):
-    """Of a segment's life. A value."""
+class SegmentStage(enum.Enum):
+    """Stage in a segment's life."""
 
     READY = "ready"
     OPEN = "open"
@@ -63,13 +66,13 @@ class Stage(enum.Enum):
     LEAVING = "leaving"
     """Being deleted."""
     STUCK = "stuck"
-    """Holds nothing, and could not be deleted. Left alone for a while, its space taken."""
+    """Empty, but could not be deleted. Left alone for a while, its space taken."""
     UNAVAILABLE = "unavailable"
-    """A file of it could not be opened by the opening. Left alone, its space taken, until another one can."""
+    """A file could not be opened at the start. Left alone, its space taken, until a later start can open it."""
 
 
 class Segment:
-    """One segment, on all ranks alike."""
+    """One segment, the same on all ranks."""
 
     __slots__ = (
         "end_offset",
@@ -89,29 +92,29 @@ class Segment:
         self.number = number
         self.segment_bytes = segment_bytes
         self.epoch = epoch
-        self.stage = Stage.READY
+        self.stage = SegmentStage.READY
         self.end_offset = SEGMENT_HEAD_BYTES
         self.live_bytes = 0
-        """Of records that the index knows."""
+        """Bytes of known records."""
         self.num_used = 0
-        """Records that are pinned, reserved, or the target of a copy: they hold the segment where it is."""
+        """Records that are pinned, reserved, or target of a copy: the segment must stay."""
         self.num_written = 0
-        """Of those, the ones that somebody may still be writing."""
+        """Of these, records that may still be written."""
         self.is_moving = False
         """Its records are being copied away."""
         self.is_sealed = False
         self.may_be_sealed = True
-        """False when a copy into it broke off: it may hold a record that is not whole."""
+        """False after an interrupted copy into it: it may hold a torn record."""
 
     @property
     def is_candidate(self) -> bool:
-        """Whether it may give up its place: full, and nobody holds it."""
-        return self.stage is Stage.FULL and not (self.num_used or self.is_moving)
+        """True if compaction may take it: full and unused."""
+        return self.stage is SegmentStage.FULL and not (self.num_used or self.is_moving)
 
     @property
     def is_sealable(self) -> bool:
-        """Whether every record in it is whole, and its file does not say so yet."""
-        is_settled = self.stage is Stage.FULL and not self.num_written
+        """True if every record is whole and the file has no seal yet."""
+        is_settled = self.stage is SegmentStage.FULL and not self.num_written
         return is_settled and self.may_be_sealed and not self.is_sealed
 
 
@@ -125,35 +128,35 @@ class SegmentTable:
         self.open: Segment | None = None
         self.ready: deque[Segment] = deque()
         self.allocated_bytes = 0
-        """On all ranks, segments that are being made or deleted included."""
+        """On all ranks, including segments being created or deleted."""
         self.num_leaving = 0
         self.limit_bytes = sizes.data_bytes
-        """Lower than `data_bytes` while the file system is full or the other namespaces take more."""
+        """Lower than `data_bytes` while the file system is full or other namespaces take more."""
         self.revision = 0
-        """Changes whenever there may be file work to do."""
+        """Changes whenever file work may be due."""
         self.largest_bytes = sizes.segment_bytes
-        """Of all segments that there were: a store may have been opened with another capacity."""
+        """Largest segment so far; an earlier start may have had another capacity."""
         self.dead: dict[int, Segment] = {}
-        """By number, those that hold nothing any more."""
+        """By number, segments without records."""
         self.sealable: dict[int, Segment] = {}
         self.unavailable: dict[int, Segment] = {}
         self.stuck: dict[int, Segment] = {}
         self.written: dict[int, Segment] = {}
-        """Those that somebody may still be writing to."""
+        """Segments that may still be written to."""
         self.candidates = SegmentHeap(self.by_number)
         self.lacks_candidate = False
-        """Somebody looked for one that may give up its place, and all were held."""
+        """The last query for a candidate found none."""
 
     def add(self, segment: Segment) -> None:
-        """A segment that is on disk."""
+        """Add a segment that is on disk."""
         self.by_number[segment.number] = segment
         self.largest_bytes = max(self.largest_bytes, segment.segment_bytes)
         self.refile(segment)
-        if segment.stage is Stage.READY:
+        if segment.stage is SegmentStage.READY:
             self.ready.append(segment)
 
     def remove(self, segment: Segment) -> None:
-        """A segment that is on disk no more."""
+        """Remove a segment that was deleted from disk."""
         del self.by_number[segment.number]
         for kept in (self.dead, self.sealable, self.unavailable, self.stuck, self.written):
             kept.pop(segment.number, None)
@@ -161,12 +164,12 @@ class SegmentTable:
         self.allocated_bytes -= segment.segment_bytes * self._sizes.num_ranks
 
     def refile(self, segment: Segment) -> None:
-        """Something of this segment changed."""
+        """Update the tables after a change of this segment."""
         number, is_candidate = segment.number, segment.is_candidate
         _keep(self.dead, segment, is_candidate and not segment.live_bytes)
         _keep(self.sealable, segment, segment.is_sealable)
-        _keep(self.unavailable, segment, segment.stage is Stage.UNAVAILABLE)
-        _keep(self.stuck, segment, segment.stage is Stage.STUCK)
+        _keep(self.unavailable, segment, segment.stage is SegmentStage.UNAVAILABLE)
+        _keep(self.stuck, segment, segment.stage is SegmentStage.STUCK)
         if is_candidate:
             self.candidates.changed(number)
         self.revision += 1
@@ -175,45 +178,45 @@ class SegmentTable:
         return self.by_number[number_of(address)]
 
     def free_number(self) -> int:
-        """The next one that no file has. `LARGEST_NUMBER` + 1 when there is none."""
+        """Next number without a file. `LARGEST_NUMBER` + 1 if there is none."""
         while self.next_number in self.by_number:
             self.next_number += 1
         return self.next_number
 
     def take_number(self) -> None:
-        """Nothing else is called so from now on."""
+        """Use up this number."""
         self.next_number = min(self.next_number, LARGEST_NUMBER) + 1
 
     @property
-    def creatable(self) -> int:
-        """How many more segments may be made now."""
+    def num_creatable(self) -> int:
+        """Number of segments that fit into the limit."""
         room_bytes = self.limit_bytes - self.allocated_bytes
         return max(room_bytes // (self._sizes.segment_bytes * self._sizes.num_ranks), 0)
 
     @property
     def next_address(self) -> int:
-        """No record was given an address at or behind it."""
+        """Above the address of every record."""
         if self.open is not None:
             return address_of(self.open.number, self.open.end_offset)
         return address_of(self.ready[0].number if self.ready else self.next_number, 0)
 
     def has_room(self, cost: int, may_take_last: bool) -> bool:
-        """Whether a record can be appended now.
+        """True if a record can be appended now.
 
-        The last empty segment is left to compaction, which makes room again; `may_take_last` is compaction's.
+        The last empty segment is reserved for compaction, which makes room again; only it sets `may_take_last`.
         """
         if self.open is not None and self.open.end_offset + cost <= self.open.segment_bytes:
             return True
         if not self.ready or SEGMENT_HEAD_BYTES + cost > self.ready[0].segment_bytes:
             return False
-        return may_take_last or len(self.ready) + self.creatable + self.num_leaving >= 2
+        return may_take_last or len(self.ready) + self.num_creatable + self.num_leaving >= 2
 
     def append(self, cost: int) -> int:
-        """The address of a new record. The caller saw that there is room."""
+        """Address of a new record. The caller checked that there is room."""
         if self.open is None or self.open.end_offset + cost > self.open.segment_bytes:
             self.close_open()
             self.open = self.ready.popleft()
-            self.open.stage = Stage.OPEN
+            self.open.stage = SegmentStage.OPEN
             self.refile(self.open)
         segment = self.open
         address = address_of(segment.number, segment.end_offset)
@@ -221,24 +224,24 @@ class SegmentTable:
         return address
 
     def change_live(self, address: int, num_bytes: int) -> None:
-        """A record at this address appeared or, with fewer than 0 bytes, went away."""
+        """A record at this address was added or, with negative bytes, removed."""
         segment = self.of(address)
         segment.live_bytes += num_bytes
         if segment is self.open:
-            return  # nobody does anything with it before it is full
+            return  # the open segment stands in no other table
         if not segment.live_bytes or segment.number in self.dead:
             self.refile(segment)
         else:
             self.candidates.changed(segment.number)
 
     def forget_records(self) -> None:
-        """No segment holds anything that lives."""
+        """No segment holds live records."""
         for segment in self.by_number.values():
             segment.live_bytes = 0
             self.refile(segment)
 
     def hold(self, address: int, is_writing: bool, count: int = 1) -> None:
-        """A record at this address has a reader or a writer; so have others in its segment, `count` together."""
+        """A record got a reader or a writer; `count` records in its segment did."""
         segment = self.of(address)
         segment.num_used += count
         if is_writing:
@@ -246,7 +249,7 @@ class SegmentTable:
             self.written[segment.number] = segment
 
     def release(self, address: int, is_writing: bool, count: int = 1) -> None:
-        """It has that reader or writer no more."""
+        """Undo `hold`."""
         segment = self.of(address)
         segment.num_used -= count
         if is_writing:
@@ -257,15 +260,15 @@ class SegmentTable:
             return
         if (is_writing and not segment.num_written) or not (segment.num_used or segment.live_bytes):
             self.refile(segment)
-        elif not segment.num_used:  # a reader went, and nothing but this may have changed
+        elif not segment.num_used:  # the last reader left; nothing else changed
             self.candidates.changed(segment.number)
             self.revision += self.lacks_candidate
 
     def close_open(self) -> None:
-        """Append nothing more to the open segment."""
+        """Append no more to the open segment."""
         if self.open is not None:
             former, self.open = self.open, None
-            former.stage = Stage.FULL
+            former.stage = SegmentStage.FULL
             self.refile(former)
 
 

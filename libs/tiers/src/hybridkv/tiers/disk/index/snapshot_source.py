@@ -1,6 +1,6 @@
-"""Where a snapshot finds its records, while the index goes on using them. Reads and writes no file.
+"""Records of an index for a snapshot, read while the index goes on. Reads and writes no file.
 
-Of a million records it copies columns of numbers and the keys, 80 MB.
+Of a million records it copies keys and columns of numbers, 80 MB.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Numbers: TypeAlias = npt.NDArray[np.uint64]
 Lengths: TypeAlias = npt.NDArray[np.uint16]
 
 _LIST_BITS = 32
-"""A place is the number of a list times 2^32, plus a position in it."""
+"""A place is the number of a piece times 2^32, plus an offset in it."""
 
 
 class CopiedKeys(Sequence[Key]):
-    """Keys in a few pieces of bytes, made objects of a part at a time."""
+    """Keys in a few large pieces of bytes; objects are made for one slice at a time."""
 
     def __init__(self, pieces_of_keys: Sequence[bytes], places: Numbers, lengths: Lengths) -> None:
         self._pieces, self._places, self._lengths = pieces_of_keys, places, lengths
@@ -50,36 +50,36 @@ class CopiedKeys(Sequence[Key]):
         return [self._pieces[place >> _LIST_BITS][place & mask : (place & mask) + length] for place, length in rows]
 
     def last(self, count: int) -> CopiedKeys:
-        """So many of them."""
+        """The last `count` keys."""
         start = len(self._places) - count
         return CopiedKeys(self._pieces, self._places[start:], self._lengths[start:])
 
 
-class Committed(NamedTuple):
-    """Records, least recently used first."""
+class RecordColumns(NamedTuple):
+    """Records as columns, least recently used first."""
 
     keys: CopiedKeys
     addresses: Numbers
     payload_bytes: Numbers
 
-    def last(self, count: int) -> Committed:
-        """So many of them."""
+    def last(self, count: int) -> RecordColumns:
+        """The last `count` records."""
         start = len(self.addresses) - count
-        return Committed(self.keys.last(count), self.addresses[start:], self.payload_bytes[start:])
+        return RecordColumns(self.keys.last(count), self.addresses[start:], self.payload_bytes[start:])
 
 
 class WalkedSource(NamedTuple):
-    """The records of an index, for the janitor's thread: a walk that was begun when the snapshot was planned.
+    """Walk over the native ledger, begun when the snapshot was planned; read in the janitor's thread.
 
-    What is read of a record is true when it is read: it is committed, at an address that the snapshot speaks for or
-    behind it. No step takes long without letting the index's thread run.
+    Each record is read in its present state: it is committed, at an address that the snapshot covers or a later one.
+    The walk often yields to the index's thread.
     """
 
     ledger: RecordLedger[Any, Any, Any, Any]
     number: int
 
-    def committed(self, cut: Cut) -> Committed:
-        """What is offered. `GivenUpError` when the snapshot that was planned at this cut is not wanted any more."""
+    def committed(self, cut: Cut) -> RecordColumns:
+        """Committed records. `GivenUpError` if the snapshot of this cut was cancelled."""
         keys, columns = [], []
         goes_on = True
         while goes_on:
@@ -98,11 +98,11 @@ class WalkedSource(NamedTuple):
         )
         order = np.argsort(turns, kind="stable")
         places = _places([np.frombuffer(each[0], np.uint16) for each in columns])
-        return Committed(CopiedKeys(keys, places[order], lengths[order]), addresses[order], payload_bytes[order])
+        return RecordColumns(CopiedKeys(keys, places[order], lengths[order]), addresses[order], payload_bytes[order])
 
 
 def _places(lengths_of_pieces: Sequence[Lengths]) -> Numbers:
-    """Where each key begins: the number of a piece times 2^32, plus a position in it."""
+    """Place of each key."""
     starts = [np.zeros(0, np.uint64)]
     for number, lengths in enumerate(lengths_of_pieces):
         ends = np.cumsum(lengths, dtype=np.uint64)

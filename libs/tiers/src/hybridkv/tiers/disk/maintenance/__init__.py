@@ -1,1 +1,1 @@
-"""Maintenance: the file work of an index, planned in its thread and run in the janitor's."""
+"""Maintenance: file work of an index, planned in its thread and run in the janitor's."""

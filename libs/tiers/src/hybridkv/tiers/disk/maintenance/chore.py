@@ -1,7 +1,7 @@
-"""One piece of file work, and the state of a store that all kinds of it share.
+"""Chores: units of file work, and the state of a store that all kinds of them share.
 
-A `Chore` is a frozen value that runs in the janitor's thread and touches only files. A `Kind` plans chores and applies
-their results in the index's thread, and touches only tables. The kinds stand in the other modules of this package.
+A `Chore` is a frozen value that runs in the janitor's thread and touches only files. A `ChoreKind` plans chores and
+applies their results in the index's thread, and touches only tables. The other modules of this package hold the kinds.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 ValueT = TypeVar("ValueT")
 
 
-class Files(NamedTuple):
-    """What chores work with."""
+class StoreFiles(NamedTuple):
+    """Files of a store, for chores."""
 
     namespace: Namespace
     segments: SegmentFiles
@@ -36,23 +36,23 @@ class Files(NamedTuple):
 
 
 class Chore(Generic[ValueT]):
-    """A frozen value. Its class is the name of what failed, in the counts and in the log."""
+    """Frozen value. Its class name, in lower case, names the work in counts and log."""
 
     __slots__ = ()
 
     needs_own: ClassVar[bool] = True
-    """It writes or deletes in the directory, so that has to be this engine's still."""
+    """It writes or deletes in the directory, which must still be this engine's."""
 
-    def run(self, files: Files) -> ValueT:
-        """In the janitor's thread. `OSError` as the system says."""
+    def run(self, files: StoreFiles) -> ValueT:
+        """Runs in the janitor's thread. Raises `OSError`s of the system."""
         raise NotImplementedError
 
-    def fail(self, files: Files) -> None:
-        """In the janitor's thread: it was not run to its end, perhaps not even begun."""
+    def fail(self, files: StoreFiles) -> None:
+        """Called in the janitor's thread if the chore did not finish, or did not begin."""
 
 
 class Ending(NamedTuple, Generic[ValueT]):
-    """How a chore ended: with what `run` gave back, or with what the system said."""
+    """Result of a chore: the value of `run`, or the error."""
 
     value: ValueT | None
     error: Exception | None
@@ -62,13 +62,13 @@ class Ending(NamedTuple, Generic[ValueT]):
         return self.error is None
 
 
-def run(chore: Chore[ValueT], files: Files) -> Ending[ValueT]:
+def run(chore: Chore[ValueT], files: StoreFiles) -> Ending[ValueT]:
     """Never raises."""
     try:
         if chore.needs_own:
             files.namespace.require_own()
         return Ending(chore.run(files), None)
-    except Exception as error:  # a janitor that dies would take nothing more
+    except Exception as error:  # a janitor whose thread dies would accept no more
         chore.fail(files)
         if not isinstance(error, OSError):
             logger.exception("file work of the disk tier went wrong")
@@ -76,7 +76,7 @@ def run(chore: Chore[ValueT], files: Files) -> Ending[ValueT]:
 
 
 class Retries:
-    """One for each kind of chore, `retry_interval_s` long, or for one segment, by its number."""
+    """Backoff after failures, `retry_interval_s` long, for a kind of chore or for one segment by number."""
 
     def __init__(self, path: str, retry_interval_s: float, clock: Callable[[], float], tally: DiskTally) -> None:
         self._path = path
@@ -87,16 +87,16 @@ class Retries:
         self._ended_early: set[type[Chore[Any]]] = set()
         self._failing: dict[str, type[Chore[Any]]] = {}
 
-    def is_resting(self, what: type[Chore[Any]] | int) -> bool:
+    def is_backing_off(self, what: type[Chore[Any]] | int) -> bool:
         return self._until_s.get(what, 0.0) > self._clock()
 
     @property
-    def next_end_s(self) -> float:
-        """When the first rest ends."""
+    def next_retry_s(self) -> float:
+        """End of the first backoff."""
         return min(self._until_s.values(), default=float("inf"))
 
     def failed(self, kind: type[Chore[Any]], error: Exception, numbers: Iterable[int] = ()) -> None:
-        """Where segments are named, they rest, and work of this kind on others goes on."""
+        """With `numbers`, only these segments back off, and the kind continues with others."""
         number = getattr(error, "errno", None) or 0
         what = f"{kind.__name__.lower()}: {errno.errorcode.get(number, type(error).__name__)}"
         self._tally.fail(what)
@@ -107,16 +107,16 @@ class Retries:
             logger.warning("disk tier in %s: %s: %s", self._path, what, error)
 
     def end(self, kind: type[Chore[Any]]) -> None:
-        """Something changed that may let it succeed: it may be tried now, but once only until it did."""
+        """End the backoff early, because conditions changed. Only once until the kind succeeds."""
         if kind not in self._ended_early and self._until_s.pop(kind, None) is not None:
             self._ended_early.add(kind)
 
     def forget(self, number: int) -> None:
-        """There is no such segment any more."""
+        """The segment is gone."""
         self._until_s.pop(number, None)
 
     def succeeded(self, kind: type[Chore[Any]], is_all_well: bool = True) -> None:
-        """`is_all_well`: and none of its segments still rests."""
+        """`is_all_well`: and none of its segments backs off."""
         self._until_s.pop(kind, None)
         self._ended_early.discard(kind)
         if not is_all_well:
@@ -130,29 +130,29 @@ _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
 
 
 class Tables(NamedTuple):
-    """What an index knows of what it stores."""
+    """Tables of an index."""
 
     segments: SegmentTable
     records: RecordTable
 
 
 class Epoch(NamedTuple):
-    """Segments of another one hold nothing."""
+    """Number of the present epoch. Segments of another one hold nothing."""
 
     number: int
     is_written: bool
-    """It is on disk. Before, nothing that names it may be."""
+    """It is on disk. Until then, no file that names it may be written."""
 
 
 class StoreState:
-    """Of one index."""
+    """State of one store, beside its tables. Used in the index's thread only."""
 
     def __init__(
         self,
         options: DiskOptions,
         sizes: DiskSizes,
         tables: Tables,
-        files: Files,
+        files: StoreFiles,
         epoch: Epoch,
         clock: Callable[[], float],
     ) -> None:
@@ -164,17 +164,17 @@ class StoreState:
         self.tally = DiskTally()
         self.retries = Retries(files.namespace.root.path, options.retry_interval_s, clock, self.tally)
         self.epoch, self.is_epoch_written = epoch
-        self.is_snapshot_owed = not files.changes.is_begun
-        """What is on disk does not say all: the last one could not be written, or nothing may follow it any more."""
+        self.is_snapshot_wanted = not files.changes.is_begun
+        """The files on disk are incomplete: the last snapshot failed, or changes cannot be appended to it."""
         self.is_lost = False
-        """Something that should be on disk is not: perhaps the directory was removed."""
+        """A file that should exist is missing: the directory may have been removed."""
         self.is_taken = False
-        """Another engine has the namespace or had it: no file work is done any more, and nothing is stored."""
+        """Another engine has the namespace, or had it: no more file work, no more stores."""
 
     def note(
         self, kind: type[Chore[Any]], error: Exception | None, stuck: tuple[int, ...] = (), is_all_well: bool = True
     ) -> None:
-        """A chore ended. `stuck`: what failed is these segments alone, and others may be tried; `is_all_well`: none is
+        """A chore ended. `stuck`: only these segments failed, and others may be tried. `is_all_well`: no segment is
         stuck."""
         if error is None:
             self.retries.succeeded(kind, is_all_well)
@@ -195,38 +195,38 @@ class StoreState:
 ChoreT = TypeVar("ChoreT", bound=Chore[Any])
 
 
-class Kind(Generic[ChoreT, ValueT]):
-    """One kind of file work of an index. Used in the index's thread only, and touches no file."""
+class ChoreKind(Generic[ChoreT, ValueT]):
+    """One kind of file work of an index. Used in the index's thread only; touches no file."""
 
     makes_room: ClassVar[bool] = False
-    """Something may be stored when it has ended that could not be before."""
+    """The end of a chore may allow a store that was impossible before."""
 
     def __init__(self, state: StoreState) -> None:
         self._state = state
 
-    def plan(self) -> AnyPiece | None:
-        """What is due, None when nothing is. It may rest, unless `plan` itself looks at that."""
+    def plan(self) -> AnyDueChore | None:
+        """The next chore, None if there is none. The caller checks the backoff, unless `plan` does."""
         raise NotImplementedError
 
     def started(self, chore: ChoreT) -> None:
-        """It is on its way, or has run already."""
+        """The chore was started, or has run already."""
 
     def refused(self, chore: ChoreT) -> None:
-        """It was planned, and the janitor takes nothing more."""
+        """The janitor did not accept the planned chore."""
 
     def ended(self, chore: ChoreT, ending: Ending[ValueT]) -> None:
-        """Apply to the tables what came of it."""
+        """Apply the result to the tables."""
         self._state.note(type(chore), ending.error)
         self.apply(chore, ending)
 
     def apply(self, chore: ChoreT, ending: Ending[ValueT]) -> None:
-        """As `ended`, where it was noted whether it failed."""
+        """`ended` without the bookkeeping of failures."""
 
 
-class Piece(NamedTuple, Generic[ChoreT, ValueT]):
-    """A chore that is due, and whose it is."""
+class DueChore(NamedTuple, Generic[ChoreT, ValueT]):
+    """A due chore and its kind."""
 
-    kind: Kind[ChoreT, ValueT]
+    kind: ChoreKind[ChoreT, ValueT]
     chore: ChoreT
 
     def started(self) -> None:
@@ -239,4 +239,4 @@ class Piece(NamedTuple, Generic[ChoreT, ValueT]):
         self.kind.ended(self.chore, ending)
 
 
-AnyPiece: TypeAlias = Piece[Any, Any]
+AnyDueChore: TypeAlias = DueChore[Any, Any]

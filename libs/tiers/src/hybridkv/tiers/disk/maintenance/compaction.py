@@ -15,7 +15,15 @@ from hybridkv.tiers.disk.files.segment_files import Relocation
 from hybridkv.tiers.disk.format.layout import SEGMENT_HEAD_BYTES
 from hybridkv.tiers.disk.index.records import RecordTable
 from hybridkv.tiers.disk.index.segments import Segment, SegmentTable
-from hybridkv.tiers.disk.maintenance.chore import AnyPiece, Chore, Ending, Files, Kind, Piece, StoreState
+from hybridkv.tiers.disk.maintenance.chore import (
+    AnyDueChore,
+    Chore,
+    ChoreKind,
+    DueChore,
+    Ending,
+    StoreFiles,
+    StoreState,
+)
 from hybridkv.tiers.disk.maintenance.segment_chores import SegmentDropper, SegmentMaker
 from hybridkv.tiers.disk.maintenance.withdrawals import JournalWriter
 from hybridkv.tiers.ledger import KeyState
@@ -25,21 +33,21 @@ COMPACTION_SHARE = 0.75
 
 
 class Compaction:
-    """Looks at the tables of one index."""
+    """Chooses segments for compaction, from the tables of one index."""
 
     def __init__(self, segments: SegmentTable, records: RecordTable) -> None:
         self._segments = segments
         self._records = records
 
     def victim(self) -> Segment | None:
-        """The segment to copy away, after evicting what had to be. None when every segment is held."""
+        """Segment to copy away, after evictions if needed. None if every segment is in use."""
         cheapest = self.cheapest()
         if cheapest is not None and not self._is_worth_copying(cheapest):
             self._evict_until_worth_copying(cheapest)
         return self.cheapest()
 
     def relocations(self, victim: Segment) -> tuple[Relocation, ...]:
-        """The victim's live records, with new addresses for as many as fit into what is open and empty."""
+        """Live records of the victim, with new addresses for as many as fit into the open and empty segments."""
         relocations = []
         for record in self._records.movable_in(victim):
             if not self._segments.has_room(record.cost, may_take_last=True):
@@ -51,12 +59,12 @@ class Compaction:
         return tuple(relocations)
 
     def empty(self, victim: Segment) -> None:
-        """Evict everything in it."""
+        """Evict all records of a segment."""
         for record in self._records.movable_in(victim):
             self._records.evict(record.key)
 
     def cheapest(self) -> Segment | None:
-        """The segment with the fewest live bytes that nothing holds."""
+        """Unused segment with the fewest live bytes."""
         found = self._segments.candidates.cheapest()
         self._segments.lacks_candidate = found is None
         return found
@@ -87,12 +95,13 @@ class Copy(Chore[Copied]):
     number: int
     relocations: tuple[Relocation, ...]
 
-    def run(self, files: Files) -> Copied:
+    def run(self, files: StoreFiles) -> Copied:
         return files.segments.copy(self.relocations)
 
 
-class SegmentCopier(Kind[Copy, Copied]):
-    """Where nothing can be copied a segment is emptied for `dropper`; `journal` withdraws what cannot be read."""
+class SegmentCopier(ChoreKind[Copy, Copied]):
+    """Copies live records out of a segment. If no record can be copied, evicts them for `dropper`; unreadable ones go
+    to `journal`."""
 
     makes_room = True
 
@@ -103,29 +112,29 @@ class SegmentCopier(Kind[Copy, Copied]):
         self._journal = journal
         self.compaction = Compaction(state.segments, state.records)
         self.copying: tuple[Relocation, ...] = ()
-        """What is being copied now."""
+        """Records that are being copied."""
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time for a segment to give up its place, and one can be found."""
+        """True if space is short and a segment can be freed."""
         return self._may_copy() and self.compaction.cheapest() is not None
 
     def _may_copy(self) -> bool:
         segments = self._state.segments
-        if len(segments.ready) + segments.creatable + segments.num_leaving >= self._state.sizes.kept_segments:
+        if len(segments.ready) + segments.num_creatable + segments.num_leaving >= self._state.sizes.kept_segments:
             return False
-        if self._state.retries.is_resting(Copy) or self._dropper.is_resting:
+        if self._state.retries.is_backing_off(Copy) or self._dropper.is_backing_off:
             return False
-        if segments.creatable and self._maker.is_resting:
+        if segments.num_creatable and self._maker.is_backing_off:
             return False
         return self._maker.helps_to_drop
 
-    def plan(self) -> AnyPiece | None:
-        """Also a deletion, where nothing is left to be copied."""
+    def plan(self) -> AnyDueChore | None:
+        """May also return a deletion, if no live record is left to copy."""
         segments = self._state.segments
         if not self._may_copy():
             return None
-        if not segments.ready and not segments.creatable:
+        if not segments.ready and not segments.num_creatable:
             return self._give_up_one()
         victim = self.compaction.victim()
         if victim is None:
@@ -137,10 +146,10 @@ class SegmentCopier(Kind[Copy, Copied]):
             return self._give_up_one()
         victim.is_moving = True
         segments.refile(victim)
-        return Piece(self, Copy(victim.number, relocations))
+        return DueChore(self, Copy(victim.number, relocations))
 
-    def _give_up_one(self) -> AnyPiece | None:
-        """Nothing can be copied anywhere: evict the segment that costs least."""
+    def _give_up_one(self) -> AnyDueChore | None:
+        """Evict the cheapest segment, because there is no room to copy to."""
         victim = self.compaction.cheapest()
         if victim is not None:
             self.compaction.empty(victim)
@@ -157,7 +166,7 @@ class SegmentCopier(Kind[Copy, Copied]):
         self._finish(chore, ending.value or [])
 
     def _finish(self, chore: Copy, copied: Copied) -> None:
-        """`copied`: nothing when it broke off."""
+        """`copied`: empty if the copy was interrupted."""
         segments = self._state.segments
         for relocation in chore.relocations:
             segments.release(relocation.new_address, is_writing=True)
@@ -174,7 +183,7 @@ class SegmentCopier(Kind[Copy, Copied]):
         segments.refile(source)
 
     def _is_moved(self, relocation: Relocation, reason: FailureReason | None) -> bool:
-        """Whether the record lies where it was copied to, from now on."""
+        """Move the record to its copy in the tables. False if it cannot be moved."""
         state = self._state
         record = state.records.find(relocation.key)
         if record is None or record.address != relocation.old_address:

@@ -1,4 +1,4 @@
-"""Where the index's file work runs: at once in the caller, or one task after another on a thread of its own."""
+"""Janitors run the file work of an index: inline in the caller, or task by task on a thread."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ logger = logging.getLogger(__name__)
 
 
 Task: TypeAlias = Callable[[], None]
-"""File work. It must not raise: what it meets it hands back through a queue of its owner."""
+"""File work. It must not raise; it reports results through a queue of its owner."""
 
 MAX_QUEUED_TASKS = 64
 
 
-class _Waiting(NamedTuple):
-    """A task in the queue of a thread."""
+class _QueuedTask(NamedTuple):
+    """Task in the queue of a thread."""
 
     due_s: float
     """0: at once."""
@@ -27,34 +27,34 @@ class _Waiting(NamedTuple):
 
 
 class Janitor(Protocol):
-    """Runs tasks in the order in which they were given, those apart that are to wait, and never two at a time."""
+    """Runs tasks in order, delayed ones aside, and never two at a time."""
 
     @property
     def can_wait(self) -> bool:
-        """Whether a task may be given now that is to run later."""
+        """True if `submit_later` accepts a delay."""
         ...
 
     def submit(self, task: Task) -> bool:
-        """False when the task was not taken, because too many wait or the janitor was closed."""
+        """False if the task was rejected: too many wait, or the janitor was closed."""
         ...
 
     def submit_later(self, task: Task, delay_s: float) -> bool:
-        """As `submit`, when so many seconds have passed, or at the end. False also when it cannot wait."""
+        """`submit` after a delay, or at the end. False also if this janitor cannot delay."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Run what waits, at most for `timeout_s`; take no more. False when something may still be running, and then it
-        may be called again."""
+        """Run waiting tasks for at most `timeout_s`; accept no more. False if one may still be running; then call it
+        again."""
         ...
 
     def leave(self, last: Task) -> bool:
-        """Behind a `close` that was False: the caller waits no more, and `last` runs when all has ended. False when it
-        has, and then it does not."""
+        """After `close` returned False: run `last` when all tasks have ended. False if they have ended already; `last`
+        does not run."""
         ...
 
 
 class InlineJanitor:
-    """Runs a task before `submit` returns: nothing happens behind the caller's back."""
+    """Runs a task before `submit` returns."""
 
     can_wait = False
 
@@ -79,14 +79,14 @@ class InlineJanitor:
 
 
 class ThreadJanitor:
-    """Runs tasks on one daemon thread, so that a device that stands still stops nobody else."""
+    """Runs tasks on one daemon thread, so that a blocked device blocks no other thread."""
 
     can_wait = True
 
     def __init__(self, max_queued: int = MAX_QUEUED_TASKS) -> None:
-        self._tasks: queue.Queue[_Waiting | None] = queue.Queue(max_queued)
-        self._delayed: list[_Waiting] = []
-        """The thread's own."""
+        self._tasks: queue.Queue[_QueuedTask | None] = queue.Queue(max_queued)
+        self._delayed: list[_QueuedTask] = []
+        """Used by the thread alone."""
         self._is_closed = False
         self._has_end = False
         self._end_lock = threading.Lock()
@@ -103,7 +103,7 @@ class ThreadJanitor:
             return False
         due_s = time.monotonic() + delay_s if delay_s > 0 else 0.0
         try:
-            self._tasks.put_nowait(_Waiting(due_s, task))
+            self._tasks.put_nowait(_QueuedTask(due_s, task))
         except queue.Full:
             return False
         return True
@@ -134,7 +134,7 @@ class ThreadJanitor:
             self._last()
 
     def _run_tasks(self) -> None:
-        # Where too many waited, nobody could say behind them that they were the last.
+        # If the queue was full, the end marker is missing.
         while not (self._is_closed and self._tasks.empty()):
             wait_s = self._run_delayed()
             try:
@@ -151,7 +151,7 @@ class ThreadJanitor:
             _run_safely(item.task)
 
     def _run_delayed(self) -> float | None:
-        """Run what is due. How long the next one waits, None when there is none."""
+        """Run tasks that are due. Returns the seconds until the next one, None if there is none."""
         now_s = time.monotonic()
         due = [item for item in self._delayed if item.due_s <= now_s]
         self._delayed = [item for item in self._delayed if item.due_s > now_s]
@@ -163,7 +163,7 @@ class ThreadJanitor:
 
 
 def _run_safely(task: Task) -> None:
-    """A bug in one task is logged, and the thread does the next one."""
+    """A bug in one task is logged, and the thread continues."""
     try:
         task()
     except Exception:

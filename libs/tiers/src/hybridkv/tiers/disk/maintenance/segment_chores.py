@@ -1,4 +1,4 @@
-"""Creates, seals and deletes segments, and makes directories anew that somebody removed."""
+"""Creates, seals and deletes segments, and recreates directories that were removed."""
 
 from __future__ import annotations
 
@@ -8,8 +8,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from hybridkv.tiers.disk.format.layout import segment_number
-from hybridkv.tiers.disk.index.segments import Segment, Stage
-from hybridkv.tiers.disk.maintenance.chore import AnyPiece, Chore, Ending, Files, Kind, Piece, StoreState
+from hybridkv.tiers.disk.index.segments import Segment, SegmentStage
+from hybridkv.tiers.disk.maintenance.chore import (
+    AnyDueChore,
+    Chore,
+    ChoreKind,
+    DueChore,
+    Ending,
+    StoreFiles,
+    StoreState,
+)
 from hybridkv.tiers.disk.maintenance.withdrawals import JournalWriter, WriteEpoch
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -22,12 +30,12 @@ class Create(Chore[None]):
     segment_bytes: int
     own_bytes: int
 
-    def run(self, files: Files) -> None:
+    def run(self, files: StoreFiles) -> None:
         files.segments.create(self.number, self.epoch, self.segment_bytes, self.own_bytes)
 
 
-class SegmentMaker(Kind[Create, None]):
-    """Knows whether the file system has room for another segment."""
+class SegmentMaker(ChoreKind[Create, None]):
+    """Creates empty segments ahead of stores. Knows whether the file system has room for another one."""
 
     makes_room = True
 
@@ -35,17 +43,17 @@ class SegmentMaker(Kind[Create, None]):
         super().__init__(state)
         self._bytes_on_all_ranks = state.sizes.segment_bytes * state.sizes.num_ranks
         self._is_full = False
-        """There was no room for the last segment that should have been made."""
+        """The file system had no room for the last new segment."""
         self._dropped_bytes = 0
-        """Since then, on all ranks."""
+        """Bytes deleted since then, on all ranks."""
 
     @property
-    def is_resting(self) -> bool:
-        return self._state.retries.is_resting(Create)
+    def is_backing_off(self) -> bool:
+        return self._state.retries.is_backing_off(Create)
 
     @property
     def helps_to_drop(self) -> bool:
-        """False when as much was deleted as a segment needs, and the file system still has no room for one."""
+        """False if a segment's worth was deleted and the file system still has no room."""
         return self._dropped_bytes < self._bytes_on_all_ranks
 
     def dropped(self, segment_bytes: int) -> None:
@@ -54,16 +62,16 @@ class SegmentMaker(Kind[Create, None]):
             self._dropped_bytes += segment_bytes * self._state.sizes.num_ranks
 
     def raise_limit(self) -> None:
-        """What the file system had no room for may be tried again, once it has rested."""
-        if not self.is_resting:
+        """Lift the limit of a full file system after the backoff."""
+        if not self.is_backing_off:
             self._state.segments.limit_bytes = self._state.sizes.data_bytes
 
-    def plan(self) -> AnyPiece | None:
+    def plan(self) -> AnyDueChore | None:
         state, segments, sizes = self._state, self._state.segments, self._state.sizes
-        if len(segments.ready) >= sizes.ready_segments or not segments.creatable:
+        if len(segments.ready) >= sizes.ready_segments or not segments.num_creatable:
             return None
         own_bytes = segments.allocated_bytes + self._bytes_on_all_ranks + sizes.metadata_bytes
-        return Piece(self, Create(segments.free_number(), state.epoch, sizes.segment_bytes, own_bytes))
+        return DueChore(self, Create(segments.free_number(), state.epoch, sizes.segment_bytes, own_bytes))
 
     def started(self, chore: Create) -> None:
         self._state.segments.take_number()
@@ -80,15 +88,15 @@ class SegmentMaker(Kind[Create, None]):
         self._is_full, self._dropped_bytes = False, 0
         segment = Segment(chore.number, chore.segment_bytes, chore.epoch)
         if chore.epoch != state.epoch:
-            segment.stage = Stage.FULL
+            segment.stage = SegmentStage.FULL
         segments.add(segment)
         state.tally.add("segments_created")
         state.tally.add("namespaces_deleted", state.files.segments.take_deleted_namespaces())
 
 
 STUCK_SHARE = 16
-"""Of so many segments one may be left that cannot be deleted, while others give up their place for it. No more, where
-perhaps none can be deleted: each costs the chunks of another one."""
+"""One in so many segments may be left undeletable while others are evicted in its place. Not more: if none can be
+deleted, each costs the chunks of another one."""
 MOST_STUCK_SEGMENTS = 8
 
 
@@ -102,11 +110,11 @@ class DropError(OSError):
 
 @dataclass(frozen=True, slots=True)
 class Drop(Chore[None]):
-    """Each for itself: one that cannot be deleted keeps no other one."""
+    """Deletes each segment by itself: one failure does not stop the others."""
 
     numbers: tuple[int, ...]
 
-    def run(self, files: Files) -> None:
+    def run(self, files: StoreFiles) -> None:
         errors: dict[int, OSError] = {}
         for number in self.numbers:
             try:
@@ -117,8 +125,8 @@ class Drop(Chore[None]):
             raise DropError(next(iter(errors.values())), tuple(errors))
 
 
-class SegmentDropper(Kind[Drop, None]):
-    """`maker` waits for the room that it makes."""
+class SegmentDropper(ChoreKind[Drop, None]):
+    """Deletes segments that hold no record. Reports freed space to `maker`."""
 
     makes_room = True
 
@@ -130,22 +138,22 @@ class SegmentDropper(Kind[Drop, None]):
         self._most_stuck = min(max(count // STUCK_SHARE, 1), MOST_STUCK_SEGMENTS)
 
     @property
-    def is_resting(self) -> bool:
-        return self._state.retries.is_resting(Drop)
+    def is_backing_off(self) -> bool:
+        return self._state.retries.is_backing_off(Drop)
 
-    def plan(self) -> AnyPiece | None:
-        # What rests may be long, and is asked for again and again.
-        if self.is_resting:
+    def plan(self) -> AnyDueChore | None:
+        # The list may be long, and `plan` is called often, so look at the backoff first.
+        if self.is_backing_off:
             return None
-        segments, is_resting = self._state.segments, self._state.retries.is_resting
-        numbers = (*segments.dead, *(number for number in segments.stuck if not is_resting(number)))
-        return Piece(self, Drop(numbers)) if numbers else None
+        segments, is_backing_off = self._state.segments, self._state.retries.is_backing_off
+        numbers = (*segments.dead, *(number for number in segments.stuck if not is_backing_off(number)))
+        return DueChore(self, Drop(numbers)) if numbers else None
 
     def started(self, chore: Drop) -> None:
         segments = self._state.segments
         for number in chore.numbers:
             segment = segments.by_number[number]
-            segment.stage = Stage.LEAVING
+            segment.stage = SegmentStage.LEAVING
             segments.refile(segment)
         segments.num_leaving += len(chore.numbers)
 
@@ -155,7 +163,7 @@ class SegmentDropper(Kind[Drop, None]):
         may_be_stuck = self._may_be_stuck(left, ending.error)
         for number in chore.numbers:
             segment = segments.by_number[number]
-            segment.stage = Stage.STUCK if may_be_stuck else Stage.FULL
+            segment.stage = SegmentStage.STUCK if may_be_stuck else SegmentStage.FULL
             segments.num_leaving -= 1
             if number in left:
                 segments.refile(segment)
@@ -168,17 +176,17 @@ class SegmentDropper(Kind[Drop, None]):
         if len(left) < len(chore.numbers):
             state.retries.end(Create)
             state.retries.end(WriteEpoch)
-        # Where more could not be deleted than may be stuck, none of them rests alone: the whole kind does.
+        # If more are undeletable than may be stuck, the whole kind backs off, not single segments.
         state.note(Drop, ending.error, left if may_be_stuck else (), is_all_well=not segments.stuck)
 
     def _may_be_stuck(self, left: tuple[int, ...], error: Exception | None) -> bool:
-        """Whether these may be left alone. Not where it is plain that nothing can be deleted."""
+        """True if these segments may be left alone. False if no segment can be deleted at all."""
         is_theirs = isinstance(error, DropError) and error.errno != errno.EROFS
         return is_theirs and len(self._state.segments.stuck) + len(left) <= self._most_stuck
 
 
 def _left(chore: Drop, error: Exception | None) -> tuple[int, ...]:
-    """What could not be deleted."""
+    """Segments that could not be deleted."""
     if isinstance(error, DropError):
         return error.left
     return () if error is None else chore.numbers
@@ -190,36 +198,37 @@ class Seal(Chore[None]):
     epoch: int
     end_offset: int
 
-    def run(self, files: Files) -> None:
+    def run(self, files: StoreFiles) -> None:
         files.segments.seal(self.number, self.epoch, self.end_offset)
 
 
-class SegmentSealer(Kind[Seal, None]):
-    """Behind `journal`: a seal vouches for all that nobody withdrew."""
+class SegmentSealer(ChoreKind[Seal, None]):
+    """Seals full segments, so that the next start need not read them. Waits for `journal`: a seal vouches for every
+    record that is not withdrawn."""
 
     def __init__(self, state: StoreState, journal: JournalWriter) -> None:
         super().__init__(state)
         self._journal = journal
 
-    def plan(self) -> AnyPiece | None:
+    def plan(self) -> AnyDueChore | None:
         if self._journal.has_pending:
             return None
         sealable = self._state.segments.sealable
         while sealable:
             segment = next(iter(sealable.values()))
             if segment.epoch == self._state.epoch:
-                return self._piece(segment)
-            del sealable[segment.number]  # of an epoch that is over
+                return self._due(segment)
+            del sealable[segment.number]  # of an earlier epoch
         return None
 
-    def plan_all(self) -> Iterator[AnyPiece]:
-        """Everything that can be sealed now."""
+    def plan_all(self) -> Iterator[AnyDueChore]:
+        """All segments that can be sealed now."""
         for segment in list(self._state.segments.sealable.values()):
             if segment.epoch == self._state.epoch:
-                yield self._piece(segment)
+                yield self._due(segment)
 
-    def _piece(self, segment: Segment) -> AnyPiece:
-        return Piece(self, Seal(segment.number, segment.epoch, segment.end_offset))
+    def _due(self, segment: Segment) -> AnyDueChore:
+        return DueChore(self, Seal(segment.number, segment.epoch, segment.end_offset))
 
     def apply(self, chore: Seal, ending: Ending[None]) -> None:
         segments = self._state.segments
@@ -234,8 +243,8 @@ class Restore(Chore[set[int] | None]):
 
     needs_own: ClassVar[bool] = False
 
-    def run(self, files: Files) -> set[int] | None:
-        """The segments that every rank has now; None when nothing was removed."""
+    def run(self, files: StoreFiles) -> set[int] | None:
+        """Segments that every rank has now; None if no directory was removed."""
         namespace = files.namespace
         if not namespace.is_there():
             namespace.restore()
@@ -247,8 +256,8 @@ class Restore(Chore[set[int] | None]):
         return {number for number in set.intersection(*numbers) if number is not None}
 
 
-class Restorer(Kind[Restore, set[int] | None]):
-    """Where the directories are gone, so is the journal."""
+class Restorer(ChoreKind[Restore, set[int] | None]):
+    """Recreates removed directories, and drops the records that lay in them. The journal must then be rewritten."""
 
     makes_room = True
 
@@ -258,15 +267,15 @@ class Restorer(Kind[Restore, set[int] | None]):
 
     @property
     def is_due(self) -> bool:
-        return self._state.is_lost and not self._state.retries.is_resting(Restore)
+        return self._state.is_lost and not self._state.retries.is_backing_off(Restore)
 
-    def plan(self) -> AnyPiece | None:
-        return Piece(self, Restore(self._state.epoch)) if self._state.is_lost else None
+    def plan(self) -> AnyDueChore | None:
+        return DueChore(self, Restore(self._state.epoch)) if self._state.is_lost else None
 
     def apply(self, chore: Restore, ending: Ending[set[int] | None]) -> None:
         state, segments, there = self._state, self._state.segments, ending.value
         if ending.error is not None:
-            # Directories without an epoch: what is made in them now would be of an unknown one.
+            # Directories without an epoch: a start would delete segments made in them.
             state.is_epoch_written = state.is_epoch_written and not state.files.namespace.is_anew
             return
         state.is_lost = False
@@ -275,19 +284,19 @@ class Restorer(Kind[Restore, set[int] | None]):
         state.is_epoch_written = state.is_epoch_written or chore.epoch == state.epoch
         self._journal.lost()
         state.records.log.give_up()
-        state.is_snapshot_owed = True
+        state.is_snapshot_wanted = True
         segments.close_open()
         for segment in segments.by_number.values():
             if segment.number not in there:
                 self._lose(segment)
 
     def _lose(self, segment: Segment) -> None:
-        """Its files are gone."""
+        """Drop a segment without files."""
         segments, records = self._state.segments, self._state.records
-        if segment.stage is Stage.READY:
+        if segment.stage is SegmentStage.READY:
             segments.ready.remove(segment)
-        if segment.stage in (Stage.READY, Stage.UNAVAILABLE, Stage.STUCK):
-            segment.stage = Stage.FULL
+        if segment.stage in (SegmentStage.READY, SegmentStage.UNAVAILABLE, SegmentStage.STUCK):
+            segment.stage = SegmentStage.FULL
         segment.may_be_sealed = False
         records.withdraw_in(segment)
         segments.refile(segment)

@@ -10,19 +10,27 @@ from typing import TypeAlias
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.format.layout import EPOCH_NAME, JOURNAL_NAME
 from hybridkv.tiers.disk.format.withdrawals import (
+    JOURNAL_ENTRY_BYTES,
     JOURNAL_HEAD_BYTES,
-    WITHDRAWAL_BYTES,
-    Withdrawal,
+    JournalEntry,
     Withdrawals,
     digest_of,
     encode_epoch,
+    encode_journal_entry,
     encode_journal_head,
-    encode_withdrawal,
     next_epoch,
 )
 from hybridkv.tiers.disk.index.records import Record
-from hybridkv.tiers.disk.index.segments import Stage
-from hybridkv.tiers.disk.maintenance.chore import AnyPiece, Chore, Ending, Files, Kind, Piece, StoreState
+from hybridkv.tiers.disk.index.segments import SegmentStage
+from hybridkv.tiers.disk.maintenance.chore import (
+    AnyDueChore,
+    Chore,
+    ChoreKind,
+    DueChore,
+    Ending,
+    StoreFiles,
+    StoreState,
+)
 from hybridkv.tiers.files.directory import write_all
 
 
@@ -30,29 +38,29 @@ from hybridkv.tiers.files.directory import write_all
 class WriteEpoch(Chore[None]):
     epoch: int
 
-    def run(self, files: Files) -> None:
+    def run(self, files: StoreFiles) -> None:
         data = encode_epoch(self.epoch, files.namespace.digest)
         files.namespace.directory.write_file(EPOCH_NAME, data, sync=True)
 
 
-class EpochWriter(Kind[WriteEpoch, None]):
-    """Nothing that names an epoch is written before it has."""
+class EpochWriter(ChoreKind[WriteEpoch, None]):
+    """Writes the epoch. Nothing that names an epoch is written before it."""
 
-    def plan(self) -> AnyPiece | None:
-        return None if self._state.is_epoch_written else Piece(self, WriteEpoch(self._state.epoch))
+    def plan(self) -> AnyDueChore | None:
+        return None if self._state.is_epoch_written else DueChore(self, WriteEpoch(self._state.epoch))
 
     def begin_next(self) -> None:
-        """Nothing that is on disk now may be offered again. Not true after a crash before that is written."""
+        """Begin a new epoch. A crash before it is written undoes this."""
         state, segments = self._state, self._state.segments
         state.epoch = next_epoch(state.epoch)
         state.is_epoch_written = False
         segments.close_open()
         while segments.ready:
             segment = segments.ready.popleft()
-            segment.stage = Stage.FULL
+            segment.stage = SegmentStage.FULL
             segments.refile(segment)
         state.records.log.give_up()
-        state.is_snapshot_owed = True
+        state.is_snapshot_wanted = True
 
     def apply(self, chore: WriteEpoch, ending: Ending[None]) -> None:
         state = self._state
@@ -61,22 +69,22 @@ class EpochWriter(Kind[WriteEpoch, None]):
 
 @dataclass(frozen=True, slots=True)
 class Append(Chore[None]):
-    """Withdrawals behind the `num_before` that the journal holds."""
+    """Appends withdrawals behind the `num_before` entries of the journal."""
 
     num_before: int
-    entries: tuple[Withdrawal, ...]
+    entries: tuple[JournalEntry, ...]
 
     @property
     def num_entries(self) -> int:
-        """Of the journal, behind it."""
+        """Entries of the journal afterwards."""
         return self.num_before + len(self.entries)
 
-    def run(self, files: Files) -> None:
+    def run(self, files: StoreFiles) -> None:
         directory = files.namespace.directory
         fd = directory.open_file(JOURNAL_NAME, os.O_RDWR)
         try:
-            data = b"".join(map(encode_withdrawal, self.entries))
-            write_all(directory.io, fd, data, JOURNAL_HEAD_BYTES + self.num_before * WITHDRAWAL_BYTES)
+            data = b"".join(map(encode_journal_entry, self.entries))
+            write_all(directory.io, fd, data, JOURNAL_HEAD_BYTES + self.num_before * JOURNAL_ENTRY_BYTES)
             if files.syncs:
                 directory.io.fdatasync(fd)
         finally:
@@ -85,48 +93,48 @@ class Append(Chore[None]):
 
 @dataclass(frozen=True, slots=True)
 class Rewrite(Chore[None]):
-    """A journal of exactly these withdrawals."""
+    """Writes a journal of exactly these withdrawals."""
 
-    entries: tuple[Withdrawal, ...]
+    entries: tuple[JournalEntry, ...]
 
     @property
     def num_entries(self) -> int:
-        """Of the journal, behind it."""
+        """Entries of the journal afterwards."""
         return len(self.entries)
 
-    def run(self, files: Files) -> None:
-        data = encode_journal_head(files.namespace.digest) + b"".join(map(encode_withdrawal, self.entries))
+    def run(self, files: StoreFiles) -> None:
+        data = encode_journal_head(files.namespace.digest) + b"".join(map(encode_journal_entry, self.entries))
         files.namespace.directory.write_file(JOURNAL_NAME, data, files.syncs)
 
 
 AppendOrRewrite: TypeAlias = Append | Rewrite
 
 
-class JournalWriter(Kind[AppendOrRewrite, None]):
-    """Of one namespace, at most `DiskOptions.max_quarantined` withdrawals.
+class JournalWriter(ChoreKind[AppendOrRewrite, None]):
+    """Journal of one namespace, at most `DiskOptions.max_quarantined` withdrawals.
 
     Args:
-        found: what an opening found in the journal.
+        found: withdrawals that recovery found in the journal.
     """
 
-    def __init__(self, state: StoreState, found: Iterable[Withdrawal]) -> None:
+    def __init__(self, state: StoreState, found: Iterable[JournalEntry]) -> None:
         super().__init__(state)
         self._max_entries = state.options.max_quarantined
         self._entries = Withdrawals(self._max_entries)
         for entry in found:
             self._entries.add(entry)
-        self._pending: list[Withdrawal] = []
+        self._pending: list[JournalEntry] = []
         self._num_in_file = 0
         self._must_rewrite = True
 
     @property
     def has_pending(self) -> bool:
-        """Whether the journal lacks something."""
+        """True if withdrawals are not on disk yet."""
         return bool(self._pending)
 
     def withdraw(self, record: Record) -> None:
-        """Remember across restarts that what lies under the record's key now may not be offered."""
-        entry = Withdrawal(digest_of(record.key), self._state.segments.next_address, record.address)
+        """Remember across restarts that the present record of this key may not be offered."""
+        entry = JournalEntry(digest_of(record.key), self._state.segments.next_address, record.address)
         if len(self._pending) < self._max_entries:
             self._pending.append(entry)
         else:
@@ -134,7 +142,7 @@ class JournalWriter(Kind[AppendOrRewrite, None]):
         self._state.tally.add("withdrawals_forgotten", self._entries.add(entry))
 
     def quarantine(self, key: Key, reason: str) -> bool:
-        """Never offer what is stored under this key again. False when nothing is."""
+        """Never offer the present record of this key again. False if there is none."""
         record = self._state.records.withdraw(key)
         if record is None:
             return False
@@ -143,20 +151,20 @@ class JournalWriter(Kind[AppendOrRewrite, None]):
         return True
 
     def keep(self, first_address: int) -> None:
-        """Nothing lies before this address any more."""
+        """Drop withdrawals below this address: no record lies there any more."""
         self._entries.keep(first_address)
 
     def lost(self) -> None:
-        """The journal is not on disk any more."""
+        """The journal is missing on disk."""
         self._must_rewrite = True
 
-    def plan(self) -> AnyPiece | None:
+    def plan(self) -> AnyDueChore | None:
         if not self._pending:
             return None
         is_long = self._num_in_file + len(self._pending) > 2 * self._max_entries
         if self._must_rewrite or is_long:
-            return Piece(self, Rewrite(tuple(self._entries.all())))
-        return Piece(self, Append(self._num_in_file, tuple(self._pending)))
+            return DueChore(self, Rewrite(tuple(self._entries.all())))
+        return DueChore(self, Append(self._num_in_file, tuple(self._pending)))
 
     def started(self, chore: AppendOrRewrite) -> None:
         self._pending.clear()
@@ -164,6 +172,6 @@ class JournalWriter(Kind[AppendOrRewrite, None]):
         self._num_in_file = chore.num_entries
 
     def apply(self, chore: AppendOrRewrite, ending: Ending[None]) -> None:
-        if not ending.is_done:  # all of it again, later
+        if not ending.is_done:  # write everything again, later
             self._must_rewrite = True
             self._pending.extend(chore.entries[-1:])

@@ -1,1 +1,1 @@
-"""The half of a disk tier that moves bytes: from memory to segment files and back, in any process."""
+"""Medium of a disk tier: moves bytes between memory and segment files, in any process."""

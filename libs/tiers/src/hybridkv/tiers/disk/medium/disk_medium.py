@@ -46,7 +46,7 @@ class ShortReadError(OSError):
     """The file ends before the record does."""
 
 
-class Operation(NamedTuple):
+class DiskOperation(NamedTuple):
     """One store or load."""
 
     ticket: Ticket
@@ -58,20 +58,20 @@ class Operation(NamedTuple):
 
 
 class Headers:
-    """Headers of the records of one rank."""
+    """Builds record headers of one rank."""
 
     def __init__(self, namespace: bytes, rank: int) -> None:
         self._namespace = namespace
         self._rank = rank
 
-    def of(self, operation: Operation, payload_checksum: bytes) -> RecordHeader:
+    def of(self, operation: DiskOperation, payload_checksum: bytes) -> RecordHeader:
         return RecordHeader(
             self._rank, operation.address, operation.num_bytes, self._namespace, payload_checksum, operation.key
         )
 
 
-def failure_of(operation: Operation, error: OSError | MemoryError) -> Failure:
-    """In words, what the system said to an operation. What this process lacks says nothing about what is stored."""
+def failure_of(operation: DiskOperation, error: OSError | MemoryError) -> Failure:
+    """Failure for an error of the system. A shortage of this process is BUSY: the stored bytes may be good."""
     where = f"segment {number_of(operation.address)}"
     if isinstance(error, (FileNotFoundError, ShortReadError)) and not operation.is_store:
         return Failure(FailureReason.MISSING, f"{where}: {error.strerror}")
@@ -80,13 +80,13 @@ def failure_of(operation: Operation, error: OSError | MemoryError) -> Failure:
     detail = f"{where}: {name}: {words or error}"
     if not is_shortage(error):
         return Failure(FailureReason.IO, detail)
-    _say_what_is_short(name)
+    _log_shortage(name)
     return Failure(FailureReason.BUSY, detail)
 
 
 @cache
-def _say_what_is_short(name: str) -> None:
-    """Once in a process."""
+def _log_shortage(name: str) -> None:
+    """Logged once per process."""
     logger.warning(
         "this process runs short (%s): the disk tier leaves alone what it cannot try, and loses nothing by it; "
         "hint: look at the limits of open files, threads and memory",
@@ -99,18 +99,18 @@ def busy(num_waiting: int) -> Failure:
 
 
 class DiskMedium:
-    """A `TierMedium` for the slots of a `DiskIndex` of the same path, namespace and options, in any process.
+    """`TierMedium` for the slots of a `DiskIndex` of the same path, namespace and options, in any process.
 
     Args:
         path: of the store.
-        namespace: the fingerprint's digest, 32 bytes.
-        rank: whose bytes these are.
-        options: the index's.
-        io: calls that open, close and sync files; reads and writes are the record queue's own.
+        namespace: digest of the fingerprint, 32 bytes.
+        rank: owner of the bytes.
+        options: those of the index.
+        io: opens, closes and syncs files; the record queue makes its own reads and writes.
         clock: seconds, for the interval of `Fsync.INTERVAL`.
 
     Raises:
-        TierConfigurationError: the path is no absolute one.
+        TierConfigurationError: the path is not absolute.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class DiskMedium:
         return self._runner.wait_until_idle(timeout_s)
 
     def close(self) -> None:
-        """Waits for what is being moved at most `close_timeout_s`; what a device holds longer is left."""
+        """Wait at most `close_timeout_s` for running operations; abandon those that a device holds longer."""
         self._runner.close()
 
     def _submit(self, ticket: Ticket, key: Key, slot: Slot, buffers: Sequence[Buffer], is_store: bool) -> None:
@@ -156,7 +156,9 @@ class DiskMedium:
         except (TypeError, ValueError, BufferError) as error:
             failure = Failure(FailureReason.IO, f"{'source' if is_store else 'destination'}: {error}")
         if failure is None:
-            failure = self._runner.submit(Operation(ticket, key, slot.extents[0][0], slot.num_bytes, views, is_store))
+            failure = self._runner.submit(
+                DiskOperation(ticket, key, slot.extents[0][0], slot.num_bytes, views, is_store)
+            )
         if failure is not None:
             with self._lock:
                 self._refused.append(Completion(ticket, failure))
@@ -179,19 +181,19 @@ def _why_not_move(key: Key, slot: Slot, views: list[memoryview], is_store: bool)
 
 
 _PASSING = SHORTAGES | {errno.EBUSY, errno.ETIME}
-"""What the kernel says to who asks for io_uring at a bad time, and may not say at the next opening."""
+"""Temporary errors of io_uring; the next start may succeed."""
 _NO_CHECKSUM = bytes(16)
 _DONE, _FAILED, _OTHER_HEADER, _OTHER_PAYLOAD, _CANCELLED = range(5)
-"""Outcomes of a record, as the queue numbers them."""
+"""Outcomes of a record, as numbered by the queue."""
 
 
-class _InFlight(NamedTuple):
-    operation: Operation
+class _MoveInFlight(NamedTuple):
+    operation: DiskOperation
     segment: OpenSegment
 
 
 class Runner:
-    """Carries out operations that were looked over. Only `wait_until_idle` and `close` take time."""
+    """Runs validated operations through the record queue. Only `wait_until_idle` and `close` block."""
 
     def __init__(
         self,
@@ -209,8 +211,8 @@ class Runner:
         self._syncing = SyncThread(io, segments, options, clock)
         self._condition = threading.Condition()
         self._tags = count()
-        self._in_flight: dict[int, _InFlight] = {}
-        self._to_open: deque[Operation] = deque()
+        self._in_flight: dict[int, _MoveInFlight] = {}
+        self._to_open: deque[DiskOperation] = deque()
         self._num_opening = 0
         self._num_open = [0, 0]
         """Loads and stores that have not ended."""
@@ -219,10 +221,10 @@ class Runner:
         self._is_closed = False
         self._is_short = False
         self._queue = self._made_queue()
-        """None: the system had no thread for it, and is asked again when there is something to do."""
+        """None: the system had no thread for it. The next operation tries again."""
 
-    def submit(self, operation: Operation) -> Failure | None:
-        """Why it was not taken, None if it was."""
+    def submit(self, operation: DiskOperation) -> Failure | None:
+        """Failure if the operation was rejected."""
         with self._condition:
             if self._is_closed:
                 return CLOSED
@@ -242,14 +244,14 @@ class Runner:
         return None
 
     def take(self) -> list[Completion]:
-        """How operations ended, each once."""
+        """Completions, each once."""
         with self._condition:
             self._absorb()
             completions, self._completions = self._completions, []
         return completions
 
     def wait_until_idle(self, timeout_s: float) -> bool:
-        """False when one of them has not ended by then."""
+        """False if an operation has not ended by then."""
         end_s = time.monotonic() + timeout_s
         while True:
             with self._condition:
@@ -266,7 +268,7 @@ class Runner:
                 self._queue.wait_until_idle(left_s)
 
     def close(self) -> None:
-        """Fail what was not begun with CLOSED; wait for the rest, and sync, for no longer than the options say."""
+        """Fail operations that have not begun with CLOSED; wait for the rest, and sync, within `close_timeout_s`."""
         with self._condition:
             if self._is_closed:
                 return
@@ -276,23 +278,23 @@ class Runner:
             self._to_open.clear()
             self._condition.notify_all()
         if self._queue is not None:
-            self._queue.close(0.0)  # whatever was not begun is cancelled now
-        # A call that a device holds longer is left.
+            self._queue.close(0.0)  # cancels operations that have not begun
+        # A call that a device holds longer is abandoned.
         ending = threading.Thread(target=self._finish, name="hybridkv-disk-end", daemon=True)
         try:
             ending.start()
-        except (RuntimeError, MemoryError):  # there is no other thread: as far as it goes in this one
+        except (RuntimeError, MemoryError):  # no thread: finish in this one
             self._finish_within(self._options.close_timeout_s)
             return
         ending.join(self._options.close_timeout_s)
 
     def _finish(self) -> None:
-        """In a thread of its own: any of it may wait for a device."""
+        """Runs in a thread of its own, because each step may wait for a device."""
         while not self._finish_within(3600.0):
             pass
 
     def _finish_within(self, timeout_s: float) -> bool:
-        """False when a thread has not ended by then."""
+        """False if a thread has not ended by then."""
         if self._opener is not None:
             self._opener.join(timeout_s)
             if self._opener.is_alive():
@@ -321,26 +323,26 @@ class Runner:
                 os.strerror(queue.uring_error),
             )
         elif queue.uring_error:
-            _say_why_threads(queue.uring_error)
+            _log_refused_uring(queue.uring_error)
         return queue
 
-    # What follows is called with the condition held.
+    # The following methods require the condition.
 
-    def _start(self, operation: Operation, segment: OpenSegment) -> None:
+    def _start(self, operation: DiskOperation, segment: OpenSegment) -> None:
         tag = next(self._tags)
-        self._in_flight[tag] = _InFlight(operation, segment)
+        self._in_flight[tag] = _MoveInFlight(operation, segment)
         header = encode_record_body(self._headers.of(operation, _NO_CHECKSUM))
         offset = offset_of(operation.address)
         syncs = self._syncs and operation.is_store
         failure = CLOSED
-        assert self._queue is not None  # `submit` looked
+        assert self._queue is not None  # checked by `submit`
         try:
             taken = self._queue.submit(
                 tag, operation.is_store, segment.fd, offset, segment.is_direct, syncs, header, operation.views
             )
         except MemoryError as error:
             taken, failure = False, failure_of(operation, error)
-        except Exception as error:  # an operation without an end would leave everybody waiting
+        except Exception as error:  # every operation must end
             logger.exception("a disk operation could not be begun")
             taken, failure = False, Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
         if not taken:
@@ -371,7 +373,7 @@ class Runner:
             self._cache.forget(number_of(operation.address))
         self._move_ended(tag, Completion(operation.ticket, failure_of(operation, error)))
 
-    def _why_not(self, outcome: int, operation: Operation, page: bytes) -> Failure:
+    def _why_not(self, outcome: int, operation: DiskOperation, page: bytes) -> Failure:
         if outcome == _CANCELLED:
             return CLOSED
         if outcome == _OTHER_HEADER:
@@ -387,12 +389,12 @@ class Runner:
             self._syncing.written(number_of(operation.address))
         self._end(operation, completion)
 
-    def _end(self, operation: Operation, completion: Completion) -> None:
+    def _end(self, operation: DiskOperation, completion: Completion) -> None:
         self._num_open[operation.is_store] -= 1
         self._completions.append(completion)
 
-    def _open_later(self, operation: Operation) -> bool:
-        """False when there is no thread that could open its file."""
+    def _open_later(self, operation: DiskOperation) -> bool:
+        """False if no thread can be started."""
         if self._opener is None:
             opener = threading.Thread(target=self._open_files, name="hybridkv-disk-open", daemon=True)
             try:
@@ -404,7 +406,7 @@ class Runner:
         self._condition.notify_all()
         return True
 
-    # The opener.
+    # The opener's thread.
 
     def _open_files(self) -> None:
         while True:
@@ -423,7 +425,7 @@ class Runner:
                 self._condition.notify_all()
             self._cache.close_unused()
 
-    def _opened(self, operation: Operation) -> tuple[OpenSegment | None, Failure | None]:
+    def _opened(self, operation: DiskOperation) -> tuple[OpenSegment | None, Failure | None]:
         is_direct = self._direct.is_on
         try:
             return self._cache.acquire(number_of(operation.address)), None
@@ -433,14 +435,14 @@ class Runner:
             return None, failure_of(operation, error)
         except MemoryError as error:
             return None, failure_of(operation, error)
-        except Exception as error:  # a thread that ends would leave everybody waiting
+        except Exception as error:  # this thread must not end
             logger.exception("a segment could not be opened")
             return None, Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
 
 
 @cache
-def _say_why_threads(number: int) -> None:
-    """Once in a process."""
+def _log_refused_uring(number: int) -> None:
+    """Logged once per process."""
     logger.info("the kernel refuses io_uring (%s): the disk tier's calls are made by threads", os.strerror(number))
 
 

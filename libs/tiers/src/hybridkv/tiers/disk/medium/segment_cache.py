@@ -1,6 +1,6 @@
-"""Keeps a rank's segment files open for its medium, a bounded number of them, and finds their directory.
+"""Cache of open segment files of one rank, bounded; also finds their directory.
 
-The index makes directories and files, perhaps after the medium was built, perhaps anew after somebody removed them.
+The index creates directories and files, maybe after the medium was built, and again after they were removed.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 class DirectMode:
-    """Whether segment files are opened with O_DIRECT: as the options say, until the file system says no."""
+    """Decides whether files are opened with O_DIRECT: as configured, until the file system refuses."""
 
     def __init__(self, direct: bool | Literal["auto"]) -> None:
         self._may_fall_back = direct == "auto"
         self.is_on = direct is not False
 
     def falls_back(self, error: OSError) -> bool:
-        """Whether to try again through the page cache, now and for ever."""
+        """True if the error means that O_DIRECT does not work here. From then on it is off."""
         if error.errno != errno.EINVAL or not self._may_fall_back:
             return False
         if self.is_on:
@@ -40,7 +40,7 @@ class DirectMode:
 
 
 class OpenSegment:
-    """A segment file that stays open as long as somebody uses it."""
+    """An open segment file with a count of users."""
 
     def __init__(self, fd: int, is_direct: bool) -> None:
         self.fd = fd
@@ -50,7 +50,7 @@ class OpenSegment:
 
 
 class SegmentCache:
-    """Open segments of one rank. Several threads may use it at once."""
+    """Open segment files of one rank. Any thread may use it."""
 
     def __init__(self, io: FileIO, path: str, namespace: bytes, rank: int, options: DiskOptions) -> None:
         self._io = io
@@ -65,7 +65,7 @@ class SegmentCache:
 
     @contextmanager
     def opened(self, number: int) -> Iterator[OpenSegment]:
-        """A file to read from and write to, as long as the block lasts. `OSError` when there is none."""
+        """Open file for the duration of a block. `OSError` if it cannot be opened."""
         segment = self.acquire(number)
         try:
             yield segment
@@ -73,7 +73,7 @@ class SegmentCache:
             self.release(segment)
 
     def acquire_open(self, number: int) -> OpenSegment | None:
-        """The segment if its file is open, to be released. Touches no file."""
+        """The segment if its file is open; release it afterwards. Touches no file."""
         with self._lock:
             segment = self._open.get(number)
             if segment is None or segment.is_direct != self.direct.is_on:
@@ -83,11 +83,11 @@ class SegmentCache:
             return segment
 
     def acquire(self, number: int) -> OpenSegment:
-        """The segment, to be released. `OSError` when its file cannot be opened."""
+        """The segment; release it afterwards. `OSError` if its file cannot be opened."""
         segment = self.acquire_open(number)
         if segment is not None:
             return segment
-        # Outside of the lock: a device that stands still must not stop who finds his file open.
+        # Without the lock: a blocked device must not delay the users of other open files.
         is_direct = self.direct.is_on
         segment = OpenSegment(self._open_file(number, is_direct), is_direct)
         segment.num_users = 1
@@ -99,20 +99,20 @@ class SegmentCache:
         return segment
 
     def release(self, segment: OpenSegment) -> None:
-        """One user fewer."""
+        """Undo `acquire`."""
         with self._lock:
             segment.num_users -= 1
             self._close_if_idle(segment)
 
     def forget(self, number: int) -> bool:
-        """Open this segment anew when it is wanted again. False when it was not open."""
+        """Open this segment again on next use. False if it was not open."""
         with self._lock:
             segment = self._open.pop(number, None)
             self._forget(segment)
         return segment is not None
 
     def close(self) -> None:
-        """Close what nobody uses now, and open nothing again. What somebody uses stays open."""
+        """Close unused files, and open no more. Files in use stay open."""
         with self._lock:
             for segment in self._open.values():
                 self._forget(segment)
@@ -136,15 +136,13 @@ class SegmentCache:
             self._unused.append(segment.fd)
 
     def close_unused(self) -> None:
-        """Close the files that nobody wants any more. May wait for a device."""
+        """Close files without users. May wait for a device."""
         with self._lock:
             unused, self._unused = self._unused, []
         for fd in unused:
             try:
                 self._io.close(fd)
-            except (
-                OSError
-            ) as error:  # the descriptor is gone all the same, and what was written was checked when it was
+            except OSError as error:  # the descriptor is closed all the same
                 logger.warning("a segment could not be closed: %s", error)
 
     def _open_file(self, number: int, is_direct: bool) -> int:
@@ -154,7 +152,7 @@ class SegmentCache:
                 try:
                     return _open_segment(self._directory, number, flags)
                 except FileNotFoundError:
-                    pass  # perhaps the directory was removed and made anew
+                    pass  # the directory may have been recreated
             self._find_directory()
             assert self._directory is not None
             return _open_segment(self._directory, number, flags)

@@ -1,4 +1,4 @@
-"""Forces what a medium wrote to the device, every so often. docs/guides/disk.md says what each policy loses."""
+"""Syncs segments of a medium at intervals. docs/guides/disk.md says what each policy may lose."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Syncer:
-    """Knows which segments were written to since they were last synced. Does nothing but for `Fsync.INTERVAL`."""
+    """Syncs the segments written since the last sync. Does nothing except with `Fsync.INTERVAL`."""
 
     def __init__(self, io: FileIO, cache: SegmentCache, options: DiskOptions, clock: Callable[[], float]) -> None:
         self._io = io
@@ -30,7 +30,7 @@ class Syncer:
 
     @property
     def wait_s(self) -> float | None:
-        """How long a thread may sleep before it has to look again; None: until it is woken."""
+        """Seconds until the next sync is due; None if nothing was written."""
         return max(self._due_s - self._clock(), 0.0) if self._dirty else None
 
     @property
@@ -38,7 +38,7 @@ class Syncer:
         return bool(self._dirty) and self._clock() >= self._due_s
 
     def written(self, number: int) -> bool:
-        """A record was written to this segment. True when it is the first since the last sync."""
+        """A record was written to this segment. True if it is the first since the last sync."""
         if not self._is_on:
             return False
         with self._lock:
@@ -49,7 +49,7 @@ class Syncer:
         return is_first
 
     def sync(self) -> None:
-        """Sync every segment that was written to, in the calling thread."""
+        """Sync in the calling thread."""
         with self._lock:
             dirty, self._dirty = self._dirty, set()
         for number in sorted(dirty):
@@ -58,25 +58,25 @@ class Syncer:
                     self._io.fdatasync(segment.fd)
                 self._has_failed = False
             except FileNotFoundError:
-                pass  # dropped meanwhile: nobody needs it any more
+                pass  # deleted meanwhile
             except (OSError, MemoryError) as error:
                 if is_shortage(error):
                     self._again(number)
                 if not self._has_failed:
                     logger.warning("segment %d could not be synced: %s; a loss of power may lose it", number, error)
                 self._has_failed = True
-            except Exception:  # the thread that syncs goes on
+            except Exception:  # the thread must not end
                 logger.exception("syncing segment %d met a bug", number)
 
     def _again(self, number: int) -> None:
-        """It could not even be tried."""
+        """The sync could not be tried."""
         with self._lock:
             self._dirty.add(number)
             self._due_s = self._clock() + self._interval_s
 
 
 class SyncThread:
-    """A `Syncer` with a thread of its own, which there is only once something waits to be synced."""
+    """A `Syncer` with its own thread, started when the first record was written."""
 
     def __init__(self, io: FileIO, cache: SegmentCache, options: DiskOptions, clock: Callable[[], float]) -> None:
         self._syncer = Syncer(io, cache, options, clock)
@@ -104,7 +104,7 @@ class SyncThread:
             self._condition.notify()
 
     def close(self) -> None:
-        """Sync what is left, for as long as it takes."""
+        """Sync the rest, however long it takes."""
         with self._condition:
             self._is_closed = True
             self._condition.notify()

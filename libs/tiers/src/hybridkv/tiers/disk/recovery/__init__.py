@@ -1,1 +1,1 @@
-"""Recovery: what an index finds on disk when it starts, and the tables that it builds from that."""
+"""Recovery: reads a store at a start, and builds the tables of an index from it."""

@@ -1,4 +1,4 @@
-"""Builds the tables of an index from what is on disk."""
+"""Builder of a disk index: recovers a store and builds the tables of an index from it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from typing import NamedTuple
 
 from hybridkv.hashing import Fingerprint
 from hybridkv.tiers.disk.files.namespace import Namespace
-from hybridkv.tiers.disk.files.other_files import remove_leftovers, say_unknown_files, say_what_differs
+from hybridkv.tiers.disk.files.other_files import log_differences, log_unknown_files, remove_leftovers
 from hybridkv.tiers.disk.files.segment_files import SegmentFiles
 from hybridkv.tiers.disk.format.layout import JOURNAL_NAME
 from hybridkv.tiers.disk.index.change_log import ChangeLog, ChangesFile
 from hybridkv.tiers.disk.index.records import RecordTable
-from hybridkv.tiers.disk.index.segments import Segment, SegmentTable, Stage
-from hybridkv.tiers.disk.maintenance.chore import Epoch, Files, StoreState, Tables, run
+from hybridkv.tiers.disk.index.segments import Segment, SegmentStage, SegmentTable
+from hybridkv.tiers.disk.maintenance.chore import Epoch, StoreFiles, StoreState, Tables, run
 from hybridkv.tiers.disk.maintenance.compaction import Compaction
 from hybridkv.tiers.disk.maintenance.janitor import InlineJanitor
-from hybridkv.tiers.disk.maintenance.maintenance import Agenda, Upkeep
+from hybridkv.tiers.disk.maintenance.maintenance import Agenda, Maintenance
 from hybridkv.tiers.disk.maintenance.withdrawals import WriteEpoch
 from hybridkv.tiers.disk.options import FEWEST_SEGMENTS, DiskOptions, DiskSizes, Fsync
-from hybridkv.tiers.disk.recovery.recovery import Found, recover
+from hybridkv.tiers.disk.recovery.recovery import FoundStore, recover
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.files.directory import refused
 from hybridkv.tiers.yielding import give_back_freed
@@ -31,33 +31,34 @@ from hybridkv.tiers.yielding import give_back_freed
 logger = logging.getLogger(__name__)
 
 
-class Opened(NamedTuple):
-    """What an index goes on with."""
+class OpenedStore(NamedTuple):
+    """State and file work of an opened store."""
 
     state: StoreState
     agenda: Agenda
 
 
-def open_store(
+def build_store(
     namespace: Namespace,
     fingerprint: Fingerprint,
     options: DiskOptions,
     sizes: DiskSizes,
     clock: Callable[[], float],
-) -> Opened:
-    """Also does the file work that is due then. `TierConfigurationError` when the directory cannot be read; the
-    namespace is closed then."""
+) -> OpenedStore:
+    """Build the tables and do the file work that is due. `TierConfigurationError` if the directory cannot be read; the
+    namespace is then closed."""
     with _without_collections():
-        opened = _open_store(namespace, fingerprint, options, sizes, clock)
+        opened = _build_store(namespace, fingerprint, options, sizes, clock)
     give_back_freed()
     opened.state.records.make_room(0, 0)
-    Upkeep(opened.state, opened.agenda, InlineJanitor()).settle()
+    Maintenance(opened.state, opened.agenda, InlineJanitor()).settle()
     return opened
 
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Nothing of what is built here is garbage, and looking for it again and again takes longer than building it."""
+    """Turn garbage collection off: nothing built here is garbage, and repeated collections take longer than the
+    building."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -67,15 +68,15 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _open_store(
+def _build_store(
     namespace: Namespace,
     fingerprint: Fingerprint,
     options: DiskOptions,
     sizes: DiskSizes,
     clock: Callable[[], float],
-) -> Opened:
+) -> OpenedStore:
     started_s = time.monotonic()
-    found = _look_around(namespace, fingerprint, sizes)
+    found = _recover(namespace, fingerprint, sizes)
     log = ChangeLog()
     segments = _segment_table(sizes, found)
     try:
@@ -87,7 +88,7 @@ def _open_store(
     _shrink(segments, records, options, sizes)
     syncs = options.fsync is not Fsync.NONE
     changes = ChangesFile(log, options, sizes.changes_bytes, clock, found.resume_at)
-    files = Files(namespace, SegmentFiles(namespace, options.capacity_bytes, syncs), changes, syncs)
+    files = StoreFiles(namespace, SegmentFiles(namespace, options.capacity_bytes, syncs), changes, syncs)
     state = StoreState(options, sizes, Tables(segments, records), files, _write_epoch(files, found), clock)
     try:
         files.segments.make_room(segments.allocated_bytes + sizes.metadata_bytes)
@@ -107,16 +108,16 @@ def _open_store(
         len(found.segments),
         found.num_changes,
     )
-    return Opened(state, Agenda(state, found.withdrawals))
+    return OpenedStore(state, Agenda(state, found.withdrawals))
 
 
-def _look_around(namespace: Namespace, fingerprint: Fingerprint, sizes: DiskSizes) -> Found:
-    """What is there, and what is there beside, for the log."""
+def _recover(namespace: Namespace, fingerprint: Fingerprint, sizes: DiskSizes) -> FoundStore:
+    """Recover the store, and log other caches and unknown files."""
     try:
         found = recover(namespace, sizes.metadata_bytes, sizes.max_records)
         if not found.segments:
-            say_what_differs(namespace, fingerprint)
-        say_unknown_files(namespace)
+            log_differences(namespace, fingerprint)
+        log_unknown_files(namespace)
         remove_leftovers(namespace.directory)
     except OSError as error:
         namespace.close()
@@ -124,34 +125,34 @@ def _look_around(namespace: Namespace, fingerprint: Fingerprint, sizes: DiskSize
     return found
 
 
-def _segment_table(sizes: DiskSizes, found: Found) -> SegmentTable:
+def _segment_table(sizes: DiskSizes, found: FoundStore) -> SegmentTable:
     table = SegmentTable(sizes, found.next_number)
     for number, segment_bytes, end_offset, is_sealed in found.segments:
         segment = Segment(number, segment_bytes, found.epoch)
-        segment.stage = Stage.FULL
+        segment.stage = SegmentStage.FULL
         segment.end_offset = end_offset
         segment.is_sealed = is_sealed
-        # Nobody knows whether it holds a record that is not whole.
+        # It may hold a torn record.
         segment.may_be_sealed = is_sealed
         table.add(segment)
         table.allocated_bytes += segment_bytes * sizes.num_ranks
     for number in (*found.useless, *found.unavailable):
         segment = Segment(number, sizes.segment_bytes, found.epoch)
-        segment.stage = Stage.FULL
+        segment.stage = SegmentStage.FULL
         segment.may_be_sealed = False
         table.add(segment)
         table.allocated_bytes += segment.segment_bytes * sizes.num_ranks
     for number in found.unavailable:
-        table.by_number[number].stage = Stage.UNAVAILABLE
+        table.by_number[number].stage = SegmentStage.UNAVAILABLE
         table.refile(table.by_number[number])
     return table
 
 
 def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, sizes: DiskSizes) -> None:
-    """Give up whole segments where the capacity is smaller than it was.
+    """Evict whole segments if the capacity is smaller than before.
 
-    First what is larger than any segment of a store of this capacity: there are none that it could stay beside. Then
-    what holds the least for the space that it takes up.
+    First, segments larger than any of this capacity: no other segments would fit beside them. Then those with the least
+    live bytes for their size.
     """
     compaction = Compaction(segments, records)
     left_bytes = segments.allocated_bytes - sum(s.segment_bytes for s in segments.dead.values()) * sizes.num_ranks
@@ -164,14 +165,14 @@ def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, 
         segment = best_first.pop()
         compaction.empty(segment)
         left_bytes -= segment.segment_bytes * sizes.num_ranks
-    # What compaction evicts at one time is measured by it.
+    # Limits the bytes that one compaction evicts.
     segments.largest_bytes = max([sizes.segment_bytes, *(segment.segment_bytes for segment in best_first)])
 
 
-def _write_epoch(files: Files, found: Found) -> Epoch:
+def _write_epoch(files: StoreFiles, found: FoundStore) -> Epoch:
     is_written = not found.is_new_epoch or run(WriteEpoch(found.epoch), files).is_done
     if found.is_begun_anew and is_written:
-        # It speaks of addresses that are given out again.
+        # Its addresses are given out again.
         with contextlib.suppress(OSError):
             files.namespace.directory.remove_file(JOURNAL_NAME)
     return Epoch(found.epoch, is_written)

@@ -1,7 +1,10 @@
-"""What a snapshot says together with the changes behind it: which records, in which order, and what may lie beside.
+"""Recovery: the segments, the records and their LRU order that a start finds on disk.
 
-A snapshot is read from an index that goes on working, so it may know of changes that are still to come here. Of two
-records with one key the one with the higher address counts, whichever was named first.
+A record is found if its header is whole and names this address; if it is known to be whole (its segment is sealed, a
+snapshot or change lists it, or its payload is read now and matches); if every rank has it at the same address; and if
+it is not withdrawn. Of several records of one key the last written counts. A snapshot is read from an index that goes
+on working, so it may contain effects of changes behind it: the record with the higher address counts, whichever is
+listed first. Changes nothing on disk.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from hybridkv.tiers.disk.format.layout import (
 )
 from hybridkv.tiers.disk.format.snapshot import Snapshot
 from hybridkv.tiers.disk.format.withdrawals import (
-    Withdrawal,
+    JournalEntry,
     Withdrawals,
     decode_epoch,
     decode_journal,
@@ -47,7 +50,7 @@ from hybridkv.tiers.disk.recovery.scanner import (
     Frontier,
     NoHeader,
     Row,
-    Search,
+    SegmentSearch,
     epochs_in,
     next_free_number,
     read_headers,
@@ -61,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 def frontier_of(saved: Snapshot, changes: Iterable[Change]) -> Frontier:
-    """After these changes."""
+    """Frontier after these changes."""
     next_address, pending = saved.next_address, set(saved.pending)
     for change in changes:
         if isinstance(change, Reserved):
@@ -80,7 +83,7 @@ def frontier_of(saved: Snapshot, changes: Iterable[Change]) -> Frontier:
 
 
 def keys_at(saved: Snapshot, changes: Iterable[Change]) -> dict[int, Key]:
-    """Of the addresses that these changes are about, those that the snapshot names. Most of a large one are not."""
+    """Keys of the records that these changes name by address, and that the snapshot lists: few of a large one."""
     wanted = {change.address for change in changes}
     addresses = np.asarray(saved.addresses, dtype=np.uint64)
     places = np.flatnonzero(np.isin(addresses, np.fromiter(wanted, dtype=np.uint64, count=len(wanted))))
@@ -88,9 +91,9 @@ def keys_at(saved: Snapshot, changes: Iterable[Change]) -> dict[int, Key]:
 
 
 def replay(records: FoundRecords, key_at: dict[int, Key], changes: Iterable[Change]) -> set[Key]:
-    """Bring what a snapshot named, least recently used first, up to date. The keys of records that lie elsewhere now.
+    """Bring the records of a snapshot up to date. Returns the keys of records that moved.
 
-    What lies in segments that are gone has to be among the records: it may have been moved before they went.
+    Records in deleted segments must be included: they may have been moved before.
     """
     placed: set[Key] = set()
     for change in changes:
@@ -120,7 +123,7 @@ def replay(records: FoundRecords, key_at: dict[int, Key], changes: Iterable[Chan
 
 
 def keep_those_in(end_of: Mapping[int, int], records: FoundRecords, doubtful: Iterable[Key]) -> None:
-    """Forget the doubtful ones whose place is none in the segments that are there, whose sizes are these."""
+    """Drop doubtful records that lie outside of the present segments. `end_of`: their sizes."""
     for key in doubtful:
         record = records.get(key)
         if record is None:
@@ -131,43 +134,43 @@ def keep_those_in(end_of: Mapping[int, int], records: FoundRecords, doubtful: It
 
 
 EPOCHS_AHEAD = 1 << 32
-"""Where the epoch is lost beside a segment of an unknown one: further than anybody ever clears a cache."""
+"""Jump if the epoch is lost and some segment's epoch is unknown: more than a cache is ever cleared."""
 
 
-class Found(NamedTuple):
-    """Everything."""
+class FoundStore(NamedTuple):
+    """Result of `recover`."""
 
     epoch: int
     is_new_epoch: bool
-    """The epoch has to be written down."""
+    """The epoch must be written."""
     segments: list[FoundSegment]
     useless: list[int]
-    """Segments to be deleted: older epochs, other versions, damaged, or not on every rank."""
+    """Segments to delete: earlier epochs, other versions, damaged, or not on every rank."""
     unavailable: list[int]
-    """Segments of which nothing is known, because a file of theirs could not be opened. Left alone."""
+    """Segments with a file that could not be opened. Their contents are unknown; they are left alone."""
     records: FoundRecords
     """Least recently used first."""
     next_number: int
-    withdrawals: list[Withdrawal]
+    withdrawals: list[JournalEntry]
     num_scanned_segments: int
-    """Those in which there was something to read."""
+    """Segments with records to read."""
     num_changes: int
-    """Read beside the snapshot."""
+    """Changes read beside the snapshot."""
     resume_at: changes.Decoded | None
-    """The end of the changes on disk, where they and the snapshot name all that was found and nothing else."""
+    """End of the file of changes, if it and the snapshot name exactly the found records."""
     is_begun_anew: bool = False
-    """Addresses are given out that were given out before."""
+    """Addresses are given out a second time."""
 
 
-def recover(namespace: Namespace, max_metadata_bytes: int, max_records: int) -> Found:
-    """Read what is there, a file that cannot be read as a damaged one, of a snapshot at most `max_records`.
+def recover(namespace: Namespace, max_metadata_bytes: int, max_records: int) -> FoundStore:
+    """Read the store. An unreadable file counts as damaged; of a snapshot, at most `max_records` records are read.
 
-    `OSError` when a directory cannot be read or a file is not ours.
+    `OSError` if a directory cannot be read or a file is not ours.
     """
     headers = read_headers(namespace)
     epoch, is_new_epoch = _read_epoch(namespace, headers)
     segments, useless, unavailable = sort_out(headers, epoch)
-    named = _read_names(namespace, epoch, segments, _Bounds(max_metadata_bytes, max_records))
+    named = _read_names(namespace, epoch, segments, _MetadataBounds(max_metadata_bytes, max_records))
     withdrawals = _read_journal(namespace, max_metadata_bytes)
     next_number = max(
         next_free_number(headers, epoch),
@@ -176,13 +179,13 @@ def recover(namespace: Namespace, max_metadata_bytes: int, max_records: int) -> 
     )
     if next_number > LARGEST_FIRST_NUMBER:
         return _begin_anew(namespace, headers, epoch)
-    searches = [Search(segment, (), SEGMENT_HEAD_BYTES) for segment in segments]
+    searches = [SegmentSearch(segment, (), SEGMENT_HEAD_BYTES) for segment in segments]
     if named.frontier is not None:
         searches = searches_behind(named.frontier, segments)
     num_searched = _add_found(namespace, searches, named.records)
     num_withdrawn = _remove_withdrawn(named.records, withdrawals)
     is_all_named = not num_searched and not num_withdrawn
-    return Found(
+    return FoundStore(
         epoch,
         is_new_epoch,
         segments,
@@ -197,17 +200,17 @@ def recover(namespace: Namespace, max_metadata_bytes: int, max_records: int) -> 
     )
 
 
-def _begin_anew(namespace: Namespace, headers: dict[int, Row], epoch: int) -> Found:
-    """Nothing of what is there, and numbers from 0 on."""
+def _begin_anew(namespace: Namespace, headers: dict[int, Row], epoch: int) -> FoundStore:
+    """Drop everything, and number segments from 0."""
     logger.warning("%s: the numbers of segments are used up; beginning anew, without what was stored", namespace.path)
     unavailable = [number for number, row in headers.items() if NoHeader.UNAVAILABLE in row]
     useless = [number for number in headers if number not in unavailable]
     new_epoch = _unused_epoch(headers, epoch)
-    return Found(new_epoch, True, [], useless, unavailable, FoundRecords(), 0, [], 0, 0, None, is_begun_anew=True)
+    return FoundStore(new_epoch, True, [], useless, unavailable, FoundRecords(), 0, [], 0, 0, None, is_begun_anew=True)
 
 
 def _read_metadata(namespace: Namespace, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
-    """None when there is no such file, nothing, which is as damaged, when it cannot be read."""
+    """None if the file does not exist; empty, which counts as damaged, if it cannot be read."""
     try:
         return namespace.directory.read_file(name, max_bytes)
     except OSError as error:
@@ -229,31 +232,31 @@ def _read_epoch(namespace: Namespace, headers: dict[int, Row]) -> tuple[int, boo
 
 
 def _unused_epoch(headers: dict[int, Row], epoch: int) -> int:
-    """One behind this one that no segment is of."""
+    """A later epoch that no segment has."""
     used = {epoch, *epochs_in(headers.values())}
     is_known = all(NoHeader.UNAVAILABLE not in row for row in headers.values())
     behind = max(used) + (1 if is_known else EPOCHS_AHEAD)
     return behind if behind <= LARGEST_EPOCH else next(number for number in count() if number not in used)
 
 
-class _Bounds(NamedTuple):
-    """Of metadata that is read. What is larger no store with these options writes."""
+class _MetadataBounds(NamedTuple):
+    """Limits of metadata that is read. With these options a store writes no more."""
 
     file_bytes: int
     num_records: int
 
 
 class _Named(NamedTuple):
-    """What snapshot and changes say."""
+    """Records that snapshot and changes list."""
 
     records: FoundRecords
     frontier: Frontier | None
-    """None: nothing is known of what else there may be."""
+    """None: any segment may hold other records."""
     num_changes: int
     resume_at: changes.Decoded | None
 
 
-def _read_names(namespace: Namespace, epoch: int, segments: list[FoundSegment], bounds: _Bounds) -> _Named:
+def _read_names(namespace: Namespace, epoch: int, segments: list[FoundSegment], bounds: _MetadataBounds) -> _Named:
     data = _read_metadata(namespace, SNAPSHOT_NAME, bounds.file_bytes)
     saved = None if data is None else snapshot.decode(data, namespace.digest, bounds.num_records)
     if data is not None and saved is None:
@@ -273,7 +276,7 @@ def _read_names(namespace: Namespace, epoch: int, segments: list[FoundSegment], 
 
 
 def _read_changes(namespace: Namespace, base: bytes, max_bytes: int) -> changes.Decoded | None:
-    """What happened since the snapshot with this checksum, as far as it can be read."""
+    """Changes behind the snapshot with this checksum, as far as they are readable."""
     data = _read_metadata(namespace, CHANGES_NAME, min(max_bytes, LARGEST_CHANGES_BYTES))
     since = None if data is None else changes.decode(data, namespace.digest, base)
     if since is not None and not since.is_whole:
@@ -281,7 +284,7 @@ def _read_changes(namespace: Namespace, base: bytes, max_bytes: int) -> changes.
     return since
 
 
-def _read_journal(namespace: Namespace, max_bytes: int) -> list[Withdrawal]:
+def _read_journal(namespace: Namespace, max_bytes: int) -> list[JournalEntry]:
     data = _read_metadata(namespace, JOURNAL_NAME, min(max_bytes, LARGEST_JOURNAL_BYTES))
     found = [] if data is None else decode_journal(data, namespace.digest)
     if found is None:
@@ -295,8 +298,8 @@ def _read_journal(namespace: Namespace, max_bytes: int) -> list[Withdrawal]:
     return found
 
 
-def _add_found(namespace: Namespace, searches: list[Search], records: FoundRecords) -> int:
-    """Add what lies on disk and is not named, the last written last. How many segments had to be read for it."""
+def _add_found(namespace: Namespace, searches: list[SegmentSearch], records: FoundRecords) -> int:
+    """Add the unlisted records on disk, the last written last. Returns the number of segments read."""
     num_searched = 0
     for rows in search_all(namespace, searches):
         num_searched += rows is not None
@@ -307,8 +310,8 @@ def _add_found(namespace: Namespace, searches: list[Search], records: FoundRecor
     return num_searched
 
 
-def _remove_withdrawn(records: FoundRecords, withdrawals: list[Withdrawal]) -> int:
-    """How many there were."""
+def _remove_withdrawn(records: FoundRecords, withdrawals: list[JournalEntry]) -> int:
+    """Returns the number of removed records."""
     if not withdrawals:
         return 0
     withdrawn = Withdrawals(len(withdrawals) + 1)
@@ -321,7 +324,7 @@ def _remove_withdrawn(records: FoundRecords, withdrawals: list[Withdrawal]) -> i
 
 
 def _named(saved: snapshot.Snapshot, end_of: dict[int, int]) -> tuple[FoundRecords, set[Key]]:
-    """The records of a snapshot, and the keys of those that do not lie in segments that are still there."""
+    """Records of a snapshot, and the keys of those outside of the present segments."""
     addresses = np.asarray(saved.addresses, dtype=np.uint64)
     sizes = np.asarray(saved.payload_bytes, dtype=np.uint64)
     page = np.uint64(PAGE_BYTES)

@@ -44,30 +44,30 @@ from hybridkv.tiers.threads import DaemonPool
 logger = logging.getLogger(__name__)
 
 SEARCH_BYTES = 1 << 18
-"""Read at once while looking for the next record behind a place where none is."""
+"""Read at once in search of the next record."""
 PIECE_BYTES = 1 << 20
-"""Of a payload, read at once. A header may say anything."""
+"""Read at once of a payload; a damaged header may hold any size."""
 MAX_HOLE_BYTES = 1 << 26
-"""In a payload that may be whole."""
+"""Largest hole in a payload that may be whole."""
 SCAN_THREADS = 8
-"""Segments that are read side by side where there are more: where a record begins is known when the one before was
-read, so one reader would wait for the device most of the time."""
+"""Segments read in parallel. A record's address is known only after the previous one was read, so a single reader
+mostly waits for the device."""
 _ZEROS = memoryview(bytes(PIECE_BYTES))
 _MAGIC_NUMBER = np.frombuffer(RECORD_MAGIC, "<u8")[0]
 
 
 class FoundSegment(NamedTuple):
-    """A segment that every rank has, of the present epoch."""
+    """Segment that every rank has, of the present epoch."""
 
     number: int
     segment_bytes: int
     end_offset: int
-    """Behind its last record, or the segment's size where that is not known."""
+    """End of its last record, or the segment's size if unknown."""
     is_sealed: bool
 
 
-class Header(NamedTuple):
-    """What one rank's file of a segment says."""
+class FoundHeader(NamedTuple):
+    """Header and seal of one rank's file of a segment."""
 
     epoch: int
     segment_bytes: int
@@ -75,18 +75,18 @@ class Header(NamedTuple):
 
 
 class NoHeader(enum.Enum):
-    """Why there is none. A value."""
+    """Reason for a missing header."""
 
     USELESS = "it is not there, or damaged, or of another cache or version"
     UNAVAILABLE = "the file could not be opened, this time"
 
 
-Row: TypeAlias = Sequence[Header | NoHeader]
-"""Of one segment, by rank."""
+Row: TypeAlias = Sequence[FoundHeader | NoHeader]
+"""Headers of one segment, by rank."""
 
 
-class Sorted(NamedTuple):
-    """Segments by what they are good for."""
+class SortedSegments(NamedTuple):
+    """Segment numbers by usefulness."""
 
     good: list[FoundSegment]
     useless: list[int]
@@ -94,8 +94,8 @@ class Sorted(NamedTuple):
 
 
 def read_headers(namespace: Namespace) -> dict[int, Row]:
-    """By number, in order. `OSError` when a directory cannot be read or a file is not ours."""
-    found: dict[int, list[Header | NoHeader]] = {}
+    """Headers by segment number, in order. `OSError` if a directory cannot be read or a file is not ours."""
+    found: dict[int, list[FoundHeader | NoHeader]] = {}
     for rank, directory in enumerate(namespace.ranks):
         for name in directory.list():
             number = segment_number(name)
@@ -105,7 +105,7 @@ def read_headers(namespace: Namespace) -> dict[int, Row]:
     return dict(sorted(found.items()))
 
 
-def _read_header(directory: Directory, rank: int, number: int, digest: bytes) -> Header | NoHeader:
+def _read_header(directory: Directory, rank: int, number: int, digest: bytes) -> FoundHeader | NoHeader:
     try:
         fd = directory.open_file(segment_name(number), os.O_RDONLY)
     except OSError as error:
@@ -120,7 +120,7 @@ def _read_header(directory: Directory, rank: int, number: int, digest: bytes) ->
             return NoHeader.USELESS
         if directory.io.stat(fd).st_size != header.segment_bytes:
             return NoHeader.USELESS
-        return Header(header.epoch, header.segment_bytes, decode_seal(page[PAGE_BYTES:], header))
+        return FoundHeader(header.epoch, header.segment_bytes, decode_seal(page[PAGE_BYTES:], header))
     except OSError as error:
         if stops_an_opening(error):
             raise
@@ -131,30 +131,30 @@ def _read_header(directory: Directory, rank: int, number: int, digest: bytes) ->
 
 
 def epochs_in(rows: Iterable[Row]) -> list[int]:
-    """Of every header."""
-    return [header.epoch for row in rows for header in row if isinstance(header, Header)]
+    """Epochs of all headers."""
+    return [header.epoch for row in rows for header in row if isinstance(header, FoundHeader)]
 
 
 def next_free_number(rows: dict[int, Row], epoch: int) -> int:
-    """Behind every segment that somebody made.
+    """Above the number of every segment that was created.
 
-    A file without a header says nothing by its name. One of another epoch holds nothing, and where its number is so
-    high that an index begins anew it may be what that could not delete.
+    The name alone of a file without a header proves nothing. A segment of another epoch holds nothing; if its number is
+    very high, it may be left over from an index that began anew.
     """
     made = [
         number
         for number, row in rows.items()
         for header in row
-        if isinstance(header, Header) and (header.epoch == epoch or number < LARGEST_FIRST_NUMBER)
+        if isinstance(header, FoundHeader) and (header.epoch == epoch or number < LARGEST_FIRST_NUMBER)
     ]
     return max(made, default=-1) + 1
 
 
-def sort_out(rows: dict[int, Row], epoch: int) -> Sorted:
-    """Good is a segment that every rank has, of this epoch."""
-    found = Sorted([], [], [])
+def sort_out(rows: dict[int, Row], epoch: int) -> SortedSegments:
+    """Good segments have a header of this epoch on every rank."""
+    found = SortedSegments([], [], [])
     for number, row in rows.items():
-        whole = [header for header in row if isinstance(header, Header) and header.epoch == epoch]
+        whole = [header for header in row if isinstance(header, FoundHeader) and header.epoch == epoch]
         if NoHeader.UNAVAILABLE in row:
             found.unavailable.append(number)
         elif len(whole) < len(row):
@@ -168,30 +168,30 @@ def sort_out(rows: dict[int, Row], epoch: int) -> Sorted:
 
 
 class Frontier(NamedTuple):
-    """Where there may be records that are not named."""
+    """Limit of the listed records: unlisted ones may lie at or behind it."""
 
     next_number: int
-    """No segment had this number or a higher one."""
+    """Above the number of every segment."""
     first_number: int
-    """Nothing was appended to a segment before this one since, and in it only behind `next_address`."""
+    """Since then, no record was appended to an earlier segment, and in this one only behind `next_address`."""
     next_address: int
-    """No record had this address or a higher one."""
+    """Above the address of every record."""
     pending: frozenset[int]
     """Addresses of records that were being written."""
 
 
-class Search(NamedTuple):
-    """Where to look in one segment."""
+class SegmentSearch(NamedTuple):
+    """Parts of one segment to search."""
 
     segment: FoundSegment
     offsets: tuple[int, ...]
     """Of records that were being written."""
     start: int
-    """Everything from this offset on."""
+    """Search everything from this offset on."""
 
 
-def searches_behind(frontier: Frontier, segments: Sequence[FoundSegment]) -> list[Search]:
-    """What was not named when the last thing that is known happened."""
+def searches_behind(frontier: Frontier, segments: Sequence[FoundSegment]) -> list[SegmentSearch]:
+    """Searches for records that were not listed at the frontier."""
     pending: dict[int, list[int]] = {}
     for address in sorted(frontier.pending):
         pending.setdefault(number_of(address), []).append(offset_of(address))
@@ -205,12 +205,12 @@ def searches_behind(frontier: Frontier, segments: Sequence[FoundSegment]) -> lis
             start = first_offset
         offsets = tuple(offset for offset in pending.get(segment.number, ()) if offset < start)
         if offsets or start < segment.end_offset:
-            searches.append(Search(segment, offsets, start))
+            searches.append(SegmentSearch(segment, offsets, start))
     return searches
 
 
-def search_all(namespace: Namespace, searches: Sequence[Search]) -> Iterator[list[FoundRecord] | None]:
-    """What is found by each, in their order; None where nothing was ever written."""
+def search_all(namespace: Namespace, searches: Sequence[SegmentSearch]) -> Iterator[list[FoundRecord] | None]:
+    """Records found by each search, in order; None if no byte was ever written there."""
     search_one = partial(_search, namespace)
     if len(searches) <= SCAN_THREADS:
         yield from map(search_one, searches)
@@ -226,8 +226,8 @@ def search_all(namespace: Namespace, searches: Sequence[Search]) -> Iterator[lis
         yield from found
 
 
-def _search(namespace: Namespace, search: Search) -> list[FoundRecord] | None:
-    """The records that every rank has at the same address."""
+def _search(namespace: Namespace, search: SegmentSearch) -> list[FoundRecord] | None:
+    """Records that every rank has at the same address."""
     common: dict[FoundRecord, None] | None = None
     is_read = False
     for rank, directory in enumerate(namespace.ranks):
@@ -243,8 +243,10 @@ def _search(namespace: Namespace, search: Search) -> list[FoundRecord] | None:
     return list(common or {}) if is_read else None
 
 
-def _search_file(directory: Directory, rank: int, search: Search, digest: bytes) -> dict[FoundRecord, None] | None:
-    """None when nothing was written where this looks."""
+def _search_file(
+    directory: Directory, rank: int, search: SegmentSearch, digest: bytes
+) -> dict[FoundRecord, None] | None:
+    """None if no byte was written there."""
     segment = search.segment
     fd = directory.open_file(segment_name(segment.number), os.O_RDONLY)
     try:
@@ -261,8 +263,8 @@ def _search_file(directory: Directory, rank: int, search: Search, digest: bytes)
         directory.io.close(fd)
 
 
-def _headers_in(file: _File, search: Search) -> Iterator[RecordHeader]:
-    """Every whole record header that was written for the place where it stands. No two records overlap."""
+def _headers_in(file: _File, search: SegmentSearch) -> Iterator[RecordHeader]:
+    """Every whole record header that matches its place. Records do not overlap."""
     behind = 0
     for offset in search.offsets:
         header = file.header_at(offset) if offset >= behind else None
@@ -280,14 +282,14 @@ def _headers_in(file: _File, search: Search) -> Iterator[RecordHeader]:
 
 
 class _File:
-    """One rank's file of a segment. Of what is looked through, nothing is read twice."""
+    """One rank's file of a segment. Reads each byte of a searched range once."""
 
     def __init__(self, directory: Directory, fd: int, segment: FoundSegment) -> None:
         self._directory = directory
         self._fd = fd
         self._segment = segment
         self._window = b""
-        """Whole pages, read while looking for a record."""
+        """Whole pages read in search of a record."""
         self._window_at = 0
 
     def header_at(self, offset: int) -> RecordHeader | None:
@@ -304,7 +306,7 @@ class _File:
         return fits and header.address == address_of(self._segment.number, offset)
 
     def next_record(self, offset: int) -> int:
-        """Where the next page begins that looks like a record, at `offset` or behind it."""
+        """Offset of the next page that looks like a record, from `offset` on."""
         while offset < self._segment.end_offset:
             if not self._window_at <= offset < self._window_at + len(self._window):
                 offset = self._read_window(offset)
@@ -317,7 +319,7 @@ class _File:
         return self._segment.end_offset
 
     def _read_window(self, offset: int) -> int:
-        """At `offset`, or where the next written page is."""
+        """Read at `offset`, or at the next written page."""
         end_offset = self._segment.end_offset
         written = self._directory.io.next_data(self._fd, offset) // PAGE_BYTES * PAGE_BYTES
         offset = max(offset, min(written, end_offset))
@@ -326,8 +328,8 @@ class _File:
         return offset
 
     def is_whole(self, header: RecordHeader) -> bool:
-        """Whether the payload is the one that the header was written with. Holes are not read, for nobody wrote them:
-        a few there may be where a file system keeps zeros so."""
+        """True if the payload matches its header's checksum. Holes are not read: no write reached them, except that
+        some file systems store zeros so."""
         io, digest = self._directory.io, xxhash.xxh3_128()
         piece = memoryview(bytearray(min(header.payload_bytes, PIECE_BYTES)))
         offset = offset_of(header.address) + PAGE_BYTES
