@@ -315,7 +315,7 @@ def make_mistake(name: str) -> None:
     if name == "stores are not synced":
         Runner._syncs = property(lambda _: False, lambda _, __: None)  # type: ignore[assignment]
     elif name == "nothing is synced every so often":
-        Syncer.ended = lambda *_: False  # type: ignore[method-assign, assignment]
+        Syncer.written = lambda *_: False  # type: ignore[method-assign, assignment]
     elif name == "stores end before they are synced":
         make_queue = medium_module.RecordQueue
         medium_module.RecordQueue = lambda *sizes: EarlyQueue(make_queue(*sizes))  # type: ignore
