@@ -18,7 +18,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from hybridkv.peers.control import ControlLoop, LinkId
 from hybridkv.peers.control.curve import CurveKeys
-from hybridkv.peers.control.resolving import MAX_NAMES, Resolver
+from hybridkv.peers.control.dialing import Dialing
+from hybridkv.peers.control.resolving import MAX_NAMES, Address, Resolver
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.wire import (
@@ -166,6 +167,28 @@ def test_a_wrong_secret_is_refused_and_counted_on_both_sides(make_loop: MakeLoop
     assert heard.until_closed() is CloseReason.HUNG_UP
     counted(listening, CloseReason.SECRET)
     assert heard_there.opened == heard_there.closed == []
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_connection_that_fails_before_the_first_word_says_why(
+    make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """As on a busy machine, where the handshake has failed before this side sends Hello."""
+    connecting = Dialing._connecting
+
+    def connect_slowly(dialing: Dialing, address: Address) -> object:
+        sockets = connecting(dialing, address)
+        time.sleep(0.5)
+        return sockets
+
+    listening, heard = make_loop("producer", WRONG), Recorder()
+    host, port = listening.listen("127.0.0.1", 0, Recorder().handlers)
+    if not is_there:
+        assert listening.close(TIMEOUT_S)
+    monkeypatch.setattr(Dialing, "_connecting", connect_slowly)
+    make_loop("consumer").connect(host, port, None, heard.handlers)
+    expected = {CloseReason.SECRET, CloseReason.HUNG_UP} if is_there else {CloseReason.UNREACHABLE}
+    assert heard.until_closed() in expected
 
 
 def test_a_stranger_receives_no_capability(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:

@@ -242,7 +242,8 @@ class ControlLoop:
         self._lines[line.link] = line
         self._wait_for(line.monitor, functools.partial(self._look_at_line, line))
         self._wait_for(line.socket, functools.partial(self._hear_from, line))
-        self._whisper(line, self._hello)
+        # If this fails, the connection has failed already, and an event of its monitor gives the reason.
+        line.say(self._hello)
 
     def _look_at_line(self, line: Line) -> None:
         assert line.monitor is not None
