@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridkv.connectors.vllm.devices import MAX_BATCH_COPIES, EngineDevice
+from hybridkv.connectors.vllm.common.copies.devices import MAX_BATCH_COPIES, EngineDevice
 from hybridkv.transfer import CopyEngine, CopyRuns, JobId
 
 MIB = 1 << 20
@@ -126,7 +126,7 @@ class Rig:
     def __init__(self, torch: Any, total_bytes: int, rounds: int, report: Report) -> None:
         from engine_copies import find_engine_copies
 
-        from hybridkv.connectors.vllm.devices import EngineGpuDevice, NativeGpuDevice
+        from hybridkv.connectors.vllm.common.copies.devices import EngineGpuDevice, NativeGpuDevice
 
         self.torch, self.total_bytes, self.rounds, self.report = torch, total_bytes, rounds, report
         self.cache = torch.randint(0, 256, (2 * total_bytes,), dtype=torch.uint8, device="cuda")

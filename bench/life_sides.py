@@ -15,8 +15,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
-from hybridkv.connectors.vllm.messages import StepOutcome, StepPlan, StoreOutcome
-from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.common.messages import StepOutcome, StepPlan, StoreOutcome
+from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.hashing import ChunkKeys
 from hybridkv.planner import GroupKind
 from hybridkv.tiers.ram import RamIndex, choose_granule_bytes

@@ -45,11 +45,11 @@ class Offload:
     """The scheduler's half of HybridOffloadConnector over a tier that holds one whole prompt."""
 
     def __init__(self, hashes: list[bytes]) -> None:
-        from hybridkv.connectors.vllm.identity.adapters import Adapters
-        from hybridkv.connectors.vllm.layout import CacheLayout
-        from hybridkv.connectors.vllm.loads import Deadlines
-        from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
-        from hybridkv.connectors.vllm.stats import Recorder
+        from hybridkv.connectors.vllm.common.identity.adapters import Adapters
+        from hybridkv.connectors.vllm.common.layout import CacheLayout
+        from hybridkv.connectors.vllm.common.stats import Recorder
+        from hybridkv.connectors.vllm.offload.loads import Deadlines
+        from hybridkv.connectors.vllm.offload.scheduler import Identity, OffloadScheduler
         from hybridkv.hashing import ChunkKeys, GroupFingerprint
         from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LoadAdmission
         from hybridkv.tiers.ram import RamIndex

@@ -43,12 +43,12 @@ from typing import Any
 from planner_upstream import Upstream, allocated_blocks
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.identity.adapters import Adapters
-from hybridkv.connectors.vllm.layout import AUTO_CHUNK_TOKENS, CacheLayout
-from hybridkv.connectors.vllm.loads import Deadlines
-from hybridkv.connectors.vllm.lookups import RequestKeys, TierLookup
-from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
-from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters
+from hybridkv.connectors.vllm.common.layout import AUTO_CHUNK_TOKENS, CacheLayout
+from hybridkv.connectors.vllm.common.lookups import RequestKeys, TierLookup
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.offload.loads import Deadlines
+from hybridkv.connectors.vllm.offload.scheduler import Identity, OffloadScheduler
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import (
     CacheSpec,

@@ -13,8 +13,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from hybridkv.canonical import GroupPages
 from hybridkv.canonical.torch_view import LayoutError, canonical_kv_caches
 from hybridkv.connectors.vllm import CONNECTOR
-from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
-from hybridkv.connectors.vllm.page_order import with_token_dims
+from hybridkv.connectors.vllm.common.copies.page_order import with_token_dims
+from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_layout
 from oracle.memory import KVMemory
 from oracle.mixes import HEADS_BEFORE_LAYERS, NAMED, QWEN3_NEXT, Mix
 from oracle.settings import Connector, EngineSettings, make_configs

@@ -19,12 +19,12 @@ from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, KVQuantMode, RSWASpec, SinkFullAttentionSpec
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR
-from hybridkv.connectors.vllm.identity.worker_facts import OF_CONVOLUTIONS
-from hybridkv.connectors.vllm.layout import CacheLayout, resolve_layout
+from hybridkv.connectors.vllm.common.identity.worker_facts import OF_CONVOLUTIONS
+from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_layout
+from hybridkv.connectors.vllm.common.specs.spec_table import KNOWN
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
-from hybridkv.connectors.vllm.nixl.describing import RankPlace, describe, identity_facts
-from hybridkv.connectors.vllm.nixl.page_parts import page_orders
-from hybridkv.connectors.vllm.spec_table import KNOWN
+from hybridkv.connectors.vllm.nixl.memory.describing import RankPlace, describe, identity_facts
+from hybridkv.connectors.vllm.nixl.memory.page_parts import page_orders
 from hybridkv.peers.comparison import Agreement, compare
 from hybridkv.peers.refusal import Refusal
 from oracle.memory import KVMemory

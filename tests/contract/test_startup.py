@@ -23,8 +23,8 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import CONNECTOR
-from hybridkv.connectors.vllm.layout import resolve_layout
-from hybridkv.connectors.vllm.messages import StepOutcome, WorkerFacts
+from hybridkv.connectors.vllm.common.layout import resolve_layout
+from hybridkv.connectors.vllm.common.messages import StepOutcome, WorkerFacts
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, GPT_OSS, QWEN3_NEXT, Mix
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
 
@@ -112,7 +112,7 @@ def test_chunks_have_the_keys_that_they_have_without_tails(monkeypatch: pytest.M
     for _ in range(2):
         started.append(start(configure(QWEN3_NEXT, {"tiers": [RAM]}, hash_tokens=4)))
         layouts.append(started[-1]._layout)
-        monkeypatch.setattr("hybridkv.connectors.vllm.layout.choose_tail", lambda *_: None)
+        monkeypatch.setattr("hybridkv.connectors.vllm.common.layout.choose_tail", lambda *_: None)
     assert [layout.spec.tail_tokens for layout in layouts] == [4, None]
     assert layouts[0].fingerprint({}).digest() == layouts[1].fingerprint({}).digest()
 

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR
-from hybridkv.connectors.vllm.resumable import Model, gather
+from hybridkv.connectors.vllm.common.specs.resumable import Model, gather
 from oracle.mixes import GPT_OSS, QWEN3_NEXT, Mix
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
 

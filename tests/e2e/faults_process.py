@@ -25,7 +25,7 @@ import restart_process
 from harness import SAME_STEPS, Engine, make_prompt, running_engine
 from restart_process import prompts
 
-from hybridkv.connectors.vllm import tiers
+from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.tiers import FailureReason, TierMedium
 from hybridkv.tiers.disk import DiskCounts, DiskIndex, FileIO
 from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, StackCounts, TierStack

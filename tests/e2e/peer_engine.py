@@ -21,7 +21,7 @@ from harness import running_engine
 from told_process import PAUSE_S, Serving, take_answers
 
 from hybridkv.connectors.vllm import register
-from hybridkv.connectors.vllm.layout import resolve_groups
+from hybridkv.connectors.vllm.common.layout import resolve_groups
 from hybridkv.peers.volume import GroupBytes, full_attention_bytes, moved_bytes
 
 LAST_PRIORITY = 19

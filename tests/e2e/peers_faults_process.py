@@ -19,7 +19,7 @@ from harness import Engine, Result
 from held_reads import HeldReads
 
 from hybridkv.connectors.vllm.nixl import worker
-from hybridkv.connectors.vllm.nixl.rank_read import RankRead
+from hybridkv.connectors.vllm.nixl.agent.rank_read import RankRead
 from hybridkv.peers.wire import WireLimits
 
 ENDS_S = patience.seconds(6.0)

@@ -125,7 +125,7 @@ def test_a_cache_that_another_instruction_set_wrote_is_another_cache(
     """vLLM's CPU backend is told which set to use by the same function that a machine's probes decide."""
     from vllm.v1.attention.backends import cpu_attn
 
-    from hybridkv.connectors.vllm import offload
+    from hybridkv.connectors.vllm.offload import connector as offload
 
     model = tiny_models.make_tiny_model("gemma3", directory / "model")
     inspect_here("Gemma3ForCausalLM")

@@ -18,7 +18,8 @@ from harness import Engine, make_prompt
 from refused_models import ENGINE_ARGUMENTS, make_model
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import offload, register
+from hybridkv.connectors.vllm import register
+from hybridkv.connectors.vllm.offload import connector as offload
 
 SHARED_TOKENS: Final = 1024
 PROMPT_TOKENS: Final = 1061

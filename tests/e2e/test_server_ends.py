@@ -69,7 +69,7 @@ def live(directory: Path, *, until_written: bool) -> Life:
     tiers = [{"type": "ram", "capacity": "64MiB"}, {"type": "disk", "path": str(cache), "capacity": "1GiB"}]
     config = {
         "kv_connector": "HybridOffloadConnector",
-        "kv_connector_module_path": "hybridkv.connectors.vllm.offload",
+        "kv_connector_module_path": "hybridkv.connectors.vllm.offload.connector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {"tiers": tiers, "chunk_tokens": CHUNK_TOKENS},
     }

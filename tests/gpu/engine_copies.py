@@ -11,8 +11,8 @@ import ctypes
 import torch
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.devices import EngineCopies
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.copies.devices import EngineCopies
 from hybridkv.transfer.cuda import MemoryKind
 from hybridkv.transfer.cuda.driver import memory_kind
 

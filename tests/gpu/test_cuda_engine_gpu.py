@@ -49,7 +49,7 @@ class StreamsWay:
     def __init__(self) -> None:
         from engine_copies import find_engine_copies
 
-        from hybridkv.connectors.vllm.devices import EngineDevice
+        from hybridkv.connectors.vllm.common.copies.devices import EngineDevice
 
         name, copies = find_engine_copies()
         print(name)

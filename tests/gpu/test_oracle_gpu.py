@@ -16,7 +16,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 from engine_copies import find_engine_copies  # noqa: E402
 
 from hybridkv.connectors.vllm import CONNECTOR, register  # noqa: E402
-from hybridkv.connectors.vllm.devices import (  # noqa: E402
+from hybridkv.connectors.vllm.common.copies.devices import (  # noqa: E402
     EngineDevice,
     EngineGpuDevice,
     GpuDevice,

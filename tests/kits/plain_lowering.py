@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 
 from hybridkv.canonical import GroupPages
-from hybridkv.connectors.vllm.copy_table import ChunkCopy, CopyTable
-from hybridkv.connectors.vllm.lowering import (
+from hybridkv.connectors.vllm.common.copies.copy_table import ChunkCopy, CopyTable
+from hybridkv.connectors.vllm.common.copies.lowering import (
     GroupBlocks,
     RankMemory,
     StoreRuns,

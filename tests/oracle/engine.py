@@ -26,7 +26,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from hybridkv.connectors.vllm import flushing
+from hybridkv.connectors.vllm.offload import flushing
 from oracle.content import Transcript
 from oracle.memory import KVMemory, RankShare
 from oracle.runner import FakeRunner, OracleError

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, compat
-from hybridkv.connectors.vllm import tiers as opened_tiers
-from hybridkv.connectors.vllm.loads import LoadsInFlight
-from hybridkv.connectors.vllm.scheduler import OffloadScheduler
-from hybridkv.connectors.vllm.stores import StorePlanner
+from hybridkv.connectors.vllm import CONNECTOR
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.offload import tiers as opened_tiers
+from hybridkv.connectors.vllm.offload.loads import LoadsInFlight
+from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
+from hybridkv.connectors.vllm.offload.stores import StorePlanner
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.recovery import builder
 from hybridkv.tiers.ledger import LeastRecentlyUsed
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from hybridkv.connectors.vllm.requests import TrackedRequest
+    from hybridkv.connectors.vllm.common.requests import TrackedRequest
 
 HASH_TOKENS = {QWEN3_NEXT.name: (2, 4, 8)}
 """Of mixes with tails: vLLM hands over states inside blocks where recurrent groups and full ones are all there is."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import msgspec
 import pytest
 
-from hybridkv.connectors.vllm.explain import Explanation
-from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
+from hybridkv.connectors.vllm.common.explain import Explanation
+from hybridkv.connectors.vllm.common.stats import OffloadStats, Recorder
 from hybridkv.metrics import Counts
 
 if TYPE_CHECKING:

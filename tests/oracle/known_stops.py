@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from hybridkv.connectors.vllm import checkpoints
+from hybridkv.connectors.vllm.offload import checkpoints
 from hybridkv.planner.checkpoints import NO_EXPERIENCE, Experience, placement
 from hybridkv.planner.checkpoints.experience import LENGTHS, Partings
 

@@ -13,7 +13,7 @@ from unittest import mock
 
 from lazy_gpu import LazyGpu
 
-from hybridkv.connectors.vllm import copy_proof, devices
+from hybridkv.connectors.vllm.common.copies import copy_proof, devices
 from oracle.engine import OracleEngine
 from oracle.runner import FakeRunner, OracleError
 

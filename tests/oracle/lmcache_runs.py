@@ -20,7 +20,7 @@ import patience
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import LMCACHE_CONNECTOR
-from hybridkv.connectors.vllm.layout import resolve_layout
+from hybridkv.connectors.vllm.common.layout import resolve_layout
 from hybridkv.connectors.vllm.lmcache.site import num_chunks, page_groups
 from hybridkv.lmcache.connection import Ready
 from kits.lmcache.segments import segments_of

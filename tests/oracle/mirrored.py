@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from hybridkv.connectors.vllm import copy_proof, devices
+from hybridkv.connectors.vllm.common.copies import copy_proof, devices
 from oracle.engine import OracleEngine
 from oracle.runner import FakeRunner
 

@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from hybridkv.connectors.vllm import compat, tiers
-from hybridkv.connectors.vllm.checkpoints import Answers
-from hybridkv.connectors.vllm.hints import HintReader
-from hybridkv.connectors.vllm.local_blocks import LocalBlocks
-from hybridkv.connectors.vllm.lookups import RequestKeys
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.lookups import RequestKeys
+from hybridkv.connectors.vllm.offload import tiers
+from hybridkv.connectors.vllm.offload.checkpoints import Answers
+from hybridkv.connectors.vllm.offload.hints import HintReader
+from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
 from hybridkv.planner import LocalCopies, State
 from hybridkv.planner.hints import NO_HINTS
 from hybridkv.tiers.disk.recovery import builder
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from hybridkv.connectors.vllm.requests import TrackedRequest
+    from hybridkv.connectors.vllm.common.requests import TrackedRequest
 
 BLOCK = QWEN3_NEXT.alignment_tokens
 answers_states = Answers.states

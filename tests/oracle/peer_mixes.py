@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import cuts
+from hybridkv.connectors.vllm.common.specs import cuts
 from oracle.mixes import GEMMA3, GPT_OSS, HEADS_BEFORE_LAYERS, LLAMA4, NAMED, QWEN3_NEXT, Group, Kind, Layers, Mix
 from oracle.scenarios import mixes
 

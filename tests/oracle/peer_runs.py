@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     import pytest
 
-    from hybridkv.connectors.vllm.nixl.agent import Agent
+    from hybridkv.connectors.vllm.nixl.agent.agent import Agent
     from oracle.peer_mixes import Sides
     from oracle.peer_scenarios import PeerScenario, Talk, Turn
 

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
-from hybridkv.connectors.vllm.identity.background import Outcome
-from hybridkv.connectors.vllm.nixl import reading, serving, worker
-from hybridkv.connectors.vllm.nixl.agent import Agent
-from hybridkv.connectors.vllm.nixl.memory import SCRATCH_SLOTS, RankMemory
+from hybridkv.connectors.vllm.common.identity.background import Outcome
+from hybridkv.connectors.vllm.nixl import worker
+from hybridkv.connectors.vllm.nixl.agent import reading, serving
+from hybridkv.connectors.vllm.nixl.agent.agent import Agent
+from hybridkv.connectors.vllm.nixl.memory.memory import SCRATCH_SLOTS, RankMemory
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from kits.peers.faults import FaultInjectingTransport, FaultPlan
 from kits.peers.in_memory import World

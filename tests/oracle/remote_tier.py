@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from hybridkv.connectors.vllm import tiers
+from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.tiers.stack import SlowerTier, SlowerTierOptions
 from kits.tiers.reference import RemoteIndex, RemoteMedium, RemoteStore
 from oracle.disk_tier import forget

@@ -14,8 +14,8 @@ import pytest
 from vllm.lora.request import LoRARequest
 
 from hybridkv.connectors.vllm import register
-from hybridkv.connectors.vllm.identity import adapters
-from hybridkv.connectors.vllm.identity.adapters import Adapters
+from hybridkv.connectors.vllm.common.identity import adapters
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.hashing import ChunkKeys
 from oracle.disk_tier import stacked
 from oracle.engine import OracleEngine

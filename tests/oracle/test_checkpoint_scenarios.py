@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, compat, register
-from hybridkv.connectors.vllm.checkpoints import Answers
+from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.offload.checkpoints import Answers
 from hybridkv.planner import State
 from oracle.engine import OracleEngine
 from oracle.known_stops import STEPS, allow_all_stops

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, checkpoints, compat, register
-from hybridkv.connectors.vllm.checkpoints import Answers, Checkpoints
-from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
-from hybridkv.connectors.vllm.steering import Steering
+from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.stats import OffloadStats, Recorder
+from hybridkv.connectors.vllm.common.steering import Steering
+from hybridkv.connectors.vllm.offload import checkpoints
+from hybridkv.connectors.vllm.offload.checkpoints import Answers, Checkpoints
 from hybridkv.metrics import Counts
 from hybridkv.planner.checkpoints import Experience, Placement, Prompt
 from oracle.disk_tier import stack_of, stacked, wait_for_disk

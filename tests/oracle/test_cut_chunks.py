@@ -17,8 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import CONNECTOR, cuts, register, worker
-from hybridkv.connectors.vllm.lowering import GroupBlocks
+from hybridkv.connectors.vllm import CONNECTOR, register
+from hybridkv.connectors.vllm.common.copies.lowering import GroupBlocks
+from hybridkv.connectors.vllm.common.specs import cuts
+from hybridkv.connectors.vllm.offload import worker
 from hybridkv.planner import GroupKind, Transfer, resume_start
 from kits import plain_lowering
 from oracle.engine import OracleEngine
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from hybridkv.canonical import GroupPages, TokenRange
-    from hybridkv.connectors.vllm.messages import ChunkCopy
+    from hybridkv.connectors.vllm.common.messages import ChunkCopy
     from hybridkv.planner import CacheSpec
     from hybridkv.transfer import CopyRuns
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, register
-from hybridkv.connectors.vllm.explain import Explanation, Reason
+from hybridkv.connectors.vllm.common.explain import Explanation, Reason
 from oracle.engine import OracleEngine
 from oracle.heard import Heard, heard
 from oracle.known_stops import STEPS, known_stops_alone

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
-from hybridkv.connectors.vllm.explain import Explanation, Reason
+from hybridkv.connectors.vllm.common.explain import Explanation, Reason
 from hybridkv.tiers.stack import TierStack
 from oracle.disk_tier import LARGE, SMALL, forget, stacked
 from oracle.engine import OracleEngine

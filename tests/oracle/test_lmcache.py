@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import register
+from hybridkv.connectors.vllm.common.store_connector import StoreConnector
 from hybridkv.connectors.vllm.lmcache import storing
-from hybridkv.connectors.vllm.store_connector import StoreConnector
 from oracle.engine import OracleEngine
 from oracle.lmcache_runs import Play, Played, at, played, reach, require_idle, until_idle
 from oracle.lmcache_servers import VERSIONS, Fleet, Sort, fleet_of

@@ -14,7 +14,7 @@ from hypothesis import given
 from vllm.lora.request import LoRARequest
 
 from hybridkv.connectors.vllm import register
-from hybridkv.connectors.vllm.identity import adapters
+from hybridkv.connectors.vllm.common.identity import adapters
 from hybridkv.hashing import ChunkKeys
 from oracle.engine import OracleEngine
 from oracle.lmcache_runs import Play, Played, at, half_that_decides, played, reach, require_idle

@@ -13,11 +13,11 @@ import msgspec
 import pytest
 
 from hybridkv.connectors.vllm import register
+from hybridkv.connectors.vllm.common.pins import BlockPins
 from hybridkv.connectors.vllm.lmcache import lives, loading, pages, saves, site, staging, storing
 from hybridkv.connectors.vllm.lmcache.loading import Loading
 from hybridkv.connectors.vllm.lmcache.saves import Saves
 from hybridkv.connectors.vllm.lmcache.staging import Hold
-from hybridkv.connectors.vllm.pins import BlockPins
 from hybridkv.lmcache.operations import Lookup
 from hybridkv.planner import GroupKind, Transfer
 from oracle import lmcache_runs

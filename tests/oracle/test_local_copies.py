@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, compat, register
-from hybridkv.connectors.vllm.local_blocks import LocalBlocks
-from hybridkv.connectors.vllm.scheduler import OffloadScheduler
-from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm import CONNECTOR, register
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
+from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
 from hybridkv.tiers.ram import RamIndex
 from oracle.disk_tier import LARGE, SMALL, forget, stack_of, stacked
 from oracle.engine import LeakError, OracleEngine

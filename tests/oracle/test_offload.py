@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, layout, register
+from hybridkv.connectors.vllm import CONNECTOR, register
+from hybridkv.connectors.vllm.common import layout
 from hybridkv.planner import GroupKind, GroupSpec, Transfer
 from hybridkv.tiers import TierCounts
 from hybridkv.tiers.ram import RamIndex
@@ -97,7 +98,7 @@ def test_blocks_that_hold_heads_before_layers_are_stored_and_never_corrupt() -> 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_hashing_tokens_anew_never_corrupts(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for an engine whose own block hashes differ from process to process."""
-    monkeypatch.setattr("hybridkv.connectors.vllm.compat.STABLE_HASHES", ())
+    monkeypatch.setattr("hybridkv.connectors.vllm.common.compat.STABLE_HASHES", ())
     tally = Tally()
 
     @profile(40)

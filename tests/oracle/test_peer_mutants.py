@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 
 from hybridkv.connectors.vllm import register
-from hybridkv.connectors.vllm.nixl import consuming, rank_read
-from hybridkv.connectors.vllm.nixl.memory import RankMemory
-from hybridkv.connectors.vllm.nixl.rank_read import RankRead
+from hybridkv.connectors.vllm.nixl import consuming
+from hybridkv.connectors.vllm.nixl.agent import rank_read
+from hybridkv.connectors.vllm.nixl.agent.rank_read import RankRead
+from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
 from hybridkv.peers import pairing, spans
 from hybridkv.peers.leases import NO_NONCE
 from hybridkv.planner import GroupKind, GroupSpec, TokenSpan

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
-from hybridkv.connectors.vllm.nixl.host_buffer import HostBuffer, Saving
+from hybridkv.connectors.vllm.nixl.memory.host_buffer import HostBuffer, Saving
 from oracle.mixes import GEMMA3, LLAMA4, QWEN3_NEXT, Group, Kind, Mix
 from oracle.pairs import CALM, Pair, require_handed_over, tokens
 from oracle.rings import MIXES

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
-from hybridkv.connectors.vllm.loads import LoadPlanner
-from hybridkv.connectors.vllm.stats import OffloadStats, Recorder
+from hybridkv.connectors.vllm.common.stats import OffloadStats, Recorder
+from hybridkv.connectors.vllm.offload.loads import LoadPlanner
 from hybridkv.metrics import Counts
 from oracle import disk_tier
 from oracle.engine import OracleEngine

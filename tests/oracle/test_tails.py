@@ -16,7 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, compat, register
+from hybridkv.connectors.vllm import CONNECTOR, register
+from hybridkv.connectors.vllm.common import compat
 from hybridkv.planner import GroupKind, Transfer
 from oracle.disk_tier import SMALL, forget, stacked
 from oracle.engine import OracleEngine

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import register, tiers
+from hybridkv.connectors.vllm import register
+from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.planner import GroupKind
 from hybridkv.tiers import FailureReason
 from hybridkv.tiers.stack import StackCounts, TierStack

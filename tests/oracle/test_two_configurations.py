@@ -18,8 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import identification, offload, register
-from hybridkv.connectors.vllm.identity import EngineFacts
+from hybridkv.connectors.vllm import register
+from hybridkv.connectors.vllm.common.identity import EngineFacts, identification
+from hybridkv.connectors.vllm.offload import connector as offload
 from oracle.disk_tier import forget, stacked
 from oracle.engine import OracleEngine
 from oracle.mixes import GEMMA3, GPT_OSS, NAMED, QWEN3_NEXT, Mix

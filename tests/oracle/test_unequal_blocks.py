@@ -16,8 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm import CONNECTOR, PEER_CONNECTOR, compat, register, wrong_blocks
-from hybridkv.connectors.vllm.wrong_blocks import WrongBlocks
+from hybridkv.connectors.vllm import CONNECTOR, PEER_CONNECTOR, register
+from hybridkv.connectors.vllm.common import compat, wrong_blocks
+from hybridkv.connectors.vllm.common.wrong_blocks import WrongBlocks
 from oracle.content import VOCABULARY_TOKENS
 from oracle.engine import OracleEngine
 from oracle.mixes import QWEN3_NEXT, Group, Kind, Layers, Mix

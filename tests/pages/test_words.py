@@ -15,7 +15,7 @@ ROOT = Path(__file__).absolute().parents[2]
 MEANINGS = {
     "Move": None,
     "State": "libs/planner/src/hybridkv/planner/transfers.py",
-    "Load": "libs/connectors/src/hybridkv/connectors/vllm/messages.py",
+    "Load": "libs/connectors/src/hybridkv/connectors/vllm/common/messages.py",
     "Job": "libs/transfer/src/hybridkv/transfer/jobs.py",
     "Chunk": None,
     "Place": None,

@@ -7,7 +7,7 @@ from typing import Any
 
 from lazy_device import LazyDevice
 
-from hybridkv.connectors.vllm.devices import EngineGpuDevice
+from hybridkv.connectors.vllm.common.copies.devices import EngineGpuDevice
 
 
 class LazyGpu(EngineGpuDevice):

@@ -22,7 +22,7 @@ from hybridkv.planner.checkpoints.experience import RUNGS
 
 KV_TRANSFER_CONFIG: Final[dict[str, Any]] = {
     "kv_connector": "HybridOffloadConnector",
-    "kv_connector_module_path": "hybridkv.connectors.vllm.offload",
+    "kv_connector_module_path": "hybridkv.connectors.vllm.offload.connector",
     "kv_role": "kv_both",
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"tiers": [{"type": "ram", "capacity": "128MiB"}], "load": "sync"},

@@ -14,18 +14,18 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, 
 from vllm.v1.request import Request
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.duties import BOTH, Duties
-from hybridkv.connectors.vllm.identification import Identity
-from hybridkv.connectors.vllm.identity.adapters import Adapters
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.common.duties import BOTH, Duties
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters
+from hybridkv.connectors.vllm.common.identity.identification import Identity
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.messages import LoadFailure, StepOutcome, StoreOutcome
+from hybridkv.connectors.vllm.common.room import LoadRoom
+from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.lives import Lives
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan
 from hybridkv.connectors.vllm.lmcache.saves import Saves
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
 from hybridkv.connectors.vllm.lmcache.site import page_groups
-from hybridkv.connectors.vllm.messages import LoadFailure, StepOutcome, StoreOutcome
-from hybridkv.connectors.vllm.room import LoadRoom
-from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
 from hybridkv.lmcache.calls import Answer, Lack, Trouble
 from hybridkv.lmcache.geometry import Geometry

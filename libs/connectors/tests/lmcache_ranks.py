@@ -15,15 +15,15 @@ import patience
 import torch
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.common.copies.rank_work import CopyPaths
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
+from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, Release
 from hybridkv.connectors.vllm.lmcache.site import Site, num_chunks, page_groups, site_of
 from hybridkv.connectors.vllm.lmcache.staging import Station
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
-from hybridkv.connectors.vllm.messages import LoadFailure, StoreOutcome
-from hybridkv.connectors.vllm.rank_work import CopyPaths
-from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.lmcache.calls import Answer, Ended
 from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress
 from hybridkv.lmcache.geometry import Geometry

@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import patience
 
-from hybridkv.connectors.vllm.nixl.agent import Agent, Results
-from hybridkv.connectors.vllm.nixl.describing import Region
-from hybridkv.connectors.vllm.nixl.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.agent.agent import Agent, Results
+from hybridkv.connectors.vllm.nixl.agent.reading import ReadOptions
+from hybridkv.connectors.vllm.nixl.agent.serving import Offer
+from hybridkv.connectors.vllm.nixl.memory.describing import Region
+from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import Held, LoadFailure, Offered, Opened, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
-from hybridkv.connectors.vllm.nixl.reading import ReadOptions
-from hybridkv.connectors.vllm.nixl.serving import Offer
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.peers.control import ControlLoop
 from hybridkv.peers.description import PROTOCOL, Axis, Description, GroupDescription, LayerDescription, Piece

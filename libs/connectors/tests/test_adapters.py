@@ -12,9 +12,9 @@ import pytest
 from test_lookups import FULL, HASHES, make_layout
 from vllm.lora.request import LoRARequest
 
-from hybridkv.connectors.vllm.identity import adapters as module
-from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
-from hybridkv.connectors.vllm.identity.files import NotReadableError, content, signature
+from hybridkv.connectors.vllm.common.identity import adapters as module
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters, Sworn
+from hybridkv.connectors.vllm.common.identity.files import NotReadableError, content, signature
 
 KEYS = make_layout([FULL]).keys
 LATER_NS = 3600 * 10**9

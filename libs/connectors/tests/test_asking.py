@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 from test_lookups import FULL, HASHES, STATE, make_layout
 
-from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner, LoadsInFlight
-from hybridkv.connectors.vllm.lookups import RequestKeys
-from hybridkv.connectors.vllm.requests import TrackedRequest
-from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.common.lookups import RequestKeys
+from hybridkv.connectors.vllm.common.requests import TrackedRequest
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
 from hybridkv.planner import LoadAdmission, LookupResult
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import SlowerTier, SlowerTierOptions, TierStack

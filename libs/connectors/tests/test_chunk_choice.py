@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.layout import MAX_TAIL_BLOCKS, choose_chunk, choose_tail
+from hybridkv.connectors.vllm.common.layout import MAX_TAIL_BLOCKS, choose_chunk, choose_tail
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 
 STATE = GroupSpec(GroupKind.RECURRENT, 65536)

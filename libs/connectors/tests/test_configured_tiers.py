@@ -21,8 +21,8 @@ from hybridkv.connectors.config import (
     name_of,
 )
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import tiers
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.metrics import CATALOGUE, Label
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LookupResult
 from hybridkv.tiers import Refusal, TierIndex

@@ -20,18 +20,18 @@ from lazy_gpu import LazyGpu
 
 from hybridkv.canonical import GroupPages, LayerLayout, PageRegion
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import copy_proof
-from hybridkv.connectors.vllm.copy_proof import CopyRates, prove_copies
-from hybridkv.connectors.vllm.devices import zero_memory
-from hybridkv.connectors.vllm.kv_memory import zeros_in
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.common.copies import copy_proof
+from hybridkv.connectors.vllm.common.copies.copy_proof import CopyRates, prove_copies
+from hybridkv.connectors.vllm.common.copies.devices import zero_memory
+from hybridkv.connectors.vllm.common.copies.kv_memory import zeros_in
+from hybridkv.connectors.vllm.common.copies.lowering import RankMemory
+from hybridkv.connectors.vllm.common.copies.rank_work import CopyPaths
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.site import site_of
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
-from hybridkv.connectors.vllm.lowering import RankMemory
-from hybridkv.connectors.vllm.rank_work import CopyPaths
-from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.worker import OffloadWorker
+from hybridkv.connectors.vllm.offload.worker import OffloadWorker
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 from hybridkv.tiers.ram import RamArena
 

@@ -17,11 +17,11 @@ from plain_copies import bytes_of, copy_of
 from hybridkv.canonical import LayerLayout, TokenRange
 from hybridkv.canonical.strides import MAX_REGIONS
 from hybridkv.canonical.torch_view import canonical_kv_caches, token_pages
-from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.lowering import GroupBlocks, JobLowering, RankMemory, StoreRuns, Zeros
-from hybridkv.connectors.vllm.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
-from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
+from hybridkv.connectors.vllm.common.copies.lowering import GroupBlocks, JobLowering, RankMemory, StoreRuns, Zeros
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Transfer, chunk_blocks, chunk_span
 from hybridkv.tiers import Slot
 from hybridkv.tiers.ram import RamArena

@@ -18,11 +18,12 @@ from vllm.v1.kv_offload.cpu import host_register
 
 from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import compat, devices
-from hybridkv.connectors.vllm.devices import MAX_BATCH_COPIES, EngineCopies, EngineDevice
-from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.copies import devices
+from hybridkv.connectors.vllm.common.copies.devices import MAX_BATCH_COPIES, EngineCopies, EngineDevice
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 from hybridkv.tiers.ram import RamArena
 from hybridkv.transfer import CopyRuns, CpuCopyEngine, InlineCopyEngine, JobId

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.flushing import CLOSE_S, flush_and_close
-from hybridkv.connectors.vllm.worker import DRAIN_S
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.offload.flushing import CLOSE_S, flush_and_close
+from hybridkv.connectors.vllm.offload.worker import DRAIN_S
 
 
 def configuration(**fields: Any) -> Any:

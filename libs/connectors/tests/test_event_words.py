@@ -13,11 +13,11 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.events import RouterEvents
-from hybridkv.connectors.vllm.identity.adapters import Adapters
-from hybridkv.connectors.vllm.requests import Requests
-from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.events import RouterEvents
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters
+from hybridkv.connectors.vllm.common.requests import Requests
+from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.tiers import Slot
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import TierStack

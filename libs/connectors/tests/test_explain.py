@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from hybridkv.connectors.vllm.explain import Admission, Explanation, Reason, explain, log, logger
-from hybridkv.connectors.vllm.requests import TrackedRequest
+from hybridkv.connectors.vllm.common.explain import Admission, Explanation, Reason, explain, log, logger
+from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.metrics import CATALOGUE, Label
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, Loss, Miss
 from hybridkv.planner.stages import COMPUTE, Offer, Past, Unsearched

@@ -9,11 +9,11 @@ from typing import Any, cast
 import pytest
 from test_lookups import BLOCK, FULL, HASHES, STATE, make_layout
 
-from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner, LoadsInFlight
-from hybridkv.connectors.vllm.lookups import RequestKeys
-from hybridkv.connectors.vllm.messages import LoadFailure
-from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
-from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.common.lookups import RequestKeys
+from hybridkv.connectors.vllm.common.messages import LoadFailure
+from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
 from hybridkv.planner import GroupKind, GroupSpec, LoadAdmission, resume_start
 from hybridkv.tiers import Slot
 from hybridkv.tiers.ram import RamIndex

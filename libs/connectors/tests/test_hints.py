@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.compat import MAX_HINT_ACTIONS
-from hybridkv.connectors.vllm.hints import MAX_KEEP_SECONDS, WARNING_EVERY_S, HintReader, parse
-from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.common.compat import MAX_HINT_ACTIONS
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.offload.hints import MAX_KEEP_SECONDS, WARNING_EVERY_S, HintReader, parse
 from hybridkv.metrics import Counts
 from hybridkv.planner.hints import NO_HINTS, Hints
 

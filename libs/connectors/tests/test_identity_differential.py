@@ -24,11 +24,11 @@ from transformers import PretrainedConfig
 from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.platforms import current_platform
 
-from hybridkv.connectors.vllm.identity import configuration_facts, environment_facts
-from hybridkv.connectors.vllm.identity.configuration import reason_left_out
-from hybridkv.connectors.vllm.identity.environment import COUNTED, counts, variable_left_out
-from hybridkv.connectors.vllm.identity.left_out import LEFT_OUT, LEFT_OUT_ELSEWHERE, MODEL_KEYS_LEFT_OUT, SECRET
-from hybridkv.connectors.vllm.identity.left_out_environment import ENVIRONMENT_LEFT_OUT
+from hybridkv.connectors.vllm.common.identity import configuration_facts, environment_facts
+from hybridkv.connectors.vllm.common.identity.configuration import reason_left_out
+from hybridkv.connectors.vllm.common.identity.environment import COUNTED, counts, variable_left_out
+from hybridkv.connectors.vllm.common.identity.left_out import LEFT_OUT, LEFT_OUT_ELSEWHERE, MODEL_KEYS_LEFT_OUT, SECRET
+from hybridkv.connectors.vllm.common.identity.left_out_environment import ENVIRONMENT_LEFT_OUT
 
 TOLD_OTHERWISE = {"VllmConfig.quant_config"}
 """Left out themselves, but a fact of another name is made of them."""

@@ -13,9 +13,14 @@ from identity_configs import make_config, write_model
 from vllm.config import LoadConfig
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.identity import digests
-from hybridkv.connectors.vllm.identity.digests import KEPT_NAME, Digests
-from hybridkv.connectors.vllm.identity.weights import SETTINGS_LEFT_OUT, Gathered, weights_facts, weights_identity
+from hybridkv.connectors.vllm.common.identity import digests
+from hybridkv.connectors.vllm.common.identity.digests import KEPT_NAME, Digests
+from hybridkv.connectors.vllm.common.identity.weights import (
+    SETTINGS_LEFT_OUT,
+    Gathered,
+    weights_facts,
+    weights_identity,
+)
 
 TENSOR_BYTES = 1 << 16
 

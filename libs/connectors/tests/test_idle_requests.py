@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from test_lookups import BLOCK, DRAFTER, FULL, STATE, make_layout
 from test_met import CHUNK, MIXES, MOST_CHUNKS, World
 
-from hybridkv.connectors.vllm.checkpoints import CheckpointOptions, Checkpoints
-from hybridkv.connectors.vllm.requests import TrackedRequest
-from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.common.requests import TrackedRequest
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.offload.checkpoints import CheckpointOptions, Checkpoints
 from hybridkv.planner import GroupKind, GroupSpec
 
 STEPS = st.lists(st.integers(1, 3 * BLOCK), min_size=1, max_size=30)

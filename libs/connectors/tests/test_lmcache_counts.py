@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.worker import ServerCounts
-from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.lmcache.calls import Trouble
 from hybridkv.lmcache.operations import OperationCounts
 from hybridkv.metrics import LMCACHE_TROUBLES

@@ -11,14 +11,14 @@ import pytest
 from lmcache_played import BLOCK, FULL, layout_of, new_request
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.identification import Identity
-from hybridkv.connectors.vllm.identity.adapters import Adapters
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters
+from hybridkv.connectors.vllm.common.identity.identification import Identity
+from hybridkv.connectors.vllm.common.room import LoadRoom
+from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache import opening as module
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.opening import LMCacheOpening, require_fit
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler
-from hybridkv.connectors.vllm.room import LoadRoom
-from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.hashing import ChunkKeys
 from hybridkv.lmcache.geometry import PageGroup
 from hybridkv.planner import GroupKind, GroupSpec

@@ -11,9 +11,9 @@ import patience
 import pytest
 from lmcache_ranks import DEEPSEEK_V4, GEMMA, QWEN3_NEXT, WAIT_S, Model, Rank, digests_of, pool_of
 
+from hybridkv.connectors.vllm.common.copies.rank_work import CopyJob
+from hybridkv.connectors.vllm.common.messages import StoreOutcome
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, Release
-from hybridkv.connectors.vllm.messages import StoreOutcome
-from hybridkv.connectors.vllm.rank_work import CopyJob
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
 from hybridkv.lmcache.page import HEADER_BYTES
 from hybridkv.transfer import CopyRuns, CpuCopyEngine

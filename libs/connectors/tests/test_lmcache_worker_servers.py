@@ -15,8 +15,8 @@ import pytest
 from examples import thinned
 from lmcache_ranks import DEEPSEEK_V4, GEMMA, MODELS, QWEN3_NEXT, WAIT_S, Model, Rank, digests_of, loaded, pool_of
 
+from hybridkv.connectors.vllm.common.messages import StoreOutcome
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, parts_of, tables_of
-from hybridkv.connectors.vllm.messages import StoreOutcome
 from hybridkv.lmcache.calls import Answer
 from hybridkv.lmcache.connection import ConnectionOptions
 from hybridkv.lmcache.operations import Operations, Pages

@@ -8,10 +8,10 @@ from typing import Any, cast
 import pytest
 from test_lookups import FULL, HASHES, STATE, make_layout
 
-from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner, LoadsInFlight
-from hybridkv.connectors.vllm.lookups import RequestKeys
-from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
-from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.common.lookups import RequestKeys
+from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
 from hybridkv.metrics import Counts
 from hybridkv.planner import LoadAdmission
 from hybridkv.planner.admission import MAX_GATE_S, MAX_GATED_POLLS

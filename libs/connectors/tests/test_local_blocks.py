@@ -16,10 +16,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.local_blocks import LocalBlocks
-from hybridkv.connectors.vllm.requests import TrackedRequest
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.requests import TrackedRequest
+from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
 from hybridkv.planner import GroupKind, GroupSpec, LocalCopies, plan_load_runs
 
 FULL, LARGE = GroupSpec(GroupKind.FULL, BLOCK), GroupSpec(GroupKind.FULL, 2 * BLOCK)

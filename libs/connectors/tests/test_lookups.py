@@ -13,8 +13,8 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.lookups import RequestKeys, TierLookup, Unasked
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.lookups import RequestKeys, TierLookup, Unasked
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, Miss, Pending, longest_hit
 from hybridkv.tiers import Slot
@@ -141,7 +141,7 @@ def test_a_search_finds_what_the_plain_search_key_by_key_finds(data: st.DataObje
             pending_is_miss = data.draw(st.booleans())
             known = hashes[: num_tokens // BLOCK]
             ranges = TierLookup(keys.follow(known), index, pending_is_miss)
-            with mock.patch("hybridkv.connectors.vllm.lookups._SECOND_BATCH", second_batch):
+            with mock.patch("hybridkv.connectors.vllm.common.lookups._SECOND_BATCH", second_batch):
                 found = longest_hit(layout.spec, *tokens, ranges, ranges)
             expected = plain(layout, index, known, tokens, pending_is_miss)
             assert type(found) is type(expected)

@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.canonical import GroupPages, PageRegion
-from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
-from hybridkv.connectors.vllm.messages import ChunkCopy
+from hybridkv.connectors.vllm.common.copies.lowering import Zeros, load_runs, store_runs
+from hybridkv.connectors.vllm.common.messages import ChunkCopy
 from hybridkv.tiers import Slot
 from hybridkv.transfer import InlineCopyEngine
 

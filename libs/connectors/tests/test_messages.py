@@ -3,7 +3,7 @@ import pickle
 
 import pytest
 
-from hybridkv.connectors.vllm.messages import (
+from hybridkv.connectors.vllm.common.messages import (
     ChunkCopy,
     CopyTable,
     Load,

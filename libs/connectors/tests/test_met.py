@@ -14,14 +14,14 @@ from test_lookups import BLOCK, DRAFTER, FULL, STATE, chain, hold, make_layout
 from test_store_bursts import Pool
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm import stores
-from hybridkv.connectors.vllm.identity.adapters import Adapters
-from hybridkv.connectors.vllm.lookups import RequestKeys
-from hybridkv.connectors.vllm.messages import Store, StoreOutcome
-from hybridkv.connectors.vllm.met import Met, find_met
-from hybridkv.connectors.vllm.requests import TrackedRequest
-from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.stores import StorePlanner
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters
+from hybridkv.connectors.vllm.common.lookups import RequestKeys
+from hybridkv.connectors.vllm.common.messages import Store, StoreOutcome
+from hybridkv.connectors.vllm.common.requests import TrackedRequest
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.offload import stores
+from hybridkv.connectors.vllm.offload.met import Met, find_met
+from hybridkv.connectors.vllm.offload.stores import StorePlanner
 from hybridkv.planner import GroupKind, GroupSpec, LookupResult, State, read_blocks, storable_ends
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import MoveOutcome, SlowerTier, TierMove, TierStack

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata
 
+from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.multi.children import Child, ChildClass
 from hybridkv.connectors.vllm.multi.config import ChildConfig
 from hybridkv.connectors.vllm.multi.messages import (
@@ -26,8 +27,7 @@ from hybridkv.connectors.vllm.multi.messages import (
 )
 from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
 from hybridkv.connectors.vllm.multi.worker_side import SavesBegun, SavesOpen, SyncLoadTimer
-from hybridkv.connectors.vllm.offload import HybridOffloadConnector
-from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.offload.connector import HybridOffloadConnector
 from hybridkv.metrics import ChildSelection, SelectionStats
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 
@@ -195,7 +195,7 @@ def test_statistics_of_two_ranks_and_two_steps_add_up_and_survive_the_wire() -> 
 
 
 def test_statistics_of_another_connector_do_not_add_up() -> None:
-    from hybridkv.connectors.vllm.stats import OffloadStats
+    from hybridkv.connectors.vllm.common.stats import OffloadStats
 
     with pytest.raises(TypeError, match="MultiStats"):
         MultiStats().aggregate(OffloadStats())

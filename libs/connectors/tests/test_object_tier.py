@@ -11,7 +11,7 @@ from test_worker_facts import layout
 
 from hybridkv.connectors.config import ObjectTierConfig, OffloadConfig, RamTierConfig
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import tiers
+from hybridkv.connectors.vllm.offload import tiers
 
 LAYOUT = layout()
 SIZES = tiers.ArenaSizes(1 << 20, 4096)

@@ -10,7 +10,7 @@ import pytest
 from hybridkv.canonical import LayerLayout
 from hybridkv.canonical.torch_view import canonical_kv_caches
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.page_order import require_one_order, with_token_dims
+from hybridkv.connectors.vllm.common.copies.page_order import require_one_order, with_token_dims
 
 torch = pytest.importorskip("torch", reason="it makes the tensors of these tests")
 interface = pytest.importorskip("vllm.v1.kv_cache_interface", reason="vLLM makes the layouts of these tests")

@@ -22,13 +22,13 @@ from peer_ranks import (
     wrong_tokens,
 )
 
-from hybridkv.connectors.vllm.identity.background import MAX_WAITING, Background
-from hybridkv.connectors.vllm.nixl.links import Control, Peer, Peers
-from hybridkv.connectors.vllm.nixl.memory import RankMemory
+from hybridkv.connectors.vllm.common.identity.background import MAX_WAITING, Background
+from hybridkv.connectors.vllm.nixl.agent.links import Control, Peer, Peers
+from hybridkv.connectors.vllm.nixl.agent.reading import Reading
+from hybridkv.connectors.vllm.nixl.agent.serving import Serving
+from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import Offered, Opened, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RankAddress
-from hybridkv.connectors.vllm.nixl.reading import Reading
-from hybridkv.connectors.vllm.nixl.serving import Serving
 from hybridkv.metrics import PEER_FAILURES
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.leases import Lease
@@ -158,14 +158,14 @@ def test_memory_is_not_given_up_while_somebody_digests_it(monkeypatch: pytest.Mo
         return digests(self, runs)
 
     monkeypatch.setattr(RankMemory, "digests", slow)
-    monkeypatch.setattr("hybridkv.connectors.vllm.nixl.digesting.AT_ONCE_BYTES", 0)
-    monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.CLOSE_S", 0.05)
+    monkeypatch.setattr("hybridkv.connectors.vllm.nixl.memory.digesting.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.agent.CLOSE_S", 0.05)
     with engines() as (producer, consumer):
         load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), TABLES)
         assert begun.wait(WAIT_S)
         assert not producer.ranks[0].agent.close()
         go_on.set()
-        monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.CLOSE_S", WAIT_S)
+        monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.agent.CLOSE_S", WAIT_S)
 
 
 def test_a_thread_with_much_to_do_ends_when_it_is_done() -> None:

@@ -23,9 +23,9 @@ from peer_ranks import (
     wrong_tokens,
 )
 
-from hybridkv.connectors.vllm.nixl import holding, serving
-from hybridkv.connectors.vllm.nixl.agent import WORD_BYTES, Backlog, message_bytes
-from hybridkv.connectors.vllm.nixl.links import Control
+from hybridkv.connectors.vllm.nixl.agent import holding, serving
+from hybridkv.connectors.vllm.nixl.agent.agent import WORD_BYTES, Backlog, message_bytes
+from hybridkv.connectors.vllm.nixl.agent.links import Control
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
 from hybridkv.peers.description import encode

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 from test_peer_prompts import FULL, held
 
+from hybridkv.connectors.vllm.common.room import LoadRoom
 from hybridkv.connectors.vllm.nixl.consuming import Consumer
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import StepPlan
 from hybridkv.connectors.vllm.nixl.params import compose
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
-from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.planner import CacheSpec
 from hybridkv.planner.admission import LoadAdmission
 

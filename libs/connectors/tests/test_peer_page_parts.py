@@ -16,9 +16,9 @@ import pytest
 from examples import thinned
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.identity import spec_facts
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.identity import spec_facts
+from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.hashing import GroupFingerprint, LayerFingerprint
 from hybridkv.peers.comparison import compare
 from hybridkv.peers.description import decode, encode
@@ -33,8 +33,8 @@ interface = pytest.importorskip("vllm.v1.kv_cache_interface", reason="vLLM makes
 kv_cache_utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
 KVCacheLayout = pytest.importorskip("vllm.v1.kv_cache_layout").KVCacheLayout
 
-from hybridkv.connectors.vllm.nixl.describing import RankPlace, describe  # noqa: E402
-from hybridkv.connectors.vllm.nixl.page_parts import PageOrder, page_orders  # noqa: E402
+from hybridkv.connectors.vllm.nixl.memory.describing import RankPlace, describe  # noqa: E402
+from hybridkv.connectors.vllm.nixl.memory.page_parts import PageOrder, page_orders  # noqa: E402
 
 BLOCKS, TOTAL_HEADS, HEAD_SIZE, NUM_TOKENS = 9, 4, 8, 75
 LAYERS = ("a", "b")

@@ -10,9 +10,9 @@ import patience
 import pytest
 from peer_ranks import Engine, Rank, Side, failures, hand_over, load, tables_of, write_prompt, wrong_tokens
 
-from hybridkv.connectors.vllm.nixl import holding
-from hybridkv.connectors.vllm.nixl.holding import MAX_REDIALS, REDIAL_S, RENEWALS_A_LEASE, Holding
-from hybridkv.connectors.vllm.nixl.links import Control, Peer, PeerState
+from hybridkv.connectors.vllm.nixl.agent import holding
+from hybridkv.connectors.vllm.nixl.agent.holding import MAX_REDIALS, REDIAL_S, RENEWALS_A_LEASE, Holding
+from hybridkv.connectors.vllm.nixl.agent.links import Control, Peer, PeerState
 from hybridkv.connectors.vllm.nixl.messages import Held, LoadFailure, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
 from hybridkv.peers.control import LinkId

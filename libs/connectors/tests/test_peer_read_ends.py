@@ -20,8 +20,8 @@ from peer_ranks import (
     wrong_tokens,
 )
 
+from hybridkv.connectors.vllm.nixl.agent.rank_read import RankRead
 from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
-from hybridkv.connectors.vllm.nixl.rank_read import RankRead
 from hybridkv.peers.reads import ReadBounds
 from hybridkv.peers.transport import PENDING, RemoteId, TransferId, TransferState
 from kits.peers.in_memory import InMemoryTransport, World

@@ -9,7 +9,7 @@ import pytest
 
 from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.nixl.host_buffer import Saving, loaded_blocks
+from hybridkv.connectors.vllm.nixl.memory.host_buffer import Saving, loaded_blocks
 from hybridkv.connectors.vllm.nixl.messages import PromptLoad
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
 from hybridkv.peers.leases import Lease
@@ -17,8 +17,8 @@ from hybridkv.planner import GroupKind, GroupSpec
 
 torch = pytest.importorskip("torch", reason="it makes the tensors of these tests")
 
-from hybridkv.connectors.vllm.nixl import host_buffer  # noqa: E402
-from hybridkv.connectors.vllm.nixl.host_buffer import HostBuffer  # noqa: E402
+from hybridkv.connectors.vllm.nixl.memory import host_buffer  # noqa: E402
+from hybridkv.connectors.vllm.nixl.memory.host_buffer import HostBuffer  # noqa: E402
 
 GROUPS = (
     GroupSpec(GroupKind.FULL, 4),

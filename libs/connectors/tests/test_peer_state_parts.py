@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.identity import spec_facts
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.common.identity import spec_facts
+from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.hashing import GroupFingerprint, LayerFingerprint
 from hybridkv.peers.comparison import compare
 from hybridkv.peers.description import decode, encode
@@ -31,9 +31,9 @@ mamba_utils = pytest.importorskip("vllm.model_executor.layers.mamba.mamba_utils"
 MambaBase = pytest.importorskip("vllm.model_executor.layers.mamba.abstract").MambaBase
 MambaType = pytest.importorskip("vllm.v1.attention.backends.registry").MambaAttentionBackendEnum
 
-from hybridkv.connectors.vllm.nixl import describing  # noqa: E402
-from hybridkv.connectors.vllm.nixl.describing import RankPlace, describe  # noqa: E402
-from hybridkv.connectors.vllm.nixl.page_parts import page_orders  # noqa: E402
+from hybridkv.connectors.vllm.nixl.memory import describing  # noqa: E402
+from hybridkv.connectors.vllm.nixl.memory.describing import RankPlace, describe  # noqa: E402
+from hybridkv.connectors.vllm.nixl.memory.page_parts import page_orders  # noqa: E402
 
 BLOCKS, STEPS, PADDING_BYTES = 5, 3, 24
 LAYERS = ("a", "b")

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from test_stats import exposed
 
+from hybridkv.connectors.vllm.common.stats import OffloadStats
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
-from hybridkv.connectors.vllm.stats import OffloadStats
 from hybridkv.metrics import CATALOGUE, PEER_FAILURES, Kind
 
 NAMES = {metric.name for metric in CATALOGUE.metrics if metric.name.startswith("vllm:hybridkv_peer_")}

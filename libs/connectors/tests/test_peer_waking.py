@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from peer_ranks import WAIT_S, Engine, Rank, Side, failures, hand_over, load, tables_of, write_prompt
 
-from hybridkv.connectors.vllm.identity import background
-from hybridkv.connectors.vllm.nixl import digesting, rank_read, serving
-from hybridkv.connectors.vllm.nixl.agent import Agent
-from hybridkv.connectors.vllm.nixl.describing import Region
-from hybridkv.connectors.vllm.nixl.digesting import AT_ONCE_BYTES, Digesting
-from hybridkv.connectors.vllm.nixl.memory import RankMemory
+from hybridkv.connectors.vllm.common.identity import background
+from hybridkv.connectors.vllm.nixl.agent import rank_read, serving
+from hybridkv.connectors.vllm.nixl.agent.agent import Agent
+from hybridkv.connectors.vllm.nixl.memory import digesting
+from hybridkv.connectors.vllm.nixl.memory.describing import Region
+from hybridkv.connectors.vllm.nixl.memory.digesting import AT_ONCE_BYTES, Digesting
+from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.peers.digests import DigestRuns, digest_runs
 from kits.peers.in_memory import InMemoryTransport, World

@@ -11,15 +11,15 @@ from test_lookups import FULL, make_layout
 from test_requests import SOON_S, lora_request, module, new_request
 from test_store_bursts import CHUNK_TOKENS, MIB, PAIR_BYTES, Engine
 
-from hybridkv.connectors.vllm import prefetching
-from hybridkv.connectors.vllm.duties import BOTH, Duties
-from hybridkv.connectors.vllm.identity.adapters import Adapters
-from hybridkv.connectors.vllm.keeping import Keeper
-from hybridkv.connectors.vllm.loads import Deadlines, LoadPlanner, LoadsInFlight
-from hybridkv.connectors.vllm.prefetching import MAX_TRIED, Prefetcher
-from hybridkv.connectors.vllm.requests import Requests
-from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
-from hybridkv.connectors.vllm.stats import Recorder
+from hybridkv.connectors.vllm.common.duties import BOTH, Duties
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters
+from hybridkv.connectors.vllm.common.requests import Requests
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.offload import prefetching
+from hybridkv.connectors.vllm.offload.keeping import Keeper
+from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
+from hybridkv.connectors.vllm.offload.prefetching import MAX_TRIED, Prefetcher
+from hybridkv.connectors.vllm.offload.scheduler import Identity, OffloadScheduler
 from hybridkv.metrics import Counts
 from hybridkv.planner import LoadAdmission
 from hybridkv.planner.hints import Hints, Prefetch, plan_prefetch

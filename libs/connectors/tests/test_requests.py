@@ -20,18 +20,18 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.compat import extra_hash_bytes
-from hybridkv.connectors.vllm.duties import BOTH, Duties
-from hybridkv.connectors.vllm.identity import adapters as module
-from hybridkv.connectors.vllm.identity.adapters import Adapters
-from hybridkv.connectors.vllm.identity.files import Signature
-from hybridkv.connectors.vllm.loads import Deadlines
-from hybridkv.connectors.vllm.messages import Store, StoreOutcome
-from hybridkv.connectors.vllm.requests import Requests, TrackedRequest
-from hybridkv.connectors.vllm.scheduler import Identity, OffloadScheduler
-from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.stores import _StoreInFlight as StoreInFlight
-from hybridkv.connectors.vllm.wrong_blocks import Distrusted
+from hybridkv.connectors.vllm.common.compat import extra_hash_bytes
+from hybridkv.connectors.vllm.common.duties import BOTH, Duties
+from hybridkv.connectors.vllm.common.identity import adapters as module
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters
+from hybridkv.connectors.vllm.common.identity.files import Signature
+from hybridkv.connectors.vllm.common.messages import Store, StoreOutcome
+from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.wrong_blocks import Distrusted
+from hybridkv.connectors.vllm.offload.loads import Deadlines
+from hybridkv.connectors.vllm.offload.scheduler import Identity, OffloadScheduler
+from hybridkv.connectors.vllm.offload.stores import _StoreInFlight as StoreInFlight
 from hybridkv.hashing import TokenHashes
 from hybridkv.planner import Hit, LoadAdmission
 from hybridkv.planner.stages import NEW, Compute, Holding, Searched, Stage

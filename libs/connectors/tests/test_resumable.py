@@ -17,8 +17,23 @@ from hypothesis import strategies as st
 from spec_versions import DECLARED, GROUP_FIELDS, VERSIONS, classes_of, fields_of
 from vllm.v1 import kv_cache_interface as installed
 
-from hybridkv.connectors.vllm.resumable import Group, Machine, Model, Reason, ResumeFacts, Switches, refusal
-from hybridkv.connectors.vllm.spec_table import GROUP_FLAGS, KNOWN, SpecFacts, changed_fields, describe, known_flags
+from hybridkv.connectors.vllm.common.specs.resumable import (
+    Group,
+    Machine,
+    Model,
+    Reason,
+    ResumeFacts,
+    Switches,
+    refusal,
+)
+from hybridkv.connectors.vllm.common.specs.spec_table import (
+    GROUP_FLAGS,
+    KNOWN,
+    SpecFacts,
+    changed_fields,
+    describe,
+    known_flags,
+)
 
 Quant = enum.Enum(
     "Quant", ["FP8_PER_TENSOR", "INT4_PER_TOKEN_HEAD", "NVFP4", "ULTRAQUANT_4BIT", "OCTAVE_K3V4", "CUSTOM"]

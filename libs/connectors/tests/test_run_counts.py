@@ -14,8 +14,8 @@ import pytest
 
 from hybridkv.canonical import GroupPages, LayerLayout
 from hybridkv.canonical.torch_view import canonical_kv_caches
-from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
-from hybridkv.connectors.vllm.messages import ChunkCopy
+from hybridkv.connectors.vllm.common.copies.lowering import Zeros, load_runs, store_runs
+from hybridkv.connectors.vllm.common.messages import ChunkCopy
 from hybridkv.tiers import Slot
 from hybridkv.transfer import CopyRuns
 

@@ -8,9 +8,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from test_lookups import FULL, make_layout
 
-from hybridkv.connectors.vllm.explain import Explanation, Reason
-from hybridkv.connectors.vllm.messages import LoadFailure
-from hybridkv.connectors.vllm.stats import GAUGES_AGAIN, OffloadStats, Recorder
+from hybridkv.connectors.vllm.common.explain import Explanation, Reason
+from hybridkv.connectors.vllm.common.messages import LoadFailure
+from hybridkv.connectors.vllm.common.stats import GAUGES_AGAIN, OffloadStats, Recorder
 from hybridkv.metrics import CATALOGUE, PrometheusSink
 from hybridkv.planner.checkpoints import LeftOut, Placement, Stop, StopReason
 from hybridkv.tiers import Failure, FailureReason, Refusal, Slot

@@ -16,13 +16,13 @@ import pytest
 from test_lookups import FULL, STATE, chain, make_layout
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.identity.adapters import Adapters
-from hybridkv.connectors.vllm.lookups import RequestKeys
-from hybridkv.connectors.vllm.messages import StoreOutcome
-from hybridkv.connectors.vllm.requests import TrackedRequest
-from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.stored_path import StoredPart, add
-from hybridkv.connectors.vllm.stores import StorePlanner
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters
+from hybridkv.connectors.vllm.common.lookups import RequestKeys
+from hybridkv.connectors.vllm.common.messages import StoreOutcome
+from hybridkv.connectors.vllm.common.requests import TrackedRequest
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stored_path import StoredPart, add
+from hybridkv.connectors.vllm.offload.stores import StorePlanner
 from hybridkv.planner import Hit, LookupResult, State, longest_hit
 from hybridkv.tiers import Refusal, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor

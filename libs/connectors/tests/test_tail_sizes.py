@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, chunk_unit
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored
 
-from hybridkv.connectors.vllm.events import ToldHashes
+from hybridkv.connectors.vllm.common.events import ToldHashes
 
 SIZE = 2
 

@@ -10,8 +10,8 @@ import torch
 from test_lookups import FULL, STATE, make_layout
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.identity.worker_facts import merged, that_matter, worker_facts
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.common.identity.worker_facts import merged, that_matter, worker_facts
+from hybridkv.connectors.vllm.common.layout import CacheLayout
 
 
 class Backend:

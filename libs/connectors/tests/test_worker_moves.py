@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from hybridkv.connectors.vllm.messages import StepPlan
-from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
+from hybridkv.connectors.vllm.common.messages import StepPlan
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.ram import RamArena
 from hybridkv.tiers.stack import Direction, TierMove

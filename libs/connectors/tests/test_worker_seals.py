@@ -12,10 +12,10 @@ import pytest
 import xxhash
 
 from hybridkv.canonical import GroupPages, PageRegion
-from hybridkv.connectors.vllm import devices
-from hybridkv.connectors.vllm.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
-from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.worker import CopyPaths, OffloadWorker
+from hybridkv.connectors.vllm.common.copies import devices
+from hybridkv.connectors.vllm.common.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.ram import RamArena
 from hybridkv.transfer import CopyEngine, CopyRuns, InlineCopyEngine

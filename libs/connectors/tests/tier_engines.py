@@ -6,7 +6,7 @@ import patience
 from test_worker_facts import layout
 
 from hybridkv.connectors.config import OffloadConfig
-from hybridkv.connectors.vllm import tiers
+from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Key, Slot, TierMedium
 from hybridkv.tiers.ram import RamArena

@@ -5,7 +5,7 @@ MULTI_CONNECTOR = "HybridMultiConnector"
 PEER_CONNECTOR = "HybridNixlConnector"
 LMCACHE_CONNECTOR = "HybridLMCacheConnector"
 MODULES = {
-    CONNECTOR: "hybridkv.connectors.vllm.offload",
+    CONNECTOR: "hybridkv.connectors.vllm.offload.connector",
     MULTI_CONNECTOR: "hybridkv.connectors.vllm.multi.connector",
     PEER_CONNECTOR: "hybridkv.connectors.vllm.nixl.connector",
     LMCACHE_CONNECTOR: "hybridkv.connectors.vllm.lmcache.connector",

@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from hybridkv.connectors.vllm import compat, devices
-from hybridkv.connectors.vllm.identity.worker_facts import worker_facts
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.copies import devices
+from hybridkv.connectors.vllm.common.copies.rank_work import CopyPaths
+from hybridkv.connectors.vllm.common.identity.worker_facts import worker_facts
+from hybridkv.connectors.vllm.common.room import LoadRoom
+from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
+from hybridkv.connectors.vllm.common.store_connector import StoreConnector, WaitingScheduler, end_live, keep_live
 from hybridkv.connectors.vllm.lmcache.config import decode_config
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan
 from hybridkv.connectors.vllm.lmcache.opening import NAME, LMCacheOpening, agreed_layout
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler
 from hybridkv.connectors.vllm.lmcache.site import site_of
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
-from hybridkv.connectors.vllm.rank_work import CopyPaths
-from hybridkv.connectors.vllm.resumable import require_resumable
-from hybridkv.connectors.vllm.room import LoadRoom
-from hybridkv.connectors.vllm.store_connector import StoreConnector, WaitingScheduler, end_live, keep_live
 from hybridkv.planner import LoadAdmission
 
 if TYPE_CHECKING:

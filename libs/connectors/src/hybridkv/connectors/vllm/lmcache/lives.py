@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybridkv.connectors.vllm.explain import Explanation, Reason, log
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.common.explain import Explanation, Reason, log
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.messages import LoadFailure
+from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
+from hybridkv.connectors.vllm.common.room import LoadRoom
+from hybridkv.connectors.vllm.common.stats import LMCACHE, Recorder
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageLoad
-from hybridkv.connectors.vllm.messages import LoadFailure
-from hybridkv.connectors.vllm.requests import NULL_BLOCK, TrackedRequest
-from hybridkv.connectors.vllm.room import LoadRoom
-from hybridkv.connectors.vllm.stats import LMCACHE, Recorder
 from hybridkv.lmcache.block_ids import cut_tables
 from hybridkv.lmcache.calls import Answer, Lack, Trouble
 from hybridkv.lmcache.geometry import Geometry

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from hybridkv.canonical import GroupPages
+from hybridkv.connectors.vllm.common.copies.rank_work import CopyJob, CopyJobs
+from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of
 from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, Station, bad_pages, engine_runs
-from hybridkv.connectors.vllm.messages import LoadFailure
-from hybridkv.connectors.vllm.rank_work import CopyJob, CopyJobs
 from hybridkv.lmcache.calls import Ended, Lack, Trouble
 from hybridkv.lmcache.operations import Found, Prefix
 from hybridkv.lmcache.page import PageState

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.config import ROOT, format_size
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.duties import duties_of
-from hybridkv.connectors.vllm.identification import Identification
-from hybridkv.connectors.vllm.layout import CacheLayout, resolve_groups, resolve_layout
+from hybridkv.connectors.vllm.common.duties import duties_of
+from hybridkv.connectors.vllm.common.identity.identification import Identification
+from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_groups, resolve_layout
+from hybridkv.connectors.vllm.common.room import LoadRoom
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.wrong_blocks import distrusted_groups
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.lives import Lives
 from hybridkv.connectors.vllm.lmcache.saves import Saves
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
 from hybridkv.connectors.vllm.lmcache.site import address_of, plain_spec, site_of
-from hybridkv.connectors.vllm.room import LoadRoom
-from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.wrong_blocks import distrusted_groups
 from hybridkv.hashing import TAG_BYTES
 from hybridkv.lmcache.connection import Connection, ConnectionOptions, Down
 from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment

@@ -13,16 +13,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.identity.adapters import Adapters, Sworn
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters, Sworn
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.messages import StoreOutcome
+from hybridkv.connectors.vllm.common.pins import BlockPins, frees_on_end
+from hybridkv.connectors.vllm.common.requests import TrackedRequest
+from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.lives import Lives, attention_tables, state_copies, store_copies
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageStore, Release
 from hybridkv.connectors.vllm.lmcache.site import chunks_at_once
-from hybridkv.connectors.vllm.messages import StoreOutcome
-from hybridkv.connectors.vllm.pins import BlockPins, frees_on_end
-from hybridkv.connectors.vllm.requests import TrackedRequest
-from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.lmcache.block_ids import storable
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.planner import GroupKind, State

@@ -9,19 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.duties import Duties
-from hybridkv.connectors.vllm.explain import log, unidentified
-from hybridkv.connectors.vllm.identification import Identity
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.duties import Duties
+from hybridkv.connectors.vllm.common.explain import log, unidentified
+from hybridkv.connectors.vllm.common.identity.identification import Identity
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.messages import StepOutcome
+from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
+from hybridkv.connectors.vllm.common.room import LoadRoom
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.wrong_blocks import Distrusted, WrongBlocks
 from hybridkv.connectors.vllm.lmcache.lives import Lives
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageLoad, PageStore
 from hybridkv.connectors.vllm.lmcache.saves import Saves
-from hybridkv.connectors.vllm.messages import StepOutcome
-from hybridkv.connectors.vllm.requests import Requests, TrackedRequest
-from hybridkv.connectors.vllm.room import LoadRoom
-from hybridkv.connectors.vllm.stats import Recorder
-from hybridkv.connectors.vllm.wrong_blocks import Distrusted, WrongBlocks
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -9,7 +9,7 @@ import msgspec
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig, parse_url
 from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress
 from hybridkv.lmcache.geometry import Geometry, PageGroup

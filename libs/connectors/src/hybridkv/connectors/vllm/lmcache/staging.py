@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.canonical import GroupPages
+from hybridkv.connectors.vllm.common.copies.lowering import Zeros, load_runs, store_runs
+from hybridkv.connectors.vllm.common.messages import ChunkCopy
 from hybridkv.connectors.vllm.lmcache.pages import Part, Parts, tables_of
 from hybridkv.connectors.vllm.lmcache.site import SPARE_SHARE, Site, chunks_at_once
-from hybridkv.connectors.vllm.lowering import Zeros, load_runs, store_runs
-from hybridkv.connectors.vllm.messages import ChunkCopy
 from hybridkv.lmcache.connection import Connection, Down, Ready
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.member import CacheMember

@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hybridkv.canonical import GroupPages
+from hybridkv.connectors.vllm.common.copies.lowering import Zeros
+from hybridkv.connectors.vllm.common.copies.rank_work import CopyJob, CopyJobs
+from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.lmcache.messages import PageStore, Release
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of
 from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, Station, engine_runs, seal_pages
-from hybridkv.connectors.vllm.lowering import Zeros
-from hybridkv.connectors.vllm.messages import LoadFailure
-from hybridkv.connectors.vllm.rank_work import CopyJob, CopyJobs
 from hybridkv.lmcache.calls import Ended, Lack
 from hybridkv.tiers import FailureReason
 from hybridkv.transfer import CopyRuns

@@ -11,18 +11,18 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hybridkv.canonical.torch_view import KVCache
-from hybridkv.connectors.vllm.copy_proof import prove_at_start
-from hybridkv.connectors.vllm.devices import CpuDevice, Device
-from hybridkv.connectors.vllm.kv_memory import KVMemory, take_kv_memory, zeros_in
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.common.copies.copy_proof import prove_at_start
+from hybridkv.connectors.vllm.common.copies.devices import CpuDevice, Device
+from hybridkv.connectors.vllm.common.copies.kv_memory import KVMemory, take_kv_memory, zeros_in
+from hybridkv.connectors.vllm.common.copies.rank_work import CopyPaths, LoadResults, RankWorker
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.messages import LoadFailure
+from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.loading import Loading
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageLoad
 from hybridkv.connectors.vllm.lmcache.site import Site
 from hybridkv.connectors.vllm.lmcache.staging import PoolMemory, Station
 from hybridkv.connectors.vllm.lmcache.storing import Storing
-from hybridkv.connectors.vllm.messages import LoadFailure
-from hybridkv.connectors.vllm.rank_work import CopyPaths, LoadResults, RankWorker
-from hybridkv.connectors.vllm.stats import Recorder
 from hybridkv.lmcache.operations import OperationCounts
 from hybridkv.tiers import FailureReason
 from hybridkv.tiers.ram import RamArena

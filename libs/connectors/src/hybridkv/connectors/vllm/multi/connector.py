@@ -22,8 +22,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import CONNECTOR, compat
-from hybridkv.connectors.vllm.events import ToldHashes
+from hybridkv.connectors.vllm import CONNECTOR
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.events import ToldHashes
+from hybridkv.connectors.vllm.common.specs.resumable import warn_of_others
 from hybridkv.connectors.vllm.multi.children import (
     Child,
     build_children,
@@ -35,7 +37,6 @@ from hybridkv.connectors.vllm.multi.messages import MultiKVEvents, MultiMetadata
 from hybridkv.connectors.vllm.multi.selection import LoadSizes, Selector, load_admission, shared_steering
 from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
 from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide, SavesBegun
-from hybridkv.connectors.vllm.resumable import warn_of_others
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.layout import group_specs, no_stored_group
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.layout import group_specs, no_stored_group
+from hybridkv.connectors.vllm.common.steering import Steering
 from hybridkv.connectors.vllm.multi.children import Child
 from hybridkv.connectors.vllm.multi.loads import ChildLoad, ChildLoads
-from hybridkv.connectors.vllm.steering import Steering
 from hybridkv.metrics import ChildSelection, SelectionStats, TokenClamp
 from hybridkv.planner import (
     AUTO,

@@ -28,22 +28,22 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.duties import duties_of
-from hybridkv.connectors.vllm.layout import CacheLayout, resolve_groups
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.duties import duties_of
+from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_groups
+from hybridkv.connectors.vllm.common.room import LoadRoom
+from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
+from hybridkv.connectors.vllm.common.stats import OffloadPromMetrics, OffloadStats
+from hybridkv.connectors.vllm.common.steering import current_sibling
+from hybridkv.connectors.vllm.common.wrong_blocks import distrusted_groups
 from hybridkv.connectors.vllm.nixl.config import NixlConfig, decode_config, require_ports
-from hybridkv.connectors.vllm.nixl.host_buffer import needs_host_buffer
+from hybridkv.connectors.vllm.nixl.memory.host_buffer import needs_host_buffer
 from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.producing import Terms
 from hybridkv.connectors.vllm.nixl.prompts import withheld_tokens
 from hybridkv.connectors.vllm.nixl.scheduler import NixlScheduler
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.connectors.vllm.nixl.worker import NixlWorker, WorkerSettings
-from hybridkv.connectors.vllm.resumable import require_resumable
-from hybridkv.connectors.vllm.room import LoadRoom
-from hybridkv.connectors.vllm.stats import OffloadPromMetrics, OffloadStats
-from hybridkv.connectors.vllm.steering import current_sibling
-from hybridkv.connectors.vllm.wrong_blocks import distrusted_groups
 from hybridkv.planner import CacheSpec
 from hybridkv.planner.admission import LoadAdmission
 from hybridkv.planner.groups import whole_chunk_unit

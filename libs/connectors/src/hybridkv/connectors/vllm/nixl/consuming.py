@@ -12,13 +12,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.room import LoadRoom
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.params import ParamsError, RemotePrompt, asks_to_consume, parse
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest, usable_tokens
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
-from hybridkv.connectors.vllm.room import LoadRoom
 from hybridkv.planner import GroupSpec
 from hybridkv.planner.admission import Verdict
 

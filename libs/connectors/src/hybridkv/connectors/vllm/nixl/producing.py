@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.nixl.host_buffer import Saving
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.wrong_blocks import WrongBlocks
+from hybridkv.connectors.vllm.nixl.memory.host_buffer import Saving
 from hybridkv.connectors.vllm.nixl.messages import Offered, Opened, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt, asks_to_produce, compose
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
-from hybridkv.connectors.vllm.wrong_blocks import WrongBlocks
 from hybridkv.peers.leases import Lease, LeaseSlots
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupSpec

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from blake3 import blake3
 
-from hybridkv.connectors.vllm import compat
+from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.nixl.params import ParamsError, RemotePrompt
 from hybridkv.planner import GroupKind, GroupSpec, read_blocks
 

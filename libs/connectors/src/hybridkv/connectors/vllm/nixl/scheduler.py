@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.duties import Duties
-from hybridkv.connectors.vllm.layout import CacheLayout
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.duties import Duties
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.room import LoadRoom
+from hybridkv.connectors.vllm.common.wrong_blocks import Distrusted
 from hybridkv.connectors.vllm.nixl.consuming import Consumer
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.connectors.vllm.nixl.producing import Producer, Terms
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
-from hybridkv.connectors.vllm.room import LoadRoom
-from hybridkv.connectors.vllm.wrong_blocks import Distrusted
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

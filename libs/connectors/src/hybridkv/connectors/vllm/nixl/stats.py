@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from hybridkv.connectors.vllm.stats import OffloadStats
+from hybridkv.connectors.vllm.common.stats import OffloadStats
 from hybridkv.metrics import PEER_FAILURES, Counts
 
 

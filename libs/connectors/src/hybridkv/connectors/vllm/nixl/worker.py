@@ -16,18 +16,18 @@ import msgspec
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm import compat
-from hybridkv.connectors.vllm.duties import Duties
-from hybridkv.connectors.vllm.layout import CacheLayout
-from hybridkv.connectors.vllm.nixl.agent import Agent
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.duties import Duties
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.nixl.agent.agent import Agent
+from hybridkv.connectors.vllm.nixl.agent.reading import ReadOptions
+from hybridkv.connectors.vllm.nixl.agent.serving import Offer
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
-from hybridkv.connectors.vllm.nixl.describing import RankPlace, describe, identity_facts
-from hybridkv.connectors.vllm.nixl.host_buffer import BlockIds, HostBuffer, loaded_blocks
-from hybridkv.connectors.vllm.nixl.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.memory.describing import RankPlace, describe, identity_facts
+from hybridkv.connectors.vllm.nixl.memory.host_buffer import BlockIds, HostBuffer, loaded_blocks
+from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.memory.page_parts import page_orders
 from hybridkv.connectors.vllm.nixl.messages import LoadFailure, StepPlan, WorkerAddress
-from hybridkv.connectors.vllm.nixl.page_parts import page_orders
-from hybridkv.connectors.vllm.nixl.reading import ReadOptions
-from hybridkv.connectors.vllm.nixl.serving import Offer
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.connectors.vllm.nixl.transports import open_transport
 from hybridkv.peers.control import ControlLoop

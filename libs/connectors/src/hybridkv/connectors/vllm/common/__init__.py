@@ -1,0 +1,1 @@
+"""What all connectors share: reading of the engine, its requests, counts, copies and the identity of stored bytes."""

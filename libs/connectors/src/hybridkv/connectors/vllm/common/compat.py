@@ -1,0 +1,488 @@
+"""What differs between vLLM 0.30, 0.31 and 0.32, found by looking at the engine and never at its version number."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+from hybridkv.connectors.config import ROOT
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.common.block_ids import unread_tables
+from hybridkv.connectors.vllm.common.copies.devices import EngineCopies
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+    HOST_HIT: Any = CacheHitSource.HOST
+except ImportError:
+    # The engine does not ask where hits come from.
+    HOST_HIT = None
+
+BlockTables = Callable[[str], Sequence[Sequence[int]]]
+STABLE_HASHES = ("sha256", "sha256_cbor")
+"""Block hashes that are the same in every process and that nobody can collide."""
+
+
+def share_log() -> None:
+    """What the libraries below say goes where the engine's own log goes, unless somebody has seen to it already."""
+    ours, engine = logging.getLogger("hybridkv"), logging.getLogger("vllm")
+    if ours.handlers or not engine.handlers:
+        return
+    for handler in engine.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(engine.level)
+    ours.propagate = False
+
+
+def require_supported_engine() -> None:
+    """Refuses an engine that lacks what a hybrid connector cannot do without.
+
+    Raises:
+        ConfigurationError: it cannot report the failure of one request's load, which came with vLLM 0.30.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+    if not hasattr(base, "KVConnectorTransferResults") or not hasattr(base, "SupportsHMA"):
+        raise ConfigurationError(
+            "vllm", "0.30 or later", "one without KVConnectorTransferResults", "upgrade vllm; 0.32 is the one tested"
+        )
+
+
+def cacheable_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
+    """Groups whose blocks a store keyed by content may hold; the rest is scratch."""
+    ids = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
+    if ids is not None:
+        return tuple(ids)
+    return tuple(
+        i
+        for i, group in enumerate(kv_cache_config.kv_cache_groups)
+        if getattr(group.kv_cache_spec, "prefix_cacheable", True)
+    )
+
+
+def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
+    """Tokens that each entry of `request.block_hashes` adds."""
+    resolved = getattr(kv_cache_config, "hash_block_size", None)
+    if resolved is not None:
+        return int(resolved)
+    from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+
+    return int(resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)[1])
+
+
+def hit_alignment_tokens(kv_cache_config: KVCacheConfig) -> int | None:
+    """The engine's own hits end at multiples of this; below its blocks where it hands over states inside them
+    (`prefix_match_unit`). None before vLLM 0.32, which was the first to say so."""
+    resolved = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
+    return None if resolved is None else int(resolved)
+
+
+def rank(vllm_config: VllmConfig) -> int:
+    """This worker's rank among those that share an engine."""
+    return int(vllm_config.parallel_config.rank)
+
+
+def max_in_flight_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens that may be scheduled before blocks that left a window are given back."""
+    resolved = getattr(vllm_config, "max_in_flight_tokens", None)
+    return int(resolved if resolved is not None else vllm_config.scheduler_config.max_num_batched_tokens)
+
+
+def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens behind a prompt that a drafter of several modules reads while the prompt is computed; 1 for others."""
+    return int(getattr(vllm_config, "num_prefill_lookahead_tokens", 1))
+
+
+def is_killed_at_its_end(vllm_config: VllmConfig) -> bool:
+    """Whether a server kills the engine's processes as soon as it has asked them to end."""
+    timeout_s = getattr(vllm_config, "shutdown_timeout", None)
+    if timeout_s is None:
+        return False
+    try:
+        from vllm.v1.engine.utils import get_engine_process_shutdown_timeout
+    except ImportError:
+        return bool(timeout_s == 0)
+    # Some platforms give an engine time to release a device also where no request has any.
+    return not get_engine_process_shutdown_timeout(timeout_s, timeout_s)
+
+
+def unpadded_page_bytes(spec: Any) -> int:
+    """Bytes of one layer's page that hold content."""
+    for name in ("unpadded_page_size_bytes", "real_page_size_bytes"):
+        value = getattr(spec, name, None)
+        if value is not None:
+            return int(value)
+    return int(spec.page_size_bytes)
+
+
+def heads_before_layers(kv_cache_config: KVCacheConfig) -> bool:
+    """Whether a block holds heads and each head all layers (BHLNC), so that a layer's page lies in pieces. The engine
+    allows that where all pages are of one size."""
+    return getattr(kv_cache_config, "kv_cache_layout", None) == "BHLNC"
+
+
+def copies_whole_blocks() -> bool:
+    """Whether the engine copies all of a block in which its own hit ends. vLLM 0.32 copies as many bytes as the first
+    of the layers that begin at the same address has in its page, and leaves the rest (vllm-project/vllm#55112). True
+    also where that cannot be found out."""
+    try:
+        import torch
+        from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
+
+        memory = torch.zeros(64, dtype=torch.int8)
+        state, attention = (memory.as_strided((2, 1, 1, size), (16, size, size, 1)) for size in (8, 16))
+        attention[0] = 1
+        copy_kv_cache_blocks_inplace([state, attention], 2, [(0, 1)])
+        return bool(attention[1].all())
+    except Exception:  # whatever the engine has made of it, nobody depends on the answer
+        return True
+
+
+def has_blocks_outermost(vllm_config: VllmConfig) -> bool:
+    """Whether all layers of a block lie together."""
+    layout = getattr(vllm_config.cache_config, "kv_cache_layout", None)
+    return str(getattr(layout, "name", layout)).startswith("B")
+
+
+def conv_state_layout() -> str:
+    """How recurrent layers lay out their convolution state: it differs between connectors unless the user sets it."""
+    try:
+        from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+    except ImportError:
+        return ""
+    return str(get_conv_state_layout())
+
+
+def boundary_states(scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[tuple[int, int, int]]]:
+    """The recurrent states that the scheduler hands over this step: request to (group, block id, tokens)."""
+    block_state = scheduler_output.kv_connector_block_state
+    return block_state.boundary_state_offloads if block_state is not None else {}
+
+
+def block_tables(scheduler_output: SchedulerOutput) -> BlockTables:
+    """The block tables of the requests of this step, to be read before it is over, of which nothing is copied that is
+    not asked for."""
+    block_state = scheduler_output.kv_connector_block_state
+    if block_state is None:
+        return lambda request_id: ()
+    resolve = getattr(block_state, "resolve_block_ids", None)
+    if resolve is not None:
+        return unread_tables(resolve)
+    tables: Mapping[str, Sequence[Sequence[int]]] = block_state.block_ids
+    return lambda request_id: tables[request_id]
+
+
+def block_copies(scheduler_output: SchedulerOutput) -> Sequence[tuple[int, int]]:
+    """Blocks that the engine copies before the step's forward pass, as (source, destination): where a hit ends inside
+    one, and where a state is kept while its request goes on. None before vLLM 0.32."""
+    copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()
+    return [(int(source), int(destination)) for source, destination in copies]
+
+
+def prefill_cut_tokens(vllm_config: VllmConfig) -> int:
+    """Prefill ends at multiples of this in an engine that keeps recurrent states: the block size of the group with the
+    smallest blocks, also where those of recurrent groups are larger (vllm-project/vllm#54076)."""
+    return int(vllm_config.cache_config.block_size)
+
+
+def computed_tokens(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, int]]:
+    """The tokens `[start, end)` that this step computes of each request, without drafts."""
+    cached = scheduler_output.scheduled_cached_reqs
+    starts = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
+    starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    drafts = getattr(scheduler_output, "scheduled_spec_decode_tokens", None) or {}
+    return {
+        request_id: (starts[request_id], starts[request_id] + number - len(drafts.get(request_id, ())))
+        for request_id, number in scheduler_output.num_scheduled_tokens.items()
+        if request_id in starts
+    }
+
+
+def forget_blocks(pool: BlockPool, block_ids: Iterable[int]) -> None:
+    """Takes blocks out of the engine's prefix cache, as it does itself with those that a load has left wrong. Requests
+    that have them keep them."""
+    if hasattr(pool, "evict_blocks"):
+        pool.evict_blocks(set(block_ids))
+
+
+def admitted(scheduler_output: SchedulerOutput) -> dict[str, int]:
+    """Requests that begin with this step, or go on after a preemption, and what they have of their tokens before it; in
+    the order in which they were admitted."""
+    cached = scheduler_output.scheduled_cached_reqs
+    computed = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
+    for request_id, num_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+        if request_id in cached.resumed_req_ids:
+            computed[request_id] = num_tokens
+    return {each: computed[each] for each in scheduler_output.num_scheduled_tokens if each in computed}
+
+
+def added_blocks(scheduler_output: SchedulerOutput) -> dict[str, list[int]]:
+    """Blocks that requests which go on got for this step."""
+    cached = scheduler_output.scheduled_cached_reqs
+    return {
+        request_id: [block_id for group in added for block_id in group]
+        for request_id, added in zip(cached.req_ids, cached.new_block_ids, strict=True)
+        if added is not None and request_id not in cached.resumed_req_ids
+    }
+
+
+def finds_cached_blocks(pool: BlockPool) -> bool:
+    """Whether the engine's own blocks can be found by what they hold."""
+    return bool(getattr(pool, "enable_caching", False)) and hasattr(pool, "get_cached_block")
+
+
+def block_names(block_hashes: Any, hash_tokens: int, block_tokens: int) -> Sequence[Any]:
+    """What the engine calls the full blocks of a group, in token order, given hashes of `hash_tokens` each. Nothing is
+    copied: who asks for few of a long prompt's names pays for few."""
+    if block_tokens == hash_tokens:
+        hashes: Sequence[Any] = block_hashes
+        return hashes
+    from vllm.v1.core.kv_cache_utils import BlockHashListWithBlockSize
+
+    return BlockHashListWithBlockSize(block_hashes, hash_tokens, block_tokens)
+
+
+def cached_block(pool: BlockPool, name: Any, group_index: int) -> int | None:
+    """The block of a group that the engine holds under this name, if any."""
+    found = pool.get_cached_block(name, [group_index])
+    return None if not found or found[0].is_null else int(found[0].block_id)
+
+
+def hashes_before_computing(vllm_config: VllmConfig) -> bool:
+    """Whether a block may have a hash though nobody ever computes it: it is hashed when its tokens are scheduled, and
+    only by priority a request may be preempted in the very step in which it was scheduled."""
+    policy = getattr(vllm_config.scheduler_config, "policy", "fcfs")
+    return str(getattr(policy, "value", policy)) != "fcfs"
+
+
+def loads_after_forward(scheduler_output: SchedulerOutput) -> bool:
+    """Whether loads of this step begin when its forward pass has written all blocks that are hashed by now. Where some
+    connector loads for this very pass, all begin before it; older engines do not say, and always begin before it."""
+    return not getattr(scheduler_output, "has_sync_kv_loads", True)
+
+
+def reads_no_cache(request: Any) -> bool:
+    """Whether a request computes all its tokens whatever is cached (prompt log-probabilities, pooling). The engine asks
+    a connector all the same, and does not take its answer; vLLM 0.30 takes it, and returns less than was asked for."""
+    return bool(getattr(request, "skip_reading_prefix_cache", False))
+
+
+def kept_boundary(request: Any) -> int | None:
+    """Where the engine will end a chunk of a prefill next, and keep the recurrent states: 0 for nowhere. None where it
+    has no such place: its states are then handed over where it pleases."""
+    boundary = getattr(request, "shared_prefix_boundary", None)
+    return None if boundary is None else int(boundary)
+
+
+def keep_at(request: Any, num_tokens: int) -> None:
+    """Sets that place. The engine reads it at every chunk, floors it to a block, and writes it itself each time that it
+    asks what can be loaded for the request, just before it asks."""
+    request.shared_prefix_boundary = num_tokens
+
+
+def has_ended_well(request: Any) -> bool:
+    """Whether a request that has ended produced all that it was to produce, so that all its steps have run."""
+    return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+
+
+def drafts(vllm_config: VllmConfig) -> bool:
+    """Whether tokens are proposed before the model computes them. Running states then move between blocks."""
+    return vllm_config.speculative_config is not None
+
+
+def most_chunk_tokens(vllm_config: VllmConfig) -> int:
+    """Tokens of one prompt that a step computes at most."""
+    settings = vllm_config.scheduler_config
+    threshold = int(getattr(settings, "long_prefill_token_threshold", 0) or 0)
+    budget = int(settings.max_num_batched_tokens)
+    return min(budget, threshold) if threshold > 0 else budget
+
+
+HINTS_KEY = "hybridkv_hints"
+MAX_HINT_ACTIONS = 64
+"""Of one request, that are looked at."""
+
+
+def hint_objects(request: Any) -> list[tuple[str, Any]]:
+    """What a request says to this connector, by where it says so. Nothing of it is checked.
+
+    In `kv_transfer_params`, which a client of the server writes and which may be anything at all; and in `kv_hints`
+    where the engine has that (0.32), which comes by its Python interface alone.
+    """
+    found = []
+    params = getattr(request, "kv_transfer_params", None)
+    if isinstance(params, Mapping) and HINTS_KEY in params:
+        found.append((f"kv_transfer_params.{HINTS_KEY}", params[HINTS_KEY]))
+    actions = getattr(getattr(request, "kv_hints", None), "actions", None)
+    if isinstance(actions, Sequence):
+        found += [
+            (f"kv_hints.actions[{i}].payload", action.payload)
+            for i, action in enumerate(actions[:MAX_HINT_ACTIONS])
+            if getattr(action, "action_type", None) == HINTS_KEY
+        ]
+    return found
+
+
+def extra_hash_bytes(request: Any, start: int, end: int) -> bytes:
+    """What tells tokens apart besides their ids: adapter, cache salt, multimodal input."""
+    import msgspec
+    from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
+
+    keys, _ = generate_block_hash_extra_keys(request, start, end, 0)
+    return msgspec.msgpack.encode(keys, enc_hook=repr) if keys else b""
+
+
+def layers(vllm_config: VllmConfig) -> Mapping[str, Any]:
+    """The layers that have a KV cache, by name, as the worker has built them; none in the scheduler's process."""
+    return getattr(vllm_config.compilation_config, "static_forward_context", None) or {}
+
+
+def platform() -> str:
+    """The kind of device that the worker runs on."""
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)
+
+
+def engine_copies() -> EngineCopies:
+    """What the engine itself copies with between its GPU and host memory.
+
+    Raises:
+        ConfigurationError: this vLLM has no such copies, or this build of it has none, or there is no runtime.
+    """
+    import torch
+    import vllm
+    from vllm import _custom_ops
+
+    lacks = []
+    swap_blocks_batch: Any = getattr(_custom_ops, "swap_blocks_batch", None)
+    has_order = callable(swap_blocks_batch) and "is_src_access_order_any" in signature(swap_blocks_batch).parameters
+    if not has_order or not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
+        lacks.append("swap_blocks_batch")
+    try:
+        from vllm.v1.kv_offload.cpu import host_register
+
+        if not hasattr(host_register.CudaRTLibrary, "cudaGetLastError"):
+            lacks.append("cudaGetLastError")
+    except ImportError:
+        lacks.append("host_register")
+    if lacks:
+        expected = "a vLLM with swap_blocks_batch and host_register"
+        got = f"vLLM {vllm.__version__} without {' and '.join(lacks)}"
+        raise ConfigurationError(f"{ROOT}.copies", expected, got, "0.32 for CUDA or ROCm has both")
+    try:
+        runtime = host_register.CudaRTLibrary()
+    except (AssertionError, AttributeError, OSError) as error:
+        expected, hint = "the GPU's runtime in this process", "set VLLM_CUDART_SO_PATH to libcudart"
+        raise ConfigurationError(f"{ROOT}.copies", expected, f"{type(error).__name__}: {error}", hint) from error
+    return EngineCopies(
+        swap_blocks_batch,
+        host_register.host_register,
+        host_register.host_unregister,
+        lambda: int(runtime.cudaGetLastError()),
+    )
+
+
+def waits_for_device() -> AbstractContextManager[Any]:
+    """In which a copy may be waited for: an engine that looks for waits by mistake is told that this is none."""
+    try:
+        from vllm.utils.gpu_sync_debug import gpu_sync_allowed
+    except ImportError:
+        return nullcontext()
+    allowed: AbstractContextManager[Any] = gpu_sync_allowed()
+    return allowed
+
+
+def carries_handshakes() -> bool:
+    """Whether what this worker says at the start reaches its own half in the scheduler, and nobody else's.
+
+    vLLM's MultiConnector hands what its first child says to every child, and others raise at words that are not theirs.
+    """
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    if not has_kv_transfer_group():
+        return True
+    return not any(base.__name__ == "MultiConnector" for base in type(get_kv_transfer_group()).__mro__)
+
+
+def permit_amx() -> None:
+    """Asks the kernel for AMX where there is any, as the engine's own linear layers do in a prompt of some length.
+
+    vLLM's attention takes it for granted, and an engine that begins with what a peer has computed, or with what a tier
+    has kept, may begin with one token: on such a machine it would end there and then.
+    """
+    import torch
+
+    ask = getattr(torch.cpu, "_init_amx", None)
+    if ask is not None:
+        ask()
+
+
+def publishes_kv_events(vllm_config: VllmConfig) -> bool:
+    """Whether the engine tells routers what it caches, so that a store tells them, too."""
+    events = getattr(vllm_config, "kv_events_config", None)
+    return bool(events is not None and events.enable_kv_cache_events)
+
+
+def event_groups(kv_cache_config: KVCacheConfig) -> tuple[Mapping[str, Any], ...]:
+    """What the engine's own events say of each group, as fields of an event."""
+    from vllm.v1 import kv_cache_interface
+
+    kind_of = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
+    window_of = getattr(kv_cache_interface, "get_kv_cache_spec_sliding_window", None)
+    groups = []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        fields: dict[str, Any] = {"group_idx": index}
+        if kind_of is not None:
+            fields["kv_cache_spec_kind"] = kind_of(group.kv_cache_spec).value
+        if window_of is not None:
+            fields["kv_cache_spec_sliding_window"] = window_of(group.kv_cache_spec)
+        groups.append(fields)
+    return tuple(groups)
+
+
+def block_stored(**fields: Any) -> Any:
+    """The engine's event of that name. Fields that it has not yet are left out."""
+    from vllm.distributed.kv_events import BlockStored
+
+    return BlockStored(**{name: value for name, value in fields.items() if name in BlockStored.__struct_fields__})
+
+
+def block_removed(**fields: Any) -> Any:
+    """The same of a removal."""
+    from vllm.distributed.kv_events import BlockRemoved
+
+    return BlockRemoved(**{name: value for name, value in fields.items() if name in BlockRemoved.__struct_fields__})
+
+
+def event_hash(block_hash: bytes) -> Any:
+    """A block hash as events have it: bytes, or a number where the operator asked for that."""
+    from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+
+    return maybe_convert_block_hash(block_hash)  # type: ignore[arg-type]
+
+
+def event_extra_keys(request: Any, spans: Sequence[tuple[int, int]]) -> list[Any] | None:
+    """What tells blocks apart besides their tokens, for each block one entry, as the engine's own events have it."""
+    from vllm.v1.core import kv_cache_utils
+
+    keys = [kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)[0] for start, end in spans]
+    convert = getattr(kv_cache_utils, "to_event_extra_keys", None)
+    if convert is None:
+        return keys
+    converted: list[Any] | None = convert(keys)
+    return converted
+
+
+def cached_blocks(pool: Any) -> object:
+    """The table of what the engine has cached; another object when it was reset as a whole."""
+    return getattr(pool, "cached_block_hash_to_block", None)

@@ -1,0 +1,1 @@
+"""Copies between KV cache blocks and host memory: tables of copies, their lowering, devices, and the proof at start."""

@@ -1,0 +1,391 @@
+"""Proof at the start on a GPU that copies do what the engine relies on: the start is refused where they do not.
+
+Random pages of every group go to the arena and back through the engines and the lowering that serve requests later,
+beside compute on the engine's own stream: blocks are written late, right before they are stored; they are reused as
+soon as the store has ended; loads go over blocks that pending compute still reads and zeroes. A fence that is missing,
+a page in the wrong place and a byte too few are all wrong bytes then. Where compute has ended before a copy is
+submitted, its fence was not tried, and the copy is made again behind a longer delay. What the blocks held before is put
+back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from hybridkv.canonical import GroupPages
+from hybridkv.connectors.config import ROOT
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.common.copies.copy_table import ChunkCopy, CopyTable
+from hybridkv.connectors.vllm.common.copies.devices import Device, GpuDevice
+from hybridkv.connectors.vllm.common.copies.kv_memory import KVMemory, zeros_in
+from hybridkv.connectors.vllm.common.copies.lowering import JobLowering, RankMemory
+from hybridkv.tiers import SealedMemory, Slot
+from hybridkv.transfer import CopyEngine, CopyRuns, Hook, JobId
+
+if TYPE_CHECKING:
+    # It needs vLLM, which the proof does without.
+    from hybridkv.connectors.vllm.common.copies.rank_work import CopyPaths
+
+logger = logging.getLogger("vllm.hybridkv.worker")
+
+Bytes = npt.NDArray[np.uint8]
+
+PROOF_BYTES = 64 << 20
+"""Of all groups' blocks together, unless one block of each has more."""
+PROOF_PAGES = 2048
+"""The same in pages."""
+DELAY_CYCLES, MOST_DELAY_CYCLES = 8_000_000, 256_000_000
+"""Of the GPU, before compute: some 4 ms at first, twice as long where that was too short, some 130 ms at most."""
+MEASURED_BYTES, MEASURED_JOBS = 64 << 20, 8
+"""Of one group that are copied each way to measure, and in how many jobs at most."""
+ROUNDS_S = 0.7
+"""Another round begins only before so much time has passed. With the first it stays below 2 s."""
+TIMEOUT_S = 30.0
+"""A copy that takes longer never ends."""
+_KEY = b"copy proof"
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRates:
+    """What was measured.
+
+    Args:
+        num_pages: that were copied both ways and compared, each counted once a round.
+        page_sizes: of them, in bytes, ascending.
+        store_bytes_per_s: of copies to the arena.
+        load_bytes_per_s: of copies back.
+        seconds: that all took.
+        untried: "loads", "stores", where compute had always ended before a copy was submitted.
+    """
+
+    num_pages: int
+    page_sizes: tuple[int, ...]
+    store_bytes_per_s: float
+    load_bytes_per_s: float
+    seconds: float
+    untried: tuple[str, ...]
+
+
+def prove_at_start(memory: KVMemory, arena: SealedMemory, paths: CopyPaths, device: Device) -> None:
+    """Proves the copies of a GPU, and says how fast they are. Nothing to do on a CPU.
+
+    Args:
+        memory: of the engine.
+        arena: pinned. Both are registered with the engines.
+        paths: the engines.
+        device: of this worker.
+
+    Raises:
+        ConfigurationError: as `prove_copies`.
+    """
+    if not isinstance(device, GpuDevice):
+        return
+    sides = RankMemory(memory.pages, memory.cut, zeros_in(memory.zeros), arena)
+    seed = secrets.randbits(32)
+    logger.info("proving copies of this GPU, seed %d", seed)
+    rates = prove_copies(sides, memory.storages, paths, device, np.random.default_rng(seed))
+    logger.info(
+        "copies of this GPU: stores %.1f GB/s, loads %.1f GB/s; %d pages of %s bytes went both ways beside compute, "
+        "and every byte and digest was right (%.2f s)%s",
+        rates.store_bytes_per_s / 1e9,
+        rates.load_bytes_per_s / 1e9,
+        rates.num_pages,
+        ", ".join(map(str, rates.page_sizes)),
+        rates.seconds,
+        f"; fences of {' and '.join(rates.untried)} were not tried: compute was too short" if rates.untried else "",
+    )
+
+
+def prove_copies(
+    memory: RankMemory, tensors: Sequence[Any], paths: CopyPaths, gpu: GpuDevice, random: np.random.Generator
+) -> CopyRates:
+    """Copies and compares. No other thread may use the memory meanwhile.
+
+    Args:
+        memory: both sides of the copies, registered with the engines.
+        tensors: of bytes, the memory that the pages lie in.
+        paths: the engines.
+        gpu: where compute runs.
+        random: draws blocks and bytes.
+
+    Raises:
+        ConfigurationError: a byte or a digest differs, or a copy failed; says which.
+    """
+    import torch
+
+    began_s = paths.clock()
+    # Chunks that cut blocks are copied in the same way.
+    whole = RankMemory(memory.pages, {}, memory.zeros, memory.arena)
+    proof = _Proof(JobLowering(whole), memory.arena, paths, gpu)
+    stores, loads, num_pages, sizes = _Rate(), _Rate(), 0, set[int]()
+    for number in itertools.count():
+        if number and paths.clock() - began_s >= ROUNDS_S:
+            break
+        for group_index in memory.pages:
+            sizes_of_group = proof.prove_group(_blocks_that_fit(memory, group_index, tensors, random), stores, loads)
+            num_pages += len(sizes_of_group)
+            sizes.update(sizes_of_group)
+    torch.cuda.empty_cache()
+    seconds = paths.clock() - began_s
+    page_sizes, untried = tuple(sorted(sizes)), tuple(sorted(proof.untried))
+    return CopyRates(num_pages, page_sizes, stores.bytes_per_s, loads.bytes_per_s, seconds, untried)
+
+
+@dataclass(slots=True)
+class _Rate:
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        return self.num_bytes / self.seconds if self.seconds else 0.0
+
+
+class _Blocks:
+    """Some blocks of one group, their pages as tensors on the device, buffers beside them, and the slot to copy to."""
+
+    def __init__(
+        self, pages: GroupPages, group_index: int, tensors: Sequence[Any], random: np.random.Generator, number: int
+    ) -> None:
+        import torch
+
+        # Block 0 is the engine's null block.
+        first = min(1, pages.num_blocks - 1)
+        block_ids = (first + random.permutation(pages.num_blocks - first)[:number]).tolist()
+        addresses, sizes = pages.addresses(block_ids)
+        self.group_index = group_index
+        self.sizes: list[int] = sizes.tolist()
+        self.offsets: list[int] = pages.chunk_offsets(0, number, number).tolist()
+        self.block_ids = tuple(block_ids)
+        self.slot = Slot(((0, number * pages.block_bytes),))
+        self.copies = CopyTable.of([ChunkCopy(group_index, _KEY, self.slot, 0, number, self.block_ids)])
+        self._views = [
+            _view(tensors, address, size) for address, size in zip(addresses.tolist(), self.sizes, strict=True)
+        ]
+        self.is_page = np.zeros(self.slot.num_bytes, dtype=bool)
+        """For each byte of the slot, whether it is a page's and not zero."""
+        for offset, size in zip(self.offsets, self.sizes, strict=True):
+            self.is_page[offset : offset + size] = True
+        self.content = random.integers(1, 256, self.slot.num_bytes, dtype=np.uint8)
+        """Of a slot: bytes where pages are, and zeros between them. None of a page is zero, as blocks are before."""
+        self.content[~self.is_page] = 0
+        buffers = torch.zeros((5, self.slot.num_bytes), dtype=torch.uint8, device=self._views[0].device)
+        self.kept, self.fresh, self.other, self.before, self.after = buffers
+        """What the pages held; the content and its inverse; what compute read."""
+        self.fresh.copy_(torch.from_numpy(self.content))
+        self.other.copy_(torch.from_numpy(~self.content))
+
+    def writes(self, buffer: Any) -> Callable[[], None]:
+        """Compute that writes all pages."""
+        import torch
+
+        parts = self._parts(buffer)
+        return lambda: torch._foreach_copy_(self._views, parts)
+
+    def reads(self, buffer: Any) -> Callable[[], None]:
+        """Compute that reads all pages."""
+        import torch
+
+        parts = self._parts(buffer)
+        return lambda: torch._foreach_copy_(parts, self._views)
+
+    def zero(self) -> None:
+        import torch
+
+        torch._foreach_zero_(self._views)
+
+    def page_at(self, offset: int) -> str:
+        """The page to which a byte of the slot belongs."""
+        page = int(np.searchsorted(self.offsets, offset, side="right")) - 1
+        pages_of_a_block = len(self.sizes) // len(self.block_ids)
+        block_id = self.block_ids[page // pages_of_a_block]
+        return f"byte {offset - self.offsets[page]} of a page of {self.sizes[page]} bytes of block {block_id}"
+
+    def _parts(self, buffer: Any) -> list[Any]:
+        return [buffer[offset : offset + size] for offset, size in zip(self.offsets, self.sizes, strict=True)]
+
+
+def _blocks_that_fit(
+    memory: RankMemory, group_index: int, tensors: Sequence[Any], random: np.random.Generator
+) -> _Blocks:
+    """As many as the device has room for beside the engine's memory."""
+    import torch
+
+    pages = memory.pages[group_index]
+    share_bytes = min(PROOF_BYTES // len(memory.pages), memory.arena.capacity_bytes)
+    share_pages = PROOF_PAGES // len(memory.pages)
+    most = min(share_bytes // pages.block_bytes, share_pages // len(pages.regions), pages.num_blocks - 1)
+    number = max(1, most)
+    if number * pages.block_bytes > memory.arena.capacity_bytes:
+        got = f"{memory.arena.capacity_bytes} bytes on this rank"
+        raise ConfigurationError("capacity", f"room for a block of {pages.block_bytes} bytes", got, "give it more")
+    while number > 1:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            return _Blocks(pages, group_index, tensors, random, number)
+        number //= 2
+    return _Blocks(pages, group_index, tensors, random, number)
+
+
+class _Proof:
+    def __init__(self, lowering: JobLowering, arena: SealedMemory, paths: CopyPaths, gpu: GpuDevice) -> None:
+        self._lowering = lowering
+        self._arena = arena
+        self._paths = paths
+        self._gpu = gpu
+        self._job_ids = itertools.count(1)
+        self._delay_cycles = DELAY_CYCLES
+        self._was_pending = False
+        self.untried = {"stores", "loads"}
+
+    def prove_group(self, blocks: _Blocks, stores: _Rate, loads: _Rate) -> list[int]:
+        """Sizes of the pages."""
+        self._gpu.launch(blocks.reads(blocks.kept))
+        self._until_pending("stores", lambda: self._store(blocks))
+        self._until_pending("loads", lambda: self._load(blocks))
+        self._arena.discard(blocks.slot)
+        self._measure("store", blocks, self._paths.stores, self._stored(blocks), stores)
+        self._measure("load", blocks, self._paths.loads, self._loaded(blocks), loads)
+        self._gpu.launch(blocks.writes(blocks.kept))
+        self._gpu.synchronize()
+        return blocks.sizes
+
+    def _until_pending(self, name: str, copy: Callable[[], None]) -> None:
+        """Copies once more, behind a longer delay, where compute had ended before the copy was submitted."""
+        while True:
+            copy()
+            if self._was_pending:
+                self.untried.discard(name)
+                return
+            if self._delay_cycles >= MOST_DELAY_CYCLES:
+                return
+            self._delay_cycles *= 2
+
+    def _store(self, blocks: _Blocks) -> None:
+        """The forward pass is late, and its blocks are reused at once."""
+        content = blocks.content
+        [view] = self._arena.views(blocks.slot)
+        view[:] = (~content).tobytes()  # so that each byte has to be copied
+        write = blocks.writes(blocks.fresh)
+        self._gpu.launch_delay(self._delay_cycles)
+        self._gpu.launch(write)
+        is_done = self._gpu.mark()
+        self._copy(
+            "store",
+            blocks,
+            self._paths.stores,
+            self._stored(blocks),
+            before=lambda: self._look(is_done),
+            after=lambda: self._seal(blocks),
+        )
+        self._gpu.launch(blocks.zero)
+        stored = np.frombuffer(b"".join(self._arena.views(blocks.slot)), dtype=np.uint8)
+        self._compare("store", blocks, stored, content)
+        if self._arena.sealed_checksum(_KEY, blocks.slot) != xxhash.xxh3_128_digest(content.tobytes()):
+            raise _refusal("store", blocks, "the digest is not that of the bytes")
+
+    def _load(self, blocks: _Blocks) -> None:
+        """Pending compute reads and zeroes the blocks, and compute that follows reads them at once."""
+        content = blocks.content
+        read_before, read_after = blocks.reads(blocks.before), blocks.reads(blocks.after)
+        self._gpu.launch(blocks.writes(blocks.other))
+        self._gpu.launch_delay(self._delay_cycles)
+        self._gpu.launch(read_before)
+        self._gpu.launch(blocks.zero)
+        is_done = self._gpu.mark()
+        self._copy(
+            "load",
+            blocks,
+            self._paths.loads,
+            self._loaded(blocks),
+            before=lambda: self._check(blocks) or self._look(is_done),
+        )
+        self._gpu.launch(read_after)
+        self._gpu.synchronize()
+        self._compare("load", blocks, blocks.before.cpu().numpy(), np.where(blocks.is_page, ~content, 0))
+        self._compare("load", blocks, blocks.after.cpu().numpy(), content)
+
+    def _look(self, is_done: Callable[[], bool]) -> str | None:
+        """Right before the copy is submitted."""
+        self._was_pending = not is_done()
+        return None
+
+    def _measure(
+        self, name: str, blocks: _Blocks, engine: CopyEngine, runs: Callable[[], CopyRuns], rate: _Rate
+    ) -> None:
+        self._gpu.synchronize()
+        num_bytes = blocks.slot.num_bytes
+        number = max(1, min(MEASURED_BYTES // num_bytes, MEASURED_JOBS))
+        began_s = self._paths.clock()
+        self._copy(name, blocks, engine, runs, number=number)
+        rate.seconds += self._paths.clock() - began_s
+        rate.num_bytes += number * num_bytes
+
+    def _stored(self, blocks: _Blocks) -> Callable[[], CopyRuns]:
+        return lambda: self._lowering.store(blocks.copies).runs
+
+    def _loaded(self, blocks: _Blocks) -> Callable[[], CopyRuns]:
+        return lambda: self._lowering.load(blocks.copies)
+
+    def _copy(
+        self,
+        name: str,
+        blocks: _Blocks,
+        engine: CopyEngine,
+        runs: Callable[[], CopyRuns],
+        before: Hook | None = None,
+        after: Hook | None = None,
+        number: int = 1,
+    ) -> None:
+        job_ids = [JobId(next(self._job_ids)) for _ in range(number)]
+        try:
+            is_taken = all(engine.submit(job_id, runs, before, after) for job_id in job_ids)
+        except Exception as error:  # an engine that copies in `submit`
+            raise _refusal(name, blocks, f"{type(error).__name__}: {error}") from error
+        if not is_taken:
+            raise _refusal(name, blocks, "the engine takes no more jobs")
+        if not engine.wait(job_ids, TIMEOUT_S):
+            raise _refusal(name, blocks, f"it did not end in {TIMEOUT_S:.0f} s")
+        for result in engine.poll():
+            if result.failure is not None:
+                raise _refusal(name, blocks, result.failure)
+
+    def _seal(self, blocks: _Blocks) -> str | None:
+        [failure] = self._arena.seal_all([(_KEY, blocks.slot)])
+        return None if failure is None else str(failure)
+
+    def _check(self, blocks: _Blocks) -> str | None:
+        [failure] = self._arena.check_all([(_KEY, blocks.slot)])
+        return None if failure is None else str(failure)
+
+    def _compare(self, name: str, blocks: _Blocks, found: Bytes, expected: Bytes) -> None:
+        differs = np.flatnonzero(found != expected)
+        if len(differs):
+            where = blocks.page_at(int(differs[0]))
+            raise _refusal(name, blocks, f"{len(differs)} of {len(expected)} bytes differ, the first is {where}")
+
+
+def _view(tensors: Sequence[Any], address: int, num_bytes: int) -> Any:
+    for tensor in tensors:
+        offset = address - tensor.data_ptr()
+        if offset >= 0 and offset + num_bytes <= tensor.nbytes:
+            return tensor[offset : offset + num_bytes]
+    raise ValueError(f"[{address:#x}, +{num_bytes}) lies in none of the tensors")
+
+
+def _refusal(name: str, blocks: _Blocks, what: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{ROOT}.copies",
+        "copies that keep every byte",
+        f"a {name} of group {blocks.group_index} at the start: {what}",
+        "run without this connector on this machine, and report vLLM's version, the GPU and its driver",
+    )

@@ -1,0 +1,388 @@
+"""Copies of chunks as a few arrays: the form in which they travel to a worker, which lowers all of them in one call.
+
+Most chunks of a job differ only in key, slot and blocks, so the common part is stored once for consecutive chunks. No
+object stands for a chunk unless one is asked for. `ChunkCopies` makes the arrays from the planner's transfers.
+"""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from functools import lru_cache
+from itertools import chain, groupby
+from typing import NamedTuple
+
+import msgspec
+
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.planner import CacheSpec, LocalCopies, Transfer, TransferRun, chunk_blocks, chunk_span
+from hybridkv.tiers import Slot
+
+
+class ChunkCopy(msgspec.Struct, frozen=True, array_like=True):
+    """Blocks of one group, and where (their part of) a chunk lies in the tier: one is copied to the other.
+
+    Args:
+        group_index: the engine's group.
+        key: of the chunk.
+        slot: where it lies, the same on every rank.
+        first_block: where `block_ids` begin within the chunk's stored blocks.
+        stored_blocks: how many blocks the chunk holds.
+        block_ids: the engine's blocks, in token order.
+        lead_tokens: of the first stored block, those at its beginning that the chunk does not have.
+        trail_tokens: of the last stored block, those at its end that the chunk does not have.
+        local_blocks: of a load, blocks of the engine with the same content, from which it is copied instead; none
+            where it comes from the tier.
+    """
+
+    group_index: int
+    key: bytes
+    slot: Slot
+    first_block: int
+    stored_blocks: int
+    block_ids: tuple[int, ...]
+    lead_tokens: int = 0
+    trail_tokens: int = 0
+    local_blocks: tuple[int, ...] = ()
+
+
+class CopyShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Copies in a row that are alike but for their keys, slots and blocks. In the order of the table's numbers."""
+
+    num_copies: int
+    group_index: int
+    first_block: int
+    num_blocks: int
+    stored_blocks: int
+    lead_tokens: int
+    trail_tokens: int
+    num_local: int
+    num_extents: int
+    key_bytes: int
+
+
+SHAPE_NUMBERS = len(CopyShape.__struct_fields__)
+
+
+class PlacedChunk(NamedTuple):
+    """Of a copy, which chunk it is of.
+
+    Args:
+        key: of the chunk.
+        slot: where it lies.
+        is_local: it is copied from blocks of the engine, and the slot is not read.
+    """
+
+    key: bytes
+    slot: Slot
+    is_local: bool
+
+
+class ChunkPart(NamedTuple):
+    """Which part of a chunk a copy is of: fields of `ChunkCopy`."""
+
+    group_index: int
+    first_block: int
+    stored_blocks: int
+    lead_tokens: int
+    trail_tokens: int
+
+
+class CopyColumns(NamedTuple):
+    """Copies as sequences of one length.
+
+    Args:
+        part: of each; the same object where it is the same.
+        key: of its chunk.
+        slot: of its chunk.
+        block_ids: as of `ChunkCopy`.
+        local_blocks: the same; None where no copy has any.
+    """
+
+    part: Sequence[ChunkPart]
+    key: Sequence[bytes]
+    slot: Sequence[Slot]
+    block_ids: Sequence[Sequence[int]]
+    local_blocks: Sequence[Sequence[int]] | None = None
+
+
+class CopyRun(NamedTuple):
+    """Copies in a row that are of the same part of their chunks, with as many blocks each.
+
+    Args:
+        part: of each.
+        num_copies: how many there are.
+        block_ids: of all of them, one behind the other.
+    """
+
+    part: ChunkPart
+    num_copies: int
+    block_ids: Sequence[int]
+
+
+class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Copies, in order. In the byte order of the machine: nobody keeps it.
+
+    Args:
+        shapes: ten 32-bit numbers each, see `CopyShape`.
+        keys: one behind the other.
+        block_ids: of every copy, 32-bit numbers.
+        local_ids: other blocks of the engine that copies are taken from, 32-bit numbers.
+        extents: (offset, num_bytes) of every slot, 64-bit numbers.
+    """
+
+    shapes: bytes = b""
+    keys: bytes = b""
+    block_ids: bytes = b""
+    local_ids: bytes = b""
+    extents: bytes = b""
+
+    @classmethod
+    def of(cls, copies: Iterable[ChunkCopy]) -> CopyTable:
+        """A table of these.
+
+        Raises:
+            struct.error: a block is no 32-bit integer.
+        """
+        each = list(copies)
+        return cls.of_columns(
+            CopyColumns(
+                [
+                    ChunkPart(
+                        copy.group_index, copy.first_block, copy.stored_blocks, copy.lead_tokens, copy.trail_tokens
+                    )
+                    for copy in each
+                ],
+                [copy.key for copy in each],
+                [copy.slot for copy in each],
+                [copy.block_ids for copy in each],
+                [copy.local_blocks for copy in each],
+            )
+        )
+
+    @classmethod
+    def of_columns(cls, columns: CopyColumns) -> CopyTable:
+        """The same, of copies that nobody made objects of. `ValueError` for columns of several lengths."""
+        if len({len(column) for column in columns if column is not None}) > 1:
+            raise ValueError(f"expected columns of one length, got {[len(column or ()) for column in columns]}")
+        extents = [slot.extents for slot in columns.slot]
+        return cls(
+            b"".join(_shapes(columns, extents)),
+            b"".join(columns.key),
+            _packed("i", columns.block_ids),
+            _packed("i", columns.local_blocks or ()),
+            _packed("q", list(chain.from_iterable(extents))),
+        )
+
+    @classmethod
+    def of_runs(cls, runs: Sequence[CopyRun], keys: Sequence[bytes], slots: Sequence[Slot]) -> CopyTable:
+        """The same, of runs whose copies are of chunks with these keys, in these slots. `ValueError` where there are
+        more or fewer of them."""
+        num_copies = sum(run.num_copies for run in runs)
+        if not num_copies == len(keys) == len(slots):
+            raise ValueError(f"expected {num_copies} keys and slots, got {len(keys)} and {len(slots)}")
+        extents = [slot.extents for slot in slots]
+        shapes, start = [], 0
+        for part, num_copies, block_ids in runs:
+            end, num_blocks = start + num_copies, len(block_ids) // num_copies
+            for number, num_extents, key_bytes in _alike((extents[start:end], keys[start:end])):
+                shapes.append(_shape(number, part, num_blocks, 0, num_extents, key_bytes))
+            start = end
+        places = list(chain.from_iterable(chain.from_iterable(extents)))
+        return cls(
+            b"".join(shapes),
+            b"".join(keys),
+            b"".join([struct.pack(f"{len(run.block_ids)}i", *run.block_ids) for run in runs]),
+            b"",
+            struct.pack(f"{len(places)}q", *places),
+        )
+
+    def rows(self) -> Iterator[CopyShape]:
+        """What copies are like, in order."""
+        numbers = array("i", self.shapes)
+        for start in range(0, len(numbers), SHAPE_NUMBERS):
+            yield CopyShape(*numbers[start : start + SHAPE_NUMBERS])
+
+    def local_blocks(self) -> Sequence[int]:
+        """Blocks of the engine that are copied from, of all copies."""
+        return array("i", self.local_ids)
+
+    def from_tier(self) -> CopyTable:
+        """The same copies, each from its slot."""
+        shapes = array("i", self.shapes)
+        column = CopyShape.__struct_fields__.index("num_local")
+        shapes[column::SHAPE_NUMBERS] = array("i", bytes(len(self.shapes) // SHAPE_NUMBERS))
+        return msgspec.structs.replace(self, shapes=shapes.tobytes(), local_ids=b"")
+
+    def chunks(self) -> Iterator[PlacedChunk]:
+        """Which chunks they are of, in order, without their blocks."""
+        extents = array("q", self.extents)
+        extent = key = 0
+        for shape in self.rows():
+            is_local, step, key_bytes = shape.num_local > 0, 2 * shape.num_extents, shape.key_bytes
+            for _ in range(shape.num_copies):
+                numbers = extents[extent : extent + step]
+                slot = Slot(tuple(zip(numbers[::2], numbers[1::2], strict=True)))
+                yield PlacedChunk(self.keys[key : key + key_bytes], slot, is_local)
+                extent, key = extent + step, key + key_bytes
+
+    def __len__(self) -> int:
+        return sum(array("i", self.shapes)[::SHAPE_NUMBERS])
+
+    def __iter__(self) -> Iterator[ChunkCopy]:
+        """Each by itself."""
+        block_ids, local_ids, chunks = array("i", self.block_ids), array("i", self.local_ids), self.chunks()
+        block = local = 0
+        for shape in self.rows():
+            for _ in range(shape.num_copies):
+                chunk = next(chunks)
+                yield ChunkCopy(
+                    shape.group_index,
+                    chunk.key,
+                    chunk.slot,
+                    shape.first_block,
+                    shape.stored_blocks,
+                    tuple(block_ids[block : block + shape.num_blocks]),
+                    shape.lead_tokens,
+                    shape.trail_tokens,
+                    tuple(local_ids[local : local + shape.num_local]),
+                )
+                block, local = block + shape.num_blocks, local + shape.num_local
+
+
+def _shapes(columns: CopyColumns, extents: Sequence[Sequence[tuple[int, int]]]) -> Iterator[bytes]:
+    """Rows of the table."""
+    start = 0
+    local_blocks: Sequence[Sequence[int]] = columns.local_blocks or [()] * len(extents)
+    of_each: tuple[Sequence[Sized], ...] = (columns.block_ids, local_blocks, extents, columns.key)
+    for part, run in groupby(columns.part):
+        end = start + len(list(run))
+        for num_copies, num_blocks, num_local, num_extents, key_bytes in _alike([each[start:end] for each in of_each]):
+            yield _shape(num_copies, part, num_blocks, num_local, num_extents, key_bytes)
+        start = end
+
+
+def _shape(
+    num_copies: int, part: ChunkPart, num_blocks: int, num_local: int, num_extents: int, key_bytes: int
+) -> bytes:
+    """A row of the table: a `CopyShape`."""
+    return _packer("i", SHAPE_NUMBERS)(
+        num_copies,
+        part.group_index,
+        part.first_block,
+        num_blocks,
+        part.stored_blocks,
+        part.lead_tokens,
+        part.trail_tokens,
+        num_local,
+        num_extents,
+        key_bytes,
+    )
+
+
+def _alike(columns: Sequence[Sequence[Sized]]) -> Iterator[tuple[int, ...]]:
+    """How many in a row are of the same sizes, and these. Mostly all are: seen by one look at each column."""
+    sizes = [set(map(len, column)) for column in columns]
+    if all(len(of_column) == 1 for of_column in sizes):
+        yield len(columns[0]), *(size for [size] in sizes)
+        return
+    for row, rows in groupby(zip(*(map(len, column) for column in columns), strict=True)):
+        yield len(list(rows)), *row
+
+
+def _packed(kind: str, each: Sequence[Sequence[int]]) -> bytes:
+    """Numbers one behind the other, as `array` has them: a few at a time, in a fourth of its time."""
+    sizes = set(map(len, each))
+    if len(sizes) == 1:
+        pack = _packer(kind, sizes.pop())
+        return b"".join([pack(*numbers) for numbers in each])
+    return b"".join([_packer(kind, len(numbers))(*numbers) for numbers in each])
+
+
+@lru_cache(maxsize=256)
+def _packer(kind: str, count: int) -> Callable[..., bytes]:
+    return struct.Struct(f"{count}{kind}").pack
+
+
+def copy_bytes(layout: CacheLayout, copy: CopyShape) -> int:
+    """Bytes of the engine's pages that such a copy copies on one rank, the same whether it stores or loads them: the
+    zeros that align pages in a chunk are not among them."""
+    size = layout.spec.groups[copy.group_index].block_tokens
+    num_tokens = copy.num_blocks * size
+    if copy.first_block == 0:
+        num_tokens -= copy.lead_tokens
+    if copy.first_block + copy.num_blocks == copy.stored_blocks:
+        num_tokens -= copy.trail_tokens
+    return layout.content_bytes(copy.group_index) * num_tokens // size
+
+
+class Copies(NamedTuple):
+    """The copies of one load or store, and their bytes on one rank by what they are beside: a tier, or blocks."""
+
+    copies: CopyTable
+    tier_bytes: int
+    local_bytes: int
+
+
+def copies_of(
+    layout: CacheLayout,
+    transfers: Sequence[Transfer],
+    keys: Sequence[bytes],
+    slots: Sequence[Slot],
+    local: LocalCopies | None = None,
+) -> Copies:
+    """The copies of a load's transfers, given where each chunk lies and which of them the engine holds itself."""
+    spec = layout.spec
+    whole = _whole_parts(spec)
+    parts = [
+        (None if transfer.first_block or transfer.end_token % spec.chunk_tokens else whole[transfer.group_index])
+        or _part(spec, transfer.group_index, transfer.end_token, transfer.first_block)
+        for transfer in transfers
+    ]
+    block_ids = [transfer.block_ids for transfer in transfers]
+    local_blocks = None if local is None else local.block_ids
+    return _measured(layout, CopyTable.of_columns(CopyColumns(parts, keys, slots, block_ids, local_blocks)))
+
+
+def copies_of_runs(
+    layout: CacheLayout, runs: Sequence[TransferRun], keys: Sequence[bytes], slots: Sequence[Slot]
+) -> Copies:
+    """The copies of a store, or of a load of which the engine holds nothing itself, without an object for a chunk."""
+    spec = layout.spec
+    whole = _whole_parts(spec)
+    copied: list[CopyRun] = []
+    for run in runs:
+        if run.num_transfers > 1 and (part := whole[run.group_index]) is not None:
+            copied.append(CopyRun(part, run.num_transfers, run.block_ids))
+        else:
+            copied += [
+                CopyRun(_part(spec, each.group_index, each.end_token, each.first_block), 1, each.block_ids)
+                for each in run.transfers(spec.chunk_tokens)
+            ]
+    return _measured(layout, CopyTable.of_runs(copied, keys, slots))
+
+
+def _measured(layout: CacheLayout, table: CopyTable) -> Copies:
+    num_bytes = {False: 0, True: 0}
+    for shape in table.rows():
+        num_bytes[shape.num_local > 0] += shape.num_copies * copy_bytes(layout, shape)
+    return Copies(table, num_bytes[False], num_bytes[True])
+
+
+def _whole_parts(spec: CacheSpec) -> list[ChunkPart | None]:
+    """Of each group, what a whole chunk is; None where chunks differ."""
+    return [
+        None if blocks is None else ChunkPart(group_index, 0, len(blocks), 0, 0)
+        for group_index, blocks in enumerate(spec.alike_parts)
+    ]
+
+
+def _part(spec: CacheSpec, group_index: int, end_token: int, first_block: int) -> ChunkPart:
+    stored = chunk_blocks(spec, group_index, end_token)
+    if group_index not in spec.cut_groups:
+        return ChunkPart(group_index, first_block, len(stored), 0, 0)
+    span, size = chunk_span(spec, group_index, end_token), spec.groups[group_index].block_tokens
+    return ChunkPart(
+        group_index, first_block, len(stored), span.start - stored.start * size, stored.stop * size - span.end
+    )

@@ -1,0 +1,196 @@
+"""Copies of one rank, and reports to the scheduler: the parts that the workers of the storing connectors share."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from hybridkv.connectors.vllm.common.messages import LoadFailure, StepOutcome, StoreOutcome
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.tiers.stack import MoveOutcome
+from hybridkv.transfer import CopyEngine, CopyRuns, JobId, RecordDigests
+
+logger = logging.getLogger("vllm.hybridkv.worker")
+
+QUEUE_IS_FULL = LoadFailure("busy", "the copy queue is full")
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPaths:
+    """How bytes get into and out of the engine's memory.
+
+    Args:
+        stores: carries out stores.
+        loads: carries out loads; the same engine as `stores`, or one that copies on the calling thread.
+        load_timeout_s: a load that has not begun by then fails, and the request is computed instead.
+        clock: seconds.
+    """
+
+    stores: CopyEngine
+    loads: CopyEngine
+    load_timeout_s: float
+    clock: Callable[[], float]
+
+    def engines(self) -> tuple[CopyEngine, ...]:
+        return (self.stores, self.loads) if self.stores is not self.loads else (self.stores,)
+
+
+@dataclass(slots=True)
+class LoadResults:
+    """Loads that ended since the last step; a failed one is in both sets."""
+
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+
+class Outcomes:
+    """Collects what ended on this rank, for the engine and for the scheduler's half."""
+
+    def __init__(self) -> None:
+        self._outcome = StepOutcome()
+        self._results = LoadResults()
+        self._facts: dict[str, str] | None = None
+
+    def stored(self, store_id: int, failure: str | None, reason: str | None) -> None:
+        """A store ended; `reason` is why it failed, in one word."""
+        self._outcome.stores[store_id] = StoreOutcome(1, failure, reason)
+
+    def loaded(self, request_id: str, failures: Sequence[LoadFailure]) -> None:
+        """A load ended, well where there is no failure."""
+        self._results.finished.add(request_id)
+        if failures:
+            self._results.failed.add(request_id)
+            self._outcome.load_failures[request_id] = tuple(failures)
+
+    def moved(self, moves: Mapping[int, MoveOutcome]) -> None:
+        """Moves between the tiers ended."""
+        self._outcome.moves.update(moves)
+
+    def tell(self, facts: dict[str, str]) -> None:
+        """What the scheduler must hear before it opens what outlives the engine."""
+        self._facts = facts
+
+    def take_facts(self) -> dict[str, str] | None:
+        """What the scheduler has not been told yet."""
+        facts, self._facts = self._facts, None
+        return facts
+
+    def take_results(self) -> LoadResults:
+        """What the engine must hear."""
+        results, self._results = self._results, LoadResults()
+        return results
+
+    def take_outcome(self) -> StepOutcome | None:
+        """What the scheduler must hear, None if nothing."""
+        outcome, self._outcome = self._outcome, StepOutcome()
+        return None if outcome.is_empty else outcome
+
+
+@dataclass(slots=True, eq=False)
+class CopyJob:
+    """One copy.
+
+    Args:
+        is_load: into the engine's blocks.
+        make_runs: makes the runs of bytes, on the copy thread.
+        on_end: gets the failures, none after a success.
+        before: a hook on the copy thread, before the first byte. A reason fails the job.
+        after: the same, behind the last byte.
+        records: checksums that the copy engine takes.
+        zero_bytes: that the runs copy and that belong to no page. Set by `make_runs`.
+        failures: that the hooks found, with the chunk to blame.
+    """
+
+    is_load: bool
+    make_runs: Callable[[CopyJob], CopyRuns]
+    on_end: Callable[[tuple[LoadFailure, ...]], None]
+    before: Callable[[CopyJob], str | None] | None = None
+    after: Callable[[CopyJob], str | None] | None = None
+    records: RecordDigests | None = None
+    zero_bytes: int = 0
+    failures: list[LoadFailure] = field(default_factory=list)
+
+
+class CopyJobs:
+    """The copy jobs of one worker. One thread calls.
+
+    Args:
+        paths: carry out the copies.
+        recorder: counts them.
+    """
+
+    def __init__(self, paths: CopyPaths, recorder: Recorder) -> None:
+        self._paths = paths
+        self._recorder = recorder
+        self._job_ids = itertools.count(1)
+        self._open: dict[JobId, CopyJob] = {}
+
+    def submit(self, job: CopyJob) -> None:
+        """Queues a job. `on_end` is called by `poll`, or now if the job cannot begin."""
+        engine = self._paths.loads if job.is_load else self._paths.stores
+        job_id = JobId(next(self._job_ids))
+        self._open[job_id] = job
+        failure = QUEUE_IS_FULL
+        before = partial(job.before, job) if job.before is not None else None
+        after = partial(job.after, job) if job.after is not None else None
+        try:
+            is_taken = engine.submit(job_id, partial(job.make_runs, job), before, after, job.records)
+        except Exception as error:  # whatever it was, it is this copy's failure and not the engine's
+            logger.exception("a copy could not be submitted")
+            is_taken, failure = False, LoadFailure("io", f"{type(error).__name__}: {error}")
+        if not is_taken:
+            del self._open[job_id]
+            job.on_end((failure,))
+
+    def poll(self) -> None:
+        """Ends the jobs that are over."""
+        for engine in self._paths.engines():
+            for copied in engine.poll():
+                job = self._open.pop(copied.job_id)
+                num_bytes = copied.num_bytes and copied.num_bytes - job.zero_bytes
+                self._recorder.copied(job.is_load, copied.seconds, num_bytes)
+                if copied.failure is None:
+                    job.on_end(())
+                else:
+                    job.on_end(tuple(job.failures) or (LoadFailure("io", copied.failure),))
+
+    def wait_for_loads(self, timeout_s: float) -> None:
+        """Waits until all loads have ended, or so long."""
+        if loads := [job_id for job_id, job in self._open.items() if job.is_load]:
+            self._paths.loads.wait(loads, timeout_s)
+
+    def close(self) -> None:
+        """Ends the running job and fails the others."""
+        for engine in self._paths.engines():
+            engine.close()
+        self.poll()
+
+
+class RankWorker:
+    """Base of the workers: copy jobs, and what the scheduler hears.
+
+    Args:
+        paths: carry out the copies.
+        recorder: counts them.
+    """
+
+    def __init__(self, paths: CopyPaths, recorder: Recorder) -> None:
+        self._paths = paths
+        self._recorder = recorder
+        self._copies = CopyJobs(paths, recorder)
+        self._outcomes = Outcomes()
+
+    def tell(self, facts: dict[str, str]) -> None:
+        """Facts that the scheduler needs before it opens a store that outlives the engine."""
+        self._outcomes.tell(facts)
+
+    def take_facts(self) -> dict[str, str] | None:
+        """Facts that the scheduler has not been told yet."""
+        return self._outcomes.take_facts()
+
+    def outcome(self) -> StepOutcome | None:
+        """Stores, moves and failures that ended since the last call, None if there are none."""
+        return self._outcomes.take_outcome()

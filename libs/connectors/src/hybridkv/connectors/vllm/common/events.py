@@ -1,0 +1,315 @@
+"""KV events: announcements to routers of the chunks in host memory and on disk, as the engine's own events.
+
+It records the chunks of a request when the request meets or stores them, asks the tiers for changes, and turns the
+decisions of `planner.Announcer` into events. Tiers that other engines change too are not announced. `ToldHashes` counts
+how often each block hash was announced, so that a subscriber hears of each once and loses none too early.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import msgspec
+
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.requests import TrackedRequest
+from hybridkv.connectors.vllm.common.stats import DISK, RAM, Recorder
+from hybridkv.planner import Announcement, Announcer, ChunkNode, GroupKind, chunk_span
+from hybridkv.planner.paths import Part
+from hybridkv.tiers import TellsChanges, TierIndex
+from hybridkv.tiers.stack import TierStack
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+
+_Said: TypeAlias = tuple[Any, Any, Any]
+"""Medium, group and hash."""
+
+
+class ToldHashes:
+    """Counts by medium, group and hash. As large as what is announced."""
+
+    def __init__(self) -> None:
+        self._counts: dict[_Said, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def pass_on(self, events: Iterable[Any]) -> list[Any]:
+        """What of one step's events tells a subscriber something new. Of other kinds of events, everything.
+
+        What was taken back and given again in one step, while another held it, is taken back and said again, once:
+        whoever does so believes that the subscriber forgot it.
+        """
+        said: list[Any] = []
+        taken_back: set[_Said] = set()
+        said_again: set[_Said] = set()
+        for event in events:
+            match type(event).__name__:
+                case "BlockStored":
+                    said += self._stored(event, taken_back, said_again)
+                case "BlockRemoved":
+                    said += self._removed(event, taken_back)
+                case _:
+                    said.append(event)
+        return said
+
+    def _stored(self, event: Any, taken_back: set[_Said], said_again: set[_Said]) -> Iterator[Any]:
+        is_new, again = [], []
+        for block_hash, place in zip(event.block_hashes, _places(event), strict=True):
+            count = self._counts.get(place, 0)
+            self._counts[place] = count + 1
+            is_again = place in taken_back and place not in said_again
+            is_new.append(count == 0 or is_again)
+            if is_again:
+                said_again.add(place)
+                again.append(block_hash)
+        if again:
+            yield compat.block_removed(
+                block_hashes=again, medium=event.medium, group_idx=getattr(event, "group_idx", None)
+            )
+        if all(is_new):
+            yield event
+        elif any(is_new):
+            yield from _runs(event, is_new)
+
+    def _removed(self, event: Any, taken_back: set[_Said]) -> Iterator[Any]:
+        gone = []
+        for block_hash, place in zip(event.block_hashes, _places(event), strict=True):
+            count = self._counts.pop(place, 1) - 1
+            if count:
+                self._counts[place] = count
+                taken_back.add(place)
+            else:
+                gone.append(block_hash)
+                taken_back.discard(place)
+        if len(gone) == len(event.block_hashes):
+            yield event
+        elif gone:
+            yield msgspec.structs.replace(event, block_hashes=gone)
+
+
+def _places(event: Any) -> list[_Said]:
+    group = getattr(event, "group_idx", None)
+    return [(event.medium, group, block_hash) for block_hash in event.block_hashes]
+
+
+def _runs(event: Any, is_new: list[bool]) -> Iterator[Any]:
+    """The parts of an event that are new, each with its own tokens."""
+    hashes, size = event.block_hashes, event.block_size
+    extra_keys = getattr(event, "extra_keys", None)
+    if not size or len(event.token_ids) != len(hashes) * size:
+        yield event  # it does not say which tokens are whose
+        return
+    first = 0
+    while first < len(hashes):
+        if not is_new[first]:
+            first += 1
+            continue
+        end = first
+        while end < len(hashes) and is_new[end]:
+            end += 1
+        fields = {
+            "block_hashes": hashes[first:end],
+            "parent_block_hash": hashes[first - 1] if first else event.parent_block_hash,
+            "token_ids": event.token_ids[first * size : end * size],
+        }
+        if extra_keys is not None and len(extra_keys) == len(hashes):
+            fields["extra_keys"] = extra_keys[first:end]
+        yield msgspec.structs.replace(event, **fields)
+        first = end
+
+
+logger = logging.getLogger("vllm.hybridkv.scheduler")
+
+MEDIA = {RAM: "CPU", DISK: "STORAGE"}
+"""What events call the tiers that are announced. Others are shared: who else uses them tells of them, or nobody can."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """A chunk in the engine's words.
+
+    Args:
+        parent: the block hash before it, None at the beginning.
+        hashes: of all its hash blocks.
+        tokens: all of them.
+        extra_keys: one entry for each hash block, or None.
+        lora: adapter's number and name.
+    """
+
+    parent: bytes | None
+    hashes: tuple[bytes, ...]
+    tokens: array[int]
+    extra_keys: list[Any] | None
+    lora: tuple[int | None, str | None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Watched:
+    index: TierIndex
+    changes: TellsChanges
+    medium: str
+
+
+class RouterEvents:
+    """The events of one store, from when it opens.
+
+    Args:
+        layout: the model's groups.
+        stack: the tiers.
+        groups: what events say of each group; see `compat.event_groups`.
+        recorder: counts what is told.
+    """
+
+    def __init__(
+        self, layout: CacheLayout, stack: TierStack, groups: Sequence[Mapping[str, Any]], recorder: Recorder
+    ) -> None:
+        self._layout, self._groups, self._recorder = layout, groups, recorder
+        spec = layout.spec
+        self._tiers: list[_Watched] = []
+        for name, index in {RAM: stack.near, **stack.slower}.items():
+            if name in MEDIA and isinstance(index, TellsChanges):
+                index.watch()
+                self._tiers.append(_Watched(index, index, MEDIA[name]))
+        self._announcer: Announcer[_Told] = Announcer(spec, len(self._tiers))
+        self._said = ToldHashes()
+        # The chunk's name: what knows most of the tokens behind its end tells siblings apart.
+        self._naming = max(spec.stored_groups, key=lambda index: spec.groups[index].lookahead_tokens)
+        self._lookahead = spec.groups[self._naming].lookahead_tokens
+        self._pool: BlockPool | None = None
+        self._engine_cache: object = None
+        self._has_said_why = False
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """The engine's blocks: when it forgets them all it says so in words that take in what is announced here."""
+        self._pool, self._engine_cache = pool, compat.cached_blocks(pool)
+
+    # What a request's chunks are.
+
+    def met(self, tracked: TrackedRequest) -> None:
+        """The engine admitted a request: of what tiers hold of it, it is known now which tokens these are."""
+        num_chunks = self._num_named(tracked)
+        if num_chunks == 0:
+            return
+        keys, last = tracked.keys(), 0
+        for group in self._layout.spec.stored_groups:
+            of_group = keys.between(group, 0, num_chunks)
+            for tier in self._tiers:
+                place = tier.index.last_held(of_group)
+                last = max(last, 0 if place is None else place + 1)
+        chunk = self._layout.spec.chunk_tokens
+        for number in range(1, last + 1):
+            self._describe(tracked, number * chunk)
+
+    def storing(self, tracked: TrackedRequest, parts: Iterable[Part]) -> None:
+        """A request stores these parts, or found them stored."""
+        last = self._num_named(tracked) * self._layout.spec.chunk_tokens
+        for end in sorted({end for _, end in parts}):
+            if end <= last and end % self._layout.spec.chunk_tokens == 0:
+                self._describe(tracked, end)
+
+    def _num_named(self, tracked: TrackedRequest) -> int:
+        """Chunks of which every part has a key, and of whose blocks the engine has hashes."""
+        num_hashed = min(len(tracked.request.block_hashes), len(tracked.prefix_hashes()))
+        is_hashed = bool(tracked.request.block_hashes) or tracked.request.num_tokens < self._layout.hash_block_tokens
+        if not is_hashed and not self._has_said_why:
+            self._has_said_why = True
+            logger.warning(
+                "no KV events of what is stored: this engine makes no block hashes, by which routers know it"
+            )
+        known = num_hashed * self._layout.hash_block_tokens - self._lookahead
+        return max(0, known) // self._layout.spec.chunk_tokens
+
+    def _describe(self, tracked: TrackedRequest, end: int) -> None:
+        keys, spec = tracked.keys(), self._layout.spec
+        name = keys.key(self._naming, end)
+        if self._announcer.knows(name):
+            return
+        of_parts = tuple(keys.key(group, end) for group in spec.stored_groups)
+        answers = [(number, key, tier.index.lookup(key)) for number, tier in enumerate(self._tiers) for key in of_parts]
+        start = end - spec.chunk_tokens
+        parent = keys.key(self._naming, start) if start else None
+        self._announcer.describe(ChunkNode(name, parent, end, of_parts, self._told(tracked, start, end)))
+        for answer in answers:
+            self._announcer.note(*answer)
+
+    def _told(self, tracked: TrackedRequest, start: int, end: int) -> _Told:
+        request, size = tracked.request, self._layout.hash_block_tokens
+        hashes, first = request.block_hashes, start // size
+        lora = tracked.lora
+        return _Told(
+            parent=hashes[first - 1] if first else None,
+            hashes=tuple(hashes[first : end // size]),
+            tokens=array("i", request.all_token_ids[start:end]),
+            extra_keys=compat.event_extra_keys(request, [(at, at + size) for at in range(start, end, size)]),
+            lora=(None, None) if lora is None else (lora.adapter_id, lora.name),
+        )
+
+    # What is told.
+
+    def take(self) -> list[Any]:
+        """What became so since the last step, prefixes before what follows them, and removals the other way round."""
+        self._look()
+        stored, removed = self._announcer.take()
+        events = [self._stored(each) for each in stored] + [self._removed(each) for each in removed]
+        if self._pool is not None and self._engine_cache is not (now := compat.cached_blocks(self._pool)):
+            self._engine_cache = now
+            everything = self._announcer.announced()
+            events += [self._removed(each) for each in reversed(everything)]
+            events += [self._stored(each) for each in everything]
+        said = self._said.pass_on(events)
+        for event in said:
+            self._recorder.announced(type(event).__name__, event.medium)
+        if events:
+            announcer = self._announcer
+            num_tokens = announcer.num_on_paths * self._layout.spec.chunk_tokens
+            self._recorder.announcements(num_tokens, announcer.num_held - announcer.num_told)
+        return said
+
+    def _look(self) -> None:
+        """Ask the tiers about what changed."""
+        for number, tier in enumerate(self._tiers):
+            changes = tier.changes.take_changes()
+            lookup = tier.index.lookup
+            for key in self._announcer.known_keys() if changes.is_any else changes.keys:
+                self._announcer.note(number, key, lookup(key))
+
+    def _stored(self, each: Announcement[_Told]) -> Any:
+        told, size = each.payload, self._layout.hash_block_tokens
+        first, last = self._blocks(each)
+        hashes = told.hashes[first:last]
+        before = told.hashes[first - 1] if first else told.parent
+        return compat.block_stored(
+            block_hashes=[compat.event_hash(each) for each in hashes],
+            parent_block_hash=None if before is None else compat.event_hash(before),
+            token_ids=told.tokens[first * size : last * size].tolist(),
+            block_size=size,
+            lora_id=told.lora[0],
+            medium=self._tiers[each.tier].medium,
+            lora_name=told.lora[1],
+            extra_keys=None if told.extra_keys is None else told.extra_keys[first:last],
+            **self._groups[each.group_index],
+        )
+
+    def _removed(self, each: Announcement[_Told]) -> Any:
+        first, last = self._blocks(each)
+        return compat.block_removed(
+            block_hashes=[compat.event_hash(block_hash) for block_hash in each.payload.hashes[first:last]],
+            medium=self._tiers[each.tier].medium,
+            group_idx=each.group_index,
+        )
+
+    def _blocks(self, each: Announcement[_Told]) -> tuple[int, int]:
+        """The hash blocks of a chunk that a part has the content of: of a state the one that it is behind."""
+        spec, size = self._layout.spec, self._layout.hash_block_tokens
+        last = len(each.payload.hashes)
+        if spec.groups[each.group_index].kind is GroupKind.RECURRENT:
+            return last - 1, last
+        start = each.end_token - last * size
+        return -(-(chunk_span(spec, each.group_index, each.end_token).start - start) // size), last

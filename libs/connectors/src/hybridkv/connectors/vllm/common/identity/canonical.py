@@ -1,0 +1,140 @@
+"""Values as canonical text: the same in every process, and never one text for two values.
+
+Not JSON: an enumeration's member, an element type and a path must not read like the string of the same letters. Nothing
+here knows which values matter.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
+from fractions import Fraction
+from pathlib import PurePath
+from typing import Any
+
+from blake3 import blake3
+
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.common.identity.left_out import MODEL_KEYS_LEFT_OUT
+
+
+def is_model_settings(value: Any) -> bool:
+    """Whether it is a model's configuration as the transformers library holds it."""
+    return any(base.__name__ in ("PretrainedConfig", "PreTrainedConfig") for base in type(value).__mro__)
+
+
+def model_settings(path: str, value: Any) -> dict[str, Any]:
+    """A model's configuration, overrides included, without what only says where it came from."""
+    try:
+        found: Mapping[str, Any] = value.to_dict()
+    except Exception as error:
+        raise ConfigurationError(
+            path, "a configuration that can be written down", f"{type(error).__name__}: {error}", "report the model"
+        ) from error
+    return _without_origin(found)
+
+
+def _without_origin(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {k: _without_origin(v) for k, v in value.items() if k not in MODEL_KEYS_LEFT_OUT}
+    return [_without_origin(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+MAX_TEXT = 200
+"""Letters of a text that is written down as it is; a longer one is digested."""
+
+
+def text(path: str, value: Any) -> str:
+    """The canonical text of a value; of a long one its digest.
+
+    Raises:
+        ConfigurationError: it is, or holds, a value of a type that has none.
+    """
+    whole = _text(path, value)
+    return whole if len(whole) <= MAX_TEXT else digested(whole)
+
+
+def secret_text(path: str, value: Any) -> str:
+    """A digest of the canonical text, however short: for what may hold a credential. Of nothing at all, that."""
+    return digested(_text(path, value)) if value else _text(path, value)
+
+
+def digested(whole: str) -> str:
+    """What stands for a text that is long, or nobody's business."""
+    return "blake3:" + blake3(whole.encode(errors="surrogatepass")).hexdigest(16)
+
+
+def parts(value: Any) -> dict[str, Any] | None:
+    """The fields of an object that is nothing but its fields: a dataclass, or a pydantic model. Of others None."""
+    if isinstance(value, type):
+        return None
+    if is_model_settings(value):
+        # A dataclass too, whose fields are not all that it holds.
+        return model_settings(type(value).__name__, value)
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name, None) for field in fields(value)}
+    names = getattr(type(value), "model_fields", None)
+    return {name: getattr(value, name) for name in names} if isinstance(names, Mapping) else None
+
+
+def child(path: str, key: Any) -> str:
+    """The path of what stands under a key. Keys that are no plain names are quoted, so that no two paths are alike."""
+    if isinstance(key, str) and re.fullmatch(r"[A-Za-z_][\w-]*", key):
+        return f"{path}.{key}" if path else key
+    return f"{path}[{_text(path, key)}]"
+
+
+def _text(path: str, value: Any) -> str:
+    for kinds, write in _KINDS:
+        if isinstance(value, kinds):
+            return write(path, value)
+    if type(value).__module__ == "torch" and type(value).__name__ in ("dtype", "device"):
+        return str(value)
+    if (members := parts(value)) is not None:
+        return type(value).__name__ + _mapping(path, members)
+    return _by_name(path, value)
+
+
+def _by_name(path: str, value: Any) -> str:
+    if isinstance(value, functools.partial):
+        return f"partial({_text(path, value.func)}, {_text(path, value.args)}, {_text(path, value.keywords)})"
+    name = getattr(value, "__qualname__", None)
+    # Two lambdas of one function have one name; a bound method's object is more than its name.
+    if callable(value) and name and "<lambda>" not in name and getattr(value, "__self__", None) is None:
+        return f"{value.__module__}.{name}"
+    raise ConfigurationError(
+        path,
+        "a value of a type that can be told apart",
+        f"{type(value).__module__}.{type(value).__qualname__}",
+        f'if what is cached does not depend on it: "identity_ignores": ["{path}"]',
+    )
+
+
+def _mapping(path: str, value: Mapping[Any, Any]) -> str:
+    return "{" + ", ".join(sorted(f"{_text(path, k)}: {_text(child(path, k), v)}" for k, v in value.items())) + "}"
+
+
+def _sequence(path: str, value: Sequence[Any]) -> str:
+    return "[" + ", ".join(_text(f"{path}[{i}]", item) for i, item in enumerate(value)) + "]"
+
+
+def _set(path: str, value: Set[Any]) -> str:
+    return "set {" + ", ".join(sorted(_text(path, item) for item in value)) + "}"
+
+
+_KINDS: tuple[tuple[Any, Callable[[str, Any], str]], ...] = (
+    (enum.Enum, lambda _, value: f"{type(value).__name__}.{value.name}"),
+    ((bool, int, float, str, type(None)), lambda _, value: json.dumps(value)),
+    (PurePath, lambda _, value: f"path {json.dumps(str(value))}"),
+    ((bytes, bytearray), lambda _, value: f"bytes {bytes(value).hex()}"),
+    (re.Pattern, lambda _, value: f"pattern {value.pattern!r} {value.flags}"),
+    ((range, Fraction), lambda _, value: repr(value)),
+    (type, lambda _, value: f"{value.__module__}.{value.__qualname__}"),
+    (Mapping, _mapping),
+    (Set, _set),
+    (Sequence, _sequence),
+)

@@ -1,0 +1,139 @@
+"""All facts of the engine's own process, and whether another process could ever have the same."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from blake3 import blake3
+
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.common.identity.configuration import configuration_facts
+from hybridkv.connectors.vllm.common.identity.environment import environment_facts
+from hybridkv.connectors.vllm.common.identity.weights import Gathered, is_hidden, local_files, weights_facts
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
+
+
+def code_facts(vllm_config: VllmConfig, gathered: Gathered) -> None:
+    """A digest of every Python file of a model whose configuration names code, if such code may run.
+
+    Raises:
+        ConfigurationError: such a file cannot be read.
+    """
+    draft = getattr(vllm_config.speculative_config, "draft_model_config", None)
+    for name, model in (("code.model", vllm_config.model_config), ("code.drafter", draft)):
+        if model is not None and model.trust_remote_code:
+            _model(name, model, vllm_config.load_config.download_dir, gathered)
+
+
+def _model(name: str, model: ModelConfig, download_dir: str | None, gathered: Gathered) -> None:
+    for repository in sorted(set(_repositories(getattr(model.hf_config, "auto_map", None) or {}))):
+        revision = model.code_revision or (model.revision if not repository else None)
+        root = local_files(repository or model.model, revision, download_dir)
+        at = f"{name}[{repository!r}]" if repository else name
+        if root is None or not root.is_dir():
+            gathered.unrepeatable[at] = "the model's own code is not among the files of this machine"
+        else:
+            gathered.facts[at] = _digest(root)
+
+
+def _repositories(auto_map: Any) -> Iterator[str]:
+    """Where the classes of an `auto_map` are: "" for the model's own files, or a repository of the hub."""
+    for value in auto_map.values() if isinstance(auto_map, dict) else ():
+        for reference in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(reference, str):
+                yield reference.partition("--")[0] if "--" in reference else ""
+
+
+def _digest(root: Path) -> str:
+    hasher = blake3()
+    for path in sorted(root.rglob("*.py")):
+        if is_hidden(path, root):
+            continue
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ConfigurationError(
+                str(path), "a file that can be read", error.strerror or str(error), "the model's code is part of it"
+            ) from error
+        hasher.update(f"{path.relative_to(root).as_posix()}\0{len(content)}\0".encode())
+        hasher.update(content)
+    return "blake3:" + hasher.hexdigest(16)
+
+
+VERSION = "engine.version"
+NONCE = "engine.process"
+
+
+class IdentityConfig(Protocol):
+    """What an operator says of identity."""
+
+    @property
+    def weights_digest(self) -> str: ...
+
+    @property
+    def identity_ignores(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What the engine's own process knows.
+
+    Args:
+        facts: dotted name to canonical text.
+        unrepeatable: why no other process can have the same content, by the name of what it hangs on; empty where one
+            can. Where it is not empty the facts hold a nonce: a store that outlives the process would never be read.
+    """
+
+    facts: dict[str, str]
+    unrepeatable: dict[str, str]
+
+
+def engine_facts(vllm_config: VllmConfig, environ: Mapping[str, str], config: IdentityConfig) -> EngineFacts:
+    """What the bytes depend on, as far as the engine's own process knows: configuration, environment, weights, version.
+
+    Nothing that an operator ignores has been taken out: facts of the worker come first (`without_ignored`).
+
+    Raises:
+        ConfigurationError: a value of the configuration is of a type that has no canonical text, or a file of the
+            weights cannot be read.
+    """
+    facts = {VERSION: engine_version()}
+    facts |= configuration_facts(vllm_config, config.identity_ignores)
+    facts |= environment_facts(environ)
+    gathered = Gathered()
+    weights_facts(vllm_config, config.weights_digest, gathered)
+    code_facts(vllm_config, gathered)
+    _changing(vllm_config, gathered)
+    facts |= gathered.facts
+    if gathered.unrepeatable:
+        facts[NONCE] = f"{secrets.token_hex(16)}, for {', '.join(sorted(gathered.unrepeatable))}"
+    return EngineFacts(facts, gathered.unrepeatable)
+
+
+def engine_version() -> str:
+    """The engine's minor version, such as "0.32"."""
+    import vllm
+
+    return ".".join(vllm.__version__.split(".")[:2])
+
+
+def _changing(vllm_config: VllmConfig, gathered: Gathered) -> None:
+    """What is settled while the engine runs, by its first requests or from outside."""
+    cache = vllm_config.cache_config
+    if getattr(cache, "calculate_kv_scales", False):
+        gathered.unrepeatable["cache_config.calculate_kv_scales"] = (
+            "the scales of the cache come from the first batch of this process; use a checkpoint that has scales"
+        )
+    multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
+    if multimodal is not None and multimodal.mm_processor_cache_gb == 0 and not cache.enable_prefix_caching:
+        gathered.unrepeatable["multimodal_config.mm_processor_cache_gb"] = (
+            "with 0 and without prefix caching the engine names images by a counter and not by what they hold"
+        )
+    if getattr(vllm_config, "weight_transfer_config", None) is not None:
+        gathered.unrepeatable["weight_transfer_config"] = "weights are sent to the running engine; no file has them"

@@ -1,0 +1,217 @@
+"""Which weights an engine loads, so that two trainings of one architecture never share a cache.
+
+Files are told apart by their content and by their names below the model's directory, never by where that lies. What a
+model has beside its weights and reads while it works, such as the settings of an image processor, is told with them.
+Weights that another process could not find again, for instance because they are streamed from elsewhere, have no
+identity: their cache ends with the process, unless the operator gives them a name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from blake3 import blake3
+
+from hybridkv.connectors.config import ROOT
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.common.identity.canonical import child, digested
+from hybridkv.connectors.vllm.common.identity.digests import Digests
+
+if TYPE_CHECKING:
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """What is found out bit by bit: both are filled as it comes.
+
+    Args:
+        facts: dotted name to canonical text.
+        unrepeatable: why something has no fact that another process could find again, by its name.
+    """
+
+    facts: dict[str, str] = field(default_factory=dict)
+    unrepeatable: dict[str, str] = field(default_factory=dict)
+
+
+def local_files(model: str, revision: str | None, download_dir: str | None) -> Path | None:
+    """A model's directory or file: itself where it is a path, or what a hub's name stands for in the local cache.
+
+    None where nothing of it is on this machine.
+    """
+    path = Path(model)
+    if path.exists():
+        return path
+    if "://" in model or model.count("/") > 1 or path.is_absolute():
+        return None
+    import vllm.envs
+
+    if vllm.envs.VLLM_USE_MODELSCOPE:
+        # The name may stand for something else in the cache of the other hub.
+        return None
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(model, revision=revision, cache_dir=download_dir, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def is_hidden(path: Path, root: Path) -> bool:
+    """Whether a file, or a directory on the way to it from the root, has a name that starts with a dot."""
+    return any(part.startswith(".") for part in path.relative_to(root).parts)
+
+
+SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz", ".npy")
+_BY_FORMAT: Mapping[str, tuple[str, ...]] = {
+    "auto": (".safetensors", ".bin", ".pt"),
+    "hf": (".safetensors", ".bin", ".pt"),
+    "safetensors": (".safetensors",),
+    "fastsafetensors": (".safetensors",),
+    "instanttensor": (".safetensors",),
+    "runai_streamer": (".safetensors",),
+    "runai_streamer_sharded": (".safetensors",),
+    "sharded_state": (".safetensors",),
+    "mistral": (".safetensors",),
+    "npcache": (".bin",),
+    "pt": (".pt",),
+}
+"""Suffixes of the files that a load format reads; the first of which there is a file."""
+_ELSEWHERE = ("tensorizer", "modelexpress", "ipc_cache")
+"""Load formats that take weights from other processes or services."""
+
+SETTINGS_LEFT_OUT: Mapping[str, str] = {
+    "config.json": "the configuration that was made of it is in",
+    "params.json": "the configuration that was made of it is in",
+    "tokenizer.json": "tokens are the key",
+    "tokenizer_config.json": "tokens are the key",
+    "special_tokens_map.json": "tokens are the key",
+    "added_tokens.json": "tokens are the key",
+    "vocab.json": "tokens are the key",
+    "tekken.json": "tokens are the key",
+    "chat_template.json": "tokens are the key",
+    "generation_config.json": "how tokens are chosen; of Llama 4, whose attention reads it, it is in",
+    "trainer_state.json": "how it was trained",
+    "all_results.json": "how it was trained",
+    "train_results.json": "how it was trained",
+    "eval_results.json": "how it was trained",
+}
+"""JSON files beside the weights that are no facts, each with its reason. Others are."""
+
+
+def weights_facts(vllm_config: VllmConfig, mode: str, gathered: Gathered) -> None:
+    """The weights of the model and of its drafter. `mode` is "sampled", "full", or the operator's name for them.
+
+    Raises:
+        ConfigurationError: a file of the weights cannot be read.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    if mode not in ("sampled", "full"):
+        gathered.facts["weights.named"] = digested(mode) if not mode.isprintable() else mode
+        return
+    _one("model", model, load, mode, gathered)
+    speculative = vllm_config.speculative_config
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is None or draft is model or (draft.model, draft.revision) == (model.model, model.revision):
+        # No weights, or those of a model that drafts for itself, which are in its own files.
+        return
+    draft_load = getattr(speculative, "draft_load_config", None) or load
+    _one("drafter", draft, draft_load, mode, gathered)
+
+
+def weights_identity(model: str, revision: str | None, load: LoadConfig, mode: str) -> str | None:
+    """A digest of the files that a load format reads of a model; None where they are not on this machine.
+
+    Raises:
+        ConfigurationError: one of them cannot be read.
+    """
+    root = local_files(model, revision, load.download_dir)
+    if root is None or load.load_format in _ELSEWHERE:
+        return None
+    files = [root] if root.is_file() else weight_files(root, load.load_format)
+    if not files:
+        return None
+    base = root.parent if root.is_file() else root
+    digests = Digests(base, mode)
+    hasher = blake3()
+    for path in files:
+        try:
+            size, digest = digests.of(path)
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        # Alone a file is told by what it holds: its name is the name of the model.
+        name = "" if root.is_file() else path.relative_to(base).as_posix()
+        hasher.update(f"{name}\0{size}\0{digest}\0".encode())
+    digests.keep()
+    return f"{mode} blake3:{hasher.hexdigest(16)}"
+
+
+def weight_files(root: Path, load_format: str) -> list[Path]:
+    """The files of a directory that a load format reads, and any weights in directories below it."""
+    found = sorted(path for path in root.rglob("*") if path.is_file() and not is_hidden(path, root))
+    top = [path for path in found if path.parent == root]
+    below = [path for path in found if path.parent != root and path.suffix in SUFFIXES]
+    below = [path for path in below if path.relative_to(root).parts[0] != "original"]
+    if load_format not in _BY_FORMAT:
+        # Nobody knows what it reads.
+        return [path for path in top if path.name not in SETTINGS_LEFT_OUT] + below
+    for suffix in _BY_FORMAT[load_format]:
+        if mine := [path for path in top if path.suffix == suffix]:
+            return mine + below
+    return below
+
+
+def _one(name: str, model: ModelConfig, load: LoadConfig, mode: str, gathered: Gathered) -> None:
+    fact = f"weights.{name}"
+    source = getattr(model, "model_weights", "") or model.model
+    if load.load_format == "dummy":
+        _dummy(fact, model, gathered)
+    else:
+        identity = weights_identity(source, model.revision, load, mode)
+        if identity is None:
+            gathered.unrepeatable[fact] = (
+                f"load format {load.load_format} leaves no weights on this machine that could be digested; "
+                f'give them a name of yours ("weights_digest" in {ROOT}) and another name whenever they change'
+            )
+            return
+        gathered.facts[fact] = identity
+    root = local_files(model.model, model.revision, load.download_dir)
+    if root is not None and root.is_dir():
+        gathered.facts.update(_settings(f"files.{name}", root, model))
+
+
+def _dummy(fact: str, model: ModelConfig, gathered: Gathered) -> None:
+    """Random weights: the same in every process, since each tensor is drawn from one seed, unless it holds integers."""
+    import torch
+
+    if model.quantization is not None:
+        gathered.unrepeatable[fact] = "load format dummy leaves integers of quantized weights as memory held them"
+        return
+    gathered.facts[fact] = f"dummy, of torch {'.'.join(torch.__version__.split('.')[:2])}"
+
+
+def _settings(name: str, root: Path, model: Any) -> dict[str, str]:
+    """A digest of every JSON file beside the weights that may be read while the model works."""
+    is_llama4 = "llama4" in str(getattr(model.hf_config, "model_type", ""))
+    facts = {}
+    for path in sorted(root.glob("*.json")):
+        reads = path.name not in SETTINGS_LEFT_OUT or (is_llama4 and path.name == "generation_config.json")
+        if reads and path.is_file() and not is_hidden(path, root):
+            try:
+                facts[child(name, path.name)] = "blake3:" + blake3(path.read_bytes()).hexdigest(16)
+            except OSError as error:
+                raise _unreadable(path, error) from error
+    return facts
+
+
+def _unreadable(path: Path, error: OSError) -> ConfigurationError:
+    return ConfigurationError(
+        str(path),
+        "a file of the model that can be read",
+        error.strerror or str(error),
+        'the cache of a model is told by its files; give them a name of yours with "weights_digest" to do without',
+    )

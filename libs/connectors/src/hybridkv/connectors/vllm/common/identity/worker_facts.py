@@ -1,0 +1,128 @@
+"""What the stored bytes depend on and a worker alone knows, as facts with names.
+
+A worker chooses the attention backend, and on a CPU the instruction set whose order the cache is written in; layer code
+changes flags in the worker's copy of the configuration; the platform sets variables in the worker's environment. A
+worker says so once, when its KV tensors are registered, and the scheduler's half puts the ranks together.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybridkv.canonical.torch_view import KVCache
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.identity.canonical import text
+from hybridkv.connectors.vllm.common.identity.environment import ENVIRONMENT, environment_facts
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.planner import CacheSpec, GroupKind
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+PREFIX = "worker"
+ELEMENT_ORDER = f"{PREFIX}.element_order"
+
+
+def worker_facts(
+    vllm_config: VllmConfig, layout: CacheLayout, kv_caches: Mapping[str, KVCache], environ: Mapping[str, str]
+) -> dict[str, str]:
+    """The facts of one rank, without the name of the rank.
+
+    Args:
+        vllm_config: the worker's copy, after the model was built.
+        layout: whose layers are stored.
+        kv_caches: as the engine registers them.
+        environ: the worker's.
+    """
+    names = [layer.name for group in layout.spec.stored_groups for layer in layout.layers[group]]
+    built = compat.layers(vllm_config)
+    per_layer: dict[str, Callable[[str], str]] = {
+        "attention_backend": lambda name: _backend(built.get(name)),
+        "attention_isa": lambda name: str(getattr(built.get(name), "isa", "none")),
+        "kv_scales": lambda name: _scales(built.get(name)),
+        "element_order": lambda name: element_order(kv_caches[name]),
+    }
+    facts = {f"{PREFIX}.{fact}": _of_layers(fact, {name: of(name) for name in names}) for fact, of in per_layer.items()}
+    if any(layout.spec.groups[group].kind is GroupKind.RECURRENT for group in layout.spec.stored_groups):
+        facts[f"{PREFIX}.conv_state_layout"] = compat.conv_state_layout()
+    facts[f"{PREFIX}.byte_order"] = sys.byteorder
+    facts[f"{PREFIX}.platform"] = compat.platform()
+    facts[f"{PREFIX}.enable_prefix_caching"] = text("", vllm_config.cache_config.enable_prefix_caching)
+    return facts | {f"{PREFIX}.{name}": value for name, value in environment_facts(environ).items()}
+
+
+def merged(ranks: Mapping[int, Mapping[str, str]], of_engine: Mapping[str, str]) -> dict[str, str]:
+    """The facts of all ranks together: those on which they agree as they are, others rank by rank.
+
+    A variable that all workers have from the engine's own environment is not said twice, one that none has is said.
+
+    Args:
+        ranks: what each rank said.
+        of_engine: facts of the scheduler's process.
+    """
+    together = {}
+    names = {name for facts in ranks.values() for name in facts}
+    if ranks:
+        names |= {f"{PREFIX}.{name}" for name in of_engine if name.startswith(f"{ENVIRONMENT}.")}
+    for name in sorted(names):
+        values = {rank: facts.get(name, "nothing") for rank, facts in sorted(ranks.items())}
+        agreed = set(values.values())
+        if len(agreed) > 1:
+            together[name] = text(name, {f"rank {rank}": value for rank, value in values.items()})
+        elif of_engine.get(name.removeprefix(f"{PREFIX}.")) not in agreed:
+            (together[name],) = agreed
+    return together
+
+
+def _of_layers(fact: str, values: Mapping[str, str]) -> str:
+    """One value where all layers have the same, else the layers of each."""
+    if len(set(values.values())) == 1:
+        return next(iter(values.values()))
+    layers: dict[str, list[str]] = {}
+    for name, value in values.items():
+        layers.setdefault(value, []).append(name)
+    return text(fact, layers)
+
+
+def _backend(layer: Any) -> str:
+    get = getattr(layer, "get_attn_backend", None)
+    return get().__name__ if get is not None else "none"
+
+
+def _scales(layer: Any) -> str:
+    scales = [getattr(layer, name, None) for name in ("_k_scale_float", "_v_scale_float")]
+    return " ".join("none" if scale is None else float(scale).hex() for scale in scales)
+
+
+def element_order(cache: KVCache) -> str:
+    """Types, and the dimensions of a kernel's block in their order in memory.
+
+    How a backend packs tokens within its block is its own business, so how many these are is a part of the order.
+    """
+    if not isinstance(cache, torch.Tensor):
+        return "; ".join(element_order(each) for each in cache)
+    # A dimension of one element has a stride, but no place in the order.
+    inner = [dim for dim in range(1, cache.dim()) if cache.shape[dim] != 1]
+    inner.sort(key=lambda dim: -cache.stride(dim))
+    return f"{str(cache.dtype).removeprefix('torch.')} {','.join(f'{dim}:{cache.shape[dim]}' for dim in inner)}"
+
+
+OF_CONVOLUTIONS = (
+    "environment.VLLM_SSM_CONV_STATE_LAYOUT",
+    "worker.environment.VLLM_SSM_CONV_STATE_LAYOUT",
+    "worker.conv_state_layout",
+)
+"""How what a convolution remembers is laid out. Only who reads it by element need not have it alike."""
+OF_STATES = ("cache_config.mamba_cache_dtype", "cache_config.mamba_ssm_cache_dtype", *OF_CONVOLUTIONS)
+"""A CPU platform settles these by its instruction set, whatever the model is."""
+
+
+def that_matter(facts: Mapping[str, str], spec: CacheSpec) -> dict[str, str]:
+    """The facts but for those of states that the model does not have."""
+    if any(group.kind is GroupKind.RECURRENT for group in spec.groups):
+        return dict(facts)
+    return {name: value for name, value in facts.items() if name not in OF_STATES}

@@ -1,0 +1,469 @@
+"""Layout of the cache: vLLM's KV cache groups as groups of the planner, fingerprint of a group, and pages of a block.
+
+Also the choice of the chunk: the length that the operator names if prompts can hit with it, or one that suits the
+groups. The planner has the rules and the diagnosis; this module turns findings into configuration errors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import msgspec
+
+from hybridkv.canonical import LayerLayout, TokenRange, aligned_page_bytes
+from hybridkv.connectors.config import ROOT
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.identity import spec_facts
+from hybridkv.connectors.vllm.common.specs import cuts
+from hybridkv.hashing import Fingerprint, GroupFingerprint, LayerFingerprint
+from hybridkv.planner import (
+    CacheSpec,
+    GroupKind,
+    GroupSpec,
+    HybridOffloadPlanner,
+    Problem,
+    TokenSpan,
+    chunk_blocks,
+    chunk_span,
+    chunk_unit,
+    diagnose,
+    whole_chunk_unit,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
+
+AUTO_CHUNK_TOKENS = 128
+"""An automatic chunk is the smallest one that fits all groups and has this many tokens, unless a state limits it."""
+MAX_TAIL_BLOCKS = 8
+"""A tail holds all of its chunk that is before its end, once more for every prompt that ends elsewhere in it, and as
+many sizes occur. Chunks of more blocks have none."""
+
+
+def choose_chunk(
+    specs: Sequence[GroupSpec], wanted: int | Literal["auto"], max_model_len: int, hash_tokens: int
+) -> int:
+    """Tokens in a chunk, as the operator wants them.
+
+    Args:
+        specs: the engine's groups.
+        wanted: what `chunk_tokens` says.
+        max_model_len: tokens in the longest request.
+        hash_tokens: tokens that each of the engine's block hashes adds.
+
+    Raises:
+        ConfigurationError: the chunk gains nothing, or no prompt can hit; the hint says what would work.
+    """
+    chunk = _auto_chunk(specs, max_model_len, hash_tokens) if wanted == "auto" else wanted
+    findings = diagnose(HybridOffloadPlanner.of_groups(specs, hash_tokens, chunk), max_model_len)
+    if not findings:
+        return chunk
+    unit, path, found = math.lcm(chunk_unit(specs), hash_tokens), f"{ROOT}.chunk_tokens", findings[0]
+    nearest = found.nearest_chunk_tokens
+    if found.problem is Problem.NO_GAIN:
+        whole = sorted(
+            {spec.block_tokens for spec in specs if spec.kind is not GroupKind.SCRATCH and not spec.part_tokens}
+        )
+        raise ConfigurationError(
+            path,
+            f"a multiple of {unit} tokens, so that a chunk is whole blocks of every group that cannot be cut "
+            f"(blocks of {whole}){_largest_part(specs, hash_tokens)}",
+            chunk,
+            f'use {nearest}, or "auto"' if nearest else _longer(unit),
+        )
+    raise ConfigurationError(
+        path,
+        f"less than max_model_len, so that some prompt can hit; the groups need multiples of {unit} tokens"
+        + _largest_part(specs, hash_tokens),
+        f"{chunk} with max_model_len {max_model_len}",
+        f"use {nearest}, or {_longer(chunk)}" if nearest else _longer(chunk),
+    )
+
+
+def _largest_part(specs: Sequence[GroupSpec], hash_tokens: int) -> str:
+    """Words that name the groups without which the common multiple is smallest; none where all groups are alike."""
+    units = {index: spec.unit_tokens for index, spec in enumerate(specs) if spec.kind is not GroupKind.SCRATCH}
+    without = {unit: math.lcm(hash_tokens, *(set(units.values()) - {unit})) for unit in units.values()}
+    if len(without) < 2:
+        return ""
+    largest = min(without, key=lambda unit: (without[unit], -unit))
+    names = ", ".join(
+        f"{index} ({specs[index].kind}, {'parts' if specs[index].part_tokens else 'blocks'} of {unit} tokens)"
+        for index, unit in units.items()
+        if unit == largest
+    )
+    return f"; multiples of {without[largest]} without group {names}"
+
+
+def _auto_chunk(specs: Sequence[GroupSpec], max_model_len: int, hash_tokens: int) -> int:
+    """Whole blocks of every group; where no prompt reaches that, of those groups that cannot be cut."""
+    is_recurrent = any(spec.kind is GroupKind.RECURRENT for spec in specs)
+    units = [math.lcm(unit, hash_tokens) for unit in (whole_chunk_unit(specs), chunk_unit(specs))]
+    chunks = [unit if is_recurrent else -(-AUTO_CHUNK_TOKENS // unit) * unit for unit in units]
+    return next((chunk for chunk in chunks if chunk < max_model_len), chunks[0])
+
+
+def choose_tail(spec: CacheSpec, hit_tokens: int | None, hash_tokens: int) -> int | None:
+    """The grid of tails, in tokens: None where nothing is stored that ends inside a chunk.
+
+    A tail is stored only with a state at its end, and the engine hands over such states only where its own hits end
+    inside blocks. A block is stored whole, whatever stands behind the tail: so none is cut. Left out are drafters,
+    because on an engine with one nobody has tried, and groups with smaller blocks than a state's, as windows beside
+    such states would have: vLLM 0.32 lets a prefill end where a smaller block does and a state's does not.
+
+    Args:
+        spec: the engine's groups, and the chunk.
+        hit_tokens: the engine's own hits end at multiples of this; None where it does not say.
+        hash_tokens: tokens that each of the engine's block hashes adds, by which tails are named.
+    """
+    if hit_tokens is None or hit_tokens % hash_tokens or hit_tokens >= whole_chunk_unit(spec.groups):
+        return None
+    groups = [spec.groups[index] for index in spec.stored_groups]
+    if {group.kind for group in groups} != {GroupKind.FULL, GroupKind.RECURRENT} or spec.lookahead_tokens:
+        return None
+    shortest = min(group.block_tokens for group in groups)
+    if any(group.kind is GroupKind.RECURRENT and group.block_tokens != shortest for group in groups):
+        return None
+    if spec.cut_groups or spec.chunk_tokens % hit_tokens or spec.chunk_tokens > MAX_TAIL_BLOCKS * shortest:
+        return None
+    return hit_tokens
+
+
+def _longer(chunk: int) -> str:
+    return f"raise --max-model-len above {chunk}, or lower --block-size"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    """Where the bytes of the engine's groups lie: what both halves of the connector must agree on.
+
+    Whose bytes they are it does not say; `fingerprint` does, with facts that the scheduler's half gathers.
+
+    Args:
+        spec: groups in the engine's order, and the chunk.
+        layers: for every group its layers; none for SCRATCH.
+        groups: the stored ones, in order, as a fingerprint describes them.
+        hash_block_tokens: tokens that each of the engine's block hashes adds.
+        hash_algorithm: of those hashes.
+        world_size: ranks, each of which holds its own part of every chunk.
+    """
+
+    spec: CacheSpec
+    layers: tuple[tuple[LayerLayout, ...], ...]
+    groups: tuple[GroupFingerprint, ...]
+    hash_block_tokens: int
+    hash_algorithm: str
+    world_size: int
+    _block_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _content_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    _alike_bytes: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
+    """Of each group's part of a chunk, where these are the same for every chunk."""
+    _part_sizes: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
+    """Of (group, tokens), as far as they were asked for: every chunk is, and of a model there are few."""
+
+    def __post_init__(self) -> None:
+        sizes = tuple(sum(aligned_page_bytes(layer.page_bytes) for layer in layers) for layers in self.layers)
+        content = tuple(sum(layer.page_bytes for layer in layers) for layers in self.layers)
+        object.__setattr__(self, "_block_bytes", sizes)  # the way to fill a frozen dataclass
+        object.__setattr__(self, "_content_bytes", content)
+        parts = zip(self.spec.alike_parts, sizes, strict=True)
+        alike = tuple(None if part is None else len(part) * num_bytes for part, num_bytes in parts)
+        object.__setattr__(self, "_alike_bytes", alike)
+        object.__setattr__(self, "_part_sizes", {})
+
+    @property
+    def reuses_hashes(self) -> bool:
+        """Whether keys come from the engine's own block hashes."""
+        return self.hash_algorithm in compat.STABLE_HASHES
+
+    def fingerprint(self, facts: dict[str, str]) -> Fingerprint:
+        """The identity of what is stored, given what else it depends on.
+
+        All ranks of an engine are tensor-parallel ones: other layouts are refused.
+        """
+        return Fingerprint(
+            facts=facts,
+            chunk_tokens=self.spec.chunk_tokens,
+            hash_algorithm=self.hash_algorithm,
+            tensor_parallel_size=self.world_size,
+            groups=self.groups,
+        )
+
+    def block_bytes(self, group_index: int) -> int:
+        """Bytes to set aside for one block on one rank, with the zeros that align its pages in a chunk.
+
+        On a worker no fewer than it stores: the engine's padding is not stored, and layers may share a page.
+        """
+        return self._block_bytes[group_index]
+
+    def content_bytes(self, group_index: int) -> int:
+        """Bytes of one block's pages on one rank, of which as much belongs to each token where blocks can be cut."""
+        return self._content_bytes[group_index]
+
+    def span_bytes(self, group_index: int, span: TokenSpan) -> int:
+        """Bytes that some tokens of a group take in a chunk on one rank, where chunks may cut its blocks."""
+        size = self.spec.groups[group_index].block_tokens
+        first, last = -(-span.start // size), span.end // size
+        if first > last:
+            return self._part_bytes(group_index, span.num_tokens)
+        whole = (last - first) * self.block_bytes(group_index)
+        parts = (first * size - span.start, span.end - last * size)
+        return whole + sum(self._part_bytes(group_index, num_tokens) for num_tokens in parts if num_tokens)
+
+    def _part_bytes(self, group_index: int, num_tokens: int) -> int:
+        num_bytes = self._part_sizes.get((group_index, num_tokens))
+        if num_bytes is None:
+            tokens = TokenRange(0, num_tokens, self.spec.groups[group_index].block_tokens)
+            shares = (tokens.share_of(layer.page_bytes) for layer in self.layers[group_index])
+            num_bytes = self._part_sizes[group_index, num_tokens] = sum(map(aligned_page_bytes, shares))
+        return num_bytes
+
+    def chunk_bytes(self, group_index: int, end_token: int) -> int:
+        """Bytes of a group's part of a chunk on one rank; 0 where nothing of it is ever needed."""
+        alike = self._alike_bytes[group_index]
+        if alike is not None and end_token % self.spec.chunk_tokens == 0:
+            return alike
+        if group_index in self.spec.cut_groups:
+            return self.span_bytes(group_index, chunk_span(self.spec, group_index, end_token))
+        return len(chunk_blocks(self.spec, group_index, end_token)) * self.block_bytes(group_index)
+
+    def largest_chunk_bytes(self, group_index: int) -> int:
+        """The most bytes that a group's part of any chunk takes on one rank."""
+        chunk, group = self.spec.chunk_tokens, self.spec.groups[group_index]
+        if self.spec.tail_tokens is not None:
+            return max(self._part_ends_bytes(group_index))
+        if group_index in self.spec.cut_groups:
+            # Behind the first window, chunks repeat where they begin in a block.
+            num_chunks = -(-(group.window_tokens or 0) // chunk) + group.block_tokens // math.gcd(
+                group.block_tokens, chunk
+            )
+            return max(self.chunk_bytes(group_index, chunk * (i + 1)) for i in range(num_chunks))
+        if group.kind is GroupKind.CHUNKED:
+            # How much of a chunk is needed depends on where it lies; all of it is the bound.
+            return chunk // group.block_tokens * self.block_bytes(group_index)
+        return self.chunk_bytes(group_index, chunk)
+
+    def chunk_sizes(self) -> tuple[int, ...]:
+        """Bytes that a group's part of a chunk, or of a tail, may take on one rank: all that occur, the smallest
+        first."""
+        sizes = {num_bytes for index in self.spec.stored_groups for num_bytes in self._part_ends_bytes(index)}
+        return tuple(sorted(sizes - {0}))
+
+    def _part_ends_bytes(self, group_index: int) -> set[int]:
+        """Bytes of a group's part of every chunk and tail, as far as they differ."""
+        chunk, step, group = self.spec.chunk_tokens, self.spec.boundary_tokens, self.spec.groups[group_index]
+        # Behind the first window, chunks repeat where they begin alike in a block and in an attention chunk.
+        period_tokens = math.lcm(chunk, group.block_tokens, group.align_tokens or 1)
+        last = -(-(group.window_tokens or 0) // chunk) * chunk + period_tokens
+        return {self.chunk_bytes(group_index, end) for end in range(step, last + 1, step)}
+
+
+class ResolvedGroups(NamedTuple):
+    """The engine's groups, before a chunk is settled: what needs none, such as a peer, needs no more.
+
+    Args:
+        specs: of all groups, in the engine's order.
+        layers: for every group its layers; none for SCRATCH.
+        fingerprints: of the groups that can be stored.
+    """
+
+    specs: tuple[GroupSpec, ...]
+    layers: tuple[tuple[LayerLayout, ...], ...]
+    fingerprints: tuple[GroupFingerprint, ...]
+
+
+def resolve_layout(
+    vllm_config: VllmConfig,
+    kv_cache_config: KVCacheConfig,
+    chunk_tokens: int | Literal["auto"],
+    *,
+    with_tails: bool = False,
+) -> CacheLayout:
+    """Reads the engine's groups and settles the chunk.
+
+    Args:
+        vllm_config: final.
+        kv_cache_config: of either half.
+        chunk_tokens: as the operator wants them.
+        with_tails: whether what is stored may end inside a chunk, where the engine hands over states there.
+
+    Raises:
+        ConfigurationError: a group is of a kind that is not known, the parallel layout is not supported, or the chunk
+            does not fit.
+    """
+    groups = resolve_groups(vllm_config, kv_cache_config)
+    hash_tokens = compat.hash_block_tokens(vllm_config, kv_cache_config)
+    max_model_len = vllm_config.model_config.max_model_len
+    cache = CacheSpec(groups.specs, choose_chunk(groups.specs, chunk_tokens, max_model_len, hash_tokens))
+    if with_tails:
+        hit_tokens = compat.hit_alignment_tokens(kv_cache_config)
+        cache = msgspec.structs.replace(cache, tail_tokens=choose_tail(cache, hit_tokens, hash_tokens))
+    return CacheLayout(
+        spec=cache,
+        layers=groups.layers,
+        groups=groups.fingerprints,
+        hash_block_tokens=hash_tokens,
+        hash_algorithm=str(vllm_config.cache_config.prefix_caching_hash_algo),
+        world_size=vllm_config.parallel_config.world_size,
+    )
+
+
+def resolve_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> ResolvedGroups:
+    """Reads the engine's groups.
+
+    Raises:
+        ConfigurationError: a group is of a kind that is not known, the parallel layout is not supported, or nothing
+            can be stored.
+    """
+    _require_plain_parallelism(vllm_config)
+    stored = compat.cacheable_group_ids(kv_cache_config)
+    placements = {name: tensor for tensor in kv_cache_config.kv_cache_tensors for name in tensor.layers}
+    in_pieces = compat.heads_before_layers(kv_cache_config)
+    hash_tokens = compat.hash_block_tokens(vllm_config, kv_cache_config)
+    specs: list[GroupSpec] = []
+    layers: list[tuple[LayerLayout, ...]] = []
+    fingerprints: list[GroupFingerprint] = []
+    for i, group in enumerate(kv_cache_config.kv_cache_groups):
+        path = f"kv_cache_groups[{i}]"
+        if i not in stored:
+            specs.append(GroupSpec(kind=GroupKind.SCRATCH, block_tokens=group.kv_cache_spec.block_size))
+            layers.append(())
+            continue
+        spec = _group_spec(path, group, hash_tokens)
+        prints = tuple(
+            _layer_fingerprint(name, layer_spec(group, name), None if in_pieces else placements.get(name))
+            for name in group.layer_names
+        )
+        if spec.kind in (GroupKind.FULL, GroupKind.WINDOW) and not in_pieces:
+            sizes = {layer.name: layer.page_bytes for layer in prints}
+            part = cuts.part_tokens(vllm_config, group, sizes, hash_tokens)
+            spec = msgspec.structs.replace(spec, part_tokens=part)
+        specs.append(spec)
+        layers.append(tuple(LayerLayout(layer.name, layer.page_bytes, interleaved=in_pieces) for layer in prints))
+        fingerprints.append(
+            GroupFingerprint(
+                kind=spec.kind,
+                block_tokens=spec.block_tokens,
+                layers=prints,
+                window_tokens=spec.window_tokens,
+                align_tokens=spec.align_tokens,
+                lookahead_tokens=spec.lookahead_tokens,
+            )
+        )
+    if not fingerprints:
+        raise no_stored_group()
+    return ResolvedGroups(tuple(specs), tuple(layers), tuple(fingerprints))
+
+
+def group_specs(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
+    """What each of the engine's groups keeps, by the same translation as for `resolve_layout`. What only keys depend on
+    is left out (`lookahead_tokens`).
+
+    Raises:
+        ConfigurationError: a group is of a kind that is not known.
+    """
+    stored = compat.cacheable_group_ids(kv_cache_config)
+    return tuple(
+        _group_spec(f"kv_cache_groups[{i}]", group, 0)
+        if i in stored
+        else GroupSpec(kind=GroupKind.SCRATCH, block_tokens=group.kv_cache_spec.block_size)
+        for i, group in enumerate(kv_cache_config.kv_cache_groups)
+    )
+
+
+def no_stored_group() -> ConfigurationError:
+    """The error for a model of which nothing can be stored."""
+    return ConfigurationError(
+        "kv_cache_groups", "a group that can be stored", "none", "this model keeps no reusable KV cache"
+    )
+
+
+def _require_plain_parallelism(vllm_config: VllmConfig) -> None:
+    parallel = vllm_config.parallel_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        size = getattr(parallel, name, 1)
+        if size != 1:
+            raise ConfigurationError(name, "1", size, "use tensor parallelism; this version stores no other layout")
+
+
+def _group_spec(path: str, group: KVCacheGroupSpec, hash_tokens: int) -> GroupSpec:
+    lookahead = hash_tokens if group.is_eagle_group else 0
+    translated = {_translate(path, layer_spec(group, name), group, lookahead) for name in group.layer_names}
+    if len(translated) != 1:
+        raise ConfigurationError(
+            f"{path}.kv_cache_spec",
+            "layers that need the same tokens",
+            f"{len(translated)} kinds of them",
+            "this version of hybridkv does not know such a group; report the model",
+        )
+    return translated.pop()
+
+
+def _translate(path: str, spec: KVCacheSpec, group: KVCacheGroupSpec, lookahead: int) -> GroupSpec:
+    # Exact classes: a subclass that is not listed may keep something else in its blocks.
+    make = _KINDS.get(type(spec).__name__)
+    if make is None or getattr(group, "host_resident", False) or getattr(group, "role", "default") != "default":
+        raise ConfigurationError(
+            f"{path}.kv_cache_spec",
+            "one of " + ", ".join(_KINDS),
+            f"{type(spec).__name__} (layers {', '.join(group.layer_names[:2])}, ...)",
+            "hybridkv stores no KV whose meaning it does not know; start without it, or report the model",
+        )
+    return make(spec, lookahead)
+
+
+def _full(spec: Any, lookahead: int) -> GroupSpec:
+    return GroupSpec(kind=GroupKind.FULL, block_tokens=spec.block_size, lookahead_tokens=lookahead)
+
+
+def _window(spec: Any, lookahead: int) -> GroupSpec:
+    return GroupSpec(
+        kind=GroupKind.WINDOW,
+        block_tokens=spec.block_size,
+        window_tokens=spec.sliding_window + getattr(spec, "extra_retained_tokens", 0),
+        lookahead_tokens=lookahead,
+    )
+
+
+def _chunked(spec: Any, lookahead: int) -> GroupSpec:
+    return GroupSpec(
+        kind=GroupKind.CHUNKED,
+        block_tokens=spec.block_size,
+        align_tokens=spec.attention_chunk_size,
+        lookahead_tokens=lookahead,
+    )
+
+
+def _recurrent(spec: Any, lookahead: int) -> GroupSpec:
+    return GroupSpec(kind=GroupKind.RECURRENT, block_tokens=spec.block_size)
+
+
+_KINDS: dict[str, Callable[[Any, int], GroupSpec]] = {
+    "FullAttentionSpec": _full,
+    "MLAAttentionSpec": _full,
+    "SlidingWindowSpec": _window,
+    "SlidingWindowMLASpec": _window,
+    "ChunkedLocalAttentionSpec": _chunked,
+    "MambaSpec": _recurrent,
+}
+
+
+def layer_spec(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
+    """A layer's own spec: groups of one type may keep pages of different sizes."""
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    return per_layer[name] if per_layer else group.kv_cache_spec
+
+
+def _layer_fingerprint(name: str, spec: KVCacheSpec, placement: KVCacheTensor | None) -> LayerFingerprint:
+    """Of one layer. `placement` says where its pages lie; None where they lie in pieces: that is not their size."""
+    page_bytes = compat.unpadded_page_bytes(spec)
+    if placement and placement.layer_stride < placement.block_stride and placement.layer_stride != spec.page_size_bytes:
+        # Pages of different sizes, packed block by block. The scheduler is told the spec of one layer only, so this is
+        # another layer's; where the page lies says how large it is, padding included.
+        page_bytes = placement.layer_stride
+    return LayerFingerprint(name=name, facts=spec_facts(spec), page_bytes=page_bytes)

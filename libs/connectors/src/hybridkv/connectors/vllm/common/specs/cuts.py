@@ -1,0 +1,94 @@
+"""Whose blocks a chunk may cut: the groups in which a range of a block's tokens can be moved by itself.
+
+Only where it is known that a block is one token after another, each of as many bytes. That is settled twice, and the
+answer is no wherever it is in doubt: by what the engine says of a layer, in both halves of the connector, before there
+are tensors; and, for a group that chunks do cut, by the tensors and the backends of a worker's layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from hybridkv.connectors.config import ROOT
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.planner import whole_chunk_unit
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec, KVCacheSpec
+
+    from hybridkv.connectors.vllm.common.layout import CacheLayout
+
+DIVISIBLE_SPECS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
+"""Exact classes. Latents may be packed, compressed or indexed by other layers; nobody here has tried to cut those."""
+DIVISIBLE_BACKENDS = frozenset({"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"})
+"""Attention backends that keep K and V of a token side by side. That of CPUs keeps K by columns, and some of ROCm's
+keep parts of K apart."""
+
+
+def part_tokens(
+    vllm_config: VllmConfig, group: KVCacheGroupSpec, page_bytes: Mapping[str, int], hash_tokens: int
+) -> int | None:
+    """Tokens in the smallest part of the group's blocks that can be moved by itself, None where only whole blocks can.
+
+    Args:
+        vllm_config: final.
+        group: stored, of a kind that is known.
+        page_bytes: of each layer, as the worker will find them.
+        hash_tokens: tokens that each of the engine's block hashes adds: chunks are named by them, so none ends inside.
+    """
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None) or {}
+    specs = {name: per_layer.get(name, group.kv_cache_spec) for name in group.layer_names}
+    if vllm_config.device_config.device_type == "cpu":
+        return None
+    if not all(is_divisible(spec, page_bytes[name]) for name, spec in specs.items()):
+        return None
+    block_tokens = group.kv_cache_spec.block_size
+    return hash_tokens if hash_tokens < block_tokens and block_tokens % hash_tokens == 0 else None
+
+
+def is_divisible(spec: KVCacheSpec, page_bytes: int) -> bool:
+    """Whether a layer's page is, by what the engine says of it, as many bytes for each token and nothing besides."""
+    quantized = getattr(spec, "kv_quant_mode", None)
+    return (
+        type(spec).__name__ in DIVISIBLE_SPECS
+        and getattr(quantized, "name", quantized) in (None, "NONE")
+        and getattr(spec, "tokens_per_state", 1) == 1
+        # Pages of several sizes that are packed into one block are known by where they lie, padding included.
+        and page_bytes == compat.unpadded_page_bytes(spec)
+        and page_bytes % spec.block_size == 0
+    )
+
+
+def require_divisible(vllm_config: VllmConfig, layout: CacheLayout) -> None:
+    """Refuses a worker that keeps blocks which chunks cut in an order that nobody here knows.
+
+    Raises:
+        ConfigurationError: such a layer has a backend that is not known to keep one token after another.
+    """
+    layers = vllm_config.compilation_config.static_forward_context
+    for index in layout.spec.cut_groups:
+        names = [layer.name for layer in layout.layers[index]]
+        backends = {name: backend_name(layers.get(name)) for name in names}
+        others = {name: backend for name, backend in backends.items() if backend not in DIVISIBLE_BACKENDS}
+        if others:
+            raise not_divisible(layout, index, ", ".join(f"{backend} ({name})" for name, backend in others.items()))
+
+
+def not_divisible(layout: CacheLayout, group_index: int, got: str) -> ConfigurationError:
+    """The error for a group that chunks cut and cannot."""
+    group, chunk = layout.spec.groups[group_index], layout.spec.chunk_tokens
+    return ConfigurationError(
+        f"{ROOT}.chunk_tokens",
+        f"blocks that keep one token after another, so that a chunk of {chunk} may cut those of {group.block_tokens}",
+        got,
+        f"use a multiple of {whole_chunk_unit(layout.spec.groups)}, which cuts no block",
+    )
+
+
+def backend_name(layer: Any) -> str:
+    """What vLLM calls the attention backend of a layer that a worker has built."""
+    name = getattr(getattr(layer, "attn_backend", None), "get_name", None)
+    return str(name()) if name is not None else "an unknown backend"

@@ -1,0 +1,375 @@
+"""Decides whether this engine may resume a prefix, and if not, why not.
+
+A store may do only what the engine itself may do. vLLM switches its own prefix cache off where a prefix cannot be
+resumed, and keeps no record of the reason. So "off" is refused, unless the operator names the exception and no known
+fact speaks against it. The decision is a pure function; `gather` reads its facts from vLLM's configuration.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hybridkv.connectors.config import ROOT
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.specs.spec_table import (
+    GROUP_FLAGS,
+    Problem,
+    SpecFacts,
+    changed_fields,
+    describe,
+    flag_problem,
+    spec_problem,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+EXCEPTION_KEY = "without_prefix_caching"
+"""The key of `kv_connector_extra_config` that says that prefix caching was switched off on purpose."""
+
+UNRESUMABLE_ARCHITECTURES = {
+    "UnlimitedOCRForCausalLM": "what it generates sees a window of what it generated, so a block depends on where the "
+    "prompt ended, whichever attention backend runs it"
+}
+BATCH_INVARIANT_BACKENDS = frozenset({"FLASHINFER", "TRITON_MLA"})
+"""Attention backends that give other answers behind a resumed prefix where batch invariance is asked for."""
+
+
+class Reason(enum.Enum):
+    """Why no prefix may be resumed."""
+
+    SPEC = "a spec that is known to be unfit"
+    UNKNOWN = "a spec, or a field of one, that nobody here has looked at"
+    GROUP = "a group whose blocks the engine moves itself"
+    ENCODER_DECODER = "an encoder beside the decoder"
+    ENCODER_ONLY = "an instance that runs a multimodal encoder alone"
+    DIFFUSION = "tokens that are written again and again until they stand"
+    POOLING = "an answer that is pooled from more than a prefix leaves behind"
+    ARCHITECTURE = "a model that vLLM knows cannot resume"
+    MLA_ON_CPU = "latent attention without AMX"
+    RISC_V = "vLLM's kernels for RISC-V"
+    BATCH_INVARIANT = "batch invariance with a backend that loses it behind a prefix"
+    CHUNKED_PREFILL_OFF = "a prompt that must be computed in one piece"
+    PREFIX_CACHING_OFF = "prefix caching is off, and nobody has said why"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """What to tell the operator: the parts of a `ConfigurationError`, and the reason for tests and counters."""
+
+    reason: Reason
+    path: str
+    expected: str
+    got: str
+    hint: str
+
+
+@dataclass(frozen=True, slots=True)
+class Switches:
+    """What is on and off in the engine, as it stands after the engine has changed it.
+
+    Args:
+        prefix_caching: the engine resumes prefixes itself.
+        chunked_prefill: it may compute a prompt in pieces.
+        batch_invariant: answers must not depend on what else is in a batch.
+        is_excepted: the operator says that prefix caching was switched off on purpose.
+    """
+
+    prefix_caching: bool = True
+    chunked_prefill: bool = True
+    batch_invariant: bool = False
+    is_excepted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What the model runs on.
+
+    Args:
+        device: "cpu" or another.
+        architecture: of the CPU, as vLLM names it.
+        has_amx: it has AMX tiles, and the operating system lets them be used.
+        asked_backend: the attention backend that the operator named, or "".
+        backends: the attention backends of this process' layers.
+    """
+
+    device: str = "cpu"
+    architecture: str = "X86"
+    has_amx: bool = False
+    asked_backend: str = ""
+    backends: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What the engine says of the model.
+
+    Args:
+        architectures: its classes.
+        model_type: of its configuration.
+        is_encoder_decoder: a decoder beside an encoder.
+        is_encoder_only: this instance runs the multimodal encoder alone.
+        is_diffusion: it denoises a canvas of tokens.
+        is_unfit_pooling: it pools, in a way for which vLLM does not support prefix caching.
+        uses_mla: latent attention.
+    """
+
+    architectures: tuple[str, ...] = ()
+    model_type: str = ""
+    is_encoder_decoder: bool = False
+    is_encoder_only: bool = False
+    is_diffusion: bool = False
+    is_unfit_pooling: bool = False
+    uses_mla: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A KV cache group.
+
+    Args:
+        is_cacheable: the engine's own prefix cache may hold it.
+        is_drafter: it has a drafter's layers.
+        flags: its fields that are not at their defaults.
+        specs: of its layers, each once.
+    """
+
+    is_cacheable: bool
+    is_drafter: bool
+    flags: tuple[tuple[str, object], ...]
+    specs: tuple[SpecFacts, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeFacts:
+    """Everything that the answer depends on."""
+
+    switches: Switches
+    machine: Machine
+    model: Model
+    groups: tuple[Group, ...]
+
+
+def refusal(facts: ResumeFacts) -> Refusal | None:
+    """Why no prefix may be resumed here; None if one may.
+
+    The reasons are asked in an order in which the most particular is named: a spec says more than a switch.
+    """
+    return next(_refusals(facts), None)
+
+
+def _refusals(facts: ResumeFacts) -> Iterator[Refusal]:
+    for index, group in enumerate(facts.groups):
+        yield from _group_refusals(f"kv_cache_groups[{index}].kv_cache_spec", group)
+    yield from _model_refusals(facts.model)
+    yield from _machine_refusals(facts)
+    yield from _switch_refusals(facts.switches)
+
+
+def _group_refusals(path: str, group: Group) -> Iterator[Refusal]:
+    for name, value in group.flags:
+        problem = flag_problem("a KV cache group", name, value, GROUP_FLAGS)
+        if problem is not None:
+            yield _of_problem(path, problem, Reason.GROUP)
+    for spec in group.specs:
+        problem = spec_problem(spec, is_cacheable=group.is_cacheable, is_drafter=group.is_drafter)
+        if problem is not None:
+            yield _of_problem(path, problem, Reason.SPEC)
+
+
+def _of_problem(path: str, problem: Problem, known: Reason) -> Refusal:
+    reason = known if problem.is_known else Reason.UNKNOWN
+    return Refusal(reason, path, problem.expected, problem.got, problem.hint)
+
+
+def _model_refusals(model: Model) -> Iterator[Refusal]:
+    if model.is_encoder_decoder:
+        yield _of_model(Reason.ENCODER_DECODER, "what its decoder keeps depends on the encoder's input")
+    if model.is_encoder_only:
+        yield _of_model(Reason.ENCODER_ONLY, "this instance runs a multimodal encoder alone and keeps no KV cache")
+    if model.is_diffusion:
+        yield _of_model(
+            Reason.DIFFUSION, "a diffusion model writes its tokens' KV again until they stand, and sees both directions"
+        )
+    if model.is_unfit_pooling:
+        yield _of_model(
+            Reason.POOLING,
+            "a pooling model whose answer needs more than the end of the prompt, or sees both directions",
+        )
+    for name in model.architectures:
+        if name in UNRESUMABLE_ARCHITECTURES:
+            yield _of_model(Reason.ARCHITECTURE, f"{name}: {UNRESUMABLE_ARCHITECTURES[name]}")
+
+
+def _of_model(reason: Reason, got: str) -> Refusal:
+    return Refusal(
+        reason,
+        "model",
+        "a model whose prefixes can be resumed",
+        got,
+        "start without hybridkv: vLLM cannot resume it either",
+    )
+
+
+def _machine_refusals(facts: ResumeFacts) -> Iterator[Refusal]:
+    machine, switches = facts.machine, facts.switches
+    if machine.device == "cpu" and facts.model.uses_mla and not _amx_runs_mla(facts):
+        found = f"{machine.architecture.lower()} {'with' if machine.has_amx else 'without'} AMX"
+        yield Refusal(
+            Reason.MLA_ON_CPU,
+            "enable_prefix_caching",
+            "latent attention (MLA) by kernels that can resume a prefix",
+            f"vLLM's reference kernels for CPUs ({found}{_asked(machine)}), for which it switches prefix caching off",
+            "start without hybridkv, or on a CPU with AMX and without --attention-backend CPU_MLA; "
+            f"{EXCEPTION_KEY} does not help",
+        )
+    if machine.device == "cpu" and machine.architecture == "RISCV":
+        yield Refusal(
+            Reason.RISC_V,
+            "enable_prefix_caching",
+            "a CPU on which vLLM can resume a prefix",
+            "RISC-V, for which it switches prefix caching and chunked prefill off",
+            f"start without hybridkv; {EXCEPTION_KEY} does not help",
+        )
+    unfit = sorted(machine.backends & BATCH_INVARIANT_BACKENDS)
+    if switches.batch_invariant and unfit:
+        yield Refusal(
+            Reason.BATCH_INVARIANT,
+            "enable_prefix_caching",
+            "an attention backend that stays batch-invariant behind a resumed prefix",
+            f"VLLM_BATCH_INVARIANT with {', '.join(unfit)}, for which vLLM switches prefix caching off",
+            "choose another --attention-backend, or start without hybridkv or without VLLM_BATCH_INVARIANT",
+        )
+
+
+def _amx_runs_mla(facts: ResumeFacts) -> bool:
+    """What vLLM's CPU platform asks before it lets latent attention resume."""
+    machine = facts.machine
+    if machine.architecture != "X86" or not machine.has_amx:
+        return False
+    # DeepSeek-V4 has kernels of its own, whichever backend is asked for.
+    return machine.asked_backend != "CPU_MLA" or facts.model.model_type == "deepseek_v4"
+
+
+def _asked(machine: Machine) -> str:
+    return f", --attention-backend {machine.asked_backend}" if machine.asked_backend else ""
+
+
+def _switch_refusals(switches: Switches) -> Iterator[Refusal]:
+    if not switches.chunked_prefill:
+        yield Refusal(
+            Reason.CHUNKED_PREFILL_OFF,
+            "enable_chunked_prefill",
+            "on: what follows a restored prefix is a later piece of a prompt",
+            "off, by the operator or because vLLM knows that this model or machine cannot compute a prompt in pieces",
+            "remove --no-enable-chunked-prefill; if it was not given, start without hybridkv; "
+            f"{EXCEPTION_KEY} does not help",
+        )
+    if not switches.prefix_caching and not switches.is_excepted:
+        yield Refusal(
+            Reason.PREFIX_CACHING_OFF,
+            "enable_prefix_caching",
+            "on: hybridkv resumes prefixes only where vLLM does so itself",
+            "off, and vLLM does not say whether the operator switched it off or a model that cannot resume",
+            "start with --enable-prefix-caching; if vLLM's log does not say that it was switched off and you know that "
+            f'this model resumes prefixes exactly, set "{EXCEPTION_KEY}": true in {ROOT}',
+        )
+
+
+logger = logging.getLogger("vllm.hybridkv")
+
+
+def require_resumable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_excepted: bool) -> None:
+    """Refuses an engine in which no prefix may be resumed.
+
+    Raises:
+        ConfigurationError: names the reason.
+    """
+    found = refusal(gather(vllm_config, kv_cache_config, is_excepted=is_excepted))
+    if found is not None:
+        raise ConfigurationError(found.path, found.expected, found.got, found.hint)
+
+
+def warn_of_others(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, others: Sequence[str]) -> Refusal | None:
+    """Says which connectors beside hybridkv's own could restore a prefix where none may be resumed.
+
+    They are not refused: some fetch a whole prompt from the engine that has just computed it, which is another matter.
+    """
+    found = refusal(gather(vllm_config, kv_cache_config, is_excepted=False)) if others else None
+    if found is not None:
+        logger.warning(
+            "HybridMultiConnector: no prefix can be relied on here (%s: %s), and %s may restore some all the same: "
+            "hybridkv does not answer for what they load",
+            found.path,
+            found.got,
+            ", ".join(others),
+        )
+    return found
+
+
+def gather(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_excepted: bool) -> ResumeFacts:
+    """The facts as they stand in this process now."""
+    cacheable = compat.cacheable_group_ids(kv_cache_config)
+    return ResumeFacts(
+        Switches(
+            prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+            chunked_prefill=bool(vllm_config.scheduler_config.enable_chunked_prefill),
+            batch_invariant=_is_batch_invariant(),
+            is_excepted=is_excepted,
+        ),
+        _machine(vllm_config),
+        _model(vllm_config),
+        tuple(_group(group, i in cacheable) for i, group in enumerate(kv_cache_config.kv_cache_groups)),
+    )
+
+
+def _is_batch_invariant() -> bool:
+    from vllm import envs
+
+    return bool(getattr(envs, "VLLM_BATCH_INVARIANT", False))
+
+
+def _machine(vllm_config: VllmConfig) -> Machine:
+    from vllm.platforms import current_platform
+
+    has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    asked = getattr(vllm_config.attention_config, "backend", None)
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    named = (getattr(getattr(layer, "attn_backend", None), "get_name", None) for layer in layers)
+    return Machine(
+        device=vllm_config.device_config.device_type,
+        architecture=current_platform.get_cpu_architecture().name,
+        has_amx=bool(has_tiles is not None and has_tiles()),
+        asked_backend=str(getattr(asked, "name", asked or "")),
+        backends=frozenset(str(name()) for name in named if name is not None),
+    )
+
+
+def _model(vllm_config: VllmConfig) -> Model:
+    model = vllm_config.model_config
+    pools = model.runner_type == "pooling"
+    return Model(
+        architectures=tuple(model.architectures),
+        model_type=str(getattr(model.hf_config, "model_type", "")),
+        is_encoder_decoder=bool(model.is_encoder_decoder),
+        is_encoder_only=bool(getattr(vllm_config, "is_mm_encoder_only", False)),
+        is_diffusion=bool(getattr(model, "is_diffusion", False)),
+        is_unfit_pooling=pools and not model.is_prefix_caching_supported,
+        uses_mla=bool(model.use_mla),
+    )
+
+
+def _group(group: KVCacheGroupSpec, is_cacheable: bool) -> Group:
+    per_layer: dict[str, Any] | None = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    names = tuple(group.layer_names)
+    specs = [describe(group.kv_cache_spec, names)]
+    specs += (describe(spec, (name,)) for name, spec in (per_layer or {}).items())
+    return Group(is_cacheable, bool(group.is_eagle_group), changed_fields(group), tuple(specs))

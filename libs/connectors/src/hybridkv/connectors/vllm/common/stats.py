@@ -1,0 +1,288 @@
+"""What the connector counts, on its way to /metrics through vLLM's connector statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from hybridkv.metrics import CATALOGUE, DISK_ERRORS, Counts, PrometheusSink
+from hybridkv.tiers import TierCounts, TierIndex
+from hybridkv.tiers.disk import DiskCounts, DiskIndex
+from hybridkv.tiers.stack import BreakerState, Direction, MoveCounts, TierStack
+
+if TYPE_CHECKING:
+    from hybridkv.connectors.vllm.common.explain import Explanation
+    from hybridkv.connectors.vllm.common.messages import LoadFailure
+    from hybridkv.planner.checkpoints import Placement
+
+RAM, DISK, LMCACHE = "ram", "disk", "lmcache"
+GAUGES_AGAIN = 17
+"""Every so many times gauges are handed over though they have not changed: a prime, so that of front-ends that take
+turns each has its own."""
+
+
+class Recorder:
+    """Counts events under the catalogue's names. One for each half; vLLM merges what they hand over.
+
+    A gauge is handed over when it has changed, and all of them now and then, since a step's counts go to one of several
+    front-ends. So a step in which nothing happened hands over nothing, and costs nobody on the way anything.
+    """
+
+    def __init__(self) -> None:
+        self._counts = Counts()
+        self._told: dict[tuple[str, ...], int | float] = {}
+        """Gauges that were handed over, of names and labels that the catalogue bounds."""
+        self._num_taken = 0
+
+    def pending(self, *, is_asked: bool = False) -> None:
+        """What a request needs is being stored, or `is_asked` for in a tier that has not answered yet."""
+        reason = "asked" if is_asked else "being_stored"
+        self._counts.add("vllm:hybridkv_lookups_total", 1, result="pending", reason=reason)
+
+    def lookup(self, explained: Explanation) -> None:
+        """A request was looked up and admitted."""
+        self._counts.add("vllm:hybridkv_lookups_total", 1, result=explained.result, reason=str(explained.reason))
+        for source, num_tokens in (
+            ("engine", explained.engine_tokens),
+            (explained.source, explained.offered_tokens),
+            ("compute", explained.compute_tokens),
+        ):
+            if num_tokens:
+                self._counts.add("vllm:hybridkv_lookup_tokens_total", num_tokens, source=source)
+        if explained.offered_tokens:
+            self._counts.add("vllm:hybridkv_hit_tokens_total", explained.offered_tokens)
+        if explained.resumable_tokens > explained.engine_tokens:
+            num_tokens = explained.resumable_tokens - explained.engine_tokens
+            self._counts.add("vllm:hybridkv_resumable_tokens_total", num_tokens)
+        if explained.lost_tokens:
+            kind = explained.limiting_kind
+            self._counts.add("vllm:hybridkv_limited_lookups_total", 1, limiting_kind=kind)
+            self._counts.add("vllm:hybridkv_lost_tokens_total", explained.lost_tokens, limiting_kind=kind)
+        if explained.junction:
+            self._counts.add("vllm:hybridkv_junctions_total", 1, outcome=explained.junction)
+
+    def placed(self, placement: Placement) -> None:
+        """A request that was admitted stops there."""
+        for stop in placement.stops:
+            self._counts.add("vllm:hybridkv_checkpoint_stops_total", 1, reason=str(stop.reason))
+        for cause, number in msgspec.structs.asdict(placement.left_out).items():
+            if number:
+                self._counts.add("vllm:hybridkv_checkpoint_stops_left_out_total", number, cause=cause)
+
+    def prefixes_forgotten(self, number: int) -> None:
+        """So many prefixes are remembered that these were used longest ago."""
+        if number:
+            self._counts.add("vllm:hybridkv_forgotten_prefixes_total", number)
+
+    def superseded(self) -> None:
+        """A newer state of the same answer has taken the place of one."""
+        self._counts.add("vllm:hybridkv_superseded_states_total", 1)
+
+    def state_stored(self, origin: str) -> None:
+        """The states of one boundary were stored."""
+        self._counts.add("vllm:hybridkv_states_stored_total", 1, origin=origin)
+
+    def store(self, kind: str, outcome: str, number: int = 1) -> None:
+        """One chunk of one group was stored, or why not; or so many."""
+        self._counts.add("vllm:hybridkv_stores_total", number, kind=str(kind), outcome=outcome)
+
+    def misled(self, cause: str) -> None:
+        """One request went on from a block that the engine had copied wrongly; nothing of it is stored."""
+        self._counts.add("vllm:hybridkv_misled_requests_total", 1, cause=cause)
+
+    def hint(self, name: str) -> None:
+        """One request gave this hint, or (invalid) what nobody understood."""
+        self._counts.add("vllm:hybridkv_hints_total", 1, hint=name)
+
+    def prefetch(self, outcome: str, number: int = 1) -> None:
+        """Prefixes that requests asked to be brought near have come, or why not."""
+        self._counts.add("vllm:hybridkv_prefetches_total", number, outcome=outcome)
+
+    def kept(self, tier: str, is_kept: bool) -> None:
+        """One request's prefix was to be kept in a tier."""
+        self._counts.add("vllm:hybridkv_keeps_total", 1, tier=tier, outcome="kept" if is_kept else "refused")
+
+    def kept_bytes(self, tier: str, num_bytes: int) -> None:
+        """What is kept in a tier now."""
+        self._gauge("vllm:hybridkv_kept_bytes", num_bytes, tier=tier)
+
+    def stored_bytes(self, num_bytes: int) -> None:
+        self._counts.add("vllm:hybridkv_store_bytes_total", num_bytes)
+
+    def store_failed(self, reason: str) -> None:
+        """One request's store of one step failed."""
+        self._counts.add("vllm:hybridkv_store_failures_total", 1, reason=reason)
+
+    def load(self, num_tokens: int, num_bytes: int, failed: bool, failures: Sequence[LoadFailure]) -> None:
+        """One request's load ended."""
+        self._counts.add("vllm:hybridkv_loads_total", 1, outcome="failed" if failed else "loaded")
+        if not failed:
+            self._counts.add("vllm:hybridkv_load_bytes_total", num_bytes)
+        for reason in {failure.reason for failure in failures}:
+            self._counts.add("vllm:hybridkv_load_failures_total", 1, reason=reason)
+
+    def local(self, source: str, num_tokens: int, num_bytes: int) -> None:
+        """What one load copied from the engine's own blocks; `source` is where it would have come from otherwise."""
+        if num_tokens:
+            self._counts.add("vllm:hybridkv_local_tokens_total", num_tokens, source=source)
+        if num_bytes:
+            self._counts.add("vllm:hybridkv_local_bytes_total", num_bytes, source=source)
+
+    def copied(self, is_load: bool, seconds: float, num_bytes: int) -> None:
+        """One copy job ended on this rank; 0 bytes where it failed before the first one."""
+        job = "load" if is_load else "store"
+        self._counts.observe(f"vllm:hybridkv_{job}_seconds", seconds)
+        if num_bytes:
+            self._counts.observe(f"vllm:hybridkv_{job}_size_bytes", num_bytes)
+
+    def wait_timeout(self, wait: str) -> None:
+        """A request waited too long: a "lookup" for chunks that were being stored, a "load" for a slower tier."""
+        self._counts.add("vllm:hybridkv_wait_timeouts_total", 1, wait=wait)
+
+    def moved(self, direction: Direction, tier: str, seconds: float) -> None:
+        """One chunk ended its way between the fast tier and another on this rank."""
+        self._counts.observe("vllm:hybridkv_move_seconds", seconds, direction=str(direction), tier=tier)
+
+    def server_operations(self, operation: str, outcome: str, number: int) -> None:
+        """What a server of LMCache was asked for."""
+        self._counts.add("vllm:hybridkv_lmcache_operations_total", number, operation=operation, outcome=outcome)
+
+    def server_chunks(self, operation: str, number: int) -> None:
+        """Chunks that a server of LMCache took or wrote."""
+        self._counts.add("vllm:hybridkv_lmcache_chunks_total", number, operation=operation)
+
+    def server_withdrawals(self, number: int) -> None:
+        """Chunks that a server of LMCache was told to delete."""
+        self._counts.add("vllm:hybridkv_lmcache_withdrawals_total", number)
+
+    def server_state(self, is_up: bool) -> None:
+        """Whether a server of LMCache can be asked."""
+        self._gauge("vllm:hybridkv_lmcache_up", int(is_up))
+
+    def server_pool(self, used_bytes: int, capacity_bytes: int) -> None:
+        """The memory that this rank and a server of LMCache share."""
+        self._gauge("vllm:hybridkv_lmcache_pool_used_bytes", used_bytes)
+        self._gauge("vllm:hybridkv_lmcache_pool_capacity_bytes", capacity_bytes)
+
+    def announced(self, event: str, medium: str) -> None:
+        """Routers were told that blocks are in a medium, or no longer."""
+        kind = "stored" if event == "BlockStored" else "removed"
+        self._counts.add("vllm:hybridkv_kv_events_total", 1, type=kind, medium=medium.lower())
+
+    def announcements(self, num_tokens: int, num_untold_chunks: int) -> None:
+        """What routers may count on now, and what is stored beside."""
+        self._gauge("vllm:hybridkv_announced_tokens", num_tokens)
+        self._gauge("vllm:hybridkv_unannounced_chunks", num_untold_chunks)
+
+    def tiers(self, stack: TierStack, num_ranks: int) -> None:
+        """What the tiers hold now, over all ranks, and what they did since they were last asked."""
+        self._tier(RAM, stack.only_near, num_ranks)
+        if not stack.slower:
+            return
+        counts = stack.take_counts()
+        for result, number in counts.prefetches.items():
+            self.prefetch(str(result), number)
+        for outcome, num_bytes in counts.prefetch_bytes.items():
+            self._counts.add("vllm:hybridkv_prefetch_bytes_total", num_bytes * num_ranks, outcome=str(outcome))
+        for name, index in stack.slower.items():
+            self._tier(name, index, num_ranks)
+            if isinstance(index, DiskIndex):
+                self._disk(index.take_disk_counts())
+            self._moves(name, counts.tiers[name], num_ranks)
+            self._gauge("vllm:hybridkv_cascades_waiting", stack.num_waiting(name), tier=name)
+            for direction in Direction:
+                is_open = stack.breaker_state(direction, name) is not BreakerState.CLOSED
+                self._gauge("vllm:hybridkv_breaker_open", int(is_open), direction=str(direction), tier=name)
+
+    def _moves(self, tier: str, counts: MoveCounts, num_ranks: int) -> None:
+        for direction, results, num_bytes in (
+            (Direction.PROMOTE, counts.promotions, counts.promoted_bytes),
+            (Direction.CASCADE, counts.cascades, counts.cascaded_bytes),
+        ):
+            way = {"direction": str(direction), "tier": tier}
+            for result, number in results.items():
+                self._counts.add("vllm:hybridkv_moves_total", number, **way, result=str(result))
+            if num_bytes:
+                self._counts.add("vllm:hybridkv_move_bytes_total", num_bytes * num_ranks, **way)
+        for reason, number in counts.failures.items():
+            self._counts.add("vllm:hybridkv_move_failures_total", number, reason=reason, tier=tier)
+        for direction, number in counts.breaker_openings.items():
+            self._counts.add("vllm:hybridkv_breaker_openings_total", number, direction=str(direction), tier=tier)
+
+    def _disk(self, counts: DiskCounts) -> None:
+        for failure, number in counts.failures.items():
+            reason = failure.rpartition(" ")[2].lower()
+            reason = reason if reason in DISK_ERRORS else "other"
+            self._counts.add("vllm:hybridkv_disk_errors_total", number, reason=reason)
+        for reason, number in counts.quarantined.items():
+            self._counts.add("vllm:hybridkv_quarantined_total", number, reason=reason)
+        if counts.moved_bytes:
+            self._counts.add("vllm:hybridkv_compacted_bytes_total", counts.moved_bytes)
+
+    def _tier(self, name: str, index: TierIndex, num_ranks: int) -> None:
+        counts: TierCounts = index.take_counts()
+        if counts.evictions:
+            self._counts.add("vllm:hybridkv_evictions_total", counts.evictions, tier=name)
+            self._counts.add("vllm:hybridkv_evicted_bytes_total", counts.evicted_bytes * num_ranks, tier=name)
+        if counts.invalidations:
+            self._counts.add("vllm:hybridkv_invalidations_total", counts.invalidations, tier=name)
+        for answer, number in counts.answers.items():
+            self._counts.add("vllm:hybridkv_asked_total", number, tier=name, outcome=str(answer))
+        self._gauge("vllm:hybridkv_tier_used_bytes", index.used_bytes * num_ranks, tier=name)
+        self._gauge("vllm:hybridkv_tier_capacity_bytes", index.capacity_bytes * num_ranks, tier=name)
+
+    def _gauge(self, name: str, value: int | float, /, **labels: str) -> None:
+        series = (name, *labels.values())
+        if self._told.get(series) != value:
+            self._counts.set(name, value, **labels)
+            self._told[series] = value
+
+    def take(self) -> OffloadStats | None:
+        """What was counted since the last call, None if nothing."""
+        self._num_taken += 1
+        if self._num_taken % GAUGES_AGAIN == 0:
+            self._told.clear()
+        if self._counts.is_empty():
+            return None
+        return OffloadStats(data=self._counts.take().to_dict())
+
+
+class OffloadStats(KVConnectorStats):
+    """Counts in the shape in which vLLM merges them and carries them to the API process."""
+
+    def reset(self) -> None:
+        self.data = Counts().to_dict()
+
+    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+        merged = Counts.from_dict(self.data)
+        merged.merge(Counts.from_dict(other.data))
+        return OffloadStats(data=merged.to_dict())
+
+    def reduce(self) -> dict[str, int | float]:
+        """For the periodic log line: counters and gauges, summed over their labels."""
+        return Counts.from_dict(self.data).totals()
+
+    def is_empty(self) -> bool:
+        return Counts.from_dict(self.data).is_empty()
+
+
+class OffloadPromMetrics(KVConnectorPromMetrics):
+    """The catalogue as Prometheus metrics in the API process."""
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._sink = PrometheusSink(
+            CATALOGUE, self._counter_cls, self._gauge_cls, self._histogram_cls, labelnames, per_engine_labelvalues
+        )
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        self._sink.observe(transfer_stats_data, engine_idx)

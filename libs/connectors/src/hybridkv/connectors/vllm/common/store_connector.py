@@ -1,0 +1,411 @@
+"""Base of the connectors that store: vLLM's interface, forwarded to the half that this process needs.
+
+The scheduler's half decides what is loaded and stored; the worker's half moves bytes. A method that vLLM calls and that
+is not here has vLLM's default. `WaitingScheduler` is the scheduler's half until the store is open.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.duties import duties_of
+from hybridkv.connectors.vllm.common.messages import StepOutcome, WorkerFacts
+from hybridkv.connectors.vllm.common.stats import OffloadPromMetrics, OffloadStats, Recorder
+from hybridkv.connectors.vllm.common.steering import current_sibling
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from hybridkv.connectors.vllm.common.layout import CacheLayout
+    from hybridkv.connectors.vllm.offload.worker import LoadResults
+
+scheduler_logger = logging.getLogger("vllm.hybridkv.scheduler")
+
+
+class WaitingScheduler:
+    """Stands in for a `StoreScheduler` until the workers' facts are there.
+
+    Args:
+        num_ranks: how many workers have facts.
+        connector: in whose name an operator is told.
+        empty_plan: what a step without anything to do is.
+    """
+
+    def __init__(self, num_ranks: int, connector: str, empty_plan: KVConnectorMetadata) -> None:
+        self.num_ranks = num_ranks
+        self._connector = connector
+        self._empty_plan = empty_plan
+        self.facts: dict[int, dict[str, str]] = {}
+        self.pool: BlockPool | None = None
+        self.must_clear = False
+        """Whether what lies in slower tiers was to be dropped."""
+        self._has_warned = False
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every worker has said what it knows."""
+        return len(self.facts) >= self.num_ranks
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """The engine's blocks, for whoever comes next."""
+        self.pool = pool
+
+    def track(self, request: Request) -> None:
+        """Nothing is remembered of a request; it is seen again when it is asked for."""
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        return 0
+
+    def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """Nothing to load."""
+
+    def plan_step(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._empty_plan
+
+    def holds_freed_blocks(self) -> bool:
+        return False
+
+    def has_work_in_flight(self) -> bool:
+        return False
+
+    def on_output(self, output: KVConnectorOutput) -> None:
+        """Takes the facts that come with a step."""
+        outcome = output.kv_connector_worker_meta
+        if isinstance(outcome, StepOutcome):
+            self.facts |= outcome.facts
+        if not self.is_complete and not self._has_warned:
+            self._has_warned = True
+            scheduler_logger.warning(
+                "%s: %d of %d workers have said how they lay out what is stored, so nothing is stored and nothing "
+                "restored; report how this engine was started",
+                self._connector,
+                len(self.facts),
+                self.num_ranks,
+            )
+
+    def record_tiers(self) -> None:
+        """There are none."""
+
+    def reset(self) -> bool:
+        self.must_clear = True
+        return True
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+logger = logging.getLogger("vllm.hybridkv")
+
+_live: weakref.WeakSet[StoreConnector] = weakref.WeakSet()
+"""Connectors of this process that were not shut down."""
+
+
+class StoreScheduler(Protocol):
+    """A scheduler's half. Its methods never wait."""
+
+    def bind_block_pool(self, pool: BlockPool) -> None: ...
+
+    def track(self, request: Request) -> object: ...
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None: ...
+
+    def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None: ...
+
+    def plan_step(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata: ...
+
+    def on_output(self, output: KVConnectorOutput) -> None: ...
+
+    def holds_freed_blocks(self) -> bool: ...
+
+    def has_work_in_flight(self) -> bool: ...
+
+    def record_tiers(self) -> None: ...
+
+    def reset(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class StoreWorker(Protocol):
+    """A worker's half. It raises nothing in the engine."""
+
+    def start_loads(self, plan: Any) -> None: ...
+
+    def start_stores(self, plan: Any) -> None: ...
+
+    def results(self) -> LoadResults: ...
+
+    def outcome(self) -> StepOutcome | None: ...
+
+    def take_facts(self) -> dict[str, str] | None: ...
+
+
+class StoreConnector(KVConnectorBase_V1, SupportsHMA):
+    """What is here needs `_layout`, and of both halves the one of this process, to be set by who inherits.
+
+    Raises:
+        ConfigurationError: this is the second of its kind at its place in the engine.
+    """
+
+    _cache_hit_source = compat.HOST_HIT
+    _plan_type: ClassVar[type[KVConnectorMetadata]]
+    _layout: CacheLayout
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        compat.require_supported_engine()
+        compat.share_log()
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = self._kv_transfer_config
+        self._sibling = current_sibling()
+        self._engine_id = transfer.engine_id
+        self._refuse_second()
+        self._duties = duties_of(transfer)
+        self._recorder = Recorder()
+        self._has_failed_to_open = False
+
+    def _refuse_second(self) -> None:
+        """One to each place of an engine: a second at the same place would store everything twice, and its counts and
+        sizes would overwrite the first one's in the metrics. HybridMultiConnector gives each of its children a place.
+        """
+        for other in _live:
+            if type(other) is type(self) and other.role == self.role and other._is_at(self):
+                raise ConfigurationError(
+                    "kv_connector",
+                    f"one {type(self).__name__} for each engine",
+                    f"a second one in engine {self._engine_id}",
+                    'name it once among "connectors", or use HybridMultiConnector, which tells several apart',
+                )
+
+    def _is_at(self, other: StoreConnector) -> bool:
+        return (self._engine_id, self._sibling.number) == (other._engine_id, other._sibling.number)
+
+    def _other_half(self) -> StoreConnector | None:
+        """The scheduler's, where it is in this process and this worker is its only one."""
+        for other in _live:
+            is_half = type(other) is type(self) and other._is_at(self) and other.role != self.role
+            if is_half and self._layout.world_size == 1:
+                return other
+        return None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """False: what a cache drops is computed again."""
+        return False
+
+    @property
+    def stores_only(self) -> bool:
+        """Whether it never loads, so that a connector above need not ask it."""
+        return not self._duties.loads
+
+    # The halves.
+
+    @abstractmethod
+    def _scheduler_half(self) -> StoreScheduler | WaitingScheduler | None:
+        """None in a worker's process."""
+
+    @abstractmethod
+    def _worker_half(self) -> StoreWorker | None:
+        """None in the scheduler's."""
+
+    @abstractmethod
+    def _open_store(self, waiting: WaitingScheduler) -> StoreScheduler:
+        """What takes the place of what waited for the workers' facts, and is `_scheduler_half` from now on.
+
+        Raises:
+            ConfigurationError: it cannot be opened.
+        """
+
+    # Worker side.
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        facts = self._of_worker().take_facts() if compat.carries_handshakes() else None
+        return WorkerFacts(facts) if facts is not None else None
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._of_worker().start_loads(self._step_plan())
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: no request runs before its load has ended."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to do: recurrent layers are never passed here, so all groups are stored after the forward pass."""
+
+    def wait_for_save(self) -> None:
+        self._of_worker().start_stores(self._step_plan())
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = self._of_worker().results()
+        return KVConnectorTransferResults(finished_recving=results.finished, failed_recving=results.failed)
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        worker = self._of_worker()
+        facts = worker.take_facts()
+        outcome = worker.outcome()
+        if facts is None:
+            return outcome
+        outcome = outcome or StepOutcome()
+        outcome.facts[compat.rank(self._vllm_config)] = facts
+        return outcome
+
+    # Scheduler side.
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
+        """What the workers said at the start. What is not ours, another connector's worker has said.
+
+        Raises:
+            ConfigurationError: the store cannot be opened; the engine does not start.
+        """
+        waiting = self._scheduler_half()
+        if isinstance(waiting, WaitingScheduler):
+            waiting.facts |= {rank: each.facts for rank, each in metadata.items() if isinstance(each, WorkerFacts)}
+            if waiting.is_complete:
+                self._open()
+
+    def _open(self) -> None:
+        """The store takes the place of what waited for it."""
+        waiting = self._scheduler_half()
+        if not isinstance(waiting, WaitingScheduler):
+            raise RuntimeError(f"the store of {type(self).__name__} is opened once")
+        scheduler = self._open_store(waiting)
+        if waiting.pool is not None:
+            scheduler.bind_block_pool(waiting.pool)
+        if waiting.must_clear:
+            scheduler.reset()
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        scheduler = self._scheduler_half()
+        if scheduler is not None:
+            scheduler.bind_block_pool(gpu_block_pool)
+
+    def on_new_request(self, request: Request) -> None:
+        self._of_scheduler().track(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        num_tokens = self._of_scheduler().matched_tokens(request, num_computed_tokens)
+        # A load always ends in get_transfer_results, also one that is copied at once: only there can it fail safely.
+        return num_tokens, bool(num_tokens)
+
+    def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
+        # Where a chunk ends inside a block a load fills it in part only, so the engine must zero the rest.
+        spec = self._layout.spec
+        return tuple(index for index in spec.stored_groups if index not in spec.cut_groups)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._of_scheduler().on_allocated(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
+        return self._of_scheduler().plan_step(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        scheduler = self._of_scheduler()
+        scheduler.on_output(connector_output)
+        if isinstance(scheduler, WaitingScheduler) and scheduler.is_complete and not self._has_failed_to_open:
+            self._open_late()
+
+    def _open_late(self) -> None:
+        """The engine serves already, and goes on without a store that cannot be opened."""
+        name = type(self).__name__
+        try:
+            self._open()
+        except ConfigurationError:
+            self._has_failed_to_open = True
+            logger.exception("%s: nothing is stored and nothing restored", name)
+        else:
+            logger.info(
+                "%s: opened after the first step, because another connector between it and the engine carries no "
+                "handshake; requests that began before are not stored",
+                name,
+            )
+
+    def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Request, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        # Blocks that are being copied out are pinned in the pool, so the request may give up its own hold.
+        return False, None
+
+    def has_pending_block_frees(self) -> bool:
+        return self._of_scheduler().holds_freed_blocks()
+
+    def has_pending_push_work(self) -> bool:
+        return self._of_scheduler().has_work_in_flight()
+
+    def reset_cache(self) -> bool | None:
+        return self._of_scheduler().reset()
+
+    # Both sides.
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        scheduler = self._scheduler_half()
+        if scheduler is not None:
+            scheduler.record_tiers()
+        return self._recorder.take()
+
+    # In the API process.
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return OffloadStats(data=data) if data is not None else OffloadStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OffloadPromMetrics:
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _step_plan(self) -> KVConnectorMetadata:
+        plan = self._get_connector_metadata()
+        if not isinstance(plan, self._plan_type):
+            raise TypeError(f"expected {self._plan_type.__name__}, got {type(plan).__name__}")
+        return plan
+
+    def _of_scheduler(self) -> StoreScheduler | WaitingScheduler:
+        scheduler = self._scheduler_half()
+        if scheduler is None:
+            raise RuntimeError(f"a scheduler's method was called on the worker's half of {type(self).__name__}")
+        return scheduler
+
+    def _of_worker(self) -> StoreWorker:
+        worker = self._worker_half()
+        if worker is None:
+            raise RuntimeError(f"a worker's method was called on the scheduler's half of {type(self).__name__}")
+        return worker
+
+
+def keep_live(connector: StoreConnector) -> None:
+    """It was built whole: a second one at its place is refused from now on."""
+    _live.add(connector)
+
+
+def end_live(connector: StoreConnector) -> None:
+    """It is shut down."""
+    _live.discard(connector)

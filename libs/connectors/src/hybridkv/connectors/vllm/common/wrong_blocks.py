@@ -1,0 +1,284 @@
+"""Blocks of the engine that do not hold what their hash says, and the requests that went on from them.
+
+There are two kinds:
+
+- Bad copies. Where the engine's own hit ends inside a block it copies that block, and vLLM 0.32 does so wrongly in two
+  ways: of every layer it copies what the first one at its address has in a page (see `compat.copies_whole_blocks`), and
+  it reads all sources before it writes any, though one copy of a step may be made from another.
+- Misfiled states. Where a recurrent group has larger blocks than another group, prefill may end inside a recurrent
+  block (see `compat.prefill_cut_tokens`). The state there is kept and handed over under the end of that block. Such a
+  state is recognized by its boundary, which the next chunk of the request passes without a stop.
+
+What a request computes behind such a block is wrong, and the engine keeps it under right hashes; so whoever hits one of
+these blocks goes on from it as well. Nothing of these requests may get into a tier, or to a peer. Misfiled states are
+also taken out of the engine's own cache.
+
+It mends nothing else of what the engine answers, and it does not look at bytes. Where in doubt a block counts as wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.requests import NULL_BLOCK
+from hybridkv.planner import GroupKind, State
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+
+    from hybridkv.connectors.vllm.common.layout import CacheLayout
+    from hybridkv.connectors.vllm.common.stats import Recorder
+
+logger = logging.getLogger("vllm.hybridkv.scheduler")
+
+
+def partly_copied_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozenset[int]:
+    """Groups of whose blocks the engine may copy only a part: their pages are not the smallest."""
+    smallest = min((layer.page_bytes for layers in layout.layers for layer in layers), default=0)
+    larger = frozenset(
+        index for index, layers in enumerate(layout.layers) if any(layer.page_bytes > smallest for layer in layers)
+    )
+    if not larger or compat.has_blocks_outermost(vllm_config) or compat.copies_whole_blocks():
+        return frozenset()
+    return larger
+
+
+def misfiled_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozenset[int]:
+    """RECURRENT groups in whose blocks the engine may end prefill."""
+    cut_tokens = compat.prefill_cut_tokens(vllm_config)
+    return frozenset(
+        index
+        for index, group in enumerate(layout.spec.groups)
+        if group.kind is GroupKind.RECURRENT and group.block_tokens > cut_tokens
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Distrusted:
+    """Groups with blocks that the engine may leave wrong.
+
+    Args:
+        partly_copied: groups of whose blocks the engine copies only a part.
+        misfiled: RECURRENT groups in whose blocks prefill may end.
+    """
+
+    partly_copied: frozenset[int] = frozenset()
+    misfiled: frozenset[int] = frozenset()
+
+
+def distrusted_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayout) -> Distrusted:
+    """What this engine may leave wrong. Warns of misfiled states.
+
+    Args:
+        connector: its name, for the warning.
+        vllm_config: of the engine's scheduler.
+        layout: of its groups.
+    """
+    misfiled = misfiled_groups(vllm_config, layout)
+    if misfiled:
+        logger.warning(
+            "%s: RECURRENT groups %s have larger blocks (%s tokens) than another group (%d), and this version of vLLM "
+            "ends prefill inside them and keeps such states under the end of the block (vllm-project/vllm#54076): "
+            "they are not stored, and taken out of vLLM's cache, so fewer prompts resume; without a connector vLLM "
+            "may resume requests from them and answer wrongly; use a vLLM with that fixed, or blocks of one size",
+            connector,
+            sorted(misfiled),
+            ", ".join(str(layout.spec.groups[index].block_tokens) for index in sorted(misfiled)),
+            compat.prefill_cut_tokens(vllm_config),
+        )
+    return Distrusted(partly_copied_groups(vllm_config, layout), misfiled)
+
+
+class MisledCounter(Protocol):
+    """Counts requests that went on from a wrong block."""
+
+    def misled(self, cause: str) -> None: ...
+
+
+class WrongBlocks:
+    """Follows what the engine copies wrongly, from step to step.
+
+    Args:
+        block_tokens: of each of the engine's groups.
+        recorder: counts the requests.
+    """
+
+    def __init__(self, block_tokens: Sequence[int], recorder: MisledCounter) -> None:
+        self._block_tokens = tuple(block_tokens)
+        self._recorder = recorder
+        self.distrusted = Distrusted()
+        self._pool: BlockPool | None = None
+        self._wrong: dict[int, Any] = {}
+        """Blocks, and the hash that each had when it was last looked at. No more than the engine has blocks."""
+        self._misled: dict[str, list[int]] = {}
+        """Requests that run and went on from such a block: where in the table of each group blocks begin whose hash may
+        still change."""
+        self._has_warned = False
+
+    @property
+    def misled(self) -> Iterable[str]:
+        """Requests that went on from a wrong block, and have not started over since."""
+        return self._misled.keys()
+
+    def bind(self, pool: BlockPool) -> None:
+        """The engine's blocks."""
+        self._pool = pool
+
+    def holds(self, block_id: int) -> bool:
+        """Whether a block is wrong. One that has got another hash since has been given to somebody else."""
+        return block_id in self._wrong and self._wrong[block_id] == self._hash(block_id)
+
+    def right_states(self, handed_over: Sequence[tuple[int, int, int]], recorder: Recorder) -> list[State]:
+        """The states of one request, as the engine hands them over, without wrong ones, which `recorder` counts."""
+        states = [State(*state) for state in handed_over if not self.holds(state[1])]
+        if len(states) < len(handed_over):
+            recorder.store("recurrent", "dropped_wrong", len(handed_over) - len(states))
+        return states
+
+    def take_loaded(self, blocks: KVCacheBlocks, computed_tokens: int) -> None:
+        """The engine gave a request its blocks from there on, and what is loaded into them is right."""
+        if self._wrong:
+            self._take_fresh([[block.block_id for block in group] for group in blocks.blocks], computed_tokens)
+
+    def _take_fresh(self, table: Sequence[Sequence[int]], computed_tokens: int) -> None:
+        for block_tokens, block_ids in zip(self._block_tokens, table, strict=True):
+            for block_id in block_ids[-(-computed_tokens // block_tokens) :]:
+                self._wrong.pop(block_id, None)
+
+    def follow_step(self, output: SchedulerOutput, tables: compat.BlockTables) -> None:
+        """What the step leaves wrong, and who goes on from it; to be called before its stores are planned."""
+        for request_id in (*(output.preempted_req_ids or ()), *(output.finished_req_ids or ())):
+            # It starts over, or has ended. Its blocks stay what they are.
+            self._misled.pop(request_id, None)
+        copies = compat.block_copies(output)
+        misfiled = self._misfiled(output) if self.distrusted.misfiled else ()
+        if not copies and not misfiled and not self._wrong:
+            return
+        for request_id in self._misled.keys() & output.num_scheduled_tokens.keys():
+            self._record(request_id, tables(request_id))
+        for request_id, block_ids in compat.added_blocks(output).items():
+            if request_id not in self._misled:
+                for block_id in block_ids:
+                    self._wrong.pop(block_id, None)
+        self._follow_copies(copies, compat.boundary_states(output))
+        # In the order in which they were admitted: each may have hit what those before it are to compute.
+        for request_id, computed_tokens in compat.admitted(output).items():
+            self._admit(request_id, computed_tokens, tables(request_id), copies)
+        # Last, for some may be of a request that begins with this step. The engine lets nobody hit a state in the step
+        # in which it is kept, so nobody has been misled by these yet.
+        if misfiled and self._pool is not None:
+            compat.forget_blocks(self._pool, misfiled)
+        for block_id in misfiled:
+            self._add(block_id)
+
+    def _misfiled(self, output: SchedulerOutput) -> list[int]:
+        """Blocks of states that are handed over under a boundary at which no chunk of their request ended.
+
+        Each boundary is offered in the step that passes it, so it lies within this step's chunk. At its beginning the
+        last chunk has ended, at its end this one does. Boundaries before the chunk are those that accepted drafts have
+        passed, whose states the worker itself has put there.
+        """
+        handed_over = compat.boundary_states(output)
+        if not handed_over:
+            return []
+        chunks = compat.computed_tokens(output)
+        blocks = []
+        for request_id, states in handed_over.items():
+            start, end = chunks.get(request_id, (0, 0))
+            blocks += [
+                block_id
+                for group, block_id, boundary in states
+                if group in self.distrusted.misfiled and start < boundary < end
+            ]
+        return blocks
+
+    def _hash(self, block_id: int) -> Any:
+        return None if self._pool is None else self._pool.blocks[block_id].block_hash
+
+    def _add(self, block_id: int) -> None:
+        if block_id != NULL_BLOCK:
+            self._wrong[block_id] = self._hash(block_id)
+
+    def _follow_copies(
+        self, copies: Sequence[tuple[int, int]], handed_over: Mapping[str, Sequence[tuple[int, int, int]]]
+    ) -> None:
+        """A copy of a wrong block is wrong. Blocks that are copied to have just been given out."""
+        destinations = {destination for _, destination in copies}
+        for destination in destinations:
+            self._wrong.pop(destination, None)
+        for source, destination in copies:
+            if source in destinations or self.holds(source):
+                self._add(destination)
+        for states in handed_over.values():
+            for group, block_id, _ in states:
+                if group in self.distrusted.partly_copied and block_id in destinations:
+                    self._add(block_id)
+
+    def _admit(
+        self, request_id: str, computed_tokens: int, table: Sequence[Sequence[int]], copies: Sequence[tuple[int, int]]
+    ) -> None:
+        self._misled.pop(request_id, None)
+        cause = self._cause(computed_tokens, table, copies)
+        if cause is None:
+            self._take_fresh(table, computed_tokens)
+            return
+        self._misled[request_id] = [computed_tokens // block_tokens for block_tokens in self._block_tokens]
+        self._record(request_id, table)
+        self._recorder.misled(cause)
+        self._warn(request_id, cause)
+
+    def _cause(
+        self, computed_tokens: int, table: Sequence[Sequence[int]], copies: Sequence[tuple[int, int]]
+    ) -> str | None:
+        """What is wrong with what a request begins with, None where nothing is."""
+        sources = {destination: source for source, destination in copies}
+        cause = None
+        for group, (block_tokens, block_ids) in enumerate(zip(self._block_tokens, table, strict=True)):
+            for block_id in block_ids[: -(-computed_tokens // block_tokens)]:
+                source = sources.get(block_id)
+                if source in sources:
+                    return "copied_copy"
+                if self.holds(block_id) or (source is not None and self.holds(source)):
+                    cause = "wrong_block"
+                elif source is not None and group in self.distrusted.partly_copied:
+                    cause = cause or "partial_copy"
+        return cause
+
+    def _record(self, request_id: str, table: Sequence[Sequence[int]]) -> None:
+        """Whatever the request computes is wrong: its blocks from where it began, as soon as it has them."""
+        first = self._misled[request_id]
+        for group, block_ids in enumerate(table):
+            is_settled = True
+            for place in range(first[group], len(block_ids)):
+                self._add(block_ids[place])
+                is_settled = is_settled and self._is_settled(group, block_ids[place])
+                if is_settled:
+                    first[group] = place + 1
+
+    def _is_settled(self, group: int, block_id: int) -> bool:
+        """Whether a block has the last hash that it gets: one inside it gives way to that of the full block."""
+        if block_id == NULL_BLOCK:
+            return True
+        block = None if self._pool is None else self._pool.blocks[block_id]
+        num_tokens = getattr(block, "block_hash_num_tokens", None)
+        return num_tokens is not None and num_tokens % self._block_tokens[group] == 0
+
+    def _warn(self, request_id: str, cause: str) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "request %s went on from a block that this version of vLLM has left wrong (%s), so it may be answered "
+            "wrongly, and nothing that it computes is stored or handed on; further ones are only counted, in "
+            "vllm:hybridkv_misled_requests_total; unset prefix_match_unit if it is set, or use a vLLM with that fixed",
+            request_id,
+            cause,
+        )

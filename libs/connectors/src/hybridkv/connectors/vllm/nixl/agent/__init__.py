@@ -1,0 +1,1 @@
+"""Thread of a worker that talks with its peers: connections, leases, reads."""

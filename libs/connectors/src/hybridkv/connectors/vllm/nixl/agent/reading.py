@@ -1,0 +1,259 @@
+"""A consumer's reads on one rank, in the words of one thread: each is a life of `hybridkv.peers.reads`, carried out.
+
+A read ends well only when its lease stood in each producer rank's table after the last byte had arrived, and both
+sides' digests agree. However it ends, it ends once, and never while a byte of it may still be written: then the engine
+would give the blocks to somebody else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hybridkv.connectors.vllm.nixl.agent.links import Control, Peer, Peers
+from hybridkv.connectors.vllm.nixl.agent.rank_read import RankRead, ReadTools
+from hybridkv.connectors.vllm.nixl.memory.digesting import Digesting
+from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.messages import LoadFailure, PromptLoad
+from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.peers.control import LinkId
+from hybridkv.peers.ranks import RankLink
+from hybridkv.peers.reads import (
+    Abort,
+    Cancel,
+    Check,
+    Command,
+    Event,
+    ReadBounds,
+    ReadLife,
+    Reason,
+    Release,
+    Report,
+    Sever,
+    Stage,
+    Start,
+    Tick,
+    advance,
+    begin,
+)
+from hybridkv.peers.transport import Transport
+from hybridkv.peers.wire import Digests, WireLimits
+
+logger = logging.getLogger("vllm.hybridkv.nixl")
+
+LEAST_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class ReadOptions:
+    """How reads are made.
+
+    Args:
+        bounds: of times.
+        verify: whether digests are compared.
+        clock: seconds.
+        max_links: to producers' ranks, at the same time.
+    """
+
+    bounds: ReadBounds
+    verify: bool
+    clock: Callable[[], float]
+    max_links: int = WireLimits().max_connections
+
+
+@dataclass(slots=True)
+class _Read:
+    """One request's read. Times are seconds of the clock."""
+
+    load: PromptLoad
+    began_s: float
+    ranks: tuple[RankRead, ...]
+    life: ReadLife
+    detail: str = ""
+    """Of the first failure."""
+    is_broken: bool = False
+    """A bug was met, and logged."""
+
+
+class Reading:
+    """Reads by request. Calls come from one thread.
+
+    Args:
+        memory: of this rank.
+        peers: connections to producers.
+        transport: moves bytes.
+        control: asks for digests.
+        recorder: counts what happens.
+        options: how reads are made.
+    """
+
+    def __init__(
+        self,
+        memory: RankMemory,
+        peers: Peers,
+        transport: Transport,
+        control: Control,
+        recorder: PeerRecorder,
+        options: ReadOptions,
+    ) -> None:
+        self._peers = peers
+        self._recorder = recorder
+        self._options = options
+        self._digesting = Digesting(memory, control.wake)
+        self._tools = ReadTools(memory, transport, control, self._digesting, itertools.count(1), options.verify)
+        self._reads: dict[str, _Read] = {}
+        self._asked: dict[int, RankRead] = {}
+        self._leftovers: list[RankRead] = []
+        """Of reads that ended while a lease was being read into our scratch memory."""
+        self.ended: list[tuple[str, LoadFailure | None]] = []
+        """Reads that ended since somebody looked, and why they failed."""
+        self.parted: list[tuple[str, int, bool]] = []
+        """Ranks of a producer that a read needs no more: request, rank, and whether it was read."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a read is under way, which somebody must look at."""
+        return bool(self._reads or self._leftovers)
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether the transport moves bytes for a read."""
+        return any(rank.is_moving for read in self._reads.values() for rank in read.ranks) or bool(self._leftovers)
+
+    @property
+    def links(self) -> set[LinkId]:
+        """Connections to ranks that are read from."""
+        reads = (rank for read in self._reads.values() for rank in read.ranks)
+        return {rank.peer.link for rank in (*reads, *self._leftovers)}
+
+    def begin(self, load: PromptLoad) -> None:
+        """Begins a read. Its end is in `ended`, whatever happens: the engine waits for it."""
+        try:
+            self._begin(load)
+        except Exception as error:
+            logger.exception("a read met a bug")
+            self._report(load, LoadFailure("other", f"{type(error).__name__}: {error}"))
+
+    def _begin(self, load: PromptLoad) -> None:
+        prompt = load.prompt
+        links = self._peers.links_to(len(prompt.ranks))
+        if load.refused is not None:
+            self._report(load, LoadFailure("other", load.refused))
+        elif links is None:
+            self._report(load, LoadFailure("refused", self._peers.why_no_links(len(prompt.ranks))))
+        else:
+            # It goes on with the next tick, as all do.
+            self._reads[load.request_id] = self._begun(load, [link for link in links if link.reads])
+
+    def _begun(self, load: PromptLoad, links: list[RankLink]) -> _Read:
+        prompt, now_s = load.prompt, self._options.clock()
+        ranks = tuple(
+            RankRead(self._tools, index, link.rank, self._peers.get(prompt.host, prompt.ranks[link.rank]), load)
+            for index, link in enumerate(links)
+        )
+        return _Read(load, now_s, ranks, begin((True,) * len(ranks), self._options.bounds, now_s))
+
+    def cancel(self, request_id: str) -> bool:
+        """Nobody waits for this read any more. It still ends. False where there is no such read."""
+        read = self._reads.get(request_id)
+        if read is None:
+            return False
+        self._feed(read, Abort())
+        return True
+
+    def answered(self, peer: Peer, message: Digests) -> None:
+        """A producer's digests. What was asked of another is not answered by this one."""
+        rank = self._asked.get(message.request)
+        if rank is not None and rank.peer is peer:
+            del self._asked[message.request]
+            rank.answered(message)
+
+    def tick(self) -> None:
+        """Goes on with every read as far as it can go."""
+        for read in list(self._reads.values()):
+            try:
+                self._advance(read)
+            except Exception as error:  # a bug costs its own request, and no other
+                if not read.is_broken:
+                    logger.exception("a read met a bug")
+                    read.is_broken, read.detail = True, f"{type(error).__name__}: {error}"
+                self._feed(read, Abort(Reason.OTHER))
+        self._leftovers = [rank for rank in self._leftovers if not rank.is_quiet()]
+
+    def close(self) -> None:
+        """No more digests are taken."""
+        self._digesting.close()
+
+    def is_closed(self, timeout_s: float) -> bool:
+        """Whether nothing looks at the engine's memory any more, by then."""
+        return self._digesting.has_ended(timeout_s)
+
+    def _advance(self, read: _Read) -> None:
+        for index, rank in enumerate(read.ranks):
+            while not read.life.reported and (event := rank.look(read.life.peers[index].stage)) is not None:
+                self._feed(read, event)
+            if rank.is_forsaken:
+                # The connection says nothing of it, and would stand: every later read would fail as well.
+                self._peers.sever(rank.peer)
+        deadline_s = read.life.next_deadline_s
+        if not read.life.reported and deadline_s is not None and self._options.clock() >= deadline_s:
+            self._feed(read, Tick())
+
+    def _feed(self, read: _Read, event: Event) -> None:
+        now_s, before = self._options.clock(), read.life
+        read.life, commands = advance(before, event, now_s)
+        if before.failure is None and read.life.failure is not None and not read.detail:
+            read.detail = _detail(read, before, event, now_s)
+        for command in commands:
+            self._carry_out(read, command, now_s)
+
+    def _carry_out(self, read: _Read, command: Command, now_s: float) -> None:
+        if isinstance(command, Report):
+            self._end(read, command.failure)
+            return
+        rank, state = read.ranks[command.peer], read.life.peers[command.peer]
+        left_s = LEAST_S if state.deadline_s is None else max(LEAST_S, state.deadline_s - now_s)
+        match command:
+            case Start():
+                rank.start(left_s)
+                self._asked |= dict.fromkeys(rank.questions, rank)
+            case Cancel():
+                rank.cancel()
+            case Sever():
+                self._peers.sever(rank.peer)
+            case Check():
+                rank.check(left_s)
+            case Release():
+                self.parted.append((read.load.request_id, rank.rank, state.stage is Stage.DONE))
+
+    def _end(self, read: _Read, failure: Reason | None) -> None:
+        del self._reads[read.load.request_id]
+        for rank in read.ranks:
+            for number in rank.questions:
+                self._asked.pop(number, None)
+            if not rank.is_quiet():
+                self._leftovers.append(rank)
+        if failure is not None:
+            self._report(read.load, LoadFailure(str(failure), read.detail))
+            return
+        self.ended.append((read.load.request_id, None))
+        num_bytes = sum(rank.num_bytes for rank in read.ranks)
+        num_descriptors = sum(rank.num_descriptors for rank in read.ranks)
+        self._recorder.read(self._options.clock() - read.began_s, num_bytes, num_descriptors)
+
+    def _report(self, load: PromptLoad, failure: LoadFailure) -> None:
+        self.ended.append((load.request_id, failure))
+        self._recorder.failure(failure.reason)
+        if failure.reason != "cancelled":
+            logger.warning("request %s could not be loaded: %s", load.request_id, failure.detail)
+
+
+def _detail(read: _Read, before: ReadLife, event: Event, now_s: float) -> str:
+    if isinstance(event, Abort):
+        return "the request has ended"
+    if isinstance(event, Tick):
+        late = [peer.stage for peer in before.peers if peer.deadline_s is not None and now_s >= peer.deadline_s]
+        return f"{' and '.join(dict.fromkeys(late))} took longer than it may"
+    return read.ranks[event.peer].detail or "nothing is known of why"

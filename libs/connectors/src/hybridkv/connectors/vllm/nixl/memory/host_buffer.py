@@ -1,0 +1,203 @@
+"""The engine's KV cache once more, in host memory, where its own lies in a device that peers do not read.
+
+Block for block it lies as the engine's does, so whoever reads or is read sees no difference. What is handed over is
+copied out when its prompt has been computed, before anybody hears of it; what was read is copied in when it has been
+checked, before the engine hears of that. Both copies are waited for, by the engine's thread. It decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from hybridkv.canonical import LayerLayout
+from hybridkv.canonical.torch_view import CanonicalKVCaches, KVCache, LayoutError, canonical_kv_caches
+from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.nixl.messages import PromptLoad, Saved
+from hybridkv.peers.spans import moved_span
+from hybridkv.peers.tables import offered
+from hybridkv.planner import GroupKind, GroupSpec
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+    from hybridkv.connectors.vllm.common.compat import BlockTables
+
+COPY_BYTES = 64 << 20
+"""What a copy may take of the device's memory at a time, one block at least."""
+NULL_BLOCK = 0
+
+BlockIds = Sequence[Sequence[int]]
+"""For every group; 0 where there is none."""
+
+
+def needs_host_buffer(vllm_config: VllmConfig) -> bool:
+    """Whether what peers read and write is a copy in host memory.
+
+    Raises:
+        ConfigurationError: the engine's memory is a device's, and it was not said that host memory is to be used.
+    """
+    device = vllm_config.device_config.device_type
+    if device == "cpu":
+        return False
+    asked = str(vllm_config.kv_transfer_config.kv_buffer_device)
+    if asked != "cpu":
+        hint = "it takes as much host memory as the KV cache has; this version reads no device memory itself"
+        raise ConfigurationError("kv_transfer_config.kv_buffer_device", f'"cpu" on {device}', asked, hint)
+    return True
+
+
+class HostBuffer:
+    """As much host memory as the engine has KV cache, and the copies between them.
+
+    Args:
+        kv_caches: as the engine registers them.
+        layers: for every group, those that peers read.
+        num_blocks: of the engine's pool.
+
+    Raises:
+        ConfigurationError: the tensors are not as the engine describes them.
+    """
+
+    def __init__(
+        self, kv_caches: Mapping[str, KVCache], layers: Sequence[Sequence[LayerLayout]], num_blocks: int
+    ) -> None:
+        storages: dict[int, torch.Tensor] = {}
+        self.kv_caches = {name: _mirrored(cache, storages) for name, cache in kv_caches.items()}
+        self.num_bytes = sum(storage.nbytes for storage in storages.values())
+        try:
+            self._device = canonical_kv_caches(kv_caches, layers, num_blocks)
+            self._host = canonical_kv_caches(self.kv_caches, layers, num_blocks)
+        except LayoutError as error:
+            raise ConfigurationError(
+                "kv_caches", "tensors as the engine describes them", str(error), "report the model and vLLM's version"
+            ) from error
+
+    def save(self, block_ids: BlockIds) -> None:
+        """Copies blocks out of the device, and waits for it."""
+        with compat.waits_for_device():
+            _copy(self._device, self._host, block_ids)
+
+    def load(self, block_ids: BlockIds) -> None:
+        """Copies blocks into the device, and waits for it."""
+        with compat.waits_for_device():
+            _copy(self._host, self._device, block_ids)
+
+    def clear(self, block_ids: BlockIds) -> None:
+        """Zeroes blocks here, so that nothing else is copied in with what is read into them."""
+        for index, ids in _by_tensor(self._host, block_ids):
+            self._host.tensors[index].tensor[ids] = 0
+
+
+def _copy(source: CanonicalKVCaches, target: CanonicalKVCaches, block_ids: BlockIds) -> None:
+    for index, ids in _by_tensor(source, block_ids):
+        origin, place = source.tensors[index].tensor, target.tensors[index].tensor
+        for some in ids.split(max(1, COPY_BYTES // origin.shape[1])):
+            pages = origin.index_select(0, some.to(origin.device)).to(place.device)
+            place.index_copy_(0, some.to(place.device), pages)
+
+
+def _by_tensor(caches: CanonicalKVCaches, block_ids: BlockIds) -> Iterator[tuple[int, torch.Tensor]]:
+    """The blocks in each place where groups keep pages. A block is one group's at a time."""
+    wanted: dict[int, set[int]] = {}
+    for refs, ids in zip(caches.group_data_refs, block_ids, strict=True):
+        for ref in refs:
+            wanted.setdefault(ref.tensor_idx, set()).update(block for block in ids if block != NULL_BLOCK)
+    for index, blocks in wanted.items():
+        if blocks:
+            yield index, torch.tensor(sorted(blocks), dtype=torch.int64)
+
+
+def _mirrored(cache: KVCache, storages: dict[int, torch.Tensor]) -> KVCache:
+    if not isinstance(cache, torch.Tensor):
+        return [_mirrored_tensor(each, storages) for each in cache]
+    return _mirrored_tensor(cache, storages)
+
+
+def _mirrored_tensor(tensor: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
+    """The same view of a storage in host memory. Layers share those of the device, and so they do here."""
+    storage = tensor.untyped_storage()
+    mirror = storages.get(storage.data_ptr())
+    if mirror is None:
+        is_pinned = tensor.device.type == "cuda"
+        mirror = torch.zeros(storage.nbytes(), dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+        storages[storage.data_ptr()] = mirror
+    view = torch.empty(0, dtype=tensor.dtype, device="cpu")
+    return view.set_(mirror.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+class Saving:
+    """Tokens by request that host memory holds.
+
+    Args:
+        groups: of the model.
+    """
+
+    def __init__(self, groups: Sequence[GroupSpec]) -> None:
+        self._groups = tuple(groups)
+        self._requests: dict[str, Request] = {}
+        self._saved_tokens: dict[str, int] = {}
+
+    def begin(self, request: Request) -> None:
+        """The engine runs a request that is to be handed over."""
+        self._requests[request.request_id] = request
+
+    def end(self, request: Request) -> int:
+        """It has ended. How many of its tokens host memory holds."""
+        if self._requests.pop(request.request_id, None) is None:
+            return 0
+        return self._saved_tokens.pop(request.request_id, 0)
+
+    def preempted(self, request_ids: Iterable[str]) -> None:
+        """Their blocks are others' by now. What they are given again may be another request's copy of the same tokens,
+        which host memory does not hold."""
+        for request_id in request_ids:
+            self._saved_tokens.pop(request_id, None)
+
+    def of_step(self, scheduled_tokens: Mapping[str, int], tables: BlockTables) -> list[Saved]:
+        """What is to be copied behind this step.
+
+        Args:
+            scheduled_tokens: of the requests of this step.
+            tables: their blocks.
+        """
+        plans = []
+        for name, request in self._requests.items():
+            count = scheduled_tokens.get(name)
+            before = request.num_computed_tokens
+            if count is None or before + count < request.num_prompt_tokens:
+                continue
+            saved = self._saved_tokens.get(name, 0)
+            # Fewer than were saved: it begins again, and its blocks are others.
+            kept = saved if saved <= before else 0
+            plans.append(Saved(name, self._blocks(tables(name), kept, before + count)))
+            self._saved_tokens[name] = before + count
+        return plans
+
+    def _blocks(self, table: Sequence[Sequence[int]], kept: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
+        """Of every group, the blocks that tokens from `kept` on have changed, of those that are handed over."""
+        found = offered(self._groups, table, num_tokens)
+        blocks = []
+        for group, first, ids in zip(self._groups, found.first_blocks, found.block_ids, strict=True):
+            skipped = 0 if group.kind is GroupKind.RECURRENT else max(0, kept // group.block_tokens - first)
+            blocks.append(tuple(ids[skipped:]))
+        return tuple(blocks)
+
+
+def loaded_blocks(groups: Sequence[GroupSpec], load: PromptLoad) -> tuple[tuple[int, ...], ...]:
+    """Of every group, the blocks that a load writes.
+
+    Args:
+        groups: of this engine.
+        load: what is read.
+    """
+    blocks = []
+    for group, table in zip(groups, load.block_ids, strict=True):
+        span = moved_span(group, group.block_tokens, load.num_tokens, load.computed_tokens)
+        first, last = span.start // group.block_tokens, -(-span.end // group.block_tokens)
+        blocks.append(tuple(table[first:last]) if span.num_tokens else ())
+    return tuple(blocks)

@@ -1,0 +1,1 @@
+"""HybridOffloadConnector: stores prefixes in a stack of tiers, and loads them from there."""

@@ -1,0 +1,154 @@
+"""Prefixes that requests asked to be kept: made recent again before they would go, within a share of each tier.
+
+Nothing is pinned: a tier that needs the room of all that is not kept, and more, takes it. `planner.hints` decides what
+may be kept; here it is known what is, since when, and how far each tier has moved on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from hybridkv.connectors.config import KEEP_SHARE
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.stats import RAM, Recorder
+from hybridkv.connectors.vllm.common.stored_path import StoredPath
+from hybridkv.planner import path_order
+from hybridkv.planner.hints import keep_in
+from hybridkv.planner.paths import Part
+from hybridkv.tiers.stack import TierStack
+
+CHURN: Final = 8
+"""Kept chunks are made recent again when this part of a tier's keys has changed since."""
+MAX_KEPT: Final = 65_536
+"""Chunks that may be kept. A prefix that would be more is refused, and counted."""
+
+
+EXPIRE_EVERY_S: Final = 1.0
+"""A prefix may stay kept for so long beyond its time: each look goes through all that is kept."""
+
+
+class _Kept(NamedTuple):
+    part: Part
+    costs: tuple[int, ...]
+    tiers: tuple[bool, ...]
+    """In which it is kept."""
+    until_s: float
+
+
+class Keeper:
+    """What is kept in the tiers of one connector.
+
+    Args:
+        layout: the model's groups.
+        stack: the tiers. Those that answer late belong to others, and keep nothing for this engine.
+        clock: seconds.
+        recorder: counts what happens.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        stack: TierStack,
+        clock: Callable[[], float],
+        recorder: Recorder,
+    ) -> None:
+        self._layout = layout
+        self._stack = stack
+        self.keep_share = KEEP_SHARE
+        """Of each tier, that may be kept."""
+        self._clock = clock
+        self._recorder = recorder
+        own = {name: index for name, index in stack.slower.items() if not index.answers_late}
+        self._tiers = {RAM: stack.only_near, **own}
+        self._kept: dict[bytes, _Kept] = {}
+        self._kept_bytes = [0] * len(self._tiers)
+        self._seen = [0] * len(self._tiers)
+        """Generations of the tiers when what is kept was made recent last."""
+        self._expires_at_s = float("-inf")
+
+    def keep(self, path: StoredPath, seconds: float) -> None:
+        """A request has ended whose prefix is to be kept, for so long from now on."""
+        self._expire()
+        keys = path.keys
+        costs = {part: self._costs(part) for part in keys}
+        more = [0] * len(self._tiers)
+        new = [part for part, key in keys.items() if key not in self._kept]
+        for part in new:
+            for tier, cost in enumerate(costs[part]):
+                more[tier] += cost
+        capacities = [index.capacity_bytes for index in self._tiers.values()]
+        fits = keep_in(self._kept_bytes, more, capacities, self.keep_share)
+        if len(self._kept) + len(new) > MAX_KEPT:
+            fits = (False,) * len(fits)
+        for name, is_kept in zip(self._tiers, fits, strict=True):
+            self._recorder.kept(name, is_kept)
+        until_s = self._clock() + seconds
+        for part, key in keys.items():
+            known = self._kept.get(key)
+            if known is not None:
+                self._kept[key] = known._replace(until_s=max(known.until_s, until_s))
+            elif any(fits):
+                self._add(key, _Kept(part, costs[part], fits, until_s))
+
+    @property
+    def near_bytes_left(self) -> int:
+        """Of host memory, what requests may still ask for: within the share, and not kept."""
+        return max(0, int(self.keep_share * self._stack.only_near.capacity_bytes) - self._kept_bytes[0])
+
+    def _costs(self, part: Part) -> tuple[int, ...]:
+        num_bytes = self._layout.chunk_bytes(*part)
+        return tuple(index.cost(num_bytes) for index in self._tiers.values())
+
+    def _add(self, key: bytes, kept: _Kept) -> None:
+        self._kept[key] = kept
+        for tier, cost in enumerate(kept.costs):
+            self._kept_bytes[tier] += cost * kept.tiers[tier]
+
+    def _expire(self) -> None:
+        now_s = self._clock()
+        if now_s < self._expires_at_s:
+            return
+        self._expires_at_s = now_s + EXPIRE_EVERY_S
+        for key in [key for key, kept in self._kept.items() if kept.until_s <= now_s]:
+            kept = self._kept.pop(key)
+            for tier, cost in enumerate(kept.costs):
+                self._kept_bytes[tier] -= cost * kept.tiers[tier]
+
+    def renew(self) -> None:
+        """Make recent again what is kept, in tiers that have moved on; to be called once a step."""
+        if not self._kept:
+            return
+        is_due = [
+            kept_bytes > 0 and index.generation != seen and (index.generation - seen) * CHURN >= index.num_keys
+            for index, kept_bytes, seen in zip(self._tiers.values(), self._kept_bytes, self._seen, strict=True)
+        ]
+        if not any(is_due):
+            return
+        self._expire()
+        for tier, (name, index) in enumerate(self._tiers.items()):
+            if is_due[tier]:
+                keys = self._from_the_end(tier)
+                if name == RAM:
+                    self._stack.touch_near(keys)
+                else:
+                    index.touch(keys)
+                self._seen[tier] = index.generation
+
+    def _from_the_end(self, tier: int) -> list[bytes]:
+        """All keys of a tier by position over all prefixes, so that each goes from its end on."""
+        by_part: dict[Part, list[bytes]] = {}
+        for key, kept in self._kept.items():
+            if kept.tiers[tier]:
+                by_part.setdefault(kept.part, []).append(key)
+        return [key for part in reversed(path_order(self._layout.spec, by_part)) for key in by_part[part]]
+
+    def record(self, num_ranks: int) -> None:
+        """Counts what is kept now."""
+        for name, num_bytes in zip(self._tiers, self._kept_bytes, strict=True):
+            self._recorder.kept_bytes(name, num_bytes * num_ranks)
+
+    def forget(self) -> None:
+        """Nothing that was stored is there any more."""
+        self._kept.clear()
+        self._kept_bytes = [0] * len(self._tiers)

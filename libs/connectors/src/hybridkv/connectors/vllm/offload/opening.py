@@ -1,0 +1,246 @@
+"""Builder of the scheduler's half, from the facts about the content to an open store, and its lines in the log.
+
+Host memory lives as long as the engine, so no other process reads its keys, and it opens at once. A store that outlives
+the engine opens when the workers have reported the facts that they alone know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from hybridkv.connectors.config import (
+    DiskTierConfig,
+    ObjectTierConfig,
+    OffloadConfig,
+    PeerTierConfig,
+    SlowerTierConfig,
+    format_size,
+)
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.duties import duties_of
+from hybridkv.connectors.vllm.common.identity.identification import Identification
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.steering import Steering
+from hybridkv.connectors.vllm.common.wrong_blocks import distrusted_groups, partly_copied_groups
+from hybridkv.connectors.vllm.offload import tiers
+from hybridkv.connectors.vllm.offload.checkpoints import STEP_S, CheckpointOptions, Checkpoints, has_states
+from hybridkv.connectors.vllm.offload.loads import Deadlines
+from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
+from hybridkv.connectors.vllm.offload.tiers import ArenaSizes
+from hybridkv.hashing import Fingerprint
+from hybridkv.planner import GroupKind, LoadAdmission
+from hybridkv.tiers.stack import TierStack
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.hybridkv")
+
+
+def announce(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint) -> None:
+    """Says what was understood in one line, then what else an operator should know."""
+    _say_what_was_understood(vllm_config, config, layout, fingerprint)
+    _say_what_is_unusual(vllm_config, layout)
+    _warn(vllm_config, config)
+    _warn_of_partial_copies(vllm_config, layout)
+
+
+def _say_what_was_understood(
+    vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint
+) -> None:
+    spec, transfer = layout.spec, vllm_config.kv_transfer_config
+    chunk = spec.chunk_tokens
+    per_chunk = sum(layout.largest_chunk_bytes(i) for i in spec.stored_groups) * layout.world_size
+    capacity = config.ram.capacity
+    logger.info(
+        "HybridOffloadConnector: groups %s; chunk %d tokens, %s (%.0f bytes per token); "
+        "ram %s holds about %d tokens; %ssmallest prompt that can hit %d tokens; loads %s, given up after %.3g s; "
+        "kv_load_failure_policy %s; kv_role %s, so it %s; cache %s",
+        ", ".join(f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(spec.groups)),
+        chunk,
+        format_size(per_chunk),
+        per_chunk / chunk,
+        format_size(capacity),
+        capacity // per_chunk * chunk,
+        "".join(_slower_words(name, tier, per_chunk, chunk) for name, tier in config.slower.items()),
+        spec.boundary_tokens + 1,
+        config.load,
+        config.load_timeout_seconds,
+        getattr(transfer, "kv_load_failure_policy", "unknown"),
+        transfer.kv_role,
+        duties_of(transfer).words(),
+        fingerprint.digest().hex()[:12],
+    )
+
+
+def _say_what_is_unusual(vllm_config: VllmConfig, layout: CacheLayout) -> None:
+    spec = layout.spec
+    if not vllm_config.cache_config.enable_prefix_caching:
+        logger.info(
+            "HybridOffloadConnector: prefix caching is off, as without_prefix_caching says: the engine keeps nothing "
+            "of its own, so every shared prefix is copied in again"
+        )
+    if any(group.lookahead_tokens for group in spec.groups):
+        logger.info("HybridOffloadConnector: drafter groups are stored with the token after each chunk in their key")
+    if not layout.reuses_hashes:
+        logger.info("HybridOffloadConnector: block hashes change with the process, so tokens are hashed anew")
+    if spec.tail_tokens is not None:
+        logger.info(
+            "HybridOffloadConnector: prompts resume inside blocks too, at multiples of %d tokens, where one ended",
+            spec.tail_tokens,
+        )
+    scratch = [i for i, group in enumerate(spec.groups) if group.kind is GroupKind.SCRATCH]
+    if scratch:
+        logger.info("HybridOffloadConnector: groups %s are scratch and are not stored", scratch)
+
+
+def _warn(vllm_config: VllmConfig, config: OffloadConfig) -> None:
+    transfer = vllm_config.kv_transfer_config
+    duties = duties_of(transfer)
+    if not config.slower and not (duties.loads and duties.stores):
+        logger.warning(
+            "HybridOffloadConnector: kv_role %s without a disk tier is of no use: host memory ends with the engine, so "
+            "what it %s; add a disk tier, or say kv_both",
+            transfer.kv_role,
+            "stores nobody loads" if duties.stores else "could load nobody stores",
+        )
+    if config.disk is not None and compat.is_killed_at_its_end(vllm_config):
+        logger.warning(
+            "HybridOffloadConnector: shutdown_timeout is 0, so a server kills its engine as soon as it is to end: "
+            "what is on its way to %s then is lost, and the next start looks on disk for what the last seconds wrote; "
+            "start the server with --shutdown-timeout 30, and let whoever stops it wait longer than that "
+            "(an engine without a server has 5 s)",
+            config.disk.path,
+        )
+
+
+def _warn_of_partial_copies(vllm_config: VllmConfig, layout: CacheLayout) -> None:
+    if layout.spec.tail_tokens is not None and partly_copied_groups(vllm_config, layout):
+        logger.warning(
+            "HybridOffloadConnector: with this prefix_match_unit vLLM's own cache hits end inside blocks, and this "
+            "version of it copies such a block in part (vllm-project/vllm#55112): requests that it resumes there may "
+            "be answered wrongly, and nothing of them is stored; use a vLLM with that fixed, or unset "
+            "prefix_match_unit"
+        )
+
+
+def _slower_words(name: str, tier: SlowerTierConfig, per_chunk: int, chunk: int) -> str:
+    if isinstance(tier, PeerTierConfig):
+        return f"peer asks {len(tier.peers)} engines and is asked at {tier.listen}; "
+    if isinstance(tier, ObjectTierConfig):
+        who = "is trusted" if tier.secret_file is None else "needs the fleet's secret to be believed"
+        return f"object finds and stores at {tier.url}, where whoever writes {who}; "
+    if not isinstance(tier, DiskTierConfig):
+        return f"{name}; "
+    return f"disk {format_size(tier.capacity)} at {tier.path} holds about {tier.capacity // per_chunk * chunk} tokens; "
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is settled when the scheduler's half is built.
+
+    Args:
+        vllm_config: final.
+        config: of the operator.
+        layout: of the engine's groups.
+        sizes: of host memory.
+        admission: of loads.
+        recorder: counts what happens.
+        steering: of all children's prefills, None for a connector that stands alone.
+    """
+
+    vllm_config: VllmConfig
+    config: OffloadConfig
+    layout: CacheLayout
+    sizes: ArenaSizes
+    admission: LoadAdmission
+    recorder: Recorder
+    steering: Steering | None = None
+
+
+class Opening:
+    """What remains to be known before the store opens, and the opening.
+
+    Args:
+        plan: what is settled.
+
+    Raises:
+        ConfigurationError: the engine's own facts cannot be gathered.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._identification = Identification(
+            plan.vllm_config, plan.config, plan.layout, "HybridOffloadConnector", is_shared=bool(plan.config.slower)
+        )
+
+    @property
+    def needs_no_worker(self) -> bool:
+        """Whether nothing that is stored outlives the engine."""
+        return self._identification.needs_no_worker
+
+    @property
+    def num_ranks(self) -> int:
+        """How many workers must say what they know."""
+        return self._identification.num_ranks
+
+    def open(self, ranks: Mapping[int, Mapping[str, str]]) -> OffloadScheduler:
+        """Opens the store.
+
+        Args:
+            ranks: what each worker said.
+
+        Raises:
+            ConfigurationError: a tier cannot be opened, or what is to be ignored is no fact.
+        """
+        plan = self._plan
+        identity = self._identification.identity(ranks)
+        fingerprint = identity.keys.fingerprint
+        stack = tiers.build_stack(plan.config, plan.layout, fingerprint, plan.sizes)
+        scheduler = OffloadScheduler(
+            plan.layout,
+            identity,
+            stack,
+            plan.admission,
+            Deadlines(
+                plan.config.lookup_timeout_seconds,
+                plan.config.load_timeout_seconds,
+                tiers.clock,
+                plan.config.compute_tokens_per_second,
+            ),
+            plan.recorder,
+            dataclasses.replace(
+                duties_of(plan.vllm_config.kv_transfer_config),
+                copies_locally=plan.config.local_copies and not compat.hashes_before_computing(plan.vllm_config),
+            ),
+        )
+        if plan.config.checkpoints != "off" and has_states(plan.layout):
+            scheduler.bind_checkpoints(self._checkpoints(stack))
+        scheduler.distrust(distrusted_groups("HybridOffloadConnector", plan.vllm_config, plan.layout))
+        scheduler.keep_at_most(plan.config.keep_share)
+        announce(plan.vllm_config, plan.config, plan.layout, fingerprint)
+        return scheduler
+
+    def _checkpoints(self, stack: TierStack) -> Checkpoints:
+        plan, config = self._plan, self._plan.config
+        options = CheckpointOptions(
+            max_stops=config.checkpoint_stops,
+            has_answers=config.checkpoint_answers and not compat.drafts(plan.vllm_config),
+            step_tokens=max(1, round(STEP_S * config.compute_tokens_per_second)),
+            cut_tokens=compat.prefill_cut_tokens(plan.vllm_config),
+            has_drafts=compat.drafts(plan.vllm_config),
+        )
+        return Checkpoints(
+            plan.layout,
+            stack,
+            [name for name, tier in config.slower.items() if tier.cascade == "all"],
+            options,
+            plan.steering or Steering(compat.most_chunk_tokens(plan.vllm_config)),
+            plan.recorder,
+            is_alone=plan.steering is None,
+        )

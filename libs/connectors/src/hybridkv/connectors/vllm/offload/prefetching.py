@@ -1,0 +1,140 @@
+"""Prefixes that requests asked to be brought into host memory: looked for as soon as a request is heard of.
+
+A prefetch outlives its request, which may be aborted at once. `planner.hints` decides what to bring, the stack brings
+it; here tiers that answer late are asked first, and an adapter is waited for until it is known what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.lookups import TierLookup, TierQuestions, Unasked
+from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.planner.hints import Prefetch, plan_prefetch
+from hybridkv.tiers.stack import PrefetchResult, TierStack
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+MAX_WAITING: Final = 256
+"""Requests whose adapter or whose tiers are waited for. One more is refused, and counted."""
+MAX_TRIED: Final = 8
+"""Of those, what one step looks for. The others follow in the next ones."""
+AWAKE_S: Final = 1.0
+"""An engine without requests stays awake no longer for one whose adapter is in doubt."""
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    tracked: TrackedRequest
+    since_s: float
+    asked_until_s: float | None = None
+    """When what tiers did not answer counts as missing; None before they were asked."""
+    generation: int | None = None
+    """Of the stack when it was looked for last; None while its adapter is in doubt."""
+
+
+class Prefetcher:
+    """Prefixes on their way to the stack of one connector.
+
+    Args:
+        layout: the model's groups.
+        requests: whose keys they are.
+        stack: the tiers.
+        ask: asks those that answer late about so many tokens of a request.
+        clock: seconds.
+        recorder: counts what happens.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        requests: Requests,
+        stack: TierStack,
+        ask: Callable[[TrackedRequest, int], None],
+        clock: Callable[[], float],
+        recorder: Recorder,
+    ) -> None:
+        self._spec = layout.spec
+        self._requests = requests
+        self._stack = stack
+        self._ask = ask
+        self._clock = clock
+        self._recorder = recorder
+        self._waiting: list[_Waiting] = []
+
+    def begin(self, request: Request, most_bytes: int) -> None:
+        """A request is heard of that asks for it. `most_bytes`: see `TierStack.prefetch`."""
+        if not self._stack.slower:
+            self._recorder.prefetch(PrefetchResult.NOTHING)
+        elif len(self._waiting) >= MAX_WAITING:
+            self._recorder.prefetch(PrefetchResult.CROWDED)
+        else:
+            waiting = _Waiting(self._requests.beside(request), self._clock())
+            if not self._try(waiting, most_bytes):
+                self._waiting.append(waiting)
+
+    def advance(self, most_bytes: int) -> None:
+        """Go on with those that wait, a few in turn; to be called once a step, before moves are taken."""
+        self._stack.bound_prefetches(most_bytes)
+        if not self._waiting:
+            return
+        now_s, generation = self._clock(), self._stack.generation
+        due = [each for each in self._waiting if self._is_due(each, now_s, generation)][:MAX_TRIED]
+        in_turn = set(due)
+        others = [each for each in self._waiting if each not in in_turn]
+        self._waiting = others + [each for each in due if not self._try(each, most_bytes)]
+
+    def _is_due(self, waiting: _Waiting, now_s: float, generation: int) -> bool:
+        """Whether there may be more to be found than when it was looked for last, or it waits no longer."""
+        is_over = waiting.asked_until_s is not None and now_s >= waiting.asked_until_s
+        return is_over or waiting.generation != generation
+
+    def _try(self, waiting: _Waiting, most_bytes: int) -> bool:
+        """Whether nothing is waited for any more."""
+        now_s, tracked = self._clock(), waiting.tracked
+        if not self._requests.identify(tracked):
+            waiting.generation = waiting.asked_until_s = None
+            if now_s - waiting.since_s < self._stack.load_timeout_s:
+                return False
+            self._recorder.prefetch(PrefetchResult.LATE)
+            return True
+        waiting.generation = self._stack.generation
+        found = self._find(tracked, Unasked(self._stack) if self._stack.has_late else self._stack)
+        if not found.is_whole and self._may_hear_of_more(waiting, found, now_s):
+            return False
+        if found.parts:
+            keys = tracked.keys()
+            self._stack.prefetch([keys.key(*part) for part in found.parts], most_bytes)
+        else:
+            self._recorder.prefetch(PrefetchResult.NOTHING)
+        return True
+
+    def _may_hear_of_more(self, waiting: _Waiting, found: Prefetch, now_s: float) -> bool:
+        """Asks tiers that answer late, once. Whether one of them may still say more than is known."""
+        if waiting.asked_until_s is None:
+            waiting.asked_until_s = now_s + self._stack.ask_s
+            if waiting.asked_until_s > now_s:
+                self._ask(waiting.tracked, waiting.tracked.request.num_tokens)
+        is_over = now_s >= waiting.asked_until_s
+        return not is_over and self._find(waiting.tracked, self._stack).num_tokens > found.num_tokens
+
+    def _find(self, tracked: TrackedRequest, tiers: TierQuestions) -> Prefetch:
+        lookup = TierLookup(tracked.keys(), tiers)
+        return plan_prefetch(self._spec, tracked.request.num_tokens, lookup, lookup)
+
+    def has_work(self) -> bool:
+        """Whether to come again soon for one that waits."""
+        now_s = self._clock()
+        return any(each.asked_until_s is not None or now_s < each.since_s + AWAKE_S for each in self._waiting)
+
+    def end(self) -> None:
+        """Begin nothing more."""
+        for _ in self._waiting:
+            self._recorder.prefetch(PrefetchResult.LOST)
+        self._waiting.clear()
+        self._stack.end_prefetches()

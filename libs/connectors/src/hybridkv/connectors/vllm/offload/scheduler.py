@@ -1,0 +1,351 @@
+"""The scheduler's half of HybridOffloadConnector: what the engine asks and tells, handed to those who decide.
+
+It moves no bytes, and it never waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.duties import BOTH, Duties
+from hybridkv.connectors.vllm.common.events import RouterEvents
+from hybridkv.connectors.vllm.common.explain import Reason, log, unsearched
+from hybridkv.connectors.vllm.common.identity.identification import Identity
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.messages import Load, StepOutcome, StepPlan, Store
+from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.wrong_blocks import Distrusted, WrongBlocks
+from hybridkv.connectors.vllm.offload.checkpoints import Checkpoints
+from hybridkv.connectors.vllm.offload.hints import HintReader
+from hybridkv.connectors.vllm.offload.keeping import Keeper
+from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
+from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
+from hybridkv.connectors.vllm.offload.prefetching import Prefetcher
+from hybridkv.connectors.vllm.offload.stores import StorePlanner
+from hybridkv.planner import LoadAdmission, State
+from hybridkv.planner.stages import COMPUTE
+from hybridkv.tiers.stack import TierStack
+
+if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class OffloadScheduler:
+    """Decides what is loaded and stored.
+
+    Args:
+        layout: the model's groups.
+        identity: whose content it is.
+        stack: the tiers; this object is their only user.
+        admission: which loads may hold blocks at the same time.
+        deadlines: how long a request waits.
+        recorder: counts what happens.
+        duties: whether it stores, loads, or does both.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        identity: Identity,
+        stack: TierStack,
+        admission: LoadAdmission,
+        deadlines: Deadlines,
+        recorder: Recorder,
+        duties: Duties = BOTH,
+    ) -> None:
+        self._layout = layout
+        self._identity = identity
+        self._stack = stack
+        self._duties = duties
+        self._checkpoints: Checkpoints | None = None
+        self._admission = admission
+        self._recorder = recorder
+        hints = HintReader(recorder, deadlines.clock)
+        self._requests = Requests(layout, identity.keys, identity.adapters, hints.read)
+        self._keeper = Keeper(layout, stack, deadlines.clock, recorder)
+        self._wrong = WrongBlocks([group.block_tokens for group in layout.spec.groups], recorder)
+        local = LocalBlocks(layout, duties.copies_locally)
+        local.is_wrong = self._wrong.holds
+        self._in_flight = LoadsInFlight(layout, stack, admission, recorder, local)
+        self._loads = LoadPlanner(layout, stack, admission, deadlines, recorder, self._in_flight)
+        self._stores = StorePlanner(layout, stack, identity.adapters, recorder, self._keeper)
+        self._prefetcher = Prefetcher(layout, self._requests, stack, self._loads.ask, deadlines.clock, recorder)
+        self._planned_loads: list[Load] = []
+        self._planned_stores: list[Store] = []
+        """Of requests that have ended since the last step was planned."""
+        self._has_told_namespace = False
+        """Since the last step was planned."""
+        self._events: RouterEvents | None = None
+
+    def tell_routers(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """From now on `take_events` says what tiers hold. `groups`: see `RouterEvents`."""
+        self._events = self._stores.events = RouterEvents(self._layout, self._stack, groups, self._recorder)
+
+    def bind_checkpoints(self, checkpoints: Checkpoints) -> None:
+        """Who says where prompts stop, where there are states, and more of them are wanted than the engine hands over
+        of itself."""
+        self._checkpoints = checkpoints if self._duties.stores else None
+
+    def bind_block_pool(self, pool: BlockPool) -> None:
+        """The engine's blocks."""
+        self._wrong.bind(pool)
+        self._loads.bind_block_pool(pool)
+        self._in_flight.bind_block_pool(pool)
+        self._stores.bind_block_pool(pool)
+        if self._events is not None:
+            self._events.bind_block_pool(pool)
+
+    def keep_at_most(self, keep_share: float) -> None:
+        """Of each tier, what prefixes may take up that requests asked to be kept."""
+        self._keeper.keep_share = keep_share
+
+    def distrust(self, groups: Distrusted) -> None:
+        """Blocks of these groups the engine may leave wrong."""
+        self._wrong.distrusted = groups
+
+    # What the engine asks before it admits a request.
+
+    def track(self, request: Request) -> TrackedRequest:
+        """What is remembered of a request, from when it is first seen."""
+        known = self._requests.get(request.request_id)
+        tracked = self._requests.track(request)
+        if tracked is not known and tracked.hints.prefetch and self._duties.loads:
+            self._prefetcher.begin(request, self._keeper.near_bytes_left)
+        return tracked
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
+        """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again.
+
+        What may not be loaded is not searched for, nor promoted, waited for or counted.
+        """
+        tracked = self.track(request)
+        is_identified = self._requests.identify(tracked)
+        if not self._duties.loads or compat.reads_no_cache(request):
+            return 0
+        if not is_identified or not tracked.hints.load:
+            self._stack.release(tracked.request_id)
+            tracked.computed_tokens, tracked.told = computed_tokens, COMPUTE
+            return 0
+        if self._checkpoints is None:
+            return self._loads.matched_tokens(tracked, computed_tokens)
+        self._checkpoints.begin(request)
+        num_tokens = self._loads.matched_tokens(tracked, computed_tokens)
+        if num_tokens is not None:
+            self._checkpoints.place(tracked, num_tokens, self._loads.loss(tracked))
+        return num_tokens
+
+    def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """The engine has given the request blocks; plan the load of its external tokens into them."""
+        tracked = self.track(request)
+        if tracked.told is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
+            # Nobody asks what can be loaded for a request that may load nothing here, yet it may leave something.
+            self._requests.identify(tracked)
+        if tracked.kept_keys is None or not tracked.hints.load:
+            if tracked.told is not None:
+                explanation = unsearched(tracked, Reason.ADAPTER if tracked.kept_keys is None else Reason.HINT)
+                self._recorder.lookup(explanation)
+                log(explanation)
+            tracked.told = None
+            return
+        if self._checkpoints is not None and tracked.told is not None:
+            self._checkpoints.on_admitted(tracked, num_external_tokens)
+        if self._events is not None:
+            self._events.met(tracked)
+        load = self._loads.on_allocated(tracked, blocks, num_external_tokens)
+        if load is not None:
+            self._wrong.take_loaded(blocks, tracked.computed_tokens)
+            self._planned_loads.append(load)
+
+    # What the engine tells once a step.
+
+    def plan_step(self, scheduler_output: SchedulerOutput) -> StepPlan:
+        """Takes the step's loads and moves, and plans what becomes storable after its forward pass."""
+        self._stack.tick()
+        preempted = scheduler_output.preempted_req_ids or ()
+        for request_id in preempted:
+            if tracked := self._requests.get(request_id):
+                tracked.forget_progress()
+        self._keeper.renew()
+        self._stores.advance()
+        self._prefetcher.advance(self._keeper.near_bytes_left)
+        stores, self._planned_stores = self._planned_stores, []
+        stores += self._plan_stores(scheduler_output, set(preempted))
+        for request_id in scheduler_output.num_scheduled_tokens:
+            self._admission.give_back(request_id)
+        for request_id in scheduler_output.finished_req_ids or ():
+            tracked = self._requests.get(request_id)
+            if tracked is not None and not tracked.request.is_finished():
+                continue  # a new request has taken the id
+            if tracked is not None:
+                self._stores.on_gone(tracked)
+            self._requests.forget(request_id)
+            self._loads.on_gone(request_id)
+        if self._checkpoints is not None:
+            self._checkpoints.advance(scheduler_output)
+        loads, self._planned_loads = self._planned_loads, []
+        loads = self._in_flight.without_wrong_blocks(loads, self._wrong.holds)
+        if not compat.loads_after_forward(scheduler_output):
+            loads = self._in_flight.from_tiers_alone(loads)
+        return self._with_moves(loads, stores, is_idle=not scheduler_output.num_scheduled_tokens)
+
+    def plan_moves(self) -> StepPlan:
+        """As `plan_step` at an end, where no request runs any more."""
+        self._prefetcher.end()
+        self._stack.tick()
+        stores, self._planned_stores = self._planned_stores, []
+        return self._with_moves((), stores)
+
+    def _with_moves(self, loads: Iterable[Load], stores: Iterable[Store], *, is_idle: bool = False) -> StepPlan:
+        moves = tuple(self._stack.take_moves())
+        is_needed = bool(moves) or not self._has_told_namespace
+        self._has_told_namespace = True
+        namespace = self._identity.namespace if is_needed else b""
+        return StepPlan(tuple(loads), tuple(stores), moves, namespace, is_idle)
+
+    def _plan_stores(self, scheduler_output: SchedulerOutput, preempted: set[str]) -> list[Store]:
+        stores: list[Store] = []
+        handed_over = compat.boundary_states(scheduler_output)
+        tables = compat.block_tables(scheduler_output)
+        # Also where nothing is stored: no load may copy from a wrong block.
+        self._wrong.follow_step(scheduler_output, tables)
+        if not self._duties.stores:
+            return stores
+        for request_id in self._wrong.misled:
+            if tracked := self._requests.get(request_id):
+                tracked.is_storable = False
+        scheduled = scheduler_output.num_scheduled_tokens
+        for request_id in dict.fromkeys((*scheduled, *handed_over)) if handed_over else scheduled:
+            tracked = self._requests.get(request_id)
+            if tracked is None:
+                continue
+            request, num_scheduled = tracked.request, scheduled.get(request_id, 0)
+            if (
+                request.num_computed_tokens + num_scheduled < tracked.idle_below_tokens
+                and request_id not in handed_over
+            ):
+                # So it is in most steps of most requests.
+                continue
+            if request.is_finished() or not self._may_store(tracked):
+                continue
+            if request_id in preempted and request_id not in scheduled:
+                # Its blocks are somebody else's by now.
+                continue
+            states = self._wrong.right_states(handed_over.get(request_id, ()), self._recorder)
+            store = self._plan_store(tracked, num_scheduled, states, tables)
+            if store is not None:
+                stores.append(store)
+        return stores
+
+    def _may_store(self, tracked: TrackedRequest) -> bool:
+        """Whether anything of a request may be stored, where this engine stores at all."""
+        return tracked.is_storable and tracked.hints.store and tracked.kept_keys is not None
+
+    def _plan_store(
+        self, tracked: TrackedRequest, num_scheduled: int, states: list[State], tables: compat.BlockTables
+    ) -> Store | None:
+        checkpoints = self._checkpoints
+        if checkpoints is None:
+            return self._stores.plan(tracked, num_scheduled, states, tables)
+        states = checkpoints.states(tracked, num_scheduled, tables, states)
+        store = self._stores.plan(tracked, num_scheduled, states, tables)
+        idle_below = checkpoints.idle_below_tokens(tracked.request.num_computed_tokens)
+        tracked.idle_below_tokens = min(tracked.idle_below_tokens, idle_below)
+        if states:
+            checkpoints.on_planned(tracked, states)
+            checkpoints.on_stored(self._stores.num_planned_bytes)
+        return store
+
+    def on_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
+        """The request has ended, and its blocks go back to the engine unless they are pinned now.
+
+        Where a scheduler plans ahead, the state at which an answer ends had no key at any step: it is stored with the
+        next one.
+        """
+        if self._checkpoints is None:
+            return
+        tracked = self._requests.get(request.request_id)
+        if tracked is None or tracked.request is not request:
+            return
+        is_whole = compat.has_ended_well(request) and request.num_computed_tokens < request.num_tokens
+        if not is_whole or not self._may_store(tracked):
+            return
+
+        def tables(request_id: str) -> Sequence[Sequence[int]]:
+            return block_ids
+
+        if states := self._checkpoints.states(tracked, 0, tables, ()):
+            store = self._stores.plan(tracked, 0, states, tables)
+            self._checkpoints.on_planned(tracked, states)
+            if store is not None:
+                self._planned_stores.append(store)
+
+    def holds_freed_blocks(self) -> bool:
+        """Whether a store or a load that ends will give blocks back to the engine's pool."""
+        return self._stores.holds_freed_blocks() or self._in_flight.holds_freed_blocks()
+
+    def has_work_in_flight(self) -> bool:
+        """Whether the engine must keep stepping although it has no request to run."""
+        return self.has_stores_in_flight() or self._in_flight.has_work() or self._prefetcher.has_work()
+
+    def has_stores_in_flight(self) -> bool:
+        """Whether something may still come into a tier; what waits for its way down is a part of it."""
+        return self._stores.has_work() or self._stack.has_moves_alive()
+
+    # What the workers report.
+
+    def on_output(self, output: KVConnectorOutput) -> None:
+        """Commits or aborts what ended; a failed load is remembered so that its retry asks for less."""
+        outcome = output.kv_connector_worker_meta
+        if isinstance(outcome, StepOutcome):
+            self.on_outcome(outcome)
+        for request_id in output.finished_recving or ():
+            self._in_flight.on_ended(request_id, self._requests.get(request_id), request_id in output.failed_recving)
+
+    def on_outcome(self, outcome: StepOutcome) -> None:
+        """What the workers did."""
+        self._stores.on_ended(outcome.stores)
+        for request_id, failures in outcome.load_failures.items():
+            self._in_flight.on_failures(request_id, failures)
+        for move_id, moved in outcome.moves.items():
+            self._stack.on_move(move_id, moved)
+
+    def record_tiers(self) -> None:
+        """Counts what the tiers did since the last call, and what they hold now."""
+        self._recorder.tiers(self._stack, self._layout.world_size)
+        self._keeper.record(self._layout.world_size)
+
+    def take_events(self) -> list[Any]:
+        """What routers are to be told since the last step; nothing where nobody asked for it."""
+        return self._events.take() if self._events is not None else []
+
+    # Ends.
+
+    def reset(self) -> bool:
+        """Drops everything stored. Copies in flight end by themselves and leave nothing behind.
+
+        Requests that have begun store nothing more: their content may be of the weights that the reset was to forget.
+        What is stored from now on may be of weights that no file has, so its keys are such as no other process makes.
+        """
+        self._stack.clear()
+        if self._checkpoints is not None:
+            self._checkpoints.forget()
+        self._prefetcher.end()
+        self._keeper.forget()
+        self._stores.forget()
+        self._requests.begin_anew(self._identity.begin_anew())
+        return True
+
+    def close(self) -> None:
+        """Gives back what is still pinned in the engine's pool, and closes the tiers."""
+        self._stores.close()
+        self._in_flight.close()
+        self._stack.close()
+        self._identity.adapters.close()
+        self._requests.clear()
