@@ -14,14 +14,14 @@
 namespace hybridkv::cpu {
 namespace {
 
-// Longer runs are cut, so that a few long runs keep every lane busy too.
+// Longer runs are cut, so that a few long runs keep all lanes busy.
 constexpr std::size_t kMaxPieceBytes = kMaxPieceBlocks * xxh3::kBlockBytes;
 
-// A thread that waits for a core takes fewer parts, and the others take them in its place. Measured with another busy
-// thread on one of two cores: 1.04 to 1.4 times as fast as with one part for each thread.
+// Several parts for each thread: other threads take the parts of a thread that waits for a core. Measured with another
+// busy thread on one of two cores: 1.04 to 1.4 times as fast as one part for each thread.
 constexpr std::size_t kPartsPerThread = 4;
 
-// Shorter runs are not worth a lane.
+// Shorter runs are copied without a lane.
 constexpr std::size_t kMinStreamedRunBytes = 1024;
 
 std::uint64_t total_bytes(const RunSource& runs) {
@@ -66,7 +66,7 @@ void copy_share(const RunSource& runs, const Share& share, const Kernels& kernel
   kernels.fence();
 }
 
-// Cuts the runs into at most `num_shares` of nearly equal bytes.
+// Cuts the runs into at most `num_shares` shares of nearly equal size.
 std::vector<Share> shares_of(const RunSource& runs, std::uint64_t num_bytes, std::size_t num_shares) {
   std::vector<Share> shares;
   Share share = whole(0, 0);
@@ -90,7 +90,7 @@ std::vector<Share> shares_of(const RunSource& runs, std::uint64_t num_bytes, std
   return shares;
 }
 
-// Cuts the records into parts of at least `part_bytes`, but for the last: part i is records `cuts[i]` to `cuts[i + 1]`.
+// Cuts the records into parts of at least `part_bytes`, except the last. Part i is records `cuts[i]` to `cuts[i + 1]`.
 std::vector<std::size_t> cut_records(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records,
                                      std::uint64_t part_bytes) {
   std::vector<std::size_t> cuts = {0};

@@ -1,6 +1,6 @@
-// Copies runs of bytes, and takes their checksums on the way. The entrance to this folder: what the bindings call.
+// Copies runs of bytes, and computes their checksums on the way. The bindings call these functions.
 //
-// No function here allocates per run, waits for anything but its own threads, or checks an address: the caller did.
+// They allocate nothing per run, wait only for their own threads, and check no address: the caller does.
 #ifndef HYBRIDKV_CPU_COPY_H_
 #define HYBRIDKV_CPU_COPY_H_
 
@@ -14,9 +14,9 @@
 
 namespace hybridkv::cpu {
 
-// Whether what is written stays out of the caches.
+// Use of the caches for the written bytes.
 enum class Caching {
-  kBySize,  // out of them when it is more than they could keep: kStreamedBytes
+  kBySize,  // kStreamed for kStreamedBytes and more, kCached below
   kCached,
   kStreamed,
 };
@@ -33,18 +33,18 @@ struct CopyOptions {
   ThreadPool* pool = nullptr;  // null: the calling thread alone
 };
 
-// Smaller parts are not given to another thread.
+// Smallest part for another thread.
 inline constexpr std::size_t kMinPartBytes = 1024 * 1024;
 
-// Copies every run. With a pool the bytes are shared out evenly, and runs are cut where a share ends.
+// Copies every run. With a pool each part has the same number of bytes; a run may be cut at the end of a part.
 void copy(const RunSource& runs, const CopyOptions& options);
 
-// Copies every run, and takes the digest of each record. Record i is runs `record_ends[i - 1]` to `record_ends[i]`,
-// in order; the last end is the number of runs. With a pool, whole records are shared out by their bytes.
+// Copies every run, and computes the digest of each record. Record i is runs `record_ends[i - 1]` to `record_ends[i]`,
+// in order; the last end is the number of runs. With a pool each part has whole records, of about as many bytes.
 void copy_and_digest(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records,
                      Digest128* digests, const CopyOptions& options);
 
-// The digests without the copies: destinations are not looked at.
+// Computes the digests without copies; ignores the destinations.
 void digest(const RunSource& runs, const std::int64_t* record_ends, std::size_t num_records, Digest128* digests,
             const CopyOptions& options);
 

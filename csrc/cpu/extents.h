@@ -10,7 +10,7 @@
 
 namespace hybridkv::cpu {
 
-// XXH3-128 of their bytes, one after the other.
+// XXH3-128 of the joined bytes of `extents`.
 Digest128 digest(const std::vector<iovec>& extents);
 
 }  // namespace hybridkv::cpu

@@ -1,5 +1,5 @@
-// How far a request has come. One system call need not do all of it: it takes at most IOV_MAX extents and 2 GiB, and
-// may do less than it was asked. Private to the backends.
+// Progress of a request. It may need several system calls: one takes at most IOV_MAX extents and 2 GiB, and may move
+// fewer bytes than requested. Private to the backends.
 #ifndef HYBRIDKV_CPU_FILE_PROGRESS_H_
 #define HYBRIDKV_CPU_FILE_PROGRESS_H_
 
@@ -18,14 +18,14 @@ class FileProgress {
 
   const FileRequest& request() const { return request_; }
 
-  // What the next system call is asked for: at most IOV_MAX extents of what is left, and where in the file.
+  // Arguments of the next system call: at most IOV_MAX of the remaining extents, and the offset in the file.
   std::span<iovec> next();
   std::int64_t next_offset() const { return request_.offset + num_bytes_; }
 
-  // Takes a system call's result: bytes, or an errno below 0. Whether the request is over.
+  // Takes the result of a system call: a number of bytes, or a negative errno. True if the request is complete.
   bool advance(std::int64_t result);
 
-  // What became of it, with its digest.
+  // Outcome of the request, with its digest.
   FileCompletion completion() const;
 
  private:

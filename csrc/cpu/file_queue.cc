@@ -14,7 +14,7 @@ bool has_uring() {
   const Answer answer = known.load();
   if (answer != Answer::kUnknown) return answer == Answer::kYes;
   const bool has = Uring::open(1) != nullptr;
-  // What is lacking now may be there the next time.
+  // A temporary error is not cached.
   if (has || !is_passing(errno)) known.store(has ? Answer::kYes : Answer::kNo);
   return has;
 }

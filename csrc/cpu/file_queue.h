@@ -1,8 +1,8 @@
-// Reads and writes many pieces of files at once: requests in, completions out, no order between them.
+// Queue of file reads and writes. Completions come in any order.
 //
-// Two backends do the same: io_uring, spoken to by system calls alone, where the kernel has it and lets us; and threads
-// that call preadv and pwritev everywhere else. Memory and file positions are the caller's, who aligns both where a
-// file was opened with O_DIRECT. A queue keeps no data, opens and closes no file, and knows no format.
+// It has two backends: io_uring, by system calls alone, if the kernel has and permits it; otherwise threads that call
+// preadv and pwritev. The caller owns the memory, and aligns memory and offsets for files opened with O_DIRECT. A queue
+// keeps no data, opens and closes no file, and knows no format.
 #ifndef HYBRIDKV_CPU_FILE_QUEUE_H_
 #define HYBRIDKV_CPU_FILE_QUEUE_H_
 
@@ -19,57 +19,57 @@ namespace hybridkv::cpu {
 
 enum class FileOperation : std::int32_t { kRead = 0, kWrite = 1, kSyncData = 2 };
 
-// `extents` in order are the bytes of the file from `offset` on. They must stay valid until the completion was reaped.
-// kSyncData takes neither; it covers what was written by requests that were reaped before.
+// The joined `extents` are the bytes of the file from `offset` on. They must stay valid until the completion is reaped.
+// kSyncData uses neither; it covers the writes that were reaped before.
 struct FileRequest {
-  std::int64_t tag;  // comes back with the completion; means nothing here
+  std::int64_t tag;  // the completion returns it
   FileOperation operation;
   int fd;
   std::int64_t offset;
   std::vector<iovec> extents;
-  bool wants_digest;  // of a read: XXH3-128 of all its bytes, taken while other requests are in flight
+  bool wants_digest;  // reads only: XXH3-128 of all bytes, computed while other requests are in flight
 };
 
 struct FileCompletion {
   std::int64_t tag;
-  int error;               // 0, or an errno; ENODATA when the file ended before the extents did
-  std::int64_t num_bytes;  // that were moved, also when there was an error
-  Digest128 digest;        // zeros when none was asked for, or not all bytes came
+  int error;               // 0, or an errno; ENODATA if the file is too short
+  std::int64_t num_bytes;  // bytes moved, also after an error
+  Digest128 digest;        // zeros if it was not requested, or not all bytes were read
 };
 
 enum class FileBackend { kUring, kThreads };
 
-// Whether this kernel lets this process use io_uring, with what the queue needs of it. Looked up once, unless something
-// was lacking: then it is asked again at the next call.
+// True if this process may use io_uring with the features that the queue needs. The answer is cached, except after a
+// temporary error.
 bool has_uring();
 
-// Whether an errno with which io_uring was not to be had says that something is lacking now, memory or files, say.
+// True for an errno of a temporary shortage, such as of memory or file descriptors.
 bool is_passing(int uring_error);
 
-// For one thread, which outlives what it has in flight: the kernel cancels what a thread asked of io_uring when that
-// thread ends. While nothing is in flight another thread may take over.
+// For one thread, which must outlive its requests: the kernel cancels the io_uring requests of a thread that ends.
+// Another thread may take over while nothing is in flight.
 class FileQueue {
  public:
   virtual ~FileQueue() = default;
   virtual FileBackend backend() const = 0;
   virtual std::size_t max_in_flight() const = 0;
-  // Not reaped yet.
+  // Requests that are not reaped yet.
   virtual std::size_t num_in_flight() const = 0;
 
-  // Starts the request. False, and nothing is done, when `max_in_flight` are. Nothing is done either when it throws.
+  // Starts a request. False, without any effect, if `max_in_flight` requests are in flight. No effect if it throws.
   virtual bool submit(FileRequest request) = 0;
 
-  // Waits for at least `min_completions`, but no longer than `timeout_s`, no longer than there is something in flight,
-  // and not when it was woken. Returns at most `capacity` completions, each once.
+  // Waits until there are `min_completions`, nothing is in flight, `timeout_s` has passed, or `wake` is called. Returns
+  // at most `capacity` completions, each once.
   virtual std::vector<FileCompletion> reap(std::size_t min_completions, std::size_t capacity, double timeout_s) = 0;
 
-  // Ends the wait of `reap`, of the next one if there is none now. The one call that any thread may make.
+  // Ends the wait of the current `reap`, or of the next one. The only call for any thread.
   virtual void wake() = 0;
 };
 
-// `max_in_flight` between 1 and 4096. With kUring where the kernel does not let us use a ring of that size: null, and
-// errno says why. With kThreads fewer than `num_threads` where the system gives no more, std::system_error where it
-// gives none. Destroying a queue waits for what is in flight, since the kernel still writes to its memory.
+// Makes a queue for 1 to 4096 requests in flight. kUring: null, with errno set, if the kernel refuses a ring of that
+// size. kThreads: fewer than `num_threads` if the system permits no more; std::system_error if it permits none. The
+// destructor of a queue waits for requests in flight, because the kernel still writes to their memory.
 std::unique_ptr<FileQueue> make_file_queue(FileBackend backend, std::size_t max_in_flight, std::size_t num_threads);
 
 inline constexpr std::size_t kMaxInFlight = 4096;

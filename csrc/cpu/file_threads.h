@@ -1,4 +1,4 @@
-// The backend that works everywhere: threads that call preadv, pwritev and fdatasync.
+// Backend for every system: threads that call preadv, pwritev and fdatasync.
 #ifndef HYBRIDKV_CPU_FILE_THREADS_H_
 #define HYBRIDKV_CPU_FILE_THREADS_H_
 
@@ -14,7 +14,7 @@ namespace hybridkv::cpu {
 
 class FileThreads final : public FileQueue {
  public:
-  // Goes on with fewer threads where the system gives no more; std::system_error where it gives none.
+  // Starts fewer threads if the system permits no more; throws std::system_error if it permits none.
   FileThreads(std::size_t max_in_flight, std::size_t num_threads);
   ~FileThreads() override;
 
@@ -29,7 +29,7 @@ class FileThreads final : public FileQueue {
   void work();
 
   const std::size_t max_in_flight_;
-  std::size_t num_in_flight_ = 0;  // the caller's alone
+  std::size_t num_in_flight_ = 0;  // used by the calling thread only
   std::mutex mutex_;
   std::condition_variable requested_;
   std::condition_variable completed_;

@@ -1,4 +1,4 @@
-// The inner loops, once for each level of instructions. Everything else in this folder is the same for all of them.
+// Inner loops, one set for each level of instructions. The rest of this folder is the same for all levels.
 #ifndef HYBRIDKV_CPU_KERNELS_H_
 #define HYBRIDKV_CPU_KERNELS_H_
 
@@ -17,32 +17,32 @@ using Word = std::uint64_t;
 // stream alone leaves it idle while its prefetcher finds the next page.
 inline constexpr std::size_t kNumLanes = 4;
 
-// `num_bytes` of a copy without checksum are a multiple of this.
+// `num_bytes` of a copy without checksum is a multiple of this.
 inline constexpr std::size_t kCopyStepBytes = 256;
 
-// Where a streaming store may write: whole cache lines.
+// Alignment and size of streaming stores: a cache line.
 inline constexpr std::size_t kLineBytes = 64;
 
-// One stream of memory. Where nothing is copied, `destination` is not read; where nothing is summed, `sums` is not.
+// One stream of memory. A kernel without copies ignores `destination`; one without checksums ignores `sums`.
 struct Lane {
   const Byte* source;
   Byte* destination;
   Word* sums;  // xxh3::kLanes words for each block of xxh3::kBlockBytes
 };
 
-// How bytes are written: past the caches, to destinations aligned to kLineBytes, or through them, to any.
+// Kind of stores: kStreaming bypasses the caches and needs destinations aligned to kLineBytes.
 enum class Stores { kCached, kStreaming };
 
-// What a level of instructions provides. `lanes` are advanced by the call. Streaming stores need a `fence` at the end,
-// before another thread or a device may read what was written.
+// Kernels of one level of instructions. A call advances `lanes`. After streaming stores, `fence` must run before another
+// thread or a device reads the bytes.
 struct Kernels {
   Level level;
-  bool streams;  // whether kStreaming is anything but kCached
+  bool streams;  // kStreaming differs from kCached
   void (*copy)(Lane* lanes, std::size_t num_lanes, std::size_t num_bytes, Stores stores);
   void (*copy_and_sum)(Lane* lanes, std::size_t num_lanes, std::size_t num_blocks, Stores stores);
   void (*sum)(Lane* lanes, std::size_t num_lanes, std::size_t num_blocks);
   void (*fold)(Word* accumulators, const Word* sums, std::size_t num_blocks);
-  // The stripes of a record's last block, from the first on, straight into the accumulators.
+  // Adds the first stripes of a record's last block to the accumulators.
   void (*add_stripes)(Word* accumulators, const Byte* stripes, std::size_t num_stripes);
   void (*fence)();
 };

@@ -1,4 +1,4 @@
-// The kernels with registers of 32 bytes: a stripe of the checksum is two registers.
+// Kernels with registers of 32 bytes: a stripe of the checksum is two registers.
 #if defined(__x86_64__)
 
 #include <immintrin.h>

@@ -1,11 +1,11 @@
-// The kernels with registers of 64 bytes: a stripe of the checksum is one register.
+// Kernels with registers of 64 bytes: a stripe of the checksum is one register.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
 
 #include "csrc/cpu/kernels.h"
 
-// GCC 12 takes the undefined registers of its own intrinsics for a mistake of ours.
+// GCC 12 warns of undefined registers in its own intrinsics.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC push_options
 #pragma GCC target("avx512f,avx512bw")

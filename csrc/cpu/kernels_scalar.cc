@@ -1,4 +1,4 @@
-// The kernels in portable C++: the fallback, and what the others are tested against.
+// Kernels in portable C++: the fallback, and the reference for tests of the others.
 #include <cstring>
 
 #include "csrc/cpu/kernels.h"

@@ -1,4 +1,4 @@
-// Keeps the lanes of a kernel busy: takes pieces one by one, of any lengths, and advances several together.
+// Scheduler for the lanes of a kernel: takes pieces of any length one by one, and advances several together.
 #ifndef HYBRIDKV_CPU_LANES_H_
 #define HYBRIDKV_CPU_LANES_H_
 
@@ -17,7 +17,7 @@ class Lanes {
  public:
   Lanes(Advance advance, Finish finish) : advance_(advance), finish_(finish) {}
 
-  // Begins a piece. Returns at once while a lane is idle; else some piece is finished first.
+  // Begins a piece. If no lane is idle, it first advances the lanes until a piece is finished.
   void add(const Lane& lane, std::size_t num_units, std::size_t tag) {
     if (num_active_ == kNumLanes) advance_together();
     lanes_[num_active_] = lane;
@@ -26,7 +26,7 @@ class Lanes {
     ++num_active_;
   }
 
-  // Finishes every piece that was begun.
+  // Finishes all pieces.
   void drain() {
     while (num_active_ > 0) advance_together();
   }

@@ -10,7 +10,7 @@ namespace {
 
 constexpr const char* kHighestVariable = "HYBRIDKV_CPU_LEVEL";
 
-// What the environment allows at most. Read once, so that all that runs in a process is of one kind.
+// Limit from the environment, read once, so that all kernels of a process are of one level.
 Level highest_allowed() {
   const char* name = std::getenv(kHighestVariable);
   if (name == nullptr) return Level::kAvx512;

@@ -1,4 +1,4 @@
-// Which instructions the kernels use. Chosen when the program runs, since one binary serves many machines.
+// Instruction set of the kernels, chosen at run time because one binary serves many machines.
 #ifndef HYBRIDKV_CPU_LEVEL_H_
 #define HYBRIDKV_CPU_LEVEL_H_
 
@@ -6,14 +6,14 @@
 
 namespace hybridkv::cpu {
 
-// In order of preference, worst first.
+// Ascending preference.
 enum class Level { kScalar, kAvx2, kAvx512 };
 
-// What this machine can run, worst first; kScalar is always among them. The environment variable HYBRIDKV_CPU_LEVEL
-// (scalar, avx2 or avx512) leaves out what is better; another value throws std::invalid_argument.
+// Levels that this machine supports, the best last; always has kScalar. The environment variable HYBRIDKV_CPU_LEVEL
+// (scalar, avx2 or avx512) removes better levels; another value throws std::invalid_argument.
 std::vector<Level> supported_levels();
 
-// The last of them.
+// The best supported level.
 Level best_level();
 
 const char* name_of(Level level);

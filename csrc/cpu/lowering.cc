@@ -13,14 +13,15 @@ namespace {
 
 std::string text(std::int64_t number) { return std::to_string(number); }
 
-// No process has memory from here on, so no sum of two such numbers overflows.
+// Limit for addresses and sizes. A sum of two smaller numbers does not overflow.
 constexpr std::int64_t kMemoryEnd = std::int64_t{1} << 56;
-// Ids of blocks have 32 bits.
+// Block ids have 32 bits.
 constexpr std::int64_t kMostBlocks = std::int64_t{1} << 31;
-// Pieces of one job: runs of them take 3 GiB. Numbers that fit each other may still say more than memory has room for.
+// Limit for the pieces of a job, whose runs would take 3 GiB. Consistent arguments may still ask for more memory than
+// there is.
 constexpr std::int64_t kMostPieces = std::int64_t{1} << 27;
 
-// Takes what is next of an array, which must have it.
+// Takes the next elements of an array; throws if there are too few.
 template <typename T>
 class Cursor {
  public:
@@ -49,7 +50,7 @@ void require_shape(const CopyShape& shape) {
                                     shape.lead_tokens, shape.trail_tokens, shape.num_local, shape.num_extents}) {
     if (number < 0) refuse("shapes: expected numbers that are not negative, got " + text(number));
   }
-  // Else copies would take nothing from the arrays, so that a row of them has no end.
+  // A copy without elements would make a row of any length valid.
   if (shape.num_local == 0 && shape.num_extents == 0 && shape.num_copies > 0) {
     refuse("shapes: expected copies of a slot or of other blocks, got " + text(shape.num_copies) + " of neither");
   }
@@ -61,7 +62,7 @@ void require_memory(const char* name, std::int64_t address, std::int64_t num_byt
   }
 }
 
-// That the pages of every block lie in memory, and one behind the other in a chunk's block.
+// Checks that the pages of each block have valid addresses and do not overlap in a chunk's block.
 void require_pages(const BlockPages& pages) {
   if (pages.num_blocks < 0 || pages.num_blocks > kMostBlocks) {
     refuse("num_blocks: expected 0 to 2^31, got " + text(pages.num_blocks));
@@ -98,7 +99,7 @@ void require_blocks(std::span<const std::int32_t> ids, const BlockPages& pages) 
 
 }  // namespace
 
-// Collects runs, each as long as it can be.
+// Collects runs, and joins adjacent ones.
 class Lowering::Emitter {
  public:
   Emitter(const Lowering& lowering, bool is_store, LoweredRuns& out)
@@ -107,13 +108,13 @@ class Lowering::Emitter {
   bool is_store() const { return is_store_; }
   std::int64_t slot_bytes() const { return slot_bytes_; }
 
-  // So many pieces come next.
+  // Reserves memory for the next pieces.
   void expect(std::int64_t count) {
     if (count > kMostPieces - num_pieces_) refuse("expected a job of at most 2^27 pieces");
     num_pieces_ += count;
   }
 
-  // The next run is not joined to those before.
+  // Does not join the next run to the last one.
   void part_here() { is_parted_ = true; }
 
   void begin_slot(std::span<const SlotExtent> extents) {
@@ -125,14 +126,14 @@ class Lowering::Emitter {
                text(lowering_.arena_bytes_) + " bytes");
       }
       slot_bytes_ += extent.num_bytes;
-      // They would lie over each other, or be counted past what a number holds.
+      // The extents would overlap, or their sum would overflow.
       if (slot_bytes_ > lowering_.arena_bytes_) refuse("a slot is larger than the arena");
     }
     extent_ = extents.data();
     extent_start_ = 0;
   }
 
-  // A piece at `address`, at `offset` in the slot, whichever extents that is. Offsets ascend from call to call.
+  // Adds a piece at `address`, and at `offset` in the slot, which may span extents. Offsets ascend from call to call.
   void place(std::int64_t address, std::int64_t offset, std::int64_t num_bytes) {
     while (num_bytes > 0) {
       while (offset >= extent_start_ + extent_->num_bytes) extent_start_ += (extent_++)->num_bytes;
@@ -150,7 +151,7 @@ class Lowering::Emitter {
     }
   }
 
-  // Zeros at [offset, end) of the slot.
+  // Adds zeros at [offset, end) of the slot.
   void place_zeros(std::int64_t offset, std::int64_t end) {
     if (end - offset > kMemoryEnd - out_.zero_bytes) refuse("a job has more zeros than memory has bytes");
     expect((end - offset) / lowering_.zeros_bytes_);
@@ -185,7 +186,7 @@ class Lowering::Emitter {
   std::int64_t num_pieces_ = 0;
   std::int64_t slot_bytes_ = 0;
   const SlotExtent* extent_ = nullptr;
-  std::int64_t extent_start_ = 0;  // where it begins in the slot
+  std::int64_t extent_start_ = 0;  // its offset in the slot
 };
 
 Lowering::Lowering(std::int64_t arena_address, std::int64_t arena_bytes, std::int64_t zeros_address,
@@ -210,7 +211,7 @@ void Lowering::add_part(std::int32_t group_index, std::int64_t start, std::int64
   require_pages(pages);
   if (start < 0 || end <= start) refuse("tokens " + text(start) + " to " + text(end) + " are none of a block's");
   const std::unique_lock lock(changes_);
-  // Not assigned: somebody may lower by what is there.
+  // Not an assignment: another thread may use the old pages.
   parts_.try_emplace({group_index, start, end}, std::move(pages));
 }
 
@@ -222,7 +223,7 @@ LoweredRuns Lowering::lower(const CopyTable& table, bool is_store) const {
   const std::shared_lock lock(changes_);
   LoweredRuns runs;
   Emitter out(*this, is_store, runs);
-  // Memory of the arena may end where the engine's begins, and no run lies in two registrations.
+  // The arena may end where the engine's memory begins, and a run must not cross two registrations.
   for (const bool is_local : {false, true}) {
     if (is_local && table.local_ids.empty()) break;
     Cursor blocks(table.block_ids, "block_ids");

@@ -1,7 +1,8 @@
-// From copies of chunks to runs of bytes: where each page of a job lies in the engine's memory, and where in a slot.
+// Lowering of chunk copies to runs of bytes: finds each page of a job in the engine's memory and in a slot.
 //
-// A job is a table of a few arrays that Python fills, so that lowering one needs no object for each chunk and no
-// interpreter. tests/kits/plain_lowering.py does the same one chunk at a time; the tests compare the two. No copy is done here and no memory is touched.
+// A job is a table of a few arrays that Python fills, so a lowering needs no object per chunk and no interpreter.
+// tests/kits/plain_lowering.py is a model that lowers one chunk at a time; tests compare both. It copies nothing and
+// accesses no memory.
 #ifndef HYBRIDKV_CPU_LOWERING_H_
 #define HYBRIDKV_CPU_LOWERING_H_
 
@@ -16,7 +17,7 @@
 
 namespace hybridkv::cpu {
 
-// One page of every block of a group, and its place in a block of a stored chunk.
+// One page of each block of a group, and its place in a block of a stored chunk.
 struct PageColumn {
   std::int64_t address;       // of block 0's page
   std::int64_t stride_bytes;  // from one block's page to the next block's
@@ -24,25 +25,25 @@ struct PageColumn {
   std::int64_t offset;        // in the chunk's block
 };
 
-// All pages of a group, or of some tokens of each of its blocks. What they leave of a chunk's block is zeros.
+// All pages of a group, or those of some tokens of each block. The rest of a chunk's block is zeros.
 struct BlockPages {
   std::vector<PageColumn> columns;  // offsets ascend
   std::int64_t block_bytes;         // in a stored chunk
   std::int64_t num_blocks;          // of the engine's pool
 };
 
-// Copies in a row that are alike but for their blocks and slots.
+// Consecutive copies that differ only in blocks and slots.
 struct CopyShape {
   std::int32_t num_copies;
   std::int32_t group_index;
-  std::int32_t first_block;    // where the blocks begin within the chunk's
-  std::int32_t num_blocks;     // that are copied
-  std::int32_t stored_blocks;  // of the chunk
-  std::int32_t lead_tokens;    // at the beginning of the first stored block that the chunk does not have
-  std::int32_t trail_tokens;   // at the end of the last one
-  std::int32_t num_local;      // other blocks of the engine that are copied from instead of the slot
-  std::int32_t num_extents;    // of the slot
-  std::int32_t key_bytes;      // of the chunk's key, which nobody reads here
+  std::int32_t first_block;    // index of the first copied block in the chunk
+  std::int32_t num_blocks;     // number of copied blocks
+  std::int32_t stored_blocks;  // number of blocks of the chunk
+  std::int32_t lead_tokens;    // tokens missing at the start of the first stored block
+  std::int32_t trail_tokens;   // tokens missing at the end of the last stored block
+  std::int32_t num_local;      // blocks of the engine that replace the slot as source
+  std::int32_t num_extents;    // number of extents of the slot
+  std::int32_t key_bytes;      // length of the chunk's key; unused here
 };
 
 static_assert(std::is_trivially_copyable_v<CopyShape> && sizeof(CopyShape) == 40);
@@ -54,7 +55,7 @@ struct SlotExtent {
 
 static_assert(std::is_trivially_copyable_v<SlotExtent> && sizeof(SlotExtent) == 16);
 
-// The copies of a job: shapes, and one behind the other what differs.
+// Copies of a job: shapes, and the joined blocks and extents of all copies.
 struct CopyTable {
   std::span<const CopyShape> shapes;
   std::span<const std::int32_t> block_ids;
@@ -62,44 +63,44 @@ struct CopyTable {
   std::span<const SlotExtent> extents;
 };
 
-// What a job copies, as arrays of one length.
+// Runs of a job, as arrays of one length.
 struct LoweredRuns {
   std::vector<std::int64_t> sources;
   std::vector<std::int64_t> destinations;
   std::vector<std::int64_t> num_bytes;
-  std::vector<std::int64_t> ends;  // of a store's copies, counted in runs
-  std::int64_t zero_bytes = 0;     // of a store that are no page's
+  std::vector<std::int64_t> ends;  // stores: for each copy, the number of runs up to its end
+  std::int64_t zero_bytes = 0;     // stores: bytes outside of pages
 };
 
-// Where a rank's pages and its arena lie. Any thread may lower while another adds pages.
+// Addresses of a rank's pages and its arena. One thread may lower while another adds pages.
 class Lowering {
  public:
-  // `zeros` is memory that is zero and stays so, from which what is no page's is copied.
+  // `zeros`: memory that is always zero, the source of bytes outside of pages.
   Lowering(std::int64_t arena_address, std::int64_t arena_bytes, std::int64_t zeros_address, std::int64_t zeros_bytes);
   Lowering(const Lowering&) = delete;
   Lowering& operator=(const Lowering&) = delete;
 
-  // Pages of whole blocks. With `block_tokens` above 0 chunks may cut the group's blocks; else leads and trails are
-  // not looked at. std::invalid_argument for pages that lie over each other in a chunk's block, or beyond it, and for
-  // numbers that no memory has.
+  // Adds pages of whole blocks. With `block_tokens` above 0 chunks may cut the group's blocks; otherwise leads and
+  // trails are ignored. Throws std::invalid_argument for pages that overlap in a chunk's block or exceed it, and for
+  // impossible addresses or sizes.
   void add_group(std::int32_t group_index, std::int64_t block_tokens, BlockPages pages);
-  // Pages of tokens [start, end) of every block of such a group.
+  // Adds the pages of tokens [start, end) of each block, for a group that chunks may cut.
   void add_part(std::int32_t group_index, std::int64_t start, std::int64_t end, BlockPages pages);
 
-  // Runs that write every page of the copies once: first those that come from the arena, in order, then those that
-  // come from the engine's own blocks. No two could be joined.
+  // Runs that write each page of the copies once: first those from the arena, in order, then those from the engine's own
+  // blocks. Adjacent runs are joined.
   //
-  // std::invalid_argument for a block outside of the pool, a slot that is too small or not in the arena, blocks that
-  // are not the chunk's, a part that was not added, and arrays that do not fit the shapes.
+  // Throws std::invalid_argument for a block outside the pool, a slot that is too small or outside the arena, blocks
+  // outside the chunk, a part that was not added, and arrays that do not match the shapes.
   LoweredRuns load(const CopyTable& table) const;
-  // Runs that write every byte of each slot once and in order: pages, zeros between them, and zeros behind the chunk.
-  // No two of one slot could be joined. Also refused: a chunk that is not stored as a whole.
+  // Runs that write each byte of each slot once and in order: pages, zeros between them, and zeros after the chunk.
+  // Adjacent runs of a slot are joined. Also throws for a chunk that is not stored as a whole.
   LoweredRuns store(const CopyTable& table) const;
 
  private:
   struct Piece {
     const BlockPages* pages;
-    std::int64_t first;  // of the chunk's blocks
+    std::int64_t first;  // index in the chunk's blocks
     std::int64_t count;
   };
   struct Group {

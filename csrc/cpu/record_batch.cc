@@ -15,7 +15,7 @@ std::size_t round_up(std::size_t num_bytes) {
   return (num_bytes + kRecordPageBytes - 1) / kRecordPageBytes * kRecordPageBytes;
 }
 
-// Whether O_DIRECT can use this memory, but for the end of the last part.
+// True if O_DIRECT can use this memory, except for the end of the last part.
 bool is_aligned(const std::vector<iovec>& payload) {
   for (const iovec& part : payload) {
     if (reinterpret_cast<std::uintptr_t>(part.iov_base) % kRecordPageBytes != 0) return false;
@@ -53,7 +53,7 @@ RecordBatch::RecordBatch(std::vector<RecordRequest> records, std::size_t digest_
   }
 }
 
-// The header's page, and the last page or the whole payload.
+// Bytes to copy through the batch: the header's page, and the last page or the whole payload.
 std::size_t RecordBatch::bounce_bytes(const RecordRequest& record) const {
   const std::size_t payload_bytes = record.payload_bytes();
   if (record.is_direct && !is_aligned(record.payload)) return kRecordPageBytes + round_up(payload_bytes);
@@ -89,7 +89,7 @@ void RecordBatch::lay_out(const RecordRequest& record) {
   }
 }
 
-// Zeros: what lies behind a header or a payload is written, and means nothing.
+// Zeros, because the bytes after a header or a payload are written too.
 unsigned char* RecordBatch::take(std::size_t num_bytes) {
   unsigned char* taken = bounce_.get() + bounce_used_;
   bounce_used_ += num_bytes;

@@ -1,9 +1,9 @@
-// Records that lie one behind the other in a file, as one request of a file queue.
+// Adjacent records of a file, as one request of a file queue.
 //
-// A record is a page that begins with its header, and its payload in whole pages. Of the header this knows no more than
-// where the payload's digest stands, and that the digest of the header follows it; the rest of the page is zeros. With
-// O_DIRECT memory is used as it is where every part begins on a page and is whole pages long, but for the end of the
-// last one; the rest goes through memory of the batch. Starts nothing and waits for nothing.
+// A record is a page with its header, and its payload in whole pages. The batch knows only two fields of the header: the
+// digest of the payload at `digest_at`, and the digest of the header after the header. The rest of the page is zeros.
+// With O_DIRECT it uses the caller's memory if each part is aligned to pages and of whole pages, except for the end of
+// the last one; otherwise it copies through memory of the batch. It starts nothing and waits for nothing.
 #ifndef HYBRIDKV_CPU_RECORD_BATCH_H_
 #define HYBRIDKV_CPU_RECORD_BATCH_H_
 
@@ -22,57 +22,57 @@ namespace hybridkv::cpu {
 inline constexpr std::size_t kRecordPageBytes = 4096;
 inline constexpr std::size_t kDigestBytes = 16;
 
-// `header` has zeros where the payload's digest belongs. `payload` must stay valid until the record has ended; no part
-// is empty. What is loaded into it is good only when the outcome says so.
+// `header` has zeros in place of the payload's digest. `payload` must stay valid until the record has ended; no part is
+// empty. Loaded bytes are valid only if the outcome is kDone.
 struct RecordRequest {
-  std::int64_t tag;  // comes back; means nothing here
+  std::int64_t tag;  // the completion returns it
   bool is_store;
   bool is_direct;  // the file was opened with O_DIRECT
-  bool syncs;      // of a store: not over before its bytes are on the device
+  bool syncs;      // stores: complete only when the bytes are on the device
   int fd;
-  std::int64_t offset;  // of the header's page
+  std::int64_t offset;  // offset of the header's page
   std::vector<unsigned char> header;
   std::vector<iovec> payload;
 
   std::size_t payload_bytes() const;
-  // With its header's page.
+  // Includes the header's page.
   std::size_t num_bytes() const;
-  // Whether one call can move it together with one that ends where it begins.
+  // True if one call can move both records; `before` ends where this one begins.
   bool continues(const RecordRequest& before) const;
 };
 
 enum class RecordOutcome : std::int32_t {
   kDone = 0,
-  kFailed = 1,        // `error` says why
-  kOtherHeader = 2,   // what was read begins with another header than the one expected: `page`
-  kOtherPayload = 3,  // the payload is not the one whose digest stands in the header
-  kCancelled = 4,     // nothing was begun
+  kFailed = 1,        // with `error`
+  kOtherHeader = 2,   // the header read is not the expected one; `page` has the bytes read
+  kOtherPayload = 3,  // the payload does not match the digest in the header
+  kCancelled = 4,     // not started
 };
 
 struct RecordCompletion {
   std::int64_t tag;
   RecordOutcome outcome;
-  int error;         // an errno, ENODATA when the file ended before the record did
-  Digest128 digest;  // the payload's, where it is kDone
+  int error;         // an errno; ENODATA if the file ends before the record
+  Digest128 digest;  // digest of the payload, for kDone
   std::vector<unsigned char> page;
 };
 
 class RecordBatch {
  public:
-  // At least one record, each continuing the one before. `digest_at`: where in a header the payload's digest stands.
+  // At least one record, each adjacent to the one before. `digest_at`: offset of the payload's digest in a header.
   RecordBatch(std::vector<RecordRequest> records, std::size_t digest_at);
 
-  // False when there was no memory for it: then only the records are there.
+  // False if there was no memory for the batch. Then only the records are valid.
   bool is_ready() const { return bounce_ != nullptr; }
-  // What moves them. Of stores all that is written is there now, digests included.
+  // The request for the file queue. Computes the digests of stores.
   FileRequest request(std::int64_t tag) const;
-  // The outcome of each record by what the request has moved. Not after an error.
+  // The outcome of each record, after a request without an error.
   std::vector<RecordCompletion> finish();
 
   const std::vector<RecordRequest>& records() const { return records_; }
   const RecordRequest& front() const { return records_.front(); }
   std::size_t size() const { return records_.size(); }
-  // The records again, for who wants to try them one by one.
+  // Hands the records back, to try them one by one.
   std::vector<RecordRequest> take_records() { return std::move(records_); }
 
  private:
@@ -96,8 +96,8 @@ class RecordBatch {
   std::size_t digest_at_;
   std::unique_ptr<unsigned char, Free> bounce_;
   std::size_t bounce_used_ = 0;
-  std::vector<unsigned char*> pages_;  // of headers
-  std::vector<Digest128> digests_;     // of stores
+  std::vector<unsigned char*> pages_;  // header pages
+  std::vector<Digest128> digests_;     // stores only
   std::vector<iovec> extents_;
   std::vector<Copy> copies_;
 };

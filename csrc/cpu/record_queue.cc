@@ -48,7 +48,7 @@ bool RecordQueue::wait_until_idle(double timeout_s) {
 bool RecordQueue::close(double timeout_s) {
   std::unique_lock lock(mutex_);
   is_closing_ = true;
-  // Not those of `alone_`: they were begun together, and some of their bytes may be in the file.
+  // Keeps `alone_`: those records were started before, and some of their bytes may be in the file.
   for (std::deque<RecordRequest>* waiting : {&loads_, &stores_}) {
     cancel({std::make_move_iterator(waiting->begin()), std::make_move_iterator(waiting->end())});
     waiting->clear();
@@ -78,7 +78,7 @@ void RecordQueue::run() {
       ended.push_back(std::move(flights_[slot]));
       free_slots_.push_back(slot);
     }
-    // First what keeps the device busy, and then what keeps this thread busy.
+    // First start requests for the device, then do the work of this thread.
     start_waiting();
     for (std::size_t number = 0; number < ended.size(); ++number) end(std::move(ended[number]), reaped[number]);
   }
@@ -101,7 +101,7 @@ void RecordQueue::start_waiting() {
   }
 }
 
-// Of the first descriptor that waits for it and is not being synced: for all that was written to it. False when there
+// Starts a sync of the first waiting descriptor without one in flight, for all that was written to it. False if there
 // is none.
 bool RecordQueue::start_sync() {
   const auto is_free = [this](const Begun& begun) { return syncing_.count(begun.batch->front().fd) == 0; };
@@ -162,7 +162,7 @@ void RecordQueue::end_sync(std::vector<Begun> batches, int error) {
   }
 }
 
-// Neighbours are tried again one by one: one bad place must not fail the others.
+// Tries the records of a batch again one by one: one bad sector must not fail the others.
 void RecordQueue::give_up(RecordBatch& batch, int error) {
   if (batch.size() == 1) return fail(batch, error);
   const std::lock_guard lock(mutex_);
@@ -184,7 +184,7 @@ void RecordQueue::complete(std::vector<RecordCompletion> completions) {
   if (num_open_ == 0) ended_.notify_all();
 }
 
-// The first record that waits, and those behind it that continue it. Null when nothing waits: `submit` then wakes us.
+// Batch of the first waiting record and those adjacent to it. Null if none waits; `submit` then wakes the thread.
 std::unique_ptr<RecordBatch> RecordQueue::next_batch() {
   std::vector<RecordRequest> records;
   {
@@ -206,7 +206,7 @@ std::unique_ptr<RecordBatch> RecordQueue::next_batch() {
   return std::make_unique<RecordBatch>(std::move(records), options_.digest_at);
 }
 
-// The digests of what is stored next, taken while the device is busy.
+// Computes the digests of the next stores while the device is busy.
 void RecordQueue::prepare_store() {
   std::vector<RecordRequest> records;
   {
@@ -243,7 +243,7 @@ void RecordQueue::cancel(const std::vector<RecordRequest>& records) {
   if (num_open_ == 0) ended_.notify_all();
 }
 
-// False when the end has come.
+// False after `close`, when nothing is left to do.
 bool RecordQueue::wait_for_records() {
   std::unique_lock lock(mutex_);
   submitted_.wait(lock, [this] { return is_closing_ || has_waiting(); });

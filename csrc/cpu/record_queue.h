@@ -1,13 +1,13 @@
-// Stores and loads records of files, verified, without keeping anybody waiting.
+// Asynchronous queue that stores and loads records of files, and verifies them.
 //
-// One thread of its own drives a file queue: it makes requests of records that wait (neighbours in a file together),
-// keeps as many in flight as the file queue takes, and looks at what has come when the next ones are on their way.
-// Loads go before stores, since somebody waits for them; a store does not wait for ever. It opens no file, knows no
-// format but where a digest stands, and decides nothing about what is stored.
+// Its thread drives a file queue: it joins waiting records that are adjacent in a file into one request, keeps as many
+// requests in flight as the file queue permits, and verifies loaded records after it has started the next requests.
+// Loads go before stores, because requests of the engine wait for them, but only a bounded number of loads may overtake
+// a store. It opens no file, knows no format but the place of the digest, and does not choose the records to store.
 //
-// A descriptor is synced once at a time, for all batches that were written by then. The kernel says once for each
-// descriptor that writing back went wrong, to whom it syncs then: so a sync that fails is also one of every batch that
-// was begun before it ended, whatever a later sync says.
+// It runs one sync for each descriptor at a time, for all batches written by then. The kernel reports a failed write-back
+// only once for each descriptor, to the next sync. So a failed sync fails every batch that was started before the sync
+// ended, whatever a later sync returns.
 #ifndef HYBRIDKV_CPU_RECORD_QUEUE_H_
 #define HYBRIDKV_CPU_RECORD_QUEUE_H_
 
@@ -28,51 +28,51 @@
 namespace hybridkv::cpu {
 
 struct RecordQueueOptions {
-  std::size_t batch_bytes;  // neighbours are moved together up to about as many
-  std::size_t digest_at;    // where in a header the payload's digest stands
+  std::size_t batch_bytes;  // approximate limit for one request of adjacent records
+  std::size_t digest_at;    // offset of the payload's digest in a header
 };
 
-// A store that waits is overtaken by no more calls for loads.
+// Limit for the requests of loads that overtake a waiting store.
 inline constexpr std::size_t kMaxLoadsBeforeAStore = 8;
 
-// Any thread may call anything at any time, but for the end: close it before it is destroyed.
+// Any thread may call any function at any time. Close the queue before its destructor runs.
 class RecordQueue {
  public:
-  // std::system_error where the system gives no thread.
+  // Throws std::system_error if the system permits no thread.
   RecordQueue(std::unique_ptr<FileQueue> files, RecordQueueOptions options);
-  // Waits for what is in flight.
+  // Waits for requests in flight.
   ~RecordQueue();
   RecordQueue(const RecordQueue&) = delete;
   RecordQueue& operator=(const RecordQueue&) = delete;
 
   FileBackend backend() const { return files_->backend(); }
 
-  // False after `close`: nothing was taken.
+  // Queues a record. False after `close`, without any effect.
   bool submit(RecordRequest record);
-  // What has ended since the last call, each record once.
+  // Records that ended since the last call, each once.
   std::vector<RecordCompletion> take();
-  // False when there still is something that has not ended.
+  // False on timeout.
   bool wait_until_idle(double timeout_s);
-  // Cancels what was not begun, and waits for the rest. False when some of it has not ended in time: its memory may
-  // still be written to.
+  // Cancels records that were not started, and waits for the others. False on timeout: the kernel may then still write
+  // to the memory of some records.
   bool close(double timeout_s);
 
-  // Calls that moved records so far.
+  // Number of requests so far.
   std::int64_t num_transfers() const;
 
  private:
-  // A batch, and how many syncs of its descriptor had failed when it was begun.
+  // A batch, and the number of failed syncs of its descriptor when it was started.
   struct Begun {
     std::unique_ptr<RecordBatch> batch;
     std::uint64_t num_failed_syncs;
   };
   struct Flight {
-    std::vector<Begun> batches;  // one, or all of those that are being forced to the device
+    std::vector<Begun> batches;  // one, or all that wait for the sync
     bool is_syncing;
   };
   struct FailedSyncs {
     std::uint64_t count = 0;
-    int error = 0;  // of the last one
+    int error = 0;  // errno of the last failure
   };
 
   void run();
@@ -87,32 +87,32 @@ class RecordQueue {
   std::unique_ptr<RecordBatch> next_batch();
   void prepare_store();
   bool wait_for_records();
-  // These with the mutex held.
+  // The caller holds the mutex.
   std::vector<RecordRequest> take_neighbours(std::deque<RecordRequest>& waiting) const;
   void cancel(const std::vector<RecordRequest>& records);
   bool has_waiting() const { return !alone_.empty() || !loads_.empty() || !stores_.empty() || prepared_ != nullptr; }
 
   const RecordQueueOptions options_;
-  // The thread's alone, but for waking it.
+  // Used by the thread only, except for `files_->wake()`.
   std::unique_ptr<FileQueue> files_;
   std::vector<Flight> flights_;  // by slot, which is the file queue's tag
   std::vector<std::size_t> free_slots_;
-  std::deque<Begun> unsynced_;  // written, and to be forced to the device
+  std::deque<Begun> unsynced_;  // written, waiting for a sync
   std::unordered_set<int> syncing_;
   std::unordered_map<int, FailedSyncs> failed_syncs_;
 
   mutable std::mutex mutex_;
   std::condition_variable submitted_;
   std::condition_variable ended_;
-  std::deque<RecordRequest> alone_;  // records of batches that failed, to be tried one by one
+  std::deque<RecordRequest> alone_;  // records of failed batches, to be tried one by one
   std::deque<RecordRequest> loads_;
   std::deque<RecordRequest> stores_;
-  std::unique_ptr<RecordBatch> prepared_;  // stores whose digests were taken while there was nothing else to do
+  std::unique_ptr<RecordBatch> prepared_;  // next stores; their digests were computed while the device was busy
   std::size_t loads_in_a_row_ = 0;
-  std::size_t num_open_ = 0;  // submitted and not ended
+  std::size_t num_open_ = 0;  // records that have not ended
   std::int64_t num_transfers_ = 0;
   std::vector<RecordCompletion> completions_;
-  bool can_be_woken_ = false;  // the thread waits for the file queue, and could start more
+  bool can_be_woken_ = false;  // the thread waits for the file queue and could start more requests
   bool is_closing_ = false;
   bool has_ended_ = false;
   std::thread thread_;

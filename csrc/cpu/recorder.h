@@ -1,4 +1,4 @@
-// Takes records apart into whole blocks for the lanes, and what is left over. Private to copy.cc.
+// Splits records into whole blocks for the lanes, and the rest. Private to copy.cc.
 #ifndef HYBRIDKV_CPU_RECORDER_H_
 #define HYBRIDKV_CPU_RECORDER_H_
 
@@ -16,7 +16,8 @@
 
 namespace hybridkv::cpu {
 
-// Copies, if told to, and sums the records of one thread. One call of `record` for each, in order.
+// Computes the checksums of one thread's records, and copies them if `copies` is true. Call `record` once for each, in
+// order.
 class Recorder {
  public:
   Recorder(const Kernels& kernels, Stores stores, bool copies)
@@ -62,8 +63,8 @@ class Recorder {
     kernels_.copy_and_sum(lanes, num_lanes, num_blocks, are_aligned ? stores_ : Stores::kCached);
   }
 
-  // The run's bytes are the record's from `position_` on: what completes a block that another run began, whole blocks,
-  // the beginning of a block that another run goes on with; and all that lies in the record's last block.
+  // Adds a run, which has the record's bytes from `position_` on: the rest of a block that the last run began, whole
+  // blocks, the start of a block that the next run completes, and bytes of the record's last block.
   void add(const CopyRun& run) {
     const Byte* source = bytes_at(run.source);
     Byte* destination = copies_ ? writable_at(run.destination) : nullptr;
@@ -103,7 +104,7 @@ class Recorder {
     }
   }
 
-  // The block that ends `part` bytes behind the position.
+  // Adds the block that ends `part` bytes after the position.
   void add_split_block(std::size_t part) {
     make_room();
     const std::size_t entry = summer_.begin_blocks(1, is_last(position_ + part));
@@ -124,7 +125,7 @@ class Recorder {
     std::memcpy(destination, source, num_bytes);
   }
 
-  // Keeps what of the run belongs to the record's end: where it lies, if the run has all of it.
+  // Keeps the run's part of the record's end: a pointer, if the run has all of the end; otherwise a copy.
   void keep_end(const Byte* source, std::uint64_t num_bytes) {
     if (num_bytes == 0 || position_ + num_bytes <= shape_.end_start) return;
     if (position_ <= shape_.end_start && position_ + num_bytes == shape_.num_bytes) {
@@ -145,9 +146,9 @@ class Recorder {
   Summer summer_;
   Lanes<Advance, Finish> lanes_;
   RecordShape shape_{0};
-  std::uint64_t position_ = 0;  // of the next byte in the record
+  std::uint64_t position_ = 0;  // offset of the next byte in the record
   std::array<Byte, xxh3::kBlockBytes> split_block_;
-  const Byte* end_in_run_ = nullptr;  // the record's end, unless several runs have it
+  const Byte* end_in_run_ = nullptr;  // the record's end, if one run has all of it
   std::array<Byte, kEndBytes> end_;
 };
 

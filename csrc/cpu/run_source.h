@@ -1,5 +1,5 @@
-// Where a copy's runs come from: arrays that Python filled, or tables that are lowered on the way, a few runs at a
-// time, so that a transfer of any size needs no list of its runs.
+// Sources of the runs of a copy: arrays from Python, or tables that are lowered a few runs at a time. So a transfer of
+// any size needs no list of its runs.
 #ifndef HYBRIDKV_CPU_RUN_SOURCE_H_
 #define HYBRIDKV_CPU_RUN_SOURCE_H_
 
@@ -21,7 +21,7 @@ class RunSource {
   virtual void read(std::size_t first, std::size_t count, CopyRun* out) const = 0;
 };
 
-// Three arrays of one length, as numpy keeps them.
+// Three arrays of one length, such as numpy's.
 class RunArrays final : public RunSource {
  public:
   RunArrays(const std::int64_t* sources, const std::int64_t* destinations, const std::int64_t* num_bytes,
@@ -33,13 +33,13 @@ class RunArrays final : public RunSource {
 
  private:
   const std::int64_t* sources_;
-  const std::int64_t* destinations_;  // null: the runs are only read
+  const std::int64_t* destinations_;  // null: no copies
   const std::int64_t* num_bytes_;
   std::size_t size_;
 };
 
-// The pages of a gather or a scatter, in the order of the sets. Nothing but the tests makes one: jobs are
-// lowered by `Lowering`, whose chunks have padding. The simulation of the GPU's kernels reads the same sets.
+// Pages of a gather or a scatter, in the order of the sets. For tests only: `Lowering` lowers jobs, because chunks have
+// padding. The simulation of the GPU's kernels reads the same sets.
 class PageRuns final : public RunSource {
  public:
   PageRuns(const PageSet* sets, std::size_t num_sets, const BlockId* ids, std::uint64_t buffer, Direction direction);
@@ -52,7 +52,7 @@ class PageRuns final : public RunSource {
   const BlockId* ids_;
   std::uint64_t buffer_;
   Direction direction_;
-  std::vector<std::size_t> ends_;  // of each set, counted in pages
+  std::vector<std::size_t> ends_;  // for each set, the number of pages up to its end
 };
 
 }  // namespace hybridkv::cpu

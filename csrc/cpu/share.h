@@ -1,4 +1,4 @@
-// A part of a sequence of runs, and how to walk it. Private to copy.cc.
+// Part of a sequence of runs, and a walk over it. Private to copy.cc.
 #ifndef HYBRIDKV_CPU_SHARE_H_
 #define HYBRIDKV_CPU_SHARE_H_
 
@@ -12,7 +12,7 @@
 
 namespace hybridkv::cpu {
 
-// Runs are read from their source this many at a time, onto the stack.
+// Number of runs read from a source at a time, onto the stack.
 inline constexpr std::size_t kRunsAtOnce = 256;
 
 inline const Byte* bytes_at(std::uint64_t address) { return reinterpret_cast<const Byte*>(address); }
@@ -20,7 +20,7 @@ inline Byte* writable_at(std::uint64_t address) { return reinterpret_cast<Byte*>
 
 inline bool is_line_aligned(const Byte* address) { return reinterpret_cast<std::uintptr_t>(address) % kLineBytes == 0; }
 
-// A share of the runs: from byte `skip` of run `first` to before byte `take` of run `last - 1`.
+// Runs from byte `skip` of run `first` to before byte `take` of run `last - 1`.
 struct Share {
   std::size_t first;
   std::size_t skip;
@@ -28,7 +28,7 @@ struct Share {
   std::size_t take;
 };
 
-// Calls `visit(run)` for each run of the share, cut to it.
+// Calls `visit(run)` for each run of the share, cut to the share.
 template <typename Visit>
 void for_each_run(const RunSource& runs, const Share& share, Visit visit) {
   std::array<CopyRun, kRunsAtOnce> batch;

@@ -1,8 +1,7 @@
-// Checksums of records whose bytes come in pieces, out of order.
+// Checksums of records from pieces that finish out of order.
 //
-// A record is a sequence of runs with one digest. Its whole blocks are summed wherever they lie, four at a time; a
-// block that is split between two runs is put together first. Sums wait in a ring until all that comes before them is
-// there, and are folded in order.
+// A record is a sequence of runs with one digest. Whole blocks are summed in place, four at a time; a block in several
+// runs is first copied together. Sums wait in a ring until all earlier ones are finished, and are folded in order.
 #ifndef HYBRIDKV_CPU_SUMMER_H_
 #define HYBRIDKV_CPU_SUMMER_H_
 
@@ -16,22 +15,22 @@
 
 namespace hybridkv::cpu {
 
-// The most blocks that one piece has. More of them fold more rarely, fewer stay in the first-level cache.
+// Limit for the blocks of one piece. A larger limit needs fewer folds; a smaller one stays in the first-level cache.
 inline constexpr std::size_t kMaxPieceBlocks = 64;
 
-// One entry for each piece on its way: as many as there are lanes, and as many again that may finish before them.
+// Limit for unfolded pieces: one for each lane, and finished ones that wait for an earlier piece.
 inline constexpr std::size_t kRingEntries = 16;
 
-// What is needed of a record when its digest is made: its last block, which is not folded like the others, and the
-// stripe before it, since the last 64 bytes count once more. Of a last block that is full only the last 64 bytes are
-// needed: it is summed like the others, and then one stripe is exchanged.
+// Bytes of a record's end that its digest needs: the last block, which is not folded like the others, and the stripe
+// before it, because the last 64 bytes count twice. A full last block needs only the last 64 bytes: it is summed like
+// the others, and then one stripe is replaced.
 inline constexpr std::size_t kEndBytes = xxh3::kBlockBytes + xxh3::kStripeBytes;
 
-// How a record is taken apart.
+// Split of a record into body and end.
 struct RecordShape {
   std::uint64_t num_bytes;
-  std::uint64_t body_bytes;  // whole blocks that are summed
-  std::uint64_t end_start;   // where the end begins; it overlaps the body
+  std::uint64_t body_bytes;  // whole blocks, summed in pieces
+  std::uint64_t end_start;   // offset of the end, which overlaps the body
   bool body_has_last;        // the last block is full, and in the body
 
   explicit RecordShape(std::uint64_t size);
@@ -42,22 +41,22 @@ class Summer {
  public:
   explicit Summer(const Kernels& kernels) : kernels_(kernels), entries_(kRingEntries) { reset(); }
 
-  // Every entry is taken: some lane must finish first.
+  // True if a lane must finish before the next entry.
   bool is_full() const { return num_entries_ == kRingEntries; }
 
-  // Takes the next entry, for a piece of `num_blocks` blocks. Its sums belong at `sums(entry)`. `has_last`: the piece
-  // ends with the last block of its record.
+  // Takes the next entry, for a piece of `num_blocks` blocks. The caller writes its sums to `sums(entry)`. `has_last`:
+  // the piece ends with the last block of its record.
   std::size_t begin_blocks(std::size_t num_blocks, bool has_last);
   Word* sums(std::size_t entry) { return entries_[entry].sums.data(); }
 
-  // Takes the next entry, for a record's end. `end` stays readable until it is retired; without one, the caller filled
-  // `end_buffer()` before.
+  // Takes the next entry, for a record's end. `end` must stay readable until the entry is folded; if it is null, the
+  // caller has filled `end_buffer()`.
   void end_record(const RecordShape& shape, const Byte* end, Digest128* digest);
 
-  // Where the next record's end is put together. Not while the ring is full.
+  // Buffer for the next record's end. Not while the ring is full.
   Byte* end_buffer() { return entries_[(first_ + num_entries_) % kRingEntries].end_bytes.data(); }
 
-  // The entry's sums are there. Folds what can be folded.
+  // Marks the entry's sums as complete, and folds all entries that are next in order.
   void finish(std::size_t entry);
 
  private:
@@ -67,7 +66,7 @@ class Summer {
     std::size_t num_blocks;
     RecordShape shape{0};
     const Byte* end;
-    Digest128* digest;  // null: blocks, not an end
+    Digest128* digest;  // null for blocks
     alignas(kLineBytes) std::array<Word, kMaxPieceBlocks * xxh3::kLanes> sums;
     std::array<Byte, kEndBytes> end_bytes;
   };

@@ -9,7 +9,7 @@ ThreadPool::ThreadPool(std::size_t num_threads) {
   try {
     while (threads_.size() + 1 < num_threads) threads_.emplace_back([this] { work(); });
   } catch (...) {
-    // The calling thread is always there.
+    // The calling thread does the work of the missing ones.
   }
 }
 

@@ -1,4 +1,4 @@
-// A fixed number of threads that carry out the parts of one call at a time.
+// Fixed number of threads that execute the parts of one call at a time.
 #ifndef HYBRIDKV_CPU_THREAD_POOL_H_
 #define HYBRIDKV_CPU_THREAD_POOL_H_
 
@@ -12,11 +12,10 @@
 
 namespace hybridkv::cpu {
 
-// Bounded on both sides: it never has more than `num_threads` at work, the caller's included, and never more than one
-// call's parts waiting. A second caller waits for the first.
+// At most `num_threads` threads work, the caller's included. A second caller waits for the first.
 class ThreadPool {
  public:
-  // At least 1; the calling thread is one of them. Where the system gives no more threads, it is fewer.
+  // `num_threads` is at least 1 and counts the calling thread. Starts fewer if the system permits no more.
   explicit ThreadPool(std::size_t num_threads);
   ~ThreadPool();
   ThreadPool(const ThreadPool&) = delete;
@@ -24,8 +23,8 @@ class ThreadPool {
 
   std::size_t num_threads() const { return threads_.size() + 1; }
 
-  // Calls `part(0)` to `part(num_parts - 1)`, each once, on whatever thread is free, and returns when all have
-  // returned. When one throws, no other is begun, and what it threw is thrown when those that were begun have returned.
+  // Calls `part(0)` to `part(num_parts - 1)`, each once, on any free thread, and returns after the last one. After an
+  // exception it starts no other part, waits for the running ones, and throws the exception.
   void run(std::size_t num_parts, const std::function<void(std::size_t)>& part);
 
  private:
@@ -39,7 +38,7 @@ class ThreadPool {
   std::size_t next_ = 0;
   std::size_t num_parts_ = 0;
   std::size_t num_running_ = 0;
-  std::exception_ptr failure_;  // the first
+  std::exception_ptr failure_;  // first exception
   bool is_closing_ = false;
   std::vector<std::thread> threads_;
 };

@@ -20,16 +20,16 @@
 namespace hybridkv::cpu {
 namespace {
 
-// A completion's user_data that is no slot.
+// user_data of completions without a slot.
 constexpr std::uint64_t kWake = ~std::uint64_t{0};
 
-// A request that does nothing has ended when the kernel has taken it.
+// Timeout for a request without an operation; the kernel completes it at once.
 constexpr double kProbeS = 1.0;
-// A kernel that has no memory for it at this moment is asked again for as long, every so often.
+// Duration and interval of retries while the kernel lacks memory for the requests.
 constexpr std::chrono::milliseconds kLacking{100};
 constexpr std::chrono::milliseconds kAgain{1};
 
-// Both rings in one mapping is 5.4, a timeout for io_uring_enter 5.11; what is older gets threads.
+// Both rings in one mapping need Linux 5.4, a timeout of io_uring_enter needs 5.11. Older kernels get threads.
 constexpr std::uint32_t kNeededFeatures = IORING_FEAT_SINGLE_MMAP | IORING_FEAT_EXT_ARG | IORING_FEAT_NODROP;
 
 std::uint32_t load(std::uint32_t* shared) {
@@ -76,8 +76,7 @@ std::unique_ptr<Uring> Uring::open(std::size_t max_in_flight) {
   return nullptr;
 }
 
-// Whether the kernel also takes what it is given: a container's rules may allow to make a ring, and not to use it.
-// 0, or an errno.
+// Submits a request without an operation: a container may permit a ring, but not its use. Returns 0 or an errno.
 int Uring::probe() {
   io_uring_sqe entry{};
   entry.opcode = IORING_OP_NOP;
@@ -105,7 +104,7 @@ Uring::Uring(int fd, int wake_fd, const io_uring_params& parameters, std::size_t
 }
 
 Uring::~Uring() {
-  // The kernel still writes to memory that the caller will free.
+  // The kernel may still write to memory that the caller will free.
   while (is_mapped() && num_in_flight() > 0) reap(num_in_flight(), num_in_flight(), 1.0);
   close(fd_);
   close(wake_fd_);
@@ -117,7 +116,7 @@ bool Uring::submit(FileRequest request) {
   requests_[slot].emplace(std::move(request));
   free_.pop_back();
   push(slot);
-  // What the kernel does not take now, it is given again by `reap`.
+  // `reap` submits again what the kernel does not take now.
   enter(0, 0.0);
   return true;
 }
@@ -142,7 +141,7 @@ void Uring::push(std::size_t slot) {
   push_entry(entry);
 }
 
-// There is one more entry than slots, so there always is room.
+// There is always room: the ring has one entry more than there are slots.
 void Uring::push_entry(io_uring_sqe entry) {
   const std::uint32_t tail = load(submissions_.at<std::uint32_t>(parameters_.sq_off.tail));
   const std::uint32_t index = tail & *submissions_.at<std::uint32_t>(parameters_.sq_off.ring_mask);
@@ -165,7 +164,7 @@ void Uring::listen_for_wake() {
 
 void Uring::wake() { eventfd_write(wake_fd_, 1); }
 
-// Gives the kernel what it was not given yet, and waits. 0, or an errno; ETIME when the time has passed.
+// Submits waiting entries, and waits. Returns 0 or an errno; ETIME on timeout.
 int Uring::enter(unsigned min_complete, double timeout_s) {
   __kernel_timespec timeout{};
   timeout.tv_sec = static_cast<long long>(timeout_s);
@@ -201,7 +200,7 @@ std::vector<FileCompletion> Uring::reap(std::size_t min_completions, std::size_t
   }
 }
 
-// Whether a completion was taken from the ring; it may be of a request that has to go on.
+// True if it took a completion from the ring. The request may need another system call.
 bool Uring::take_one(std::vector<FileCompletion>& reaped) {
   std::uint32_t* shared_head = completions_.at<std::uint32_t>(parameters_.cq_off.head);
   const std::uint32_t head = load(shared_head);
@@ -228,7 +227,7 @@ bool Uring::take_one(std::vector<FileCompletion>& reaped) {
   return true;
 }
 
-// The kernel refuses what it was given: those requests fail, and the ring forgets them.
+// Fails the requests that the kernel refuses, and removes them from the ring.
 void Uring::fail_unsubmitted(int error, std::size_t capacity, std::vector<FileCompletion>& reaped) {
   std::uint32_t* shared_tail = submissions_.at<std::uint32_t>(parameters_.sq_off.tail);
   const std::uint32_t mask = *submissions_.at<std::uint32_t>(parameters_.sq_off.ring_mask);

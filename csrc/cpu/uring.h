@@ -1,4 +1,4 @@
-// The backend on io_uring, by its system calls and shared rings alone: no liburing, so nothing to install or to link.
+// Backend on io_uring, by its system calls and shared rings. It does not use liburing, so it needs no library.
 #ifndef HYBRIDKV_CPU_URING_H_
 #define HYBRIDKV_CPU_URING_H_
 
@@ -15,7 +15,7 @@
 
 namespace hybridkv::cpu {
 
-// Memory that is shared with the kernel.
+// Memory shared with the kernel.
 class Mapping {
  public:
   Mapping() = default;
@@ -37,8 +37,7 @@ class Mapping {
 
 class Uring final : public FileQueue {
  public:
-  // Null, and errno says why, where the kernel does not give us a ring, or one without what we need, or lets us not use
-  // the one it gave.
+  // Null, with errno set, if the kernel refuses a ring, its use, or a required feature.
   static std::unique_ptr<Uring> open(std::size_t max_in_flight);
   ~Uring() override;
 
@@ -62,15 +61,15 @@ class Uring final : public FileQueue {
   void fail_unsubmitted(int error, std::size_t capacity, std::vector<FileCompletion>& reaped);
 
   int fd_;
-  int wake_fd_;                // an eventfd that the ring polls while it waits
-  bool is_listening_ = false;  // to it
+  int wake_fd_;                // eventfd that the ring polls
+  bool is_listening_ = false;  // a poll of `wake_fd_` is in flight
   bool is_woken_ = false;
   io_uring_params parameters_;
   Mapping submissions_;
   Mapping completions_;
   Mapping entries_;
   unsigned num_unsubmitted_ = 0;
-  std::vector<std::optional<FileProgress>> requests_;  // by slot, which is the kernel's user_data
+  std::vector<std::optional<FileProgress>> requests_;  // by slot, the kernel's user_data
   std::vector<std::size_t> free_;
 };
 

@@ -1,8 +1,8 @@
-// Which keys a tier holds and what may be done to them now: the rules of hybridkv.tiers.ledger, least recently used goes
-// first, for many keys in one call. Where bytes lie is a space's to say, and what they take up there, in units.
+// Keys of a tier and their states, by the rules of hybridkv.tiers.ledger. It evicts the least recently used key first,
+// and takes many keys in one call. A `Space` places the bytes and counts their size, in units.
 //
-// What a call costs does not depend on the number of keys that are held; `forget_all`: on how many are reserved or
-// pinned. For one thread.
+// The cost of a call does not depend on the number of keys in the ledger; that of `forget_all` depends on the number of
+// reserved and pinned keys. For one thread.
 #ifndef HYBRIDKV_LEDGER_BASIC_LEDGER_H_
 #define HYBRIDKV_LEDGER_BASIC_LEDGER_H_
 
@@ -39,19 +39,19 @@ struct Tally {
 };
 
 struct Bounds {
-  std::uint64_t num_units;      // that all keys together may take up
-  std::uint64_t largest_units;  // that one may
-  std::uint32_t max_keys;       // at least 1, below kNone; doomed ones count
-  std::uint64_t seed;           // of chance
-  // Tables that had so many at most are given back at once: little of them was ever used. So there are as many
-  // reservations at least between two that wait for them.
+  std::uint64_t num_units;      // capacity for all keys together
+  std::uint64_t largest_units;  // limit for one key
+  std::uint32_t max_keys;       // at least 1, below kNone; deleted keys in use count
+  std::uint64_t seed;           // random
+  // `forget_all` frees tables with at most this many entries at once, larger ones during later reservations. So two
+  // large tables are always at least this many reservations apart.
   std::uint32_t few_keys = 256;
 };
 
 inline bool is_held(KeyState state) { return state == KeyState::kReserved || state == KeyState::kCommitted; }
 
-// `Space` has `units_of(entry)`; `free(entry)`; `begun_anew()`, another one in which nothing lies; `copy(other, from,
-// to)`, the place of an entry of another one; and `take_memory(memories)`, as KeyTable.
+// `Space` has `units_of(entry)`; `free(entry)`; `begun_anew()`, an empty space of the same size; `copy(other, index,
+// from, to)`, which takes the place of an entry of another space; and `take_memory(memories)`, as KeyTable.
 template <class Space>
 class BasicLedger {
  public:
@@ -63,59 +63,58 @@ class BasicLedger {
   std::uint64_t generation() const { return generation_; }
   bool is_closed() const { return is_closed_; }
 
-  // What is asked.
+  // Queries.
   KeyState state(Key key) const;
   Answer answer(Key key) const;
   std::size_t leading(std::span<const Key> keys) const;
   std::optional<std::size_t> last_held(std::span<const Key> keys) const;
   bool any_pending(std::span<const Key> keys) const;
-  // What may be evicted, what goes first first.
+  // Evictable keys, the next to be evicted first.
   std::vector<std::string> eviction_order() const;
 
-  // What is done to many. Those that return a position stop there, before a key that does not fit, and those before it
-  // are done; else it is the number of keys. `act`, where there is one, is told of each entry when it has changed.
+  // Changes of many keys. A function that returns a position stops before the first key in a wrong state; the keys
+  // before it are changed. It returns the number of keys if all are changed. `act` is called for each changed entry.
   template <class Act>
   std::size_t commit_all(std::span<const Key> keys, Act&& act);  // act(position, entry, is_offered), before it is freed
   std::size_t abort_all(std::span<const Key> keys);
-  // How many there were to withdraw.
+  // Returns the number of invalidated keys.
   std::size_t invalidate_all(std::span<const Key> keys);
   template <class Act>
-  void touch(std::span<const Key> keys, Act&& act);  // act(entry), of what may be evicted
-  // The entries of keys that are committed, all of them or false. False also of one with too many pins: more would not
-  // be counted.
+  void touch(std::span<const Key> keys, Act&& act);  // act(entry), for evictable entries only
+  // The entries of the keys. False if a key is not committed, or has so many pins that one more could overflow.
   bool find_committed(std::span<const Key> keys, std::uint32_t* entries) const;
   template <class Act>
   void pin_found(std::span<const std::uint32_t> entries, Act&& act);  // act(entry, is_first)
   template <class Act>
-  std::size_t unpin_all(std::span<const Key> keys, Act&& act);  // act(entry) of a last one, before it is freed
+  std::size_t unpin_all(std::span<const Key> keys, Act&& act);  // act(entry) for a last pin, before it is freed
 
-  // `invalidate_all` of everything. How many were withdrawn. What that leaves is given back by later reservations.
-  // Where the system has no room for new tables it takes a step for each key.
+  // Invalidates all keys, and returns their number. Later reservations free the old tables. If the system has no memory
+  // for new tables, it invalidates key by key.
   std::uint64_t forget_all();
   void close();
 
   Tally take_tally() { return std::exchange(tally_, {}); }
   void watch(std::size_t max_keys) { feed_.watch(max_keys); }
   Changes take_changes() { return feed_.take(); }
-  // Of what was forgotten and is not given back yet, addresses that were never used among them.
+  // Old tables that are not freed yet, in bytes of address space.
   std::uint64_t leftover_bytes() const;
 
  protected:
   BasicLedger(const Bounds& bounds, Space space)
       : bounds_(bounds), table_(bounds.max_keys, bounds.seed), space_(std::move(space)) {}
 
-  // Why there can be no such key. Changes nothing and counts nothing.
+  // The reason to refuse a reservation. Changes nothing and counts nothing.
   Refusal why_not(Key key, std::uint32_t tag, std::uint64_t num_units) const;
-  // Evicts until so much more, and so many keys more, are within bounds, or nothing is left to evict. `act(index)`
-  // before each goes.
+  // Evicts until `num_units` and `num_keys` more fit, or until there is nothing to evict. Calls `act(index)` before each
+  // eviction.
   template <class Act>
   void make_room(std::uint64_t num_units, std::uint32_t num_keys, Act&& act);
   void evict(std::uint32_t index);
-  // A reserved entry for a key for which there is room. `place(entry)` says how large it is, and where it lies.
+  // Adds a reserved entry; there must be room. `place(entry)` sets its size and place.
   template <class Place>
   std::uint32_t take(Key key, std::uint32_t tag, Place&& place);
   std::uint32_t next_to_go() const;
-  // The tables of what is forgotten: kept elsewhere, or to be given back.
+  // Takes the old tables after `forget_all`, to free them later.
   virtual void retire(KeyTable&& table, const Chains& chains, Space&& space);
   virtual ~BasicLedger() = default;
 
@@ -143,17 +142,17 @@ class BasicLedger {
   std::uint64_t units_of(std::uint32_t index) const { return space_.units_of(table_[index]); }
 
  private:
-  // Of what was forgotten, by one reservation. One uses less of new tables than this, so leftovers never grow for long.
+  // Old tables freed by one reservation. A reservation uses less of the new tables, so old tables do not pile up.
   static constexpr std::size_t kGivenBackBytes = 64 * 1024;
-  // Pieces of memory that wait. What is older is given back at once; by then nearly all of it was.
+  // Limit for pieces of old tables. Beyond it the oldest pieces are freed at once; little of them is left by then.
   static constexpr std::size_t kMostLeftovers = 256;
-  // And as many again by one call leave some of 32 bits.
+  // Half the range of 32 bits: one call can add as many again without an overflow.
   static constexpr std::uint32_t kMostPins = std::uint32_t{1} << 31;
-  // Of the tables of one ledger, at most.
+  // Limit for the pieces of memory in the tables of one ledger.
   static constexpr std::size_t kMostPieces = 16;
 };
 
-// What is asked.
+// Queries.
 
 template <class Space>
 KeyState BasicLedger<Space>::state(Key key) const {
@@ -186,7 +185,7 @@ std::size_t BasicLedger<Space>::leading(std::span<const Key> keys) const {
 
 template <class Space>
 std::optional<std::size_t> BasicLedger<Space>::last_held(std::span<const Key> keys) const {
-  // From the end, a few at a time: where much is held, the last one is mostly near.
+  // From the end, in batches: the last present key is mostly near the end.
   constexpr std::size_t kAtATime = 32;
   for (std::size_t end = keys.size(); end > 0;) {
     const std::size_t first = end > kAtATime ? end - kAtATime : 0;
@@ -239,13 +238,13 @@ void BasicLedger<Space>::make_room(std::uint64_t num_units, std::uint32_t num_ke
   while (evictable_units_ > 0 &&
          (used_units_ + num_units > bounds_.num_units || table_.size() + std::uint64_t{num_keys} > bounds_.max_keys)) {
     const std::uint32_t index = next_to_go();
-    if (table_[index].next != kNone) __builtin_prefetch(&table_[table_[index].next], 1);  // goes after it, mostly soon
+    if (table_[index].next != kNone) __builtin_prefetch(&table_[table_[index].next], 1);  // the next to be evicted
     act(index);
     evict(index);
   }
 }
 
-// What goes first of what may be evicted, kNone where that is nothing.
+// The next entry to be evicted, kNone if there is none.
 template <class Space>
 std::uint32_t BasicLedger<Space>::next_to_go() const {
   return chains_.first(Chain::kRecent);
@@ -279,7 +278,7 @@ std::uint32_t BasicLedger<Space>::take(Key key, std::uint32_t tag, Place&& place
   return index;
 }
 
-// The life of a key.
+// Changes of state.
 
 template <class Space>
 template <class Act>
@@ -415,7 +414,7 @@ std::size_t BasicLedger<Space>::unpin_all(std::span<const Key> keys, Act&& act) 
   return num_done;
 }
 
-// It may be evicted from now on.
+// Makes an entry evictable.
 template <class Space>
 void BasicLedger<Space>::track(std::uint32_t index) {
   evictable_units_ += units_of(index);
@@ -454,7 +453,7 @@ std::uint64_t BasicLedger<Space>::forget_all() {
   return num_withdrawn;
 }
 
-// New tables, with copies of what is in use. Nothing has changed where the system has no room for them.
+// Replaces the tables by new ones that hold the entries in use. Changes nothing if the system has no memory for them.
 template <class Space>
 void BasicLedger<Space>::begin_anew() {
   leftovers_.reserve(leftovers_.size() + kMostPieces);
@@ -490,7 +489,7 @@ void BasicLedger<Space>::retire(KeyTable&& table, const Chains&, Space&& space) 
   if (leftovers_.size() > kMostLeftovers) leftovers_.erase(leftovers_.begin(), leftovers_.end() - kMostLeftovers);
 }
 
-// The same, where it has to do without. Takes a step for each key.
+// `forget_all` without new tables, in one step for each key.
 template <class Space>
 void BasicLedger<Space>::forget_each() {
   while (chains_.first(Chain::kRecent) != kNone) forget(chains_.first(Chain::kRecent));
@@ -501,7 +500,7 @@ void BasicLedger<Space>::forget_each() {
   }
 }
 
-// Of the oldest first, since one that was forgotten later is mostly one of which less was used.
+// Oldest first: newer old tables are mostly less used.
 template <class Space>
 void BasicLedger<Space>::give_back_some() {
   if (leftovers_.empty()) return;

@@ -1,4 +1,4 @@
-// In which order entries come: each is in one of a few lists, linked by the entries themselves.
+// Lists of entries, linked through the entries. Each entry is in one list.
 #ifndef HYBRIDKV_LEDGER_CHAINS_H_
 #define HYBRIDKV_LEDGER_CHAINS_H_
 
@@ -33,7 +33,7 @@ class Chains {
     (entry.next == kNone ? ends.last : entries[entry.next].previous) = entry.previous;
     --ends.size;
   }
-  // An entry that somebody looks at from time to time, on his way along a chain: the one behind it, when it leaves.
+  // Position of a walk along a chain. When its entry leaves the chain, the position moves to the next entry.
   std::uint32_t watched() const { return watched_; }
   void watch(std::uint32_t index) { watched_ = index; }
   void move(KeyTable& entries, std::uint32_t index, Chain chain) {

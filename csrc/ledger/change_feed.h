@@ -1,4 +1,4 @@
-// Of which keys the answer changed, for one who watches. As hybridkv.tiers.changes.ChangeFeed.
+// Keys with changed lookup answers, for one reader. The same as hybridkv.tiers.changes.ChangeFeed.
 #ifndef HYBRIDKV_LEDGER_CHANGE_FEED_H_
 #define HYBRIDKV_LEDGER_CHANGE_FEED_H_
 
@@ -13,12 +13,12 @@ namespace hybridkv::ledger {
 
 struct Changes {
   std::unordered_set<std::string> keys;
-  bool is_any = false;  // also such as are not named
+  bool is_any = false;  // any key may have changed
 };
 
 class ChangeFeed {
  public:
-  // Names at most so many keys; beyond that any may have changed.
+  // Starts the feed. It names at most `max_keys` keys; with more it says that any key may have changed.
   void watch(std::size_t max_keys) {
     if (is_on_) return;
     is_on_ = true;

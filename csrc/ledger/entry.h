@@ -1,4 +1,4 @@
-// What is known of one key, in 76 bytes.
+// Entry of one key, in 76 bytes.
 #ifndef HYBRIDKV_LEDGER_ENTRY_H_
 #define HYBRIDKV_LEDGER_ENTRY_H_
 
@@ -8,29 +8,29 @@
 namespace hybridkv::ledger {
 
 inline constexpr std::size_t kInlineKeyBytes = 48;
-// Instead of a length: the key lies elsewhere.
+// In place of a length: the key is stored outside the entry.
 inline constexpr std::uint8_t kLongKey = 0xFF;
 inline constexpr std::uint32_t kNone = ~std::uint32_t{0};
 
-// As hybridkv.tiers.ledger.KeyState, and unknown.
+// The states of hybridkv.tiers.ledger.KeyState, and kUnknown. A "doomed" key is deleted, but still written or pinned.
 enum class KeyState : std::uint8_t { kUnknown, kReserved, kCommitted, kDoomedWrite, kDoomedRead };
 
-// In which chain an entry stands. Each that is known is in one.
+// Lists of entries: evictable, reserved and pinned. Each entry is in one.
 enum class Chain : std::uint8_t { kRecent, kReserved, kPinned };
 inline constexpr std::size_t kNumChains = 3;
 
-// Of one whose bytes lie in granules of an arena.
+// Place of bytes in granules of an arena.
 struct InGranules {
   std::uint32_t num_granules;
   std::uint32_t spare_bytes;  // of the last granule
   std::uint32_t place;        // the first granule, or the first fragment
 };
 
-// Of one whose bytes lie in a segment of a store.
+// Place of a record in a segment of a store.
 struct InSegment {
   std::uint32_t payload_bytes;
   std::uint32_t offset;
-  std::uint32_t number;  // of the segment
+  std::uint32_t number;  // segment number
 };
 
 struct Entry {
@@ -38,10 +38,10 @@ struct Entry {
   std::uint8_t key_bytes;
   KeyState state;
   Chain chain;
-  bool is_fragmented;  // its granules are several runs
+  bool is_fragmented;  // its granules form several runs
   std::uint32_t num_pins;
   std::uint32_t previous;
-  std::uint32_t next;  // in its chain; among free entries the next free one
+  std::uint32_t next;  // in its chain, or in the list of free entries
   union {
     InGranules granules;
     InSegment record;

@@ -1,4 +1,4 @@
-// Where the bytes of entries lie in an arena: one run of granules in the entry itself, several in a table beside it.
+// Places of entries in an arena. An entry stores one run of granules itself; a table of fragments stores several.
 #ifndef HYBRIDKV_LEDGER_GRANULE_SPACE_H_
 #define HYBRIDKV_LEDGER_GRANULE_SPACE_H_
 
@@ -17,7 +17,7 @@ struct Extent {
   std::uint64_t num_bytes;
 };
 
-// Of several chunks, one after the other: extents of chunk i end where those of the next one begin, at ends[i].
+// Extents of several chunks. Those of chunk i end at index ends[i], where those of chunk i + 1 begin.
 struct Places {
   std::vector<Extent> extents;
   std::vector<std::size_t> ends;
@@ -28,14 +28,14 @@ class GranuleSpace {
   GranuleSpace() = default;
   GranuleSpace(std::uint32_t num_granules, std::uint64_t granule_bytes);
 
-  // Of all that it can ever take while chunks lie in one run each.
+  // Memory of a full space, if each chunk is one run.
   static std::uint64_t most_bytes(std::uint32_t num_granules);
 
   std::uint64_t units_of(const Entry& entry) const { return entry.granules.num_granules; }
-  // As many granules as the entry says.
+  // Takes the number of granules that the entry states.
   void take(Entry& entry);
   GranuleSpace begun_anew() const;
-  // Those that an entry of another space of this kind has, here.
+  // Takes here the granules that `from` has in `other`.
   void copy(const GranuleSpace& other, std::uint32_t index, const Entry& from, Entry& to);
   void free(const Entry& entry);
   void append(const Entry& entry, Places& places) const;
@@ -56,8 +56,8 @@ class GranuleSpace {
   std::uint64_t granule_bytes_ = 0;
   Granules granules_;
   LazyArray<Fragment> fragments_;
-  std::uint32_t num_used_ = 0;            // fragments that ever were
-  std::uint32_t first_free_and_one_ = 0;  // of those, unless all are in use
+  std::uint32_t num_used_ = 0;            // fragments in use, and free ones in the list below
+  std::uint32_t first_free_and_one_ = 0;  // first free fragment plus one; 0: none
   std::vector<Run> runs_;
 };
 

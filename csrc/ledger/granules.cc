@@ -8,10 +8,10 @@ namespace {
 
 constexpr std::uint64_t kBits = 64;
 constexpr std::uint64_t kAll = ~std::uint64_t{0};
-// Holes that are looked at for one chunk, and of those that it fits into.
+// Limit for the holes inspected for one chunk, and for those among them that are large enough.
 constexpr std::size_t kLooked = 64;
 constexpr std::size_t kEnough = 8;
-// Granules before what was freed that are looked at to begin where its hole begins.
+// Granules before the last freed one that are inspected to find the start of its hole.
 constexpr std::uint32_t kLookBack = 1024;
 
 // Bits `from` to `to`, exclusive, of a word.
@@ -26,7 +26,7 @@ Granules::Granules(std::uint32_t count) : count_(count) {
   for (std::uint64_t bits = count;; bits = (bits + kBits - 1) / kBits) {
     const std::uint64_t num_words = (bits + kBits - 1) / kBits;
     levels_.push_back({LazyArray<Word>(num_words), bits});
-    // What the last word has behind the end is never free.
+    // Bits of the last word after the end count as taken.
     if (bits % kBits != 0) levels_.back().words[num_words - 1] = mask(bits % kBits, kBits);
     if (num_words == 1) break;
   }
@@ -75,7 +75,7 @@ void Granules::take(std::uint32_t wanted, std::vector<Run>& runs) {
   }
   if (runs.size() == 1) return;
   std::sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.first < b.first; });
-  // The hole in which a search began may be taken up from its middle, and from its beginning.
+  // A hole may be used from its middle, where the search began, and again from its beginning.
   std::size_t kept = 0;
   for (std::size_t next = 1; next < runs.size(); ++next) {
     if (runs[kept].first + runs[kept].count == runs[next].first) {
@@ -87,7 +87,7 @@ void Granules::take(std::uint32_t wanted, std::vector<Run>& runs) {
   runs.resize(kept + 1);
 }
 
-// The smallest hole into which they all fit, of a few; where there is none, as many as the largest ones have.
+// Takes the smallest of a few holes that has room for all. If there is none, takes from the largest holes.
 void Granules::take_some(std::uint32_t wanted, std::vector<Run>& runs) {
   const auto large = static_cast<std::uint32_t>(std::min<std::uint64_t>(2 * std::uint64_t{wanted} + kBits, count_));
   const std::uint64_t start = hint_;
@@ -112,7 +112,7 @@ void Granules::take_some(std::uint32_t wanted, std::vector<Run>& runs) {
     if (hole.count < wanted) continue;
     ++num_fitting;
     if (best.count == 0 || hole.count < best.count) best = hole;
-    if (hole.count == wanted || hole.count == large) break;  // nothing is better, or nothing is lost
+    if (hole.count == wanted || hole.count == large) break;  // no hole can be better
   }
   if (best.count > 0) {
     holes[0] = best;
@@ -157,7 +157,7 @@ void Granules::free(Run run) {
   }
   hint_ = run.first;
   for (std::uint32_t looked = 0; hint_ > 0 && looked < kLookBack && !is_taken(hint_ - 1);) {
-    const std::uint32_t step = (hint_ - 1) % kBits + 1;  // to the beginning of the word before it
+    const std::uint32_t step = (hint_ - 1) % kBits + 1;  // to the start of the previous word
     const Word before = words[(hint_ - 1) / kBits] << (kBits - step);
     const auto clear = static_cast<std::uint32_t>(before == 0 ? step : std::countl_zero(before));
     hint_ -= clear;
@@ -165,7 +165,7 @@ void Granules::free(Run run) {
   }
 }
 
-// This word of the level below is full.
+// Marks a word of the level below as full.
 void Granules::fill(std::size_t level, std::uint64_t bit) {
   for (; level < levels_.size(); ++level, bit /= kBits) {
     Word& word = levels_[level].words[bit / kBits];
@@ -174,7 +174,7 @@ void Granules::fill(std::size_t level, std::uint64_t bit) {
   }
 }
 
-// This word of the level below is full no more.
+// Marks a word of the level below as not full.
 void Granules::open(std::size_t level, std::uint64_t bit) {
   for (; level < levels_.size(); ++level, bit /= kBits) {
     Word& word = levels_[level].words[bit / kBits];

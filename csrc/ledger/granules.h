@@ -1,8 +1,9 @@
-// Which granules of an arena are taken: a bit for each, and a bit for each 64 that are all taken, and so on.
+// Allocator of the granules of an arena: a bit for each used granule, a bit for each 64 granules that are all used, and
+// so on upward.
 //
-// A search for what is free takes a step for each of these levels, six for four billion granules, and up to 64 searches
-// are made for a chunk; taking and freeing take a step for each 64 granules. Any set of granules serves a chunk, so nothing is lost to fragmentation but a longer
-// list of runs. Knows no keys.
+// A search for a free granule takes one step a level: six for four billion granules. A chunk needs at most 64 searches.
+// To take or free granules costs one step for each 64. A chunk may use any set of granules, so fragmentation wastes no
+// space; it only makes the list of runs longer. Knows no keys.
 #ifndef HYBRIDKV_LEDGER_GRANULES_H_
 #define HYBRIDKV_LEDGER_GRANULES_H_
 
@@ -15,7 +16,7 @@
 
 namespace hybridkv::ledger {
 
-// Granules in a row.
+// Adjacent granules.
 struct Run {
   std::uint32_t first;
   std::uint32_t count;
@@ -26,15 +27,15 @@ class Granules {
   Granules() = default;
   explicit Granules(std::uint32_t count);
 
-  // So many, of which the caller knows that they are free: in their order, no two runs touch. Looks first where something
-  // was freed last, so that what is evicted for a chunk is mostly what it gets, and takes few runs rather than many.
+  // Takes `wanted` granules; so many must be free. Adds them to `runs` in ascending order, adjacent ones as one run. It
+  // prefers few runs, and searches first where granules were freed last: mostly those of the chunk evicted just before.
   void take(std::uint32_t wanted, std::vector<Run>& runs);
-  // These, which are free.
+  // Takes these granules, which must be free.
   void claim(Run run);
-  // These, which are taken.
+  // Frees these granules, which must be taken.
   void free(Run run);
   bool is_taken(std::uint32_t granule) const;
-  // Of no use any more.
+  // Hands over the memory. The allocator must not be used after it.
   void take_memory(std::vector<LazyMemory>& memories);
 
  private:
@@ -51,7 +52,7 @@ class Granules {
   void open(std::size_t level, std::uint64_t bit);
 
   std::uint32_t count_ = 0;
-  std::uint32_t hint_ = 0;  // where a search begins
+  std::uint32_t hint_ = 0;  // start of the next search
   std::vector<Level> levels_;
 };
 

@@ -7,7 +7,7 @@ namespace {
 
 constexpr std::uint64_t kFactors[] = {0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9};
 
-// The two halves of a product, folded.
+// Upper half of the product xor its lower half.
 std::uint64_t mixed(std::uint64_t a, std::uint64_t b) {
   const unsigned __int128 product = static_cast<unsigned __int128>(a) * b;
   return static_cast<std::uint64_t>(product) ^ static_cast<std::uint64_t>(product >> 64);
@@ -24,7 +24,7 @@ std::uint64_t word_at(const unsigned char* bytes) {
 KeyTable::KeyTable(std::uint32_t max_keys, std::uint64_t seed)
     : max_keys_(max_keys),
       seed_(seed),
-      // Both factors of a product are of chance: one that anybody can make zero takes the other one away.
+      // Both factors contain a random seed: a factor that a client can make zero would cancel the other.
       other_seed_(mixed(seed ^ kFactors[0], kFactors[2])),
       num_slots_(num_slots_for(max_keys)),
       slots_(num_slots_),
@@ -103,7 +103,7 @@ std::uint32_t KeyTable::insert(Key key, std::uint32_t tag) {
 void KeyTable::erase(std::uint32_t index) {
   std::uint64_t hole = home_of(tag_of(key_of(index)));
   while (slots_[hole].index_and_one != index + 1) hole = after(hole);
-  // What a search would not find any more over the hole moves into it.
+  // Moves slots into the hole that a search could not reach otherwise.
   for (std::uint64_t place = after(hole); slots_[place].index_and_one != 0; place = after(place)) {
     const std::uint64_t home = home_of(slots_[place].tag);
     if (distance(home, place) < distance(hole, place)) continue;

@@ -1,9 +1,9 @@
-// Finds the entry of a key: open addressing over 32 bits of a hash, the whole key compared in the entry.
+// Hash table from keys to entries: open addressing by 32 bits of a hash, with the whole key compared in the entry.
 //
-// A slot is 8 bytes, and there are three for two entries, so about two are looked at for a key that is there and five
-// for one that is not, most of them in one line of the cache. Where a slot belongs is in its tag, so what moves up when
-// another is erased moves without a look at its entry. Nothing is ever rehashed: there is room for all entries from the
-// start, in memory that is taken as it is used. What an entry means is not known here, but for a free one.
+// A slot has 8 bytes, and there are three slots for two entries. So a search reads about two slots for a present key and
+// five for an absent one, mostly in one cache line. A slot's tag determines its home, so an erasure moves slots up
+// without reading their entries. The table never rehashes: it has room for all entries from the start, in memory that
+// the system provides as it is used. The table interprets no entry but a free one.
 #ifndef HYBRIDKV_LEDGER_KEY_TABLE_H_
 #define HYBRIDKV_LEDGER_KEY_TABLE_H_
 
@@ -26,36 +26,36 @@ using Key = std::string_view;
 class KeyTable {
  public:
   KeyTable() = default;
-  // `seed` is of chance, so that nobody can choose keys that all belong into one slot.
+  // `seed` is random, so that a client cannot choose keys that share a slot.
   KeyTable(std::uint32_t max_keys, std::uint64_t seed);
 
-  // Of all that it can ever take for so many keys of at most 48 bytes.
+  // Memory of a full table, if no key is longer than 48 bytes.
   static std::uint64_t most_bytes(std::uint32_t max_keys);
 
   std::uint32_t size() const { return size_; }
   std::uint32_t max_keys() const { return max_keys_; }
-  // Entries that ever were.
+  // Number of entries in use, and of free ones that were used before.
   std::uint32_t num_used() const { return num_used_; }
   Entry& operator[](std::uint32_t index) { return entries_[index]; }
   const Entry& operator[](std::uint32_t index) const { return entries_[index]; }
   Key key_of(std::uint32_t index) const;
 
-  // kNone where it is not known.
+  // kNone if the key is absent.
   std::uint32_t find(Key key) const { return find(key, tag_of(key)); }
   std::uint32_t find(Key key, std::uint32_t tag) const;
-  // A new entry, of which only the key is set. It is not known, and there is room.
+  // Adds an entry and sets only its key. The key must be absent, and there must be room.
   std::uint32_t insert(Key key, std::uint32_t tag);
-  // Its entry is free from now on.
+  // Frees the entry.
   void erase(std::uint32_t index);
 
   std::uint32_t tag_of(Key key) const;
   void prefetch(std::uint32_t tag) const { __builtin_prefetch(&slots_[home_of(tag)]); }
 
-  // `act(position, index)` for each key in its order, until it answers false. Memory for many is waited for at once.
-  // `act` may erase, and must not insert.
+  // Calls `act(position, index)` for each key in order, until it returns false. Prefetches entries in batches. `act` may
+  // erase, but must not insert.
   template <class Act>
   void each(std::span<const Key> keys, Act&& act) const;
-  // `act(position, tag)`, which may do anything.
+  // Calls `act(position, tag)` for each key in order. `act` may insert and erase.
   template <class Act>
   void each_tag(std::span<const Key> keys, Act&& act) const;
 
@@ -78,7 +78,7 @@ class KeyTable {
     return to >= from ? to - from : to + num_slots_ - from;
   }
   bool is_of(std::uint32_t index, Key key) const;
-  // Of the first slot with this tag, or kNone.
+  // Entry of the first slot with this tag, or kNone.
   std::uint32_t candidate(std::uint32_t tag) const;
 
   std::uint32_t max_keys_ = 0;
@@ -86,8 +86,8 @@ class KeyTable {
   std::uint64_t other_seed_ = 0;
   std::uint64_t num_slots_ = 0;
   std::uint32_t size_ = 0;
-  std::uint32_t num_used_ = 0;         // entries that ever were
-  std::uint32_t first_free_ = kNone;   // of those, unless all are in use
+  std::uint32_t num_used_ = 0;         // entries in use, and free ones in the list below
+  std::uint32_t first_free_ = kNone;   // first free entry, or kNone
   LazyArray<Slot> slots_;
   LazyArray<Entry> entries_;
   std::unordered_map<std::uint32_t, std::string> long_keys_;

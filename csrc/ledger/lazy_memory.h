@@ -1,4 +1,4 @@
-// Memory that costs nothing before it is used: zeros, of which the system gives a page when somebody writes to it.
+// Memory of zeros that the system provides page by page, at the first write to each page.
 #ifndef HYBRIDKV_LEDGER_LAZY_MEMORY_H_
 #define HYBRIDKV_LEDGER_LAZY_MEMORY_H_
 
@@ -11,7 +11,7 @@ namespace hybridkv::ledger {
 class LazyMemory {
  public:
   LazyMemory() = default;
-  // std::bad_alloc where the system has no room for so many addresses.
+  // Throws std::bad_alloc if the system lacks the address space.
   explicit LazyMemory(std::size_t num_bytes);
   LazyMemory(LazyMemory&& other) noexcept
       : data_(std::exchange(other.data_, nullptr)), num_bytes_(std::exchange(other.num_bytes_, 0)) {}
@@ -24,9 +24,9 @@ class LazyMemory {
 
   unsigned char* data() const { return data_; }
   std::size_t num_bytes() const { return num_bytes_; }
-  // The first so many bytes, whole pages, or all that is left. What is behind them begins there from now on.
+  // Frees the first `num_bytes`, rounded to whole pages, or all. `data()` then points to the rest.
   void give_back(std::size_t num_bytes);
-  // All but the first so many bytes, and the page in which they end.
+  // Frees the pages after the first `num_bytes`.
   void keep(std::size_t num_bytes);
 
  private:
@@ -34,7 +34,7 @@ class LazyMemory {
   std::size_t num_bytes_ = 0;
 };
 
-// Values that are valid when all their bytes are zero.
+// Array of values for which all bytes zero is a valid value.
 template <class T>
 class LazyArray {
  public:
@@ -45,7 +45,8 @@ class LazyArray {
 
   T& operator[](std::size_t position) { return reinterpret_cast<T*>(memory_.data())[position]; }
   const T& operator[](std::size_t position) const { return reinterpret_cast<const T*>(memory_.data())[position]; }
-  // Of no use any more, to be given back piece by piece: the first so many, which alone were used.
+  // Hands over the memory of the first `num_used` values, to be freed in pieces, and frees the rest. The array must not
+  // be used after it.
   LazyMemory take_memory(std::size_t num_used) {
     memory_.keep(num_used * sizeof(T));
     return std::move(memory_);

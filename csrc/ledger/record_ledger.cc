@@ -9,7 +9,7 @@ template class BasicLedger<SegmentSpace>;
 
 namespace {
 
-// What was used last comes last. Chains of which nothing is committed are not walked.
+// Chains with committed records, least recently used first.
 constexpr Chain kInOrder[] = {Chain::kRecent, Chain::kPinned};
 constexpr std::size_t kNumInOrder = std::size(kInOrder);
 
@@ -173,18 +173,18 @@ bool RecordLedger::restore(Key key, std::uint32_t tag, RecordPlace place) {
 
 std::uint64_t RecordLedger::forget_all() {
   const std::uint64_t num_withdrawn = BasicLedger::forget_all();
-  // Where there was no room for new tables the old ones are empty, and say nothing of what was there.
+  // Without memory for new tables the old tables were emptied, so the walk cannot go on.
   if (num_withdrawn > 0 && !walk_.retired) end_walk();
   return num_withdrawn;
 }
 
-// A walk.
+// Walk.
 
 std::uint64_t RecordLedger::begin_walk() {
   end_walk();
   walk_.number = ++num_walks_;
   walk_.is_on = true;
-  // What is used while it is looked at comes once more, so there is an end to that.
+  // An entry that is used during the walk moves to the end and is read again, so the number of steps is limited.
   walk_.steps_left = 2 * std::uint64_t{table_.size()};
   return walk_.number;
 }

@@ -1,6 +1,6 @@
-// Which records a store holds, and where: a `BasicLedger` over segments, whose files and free space are others' matter.
+// Ledger of the records of a store: a `BasicLedger` over segments. It does not know their files or free space.
 //
-// tests/kits has the same in Python, and a test compares both, call by call.
+// tests/kits has a model in Python; a test compares both, call by call.
 #ifndef HYBRIDKV_LEDGER_RECORD_LEDGER_H_
 #define HYBRIDKV_LEDGER_RECORD_LEDGER_H_
 
@@ -30,8 +30,8 @@ struct Record {
   std::uint32_t num_pins;
 };
 
-// Of committed records, as columns: keys one behind the other, and for each its length, place and turn. What has the
-// lowest turn was used longest ago.
+// Committed records as columns: the joined keys, and the length, place and turn of each. The record with the lowest turn
+// is the least recently used.
 struct Columns {
   std::string keys;
   std::vector<std::uint16_t> key_bytes;
@@ -42,7 +42,7 @@ struct Columns {
 
 class RecordLedger : public BasicLedger<SegmentSpace> {
  public:
-  // `num_units` and `largest_units` of the bounds are pages. std::bad_alloc as Ledger.
+  // Units of `bounds` are pages. Throws std::bad_alloc as Ledger does.
   explicit RecordLedger(const Bounds& bounds) : BasicLedger(bounds, SegmentSpace()) {}
 
   // As Ledger.
@@ -51,59 +51,59 @@ class RecordLedger : public BasicLedger<SegmentSpace> {
   bool has_evictable() const { return evictable_units_ > 0; }
 
   std::optional<Record> find(Key key) const;
-  // What is reserved, doomed or not; and with what is pinned.
+  // Records being written, deleted ones too. `in_use` adds the pinned ones.
   std::vector<Record> reserved() const { return in(Chain::kReserved); }
   std::vector<Record> in_use() const;
-  // What is committed or reserved, in the order in which it lies in a segment.
+  // Committed and reserved records of a segment, by offset.
   std::vector<Record> held_in(std::uint32_t number) const;
-  // Of that, what is committed and not pinned.
+  // Those of them that are committed and not pinned.
   std::vector<Record> movable_in(std::uint32_t number) const;
 
-  // kTooLarge also of a key that has no length in `Columns`.
+  // Also kTooLarge for a key that is too long for `Columns`.
   Refusal why_not(Key key, std::uint64_t num_pages) const;
   void count_refusal(Refusal refusal) { ++tally_.refusals[static_cast<std::size_t>(refusal)]; }
-  // What was evicted for so much more.
+  // Evicts until `num_pages` and `num_keys` more fit. Returns the evicted records.
   std::vector<Record> make_room(std::uint64_t num_pages, std::uint32_t num_keys);
-  // Why not: also kNoRoom where `make_room` has not seen to it. Then nothing has changed.
+  // Reserves a record, after `make_room`. A refusal (also kNoRoom without `make_room`) changes nothing.
   Refusal take(Key key, RecordPlace place);
-  // Of what may be evicted. None, or false, where that is nothing.
+  // Evict the next record, or this one. Return nothing, or false, if it is not evictable.
   std::optional<Record> evict_next();
   bool evict(Key key);
 
   std::size_t commit_all(std::span<const Key> keys, RecordPlace* places, bool* are_offered);
-  // Adds addresses of what may be evicted.
+  // Adds the addresses of the evictable ones.
   void touch(std::span<const Key> keys, std::vector<std::uint64_t>& addresses);
-  // Adds places of all, and addresses of those that had no pin.
+  // Adds the places of all, and the addresses of those without a pin so far.
   void pin_found(std::span<const std::uint32_t> entries, std::vector<RecordPlace>& places,
                  std::vector<std::uint64_t>& held);
-  // Adds places of those that have no pin any more: they are used, or freed.
+  // Adds the places of records that lost their last pin: to `used` if they stay, to `freed` if they were deleted.
   std::size_t unpin_all(std::span<const Key> keys, std::vector<RecordPlace>& used, std::vector<RecordPlace>& freed);
-  // A record that is there lies elsewhere now. Whether it is there.
+  // Sets the new address of a present record. False if it is absent.
   bool relocate(Key key, std::uint64_t address);
-  // Its files are gone, and nothing in it lives.
+  // Drops a segment without live records. Its file is deleted.
   void drop_segment(std::uint32_t number) { space_.drop(number); }
-  // A committed record that an opening found, used last of all until now. False where its key is known or too long,
-  // there is no room for a key more, or nothing more is reserved.
+  // Adds a committed record found at start, as the most recent one. False if its key is present or too long, there is no
+  // room for a key more, or the ledger refuses new keys.
   bool restore(Key key, RecordPlace place) { return restore(key, table_.tag_of(key), place); }
-  // How many of them, up to the first that is not. Payloads are of 32 bits.
+  // Restores records up to the first failure, and returns their number. Payload sizes must fit 32 bits.
   std::size_t restore_all(std::span<const Key> keys, const std::uint64_t* addresses,
                           const std::uint64_t* payload_bytes);
 
-  // As BasicLedger's.
+  // As in BasicLedger; also empties the old tables of a walk.
   std::uint64_t forget_all();
-  // Nothing more is reserved.
+  // Refuses new keys from now on.
   void refuse_all() { is_closed_ = true; }
-  // Of what was found, and was too much to be restored.
+  // Counts a record found at start that did not fit.
   void count_evicted(std::uint64_t num_pages) {
     ++tally_.evictions;
     tally_.evicted_units += num_pages;
   }
 
-  // A walk over what is committed, in steps, between which anything may happen: every record is met that is there all
-  // the time, once. `forget_all` leaves it what was there. A new walk ends the one before.
+  // A walk over committed records, in steps. The ledger may change between steps: a record that stays during the whole
+  // walk is returned exactly once. A walk goes on over the old records after `forget_all`. A new walk ends the last one.
   std::uint64_t begin_walk();
-  // Looks at so many entries; first for their order, then for what they are. Whether it goes on; none where the walk is
-  // over before its end.
+  // Reads `num_entries` entries: first their order, then the records. Returns true if the walk goes on, false at its
+  // end, and nothing if another walk replaced it.
   std::optional<bool> walk(std::uint64_t number, std::size_t num_entries, Columns& columns);
   void end_walk();
 
@@ -113,15 +113,15 @@ class RecordLedger : public BasicLedger<SegmentSpace> {
   struct Walk {
     std::uint64_t number = 0;
     bool is_on = false;
-    // What was forgotten meanwhile, as it was.
+    // The tables before `forget_all`, if it was called during the walk.
     std::optional<KeyTable> retired;
     Chains retired_chains;
-    std::size_t chain = 0;  // of those whose order is looked at
-    bool is_begun = false;  // of that chain
+    std::size_t chain = 0;  // index of the chain that is read
+    bool is_begun = false;  // that chain was begun
     std::uint64_t steps_left = 0;
     std::uint32_t turn = 0;
-    std::vector<std::uint32_t> turns;  // of each entry, and one; 0: used since, so it comes last
-    std::uint32_t next = 0;            // entry to be looked at
+    std::vector<std::uint32_t> turns;  // turn of each entry plus one; 0: used during the walk, so the most recent
+    std::uint32_t next = 0;            // next entry to be read
   };
 
   bool restore(Key key, std::uint32_t tag, RecordPlace place);

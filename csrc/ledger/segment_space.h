@@ -1,4 +1,4 @@
-// Where records lie in the segments of a store: somebody else says where, and here is kept which entries a segment has.
+// Entries by segment of a store. The caller chooses the places.
 #ifndef HYBRIDKV_LEDGER_SEGMENT_SPACE_H_
 #define HYBRIDKV_LEDGER_SEGMENT_SPACE_H_
 
@@ -12,13 +12,13 @@
 
 namespace hybridkv::ledger {
 
-// As hybridkv.tiers.disk.format.layout: a record is a page with its header, and its payload in whole pages.
+// As in hybridkv.tiers.disk.format.layout: a record is one page of header, and its payload in whole pages.
 inline constexpr std::uint64_t kPageBytes = 4096;
 inline std::uint64_t record_pages(std::uint32_t payload_bytes) {
   return 1 + (std::uint64_t{payload_bytes} + kPageBytes - 1) / kPageBytes;
 }
 
-// A segment's number and an offset in it.
+// Segment number in the upper 32 bits, offset in the lower ones.
 inline std::uint64_t address_of(const Entry& entry) {
   return std::uint64_t{entry.record.number} << 32 | entry.record.offset;
 }
@@ -35,18 +35,18 @@ class SegmentSpace {
     to.record = from.record;
     add(index, to);
   }
-  // The entry lies in its segment from now on.
+  // Adds the entry to its segment.
   void add(std::uint32_t index, const Entry& entry) { of_segment_[entry.record.number].push_back(index); }
-  // It is found out when somebody looks, that it does not any more.
+  // Lazy: readers of `in_segment` check each entry.
   void free(const Entry&) {}
   void take_memory(std::vector<LazyMemory>&) { of_segment_.clear(); }
 
-  // Entries that lie in a segment or did, of which some may be others by now, or named twice.
+  // Entries of a segment. Some may have left it, been reused, or be listed twice; the caller checks.
   std::vector<std::uint32_t> in_segment(std::uint32_t number) const {
     const auto found = of_segment_.find(number);
     return found == of_segment_.end() ? std::vector<std::uint32_t>() : found->second;
   }
-  // It is there no more.
+  // Forgets a segment.
   void drop(std::uint32_t number) { of_segment_.erase(number); }
 
  private:

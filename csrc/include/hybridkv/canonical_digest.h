@@ -1,4 +1,4 @@
-// A digest as the bytes that files and Python's xxhash know it by.
+// Canonical bytes of a digest, as in files and Python's xxhash.
 #ifndef HYBRIDKV_CANONICAL_DIGEST_H_
 #define HYBRIDKV_CANONICAL_DIGEST_H_
 

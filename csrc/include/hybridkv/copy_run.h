@@ -1,7 +1,7 @@
-// A copy run: the unit of work that planners hand to whatever moves bytes.
+// Run of bytes to copy.
 //
-// It is a plain struct of fixed layout, because the array of runs is filled in Python and read by
-// C++ and device code alike. This header needs neither torch nor CUDA, and no copy is done here.
+// A plain struct of fixed layout: Python fills arrays of runs, C++ and device code read them. This header needs neither
+// torch nor CUDA, and copies nothing.
 #ifndef HYBRIDKV_COPY_RUN_H_
 #define HYBRIDKV_COPY_RUN_H_
 
@@ -24,7 +24,7 @@ static_assert(offsetof(CopyRun, source) == 0);
 static_assert(offsetof(CopyRun, destination) == 8);
 static_assert(offsetof(CopyRun, num_bytes) == 16);
 
-// Whether `next` goes on where `run` ends on both sides, so that the two are one longer run.
+// True if `next` begins where `run` ends, at source and destination: both are one longer run.
 constexpr bool continues(const CopyRun& run, const CopyRun& next) {
   return run.source + run.num_bytes == next.source && run.destination + run.num_bytes == next.destination;
 }

@@ -3,7 +3,7 @@
 // A gather moves many pages into one contiguous buffer, a scatter moves them back. Both are described by a table of
 // page sets and one table of block ids, so that a transfer of any number of blocks, layers and groups is two arrays and
 // one call (or one launch). The structs have a fixed layout: Python fills them, C++ and device code read them.
-// No copy is done here.
+// This header copies nothing.
 #ifndef HYBRIDKV_PAGE_SET_H_
 #define HYBRIDKV_PAGE_SET_H_
 
@@ -23,7 +23,7 @@ namespace hybridkv {
 struct PageSet {
   std::uint64_t base;           // address of block 0's page
   std::uint64_t stride_bytes;   // from one block's page to the next block's
-  std::uint64_t page_bytes;     // of content, without padding; at most stride_bytes
+  std::uint64_t page_bytes;     // without padding; at most stride_bytes
   std::uint64_t buffer_offset;  // of the set's first page
   std::uint32_t first_id;       // index into the table of block ids
   std::uint32_t num_pages;
@@ -38,15 +38,15 @@ static_assert(offsetof(PageSet, buffer_offset) == 24);
 static_assert(offsetof(PageSet, first_id) == 32);
 static_assert(offsetof(PageSet, num_pages) == 36);
 
-// The table of block ids is an array of these.
+// Element of the table of block ids.
 using BlockId = std::int64_t;
 
-// Where page `page` of the set lies in the paged memory.
+// Address of page `page` of the set in the paged memory.
 constexpr std::uint64_t page_address(const PageSet& set, const BlockId* ids, std::uint64_t page) {
   return set.base + static_cast<std::uint64_t>(ids[set.first_id + page]) * set.stride_bytes;
 }
 
-// Where page `page` of the set lies in the buffer that starts at address `buffer`.
+// Address of page `page` of the set in the buffer at address `buffer`.
 constexpr std::uint64_t buffer_address(const PageSet& set, std::uint64_t buffer,
                                                             std::uint64_t page) {
   return buffer + set.buffer_offset + page * set.page_bytes;
@@ -55,7 +55,7 @@ constexpr std::uint64_t buffer_address(const PageSet& set, std::uint64_t buffer,
 // A gather reads pages and writes the buffer; a scatter reads the buffer and writes pages.
 enum class Direction : std::uint32_t { kGather = 0, kScatter = 1 };
 
-// The copy of one page.
+// Run of one page.
 constexpr CopyRun page_run(const PageSet& set, const BlockId* ids, std::uint64_t buffer,
                                                 Direction direction, std::uint64_t page) {
   const std::uint64_t paged = page_address(set, ids, page);

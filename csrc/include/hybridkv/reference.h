@@ -1,4 +1,4 @@
-// What every kernel must do, as plainly as it can be said: byte by byte, in order. For tests, on any device.
+// Reference of all copy kernels: copies byte by byte, in order. For tests, on any device.
 #ifndef HYBRIDKV_REFERENCE_H_
 #define HYBRIDKV_REFERENCE_H_
 

@@ -1,10 +1,9 @@
-// XXH3-128 with seed 0, from its published specification, in plain scalar code: the reference of the vectorised
-// kernels of csrc/cpu, and the pieces that they share. It equals python's xxhash.xxh3_128.
+// XXH3-128 with seed 0, from its published specification, in scalar code. It is the reference of the vectorised kernels
+// of csrc/cpu, and has the parts that they share. It equals Python's xxhash.xxh3_128.
 //
-// Why not a library: the copy kernels add each stripe to the checksum while it is in a register, on its way to the
-// destination, which no library's interface allows. `block_sum` is what makes that possible out of order: the stripes
-// of a block only add to the accumulators, so the sums of many blocks may be computed in any order, or by many threads,
-// and be folded in order afterwards.
+// No library serves here, because the copy kernels add each stripe to the checksum while it is in a register. Blocks may
+// be summed out of order: the stripes of a block only add to the accumulators. So `block_sum` may run for many blocks in
+// any order, on many threads, and `fold_block` folds the sums in order afterwards.
 #ifndef HYBRIDKV_XXH3_H_
 #define HYBRIDKV_XXH3_H_
 
@@ -49,7 +48,7 @@ inline constexpr u64 kPrime64_5 = 0x27D4EB2F165667C5;
 inline constexpr u64 kPrimeMix1 = 0x165667919E3779F9;
 inline constexpr u64 kPrimeMix2 = 0x9FB21C651E98DF25;
 
-// The default secret as little-endian words, and what the accumulators begin with.
+// Default secret as little-endian words, and start values of the accumulators.
 struct Tables {
   u64 secret[kSecretBytes / 8];
   u64 accumulators[kLanes];
@@ -64,13 +63,13 @@ inline constexpr Tables kTables{
     {kPrime32_3, kPrime64_1, kPrime64_2, kPrime64_3, kPrime64_4, kPrime32_2, kPrime64_5, kPrime32_1},
 };
 
-// Where the secret is read for the last stripe of an input, for the two halves of the digest.
+// Offsets in the secret for the last stripe of an input, and for the two halves of the digest.
 inline constexpr std::size_t kLastStripeSecret = kSecretBytes - 71;
 inline constexpr std::size_t kScrambleSecret = kSecretBytes - 64;
 inline constexpr std::size_t kLowMergeSecret = 11;
 inline constexpr std::size_t kHighMergeSecret = kSecretBytes - 75;
 
-// Eight bytes of the secret from byte `offset` on.
+// Eight bytes of the secret, from byte `offset` on.
 inline u64 secret64(std::size_t offset) {
   const std::size_t word = offset / 8;
   const unsigned shift = static_cast<unsigned>(offset % 8) * 8;
@@ -226,7 +225,7 @@ inline void scramble(u64* accumulators) {
   }
 }
 
-// What a whole block adds: independent of every other block.
+// Sum of a whole block. It does not depend on other blocks.
 inline void block_sum(u64* sum, const unsigned char* block) {
   for (std::size_t lane = 0; lane < kLanes; ++lane) sum[lane] = 0;
   for (std::size_t stripe = 0; stripe < kStripesPerBlock; ++stripe) {
@@ -234,13 +233,13 @@ inline void block_sum(u64* sum, const unsigned char* block) {
   }
 }
 
-// Takes the next block, in order, into the accumulators.
+// Folds the sum of the next block into the accumulators, in order.
 inline void fold_block(u64* accumulators, const u64* sum) {
   for (std::size_t lane = 0; lane < kLanes; ++lane) accumulators[lane] += sum[lane];
   scramble(accumulators);
 }
 
-// What accumulators `lane` and `lane + 1` add to a half of the digest; `lane` is even.
+// Part of a half of the digest from accumulators `lane` and `lane + 1`; `lane` is even.
 inline u64 merged_pair(u64 one, u64 other, std::size_t secret_offset, std::size_t lane) {
   return folded_product(one ^ secret64(secret_offset + lane * 8), other ^ secret64(secret_offset + lane * 8 + 8));
 }
@@ -252,17 +251,17 @@ inline u64 merged(const u64* accumulators, u64 start, std::size_t secret_offset)
   return avalanche(start);
 }
 
-// What the two halves of a long input's digest begin with.
+// Start values of the two halves of a long input's digest.
 constexpr u64 low_start(u64 num_bytes) { return num_bytes * kPrime64_1; }
 constexpr u64 high_start(u64 num_bytes) { return ~(num_bytes * kPrime64_2); }
 
-// The digest, once every stripe and the last 64 bytes are in the accumulators.
+// Digest from the accumulators, after all stripes and the last 64 bytes.
 inline Digest128 digest_of_accumulators(const u64* accumulators, u64 num_bytes) {
   return {merged(accumulators, low_start(num_bytes), kLowMergeSecret),
           merged(accumulators, high_start(num_bytes), kHighMergeSecret)};
 }
 
-// Blocks of a long input that are folded as wholes. Its last block is not, even if it is full.
+// Number of whole blocks of a long input that are folded. The last block is not among them, even if it is full.
 constexpr u64 num_folded_blocks(u64 num_bytes) { return (num_bytes - 1) / kBlockBytes; }
 
 // The digest of `num_bytes` at `input`.
