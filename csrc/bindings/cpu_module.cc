@@ -1,6 +1,5 @@
-// hybridkv.native._cpu: csrc/cpu and csrc/ledger for Python. Checks shapes, gives up the interpreter lock where a call
-// takes its time, and calls; decides nothing.
-// Addresses are plain integers, as everywhere in hybridkv.transfer: who calls keeps their memory alive.
+// hybridkv.native._cpu: csrc/cpu and csrc/ledger for Python. It checks shapes and releases the interpreter lock for
+// long calls. Addresses are plain integers, as everywhere in hybridkv.transfer; the caller keeps their memory alive.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -46,7 +45,7 @@ cpu::Caching caching_of(const std::string& name) {
   throw std::invalid_argument("caching: expected by_size, cached or streamed, got " + name);
 }
 
-// How a call is carried out, once for many calls.
+// Options of a copier, for all its calls.
 struct MemoryCopier {
   cpu::CopyOptions options;
   cpu::ThreadPool pool;
@@ -68,10 +67,10 @@ void require(bool holds, const char* message) {
   if (!holds) throw std::invalid_argument(message);
 }
 
-// No process has memory from here on.
+// Limit for addresses.
 constexpr std::int64_t kMemoryEnd = std::int64_t{1} << 56;
 
-// Whether these bytes can be memory at all. Only the caller knows whether they are.
+// True if a process can have memory there. The caller must know that it has.
 bool may_be_memory(std::int64_t address, std::int64_t num_bytes) {
   return num_bytes == 0 || (num_bytes > 0 && num_bytes < kMemoryEnd && address > 0 && address <= kMemoryEnd - num_bytes);
 }
@@ -93,7 +92,7 @@ cpu::RunArrays runs_of(const Integers& sources, const Integers& destinations, co
   return {sources.data(), destinations.data(), num_bytes.data(), num_bytes.size()};
 }
 
-// A copy of the ends: another thread may write to the array while the interpreter lock is given up.
+// Copy of the ends, because another thread may write to the array while the interpreter lock is released.
 std::vector<std::int64_t> checked_ends(const Integers& record_ends, std::size_t num_runs) {
   std::vector<std::int64_t> ends(record_ends.data(), record_ends.data() + record_ends.size());
   std::int64_t last = 0;
@@ -145,7 +144,7 @@ nb::bytes digest(MemoryCopier& copier, const Integers& addresses, const Integers
   return bytes_of(digests);
 }
 
-// The C library's copy, for benchmarks: without ctypes in the way.
+// memcpy of the C library, for benchmarks without the cost of ctypes.
 void copy_with_memcpy(std::int64_t source, std::int64_t destination, std::int64_t num_bytes) {
   require(may_be_memory(source, num_bytes) && may_be_memory(destination, num_bytes),
           "source, destination, num_bytes: expected memory");
@@ -163,7 +162,7 @@ std::vector<std::string> levels() {
 }  // namespace
 
 NB_MODULE(_cpu, module) {
-  // What lives until the process ends, as a copier that a library keeps, is no leak.
+  // An object that lives until the process ends, such as a library's copier, is not a leak.
   nb::set_leak_warnings(false);
   module.def("levels", &levels);
   module.def("copy_with_memcpy", &copy_with_memcpy, "source"_a, "destination"_a, "num_bytes"_a);

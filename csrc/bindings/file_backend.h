@@ -1,4 +1,4 @@
-// Which file queue Python asks for, by name.
+// File queue by its name in Python.
 #ifndef HYBRIDKV_BINDINGS_FILE_BACKEND_H_
 #define HYBRIDKV_BINDINGS_FILE_BACKEND_H_
 
@@ -22,11 +22,11 @@ inline const char* name_of(cpu::FileBackend backend) {
 
 struct MadeBackend {
   std::unique_ptr<cpu::FileQueue> queue;
-  int uring_error;  // the errno with which the kernel refused io_uring, 0 when it did not or was not asked
+  int uring_error;  // errno with which the kernel refused io_uring, or 0
 };
 
-// std::invalid_argument for arguments that fit no queue, std::runtime_error where there is no io_uring,
-// std::system_error where there is no thread.
+// Throws std::invalid_argument for invalid arguments, std::runtime_error without io_uring, and std::system_error
+// without threads.
 inline MadeBackend make_backend(const std::string& backend, std::size_t max_in_flight, std::size_t num_threads) {
   if (max_in_flight < 1 || max_in_flight > cpu::kMaxInFlight) {
     throw std::invalid_argument("max_in_flight: expected 1 to 4096, got " + std::to_string(max_in_flight));

@@ -1,4 +1,4 @@
-// Keys of Python's in batches, as C++ sees them: where their bytes lie, for as long as nobody runs Python.
+// Python's keys in batches of views of their bytes. The views are valid until Python code runs.
 #ifndef HYBRIDKV_BINDINGS_KEY_BATCHES_H_
 #define HYBRIDKV_BINDINGS_KEY_BATCHES_H_
 
@@ -18,7 +18,7 @@ inline std::string_view key_of(PyObject* object) {
   return {bytes, static_cast<std::size_t>(num_bytes)};
 }
 
-// A list or tuple as it is, of anything else a list, made once.
+// Keeps a list or a tuple as it is, and makes a list of any other iterable.
 class KeyBatches {
  public:
   static constexpr std::size_t kAtATime = 256;
@@ -36,7 +36,7 @@ class KeyBatches {
 
   std::size_t size() const { return size_; }
 
-  // Those from `first` on, as many as fit. `TypeError` where one is no bytes.
+  // The keys of one batch from `first` on. Raises TypeError for a key that is not bytes.
   std::span<const std::string_view> from(std::size_t first) { return between(first, first + kAtATime); }
   std::span<const std::string_view> between(std::size_t first, std::size_t end) {
     const std::size_t count = std::min(end, size_) - first;
@@ -47,7 +47,7 @@ class KeyBatches {
     return {batch_, count};
   }
 
-  // `act(first, batch)` for all of them, until it answers false.
+  // Calls `act(first, batch)` for each batch, until it returns false.
   template <class Act>
   void each(Act&& act) {
     for (std::size_t first = 0; first < size_; first += kAtATime) {

@@ -1,4 +1,4 @@
-// What the bindings of all ledgers have in common.
+// Common part of the bindings of all ledgers.
 #ifndef HYBRIDKV_BINDINGS_LEDGER_BASE_H_
 #define HYBRIDKV_BINDINGS_LEDGER_BASE_H_
 
@@ -72,8 +72,8 @@ inline std::string hex(Key key) {
 
 inline nb::bytes bytes_of(std::string_view key) { return nb::bytes(key.data(), key.size()); }
 
-// What Python has for the answers, made of objects that it gave. The interpreter lock is held in every call, so any
-// thread may ask; and the ledger has changed already when an object is made for it, since that may run anything.
+// Returns Python's objects for answers. Each call holds the interpreter lock, so any thread may call. The ledger makes
+// its changes before it makes an object, because that may run Python code.
 template <class Ledger>
 class LedgerBase {
  public:
@@ -85,7 +85,7 @@ class LedgerBase {
   std::uint64_t generation() const { return ledger_.generation(); }
   bool is_closed() const { return ledger_.is_closed(); }
 
-  // What is asked.
+  // Queries.
 
   bool lacks(nb::handle key) const { return ledger_.answer(key_of(key.ptr())) == ledger::Answer::kMiss; }
   nb::object lookup(nb::handle key) const {
@@ -106,7 +106,7 @@ class LedgerBase {
   nb::object last_held(nb::handle keys) const {
     KeyBatches batches(keys);
     for (std::size_t end = batches.size(); end > 0;) {
-      // The first few apart: mostly it is among them.
+      // The first few keys separately: the answer is mostly among them.
       const std::size_t most = end == batches.size() ? 32 : KeyBatches::kAtATime;
       const std::size_t first = end > most ? end - most : 0;
       const auto last = ledger_.last_held(batches.between(first, end));
@@ -130,7 +130,7 @@ class LedgerBase {
     return keys;
   }
 
-  // What is done.
+  // Changes.
 
   nb::tuple take_tally() {
     const ledger::Tally tally = ledger_.take_tally();
@@ -152,8 +152,8 @@ class LedgerBase {
   }
 
  protected:
-  // `answers`: for MISS, PENDING, HIT. `refusals`: for NO_ROOM, TOO_LARGE, PRESENT, CLOSED. `make_slot`: of a tuple of
-  // extents. `misuse`: the type of the error for a call that does not fit.
+  // `answers`: objects for MISS, PENDING, HIT. `refusals`: objects for NO_ROOM, TOO_LARGE, PRESENT, CLOSED.
+  // `make_slot`: makes a slot from a tuple of extents. `misuse`: exception type for a key in a wrong state.
   template <class Options>
   LedgerBase(const Options& options, nb::tuple answers, nb::tuple refusals, nb::object make_slot, nb::object misuse)
       : ledger_(options),
@@ -180,7 +180,7 @@ class LedgerBase {
     return num_leading;
   }
 
-  // As many as fit into 63 bits, which is more than any ledger has room for.
+  // Limited to 63 bits, more than any ledger has room for.
   static std::int64_t integer_of(PyObject* object) {
     int overflow = 0;
     const long long value = PyLong_AsLongLongAndOverflow(object, &overflow);
@@ -204,7 +204,7 @@ class LedgerBase {
   }
   [[noreturn]] void raise_not_pinned(Key key) const { raise("unpin: expected a pinned key, got " + hex(key)); }
 
-  // The entries of keys that are committed, or false where one is not.
+  // The entries of committed keys. False if one is not committed.
   bool find_committed(nb::handle keys, std::vector<std::uint32_t>& found) const {
     KeyBatches batches(keys);
     found.resize(batches.size());
@@ -245,7 +245,7 @@ class LedgerBase {
   nb::object misuse_;
 };
 
-// What all of them have.
+// Methods of all ledgers.
 template <class Self>
 void bind_base(nb::class_<Self>& self) {
   using namespace nb::literals;

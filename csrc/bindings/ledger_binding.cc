@@ -35,14 +35,14 @@ class GranuleLedger : public LedgerBase<ledger::Ledger> {
   std::uint64_t granule_bytes() const { return ledger_.options().granule_bytes; }
   std::uint64_t max_keys() const { return ledger_.options().max_keys; }
 
-  // What is asked.
+  // Queries.
 
   nb::object find(nb::handle key) const {
     Places places;
     return ledger_.find(key_of(key.ptr()), places) ? slot(places, 0, places.extents.size()) : nb::none();
   }
 
-  // What is done.
+  // Changes.
 
   nb::object reserve(nb::handle key, nb::handle num_bytes) {
     Places places;
@@ -65,7 +65,7 @@ class GranuleLedger : public LedgerBase<ledger::Ledger> {
         throw nb::type_error("reserve_all: expected tuples of a key and a number of bytes");
       }
       const std::int64_t size = integer_of(PyTuple_GetItem(pair, 1));
-      is_misused = size <= 0;  // those before it are made
+      is_misused = size <= 0;  // the reservations before it are made
       if (is_misused) break;
       keys.push_back(key_of(PyTuple_GetItem(pair, 0)));
       num_bytes.push_back(static_cast<std::uint64_t>(size));
@@ -171,7 +171,7 @@ class GranuleLedger : public LedgerBase<ledger::Ledger> {
     return slot_of(extents_of(std::span(places.extents).subspan(begin, end - begin)));
   }
 
-  // For each a slot or why there is none, one place for each slot.
+  // A slot or a refusal for each; `places` has one place for each slot.
   nb::list answers_of(const std::vector<Refusal>& refusals, const Places& places) const {
     nb::list answers = nb::steal<nb::list>(PyList_New(static_cast<Py_ssize_t>(refusals.size())));
     if (!answers.is_valid()) nb::raise_python_error();

@@ -1,4 +1,4 @@
-// The ledgers' parts of the module.
+// Ledgers of the module.
 #ifndef HYBRIDKV_BINDINGS_LEDGER_BINDING_H_
 #define HYBRIDKV_BINDINGS_LEDGER_BINDING_H_
 

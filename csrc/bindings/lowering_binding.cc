@@ -18,7 +18,7 @@ namespace {
 namespace nb = nanobind;
 using namespace nb::literals;
 
-// Python's bytes, read in place while a call lasts: of a message, so nothing is made of them first.
+// Python's bytes, read in place during the call without a copy.
 template <typename T>
 std::span<const T> array_of(const nb::bytes& bytes, const char* message) {
   const auto address = reinterpret_cast<std::uintptr_t>(bytes.data());

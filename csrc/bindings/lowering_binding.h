@@ -1,4 +1,4 @@
-// The lowering's part of the module.
+// Lowering of the module.
 #ifndef HYBRIDKV_BINDINGS_LOWERING_BINDING_H_
 #define HYBRIDKV_BINDINGS_LOWERING_BINDING_H_
 

@@ -34,7 +34,7 @@ std::span<const Number> unpacked(const nb::bytes& numbers, std::size_t count) {
   return {reinterpret_cast<const Number*>(numbers.c_str()), count};
 }
 
-// Their bytes are counted in 64 bits.
+// Limit for pages: their bytes must fit 64 bits.
 constexpr std::uint64_t kMostPages = std::uint64_t{1} << 51;
 
 struct Extent {
@@ -44,7 +44,7 @@ struct Extent {
 
 class RecordLedger : public LedgerBase<ledger::RecordLedger> {
  public:
-  // `states`: for RESERVED, COMMITTED, DOOMED_WRITE, DOOMED_READ. The others as for GranuleLedger.
+  // `states`: objects for RESERVED, COMMITTED, DOOMED_WRITE, DOOMED_READ. The others as for GranuleLedger.
   RecordLedger(std::uint64_t num_pages, std::uint64_t largest_pages, std::uint64_t max_keys, std::uint64_t seed,
                nb::tuple answers, nb::tuple refusals, nb::tuple states, nb::object make_slot, nb::object misuse)
       : LedgerBase(checked(num_pages, largest_pages, max_keys, seed), std::move(answers), std::move(refusals),
@@ -89,7 +89,7 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
   }
   bool evict(nb::handle key) { return ledger_.evict(key_of(key.ptr())); }
 
-  // (address, payload_bytes, is_offered) of each before one that is not reserved, and whether that is all.
+  // (address, payload_bytes, is_offered) of each key before the first that is not reserved; true if there is none.
   nb::tuple commit_all(nb::handle keys) {
     KeyBatches batches(keys);
     std::vector<RecordPlace> places(batches.size());
@@ -115,7 +115,7 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
     const Key view = key_of(key.ptr());
     return ledger_.invalidate_all({&view, 1}) == 1;
   }
-  // Addresses of what may be evicted, in order.
+  // Addresses of the evictable ones, in order.
   nb::bytes touch(nb::handle keys) {
     std::vector<std::uint64_t> addresses;
     KeyBatches(keys).each([&](std::size_t, std::span<const Key> batch) {
@@ -124,7 +124,7 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
     });
     return packed(addresses);
   }
-  // Slots, and addresses of what was not pinned before; None where not all can be.
+  // Slots, and the addresses of records that had no pin before. None if a key cannot be pinned.
   nb::object pin_all(nb::handle keys) {
     std::vector<std::uint32_t> found;
     if (!find_committed(keys, found)) return nb::none();
@@ -136,8 +136,8 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
     for (const RecordPlace& place : places) slots.append(slot(place));
     return nb::make_tuple(slots, packed(held));
   }
-  // Addresses of what is not pinned any more and used, (address, payload_bytes) of what was freed, and how many keys
-  // came before one that is not pinned.
+  // Addresses of records that lost their last pin and stay, (address, payload_bytes) of freed records, and the number
+  // of keys before the first that is not pinned.
   nb::tuple unpin_all(nb::handle keys) {
     std::vector<RecordPlace> used;
     std::vector<RecordPlace> freed;
@@ -158,7 +158,7 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
   bool relocate(nb::handle key, std::uint64_t address) { return ledger_.relocate(key_of(key.ptr()), address); }
   void drop_segment(std::uint32_t number) { ledger_.drop_segment(number); }
 
-  // Columns as long as `keys`, of 64-bit numbers. How many were taken, from the first.
+  // Columns of 64-bit numbers, with the length of `keys`. Returns the number of records added, from the first on.
   std::size_t restore(nb::handle keys, const nb::bytes& addresses, const nb::bytes& payload_bytes) {
     KeyBatches batches(keys);
     const auto at = unpacked<std::uint64_t>(addresses, batches.size());
@@ -185,8 +185,8 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
   void refuse_all() { ledger_.refuse_all(); }
 
   std::uint64_t begin_walk() { return ledger_.begin_walk(); }
-  // Whether it goes on, and columns: keys one behind the other, their lengths (16 bits), addresses, payload bytes (64
-  // bits) and turns (32 bits). None where the walk was ended by another.
+  // True if the walk goes on, and columns: joined keys, their lengths (16 bits), addresses, payload bytes (64 bits) and
+  // turns (32 bits). None if another walk has begun.
   nb::object walk(std::uint64_t number, std::size_t num_entries) {
     require(num_entries >= 1, "num_entries: expected at least 1");
     ledger::Columns columns;

@@ -27,7 +27,7 @@ nb::bytes bytes_of(const std::vector<unsigned char>& bytes) {
   return nb::bytes(reinterpret_cast<const char*>(bytes.data()), bytes.size());
 }
 
-// Memory of Python's that stays where it is until this ends.
+// Python's buffers, held until this object ends.
 class Buffers {
  public:
   Buffers() = default;
@@ -56,9 +56,9 @@ class Buffers {
 };
 
 constexpr std::int64_t kLargestOffset = std::int64_t{1} << 62;
-constexpr std::size_t kLargestPayload = 0xFFFFFFFF;  // so many a record's header can tell
+constexpr std::size_t kLargestPayload = 0xFFFFFFFF;  // limit of the size in a record's header
 
-// Its name is another than that of the file queue: types are told apart by theirs.
+// The name differs from the file queue's, because nanobind tells types apart by name.
 class Records {
  public:
   Records(std::size_t max_in_flight, std::size_t batch_bytes, std::size_t digest_at, const std::string& backend)
@@ -66,8 +66,8 @@ class Records {
     require(digest_at <= cpu::kRecordPageBytes - 2 * cpu::kDigestBytes,
             "digest_at: expected room for two digests behind it in a page");
     require(batch_bytes >= 1, "batch_bytes: expected at least 1");
-    // Calls beyond the largest number of threads wait for one. Where the system gives too few, the file queue must
-    // leave one for the record queue's own.
+    // Requests beyond the number of threads wait. If the system permits few threads, the file queue must leave one for
+    // the record queue.
     for (std::size_t num_threads = std::min(max_in_flight, kMaxThreads); queue_ == nullptr; num_threads /= 2) {
       MadeBackend made = make_backend(backend, max_in_flight, num_threads);
       uring_error_ = made.uring_error;
@@ -79,7 +79,7 @@ class Records {
       }
     }
   }
-  // What has not ended is left to run, with its memory: nobody can take that from a device.
+  // Records that have not ended go on, with their memory: a request to a device cannot be taken back.
   ~Records() {
     bool is_over = false;
     {
@@ -113,8 +113,8 @@ class Records {
     require(payload_bytes >= 1 && payload_bytes <= kLargestPayload, "buffers: expected 1 to 2^32 - 1 bytes");
     const auto* bytes = static_cast<const unsigned char*>(header.data());
     record.header.assign(bytes, bytes + header.size());
-    // Held before they can be written to, whatever fails between. Looked at now: Python may have run since the call
-    // began, for the sequence and its buffers.
+    // Held before the record can be written. `close` is checked here, because Python code may have run since the call
+    // began.
     const auto [place, is_new] = buffers_.try_emplace(tag, std::move(held));
     require(is_new, "tag: expected one that no record has that has not been taken");
     bool is_taken = false;
@@ -128,11 +128,11 @@ class Records {
     return is_taken;
   }
 
-  // (tag, outcome, errno, digest, page) of each.
+  // A tuple (tag, outcome, errno, digest, page) for each.
   nb::list take() {
     nb::list result;
     for (const cpu::RecordCompletion& completion : queue_->take()) {
-      const auto held = buffers_.extract(completion.tag);  // let go at the end, since that may run Python
+      const auto held = buffers_.extract(completion.tag);  // released last, because that may run Python code
       unsigned char digest[cpu::kDigestBytes];
       write_canonical(completion.digest, digest);
       result.append(nb::make_tuple(completion.tag, static_cast<int>(completion.outcome), completion.error,
@@ -160,7 +160,7 @@ class Records {
   std::size_t digest_at_;
   int uring_error_ = 0;
   std::unique_ptr<cpu::RecordQueue> queue_;
-  std::unordered_map<std::int64_t, Buffers> buffers_;  // by tag; with the interpreter lock
+  std::unordered_map<std::int64_t, Buffers> buffers_;  // by tag; the caller holds the interpreter lock
 };
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The record queue's part of the module.
+// Record queue of the module.
 #ifndef HYBRIDKV_BINDINGS_RECORD_QUEUE_BINDING_H_
 #define HYBRIDKV_BINDINGS_RECORD_QUEUE_BINDING_H_
 

@@ -1,4 +1,4 @@
-// Without the interpreter lock, and back.
+// Release of the interpreter lock.
 #ifndef HYBRIDKV_BINDINGS_UNLOCKED_H_
 #define HYBRIDKV_BINDINGS_UNLOCKED_H_
 
@@ -7,11 +7,10 @@
 
 namespace hybridkv::bindings {
 
-// Gives up the lock for as long as this lives.
+// Releases the lock for the lifetime of the object.
 //
-// A daemon thread may come back when the interpreter has begun to end. Python until 3.13 then ends the thread by
-// unwinding its stack, which aborts the process at the first destructor; here the thread stands still until the process
-// is over, as Python 3.14 has it.
+// A daemon thread may return after the interpreter has begun to end. Python up to 3.13 then unwinds the thread's stack,
+// which aborts the process at the first destructor. Here the thread sleeps until the process ends, as in Python 3.14.
 class Unlocked {
  public:
   Unlocked() : state_(PyEval_SaveThread()) {}

@@ -33,8 +33,8 @@ struct Lane {
 // Kind of stores: kStreaming bypasses the caches and needs destinations aligned to kLineBytes.
 enum class Stores { kCached, kStreaming };
 
-// Kernels of one level of instructions. A call advances `lanes`. After streaming stores, `fence` must run before another
-// thread or a device reads the bytes.
+// Kernels of one level of instructions. A call advances `lanes`. After streaming stores, `fence` must run before
+// another thread or a device reads the bytes.
 struct Kernels {
   Level level;
   bool streams;  // kStreaming differs from kCached

@@ -87,8 +87,8 @@ class Lowering {
   // Adds the pages of tokens [start, end) of each block, for a group that chunks may cut.
   void add_part(std::int32_t group_index, std::int64_t start, std::int64_t end, BlockPages pages);
 
-  // Runs that write each page of the copies once: first those from the arena, in order, then those from the engine's own
-  // blocks. Adjacent runs are joined.
+  // Runs that write each page of the copies once: first those from the arena, in order, then those from the engine's
+  // own blocks. Adjacent runs are joined.
   //
   // Throws std::invalid_argument for a block outside the pool, a slot that is too small or outside the arena, blocks
   // outside the chunk, a part that was not added, and arrays that do not match the shapes.

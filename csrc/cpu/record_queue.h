@@ -5,9 +5,9 @@
 // Loads go before stores, because requests of the engine wait for them, but only a bounded number of loads may overtake
 // a store. It opens no file, knows no format but the place of the digest, and does not choose the records to store.
 //
-// It runs one sync for each descriptor at a time, for all batches written by then. The kernel reports a failed write-back
-// only once for each descriptor, to the next sync. So a failed sync fails every batch that was started before the sync
-// ended, whatever a later sync returns.
+// It runs one sync for each descriptor at a time, for all batches written by then. The kernel reports a failed
+// write-back only once for each descriptor, to the next sync. So a failed sync fails every batch that was started
+// before the sync ended, whatever a later sync returns.
 #ifndef HYBRIDKV_CPU_RECORD_QUEUE_H_
 #define HYBRIDKV_CPU_RECORD_QUEUE_H_
 

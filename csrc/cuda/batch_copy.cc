@@ -11,7 +11,7 @@ namespace {
 
 #if CUDA_VERSION >= 12080
 
-// Of one call. The driver crashes from some 50,000, and calls of 512, 4,096 or 32,768 copies are equally fast on an H100.
+// Copies in one call. The driver crashes with about 50,000; 512, 4,096 and 32,768 are equally fast on an H100.
 constexpr std::size_t kMostCopies = 4096;
 
 // The driver's entry point, of either signature: CUDA 13 took the index of the failing copy away.
@@ -33,7 +33,7 @@ void* find(const char* symbol, unsigned int version) {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result{};
   const cudaError_t code = cudaGetDriverEntryPointByVersion(symbol, &found, version, cudaEnableDefault, &result);
-  if (code != cudaSuccess) cudaGetLastError();  // an older driver, or none: it is not there, and that is the answer
+  if (code != cudaSuccess) cudaGetLastError();  // no driver, or one without the function: clear the error
   return code == cudaSuccess && result == cudaDriverEntryPointSuccess ? found : nullptr;
 }
 

@@ -17,7 +17,7 @@ namespace hybridkv::cuda {
 Status copy_batch(const std::uint64_t* sources, const std::uint64_t* destinations, const std::uint64_t* sizes,
                   std::size_t count, cudaStream_t stream);
 
-// Whether the driver of this process takes many copies in one call.
+// True if the driver of this process takes many copies in one call.
 bool has_batch_copy();
 
 }  // namespace hybridkv::cuda

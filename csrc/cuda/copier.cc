@@ -19,7 +19,7 @@ namespace {
 
 using namespace hybridkv::cuda;
 
-// Raised by one when a function changes its meaning.
+// Version of this interface. Increment it when a function changes.
 constexpr std::int32_t kInterfaceVersion = 2;
 
 void require(const Status& status) {
@@ -35,7 +35,7 @@ class Copier final : public Gpu {
       : device_(device), limits_(limits), num_blocks_(num_blocks) {
     enter();
     try {
-      // All that a job needs is taken now: taking memory and loading code may wait for what the GPU runs.
+      // Allocate memory and load code now, because both may wait for the GPU's work.
       require(load_kernels());
       for (cudaStream_t& stream : streams_) {
         require(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreateWithFlags");
@@ -159,7 +159,7 @@ extern "C" {
 
 std::int32_t hybridkv_cuda_interface_version() { return kInterfaceVersion; }
 
-// Whether the driver of this process takes many copies in one call.
+// True if the driver of this process takes many copies in one call.
 int hybridkv_cuda_has_batch_copy() { return has_batch_copy() ? 1 : 0; }
 
 // `limits`: as `Limits`, then the thread blocks of the kernel. `*copier` is for the two functions below.
@@ -173,8 +173,8 @@ int hybridkv_cuda_open(std::int32_t device, const std::uint64_t* limits, void** 
 
 void hybridkv_cuda_close(void* copier) { delete static_cast<Copier*>(copier); }
 
-// Copies `count` runs behind the event `caller`, and returns when every byte is where it belongs. `device` holds (begin,
-// end) of the GPU's memory, ascending, no two ranges overlap.
+// Copies `count` runs after the event `caller`, and returns after all bytes are copied. `device` holds the (begin, end)
+// of ranges of GPU memory, ascending, without overlaps.
 int hybridkv_cuda_copy(void* copier, std::uint64_t caller, const std::uint64_t* sources,
                        const std::uint64_t* destinations, const std::uint64_t* sizes, std::uint64_t count,
                        const std::uint64_t* device, std::uint64_t num_ranges, char* error, std::uint64_t error_bytes) {

@@ -1,8 +1,8 @@
 // Index arithmetic of the copy kernel: which bytes a lane of a warp copies.
 //
 // Everything here runs on the host as well, so that the CPU can play the kernel warp by warp and
-// lane by lane (simulation.cc). Needs no CUDA headers. Nothing is allocated, and
-// no address is checked: whoever fills the table has done that.
+// lane by lane (simulation.cc). Needs no CUDA headers. It allocates nothing and checks no
+// address: job.cc has checked the table.
 #ifndef HYBRIDKV_CUDA_FRAGMENTS_H_
 #define HYBRIDKV_CUDA_FRAGMENTS_H_
 

@@ -1,4 +1,4 @@
-// The CPU's memory as the copy kernel sees a GPU's: the counterpart of StreamingMemory in kernels.cu.
+// Host memory for the simulated copy kernel: the counterpart of StreamingMemory in kernels.cu.
 #ifndef HYBRIDKV_CUDA_HOST_MEMORY_H_
 #define HYBRIDKV_CUDA_HOST_MEMORY_H_
 

@@ -8,10 +8,10 @@ namespace hybridkv::cuda {
 namespace {
 
 constexpr std::uint64_t kHighest = std::numeric_limits<std::uint64_t>::max();
-// Of one launch: the kernel counts tiles in 32 bits.
+// Limit for the tiles of one launch: the kernel counts them in 32 bits.
 constexpr std::uint64_t kMostTiles = std::uint64_t{1} << 31;
 
-// Whether an address lies on the GPU. Neighbours are asked for one after another, so the last answer is tried first.
+// Finds whether an address is GPU memory. Tries the last range first, because neighbours follow each other.
 class Locator {
  public:
   explicit Locator(std::span<const AddressRange> device) : device_(device) {}
@@ -119,7 +119,7 @@ void JobCopier::copy(const Runs& runs, std::span<const AddressRange> device) {
     enqueue(runs, device);
   } catch (...) {
     try {
-      gpu_.finish();  // what was enqueued may still write
+      gpu_.finish();  // enqueued copies may still write
     } catch (...) {
       // The first failure is the one to report.
     }

@@ -1,4 +1,4 @@
-// One job of copies between a GPU's memory and pinned host memory: which way each run takes, and in which order.
+// Plan of one job of copies between a GPU's memory and pinned host memory: the way of each run, and their order.
 //
 // Three ways:
 //
@@ -9,7 +9,8 @@
 // - direct: the kernel reads or writes pinned host memory itself: for jobs too small for two steps, where staging would
 //   not make the runs longer, and within the GPU.
 //
-// Plain C++: needs no CUDA. What it asks of a GPU is `Gpu`, which copier.cc is on CUDA and tests play on the CPU.
+// Plain C++ without CUDA. `Gpu` is its interface to a GPU: copier.cc implements it with CUDA, tests simulate it on the
+// CPU.
 #ifndef HYBRIDKV_CUDA_JOB_H_
 #define HYBRIDKV_CUDA_JOB_H_
 
@@ -23,10 +24,10 @@
 
 namespace hybridkv::cuda {
 
-// The staging memory and the memory for tables have so many parts, which take turns. The host fills the table of a part
-// while the GPU is busy with the others.
+// Number of parts of the staging memory and of the memory for tables. The parts take turns: the host fills the table of
+// one part while the GPU works on the others.
 inline constexpr int kParts = 4;
-// Of the table of one part.
+// Rows in the table of one part.
 inline constexpr std::size_t kPartRows = 8192;
 
 // Copies of `sizes[i]` bytes, at least one, from `sources[i]` to `destinations[i]`. No two destinations overlap.
@@ -56,13 +57,13 @@ enum class Queue { kKernel, kTransfer };
 // that fails throws.
 class Gpu {
  public:
-  // `queue` goes on when all has happened that the caller's stream held before the job.
+  // `queue` waits for everything that the caller's stream held before the job.
   virtual void wait_for_caller(Queue queue) = 0;
-  // The event of `part` in `queue` happens behind all that `queue` holds. Until then its last one counts.
+  // Records the event of `part` in `queue`, after everything that `queue` holds.
   virtual void record(Queue queue, int part) = 0;
-  // `queue` goes on when the last recorded event of `part` in `other` has happened.
+  // `queue` waits for the last recorded event of `part` in `other`.
   virtual void wait(Queue queue, Queue other, int part) = 0;
-  // Returns when that event has happened.
+  // Waits on the host for that event.
   virtual void host_wait(Queue other, int part) = 0;
   // Host memory for `kPartRows` rows. `upload` enqueues a copy of the first `count` to the GPU's table of the part.
   virtual FragmentRun* rows(int part) = 0;
@@ -100,17 +101,18 @@ class Table {
   std::uint64_t last_destination_ = 0;
 };
 
-// Copies jobs, one after another. It keeps the memory of its lists from job to job: new memory costs more than the plan.
+// Copies jobs, one after another. It keeps the memory of its lists from job to job: new memory costs more than the
+// plan.
 class JobCopier {
  public:
   // `staging`: kParts times `part_bytes` of GPU memory.
   JobCopier(std::uint64_t staging, const Limits& limits, Gpu& gpu)
       : staging_(staging), limits_(limits), gpu_(gpu), moved_(limits.registration_bytes) {}
 
-  // Returns when every byte is where it belongs. If a call of the Gpu throws, the same exception comes out once nothing
-  // of the job can still write.
+  // Returns after all bytes are copied. If a call of the Gpu throws, waits until nothing of the job can write any more,
+  // and throws the same exception.
   //
-  // `device`: what of the memory is the GPU's, ascending, no two ranges overlap. All other addresses are host memory.
+  // `device`: ranges of GPU memory, ascending, without overlaps. All other addresses are host memory.
   void copy(const Runs& runs, std::span<const AddressRange> device);
 
  private:
@@ -161,12 +163,12 @@ class JobCopier {
   const std::uint64_t staging_;
   const Limits limits_;
   Gpu& gpu_;
-  // Of the job that runs.
+  // State of the current job.
   std::vector<Way> ways_;
   Small stores_, loads_;
   Transfers moved_;
   int num_turns_ = 0;
-  std::optional<Queue> read_by_[kParts];  // which queue uploads the part's last table
+  std::optional<Queue> read_by_[kParts];  // queue that uploads the part's last table
   bool is_recorded_[2][kParts] = {};
 };
 

@@ -1,5 +1,5 @@
-// A job of the copier, played on the CPU: the plan of job.cc, and the kernel of kernels.cu by every block, warp and lane,
-// with the same template (fragments.h) and plain memory. Tests call it through ctypes and compare with a plain
+// A job of the copier, played on the CPU: the plan of job.cc, and the kernel of kernels.cu by every block, warp and
+// lane, with the same template (fragments.h) and plain memory. Tests call it through ctypes and compare with a plain
 // reference; on a machine without a GPU it is the only thing that runs this arithmetic.
 //
 // It shows that the bytes and their order are right, and that no event is missing. It cannot show timing, or what a
@@ -16,7 +16,7 @@ namespace {
 
 using namespace hybridkv::cuda;
 
-// What a test does with each call of a job. 1: the call fails.
+// Callbacks of a test for each call of a job. 1: the call fails.
 struct Calls {
   int (*wait_for_caller)(int queue);
   int (*record)(int queue, int part);

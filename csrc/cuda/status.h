@@ -1,4 +1,4 @@
-// How a CUDA call ended, as a value: nothing here throws, waits or prints.
+// Result of a CUDA call, as a value. It does not throw, wait or print.
 #ifndef HYBRIDKV_CUDA_STATUS_H_
 #define HYBRIDKV_CUDA_STATUS_H_
 
@@ -8,9 +8,9 @@
 
 namespace hybridkv::cuda {
 
-// Not to be ignored: the compiler refuses a call whose Status nobody looks at.
+// The compiler refuses a call that ignores its Status.
 struct [[nodiscard]] Status {
-  // The call that failed, nullptr when none did.
+  // Name of the failed call, or nullptr.
   const char* call = nullptr;
   std::string reason;
 
@@ -20,7 +20,7 @@ struct [[nodiscard]] Status {
 
 inline Status check(cudaError_t code, const char* call) {
   if (code == cudaSuccess) return {};
-  // The runtime remembers a call that failed; the next caller must not take it for its own.
+  // Clears the error in the runtime, so that the next caller does not take it for its own.
   cudaGetLastError();
   return {call, std::string(cudaGetErrorName(code)) + " (" + cudaGetErrorString(code) + ")"};
 }

@@ -105,8 +105,8 @@ class BasicLedger {
 
   // The reason to refuse a reservation. Changes nothing and counts nothing.
   Refusal why_not(Key key, std::uint32_t tag, std::uint64_t num_units) const;
-  // Evicts until `num_units` and `num_keys` more fit, or until there is nothing to evict. Calls `act(index)` before each
-  // eviction.
+  // Evicts until `num_units` and `num_keys` more fit, or until there is nothing to evict. Calls `act(index)` before
+  // each eviction.
   template <class Act>
   void make_room(std::uint64_t num_units, std::uint32_t num_keys, Act&& act);
   void evict(std::uint32_t index);

@@ -1,7 +1,7 @@
 // Hash table from keys to entries: open addressing by 32 bits of a hash, with the whole key compared in the entry.
 //
-// A slot has 8 bytes, and there are three slots for two entries. So a search reads about two slots for a present key and
-// five for an absent one, mostly in one cache line. A slot's tag determines its home, so an erasure moves slots up
+// A slot has 8 bytes, and there are three slots for two entries. So a search reads about two slots for a present key
+// and five for an absent one, mostly in one cache line. A slot's tag determines its home, so an erasure moves slots up
 // without reading their entries. The table never rehashes: it has room for all entries from the start, in memory that
 // the system provides as it is used. The table interprets no entry but a free one.
 #ifndef HYBRIDKV_LEDGER_KEY_TABLE_H_
@@ -51,8 +51,8 @@ class KeyTable {
   std::uint32_t tag_of(Key key) const;
   void prefetch(std::uint32_t tag) const { __builtin_prefetch(&slots_[home_of(tag)]); }
 
-  // Calls `act(position, index)` for each key in order, until it returns false. Prefetches entries in batches. `act` may
-  // erase, but must not insert.
+  // Calls `act(position, index)` for each key in order, until it returns false. Prefetches entries in batches. `act`
+  // may erase, but must not insert.
   template <class Act>
   void each(std::span<const Key> keys, Act&& act) const;
   // Calls `act(position, tag)` for each key in order. `act` may insert and erase.

@@ -30,8 +30,8 @@ struct Record {
   std::uint32_t num_pins;
 };
 
-// Committed records as columns: the joined keys, and the length, place and turn of each. The record with the lowest turn
-// is the least recently used.
+// Committed records as columns: the joined keys, and the length, place and turn of each. The record with the lowest
+// turn is the least recently used.
 struct Columns {
   std::string keys;
   std::vector<std::uint16_t> key_bytes;
@@ -82,8 +82,8 @@ class RecordLedger : public BasicLedger<SegmentSpace> {
   bool relocate(Key key, std::uint64_t address);
   // Drops a segment without live records. Its file is deleted.
   void drop_segment(std::uint32_t number) { space_.drop(number); }
-  // Adds a committed record found at start, as the most recent one. False if its key is present or too long, there is no
-  // room for a key more, or the ledger refuses new keys.
+  // Adds a committed record found at start, as the most recent one. False if its key is present or too long, there is
+  // no room for a key more, or the ledger refuses new keys.
   bool restore(Key key, RecordPlace place) { return restore(key, table_.tag_of(key), place); }
   // Restores records up to the first failure, and returns their number. Payload sizes must fit 32 bits.
   std::size_t restore_all(std::span<const Key> keys, const std::uint64_t* addresses,
@@ -100,7 +100,8 @@ class RecordLedger : public BasicLedger<SegmentSpace> {
   }
 
   // A walk over committed records, in steps. The ledger may change between steps: a record that stays during the whole
-  // walk is returned exactly once. A walk goes on over the old records after `forget_all`. A new walk ends the last one.
+  // walk is returned exactly once. A walk goes on over the old records after `forget_all`. A new walk ends the last
+  // one.
   std::uint64_t begin_walk();
   // Reads `num_entries` entries: first their order, then the records. Returns true if the walk goes on, false at its
   // end, and nothing if another walk replaced it.

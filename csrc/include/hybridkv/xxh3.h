@@ -1,9 +1,9 @@
 // XXH3-128 with seed 0, from its published specification, in scalar code. It is the reference of the vectorised kernels
 // of csrc/cpu, and has the parts that they share. It equals Python's xxhash.xxh3_128.
 //
-// No library serves here, because the copy kernels add each stripe to the checksum while it is in a register. Blocks may
-// be summed out of order: the stripes of a block only add to the accumulators. So `block_sum` may run for many blocks in
-// any order, on many threads, and `fold_block` folds the sums in order afterwards.
+// No library serves here, because the copy kernels add each stripe to the checksum while it is in a register. Blocks
+// may be summed out of order: the stripes of a block only add to the accumulators. So `block_sum` may run for many
+// blocks in any order, on many threads, and `fold_block` folds the sums in order afterwards.
 #ifndef HYBRIDKV_XXH3_H_
 #define HYBRIDKV_XXH3_H_
 

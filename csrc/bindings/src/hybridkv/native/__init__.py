@@ -1,9 +1,9 @@
-"""The C++ of csrc/cpu: moves bytes and takes their checksums at the speed of memory, without the interpreter lock. And
-that of csrc/ledger: which keys a tier holds, with it.
+"""Native code of hybridkv: copies with checksums (csrc/cpu, without the interpreter lock) and ledgers of keys
+(csrc/ledger, with the lock).
 
-`hybridkv.transfer` and `hybridkv.tiers` cannot be imported without it. Addresses are integers. A number that no memory
-can have is refused; the caller makes sure that all others are readable, or writable, and stay so until a call returns.
-Every other argument is checked: a call that does not fit raises an error.
+`hybridkv.transfer` and `hybridkv.tiers` require it. Addresses are integers. Impossible addresses are refused; the
+caller ensures that all others are readable, or writable, until the call returns. All other arguments are checked;
+invalid ones raise an error.
 """
 
 from hybridkv.native._cpu import (
