@@ -29,7 +29,7 @@ from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.tiers import FailureReason, TierMedium
 from hybridkv.tiers.disk import DiskCounts, DiskIndex, FileIO
 from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, StackCounts, TierStack
-from hybridkv.tiers.stack.ways import Ways
+from hybridkv.tiers.stack.health import Ways
 from kits.tiers.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
 from kits.tiers.faults.plan import Trigger
 

@@ -22,8 +22,8 @@ from hybridkv.tiers import Slot
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, checksum
 from hybridkv.tiers.disk.format.segment import encode_record
 from hybridkv.tiers.stack import BreakerOptions
+from hybridkv.tiers.stack.health import Ways
 from hybridkv.tiers.stack.moves import MoveResult
-from hybridkv.tiers.stack.ways import Ways
 
 RANKS = 2
 FAILURES = "vllm:hybridkv_load_failures,"

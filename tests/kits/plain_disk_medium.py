@@ -25,7 +25,7 @@ from hybridkv.tiers.disk.medium.disk_medium import (
 )
 from hybridkv.tiers.disk.medium.segment_cache import OpenSegment, SegmentCache
 from hybridkv.tiers.disk.medium.syncer import Syncer
-from hybridkv.tiers.shortage import is_shortage
+from hybridkv.tiers.errors import is_shortage
 from kits.record_io import FilePosition, RecordReader, RecordWriter, Scratch
 
 logger = logging.getLogger(__name__)

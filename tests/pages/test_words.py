@@ -62,7 +62,7 @@ def test_the_glossary_says_what_it_means(word: str) -> None:
 def test_what_a_request_has_in_a_stack_is_a_hold_and_no_claim() -> None:
     folder = "libs/tiers/src/hybridkv/tiers/"
     texts = {name: text for name, text in sources().items() if name.startswith(folder)}
-    assert f"{folder}stack/hold.py" in texts
+    assert f"{folder}stack/leases.py" in texts
     assert [name for name, text in texts.items() if re.search("claim", text, re.IGNORECASE)] == []
 
 

@@ -11,7 +11,7 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Key, Refusal, Slot
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import BreakerOptions, Direction, PathPosition
-from hybridkv.tiers.stack.cascades import PATIENCE_S
+from hybridkv.tiers.stack.cascade_queue import PATIENCE_S
 
 D = b"d"
 

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.at_once import AnswersAtOnce
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import UNSPECIFIED, AnswersAtOnce, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.tally import Tally
 

@@ -1,10 +1,10 @@
 """Media that hold chunks by key. The contract stands here; each medium has its own folder."""
 
 from hybridkv.tiers import native as native  # without which nothing here is imported
-from hybridkv.tiers.at_once import AnswersAtOnce
 from hybridkv.tiers.changes import Changes, TellsChanges
 from hybridkv.tiers.contract import (
     Answer,
+    AnswersAtOnce,
     Completion,
     ExposesBytes,
     Failure,
@@ -21,8 +21,7 @@ from hybridkv.tiers.contract import (
     TierIndex,
     TierMedium,
 )
-from hybridkv.tiers.errors import TierConfigurationError, TierError, TierProtocolError
-from hybridkv.tiers.shortage import is_shortage
+from hybridkv.tiers.errors import TierConfigurationError, TierError, TierProtocolError, is_shortage
 
 __all__ = [
     "Answer",

@@ -322,6 +322,23 @@ class TierIndex(Protocol):
         ...
 
 
+class AnswersAtOnce:
+    """That part of a `TierIndex`."""
+
+    @property
+    def answers_late(self) -> bool:
+        """Never: everything is known here."""
+        return False
+
+    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
+        """Nothing to find out."""
+
+    @property
+    def heard(self) -> Heard:
+        """Nothing: nobody is asked."""
+        return NOTHING_HEARD
+
+
 @runtime_checkable
 class TierMedium(Protocol):
     """Holds bytes. `store`, `load` and `poll` do not wait for a device, a network or another thread.

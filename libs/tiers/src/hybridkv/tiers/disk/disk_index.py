@@ -14,9 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.hashing import Fingerprint
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.at_once import AnswersAtOnce
 from hybridkv.tiers.changes import Changes
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import UNSPECIFIED, AnswersAtOnce, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.disk.counts import DiskCounts
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES

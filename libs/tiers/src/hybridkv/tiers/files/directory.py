@@ -12,9 +12,8 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 
-from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.errors import TierConfigurationError, is_shortage
 from hybridkv.tiers.files.file_io import FileIO
-from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,8 @@ from typing import Generic
 import msgspec
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.at_once import AnswersAtOnce
 from hybridkv.tiers.changes import ChangeFeed, Changes
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import UNSPECIFIED, AnswersAtOnce, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger.order import EvictionOrder
 from hybridkv.tiers.ledger.states import E, KeyState, Space, Witness

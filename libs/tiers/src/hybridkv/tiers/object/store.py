@@ -12,11 +12,10 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.tiers.contract import Failure, FailureReason
-from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.errors import TierConfigurationError, is_shortage
 from hybridkv.tiers.files.directory import ForeignFileError
 from hybridkv.tiers.object.directory_store import DirectoryStore, path_of
 from hybridkv.tiers.object.options import ObjectOptions
-from hybridkv.tiers.shortage import is_shortage
 
 if TYPE_CHECKING:
     from obstore.store import ObjectStore

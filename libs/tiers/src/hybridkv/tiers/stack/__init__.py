@@ -1,8 +1,7 @@
 """A fast tier over slower ones: what is promoted, what cascades, who waits, and for how long."""
 
-from hybridkv.tiers.stack.breaker import Breaker, BreakerOptions, BreakerState
-from hybridkv.tiers.stack.hold import Hold, HoldFailure
-from hybridkv.tiers.stack.level import SlowerTier
+from hybridkv.tiers.stack.health import Breaker, BreakerOptions, BreakerState
+from hybridkv.tiers.stack.leases import Hold, HoldFailure
 from hybridkv.tiers.stack.mover import TierMover
 from hybridkv.tiers.stack.moves import (
     Direction,
@@ -16,6 +15,7 @@ from hybridkv.tiers.stack.moves import (
 )
 from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
 from hybridkv.tiers.stack.path import ALONE, PathPosition
+from hybridkv.tiers.stack.secondary import SlowerTier
 from hybridkv.tiers.stack.stack import TierStack
 
 __all__ = [

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterable
 
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, GathersMoves, SealedMemory, Ticket, TierMedium
-from hybridkv.tiers.shortage import is_shortage
+from hybridkv.tiers.errors import is_shortage
 from hybridkv.tiers.stack.moves import Direction, TierMove
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import enum
 import msgspec
 
 from hybridkv.tiers.errors import TierConfigurationError
-from hybridkv.tiers.stack.breaker import BreakerOptions
+from hybridkv.tiers.stack.health import BreakerOptions
 
 
 class CascadePolicy(enum.StrEnum):

@@ -16,9 +16,9 @@ from typing import Final
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, Refusal, TierIndex
-from hybridkv.tiers.stack.level import Level
 from hybridkv.tiers.stack.moves import PrefetchBytes, PrefetchResult
 from hybridkv.tiers.stack.promotions import Promotions
+from hybridkv.tiers.stack.secondary import Level
 
 MAX_PREFIXES: Final = 256
 """That may be on their way at one time. What comes when there are so many is dropped."""

@@ -8,8 +8,8 @@ from typing import TypeAlias
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, Refusal, Slot, TierIndex
-from hybridkv.tiers.stack.level import Level
 from hybridkv.tiers.stack.moves import Direction
+from hybridkv.tiers.stack.secondary import Level
 
 _PROMOTE, _HIT = Direction.PROMOTE, LookupResult.HIT
 

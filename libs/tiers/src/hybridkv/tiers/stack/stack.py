@@ -20,17 +20,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.errors import TierConfigurationError
-from hybridkv.tiers.stack.breaker import BreakerState
-from hybridkv.tiers.stack.deadlines import Deadlines
-from hybridkv.tiers.stack.hold import Hold, Holds
-from hybridkv.tiers.stack.level import Common, Level, SlowerTier
+from hybridkv.tiers.stack.health import BreakerState
+from hybridkv.tiers.stack.in_flight import Planned
+from hybridkv.tiers.stack.leases import Deadlines, Hold, Holds
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, StackCounts, TierMove
 from hybridkv.tiers.stack.options import SlowerTierOptions
 from hybridkv.tiers.stack.path import ALONE, PathPosition, holds_all, leading_held
 from hybridkv.tiers.stack.prefetches import Prefetches
 from hybridkv.tiers.stack.promotions import Promotions
-from hybridkv.tiers.stack.reading import Reading
-from hybridkv.tiers.stack.traffic import Planned
+from hybridkv.tiers.stack.secondary import Common, Level, SlowerTier
+from hybridkv.tiers.stack.view import Reading
 
 _MAX_SIZES = 1024
 """Of chunks, whose costs are remembered."""

@@ -17,11 +17,10 @@ import msgspec
 from hybridkv.hashing import Fingerprint
 from hybridkv.tiers.disk.files.locks import TakenError, is_same, refused_lock, try_to_lock
 from hybridkv.tiers.disk.format.layout import FINGERPRINT_NAME, LOCK_NAME, rank_name, segment_number
-from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.errors import TierConfigurationError, is_shortage
 from hybridkv.tiers.files.directory import Directory, ForeignFileError, open_root, refused
 from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.files.path_safety import say_who_could_exchange
-from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
 

@@ -27,8 +27,8 @@ from hybridkv.tiers.disk.format.layout import (
     rank_number,
     segment_number,
 )
+from hybridkv.tiers.errors import is_shortage
 from hybridkv.tiers.files.directory import Directory, stops_an_opening, temporary_name
-from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
 

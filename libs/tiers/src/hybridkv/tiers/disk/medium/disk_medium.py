@@ -27,10 +27,10 @@ from hybridkv.tiers.disk.format.segment import PAYLOAD_CHECKSUM_AT, RecordHeader
 from hybridkv.tiers.disk.medium.segment_cache import OpenSegment, SegmentCache
 from hybridkv.tiers.disk.medium.syncer import SyncThread
 from hybridkv.tiers.disk.options import DiskOptions, Fsync
+from hybridkv.tiers.errors import SHORTAGES, is_shortage
 from hybridkv.tiers.files.directory import root_path
 from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.native import RecordQueue
-from hybridkv.tiers.shortage import SHORTAGES, is_shortage
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer

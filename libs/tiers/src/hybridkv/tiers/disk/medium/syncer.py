@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 from hybridkv.tiers.disk.medium.segment_cache import SegmentCache
 from hybridkv.tiers.disk.options import DiskOptions, Fsync
+from hybridkv.tiers.errors import is_shortage
 from hybridkv.tiers.files.file_io import FileIO
-from hybridkv.tiers.shortage import is_shortage
 
 logger = logging.getLogger(__name__)
 

@@ -37,8 +37,8 @@ from hybridkv.tiers.disk.format.segment import (
     decode_segment,
 )
 from hybridkv.tiers.disk.index.found import FoundRecord
+from hybridkv.tiers.errors import is_shortage
 from hybridkv.tiers.files.directory import Directory, read_at, stops_an_opening
-from hybridkv.tiers.shortage import is_shortage
 from hybridkv.tiers.threads import DaemonPool
 
 logger = logging.getLogger(__name__)

@@ -14,16 +14,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hybridkv.tiers.contract import Failure, FailureReason, Heard, Key, Refusal, Slot, TierIndex
-from hybridkv.tiers.stack.breaker import BreakerState
-from hybridkv.tiers.stack.cascades import Cascades
-from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult
+from hybridkv.tiers.stack.cascade_queue import Cascades, Gate
+from hybridkv.tiers.stack.health import BreakerState, Ways
+from hybridkv.tiers.stack.in_flight import Moving, Planned, Traffic
+from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult, MoveTally
 from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
 from hybridkv.tiers.stack.order import UseOrder
 from hybridkv.tiers.stack.path import PathPosition
-from hybridkv.tiers.stack.tally import MoveTally
-from hybridkv.tiers.stack.traffic import Moving, Planned, Traffic
-from hybridkv.tiers.stack.waiting import Gate
-from hybridkv.tiers.stack.ways import Ways
 
 _PROMOTE, _DONE, _FAILED = Direction.PROMOTE, MoveResult.DONE, MoveResult.FAILED
 _KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)

@@ -13,23 +13,65 @@ The order of use follows, in both tiers (`order.py`).
 
 from __future__ import annotations
 
+import enum
 import heapq
 import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Failure, FailureReason, GathersPlaces, Key, Refusal, Slot
+from hybridkv.tiers.stack.in_flight import Traffic
 from hybridkv.tiers.stack.moves import Direction, MoveResult
 from hybridkv.tiers.stack.options import SlowerTierOptions
-from hybridkv.tiers.stack.order import UseOrder
+from hybridkv.tiers.stack.order import Batch, UseOrder
 from hybridkv.tiers.stack.path import PathPosition, holds_all
-from hybridkv.tiers.stack.traffic import Traffic
-from hybridkv.tiers.stack.waiting import Gate, Next, Touch, Waiting
 
 PATIENCE_S = 1.0
 """Nobody stays awake longer for what waits where nothing moves: what takes nothing for so long may do so for ever."""
+
+
+class Gate(enum.Enum):
+    """Whether the slower tier may be written to."""
+
+    OPEN = "write"
+    PROBE = "write once, and see what comes of it"
+    BUSY = "wait: it is being tried, or nothing can be for a moment"
+    SHUT = "keep away: what waits is dropped"
+
+
+class Next(enum.Enum):
+    """What to do with the chunk whose turn it is, where it is not dropped."""
+
+    SENT = "it is on its way now"
+    GONE = "it is there, or on its way"
+    LATER = "wait"
+    PARKED = "wait apart, for what it needs"
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A chunk that is to be copied."""
+
+    number: int
+    """What needs others has a greater one."""
+    key: Key
+    on_path: PathPosition
+    num_bytes: int = 0
+    """Known when it was first tried."""
+    batch: Batch | None = None
+    """While that counts it."""
+    is_late: bool = False
+    is_forgotten: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """Keys that are to be the most recently used when what is before them has come."""
+
+    keys: tuple[Key, ...]
 
 
 class Cascades:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, TierIndex
-from hybridkv.tiers.stack.level import Level
-from hybridkv.tiers.stack.traffic import Planned
+from hybridkv.tiers.stack.in_flight import Planned
+from hybridkv.tiers.stack.secondary import Level
 
 # An enum's members are looked up by name each time; these are asked for in every call.
 _MISS, _PENDING, _HIT = LookupResult.MISS, LookupResult.PENDING, LookupResult.HIT

@@ -1,26 +1,115 @@
-"""Which way one slower tier may be used now: a breaker for each, since a disk that takes nothing may still give.
-
-A full or read-only file system fails every store and serves every load; that a store failed or came too late keeps no
-load away, nor the other way round. Questions are of the way up and have a breaker of their own beside it: a tier that
-answers at once and fails every load, and one that does the opposite, are both of no use, and neither success excuses
-the other failure. Where nothing could be tried, because this process lacks what it takes or more than enough is queued,
-the tier is not to blame: it rests for moments, so that nobody tries again in every step. Moves nothing and reads no
-clock of its own.
-"""
+"""Health of one secondary tier: circuit breakers for the moves of each direction, and for lookups. Reads no clock."""
 
 from __future__ import annotations
 
+import enum
 import math
 from typing import NamedTuple
 
+import msgspec
+
 from hybridkv.tiers.contract import Failure, FailureReason
-from hybridkv.tiers.stack.breaker import Breaker, BreakerOptions, BreakerState
+from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.stack.moves import Direction
 
 LONG_SHORTAGE_S = 1.0
 """Nobody is asked to wait for the end of a rest that lasts longer."""
 _BLAMED = (FailureReason.IO, FailureReason.CLOSED)
 """What speaks against the tier, and not only against one chunk."""
+
+
+class BreakerState(enum.StrEnum):
+    CLOSED = "closed"
+    """The tier is used."""
+    OPEN = "open"
+    """It is left alone."""
+    PROBING = "probing"
+    """It is tried: the next success closes the breaker, the next failure opens it again, for longer."""
+
+
+class BreakerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """When a breaker opens, and for how long.
+
+    Args:
+        failures: in a row, that open it; at least 1.
+        first_pause_s: how long it then stays open; each failed probe doubles that.
+        longest_pause_s: but never beyond this.
+    """
+
+    failures: int = 3
+    first_pause_s: float = 5.0
+    longest_pause_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if self.failures < 1:
+            raise TierConfigurationError("failures", "a number >= 1", self.failures)
+        if not 0 < self.first_pause_s <= self.longest_pause_s:
+            raise TierConfigurationError(
+                "first_pause_s", f"seconds above 0 and at most {self.longest_pause_s}", self.first_pause_s
+            )
+
+
+class Breaker:
+    """A circuit breaker. Every call says what time it is, in seconds of any clock that does not go back."""
+
+    def __init__(self, options: BreakerOptions | None = None) -> None:
+        self._options = options or BreakerOptions()
+        self._state = BreakerState.CLOSED
+        self._failures = 0
+        self._pause_s = self._options.first_pause_s
+        self._opened_at_s = 0.0
+        self.num_openings = 0
+
+    @property
+    def state(self) -> BreakerState:
+        return self._state
+
+    @property
+    def allows(self) -> bool:
+        return self._state is not BreakerState.OPEN
+
+    @property
+    def is_untroubled(self) -> bool:
+        """Whether a success says nothing new."""
+        return self._state is BreakerState.CLOSED and not self._failures
+
+    @property
+    def pause_s(self) -> float:
+        """How long it stays open, or the next time will."""
+        return self._pause_s
+
+    @property
+    def pause_ends_s(self) -> float:
+        """When `tick` changes something; never (infinity) unless it is open."""
+        return self._opened_at_s + self._pause_s if self._state is BreakerState.OPEN else math.inf
+
+    def tick(self, now_s: float) -> None:
+        """Begin to probe when the pause is over."""
+        if now_s >= self.pause_ends_s:
+            self._state = BreakerState.PROBING
+
+    def succeed(self) -> None:
+        """The tier answered in time. What was asked before the breaker opened says nothing about now."""
+        if self._state is BreakerState.OPEN:
+            return
+        self._failures = 0
+        if self._state is BreakerState.PROBING:
+            self._state = BreakerState.CLOSED
+            self._pause_s = self._options.first_pause_s
+
+    def fail(self, now_s: float) -> None:
+        """The tier did not answer, or not in time."""
+        if self._state is BreakerState.OPEN:
+            return
+        self._failures += 1
+        if self._state is BreakerState.PROBING:
+            self._pause_s = min(2 * self._pause_s, self._options.longest_pause_s)
+        elif self._failures < self._options.failures:
+            return
+        self._state = BreakerState.OPEN
+        self._failures = 0
+        self._opened_at_s = now_s
+        self.num_openings += 1
 
 
 class _Way(NamedTuple):
