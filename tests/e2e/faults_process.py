@@ -29,7 +29,7 @@ from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.tiers import FailureReason, TierMedium
 from hybridkv.tiers.disk import DiskCounts, DiskIndex, FileIO
 from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, StackCounts, TierStack
-from hybridkv.tiers.stack.health import Ways
+from hybridkv.tiers.stack.health import TierHealth
 from kits.tiers.faults import Delay, Drop, Fail, FaultInjectingMedium, FaultPlan, Operation, Rule
 from kits.tiers.faults.plan import Trigger
 
@@ -169,7 +169,7 @@ def begin(engine: Engine, stored: list[list[int]]) -> tuple[TierStack, list[dict
     """The tiers, with these prompts on a disk that works and nowhere else, and what they gave, computed."""
     stack: TierStack = engine.connector._scheduler._stack
     assert isinstance(stack.slower["disk"], DiskIndex)
-    stack._levels[0].ways = Ways(BreakerOptions(), BreakerOptions())
+    stack._tiers[0].health = TierHealth(BreakerOptions(), BreakerOptions())
     plan()
     accept_writes()
     # What failed in the life before need not rest any longer.

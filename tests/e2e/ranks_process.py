@@ -22,7 +22,7 @@ from hybridkv.tiers import Slot
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, checksum
 from hybridkv.tiers.disk.format.segment import encode_record
 from hybridkv.tiers.stack import BreakerOptions
-from hybridkv.tiers.stack.health import Ways
+from hybridkv.tiers.stack.health import TierHealth
 from hybridkv.tiers.stack.moves import MoveResult
 
 RANKS = 2
@@ -119,7 +119,7 @@ def first_full_chunk(engine: Engine, plan: list[tuple[int, bytes]]) -> bytes:
 def life(engine: Engine, kind: str, loads: LoadLog, forgets_host_memory: bool = False) -> dict[str, Any]:
     """The prompts again, after the engine has forgotten its own blocks."""
     stack = engine.connector._scheduler._stack
-    stack._levels[0].ways = Ways(BreakerOptions(), BreakerOptions())
+    stack._tiers[0].health = TierHealth(BreakerOptions(), BreakerOptions())
     engine.reset_prefix_cache()
     if forgets_host_memory:
         stack.near.clear()

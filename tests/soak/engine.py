@@ -18,9 +18,9 @@ from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import (
     BreakerOptions,
     Direction,
-    Hold,
     MoveOutcome,
     PathPosition,
+    PromotionLease,
     SlowerTier,
     SlowerTierOptions,
     TierMover,
@@ -75,7 +75,7 @@ class Waiting:
     owner: str
     prompt: Prompt
     num_chunks: int
-    hold: Hold
+    hold: PromotionLease
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class Engine:
         if num_chunks:
             owner = f"request {self._num_requests}"
             hold = self.stack.acquire(owner, keys_needed(prompt, num_chunks, self.groups))
-            if isinstance(hold, Hold):
+            if isinstance(hold, PromotionLease):
                 self.waiting.append(Waiting(owner, prompt, num_chunks, hold))
                 return
             self._tally.add(f"holds refused, {hold}")

@@ -26,7 +26,7 @@ from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.metrics import CATALOGUE, Label
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LookupResult
 from hybridkv.tiers import Refusal, TierIndex
-from hybridkv.tiers.stack import Hold, HoldFailure, TierStack
+from hybridkv.tiers.stack import HoldFailure, PromotionLease, TierStack
 from kits.tiers.reference import RemoteIndex, RemoteStore
 
 KEY = b"key"
@@ -140,7 +140,7 @@ def test_who_waits_for_a_tier_waits_as_long_as_that_may_take(world: World, tmp_p
     world.peer.lie(KEY, 16)
     stack.ask([KEY])
     hold = stack.acquire("request", [KEY])
-    assert isinstance(hold, Hold) and hold.source == "peer"
+    assert isinstance(hold, PromotionLease) and hold.source == "peer"
     for seconds in (4.0, 2.0):
         assert hold.failure is None
         world.now_s += seconds

@@ -10,7 +10,7 @@ from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Key, Slot, TierMedium
 from hybridkv.tiers.ram import RamArena
-from hybridkv.tiers.stack import Hold, MoveOutcome, TierMover
+from hybridkv.tiers.stack import MoveOutcome, PromotionLease, TierMover
 from kits.peers.suite import until
 
 LAYOUT = layout()
@@ -53,7 +53,7 @@ class Engine:
     def load(self, key: Key) -> bytes | None:
         """By way of a hold, as a request does."""
         hold = self.stack.acquire("request", [key])
-        assert isinstance(hold, Hold)
+        assert isinstance(hold, PromotionLease)
 
         def is_over() -> bool:
             self.step()

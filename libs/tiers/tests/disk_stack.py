@@ -11,7 +11,7 @@ import disk_store
 from hybridkv.tiers import Failure, Key, Slot, Ticket
 from hybridkv.tiers.disk import DiskMedium, DiskOptions
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import Hold, MoveOutcome, SlowerTier, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, PromotionLease, SlowerTier, TierMover, TierStack
 from kits.tiers.copying import CopyingMedium
 
 CHUNK = disk_faults.CHUNK
@@ -68,16 +68,16 @@ class Tiers:
             self.medium._cache.forget(number)
         self.medium._cache.close_unused()
 
-    def hold(self, keys: Sequence[Key]) -> Hold:
+    def hold(self, keys: Sequence[Key]) -> PromotionLease:
         hold = self.stack.acquire("request", keys)
-        assert isinstance(hold, Hold)
+        assert isinstance(hold, PromotionLease)
         return hold
 
     def serves(self, key: Key) -> bool:
         """Whether a hold of a chunk becomes ready. It is given up afterwards."""
         hold = self.stack.acquire("request", [key])
         self.move()
-        is_ready = isinstance(hold, Hold) and hold.is_ready
+        is_ready = isinstance(hold, PromotionLease) and hold.is_ready
         self.stack.release("request")
         return is_ready
 

@@ -11,7 +11,7 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Key, Refusal, Slot
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import BreakerOptions, Direction, PathPosition
-from hybridkv.tiers.stack.cascade_queue import PATIENCE_S
+from hybridkv.tiers.stack.cascade_queue import KEEP_AWAKE_S
 
 D = b"d"
 
@@ -100,7 +100,7 @@ def test_a_tier_that_stays_busy_keeps_nobody_awake_however_much_is_stored() -> N
     it, far = slow(Refusal.BUSY, load_timeout_s=30.0)
     it.store(A)
     assert it.stack.has_moves_alive()
-    it.clock.now_s += PATIENCE_S
+    it.clock.now_s += KEEP_AWAKE_S
     it.stack.tick()
     assert it.stack.num_waiting("disk") == 1 and not it.stack.has_moves_alive()
     it.store(B)
@@ -154,7 +154,7 @@ def test_a_medium_that_stays_busy_keeps_nobody_awake() -> None:
         it.end(it.moves(Direction.CASCADE), Failure(FailureReason.BUSY))
         if not it.stack.has_moves_alive():
             break
-        it.clock.now_s += PATIENCE_S / 10
+        it.clock.now_s += KEEP_AWAKE_S / 10
         it.stack.tick()
     assert it.stack.num_waiting("disk") == 1 and not it.stack.has_moves_alive()
 

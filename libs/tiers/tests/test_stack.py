@@ -14,9 +14,9 @@ from hybridkv.tiers.stack import (
     BreakerOptions,
     BreakerState,
     Direction,
-    Hold,
     HoldFailure,
     MoveOutcome,
+    PromotionLease,
     SlowerTier,
     SlowerTierOptions,
     TierMove,
@@ -78,9 +78,9 @@ class Stack:
         for move in moves:
             self.stack.on_move(move.move_id, MoveOutcome(1, failure))
 
-    def hold(self, *keys: bytes) -> Hold:
+    def hold(self, *keys: bytes) -> PromotionLease:
         hold = self.stack.acquire("request", keys)
-        assert isinstance(hold, Hold)
+        assert isinstance(hold, PromotionLease)
         return hold
 
 
@@ -121,7 +121,7 @@ def test_two_holds_of_one_chunk_cost_one_promotion() -> None:
     it.put_far(A)
     first = it.hold(A)
     second = it.stack.acquire("another", [A])
-    assert isinstance(second, Hold)
+    assert isinstance(second, PromotionLease)
     moves = it.moves(Direction.PROMOTE)
     assert len(moves) == 1
     it.end(moves)
@@ -174,7 +174,7 @@ def test_more_than_its_share_is_refused_while_something_moves() -> None:
     it.hold(A, B)
     assert it.stack.acquire("another", [C]) is Refusal.BUSY
     it.end(it.moves(Direction.PROMOTE))
-    assert isinstance(it.stack.acquire("another", [C]), Hold)
+    assert isinstance(it.stack.acquire("another", [C]), PromotionLease)
 
 
 def test_a_hold_fails_when_its_time_is_over_and_the_late_bytes_find_their_own_place() -> None:
@@ -193,7 +193,7 @@ def test_a_hold_fails_when_its_time_is_over_and_the_late_bytes_find_their_own_pl
     # The space stays reserved, so nobody else is given it while the medium may still write.
     slots = [it.near.reserve(bytes([number]), CHUNK) for number in range(7)]
     assert all(isinstance(slot, Slot) for slot in slots)
-    assert move.near not in slots
+    assert move.primary not in slots
     it.end([move])
     assert it.near.lookup(A) is LookupResult.HIT
 
@@ -368,14 +368,14 @@ def test_what_never_comes_takes_up_no_more_of_the_fast_tier_than_may_move() -> N
     it.put_far(b"d")
     assert it.stack.lookup(b"d") is LookupResult.MISS and it.stack.acquire("another", [b"d"]) is Refusal.PRESENT
     it.end(moves[:1])
-    assert it.stack.lookup(b"d") is LookupResult.HIT and isinstance(it.stack.acquire("another", [b"d"]), Hold)
+    assert it.stack.lookup(b"d") is LookupResult.HIT and isinstance(it.stack.acquire("another", [b"d"]), PromotionLease)
 
 
 def test_a_deadline_counts_from_when_its_owner_began_to_wait() -> None:
     it = Stack(load_timeout_s=30.0)
     it.put_far(A)
     hold = it.stack.acquire("request", [A], it.clock.now_s - 29)
-    assert isinstance(hold, Hold)
+    assert isinstance(hold, PromotionLease)
     it.clock.now_s += 1
     it.stack.tick()
     assert hold.failure is HoldFailure.TIMEOUT
@@ -386,7 +386,7 @@ def test_the_slow_tier_hears_why_a_chunk_is_withdrawn(tmp_path: Path) -> None:
     slot = far.reserve(A, CHUNK)
     assert isinstance(slot, Slot) and far.commit(A)
     stack = TierStack(RamIndex(8 * CHUNK, CHUNK), [SlowerTier("disk", far)], 1, Clock())
-    assert isinstance(stack.acquire("request", [A]), Hold)
+    assert isinstance(stack.acquire("request", [A]), PromotionLease)
     (move,) = stack.take_moves()
     stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.CHECKSUM)))
     assert far.take_disk_counts().quarantined == {"checksum": 1}

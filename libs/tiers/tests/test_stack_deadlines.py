@@ -9,7 +9,7 @@ from test_stack import A, B, C, Stack
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Refusal
-from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, Hold, HoldFailure
+from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, HoldFailure, PromotionLease
 
 LIMIT_S = 30.0
 
@@ -26,7 +26,7 @@ QUESTIONS: dict[str, Callable[[Stack], object]] = {
 }
 
 
-def waiting() -> tuple[Stack, Hold]:
+def waiting() -> tuple[Stack, PromotionLease]:
     """A hold of a chunk that never comes, in a stack that is never told that a step has passed."""
     it = Stack(load_timeout_s=LIMIT_S, breaker=BreakerOptions(failures=1, first_pause_s=5.0))
     it.put_far(A)

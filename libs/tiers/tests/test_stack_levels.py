@@ -15,10 +15,10 @@ from hybridkv.tiers.stack import (
     BreakerState,
     CascadePolicy,
     Direction,
-    Hold,
     HoldFailure,
     MoveOutcome,
     PathPosition,
+    PromotionLease,
     SlowerTier,
     SlowerTierOptions,
     TierMove,
@@ -45,9 +45,9 @@ class Three:
         below = [SlowerTier("disk", self.disk, disk), SlowerTier("peer", self.peer, peer)]
         self.stack = TierStack(self.near, below, 1, lambda: self.now_s)
 
-    def hold(self, *keys: Key) -> Hold:
+    def hold(self, *keys: Key) -> PromotionLease:
         hold = self.stack.acquire("request", keys)
-        assert isinstance(hold, Hold)
+        assert isinstance(hold, PromotionLease)
         return hold
 
     def store(self, *keys: Key) -> None:
@@ -127,8 +127,8 @@ def test_what_one_tier_cannot_give_now_is_promoted_from_none() -> None:
     it = Three(disk=SlowerTierOptions(promoting_share=0.25), peer=SlowerTierOptions(promoting_share=0.25))
     put(it.disk, A, B, b"d")
     put(it.peer, C)
-    assert isinstance(it.stack.acquire("first", [A]), Hold)
-    assert isinstance(it.stack.acquire("second", [C]), Hold)
+    assert isinstance(it.stack.acquire("first", [A]), PromotionLease)
+    assert isinstance(it.stack.acquire("second", [C]), PromotionLease)
     moves = it.moves()
     # The disk may bring no more now, the peer behind it could.
     put(it.peer, b"e")
@@ -216,7 +216,7 @@ def test_who_waits_for_two_tiers_waits_for_each_as_long_as_it_may_take() -> None
     it.stack.tick()
     it.stack.tick()
     assert hold.failure is HoldFailure.TIMEOUT
-    assert isinstance(of_disk, Hold) and of_disk.failure is None
+    assert isinstance(of_disk, PromotionLease) and of_disk.failure is None
     it.now_s = 100.0 + SlowerTierOptions().load_timeout_s
     assert it.stack.hold("other") is of_disk and of_disk.failure is HoldFailure.TIMEOUT
 
@@ -230,7 +230,7 @@ def test_what_others_had_promoted_comes_from_the_tier_that_brings_it() -> None:
     sources = {}
     for keys in ([A], [B], [A, B], [B, C], [C]):
         hold = it.stack.acquire("other", keys)
-        assert isinstance(hold, Hold)
+        assert isinstance(hold, PromotionLease)
         sources[b"".join(keys)] = hold.source
     assert sources == {A: "disk", B: "peer", A + B: "peer", B + C: "peer", C: "disk"}
     it.end(it.moves())
@@ -423,7 +423,7 @@ def test_every_tier_that_answers_late_is_asked_at_once_and_has_its_own_time() ->
     now_s = 2.5
     assert (stack.lookup(A), stack.lookup(B)) == (LookupResult.HIT, LookupResult.MISS)
     hold = stack.acquire("request", [A])
-    assert isinstance(hold, Hold) and ways(stack.take_moves()) == [(A, "object")]
+    assert isinstance(hold, PromotionLease) and ways(stack.take_moves()) == [(A, "object")]
 
 
 def test_what_a_tier_says_after_its_time_is_a_miss_until_it_says_it() -> None:
@@ -487,8 +487,8 @@ def test_what_one_tier_never_answers_leaves_others_one_load_at_a_time() -> None:
     it.now_s += 10.0
     it.stack.tick()
     it.stack.tick()
-    assert isinstance(it.stack.acquire("first", [b"d"]), Hold)
+    assert isinstance(it.stack.acquire("first", [b"d"]), PromotionLease)
     first = it.moves()
     assert it.stack.acquire("second", [b"e"]) == "busy"
     it.end(first)
-    assert isinstance(it.stack.acquire("second", [b"e"]), Hold)
+    assert isinstance(it.stack.acquire("second", [b"e"]), PromotionLease)

@@ -13,8 +13,8 @@ from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import (
     BreakerOptions,
     Direction,
-    Hold,
     MoveOutcome,
+    PromotionLease,
     SlowerTier,
     SlowerTierOptions,
     TierMove,
@@ -57,7 +57,7 @@ class StackMachine(RuleBasedStateMachine):
         }
         self.moving: list[tuple[int, TierMove]] = []
         self.stored: list[tuple[Key, Slot]] = []
-        self.holds: dict[str, Hold] = {}
+        self.holds: dict[str, PromotionLease] = {}
         self.num_prefetches = 0
 
     def collect(self) -> None:
@@ -88,7 +88,7 @@ class StackMachine(RuleBasedStateMachine):
         hold = self.stack.acquire(owner, held)
         self.collect()
         self.holds.pop(owner, None)
-        if isinstance(hold, Hold):
+        if isinstance(hold, PromotionLease):
             self.holds[owner] = hold
 
     @rule(wanted=st.lists(keys, min_size=1, max_size=4, unique=True), is_pumped=st.booleans())
@@ -110,13 +110,13 @@ class StackMachine(RuleBasedStateMachine):
     def end_move(self, reason: FailureReason | None, data: st.DataObject) -> None:
         rank, move = self.moving.pop(data.draw(st.integers(0, len(self.moving) - 1)))
         if move.direction is Direction.PROMOTE:
-            content = self.far_bytes[move.tier][rank].get(move.far.first_offset)
+            content = self.far_bytes[move.tier][rank].get(move.secondary.first_offset)
             # A medium fails what it was not given to store, and may have written before it fails.
-            self.near_bytes[rank][move.near.first_offset] = move.key if reason is None else b"torn"
+            self.near_bytes[rank][move.primary.first_offset] = move.key if reason is None else b"torn"
             assert reason is not None or content == move.key
         else:
-            content = self.near_bytes[rank].get(move.near.first_offset)
-            self.far_bytes[move.tier][rank][move.far.first_offset] = move.key if reason is None else b"torn"
+            content = self.near_bytes[rank].get(move.primary.first_offset)
+            self.far_bytes[move.tier][rank][move.secondary.first_offset] = move.key if reason is None else b"torn"
             assert content == move.key
         self.stack.on_move(move.move_id, MoveOutcome(1, None if reason is None else Failure(reason)))
         self.collect()
@@ -183,8 +183,8 @@ class StackMachine(RuleBasedStateMachine):
     @invariant()
     def no_more_moves_for_nobody_than_is_known_of(self) -> None:
         moving = self.stack._prefetches._moving
-        assert all(level.traffic.num_prefetching >= 0 for level in self.stack._levels)
-        assert sum(level.traffic.prefetching_bytes for level in self.stack._levels) <= len(moving) * CHUNK
+        assert all(tier.in_flight.num_prefetching >= 0 for tier in self.stack._tiers)
+        assert sum(tier.in_flight.prefetching_bytes for tier in self.stack._tiers) <= len(moving) * CHUNK
 
     def teardown(self) -> None:
         for key, _ in self.stored:
@@ -199,7 +199,7 @@ class StackMachine(RuleBasedStateMachine):
         assert [space.used_bytes for space in self.tiers()] == [0, 0, 0]
         assert sum(self.stack.take_counts().prefetches.values()) == self.num_prefetches, "each ends once"
         assert not self.stack._prefetches._moving and not self.stack._prefetches._unused
-        assert [level.traffic.prefetching_bytes for level in self.stack._levels] == [0] * self.num_slower
+        assert [tier.in_flight.prefetching_bytes for tier in self.stack._tiers] == [0] * self.num_slower
 
     def tiers(self) -> list[TierIndex]:
         return [self.near, self.far, self.farthest]

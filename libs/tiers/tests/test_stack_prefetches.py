@@ -17,8 +17,8 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Key, Refusal, Slot
 from hybridkv.tiers.disk import DiskOptions, Fsync
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, Hold
-from hybridkv.tiers.stack.prefetches import MAX_PREFIXES, PATIENCE_S
+from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, PromotionLease
+from hybridkv.tiers.stack.prefetches import KEEP_AWAKE_S, MAX_PREFIXES
 
 ALL = 1 << 20
 OPTIONS = DiskOptions(capacity_bytes=64 << 20, fsync=Fsync.NONE)
@@ -238,7 +238,7 @@ def test_no_hold_is_refused_for_what_nobody_waits_for() -> None:
     it.put_far(A, B, C, b"d")
     it.stack.prefetch([A, B], ALL)
     assert len(it.moves(Direction.PROMOTE)) == 2, "as much as may be"
-    assert isinstance(it.stack.acquire("request", [C, b"d"]), Hold)
+    assert isinstance(it.stack.acquire("request", [C, b"d"]), PromotionLease)
 
 
 def test_a_hold_of_what_is_on_its_way_costs_no_second_promotion() -> None:
@@ -331,7 +331,7 @@ def test_what_waits_in_vain_keeps_nobody_awake_for_long() -> None:
     assert it.near.pin(B) is not None
     it.stack.prefetch([A], ALL)
     assert it.stack.take_moves() == [] and it.stack.has_moves_alive()
-    it.clock.now_s += PATIENCE_S
+    it.clock.now_s += KEEP_AWAKE_S
     assert not it.stack.has_moves_alive()
     it.near.unpin(B)
     assert bring(it) == [A], "it comes with whoever comes next"
@@ -461,7 +461,7 @@ def test_one_whose_chunk_took_longer_than_patience_keeps_awake_for_the_rest() ->
     it.put_far(*keys)
     it.stack.prefetch(keys, ALL)
     moves = it.moves(Direction.PROMOTE)
-    it.clock.now_s += PATIENCE_S * 1.2
+    it.clock.now_s += KEEP_AWAKE_S * 1.2
     it.end(moves)
     assert it.stack.has_moves_alive() and bring(it) == keys[1:]
 
@@ -482,7 +482,7 @@ def crowded_out() -> tuple[Stack, list[Key], list[Key]]:
 def test_a_hold_that_lacks_the_room_of_what_moves_comes_back_and_nothing_is_begun_before() -> None:
     it, wanted, _ = crowded_out()
     assert it.stack.take_moves() == [], "the room is for whoever waits"
-    assert isinstance(it.stack.acquire("request", wanted), Hold)
+    assert isinstance(it.stack.acquire("request", wanted), PromotionLease)
 
 
 def test_what_has_no_room_though_nothing_moves_has_none() -> None:
@@ -496,7 +496,7 @@ def test_what_has_no_room_though_nothing_moves_has_none() -> None:
 
 def test_nothing_gives_way_for_long_to_a_hold_that_does_not_come_back() -> None:
     it, _, others = crowded_out()
-    it.clock.now_s += PATIENCE_S
+    it.clock.now_s += KEEP_AWAKE_S
     assert bring(it) == others[1:]
 
 

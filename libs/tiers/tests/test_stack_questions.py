@@ -14,8 +14,8 @@ from hybridkv.tiers.stack import (
     BreakerState,
     CascadePolicy,
     Direction,
-    Hold,
     MoveOutcome,
+    PromotionLease,
     SlowerTier,
     SlowerTierOptions,
     TierStack,
@@ -142,7 +142,7 @@ def test_what_a_tier_knows_already_is_not_asked_for_while_it_is_left_alone() -> 
     assert it.stack.lookup(A) is LookupResult.HIT
     it.question()
     assert it.stack.lookup(A) is LookupResult.HIT, "a question keeps no load away"
-    assert isinstance(it.stack.acquire("request", [A]), Hold)
+    assert isinstance(it.stack.acquire("request", [A]), PromotionLease)
 
 
 def test_loads_that_end_well_answer_no_question_and_answers_excuse_no_load() -> None:
@@ -151,7 +151,7 @@ def test_loads_that_end_well_answer_no_question_and_answers_excuse_no_load() -> 
         it.know(b"%d" % number)
     for number in range(BREAKER.failures - 1):
         it.be_silent(1)
-        assert isinstance(it.stack.acquire("request", [b"%d" % number]), Hold)
+        assert isinstance(it.stack.acquire("request", [b"%d" % number]), PromotionLease)
         [move] = it.stack.take_moves()
         it.stack.on_move(move.move_id, MoveOutcome(1))
     it.be_silent(1)
@@ -159,7 +159,7 @@ def test_loads_that_end_well_answer_no_question_and_answers_excuse_no_load() -> 
     it = Elsewhere()
     for _ in range(BREAKER.failures):
         it.know(A)
-        assert isinstance(it.stack.acquire("request", [A]), Hold)
+        assert isinstance(it.stack.acquire("request", [A]), PromotionLease)
         [move] = it.stack.take_moves()
         it.stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.IO)))
     assert it.state is BreakerState.OPEN

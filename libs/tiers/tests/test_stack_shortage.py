@@ -7,7 +7,7 @@ from test_stack import A, B, C, Stack
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Refusal
-from hybridkv.tiers.stack import BreakerState, Direction, Hold, HoldFailure
+from hybridkv.tiers.stack import BreakerState, Direction, HoldFailure, PromotionLease
 
 BUSY = Failure(FailureReason.BUSY, "segment 0: EMFILE")
 
@@ -39,7 +39,7 @@ def test_after_a_shortage_a_hold_is_asked_to_come_back_in_a_moment() -> None:
         assert it.stack.acquire("request", [A]) is Refusal.BUSY
     assert it.stack.take_moves() == []
     it.clock.now_s += 0.05
-    assert isinstance(it.stack.acquire("request", [A]), Hold)
+    assert isinstance(it.stack.acquire("request", [A]), PromotionLease)
 
 
 def test_nobody_waits_for_the_end_of_a_shortage_that_lasts() -> None:
@@ -105,4 +105,4 @@ def test_what_was_tried_and_failed_is_no_shortage(reason: FailureReason) -> None
     it.hold(A)
     it.end(it.moves(Direction.PROMOTE), Failure(reason))
     assert it.stack.lookup(A) is LookupResult.MISS
-    assert isinstance(it.stack.acquire("request", [B]), Hold)
+    assert isinstance(it.stack.acquire("request", [B]), PromotionLease)

@@ -1,7 +1,7 @@
-"""A fast tier over slower ones: what is promoted, what cascades, who waits, and for how long."""
+"""Stack: a primary tier over secondary tiers. Promotions, cascades, prefetches, leases and deadlines."""
 
 from hybridkv.tiers.stack.health import Breaker, BreakerOptions, BreakerState
-from hybridkv.tiers.stack.leases import Hold, HoldFailure
+from hybridkv.tiers.stack.leases import HoldFailure, PromotionLease
 from hybridkv.tiers.stack.mover import TierMover
 from hybridkv.tiers.stack.moves import (
     Direction,
@@ -25,7 +25,6 @@ __all__ = [
     "BreakerState",
     "CascadePolicy",
     "Direction",
-    "Hold",
     "HoldFailure",
     "MoveCounts",
     "MoveOutcome",
@@ -33,6 +32,7 @@ __all__ = [
     "PathPosition",
     "PrefetchBytes",
     "PrefetchResult",
+    "PromotionLease",
     "SlowerTier",
     "SlowerTierOptions",
     "StackCounts",

@@ -1,14 +1,14 @@
-"""What shall be copied to one slower tier, in order, until there is a way and a place for it.
+"""Cascade queue: the chunks to copy from the primary tier to one secondary tier, in order.
 
-A chunk waits here while as much is on its way as may be, and while the slower tier says that asking again may help.
-What needs others before it goes only when those are there or on their way, so whatever stops the queue, the slower tier
-has beginnings. What waits is not protected in the fast tier: a store that
-needs the room is worth more than a copy, and what is evicted meanwhile is dropped here, with all that needs it.
+A chunk waits while the bounds of moves in flight are reached, and while the secondary tier answers BUSY. A chunk that
+needs others is sent only when those are in the secondary tier or in flight, so the secondary tier holds beginnings of
+prefixes wherever the queue stops. Waiting chunks are not pinned in the primary tier, since new stores are worth more
+than copies: if one is evicted, it is dropped from the queue with all that need it.
 
-What failed takes with it what needs it: that is dropped while it waits, and withdrawn from the slower tier where it is
-on its way, or was faster.
+When a cascade fails, the chunks that need it are dropped if they wait, and invalidated in the secondary tier if they
+are in flight or have arrived.
 
-The order of use follows, in both tiers (`order.py`).
+Eviction order follows in both tiers (`order.py`).
 """
 
 from __future__ import annotations
@@ -23,136 +23,136 @@ from dataclasses import dataclass
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Failure, FailureReason, GathersPlaces, Key, Refusal, Slot
-from hybridkv.tiers.stack.in_flight import Traffic
+from hybridkv.tiers.stack.in_flight import InFlightMoves
 from hybridkv.tiers.stack.moves import Direction, MoveResult
 from hybridkv.tiers.stack.options import SlowerTierOptions
 from hybridkv.tiers.stack.order import Batch, UseOrder
 from hybridkv.tiers.stack.path import PathPosition, holds_all
 
-PATIENCE_S = 1.0
-"""Nobody stays awake longer for what waits where nothing moves: what takes nothing for so long may do so for ever."""
+KEEP_AWAKE_S = 1.0
+"""The queue asks for further steps for so long without progress. A tier that accepts nothing may never recover."""
 
 
-class Gate(enum.Enum):
-    """Whether the slower tier may be written to."""
+class WriteGate(enum.Enum):
+    """Whether the secondary tier may be written to."""
 
     OPEN = "write"
-    PROBE = "write once, and see what comes of it"
-    BUSY = "wait: it is being tried, or nothing can be for a moment"
-    SHUT = "keep away: what waits is dropped"
+    PROBE = "write one chunk, then wait for its outcome"
+    BUSY = "wait: a probe is in flight, or the tier backs off"
+    SHUT = "do not write: drop the queue"
 
 
-class Next(enum.Enum):
-    """What to do with the chunk whose turn it is, where it is not dropped."""
+class _Step(enum.Enum):
+    """What to do with the first chunk of the queue if it is not dropped."""
 
-    SENT = "it is on its way now"
-    GONE = "it is there, or on its way"
+    SENT = "in flight now"
+    PRESENT = "in the secondary tier, or in flight"
     LATER = "wait"
-    PARKED = "wait apart, for what it needs"
+    PARKED = "wait outside the queue for a chunk that it needs"
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
-    """A chunk that is to be copied."""
+class _QueuedChunk:
+    """A chunk to copy."""
 
     number: int
-    """What needs others has a greater one."""
+    """Greater than those of the chunks that it needs."""
     key: Key
     on_path: PathPosition
     num_bytes: int = 0
-    """Known when it was first tried."""
+    """Known after the first attempt."""
     batch: Batch | None = None
-    """While that counts it."""
-    is_late: bool = False
+    """Batch that counts this chunk."""
+    is_timed_out: bool = False
     is_forgotten: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Touch:
-    """Keys that are to be the most recently used when what is before them has come."""
+class _QueuedTouch:
+    """Keys to make the most recently used after everything queued before them has arrived."""
 
     keys: tuple[Key, ...]
 
 
-class Cascades:
-    """The way down to one slower tier. What moves is `traffic`'s.
+class CascadeQueue:
+    """Cascades to one secondary tier: those that wait and the bookkeeping of those in flight.
 
     Args:
-        order: of use, in the fast tier and in the slower one.
-        traffic: what is on its way.
+        order: eviction order of the primary and the secondary tier.
+        in_flight: moves in flight of this tier.
         options: bounds.
-        plan: makes a move of a chunk, from its place in the fast tier to that in the slow one.
-        position: of the slower tier among those of its stack.
+        plan: adds a move of a chunk from its primary slot to its secondary slot.
+        position: index of the tier among the secondary tiers of its stack.
     """
 
     def __init__(
         self,
         order: UseOrder,
-        traffic: Traffic,
+        in_flight: InFlightMoves,
         options: SlowerTierOptions,
         plan: Callable[[Key, Slot, Slot], None],
         position: int,
     ) -> None:
         self._order = order
-        self._near, self._far = order.near, order.far
-        self._gathers = order.far if isinstance(order.far, GathersPlaces) else None
-        self._traffic = traffic
+        self._primary, self._secondary = order.primary, order.secondary
+        self._batched = order.secondary if isinstance(order.secondary, GathersPlaces) else None
+        self._in_flight = in_flight
         self._options = options
         self._plan_move = plan
         self._position = position
         self._max_bytes = min(
-            options.cascading_share * order.near.capacity_bytes, options.arriving_share * order.far.capacity_bytes
+            options.cascading_share * order.primary.capacity_bytes,
+            options.arriving_share * order.secondary.capacity_bytes,
         )
         self._numbers = itertools.count()
-        self._again: list[tuple[int, Waiting]] = []
-        """A heap of what is sent again, before all else: it was there first."""
-        self._queue: deque[Waiting | Touch] = deque()
-        self.parked: dict[Key, list[Waiting]] = {}
-        """By what they need, which the fast tier is about to hold."""
+        self._retries: list[tuple[int, _QueuedChunk]] = []
+        """Heap of the chunks to send again, before the queue."""
+        self._queue: deque[_QueuedChunk | _QueuedTouch] = deque()
+        self.parked: dict[Key, list[_QueuedChunk]] = {}
+        """Chunks that need a key which the primary tier is about to hold, by that key."""
         self._parked_keys: set[Key] = set()
         self._keys: set[Key] = set()
-        """Of all chunks in these."""
+        """Of all waiting chunks: retries, queued and parked."""
         self._is_blocked = False
-        """The first of them was tried, and nothing has changed since."""
-        self._has_news = False
-        self._moving: dict[Key, Waiting] = {}
-        self._landed: dict[Key, Waiting] = {}
-        """What came before something that it needs."""
+        """The first chunk was tried, and nothing has changed since."""
+        self._has_new = False
+        self._moving: dict[Key, _QueuedChunk] = {}
+        self._landed: dict[Key, _QueuedChunk] = {}
+        """Chunks that arrived before a chunk that they need."""
         self.since_s = 0.0
-        """When something came to its end well, was sent for the first time, or began to wait where nothing did."""
-        self._patient_s = 0.0
-        """When something came to its end well, or began to wait where nothing did and something was sent since the last
-        that began so."""
+        """Time of the last progress: a success, a first send, or a chunk added to an empty queue."""
+        self._awake_since_s = 0.0
+        """Time of the last success, or of a chunk added to an empty queue if something was sent since the last such
+        chunk."""
         self._has_sent = True
 
     @property
-    def has_something(self) -> bool:
-        """Whether there is a chunk or a touch whose turn may have come."""
-        return bool(self._queue or self._again)
+    def has_queued(self) -> bool:
+        """True if a chunk or a touch may be due."""
+        return bool(self._queue or self._retries)
 
     @property
-    def has_news(self) -> bool:
-        """Whether something was added since `pump`, and may go."""
-        return self._has_news and not self._is_blocked
+    def has_new(self) -> bool:
+        """True if a chunk was added since the last `pump` and may be sent."""
+        return self._has_new and not self._is_blocked
 
     @property
     def is_full(self) -> bool:
-        """Whether no more may wait."""
         return len(self._keys) >= self._options.max_waiting
 
     @property
     def num_waiting(self) -> int:
-        """Chunks that may still go."""
+        """Number of waiting chunks."""
         return len(self._keys)
 
-    def keeps_awake(self, now_s: float) -> bool:
-        """Whether to come again soon for what waits, though nothing moves. What is not worth that waits for whoever
-        comes next."""
-        return bool(self._keys) and now_s - self._patient_s < PATIENCE_S
+    def needs_step(self, now_s: float) -> bool:
+        """True if the caller should step again soon though nothing is in flight. Otherwise waiting chunks are sent in
+        the next step that happens for another reason."""
+        return bool(self._keys) and now_s - self._awake_since_s < KEEP_AWAKE_S
 
     def add(self, key: Key, on_path: PathPosition, now_s: float) -> MoveResult | None:
-        """A chunk that the slower tier should have, behind all that was added before. Why not, where it is dropped."""
-        if key in self._keys or not self._far.lacks(key):
+        """Queue a chunk if the secondary tier lacks it. Returns the reason if it is dropped."""
+        if key in self._keys or not self._secondary.lacks(key):
             return None
         if self.is_full:
             return MoveResult.DROPPED_BUSY
@@ -160,235 +160,232 @@ class Cascades:
             self.since_s = now_s
             self._is_blocked = False
             if self._has_sent:
-                self._patient_s, self._has_sent = now_s, False
-        self._has_news = True
+                self._awake_since_s, self._has_sent = now_s, False
+        self._has_new = True
         self._keys.add(key)
-        self._queue.append(Waiting(next(self._numbers), key, on_path))
+        self._queue.append(_QueuedChunk(next(self._numbers), key, on_path))
         return None
 
-    def on_near(self, key: Key) -> None:
-        """The fast tier holds a chunk now, or never will: what waited for it goes behind it."""
+    def on_primary_resolved(self, key: Key) -> None:
+        """The primary tier holds a chunk now, or never will: append the chunks parked for it to the queue."""
         if not self.parked:
             return
-        ended = deque([key])
-        while ended:
-            for waiting in self.parked.pop(ended.popleft(), ()):
-                self._parked_keys.discard(waiting.key)
-                waiting.number = next(self._numbers)
-                self._queue.append(waiting)
-                ended.append(waiting.key)
+        resolved = deque([key])
+        while resolved:
+            for chunk in self.parked.pop(resolved.popleft(), ()):
+                self._parked_keys.discard(chunk.key)
+                chunk.number = next(self._numbers)
+                self._queue.append(chunk)
+                resolved.append(chunk.key)
                 self._is_blocked = False
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Make keys the most recently used in the slower tier, the last one most, when what was added before is there;
-        then in the fast tier too, where what moves is pinned meanwhile.
+        """Make keys the most recently used in the secondary tier, the last one most, after everything queued before has
+        arrived; then in the primary tier too, where chunks in flight are pinned until then.
 
-        At once where more wait for that than chunks may.
+        Applied at once if nothing is queued, or if more than `max_waiting` keys wait for that.
         """
-        is_idle = not (self._queue or self._again or self._order.is_ordering)
+        is_idle = not (self._queue or self._retries or self._order.is_ordering)
         if is_idle or self._order.num_touched + len(keys) > self._options.max_waiting:
-            self._far.touch(keys)
+            self._secondary.touch(keys)
             return
         self._order.num_touched += len(keys)
-        self._queue.append(Touch(tuple(keys)))
+        self._queue.append(_QueuedTouch(tuple(keys)))
 
-    # What goes.
-
-    def pump(self, gate: Callable[[], Gate], now_s: float) -> list[MoveResult]:
-        """Send what may go now. Why others are dropped, one for each.
+    def pump(self, gate: Callable[[], WriteGate], now_s: float) -> list[MoveResult]:
+        """Send the chunks that may go now. Returns one reason for each dropped chunk.
 
         Args:
-            gate: whether the slower tier may be written to.
-            now_s: what waits behind something that is sent now for the first time waits anew.
+            gate: whether the secondary tier may be written to.
+            now_s: time; a first send is progress (`since_s`).
         """
         dropped: list[MoveResult] = []
-        self._has_news = False
-        is_open = gate() if self._keys else Gate.OPEN
-        while self._again or self._queue:
-            item = self._again[0][1] if self._again else self._queue[0]
-            if isinstance(item, Touch):
+        self._has_new = False
+        is_open = gate() if self._keys else WriteGate.OPEN
+        while self._retries or self._queue:
+            item = self._retries[0][1] if self._retries else self._queue[0]
+            if isinstance(item, _QueuedTouch):
                 self._order.reach(item.keys)
                 self._queue.popleft()
                 continue
             is_first = item.batch is None
-            then = self._try(item, is_open)
-            self._is_blocked = then is Next.LATER
-            if then is Next.LATER:
+            step = self._try(item, is_open)
+            self._is_blocked = step is _Step.LATER
+            if step is _Step.LATER:
                 break
-            if self._again:
-                heapq.heappop(self._again)
+            if self._retries:
+                heapq.heappop(self._retries)
             else:
                 self._queue.popleft()
-            if then is Next.PARKED:
+            if step is _Step.PARKED:
                 continue
             self._keys.discard(item.key)
-            if then is Next.SENT:
+            if step is _Step.SENT:
                 self.since_s = now_s if is_first else self.since_s
-                is_open = gate() if is_open is Gate.PROBE else is_open
-            elif isinstance(then, MoveResult):
-                dropped.append(then)
+                is_open = gate() if is_open is WriteGate.PROBE else is_open
+            elif isinstance(step, MoveResult):
+                dropped.append(step)
                 self._lose(item)
         return dropped
 
-    def _try(self, waiting: Waiting, gate: Gate) -> Next | MoveResult:
-        key, on_path = waiting.key, waiting.on_path
-        if gate is Gate.SHUT:
+    def _try(self, chunk: _QueuedChunk, gate: WriteGate) -> _Step | MoveResult:
+        key, on_path = chunk.key, chunk.on_path
+        if gate is WriteGate.SHUT:
             return MoveResult.DROPPED_OPEN
-        if gate is Gate.BUSY:
-            return Next.LATER
-        moving, far = self._moving, self._far
-        room_bytes = self._room_bytes
-        if waiting.num_bytes > room_bytes or room_bytes <= 0 or len(moving) >= self._options.max_cascading:
+        if gate is WriteGate.BUSY:
+            return _Step.LATER
+        moving, secondary = self._moving, self._secondary
+        budget_bytes = self._budget_bytes
+        if chunk.num_bytes > budget_bytes or budget_bytes <= 0 or len(moving) >= self._options.max_cascading:
             return self._wait_or(MoveResult.DROPPED_BUSY)
-        if key in moving:  # withdrawn on its way
-            return MoveResult.DROPPED_BUSY if moving[key].is_late else Next.LATER
+        if key in moving:  # invalidated while in flight
+            return MoveResult.DROPPED_BUSY if moving[key].is_timed_out else _Step.LATER
         for need in on_path.needs:
-            if far.lacks(need):
-                return self._miss(waiting, need)
+            if secondary.lacks(need):
+                return self._park(chunk, need)
         if on_path.prefix:
-            if not holds_all(far, on_path.prefix):
+            if not holds_all(secondary, on_path.prefix):
                 return MoveResult.DROPPED_ORPHAN
-            waiting.on_path = on_path._replace(prefix=())
-        if on_path.path_bytes and on_path.path_bytes[self._position] > far.capacity_bytes:
+            chunk.on_path = on_path._replace(prefix=())
+        if on_path.path_bytes and on_path.path_bytes[self._position] > secondary.capacity_bytes:
             return MoveResult.DROPPED_NO_ROOM
-        near = self._near.pin(key)
-        if near is None:
+        slot = self._primary.pin(key)
+        if slot is None:
             return MoveResult.DROPPED_EVICTED
-        num_bytes = waiting.num_bytes = near.num_bytes
-        fits = num_bytes <= room_bytes
-        then = self._send(waiting, near) if fits else self._wait_or(MoveResult.DROPPED_BUSY)
-        if then is not Next.SENT:
-            self._near.unpin(key)
-        return then
+        num_bytes = chunk.num_bytes = slot.num_bytes
+        fits = num_bytes <= budget_bytes
+        step = self._send(chunk, slot) if fits else self._wait_or(MoveResult.DROPPED_BUSY)
+        if step is not _Step.SENT:
+            self._primary.unpin(key)
+        return step
 
     @property
-    def _room_bytes(self) -> float:
-        """Of what may be on its way at one time; a chunk alone may be larger than that."""
-        moving_bytes = self._traffic.bytes_moving[Direction.CASCADE]
+    def _budget_bytes(self) -> float:
+        """Bytes that may still go in flight. A single chunk may be larger than the bound."""
+        moving_bytes = self._in_flight.bytes_in_flight[Direction.CASCADE]
         return self._max_bytes - moving_bytes if moving_bytes else math.inf
 
-    def _wait_or(self, otherwise: MoveResult) -> Next | MoveResult:
-        """Wait for what is on its way, unless all of that is late: who knows when it ends."""
-        return Next.LATER if self._traffic.num_in_time[Direction.CASCADE] else otherwise
+    def _wait_or(self, otherwise: MoveResult) -> _Step | MoveResult:
+        """Wait for the cascades in flight, unless all of them have timed out."""
+        return _Step.LATER if self._in_flight.num_live[Direction.CASCADE] else otherwise
 
-    def _miss(self, waiting: Waiting, need: Key) -> Next | MoveResult:
-        """What another store is about to bring is waited for, apart: it comes behind in the queue."""
-        if need not in self._parked_keys and self._near.lookup(need) is not LookupResult.PENDING:
+    def _park(self, chunk: _QueuedChunk, need: Key) -> _Step | MoveResult:
+        """Park a chunk if a store is about to bring the chunk that it needs: that one will be queued later."""
+        if need not in self._parked_keys and self._primary.lookup(need) is not LookupResult.PENDING:
             return MoveResult.DROPPED_ORPHAN
-        self.parked.setdefault(need, []).append(waiting)
-        self._parked_keys.add(waiting.key)
-        return Next.PARKED
+        self.parked.setdefault(need, []).append(chunk)
+        self._parked_keys.add(chunk.key)
+        return _Step.PARKED
 
-    def _send(self, waiting: Waiting, near: Slot) -> Next | MoveResult:
-        if self._gathers is not None:
-            self._gathers.follows(waiting.key, waiting.on_path.needs)
-        far = self._far.reserve(waiting.key, waiting.num_bytes)
-        if isinstance(far, Slot):
+    def _send(self, chunk: _QueuedChunk, primary: Slot) -> _Step | MoveResult:
+        if self._batched is not None:
+            self._batched.follows(chunk.key, chunk.on_path.needs)
+        secondary = self._secondary.reserve(chunk.key, chunk.num_bytes)
+        if isinstance(secondary, Slot):
             self._has_sent = True
-            self._plan_move(waiting.key, near, far)
-            self._moving[waiting.key] = waiting
-            if waiting.batch is None:
-                waiting.batch = self._order.sent(waiting.key)
-            return Next.SENT
-        if far is Refusal.PRESENT:
-            return Next.GONE
-        if far is Refusal.BUSY:
-            return Next.LATER
-        # What is on its way holds its place, but may be evicted when it is there.
-        return self._wait_or(MoveResult.DROPPED_NO_ROOM) if far is Refusal.NO_ROOM else MoveResult.DROPPED_NO_ROOM
+            self._plan_move(chunk.key, primary, secondary)
+            self._moving[chunk.key] = chunk
+            if chunk.batch is None:
+                chunk.batch = self._order.sent(chunk.key)
+            return _Step.SENT
+        if secondary is Refusal.PRESENT:
+            return _Step.PRESENT
+        if secondary is Refusal.BUSY:
+            return _Step.LATER
+        # Chunks in flight are not evictable before they arrive, so room may appear then.
+        is_waiting = secondary is Refusal.NO_ROOM
+        return self._wait_or(MoveResult.DROPPED_NO_ROOM) if is_waiting else MoveResult.DROPPED_NO_ROOM
 
     def end_batch(self) -> None:
-        """What was sent since the last call is handed out now."""
-        if self._gathers is not None:
-            self._gathers.end_batch()
+        """End the batch of chunks sent since the last call."""
+        if self._batched is not None:
+            self._batched.end_batch()
 
-    # What came of it.
-
-    def on_late(self, key: Key) -> None:
-        """A move is late: no touch waits for it any more."""
-        waiting = self._moving[key]
-        waiting.is_late = True
-        self._count_off(waiting)
+    def on_timeout(self, key: Key) -> None:
+        """A cascade timed out: touches no longer wait for it."""
+        chunk = self._moving[key]
+        chunk.is_timed_out = True
+        self._count_off(chunk)
 
     def on_ended(self, key: Key, failure: Failure | None, now_s: float) -> bool:
-        """A move has ended. Whether it is made again, before what needs it, because the medium had no room for it."""
-        waiting = self._moving.pop(key)
+        """A cascade ended. Returns True if it is retried, because the medium was BUSY."""
+        chunk = self._moving.pop(key)
         self._is_blocked = False
         if failure is None:
-            self.since_s = self._patient_s = now_s
-            self._land(waiting)
-        elif failure.reason is FailureReason.BUSY and not (waiting.is_late or waiting.is_forgotten):
-            heapq.heappush(self._again, (waiting.number, waiting))
+            self.since_s = self._awake_since_s = now_s
+            self._land(chunk)
+        elif failure.reason is FailureReason.BUSY and not (chunk.is_timed_out or chunk.is_forgotten):
+            heapq.heappush(self._retries, (chunk.number, chunk))
             self._keys.add(key)
             return True
         else:
-            self._lose(waiting)
-        self._count_off(waiting)
+            self._lose(chunk)
+        self._count_off(chunk)
         return False
 
-    def _count_off(self, waiting: Waiting) -> None:
-        if waiting.batch is not None:
-            batch, waiting.batch = waiting.batch, None
+    def _count_off(self, chunk: _QueuedChunk) -> None:
+        if chunk.batch is not None:
+            batch, chunk.batch = chunk.batch, None
             self._order.count_off(batch)
 
-    def _land(self, waiting: Waiting) -> None:
-        if self._is_on_its_way(waiting, self._landed):
-            self._landed[waiting.key] = waiting
+    def _land(self, chunk: _QueuedChunk) -> None:
+        if self._may_lose_need(chunk, self._landed):
+            self._landed[chunk.key] = chunk
             if len(self._landed) > self._options.max_cascading:
-                self._forget_landed()
-        elif self._landed and not self._moving and not self._again:
+                self._trim_landed()
+        elif self._landed and not self._moving and not self._retries:
             self._landed.clear()
 
-    def _is_on_its_way(self, waiting: Waiting, landed: Mapping[Key, Waiting]) -> bool:
-        """Whether something that it needs may still fail."""
+    def _may_lose_need(self, chunk: _QueuedChunk, landed: Mapping[Key, _QueuedChunk]) -> bool:
+        """True if a chunk that it needs may still fail."""
         moving, keys = self._moving, self._keys
-        return any(need in moving or need in landed or need in keys for need in waiting.on_path.needs)
+        return any(need in moving or need in landed or need in keys for need in chunk.on_path.needs)
 
-    def _forget_landed(self) -> None:
-        """What needs nothing any more that may fail; and the oldest, where that is not enough."""
-        kept: dict[Key, Waiting] = {}
-        for waiting in sorted(self._landed.values(), key=lambda each: each.number):
-            if self._is_on_its_way(waiting, kept):
-                kept[waiting.key] = waiting
+    def _trim_landed(self) -> None:
+        """Forget landed chunks whose needs can no longer fail; then the oldest, if there are still too many."""
+        kept: dict[Key, _QueuedChunk] = {}
+        for chunk in sorted(self._landed.values(), key=lambda each: each.number):
+            if self._may_lose_need(chunk, kept):
+                kept[chunk.key] = chunk
         self._landed = dict(list(kept.items())[-(self._options.max_cascading // 2 + 1) :])
 
-    def _lose(self, waiting: Waiting) -> None:
-        """It was on its way, and will not come: what needs it and went behind it is worth nothing without it."""
-        if waiting.batch is None and not waiting.is_late:
+    def _lose(self, chunk: _QueuedChunk) -> None:
+        """A chunk that was in flight will not arrive: invalidate those sent after it that need it."""
+        if chunk.batch is None and not chunk.is_timed_out:
             return
-        self._count_off(waiting)
-        lost = {waiting.key}
-        behind = (each for each in (*self._landed.values(), *self._moving.values()) if each.number > waiting.number)
-        for each in sorted(behind, key=lambda each: each.number):
+        self._count_off(chunk)
+        lost = {chunk.key}
+        later = (each for each in (*self._landed.values(), *self._moving.values()) if each.number > chunk.number)
+        for each in sorted(later, key=lambda each: each.number):
             if not lost.isdisjoint(each.on_path.needs):
                 lost.add(each.key)
                 self._landed.pop(each.key, None)
-                self._far.invalidate(each.key)
+                self._secondary.invalidate(each.key)
 
-    def give_up(self, before_s: float) -> list[MoveResult]:
-        """Drop what waits where nothing has come to its end well since `before_s`."""
+    def time_out(self, before_s: float) -> list[MoveResult]:
+        """Drop all waiting chunks if there was no progress since `before_s`."""
         if not self._keys or self.since_s > before_s:
             return []
         dropped = [MoveResult.DROPPED_LATE] * len(self._keys)
-        again, queue = self._again, self._queue
+        retries, queue = self._retries, self._queue
         self._drop_all()
-        for _, waiting in again:
-            self._lose(waiting)
+        for _, chunk in retries:
+            self._lose(chunk)
         for item in queue:
-            if isinstance(item, Touch):
+            if isinstance(item, _QueuedTouch):
                 self._order.reach(item.keys)
         return dropped
 
     def _drop_all(self) -> None:
-        self._again, self._queue, self._is_blocked, self._has_news = [], deque(), False, False
+        self._retries, self._queue, self._is_blocked, self._has_new = [], deque(), False, False
         self.parked.clear()
         self._parked_keys.clear()
         self._keys.clear()
 
     def clear(self) -> None:
-        """Forget what waits. What moves comes to its end, and is not made again."""
+        """Forget the waiting chunks. Cascades in flight end, and are not retried."""
         self._drop_all()
-        for waiting in self._moving.values():
-            waiting.is_forgotten = True
+        for chunk in self._moving.values():
+            chunk.is_forgotten = True
         self._landed.clear()
         self._order.clear()

@@ -1,4 +1,13 @@
-"""Health of one secondary tier: circuit breakers for the moves of each direction, and for lookups. Reads no clock."""
+"""Health of one secondary tier: circuit breakers for the moves of each direction, and for lookups.
+
+Each direction has its own breakers, because a tier that fails in one direction may still work in the other: a full or
+read-only file system fails every store and serves every load. Lookups have a breaker of their own beside that of
+promotions: a tier that answers lookups but fails every load, or the opposite, is useless, so a success of one does not
+excuse failures of the other. When the process is short of a resource, or a queue is full, nothing was tried and the
+tier is not at fault: a separate backoff keeps callers from retrying in every step.
+
+Moves nothing, and reads no clock of its own.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +22,27 @@ from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.stack.moves import Direction
 
 LONG_SHORTAGE_S = 1.0
-"""Nobody is asked to wait for the end of a rest that lasts longer."""
-_BLAMED = (FailureReason.IO, FailureReason.CLOSED)
-"""What speaks against the tier, and not only against one chunk."""
+"""A backoff of this length or more makes the direction unusable; callers wait for the end of a shorter one."""
+_TIER_FAULTS = (FailureReason.IO, FailureReason.CLOSED)
+"""Failures of the tier, not only of one chunk."""
 
 
 class BreakerState(enum.StrEnum):
     CLOSED = "closed"
     """The tier is used."""
     OPEN = "open"
-    """It is left alone."""
+    """The tier is not used."""
     PROBING = "probing"
-    """It is tried: the next success closes the breaker, the next failure opens it again, for longer."""
+    """One operation at a time: a success closes the breaker, a failure opens it again for twice as long."""
 
 
 class BreakerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """When a breaker opens, and for how long.
 
     Args:
-        failures: in a row, that open it; at least 1.
-        first_pause_s: how long it then stays open; each failed probe doubles that.
-        longest_pause_s: but never beyond this.
+        failures: failures in a row that open it; at least 1.
+        first_pause_s: backoff after the first opening; each failed probe doubles it.
+        longest_pause_s: upper bound of the backoff.
     """
 
     failures: int = 3
@@ -50,13 +59,13 @@ class BreakerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Breaker:
-    """A circuit breaker. Every call says what time it is, in seconds of any clock that does not go back."""
+    """A circuit breaker. The caller passes the time: seconds of any monotonic clock."""
 
     def __init__(self, options: BreakerOptions | None = None) -> None:
         self._options = options or BreakerOptions()
         self._state = BreakerState.CLOSED
         self._failures = 0
-        self._pause_s = self._options.first_pause_s
+        self._backoff_s = self._options.first_pause_s
         self._opened_at_s = 0.0
         self.num_openings = 0
 
@@ -69,41 +78,41 @@ class Breaker:
         return self._state is not BreakerState.OPEN
 
     @property
-    def is_untroubled(self) -> bool:
-        """Whether a success says nothing new."""
+    def is_healthy(self) -> bool:
+        """True if the breaker is closed and has no recent failures, so that a success changes nothing."""
         return self._state is BreakerState.CLOSED and not self._failures
 
     @property
-    def pause_s(self) -> float:
-        """How long it stays open, or the next time will."""
-        return self._pause_s
+    def backoff_s(self) -> float:
+        """Length of the current backoff, or of the next one."""
+        return self._backoff_s
 
     @property
-    def pause_ends_s(self) -> float:
-        """When `tick` changes something; never (infinity) unless it is open."""
-        return self._opened_at_s + self._pause_s if self._state is BreakerState.OPEN else math.inf
+    def backoff_ends_s(self) -> float:
+        """Time of the next state change by `tick`; infinity unless the breaker is open."""
+        return self._opened_at_s + self._backoff_s if self._state is BreakerState.OPEN else math.inf
 
     def tick(self, now_s: float) -> None:
-        """Begin to probe when the pause is over."""
-        if now_s >= self.pause_ends_s:
+        """Start to probe if the backoff is over."""
+        if now_s >= self.backoff_ends_s:
             self._state = BreakerState.PROBING
 
     def succeed(self) -> None:
-        """The tier answered in time. What was asked before the breaker opened says nothing about now."""
+        """Record a success. Ignored while open: that operation started before the breaker opened."""
         if self._state is BreakerState.OPEN:
             return
         self._failures = 0
         if self._state is BreakerState.PROBING:
             self._state = BreakerState.CLOSED
-            self._pause_s = self._options.first_pause_s
+            self._backoff_s = self._options.first_pause_s
 
     def fail(self, now_s: float) -> None:
-        """The tier did not answer, or not in time."""
+        """Record a failure or a timeout. Ignored while open."""
         if self._state is BreakerState.OPEN:
             return
         self._failures += 1
         if self._state is BreakerState.PROBING:
-            self._pause_s = min(2 * self._pause_s, self._options.longest_pause_s)
+            self._backoff_s = min(2 * self._backoff_s, self._options.longest_pause_s)
         elif self._failures < self._options.failures:
             return
         self._state = BreakerState.OPEN
@@ -112,123 +121,127 @@ class Breaker:
         self.num_openings += 1
 
 
-class _Way(NamedTuple):
-    breaker: Breaker
-    rest: Breaker
-    """Open while nothing is tried for want of files, memory or threads."""
-    questions: Breaker
-    """Of the way up alone: open while nobody is asked what it holds."""
+class _DirectionHealth(NamedTuple):
+    moves: Breaker
+    shortage: Breaker
+    """Open while moves wait for files, memory, threads or room in a queue."""
+    lookups: Breaker
+    """Of promotions only: open while lookups are not answered."""
 
     @property
     def is_usable(self) -> bool:
-        is_short_for_long = not self.rest.allows and self.rest.pause_s >= LONG_SHORTAGE_S
-        return self.breaker.allows and self.questions.allows and not is_short_for_long
+        is_long_shortage = not self.shortage.allows and self.shortage.backoff_s >= LONG_SHORTAGE_S
+        return self.moves.allows and self.lookups.allows and not is_long_shortage
 
     @property
-    def is_untroubled(self) -> bool:
-        """Whether a success says nothing new."""
-        return self.breaker.is_untroubled and self.rest.is_untroubled
+    def is_healthy(self) -> bool:
+        """True if a successful move changes nothing."""
+        return self.moves.is_healthy and self.shortage.is_healthy
 
     @property
-    def look(self) -> tuple[BreakerState, bool]:
-        """What an answer depends on."""
-        return self.breaker.state, self.is_usable
+    def view(self) -> tuple[BreakerState, bool]:
+        """State that answers depend on."""
+        return self.moves.state, self.is_usable
 
 
-class Ways:
-    """Both ways between a fast tier and a slow one.
+class TierHealth:
+    """Breakers of one secondary tier, per direction.
 
     Args:
-        breaker: when to leave a way alone whose moves fail, or whose questions are not answered.
-        shortage: the same for moves that cannot be tried.
+        breaker: options for failed moves and for unanswered lookups.
+        shortage: options for moves that could not be tried.
     """
 
     def __init__(self, breaker: BreakerOptions, shortage: BreakerOptions) -> None:
-        self._ways = {direction: _Way(Breaker(breaker), Breaker(shortage), Breaker(breaker)) for direction in Direction}
-        self.is_up = True
-        """Nothing speaks against asking for more: the way up is neither left alone nor tried."""
-        self.troubled: frozenset[Direction] = frozenset()
-        """Ways of which the end of a move says something new though it is none of a failure."""
-        self.next_end_s = math.inf
-        """When `tick` changes something."""
+        self._directions = {
+            direction: _DirectionHealth(Breaker(breaker), Breaker(shortage), Breaker(breaker))
+            for direction in Direction
+        }
+        self.can_promote = True
+        """Promotions are usable and not probing."""
+        self.degraded: frozenset[Direction] = frozenset()
+        """Directions for which a successful move changes the state."""
+        self.next_change_s = math.inf
+        """Time of the next change by `tick`."""
         self.revision = 0
-        """Changes with what may be asked for: the way up."""
+        """Changes with the state of promotions."""
 
     def state(self, direction: Direction) -> BreakerState:
-        way = self._ways[direction]
-        moves, questions = way.breaker.state, way.questions.state
-        return moves if questions is BreakerState.CLOSED or moves is BreakerState.OPEN else questions
+        health = self._directions[direction]
+        moves, lookups = health.moves.state, health.lookups.state
+        return moves if lookups is BreakerState.CLOSED or moves is BreakerState.OPEN else lookups
 
-    def allows(self, direction: Direction, num_moving: int) -> bool:
-        """Whether one more move may go this way. `num_moving`: of those that are not late; one at a time is a probe."""
-        way = self._ways[direction]
-        return way.is_usable and not (way.breaker.state is BreakerState.PROBING and num_moving)
+    def allows(self, direction: Direction, num_live: int) -> bool:
+        """True if one more move may start. `num_live`: moves in flight that have not timed out; a probe is a single
+        move."""
+        health = self._directions[direction]
+        return health.is_usable and not (health.moves.state is BreakerState.PROBING and num_live)
 
-    def may_ask(self, num_open: int) -> bool:
-        """Whether one more question may be asked where so many are open; one at a time is a probe. No such probe holds
-        up moves."""
-        questions = self._ways[Direction.PROMOTE].questions
-        return questions.allows and not (questions.state is BreakerState.PROBING and num_open)
+    def allows_lookup(self, num_open: int) -> bool:
+        """True if one more lookup may be sent. `num_open`: unanswered lookups; a probe is a single lookup. A lookup
+        probe does not block moves."""
+        lookups = self._directions[Direction.PROMOTE].lookups
+        return lookups.allows and not (lookups.state is BreakerState.PROBING and num_open)
 
-    def rests(self, direction: Direction) -> bool:
-        """Whether to try nothing for a moment."""
-        return not self._ways[direction].rest.allows
+    def is_backing_off(self, direction: Direction) -> bool:
+        """True during the backoff after a shortage."""
+        return not self._directions[direction].shortage.allows
 
     def tick(self, now_s: float) -> None:
-        """Begin to probe where a pause is over."""
-        if now_s < self.next_end_s:
+        """Start to probe where a backoff is over."""
+        if now_s < self.next_change_s:
             return
-        for direction, way in self._ways.items():
-            before = way.look
-            way.breaker.tick(now_s)
-            way.rest.tick(now_s)
-            way.questions.tick(now_s)
-            self._note(direction, before)
+        for direction, health in self._directions.items():
+            before = health.view
+            health.moves.tick(now_s)
+            health.shortage.tick(now_s)
+            health.lookups.tick(now_s)
+            self._update(direction, before)
 
-    def ended(self, direction: Direction, failure: Failure | None, now_s: float) -> None:
-        """A move that was not late has ended."""
-        way = self._ways[direction]
-        before = way.look
+    def on_move(self, direction: Direction, failure: Failure | None, now_s: float) -> None:
+        """A move ended that had not timed out."""
+        health = self._directions[direction]
+        before = health.view
         if failure is not None and failure.reason is FailureReason.BUSY:
-            way.rest.fail(now_s)
+            health.shortage.fail(now_s)
         else:
-            way.rest.succeed()
+            health.shortage.succeed()
         if failure is None:
-            way.breaker.succeed()
-        elif failure.reason in _BLAMED:
-            way.breaker.fail(now_s)
-        self._note(direction, before)
+            health.moves.succeed()
+        elif failure.reason in _TIER_FAULTS:
+            health.moves.fail(now_s)
+        self._update(direction, before)
 
-    def late(self, direction: Direction, now_s: float) -> None:
-        """A move has become late. How it ends is of no interest any more."""
-        before = self._ways[direction].look
-        self._ways[direction].breaker.fail(now_s)
-        self._note(direction, before)
+    def on_timeout(self, direction: Direction, now_s: float) -> None:
+        """A move timed out. Its later end must not be reported."""
+        before = self._directions[direction].view
+        self._directions[direction].moves.fail(now_s)
+        self._update(direction, before)
 
-    def answered(self) -> None:
-        """A question had an answer in time."""
-        before = self._ways[Direction.PROMOTE].look
-        self._ways[Direction.PROMOTE].questions.succeed()
-        self._note(Direction.PROMOTE, before)
+    def on_lookup_answered(self) -> None:
+        """A lookup was answered in time."""
+        before = self._directions[Direction.PROMOTE].view
+        self._directions[Direction.PROMOTE].lookups.succeed()
+        self._update(Direction.PROMOTE, before)
 
-    def unanswered(self, now_s: float) -> None:
-        """A question had none, or could not even be asked."""
-        before = self._ways[Direction.PROMOTE].look
-        self._ways[Direction.PROMOTE].questions.fail(now_s)
-        self._note(Direction.PROMOTE, before)
+    def on_lookup_timeout(self, now_s: float) -> None:
+        """A lookup was not answered in time, or could not be sent."""
+        before = self._directions[Direction.PROMOTE].view
+        self._directions[Direction.PROMOTE].lookups.fail(now_s)
+        self._update(Direction.PROMOTE, before)
 
     def take_openings(self) -> dict[Direction, int]:
-        """How often each breaker opened since the last call, where it did."""
+        """Openings of breakers since the last call, for directions that had any."""
         openings: dict[Direction, int] = {}
-        for direction, way in self._ways.items():
-            openings[direction] = way.breaker.num_openings + way.questions.num_openings
-            way.breaker.num_openings = way.questions.num_openings = 0
+        for direction, health in self._directions.items():
+            openings[direction] = health.moves.num_openings + health.lookups.num_openings
+            health.moves.num_openings = health.lookups.num_openings = 0
         return {direction: number for direction, number in openings.items() if number}
 
-    def _note(self, direction: Direction, before: tuple[BreakerState, bool]) -> None:
-        ways = self._ways
-        self.troubled = frozenset(each for each, way in ways.items() if not way.is_untroubled)
-        self.next_end_s = min(part.pause_ends_s for way in ways.values() for part in way)
-        if direction is Direction.PROMOTE and (look := ways[direction].look) != before:
+    def _update(self, direction: Direction, before: tuple[BreakerState, bool]) -> None:
+        directions = self._directions
+        self.degraded = frozenset(each for each, health in directions.items() if not health.is_healthy)
+        self.next_change_s = min(breaker.backoff_ends_s for health in directions.values() for breaker in health)
+        if direction is Direction.PROMOTE and (view := directions[direction].view) != before:
             self.revision += 1
-            self.is_up = look == (BreakerState.CLOSED, True)
+            self.can_promote = view == (BreakerState.CLOSED, True)

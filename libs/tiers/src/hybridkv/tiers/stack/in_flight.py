@@ -1,7 +1,6 @@
-"""The moves that are on their way between a fast tier and a slower one: what they carry, who works on them, which are
-late.
+"""Moves in flight between the primary tier and one secondary tier: bytes, ranks that are not done, timeouts.
 
-Judges no outcome and touches no tier.
+Judges no outcome and calls no tier.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from hybridkv.tiers.stack.moves import Direction, MoveOutcome, TierMove
 _PROMOTE = Direction.PROMOTE
 
 
-class Moving(msgspec.Struct):
-    """One move."""
+class InFlightMove(msgspec.Struct):
+    """One move in flight."""
 
     move: TierMove
     num_bytes: int
@@ -27,124 +26,126 @@ class Moving(msgspec.Struct):
     since_s: float
     failure: Failure | None = None
     """Of the first rank that failed."""
-    is_late: bool = False
+    is_timed_out: bool = False
     is_prefetch: bool = False
-    """It was begun though nobody waited."""
+    """No request waited for it when it started."""
 
 
 @dataclass(slots=True)
-class Planned:
-    """What all slower tiers of a stack have to do with each other on their way: the fast tier.
+class SharedMoves:
+    """State of moves that all secondary tiers of one stack share.
 
     Args:
         num_ranks: media that report every move.
     """
 
     num_ranks: int
-    moves: list[TierMove] = field(default_factory=list)
-    """Made, and not handed out yet, in order."""
-    late_keys: set[Key] = field(default_factory=set)
-    """What late promotions bring, from wherever: its space in the fast tier is nobody else's."""
-    late_bytes: int = 0
-    """What all of them keep reserved there."""
-    tiers_of: dict[Key, str] = field(default_factory=dict)
-    """From which tier each key comes that is on its way up."""
+    planned: list[TierMove] = field(default_factory=list)
+    """Moves that `TierStack.take_moves` has not returned yet, in order."""
+    timed_out_keys: set[Key] = field(default_factory=set)
+    """Keys of timed-out promotions, from all tiers. Their space in the primary tier stays reserved."""
+    timed_out_bytes: int = 0
+    """Bytes that timed-out promotions keep reserved in the primary tier."""
+    source_by_key: dict[Key, str] = field(default_factory=dict)
+    """Name of the tier that each key is promoted from."""
 
 
-class Traffic:
-    """All moves between a fast tier and one slower one.
+class InFlightMoves:
+    """All moves between the primary tier and one secondary tier.
 
     Args:
-        tier: the slower one's name.
-        move_ids: those that are this tier's.
-        planned: what the traffic of all tiers shares.
+        tier: name of the secondary tier.
+        move_ids: ids for the moves of this tier.
+        shared: state of the moves of all tiers.
     """
 
-    def __init__(self, tier: str, move_ids: Iterator[int], planned: Planned) -> None:
+    def __init__(self, tier: str, move_ids: Iterator[int], shared: SharedMoves) -> None:
         self._tier = tier
         self._move_ids = move_ids
-        self._planned = planned
-        self._moves: dict[int, Moving] = {}
-        """In the order in which they began."""
-        self.bytes_moving = dict.fromkeys(Direction, 0)
-        """Of one rank. Late promotions are not among them."""
-        self.num_in_time = dict.fromkeys(Direction, 0)
-        """Moves that are not late."""
+        self._shared = shared
+        self._moves: dict[int, InFlightMove] = {}
+        """In the order of their start."""
+        self.bytes_in_flight = dict.fromkeys(Direction, 0)
+        """Per direction, of one rank. Without timed-out promotions."""
+        self.num_live = dict.fromkeys(Direction, 0)
+        """Moves that have not timed out, per direction."""
         self.prefetching_bytes = 0
-        """Of what moves up in time, what nobody waited for when it began."""
+        """Bytes of live promotions that are prefetches."""
         self.num_prefetching = 0
-        self.late_bytes = 0
-        """What they keep reserved in the fast tier."""
+        self.timed_out_bytes = 0
+        """Bytes that timed-out promotions of this tier keep reserved in the primary tier."""
 
     def plan(
-        self, direction: Direction, key: Key, near: Slot, far: Slot, now_s: float, is_prefetch: bool = False
+        self, direction: Direction, key: Key, primary: Slot, secondary: Slot, now_s: float, is_prefetch: bool = False
     ) -> None:
-        """A move, to be handed out with all that are planned."""
-        move = TierMove(next(self._move_ids), direction, self._tier, key, near, far)
-        num_bytes = near.num_bytes
-        self._moves[move.move_id] = Moving(move, num_bytes, self._planned.num_ranks, now_s, is_prefetch=is_prefetch)
+        """Add a move to those that `TierStack.take_moves` returns next."""
+        move = TierMove(next(self._move_ids), direction, self._tier, key, primary, secondary)
+        num_bytes = primary.num_bytes
+        self._moves[move.move_id] = InFlightMove(
+            move, num_bytes, self._shared.num_ranks, now_s, is_prefetch=is_prefetch
+        )
         self._count_prefetch(self._moves[move.move_id], 1)
-        self.bytes_moving[direction] += num_bytes
-        self.num_in_time[direction] += 1
-        self._planned.moves.append(move)
+        self.bytes_in_flight[direction] += num_bytes
+        self.num_live[direction] += 1
+        self._shared.planned.append(move)
         if direction is _PROMOTE:
-            self._planned.tiers_of[key] = self._tier
+            self._shared.source_by_key[key] = self._tier
 
-    def report(self, move_id: int, outcome: MoveOutcome) -> Moving | None:
-        """Ranks are done with a move. The move when they were the last ones."""
-        moving = self._moves[move_id]
-        moving.ranks_left -= outcome.num_ranks
-        if moving.failure is None:
-            moving.failure = outcome.failure
-        if moving.ranks_left > 0:
+    def report(self, move_id: int, outcome: MoveOutcome) -> InFlightMove | None:
+        """Record that ranks are done with a move. Returns the move when all ranks are done."""
+        in_flight = self._moves[move_id]
+        in_flight.ranks_left -= outcome.num_ranks
+        if in_flight.failure is None:
+            in_flight.failure = outcome.failure
+        if in_flight.ranks_left > 0:
             return None
         del self._moves[move_id]
-        direction = moving.move.direction
+        direction = in_flight.move.direction
         if direction is _PROMOTE:
-            del self._planned.tiers_of[moving.move.key]
-        if not moving.is_late:
-            self.num_in_time[direction] -= 1
-            self.bytes_moving[direction] -= moving.num_bytes
-            self._count_prefetch(moving, -1)
+            del self._shared.source_by_key[in_flight.move.key]
+        if not in_flight.is_timed_out:
+            self.num_live[direction] -= 1
+            self.bytes_in_flight[direction] -= in_flight.num_bytes
+            self._count_prefetch(in_flight, -1)
         elif direction is _PROMOTE:
-            self._planned.late_keys.discard(moving.move.key)
-            self.late_bytes -= moving.num_bytes
-            self._planned.late_bytes -= moving.num_bytes
+            self._shared.timed_out_keys.discard(in_flight.move.key)
+            self.timed_out_bytes -= in_flight.num_bytes
+            self._shared.timed_out_bytes -= in_flight.num_bytes
         else:
-            self.bytes_moving[direction] -= moving.num_bytes
-        return moving
+            self.bytes_in_flight[direction] -= in_flight.num_bytes
+        return in_flight
 
-    def give_up(self, before_s: float) -> list[Moving]:
-        """The moves that became late: they began at `before_s` or earlier."""
-        late: list[Moving] = []
-        for moving in self._moves.values():
-            if moving.since_s > before_s:
+    def time_out(self, before_s: float) -> list[InFlightMove]:
+        """Mark the moves that started at `before_s` or earlier as timed out. Returns the newly marked ones."""
+        timed_out: list[InFlightMove] = []
+        for in_flight in self._moves.values():
+            if in_flight.since_s > before_s:
                 break
-            if moving.is_late:
+            if in_flight.is_timed_out:
                 continue
-            late.append(moving)
-            moving.is_late = True
-            self.num_in_time[moving.move.direction] -= 1
-            if moving.move.direction is _PROMOTE:
-                self._count_prefetch(moving, -1)
-                self.bytes_moving[_PROMOTE] -= moving.num_bytes
-                self.late_bytes += moving.num_bytes
-                self._planned.late_bytes += moving.num_bytes
-                self._planned.late_keys.add(moving.move.key)
-        return late
+            timed_out.append(in_flight)
+            in_flight.is_timed_out = True
+            self.num_live[in_flight.move.direction] -= 1
+            if in_flight.move.direction is _PROMOTE:
+                self._count_prefetch(in_flight, -1)
+                self.bytes_in_flight[_PROMOTE] -= in_flight.num_bytes
+                self.timed_out_bytes += in_flight.num_bytes
+                self._shared.timed_out_bytes += in_flight.num_bytes
+                self._shared.timed_out_keys.add(in_flight.move.key)
+        return timed_out
 
-    def _count_prefetch(self, moving: Moving, number: int) -> None:
-        if moving.is_prefetch:
+    def _count_prefetch(self, in_flight: InFlightMove, number: int) -> None:
+        if in_flight.is_prefetch:
             self.num_prefetching += number
-            self.prefetching_bytes += number * moving.num_bytes
+            self.prefetching_bytes += number * in_flight.num_bytes
 
-    def has_some_in_time(self) -> bool:
-        """Whether a move is on its way that is not late."""
-        return bool(self._moves) and any(self.num_in_time.values())
+    def has_live(self) -> bool:
+        """True if a move is in flight that has not timed out."""
+        return bool(self._moves) and any(self.num_live.values())
 
-    def oldest_in_time_s(self) -> float:
-        """When the first of them began; never (infinity) when there is none."""
-        for moving in self._moves.values():
-            if not moving.is_late:
-                return moving.since_s
+    def oldest_live_s(self) -> float:
+        """Start of the oldest move that has not timed out; infinity if there is none."""
+        for in_flight in self._moves.values():
+            if not in_flight.is_timed_out:
+                return in_flight.since_s
         return math.inf

@@ -1,4 +1,7 @@
-"""A request's hold on chunks: all of them stay in the fast tier, or come there, until it is released."""
+"""Promotion leases: a request keeps chunks pinned in the primary tier, or waits for their promotion, until it releases.
+
+Also the deadlines of a stack: of leases, of moves, and of backoffs.
+"""
 
 from __future__ import annotations
 
@@ -9,165 +12,164 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from hybridkv.tiers.contract import Key, TierIndex
-from hybridkv.tiers.stack.secondary import Common, Level
+from hybridkv.tiers.stack.secondary import SecondaryTierState, StackContext
+
+_NEVER_S = math.inf
 
 
 class HoldFailure(enum.StrEnum):
-    """Why a hold came to nothing."""
+    """Why a promotion lease failed."""
 
     TIMEOUT = "timeout"
-    """A slower tier took longer than allowed."""
+    """A secondary tier took longer than allowed."""
     LOST = "lost"
-    """A chunk could not be promoted, or was withdrawn."""
+    """A chunk could not be promoted, or was invalidated."""
 
 
-class Hold(msgspec.Struct):
-    """Made by `TierStack.acquire`, ended by `TierStack.release`."""
+class PromotionLease(msgspec.Struct):
+    """Chunks that one request uses. Created by `TierStack.acquire`, ended by `TierStack.release`."""
 
     owner: str
     since_s: float
     pinned: list[Key] = []
-    """In the fast tier, protected."""
+    """Pinned in the primary tier."""
     waiting: set[Key] = set()
-    """On their way there."""
+    """Not in the primary tier yet: being promoted or stored."""
     source: str = ""
-    """The slowest tier that brings what it waits for, whoever had it promoted; the nearest where it waits for nothing,
-    or only for what is being stored."""
+    """The slowest tier that a waiting chunk is promoted from, whichever request started that; the nearest tier if it
+    waits for no promotion."""
     failure: HoldFailure | None = None
-    """Once set, the hold protects nothing."""
+    """If set, nothing is pinned any more."""
 
     @property
     def is_ready(self) -> bool:
         return not self.waiting and self.failure is None
 
 
-class Holds:
-    """All holds on one fast tier.
+class PromotionLeases:
+    """All leases of one stack.
 
     Args:
-        near: its index.
-        timeout_s: how long one may wait.
+        primary: index of the primary tier.
+        timeout_s: how long a lease may wait.
     """
 
-    def __init__(self, near: TierIndex, timeout_s: float) -> None:
-        self._near = near
+    def __init__(self, primary: TierIndex, timeout_s: float) -> None:
+        self._primary = primary
         self.timeout_s = timeout_s
-        self.by_owner: dict[str, Hold] = {}
+        self.by_owner: dict[str, PromotionLease] = {}
         self._timeouts = 0
 
     def release(self, owner: str) -> None:
-        """Give up a hold."""
-        hold = self.by_owner.pop(owner, None)
-        if hold is not None:
-            self.unpin(hold)
+        """End a lease, if there is one."""
+        lease = self.by_owner.pop(owner, None)
+        if lease is not None:
+            self.unpin(lease)
 
-    def unpin(self, hold: Hold) -> None:
-        """Protect nothing for it any more."""
-        self._near.unpin_all(reversed(hold.pinned))
-        hold.pinned.clear()
-        hold.waiting.clear()
+    def unpin(self, lease: PromotionLease) -> None:
+        """Unpin its chunks, and stop to wait."""
+        self._primary.unpin_all(reversed(lease.pinned))
+        lease.pinned.clear()
+        lease.waiting.clear()
 
-    def _fail(self, hold: Hold, failure: HoldFailure) -> None:
-        self.unpin(hold)
-        hold.failure = failure
+    def _fail(self, lease: PromotionLease, failure: HoldFailure) -> None:
+        self.unpin(lease)
+        lease.failure = failure
 
-    def hand_out(self, key: Key) -> None:
-        """A key that was on its way into the fast tier has come."""
-        for hold in self.by_owner.values():
-            if key in hold.waiting:
-                hold.waiting.discard(key)
-                self._near.pin(key)
-                hold.pinned.append(key)
+    def on_arrived(self, key: Key) -> None:
+        """A chunk arrived in the primary tier: pin it for each lease that waits for it."""
+        for lease in self.by_owner.values():
+            if key in lease.waiting:
+                lease.waiting.discard(key)
+                self._primary.pin(key)
+                lease.pinned.append(key)
 
-    def lose(self, key: Key) -> None:
-        """It never will come."""
-        for hold in self.by_owner.values():
-            if key in hold.waiting:
-                self._fail(hold, HoldFailure.LOST)
+    def on_lost(self, key: Key) -> None:
+        """A chunk will not arrive: fail the leases that wait for it."""
+        for lease in self.by_owner.values():
+            if key in lease.waiting:
+                self._fail(lease, HoldFailure.LOST)
 
-    def lose_all(self) -> None:
-        """Nothing is what it was."""
-        for hold in self.by_owner.values():
-            self._fail(hold, HoldFailure.LOST)
+    def fail_all(self) -> None:
+        """Fail every lease with LOST."""
+        for lease in self.by_owner.values():
+            self._fail(lease, HoldFailure.LOST)
 
-    def stop_waiting(self, keys: Iterable[Key]) -> None:
-        """Whoever waits for one of these waits no longer."""
+    def time_out_waiters(self, keys: Iterable[Key]) -> None:
+        """Fail the leases that wait for one of these keys with TIMEOUT."""
         for key in keys:
-            late = [hold for hold in self.by_owner.values() if key in hold.waiting]
-            for hold in late:
-                self._fail(hold, HoldFailure.TIMEOUT)
-            self._timeouts += len(late)
+            waiters = [lease for lease in self.by_owner.values() if key in lease.waiting]
+            for lease in waiters:
+                self._fail(lease, HoldFailure.TIMEOUT)
+            self._timeouts += len(waiters)
 
     def pass_time(self, now_s: float) -> float:
-        """Let what has waited too long fail. When the next one will."""
+        """Fail the leases past their deadline. Returns the next deadline."""
         limit_s, due_s = self.timeout_s, math.inf
-        for hold in self.by_owner.values():
-            if hold.waiting and now_s - hold.since_s >= limit_s:
-                self._fail(hold, HoldFailure.TIMEOUT)
+        for lease in self.by_owner.values():
+            if lease.waiting and now_s - lease.since_s >= limit_s:
+                self._fail(lease, HoldFailure.TIMEOUT)
                 self._timeouts += 1
-            elif hold.waiting:
-                due_s = min(due_s, hold.since_s + limit_s)
+            elif lease.waiting:
+                due_s = min(due_s, lease.since_s + limit_s)
         return due_s
 
     def take_timeouts(self) -> int:
-        """Holds that were given up because their time was over, since the last call."""
+        """Timed-out leases since the last call."""
         timeouts, self._timeouts = self._timeouts, 0
         return timeouts
-
-
-_NEVER_S = math.inf
 
 
 class Deadlines:
     """All deadlines of one stack.
 
     Args:
-        levels: its slower tiers.
-        holds: those who wait.
-        common: when something changes next.
+        tiers: its secondary tiers.
+        leases: its promotion leases.
+        context: has the time of the next deadline.
     """
 
-    def __init__(self, levels: Sequence[Level], holds: Holds, common: Common) -> None:
-        self._levels = levels
-        self._holds = holds
-        self._common = common
-        self._clock = common.clock
-        self._ticked_s = common.clock()
-        """When `tick` was called last."""
+    def __init__(self, tiers: Sequence[SecondaryTierState], leases: PromotionLeases, context: StackContext) -> None:
+        self._tiers = tiers
+        self._leases = leases
+        self._context = context
+        self._clock = context.clock
+        self._ticked_s = context.clock()
+        """Time of the last `tick`."""
 
     def tick(self) -> None:
-        """Let what has waited too long fail; call it once a step.
+        """Apply timeouts; call it once a step.
 
-        A hold fails at its time. A slower tier is blamed one call later, when the caller had the chance to hear of it:
-        between two calls it may have stood still itself, with the news of a move still to come.
+        A lease fails at its deadline. A move times out one call later, when the caller could have polled its end: the
+        caller itself may have been stalled between two calls.
         """
         now_s = self._clock()
-        for level in self._levels:
-            late = level.blame_before(self._ticked_s, now_s)
-            if late:
-                self._stop_waiting(level, late)
+        for tier in self._tiers:
+            timed_out = tier.time_out(self._ticked_s, now_s)
+            if timed_out:
+                self._time_out_waiters(tier, timed_out)
         self._ticked_s = now_s
         self._pass_time(now_s)
 
-    def look_at_clock(self) -> None:
-        """Deadlines hold though nobody calls `tick`. Where nothing waits this is one comparison."""
-        due_s = self._common.due_s
+    def check(self) -> None:
+        """Apply due timeouts without a `tick`. One comparison if nothing waits."""
+        due_s = self._context.due_s
         if due_s == _NEVER_S:
             return
         now_s = self._clock()
         if now_s < due_s:
             return
-        for level in self._levels:
-            self._stop_waiting(level, level.notice(now_s))
+        for tier in self._tiers:
+            self._time_out_waiters(tier, tier.check_timeouts(now_s))
         self._pass_time(now_s)
 
-    def _stop_waiting(self, level: Level, keys: Sequence[Key]) -> None:
-        """Who waits for more than one tier does not wait longer for one of them than that may take."""
-        if level.load_timeout_s < self._holds.timeout_s:
-            self._holds.stop_waiting(keys)
+    def _time_out_waiters(self, tier: SecondaryTierState, keys: Sequence[Key]) -> None:
+        """Fail leases early if this tier's limit is shorter than theirs, which is the longest of all tiers."""
+        if tier.load_timeout_s < self._leases.timeout_s:
+            self._leases.time_out_waiters(keys)
 
     def _pass_time(self, now_s: float) -> None:
         due_s = _NEVER_S
-        for level in self._levels:
-            due_s = min(due_s, level.pass_time(now_s))
-        self._common.due_s = min(due_s, self._holds.pass_time(now_s))
+        for tier in self._tiers:
+            due_s = min(due_s, tier.pass_time(now_s))
+        self._context.due_s = min(due_s, self._leases.pass_time(now_s))

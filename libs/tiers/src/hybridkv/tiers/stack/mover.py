@@ -1,7 +1,7 @@
-"""The moving half of a stack, one for each rank: hands a stack's moves to the slower media and checks what comes back.
+"""Worker half of a stack, one for each rank: submits moves to the secondary media, and verifies their results.
 
-A promoted chunk is verified by the slow medium and sealed with the checksum that was verified, so what the fast tier
-later checks is what was stored at first. A cascaded one must have the checksum that it was sealed with.
+The secondary medium verifies a promoted chunk; the arena seals it with that checksum, so later checks compare with the
+bytes stored first. A cascaded chunk must have the checksum that it was sealed with.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ logger = logging.getLogger(__name__)
 
 
 class TierMover:
-    """Carries out moves between an arena and slower media. Decides nothing and raises nothing for what a medium meets.
+    """Carries out moves between an arena and secondary media. Decides nothing; errors of a medium are outcomes.
 
     Args:
-        arena: this rank's part of the fast tier.
-        media: this rank's parts of the slower tiers, by name. One may be added before the first move that names it.
+        arena: this rank's part of the primary tier.
+        media: this rank's parts of the secondary tiers, by name. Add a medium before the first move of its tier.
         clock: seconds.
     """
 
@@ -31,19 +31,19 @@ class TierMover:
         self._clock = clock
         self._moves: dict[Ticket, tuple[TierMove, float]] = {}
         self._broken: set[str] = set()
-        """Tiers whose medium has raised."""
+        """Tiers of media that have raised."""
         self._ended: list[tuple[TierMove, Failure | None, float]] = []
 
     def start(self, moves: Iterable[TierMove]) -> None:
-        """Submit moves. A problem is an outcome, not an exception."""
+        """Submit moves. Errors are outcomes, not exceptions."""
         for move in moves:
             ticket = Ticket(move.move_id)
             started_s = self._clock()
             try:
-                views = self._arena.views(move.near)
+                views = self._arena.views(move.primary)
                 if move.direction is Direction.PROMOTE:
-                    self._arena.discard(move.near)
-            except Exception as error:  # a plan that does not fit must not stop the engine
+                    self._arena.discard(move.primary)
+            except Exception as error:  # a wrong slot must not stop the engine
                 reason = FailureReason.BUSY if is_shortage(error) else FailureReason.IO
                 self._ended.append((move, Failure(reason, f"{type(error).__name__}: {error}"), 0.0))
                 continue
@@ -51,36 +51,41 @@ class TierMover:
             medium = self.media[move.tier]
             try:
                 if move.direction is Direction.PROMOTE:
-                    medium.load(ticket, move.key, move.far, views)
+                    medium.load(ticket, move.key, move.secondary, views)
                 else:
-                    medium.store(ticket, move.key, move.far, views)
-            except Exception as error:  # it may have begun all the same: the move ends with its completion, or late
-                self._complain(move.tier, error)
+                    medium.store(ticket, move.key, move.secondary, views)
+            except Exception as error:  # it may have started: the move ends with its completion, or times out
+                self._log_once(move.tier, error)
         for tier, medium in self.media.items():
             if isinstance(medium, GathersMoves):
                 try:
                     medium.flush()
                 except Exception as error:
-                    self._complain(tier, error)
+                    self._log_once(tier, error)
 
-    def _complain(self, tier: str, error: Exception) -> None:
-        """A medium broke its contract. Said once each: it may go on so in every step."""
+    def _log_once(self, tier: str, error: Exception) -> None:
+        """Log that a medium broke its contract, once per tier: it may do so in every step."""
         if tier not in self._broken:
             self._broken.add(tier)
-            logger.error("the %s tier raised what it should report: %s: %s", tier, type(error).__name__, error)
+            logger.error(
+                "the medium of tier %s raised an exception that it should return as a failure: %s: %s",
+                tier,
+                type(error).__name__,
+                error,
+            )
 
     def poll(self) -> list[tuple[TierMove, Failure | None, float]]:
-        """Moves that ended since the last call, each with its failure and the seconds that it took."""
+        """Moves that ended since the last call, each with its failure and its duration in seconds."""
         for tier, medium in self.media.items():
             try:
                 completions = medium.poll()
-            except Exception as error:  # its moves are late from now on, and those of other tiers are not
-                self._complain(tier, error)
+            except Exception as error:  # its moves time out; other tiers are not affected
+                self._log_once(tier, error)
                 continue
             for completion in completions:
                 started = self._moves.pop(completion.ticket, None)
                 if started is None:
-                    continue  # it has ended before
+                    continue  # ended already
                 move, started_s = started
                 self._ended.append((move, self._verify(move, completion), self._clock() - started_s))
         ended, self._ended = self._ended, []
@@ -91,19 +96,19 @@ class TierMover:
             return completion.failure
         if move.direction is Direction.PROMOTE:
             checksums = None if completion.checksum is None else [completion.checksum]
-            [failure] = self._arena.seal_all([(move.key, move.near)], checksums)
+            [failure] = self._arena.seal_all([(move.key, move.primary)], checksums)
             return failure
-        sealed = self._arena.sealed_checksum(move.key, move.near)
+        sealed = self._arena.sealed_checksum(move.key, move.primary)
         if sealed is None:
-            return Failure(FailureReason.MISSING, f"{move.key.hex()} was not sealed when it cascaded")
+            return Failure(FailureReason.MISSING, f"{move.key.hex()} is not sealed in the primary tier")
         if completion.checksum is not None and sealed != completion.checksum:
-            return Failure(FailureReason.CHECKSUM, f"the bytes of {move.key.hex()} changed in the fast tier")
+            return Failure(FailureReason.CHECKSUM, f"the bytes of {move.key.hex()} changed in the primary tier")
         return None
 
     def close(self, timeout_s: float) -> bool:
-        """Wait for what is on its way, at most `timeout_s`, then give up the media. False when it was not enough.
+        """Wait at most `timeout_s` for moves in flight, then close the media. False on a timeout or an error.
 
-        The arena is closed by its owner, afterwards.
+        The owner of the arena closes it afterwards.
         """
         ends_s = self._clock() + timeout_s
         is_drained = True
@@ -111,7 +116,7 @@ class TierMover:
             try:
                 is_drained &= medium.drain(max(ends_s - self._clock(), 0.0))
                 medium.close()
-            except Exception as error:  # the others are still to be closed
-                self._complain(tier, error)
+            except Exception as error:  # close the others too
+                self._log_once(tier, error)
                 is_drained = False
         return is_drained

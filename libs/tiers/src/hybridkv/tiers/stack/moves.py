@@ -1,4 +1,4 @@
-"""What travels between the two halves of a stack: moves to the media, outcomes back, and counts of both."""
+"""Moves between tiers, their outcomes, and counts of both. Messages between `TierStack` and `TierMover`."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ _Name = TypeVar("_Name", bound=str)
 
 class Direction(enum.StrEnum):
     PROMOTE = "promote"
-    """From a slower tier to the fast one."""
+    """From a secondary tier to the primary one."""
     CASCADE = "cascade"
-    """From the fast tier to a slower one."""
+    """From the primary tier to a secondary one."""
 
 
 class TierMove(msgspec.Struct, frozen=True, array_like=True):
-    """One chunk on its way between two tiers; every rank carries out its own part.
+    """Move of one chunk between two tiers. Every rank moves its own part.
 
     Args:
-        move_id: comes back in the outcome.
-        direction: which way.
-        tier: the name of the slower one.
+        move_id: identifies the move in its outcome.
+        direction: promotion or cascade.
+        tier: name of the secondary tier.
         key: of the chunk.
-        near: its place in the fast tier.
-        far: its place in the slower tier.
+        primary: slot in the primary tier.
+        secondary: slot in the secondary tier.
     """
 
     move_id: int
     direction: Direction
     tier: str
     key: Key
-    near: Slot
-    far: Slot
+    primary: Slot
+    secondary: Slot
 
 
 class MoveOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """How many ranks are done with a move, and why the first of them failed, if one did."""
+    """Number of ranks that are done with a move, and the failure of the first that failed."""
 
     num_ranks: int
     failure: Failure | None = None
@@ -52,63 +52,63 @@ class MoveOutcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class MoveResult(enum.StrEnum):
-    """What became of a move that was made or wished for."""
+    """Result of a requested move."""
 
     DONE = "done"
     FAILED = "failed"
     DROPPED_BUSY = "dropped_busy"
-    """More waits than the options allow, or all that may be on its way is late."""
+    """The queue is full, or everything in flight has timed out."""
     DROPPED_NO_ROOM = "dropped_no_room"
-    """The destination had no space to give."""
+    """The destination had no space."""
     DROPPED_OPEN = "dropped_open"
-    """The breaker of this direction keeps away from the slower tier."""
+    """The breaker of this direction is open."""
     DROPPED_ORPHAN = "dropped_orphan"
-    """What it needs before it on its path is not in the slower tier, nor on its way there."""
+    """A chunk that it needs is neither in the secondary tier nor in flight to it."""
     DROPPED_EVICTED = "dropped_evicted"
-    """It left the fast tier before its turn."""
+    """The primary tier evicted it before its turn."""
     DROPPED_LATE = "dropped_late"
-    """It waited while nothing came to its end for longer than a move may take."""
+    """It waited while no cascade succeeded for `load_timeout_s`."""
 
 
 class PrefetchResult(enum.StrEnum):
-    """What became of one prefix that was to be brought into the fast tier."""
+    """Result of the prefetch of one prefix."""
 
     BROUGHT = "brought"
-    """All that it lacked has come, what others brought or stored meanwhile included."""
+    """All missing chunks arrived, including those that others promoted or stored meanwhile."""
     NOTHING = "nothing"
-    """It lacked nothing, or others brought all of that."""
+    """Nothing was missing, or others promoted all of it."""
     NO_ROOM = "no_room"
-    """More than the fast tier may have of what nobody waits for: its beginning has come."""
+    """The bound on unused prefetched bytes was reached. The beginning of the prefix arrived."""
     LATE = "late"
-    """It took longer than a hold may wait."""
+    """It took longer than `load_timeout_s`."""
     LOST = "lost"
-    """A chunk could not be promoted, was withdrawn, or its tier is left alone."""
+    """A chunk could not be promoted, was invalidated, or its tier is not used."""
     CROWDED = "crowded"
-    """As many wait as may."""
+    """Too many prefixes are in progress."""
 
 
 class PrefetchBytes(enum.StrEnum):
-    """What became of bytes that nobody waited for."""
+    """What happened to prefetched bytes."""
 
     BROUGHT = "brought"
-    """They came into the fast tier."""
+    """Arrived in the primary tier."""
     USED = "used"
-    """Somebody held, pinned or touched them for the first time, and got them."""
+    """Used for the first time: leased, pinned or touched."""
     DISPLACED = "displaced"
-    """They were to go first, before anybody used them: others were brought in their place."""
+    """Dropped unused, to make room for another prefetch."""
 
 
 class MoveCounts(msgspec.Struct, frozen=True):
-    """What went to a slower tier and came from it since it was last asked. Bytes are those of one rank."""
+    """Counts of the moves of one secondary tier. Bytes are those of one rank."""
 
     promotions: dict[MoveResult, int] = {}
     cascades: dict[MoveResult, int] = {}
     promoted_bytes: int = 0
     cascaded_bytes: int = 0
     failures: dict[str, int] = {}
-    """Failed moves by the reason that the tier gave."""
+    """Failed moves by `FailureReason`."""
     breaker_openings: dict[Direction, int] = {}
-    """Only of directions whose breaker opened."""
+    """Without directions that had none."""
 
     def merge(self, other: MoveCounts) -> MoveCounts:
         return MoveCounts(
@@ -122,16 +122,14 @@ class MoveCounts(msgspec.Struct, frozen=True):
 
 
 class MoveTally:
-    """A mutable `MoveCounts`."""
+    """Mutable `MoveCounts`."""
 
     def __init__(self) -> None:
         self.results: dict[Direction, dict[MoveResult, int]] = {direction: {} for direction in Direction}
         self.num_bytes = dict.fromkeys(Direction, 0)
         self.failures: dict[str, int] = {}
 
-    def moved(
-        self, direction: Direction, result: MoveResult, num_bytes: int = 0, failure: Failure | None = None
-    ) -> None:
+    def add(self, direction: Direction, result: MoveResult, num_bytes: int = 0, failure: Failure | None = None) -> None:
         results = self.results[direction]
         results[result] = results.get(result, 0) + 1
         if failure is not None:
@@ -141,7 +139,7 @@ class MoveTally:
             self.num_bytes[direction] += num_bytes
 
     def as_counts(self, breaker_openings: dict[Direction, int]) -> MoveCounts:
-        """What was counted, with how often the breakers opened meanwhile."""
+        """The counts so far, with the openings of breakers in that time."""
         return MoveCounts(
             promotions=self.results[Direction.PROMOTE],
             cascades=self.results[Direction.CASCADE],
@@ -153,20 +151,20 @@ class MoveTally:
 
 
 class StackCounts(msgspec.Struct, frozen=True):
-    """What a stack did since it was last asked."""
+    """Counts of a stack since the last `take_counts`."""
 
     tiers: dict[str, MoveCounts] = {}
-    """Of each slower tier, the nearest first."""
+    """By secondary tier, the nearest first."""
     timeouts: int = 0
-    """Holds that were given up because their time was over."""
+    """Promotion leases that timed out."""
     prefetches: dict[PrefetchResult, int] = {}
-    """Prefixes; only results that occurred."""
+    """Prefixes by result; only results that occurred."""
     prefetch_bytes: dict[PrefetchBytes, int] = {}
     """Of one rank."""
 
     @property
     def moves(self) -> MoveCounts:
-        """Of all of them together."""
+        """Sum over all secondary tiers."""
         return functools.reduce(MoveCounts.merge, self.tiers.values(), MoveCounts())
 
 

@@ -1,4 +1,4 @@
-"""What may be chosen for each slower tier of a stack."""
+"""Options of one secondary tier of a stack."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from hybridkv.tiers.stack.health import BreakerOptions
 
 
 class CascadePolicy(enum.StrEnum):
-    """What a slower tier is given."""
+    """Chunks that are copied to a secondary tier."""
 
     ALL = "all"
-    """Whatever is stored in the fast tier, and whatever is met there and offered again: so what came up from another
-    tier comes too, when somebody has used it."""
+    """Every chunk that is stored in the primary tier, and every chunk found there and offered again. The latter copies
+    chunks that were promoted from another tier, once they are reused."""
     REUSED = "reused"
-    """What is met in the fast tier by somebody who did not store it: what is used once alone stays where it is."""
+    """Only chunks found in the primary tier by a request that did not store them."""
     NOTHING = "nothing"
-    """It is only read: somebody else fills it."""
+    """None: the tier is only read. Others fill it."""
 
 
 class SlowerTierOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds.
+    """Bounds of one secondary tier. Shares are above 0 and at most 1.
 
     Args:
-        cascades: what is copied there.
-        load_timeout_s: how long a hold waits for this tier, how long a move counts as alive, and how long chunks wait
-            for their way down while nothing comes to its end there.
-        ask_timeout_s: how long a tier that answers late has time to say what it holds.
-        promoting_share: of the fast tier's capacity, that may be on its way up at one time, late promotions of all
-            tiers included.
-        cascading_share: of the fast tier's capacity, that may be on its way down at one time; it cannot be evicted.
-        arriving_share: the same of the slower tier's capacity: it cannot be evicted there, and has no order of use yet.
-        max_cascading: chunks that may be on their way down at one time; fewer than the slow medium takes at once.
-        max_prefetching: chunks that may be on their way up at one time for nobody who waits. What somebody then waits
-            for comes behind them, so they are few.
-        max_waiting: chunks that may wait for their way down. What comes when so many wait is dropped, with all that
-            needs it; of a path that has begun to wait that is the end. About 300 bytes of memory each.
-        breaker: when to leave the tier alone, in each direction by itself.
-        shortage: the same where it could not even be asked, because this process lacks files, memory or threads.
+        cascades: which chunks are copied to the tier.
+        load_timeout_s: limit on the wait of a promotion lease and on a move; also how long chunks wait in the cascade
+            queue while no cascade succeeds.
+        ask_timeout_s: deadline of an async lookup.
+        promoting_share: of the primary tier's capacity: bytes of promotions in flight, including timed-out promotions
+            from all tiers.
+        cascading_share: of the primary tier's capacity: bytes of cascades in flight. They cannot be evicted.
+        arriving_share: of the secondary tier's capacity: bytes of cascades in flight. They cannot be evicted there, and
+            have no eviction order yet.
+        max_cascading: cascades in flight; fewer than the secondary medium accepts at once.
+        max_prefetching: prefetches in flight. A promotion that a request waits for queues after them, so keep it small.
+        max_waiting: chunks in the cascade queue. When it is full, new chunks are dropped with those that need them, so
+            a prefix in the queue ends there. About 300 bytes of memory for each chunk.
+        breaker: when to stop using the tier, per direction.
+        shortage: backoff when nothing could be tried, because the process is short of files, memory or threads.
     """
 
     cascades: CascadePolicy = CascadePolicy.ALL

@@ -1,7 +1,7 @@
-"""The order of use in two tiers, put right behind what is copied from one to the other.
+"""Eviction order of the primary tier and one secondary tier, restored after chunks were copied between them.
 
-Beginnings are copied first, and pinned for it, so each would be evicted before its end. What is touched behind them
-waits until they have come, and then says how it should be. Sends nothing itself.
+Beginnings of prefixes are copied first, and pinned meanwhile, so they would be evicted before their ends. Touches wait
+until the chunks sent before them have arrived, and then set the order. Sends nothing itself.
 """
 
 from __future__ import annotations
@@ -13,41 +13,41 @@ from hybridkv.tiers.contract import Key, TierIndex
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """What was sent and touched in a row, whose order of use is put right when all of it has come."""
+    """Keys sent and touched in a row. Their order is restored when all of them have arrived."""
 
     num_left: int = 0
-    """Of what was sent, what is on its way in time, or waits to be sent again."""
+    """Sent chunks that are in flight and not timed out, or wait for a retry."""
     order: list[Key] = field(default_factory=list)
-    """What was sent, and what was touched behind it."""
+    """Sent keys, then the keys touched after them."""
     num_touched: int = 0
-    """Keys of touches among them."""
+    """Touched keys among them."""
 
 
 class UseOrder:
-    """Of a fast tier and one slower one.
+    """Eviction order of the primary tier and one secondary tier.
 
     Args:
-        near: index of the fast tier.
-        far: index of the slower one.
+        primary: index of the primary tier.
+        secondary: index of the secondary tier.
     """
 
-    def __init__(self, near: TierIndex, far: TierIndex) -> None:
-        self.near = near
-        self.far = far
+    def __init__(self, primary: TierIndex, secondary: TierIndex) -> None:
+        self.primary = primary
+        self.secondary = secondary
         self._closed: Batch | None = None
-        """Its order is put right when the last of it has come."""
+        """Batch that waits for its last chunk."""
         self._batch = Batch()
-        """What was sent and touched since that was closed."""
+        """Keys sent and touched since then."""
         self.num_touched = 0
-        """Keys of all touches that wait, also in the queue."""
+        """Keys of all waiting touches, including those in the queue."""
 
     @property
     def is_ordering(self) -> bool:
-        """Whether something is on its way behind which a touch has to wait."""
+        """True if a touch has to wait for chunks in flight."""
         return self._closed is not None or self._batch.num_left > 0
 
     def sent(self, key: Key) -> Batch:
-        """A chunk is on its way for the first time. Who counts it."""
+        """A chunk was sent for the first time. Returns its batch."""
         batch = self._batch
         if not batch.num_left and self._closed is None:
             batch.order.clear()
@@ -56,11 +56,11 @@ class UseOrder:
         return batch
 
     def reach(self, keys: tuple[Key, ...]) -> None:
-        """At once, so that what comes next pushes out others first; and again when what is on its way has come."""
-        self.far.touch(keys)
+        """Touch keys at once, so that they are not evicted next; and again after the chunks in flight have arrived."""
+        self.secondary.touch(keys)
         if not self.is_ordering:
             self.num_touched -= len(keys)
-            self.near.touch(keys)
+            self.primary.touch(keys)
             self._batch.order.clear()
             return
         self._batch.order += keys
@@ -69,30 +69,30 @@ class UseOrder:
             self._closed, self._batch = self._batch, Batch()
 
     def count_off(self, batch: Batch) -> None:
-        """One of those it counted has come, or is waited for no longer."""
+        """A chunk of the batch arrived, failed or timed out."""
         batch.num_left -= 1
         if self._closed is not None and not self._closed.num_left:
             self._touch_what_came()
 
     def _touch_what_came(self) -> None:
-        """Each batch in its order, and above it what was sent and touched since, as far as that has come.
+        """Touch each completed batch in its order, and after it the keys sent and touched since, those that arrived.
 
-        Chunks overtake each other on their way, and what follows must push out neither before what is older than both.
+        Chunks arrive out of order, and older keys must be evicted before either.
         """
         while self._closed is not None and not self._closed.num_left:
             self.num_touched -= self._closed.num_touched
-            order = [*dict.fromkeys(reversed(self._closed.order))][::-1]  # each where it was named last
-            self.far.touch(order)
-            self.near.touch(order)
+            order = [*dict.fromkeys(reversed(self._closed.order))][::-1]  # each at its last position
+            self.secondary.touch(order)
+            self.primary.touch(order)
             self._closed = None
             if self._batch.num_touched:
                 self._closed, self._batch = self._batch, Batch()
                 if self._closed.num_left:
-                    self.far.touch(self._closed.order)
+                    self.secondary.touch(self._closed.order)
             else:
-                self.far.touch(self._batch.order)
+                self.secondary.touch(self._batch.order)
 
     def clear(self) -> None:
-        """Forget what is waited for."""
+        """Forget all batches."""
         self._closed, self._batch = None, Batch()
         self.num_touched = 0

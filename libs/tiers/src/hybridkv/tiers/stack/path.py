@@ -1,4 +1,4 @@
-"""Where a chunk stands among those that are used together, as whoever stores it says."""
+"""Position of a chunk among those that are used together, given by the caller that stores it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hybridkv.tiers.contract import Key, TierIndex
 
 
 class PathPosition(NamedTuple):
-    """Where a chunk stands among those that are used together.
+    """Position of a chunk among those that are used together.
 
     Args:
-        needs: what must be in the slower tier, or on its way there, so that the chunk is worth anything there.
-        path_bytes: what its path takes up from its beginning on, the chunk included, in each slower tier as
-            `TierStack.costs` says; empty if nobody knows. What is beyond the whole of a tier is not copied there: it
-            would only push out its own beginning.
-        prefix: more that it needs, which nothing says is there: looked up once, when its turn comes.
+        needs: chunks that must be in a secondary tier, or in flight to it, before this one is of use there.
+        path_bytes: bytes of its path up to and including this chunk, in each secondary tier, by `TierStack.costs`;
+            empty if not known. A chunk beyond the capacity of a tier is not copied there, since it would only evict
+            the beginning of its own path.
+        prefix: further chunks that it needs, looked up once, when its turn comes.
     """
 
     needs: tuple[Key, ...] = ()
@@ -28,7 +28,7 @@ ALONE = PathPosition()
 
 
 def leading_held(index: TierIndex, keys: Sequence[Key]) -> int:
-    """How many in a row, from the first, a tier does not lack, whatever it was asked."""
+    """Number of leading keys that a tier does not lack, apart from async lookups."""
     num_held = index.leading(keys)
     if index.answers_late:
         return next((place for place, key in enumerate(keys[:num_held]) if index.lacks(key)), num_held)
@@ -36,5 +36,5 @@ def leading_held(index: TierIndex, keys: Sequence[Key]) -> int:
 
 
 def holds_all(index: TierIndex, keys: Sequence[Key]) -> bool:
-    """Whether a tier lacks none of these, whatever it was asked."""
+    """True if a tier lacks none of these keys, apart from async lookups."""
     return leading_held(index, keys) == len(keys)

@@ -1,5 +1,7 @@
-"""Bringing chunks up: which tier gives which of them, and their space in the fast one. All that somebody waits for or
-none of it; what nobody waits for one by one."""
+"""Promotions: choose the secondary tier for each chunk, and reserve space in the primary tier.
+
+All chunks that a request waits for or none of them; prefetched chunks one by one.
+"""
 
 from __future__ import annotations
 
@@ -9,116 +11,117 @@ from typing import TypeAlias
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.moves import Direction
-from hybridkv.tiers.stack.secondary import Level
+from hybridkv.tiers.stack.secondary import SecondaryTierState
 
 _PROMOTE, _HIT = Direction.PROMOTE, LookupResult.HIT
 
-_Part: TypeAlias = tuple[Level, Sequence[Key], list[Slot]]
-"""Chunks that one tier gives, pinned there, and where they lie."""
+_Part: TypeAlias = tuple[SecondaryTierState, Sequence[Key], list[Slot]]
+"""Chunks that one tier provides: pinned there, with their slots."""
 
 
 class Promotions:
-    """The way up of all slower tiers.
+    """Promotions from all secondary tiers.
 
     Args:
-        near: index of the fast tier.
-        levels: the others, the nearest first.
-        pump_news: sends down what is to go before anything else comes into the fast tier.
+        primary: index of the primary tier.
+        tiers: secondary tiers, the nearest first.
+        pump_new: sends queued cascades before anything else is added to the primary tier.
     """
 
-    def __init__(self, near: TierIndex, levels: Sequence[Level], pump_news: Callable[[], None]) -> None:
-        self._near = near
-        self._levels = levels
-        self._pump_news = pump_news
+    def __init__(self, primary: TierIndex, tiers: Sequence[SecondaryTierState], pump_new: Callable[[], None]) -> None:
+        self._primary = primary
+        self._tiers = tiers
+        self._pump_new = pump_new
 
     def promote(self, keys: Sequence[Key]) -> Refusal | None:
-        """All of them or none, each from the nearest tier that holds it."""
-        parts = self._pin_below(keys)
+        """Promote all of these keys or none, each from the nearest usable tier that holds it."""
+        parts = self._pin(keys)
         if parts is None:
             return Refusal.PRESENT
         refusal = None
-        for level, _, slots in parts:
-            refusal = refusal or level.why_not_promote(sum(slot.num_bytes for slot in slots))
-        self._pump_news()
-        refusal = refusal or self._plan_promotions(parts)
+        for tier, _, slots in parts:
+            refusal = refusal or tier.why_not_promote(sum(slot.num_bytes for slot in slots))
+        self._pump_new()
+        refusal = refusal or self._plan(parts)
         if refusal is not None:
-            _unpin_below(parts)
+            _unpin(parts)
         return refusal
 
     @property
     def is_prefetching(self) -> bool:
-        """Whether something keeps space of the fast tier that nobody waited for when it began, and is not late."""
-        return any(level.traffic.num_prefetching for level in self._levels)
+        """True if a prefetch in flight, not timed out, keeps space of the primary tier."""
+        return any(tier.in_flight.num_prefetching for tier in self._tiers)
 
-    def bring(self, key: Key, why_not: Callable[[Level, int | None], Refusal | None]) -> int | Refusal:
-        """One chunk that nobody waits for. Its bytes, or why it cannot come now.
+    def prefetch(self, key: Key, why_not: Callable[[SecondaryTierState, int | None], Refusal | None]) -> int | Refusal:
+        """Prefetch one chunk. Returns its bytes, or the reason why it cannot go now.
 
         Args:
             key: of the chunk.
-            why_not: asked of the tier that would give it, and its bytes; at first without them (None), since to learn
-                them is a use of the chunk there.
+            why_not: reason why a tier may not provide a chunk of this many bytes. Called first without the size (None),
+                because reading the size pins the chunk, which counts as a use.
         """
-        source = next((each for each in self._levels if each.is_asked() and each.index.lookup(key) is _HIT), None)
+        source = next((each for each in self._tiers if each.is_usable() and each.index.lookup(key) is _HIT), None)
         if source is None:
             return Refusal.PRESENT
         refusal = why_not(source, None)
         if refusal is not None:
             return refusal
-        parts = self._pin_below((key,))
+        parts = self._pin((key,))
         if parts is None:
             return Refusal.PRESENT
-        level, _, (far,) = parts[0]
-        refusal = why_not(level, far.num_bytes)
+        tier, _, (slot,) = parts[0]
+        refusal = why_not(tier, slot.num_bytes)
         if refusal is None:
-            self._pump_news()
-            refusal = self._plan_promotions(parts, is_prefetch=True)
+            self._pump_new()
+            refusal = self._plan(parts, is_prefetch=True)
         if refusal is not None:
-            _unpin_below(parts)
+            _unpin(parts)
             return refusal
-        return far.num_bytes
+        return slot.num_bytes
 
-    def _pin_below(self, keys: Sequence[Key]) -> list[_Part] | None:
-        """Which tier gives which of them, and where they lie there; None when one is nowhere that may be asked."""
+    def _pin(self, keys: Sequence[Key]) -> list[_Part] | None:
+        """Pin each key in the nearest usable tier that holds it; None if no usable tier holds one of them."""
         parts: list[_Part] = []
-        for level in self._levels:
+        for tier in self._tiers:
             if not keys:
                 break
-            if not level.is_asked():
+            if not tier.is_usable():
                 continue
-            slots = level.index.pin_all(keys)
+            slots = tier.index.pin_all(keys)
             if slots is not None:
-                parts.append((level, keys, slots))
+                parts.append((tier, keys, slots))
                 return parts
-            if len(self._levels) > 1:
-                found = [(key, slot) for key in keys if (slot := level.index.pin(key)) is not None]
+            if len(self._tiers) > 1:
+                found = [(key, slot) for key in keys if (slot := tier.index.pin(key)) is not None]
                 if found:
-                    parts.append((level, [key for key, _ in found], [slot for _, slot in found]))
+                    parts.append((tier, [key for key, _ in found], [slot for _, slot in found]))
                     taken = {key for key, _ in found}
                     keys = [key for key in keys if key not in taken]
         if keys:
-            _unpin_below(parts)
+            _unpin(parts)
             return None
         return parts
 
-    def _plan_promotions(self, parts: Sequence[_Part], is_prefetch: bool = False) -> Refusal | None:
-        """All of them, or why one has no space in the fast tier, which then gives up nothing for those behind it."""
+    def _plan(self, parts: Sequence[_Part], is_prefetch: bool = False) -> Refusal | None:
+        """Reserve all chunks in the primary tier and plan their moves. On a refusal nothing stays reserved, and nothing
+        is evicted for the remaining chunks."""
         reserved: list[tuple[Key, Slot]] = []
         for _, keys, slots in parts:
-            for key, far in zip(keys, slots, strict=True):
-                near = self._near.reserve(key, far.num_bytes)
-                if isinstance(near, Refusal):
+            for key, secondary in zip(keys, slots, strict=True):
+                primary = self._primary.reserve(key, secondary.num_bytes)
+                if isinstance(primary, Refusal):
                     for earlier, _ in reserved:
-                        self._near.abort(earlier)
-                    return near
-                reserved.append((key, near))
+                        self._primary.abort(earlier)
+                    return primary
+                reserved.append((key, primary))
         given = iter(reserved)
-        for level, _, slots in parts:
-            for far in slots:
-                key, near = next(given)
-                level.plan(_PROMOTE, key, near, far, is_prefetch)
+        for tier, _, slots in parts:
+            for secondary in slots:
+                key, primary = next(given)
+                tier.plan(_PROMOTE, key, primary, secondary, is_prefetch)
         return None
 
 
-def _unpin_below(parts: Iterable[_Part]) -> None:
-    for level, keys, _ in parts:
-        level.index.unpin_all(keys)
+def _unpin(parts: Iterable[_Part]) -> None:
+    for tier, keys, _ in parts:
+        tier.index.unpin_all(keys)

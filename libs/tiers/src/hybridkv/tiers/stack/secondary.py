@@ -1,7 +1,7 @@
-"""One slower tier of a stack: what is on its way to it and from it, who is asked, and what waits for its way down.
+"""State of one secondary tier in a stack: breakers, moves in flight, open lookups, cascade queue, counts.
 
-It owns its breakers, its deadline, its quotas of traffic, its queue and its counts, so a tier that is slow, full or
-dead costs the others nothing. What follows for those who wait, and which tier is asked for what, is the stack's.
+Each tier has its own, so a slow, full or dead tier does not affect the others. The stack decides which tier is used for
+which chunk, and serves the promotion leases.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from hybridkv.tiers.contract import Failure, FailureReason, Heard, Key, Refusal, Slot, TierIndex
-from hybridkv.tiers.stack.cascade_queue import Cascades, Gate
-from hybridkv.tiers.stack.health import BreakerState, Ways
-from hybridkv.tiers.stack.in_flight import Moving, Planned, Traffic
+from hybridkv.tiers.stack.cascade_queue import CascadeQueue, WriteGate
+from hybridkv.tiers.stack.health import BreakerState, TierHealth
+from hybridkv.tiers.stack.in_flight import InFlightMove, InFlightMoves, SharedMoves
 from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult, MoveTally
 from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
 from hybridkv.tiers.stack.order import UseOrder
@@ -29,12 +29,12 @@ _KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)
 
 @dataclass(frozen=True, slots=True)
 class SlowerTier:
-    """One tier below the fast one, as it is given to a stack.
+    """A secondary tier, as configured for a stack.
 
     Args:
-        name: what moves and counts call it. No other of the stack has it.
-        index: decides what it keeps.
-        options: its bounds.
+        name: names the tier in moves and counts; unique in the stack.
+        index: of the tier.
+        options: bounds.
     """
 
     name: str
@@ -43,300 +43,300 @@ class SlowerTier:
 
 
 @dataclass(slots=True)
-class Common:
-    """What the levels of one stack share.
+class StackContext:
+    """State that the parts of one stack share.
 
     Args:
-        near: index of the fast tier.
+        primary: index of the primary tier.
         clock: seconds.
-        planned: moves to be handed out.
+        moves: shared state of all moves.
     """
 
-    near: TierIndex
+    primary: TierIndex
     clock: Callable[[], float]
-    planned: Planned
+    moves: SharedMoves
     due_s: float = math.inf
-    """Nothing that waits changes before."""
+    """Time of the next deadline or backoff end."""
 
-    def wake(self, due_s: float) -> None:
-        """Something changes then."""
+    def wake_at(self, due_s: float) -> None:
+        """Add a deadline."""
         self.due_s = min(self.due_s, due_s)
 
 
-class _Question(NamedTuple):
+class _OpenLookup(NamedTuple):
     deadline_s: float
     before: Heard
-    """What the tier had heard when it was asked."""
+    """Answers of the tier when the lookup was sent."""
 
 
-class Level:
-    """One slower tier, at work.
+class SecondaryTierState:
+    """Runtime state of one secondary tier.
 
     Args:
-        tier: what was given to the stack.
-        position: among its slower tiers, the nearest is 0.
-        num_levels: how many there are.
-        common: what they share.
+        tier: its configuration.
+        position: index among the secondary tiers; the nearest is 0.
+        num_tiers: number of secondary tiers.
+        context: state shared with the stack.
     """
 
-    def __init__(self, tier: SlowerTier, position: int, num_levels: int, common: Common) -> None:
+    def __init__(self, tier: SlowerTier, position: int, num_tiers: int, context: StackContext) -> None:
         self.name, self.index, self._options = tier.name, tier.index, tier.options
-        self._common, self._near, self._clock = common, common.near, common.clock
-        self.ways = Ways(tier.options.breaker, tier.options.shortage)
-        self.traffic = Traffic(tier.name, itertools.count(position + num_levels, num_levels), common.planned)
-        self.late_changes = 0
-        """How often a late promotion began to hide its chunk, or gave it back."""
+        self._context, self._primary, self._clock = context, context.primary, context.clock
+        self.health = TierHealth(tier.options.breaker, tier.options.shortage)
+        self.in_flight = InFlightMoves(tier.name, itertools.count(position + num_tiers, num_tiers), context.moves)
+        self.timeout_changes = 0
+        """Counts timed-out promotions, and ends of those: each changes the answer for a chunk."""
         self._counts = MoveTally()
-        self._questions: deque[_Question] = deque()
-        """Of which nothing has come yet, the oldest first."""
-        self._promoting_bytes = tier.options.promoting_share * common.near.capacity_bytes
-        self._noticed_s = common.clock()
-        """When a deadline was looked for last without `tick`."""
-        self.cascades: Cascades | None = None
+        self._lookups: deque[_OpenLookup] = deque()
+        """Lookups without an answer, the oldest first."""
+        self._promoting_bytes = tier.options.promoting_share * context.primary.capacity_bytes
+        self._checked_s = context.clock()
+        """Time of the last check of deadlines outside `tick`."""
+        self.queue: CascadeQueue | None = None
+        """None if nothing cascades to this tier."""
         self.is_eager = tier.options.cascades is CascadePolicy.ALL
-        """Whether it is given what is used for the first time."""
+        """True if chunks cascade at their first use."""
         if tier.options.cascades is not CascadePolicy.NOTHING:
-            order = UseOrder(common.near, tier.index)
-            self.cascades = Cascades(order, self.traffic, tier.options, self._plan_cascade, position)
+            order = UseOrder(context.primary, tier.index)
+            self.queue = CascadeQueue(order, self.in_flight, tier.options, self._plan_cascade, position)
 
     @property
     def load_timeout_s(self) -> float:
-        """How long somebody waits for it."""
         return self._options.load_timeout_s
 
     @property
     def ask_timeout_s(self) -> float:
-        """How long it may think about what it was asked: no longer than somebody waits for it."""
+        """Deadline of an async lookup, at most `load_timeout_s`."""
         return min(self._options.ask_timeout_s, self._options.load_timeout_s)
 
-    def is_asked(self) -> bool:
-        """Whether it may be asked for anything now: one promotion at a time is its probe, and what all tiers together
-        never answered takes up no more of the fast tier than one may bring at one time. Beyond that only those are
-        asked of which nothing is late: the trouble is not theirs."""
-        traffic, ways = self.traffic, self.ways
-        if traffic.late_bytes and self._common.planned.late_bytes > self._promoting_bytes:
-            return False
-        return ways.is_up or ways.allows(_PROMOTE, traffic.num_in_time[_PROMOTE])
+    def is_usable(self) -> bool:
+        """True if chunks may be looked up and promoted from here now.
 
-    # The way up.
-
-    def may_ask(self) -> bool:
-        """Whether it is of any use to ask it for what it has not told, and it may be."""
-        if not self.index.answers_late or not self.is_asked():
+        A probe is one promotion at a time. If timed-out promotions of all tiers keep more than `promoting_share`
+        reserved, only tiers without timed-out promotions are usable.
+        """
+        in_flight, health = self.in_flight, self.health
+        if in_flight.timed_out_bytes and self._context.moves.timed_out_bytes > self._promoting_bytes:
             return False
-        if self._questions and not self.ways.may_ask(len(self._questions)):
-            self._hear_answers(self._clock())  # the probe may be over, long before its deadline
-        return self.ways.may_ask(len(self._questions))
+        return health.can_promote or health.allows(_PROMOTE, in_flight.num_live[_PROMOTE])
+
+    def accepts_lookup(self) -> bool:
+        """True if an async lookup may be sent now."""
+        if not self.index.answers_late or not self.is_usable():
+            return False
+        if self._lookups and not self.health.allows_lookup(len(self._lookups)):
+            self._check_lookups(self._clock())  # the probe may have been answered before its deadline
+        return self.health.allows_lookup(len(self._lookups))
 
     def ask(self, keys: Sequence[Key], now_s: float) -> None:
-        """Let it find out about these. A tier that cannot even be asked is as one that does not answer."""
+        """Send an async lookup. If it cannot be sent, that counts as unanswered."""
         if not keys:
             return
         index, deadline_s = self.index, now_s + self.ask_timeout_s
         try:
             before = index.heard
             index.ask(keys, deadline_s)
-        except Exception:  # whatever is elsewhere, the engine goes on without it
-            self.ways.unanswered(now_s)
-            self._common.wake(self.ways.next_end_s)
+        except Exception:  # an error of a remote tier must not stop the engine
+            self.health.on_lookup_timeout(now_s)
+            self._context.wake_at(self.health.next_change_s)
             return
-        self._questions.append(_Question(deadline_s, before))
-        self._common.wake(deadline_s)
+        self._lookups.append(_OpenLookup(deadline_s, before))
+        self._context.wake_at(deadline_s)
 
-    def _hear_answers(self, now_s: float) -> None:
-        """What became of questions. An answer to one is an answer to all that were asked before it came, since the tier
-        answers; where nothing is left of one to be answered, it says nothing."""
-        questions = self._questions
-        while questions:
-            (deadline_s, before), heard = questions[0], self.index.heard
+    def _check_lookups(self, now_s: float) -> None:
+        """Report answered and timed-out lookups to the breaker.
+
+        An answer counts for every lookup sent before it, since it shows that the tier answers. A lookup with no key
+        left to answer counts as neither.
+        """
+        lookups = self._lookups
+        while lookups:
+            (deadline_s, before), heard = lookups[0], self.index.heard
             if heard.in_time > before.in_time:
-                self.ways.answered()
+                self.health.on_lookup_answered()
             elif now_s < deadline_s:
                 break
             elif heard.not_in_time > before.not_in_time:
-                self.ways.unanswered(now_s)
-            questions.popleft()
+                self.health.on_lookup_timeout(now_s)
+            lookups.popleft()
 
     def why_not_promote(self, num_bytes: int) -> Refusal | None:
-        """Why so much cannot come from here now."""
-        return self._why_not(num_bytes, self.traffic.bytes_moving[_PROMOTE] - self.traffic.prefetching_bytes)
+        """Reason why this many bytes cannot be promoted now for a request that waits."""
+        in_flight = self.in_flight
+        return self._why_not(num_bytes, in_flight.bytes_in_flight[_PROMOTE] - in_flight.prefetching_bytes)
 
     def why_not_prefetch(self, num_bytes: int) -> Refusal | None:
-        """Why so much that nobody waits for cannot come from here now, 0 where that is not known. What somebody waits
-        for goes first, and no trouble of the tier is tried with it (CLOSED)."""
-        traffic = self.traffic
-        if not self.ways.is_up:
+        """Reason why this many bytes cannot be prefetched now; 0 if the size is not known.
+
+        Promotions with waiting requests go first (BUSY). A prefetch is never a probe (CLOSED).
+        """
+        in_flight = self.in_flight
+        if not self.health.can_promote:
             return Refusal.CLOSED
-        if traffic.num_in_time[_PROMOTE] > traffic.num_prefetching:
+        if in_flight.num_live[_PROMOTE] > in_flight.num_prefetching:
             return Refusal.BUSY
-        if traffic.num_prefetching >= self._options.max_prefetching:
+        if in_flight.num_prefetching >= self._options.max_prefetching:
             return Refusal.BUSY
-        return self._why_not(num_bytes, traffic.bytes_moving[_PROMOTE])
+        return self._why_not(num_bytes, in_flight.bytes_in_flight[_PROMOTE])
 
     def _why_not(self, num_bytes: int, moving: int) -> Refusal | None:
-        if num_bytes > self._near.capacity_bytes:
+        if num_bytes > self._primary.capacity_bytes:
             return Refusal.TOO_LARGE
-        if self.ways.rests(_PROMOTE):
+        if self.health.is_backing_off(_PROMOTE):
             return Refusal.BUSY
-        # Alone it goes whatever its size, and whatever other tiers never answered.
-        if moving and moving + self._common.planned.late_bytes + num_bytes > self._promoting_bytes:
+        # With nothing else in flight a promotion of any size may go, whatever timed out at other tiers.
+        if moving and moving + self._context.moves.timed_out_bytes + num_bytes > self._promoting_bytes:
             return Refusal.BUSY
         return None
 
-    def plan(self, direction: Direction, key: Key, near: Slot, far: Slot, is_prefetch: bool = False) -> None:
-        """A move between the places that were given to it."""
+    def plan(self, direction: Direction, key: Key, primary: Slot, secondary: Slot, is_prefetch: bool = False) -> None:
+        """Plan a move between two slots."""
         now_s = self._clock()
-        self.traffic.plan(direction, key, near, far, now_s, is_prefetch)
-        self._common.wake(now_s + self._options.load_timeout_s)
+        self.in_flight.plan(direction, key, primary, secondary, now_s, is_prefetch)
+        self._context.wake_at(now_s + self._options.load_timeout_s)
 
-    # The way down.
-
-    def _plan_cascade(self, key: Key, near: Slot, far: Slot) -> None:
-        self.plan(Direction.CASCADE, key, near, far)
+    def _plan_cascade(self, key: Key, primary: Slot, secondary: Slot) -> None:
+        self.plan(Direction.CASCADE, key, primary, secondary)
 
     def cascade(self, key: Key, on_path: PathPosition, *, is_met: bool) -> None:
-        """Copy a chunk here when its turn comes, if this tier is given such and lacks it."""
-        cascades = self.cascades
-        if cascades is not None and (is_met or self.is_eager):
-            if cascades.is_full and cascades.has_news:
+        """Queue a chunk for this tier, if the policy wants it and the tier lacks it."""
+        queue = self.queue
+        if queue is not None and (is_met or self.is_eager):
+            if queue.is_full and queue.has_new:
                 self.pump()
-            dropped = cascades.add(key, on_path, self._clock())
+            dropped = queue.add(key, on_path, self._clock())
             if dropped is not None:
                 self._drop(dropped)
 
     @property
     def num_waiting(self) -> int:
-        """Chunks that wait for their way down."""
-        return 0 if self.cascades is None else self.cascades.num_waiting
+        """Chunks in the cascade queue."""
+        return 0 if self.queue is None else self.queue.num_waiting
 
     def clear(self) -> None:
-        """Forget what waits."""
-        if self.cascades is not None:
-            self.cascades.clear()
+        """Empty the cascade queue."""
+        if self.queue is not None:
+            self.queue.clear()
 
     def touch(self, keys: Sequence[Key]) -> None:
-        """Make keys the most recently used here; once more when what is to come by now has come."""
-        if self.cascades is not None:
-            self.cascades.touch(keys)
+        """Make keys the most recently used here; again when the chunks queued by now have arrived."""
+        if self.queue is not None:
+            self.queue.touch(keys)
         else:
             self.index.touch(keys)
 
     @property
-    def has_news(self) -> bool:
-        """Whether something was added since the last `pump`, and may go."""
-        return self.cascades is not None and self.cascades.has_news
+    def has_new(self) -> bool:
+        """True if a chunk was queued since the last `pump` and may be sent."""
+        return self.queue is not None and self.queue.has_new
 
     def pump(self) -> None:
-        """Send what may go now."""
-        cascades = self.cascades
-        if cascades is not None and cascades.has_something:
-            for dropped in cascades.pump(self._gate, self._clock()):
+        """Send the queued chunks that may go now."""
+        queue = self.queue
+        if queue is not None and queue.has_queued:
+            for dropped in queue.pump(self._gate, self._clock()):
                 self._drop(dropped)
-            if cascades.num_waiting:
-                self._common.wake(cascades.since_s + self._options.load_timeout_s)
+            if queue.num_waiting:
+                self._context.wake_at(queue.since_s + self._options.load_timeout_s)
 
-    def _gate(self) -> Gate:
-        """Whether one more chunk may be written here now."""
-        state = self.ways.state(Direction.CASCADE)
+    def _gate(self) -> WriteGate:
+        state = self.health.state(Direction.CASCADE)
         if state is BreakerState.OPEN:
-            return Gate.SHUT
-        if self.ways.rests(Direction.CASCADE):
-            return Gate.BUSY
+            return WriteGate.SHUT
+        if self.health.is_backing_off(Direction.CASCADE):
+            return WriteGate.BUSY
         if state is BreakerState.PROBING:
-            return Gate.BUSY if self.traffic.num_in_time[Direction.CASCADE] else Gate.PROBE
-        return Gate.OPEN
+            return WriteGate.BUSY if self.in_flight.num_live[Direction.CASCADE] else WriteGate.PROBE
+        return WriteGate.OPEN
 
     def _drop(self, dropped: MoveResult) -> None:
-        self._counts.moved(Direction.CASCADE, dropped)
+        self._counts.add(Direction.CASCADE, dropped)
 
-    # What came of it.
-
-    def report(self, move_id: int, outcome: MoveOutcome) -> Moving | None:
-        """Ranks are done with a move. The move when they were the last ones, and its tier has heard of it."""
-        moving = self.traffic.report(move_id, outcome)
-        if moving is None:
+    def report(self, move_id: int, outcome: MoveOutcome) -> InFlightMove | None:
+        """Record the outcome of ranks. Returns the move when all ranks are done and this index is updated."""
+        in_flight = self.in_flight.report(move_id, outcome)
+        if in_flight is None:
             return None
-        move, failure, ways = moving.move, moving.failure, self.ways
+        move, failure, health = in_flight.move, in_flight.failure, self.health
         direction = move.direction
-        # What is late was counted as a failure when it became so.
-        if (failure is not None or direction in ways.troubled) and not moving.is_late:
-            ways.ended(direction, failure, self._clock())
-            self._common.wake(ways.next_end_s)
+        # A timeout was counted as a failure already.
+        if (failure is not None or direction in health.degraded) and not in_flight.is_timed_out:
+            health.on_move(direction, failure, self._clock())
+            self._context.wake_at(health.next_change_s)
         if direction is _PROMOTE:
-            self.late_changes += moving.is_late
+            self.timeout_changes += in_flight.is_timed_out
             self.index.unpin(move.key)
             if failure is not None and failure.reason not in _KEEPS_KEY:
                 self.index.invalidate(move.key, failure.reason)
         elif self._end_cascade(move.key, failure):
-            return moving
-        self._counts.moved(direction, _DONE if failure is None else _FAILED, moving.num_bytes, failure)
+            return in_flight
+        self._counts.add(direction, _DONE if failure is None else _FAILED, in_flight.num_bytes, failure)
         if failure is not None and direction is not _PROMOTE:
             self.pump()
-        return moving
+        return in_flight
 
     def _end_cascade(self, key: Key, failure: Failure | None) -> bool:
-        """Whether it is made again."""
-        assert self.cascades is not None
-        near = self._near
+        """True if the cascade is retried."""
+        assert self.queue is not None
+        primary = self._primary
         if failure is None:
             self.index.commit(key)
         else:
             self.index.abort(key)
             if failure.reason is FailureReason.CHECKSUM:
-                # What was read for the copy is not what was sealed: the fast tier's bytes are bad.
-                near.invalidate(key, failure.reason)
-        near.unpin(key)
-        return self.cascades.on_ended(key, failure, self._clock())
+                # The bytes read for the copy are not those that were sealed: the primary tier's bytes are bad.
+                primary.invalidate(key, failure.reason)
+        primary.unpin(key)
+        return self.queue.on_ended(key, failure, self._clock())
 
-    # Time.
+    def check_timeouts(self, now_s: float) -> list[Key]:
+        """Check for timeouts outside `tick`. Returns the keys of newly timed-out promotions.
 
-    def notice(self, now_s: float) -> list[Key]:
-        """Let what is late be so though nobody calls `tick`. Promotions that became late.
-
-        What somebody asks for says less than a step about what he could hear of meanwhile, so the tier is blamed a
-        whole time limit after a move was first found late.
+        Runs at most once per `load_timeout_s`, and times out only moves that were overdue at the check before: a caller
+        that only looks up may not have polled the media since.
         """
-        if now_s - self._noticed_s < self._options.load_timeout_s:
+        if now_s - self._checked_s < self._options.load_timeout_s:
             return []
-        late = self.blame_before(self._noticed_s, now_s)
-        self._noticed_s = now_s
-        return late
+        timed_out = self.time_out(self._checked_s, now_s)
+        self._checked_s = now_s
+        return timed_out
 
-    def blame_before(self, heard_s: float, now_s: float) -> list[Key]:
-        """The tier is to blame for what was late at a time when the caller might have heard of its end. Promotions that
-        became late."""
-        late: list[Key] = []
-        before_s = heard_s - self._options.load_timeout_s
-        for moving in self.traffic.give_up(before_s):
-            self.ways.late(moving.move.direction, now_s)
-            if moving.move.direction is _PROMOTE:
-                self.late_changes += 1
-                late.append(moving.move.key)
-            elif self.cascades is not None:
-                self.cascades.on_late(moving.move.key)
-        if self.cascades is not None and self.cascades.num_waiting:
-            for dropped in self.cascades.give_up(before_s):
+    def time_out(self, polled_s: float, now_s: float) -> list[Key]:
+        """Time out the moves that were overdue at `polled_s`, when the caller could have reported their end. Returns
+        the keys of newly timed-out promotions."""
+        timed_out: list[Key] = []
+        before_s = polled_s - self._options.load_timeout_s
+        for in_flight in self.in_flight.time_out(before_s):
+            self.health.on_timeout(in_flight.move.direction, now_s)
+            if in_flight.move.direction is _PROMOTE:
+                self.timeout_changes += 1
+                timed_out.append(in_flight.move.key)
+            elif self.queue is not None:
+                self.queue.on_timeout(in_flight.move.key)
+        if self.queue is not None and self.queue.num_waiting:
+            for dropped in self.queue.time_out(before_s):
                 self._drop(dropped)
-        return late
+        return timed_out
 
     def pass_time(self, now_s: float) -> float:
-        """Begin to probe where a pause is over. When something changes here next."""
-        if self._questions:
-            self._hear_answers(now_s)
-        self.ways.tick(now_s)
-        began_s = self.traffic.oldest_in_time_s()
-        if self.cascades is not None and self.cascades.num_waiting:
-            began_s = min(began_s, self.cascades.since_s)
-        asked_s = self._questions[0].deadline_s if self._questions else math.inf
-        return min(max(began_s, self._noticed_s) + self._options.load_timeout_s, self.ways.next_end_s, asked_s)
+        """Update lookups and breakers. Returns the time of the next change."""
+        if self._lookups:
+            self._check_lookups(now_s)
+        self.health.tick(now_s)
+        started_s = self.in_flight.oldest_live_s()
+        if self.queue is not None and self.queue.num_waiting:
+            started_s = min(started_s, self.queue.since_s)
+        lookup_s = self._lookups[0].deadline_s if self._lookups else math.inf
+        due_s = max(started_s, self._checked_s) + self._options.load_timeout_s
+        return min(due_s, self.health.next_change_s, lookup_s)
 
-    def keeps_awake(self) -> bool:
-        """Whether a move may still end in time, or is to be made soon."""
-        if self.traffic.has_some_in_time():
+    def needs_step(self) -> bool:
+        """True if a move may still end in time, or may start soon."""
+        if self.in_flight.has_live():
             return True
-        return self.num_waiting > 0 and self.cascades is not None and self.cascades.keeps_awake(self._clock())
+        return self.num_waiting > 0 and self.queue is not None and self.queue.needs_step(self._clock())
 
     def take_counts(self) -> MoveCounts:
-        """What happened since the last call."""
+        """Counts since the last call."""
         counts, self._counts = self._counts, MoveTally()
-        return counts.as_counts(self.ways.take_openings())
+        return counts.as_counts(self.health.take_openings())

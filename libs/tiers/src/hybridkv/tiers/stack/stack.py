@@ -1,16 +1,15 @@
-"""The deciding half of a RAM tier over slower ones, the nearest first.
+"""Scheduler half of a stack: a primary tier over any number of secondary tiers, the nearest first.
 
-Nothing is read from a slower tier until a caller that knows a boundary at which every group can resume says which
-chunks it needs; then those are promoted, each from the nearest tier that holds it and may be asked, and only those.
-What is stored in the fast tier cascades behind the caller's back to each slower one that lacks it, within bounds. What
-came up from one tier goes to another by the same rule: when a caller offers what it met. A promotion alone is no such
-offer, since it says nothing of the path that a chunk is part of. What nobody waits for yet may come up ahead of time,
-behind all that somebody does (`prefetches.py`). Moves no byte: `take_moves` says what the media must do, `on_move`
-hears how it ended.
+A lookup moves nothing. A caller that knows a boundary at which every group can resume acquires a promotion lease on the
+chunks it needs; only those are promoted, each from the nearest usable tier that holds it. Chunks stored in the primary
+tier cascade in the background, within bounds, to each secondary tier that lacks them. Promoted chunks cascade to other
+tiers only when a caller offers them again, because a promotion says nothing about the prefix of a chunk. Prefetches
+promote chunks before a request waits for them, after all leases (`prefetches.py`).
 
-No caller waits here. A wait is a `Hold` that is not ready, and it ends: when its chunks have come, when one is lost, or
-when the deadline passes, which every answer looks at. Bytes that come later than that still find the space that was
-reserved for them, which nobody else was given meanwhile.
+Moves no bytes: `take_moves` returns the moves for the media, `on_move` records their outcomes.
+
+No call blocks. A lease waits until its chunks have arrived, one is lost, or its deadline passes; every call checks the
+deadlines. The space of a timed-out promotion stays reserved until the media report its end.
 """
 
 from __future__ import annotations
@@ -21,188 +20,188 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.stack.health import BreakerState
-from hybridkv.tiers.stack.in_flight import Planned
-from hybridkv.tiers.stack.leases import Deadlines, Hold, Holds
+from hybridkv.tiers.stack.in_flight import SharedMoves
+from hybridkv.tiers.stack.leases import Deadlines, PromotionLease, PromotionLeases
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, StackCounts, TierMove
 from hybridkv.tiers.stack.options import SlowerTierOptions
 from hybridkv.tiers.stack.path import ALONE, PathPosition, holds_all, leading_held
 from hybridkv.tiers.stack.prefetches import Prefetches
 from hybridkv.tiers.stack.promotions import Promotions
-from hybridkv.tiers.stack.secondary import Common, Level, SlowerTier
-from hybridkv.tiers.stack.view import Reading
+from hybridkv.tiers.stack.secondary import SecondaryTierState, SlowerTier, StackContext
+from hybridkv.tiers.stack.view import StackView
 
 _MAX_SIZES = 1024
-"""Of chunks, whose costs are remembered."""
-# An enum's members are looked up by name each time; these are asked for in every call.
+"""Chunk sizes with cached costs."""
+# Looking up an enum member by name takes time, and these are used in every call.
 _PENDING, _HIT = LookupResult.PENDING, LookupResult.HIT
 _PROMOTE = Direction.PROMOTE
 
 
 class TierStack:
-    """A fast tier, and any number of slower ones under it. Used by one thread, as every `TierIndex`.
+    """A primary tier over any number of secondary tiers. Used by one thread, as every `TierIndex`.
 
     Args:
-        near: index of the fast tier.
-        slower: the others, the nearest first.
+        primary: index of the primary tier.
+        secondary: the secondary tiers, the nearest first.
         num_ranks: media that report every move.
         clock: seconds.
 
     Raises:
-        TierConfigurationError: two tiers have one name.
+        TierConfigurationError: two tiers have the same name.
     """
 
     def __init__(
-        self, near: TierIndex, slower: Sequence[SlowerTier], num_ranks: int, clock: Callable[[], float]
+        self, primary: TierIndex, secondary: Sequence[SlowerTier], num_ranks: int, clock: Callable[[], float]
     ) -> None:
-        names = [tier.name for tier in slower]
+        names = [tier.name for tier in secondary]
         if len(set(names)) != len(names):
-            raise TierConfigurationError("slower", "names that differ", names)
-        self.near = near
+            raise TierConfigurationError("secondary", "unique names", names)
+        self.near = primary
+        """Index of the primary tier."""
         self._clock = clock
-        self._planned = Planned(num_ranks)
-        self._common = Common(near, clock, self._planned)
-        self._levels = tuple(Level(tier, place, len(names), self._common) for place, tier in enumerate(slower))
-        self._cascading = tuple(level for level in self._levels if level.cascades is not None)
-        self._eager = tuple(level for level in self._cascading if level.is_eager)
-        self._queues = tuple(level.cascades for level in self._levels if level.cascades is not None)
-        self.slower: Mapping[str, TierIndex] = {tier.name: tier.index for tier in slower}
-        """The slower tiers by name, the nearest first."""
-        self._nearest = names[0] if names else ""
-        self._by_name = {level.name: level for level in self._levels}
-        self._load_timeout_s = max(
-            (level.load_timeout_s for level in self._levels), default=SlowerTierOptions().load_timeout_s
+        self._moves = SharedMoves(num_ranks)
+        self._context = StackContext(primary, clock, self._moves)
+        self._tiers = tuple(
+            SecondaryTierState(tier, position, len(names), self._context) for position, tier in enumerate(secondary)
         )
-        """Of a hold."""
-        self.has_late = any(tier.index.answers_late for tier in slower)
-        """Whether one of them knows more than it says before it is asked."""
-        self._holds = Holds(near, self._load_timeout_s)
-        self._deadlines = Deadlines(self._levels, self._holds, self._common)
-        self._look_at_clock = self._deadlines.look_at_clock
-        self._reading = Reading(near, self._levels, self._planned)
-        self._promotions = Promotions(near, self._levels, self._pump_news)
-        self._prefetches = Prefetches(near, self._promotions, self._load_timeout_s, self._make_recent)
+        self._cascading = tuple(tier for tier in self._tiers if tier.queue is not None)
+        self._eager = tuple(tier for tier in self._cascading if tier.is_eager)
+        self._queues = tuple(tier.queue for tier in self._tiers if tier.queue is not None)
+        self.slower: Mapping[str, TierIndex] = {tier.name: tier.index for tier in secondary}
+        """Indexes of the secondary tiers by name, the nearest first."""
+        self._nearest = names[0] if names else ""
+        self._by_name = {tier.name: tier for tier in self._tiers}
+        self._load_timeout_s = max(
+            (tier.load_timeout_s for tier in self._tiers), default=SlowerTierOptions().load_timeout_s
+        )
+        """Of a lease: the longest of all tiers."""
+        self.has_late = any(tier.index.answers_late for tier in secondary)
+        """True if a secondary tier needs async lookups."""
+        self._leases = PromotionLeases(primary, self._load_timeout_s)
+        self._deadlines = Deadlines(self._tiers, self._leases, self._context)
+        self._check_deadlines = self._deadlines.check
+        self._view = StackView(primary, self._tiers, self._moves)
+        self._promotions = Promotions(primary, self._tiers, self._pump_new)
+        self._prefetches = Prefetches(primary, self._promotions, self._load_timeout_s, self._touch_all)
         self._costs: dict[int, tuple[int, ...]] = {}
-        """By the bytes of a chunk; there are few sizes."""
-
-    # What there is.
+        """Costs by chunk size; there are few sizes."""
 
     def breaker_state(self, direction: Direction, tier: str) -> BreakerState:
-        """Whether a slower tier is used in this direction, left alone, or tried."""
-        self._look_at_clock()
-        return self._by_name[tier].ways.state(direction)
+        """State of the breaker of one direction of a secondary tier."""
+        self._check_deadlines()
+        return self._by_name[tier].health.state(direction)
 
     def costs(self, num_bytes: int) -> tuple[int, ...]:
-        """What a chunk of so many bytes takes up of each slower tier, for `PathPosition.path_bytes`."""
+        """Bytes that a chunk of this size uses of each secondary tier, for `PathPosition.path_bytes`."""
         costs = self._costs.get(num_bytes)
         if costs is None:
             if len(self._costs) >= _MAX_SIZES:
                 self._costs.clear()
-            costs = self._costs[num_bytes] = tuple(level.index.cost(num_bytes) for level in self._levels)
+            costs = self._costs[num_bytes] = tuple(tier.index.cost(num_bytes) for tier in self._tiers)
         return costs
 
     @property
     def capacities(self) -> tuple[int, ...]:
-        """What each slower tier has room for."""
-        return tuple(level.index.capacity_bytes for level in self._levels)
+        """Capacity of each secondary tier, in bytes."""
+        return tuple(tier.index.capacity_bytes for tier in self._tiers)
 
     @property
     def load_timeout_s(self) -> float:
-        """How long a hold may wait, or what is brought though nobody waits for it."""
+        """Limit on the wait of a lease, and on a prefetch."""
         return self._load_timeout_s
 
-    # What is stored. Where there is no slower tier, nothing has a deadline and the fast one knows all.
+    # Lookups. Without secondary tiers there are no deadlines, and the primary tier answers alone.
 
     @property
     def generation(self) -> int:
         """Changes whenever the answer of any lookup may have changed."""
-        self._look_at_clock()
-        return self._reading.generation
+        self._check_deadlines()
+        return self._view.generation
 
     def lookup(self, key: Key) -> LookupResult:
-        """HIT when a tier holds it and may be asked for it; MISS while its promotion is late."""
-        if not self._levels:
+        """HIT if a usable tier holds the key; MISS while a timed-out promotion of it is in flight."""
+        if not self._tiers:
             return self.near.lookup(key)
-        self._look_at_clock()
-        return self._reading.lookup(key)
+        self._check_deadlines()
+        return self._view.lookup(key)
 
     def leading(self, keys: Sequence[Key]) -> int:
-        """How many keys in a row, from the first, are HIT or PENDING."""
-        if not self._levels:
+        """Number of leading keys that are HIT or PENDING."""
+        if not self._tiers:
             return self.near.leading(keys)
-        self._look_at_clock()
-        return self._reading.leading(keys)
+        self._check_deadlines()
+        return self._view.leading(keys)
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         """Position of the last key that is HIT or PENDING, None if there is none."""
-        if not self._levels:
+        if not self._tiers:
             return self.near.last_held(keys)
-        self._look_at_clock()
-        return self._reading.last_held(keys)
+        self._check_deadlines()
+        return self._view.last_held(keys)
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
-        """Whether one of these keys is PENDING."""
-        if not self._levels:
+        """True if one of these keys is PENDING."""
+        if not self._tiers:
             return self.near.any_pending(keys)
-        self._look_at_clock()
-        return self._reading.any_pending(keys)
+        self._check_deadlines()
+        return self._view.any_pending(keys)
 
     @property
     def ask_s(self) -> float:
-        """How long `ask` may take until everything is answered or counts as missing; 0 where there is nothing to be
-        found out, or nobody to be asked."""
-        self._look_at_clock()
-        return self._reading.ask_s
+        """Longest time until every key of an `ask` is answered or counts as missing; 0 if no tier accepts lookups."""
+        self._check_deadlines()
+        return self._view.ask_s
 
     def ask(self, keys: Sequence[Key]) -> None:
-        """Let tiers that answer late find out about what no other holds, all of them at once. Each has its own time
-        for that, after which what it did not answer counts as missing."""
-        self._look_at_clock()
-        self._reading.ask(keys, self._clock())
+        """Send an async lookup for the keys that no tier holds, to all tiers that accept one. Each tier has its own
+        deadline; keys it has not answered by then count as missing."""
+        self._check_deadlines()
+        self._view.ask(keys, self._clock())
 
     def is_only_asked(self, key: Key) -> bool:
-        """Whether a key is PENDING for no other reason than that tiers were asked about it."""
-        self._look_at_clock()
-        return self._reading.is_only_asked(key)
+        """True if a key is PENDING only because of async lookups."""
+        self._check_deadlines()
+        return self._view.is_only_asked(key)
 
     def lacks_below(self, key: Key) -> bool:
-        """Whether a slower tier that is given chunks lacks this one."""
-        return any(level.index.lacks(key) for level in self._cascading)
+        """True if a secondary tier that chunks cascade to lacks this key."""
+        return any(tier.index.lacks(key) for tier in self._cascading)
 
     def is_below(self, key: Key) -> bool:
-        """Whether a slower tier that is given chunks has this one, or is about to."""
-        return any(not level.index.lacks(key) for level in self._cascading)
+        """True if a secondary tier that chunks cascade to holds this key, or is about to."""
+        return any(not tier.index.lacks(key) for tier in self._cascading)
 
     def has_all_below(self, keys: Sequence[Key]) -> bool:
-        """Whether no slower tier that is given all chunks lacks one of these."""
-        return all(holds_all(level.index, keys) for level in self._eager)
+        """True if no secondary tier with the policy ALL lacks one of these keys."""
+        return all(holds_all(tier.index, keys) for tier in self._eager)
 
     def leading_below(self, keys: Sequence[Key]) -> int:
-        """How many keys in a row, from the first, no slower tier that is given chunks lacks."""
-        for level in self._cascading:
-            keys = keys[: leading_held(level.index, keys)]
+        """Number of leading keys that every secondary tier that chunks cascade to holds, or is about to."""
+        for tier in self._cascading:
+            keys = keys[: leading_held(tier.index, keys)]
         return len(keys)
 
-    # What concerns the fast tier alone.
+    # The primary tier alone.
 
     @property
     def only_near(self) -> TierIndex:
-        """What to ask in place of the stack when the slower tiers are not to be asked."""
+        """Index to look up in place of the stack when the secondary tiers must not be used."""
         return self.near
 
     def lookup_near(self, key: Key) -> LookupResult:
-        """What the fast tier says."""
+        """Lookup in the primary tier."""
         return self.near.lookup(key)
 
     def leading_near(self, keys: Sequence[Key]) -> int:
-        """How many keys in a row, from the first, the fast tier does not say MISS of."""
+        """Number of leading keys that are HIT or PENDING in the primary tier."""
         return self.near.leading(keys)
 
     def in_near(self, key: Key) -> bool:
-        """Whether the fast tier holds it now."""
+        """True if the primary tier holds the key now."""
         return self.near.lookup(key) is _HIT
 
     def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
-        """Protect what the fast tier holds, all or nothing, and learn where it lies."""
+        """Pin keys in the primary tier, all or none, and return their slots."""
         slots = self.near.pin_all(keys)
         if slots is not None:
             self._prefetches.on_used(keys)
@@ -213,271 +212,270 @@ class TierStack:
         self.near.unpin_all(keys)
 
     def withdraw(self, key: Key) -> None:
-        """The fast tier's bytes are bad, or something better has taken their place there; what a slower tier holds is
-        verified when it is read."""
+        """Invalidate a key in the primary tier alone: its bytes are bad there, or replaced. Secondary tiers verify
+        their bytes when they are read."""
         self.near.invalidate(key)
 
-    # Holds.
+    # Leases.
 
-    def acquire(self, owner: str, keys: Sequence[Key], since_s: float | None = None) -> Hold | Refusal:
-        """Hold chunks that were all HIT or PENDING: pin what the fast tier holds, and promote the rest.
+    def acquire(self, owner: str, keys: Sequence[Key], since_s: float | None = None) -> PromotionLease | Refusal:
+        """Lease chunks that were all HIT or PENDING: pin those in the primary tier, and promote the rest.
 
-        An older hold of this owner is released. On a refusal nothing is held: PRESENT when a key is gone meanwhile,
-        BUSY when as much is on its way as may be, when nothing can be tried for a moment, or while what nobody waited
-        for still has the room, NO_ROOM or TOO_LARGE when the fast tier cannot take it all at once.
+        Releases an older lease of this owner. A refusal pins nothing: PRESENT if a key is gone; BUSY if too much is in
+        flight, during a backoff, or while prefetches use the room; NO_ROOM or TOO_LARGE if the primary tier cannot take
+        all of it at once.
 
         Args:
-            owner: whose hold it is.
-            keys: in the order in which they should outlive each other: the first is the most recently used later.
-            since_s: when its owner began to wait, by the stack's clock; None: now. Its deadline counts from then.
+            owner: of the lease.
+            keys: in eviction order, the last key first: the first key is the most recently used after the release.
+            since_s: when the owner started to wait, by the stack's clock; None: now. The deadline counts from then.
         """
-        self._look_at_clock()
-        self._prefetches.on_asked(owner)
-        if owner in self._holds.by_owner:
+        self._check_deadlines()
+        self._prefetches.on_acquire(owner)
+        if owner in self._leases.by_owner:
             self.release(owner)
-        hold = Hold(owner, self._clock() if since_s is None else since_s, source=self._nearest)
-        late_keys, pinned, pin, lookup = self._planned.late_keys, hold.pinned, self.near.pin, self.near.lookup
-        wanted: list[Key] = []
+        lease = PromotionLease(owner, self._clock() if since_s is None else since_s, source=self._nearest)
+        timed_out_keys, pinned, pin, lookup = self._moves.timed_out_keys, lease.pinned, self.near.pin, self.near.lookup
+        missing: list[Key] = []
         refusal: Refusal | None = None
         rest = keys
-        if late_keys.isdisjoint(keys) and self.near.pin_all(keys) is not None:
+        if timed_out_keys.isdisjoint(keys) and self.near.pin_all(keys) is not None:
             pinned += keys
             rest = ()
         for key in rest:
-            if key in late_keys:
+            if key in timed_out_keys:
                 refusal = Refusal.PRESENT
             elif pin(key) is not None:
                 pinned.append(key)
             elif lookup(key) is _PENDING:
-                hold.waiting.add(key)
+                lease.waiting.add(key)
             else:
-                wanted.append(key)
-        if wanted and refusal is None:
-            refusal = self._promotions.promote(wanted)
+                missing.append(key)
+        if missing and refusal is None:
+            refusal = self._promotions.promote(missing)
         if refusal is not None:
-            self._holds.unpin(hold)
-            if refusal is Refusal.NO_ROOM and self._prefetches.gives_way(owner, self._clock()):
+            self._leases.unpin(lease)
+            if refusal is Refusal.NO_ROOM and self._prefetches.yield_to(owner, self._clock()):
                 return Refusal.BUSY
             return refusal
         self._prefetches.on_used(keys)
-        hold.waiting.update(wanted)
-        self._holds.by_owner[owner] = hold
-        if hold.waiting:
-            hold.source = self._slowest_of(hold.waiting)
-            self._common.wake(hold.since_s + self._load_timeout_s)
-        return hold
+        lease.waiting.update(missing)
+        self._leases.by_owner[owner] = lease
+        if lease.waiting:
+            lease.source = self._slowest_source(lease.waiting)
+            self._context.wake_at(lease.since_s + self._load_timeout_s)
+        return lease
 
-    def _slowest_of(self, keys: Iterable[Key]) -> str:
-        """The slowest tier that one of these is on its way from."""
-        tiers_of = self._planned.tiers_of
-        names = {tiers_of[key] for key in keys if key in tiers_of}
+    def _slowest_source(self, keys: Iterable[Key]) -> str:
+        """The slowest tier that one of these keys is promoted from."""
+        source_by_key = self._moves.source_by_key
+        names = {source_by_key[key] for key in keys if key in source_by_key}
         return next((name for name in reversed(self._by_name) if name in names), self._nearest)
 
-    def prefetch(self, keys: Sequence[Key], most_bytes: int) -> None:
-        """Let what the fast tier lacks of these come up one after the other, though nobody waits for it.
+    def hold(self, owner: str) -> PromotionLease | None:
+        """The lease of this owner in its current state."""
+        self._check_deadlines()
+        return self._leases.by_owner.get(owner)
 
-        Nothing is pinned or has to be released, and nobody hears of it; `take_counts` says what became of it. It begins
-        when moves are taken, behind all holds, and ends at the first chunk that cannot come, or when it takes longer
-        than a hold may.
+    def release(self, owner: str) -> None:
+        """End a lease. Promotions in flight still arrive."""
+        self._leases.release(owner)
+
+    # Prefetches.
+
+    def prefetch(self, keys: Sequence[Key], most_bytes: int) -> None:
+        """Promote the keys that the primary tier lacks, one by one, before a request waits for them.
+
+        Nothing is pinned, nothing has to be released, and no result is returned; `take_counts` has the results. Starts
+        at the next `take_moves`, after all leases. Ends at the first chunk that cannot be promoted, or after
+        `load_timeout_s`.
 
         Args:
-            keys: of one prefix, each behind what it needs: that comes first, and outlives it.
-            most_bytes: of the fast tier, that all which came so and was not used yet may take up, with these.
+            keys: of one prefix, from its beginning; each key after those it needs. Earlier keys are evicted later.
+            most_bytes: bound on unused prefetched chunks in the primary tier, these included.
         """
-        self._look_at_clock()
+        self._check_deadlines()
         self._prefetches.add(keys, most_bytes, self._clock())
 
     def bound_prefetches(self, most_bytes: int) -> None:
-        """No more than this from now on, where `prefetch` was given more: others may want the room by now."""
+        """Lower the bound on unused prefetched bytes for all prefixes, also for those added before."""
         self._prefetches.most_bytes = most_bytes
 
     def end_prefetches(self) -> None:
-        """Begin nothing more that nobody waits for."""
+        """Stop all prefetches. Those in flight still arrive."""
         self._prefetches.drop_waiting()
 
-    def _make_recent(self, keys: list[Key]) -> None:
-        """As `touch`, of what nobody has used."""
+    def _touch_all(self, keys: list[Key]) -> None:
+        """`touch`, but not counted as a use."""
         self.near.touch(keys)
-        for level in self._levels:
-            level.touch(keys)
+        for tier in self._tiers:
+            tier.touch(keys)
 
-    def hold(self, owner: str) -> Hold | None:
-        """The hold of this owner, as it is now."""
-        self._look_at_clock()
-        return self._holds.by_owner.get(owner)
-
-    def release(self, owner: str) -> None:
-        """Give up a hold. What is on its way up still comes, for whoever wants it."""
-        self._holds.release(owner)
-
-    # What the caller does to the fast tier, with what follows for the slow one.
+    # Stores.
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
-        """Space in the fast tier."""
-        self._pump_news()
+        """Reserve space in the primary tier."""
+        self._pump_new()
         slot = self.near.reserve(key, num_bytes)
         if isinstance(slot, Slot):
             self._prefetches.forget((key,))
         return slot
 
     def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
-        """Space in the fast tier for each key and its number of bytes, where there is some."""
-        self._pump_news()
+        """`reserve` for each key and number of bytes."""
+        self._pump_new()
         slots = self.near.reserve_all(chunks)
         stored = [key for (key, _), slot in zip(chunks, slots, strict=True) if isinstance(slot, Slot)]
         self._prefetches.forget(stored)
         return slots
 
     def commit(self, key: Key, on_path: PathPosition = ALONE) -> bool:
-        """The fast tier holds a stored chunk: offer it, and let it cascade from its place on a path."""
+        """Commit a stored chunk in the primary tier, and let it cascade."""
         return self.commit_all([(key, on_path)])[0]
 
     def commit_all(self, chunks: Sequence[tuple[Key, PathPosition | None]]) -> list[bool]:
-        """`commit` of each, in their order; what each was answered. One without a place on a path stays where it is."""
+        """`commit` of each, in order. A chunk without a path position does not cascade."""
         are_stored = self.near.commit_all([key for key, _ in chunks])
-        if self._levels:
+        if self._tiers:
             for (key, on_path), is_stored in zip(chunks, are_stored, strict=True):
-                self._committed(key, on_path, is_stored)
+                self._on_committed(key, on_path, is_stored)
         return are_stored
 
-    def _committed(self, key: Key, on_path: PathPosition | None, is_stored: bool) -> None:
-        if self._holds.by_owner:
-            self._holds.hand_out(key) if is_stored else self._holds.lose(key)
-        for level in self._cascading:
+    def _on_committed(self, key: Key, on_path: PathPosition | None, is_stored: bool) -> None:
+        if self._leases.by_owner:
+            self._leases.on_arrived(key) if is_stored else self._leases.on_lost(key)
+        for tier in self._cascading:
             if is_stored and on_path is not None:
-                level.cascade(key, on_path, is_met=False)
+                tier.cascade(key, on_path, is_met=False)
         self._unpark(key)
 
     def abort(self, key: Key) -> None:
-        """It will not be stored."""
+        """Abort a reservation in the primary tier."""
         self.near.abort(key)
-        self._holds.lose(key)
+        self._leases.on_lost(key)
         self._unpark(key)
 
     def touch(self, keys: Sequence[Key]) -> None:
         """Make keys the most recently used in every tier, the last one most.
 
-        Where something is to cascade by now, once more when that has come, so that it can be among them.
+        Applied to a secondary tier again after the chunks queued by now have arrived, since some of these keys may be
+        among them.
         """
         self._prefetches.on_used(keys)
         self.near.touch(keys)
-        self._pump_news()
-        for level in self._levels:
-            level.touch(keys)
+        self._pump_new()
+        for tier in self._tiers:
+            tier.touch(keys)
 
     def touch_near(self, keys: Sequence[Key]) -> None:
-        """The same in the fast tier alone, of what is met there or kept, and not read."""
+        """Make keys that are found or kept, but not read, the most recently used in the primary tier alone."""
         self._prefetches.forget(keys)
         self.near.touch(keys)
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> None:
-        """Never offer what is stored under this key again, anywhere."""
+        """Invalidate a key in every tier."""
         self.near.invalidate(key, reason)
-        for level in self._levels:
-            level.index.invalidate(key, reason)
+        for tier in self._tiers:
+            tier.index.invalidate(key, reason)
 
     def clear(self) -> None:
-        """`invalidate` everything, and let every hold fail. What moves comes to nothing."""
+        """Invalidate everything in every tier, and fail every lease. Moves in flight have no effect."""
         self.near.clear()
-        for level in self._levels:
-            level.index.clear()
-        for level in self._cascading:
-            level.clear()
+        for tier in self._tiers:
+            tier.index.clear()
+        for tier in self._cascading:
+            tier.clear()
         self._prefetches.clear()
-        self._holds.lose_all()
+        self._leases.fail_all()
 
     def cascade(self, key: Key, on_path: PathPosition = ALONE, *, is_met: bool = True) -> None:
-        """Copy a chunk of the fast tier to each slower one that is given such and lacks it, when its turn comes.
+        """Queue a chunk of the primary tier for each secondary tier that lacks it, according to its `CascadePolicy`.
 
         Args:
             key: of the chunk.
-            on_path: its place among those that are used together.
-            is_met: whether somebody met it who did not store it.
+            on_path: its position among the chunks that are used together.
+            is_met: True if the chunk was found by a request that did not store it.
 
-        Chunks go in the order of these calls; one that needs others is called for after them. They are looked at
-        together: before anything else can come into the fast tier, at the next `touch`, or when the moves are taken.
+        Chunks are sent in the order of these calls; call it for a chunk after those that it needs. They are sent before
+        anything else is added to the primary tier, at the next `touch`, or at `take_moves`.
         """
-        for level in self._cascading:
-            level.cascade(key, on_path, is_met=is_met)
+        for tier in self._cascading:
+            tier.cascade(key, on_path, is_met=is_met)
 
     def num_waiting(self, tier: str) -> int:
-        """Chunks that wait for their way down to a tier."""
+        """Chunks in the cascade queue of a tier."""
         return self._by_name[tier].num_waiting
 
-    def _pump_news(self) -> None:
-        """What was added goes, and is pinned for it, before anything can push it out of the fast tier."""
-        for level in self._cascading:
-            if level.has_news:
-                self._look_at_clock()
-                level.pump()
+    def _pump_new(self) -> None:
+        """Send newly queued chunks, which pins them, before anything can evict them from the primary tier."""
+        for tier in self._cascading:
+            if tier.has_new:
+                self._check_deadlines()
+                tier.pump()
 
     # Moves.
 
     def take_moves(self) -> list[TierMove]:
-        """What the media must do next, in order."""
-        self._look_at_clock()
-        for level in self._cascading:
-            level.pump()
+        """Moves for the media to carry out, in order."""
+        self._check_deadlines()
+        for tier in self._cascading:
+            tier.pump()
         self._prefetches.pump(self._clock())
-        for cascades in self._queues:
-            cascades.end_batch()
-        planned = self._planned
-        moves, planned.moves = planned.moves, []
-        return moves
+        for queue in self._queues:
+            queue.end_batch()
+        moves = self._moves
+        planned, moves.planned = moves.planned, []
+        return planned
 
     def on_move(self, move_id: int, outcome: MoveOutcome) -> None:
-        """Ranks are done with a move; the last of them ends it."""
-        level = self._levels[move_id % len(self._levels)]
-        moving = level.report(move_id, outcome)
-        if moving is None or moving.move.direction is not _PROMOTE:
+        """Record the outcome of ranks. The move ends when all ranks are done."""
+        tier = self._tiers[move_id % len(self._tiers)]
+        in_flight = tier.report(move_id, outcome)
+        if in_flight is None or in_flight.move.direction is not _PROMOTE:
             return
-        key = moving.move.key
-        has_come = moving.failure is None and self.near.commit(key)
-        if has_come:
-            self._holds.hand_out(key)
+        key = in_flight.move.key
+        is_present = in_flight.failure is None and self.near.commit(key)
+        if is_present:
+            self._leases.on_arrived(key)
         else:
-            if moving.failure is not None:
+            if in_flight.failure is not None:
                 self.near.abort(key)
-            self._holds.lose(key)
-        self._prefetches.on_ended(key, has_come, self._clock())
+            self._leases.on_lost(key)
+        self._prefetches.on_ended(key, is_present, self._clock())
         self._unpark(key)
-        if moving.failure is not None:
-            level.pump()  # now that nothing says any more that the chunk is about to come
+        if in_flight.failure is not None:
+            tier.pump()  # chunks that need this one can be dropped now that it is no longer PENDING
 
     def _unpark(self, key: Key) -> None:
-        """What waited for a key of the fast tier goes on, or never will."""
-        for cascades in self._queues:
-            if cascades.parked:
-                cascades.on_near(key)
-
-    # Time.
+        """Requeue the chunks parked for a key that is no longer PENDING in the primary tier."""
+        for queue in self._queues:
+            if queue.parked:
+                queue.on_primary_resolved(key)
 
     def tick(self) -> None:
-        """Let what has waited too long fail; call it once a step."""
+        """Apply timeouts; call it once a step."""
         self._deadlines.tick()
-        for level in self._cascading:
-            level.pump()
+        for tier in self._cascading:
+            tier.pump()
 
     def has_moves_alive(self) -> bool:
-        """Whether a move may still end in time, or is to be made soon. One that is late is not worth staying awake for,
-        nor is what a slower tier lets wait that takes nothing."""
-        self._look_at_clock()
-        self._pump_news()
-        return any(level.keeps_awake() for level in self._levels) or self._prefetches.keeps_awake(self._clock())
-
-    # Ends.
+        """True if a move may still end in time, or may start soon, so that the caller should step again. False for
+        timed-out moves, and for queued chunks without progress for a second."""
+        self._check_deadlines()
+        self._pump_new()
+        return any(tier.needs_step() for tier in self._tiers) or self._prefetches.needs_step(self._clock())
 
     def take_counts(self) -> StackCounts:
-        """What happened since the last call."""
-        by_tier = {level.name: level.take_counts() for level in self._levels}
-        return StackCounts(by_tier, self._holds.take_timeouts(), *self._prefetches.take_counts())
+        """Counts since the last call."""
+        by_tier = {tier.name: tier.take_counts() for tier in self._tiers}
+        return StackCounts(by_tier, self._leases.take_timeouts(), *self._prefetches.take_counts())
 
     def close(self) -> None:
-        """Close all tiers. Call it after the media have ended their moves: what a slower tier holds stays there."""
-        for owner in list(self._holds.by_owner):
+        """Close all tiers. Call it after the media have ended their moves. Secondary tiers keep their chunks."""
+        for owner in list(self._leases.by_owner):
             self.release(owner)
-        for level in self._cascading:
-            level.clear()
+        for tier in self._cascading:
+            tier.clear()
         self.near.close()
-        for level in self._levels:
-            level.index.close()
+        for tier in self._tiers:
+            tier.index.close()

@@ -1,4 +1,4 @@
-"""What the tiers of a stack hold together, as they are asked now. Passes no time, and moves and reserves nothing."""
+"""View of all tiers of a stack as one index: lookups, async lookups. Checks no deadline, and moves nothing."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ from collections.abc import Iterable, Sequence
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Key, TierIndex
-from hybridkv.tiers.stack.in_flight import Planned
-from hybridkv.tiers.stack.secondary import Level
+from hybridkv.tiers.stack.in_flight import SharedMoves
+from hybridkv.tiers.stack.secondary import SecondaryTierState
 
-# An enum's members are looked up by name each time; these are asked for in every call.
+# Looking up an enum member by name takes time, and these are used in every call.
 _MISS, _PENDING, _HIT = LookupResult.MISS, LookupResult.PENDING, LookupResult.HIT
 
 
-class Reading:
-    """A fast tier and those under it, asked as one.
+class StackView:
+    """The primary tier and the usable secondary tiers as one.
 
     Args:
-        near: index of the fast tier.
-        levels: the others, the nearest first.
-        planned: says what late promotions bring: nobody is told of that.
+        primary: index of the primary tier.
+        tiers: secondary tiers, the nearest first.
+        moves: shared state of all moves; keys of timed-out promotions are a MISS.
     """
 
-    def __init__(self, near: TierIndex, levels: Sequence[Level], planned: Planned) -> None:
-        self.near = near
-        self._levels = levels
-        self._late_keys = planned.late_keys
+    def __init__(self, primary: TierIndex, tiers: Sequence[SecondaryTierState], moves: SharedMoves) -> None:
+        self._primary = primary
+        self._tiers = tiers
+        self._timed_out_keys = moves.timed_out_keys
 
     @property
     def generation(self) -> int:
         """Changes whenever the answer of any lookup may have changed."""
-        generation = self.near.generation
-        for level in self._levels:
-            generation += level.index.generation + level.late_changes + level.ways.revision
+        generation = self._primary.generation
+        for tier in self._tiers:
+            generation += tier.index.generation + tier.timeout_changes + tier.health.revision
         return generation
 
     def lookup(self, key: Key) -> LookupResult:
-        """HIT when a tier holds it and may be asked for it; MISS while its promotion is late."""
-        if key in self._late_keys:
+        """HIT if a usable tier holds the key; MISS while a timed-out promotion of it is in flight."""
+        if key in self._timed_out_keys:
             return _MISS
-        answer = self.near.lookup(key)
+        answer = self._primary.lookup(key)
         if answer is _MISS:
-            for level in self._levels:
-                if level.is_asked():
-                    found = level.index.lookup(key)
+            for tier in self._tiers:
+                if tier.is_usable():
+                    found = tier.index.lookup(key)
                     if found is _HIT:
                         return found
                     if found is _PENDING:
@@ -52,17 +52,17 @@ class Reading:
         return answer
 
     def leading(self, keys: Sequence[Key]) -> int:
-        """How many keys in a row, from the first, are HIT or PENDING."""
-        late_keys = self._late_keys
-        if late_keys:
-            keys = list(itertools.takewhile(lambda key: key not in late_keys, keys))
-        num_keys, held = len(keys), self.near.leading(keys)
+        """Number of leading keys that are HIT or PENDING."""
+        timed_out_keys = self._timed_out_keys
+        if timed_out_keys:
+            keys = list(itertools.takewhile(lambda key: key not in timed_out_keys, keys))
+        num_keys, held = len(keys), self._primary.leading(keys)
         if held == num_keys:
             return held
-        indexes = self._asked()
+        indexes = self._usable()
         if not indexes:
             return held
-        indexes.append(self.near)
+        indexes.append(self._primary)
         num_indexes = len(indexes)
         turn = idle = 0
         while held < num_keys and idle < num_indexes:
@@ -76,61 +76,60 @@ class Reading:
     def last_held(self, keys: Sequence[Key]) -> int | None:
         """Position of the last key that is HIT or PENDING, None if there is none."""
         place = self._last_held(keys)
-        late_keys = self._late_keys
-        if late_keys:
-            while place is not None and keys[place] in late_keys:
+        timed_out_keys = self._timed_out_keys
+        if timed_out_keys:
+            while place is not None and keys[place] in timed_out_keys:
                 place = self._last_held(keys[:place])
         return place
 
     def _last_held(self, keys: Sequence[Key]) -> int | None:
-        place = self.near.last_held(keys)
+        place = self._primary.last_held(keys)
         if place == len(keys) - 1:
             return place
-        for index in self._asked():
+        for index in self._usable():
             first = 0 if place is None else place + 1
             further = index.last_held(keys[first:])
             if further is not None:
                 place = first + further
         return place
 
-    def _asked(self) -> list[TierIndex]:
-        """The slower tiers that may be asked for anything now."""
-        asked = []
-        for level in self._levels:
-            if level.is_asked():
-                asked.append(level.index)
-        return asked
+    def _usable(self) -> list[TierIndex]:
+        """Indexes of the usable secondary tiers."""
+        usable = []
+        for tier in self._tiers:
+            if tier.is_usable():
+                usable.append(tier.index)
+        return usable
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
-        """Whether one of these keys is PENDING."""
+        """True if one of these keys is PENDING."""
         return any(self.lookup(key) is _PENDING for key in keys)
 
     @property
     def ask_s(self) -> float:
-        """How long `ask` may take until everything is answered or counts as missing; 0 where there is nothing to be
-        found out, or nobody to be asked."""
-        late = (level.ask_timeout_s for level in self._levels if level.may_ask())
-        return max(late, default=0.0)
+        """Longest time until every key of an `ask` is answered or counts as missing; 0 if no tier accepts lookups."""
+        timeouts = (tier.ask_timeout_s for tier in self._tiers if tier.accepts_lookup())
+        return max(timeouts, default=0.0)
 
     def ask(self, keys: Sequence[Key], now_s: float) -> None:
-        """Let tiers that answer late find out about what no other holds. Each has its own time for that, after which
-        what it did not answer counts as missing."""
-        asked = [level for level in self._levels if level.may_ask()]
-        if not asked:
+        """Send an async lookup for the keys that no tier holds to each tier that accepts one. Each tier has its own
+        deadline; keys it has not answered by then count as missing."""
+        tiers = [tier for tier in self._tiers if tier.accepts_lookup()]
+        if not tiers:
             return
-        late_keys = self._late_keys
-        # Found out for all of them before the first is asked, since what one is asked is pending then. What it was
-        # asked before, another need not have been.
+        timed_out_keys = self._timed_out_keys
+        # Computed before the first lookup is sent, which makes its keys PENDING. Keys that one tier was asked about
+        # before may be new to another.
         unknown = [
-            key for key in keys if key not in late_keys and (self.lookup(key) is _MISS or self.is_only_asked(key))
+            key for key in keys if key not in timed_out_keys and (self.lookup(key) is _MISS or self.is_only_asked(key))
         ]
-        for level in asked:
-            level.ask([key for key in unknown if level.index.lookup(key) is _MISS], now_s)
+        for tier in tiers:
+            tier.ask([key for key in unknown if tier.index.lookup(key) is _MISS], now_s)
 
     def is_only_asked(self, key: Key) -> bool:
-        """Whether a key is PENDING for no other reason than that tiers were asked about it."""
-        if self.lookup(key) is not _PENDING or self.near.lookup(key) is _PENDING:
+        """True if a key is PENDING only because of async lookups."""
+        if self.lookup(key) is not _PENDING or self._primary.lookup(key) is _PENDING:
             return False
         return all(
-            level.index.lacks(key) for level in self._levels if level.is_asked() and level.index.lookup(key) is _PENDING
+            tier.index.lacks(key) for tier in self._tiers if tier.is_usable() and tier.index.lookup(key) is _PENDING
         )
