@@ -1,6 +1,6 @@
-"""Media that hold chunks by key. The contract stands here; each medium has its own folder."""
+"""Tiers: media that hold KV-cache chunks by key. The contract is in `contract`; each medium has its own folder."""
 
-from hybridkv.tiers import native as native  # without which nothing here is imported
+from hybridkv.tiers import native as native  # fails first if the extension is missing
 from hybridkv.tiers.changes import Changes, TellsChanges
 from hybridkv.tiers.contract import (
     Answer,

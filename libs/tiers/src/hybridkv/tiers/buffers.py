@@ -1,4 +1,4 @@
-"""Sequences of buffers as one run of bytes. Private to the tiers of this library."""
+"""Views of sequences of buffers as bytes. Private to this library."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def byte_views(buffers: Iterable[Buffer]) -> list[memoryview]:
-    """Each buffer as bytes. `TypeError` when one is not C-contiguous or no buffer at all."""
+    """View of each buffer as bytes. `TypeError` if one is not a C-contiguous buffer."""
     return [memoryview(buffer).cast("B") for buffer in buffers]
 
 
 def slot_views(slot: Slot, buffers: Sequence[Buffer], *, is_written: bool) -> list[memoryview] | Failure:
-    """What a slot is copied to or from, without what is empty, or why it cannot be."""
+    """Views to copy a slot to or from, without empty ones; a `Failure` if the buffers do not fit."""
     try:
         views = byte_views(buffers)
     except (TypeError, ValueError, BufferError) as error:

@@ -1,7 +1,7 @@
-"""What came to a tier and what went, for whoever keeps a picture of it: a feed that is off until somebody watches.
+"""Change feed of an index: keys with a changed lookup answer, for a reader that keeps a copy of the state.
 
-It says of which keys a lookup may answer otherwise than before, and not what the answer is: whoever wants to know asks
-the index, which always tells what is so now. So a key that came and went between two looks costs one question.
+Off until a reader calls `watch`. Contains keys, not answers: the reader looks the key up, so a key that came and went
+between two reads costs one lookup.
 """
 
 from __future__ import annotations
@@ -11,35 +11,35 @@ from typing import NamedTuple, Protocol, runtime_checkable
 from hybridkv.tiers.contract import Key
 
 MAX_CHANGED_KEYS = 1 << 17
-"""Keys that a feed names one by one. When nobody takes them for so long it says that any may have changed."""
+"""Keys that a feed keeps. If more collect, it reports that any key may have changed."""
 
 
 class Changes(NamedTuple):
-    """Keys of which a lookup may answer otherwise than when changes were last taken."""
+    """Keys for which a lookup may answer differently than at the last read."""
 
     keys: set[Key]
     is_any: bool
-    """Any key may be among them, also those that are not named."""
+    """Any key may have changed, not only those in `keys`."""
 
 
 @runtime_checkable
 class TellsChanges(Protocol):
-    """An index that says which answers changed. One may watch; nothing is kept before."""
+    """An index with a change feed, for one reader."""
 
     def watch(self) -> None:
-        """Keep changes from now on. What was there before is not among them."""
+        """Start to keep changes. Keys stored before are not included."""
         ...
 
     def take_changes(self) -> Changes:
-        """What changed since the last call, or since `watch`."""
+        """Changes since the last call, or since `watch`."""
         ...
 
 
 class ChangeFeed:
-    """Collects them.
+    """Collects changed keys.
 
     Args:
-        max_keys: that are named one by one.
+        max_keys: keys to keep; beyond that any key may have changed.
     """
 
     __slots__ = ("_is_any", "_keys", "_max_keys")
@@ -63,7 +63,7 @@ class ChangeFeed:
         self._is_any = True
 
     def take(self) -> Changes:
-        """What was collected since the last call."""
+        """Changes since the last call."""
         taken = Changes(self._keys, self._is_any)
         self._keys, self._is_any = set(), False
         return taken

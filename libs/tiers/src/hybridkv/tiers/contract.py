@@ -1,10 +1,9 @@
-"""What every tier promises: the values that its two halves exchange, and the protocols of both.
+"""Contract of a tier: the values that its two halves exchange, and the protocols of both. CONTRACT.md lists the tests.
 
-A tier has an index (in the engine's scheduler: decides what is kept) and a medium (in each worker: holds bytes), which
-for the tier that engines copy to and from is memory with seals. They may live in different processes and agree only
-through slots. Bytes of tensor-parallel rank r live in rank r's medium;
-all media are laid out alike, so one index serves every rank. CONTRACT.md lists each promise with the test that pins it.
-No implementation stands here.
+A tier has an index, in the engine's scheduler, which decides what is kept; and a medium, in each worker, which holds
+the bytes. For the primary tier, which copy engines access directly, the medium is `SealedMemory`. Index and medium may
+live in different processes, and agree only through slots. The bytes of tensor-parallel rank r are in rank r's medium.
+All media have the same layout, so one index serves every rank.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ Key: TypeAlias = bytes
 """Identity of one group's part of one chunk; opaque to a tier."""
 
 Ticket = NewType("Ticket", int)
-"""The caller's name for one store or load; it comes back in the `Completion`."""
+"""The caller's id of one store or load; returned in the `Completion`."""
 
 
 class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """The place of one chunk in a medium, as the index gave it out. Travels between processes."""
+    """Location of one chunk in a medium, assigned by the index. Sent between processes."""
 
     extents: tuple[tuple[int, int], ...]
     """(offset, num_bytes) in the medium, in the order of the chunk's bytes."""
@@ -40,52 +39,52 @@ class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def first_offset(self) -> int:
-        """Names the slot among those that are alive at one time. `ValueError` for a slot without bytes."""
+        """Identifies the slot among live slots. `ValueError` for a slot without extents."""
         if not self.extents:
             raise ValueError("a slot without extents has no first offset")
         return self.extents[0][0]
 
 
 class Refusal(enum.StrEnum):
-    """Why an index gave no slot. A refusal changes nothing in the tier, evictions included."""
+    """Why an index reserved no slot. A refusal changes nothing in the tier, and evicts nothing."""
 
     NO_ROOM = "no_room"
-    """Not enough is free, nor would be after evicting everything that may go."""
+    """Not enough space, even after evicting everything that is evictable."""
     TOO_LARGE = "too_large"
-    """Larger than the whole tier: asking again is pointless."""
+    """Larger than the whole tier: retrying is pointless."""
     PRESENT = "present"
-    """The key is committed or reserved, or its invalidated bytes are still pinned or being written."""
+    """The key is committed or reserved, or it was deleted and its bytes are still pinned or being written."""
     CLOSED = "closed"
-    """The index was closed."""
+    """The index is closed."""
     BUSY = "busy"
-    """As much is on its way as may be: asking again later may help."""
+    """Too much is in flight: retrying later may help."""
 
 
 UNSPECIFIED = "unspecified"
-"""Why a key was withdrawn where its withdrawer does not say."""
+"""Reason of an invalidation without a reason."""
 
 
 class FailureReason(enum.StrEnum):
-    """Why a medium could not do what it was asked."""
+    """Why an operation of a medium failed."""
 
     MISSING = "missing"
-    """Nothing was ever stored in the slot."""
+    """Nothing is stored in the slot."""
     WRONG_KEY = "wrong_key"
     """The slot holds another key's bytes."""
     CHECKSUM = "checksum"
     """The bytes are not those that were stored."""
     IO = "io"
-    """The operation itself could not be carried out: sizes, bounds, device errors."""
+    """The operation could not be carried out: wrong sizes or bounds, device errors."""
     CLOSED = "closed"
-    """The medium was closed."""
+    """The medium is closed."""
     BUSY = "busy"
-    """Nothing was tried: more operations wait than may, or this process lacks files, memory or threads."""
+    """Nothing was tried: the queue is full, or the process is short of files, memory or threads."""
     INJECTED = "injected"
-    """A test asked for it."""
+    """Injected by a test."""
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A problem as a value."""
+    """A failed operation: reason and detail."""
 
     reason: FailureReason
     detail: str = ""
@@ -95,43 +94,43 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """The end of one store or load: `failure` is None when it succeeded."""
+    """End of one store or load. `failure` is None on success."""
 
     ticket: Ticket
     failure: Failure | None = None
     checksum: bytes | None = None
-    """XXH3-128 (16 bytes, canonical order) of the chunk's bytes, from a medium that computed it and succeeded."""
+    """XXH3-128 (16 bytes, canonical order) of the chunk, on success, from a medium that computes it."""
 
 
 class Answer(enum.StrEnum):
-    """How a question ended that a tier was asked about one key."""
+    """Result of an async lookup of one key."""
 
     HELD = "held"
-    """In time: it is there, and this index may offer it."""
+    """In time: the tier holds the key, and the index offers it."""
     MISSING = "missing"
-    """In time: it is not there, or this index has no room to know of it."""
+    """In time: the tier does not hold the key, or the index has no room for its entry."""
     LATE = "late"
-    """There was no answer by the deadline, or as much was asked as may be."""
+    """No answer by the deadline, or too many lookups in flight."""
 
 
 class Heard(NamedTuple):
-    """Of how many keys that a tier was ever asked about it has heard. Neither becomes less.
+    """Numbers of keys with an async lookup that was answered, or not, since the start. They never decrease.
 
-    What is not answered yet is neither, nor is what was withdrawn or reserved meanwhile, nor what could not be asked
-    because as much was asked as may be: for none of these is whoever should answer to blame.
+    Neither counts open lookups, keys that were invalidated or reserved meanwhile, and keys that were not sent because
+    too many lookups were in flight: those say nothing about the health of the tier.
     """
 
     in_time: int = 0
-    """Answered by the deadline, whatever the answer was."""
+    """Answered by the deadline, with any answer."""
     not_in_time: int = 0
-    """Not answered by the deadline, whatever came later."""
+    """Not answered by the deadline, even if answered later."""
 
 
 NOTHING_HEARD = Heard()
 
 
 class TierCounts(msgspec.Struct, frozen=True):
-    """What an index did since it was last asked. Merging is addition, so order and grouping do not matter."""
+    """Counts of an index since the last `take_counts`. Merging adds, so order and grouping do not matter."""
 
     reservations: int = 0
     commits: int = 0
@@ -140,10 +139,9 @@ class TierCounts(msgspec.Struct, frozen=True):
     evictions: int = 0
     evicted_bytes: int = 0
     refusals: dict[Refusal, int] = {}
-    """Only reasons that occurred."""
+    """By reason; only reasons that occurred."""
     answers: dict[Answer, int] = {}
-    """Of a tier that answers late. Only those that occurred; a question that was withdrawn, or whose key was reserved
-    meanwhile, has none."""
+    """Results of async lookups; only those that occurred. A key that was invalidated or reserved meanwhile has none."""
 
     def merge(self, other: TierCounts) -> TierCounts:
         refusals = dict(self.refusals)
@@ -166,13 +164,13 @@ class TierCounts(msgspec.Struct, frozen=True):
 
 @runtime_checkable
 class TierIndex(Protocol):
-    """Decides what a tier keeps. Used by one thread. No method blocks.
+    """Index of a tier: decides what it keeps. Used by one thread. No method blocks.
 
-    A key is unknown, reserved, committed, or doomed: invalidated while somebody still writes (reserved) or reads
-    (pinned) it. A call that does not fit the key's state raises `TierProtocolError`.
+    A key is unknown, reserved, committed, or deleted and pending: invalidated while it is still being written
+    (reserved) or read (pinned). A call that does not fit the state of the key raises `TierProtocolError`.
 
-    What is done to many keys at once is done to one after the other, in their order, and costs less. Where one of them
-    does not fit, those before it are done.
+    A call with many keys does the same as one call for each key, in order, at lower cost. If it raises for one key, the
+    keys before that one are done.
     """
 
     @property
@@ -180,16 +178,16 @@ class TierIndex(Protocol):
 
     @property
     def used_bytes(self) -> int:
-        """Space that is not free, rounding and doomed keys included; never above `capacity_bytes`."""
+        """Bytes in use, including rounding and deleted keys that are pending; never above `capacity_bytes`."""
         ...
 
     def cost(self, num_bytes: int) -> int:
-        """What a chunk of so many bytes takes up of `capacity_bytes`."""
+        """Bytes of `capacity_bytes` that a chunk of this size uses."""
         ...
 
     @property
     def num_keys(self) -> int:
-        """Keys that are committed or reserved; doomed ones are not counted."""
+        """Number of committed and reserved keys."""
         ...
 
     @property
@@ -199,105 +197,102 @@ class TierIndex(Protocol):
 
     @property
     def answers_late(self) -> bool:
-        """Whether there may be more than `lookup` says before somebody has asked: whether `ask` is of any use."""
+        """True if the tier needs async lookups: `lookup` may miss keys that `ask` would find."""
         ...
 
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
-        """Find out whether these are stored, by this time of the tier's clock.
+        """Start an async lookup of keys, with a deadline by the tier's clock.
 
-        A verb of its own, because a lookup changes nothing. A key about which nothing is known is PENDING from now on,
-        until there is an answer; it is a MISS when there is none by the deadline, or when as much is asked as may be.
-        An answer that comes later still counts, unless the key was withdrawn meanwhile. To ask again what is not
-        answered yet puts no answer off; the later deadline holds. Nothing is reserved for such a key: it can be
-        reserved as if nobody had asked. Where everything is known this does nothing.
+        Separate from `lookup`, which changes nothing. An unknown key is PENDING until it is answered; it is a MISS
+        after the deadline, or if too many lookups are in flight. A later answer still counts, unless the key was
+        invalidated meanwhile. A repeated lookup does not delay the answer; the later deadline holds. Nothing is
+        reserved: `reserve` works as without the lookup. Does nothing in a tier that knows all its keys.
         """
         ...
 
     @property
     def heard(self) -> Heard:
-        """How questions ended until now: whoever asks sees in it whether it is worth asking again.
+        """Answered and unanswered lookups since the start, to judge the health of the tier.
 
-        Unlike counts it is not taken, so that several may look.
+        Reading does not reset it, so there may be several readers.
         """
         ...
 
     def lacks(self, key: Key) -> bool:
-        """Whether it is worth storing: it is neither committed nor reserved here, nor known to be stored, whatever was
-        asked and not answered."""
+        """True if the key is worth storing: neither committed nor reserved, nor known to be stored. Open lookups do not
+        count."""
         ...
 
     def lookup(self, key: Key) -> LookupResult:
-        """HIT when committed, PENDING when reserved or asked and not answered yet, else MISS. Changes nothing, recency
-        included."""
+        """HIT if committed, PENDING if reserved or in an open lookup, else MISS. Changes nothing, not even recency."""
         ...
 
     def leading(self, keys: Iterable[Key]) -> int:
-        """How many keys in a row, from the first, are HIT or PENDING. Changes nothing, as the next two."""
+        """Number of leading keys that are HIT or PENDING. Changes nothing, like the next two."""
         ...
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
-        """The position of the last key that is HIT or PENDING, None if none is."""
+        """Position of the last key that is HIT or PENDING, None if there is none."""
         ...
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
-        """Whether one of the keys is PENDING."""
+        """True if one of the keys is PENDING."""
         ...
 
     def touch(self, keys: Iterable[Key]) -> None:
-        """Make committed keys the most recently used, the last one most; other keys are passed over."""
+        """Make committed keys the most recently used, the last one most. Other keys are ignored."""
         ...
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
-        """Take space for a chunk of `num_bytes` > 0.
+        """Reserve space for a chunk of `num_bytes` > 0.
 
-        Evicts committed, unpinned keys, the least recently used first, only as far as needed. A
-        refusal evicts nothing.
+        Evicts committed, unpinned keys, the least recently used first, and only as many as needed. A refusal evicts
+        nothing.
         """
         ...
 
     def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
-        """`reserve` for each key and its number of bytes; what each was answered.
+        """`reserve` for each key and number of bytes; one result for each.
 
-        One that is refused keeps none behind it from being tried: sizes differ, and only the caller knows which chunks
-        are of use without which others.
+        Later chunks are tried after a refusal too: sizes differ, and only the caller knows which chunks are useful
+        alone.
         """
         ...
 
     def commit(self, key: Key) -> bool:
-        """The bytes of a reserved key are in the medium: offer it, as most recently used.
+        """Offer a reserved key, as the most recently used: its bytes are in the medium.
 
-        False when the key was invalidated meanwhile: its space is freed now and it is not offered.
+        False if the key was invalidated meanwhile: it is not offered, and its space is freed now.
         """
         ...
 
     def commit_all(self, keys: Sequence[Key]) -> list[bool]:
-        """`commit` of each, in their order; what each was answered."""
+        """`commit` of each, in order; one result for each."""
         ...
 
     def abort(self, key: Key) -> None:
-        """A reservation, doomed or not, that will never be committed: its space is freed now.
-
-        No one may still be writing to it.
-        """
+        """Free a reservation that will not be committed, also one that was invalidated. No write may be in flight."""
         ...
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> bool:
-        """Never offer what is stored under this key again. False when there is nothing to withdraw.
+        """Delete a key: it is never offered again. False if it is not offered or reserved.
 
-        `reason` is for tiers that count it; a `FailureReason` is one.
+        Frees the space now, or at the last `unpin` if pinned, or at `commit` or `abort` if reserved.
 
-        Space is freed now when nobody uses it, at the last `unpin` when pinned, at `commit` or `abort` when reserved.
+        Args:
+            key: to delete.
+            reason: for tiers that count reasons, for example a `FailureReason`.
         """
         ...
 
     def pin(self, key: Key) -> Slot | None:
-        """Protect a committed key from eviction and learn where it lies; None when it is not a HIT. Counted."""
+        """Protect a committed key from eviction and return its slot; None if it is not a HIT. Pins are counted."""
         ...
 
     def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
-        """`pin` of each, and where it lies. All or none: where one is not a HIT, None, and nothing has changed.
+        """`pin` all keys and return their slots, or none: None if one is not a HIT, and nothing has changed.
 
-        Whoever reads many chunks needs all of them. A key that is named twice is pinned twice.
+        A key given twice is pinned twice.
         """
         ...
 
@@ -306,114 +301,114 @@ class TierIndex(Protocol):
         ...
 
     def unpin_all(self, keys: Iterable[Key]) -> None:
-        """`unpin` of each, so that the last one is the most recently used."""
+        """`unpin` each, in order, so the last one is the most recently used."""
         ...
 
     def clear(self) -> int:
-        """`invalidate` every key; how many were withdrawn."""
+        """`invalidate` every key; returns how many were offered or reserved."""
         ...
 
     def take_counts(self) -> TierCounts:
-        """What happened since the last call."""
+        """Counts since the last call."""
         ...
 
     def close(self) -> None:
-        """`clear`, and refuse every later reservation. Open pins and reservations may still be given back."""
+        """`clear`, and refuse every later reservation. Pins and reservations may still be ended."""
         ...
 
 
 class AnswersAtOnce:
-    """That part of a `TierIndex`."""
+    """Mixin for a `TierIndex` that knows all its keys: async lookups do nothing."""
 
     @property
     def answers_late(self) -> bool:
-        """Never: everything is known here."""
+        """False: `lookup` knows all keys."""
         return False
 
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
-        """Nothing to find out."""
+        """Does nothing."""
 
     @property
     def heard(self) -> Heard:
-        """Nothing: nobody is asked."""
+        """No lookups."""
         return NOTHING_HEARD
 
 
 @runtime_checkable
 class TierMedium(Protocol):
-    """Holds bytes. `store`, `load` and `poll` do not wait for a device, a network or another thread.
+    """Medium of a tier: holds bytes. `store`, `load` and `poll` do not wait for a device, a network or another thread.
 
-    Every store and load ends in exactly one `Completion` with its ticket, also when it failed; none of them raises for
-    what the medium met. Buffers belong to the medium from the call until that completion is polled. The caller (through
-    the index) never lets two operations that write use one slot at the same time, nor a write and a read.
+    Every store and load ends in exactly one `Completion` with its ticket, also on failure; I/O errors are not raised.
+    Buffers belong to the medium from the call until that completion is polled. The caller, through the index, never
+    runs two writes, or a write and a read, on one slot at the same time.
     """
 
     def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
-        """Copy `source`, whose total size must be the slot's, into the slot and remember that it belongs to `key`."""
+        """Copy `source` into the slot, under `key`. Its total size must be that of the slot."""
         ...
 
     def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
-        """Copy the slot into writable `destination` of the same total size, if it holds what was stored for `key`.
+        """Copy the slot into writable `destination` of the same total size, if it holds the bytes stored for `key`.
 
-        What a failed load left in `destination` must not be used.
+        After a failed load the contents of `destination` must not be used.
         """
         ...
 
     def poll(self) -> list[Completion]:
-        """Completions that were not handed out yet, in any order."""
+        """Completions since the last call, in any order."""
         ...
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until each operation has its completion ready for `poll`; False when `timeout_s` passed first."""
+        """Wait until every operation is complete and ready for `poll`; False on a timeout."""
         ...
 
     def close(self) -> None:
-        """Give up memory, files and threads. Later operations complete with CLOSED; `poll` still works. Repeatable."""
+        """Release memory, files and threads. Later operations complete with CLOSED; `poll` still works. Repeatable."""
         ...
 
 
 @runtime_checkable
 class GathersPlaces(Protocol):
-    """An index that gives chunks places together, and wants to know which follows which. Asked for by a stack."""
+    """An index that places the chunks of a batch together, by the chunks that they need. Called by a stack."""
 
     def follows(self, key: Key, needs: Sequence[Key]) -> None:
-        """What the key that is reserved next needs before it on its path, as `PathPosition.needs`."""
+        """Set the keys that the next reserved key needs, as in `PathPosition.needs`."""
         ...
 
     def end_batch(self) -> None:
-        """What was reserved since the last call is given to the media in one go, and what comes is not."""
+        """End the batch of keys reserved since the last call. The media receive it as one batch."""
         ...
 
 
 @runtime_checkable
 class GathersMoves(Protocol):
-    """A medium that stores chunks together, and loads them together."""
+    """A medium that stores and loads chunks in batches."""
 
     def flush(self) -> None:
-        """What was given to be stored or loaded since the last call was one batch. Without it nothing of that need be
-        moved before `drain`."""
+        """Start everything queued since the last `flush`, as one batch. Without it, nothing need start before
+        `drain`."""
         ...
 
 
 @runtime_checkable
 class ExposesBytes(Protocol):
-    """A medium whose stored bytes are addressable memory: what a copy engine writes to, and what tests corrupt."""
+    """A medium with addressable memory, for copy engines, and for tests that corrupt bytes."""
 
     def views(self, slot: Slot) -> list[memoryview]:
-        """One writable view an extent. `TierProtocolError` when the slot does not lie in this medium."""
+        """One writable view for each extent. `TierProtocolError` if the slot is not in this medium."""
         ...
 
 
 @runtime_checkable
 class SealedMemory(ExposesBytes, Protocol):
-    """Memory that a copy engine moves chunks in and out of by itself: what holds the bytes of the fastest tier.
+    """Memory of the primary tier, which copy engines access directly.
 
-    Whoever wrote a chunk seals its slot with the key and the checksum of its bytes; whoever is about to read it checks
-    both, so that a slot that was reused, torn or corrupted is a failed load and never wrong bytes. Threads of copy
-    engines and the main thread may use it at once, on distinct slots.
+    The writer of a chunk seals its slot with the key and the checksum of its bytes; a reader checks both, so a reused,
+    torn or corrupted slot is a failed load and never wrong bytes. Threads of copy engines and the main thread may use
+    it at the same time, on distinct slots.
 
-    A slot that does not lie in the memory, or any slot after `close`, is a `Failure` where one is returned and a
-    `TierProtocolError` elsewhere.
+    For a slot outside the memory, or any slot after `close`, a method returns a `Failure` if it can, else raises
+    `TierProtocolError`.
     """
 
     @property
@@ -421,7 +416,7 @@ class SealedMemory(ExposesBytes, Protocol):
 
     @property
     def base_address(self) -> int:
-        """Where offset 0 lies: with `capacity_bytes`, the memory to register with a copy engine."""
+        """Address of offset 0. Register this memory, of `capacity_bytes`, with a copy engine."""
         ...
 
     def addresses(self, slot: Slot) -> list[tuple[int, int]]:
@@ -431,24 +426,25 @@ class SealedMemory(ExposesBytes, Protocol):
     def seal_all(
         self, chunks: Sequence[tuple[Key, Slot]], checksums: Sequence[bytes] | None = None
     ) -> list[Failure | None]:
-        """The present bytes of each slot are those of its key. For each chunk, None when that is recorded.
+        """Record key and checksum of the current bytes of each slot. One result for each chunk; None is success.
 
-        Reads them once, or takes the XXH3-128 that somebody else computed while writing them, one for each chunk.
+        Reads the bytes once, unless the caller passes their XXH3-128, one for each chunk.
         """
         ...
 
     def sealed_checksum(self, key: Key, slot: Slot) -> bytes | None:
-        """XXH3-128 of what was sealed in the slot for `key`, None when nothing was. Reads no chunk."""
+        """XXH3-128 of the chunk sealed in the slot for `key`, None if there is none. Does not read the chunk."""
         ...
 
     def check_all(self, chunks: Sequence[tuple[Key, Slot]]) -> list[Failure | None]:
-        """For each chunk, None when its slot holds exactly the bytes that were sealed for its key. Reads them once."""
+        """Verify that each slot holds the bytes sealed for its key. One result for each chunk; None is success. Reads
+        the bytes once."""
         ...
 
     def discard(self, slot: Slot) -> None:
-        """Forget what was sealed in the slot: `check_all` then finds it MISSING. Call it before overwriting a slot."""
+        """Remove the seal of a slot, so `check_all` returns MISSING. Call it before overwriting a slot."""
         ...
 
     def close(self) -> None:
-        """Give up the memory. Stop the copy engine first: it holds addresses."""
+        """Release the memory. Stop the copy engine first, since it holds addresses."""
         ...

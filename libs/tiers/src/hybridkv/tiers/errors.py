@@ -1,4 +1,8 @@
-"""What a tier raises: the caller's mistakes and the operator's. Never what a medium met: that comes back as a value."""
+"""Exceptions of tiers: mistakes of the caller or the operator. I/O errors of a medium are values instead.
+
+`is_shortage` separates a shortage of this process (files, memory, threads) from faults of a device or of stored bytes.
+After a shortage nothing was tried, so the medium is not at fault and its chunks are still good.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +11,27 @@ import os
 from typing import Final
 
 SHORTAGES: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK})
-"""Open files of this process or of the machine, memory, threads or requests of the kernel's, locks."""
+"""Open files of the process or the machine, memory, threads or requests of the kernel, locks."""
 _NO_THREAD: Final = ("can't start new thread", os.strerror(errno.EAGAIN))
-"""What Python and a C++ library say where the system gives no thread."""
+"""Messages of Python and of a C++ library if the system gives no thread."""
 
 
 class TierError(Exception):
-    """Base of everything that `hybridkv.tiers` raises on purpose."""
+    """Base of the exceptions of `hybridkv.tiers`."""
 
 
 class TierProtocolError(TierError, RuntimeError):
-    """The caller broke the life cycle of a key or named a place that the tier does not have: a bug, not a full disk."""
+    """A bug of the caller: a call that does not fit the state of a key, or a slot outside the tier."""
 
 
 class TierConfigurationError(TierError, ValueError):
-    """A value from the operator's configuration that a tier cannot work with.
+    """A value of the configuration that a tier cannot work with.
 
-    `field` is the parameter, `expected` says what would do, `got` is what was given, `hint` what to try next.
+    Args:
+        field: the parameter.
+        expected: description of a valid value.
+        got: the given value.
+        hint: what to try next.
     """
 
     def __init__(self, field: str, expected: str, got: object, hint: str = "") -> None:
@@ -36,7 +44,7 @@ class TierConfigurationError(TierError, ValueError):
 
 
 def is_shortage(error: BaseException) -> bool:
-    """Whether an error says that this process lacks something, for now."""
+    """True if the error is a shortage of this process, which may pass."""
     if isinstance(error, OSError):
         return error.errno in SHORTAGES
     if isinstance(error, RuntimeError):

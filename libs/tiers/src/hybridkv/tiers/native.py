@@ -1,8 +1,7 @@
-"""C++ of `hybridkv-native` that this library needs: checksums of memory, the ledgers of host memory and of the disk,
-and the queue of the disk's reads and writes.
+"""C++ classes of `hybridkv-native`: checksums of memory, the ledgers of the RAM and disk tiers, the disk's I/O queue.
 
 Raises:
-    ImportError: it is missing, or older than this library.
+    ImportError: `hybridkv-native` is missing, or too old.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Counts what an index does. Private to the tiers of this library; holds no decisions."""
+"""Mutable counts of an index. Private to this library."""
 
 from hybridkv.tiers.contract import Refusal, TierCounts
 
 
 class Tally:
-    """A mutable `TierCounts`: cheap to add to, drained by `take`."""
+    """Mutable `TierCounts`."""
 
     __slots__ = ("aborts", "commits", "evicted_bytes", "evictions", "invalidations", "refusals", "reservations")
 
@@ -21,7 +21,7 @@ class Tally:
         self.refusals: dict[Refusal, int] = {}
 
     def refuse(self, reason: Refusal) -> Refusal:
-        """Count a refusal and hand it on."""
+        """Count a refusal and return it."""
         self.refusals[reason] = self.refusals.get(reason, 0) + 1
         return reason
 

@@ -1,6 +1,6 @@
-"""Threads that carry out calls and never keep a process alive: a call may wait for a dead file system for ever.
+"""Thread pool with daemon threads, which never keep a process alive: a call may wait forever for a dead file system.
 
-`concurrent.futures.ThreadPoolExecutor` joins its threads when the interpreter ends, however long that takes.
+`concurrent.futures.ThreadPoolExecutor` joins its threads at interpreter exit, however long that takes.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 _IDLE_S = 5.0
-"""A thread without work ends after so long, so a pool that is forgotten leaves none behind."""
+"""An idle thread ends after so long, so an abandoned pool leaves no threads."""
 
 
 class DaemonPool(Executor):
-    """An executor with daemon threads, started as they are needed.
+    """Executor with daemon threads, started when needed.
 
     Args:
-        max_threads: at work at one time, 1 or more.
+        max_threads: 1 or more.
         name: of the threads.
     """
 
@@ -40,10 +40,10 @@ class DaemonPool(Executor):
     def submit(
         self, call: Callable[Parameters, Result], /, *arguments: Parameters.args, **named: Parameters.kwargs
     ) -> Future[Result]:
-        """The result of a call, later.
+        """Run a call in a thread.
 
         Raises:
-            RuntimeError: the pool was shut down, or the system gives it no first thread.
+            RuntimeError: the pool was shut down, or the system gives no first thread.
         """
         future: Future[Result] = Future()
         with self._changed:
@@ -72,7 +72,7 @@ class DaemonPool(Executor):
                     future.set_result(call())
                 except BaseException as error:
                     future.set_exception(error)
-            del work, future, call  # they may hold much memory until there is more to do
+            del work, future, call  # they may hold much memory until the next call
 
     def _next(self) -> tuple[Future[Any], Callable[[], Any]] | None:
         with self._changed:
@@ -88,11 +88,11 @@ class DaemonPool(Executor):
             return None
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """As `Executor` says. What waits is carried out, unless it is cancelled."""
+        """See `Executor`. Queued calls run, unless they are cancelled."""
         self.close(None if wait else 0.0, cancel_futures=cancel_futures)
 
     def close(self, timeout_s: float | None, *, cancel_futures: bool = False) -> bool:
-        """Take no more calls. Whether all have returned within the time; None: wait without a bound."""
+        """Accept no more calls, and wait for the threads. False on a timeout; None: no timeout."""
         with self._changed:
             self._is_closed = True
             while cancel_futures and self._work:

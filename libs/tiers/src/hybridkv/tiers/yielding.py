@@ -1,6 +1,4 @@
-"""Long work in pieces, between which other threads run, and what it freed goes back to the system. Private to the tiers
-of this library.
-"""
+"""Long loops that yield the GIL to other threads; release of freed memory to the system. Private to this library."""
 
 from __future__ import annotations
 
@@ -9,25 +7,24 @@ import time
 from collections.abc import Iterator
 
 ENTRIES_AT_A_TIME = 2048
-"""That a thread looks at before it lets others have the interpreter: about a millisecond."""
+"""Entries per slice, about a millisecond of work."""
 YIELD_S = 0.0001
-"""For which it lets go of it. Who waits for the interpreter has to wake up meanwhile, or it waits for five milliseconds
-more, which is when Python takes it away from whoever has it."""
-
+"""Pause between slices. A thread that waits for the GIL must wake up in this time, or it waits for the switch interval
+of five milliseconds."""
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-"""Of the C library, where it has one."""
+"""None if the C library has no such function."""
 
 
-def give_back_freed() -> None:
-    """Let the C library give the system what was freed. Of what a snapshot or an opening made of a million records the
-    process would keep 50 MB and more. That takes up to 0.1 s, without the interpreter."""
+def trim_heap() -> None:
+    """Release freed memory of the C library to the system: 50 MB and more after a snapshot or recovery of a million
+    records. Takes up to 0.1 s, without the GIL."""
     if _trim is not None:
         _trim(ctypes.c_size_t(0))
 
 
 def pieces(length: int) -> Iterator[slice]:
-    """Of a sequence of this length, in order. Between two of them other threads may have the interpreter."""
+    """Slices of a sequence of this length, in order. Yields the GIL between two of them."""
     for start in range(0, length, ENTRIES_AT_A_TIME):
         if start:
             time.sleep(YIELD_S)

@@ -23,7 +23,7 @@ from hybridkv.tiers.disk.maintenance.chore import (
 from hybridkv.tiers.disk.maintenance.compaction import SegmentCopier
 from hybridkv.tiers.disk.maintenance.withdrawals import JournalWriter
 from hybridkv.tiers.disk.options import SNAPSHOT_ENTRY_BYTES
-from hybridkv.tiers.yielding import give_back_freed
+from hybridkv.tiers.yielding import trim_heap
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class Save(Chore[bool]):
         except GivenUpError:
             return False
         finally:
-            give_back_freed()
+            trim_heap()
         return True
 
     def fail(self, files: StoreFiles) -> None:

@@ -26,7 +26,7 @@ from hybridkv.tiers.disk.options import FEWEST_SEGMENTS, DiskOptions, DiskSizes,
 from hybridkv.tiers.disk.recovery.recovery import FoundStore, recover
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.files.directory import refused
-from hybridkv.tiers.yielding import give_back_freed
+from hybridkv.tiers.yielding import trim_heap
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def build_store(
     namespace is then closed."""
     with _without_collections():
         opened = _build_store(namespace, fingerprint, options, sizes, clock)
-    give_back_freed()
+    trim_heap()
     opened.state.records.make_room(0, 0)
     Maintenance(opened.state, opened.agenda, InlineJanitor()).settle()
     return opened
