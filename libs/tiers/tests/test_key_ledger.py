@@ -1,4 +1,4 @@
-"""What a ledger asks of its space and tells its witness, in any order of calls; and its bounds."""
+"""What a ledger asks of its space and tells its observer, in any order of calls; and its bounds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class NumberedEntry(Entry):
 
 
 class Recorder:
-    """A space and a witness: who writes and who reads what is taken, as far as it was told."""
+    """A space and an observer: who writes and who reads what is taken, as far as it was told."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()

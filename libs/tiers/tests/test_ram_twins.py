@@ -352,7 +352,7 @@ def test_where_there_are_no_addresses_for_its_tables_that_is_what_is_said() -> N
     told = subprocess.run(
         [sys.executable, "-c", BOUNDED], check=True, capture_output=True, text=True, timeout=patience.seconds(12.0)
     )
-    assert "addresses" in told.stdout and "ulimit -v" in told.stdout
+    assert "address space" in told.stdout and "ulimit -v" in told.stdout
 
 
 MEASURED = """

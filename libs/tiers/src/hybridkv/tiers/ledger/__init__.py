@@ -1,12 +1,12 @@
-"""The life of a key, written once: what every index of this library is made of.
+"""Ledger: the life cycle of the keys of one tier.
 
-A `KeyLedger` knows which keys a tier holds and what may be done to them now. Where bytes lie is a `Space`'s, which key
-goes first an `EvictionOrder`'s; both are small enough to be written anew for another tier or another policy.
+A `KeyLedger` holds the keys of a tier and their states. A `Space` assigns the places of their bytes, and an
+`EvictionOrder` chooses the next key to evict; both can be replaced for another tier or policy.
 """
 
 from hybridkv.tiers.ledger.ledger import KeyLedger
 from hybridkv.tiers.ledger.order import EvictionOrder, LeastRecentlyUsed
-from hybridkv.tiers.ledger.states import Entry, KeyState, Space, Witness
+from hybridkv.tiers.ledger.states import Entry, KeyState, LedgerObserver, Space
 
 __all__ = [
     "Entry",
@@ -14,6 +14,6 @@ __all__ = [
     "KeyLedger",
     "KeyState",
     "LeastRecentlyUsed",
+    "LedgerObserver",
     "Space",
-    "Witness",
 ]

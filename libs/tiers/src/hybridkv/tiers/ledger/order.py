@@ -1,6 +1,6 @@
-"""Which key goes first: one interface for every policy, and the first of them, least recently used.
+"""Eviction orders: a protocol for policies, and least recently used.
 
-An order knows only what may be evicted now. Sizes, states and pins are the ledger's.
+An order contains only the evictable keys. Sizes, states and pins are in the ledger.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ OrderedE = TypeVar("OrderedE")
 
 
 class EvictionOrder(Protocol[OrderedE]):
-    """Of the keys that it tracks, which one is given up next. No call takes a step for each key but what it is told."""
+    """Chooses the next key to evict among those that it tracks. The cost of a call does not depend on their number."""
 
     def track(self, key: Key, entry: OrderedE) -> None:
-        """This key may be evicted from now on. It was just used, and is not tracked."""
+        """Add a key, as the most recently used. It is not tracked yet."""
         ...
 
     def touch(self, keys: Iterable[Key]) -> int:
-        """These were used, the last one last. Those that are not tracked are passed over; how many these were."""
+        """Record a use of keys, in order. Untracked keys are ignored; returns their number."""
         ...
 
     def pick(self) -> tuple[Key, OrderedE]:
-        """What goes next, which is tracked no more. `LookupError` when nothing is tracked."""
+        """Remove and return the next key to evict. `LookupError` if there is none."""
         ...
 
     def forget(self, key: Key) -> None:
-        """This key may not be evicted any more, or is gone by other ways. It is tracked."""
+        """Remove a tracked key."""
         ...
 
     def give_up(self) -> None:
-        """Track nothing any more."""
+        """Remove all keys."""
         ...
 
     def __len__(self) -> int:
-        """Keys that are tracked."""
+        """Number of tracked keys."""
         ...
 
     def __iter__(self) -> Iterator[Key]:
-        """They, in any order."""
+        """Tracked keys, in any order."""
         ...
 
 
 class LeastRecentlyUsed(Generic[E]):
-    """An `EvictionOrder` of which that goes first whose last use is longest ago. Iterates in that order."""
+    """LRU `EvictionOrder`. Iterates from the least to the most recently used key."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Key, E] = OrderedDict()
@@ -57,13 +57,13 @@ class LeastRecentlyUsed(Generic[E]):
         self._entries[key] = entry
 
     def touch(self, keys: Iterable[Key]) -> int:
-        entries, num_others = self._entries, 0
+        entries, num_untracked = self._entries, 0
         for key in keys:
             if key in entries:
                 entries.move_to_end(key)
             else:
-                num_others += 1
-        return num_others
+                num_untracked += 1
+        return num_untracked
 
     def pick(self) -> tuple[Key, E]:
         return self._entries.popitem(last=False)

@@ -1,7 +1,4 @@
-"""What a ledger knows of one key, whom it asks for space, and who hears of what happens.
-
-Values and protocols; nothing here decides.
-"""
+"""Entries of a ledger, and the protocols of a space and an observer. Decides nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from hybridkv.tiers.contract import Key, Slot
 
 
 class KeyState(enum.Enum):
-    """Of a key that a ledger knows. A value."""
+    """State of a key in a ledger. A deleted key is pending until its write or its last pin ends."""
 
     RESERVED = ("reserved", LookupResult.PENDING)
     COMMITTED = ("committed", LookupResult.HIT)
@@ -29,13 +26,13 @@ class KeyState(enum.Enum):
 
 
 class Entry(msgspec.Struct, gc=False, eq=False):
-    """One key of a ledger; where its bytes lie is a subclass's to say.
+    """One key of a ledger. A subclass has the place of its bytes.
 
-    It is in no cycle, so Python's collector of garbage is told not to look at it: there may be millions.
+    Not tracked by the garbage collector: entries are in no cycles, and there may be millions.
     """
 
     cost: int
-    """What it takes up of the capacity, in bytes. One number for all of a size: there are few sizes and many keys."""
+    """Bytes of the capacity that it uses. Entries of one size share the integer: there are few sizes and many keys."""
     state: KeyState
     num_pins: int
 
@@ -49,41 +46,40 @@ E_contra = TypeVar("E_contra", bound=Entry, contravariant=True)
 
 
 class Space(Protocol[E]):
-    """Hands out a tier's space and takes it back. Asked only for what fits."""
+    """Assigns and frees the space of a tier. The ledger requests only what fits."""
 
     def take(self, key: Key, num_bytes: int, cost: int) -> E:
-        """A reserved entry that somebody may write to from now on. The ledger counts `cost`."""
+        """Assign space, and return a reserved entry. The ledger counts `cost`."""
         ...
 
     def free(self, entry: E) -> None:
-        """Nobody needs it any more."""
+        """Free the space of an entry."""
         ...
 
     def keep_only(self, entries: Iterable[E]) -> None:
-        """Take back all but these, without a step for each."""
+        """Free the space of all other entries, without a step for each."""
         ...
 
 
-class Witness(Protocol[E_contra]):
-    """Hears of the steps of a life, of which a space in memory need not know. The ledger has changed already, unless
-    said otherwise."""
+class LedgerObserver(Protocol[E_contra]):
+    """Called after each step of the life of a key."""
 
     def written(self, entry: E_contra) -> None:
-        """Whoever wrote it is done: it is committed now, or else about to be freed."""
+        """The write ended: the entry is committed, or about to be freed."""
         ...
 
     def held(self, entry: E_contra) -> None:
-        """It has a first reader."""
+        """The entry got its first pin."""
         ...
 
     def released(self, entry: E_contra) -> None:
-        """It has no reader any more. Committed still, or else about to be freed."""
+        """The entry lost its last pin: it is committed, or about to be freed."""
         ...
 
     def used(self, entries: Iterable[E_contra]) -> None:
-        """Somebody made these, which may be evicted, the most recently used."""
+        """Evictable entries were touched."""
         ...
 
     def gone(self, entry: E_contra) -> None:
-        """It was offered, or was to be, and never will be again."""
+        """The entry is not offered any more."""
         ...

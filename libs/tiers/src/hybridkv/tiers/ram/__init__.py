@@ -1,4 +1,4 @@
-"""The host memory tier: an LRU index over granules, and the arena that holds the bytes."""
+"""RAM tier: an LRU index over granules of host memory, and the arena with the bytes."""
 
 from hybridkv.tiers.ram.arena import DEFAULT_GRANULE_BYTES, RamArena
 from hybridkv.tiers.ram.index import RamIndex

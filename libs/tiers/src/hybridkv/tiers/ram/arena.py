@@ -1,7 +1,7 @@
-"""Holds the bytes of the RAM tier: one page-aligned buffer, cut into slots by a `RamIndex` that may live elsewhere.
+"""Arena of the RAM tier: one page-aligned buffer, divided into slots by a `RamIndex`, which may be in another process.
 
-Every slot is sealed with the key it belongs to and an XXH3-128 checksum of its bytes, so a slot that was reused, torn
-or corrupted is a failed load and never wrong bytes. Copies nothing: a copy engine does, which knows the `addresses`.
+Each slot is sealed with its key and the XXH3-128 checksum of its bytes, so a reused, torn or corrupted slot is a failed
+load and never wrong bytes. Copies nothing: a copy engine uses the `addresses`.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class RamArena:
-    """`SealedMemory` of the host.
+    """`SealedMemory` in host RAM. Threads may use it at the same time, on distinct slots.
 
-    Without `buffer`, memory is mapped now and committed by the operating system as it is first written. With `buffer`
-    (uint8, one-dimensional, contiguous, writable, at least the rounded capacity; for example pinned memory) that memory
-    is used and must outlive the arena. Both sizes must be those of the `RamIndex`. Checksums are taken by
-    `digest_threads` threads.
-
-    Threads of copy engines and the main thread may use it at once, on distinct slots.
+    Args:
+        capacity_bytes: rounded down to whole granules; the same as in the `RamIndex`.
+        granule_bytes: the same as in the `RamIndex`.
+        buffer: memory to use, for example pinned memory: uint8, one-dimensional, contiguous, writable, at least the
+            rounded capacity. It must outlive the arena. None: maps memory, which the system commits at the first write.
+        digest_threads: threads for checksums.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RamArena:
         self._digest_threads = digest_threads
         self._is_closed = False
         self._seals: dict[int, tuple[Key, bytes]] = {}
-        """By the first offset of a slot. Needs no lock: threads read, set and remove single items alone."""
+        """By the first offset of the slot. Needs no lock: threads only read, set and remove single items."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -56,28 +56,28 @@ class RamArena:
 
     @property
     def base_address(self) -> int:
-        """Where offset 0 lies: with `capacity_bytes`, the memory to register with a copy engine."""
+        """Address of offset 0. Register this memory, of `capacity_bytes`, with a copy engine."""
         return self._base_address
 
     def addresses(self, slot: Slot) -> list[tuple[int, int]]:
         """(address, num_bytes) of each extent, valid until `close`.
 
-        `TierProtocolError` when the slot does not lie in the arena or the arena was closed.
+        `TierProtocolError` if the slot is not in the arena, or the arena is closed.
         """
         self._require(slot)
         return [(self._base_address + offset, num_bytes) for offset, num_bytes in slot.extents]
 
     def views(self, slot: Slot) -> list[memoryview]:
-        """A writable view of each extent. Same errors as `addresses`."""
+        """Writable view of each extent. Same errors as `addresses`."""
         self._require(slot)
         return [self._buffer[offset : offset + num_bytes].data for offset, num_bytes in slot.extents]
 
     def seal_all(
         self, chunks: Sequence[tuple[Key, Slot]], checksums: Sequence[bytes] | None = None
     ) -> list[Failure | None]:
-        """Record that the present bytes of each slot are those of its key. For each chunk, None when done.
+        """Record key and checksum of the current bytes of each slot. One result for each chunk; None is success.
 
-        Reads them once, or takes the XXH3-128 that somebody else computed while writing them, one for each chunk.
+        Reads the bytes once, unless the caller passes their XXH3-128, one for each chunk.
         """
         buffer = self._buffer
         failures = [self._why_not_use(slot) for _, slot in chunks]
@@ -93,12 +93,12 @@ class RamArena:
         return failures
 
     def sealed_checksum(self, key: Key, slot: Slot) -> bytes | None:
-        """XXH3-128 of what was sealed in the slot for `key`, None when nothing was."""
+        """XXH3-128 of the chunk sealed in the slot for `key`, None if there is none."""
         sealed_key, checksum = self._seals.get(slot.first_offset, (b"", None))
         return checksum if sealed_key == key else None
 
     def check_all(self, chunks: Sequence[tuple[Key, Slot]]) -> list[Failure | None]:
-        """For each chunk, None when its slot holds exactly the bytes that were sealed for its key. Reads them once."""
+        """Verify that each slot holds the bytes sealed for its key. One result for each chunk; None is success."""
         buffer = self._buffer
         found = [self._sealed(key, slot) for key, slot in chunks]
         failures = [one if isinstance(one, Failure) else None for one in found]
@@ -114,32 +114,32 @@ class RamArena:
         return failures
 
     def discard(self, slot: Slot) -> None:
-        """Forget what was sealed in the slot: `check_all` then finds it MISSING. Call it before overwriting a slot."""
+        """Remove the seal of a slot, so `check_all` returns MISSING. Call it before overwriting a slot."""
         self._require(slot)
         self._seals.pop(slot.first_offset, None)
 
     def close(self) -> None:
-        """Give up the memory. Stop the copy engine first: it holds addresses."""
+        """Release the memory. Stop the copy engine first, since it holds addresses."""
         self._is_closed = True
         self._seals.clear()
         self._buffer = np.empty(0, dtype=np.uint8)
 
     def _sealed(self, key: Key, slot: Slot) -> bytes | Failure:
-        """The checksum to look for, or why there is none."""
+        """Sealed checksum of the slot, or the reason why there is none."""
         failure = self._why_not_use(slot)
         if failure is not None:
             return failure
         sealed = self._seals.get(slot.first_offset)
         if sealed is None:
-            return Failure(FailureReason.MISSING, f"nothing is sealed at offset {slot.first_offset}")
+            return Failure(FailureReason.MISSING, f"nothing is stored at offset {slot.first_offset}")
         sealed_key, checksum = sealed
         if sealed_key != key:
             return Failure(FailureReason.WRONG_KEY, f"expected {key.hex()}, got {sealed_key.hex()}")
         return checksum
 
     def _checksums(self, buffer: Bytes, slots: Sequence[Slot]) -> bytes:
-        """XXH3-128 of each slot, one behind the other. `buffer` was the arena's before it was seen that the arena is
-        open, and stays mapped until all is read."""
+        """XXH3-128 of each slot, concatenated. The caller read `buffer` before it checked that the arena is open, so
+        the memory stays mapped until the end."""
         extents = np.fromiter(chain.from_iterable(chain.from_iterable([slot.extents for slot in slots])), np.int64)
         ends = np.cumsum([len(slot.extents) for slot in slots], dtype=np.int64)
         addresses = extents[::2] + buffer.ctypes.data
@@ -147,12 +147,12 @@ class RamArena:
 
     def _why_not_use(self, slot: Slot) -> Failure | None:
         if self._is_closed:
-            return Failure(FailureReason.CLOSED, "the arena was closed")
+            return Failure(FailureReason.CLOSED, "the arena is closed")
         if not slot.extents:
             return Failure(FailureReason.IO, "the slot has no extents")
         for offset, num_bytes in slot.extents:
             if offset < 0 or num_bytes <= 0 or offset + num_bytes > self._capacity_bytes:
-                detail = f"extent ({offset}, {num_bytes}) does not lie in an arena of {self._capacity_bytes} bytes"
+                detail = f"extent ({offset}, {num_bytes}) is not in the arena of {self._capacity_bytes} bytes"
                 return Failure(FailureReason.IO, detail)
         return None
 
@@ -164,13 +164,13 @@ class RamArena:
 
 def _map_memory(num_bytes: int) -> Bytes:
     try:
-        # Not mmap's default, shared: that is tmpfs, which rarely gets transparent huge pages.
+        # Private, not shared as by default: shared memory is tmpfs, which rarely gets transparent huge pages.
         mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, ValueError, OverflowError) as error:
         raise TierConfigurationError(
             "capacity_bytes", f"memory that this host can map ({error})", num_bytes, hint="give the tier less memory"
         ) from error
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # a kernel without huge pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapping, dtype=np.uint8)
 

@@ -1,7 +1,7 @@
-"""Decides which chunks stay in host memory: least recently used goes first. Holds no bytes and starts no thread.
+"""Index of the RAM tier: LRU over granules of host memory. Holds no bytes and starts no thread.
 
-What a call asks and does is C++ (`csrc/ledger`); here is only what it cannot know, such as who is to be asked before
-space is taken. Every call holds the interpreter lock, so that other threads may `find` at any time.
+The ledger is C++ (`csrc/ledger`); this class adds the parts that need Python. Every call holds the GIL, so other
+threads may call `find` at any time.
 """
 
 from __future__ import annotations
@@ -28,53 +28,58 @@ _SEED_BYTES = 8
 
 
 class RamIndex(_Ledger):
-    """A `TierIndex` over granules of host memory.
+    """A `TierIndex` over granules of host memory, with a change feed (`TellsChanges`).
 
-    `capacity_bytes` is rounded down to whole granules; `TierConfigurationError` when not even one fits. The media
-    must be `RamArena`s of the same two numbers.
+    Further methods: `find`, for any thread; `invalidate_all`; `eviction_order`, `num_reserved` and `num_pinned`.
+    `most_index_bytes` is the most memory that it uses, for `max_keys` keys.
 
-    No chunk has fewer than `smallest_bytes`: so many keys there may be at most, and the index has room for them
-    from the start. One that has fewer is taken, too, and counts as one key.
+    Args:
+        capacity_bytes: rounded down to whole granules. The media are `RamArena`s with the same two sizes.
+        granule_bytes: unit of allocation.
+        smallest_bytes: size of the smallest chunk, which bounds the number of keys. A smaller chunk is accepted, and
+            counts as one key.
 
-    Beside what a `TierIndex` is, and `TellsChanges`: `find`, for any thread; `commit_all` and `invalidate_all`;
-    `eviction_order`, `num_reserved` and `num_pinned`; `before_reserving`. What it takes at most is
-    `most_index_bytes`, for `max_keys`.
+    Raises:
+        TierConfigurationError: not even one granule fits, or the tables are too large.
     """
 
     def __init__(self, capacity_bytes: int, granule_bytes: int, smallest_bytes: int = 1) -> None:
         num_granules = count_granules(capacity_bytes, granule_bytes)
         max_keys = count_keys(num_granules, granule_bytes, smallest_bytes)
-        # Of chance, so that nobody can choose prompts whose keys all belong to one place.
+        # Random, so that prompts cannot be chosen to collide in the hash table.
         seed = int.from_bytes(os.urandom(_SEED_BYTES), "little")
         try:
             super().__init__(num_granules, granule_bytes, max_keys, seed, _ANSWERS, _REFUSALS, Slot, TierProtocolError)
         except ValueError as error:
             raise TierConfigurationError(
-                "capacity_bytes", f"granules that an index can have ({error})", capacity_bytes, hint="use larger ones"
+                "capacity_bytes",
+                f"a number of granules that an index supports ({error})",
+                capacity_bytes,
+                hint="use larger granules",
             ) from error
         except MemoryError as error:
             raise TierConfigurationError(
                 "capacity_bytes",
-                "tables for which the system has addresses",
+                "tables that fit into the address space",
                 capacity_bytes,
-                hint="lift what bounds them (ulimit -v, vm.overcommit_memory), or lower it",
+                hint="raise the limit (ulimit -v, vm.overcommit_memory), or lower the capacity",
             ) from error
         self.before_reserving: Callable[[], None] | None = None
-        """Called before space is taken, which alone evicts, for whoever has something to pin that peers read."""
+        """Called before space is reserved, which is the only call that evicts. Used to pin chunks that peers read."""
 
-    # Everything is known here, as `AnswersAtOnce` says it for a class that may have several bases.
+    # The same as `AnswersAtOnce`, which cannot be a second base of this class.
 
     @property
     def answers_late(self) -> bool:
-        """Never."""
+        """False: `lookup` knows all keys."""
         return False
 
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
-        """Nothing to find out."""
+        """Does nothing."""
 
     @property
     def heard(self) -> Heard:
-        """Nothing: nobody is asked."""
+        """No lookups."""
         return NOTHING_HEARD
 
     def cost(self, num_bytes: int) -> int:
@@ -86,7 +91,7 @@ class RamIndex(_Ledger):
         return super().reserve(key, num_bytes)
 
     def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
-        # Once is enough: until it returns no other thread runs.
+        # Once is enough: no other thread runs until the call returns.
         if self.before_reserving is not None:
             self.before_reserving()
         return super().reserve_all(chunks)
@@ -95,9 +100,9 @@ class RamIndex(_Ledger):
         return TierCounts(*self.take_tally())
 
     def watch(self) -> None:
-        """Keep the keys whose answers change, from now on."""
+        """Start to keep changed keys."""
         self.watch_at_most(MAX_CHANGED_KEYS)
 
     def take_changes(self) -> Changes:
-        """Keys whose answers changed since the last call."""
+        """Keys with a changed answer since the last call."""
         return Changes(*self.take_changed())

@@ -1,4 +1,4 @@
-"""How large a granule is, and how many there are: the numbers that index and arena must compute alike."""
+"""Size and number of granules. Index and arena must compute the same numbers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ LARGEST_GRANULE_BYTES = 1024 * 1024
 
 
 def choose_granule_bytes(chunk_sizes: Sequence[int]) -> int:
-    """A granule for chunks of these sizes (bytes, each > 0).
+    """Granule size for chunks of these sizes (bytes, each > 0).
 
-    The largest power of two that is at most a sixteenth of the smallest chunk, within [4 KiB, 1 MiB]: rounding up then
-    wastes less than 1/16 of a chunk of 64 KiB or more, and a granule never gets smaller than a memory page.
+    The largest power of two up to 1/16 of the smallest chunk, within [4 KiB, 1 MiB]: rounding then wastes less than
+    1/16 of a chunk of 64 KiB or more, and a granule is never smaller than a memory page.
     """
     if not chunk_sizes:
         raise TierConfigurationError("chunk_sizes", "at least one size", list(chunk_sizes))
@@ -27,7 +27,7 @@ def choose_granule_bytes(chunk_sizes: Sequence[int]) -> int:
 
 
 def count_granules(capacity_bytes: int, granule_bytes: int) -> int:
-    """How many whole granules fit in `capacity_bytes`; `TierConfigurationError` when none does."""
+    """Number of whole granules in `capacity_bytes`; `TierConfigurationError` if there is none."""
     if granule_bytes <= 0:
         raise TierConfigurationError("granule_bytes", "a number > 0", granule_bytes)
     if capacity_bytes <= 0:
@@ -43,13 +43,12 @@ def count_granules(capacity_bytes: int, granule_bytes: int) -> int:
 
 
 def count_keys(num_granules: int, granule_bytes: int, smallest_bytes: int) -> int:
-    """How many chunks of at least `smallest_bytes` there may be at once; `TierConfigurationError` when that is not
-    positive."""
+    """Largest number of chunks of at least `smallest_bytes`; `TierConfigurationError` if that is not positive."""
     if smallest_bytes <= 0:
         raise TierConfigurationError("smallest_bytes", "a number > 0", smallest_bytes)
     return max(num_granules * granule_bytes // in_granules(granule_bytes, smallest_bytes), 1)
 
 
 def in_granules(granule_bytes: int, num_bytes: int) -> int:
-    """Bytes of as many whole granules as hold so many."""
+    """`num_bytes`, rounded up to whole granules."""
     return -(-num_bytes // granule_bytes) * granule_bytes

@@ -91,7 +91,7 @@ class RecordTable:
         except MemoryError as error:
             raise TierConfigurationError(
                 "max_records",
-                "a table for which the system has addresses",
+                "a table that fits into the address space",
                 sizes.max_records,
                 hint="lift what bounds them (ulimit -v, vm.overcommit_memory), or lower it",
             ) from error
