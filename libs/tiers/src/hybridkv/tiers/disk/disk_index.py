@@ -1,4 +1,4 @@
-"""Index of the disk tier: decides which chunks stay on disk, and where. It alone owns metadata and makes files.
+"""Index of the disk tier: decides which chunks stay on disk, and where. Only the index creates files and owns metadata.
 
 Eviction is least recently used, per record: of the groups of a prefix, those in use stay. Evictions take effect in
 memory at once; the janitor changes files later. Only the constructor, `clear` and `close` wait for a device; the last
@@ -39,7 +39,7 @@ class DiskIndex(AnswersAtOnce):
     """`TierIndex` over segment files of all ranks of one engine.
 
     Args:
-        path: of the store, absolute. It is made if it does not exist; its parent must exist.
+        path: of the store, absolute. It is created if it does not exist; its parent must exist.
         fingerprint: of the cache. Bytes stored under another fingerprint are never read.
         options: see `DiskOptions`.
         janitor: runs file work; None: on a thread of its own. `close` closes it.

@@ -155,7 +155,7 @@ class DiskSizes(msgspec.Struct, frozen=True):
 
 
 def changes_bytes(max_records: int) -> int:
-    """Limit of the file of changes behind a snapshot of so many records."""
+    """Limit of the file of changes after a snapshot of so many records."""
     share = round_up(SNAPSHOT_ENTRY_BYTES * max_records // CHANGES_PER_SNAPSHOT)
     return min(2 * PAGE_BYTES + share, LARGEST_CHANGES_BYTES)
 
@@ -182,7 +182,7 @@ def plan_sizes(options: DiskOptions, num_ranks: int) -> DiskSizes:
         )
     num_spare = min(FEWEST_SPARE_SEGMENTS + math.ceil(options.spare_share * count - 1e-9), count - 1)
     usable_bytes = (count - num_spare) * (segment_bytes - SEGMENT_HEAD_BYTES)
-    # One of them is compaction's: with a single one, no store would succeed once all segments are in use.
+    # One is for compaction: with only one, no store would succeed once all segments are in use.
     kept = max(options.ready_segments or 0, FEWEST_READY_SEGMENTS)
     ready = options.ready_segments or _ready_segments(options.burst_bytes // (num_ranks * segment_bytes), count)
     bounds = (usable_bytes, max(max_records, 1))

@@ -33,7 +33,7 @@ def temporary_name(name: str) -> str:
     return f"{name}.new"
 
 
-def stops_an_opening(error: OSError) -> bool:
+def is_fatal_at_open(error: OSError) -> bool:
     """True if the unreadable file is not merely damaged: it is not ours, or this process is short of a resource."""
     return isinstance(error, ForeignFileError) or is_shortage(error)
 
@@ -87,7 +87,7 @@ class Directory:
         fd = _open_directory(self.io, name, path, self.fd, is_shared=mode is not None)
         if is_new and mode is not None:
             try:
-                self.io.change_mode(fd, mode)  # a umask has removed some of the mode
+                self.io.change_mode(fd, mode)  # the umask removed bits of the mode
             except OSError:
                 self.io.close(fd)
                 raise
@@ -132,7 +132,7 @@ class Directory:
         try:
             num_bytes = self.io.stat(fd).st_size
             if num_bytes > max_bytes:
-                words = "%s/%s has %d bytes, and no more than %d are read with these options: it is left out"
+                words = "%s/%s has %d bytes, and no more than %d are read with these options: ignored"
                 logger.warning(words, self.path, name, num_bytes, max_bytes)
                 return None
             return read_at(self.io, fd, 0, num_bytes)
@@ -246,7 +246,7 @@ def write_all(io: FileIO, fd: int, data: bytes | memoryview, offset: int) -> Non
 
 
 def root_path(path: str) -> str:
-    """Normalized path of a store: behind a link, `/.` would follow it.
+    """Normalized path of a store, because a `/.` after a link would follow it.
 
     `TierConfigurationError` if it is not absolute.
     """

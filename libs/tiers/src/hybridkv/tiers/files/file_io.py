@@ -1,4 +1,4 @@
-"""All calls of the operating system that tiers on a file system make, so that a test can make any of them fail.
+"""System calls of the tiers on a file system. Tests replace them to inject faults.
 
 Decides nothing and catches nothing: errors are `OSError`s.
 """
@@ -80,7 +80,7 @@ class FileIO:
         return True
 
     def next_data(self, fd: int, offset: int) -> int:
-        """Offset of the next written byte at `offset` or behind it; the file's end if there is none."""
+        """Offset of the next written byte from `offset` on; the end of the file if there is none."""
         try:
             return os.lseek(fd, offset, os.SEEK_DATA)
         except OSError as error:

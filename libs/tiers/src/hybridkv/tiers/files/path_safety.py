@@ -1,6 +1,6 @@
-"""Warns of users who could exchange a store between two starts, because they may rename a directory above it.
+"""Warning about other users who can replace a store between two starts, because they may rename a directory above it.
 
-It does not refuse: the directories above belong to the operator, who may want it so.
+Only a warning: the operator owns those directories, and may intend it.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ UNKNOWN_USER = 65534
 
 
 def say_who_could_exchange(root: Directory) -> None:
-    """Log the nearest directory above the root in which other users may rename entries."""
+    """Log the nearest directory above the root in which other users can rename entries."""
     path = root.path
     while path != "/":
         path = os.path.dirname(path)
         try:
             found = root.io.stat_name(f"{path.rstrip('/')}/.", root.fd)
         except OSError:
-            continue  # not readable by this user, so not judged
+            continue  # not readable by this user
         why = _why_not_safe(found)
         if why is not None:
             logger.warning(

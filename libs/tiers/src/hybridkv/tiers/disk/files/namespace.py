@@ -48,7 +48,7 @@ class Namespace:
         self.digest = fingerprint.digest()
         self.num_ranks = fingerprint.tensor_parallel_size
         self._fingerprint = fingerprint
-        self.is_anew = False
+        self.is_recreated = False
         """True after `restore`, until the caller has written the files that must exist and resets it."""
         self._is_said_lost = False
         self._is_taken = False
@@ -140,7 +140,7 @@ class Namespace:
             # A process that deletes stale namespaces held the lock. The directory is gone or about to go.
             self.io.close(fd)
             directory.close()
-        raise TierConfigurationError("path", "a namespace that nobody removes", self.path)
+        raise TierConfigurationError("path", "a directory that no other process removes", self.path)
 
     def _lock_directory(self, directory: Directory) -> bool:
         """False if another process has locked it. True also if directories cannot be locked, or this engine has the
@@ -185,7 +185,7 @@ class Namespace:
         mine = self.io.stat(opened.lock_fd)
         here = self._find(LOCK_NAME, opened.directory.fd)
         if here is None:
-            self._make_lock_anew(opened)
+            self._recreate_lock(opened)
         elif not is_same(here, mine):
             self._is_taken = True
             raise TakenError(self.path)
@@ -214,7 +214,7 @@ class Namespace:
         except (FileNotFoundError, NotADirectoryError):
             return None
 
-    def _make_lock_anew(self, opened: _OpenNamespace) -> None:
+    def _recreate_lock(self, opened: _OpenNamespace) -> None:
         if not self.io.stat(opened.directory.fd).st_nlink:
             raise FileNotFoundError(errno.ENOENT, "was removed", self.path)
         try:
@@ -251,7 +251,7 @@ class Namespace:
             root.close()
             raise
         try:
-            self._is_taken = self._is_anothers(opened)
+            self._is_taken = self._belongs_to_other(opened)
         except OSError:
             self._close(opened)
             root.close()
@@ -261,14 +261,14 @@ class Namespace:
             root.close()
             raise TakenError(self.path)
         former_root, former, self.root, self._opened = self.root, self._opened, root, opened
-        self.is_anew = True
+        self.is_recreated = True
         self._is_said_lost = False
         if former is not None:
             self._close(former)
         former_root.close()
         try_to_lock(opened.directory)  # if the lock is the same file, closing the old one released it
 
-    def _is_anothers(self, opened: _OpenNamespace) -> bool:
+    def _belongs_to_other(self, opened: _OpenNamespace) -> bool:
         """True if the directory at the path holds segments of another engine."""
         stat, former = self.io.stat, self._opened
         # A copy by hard links has the same LOCK in another directory.

@@ -28,7 +28,7 @@ from hybridkv.tiers.disk.format.layout import (
     segment_number,
 )
 from hybridkv.tiers.errors import is_shortage
-from hybridkv.tiers.files.directory import Directory, stops_an_opening, temporary_name
+from hybridkv.tiers.files.directory import Directory, is_fatal_at_open, temporary_name
 
 logger = logging.getLogger(__name__)
 
@@ -242,6 +242,6 @@ def remove_leftovers(directory: Directory) -> None:
         except FileNotFoundError:
             continue
         except OSError as error:
-            if stops_an_opening(error):
+            if is_fatal_at_open(error):
                 raise
             logger.warning("%s/%s cannot be removed: %s", directory.path, name, error)

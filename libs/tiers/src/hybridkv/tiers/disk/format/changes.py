@@ -1,6 +1,6 @@
 """Bytes of the changes to the records since a snapshot. See FORMAT.md.
 
-A snapshot and the changes behind it equal a snapshot taken now. Batches are appended in order, and each checksum covers
+A snapshot and the changes after it equal a snapshot taken now. Batches are appended in order, and each checksum covers
 the one before, so a reader always gets a beginning of the file, and searches the segments for later records. Reads and
 writes no file.
 """

@@ -52,7 +52,7 @@ def address_of(number: int, offset: int) -> int:
 
 
 def is_place(address: int) -> bool:
-    """True if a record can begin there: at a page, behind a segment's head."""
+    """True if a record can begin there: at a page, after the head of a segment."""
     return address | _PLACES == _PLACES and address & _OFFSETS >= SEGMENT_HEAD_BYTES
 
 

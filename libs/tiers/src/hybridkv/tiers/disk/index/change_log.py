@@ -29,7 +29,7 @@ class GivenUpError(Exception):
 
 
 class Cut:
-    """Position of a planned snapshot in the queue. Later changes belong to the file behind that snapshot."""
+    """Position of a planned snapshot in the queue. Later changes belong to the file that follows that snapshot."""
 
     def __init__(self) -> None:
         self.is_cancelled = False
@@ -154,7 +154,7 @@ def _last_uses(taken: list[Change | int]) -> list[Change]:
 
 
 class ChangesFile:
-    """File of changes behind the present snapshot. Used in the janitor's thread.
+    """File of changes since the current snapshot. Used in the janitor's thread.
 
     Append only, without gaps: whatever fails, the file holds a beginning of the changes, and the next snapshot begins a
     new file.
@@ -242,7 +242,7 @@ class ChangesFile:
         return self._fsync is Fsync.ALWAYS
 
     def begin(self, directory: Directory, namespace: bytes, base: bytes, cut: Cut) -> None:
-        """Begin a new file behind the snapshot with the checksum `base`, planned at `cut`."""
+        """Begin a new file after the snapshot with the checksum `base`, planned at `cut`."""
         self._give_up()
         if not self._log.skip_to(cut):
             return

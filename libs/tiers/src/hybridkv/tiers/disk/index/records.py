@@ -74,7 +74,7 @@ class RecordTable:
         self._segments = segments
         self.log = log
         largest_bytes = min(sizes.room_bytes, sizes.usable_bytes)
-        # Random, so that nobody can choose prompts whose keys all collide.
+        # Random, so that prompts cannot be chosen to collide in the hash table.
         seed = int.from_bytes(os.urandom(_SEED_BYTES), "little")
         try:
             self._ledger: _Ledger = RecordLedger(
@@ -93,7 +93,7 @@ class RecordTable:
                 "max_records",
                 "a table that fits into the address space",
                 sizes.max_records,
-                hint="lift what bounds them (ulimit -v, vm.overcommit_memory), or lower it",
+                hint="raise the limit (ulimit -v, vm.overcommit_memory), or lower max_records",
             ) from error
         ledger = self._ledger
         self.lacks, self.lookup = ledger.lacks, ledger.lookup

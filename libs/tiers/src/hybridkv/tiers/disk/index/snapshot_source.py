@@ -84,10 +84,10 @@ class WalkedSource(NamedTuple):
         goes_on = True
         while goes_on:
             cut.require_wanted()
-            met = self.ledger.walk(self.number, ENTRIES_AT_A_TIME)
-            if met is None:
+            batch = self.ledger.walk(self.number, ENTRIES_AT_A_TIME)
+            if batch is None:
                 raise GivenUpError
-            goes_on, of_keys, *numbers = met
+            goes_on, of_keys, *numbers = batch
             if of_keys:
                 keys.append(of_keys)
                 columns.append(numbers)

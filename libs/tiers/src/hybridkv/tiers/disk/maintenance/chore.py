@@ -68,10 +68,10 @@ def run(chore: Chore[ValueT], files: StoreFiles) -> Ending[ValueT]:
         if chore.needs_own:
             files.namespace.require_own()
         return Ending(chore.run(files), None)
-    except Exception as error:  # a janitor whose thread dies would accept no more
+    except Exception as error:  # the thread of the janitor must not end
         chore.fail(files)
         if not isinstance(error, OSError):
-            logger.exception("file work of the disk tier went wrong")
+            logger.exception("bug in the file work of the disk tier")
         return Ending(None, error)
 
 

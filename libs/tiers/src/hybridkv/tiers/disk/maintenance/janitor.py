@@ -167,4 +167,4 @@ def _run_safely(task: Task) -> None:
     try:
         task()
     except Exception:
-        logger.exception("file work of the disk tier met a bug")
+        logger.exception("bug in the janitor of the disk tier")

@@ -191,7 +191,7 @@ class Maintenance:
 
     @property
     def makes_room(self) -> bool:
-        """True if a chore that makes room runs, or is due behind a running one."""
+        """True if a chore that makes room runs, or is due after a running one."""
         work = self._dispatcher
         return work.num_making_room > 0 or (work.num_running > 0 and self._agenda.is_room_due)
 

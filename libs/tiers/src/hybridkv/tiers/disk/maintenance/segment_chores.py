@@ -248,11 +248,11 @@ class Restore(Chore[set[int] | None]):
         namespace = files.namespace
         if not namespace.is_there():
             namespace.restore()
-        if not namespace.is_anew:
+        if not namespace.is_recreated:
             return None
         WriteEpoch(self.epoch).run(files)
         numbers = [{segment_number(name) for name in directory.list()} for directory in namespace.ranks]
-        namespace.is_anew = False
+        namespace.is_recreated = False
         return {number for number in set.intersection(*numbers) if number is not None}
 
 
@@ -276,7 +276,7 @@ class Restorer(ChoreKind[Restore, set[int] | None]):
         state, segments, there = self._state, self._state.segments, ending.value
         if ending.error is not None:
             # Directories without an epoch: a start would delete segments made in them.
-            state.is_epoch_written = state.is_epoch_written and not state.files.namespace.is_anew
+            state.is_epoch_written = state.is_epoch_written and not state.files.namespace.is_recreated
             return
         state.is_lost = False
         if there is None:

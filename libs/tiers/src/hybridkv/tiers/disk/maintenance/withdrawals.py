@@ -69,7 +69,7 @@ class EpochWriter(ChoreKind[WriteEpoch, None]):
 
 @dataclass(frozen=True, slots=True)
 class Append(Chore[None]):
-    """Appends withdrawals behind the `num_before` entries of the journal."""
+    """Appends withdrawals after the `num_before` entries of the journal."""
 
     num_before: int
     entries: tuple[JournalEntry, ...]
@@ -142,7 +142,7 @@ class JournalWriter(ChoreKind[AppendOrRewrite, None]):
         self._state.tally.add("withdrawals_forgotten", self._entries.add(entry))
 
     def quarantine(self, key: Key, reason: str) -> bool:
-        """Never offer the present record of this key again. False if there is none."""
+        """Delete the current record of this key. False if there is none."""
         record = self._state.records.withdraw(key)
         if record is None:
             return False
@@ -151,7 +151,7 @@ class JournalWriter(ChoreKind[AppendOrRewrite, None]):
         return True
 
     def keep(self, first_address: int) -> None:
-        """Drop withdrawals below this address: no record lies there any more."""
+        """Drop withdrawals below this address: no record is there any more."""
         self._entries.keep(first_address)
 
     def lost(self) -> None:

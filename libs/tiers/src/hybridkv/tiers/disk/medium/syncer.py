@@ -66,10 +66,10 @@ class Syncer:
                     logger.warning("segment %d could not be synced: %s; a loss of power may lose it", number, error)
                 self._has_failed = True
             except Exception:  # the thread must not end
-                logger.exception("syncing segment %d met a bug", number)
+                logger.exception("bug while syncing segment %d", number)
 
     def _again(self, number: int) -> None:
-        """The sync could not be tried."""
+        """Sync the segment later: the process was short of a resource."""
         with self._lock:
             self._dirty.add(number)
             self._due_s = self._clock() + self._interval_s
@@ -97,7 +97,10 @@ class SyncThread:
                     thread.start()
                 except (RuntimeError, MemoryError) as error:
                     if not self._is_short:
-                        logger.warning("nothing is synced before there is a thread for it, or at the end: %s", error)
+                        logger.warning(
+                            "the sync thread did not start: %s; segments are synced after a later store, or at close",
+                            error,
+                        )
                     self._is_short = True
                     return
                 self._thread, self._is_short = thread, False

@@ -171,7 +171,7 @@ def _shrink(segments: SegmentTable, records: RecordTable, options: DiskOptions, 
 
 def _write_epoch(files: StoreFiles, found: FoundStore) -> Epoch:
     is_written = not found.is_new_epoch or run(WriteEpoch(found.epoch), files).is_done
-    if found.is_begun_anew and is_written:
+    if found.is_restarted and is_written:
         # Its addresses are given out again.
         with contextlib.suppress(OSError):
             files.namespace.directory.remove_file(JOURNAL_NAME)

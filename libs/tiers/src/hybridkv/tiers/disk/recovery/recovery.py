@@ -3,7 +3,7 @@
 A record is found if its header is whole and names this address; if it is known to be whole (its segment is sealed, a
 snapshot or change lists it, or its payload is read now and matches); if every rank has it at the same address; and if
 it is not withdrawn. Of several records of one key the last written counts. A snapshot is read from an index that goes
-on working, so it may contain effects of changes behind it: the record with the higher address counts, whichever is
+on working, so it may contain effects of later changes: the record with the higher address counts, whichever is
 listed first. Changes nothing on disk.
 """
 
@@ -58,7 +58,7 @@ from hybridkv.tiers.disk.recovery.scanner import (
     searches_behind,
     sort_out,
 )
-from hybridkv.tiers.files.directory import LARGEST_SMALL_FILE_BYTES, stops_an_opening
+from hybridkv.tiers.files.directory import LARGEST_SMALL_FILE_BYTES, is_fatal_at_open
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class FoundStore(NamedTuple):
     """Changes read beside the snapshot."""
     resume_at: changes.Decoded | None
     """End of the file of changes, if it and the snapshot name exactly the found records."""
-    is_begun_anew: bool = False
+    is_restarted: bool = False
     """Addresses are given out a second time."""
 
 
@@ -178,7 +178,7 @@ def recover(namespace: Namespace, max_metadata_bytes: int, max_records: int) -> 
         named.frontier.next_number if named.frontier is not None else 0,
     )
     if next_number > LARGEST_FIRST_NUMBER:
-        return _begin_anew(namespace, headers, epoch)
+        return _restart_numbers(namespace, headers, epoch)
     searches = [SegmentSearch(segment, (), SEGMENT_HEAD_BYTES) for segment in segments]
     if named.frontier is not None:
         searches = searches_behind(named.frontier, segments)
@@ -200,13 +200,13 @@ def recover(namespace: Namespace, max_metadata_bytes: int, max_records: int) -> 
     )
 
 
-def _begin_anew(namespace: Namespace, headers: dict[int, Row], epoch: int) -> FoundStore:
+def _restart_numbers(namespace: Namespace, headers: dict[int, Row], epoch: int) -> FoundStore:
     """Drop everything, and number segments from 0."""
     logger.warning("%s: the numbers of segments are used up; beginning anew, without what was stored", namespace.path)
     unavailable = [number for number, row in headers.items() if NoHeader.UNAVAILABLE in row]
     useless = [number for number in headers if number not in unavailable]
     new_epoch = _unused_epoch(headers, epoch)
-    return FoundStore(new_epoch, True, [], useless, unavailable, FoundRecords(), 0, [], 0, 0, None, is_begun_anew=True)
+    return FoundStore(new_epoch, True, [], useless, unavailable, FoundRecords(), 0, [], 0, 0, None, is_restarted=True)
 
 
 def _read_metadata(namespace: Namespace, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
@@ -214,7 +214,7 @@ def _read_metadata(namespace: Namespace, name: str, max_bytes: int = LARGEST_SMA
     try:
         return namespace.directory.read_file(name, max_bytes)
     except OSError as error:
-        if stops_an_opening(error):
+        if is_fatal_at_open(error):
             raise
         logger.warning("%s/%s cannot be read: %s", namespace.path, name, error)
         return b""
@@ -235,8 +235,8 @@ def _unused_epoch(headers: dict[int, Row], epoch: int) -> int:
     """A later epoch that no segment has."""
     used = {epoch, *epochs_in(headers.values())}
     is_known = all(NoHeader.UNAVAILABLE not in row for row in headers.values())
-    behind = max(used) + (1 if is_known else EPOCHS_AHEAD)
-    return behind if behind <= LARGEST_EPOCH else next(number for number in count() if number not in used)
+    following = max(used) + (1 if is_known else EPOCHS_AHEAD)
+    return following if following <= LARGEST_EPOCH else next(number for number in count() if number not in used)
 
 
 class _MetadataBounds(NamedTuple):
@@ -276,7 +276,7 @@ def _read_names(namespace: Namespace, epoch: int, segments: list[FoundSegment], 
 
 
 def _read_changes(namespace: Namespace, base: bytes, max_bytes: int) -> changes.Decoded | None:
-    """Changes behind the snapshot with this checksum, as far as they are readable."""
+    """Changes after the snapshot with this checksum, as far as they are readable."""
     data = _read_metadata(namespace, CHANGES_NAME, min(max_bytes, LARGEST_CHANGES_BYTES))
     since = None if data is None else changes.decode(data, namespace.digest, base)
     if since is not None and not since.is_whole:

@@ -38,7 +38,7 @@ from hybridkv.tiers.disk.format.segment import (
 )
 from hybridkv.tiers.disk.index.found import FoundRecord
 from hybridkv.tiers.errors import is_shortage
-from hybridkv.tiers.files.directory import Directory, read_at, stops_an_opening
+from hybridkv.tiers.files.directory import Directory, is_fatal_at_open, read_at
 from hybridkv.tiers.threads import DaemonPool
 
 logger = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ def _read_header(directory: Directory, rank: int, number: int, digest: bytes) ->
     try:
         fd = directory.open_file(segment_name(number), os.O_RDONLY)
     except OSError as error:
-        if stops_an_opening(error):
+        if is_fatal_at_open(error):
             raise
         logger.warning("%s of rank %d cannot be opened: %s", segment_name(number), rank, error)
         return NoHeader.UNAVAILABLE
@@ -122,7 +122,7 @@ def _read_header(directory: Directory, rank: int, number: int, digest: bytes) ->
             return NoHeader.USELESS
         return FoundHeader(header.epoch, header.segment_bytes, decode_seal(page[PAGE_BYTES:], header))
     except OSError as error:
-        if stops_an_opening(error):
+        if is_fatal_at_open(error):
             raise
         logger.warning("%s of rank %d cannot be read: %s", segment_name(number), rank, error)
         return NoHeader.USELESS
@@ -139,7 +139,7 @@ def next_free_number(rows: dict[int, Row], epoch: int) -> int:
     """Above the number of every segment that was created.
 
     The name alone of a file without a header proves nothing. A segment of another epoch holds nothing; if its number is
-    very high, it may be left over from an index that began anew.
+    very high, it may be left over from an index that restarted its numbers.
     """
     made = [
         number
@@ -168,12 +168,12 @@ def sort_out(rows: dict[int, Row], epoch: int) -> SortedSegments:
 
 
 class Frontier(NamedTuple):
-    """Limit of the listed records: unlisted ones may lie at or behind it."""
+    """Limit of the listed records: unlisted ones may be at it or after it."""
 
     next_number: int
     """Above the number of every segment."""
     first_number: int
-    """Since then, no record was appended to an earlier segment, and in this one only behind `next_address`."""
+    """Since then, no record was appended to an earlier segment, and in this one only from `next_address` on."""
     next_address: int
     """Above the address of every record."""
     pending: frozenset[int]
@@ -234,7 +234,7 @@ def _search(namespace: Namespace, search: SegmentSearch) -> list[FoundRecord] | 
         try:
             mine = _search_file(directory, rank, search, namespace.digest)
         except OSError as error:
-            if stops_an_opening(error):
+            if is_fatal_at_open(error):
                 raise
             logger.warning("%s of rank %d cannot be read: %s", segment_name(search.segment.number), rank, error)
             return []
