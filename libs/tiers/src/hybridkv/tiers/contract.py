@@ -126,7 +126,7 @@ class Heard(NamedTuple):
     """Not answered by the deadline, even if answered later."""
 
 
-NOTHING_HEARD = Heard()
+NO_LOOKUPS = Heard()
 
 
 class TierCounts(msgspec.Struct, frozen=True):
@@ -331,7 +331,7 @@ class AnswersAtOnce:
     @property
     def heard(self) -> Heard:
         """No lookups."""
-        return NOTHING_HEARD
+        return NO_LOOKUPS
 
 
 @runtime_checkable

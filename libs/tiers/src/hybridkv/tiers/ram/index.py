@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.changes import MAX_CHANGED_KEYS, Changes
-from hybridkv.tiers.contract import NOTHING_HEARD, Heard, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import NO_LOOKUPS, Heard, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.native import GranuleLedger
 from hybridkv.tiers.ram.sizes import count_granules, count_keys, in_granules
@@ -80,7 +80,7 @@ class RamIndex(_Ledger):
     @property
     def heard(self) -> Heard:
         """No lookups."""
-        return NOTHING_HEARD
+        return NO_LOOKUPS
 
     def cost(self, num_bytes: int) -> int:
         return in_granules(self.granule_bytes, num_bytes)
