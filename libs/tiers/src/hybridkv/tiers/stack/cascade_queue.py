@@ -26,7 +26,7 @@ from hybridkv.tiers.contract import Failure, FailureReason, GathersPlaces, Key, 
 from hybridkv.tiers.stack.in_flight import InFlightMoves
 from hybridkv.tiers.stack.moves import Direction, MoveResult
 from hybridkv.tiers.stack.options import SlowerTierOptions
-from hybridkv.tiers.stack.order import Batch, UseOrder
+from hybridkv.tiers.stack.order import SentBatch, UseOrder
 from hybridkv.tiers.stack.path import PathPosition, holds_all
 
 KEEP_AWAKE_S = 1.0
@@ -42,7 +42,7 @@ class WriteGate(enum.Enum):
     SHUT = "do not write: drop the queue"
 
 
-class _Step(enum.Enum):
+class _QueueStep(enum.Enum):
     """What to do with the first chunk of the queue if it is not dropped."""
 
     SENT = "in flight now"
@@ -61,7 +61,7 @@ class _QueuedChunk:
     on_path: PathPosition
     num_bytes: int = 0
     """Known after the first attempt."""
-    batch: Batch | None = None
+    batch: SentBatch | None = None
     """Batch that counts this chunk."""
     is_timed_out: bool = False
     is_forgotten: bool = False
@@ -210,17 +210,17 @@ class CascadeQueue:
                 continue
             is_first = item.batch is None
             step = self._try(item, is_open)
-            self._is_blocked = step is _Step.LATER
-            if step is _Step.LATER:
+            self._is_blocked = step is _QueueStep.LATER
+            if step is _QueueStep.LATER:
                 break
             if self._retries:
                 heapq.heappop(self._retries)
             else:
                 self._queue.popleft()
-            if step is _Step.PARKED:
+            if step is _QueueStep.PARKED:
                 continue
             self._keys.discard(item.key)
-            if step is _Step.SENT:
+            if step is _QueueStep.SENT:
                 self.since_s = now_s if is_first else self.since_s
                 is_open = gate() if is_open is WriteGate.PROBE else is_open
             elif isinstance(step, MoveResult):
@@ -228,18 +228,18 @@ class CascadeQueue:
                 self._lose(item)
         return dropped
 
-    def _try(self, chunk: _QueuedChunk, gate: WriteGate) -> _Step | MoveResult:
+    def _try(self, chunk: _QueuedChunk, gate: WriteGate) -> _QueueStep | MoveResult:
         key, on_path = chunk.key, chunk.on_path
         if gate is WriteGate.SHUT:
             return MoveResult.DROPPED_OPEN
         if gate is WriteGate.BUSY:
-            return _Step.LATER
+            return _QueueStep.LATER
         moving, secondary = self._moving, self._secondary
         budget_bytes = self._budget_bytes
         if chunk.num_bytes > budget_bytes or budget_bytes <= 0 or len(moving) >= self._options.max_cascading:
             return self._wait_or(MoveResult.DROPPED_BUSY)
         if key in moving:  # invalidated while in flight
-            return MoveResult.DROPPED_BUSY if moving[key].is_timed_out else _Step.LATER
+            return MoveResult.DROPPED_BUSY if moving[key].is_timed_out else _QueueStep.LATER
         for need in on_path.needs:
             if secondary.lacks(need):
                 return self._park(chunk, need)
@@ -255,7 +255,7 @@ class CascadeQueue:
         num_bytes = chunk.num_bytes = slot.num_bytes
         fits = num_bytes <= budget_bytes
         step = self._send(chunk, slot) if fits else self._wait_or(MoveResult.DROPPED_BUSY)
-        if step is not _Step.SENT:
+        if step is not _QueueStep.SENT:
             self._primary.unpin(key)
         return step
 
@@ -265,19 +265,19 @@ class CascadeQueue:
         moving_bytes = self._in_flight.bytes_in_flight[Direction.CASCADE]
         return self._max_bytes - moving_bytes if moving_bytes else math.inf
 
-    def _wait_or(self, otherwise: MoveResult) -> _Step | MoveResult:
+    def _wait_or(self, otherwise: MoveResult) -> _QueueStep | MoveResult:
         """Wait for the cascades in flight, unless all of them have timed out."""
-        return _Step.LATER if self._in_flight.num_live[Direction.CASCADE] else otherwise
+        return _QueueStep.LATER if self._in_flight.num_live[Direction.CASCADE] else otherwise
 
-    def _park(self, chunk: _QueuedChunk, need: Key) -> _Step | MoveResult:
+    def _park(self, chunk: _QueuedChunk, need: Key) -> _QueueStep | MoveResult:
         """Park a chunk if a store is about to bring the chunk that it needs: that one will be queued later."""
         if need not in self._parked_keys and self._primary.lookup(need) is not LookupResult.PENDING:
             return MoveResult.DROPPED_ORPHAN
         self.parked.setdefault(need, []).append(chunk)
         self._parked_keys.add(chunk.key)
-        return _Step.PARKED
+        return _QueueStep.PARKED
 
-    def _send(self, chunk: _QueuedChunk, primary: Slot) -> _Step | MoveResult:
+    def _send(self, chunk: _QueuedChunk, primary: Slot) -> _QueueStep | MoveResult:
         if self._batched is not None:
             self._batched.follows(chunk.key, chunk.on_path.needs)
         secondary = self._secondary.reserve(chunk.key, chunk.num_bytes)
@@ -287,11 +287,11 @@ class CascadeQueue:
             self._moving[chunk.key] = chunk
             if chunk.batch is None:
                 chunk.batch = self._order.sent(chunk.key)
-            return _Step.SENT
+            return _QueueStep.SENT
         if secondary is Refusal.PRESENT:
-            return _Step.PRESENT
+            return _QueueStep.PRESENT
         if secondary is Refusal.BUSY:
-            return _Step.LATER
+            return _QueueStep.LATER
         # Chunks in flight are not evictable before they arrive, so room may appear then.
         is_waiting = secondary is Refusal.NO_ROOM
         return self._wait_or(MoveResult.DROPPED_NO_ROOM) if is_waiting else MoveResult.DROPPED_NO_ROOM

@@ -120,7 +120,7 @@ class PromotionLeases:
         return timeouts
 
 
-class Deadlines:
+class StackDeadlines:
     """All deadlines of one stack.
 
     Args:

@@ -12,7 +12,7 @@ from hybridkv.tiers.contract import Key, TierIndex
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class SentBatch:
     """Keys sent and touched in a row. Their order is restored when all of them have arrived."""
 
     num_left: int = 0
@@ -34,9 +34,9 @@ class UseOrder:
     def __init__(self, primary: TierIndex, secondary: TierIndex) -> None:
         self.primary = primary
         self.secondary = secondary
-        self._closed: Batch | None = None
+        self._closed: SentBatch | None = None
         """Batch that waits for its last chunk."""
-        self._batch = Batch()
+        self._batch = SentBatch()
         """Keys sent and touched since then."""
         self.num_touched = 0
         """Keys of all waiting touches, including those in the queue."""
@@ -46,7 +46,7 @@ class UseOrder:
         """True if a touch has to wait for chunks in flight."""
         return self._closed is not None or self._batch.num_left > 0
 
-    def sent(self, key: Key) -> Batch:
+    def sent(self, key: Key) -> SentBatch:
         """A chunk was sent for the first time. Returns its batch."""
         batch = self._batch
         if not batch.num_left and self._closed is None:
@@ -66,9 +66,9 @@ class UseOrder:
         self._batch.order += keys
         self._batch.num_touched += len(keys)
         if self._closed is None:
-            self._closed, self._batch = self._batch, Batch()
+            self._closed, self._batch = self._batch, SentBatch()
 
-    def count_off(self, batch: Batch) -> None:
+    def count_off(self, batch: SentBatch) -> None:
         """A chunk of the batch arrived, failed or timed out."""
         batch.num_left -= 1
         if self._closed is not None and not self._closed.num_left:
@@ -86,7 +86,7 @@ class UseOrder:
             self.primary.touch(order)
             self._closed = None
             if self._batch.num_touched:
-                self._closed, self._batch = self._batch, Batch()
+                self._closed, self._batch = self._batch, SentBatch()
                 if self._closed.num_left:
                     self.secondary.touch(self._closed.order)
             else:
@@ -94,5 +94,5 @@ class UseOrder:
 
     def clear(self) -> None:
         """Forget all batches."""
-        self._closed, self._batch = None, Batch()
+        self._closed, self._batch = None, SentBatch()
         self.num_touched = 0

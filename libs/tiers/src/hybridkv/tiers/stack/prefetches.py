@@ -29,7 +29,7 @@ _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MIS
 
 
 @dataclass(slots=True, eq=False)
-class _Prefix:
+class _PrefixPrefetch:
     keys: Sequence[Key]
     most_bytes: int
     since_s: float
@@ -80,10 +80,10 @@ class Prefetches:
         self._promotions = promotions
         self._timeout_s = timeout_s
         self._touch = touch
-        self._prefixes: list[_Prefix] = []
-        self._moving: dict[Key, tuple[_Prefix, int]] = {}
+        self._prefixes: list[_PrefixPrefetch] = []
+        self._moving: dict[Key, tuple[_PrefixPrefetch, int]] = {}
         """Prefix and bytes of each prefetch in flight."""
-        self._unused: OrderedDict[Key, tuple[_Prefix, int]] = OrderedDict()
+        self._unused: OrderedDict[Key, tuple[_PrefixPrefetch, int]] = OrderedDict()
         """The same for all sent chunks without a use, the oldest first."""
         self._unused_cost = 0
         self._displaced: set[Key] = set()
@@ -108,7 +108,7 @@ class Prefetches:
             return
         if not self._prefixes:
             self._progress_s = now_s
-        prefix = _Prefix(keys, most_bytes, now_s)
+        prefix = _PrefixPrefetch(keys, most_bytes, now_s)
         self._prefixes.append(prefix)
         # Chunks that are in the primary tier already must not be evicted for the rest.
         self._primary.touch(reversed(keys))
@@ -140,7 +140,7 @@ class Prefetches:
                 prefix.next_bytes = 0
             self._end_if_over(prefix)
 
-    def _send_next(self, prefix: _Prefix, state: _PumpState) -> bool:
+    def _send_next(self, prefix: _PrefixPrefetch, state: _PumpState) -> bool:
         """Send the next chunk if needed. True if the prefix may go on."""
         key = prefix.keys[prefix.place]
         answer = self._primary.lookup(key)
@@ -168,7 +168,7 @@ class Prefetches:
         return True
 
     def _why_not(
-        self, prefix: _Prefix, state: _PumpState, tier: SecondaryTierState, num_bytes: int | None
+        self, prefix: _PrefixPrefetch, state: _PumpState, tier: SecondaryTierState, num_bytes: int | None
     ) -> Refusal | None:
         if tier in state.busy:
             return Refusal.BUSY
@@ -181,7 +181,7 @@ class Prefetches:
             refusal = Refusal.TOO_LARGE
         return refusal
 
-    def _make_room(self, prefix: _Prefix, num_bytes: int) -> bool:
+    def _make_room(self, prefix: _PrefixPrefetch, num_bytes: int) -> bool:
         """Drop unused chunks of older prefixes until this chunk is within the bounds. False if it cannot be."""
         cost, most_bytes = self._primary.cost(num_bytes), min(prefix.most_bytes, self.most_bytes)
         if cost > most_bytes:
@@ -256,7 +256,7 @@ class Prefetches:
         self._unused_cost -= self._primary.cost(dropped[1])
         return dropped[1]
 
-    def _end_if_over(self, prefix: _Prefix) -> None:
+    def _end_if_over(self, prefix: _PrefixPrefetch) -> None:
         if prefix.num_moving or prefix.has_more or prefix not in self._prefixes:
             return
         while prefix.pending and prefix.failure is None:
@@ -269,7 +269,7 @@ class Prefetches:
         done = PrefetchResult.BROUGHT if prefix.has_sent else PrefetchResult.NOTHING
         self._end(prefix, prefix.failure or done)
 
-    def _end(self, prefix: _Prefix, result: PrefetchResult) -> None:
+    def _end(self, prefix: _PrefixPrefetch, result: PrefetchResult) -> None:
         self._prefixes.remove(prefix)
         self._results[result] += 1
         if prefix.has_sent:

@@ -21,7 +21,7 @@ from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.stack.health import BreakerState
 from hybridkv.tiers.stack.in_flight import SharedMoves
-from hybridkv.tiers.stack.leases import Deadlines, PromotionLease, PromotionLeases
+from hybridkv.tiers.stack.leases import PromotionLease, PromotionLeases, StackDeadlines
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, StackCounts, TierMove
 from hybridkv.tiers.stack.options import SlowerTierOptions
 from hybridkv.tiers.stack.path import ALONE, PathPosition, holds_all, leading_held
@@ -78,7 +78,7 @@ class TierStack:
         self.has_late = any(tier.index.answers_late for tier in secondary)
         """True if a secondary tier needs async lookups."""
         self._leases = PromotionLeases(primary, self._load_timeout_s)
-        self._deadlines = Deadlines(self._tiers, self._leases, self._context)
+        self._deadlines = StackDeadlines(self._tiers, self._leases, self._context)
         self._check_deadlines = self._deadlines.check
         self._view = StackView(primary, self._tiers, self._moves)
         self._promotions = Promotions(primary, self._tiers, self._pump_new)
