@@ -52,8 +52,8 @@ class DiskTally:
     def quarantine(self, reason: str) -> None:
         self._quarantined[reason] = self._quarantined.get(reason, 0) + 1
 
-    def fail(self, what: str) -> None:
-        self._failures[what] = self._failures.get(what, 0) + 1
+    def fail(self, problem: str) -> None:
+        self._failures[problem] = self._failures.get(problem, 0) + 1
 
     def take(self) -> DiskCounts:
         counts = DiskCounts(**self._numbers, quarantined=self._quarantined, failures=self._failures)

@@ -94,8 +94,8 @@ class TakenError(OSError):
     def __init__(self, path: str) -> None:
         super().__init__(
             errno.EBUSY,
-            "another engine has it or had it: nothing is written or deleted here any more, and what can be loaded is; "
-            "hint: end the other engine, and start this one again",
+            "another engine has or had it open: nothing is written or deleted here any more, loads go on; "
+            "hint: stop the other engine, and restart this one",
             path,
         )
 

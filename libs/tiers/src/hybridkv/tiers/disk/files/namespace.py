@@ -151,10 +151,10 @@ class Namespace:
 
     def _is_current(self, root: Directory, fd: int) -> bool:
         try:
-            there = self.io.stat_name(f"{self.name}/{LOCK_NAME}", root.fd)
+            found = self.io.stat_name(f"{self.name}/{LOCK_NAME}", root.fd)
         except FileNotFoundError:
             return False
-        return is_same(there, self.io.stat(fd))
+        return is_same(found, self.io.stat(fd))
 
     def _describe(self, directory: Directory) -> None:
         """Write process id and fingerprint, for people. Failures are logged only."""
@@ -193,8 +193,8 @@ class Namespace:
             raise FileNotFoundError(errno.ENOENT, "was moved away", self.path)
         # A rank's directory may be removed alone; an engine that only writes to open segments would not notice.
         for rank, directory in enumerate(opened.ranks):
-            there = self._find(rank_name(rank), opened.directory.fd)
-            if there is None or not is_same(there, self.io.stat(directory.fd)):
+            found = self._find(rank_name(rank), opened.directory.fd)
+            if found is None or not is_same(found, self.io.stat(directory.fd)):
                 raise FileNotFoundError(errno.ENOENT, "was removed", directory.path)
 
     def _leads_to(self, directory: os.stat_result) -> bool:
@@ -203,10 +203,10 @@ class Namespace:
         `LOCK` alone does not prove it: a copy by hard links has the same one.
         """
         try:
-            there = self._find(f"{self.path}/.", self.root.fd)
+            found = self._find(f"{self.path}/.", self.root.fd)
         except OSError:
             return True
-        return there is not None and is_same(there, directory)
+        return found is not None and is_same(found, directory)
 
     def _find(self, name: str, dir_fd: int) -> os.stat_result | None:
         try:
@@ -277,7 +277,7 @@ class Namespace:
             return False
         return any(segment_number(name) is not None for rank in opened.ranks for name in rank.list())
 
-    def is_there(self) -> bool:
+    def is_present(self) -> bool:
         """True if the path still leads to the open directories. `OSError` if this process cannot look."""
         try:
             root = Directory.root(self.io, self.root.path, create=False)
@@ -287,7 +287,7 @@ class Namespace:
             return False
         try:
             names = [f"{self.name}/{rank_name(rank)}" for rank in range(self.num_ranks)]
-            is_there = all(
+            is_present = all(
                 is_same(self.io.stat_name(name, root.fd), self.io.stat(directory.fd))
                 for name, directory in zip(names, self.ranks, strict=True)
             )
@@ -297,8 +297,8 @@ class Namespace:
             return False
         finally:
             root.close()
-        self._is_said_lost = self._is_said_lost and not is_there
-        return is_there
+        self._is_said_lost = self._is_said_lost and not is_present
+        return is_present
 
     def close(self) -> None:
         """Release the lock."""

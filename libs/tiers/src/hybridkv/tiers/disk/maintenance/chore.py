@@ -87,8 +87,8 @@ class Retries:
         self._ended_early: set[type[Chore[Any]]] = set()
         self._failing: dict[str, type[Chore[Any]]] = {}
 
-    def is_backing_off(self, what: type[Chore[Any]] | int) -> bool:
-        return self._until_s.get(what, 0.0) > self._clock()
+    def is_backing_off(self, chore_or_number: type[Chore[Any]] | int) -> bool:
+        return self._until_s.get(chore_or_number, 0.0) > self._clock()
 
     @property
     def next_retry_s(self) -> float:
@@ -98,13 +98,13 @@ class Retries:
     def failed(self, kind: type[Chore[Any]], error: Exception, numbers: Iterable[int] = ()) -> None:
         """With `numbers`, only these segments back off, and the kind continues with others."""
         number = getattr(error, "errno", None) or 0
-        what = f"{kind.__name__.lower()}: {errno.errorcode.get(number, type(error).__name__)}"
-        self._tally.fail(what)
+        problem = f"{kind.__name__.lower()}: {errno.errorcode.get(number, type(error).__name__)}"
+        self._tally.fail(problem)
         for resting in tuple(numbers) or (kind,):
             self._until_s[resting] = self._clock() + self._retry_interval_s
-        if what not in self._failing:
-            self._failing[what] = kind
-            logger.warning("disk tier in %s: %s: %s", self._path, what, error)
+        if problem not in self._failing:
+            self._failing[problem] = kind
+            logger.warning("disk tier in %s: %s: %s", self._path, problem, error)
 
     def end(self, kind: type[Chore[Any]]) -> None:
         """End the backoff early, because conditions changed. Only once until the kind succeeds."""
@@ -121,9 +121,9 @@ class Retries:
         self._ended_early.discard(kind)
         if not is_all_well:
             return
-        for what in [what for what, failing in self._failing.items() if failing is kind]:
-            del self._failing[what]
-            logger.info("disk tier in %s: works again after %s", self._path, what)
+        for problem in [problem for problem, failing in self._failing.items() if failing is kind]:
+            del self._failing[problem]
+            logger.info("disk tier in %s: works again after %s", self._path, problem)
 
 
 _GONE = (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)

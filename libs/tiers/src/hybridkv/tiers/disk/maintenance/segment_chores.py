@@ -246,7 +246,7 @@ class Restore(Chore[set[int] | None]):
     def run(self, files: StoreFiles) -> set[int] | None:
         """Segments that every rank has now; None if no directory was removed."""
         namespace = files.namespace
-        if not namespace.is_there():
+        if not namespace.is_present():
             namespace.restore()
         if not namespace.is_recreated:
             return None
@@ -273,13 +273,13 @@ class Restorer(ChoreKind[Restore, set[int] | None]):
         return DueChore(self, Restore(self._state.epoch)) if self._state.is_lost else None
 
     def apply(self, chore: Restore, ending: Ending[set[int] | None]) -> None:
-        state, segments, there = self._state, self._state.segments, ending.value
+        state, segments, present = self._state, self._state.segments, ending.value
         if ending.error is not None:
             # Directories without an epoch: a start would delete segments made in them.
             state.is_epoch_written = state.is_epoch_written and not state.files.namespace.is_recreated
             return
         state.is_lost = False
-        if there is None:
+        if present is None:
             return
         state.is_epoch_written = state.is_epoch_written or chore.epoch == state.epoch
         self._journal.lost()
@@ -287,7 +287,7 @@ class Restorer(ChoreKind[Restore, set[int] | None]):
         state.is_snapshot_wanted = True
         segments.close_open()
         for segment in segments.by_number.values():
-            if segment.number not in there:
+            if segment.number not in present:
                 self._lose(segment)
 
     def _lose(self, segment: Segment) -> None:

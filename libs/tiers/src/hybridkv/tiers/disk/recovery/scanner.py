@@ -77,8 +77,8 @@ class FoundHeader(NamedTuple):
 class NoHeader(enum.Enum):
     """Reason for a missing header."""
 
-    USELESS = "it is not there, or damaged, or of another cache or version"
-    UNAVAILABLE = "the file could not be opened, this time"
+    USELESS = "missing, damaged, or of another cache or version"
+    UNAVAILABLE = "the file could not be opened at this start"
 
 
 Row: TypeAlias = Sequence[FoundHeader | NoHeader]
