@@ -19,7 +19,6 @@ from lazy_gpu import LazyGpu  # noqa: E402
 
 from hybridkv.canonical import GroupPages, PageRegion  # noqa: E402
 from hybridkv.connectors.errors import ConfigurationError  # noqa: E402
-from hybridkv.connectors.vllm.common.copies.copy_proof import CopyRates, prove_copies  # noqa: E402
 from hybridkv.connectors.vllm.common.copies.devices import (  # noqa: E402
     EngineDevice,
     EngineGpuDevice,
@@ -29,6 +28,7 @@ from hybridkv.connectors.vllm.common.copies.devices import (  # noqa: E402
 )
 from hybridkv.connectors.vllm.common.copies.kv_memory import zeros_in  # noqa: E402
 from hybridkv.connectors.vllm.common.copies.lowering import RankMemory  # noqa: E402
+from hybridkv.connectors.vllm.common.copies.proof import CopyRates, prove_copies  # noqa: E402
 from hybridkv.tiers.ram import RamArena  # noqa: E402
 from hybridkv.transfer import CopyEngine  # noqa: E402
 

@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 
 from hybridkv.canonical import GroupPages
-from hybridkv.connectors.vllm.common.copies.copy_table import ChunkCopy, CopyTable
 from hybridkv.connectors.vllm.common.copies.lowering import (
     GroupBlocks,
     RankMemory,
@@ -18,6 +17,7 @@ from hybridkv.connectors.vllm.common.copies.lowering import (
     require_whole,
     store_runs,
 )
+from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
 from hybridkv.transfer import CopyRuns, Extent
 
 

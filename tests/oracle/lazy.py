@@ -13,7 +13,7 @@ from unittest import mock
 
 from lazy_gpu import LazyGpu
 
-from hybridkv.connectors.vllm.common.copies import copy_proof, devices
+from hybridkv.connectors.vllm.common.copies import devices, proof
 from oracle.engine import OracleEngine
 from oracle.runner import FakeRunner, OracleError
 
@@ -58,7 +58,7 @@ class LazyEngine(OracleEngine):
         self.device = device
         open_device = mock.patch.object(devices, "open_device", return_value=LazyGpu(device))
         # The clock would let the proof go on for most of a second.
-        with open_device, mock.patch.object(copy_proof, "ROUNDS_S", 0.0):
+        with open_device, mock.patch.object(proof, "ROUNDS_S", 0.0):
             super().__init__(mix, replace(settings, device="cuda"))
 
     def _runner_of(self, memory: KVMemory, connector: KVConnectorBase_V1 | None) -> FakeRunner:

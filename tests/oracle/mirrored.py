@@ -15,7 +15,7 @@ from unittest import mock
 
 import torch
 
-from hybridkv.connectors.vllm.common.copies import copy_proof, devices
+from hybridkv.connectors.vllm.common.copies import devices, proof
 from oracle.engine import OracleEngine
 from oracle.runner import FakeRunner
 
@@ -73,7 +73,7 @@ class MirroredRunner(FakeRunner):
 
     def _before_write(self) -> None:
         if self._gpu is not None and self._draw(LATE_WRITES) == 0:
-            self._gpu.launch_delay(copy_proof.DELAY_CYCLES)
+            self._gpu.launch_delay(proof.DELAY_CYCLES)
 
 
 class MirroredEngine(OracleEngine):
@@ -86,7 +86,7 @@ class MirroredEngine(OracleEngine):
                 settings = replace(settings, device=gpu.device_type)
                 stack.enter_context(mock.patch.object(devices, "open_device", return_value=gpu))
                 # The clock would let the proof go on for most of a second.
-                stack.enter_context(mock.patch.object(copy_proof, "ROUNDS_S", 0.0))
+                stack.enter_context(mock.patch.object(proof, "ROUNDS_S", 0.0))
             super().__init__(mix, settings)
 
     def _runner_of(self, memory: KVMemory, connector: KVConnectorBase_V1 | None) -> FakeRunner:

@@ -10,8 +10,8 @@ import pytest
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.prefill_stops import Steering
 from hybridkv.connectors.vllm.common.stats import OffloadStats, Recorder
-from hybridkv.connectors.vllm.common.steering import Steering
 from hybridkv.connectors.vllm.offload import checkpoints
 from hybridkv.connectors.vllm.offload.checkpoints import Answers, Checkpoints
 from hybridkv.metrics import Counts

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, PEER_CONNECTOR, register
-from hybridkv.connectors.vllm.common import compat, wrong_blocks
-from hybridkv.connectors.vllm.common.wrong_blocks import WrongBlocks
+from hybridkv.connectors.vllm.common import compat, corrupt_blocks
+from hybridkv.connectors.vllm.common.corrupt_blocks import WrongBlocks
 from oracle.content import VOCABULARY_TOKENS
 from oracle.engine import OracleEngine
 from oracle.mixes import QWEN3_NEXT, Group, Kind, Layers, Mix
@@ -205,7 +205,7 @@ def test_of_blocks_of_one_size_no_state_is_dropped(monkeypatch: pytest.MonkeyPat
         return found
 
     monkeypatch.setattr(WrongBlocks, "_misfiled", counting)
-    monkeypatch.setattr(wrong_blocks, "misfiled_groups", lambda config, layout: frozenset({0, 1, 2}))
+    monkeypatch.setattr(corrupt_blocks, "misfiled_groups", lambda config, layout: frozenset({0, 1, 2}))
     check(unequal(BLOCK), 15, keeps=True)
     check(QWEN3_NEXT, 15, keeps=True)
     assert looked_at > 100

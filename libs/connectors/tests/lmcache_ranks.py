@@ -15,7 +15,7 @@ import patience
 import torch
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.common.copies.rank_work import CopyPaths
+from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
 from hybridkv.connectors.vllm.common.stats import Recorder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridkv.connectors.vllm.common.copies.copy_table import ChunkCopy, CopyTable, copy_bytes
+from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable, copy_bytes
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.planner import CacheSpec, Transfer, chunk_blocks, chunk_span
 from hybridkv.tiers import Slot

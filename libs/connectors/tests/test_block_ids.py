@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm.common.block_ids import BlockIds, unread_tables
+from hybridkv.connectors.vllm.common.blocks import BlockIds, unread_tables
 
 NULL = 0
 

@@ -20,12 +20,12 @@ from lazy_gpu import LazyGpu
 
 from hybridkv.canonical import GroupPages, LayerLayout, PageRegion
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.copies import copy_proof
-from hybridkv.connectors.vllm.common.copies.copy_proof import CopyRates, prove_copies
+from hybridkv.connectors.vllm.common.copies import proof
 from hybridkv.connectors.vllm.common.copies.devices import zero_memory
 from hybridkv.connectors.vllm.common.copies.kv_memory import zeros_in
 from hybridkv.connectors.vllm.common.copies.lowering import RankMemory
-from hybridkv.connectors.vllm.common.copies.rank_work import CopyPaths
+from hybridkv.connectors.vllm.common.copies.proof import CopyRates, prove_copies
+from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
@@ -75,7 +75,7 @@ class Rig:
 @pytest.fixture(autouse=True)
 def _one_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock stands still."""
-    monkeypatch.setattr(copy_proof, "ROUNDS_S", 0.0)
+    monkeypatch.setattr(proof, "ROUNDS_S", 0.0)
 
 
 @pytest.fixture
@@ -160,12 +160,12 @@ def test_a_fence_that_is_ignored_is_refused(make: Callable[..., Rig], device: ty
 def test_a_fence_is_tried_again_where_compute_had_ended_before_the_copy(
     make: Callable[..., Rig], device: type[LazyDevice], load: str
 ) -> None:
-    cycles = copy_proof.MOST_DELAY_CYCLES
+    cycles = proof.MOST_DELAY_CYCLES
     assert "bytes differ" in refusal(make(device(copies_first, is_late=True), load, cycles))
 
 
 def test_fences_that_could_not_be_tried_are_named(make: Callable[..., Rig]) -> None:
-    rig = make(LazyDevice(copies_first, is_late=True), "async", copy_proof.MOST_DELAY_CYCLES + 1)
+    rig = make(LazyDevice(copies_first, is_late=True), "async", proof.MOST_DELAY_CYCLES + 1)
     before = rig.cache.clone()
     assert rig.prove().untried == ("loads", "stores")
     assert torch.equal(rig.cache, before)

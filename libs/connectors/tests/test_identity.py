@@ -24,8 +24,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWind
 from hybridkv.connectors.config import OffloadConfig, decode_config
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common.identity import configuration_facts, engine_facts, spec_facts, without_ignored
-from hybridkv.connectors.vllm.common.identity.canonical import MAX_TEXT, child, text
 from hybridkv.connectors.vllm.common.identity.engine import NONCE
+from hybridkv.connectors.vllm.common.identity.fact_text import MAX_TEXT, child, text
 from hybridkv.hashing import Fingerprint, diff
 
 OPTIONS = decode_config({"tiers": [{"type": "ram", "capacity": "1GiB"}], "weights_digest": "the tests'"})
@@ -298,7 +298,7 @@ def test_a_text_does_not_depend_on_an_order_that_means_nothing() -> None:
 
 
 def test_the_texts_are_the_same_in_every_process() -> None:
-    code = "from hybridkv.connectors.vllm.common.identity.canonical import text; print(text('', {'a','b','c','d'}))"
+    code = "from hybridkv.connectors.vllm.common.identity.fact_text import text; print(text('', {'a','b','c','d'}))"
     environ = {"PYTHONPATH": ":".join(sys.path)}
     outputs = {
         subprocess.run(

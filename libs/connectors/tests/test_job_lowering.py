@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.canonical import GroupPages, PageRegion, TokenRange
-from hybridkv.connectors.vllm.common.copies.copy_table import ChunkCopy, ChunkPart, CopyColumns, CopyTable
 from hybridkv.connectors.vllm.common.copies.lowering import GroupBlocks, JobLowering, RankMemory, Zeros
+from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, ChunkPart, CopyColumns, CopyTable
 from hybridkv.tiers import Slot
 from hybridkv.transfer import CopyRuns
 from kits.plain_lowering import PlainLowering

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW, PlayedEngine, new_request
 
-from hybridkv.connectors.vllm.common.duties import Duties
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
+from hybridkv.connectors.vllm.common.role import Duties
 from hybridkv.connectors.vllm.lmcache.lives import Stage
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad, PageStore
 from hybridkv.lmcache.calls import Answer, Trouble

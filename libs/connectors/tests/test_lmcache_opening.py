@@ -13,7 +13,7 @@ from lmcache_played import BLOCK, FULL, layout_of, new_request
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.identity.identification import Identity
-from hybridkv.connectors.vllm.common.room import LoadRoom
+from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache import opening as module
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW, PlayedEngine, new_request
 
-from hybridkv.connectors.vllm.common.duties import Duties
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
+from hybridkv.connectors.vllm.common.role import Duties
 from hybridkv.connectors.vllm.lmcache import lives
 from hybridkv.connectors.vllm.lmcache.lives import DOUBT_S
 from hybridkv.hashing import ChunkKeys

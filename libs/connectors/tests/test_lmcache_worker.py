@@ -11,7 +11,7 @@ import patience
 import pytest
 from lmcache_ranks import DEEPSEEK_V4, GEMMA, QWEN3_NEXT, WAIT_S, Model, Rank, digests_of, pool_of
 
-from hybridkv.connectors.vllm.common.copies.rank_work import CopyJob
+from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, Release
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress

@@ -13,7 +13,7 @@ from plain_copies import bytes_of, copy_of
 from test_lookups import BLOCK, DRAFTER, FULL, HASHES, STATE, make_layout
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.common.copies.copy_table import copies_of, copies_of_runs
+from hybridkv.connectors.vllm.common.copies.table import copies_of, copies_of_runs
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.planner import GroupKind, GroupSpec, LocalCopies, plan_load, plan_load_runs, read_blocks
 from hybridkv.tiers import Slot

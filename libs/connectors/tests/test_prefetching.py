@@ -11,9 +11,9 @@ from test_lookups import FULL, make_layout
 from test_requests import SOON_S, lora_request, module, new_request
 from test_store_bursts import CHUNK_TOKENS, MIB, PAIR_BYTES, Engine
 
-from hybridkv.connectors.vllm.common.duties import BOTH, Duties
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.requests import Requests
+from hybridkv.connectors.vllm.common.role import BOTH, Duties
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.offload import prefetching
 from hybridkv.connectors.vllm.offload.keeping import Keeper

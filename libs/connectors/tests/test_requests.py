@@ -21,14 +21,14 @@ from vllm.v1.request import Request
 
 from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.common.compat import extra_hash_bytes
-from hybridkv.connectors.vllm.common.duties import BOTH, Duties
+from hybridkv.connectors.vllm.common.corrupt_blocks import Distrusted
 from hybridkv.connectors.vllm.common.identity import adapters as module
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.identity.files import Signature
 from hybridkv.connectors.vllm.common.messages import Store, StoreOutcome
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
+from hybridkv.connectors.vllm.common.role import BOTH, Duties
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.common.wrong_blocks import Distrusted
 from hybridkv.connectors.vllm.offload.loads import Deadlines
 from hybridkv.connectors.vllm.offload.scheduler import Identity, OffloadScheduler
 from hybridkv.connectors.vllm.offload.stores import _StoreInFlight as StoreInFlight

@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.steering import Steering, logger
+from hybridkv.connectors.vllm.common.prefill_stops import Steering, logger
 from hybridkv.planner.checkpoints import Placement, Stop, StopReason
 
 BLOCK, CHUNK = 16, 64

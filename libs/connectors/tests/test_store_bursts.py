@@ -19,9 +19,9 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
+from hybridkv.connectors.vllm.common.prefix_chain import StoredPart, add
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.common.stored_path import StoredPart, add
 from hybridkv.connectors.vllm.offload.stores import StorePlanner
 from hybridkv.planner import Hit, LookupResult, State, longest_hit
 from hybridkv.tiers import Refusal, Ticket

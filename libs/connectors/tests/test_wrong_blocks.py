@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from hybridkv.connectors.vllm.common.corrupt_blocks import Distrusted, WrongBlocks
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.common.wrong_blocks import Distrusted, WrongBlocks
 
 STATES, ATTENTION = 0, 1
 BLOCK = 16

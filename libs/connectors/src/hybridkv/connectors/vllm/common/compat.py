@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.block_ids import unread_tables
+from hybridkv.connectors.vllm.common.blocks import unread_tables
 from hybridkv.connectors.vllm.common.copies.devices import EngineCopies
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 
-from hybridkv.connectors.vllm.common.copies.copy_table import ChunkCopy, CopyTable
+from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
 from hybridkv.tiers.stack import MoveOutcome, TierMove
 
 __all__ = [

@@ -16,7 +16,7 @@ from hybridkv.connectors.vllm.common.checkpointed import Checkpointed
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
-from hybridkv.connectors.vllm.common.stored_path import StoredPath
+from hybridkv.connectors.vllm.common.prefix_chain import StoredPath
 from hybridkv.hashing import ChunkKeys, TokenHashes
 from hybridkv.planner import Hit, Loss, Miss, life
 from hybridkv.planner.hints import NO_HINTS, Hints

@@ -23,10 +23,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.duties import duties_of
 from hybridkv.connectors.vllm.common.messages import StepOutcome, WorkerFacts
+from hybridkv.connectors.vllm.common.prefill_stops import current_sibling
+from hybridkv.connectors.vllm.common.role import duties_of
 from hybridkv.connectors.vllm.common.stats import OffloadPromMetrics, OffloadStats, Recorder
-from hybridkv.connectors.vllm.common.steering import current_sibling
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

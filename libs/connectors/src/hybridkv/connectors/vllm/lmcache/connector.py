@@ -14,9 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.copies import devices
-from hybridkv.connectors.vllm.common.copies.rank_work import CopyPaths
+from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 from hybridkv.connectors.vllm.common.identity.worker_facts import worker_facts
-from hybridkv.connectors.vllm.common.room import LoadRoom
+from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
 from hybridkv.connectors.vllm.common.store_connector import StoreConnector, WaitingScheduler, end_live, keep_live
 from hybridkv.connectors.vllm.lmcache.config import decode_config

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybridkv.connectors.vllm.common.explain import Explanation, Reason, log
 from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
-from hybridkv.connectors.vllm.common.room import LoadRoom
 from hybridkv.connectors.vllm.common.stats import LMCACHE, Recorder
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageLoad
 from hybridkv.lmcache.block_ids import cut_tables

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from hybridkv.canonical import GroupPages
-from hybridkv.connectors.vllm.common.copies.rank_work import CopyJob, CopyJobs
+from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob, CopyJobs
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of

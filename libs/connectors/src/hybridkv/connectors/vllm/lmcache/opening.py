@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.config import ROOT, format_size
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.duties import duties_of
+from hybridkv.connectors.vllm.common.corrupt_blocks import distrusted_groups
 from hybridkv.connectors.vllm.common.identity.identification import Identification
 from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_groups, resolve_layout
-from hybridkv.connectors.vllm.common.room import LoadRoom
+from hybridkv.connectors.vllm.common.load_room import LoadRoom
+from hybridkv.connectors.vllm.common.role import duties_of
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.common.wrong_blocks import distrusted_groups
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.lives import Lives
 from hybridkv.connectors.vllm.lmcache.saves import Saves

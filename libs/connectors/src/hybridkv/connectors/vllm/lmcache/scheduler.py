@@ -10,15 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.duties import Duties
+from hybridkv.connectors.vllm.common.corrupt_blocks import Distrusted, WrongBlocks
 from hybridkv.connectors.vllm.common.explain import log, unidentified
 from hybridkv.connectors.vllm.common.identity.identification import Identity
 from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.messages import StepOutcome
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
-from hybridkv.connectors.vllm.common.room import LoadRoom
+from hybridkv.connectors.vllm.common.role import Duties
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.common.wrong_blocks import Distrusted, WrongBlocks
 from hybridkv.connectors.vllm.lmcache.lives import Lives
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageLoad, PageStore
 from hybridkv.connectors.vllm.lmcache.saves import Saves

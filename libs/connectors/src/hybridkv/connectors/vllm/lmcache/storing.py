@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hybridkv.canonical import GroupPages
 from hybridkv.connectors.vllm.common.copies.lowering import Zeros
-from hybridkv.connectors.vllm.common.copies.rank_work import CopyJob, CopyJobs
+from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob, CopyJobs
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.lmcache.messages import PageStore, Release
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from hybridkv.canonical.torch_view import KVCache
-from hybridkv.connectors.vllm.common.copies.copy_proof import prove_at_start
 from hybridkv.connectors.vllm.common.copies.devices import CpuDevice, Device
 from hybridkv.connectors.vllm.common.copies.kv_memory import KVMemory, take_kv_memory, zeros_in
-from hybridkv.connectors.vllm.common.copies.rank_work import CopyPaths, LoadResults, RankWorker
+from hybridkv.connectors.vllm.common.copies.proof import prove_at_start
+from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths, LoadResults, RankWorker
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.common.stats import Recorder

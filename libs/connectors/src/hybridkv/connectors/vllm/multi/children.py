@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError, ManagerError, did_you_mean
-from hybridkv.connectors.vllm.common.steering import Sibling, Steering, as_sibling
+from hybridkv.connectors.vllm.common.prefill_stops import Sibling, Steering, as_sibling
 from hybridkv.connectors.vllm.multi.config import ChildConfig, MultiConfig, decode_multi_config
 from hybridkv.planner import LoadAdmission
 

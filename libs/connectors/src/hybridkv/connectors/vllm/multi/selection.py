@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.layout import group_specs, no_stored_group
-from hybridkv.connectors.vllm.common.steering import Steering
+from hybridkv.connectors.vllm.common.prefill_stops import Steering
 from hybridkv.connectors.vllm.multi.children import Child
 from hybridkv.connectors.vllm.multi.loads import ChildLoad, ChildLoads
 from hybridkv.metrics import ChildSelection, SelectionStats, TokenClamp

@@ -29,13 +29,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.duties import duties_of
+from hybridkv.connectors.vllm.common.corrupt_blocks import distrusted_groups
 from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_groups
-from hybridkv.connectors.vllm.common.room import LoadRoom
+from hybridkv.connectors.vllm.common.load_room import LoadRoom
+from hybridkv.connectors.vllm.common.prefill_stops import current_sibling
+from hybridkv.connectors.vllm.common.role import duties_of
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
 from hybridkv.connectors.vllm.common.stats import OffloadPromMetrics, OffloadStats
-from hybridkv.connectors.vllm.common.steering import current_sibling
-from hybridkv.connectors.vllm.common.wrong_blocks import distrusted_groups
 from hybridkv.connectors.vllm.nixl.config import NixlConfig, decode_config, require_ports
 from hybridkv.connectors.vllm.nixl.memory.host_buffer import needs_host_buffer
 from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.wrong_blocks import WrongBlocks
+from hybridkv.connectors.vllm.common.corrupt_blocks import WrongBlocks
 from hybridkv.connectors.vllm.nixl.memory.host_buffer import Saving
 from hybridkv.connectors.vllm.nixl.messages import Offered, Opened, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt, asks_to_produce, compose

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.duties import Duties
+from hybridkv.connectors.vllm.common.corrupt_blocks import Distrusted
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.room import LoadRoom
-from hybridkv.connectors.vllm.common.wrong_blocks import Distrusted
+from hybridkv.connectors.vllm.common.load_room import LoadRoom
+from hybridkv.connectors.vllm.common.role import Duties
 from hybridkv.connectors.vllm.nixl.consuming import Consumer
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress

@@ -17,8 +17,8 @@ import msgspec
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.duties import Duties
 from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.role import Duties
 from hybridkv.connectors.vllm.nixl.agent.agent import Agent
 from hybridkv.connectors.vllm.nixl.agent.reading import ReadOptions
 from hybridkv.connectors.vllm.nixl.agent.serving import Offer

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from hybridkv.connectors.config import decode_config
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.copies import devices
-from hybridkv.connectors.vllm.common.copies.rank_work import CopyPaths
+from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 from hybridkv.connectors.vllm.common.identity.worker_facts import worker_facts
 from hybridkv.connectors.vllm.common.layout import resolve_layout
 from hybridkv.connectors.vllm.common.messages import StepPlan

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hybridkv.connectors.vllm.common.block_ids import tables_of
-from hybridkv.connectors.vllm.common.copies.copy_table import copies_of, copies_of_runs
+from hybridkv.connectors.vllm.common.blocks import tables_of
+from hybridkv.connectors.vllm.common.copies.table import copies_of, copies_of_runs
 from hybridkv.connectors.vllm.common.explain import Admission, Explanation, explain, log
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.lookups import TierLookup, Unasked

@@ -21,12 +21,12 @@ from hybridkv.connectors.config import (
     format_size,
 )
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.duties import duties_of
+from hybridkv.connectors.vllm.common.corrupt_blocks import distrusted_groups, partly_copied_groups
 from hybridkv.connectors.vllm.common.identity.identification import Identification
 from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.prefill_stops import Steering
+from hybridkv.connectors.vllm.common.role import duties_of
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.common.steering import Steering
-from hybridkv.connectors.vllm.common.wrong_blocks import distrusted_groups, partly_copied_groups
 from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.connectors.vllm.offload.checkpoints import STEP_S, CheckpointOptions, Checkpoints, has_states
 from hybridkv.connectors.vllm.offload.loads import Deadlines

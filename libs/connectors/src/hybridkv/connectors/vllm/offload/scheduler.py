@@ -9,15 +9,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.duties import BOTH, Duties
+from hybridkv.connectors.vllm.common.corrupt_blocks import Distrusted, WrongBlocks
 from hybridkv.connectors.vllm.common.events import RouterEvents
 from hybridkv.connectors.vllm.common.explain import Reason, log, unsearched
 from hybridkv.connectors.vllm.common.identity.identification import Identity
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import Load, StepOutcome, StepPlan, Store
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
+from hybridkv.connectors.vllm.common.role import BOTH, Duties
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.common.wrong_blocks import Distrusted, WrongBlocks
 from hybridkv.connectors.vllm.offload.checkpoints import Checkpoints
 from hybridkv.connectors.vllm.offload.hints import HintReader
 from hybridkv.connectors.vllm.offload.keeping import Keeper

@@ -19,16 +19,16 @@ import msgspec
 
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.checkpointed import state_groups
-from hybridkv.connectors.vllm.common.copies.copy_table import copies_of_runs
+from hybridkv.connectors.vllm.common.copies.table import copies_of_runs
 from hybridkv.connectors.vllm.common.events import RouterEvents
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import CopyTable, Store, StoreOutcome
 from hybridkv.connectors.vllm.common.pins import BlockPins, frees_on_end
+from hybridkv.connectors.vllm.common.prefix_chain import StoredPart, StoredPath, add
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.common.stored_path import StoredPart, StoredPath, add
 from hybridkv.connectors.vllm.offload.keeping import Keeper
 from hybridkv.connectors.vllm.offload.met import find_met
 from hybridkv.connectors.vllm.offload.placing import NOTHING_MET, Placing, Whole

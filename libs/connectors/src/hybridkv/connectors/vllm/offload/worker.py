@@ -16,11 +16,11 @@ import numpy as np
 
 from hybridkv.canonical import GroupPages
 from hybridkv.canonical.torch_view import KVCache
-from hybridkv.connectors.vllm.common.copies.copy_proof import prove_at_start
 from hybridkv.connectors.vllm.common.copies.devices import CpuDevice, Device
 from hybridkv.connectors.vllm.common.copies.kv_memory import take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.common.copies.lowering import GroupBlocks, JobLowering, RankMemory
-from hybridkv.connectors.vllm.common.copies.rank_work import CopyJob, CopyPaths, LoadResults, RankWorker
+from hybridkv.connectors.vllm.common.copies.proof import prove_at_start
+from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob, CopyPaths, LoadResults, RankWorker
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import Load, LoadFailure, StepPlan, Store
 from hybridkv.connectors.vllm.common.stats import Recorder

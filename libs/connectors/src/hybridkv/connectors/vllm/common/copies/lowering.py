@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.canonical import GroupPages, TokenRange
-from hybridkv.connectors.vllm.common.copies.copy_table import ChunkCopy, CopyTable
+from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
 from hybridkv.tiers import SealedMemory
 from hybridkv.transfer import CopyRuns, Extent, Lowering
 

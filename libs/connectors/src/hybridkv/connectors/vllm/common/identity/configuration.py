@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from hybridkv.connectors.vllm.common.identity.canonical import (
+from hybridkv.connectors.vllm.common.identity.fact_text import (
     child,
     is_model_settings,
     model_settings,
@@ -19,7 +19,7 @@ from hybridkv.connectors.vllm.common.identity.canonical import (
     secret_text,
     text,
 )
-from hybridkv.connectors.vllm.common.identity.left_out import LEFT_OUT, LEFT_OUT_ELSEWHERE, SECRET
+from hybridkv.connectors.vllm.common.identity.ignored import LEFT_OUT, LEFT_OUT_ELSEWHERE, SECRET
 from hybridkv.connectors.vllm.common.identity.operator import is_named
 
 if TYPE_CHECKING:

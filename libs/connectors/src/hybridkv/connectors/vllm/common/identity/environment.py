@@ -10,7 +10,7 @@ import functools
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
-from hybridkv.connectors.vllm.common.identity.canonical import digested
+from hybridkv.connectors.vllm.common.identity.fact_text import digested
 from hybridkv.connectors.vllm.common.identity.left_out_environment import ENVIRONMENT_LEFT_OUT
 
 ENVIRONMENT = "environment"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from hybridkv.connectors.vllm.common.identity.canonical import text
+from hybridkv.connectors.vllm.common.identity.fact_text import text
 
 CONFIG = "adapter_config.json"
 _READ = (CONFIG, "adapter_model.*", "new_embeddings.*")

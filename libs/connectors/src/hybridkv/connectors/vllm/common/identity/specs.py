@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hybridkv.connectors.vllm.common.identity.canonical import parts, text
+from hybridkv.connectors.vllm.common.identity.fact_text import parts, text
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheSpec

@@ -17,8 +17,8 @@ from blake3 import blake3
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.identity.canonical import child, digested
 from hybridkv.connectors.vllm.common.identity.digests import Digests
+from hybridkv.connectors.vllm.common.identity.fact_text import child, digested
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig

@@ -15,8 +15,8 @@ import torch
 
 from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.identity.canonical import text
 from hybridkv.connectors.vllm.common.identity.environment import ENVIRONMENT, environment_facts
+from hybridkv.connectors.vllm.common.identity.fact_text import text
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.planner import CacheSpec, GroupKind
 

@@ -25,16 +25,16 @@ import xxhash
 from hybridkv.canonical import GroupPages
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.copies.copy_table import ChunkCopy, CopyTable
 from hybridkv.connectors.vllm.common.copies.devices import Device, GpuDevice
 from hybridkv.connectors.vllm.common.copies.kv_memory import KVMemory, zeros_in
 from hybridkv.connectors.vllm.common.copies.lowering import JobLowering, RankMemory
+from hybridkv.connectors.vllm.common.copies.table import ChunkCopy, CopyTable
 from hybridkv.tiers import SealedMemory, Slot
 from hybridkv.transfer import CopyEngine, CopyRuns, Hook, JobId
 
 if TYPE_CHECKING:
     # It needs vLLM, which the proof does without.
-    from hybridkv.connectors.vllm.common.copies.rank_work import CopyPaths
+    from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 
 logger = logging.getLogger("vllm.hybridkv.worker")
 

@@ -19,7 +19,7 @@ from typing import Any
 from blake3 import blake3
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.identity.left_out import MODEL_KEYS_LEFT_OUT
+from hybridkv.connectors.vllm.common.identity.ignored import MODEL_KEYS_LEFT_OUT
 
 
 def is_model_settings(value: Any) -> bool:
