@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from hybridkv.connectors.vllm import register
-from hybridkv.connectors.vllm.common.pins import BlockPins
+from hybridkv.connectors.vllm.common.blocks import BlockPins
 from hybridkv.connectors.vllm.lmcache import lives, loading, pages, saves, site, staging, storing
 from hybridkv.connectors.vllm.lmcache.loading import Loading
 from hybridkv.connectors.vllm.lmcache.saves import Saves

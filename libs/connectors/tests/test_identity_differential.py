@@ -26,9 +26,13 @@ from vllm.platforms import current_platform
 
 from hybridkv.connectors.vllm.common.identity import configuration_facts, environment_facts
 from hybridkv.connectors.vllm.common.identity.configuration import reason_left_out
-from hybridkv.connectors.vllm.common.identity.environment import COUNTED, counts, variable_left_out
+from hybridkv.connectors.vllm.common.identity.environment import (
+    COUNTED,
+    ENVIRONMENT_LEFT_OUT,
+    counts,
+    variable_left_out,
+)
 from hybridkv.connectors.vllm.common.identity.ignored import LEFT_OUT, LEFT_OUT_ELSEWHERE, MODEL_KEYS_LEFT_OUT, SECRET
-from hybridkv.connectors.vllm.common.identity.left_out_environment import ENVIRONMENT_LEFT_OUT
 
 TOLD_OTHERWISE = {"VllmConfig.quant_config"}
 """Left out themselves, but a fact of another name is made of them."""

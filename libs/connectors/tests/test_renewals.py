@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_lookups import FULL
 from test_met import CHUNK, MOST_CHUNKS, WINDOW, World
 
-from hybridkv.connectors.vllm.common.prefix_chain import StoredPath
+from hybridkv.connectors.vllm.common.requests import StoredPath
 from hybridkv.connectors.vllm.offload import renewals
 from hybridkv.connectors.vllm.offload.renewals import STEP_KEYS, STEP_SHARE, Renewals
 from hybridkv.tiers.ram import RamIndex

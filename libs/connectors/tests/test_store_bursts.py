@@ -19,8 +19,7 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
-from hybridkv.connectors.vllm.common.prefix_chain import StoredPart, add
-from hybridkv.connectors.vllm.common.requests import TrackedRequest
+from hybridkv.connectors.vllm.common.requests import StoredPart, TrackedRequest, add
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.offload.stores import StorePlanner
 from hybridkv.planner import Hit, LookupResult, State, longest_hit

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm.common.prefix_chain import StoredPath
+from hybridkv.connectors.vllm.common.requests import StoredPath
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, path_order
 from hybridkv.planner.paths import Part
 

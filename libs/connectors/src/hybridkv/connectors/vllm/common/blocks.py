@@ -6,11 +6,12 @@ to copy all of them in every step costs more than what a step does with them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, overload
 
 if TYPE_CHECKING:
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 _BLOCK_ID = attrgetter("block_id")
@@ -76,3 +77,36 @@ def unread_tables(resolve: Callable[[str], Sequence[Sequence[int]]]) -> Callable
     """The same tables as `resolve` gives, unread, where it is a method of something that also gives the blocks."""
     get_blocks = getattr(getattr(resolve, "__self__", None), "get_blocks", None)
     return resolve if get_blocks is None else lambda request_id: tables_of(get_blocks(request_id).blocks)
+
+
+class BlockPins:
+    """Pins in the engine's pool, once it has been bound."""
+
+    def __init__(self) -> None:
+        self._pool: BlockPool | None = None
+
+    def bind(self, pool: BlockPool) -> None:
+        """The engine's blocks."""
+        self._pool = pool
+
+    def pin(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
+        """Keep blocks as they are.
+
+        Raises:
+            RuntimeError: no pool was bound.
+        """
+        if self._pool is None:
+            raise RuntimeError("the engine never bound its block pool")
+        blocks = list(map(self._pool.blocks.__getitem__, block_ids))
+        self._pool.touch(blocks)
+        return blocks
+
+    def free(self, blocks: Sequence[KVCacheBlock]) -> None:
+        """Let them go."""
+        if self._pool is not None:
+            self._pool.free_blocks(reversed(blocks))
+
+
+def frees_on_end(blocks: Iterable[KVCacheBlock]) -> bool:
+    """Whether one of these blocks is pinned by nobody else, so that the engine has it back when the pin goes."""
+    return any(block.ref_cnt == 1 for block in blocks)

@@ -6,27 +6,191 @@ and what of it is stored.
 
 from __future__ import annotations
 
+import math
+import operator
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.checkpointed import Checkpointed
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
-from hybridkv.connectors.vllm.common.prefix_chain import StoredPath
 from hybridkv.hashing import ChunkKeys, TokenHashes
-from hybridkv.planner import Hit, Loss, Miss, life
+from hybridkv.planner import CacheSpec, GroupKind, Hit, Loss, Miss, life, path_order
+from hybridkv.planner.checkpoints import Placement, Prompt
 from hybridkv.planner.hints import NO_HINTS, Hints
+from hybridkv.planner.paths import Part
 from hybridkv.planner.stages import NEW, Reply, Stage
+from hybridkv.tiers.stack import PathPosition
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 NULL_BLOCK = 0
 """The block id that stands for "no block" in the engine's tables."""
+
+GROWTH = 8
+"""A path is made recent again when it is longer by this part of its length."""
+CHURN = 8
+"""And before it grows, when others have used this part of a slower tier since."""
+
+
+def add(mine: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
+    """Bytes of each slower tier together. `mine` may be empty: nothing yet."""
+    if len(mine) == 1:
+        return (mine[0] + more[0],)
+    return tuple(map(operator.add, mine, more)) if mine else more
+
+
+class StoredPart(msgspec.Struct, frozen=True, gc=False):
+    """A chunk that is stored, or being stored."""
+
+    part: Part
+    key: bytes
+    on_path: PathPosition
+    is_new: bool
+    """This store brings it."""
+
+
+@dataclass(slots=True, eq=False)
+class StoredPath:
+    """One request's chunks in every tier. A request that begins anew has another."""
+
+    keys: dict[Part, bytes] = field(default_factory=dict)
+    num_bytes: tuple[int, ...] = ()
+    """What they take up in each slower tier."""
+    num_storing: int = 0
+    """Stores that are on their way."""
+    is_over: bool = False
+    """The request has ended."""
+    prompt_tokens: int = sys.maxsize
+    """Of the request, as soon as it is computed."""
+    keep_seconds: float = 0.0
+    """How long it is to be kept from its end on."""
+    _last_end: int = 0
+    """The deepest end of its chunks."""
+    _is_in_order: bool = True
+    """Its chunks came in `path_order`, as they do unless a group is behind the others."""
+    _num_renewed: int = 0
+    _renewed_at_bytes: tuple[int, ...] = ()
+    """What all paths together had used then."""
+
+    def __post_init__(self) -> None:
+        self._is_in_order = not self.keys
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing comes any more."""
+        return self.is_over and not self.num_storing
+
+    def begin(self, prompt_tokens: int, keep_seconds: float = 0.0) -> None:
+        """It begins to be computed."""
+        self.prompt_tokens, self.keep_seconds = prompt_tokens, keep_seconds
+
+    def come(self, parts: Sequence[Part]) -> None:
+        """These are added next, in `path_order`."""
+        if parts:
+            self._is_in_order = self._is_in_order and parts[0][1] > self._last_end
+            self._last_end = max(self._last_end, parts[-1][1])
+
+    def add(self, part: Part, key: bytes, num_bytes: tuple[int, ...]) -> tuple[int, ...]:
+        """One more chunk, of those that come. What the path takes up with it."""
+        if part not in self.keys:
+            self.keys[part] = key
+            self.num_bytes = add(self.num_bytes, num_bytes)
+        return self.num_bytes
+
+    def extend(self, parts: Sequence[Part], keys: Sequence[bytes], num_bytes: tuple[int, ...]) -> None:
+        """More chunks, in `path_order`, and what those of them take up that it does not have."""
+        self.come(parts)
+        self.keys.update(zip(parts, keys, strict=True))
+        self.num_bytes = add(self.num_bytes, num_bytes)
+
+    def drop(self, parts: Sequence[Part]) -> None:
+        """These are worth nothing any more. What they take up still counts: it is an upper bound."""
+        for part in parts:
+            self.keys.pop(part, None)
+
+    def is_overdue(self, used_bytes: Sequence[int], capacities: Sequence[int]) -> bool:
+        """Whether it is far from recent by now in a slower tier, given what all paths have used of each, each time that
+        they did."""
+        if not self._num_renewed:
+            return False
+        return any(
+            (used - renewed_at) * CHURN >= capacity
+            for used, renewed_at, capacity in zip(used_bytes, self._renewed_at_bytes, capacities, strict=True)
+        )
+
+    def prefix(self, spec: CacheSpec, end_token: int) -> tuple[bytes, ...]:
+        """The full prefix before a part that ends there, of every FULL group."""
+        full = [index for index in spec.stored_groups if spec.groups[index].kind is GroupKind.FULL]
+        chunk = spec.chunk_tokens
+        parts = ((part, key) for part, key in self.keys.items() if part[0] in full)
+        return tuple(key for (_, end), key in parts if end < end_token and end % chunk == 0)
+
+    def take_renewal(
+        self, spec: CacheSpec, used_bytes: tuple[int, ...], is_overdue: bool = False
+    ) -> list[bytes] | None:
+        """All its keys in the order in which they may go, where it is time to make them recent."""
+        grown = len(self.keys) - self._num_renewed
+        if not is_overdue and (not grown or (not self.is_complete and grown * GROWTH < self._num_renewed)):
+            return None
+        self._num_renewed, self._renewed_at_bytes = len(self.keys), used_bytes
+        return self.order(spec)
+
+    def order(self, spec: CacheSpec) -> list[bytes]:
+        """All its keys in the order in which they may go."""
+        if self._is_in_order:
+            return list(self.keys.values())[::-1]
+        return [self.keys[part] for part in reversed(path_order(spec, self.keys))]
+
+
+def state_groups(spec: CacheSpec) -> tuple[int, ...]:
+    """The groups that have states."""
+    return tuple(index for index in spec.stored_groups if spec.groups[index].kind is GroupKind.RECURRENT)
+
+
+def state_step_tokens(spec: CacheSpec) -> int:
+    """Where a state can be had and stored: at boundaries at which a block of every state ends. There is a state."""
+    return math.lcm(spec.boundary_tokens, *(spec.groups[index].block_tokens for index in state_groups(spec)))
+
+
+@dataclass(slots=True)
+class Checkpointed:
+    """Of one request, from a lookup to when the engine starts it over; whether it was admitted before, for longer."""
+
+    asked: Prompt | None = None
+    """What was known of it when it was planned."""
+    prompt: Prompt | None = None
+    """The same, and what is known of others like it."""
+    placement: Placement = field(default_factory=Placement)
+    newest_tokens: int = 0
+    """Where its newest state is that was stored."""
+    was_admitted: bool = False
+    """What of its path is stored, and remembered, may be its own."""
+    awaited_tokens: int = 0
+    """The deepest state of its answer that could be stored."""
+
+    def started_over(self) -> Checkpointed:
+        """The engine starts it over."""
+        return Checkpointed(was_admitted=self.was_admitted)
+
+    def origin(self, num_tokens: int, num_prompt_tokens: int, boundary_tokens: int) -> str:
+        """Where a state comes from that is stored of it: a label of `vllm:hybridkv_states_stored_total`."""
+        if num_tokens > num_prompt_tokens:
+            return "answer"
+        if num_tokens >= (num_prompt_tokens - 1) // boundary_tokens * boundary_tokens:
+            return "prompt_end"
+        return "stop" if self.reason_at(num_tokens) else "engine"
+
+    def reason_at(self, num_tokens: int) -> str:
+        """Why it stops there, "" if it does not."""
+        return next((str(stop.reason) for stop in self.placement.stops if stop.num_tokens == num_tokens), "")
 
 
 @dataclass(slots=True)

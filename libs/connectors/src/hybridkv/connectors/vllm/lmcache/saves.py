@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.blocks import BlockPins, frees_on_end
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
-from hybridkv.connectors.vllm.common.pins import BlockPins, frees_on_end
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.lives import Lives, attention_tables, state_copies, store_copies

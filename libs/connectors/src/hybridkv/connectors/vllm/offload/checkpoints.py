@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.checkpointed import Checkpointed, state_groups, state_step_tokens
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.prefill_stops import Steering
-from hybridkv.connectors.vllm.common.requests import NULL_BLOCK
+from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, Checkpointed, state_groups, state_step_tokens
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.planner import LookupResult, Loss, State
 from hybridkv.planner.checkpoints import (

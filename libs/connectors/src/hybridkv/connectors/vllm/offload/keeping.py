@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from hybridkv.connectors.config import KEEP_SHARE
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.prefix_chain import StoredPath
+from hybridkv.connectors.vllm.common.requests import StoredPath
 from hybridkv.connectors.vllm.common.stats import RAM, Recorder
 from hybridkv.planner import path_order
 from hybridkv.planner.hints import keep_in

@@ -12,8 +12,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.prefix_chain import StoredPart, StoredPath, add
-from hybridkv.connectors.vllm.common.requests import TrackedRequest
+from hybridkv.connectors.vllm.common.requests import StoredPart, StoredPath, TrackedRequest, add
 from hybridkv.connectors.vllm.offload.met import Met
 from hybridkv.planner import GroupKind, needed_before, path_order
 from hybridkv.planner.paths import Part

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from hybridkv.connectors.vllm.common.prefix_chain import StoredPath
+from hybridkv.connectors.vllm.common.requests import StoredPath
 from hybridkv.tiers.stack import TierStack
 
 STEP_KEYS: Final = 4096

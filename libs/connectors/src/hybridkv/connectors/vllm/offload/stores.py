@@ -18,16 +18,21 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.checkpointed import state_groups
+from hybridkv.connectors.vllm.common.blocks import BlockPins, frees_on_end
 from hybridkv.connectors.vllm.common.copies.table import copies_of_runs
 from hybridkv.connectors.vllm.common.events import RouterEvents
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, Sworn
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import CopyTable, Store, StoreOutcome
-from hybridkv.connectors.vllm.common.pins import BlockPins, frees_on_end
-from hybridkv.connectors.vllm.common.prefix_chain import StoredPart, StoredPath, add
-from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
+from hybridkv.connectors.vllm.common.requests import (
+    NULL_BLOCK,
+    StoredPart,
+    StoredPath,
+    TrackedRequest,
+    add,
+    state_groups,
+)
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.offload.keeping import Keeper
 from hybridkv.connectors.vllm.offload.met import find_met

@@ -4,11 +4,10 @@
 fingerprint; nothing here looks at a device or at a tensor.
 """
 
-from hybridkv.connectors.vllm.common.identity.configuration import configuration_facts
+from hybridkv.connectors.vllm.common.identity.configuration import configuration_facts, spec_facts
 from hybridkv.connectors.vllm.common.identity.engine import EngineFacts, IdentityConfig, engine_facts
 from hybridkv.connectors.vllm.common.identity.environment import environment_facts
-from hybridkv.connectors.vllm.common.identity.operator import without_ignored
-from hybridkv.connectors.vllm.common.identity.specs import spec_facts
+from hybridkv.connectors.vllm.common.identity.ignored import without_ignored
 
 __all__ = [
     "EngineFacts",

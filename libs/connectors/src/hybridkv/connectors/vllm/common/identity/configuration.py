@@ -19,11 +19,11 @@ from hybridkv.connectors.vllm.common.identity.fact_text import (
     secret_text,
     text,
 )
-from hybridkv.connectors.vllm.common.identity.ignored import LEFT_OUT, LEFT_OUT_ELSEWHERE, SECRET
-from hybridkv.connectors.vllm.common.identity.operator import is_named
+from hybridkv.connectors.vllm.common.identity.ignored import LEFT_OUT, LEFT_OUT_ELSEWHERE, SECRET, is_named
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 INDEPENDENT = frozenset(
     {
@@ -190,3 +190,23 @@ class _Walk:
             if is_model_settings(inner) and id(inner) not in self._met and isinstance(told.get(name), Mapping):
                 self._met[id(inner)] = child(path, name)
                 self._meet_inner(child(path, name), inner, told[name])
+
+
+SPEC_LEFT_OUT = {
+    "block_size": "each group says it, in tokens of a block",
+    "page_size_padded": "padding is not stored",
+    "block_stride_alignment": "where pages lie, not what they hold",
+}
+"""Fields of a spec that are no facts, each with its reason."""
+
+
+def spec_facts(spec: KVCacheSpec) -> dict[str, str]:
+    """Every field of a spec but those that say only where its pages lie.
+
+    Raises:
+        ConfigurationError: a field's value is of a type that has no canonical text.
+    """
+    kind = type(spec).__name__
+    members = parts(spec) or {}
+    facts = {name: text(f"{kind}.{name}", value) for name, value in members.items() if name not in SPEC_LEFT_OUT}
+    return {"spec": kind} | facts
