@@ -308,7 +308,7 @@ def test_a_disk_that_opens_late_and_cannot_costs_the_store_and_not_the_engine(
     for _ in range(2):
         outcome = StepOutcome(facts={0: {"worker.platform": "cpu"}})
         scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=outcome))
-    assert len({line for line in caplog.messages if "nothing is stored and nothing restored" in line}) == 1
+    assert len({line for line in caplog.messages if "nothing is stored or loaded" in line}) == 1
 
 
 def test_what_is_ignored_must_be_a_fact(tmp_path: Path) -> None:

@@ -1,1 +1,1 @@
-"""Engine connectors: translation between an engine's world and ours, and no decisions."""
+"""Connectors of inference engines. They translate between an engine and hybridkv, and decide nothing themselves."""

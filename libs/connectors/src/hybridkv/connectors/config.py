@@ -1,4 +1,4 @@
-"""`kv_connector_extra_config`, decoded strictly: what is not understood is an error, never ignored."""
+"""Configuration of HybridOffloadConnector: `kv_connector_extra_config`, decoded strictly. Unknown keys are errors."""
 
 import math
 import os
@@ -24,26 +24,26 @@ _CHOICES = {
     "fsync": '"none", "interval" or "always"',
     "direct": 'true, false or "auto"',
     "resets": '"engine" or "fleet"',
-    "cascade": '"all", "reused" or "nothing"; of peers "nothing"',
+    "cascade": '"all", "reused" or "nothing"; for a peer tier "nothing"',
     "weights_digest": '"sampled", "full", or your own name for these weights',
     "identity_ignores": "a list of names of facts",
 }
 MAX_PEERS = 64
 OBJECT_SCHEMES = ("s3", "gs", "az", "file")
-"""Of URLs of object stores."""
+"""URL schemes of object stores."""
 KEEP_SHARE = 0.25
-"""Of each tier, that may be kept for requests that ask for it, where the operator does not say."""
+"""Default of `keep_share`."""
 ASK_TIMEOUT_S = 1.0
-"""How long a tier that answers late has for it, where the operator does not say."""
+"""Default of `ask_timeout_seconds`, for disk and peer tiers."""
 _LMCACHE_HINT = (
-    "an LMCache server is no tier: list HybridLMCacheConnector beside HybridOffloadConnector in the connectors of "
+    "an LMCache server is not a tier: list HybridLMCacheConnector beside HybridOffloadConnector in the connectors of "
     "HybridMultiConnector (docs/guides/lmcache.md)"
 )
 _SIZE_HINT = 'write bytes as a number, or a size such as "512MiB" or "4GiB"'
 
 
 class RamTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="ram"):
-    """Host memory.
+    """Host memory: the primary tier.
 
     Args:
         capacity: bytes, over all ranks of the engine.
@@ -53,13 +53,13 @@ class RamTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class SlowerTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What every tier under host memory has.
+    """Settings that all secondary tiers share.
 
     Args:
-        cascade: "all" copies there what host memory is given; "reused" what a request meets there that did not store
-            it; "nothing" only reads what somebody else put there.
-        load_timeout_seconds: how long a request waits for this tier, where that is less than for all of them.
-        ask_timeout_seconds: how long a tier that answers late has to say what it holds.
+        cascade: chunks that are written to this tier: "all" that are stored in host memory; "reused" only those that a
+            later request hits; "nothing" makes the tier read-only.
+        load_timeout_seconds: how long a request waits for a load from this tier; by default as long as for all tiers.
+        ask_timeout_seconds: how long a lookup in a tier without a local index may take.
     """
 
     cascade: Literal["all", "reused", "nothing"] = "all"
@@ -72,10 +72,10 @@ class DiskTierConfig(SlowerTierConfig, frozen=True, tag_field="type", tag="disk"
     """A directory on a local disk.
 
     Args:
-        path: absolute; made if it is not there. What is not hybridkv's in it is left alone.
+        path: absolute path; created if it does not exist. Files that are not hybridkv's are not touched.
         capacity: bytes, over all ranks of the engine and all models that share the directory.
         fsync: when data is forced to the disk: "none", "interval" or "always".
-        direct: pass the page cache by; "auto" does so where the file system can.
+        direct: whether to bypass the page cache; "auto" does so where the file system supports it.
     """
 
     path: str
@@ -85,13 +85,13 @@ class DiskTierConfig(SlowerTierConfig, frozen=True, tag_field="type", tag="disk"
 
 
 class PeerTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="type", tag="peer"):
-    """Host memory of other engines, which are asked for what they hold, and are let read this one's.
+    """Host memory of other engines. Engines look up each other's chunks and read them.
 
     Args:
-        listen: "HOST:PORT", where this engine's scheduler is asked; rank n is at the port behind it plus n.
-        peers: where others listen. One's own address among them is passed over.
-        secret_file: holds what all of them must know before one tells another anything. Without one only the loopback
-            is listened on and connected to.
+        listen: "HOST:PORT" of this engine's scheduler. Rank n listens on the port after it plus n.
+        peers: `listen` addresses of other engines. This engine's own address among them is skipped.
+        secret_file: file with a secret that all engines share. Without one the engine listens and connects only on the
+            loopback interface.
     """
 
     listen: str
@@ -105,12 +105,12 @@ class ObjectTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="t
 
     Args:
         url: "s3://bucket/prefix", "gs://bucket/prefix", "az://account/container/prefix" or "file:///directory".
-        endpoint: of a server of one's own, where the URL does not say it: "http://10.0.0.5:8333".
-        region: of a bucket.
-        credentials_file: JSON with the settings of the client that are secret, where the environment has none.
-        secret_file: holds what all engines of the fleet know, and others who may write to the store do not.
-        pack: bytes that one object has at most, of one rank.
-        resets: "engine": a reset of the prefix cache is this engine's own; "fleet": it is for all.
+        endpoint: URL of a server of your own, if `url` does not name it: "http://10.0.0.5:8333".
+        region: region of a bucket.
+        credentials_file: JSON file with the secret settings of the client, if the environment does not have them.
+        secret_file: file with a secret that all engines of the fleet share and other writers of the store lack.
+        pack: maximum bytes of one object; each rank writes its own objects.
+        resets: "engine": a reset of the prefix cache applies to this engine alone; "fleet": to all engines.
     """
 
     url: str
@@ -129,26 +129,27 @@ _TIER_TYPES: dict[str, type[msgspec.Struct]] = {str(kind.__struct_config__.tag):
 
 
 class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an operator says to HybridOffloadConnector.
+    """Settings of HybridOffloadConnector.
 
     Args:
-        tiers: media, the fastest first: host memory, and what is under it in the order in which it is asked.
-        chunk_tokens: tokens in one offloaded unit, or "auto".
+        tiers: tiers, the fastest first: host memory, then secondary tiers in lookup order.
+        chunk_tokens: tokens in one chunk, or "auto".
         load: "async" copies in the background while other requests run; "sync" copies on the engine's own thread.
-        local_copies: of what is to be loaded, copy what the engine holds itself from its own blocks.
+        local_copies: copy blocks that the engine still holds from GPU memory in place of a tier.
         load_timeout_seconds: how long a request waits for a load before it is computed instead.
-        lookup_timeout_seconds: how long it waits for chunks that another request is storing.
-        compute_tokens_per_second: what the engine computes; a wait for answers of a tier must be worth more than that.
-        checkpoints: "auto" has prompts stop where a recurrent state is worth storing, as long as the store has room;
-            "off" stores the states that the engine hands over of itself.
-        checkpoint_stops: more steps that one request may take for it.
-        checkpoint_answers: with "auto", states of answers are stored too, for the next turn of a conversation.
-        keep_share: of each tier, that prefixes may take up which requests asked to be kept; 0 keeps none.
-        without_prefix_caching: prefix caching was switched off on purpose, and this model resumes prefixes.
-        copies: on a GPU, "engine" copies with what vLLM copies with, "native" with kernels of hybridkv-cuda.
-        weights_digest: how weights are told apart: "sampled" reads all headers and a sample of the data, "full" reads
-            every byte, and anything else is the operator's own name for them.
-        identity_ignores: names of facts that the operator knows to change nothing in what is stored.
+        lookup_timeout_seconds: how long a request waits for chunks that another request is storing.
+        compute_tokens_per_second: prefill speed of the engine. A request waits for a lookup only if that is expected to
+            be faster than computing.
+        checkpoints: "auto" stops prefills where a recurrent state is worth storing, while the store has room; "off"
+            stores only the states that the engine hands over on its own.
+        checkpoint_stops: maximum of additional steps that one request may take for such stops.
+        checkpoint_answers: with "auto", also store states of answers, for the next turn of a conversation.
+        keep_share: largest share of each tier for prefixes that requests asked to keep; 0 keeps none.
+        without_prefix_caching: prefix caching is off on purpose, and this model can resume prefixes.
+        copies: on a GPU, "engine" copies with vLLM's own functions, "native" with kernels of hybridkv-cuda.
+        weights_digest: how weights are identified: "sampled" reads all headers and a sample of the data, "full" reads
+            every byte; any other text is the operator's own name of the weights.
+        identity_ignores: names of facts that do not change the stored bytes, as the operator knows.
     """
 
     tiers: tuple[TierConfig, ...]
@@ -169,47 +170,47 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def ram(self) -> RamTierConfig:
-        """The fast tier."""
+        """The primary tier."""
         tier = self.tiers[0]
         assert isinstance(tier, RamTierConfig)
         return tier
 
     @property
     def slower(self) -> dict[str, SlowerTierConfig]:
-        """The tiers under it by name, which is their type, the nearest first."""
+        """The secondary tiers by name, in lookup order."""
         return {name_of(tier): tier for tier in self.tiers if isinstance(tier, SlowerTierConfig)}
 
     @property
     def disk(self) -> DiskTierConfig | None:
-        """The tier on disk, if there is one."""
+        """The disk tier, if there is one."""
         return next((tier for tier in self.tiers if isinstance(tier, DiskTierConfig)), None)
 
     @property
     def peer(self) -> PeerTierConfig | None:
-        """The tier of peers, if there is one."""
+        """The peer tier, if there is one."""
         return next((tier for tier in self.tiers if isinstance(tier, PeerTierConfig)), None)
 
     @property
     def object(self) -> ObjectTierConfig | None:
-        """The tier in an object store, if there is one."""
+        """The object tier, if there is one."""
         return next((tier for tier in self.tiers if isinstance(tier, ObjectTierConfig)), None)
 
     def path_of(self, name: str) -> str:
-        """Where a slower tier stands in the configuration."""
+        """Path of a secondary tier in the configuration."""
         return f"{ROOT}.tiers[{[name_of(tier) for tier in self.tiers].index(name)}]"
 
     def load_timeout_of(self, tier: SlowerTierConfig) -> float:
-        """Seconds that a request waits for a slower tier."""
+        """Seconds that a request waits for a load from a secondary tier."""
         return self.load_timeout_seconds if tier.load_timeout_seconds is None else tier.load_timeout_seconds
 
     def ask_timeout_of(self, tier: SlowerTierConfig) -> float:
-        """Seconds that a slower tier has to say what it holds, where it cannot say so at once."""
+        """Seconds that a lookup in a secondary tier without a local index may take."""
         given = tier.ask_timeout_seconds
         return min(tier.default_ask_timeout_s, self.load_timeout_of(tier)) if given is None else given
 
 
 def name_of(tier: RamTierConfig | SlowerTierConfig) -> str:
-    """What a tier is called: its type, of which there is one each."""
+    """Name of a tier: its type, as there is at most one tier of each type."""
     return str(tier.__struct_config__.tag)
 
 
@@ -217,7 +218,7 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
     """Decodes `kv_connector_extra_config`.
 
     Raises:
-        ConfigurationError: a key or value is not understood, or a value cannot work.
+        ConfigurationError: a key is unknown, or a value cannot work.
     """
     refuse_unknown_keys(ROOT, raw, OffloadConfig)
     if not raw.get("tiers"):
@@ -282,7 +283,7 @@ def _require_stack(config: OffloadConfig) -> None:
             f"{ROOT}.tiers",
             'a "ram" tier first, and then slower ones',
             ", ".join(f'"{name}"' for name in names),
-            "what comes from a slower tier passes through host memory, so it needs some above it: "
+            "chunks from a slower tier pass through host memory, so a tier in host memory comes first: "
             '[{"type": "ram", "capacity": "4GiB"}, {"type": "disk", "path": "/var/cache/kv", "capacity": "1TiB"}]',
         )
     for i, name in enumerate(names):
@@ -291,7 +292,7 @@ def _require_stack(config: OffloadConfig) -> None:
                 f"{ROOT}.tiers[{i}].type",
                 "a type that no other tier has",
                 f'"{name}"',
-                f"tiers[{names.index(name)}] is one: give that the capacity of both, as a tier is called by its type",
+                f"tiers[{names.index(name)}] has it: give that tier the capacity of both, as tiers are named by type",
             )
     if config.disk is not None and not os.path.isabs(config.disk.path):
         raise ConfigurationError(
@@ -330,7 +331,7 @@ def _require_fleet(config: OffloadConfig, tier: ObjectTierConfig) -> None:
             f"{ROOT}.weights_digest",
             'with an object tier "full", or your own name for these weights',
             '"sampled"',
-            "a sample does not tell two fine-tunes apart for sure, and a fleet has many: name the revision, "
+            "a sample cannot tell two fine-tunes apart with certainty, and a fleet has many: name the revision, "
             'for example "granite-4@3f2a91c"',
         )
 
@@ -343,16 +344,16 @@ def _require_addresses(path: str, tier: PeerTierConfig) -> None:
                 field,
                 "HOST:PORT, with a port from 1 to 65535",
                 repr(address),
-                'for example "10.0.0.1:14700"; in front of an IPv6 address\'s port it stands in brackets',
+                'for example "10.0.0.1:14700"; an IPv6 address goes in brackets before the port',
             )
     if len(tier.peers) > MAX_PEERS:
         raise ConfigurationError(
-            f"{path}.peers", f"at most {MAX_PEERS} peers", len(tier.peers), "each is asked for every prompt: name a few"
+            f"{path}.peers", f"at most {MAX_PEERS} peers", len(tier.peers), "each is asked for every prompt: list fewer"
         )
 
 
 def parse_address(text: str) -> tuple[str, int] | None:
-    """The host and the port of "HOST:PORT"; None where it is not that."""
+    """Host and port of "HOST:PORT"; None if the text has another form."""
     host, _, port = text.strip().rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -366,12 +367,12 @@ def parse_address(text: str) -> tuple[str, int] | None:
 def _require_timeouts(config: OffloadConfig, path: str, tier: SlowerTierConfig) -> None:
     default_s = tier.default_ask_timeout_s
     limits = (
-        ("load_timeout_seconds", config.load_timeout_seconds, ROOT, "to wait for this tier as long as for all"),
+        ("load_timeout_seconds", config.load_timeout_seconds, ROOT, "to wait for this tier as long as for all tiers"),
         (
             "ask_timeout_seconds",
             config.load_timeout_of(tier),
             path,
-            f"for {default_s:g}, or that where it is less",
+            f"for {default_s:g}, or for load_timeout_seconds if that is less",
         ),
     )
     for field, limit_s, whose, hint in limits:
@@ -403,10 +404,10 @@ def _plain_tier(path: str, tier: object) -> object:
 
 
 def parse_size(path: str, value: object) -> int:
-    """A number of bytes, given as an int or as a string such as "4GiB".
+    """Number of bytes, given as an int or as a string such as "4GiB".
 
     Raises:
-        ConfigurationError: it is neither, or not positive.
+        ConfigurationError: the value is not a size, or not positive.
     """
     num_bytes: float | None = None
     if isinstance(value, int) and not isinstance(value, bool):
@@ -424,7 +425,7 @@ def parse_size(path: str, value: object) -> int:
 
 
 def format_size(num_bytes: float) -> str:
-    """Bytes for people: `format_size(3 << 29)` is "1.5 GiB"."""
+    """Bytes as text for people: `format_size(3 << 29)` is "1.5 GiB"."""
     for unit in ("TiB", "GiB", "MiB", "KiB"):
         if num_bytes >= _UNITS[unit]:
             return f"{num_bytes / _UNITS[unit]:.4g} {unit}"

@@ -1,4 +1,4 @@
-"""From what an operator wrote to a struct: what is not understood is said by its path, and never passed over."""
+"""Decoding of an operator's configuration into a struct. Everything unknown is an error that names its path."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hybridkv.connectors.errors import ConfigurationError, did_you_mean
 def refuse_unknown_keys(
     path: str, raw: Mapping[str, Any], struct: type[msgspec.Struct], also: tuple[str, ...] = ()
 ) -> None:
-    """Refuse what no field is called by.
+    """Refuses keys that are not fields of the struct.
 
     Args:
-        path: of `raw` in the configuration.
+        path: path of `raw` in the configuration.
         raw: what the operator wrote.
-        struct: whose fields it has.
-        also: names that are allowed besides.
+        struct: struct with the known fields.
+        also: further keys that are allowed.
 
     Raises:
-        ConfigurationError: names the key, and the one that is meant.
+        ConfigurationError: names the unknown key and the nearest known one.
     """
     known = [field.encode_name for field in msgspec.structs.fields(struct)] + list(also)
     for key in raw:
@@ -34,14 +34,14 @@ def refuse_unknown_keys(
 def as_configuration_error(
     error: msgspec.ValidationError, raw: Mapping[str, Any], root: str, choices: Mapping[str, str], page: str
 ) -> ConfigurationError:
-    """The same mistake in an operator's words.
+    """Translates an error of msgspec into a `ConfigurationError`.
 
     Args:
-        error: of msgspec, over `raw`.
+        error: raised by msgspec while it converted `raw`.
         raw: what the operator wrote.
-        root: its path.
-        choices: what is expected of fields of which msgspec cannot say it well.
-        page: that explains.
+        root: path of `raw` in the configuration.
+        choices: expected values of the fields that msgspec describes badly.
+        page: documentation page that the hint names.
     """
     message, _, where = str(error).partition(" - at `$")
     path = root + where.rstrip("`")

@@ -1,16 +1,16 @@
-"""The one way in which an operator's mistake is reported."""
+"""Errors in an operator's configuration."""
 
 import difflib
 from collections.abc import Sequence
 
 
 class ConfigurationError(ValueError):
-    """A setting that cannot work. Raised while the engine starts; nothing runs half-configured.
+    """A setting that cannot work. Raised while the engine starts; no connector runs half-configured.
 
     Args:
-        path: the setting, from the top of what the operator wrote.
-        expected: what would have been right.
-        got: what was found.
+        path: path of the setting in the operator's configuration.
+        expected: values that would work.
+        got: value that was found.
         hint: what to do next.
     """
 
@@ -23,11 +23,11 @@ class ConfigurationError(ValueError):
 
 
 class ManagerError(ConfigurationError, TypeError):
-    """A connector of a type that the engine's hybrid KV cache manager cannot work with."""
+    """The engine's hybrid KV cache manager cannot work with a connector of this type."""
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """A hint for a name that is not known: the nearest one, if one is near, and all that are."""
+    """Hint for an unknown name: the nearest known name, if one is near, and all known names."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     everything = "known: " + ", ".join(known)
     return f'did you mean "{close[0]}"? {everything}' if close else everything

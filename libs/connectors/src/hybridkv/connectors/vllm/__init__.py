@@ -1,4 +1,4 @@
-"""The vLLM plugin. vLLM calls `register` in every one of its processes, so this module imports next to nothing."""
+"""Plugin of vLLM. vLLM calls `register` in each of its processes, so this module imports almost nothing."""
 
 CONNECTOR = "HybridOffloadConnector"
 MULTI_CONNECTOR = "HybridMultiConnector"
@@ -13,10 +13,10 @@ MODULES = {
 
 
 def register() -> None:
-    """Makes the connectors known to vLLM by their class names. Calling it again changes nothing.
+    """Registers the connectors with vLLM by their class names. A second call changes nothing.
 
     Raises:
-        ConfigurationError: something else holds one of the names.
+        ConfigurationError: another plugin has registered one of the names.
     """
     for connector, module in MODULES.items():
         _register(connector, module)
@@ -28,7 +28,7 @@ def _register(connector: str, module: str) -> None:
     if connector not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(connector, module, connector)
         return
-    # vLLM keeps a function that imports the class; calling it would import all of the connector in every process.
+    # vLLM keeps a function that imports the class. A call of it would import the whole connector in every process.
     loader = KVConnectorFactory._registry[connector]
     found = next((cell.cell_contents for cell in loader.__closure__ or () if "." in str(cell.cell_contents)), "unknown")
     if found != module:

@@ -1,7 +1,7 @@
-"""Base of the connectors that store: vLLM's interface, forwarded to the half that this process needs.
+"""Base class of the connectors that store KV: vLLM's connector interface, forwarded to this process' half.
 
-The scheduler's half decides what is loaded and stored; the worker's half moves bytes. A method that vLLM calls and that
-is not here has vLLM's default. `WaitingScheduler` is the scheduler's half until the store is open.
+The scheduler's half decides what is loaded and stored; the worker's half moves bytes. Methods that vLLM calls and that
+are not defined here keep vLLM's default. `WaitingScheduler` is the scheduler's half until the store is open.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ scheduler_logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 
 class WaitingScheduler:
-    """Stands in for a `StoreScheduler` until the workers' facts are there.
+    """Scheduler's half before the facts of all workers have arrived. It finds nothing and stores nothing.
 
     Args:
-        num_ranks: how many workers have facts.
-        connector: in whose name an operator is told.
-        empty_plan: what a step without anything to do is.
+        num_ranks: number of workers that send facts.
+        connector: name of the connector, for the log.
+        empty_plan: plan of a step without work.
     """
 
     def __init__(self, num_ranks: int, connector: str, empty_plan: KVConnectorMetadata) -> None:
@@ -61,26 +61,26 @@ class WaitingScheduler:
         self.facts: dict[int, dict[str, str]] = {}
         self.pool: BlockPool | None = None
         self.must_clear = False
-        """Whether what lies in slower tiers was to be dropped."""
+        """True if a reset came before the store was open: the slower tiers must be cleared once it is."""
         self._has_warned = False
 
     @property
     def is_complete(self) -> bool:
-        """Whether every worker has said what it knows."""
+        """Whether the facts of every worker have arrived."""
         return len(self.facts) >= self.num_ranks
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """The engine's blocks, for whoever comes next."""
+        """Keeps the engine's block pool for the scheduler that follows."""
         self.pool = pool
 
     def track(self, request: Request) -> None:
-        """Nothing is remembered of a request; it is seen again when it is asked for."""
+        """Does nothing: the request is tracked when the engine looks it up again."""
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         return 0
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Nothing to load."""
+        """Does nothing: there is no load."""
 
     def plan_step(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._empty_plan
@@ -92,39 +92,39 @@ class WaitingScheduler:
         return False
 
     def on_output(self, output: KVConnectorOutput) -> None:
-        """Takes the facts that come with a step."""
+        """Takes the facts that arrive with a step's output."""
         outcome = output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
             self.facts |= outcome.facts
         if not self.is_complete and not self._has_warned:
             self._has_warned = True
             scheduler_logger.warning(
-                "%s: %d of %d workers have said how they lay out what is stored, so nothing is stored and nothing "
-                "restored; report how this engine was started",
+                "%s: %d of %d workers have reported their memory layout, so nothing is stored or loaded; report how "
+                "this engine was started",
                 self._connector,
                 len(self.facts),
                 self.num_ranks,
             )
 
     def record_tiers(self) -> None:
-        """There are none."""
+        """Does nothing: there are no tiers yet."""
 
     def reset(self) -> bool:
         self.must_clear = True
         return True
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no resources are held."""
 
 
 logger = logging.getLogger("vllm.hybridkv")
 
 _live: weakref.WeakSet[StoreConnector] = weakref.WeakSet()
-"""Connectors of this process that were not shut down."""
+"""Connectors of this process that are not shut down."""
 
 
 class StoreScheduler(Protocol):
-    """A scheduler's half. Its methods never wait."""
+    """Scheduler's half of a connector. Its methods never block."""
 
     def bind_block_pool(self, pool: BlockPool) -> None: ...
 
@@ -150,7 +150,7 @@ class StoreScheduler(Protocol):
 
 
 class StoreWorker(Protocol):
-    """A worker's half. It raises nothing in the engine."""
+    """Worker's half of a connector. Its methods raise nothing into the engine."""
 
     def start_loads(self, plan: Any) -> None: ...
 
@@ -164,10 +164,10 @@ class StoreWorker(Protocol):
 
 
 class StoreConnector(KVConnectorBase_V1, SupportsHMA):
-    """What is here needs `_layout`, and of both halves the one of this process, to be set by who inherits.
+    """Connector of vLLM without the halves. A subclass sets `_layout` and the half of this process.
 
     Raises:
-        ConfigurationError: this is the second of its kind at its place in the engine.
+        ConfigurationError: the engine already has a connector of this class at this place.
     """
 
     _cache_hit_source = compat.HOST_HIT
@@ -187,8 +187,8 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._has_failed_to_open = False
 
     def _refuse_second(self) -> None:
-        """One to each place of an engine: a second at the same place would store everything twice, and its counts and
-        sizes would overwrite the first one's in the metrics. HybridMultiConnector gives each of its children a place.
+        """Refuses a second connector of this class in one engine: everything would be stored twice, and its counts and
+        gauges would overwrite those of the first. HybridMultiConnector gives each child a place of its own.
         """
         for other in _live:
             if type(other) is type(self) and other.role == self.role and other._is_at(self):
@@ -203,7 +203,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         return (self._engine_id, self._sibling.number) == (other._engine_id, other._sibling.number)
 
     def _other_half(self) -> StoreConnector | None:
-        """The scheduler's, where it is in this process and this worker is its only one."""
+        """The scheduler's connector, if it is in this process and this worker is its only one."""
         for other in _live:
             is_half = type(other) is type(self) and other._is_at(self) and other.role != self.role
             if is_half and self._layout.world_size == 1:
@@ -212,30 +212,30 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """False: what a cache drops is computed again."""
+        """False: tokens that a cache drops are computed again."""
         return False
 
     @property
     def stores_only(self) -> bool:
-        """Whether it never loads, so that a connector above need not ask it."""
+        """Whether the connector never loads, so that a parent connector can skip its lookup."""
         return not self._duties.loads
 
     # The halves.
 
     @abstractmethod
     def _scheduler_half(self) -> StoreScheduler | WaitingScheduler | None:
-        """None in a worker's process."""
+        """The scheduler's half; None in a worker's process."""
 
     @abstractmethod
     def _worker_half(self) -> StoreWorker | None:
-        """None in the scheduler's."""
+        """The worker's half; None in the scheduler's process."""
 
     @abstractmethod
     def _open_store(self, waiting: WaitingScheduler) -> StoreScheduler:
-        """What takes the place of what waited for the workers' facts, and is `_scheduler_half` from now on.
+        """Opens the store and returns the scheduler that replaces `waiting` as `_scheduler_half`.
 
         Raises:
-            ConfigurationError: it cannot be opened.
+            ConfigurationError: the store cannot be opened.
         """
 
     # Worker side.
@@ -248,10 +248,10 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._of_worker().start_loads(self._step_plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: no request runs before its load has ended."""
+        """Does nothing: no request runs before its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to do: recurrent layers are never passed here, so all groups are stored after the forward pass."""
+        """Does nothing: vLLM never calls it for recurrent layers, so all groups are stored after the forward pass."""
 
     def wait_for_save(self) -> None:
         self._of_worker().start_stores(self._step_plan())
@@ -273,7 +273,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side.
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """What the workers said at the start. What is not ours, another connector's worker has said.
+        """Takes the facts of the workers at the start. Metadata of other connectors' workers is ignored.
 
         Raises:
             ConfigurationError: the store cannot be opened; the engine does not start.
@@ -285,7 +285,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
                 self._open()
 
     def _open(self) -> None:
-        """The store takes the place of what waited for it."""
+        """Opens the store and replaces the `WaitingScheduler`."""
         waiting = self._scheduler_half()
         if not isinstance(waiting, WaitingScheduler):
             raise RuntimeError(f"the store of {type(self).__name__} is opened once")
@@ -305,11 +305,11 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens = self._of_scheduler().matched_tokens(request, num_computed_tokens)
-        # A load always ends in get_transfer_results, also one that is copied at once: only there can it fail safely.
+        # Every load ends in get_transfer_results, also one that copies at once: only there can it fail safely.
         return num_tokens, bool(num_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
-        # Where a chunk ends inside a block a load fills it in part only, so the engine must zero the rest.
+        # If a chunk ends inside a block, a load fills only a part of the block, so the engine must zero the rest.
         spec = self._layout.spec
         return tuple(index for index in spec.stored_groups if index not in spec.cut_groups)
 
@@ -326,17 +326,17 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._open_late()
 
     def _open_late(self) -> None:
-        """The engine serves already, and goes on without a store that cannot be opened."""
+        """Opens the store while the engine already serves. If that fails, the engine continues without the store."""
         name = type(self).__name__
         try:
             self._open()
         except ConfigurationError:
             self._has_failed_to_open = True
-            logger.exception("%s: nothing is stored and nothing restored", name)
+            logger.exception("%s: nothing is stored or loaded", name)
         else:
             logger.info(
-                "%s: opened after the first step, because another connector between it and the engine carries no "
-                "handshake; requests that began before are not stored",
+                "%s: opened after the first step, because a parent connector does not forward the handshake; requests "
+                "that started before are not stored",
                 name,
             )
 
@@ -346,7 +346,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        # Blocks that are being copied out are pinned in the pool, so the request may give up its own hold.
+        # Blocks that are still being copied out are pinned in the pool, so the request can release its own reference.
         return False, None
 
     def has_pending_block_frees(self) -> bool:
@@ -402,10 +402,10 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def keep_live(connector: StoreConnector) -> None:
-    """It was built whole: a second one at its place is refused from now on."""
+    """Marks a fully built connector as live. From now on a second one at its place is refused."""
     _live.add(connector)
 
 
 def end_live(connector: StoreConnector) -> None:
-    """It is shut down."""
+    """Marks a connector as shut down."""
     _live.discard(connector)
