@@ -292,7 +292,7 @@ def _require_stack(config: OffloadConfig) -> None:
                 f"{ROOT}.tiers[{i}].type",
                 "a type that no other tier has",
                 f'"{name}"',
-                f"tiers[{names.index(name)}] has it: give that tier the capacity of both, as tiers are named by type",
+                f"tiers[{names.index(name)}] is one: give that tier the capacity of both, as tiers are named by type",
             )
     if config.disk is not None and not os.path.isabs(config.disk.path):
         raise ConfigurationError(

@@ -1,7 +1,7 @@
-"""The engine's block tables, of which only the part is read that somebody asks for.
+"""Block tables of the engine as lazy views, and pins of blocks in the engine's block pool.
 
-A request's table has an entry for each of its blocks and, where a window has passed, for each block that it once had:
-to copy all of them in every step costs more than what a step does with them.
+A request's table has one entry for each block, and for each block that left a window. A copy of all tables in every
+step would cost more than the work of the step, so only the entries that are read are copied.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _BLOCK_ID = attrgetter("block_id")
 
 
 class BlockIds(Sequence[int]):
-    """The ids of a table's blocks as it is when they are read.
+    """Ids of a table's blocks, read from the table at each access.
 
     Args:
-        blocks: the table, which is not copied.
+        blocks: the table; it is not copied.
     """
 
     __slots__ = ("_blocks",)
@@ -59,7 +59,7 @@ class BlockIds(Sequence[int]):
         blocks = self._blocks
         if not blocks:
             return 0
-        # What a window has left behind is one and the same block, over and over: that is seen without reading ids.
+        # Blocks that left a window are all the one null block. Comparing the objects finds that without reading ids.
         if blocks[0].block_id == block_id and blocks == [blocks[0]] * len(blocks):
             return len(blocks)
         return list(self).count(block_id)
@@ -74,26 +74,26 @@ def tables_of(blocks: Sequence[Sequence[KVCacheBlock]]) -> tuple[BlockIds, ...]:
 
 
 def unread_tables(resolve: Callable[[str], Sequence[Sequence[int]]]) -> Callable[[str], Sequence[Sequence[int]]]:
-    """The same tables as `resolve` gives, unread, where it is a method of something that also gives the blocks."""
+    """Lazy variant of `resolve`, if `resolve` is a method of an object that also returns blocks; else `resolve`."""
     get_blocks = getattr(getattr(resolve, "__self__", None), "get_blocks", None)
     return resolve if get_blocks is None else lambda request_id: tables_of(get_blocks(request_id).blocks)
 
 
 class BlockPins:
-    """Pins in the engine's pool, once it has been bound."""
+    """Pins in the engine's block pool. Pinned blocks are not given to other requests."""
 
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
 
     def bind(self, pool: BlockPool) -> None:
-        """The engine's blocks."""
+        """Sets the engine's block pool."""
         self._pool = pool
 
     def pin(self, block_ids: Iterable[int]) -> list[KVCacheBlock]:
-        """Keep blocks as they are.
+        """Pins blocks.
 
         Raises:
-            RuntimeError: no pool was bound.
+            RuntimeError: no pool is bound.
         """
         if self._pool is None:
             raise RuntimeError("the engine never bound its block pool")
@@ -102,11 +102,11 @@ class BlockPins:
         return blocks
 
     def free(self, blocks: Sequence[KVCacheBlock]) -> None:
-        """Let them go."""
+        """Unpins blocks."""
         if self._pool is not None:
             self._pool.free_blocks(reversed(blocks))
 
 
 def frees_on_end(blocks: Iterable[KVCacheBlock]) -> bool:
-    """Whether one of these blocks is pinned by nobody else, so that the engine has it back when the pin goes."""
+    """Whether a block has no other reference, so that the engine gets it back when the pin ends."""
     return any(block.ref_cnt == 1 for block in blocks)

@@ -1,4 +1,4 @@
-"""What differs between vLLM 0.30, 0.31 and 0.32, found by looking at the engine and never at its version number."""
+"""Differences between vLLM 0.30 to 0.33, detected by features of the engine and never by its version number."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ try:
 
     HOST_HIT: Any = CacheHitSource.HOST
 except ImportError:
-    # The engine does not ask where hits come from.
+    # This engine does not count where hits come from.
     HOST_HIT = None
 
 BlockTables = Callable[[str], Sequence[Sequence[int]]]
 STABLE_HASHES = ("sha256", "sha256_cbor")
-"""Block hashes that are the same in every process and that nobody can collide."""
+"""Block hashes that are equal in every process, and collision-resistant."""
 
 
 def share_log() -> None:
-    """What the libraries below say goes where the engine's own log goes, unless somebody has seen to it already."""
+    """Sends the log of hybridkv's libraries to vLLM's handlers, unless the log has handlers of its own."""
     ours, engine = logging.getLogger("hybridkv"), logging.getLogger("vllm")
     if ours.handlers or not engine.handlers:
         return
@@ -44,10 +44,10 @@ def share_log() -> None:
 
 
 def require_supported_engine() -> None:
-    """Refuses an engine that lacks what a hybrid connector cannot do without.
+    """Refuses an engine without features that a hybrid connector needs.
 
     Raises:
-        ConfigurationError: it cannot report the failure of one request's load, which came with vLLM 0.30.
+        ConfigurationError: the engine cannot report the failure of one request's load (new in vLLM 0.30).
     """
     from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
@@ -58,7 +58,7 @@ def require_supported_engine() -> None:
 
 
 def cacheable_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
-    """Groups whose blocks a store keyed by content may hold; the rest is scratch."""
+    """Groups that content-keyed storage may hold; the others are SCRATCH."""
     ids = getattr(kv_cache_config, "prefix_cacheable_group_ids", None)
     if ids is not None:
         return tuple(ids)
@@ -70,7 +70,7 @@ def cacheable_group_ids(kv_cache_config: KVCacheConfig) -> tuple[int, ...]:
 
 
 def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> int:
-    """Tokens that each entry of `request.block_hashes` adds."""
+    """Tokens in each entry of `request.block_hashes`."""
     resolved = getattr(kv_cache_config, "hash_block_size", None)
     if resolved is not None:
         return int(resolved)
@@ -80,30 +80,30 @@ def hash_block_tokens(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -
 
 
 def hit_alignment_tokens(kv_cache_config: KVCacheConfig) -> int | None:
-    """The engine's own hits end at multiples of this; below its blocks where it hands over states inside them
-    (`prefix_match_unit`). None before vLLM 0.32, which was the first to say so."""
+    """Alignment of the engine's own hits, in tokens. Smaller than its blocks if it hands over states inside blocks
+    (`prefix_match_unit`). None before vLLM 0.32, which introduced the value."""
     resolved = getattr(kv_cache_config, "cache_hit_alignment_tokens", None)
     return None if resolved is None else int(resolved)
 
 
 def rank(vllm_config: VllmConfig) -> int:
-    """This worker's rank among those that share an engine."""
+    """Rank of this worker within its engine."""
     return int(vllm_config.parallel_config.rank)
 
 
 def max_in_flight_tokens(vllm_config: VllmConfig) -> int:
-    """Tokens that may be scheduled before blocks that left a window are given back."""
+    """Tokens that may be scheduled before blocks that left a window are freed."""
     resolved = getattr(vllm_config, "max_in_flight_tokens", None)
     return int(resolved if resolved is not None else vllm_config.scheduler_config.max_num_batched_tokens)
 
 
 def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
-    """Tokens behind a prompt that a drafter of several modules reads while the prompt is computed; 1 for others."""
+    """Tokens after a prompt that a drafter of several modules reads while the prompt is computed; 1 for others."""
     return int(getattr(vllm_config, "num_prefill_lookahead_tokens", 1))
 
 
 def is_killed_at_its_end(vllm_config: VllmConfig) -> bool:
-    """Whether a server kills the engine's processes as soon as it has asked them to end."""
+    """Whether a server kills the engine's processes right after it asked them to end."""
     timeout_s = getattr(vllm_config, "shutdown_timeout", None)
     if timeout_s is None:
         return False
@@ -111,12 +111,12 @@ def is_killed_at_its_end(vllm_config: VllmConfig) -> bool:
         from vllm.v1.engine.utils import get_engine_process_shutdown_timeout
     except ImportError:
         return bool(timeout_s == 0)
-    # Some platforms give an engine time to release a device also where no request has any.
+    # Some platforms give the engine time to release a device even if requests get none.
     return not get_engine_process_shutdown_timeout(timeout_s, timeout_s)
 
 
 def unpadded_page_bytes(spec: Any) -> int:
-    """Bytes of one layer's page that hold content."""
+    """Bytes of content in one layer's page, without padding."""
     for name in ("unpadded_page_size_bytes", "real_page_size_bytes"):
         value = getattr(spec, name, None)
         if value is not None:
@@ -125,15 +125,14 @@ def unpadded_page_bytes(spec: Any) -> int:
 
 
 def heads_before_layers(kv_cache_config: KVCacheConfig) -> bool:
-    """Whether a block holds heads and each head all layers (BHLNC), so that a layer's page lies in pieces. The engine
-    allows that where all pages are of one size."""
+    """Whether the layout is BHLNC: a block holds heads, and each head all layers. A layer's page then lies in pieces.
+    The engine allows this layout only if all pages have one size."""
     return getattr(kv_cache_config, "kv_cache_layout", None) == "BHLNC"
 
 
 def copies_whole_blocks() -> bool:
-    """Whether the engine copies all of a block in which its own hit ends. vLLM 0.32 copies as many bytes as the first
-    of the layers that begin at the same address has in its page, and leaves the rest (vllm-project/vllm#55112). True
-    also where that cannot be found out."""
+    """Whether the engine copies the whole block in which its own hit ends. vLLM 0.32 copies only the page bytes of the
+    first layer that begins at the same address (vllm-project/vllm#55112). True if this cannot be determined."""
     try:
         import torch
         from vllm.v1.worker.utils import copy_kv_cache_blocks_inplace
@@ -143,18 +142,18 @@ def copies_whole_blocks() -> bool:
         attention[0] = 1
         copy_kv_cache_blocks_inplace([state, attention], 2, [(0, 1)])
         return bool(attention[1].all())
-    except Exception:  # whatever the engine has made of it, nobody depends on the answer
+    except Exception:  # the function may have changed in any way; True is the safe default
         return True
 
 
 def has_blocks_outermost(vllm_config: VllmConfig) -> bool:
-    """Whether all layers of a block lie together."""
+    """Whether the pages of all layers of a block lie together."""
     layout = getattr(vllm_config.cache_config, "kv_cache_layout", None)
     return str(getattr(layout, "name", layout)).startswith("B")
 
 
 def conv_state_layout() -> str:
-    """How recurrent layers lay out their convolution state: it differs between connectors unless the user sets it."""
+    """Layout of the convolution state of recurrent layers: it differs between connectors unless the user sets it."""
     try:
         from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
     except ImportError:
@@ -163,14 +162,14 @@ def conv_state_layout() -> str:
 
 
 def boundary_states(scheduler_output: SchedulerOutput) -> Mapping[str, Sequence[tuple[int, int, int]]]:
-    """The recurrent states that the scheduler hands over this step: request to (group, block id, tokens)."""
+    """Recurrent states that the scheduler hands over in this step: request to (group, block id, tokens)."""
     block_state = scheduler_output.kv_connector_block_state
     return block_state.boundary_state_offloads if block_state is not None else {}
 
 
 def block_tables(scheduler_output: SchedulerOutput) -> BlockTables:
-    """The block tables of the requests of this step, to be read before it is over, of which nothing is copied that is
-    not asked for."""
+    """Block tables of this step's requests, readable until the step is over. Only the entries that are read are
+    copied."""
     block_state = scheduler_output.kv_connector_block_state
     if block_state is None:
         return lambda request_id: ()
@@ -182,20 +181,20 @@ def block_tables(scheduler_output: SchedulerOutput) -> BlockTables:
 
 
 def block_copies(scheduler_output: SchedulerOutput) -> Sequence[tuple[int, int]]:
-    """Blocks that the engine copies before the step's forward pass, as (source, destination): where a hit ends inside
-    one, and where a state is kept while its request goes on. None before vLLM 0.32."""
+    """Blocks that the engine copies before the step's forward pass, as (source, destination): a block in which a hit
+    ends, or a state that is kept while its request continues. Empty before vLLM 0.32."""
     copies = getattr(scheduler_output, "kv_cache_block_copies", None) or ()
     return [(int(source), int(destination)) for source, destination in copies]
 
 
 def prefill_cut_tokens(vllm_config: VllmConfig) -> int:
-    """Prefill ends at multiples of this in an engine that keeps recurrent states: the block size of the group with the
-    smallest blocks, also where those of recurrent groups are larger (vllm-project/vllm#54076)."""
+    """Alignment of prefill ends, in tokens, in an engine that keeps recurrent states: the smallest block size of all
+    groups, even if recurrent groups have larger blocks (vllm-project/vllm#54076)."""
     return int(vllm_config.cache_config.block_size)
 
 
 def computed_tokens(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, int]]:
-    """The tokens `[start, end)` that this step computes of each request, without drafts."""
+    """Tokens `[start, end)` that this step computes for each request, without drafts."""
     cached = scheduler_output.scheduled_cached_reqs
     starts = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
     starts.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -208,15 +207,15 @@ def computed_tokens(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, i
 
 
 def forget_blocks(pool: BlockPool, block_ids: Iterable[int]) -> None:
-    """Takes blocks out of the engine's prefix cache, as it does itself with those that a load has left wrong. Requests
-    that have them keep them."""
+    """Evicts blocks from the engine's prefix cache, as the engine itself does after a failed load. Requests that use
+    the blocks keep them."""
     if hasattr(pool, "evict_blocks"):
         pool.evict_blocks(set(block_ids))
 
 
 def admitted(scheduler_output: SchedulerOutput) -> dict[str, int]:
-    """Requests that begin with this step, or go on after a preemption, and what they have of their tokens before it; in
-    the order in which they were admitted."""
+    """Requests that start in this step or resume after a preemption, with their computed tokens before the step, in
+    order of admission."""
     cached = scheduler_output.scheduled_cached_reqs
     computed = {each.req_id: each.num_computed_tokens for each in scheduler_output.scheduled_new_reqs}
     for request_id, num_tokens in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
@@ -226,7 +225,7 @@ def admitted(scheduler_output: SchedulerOutput) -> dict[str, int]:
 
 
 def added_blocks(scheduler_output: SchedulerOutput) -> dict[str, list[int]]:
-    """Blocks that requests which go on got for this step."""
+    """New blocks of running requests in this step."""
     cached = scheduler_output.scheduled_cached_reqs
     return {
         request_id: [block_id for group in added for block_id in group]
@@ -236,13 +235,13 @@ def added_blocks(scheduler_output: SchedulerOutput) -> dict[str, list[int]]:
 
 
 def finds_cached_blocks(pool: BlockPool) -> bool:
-    """Whether the engine's own blocks can be found by what they hold."""
+    """Whether blocks of the engine can be found by hash."""
     return bool(getattr(pool, "enable_caching", False)) and hasattr(pool, "get_cached_block")
 
 
 def block_names(block_hashes: Any, hash_tokens: int, block_tokens: int) -> Sequence[Any]:
-    """What the engine calls the full blocks of a group, in token order, given hashes of `hash_tokens` each. Nothing is
-    copied: who asks for few of a long prompt's names pays for few."""
+    """Names of a group's full blocks in the engine, in token order, from hashes of `hash_tokens` tokens each. A lazy
+    view: its cost is that of the names that are read."""
     if block_tokens == hash_tokens:
         hashes: Sequence[Any] = block_hashes
         return hashes
@@ -252,55 +251,55 @@ def block_names(block_hashes: Any, hash_tokens: int, block_tokens: int) -> Seque
 
 
 def cached_block(pool: BlockPool, name: Any, group_index: int) -> int | None:
-    """The block of a group that the engine holds under this name, if any."""
+    """Block of a group that the engine caches under this name, if any."""
     found = pool.get_cached_block(name, [group_index])
     return None if not found or found[0].is_null else int(found[0].block_id)
 
 
 def hashes_before_computing(vllm_config: VllmConfig) -> bool:
-    """Whether a block may have a hash though nobody ever computes it: it is hashed when its tokens are scheduled, and
-    only by priority a request may be preempted in the very step in which it was scheduled."""
+    """Whether a block may have a hash although it is never computed. A block is hashed when its tokens are scheduled,
+    and only the priority policy may preempt a request in the same step."""
     policy = getattr(vllm_config.scheduler_config, "policy", "fcfs")
     return str(getattr(policy, "value", policy)) != "fcfs"
 
 
 def loads_after_forward(scheduler_output: SchedulerOutput) -> bool:
-    """Whether loads of this step begin when its forward pass has written all blocks that are hashed by now. Where some
-    connector loads for this very pass, all begin before it; older engines do not say, and always begin before it."""
+    """Whether loads of this step begin after its forward pass has written all blocks that are hashed by now. If a
+    connector loads for this very pass, all loads begin before it. Older engines always begin them before it."""
     return not getattr(scheduler_output, "has_sync_kv_loads", True)
 
 
 def reads_no_cache(request: Any) -> bool:
-    """Whether a request computes all its tokens whatever is cached (prompt log-probabilities, pooling). The engine asks
-    a connector all the same, and does not take its answer; vLLM 0.30 takes it, and returns less than was asked for."""
+    """Whether a request ignores all caches and computes every token (prompt log-probabilities, pooling). The engine
+    still calls the connector and ignores the answer; vLLM 0.30 uses the answer, and returns too few results."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
 def kept_boundary(request: Any) -> int | None:
-    """Where the engine will end a chunk of a prefill next, and keep the recurrent states: 0 for nowhere. None where it
-    has no such place: its states are then handed over where it pleases."""
+    """Tokens at which the engine ends the next prefill chunk and keeps the recurrent states; 0 for nowhere. None if
+    the engine has no such boundary: it then hands over states where it chooses."""
     boundary = getattr(request, "shared_prefix_boundary", None)
     return None if boundary is None else int(boundary)
 
 
 def keep_at(request: Any, num_tokens: int) -> None:
-    """Sets that place. The engine reads it at every chunk, floors it to a block, and writes it itself each time that it
-    asks what can be loaded for the request, just before it asks."""
+    """Sets that boundary. The engine reads it at every chunk and rounds it down to a block. It also overwrites it just
+    before every lookup in the connector."""
     request.shared_prefix_boundary = num_tokens
 
 
 def has_ended_well(request: Any) -> bool:
-    """Whether a request that has ended produced all that it was to produce, so that all its steps have run."""
+    """Whether an ended request produced its full output, so that all its steps have run."""
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
 
 def drafts(vllm_config: VllmConfig) -> bool:
-    """Whether tokens are proposed before the model computes them. Running states then move between blocks."""
+    """Whether the engine uses speculative decoding. Running states then move between blocks."""
     return vllm_config.speculative_config is not None
 
 
 def most_chunk_tokens(vllm_config: VllmConfig) -> int:
-    """Tokens of one prompt that a step computes at most."""
+    """Maximum tokens of one prompt in one step."""
     settings = vllm_config.scheduler_config
     threshold = int(getattr(settings, "long_prefill_token_threshold", 0) or 0)
     budget = int(settings.max_num_batched_tokens)
@@ -309,14 +308,14 @@ def most_chunk_tokens(vllm_config: VllmConfig) -> int:
 
 HINTS_KEY = "hybridkv_hints"
 MAX_HINT_ACTIONS = 64
-"""Of one request, that are looked at."""
+"""Actions of one request that are read."""
 
 
 def hint_objects(request: Any) -> list[tuple[str, Any]]:
-    """What a request says to this connector, by where it says so. Nothing of it is checked.
+    """Hints of a request to this connector, each with its place. They are not validated.
 
-    In `kv_transfer_params`, which a client of the server writes and which may be anything at all; and in `kv_hints`
-    where the engine has that (0.32), which comes by its Python interface alone.
+    They come from `kv_transfer_params`, which a client of the server writes and which may hold anything; and from
+    `kv_hints` if the engine has it (0.32), which comes only through its Python interface.
     """
     found = []
     params = getattr(request, "kv_transfer_params", None)
@@ -333,7 +332,7 @@ def hint_objects(request: Any) -> list[tuple[str, Any]]:
 
 
 def extra_hash_bytes(request: Any, start: int, end: int) -> bytes:
-    """What tells tokens apart besides their ids: adapter, cache salt, multimodal input."""
+    """Inputs that distinguish equal token ids: adapter, cache salt, multimodal input."""
     import msgspec
     from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys
 
@@ -342,22 +341,22 @@ def extra_hash_bytes(request: Any, start: int, end: int) -> bytes:
 
 
 def layers(vllm_config: VllmConfig) -> Mapping[str, Any]:
-    """The layers that have a KV cache, by name, as the worker has built them; none in the scheduler's process."""
+    """Layers with a KV cache by name, as the worker built them; empty in the scheduler's process."""
     return getattr(vllm_config.compilation_config, "static_forward_context", None) or {}
 
 
 def platform() -> str:
-    """The kind of device that the worker runs on."""
+    """Device type of the worker."""
     from vllm.platforms import current_platform
 
     return str(current_platform.device_type)
 
 
 def engine_copies() -> EngineCopies:
-    """What the engine itself copies with between its GPU and host memory.
+    """vLLM's own functions for copies between a GPU and host memory.
 
     Raises:
-        ConfigurationError: this vLLM has no such copies, or this build of it has none, or there is no runtime.
+        ConfigurationError: this vLLM or this build of it lacks the functions, or the GPU's runtime cannot be loaded.
     """
     import torch
     import vllm
@@ -393,7 +392,7 @@ def engine_copies() -> EngineCopies:
 
 
 def waits_for_device() -> AbstractContextManager[Any]:
-    """In which a copy may be waited for: an engine that looks for waits by mistake is told that this is none."""
+    """Context in which waiting for the device is allowed, for an engine that detects accidental GPU syncs."""
     try:
         from vllm.utils.gpu_sync_debug import gpu_sync_allowed
     except ImportError:
@@ -403,9 +402,9 @@ def waits_for_device() -> AbstractContextManager[Any]:
 
 
 def carries_handshakes() -> bool:
-    """Whether what this worker says at the start reaches its own half in the scheduler, and nobody else's.
+    """Whether this worker's handshake reaches its own half in the scheduler, and no other connector.
 
-    vLLM's MultiConnector hands what its first child says to every child, and others raise at words that are not theirs.
+    vLLM's MultiConnector gives the handshake of its first child to every child, and children raise on foreign types.
     """
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
@@ -415,10 +414,10 @@ def carries_handshakes() -> bool:
 
 
 def permit_amx() -> None:
-    """Asks the kernel for AMX where there is any, as the engine's own linear layers do in a prompt of some length.
+    """Requests AMX from the kernel if the CPU has it, as the engine's own linear layers do in a long prompt.
 
-    vLLM's attention takes it for granted, and an engine that begins with what a peer has computed, or with what a tier
-    has kept, may begin with one token: on such a machine it would end there and then.
+    vLLM's attention kernels need it. After a load, an engine may start with a single token; without this request it
+    would then crash on such a machine.
     """
     import torch
 
@@ -428,13 +427,13 @@ def permit_amx() -> None:
 
 
 def publishes_kv_events(vllm_config: VllmConfig) -> bool:
-    """Whether the engine tells routers what it caches, so that a store tells them, too."""
+    """Whether the engine publishes KV events, so that a store publishes them too."""
     events = getattr(vllm_config, "kv_events_config", None)
     return bool(events is not None and events.enable_kv_cache_events)
 
 
 def event_groups(kv_cache_config: KVCacheConfig) -> tuple[Mapping[str, Any], ...]:
-    """What the engine's own events say of each group, as fields of an event."""
+    """Fields that the engine's own events have for each group."""
     from vllm.v1 import kv_cache_interface
 
     kind_of = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
@@ -451,28 +450,28 @@ def event_groups(kv_cache_config: KVCacheConfig) -> tuple[Mapping[str, Any], ...
 
 
 def block_stored(**fields: Any) -> Any:
-    """The engine's event of that name. Fields that it has not yet are left out."""
+    """The engine's event `BlockStored`. Fields that this version lacks are dropped."""
     from vllm.distributed.kv_events import BlockStored
 
     return BlockStored(**{name: value for name, value in fields.items() if name in BlockStored.__struct_fields__})
 
 
 def block_removed(**fields: Any) -> Any:
-    """The same of a removal."""
+    """The engine's event `BlockRemoved`, likewise."""
     from vllm.distributed.kv_events import BlockRemoved
 
     return BlockRemoved(**{name: value for name, value in fields.items() if name in BlockRemoved.__struct_fields__})
 
 
 def event_hash(block_hash: bytes) -> Any:
-    """A block hash as events have it: bytes, or a number where the operator asked for that."""
+    """A block hash as in events: bytes, or an integer if the operator chose that."""
     from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 
     return maybe_convert_block_hash(block_hash)  # type: ignore[arg-type]
 
 
 def event_extra_keys(request: Any, spans: Sequence[tuple[int, int]]) -> list[Any] | None:
-    """What tells blocks apart besides their tokens, for each block one entry, as the engine's own events have it."""
+    """Extra keys of blocks, one entry for each block, as in the engine's own events."""
     from vllm.v1.core import kv_cache_utils
 
     keys = [kv_cache_utils.generate_block_hash_extra_keys(request, start, end, 0)[0] for start, end in spans]
@@ -484,5 +483,5 @@ def event_extra_keys(request: Any, spans: Sequence[tuple[int, int]]) -> list[Any
 
 
 def cached_blocks(pool: Any) -> object:
-    """The table of what the engine has cached; another object when it was reset as a whole."""
+    """The engine's map of cached blocks; a new object after the whole cache was reset."""
     return getattr(pool, "cached_block_hash_to_block", None)

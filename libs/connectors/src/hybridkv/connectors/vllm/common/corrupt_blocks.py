@@ -1,19 +1,19 @@
-"""Blocks of the engine that do not hold what their hash says, and the requests that went on from them.
+"""Corrupt blocks: blocks of the engine with other content than their hash says, and the requests that use them.
 
 There are two kinds:
 
-- Bad copies. Where the engine's own hit ends inside a block it copies that block, and vLLM 0.32 does so wrongly in two
-  ways: of every layer it copies what the first one at its address has in a page (see `compat.copies_whole_blocks`), and
-  it reads all sources before it writes any, though one copy of a step may be made from another.
-- Misfiled states. Where a recurrent group has larger blocks than another group, prefill may end inside a recurrent
-  block (see `compat.prefill_cut_tokens`). The state there is kept and handed over under the end of that block. Such a
-  state is recognized by its boundary, which the next chunk of the request passes without a stop.
+- Bad copies. If the engine's own hit ends inside a block, it copies that block. vLLM 0.32 does so wrongly in two ways:
+  for every layer it copies the page bytes of the first layer at the same address (see `compat.copies_whole_blocks`),
+  and it reads all sources before it writes any, although one copy of a step may depend on another.
+- Misfiled states. If a recurrent group has larger blocks than another group, a prefill may end inside a recurrent block
+  (see `compat.prefill_cut_tokens`). The engine keeps the state there and hands it over under the end of that block.
+  Such a state is recognized by its boundary: the request's next chunk passes the boundary without a stop.
 
-What a request computes behind such a block is wrong, and the engine keeps it under right hashes; so whoever hits one of
-these blocks goes on from it as well. Nothing of these requests may get into a tier, or to a peer. Misfiled states are
-also taken out of the engine's own cache.
+A request that continues from a corrupt block computes wrong content, which the engine caches under correct hashes, so
+every later hit on that content is wrong too. Such a request is "misled": nothing of it may reach a tier or a peer.
+Misfiled states are also evicted from the engine's own cache.
 
-It mends nothing else of what the engine answers, and it does not look at bytes. Where in doubt a block counts as wrong.
+This module repairs nothing else in the engine, and does not read bytes. A block in doubt counts as corrupt.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 
 def partly_copied_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozenset[int]:
-    """Groups of whose blocks the engine may copy only a part: their pages are not the smallest."""
+    """Groups with blocks that the engine may copy only in part: their pages are not the smallest."""
     smallest = min((layer.page_bytes for layers in layout.layers for layer in layers), default=0)
     larger = frozenset(
         index for index, layers in enumerate(layout.layers) if any(layer.page_bytes > smallest for layer in layers)
@@ -52,7 +52,7 @@ def partly_copied_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozen
 
 
 def misfiled_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozenset[int]:
-    """RECURRENT groups in whose blocks the engine may end prefill."""
+    """RECURRENT groups with blocks in which the engine may end prefill."""
     cut_tokens = compat.prefill_cut_tokens(vllm_config)
     return frozenset(
         index
@@ -63,11 +63,11 @@ def misfiled_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozenset[i
 
 @dataclass(frozen=True, slots=True)
 class Distrusted:
-    """Groups with blocks that the engine may leave wrong.
+    """Groups that may have corrupt blocks.
 
     Args:
-        partly_copied: groups of whose blocks the engine copies only a part.
-        misfiled: RECURRENT groups in whose blocks prefill may end.
+        partly_copied: groups with blocks that the engine copies only in part.
+        misfiled: RECURRENT groups with blocks in which prefill may end.
     """
 
     partly_copied: frozenset[int] = frozenset()
@@ -75,19 +75,19 @@ class Distrusted:
 
 
 def distrusted_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayout) -> Distrusted:
-    """What this engine may leave wrong. Warns of misfiled states.
+    """Groups that may have corrupt blocks in this engine. Logs a warning about misfiled states.
 
     Args:
-        connector: its name, for the warning.
-        vllm_config: of the engine's scheduler.
-        layout: of its groups.
+        connector: name of the connector, for the warning.
+        vllm_config: configuration of the engine's scheduler.
+        layout: layout of its groups.
     """
     misfiled = misfiled_groups(vllm_config, layout)
     if misfiled:
         logger.warning(
             "%s: RECURRENT groups %s have larger blocks (%s tokens) than another group (%d), and this version of vLLM "
             "ends prefill inside them and keeps such states under the end of the block (vllm-project/vllm#54076): "
-            "they are not stored, and taken out of vLLM's cache, so fewer prompts resume; without a connector vLLM "
+            "they are not stored, and are evicted from vLLM's cache, so fewer prompts resume; without a connector vLLM "
             "may resume requests from them and answer wrongly; use a vLLM with that fixed, or blocks of one size",
             connector,
             sorted(misfiled),
@@ -98,17 +98,17 @@ def distrusted_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayo
 
 
 class MisledCounter(Protocol):
-    """Counts requests that went on from a wrong block."""
+    """Counts requests that continue from a corrupt block."""
 
     def misled(self, cause: str) -> None: ...
 
 
 class WrongBlocks:
-    """Follows what the engine copies wrongly, from step to step.
+    """Tracks corrupt blocks from step to step.
 
     Args:
-        block_tokens: of each of the engine's groups.
-        recorder: counts the requests.
+        block_tokens: block size of each of the engine's groups.
+        recorder: counts misled requests.
     """
 
     def __init__(self, block_tokens: Sequence[int], recorder: MisledCounter) -> None:
@@ -117,34 +117,34 @@ class WrongBlocks:
         self.distrusted = Distrusted()
         self._pool: BlockPool | None = None
         self._wrong: dict[int, Any] = {}
-        """Blocks, and the hash that each had when it was last looked at. No more than the engine has blocks."""
+        """Corrupt blocks, each with its hash when it was last checked. At most as many as the engine has blocks."""
         self._misled: dict[str, list[int]] = {}
-        """Requests that run and went on from such a block: where in the table of each group blocks begin whose hash may
-        still change."""
+        """Running misled requests, each with the first index in the table of each group where a block's hash may still
+        change."""
         self._has_warned = False
 
     @property
     def misled(self) -> Iterable[str]:
-        """Requests that went on from a wrong block, and have not started over since."""
+        """Requests that continue from a corrupt block and have not started over since."""
         return self._misled.keys()
 
     def bind(self, pool: BlockPool) -> None:
-        """The engine's blocks."""
+        """Sets the engine's block pool."""
         self._pool = pool
 
     def holds(self, block_id: int) -> bool:
-        """Whether a block is wrong. One that has got another hash since has been given to somebody else."""
+        """Whether a block is corrupt. A block with a new hash was reused by another request, so it is not."""
         return block_id in self._wrong and self._wrong[block_id] == self._hash(block_id)
 
     def right_states(self, handed_over: Sequence[tuple[int, int, int]], recorder: Recorder) -> list[State]:
-        """The states of one request, as the engine hands them over, without wrong ones, which `recorder` counts."""
+        """Handed-over states of one request without corrupt ones, which `recorder` counts."""
         states = [State(*state) for state in handed_over if not self.holds(state[1])]
         if len(states) < len(handed_over):
             recorder.store("recurrent", "dropped_wrong", len(handed_over) - len(states))
         return states
 
     def take_loaded(self, blocks: KVCacheBlocks, computed_tokens: int) -> None:
-        """The engine gave a request its blocks from there on, and what is loaded into them is right."""
+        """Records blocks that the engine allocated for a load: their loaded content is correct."""
         if self._wrong:
             self._take_fresh([[block.block_id for block in group] for group in blocks.blocks], computed_tokens)
 
@@ -154,9 +154,9 @@ class WrongBlocks:
                 self._wrong.pop(block_id, None)
 
     def follow_step(self, output: SchedulerOutput, tables: compat.BlockTables) -> None:
-        """What the step leaves wrong, and who goes on from it; to be called before its stores are planned."""
+        """Records the corrupt blocks and misled requests of a step. Must be called before its stores are planned."""
         for request_id in (*(output.preempted_req_ids or ()), *(output.finished_req_ids or ())):
-            # It starts over, or has ended. Its blocks stay what they are.
+            # It starts over, or has ended. Its blocks remain as they are.
             self._misled.pop(request_id, None)
         copies = compat.block_copies(output)
         misfiled = self._misfiled(output) if self.distrusted.misfiled else ()
@@ -169,11 +169,11 @@ class WrongBlocks:
                 for block_id in block_ids:
                     self._wrong.pop(block_id, None)
         self._follow_copies(copies, compat.boundary_states(output))
-        # In the order in which they were admitted: each may have hit what those before it are to compute.
+        # In order of admission: each request may have hit blocks that earlier ones are still to compute.
         for request_id, computed_tokens in compat.admitted(output).items():
             self._admit(request_id, computed_tokens, tables(request_id), copies)
-        # Last, for some may be of a request that begins with this step. The engine lets nobody hit a state in the step
-        # in which it is kept, so nobody has been misled by these yet.
+        # Last, as some may belong to a request that starts in this step. The engine serves no hit on a state in the
+        # step in which it keeps the state, so no request has used these blocks yet.
         if misfiled and self._pool is not None:
             compat.forget_blocks(self._pool, misfiled)
         for block_id in misfiled:
@@ -182,9 +182,9 @@ class WrongBlocks:
     def _misfiled(self, output: SchedulerOutput) -> list[int]:
         """Blocks of states that are handed over under a boundary at which no chunk of their request ended.
 
-        Each boundary is offered in the step that passes it, so it lies within this step's chunk. At its beginning the
-        last chunk has ended, at its end this one does. Boundaries before the chunk are those that accepted drafts have
-        passed, whose states the worker itself has put there.
+        Each boundary is handed over in the step that passes it, so it lies within this step's chunk. The last chunk
+        ended at its start, and this chunk ends at its end. Boundaries before the chunk were passed by accepted drafts;
+        their states come from the worker and are correct.
         """
         handed_over = compat.boundary_states(output)
         if not handed_over:
@@ -210,7 +210,7 @@ class WrongBlocks:
     def _follow_copies(
         self, copies: Sequence[tuple[int, int]], handed_over: Mapping[str, Sequence[tuple[int, int, int]]]
     ) -> None:
-        """A copy of a wrong block is wrong. Blocks that are copied to have just been given out."""
+        """A copy of a corrupt block is corrupt. Destinations are newly allocated, so their earlier status is void."""
         destinations = {destination for _, destination in copies}
         for destination in destinations:
             self._wrong.pop(destination, None)
@@ -238,7 +238,7 @@ class WrongBlocks:
     def _cause(
         self, computed_tokens: int, table: Sequence[Sequence[int]], copies: Sequence[tuple[int, int]]
     ) -> str | None:
-        """What is wrong with what a request begins with, None where nothing is."""
+        """Why the first blocks of a request are corrupt, None if they are not."""
         sources = {destination: source for source, destination in copies}
         cause = None
         for group, (block_tokens, block_ids) in enumerate(zip(self._block_tokens, table, strict=True)):
@@ -253,7 +253,7 @@ class WrongBlocks:
         return cause
 
     def _record(self, request_id: str, table: Sequence[Sequence[int]]) -> None:
-        """Whatever the request computes is wrong: its blocks from where it began, as soon as it has them."""
+        """Marks all blocks that a misled request computes, as soon as it has them."""
         first = self._misled[request_id]
         for group, block_ids in enumerate(table):
             is_settled = True
@@ -264,7 +264,7 @@ class WrongBlocks:
                     first[group] = place + 1
 
     def _is_settled(self, group: int, block_id: int) -> bool:
-        """Whether a block has the last hash that it gets: one inside it gives way to that of the full block."""
+        """Whether a block has its final hash. The hash of a partial block is replaced when the block is full."""
         if block_id == NULL_BLOCK:
             return True
         block = None if self._pool is None else self._pool.blocks[block_id]
@@ -276,8 +276,8 @@ class WrongBlocks:
             return
         self._has_warned = True
         logger.warning(
-            "request %s went on from a block that this version of vLLM has left wrong (%s), so it may be answered "
-            "wrongly, and nothing that it computes is stored or handed on; further ones are only counted, in "
+            "request %s continues from a corrupt block (%s) of this version of vLLM, so its answer may be wrong, and "
+            "nothing that it computes is stored or sent to peers; further ones are only counted, in "
             "vllm:hybridkv_misled_requests_total; unset prefix_match_unit if it is set, or use a vLLM with that fixed",
             request_id,
             cause,

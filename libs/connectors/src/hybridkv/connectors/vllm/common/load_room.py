@@ -1,10 +1,10 @@
-"""Which loads may hold blocks of the engine at the same time: what `hybridkv.planner.admission` decides, asked here.
+"""Admission of loads to the engine's blocks. `hybridkv.planner.admission` decides; this module calls it.
 
-A request that has loaded keeps its blocks until it is scheduled. Two that both need one more than is left would wait
-for each other for ever.
+A request that has loaded keeps its blocks until it is scheduled. Two requests that each need one more block than is
+free would wait for each other forever.
 
-Below HybridMultiConnector nothing is asked or counted here: it does both, for the loads of all its children. A child
-that asked as well, and said "later", would be passed over for one that has nothing, and the prompt computed.
+A child of HybridMultiConnector does not check here: the parent admits the loads of all its children. A child that
+checked as well and answered "later" would be passed over for a child without a hit, and the prompt would be computed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
 _BOUNDS = RoomBounds(polls=None)
-"""A request waits for its turn by the clock: steps in which nothing runs take a millisecond."""
+"""A request waits for blocks by the clock, not by polls: steps in which nothing runs take a millisecond."""
 
 
 class LoadRoom:
-    """Blocks of loads, by request.
+    """Blocks reserved for loads, by request.
 
     Args:
-        admission: counts who holds what; None: a connector above does, and asks.
+        admission: counts the blocks of each request; None if a parent connector admits loads.
         clock: seconds.
     """
 
@@ -34,10 +34,10 @@ class LoadRoom:
         self._clock = clock
         self._waits: dict[str, RoomWait] = {}
         self.pool: BlockPool | None = None
-        """The engine's blocks, once it has said so."""
+        """The engine's block pool, once it is bound."""
 
     def verdict(self, request_id: str, num_tokens: int) -> Verdict:
-        """Whether a request may be given blocks for its load now."""
+        """Whether a request may get blocks for its load now."""
         if self._admission is None or self._admission.is_idle or self.pool is None:
             return Verdict.ADMIT
         pool_blocks, free_blocks = self.pool.num_gpu_blocks - 1, self.pool.get_num_free_blocks()
@@ -48,18 +48,18 @@ class LoadRoom:
         return verdict
 
     def take(self, request_id: str, num_tokens: int) -> None:
-        """It was given them."""
+        """Records that the request got the blocks."""
         self._waits.pop(request_id, None)
         if self._admission is not None:
             self._admission.take(request_id, num_tokens)
 
     def fail(self, request_id: str, num_tokens: int) -> None:
-        """Its load has failed: its blocks are free, and the engine reserves for it."""
+        """Records that its load failed: its blocks are free, and the engine reserves blocks for it."""
         if self._admission is not None:
             self._admission.fail(request_id, num_tokens)
 
     def give_back(self, request_ids: Iterable[str]) -> None:
-        """They were scheduled, or are gone."""
+        """Releases the blocks of requests that were scheduled or have ended."""
         if self._admission is None:
             return
         for request_id in request_ids:

@@ -1,7 +1,7 @@
-"""What the planner asks while it searches for one request, answered by a tier's index.
+"""Lookup of one request in the tiers, in the form that the planner needs.
 
-Keys are derived in batches that grow while a search goes on, so that a miss costs a few. It decides nothing and changes
-nothing in the tier.
+Keys are derived in batches that grow during a search, so that a miss derives only a few. This module decides nothing
+and changes nothing in the tiers.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from hybridkv.hashing import ChunkKeys
 from hybridkv.planner import CacheSpec, LookupResult
 
 _SECOND_BATCH = 256
-"""Chunks that a search asks for when it has seen the first: their keys cost less than ten questions."""
+"""Chunks in a search's second batch: deriving their keys costs less than ten lookups."""
 _GROWTH = 8
-"""How many times as many chunks a later batch has as all before it."""
+"""Size of a later batch, as a multiple of all chunks before it."""
 _NOTHING: tuple[int, list[bytes]] = (0, [])
-"""A stretch of no keys. It is not added to."""
+"""An empty run of keys. It is never extended."""
 
 
 class RequestKeys:
-    """The keys of one request; for each group those of one stretch of neighbouring chunks are kept for the next search.
+    """Keys of one request. For each group, the keys of one run of consecutive chunks are cached for the next search.
 
-    A kept key saves more than its making: with it Python keeps the hash that an index needs. A stretch has never more
-    keys than the request has chunks. Chunks are numbered from 0 here.
+    A cached key also saves Python's hash of the key, which an index needs. A run never has more keys than the request
+    has chunks. Chunks are numbered from 0 here.
 
     Args:
-        spec: the model's groups; `keys` is of the stored ones, in order.
-        keys: derives what is not kept.
+        spec: the model's groups; `keys` covers the stored ones, in order.
+        keys: derives keys that are not cached.
     """
 
     __slots__ = ("_groups", "_hashes", "_kept", "_keys", "_seen", "boundary_tokens", "chunk_tokens")
@@ -39,14 +39,14 @@ class RequestKeys:
         self._groups = spec.stored_groups
         self._hashes: Sequence[bytes] = ()
         self._seen: tuple[int, bytes] = (0, b"")
-        """How many hashes there were, and the last of them, which stands for all before it."""
+        """Number of hashes at the last call, and the last of them, which covers all before it."""
         self._kept: dict[int, tuple[int, list[bytes]]] = {}
-        """For a group the first chunk of its stretch, and the keys."""
+        """For each group the first chunk of its run, and the keys."""
 
     def follow(self, prefix_hashes: Sequence[bytes]) -> RequestKeys:
-        """These keys over the request's hashes as they are now, until the next call.
+        """Binds the keys to the request's current hashes, until the next call. Must be called before other methods.
 
-        Hashes that are not those before and more drop what is kept. To be called before the others.
+        If the hashes do not extend the former ones, the cached keys are dropped.
         """
         num_seen, last_seen = self._seen
         num_hashes = len(prefix_hashes)
@@ -57,12 +57,12 @@ class RequestKeys:
         return self
 
     def kept(self, group_index: int) -> tuple[int, int]:
-        """The first chunk whose key is kept, and the one after the last."""
+        """Range [first, stop) of chunks with cached keys."""
         first, keys = self._kept.get(group_index, _NOTHING)
         return first, first + len(keys)
 
     def key(self, group_index: int, end_token: int) -> bytes:
-        """The key of a chunk or tail by its end. Nothing is kept for it.
+        """Key of the chunk or tail that ends at `end_token`. It is not added to the cache.
 
         Raises:
             ValueError: the prefix is not hashed yet.
@@ -74,7 +74,7 @@ class RequestKeys:
         return self._keys.key(self._groups.index(group_index), self._hashes, end_token)
 
     def ending_at(self, group_index: int, end_tokens: Sequence[int]) -> Sequence[bytes]:
-        """The keys of a group's chunks and tails by their ends, in their order; cheap for chunks in a row.
+        """Keys of a group's chunks and tails by their ends, in the given order; fast for consecutive chunks.
 
         Raises:
             ValueError: the prefix of one of them is not hashed yet.
@@ -87,9 +87,9 @@ class RequestKeys:
         return [self.key(group_index, end_token) for end_token in end_tokens]
 
     def between(self, group_index: int, first: int, stop: int) -> Sequence[bytes]:
-        """The keys of chunks [first, stop), of which there is at least one; not to be changed.
+        """Keys of chunks [first, stop), at least one; the caller must not change the list.
 
-        They are kept in place of the stretch that is kept, unless they are next to it or only one.
+        They replace the cached run, unless they extend it or are a single key.
 
         Raises:
             ValueError: the prefix of one of them is not hashed yet.
@@ -122,7 +122,7 @@ class RequestKeys:
 
 
 class TierQuestions(Protocol):
-    """What is asked of an index, or of several behind one face; see `TierIndex`."""
+    """Lookups in one tier's index, or in several tiers combined; see `TierIndex`."""
 
     def lookup(self, key: bytes) -> LookupResult: ...
 
@@ -134,7 +134,7 @@ class TierQuestions(Protocol):
 
 
 class ReadableOnly:
-    """An index to which what is not readable yet counts as not stored."""
+    """Index view in which pending chunks count as misses."""
 
     def __init__(self, index: TierQuestions) -> None:
         self._index = index
@@ -159,13 +159,13 @@ class ReadableOnly:
 
 
 class AskedQuestions(TierQuestions, Protocol):
-    """The same of tiers that may be asked, as `TierStack`."""
+    """The same lookups in tiers that may answer asynchronously, such as `TierStack`."""
 
     def is_only_asked(self, key: bytes) -> bool: ...
 
 
 class Unasked:
-    """Tiers where nothing counts of which one was only asked. What is being stored is pending there as ever."""
+    """View of the stack in which a pending asynchronous lookup counts as a miss. A pending store stays pending."""
 
     def __init__(self, index: AskedQuestions) -> None:
         self._index = index
@@ -191,9 +191,9 @@ class TierLookup:
     """The planner's `Lookup` and `RangeLookup` for one search of one request.
 
     Args:
-        keys: of the request.
-        index: what is asked.
-        pending_is_miss: what is not readable yet counts as not stored.
+        keys: keys of the request.
+        index: index to look up in.
+        pending_is_miss: pending chunks count as misses.
     """
 
     __slots__ = ("_chunk", "_index", "_keys", "_step")
@@ -245,7 +245,7 @@ class TierLookup:
         return self._index.any_pending(self._keys.between(group_index, first, stop))
 
     def _last_held_tail(self, group_index: int, first_end: int, last_end: int) -> int:
-        """`last_held` where tails are stored, whose keys are not kept: asked for from the end, mostly found there."""
+        """`last_held` with tails, which have no cached keys: searches from the end, where it mostly finds one."""
         for end_token in range(last_end, first_end - 1, -self._step):
             if self(group_index, end_token) is not LookupResult.MISS:
                 return end_token
@@ -253,5 +253,5 @@ class TierLookup:
 
 
 def _next_batch(num_seen: int) -> int:
-    """Chunks to ask for next when a search has seen so many."""
+    """Number of chunks in the next batch after a search has seen so many."""
     return max(_SECOND_BATCH, _GROWTH * num_seen)

@@ -1,4 +1,4 @@
-"""What travels between the connector's two halves: plans to the workers, outcomes back. Plain values only."""
+"""Messages between the two halves of a connector: plans to the workers, outcomes back. Plain values only."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True):
-    """Everything one request loads. `refused` says why it must fail without a byte moved."""
+    """All copies of one request's load. With `refused` set, the load fails for that reason and copies nothing."""
 
     request_id: str
     copies: CopyTable
@@ -36,7 +36,7 @@ class Load(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Store(msgspec.Struct, frozen=True, array_like=True):
-    """Everything one request stores after this step."""
+    """All copies of one request's store after this step."""
 
     store_id: int
     copies: CopyTable
@@ -44,36 +44,36 @@ class Store(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan(KVConnectorMetadata):
-    """Scheduler to workers, once a step. A worker in the scheduler's process is given the same one, so it is frozen."""
+    """Plan of one step, from the scheduler to the workers. Frozen, as a worker in the same process gets this object."""
 
     loads: tuple[Load, ...] = ()
     stores: tuple[Store, ...] = ()
     moves: tuple[TierMove, ...] = ()
-    """Between the tiers."""
+    """Moves between tiers."""
     namespace: bytes = b""
-    """Of slower tiers, where there are moves: the scheduler and the workers describe a model's layers differently."""
+    """Namespace of the secondary tiers, if there are moves. Workers describe layers differently, so it is sent."""
     is_idle: bool = False
-    """Nothing is computed in this step: whoever waits for a load meanwhile holds up nobody."""
+    """True if nothing is computed in this step, so that waiting for a load delays no other request."""
 
 
 @dataclass(slots=True)
 class WorkerFacts(KVConnectorHandshakeMetadata):
-    """One rank to the scheduler, once, before the engine serves: what stored bytes depend on and it alone knows."""
+    """Facts of one rank about its stored bytes that only the rank has. Sent once, before the engine serves."""
 
     facts: dict[str, str]
 
 
 class StoreOutcome(msgspec.Struct, frozen=True, array_like=True):
-    """How many ranks are done with a store, and why any of them failed."""
+    """Number of ranks that finished a store, and why one failed."""
 
     num_ranks: int
     failure: str | None = None
     reason: str | None = None
-    """The tier's word for it."""
+    """The tier's reason."""
 
 
 class LoadFailure(msgspec.Struct, frozen=True, array_like=True):
-    """Why a load failed, and the chunk that is to blame, if one is."""
+    """Why a load failed, and the chunk that caused it, if known."""
 
     reason: str
     detail: str
@@ -82,13 +82,13 @@ class LoadFailure(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class StepOutcome(KVConnectorWorkerMetadata):
-    """Workers to scheduler: what ended since the last step. Merging over ranks loses nothing."""
+    """What ended since the last step, from the workers to the scheduler. A merge over ranks loses nothing."""
 
     stores: dict[int, StoreOutcome] = field(default_factory=dict)
     load_failures: dict[str, tuple[LoadFailure, ...]] = field(default_factory=dict)
     moves: dict[int, MoveOutcome] = field(default_factory=dict)
     facts: dict[int, dict[str, str]] = field(default_factory=dict)
-    """Of each rank, with its first outcome, where `WorkerFacts` has no way."""
+    """Facts of each rank, sent with its first outcome if `WorkerFacts` cannot be delivered."""
 
     @property
     def is_empty(self) -> bool:

@@ -1,9 +1,9 @@
-"""Prefill stops: the one writer of the boundary at which the engine stops next in each prefill.
+"""Prefill stops: sets the boundary at which the engine stops next in each prefill. No other module sets it.
 
-The engine hands over recurrent states at one boundary of a request, and reads that boundary anew at every chunk. So it
-moves from stop to stop: at each chunk, the next stop of any connector of the engine, the engine's own included. This
-module does not decide which boundaries are worth a stop. `Sibling` gives the children of one HybridMultiConnector what
-they share.
+The engine hands over recurrent states at one boundary of a request, and reads that boundary again at every chunk. So
+the boundary moves from stop to stop: at each chunk it becomes the next stop of any connector, or of the engine itself.
+This module does not decide which boundaries are worth a stop. `Sibling` holds the objects that the children of one
+HybridMultiConnector share.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 @dataclass(slots=True)
 class _Steered:
-    """A request that stops somewhere. All numbers are tokens from its start."""
+    """A request with stops. All numbers are tokens from its start."""
 
     request: Request
     plans: list[Callable[[int], Placement]] = field(default_factory=list)
-    """Of those who wish for stops, until it is known where the request will begin."""
+    """Planners of the connectors that want stops, until the start of the request's computation is known."""
     placements: list[Placement] = field(default_factory=list)
     loaded: list[int] = field(default_factory=list)
-    """Where those who wish would have it resume after a load."""
+    """Boundaries at which these connectors would resume the request after a load."""
     engine_tokens: int = 0
-    """The engine's own boundary, or 0."""
+    """The engine's own boundary, 0 for none."""
 
     def next(self, start_tokens: int) -> int:
-        """The first stop above `start_tokens`, 0 for none."""
+        """The first stop after `start_tokens`, 0 for none."""
         most = self.request.num_prompt_tokens
         found = [next_stop(placement, start_tokens) for placement in self.placements]
         stops = [stop.num_tokens for stop in found if stop is not None and stop.num_tokens <= most]
@@ -49,8 +49,8 @@ class _Steered:
         return min(stops, default=0)
 
     def is_known_within(self, start_tokens: int, end_tokens: int) -> bool:
-        """Whether a stop lies above `start_tokens` and up to `end_tokens` that is no guess: prompts were seen to part
-        there."""
+        """Whether a stop in (`start_tokens`, `end_tokens`] is a known one: a point at which prompts were seen to
+        diverge, or the engine's own."""
         most = min(end_tokens, self.request.num_prompt_tokens)
         known = (
             stop.num_tokens
@@ -62,14 +62,14 @@ class _Steered:
 
 
 class Steering:
-    """The boundaries of all requests of one engine. One for all of its connectors.
+    """Stop boundaries of all requests of one engine, shared by all of its connectors.
 
-    `begin`, `wish` and `settle` belong to one question of the engine: what can be loaded for a request. It has written
-    a boundary of its own just before, also when it asks again after a preemption or a failed load. A request is
-    forgotten when no stop is left, and when it ends, so there are never more than the engine has.
+    `begin`, `wish` and `settle` belong to one lookup of a request. The engine sets a boundary of its own just before
+    each lookup, also when it repeats one after a preemption or a failed load. A request is dropped when it has no stop
+    left, and when it ends.
 
     Args:
-        chunk_tokens: tokens of one prompt that a step computes at most.
+        chunk_tokens: maximum tokens of one prompt in one step.
     """
 
     def __init__(self, chunk_tokens: int) -> None:
@@ -78,18 +78,18 @@ class Steering:
         self._has_told = False
 
     def begin(self, request: Request) -> None:
-        """The engine asks about a request, from its beginning on. What was wished before does not hold any more."""
+        """Starts a lookup: earlier stops of the request no longer hold."""
         self._steered.pop(request.request_id, None)
 
     def wish(self, request: Request, plan: Callable[[int], Placement], loaded_tokens: int = 0) -> None:
-        """Somebody wishes for stops.
+        """Adds the stops of one connector.
 
         Args:
-            request: that the engine asks about.
-            plan: the stops, given where the request will begin to compute, which depends on who else loads. Called by
-                `settle`, once at most.
-            loaded_tokens: where the request resumes if who wishes is the one that loads, 0 for nowhere: the state that
-                comes there is worth keeping for the next request, which then need not load it.
+            request: the request of the lookup.
+            plan: returns the stops, given the tokens at which computation will start; that depends on which connector
+                loads. `settle` calls it, at most once.
+            loaded_tokens: boundary at which the request resumes if this connector loads, 0 for none. The state there is
+                worth keeping, so that the next request need not load it.
         """
         steered = self._steered.get(request.request_id)
         if steered is None or steered.request is not request:
@@ -99,16 +99,16 @@ class Steering:
             steered.loaded.append(loaded_tokens)
 
     def settle(self, request: Request, start_tokens: int, is_loaded: bool) -> None:
-        """The engine has its answer.
+        """Ends a lookup and sets the first boundary.
 
-        When a load has ended the engine keeps what came if that is its boundary, and cuts the first chunk there and
-        then, so a stop within that chunk goes before what was loaded. A guess does not: siblings in a row come to what
-        was loaded, and nobody has come to the guess.
+        After a load the engine keeps the loaded state if the boundary is there. It cuts the first chunk at the boundary
+        too, so a known stop within that chunk takes precedence over the loaded state. An evenly spaced stop does not:
+        later requests are known to resume at the loaded state, but none has reached the spaced stop yet.
 
         Args:
-            request: that it asked about.
-            start_tokens: where it will begin to compute.
-            is_loaded: whether it waits for a load until there.
+            request: the request of the lookup.
+            start_tokens: tokens at which computation will start.
+            is_loaded: whether the request waits for a load up to there.
         """
         steered = self._steered.get(request.request_id)
         if steered is None:
@@ -139,11 +139,11 @@ class Steering:
         if stop_tokens:
             compat.keep_at(steered.request, stop_tokens)
         else:
-            # What stands there is behind it and means nothing any more.
+            # The remaining boundary has been passed, so it has no effect.
             del self._steered[steered.request.request_id]
 
     def advance(self, scheduler_output: SchedulerOutput) -> None:
-        """A step is planned: each of its requests goes on to the stop behind it."""
+        """Moves each request of a planned step to its next stop."""
         for request_id in scheduler_output.finished_req_ids or ():
             steered = self._steered.get(request_id)
             if steered is not None and steered.request.is_finished():
@@ -162,12 +162,12 @@ class Steering:
 
 @dataclass(frozen=True, slots=True)
 class Sibling:
-    """Which of an engine's connectors one is.
+    """Place of a connector among the children of a HybridMultiConnector, and the objects that the children share.
 
     Args:
-        number: among the children; 0 for one that stands alone.
-        admission: of all children's loads, which wait for the same blocks; None for one that stands alone.
-        steering: of all children's prefills, whose stops the engine reads in one place; None for one that stands alone.
+        number: number among the children; 0 for a connector without siblings.
+        admission: admission of all children's loads, which need the same blocks; None without siblings.
+        steering: stops of all children, as the engine reads only one boundary; None without siblings.
     """
 
     number: int = 0
@@ -181,7 +181,7 @@ _sibling: ContextVar[Sibling] = ContextVar("hybridkv_sibling", default=_ALONE)
 
 @contextmanager
 def as_sibling(sibling: Sibling) -> Iterator[None]:
-    """Connectors that are built inside are this one of several."""
+    """Sets the place of connectors that are built in this context."""
     token = _sibling.set(sibling)
     try:
         yield
@@ -190,5 +190,5 @@ def as_sibling(sibling: Sibling) -> Iterator[None]:
 
 
 def current_sibling() -> Sibling:
-    """Which of several a connector that is being built is."""
+    """Place of the connector that is being built."""
     return _sibling.get()

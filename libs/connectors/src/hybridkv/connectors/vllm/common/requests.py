@@ -1,7 +1,7 @@
-"""What the scheduler's half remembers of each request, from its first sight to its end.
+"""Request state of the scheduler's half, from a request's first lookup to its end.
 
-How far a request is with its load is a value of the planner's (`stage`); what is here besides is whose content it has
-and what of it is stored.
+The progress of a load is a value of the planner (`stage`). This module adds the request's keys, and the chunks that are
+stored for it.
 """
 
 from __future__ import annotations
@@ -32,93 +32,102 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 NULL_BLOCK = 0
-"""The block id that stands for "no block" in the engine's tables."""
+"""Block id of the null block in the engine's tables."""
 
 GROWTH = 8
-"""A path is made recent again when it is longer by this part of its length."""
+"""A chain is refreshed in LRU order when it has grown by one part in so many."""
 CHURN = 8
-"""And before it grows, when others have used this part of a slower tier since."""
+"""A chain is also refreshed before it grows if other chains have since used one part in so many of a secondary tier."""
 
 
 def add(mine: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
-    """Bytes of each slower tier together. `mine` may be empty: nothing yet."""
+    """Sum of bytes for each secondary tier. `mine` may be empty, which means zero."""
     if len(mine) == 1:
         return (mine[0] + more[0],)
     return tuple(map(operator.add, mine, more)) if mine else more
 
 
 class StoredPart(msgspec.Struct, frozen=True, gc=False):
-    """A chunk that is stored, or being stored."""
+    """A chunk that is stored or being stored."""
 
     part: Part
     key: bytes
     on_path: PathPosition
     is_new: bool
-    """This store brings it."""
+    """Whether this store writes the chunk."""
 
 
 @dataclass(slots=True, eq=False)
 class StoredPath:
-    """One request's chunks in every tier. A request that begins anew has another."""
+    """Chain of the chunks stored for one request, in every tier. A request that starts over gets a new chain.
+
+    Tiers evict the least recently used chunk first, so a chain is refreshed as a whole, its end first. That costs one
+    touch for each chunk, so it happens when the chain has grown by a part, at the request's end, and before the chain
+    grows, if so much else was stored in between that the chain could evict its own beginning.
+    """
 
     keys: dict[Part, bytes] = field(default_factory=dict)
     num_bytes: tuple[int, ...] = ()
-    """What they take up in each slower tier."""
+    """Bytes of the chain in each secondary tier."""
     num_storing: int = 0
-    """Stores that are on their way."""
+    """Stores in flight."""
     is_over: bool = False
-    """The request has ended."""
+    """Whether the request has ended."""
     prompt_tokens: int = sys.maxsize
-    """Of the request, as soon as it is computed."""
+    """Length of the request's prompt, set when it starts to compute."""
     keep_seconds: float = 0.0
-    """How long it is to be kept from its end on."""
+    """How long to keep the chain after the request's end."""
     _last_end: int = 0
-    """The deepest end of its chunks."""
+    """Largest end of a chunk of the chain."""
     _is_in_order: bool = True
-    """Its chunks came in `path_order`, as they do unless a group is behind the others."""
+    """Whether chunks were added in `path_order`; they are unless a group lags behind the others."""
     _num_renewed: int = 0
     _renewed_at_bytes: tuple[int, ...] = ()
-    """What all paths together had used then."""
+    """Bytes used by all chains at the last refresh."""
 
     def __post_init__(self) -> None:
         self._is_in_order = not self.keys
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing comes any more."""
+        """Whether no more chunks will come."""
         return self.is_over and not self.num_storing
 
     def begin(self, prompt_tokens: int, keep_seconds: float = 0.0) -> None:
-        """It begins to be computed."""
+        """Called when the request starts to compute."""
         self.prompt_tokens, self.keep_seconds = prompt_tokens, keep_seconds
 
     def come(self, parts: Sequence[Part]) -> None:
-        """These are added next, in `path_order`."""
+        """Announces the chunks that are added next, in `path_order`."""
         if parts:
             self._is_in_order = self._is_in_order and parts[0][1] > self._last_end
             self._last_end = max(self._last_end, parts[-1][1])
 
     def add(self, part: Part, key: bytes, num_bytes: tuple[int, ...]) -> tuple[int, ...]:
-        """One more chunk, of those that come. What the path takes up with it."""
+        """Adds one announced chunk. Returns the bytes of the chain."""
         if part not in self.keys:
             self.keys[part] = key
             self.num_bytes = add(self.num_bytes, num_bytes)
         return self.num_bytes
 
     def extend(self, parts: Sequence[Part], keys: Sequence[bytes], num_bytes: tuple[int, ...]) -> None:
-        """More chunks, in `path_order`, and what those of them take up that it does not have."""
+        """Adds chunks in `path_order`. `num_bytes` is the size of those that the chain did not have."""
         self.come(parts)
         self.keys.update(zip(parts, keys, strict=True))
         self.num_bytes = add(self.num_bytes, num_bytes)
 
     def drop(self, parts: Sequence[Part]) -> None:
-        """These are worth nothing any more. What they take up still counts: it is an upper bound."""
+        """Removes chunks that became useless. Their bytes still count, so that the sum is an upper bound."""
         for part in parts:
             self.keys.pop(part, None)
 
     def is_overdue(self, used_bytes: Sequence[int], capacities: Sequence[int]) -> bool:
-        """Whether it is far from recent by now in a slower tier, given what all paths have used of each, each time that
-        they did."""
+        """Whether the chain is no longer recent in some secondary tier.
+
+        Args:
+            used_bytes: bytes that all chains have used in each tier, counted at every use.
+            capacities: bytes of each tier.
+        """
         if not self._num_renewed:
             return False
         return any(
@@ -127,7 +136,7 @@ class StoredPath:
         )
 
     def prefix(self, spec: CacheSpec, end_token: int) -> tuple[bytes, ...]:
-        """The full prefix before a part that ends there, of every FULL group."""
+        """Keys of all whole chunks of FULL groups that end before `end_token`."""
         full = [index for index in spec.stored_groups if spec.groups[index].kind is GroupKind.FULL]
         chunk = spec.chunk_tokens
         parts = ((part, key) for part, key in self.keys.items() if part[0] in full)
@@ -136,7 +145,7 @@ class StoredPath:
     def take_renewal(
         self, spec: CacheSpec, used_bytes: tuple[int, ...], is_overdue: bool = False
     ) -> list[bytes] | None:
-        """All its keys in the order in which they may go, where it is time to make them recent."""
+        """All keys in eviction order if the chain is due for a refresh, else None."""
         grown = len(self.keys) - self._num_renewed
         if not is_overdue and (not grown or (not self.is_complete and grown * GROWTH < self._num_renewed)):
             return None
@@ -144,44 +153,45 @@ class StoredPath:
         return self.order(spec)
 
     def order(self, spec: CacheSpec) -> list[bytes]:
-        """All its keys in the order in which they may go."""
+        """All keys in eviction order."""
         if self._is_in_order:
             return list(self.keys.values())[::-1]
         return [self.keys[part] for part in reversed(path_order(spec, self.keys))]
 
 
 def state_groups(spec: CacheSpec) -> tuple[int, ...]:
-    """The groups that have states."""
+    """Recurrent groups."""
     return tuple(index for index in spec.stored_groups if spec.groups[index].kind is GroupKind.RECURRENT)
 
 
 def state_step_tokens(spec: CacheSpec) -> int:
-    """Where a state can be had and stored: at boundaries at which a block of every state ends. There is a state."""
+    """Distance of boundaries at which states can be stored: a block of every recurrent group ends there. Needs at least
+    one recurrent group."""
     return math.lcm(spec.boundary_tokens, *(spec.groups[index].block_tokens for index in state_groups(spec)))
 
 
 @dataclass(slots=True)
 class Checkpointed:
-    """Of one request, from a lookup to when the engine starts it over; whether it was admitted before, for longer."""
+    """Recurrent states of one request, from a lookup until the engine starts it over (`was_admitted` persists)."""
 
     asked: Prompt | None = None
-    """What was known of it when it was planned."""
+    """Prompt facts for which the stops were planned."""
     prompt: Prompt | None = None
-    """The same, and what is known of others like it."""
+    """The same facts, together with those of similar requests."""
     placement: Placement = field(default_factory=Placement)
     newest_tokens: int = 0
-    """Where its newest state is that was stored."""
+    """Boundary of its newest stored state."""
     was_admitted: bool = False
-    """What of its path is stored, and remembered, may be its own."""
+    """Whether the request was admitted before, so that stored and remembered chunks on its path may be its own."""
     awaited_tokens: int = 0
-    """The deepest state of its answer that could be stored."""
+    """Largest boundary of a state of its answer that could be stored."""
 
     def started_over(self) -> Checkpointed:
-        """The engine starts it over."""
+        """Value after the engine starts the request over."""
         return Checkpointed(was_admitted=self.was_admitted)
 
     def origin(self, num_tokens: int, num_prompt_tokens: int, boundary_tokens: int) -> str:
-        """Where a state comes from that is stored of it: a label of `vllm:hybridkv_states_stored_total`."""
+        """Origin of a stored state: a label of `vllm:hybridkv_states_stored_total`."""
         if num_tokens > num_prompt_tokens:
             return "answer"
         if num_tokens >= (num_prompt_tokens - 1) // boundary_tokens * boundary_tokens:
@@ -189,46 +199,46 @@ class Checkpointed:
         return "stop" if self.reason_at(num_tokens) else "engine"
 
     def reason_at(self, num_tokens: int) -> str:
-        """Why it stops there, "" if it does not."""
+        """Why the request stops at this boundary, "" if it does not."""
         return next((str(stop.reason) for stop in self.placement.stops if stop.num_tokens == num_tokens), "")
 
 
 @dataclass(slots=True)
 class TrackedRequest:
-    """One request. Times are seconds of the connector's clock."""
+    """State of one request. Times are seconds of the connector's clock."""
 
     request: Request
     hashes: TokenHashes | None
     kept_keys: RequestKeys | None
-    """None while it is in doubt what the request's adapter holds, so that nothing is asked for or stored."""
+    """None while the content of the request's adapter is in doubt; nothing is looked up or stored then."""
     sworn: Sworn | None = None
-    """What its adapter holds, None without one."""
+    """Version of the request's adapter; None without an adapter."""
     hints: Hints = NO_HINTS
-    """What it said of itself."""
+    """Hints that the request carries."""
     stored_tokens: int = 0
-    """Chunks that end here or before have been seen to."""
+    """Chunks that end here or before are handled: stored, or not to be stored."""
     path: StoredPath = field(default_factory=StoredPath)
-    """What of it is stored."""
+    """Chunks that are stored for it."""
     is_storable: bool = True
-    """False until the request starts over, after a reset (what it has computed may be what the reset was to forget) and
-    where it went on from a block that the engine copied wrongly."""
+    """False until the request starts over: after a reset, as its computed tokens may be among those to be forgotten;
+    and after it continued from a corrupt block."""
     seen: tuple[int, int] = (0, 0)
-    """Chunks that were complete when stores were last planned: without a drafter's lookahead, and with it."""
+    """Number of complete chunks when stores were last planned: without a drafter's lookahead, and with it."""
     idle_below_tokens: int = 0
-    """While a step ends before this many tokens and the engine hands over no state, nothing more of it can be stored,
-    and it need not be looked at. 0: it must be."""
+    """If a step ends before this many tokens and the engine hands over no state, there is nothing new to store, and the
+    request is skipped. 0 means never skip."""
     computed_tokens: int = 0
-    """What the engine said it holds when it last asked."""
+    """Tokens that the engine itself held at its last lookup."""
     stage: Stage = NEW
-    """How far it is with its load."""
+    """Progress of its load."""
     told: Reply | None = None
-    """What the engine was told when it last asked; None when it has acted on that, or never asked."""
+    """Reply to the engine's last lookup; None before the first one, and after the engine has acted on the reply."""
     measured: tuple[Hit | Miss, int, Loss] | None = None
-    """What a hit could have been, beside the answer and what the engine held when that was measured."""
+    """Last measured (answer, computed tokens, loss): tokens that more states or windows would have made a hit."""
     checkpointed: Checkpointed = field(default_factory=Checkpointed)
-    """Where it stops so that states are stored."""
+    """Stops at which its states are stored."""
     followed: tuple[int, bytes] = (0, b"")
-    """How many block hashes the engine had for it, and the last of them, which stands for all before it."""
+    """Number of the engine's block hashes when `follow` was last called, and the last of them; it covers all before."""
 
     @property
     def request_id(self) -> str:
@@ -236,22 +246,22 @@ class TrackedRequest:
 
     @property
     def lora(self) -> Any:
-        """The request's adapter, None without one."""
+        """Adapter of the request, None without one."""
         return getattr(self.request, "lora_request", None)
 
     def prefix_hashes(self) -> Sequence[bytes]:
-        """A hash for every full hash block of the tokens that are known by now."""
+        """One hash for each full hash block of the tokens known so far."""
         unchanged_hashes = self.follow()
         if self.hashes is None:
             return self.request.block_hashes
         return self.hashes.upto(self.request.all_token_ids, unchanged_hashes * self.hashes.block_tokens)
 
     def follow(self) -> int:
-        """Forgets what was concluded from tokens that the request has no longer: the engine takes back what a session
-        had sampled last when its next input comes, and the request may be as long as before when it is seen again.
+        """Drops conclusions from tokens that the request no longer has: when a session's next input arrives, the engine
+        removes the last sampled tokens, and the request may have its former length again at the next call.
 
         Returns:
-            Block hashes of the engine that are those of the last call; 0 also where it makes none.
+            Number of the engine's block hashes that are unchanged since the last call; 0 if the engine makes none.
         """
         engine = self.request.block_hashes
         num_hashes, last = self.followed
@@ -269,37 +279,37 @@ class TrackedRequest:
         return 0
 
     def keys(self) -> RequestKeys:
-        """The keys of the tokens that are known by now, until the next call."""
+        """Keys of the tokens known so far; valid until the next call."""
         if self.kept_keys is None:
-            raise RuntimeError("the keys of a request were asked for before its adapter is known")
+            raise RuntimeError("the keys of a request were requested before its adapter is known")
         return self.kept_keys.follow(self.prefix_hashes())
 
     def load_ended(self, *, failed: bool, is_explained: bool) -> None:
-        """Its load has ended; see `life.load_ended`. After a failure the engine starts it over."""
+        """Records the end of a load; see `life.load_ended`. After a failure the engine starts the request over."""
         self.stage = life.load_ended(self.stage, failed=failed, is_explained=is_explained)
         if failed:
             self.forget_progress()
 
     def forget_progress(self) -> None:
-        """The engine starts this request over."""
+        """Resets the progress: the engine starts the request over."""
         self.stored_tokens, self.path = 0, StoredPath()
         self.is_storable = True
         self.seen, self.idle_below_tokens = (0, 0), 0
         self.measured, self.checkpointed = None, self.checkpointed.started_over()
         self.stage, self.told = life.start_over(self.stage), None
         if self.sworn is not None:
-            # The engine may read the adapter anew before it begins again.
+            # The engine may load the adapter again before the request restarts.
             self.kept_keys = self.hashes = self.sworn = None
 
 
 class Requests:
-    """Requests by id. A new request may take the id of one that has ended.
+    """Tracked requests by id. A new request may reuse the id of one that has ended.
 
     Args:
         layout: the model's groups.
-        keys: of its chunks.
-        adapters: what changes them.
-        read_hints: what a request says of itself.
+        keys: keys of the model's chunks without an adapter.
+        adapters: keys of chunks with an adapter.
+        read_hints: reads the hints of a request.
     """
 
     def __init__(
@@ -316,7 +326,7 @@ class Requests:
         self._tracked: dict[str, TrackedRequest] = {}
 
     def track(self, request: Request) -> TrackedRequest:
-        """What is remembered of a request, from when it is first seen."""
+        """State of a request; created at the first call."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or tracked.request is not request:
             tracked = self._tracked[request.request_id] = TrackedRequest(request, None, None)
@@ -328,9 +338,9 @@ class Requests:
         return tracked
 
     def identify(self, tracked: TrackedRequest) -> bool:
-        """Whether the request has keys. To be asked before the engine admits it: afterwards it is too late."""
+        """Whether the request has keys. Must be called before the engine admits the request."""
         if tracked.sworn is not None and not (self._is_alone(tracked) and self._adapters.is_unchanged(tracked.sworn)):
-            # The engine will read what the files hold now, or nobody knows.
+            # The engine may now load other weights than at the last call.
             tracked.forget_progress()
         if tracked.kept_keys is None:
             tracked.sworn = self._adapters.swear(tracked.lora, self._is_alone(tracked))
@@ -339,8 +349,8 @@ class Requests:
         return tracked.kept_keys is not None
 
     def beside(self, request: Request) -> TrackedRequest:
-        """A request that is looked for and never computed: nothing that becomes of it changes the one that is tracked,
-        and nobody else sees it. It has keys when `identify` says so."""
+        """Separate state of a request that is looked up but never computed. It does not affect the tracked request. It
+        has keys after `identify` returns True."""
         tracked = TrackedRequest(request, None, None)
         if tracked.lora is None:
             self._take_keys(tracked, self._keys)
@@ -352,7 +362,7 @@ class Requests:
         tracked.kept_keys = RequestKeys(self._layout.spec, keys)
 
     def _is_alone(self, tracked: TrackedRequest) -> bool:
-        """Whether a request that loads its adapter in place does: the engine goes by the first that runs with it."""
+        """Whether all running requests with its adapter agree on a load in place: the engine follows the first."""
         if not tracked.lora.load_inplace:
             return True
         own = tracked.lora
@@ -373,7 +383,7 @@ class Requests:
         self._tracked.pop(request_id, None)
 
     def begin_anew(self, keys: ChunkKeys) -> None:
-        """Nothing that was concluded under the former keys holds; requests that have begun store nothing more."""
+        """Replaces the keys and drops all progress. Requests that have already started store nothing more."""
         self._keys = keys
         for tracked in self._tracked.values():
             tracked.forget_progress()

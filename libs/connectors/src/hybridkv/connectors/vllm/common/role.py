@@ -1,4 +1,4 @@
-"""What `kv_role` leaves to a connector: to store, to load, or both."""
+"""Role of a connector from `kv_role`: store, load, or both."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Final
 
 @dataclass(frozen=True, slots=True)
 class Duties:
-    """What a connector does. At least one of both.
+    """Role of a connector. It loads or stores, or both.
 
     Args:
-        loads: it is searched, promotes and loads.
-        stores: it stores what the engine computes.
-        copies_locally: of what it loads, what the engine holds itself is copied there.
+        loads: it looks up, promotes and loads chunks.
+        stores: it stores chunks that the engine computes.
+        copies_locally: loads copy blocks that the engine still holds from GPU memory in place of a tier.
     """
 
     loads: bool = True
@@ -21,7 +21,7 @@ class Duties:
     copies_locally: bool = True
 
     def words(self) -> str:
-        """For the start line."""
+        """Text for the startup log."""
         if self.loads and self.stores:
             return "stores and loads"
         return "loads only" if self.loads else "stores only"
@@ -31,7 +31,7 @@ BOTH: Final = Duties()
 
 
 def duties_of(transfer: Any) -> Duties:
-    """The duties that vLLM's KVTransferConfig names. Without a role it does both."""
+    """Role that vLLM's KVTransferConfig names; both without one."""
     match getattr(transfer, "kv_role", None):
         case "kv_producer":
             return Duties(loads=False)

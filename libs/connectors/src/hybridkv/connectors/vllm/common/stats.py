@@ -1,4 +1,4 @@
-"""What the connector counts, on its way to /metrics through vLLM's connector statistics."""
+"""Metrics of a connector, on their way to /metrics through vLLM's connector statistics."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ if TYPE_CHECKING:
 
 RAM, DISK, LMCACHE = "ram", "disk", "lmcache"
 GAUGES_AGAIN = 17
-"""Every so many times gauges are handed over though they have not changed: a prime, so that of front-ends that take
-turns each has its own."""
+"""All gauges are resent at every n-th call of `take`. A prime, so that each of several front-ends that take turns gets
+them."""
 
 
 class Recorder:
-    """Counts events under the catalogue's names. One for each half; vLLM merges what they hand over.
+    """Counts events under the catalogue's metric names. Each half has one; vLLM merges their statistics.
 
-    A gauge is handed over when it has changed, and all of them now and then, since a step's counts go to one of several
-    front-ends. So a step in which nothing happened hands over nothing, and costs nobody on the way anything.
+    A gauge is sent when it has changed. All gauges are also resent from time to time, as the counts of a step go to
+    only one of several front-ends. A step without events sends nothing.
     """
 
     def __init__(self) -> None:
         self._counts = Counts()
         self._told: dict[tuple[str, ...], int | float] = {}
-        """Gauges that were handed over, of names and labels that the catalogue bounds."""
+        """Last sent values of gauges by name and labels. The catalogue bounds their number."""
         self._num_taken = 0
 
     def pending(self, *, is_asked: bool = False) -> None:
-        """What a request needs is being stored, or `is_asked` for in a tier that has not answered yet."""
+        """A lookup must wait: for a store of its chunks, or (`is_asked`) for an asynchronous lookup in a tier."""
         reason = "asked" if is_asked else "being_stored"
         self._counts.add("vllm:hybridkv_lookups_total", 1, result="pending", reason=reason)
 
@@ -65,7 +65,7 @@ class Recorder:
             self._counts.add("vllm:hybridkv_junctions_total", 1, outcome=explained.junction)
 
     def placed(self, placement: Placement) -> None:
-        """A request that was admitted stops there."""
+        """An admitted request has these prefill stops."""
         for stop in placement.stops:
             self._counts.add("vllm:hybridkv_checkpoint_stops_total", 1, reason=str(stop.reason))
         for cause, number in msgspec.structs.asdict(placement.left_out).items():
@@ -73,12 +73,12 @@ class Recorder:
                 self._counts.add("vllm:hybridkv_checkpoint_stops_left_out_total", number, cause=cause)
 
     def prefixes_forgotten(self, number: int) -> None:
-        """So many prefixes are remembered that these were used longest ago."""
+        """Remembered prefixes were dropped, the least recently used first."""
         if number:
             self._counts.add("vllm:hybridkv_forgotten_prefixes_total", number)
 
     def superseded(self) -> None:
-        """A newer state of the same answer has taken the place of one."""
+        """A newer state of the same answer replaced an older one."""
         self._counts.add("vllm:hybridkv_superseded_states_total", 1)
 
     def state_stored(self, origin: str) -> None:
@@ -86,19 +86,19 @@ class Recorder:
         self._counts.add("vllm:hybridkv_states_stored_total", 1, origin=origin)
 
     def store(self, kind: str, outcome: str, number: int = 1) -> None:
-        """One chunk of one group was stored, or why not; or so many."""
+        """Chunks of one group were stored, or were not for a reason."""
         self._counts.add("vllm:hybridkv_stores_total", number, kind=str(kind), outcome=outcome)
 
     def misled(self, cause: str) -> None:
-        """One request went on from a block that the engine had copied wrongly; nothing of it is stored."""
+        """One request continued from a corrupt block; nothing of it is stored."""
         self._counts.add("vllm:hybridkv_misled_requests_total", 1, cause=cause)
 
     def hint(self, name: str) -> None:
-        """One request gave this hint, or (invalid) what nobody understood."""
+        """One request carried this hint, or ("invalid") one that could not be read."""
         self._counts.add("vllm:hybridkv_hints_total", 1, hint=name)
 
     def prefetch(self, outcome: str, number: int = 1) -> None:
-        """Prefixes that requests asked to be brought near have come, or why not."""
+        """Prefetches of prefixes ended with this outcome."""
         self._counts.add("vllm:hybridkv_prefetches_total", number, outcome=outcome)
 
     def kept(self, tier: str, is_kept: bool) -> None:
@@ -106,7 +106,7 @@ class Recorder:
         self._counts.add("vllm:hybridkv_keeps_total", 1, tier=tier, outcome="kept" if is_kept else "refused")
 
     def kept_bytes(self, tier: str, num_bytes: int) -> None:
-        """What is kept in a tier now."""
+        """Bytes that are kept in a tier now."""
         self._gauge("vllm:hybridkv_kept_bytes", num_bytes, tier=tier)
 
     def stored_bytes(self, num_bytes: int) -> None:
@@ -125,60 +125,60 @@ class Recorder:
             self._counts.add("vllm:hybridkv_load_failures_total", 1, reason=reason)
 
     def local(self, source: str, num_tokens: int, num_bytes: int) -> None:
-        """What one load copied from the engine's own blocks; `source` is where it would have come from otherwise."""
+        """Part of one load that was copied from the engine's own blocks; `source` is the tier that it replaced."""
         if num_tokens:
             self._counts.add("vllm:hybridkv_local_tokens_total", num_tokens, source=source)
         if num_bytes:
             self._counts.add("vllm:hybridkv_local_bytes_total", num_bytes, source=source)
 
     def copied(self, is_load: bool, seconds: float, num_bytes: int) -> None:
-        """One copy job ended on this rank; 0 bytes where it failed before the first one."""
+        """One copy job ended on this rank; 0 bytes if it failed before the first one."""
         job = "load" if is_load else "store"
         self._counts.observe(f"vllm:hybridkv_{job}_seconds", seconds)
         if num_bytes:
             self._counts.observe(f"vllm:hybridkv_{job}_size_bytes", num_bytes)
 
     def wait_timeout(self, wait: str) -> None:
-        """A request waited too long: a "lookup" for chunks that were being stored, a "load" for a slower tier."""
+        """A request waited too long: a "lookup" for pending stores, a "load" for a secondary tier."""
         self._counts.add("vllm:hybridkv_wait_timeouts_total", 1, wait=wait)
 
     def moved(self, direction: Direction, tier: str, seconds: float) -> None:
-        """One chunk ended its way between the fast tier and another on this rank."""
+        """One chunk's move between the primary tier and another one ended on this rank."""
         self._counts.observe("vllm:hybridkv_move_seconds", seconds, direction=str(direction), tier=tier)
 
     def server_operations(self, operation: str, outcome: str, number: int) -> None:
-        """What a server of LMCache was asked for."""
+        """Operations of an LMCache server ended with this outcome."""
         self._counts.add("vllm:hybridkv_lmcache_operations_total", number, operation=operation, outcome=outcome)
 
     def server_chunks(self, operation: str, number: int) -> None:
-        """Chunks that a server of LMCache took or wrote."""
+        """Chunks that an LMCache server stored or loaded."""
         self._counts.add("vllm:hybridkv_lmcache_chunks_total", number, operation=operation)
 
     def server_withdrawals(self, number: int) -> None:
-        """Chunks that a server of LMCache was told to delete."""
+        """Chunks that an LMCache server was asked to delete."""
         self._counts.add("vllm:hybridkv_lmcache_withdrawals_total", number)
 
     def server_state(self, is_up: bool) -> None:
-        """Whether a server of LMCache can be asked."""
+        """Whether an LMCache server answers."""
         self._gauge("vllm:hybridkv_lmcache_up", int(is_up))
 
     def server_pool(self, used_bytes: int, capacity_bytes: int) -> None:
-        """The memory that this rank and a server of LMCache share."""
+        """Use of the memory that this rank shares with an LMCache server."""
         self._gauge("vllm:hybridkv_lmcache_pool_used_bytes", used_bytes)
         self._gauge("vllm:hybridkv_lmcache_pool_capacity_bytes", capacity_bytes)
 
     def announced(self, event: str, medium: str) -> None:
-        """Routers were told that blocks are in a medium, or no longer."""
+        """A KV event reported that blocks are in a medium, or no longer."""
         kind = "stored" if event == "BlockStored" else "removed"
         self._counts.add("vllm:hybridkv_kv_events_total", 1, type=kind, medium=medium.lower())
 
     def announcements(self, num_tokens: int, num_untold_chunks: int) -> None:
-        """What routers may count on now, and what is stored beside."""
+        """Tokens that are announced to routers now, and stored chunks that are not."""
         self._gauge("vllm:hybridkv_announced_tokens", num_tokens)
         self._gauge("vllm:hybridkv_unannounced_chunks", num_untold_chunks)
 
     def tiers(self, stack: TierStack, num_ranks: int) -> None:
-        """What the tiers hold now, over all ranks, and what they did since they were last asked."""
+        """Current state of the tiers over all ranks, and their activity since the last call."""
         self._tier(RAM, stack.only_near, num_ranks)
         if not stack.slower:
             return
@@ -241,7 +241,7 @@ class Recorder:
             self._told[series] = value
 
     def take(self) -> OffloadStats | None:
-        """What was counted since the last call, None if nothing."""
+        """Counts since the last call, None if there are none."""
         self._num_taken += 1
         if self._num_taken % GAUGES_AGAIN == 0:
             self._told.clear()
@@ -251,7 +251,7 @@ class Recorder:
 
 
 class OffloadStats(KVConnectorStats):
-    """Counts in the shape in which vLLM merges them and carries them to the API process."""
+    """Counts in the form that vLLM merges and sends to the API process."""
 
     def reset(self) -> None:
         self.data = Counts().to_dict()
@@ -262,7 +262,7 @@ class OffloadStats(KVConnectorStats):
         return OffloadStats(data=merged.to_dict())
 
     def reduce(self) -> dict[str, int | float]:
-        """For the periodic log line: counters and gauges, summed over their labels."""
+        """Counters and gauges summed over their labels, for the periodic log line."""
         return Counts.from_dict(self.data).totals()
 
     def is_empty(self) -> bool:
@@ -270,7 +270,7 @@ class OffloadStats(KVConnectorStats):
 
 
 class OffloadPromMetrics(KVConnectorPromMetrics):
-    """The catalogue as Prometheus metrics in the API process."""
+    """The metrics catalogue as Prometheus metrics in the API process."""
 
     def __init__(
         self,
