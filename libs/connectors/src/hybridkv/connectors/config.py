@@ -283,7 +283,7 @@ def _require_stack(config: OffloadConfig) -> None:
             f"{ROOT}.tiers",
             'a "ram" tier first, and then slower ones',
             ", ".join(f'"{name}"' for name in names),
-            "chunks from a slower tier pass through host memory, so a tier in host memory comes first: "
+            "a chunk from a slower tier passes through host memory, so a tier in host memory comes first: "
             '[{"type": "ram", "capacity": "4GiB"}, {"type": "disk", "path": "/var/cache/kv", "capacity": "1TiB"}]',
         )
     for i, name in enumerate(names):

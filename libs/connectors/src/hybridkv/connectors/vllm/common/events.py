@@ -1,8 +1,8 @@
-"""KV events: announcements to routers of the chunks in host memory and on disk, as the engine's own events.
+"""KV events: announce the chunks in host memory and on disk to routers, as events of the engine's own types.
 
-It records the chunks of a request when the request meets or stores them, asks the tiers for changes, and turns the
-decisions of `planner.Announcer` into events. Tiers that other engines change too are not announced. `ToldHashes` counts
-how often each block hash was announced, so that a subscriber hears of each once and loses none too early.
+Chunks of a request are recorded when the request hits or stores them. The tiers report changes, and the decisions of
+`planner.Announcer` become events. Tiers that other engines change too are not announced. `ToldHashes` counts the
+announcements of each block hash, so that a subscriber gets one event for each hash and loses none too early.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _Said: TypeAlias = tuple[Any, Any, Any]
 
 
 class ToldHashes:
-    """Counts by medium, group and hash. As large as what is announced."""
+    """Announcement counts by medium, group and hash. One entry for each announced hash."""
 
     def __init__(self) -> None:
         self._counts: dict[_Said, int] = {}
@@ -41,10 +41,10 @@ class ToldHashes:
         return len(self._counts)
 
     def pass_on(self, events: Iterable[Any]) -> list[Any]:
-        """What of one step's events tells a subscriber something new. Of other kinds of events, everything.
+        """The part of a step's events that is new to a subscriber. Events of other types pass unchanged.
 
-        What was taken back and given again in one step, while another held it, is taken back and said again, once:
-        whoever does so believes that the subscriber forgot it.
+        A hash that was removed and stored again in one step, while another chunk kept it announced, is sent as one
+        removal and one new store: its sender assumes that subscribers have dropped it.
         """
         said: list[Any] = []
         taken_back: set[_Said] = set()
@@ -100,11 +100,11 @@ def _places(event: Any) -> list[_Said]:
 
 
 def _runs(event: Any, is_new: list[bool]) -> Iterator[Any]:
-    """The parts of an event that are new, each with its own tokens."""
+    """The new runs of blocks of an event, each with its own tokens."""
     hashes, size = event.block_hashes, event.block_size
     extra_keys = getattr(event, "extra_keys", None)
     if not size or len(event.token_ids) != len(hashes) * size:
-        yield event  # it does not say which tokens are whose
+        yield event  # its tokens cannot be split by block
         return
     first = 0
     while first < len(hashes):
@@ -128,17 +128,17 @@ def _runs(event: Any, is_new: list[bool]) -> Iterator[Any]:
 logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 MEDIA = {RAM: "CPU", DISK: "STORAGE"}
-"""What events call the tiers that are announced. Others are shared: who else uses them tells of them, or nobody can."""
+"""Medium of each announced tier in events. Other tiers are shared between engines, and are not announced."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Told:
-    """A chunk in the engine's words.
+    """Content of a chunk in the engine's terms.
 
     Args:
-        parent: the block hash before it, None at the beginning.
-        hashes: of all its hash blocks.
-        tokens: all of them.
+        parent: block hash before the chunk, None at the start.
+        hashes: hashes of all its hash blocks.
+        tokens: all its tokens.
         extra_keys: one entry for each hash block, or None.
         lora: adapter's number and name.
     """
@@ -158,13 +158,13 @@ class _Watched:
 
 
 class RouterEvents:
-    """The events of one store, from when it opens.
+    """KV events of one store.
 
     Args:
         layout: the model's groups.
         stack: the tiers.
-        groups: what events say of each group; see `compat.event_groups`.
-        recorder: counts what is told.
+        groups: event fields of each group; see `compat.event_groups`.
+        recorder: counts events.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class RouterEvents:
                 self._tiers.append(_Watched(index, index, MEDIA[name]))
         self._announcer: Announcer[_Told] = Announcer(spec, len(self._tiers))
         self._said = ToldHashes()
-        # The chunk's name: what knows most of the tokens behind its end tells siblings apart.
+        # Group that names a chunk: the one with the largest lookahead, as its keys distinguish most siblings.
         self._naming = max(spec.stored_groups, key=lambda index: spec.groups[index].lookahead_tokens)
         self._lookahead = spec.groups[self._naming].lookahead_tokens
         self._pool: BlockPool | None = None
@@ -187,13 +187,13 @@ class RouterEvents:
         self._has_said_why = False
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """The engine's blocks: when it forgets them all it says so in words that take in what is announced here."""
+        """Sets the engine's pool. A reset of the whole pool clears all blocks at subscribers, also those of tiers."""
         self._pool, self._engine_cache = pool, compat.cached_blocks(pool)
 
-    # What a request's chunks are.
+    # Chunks of requests.
 
     def met(self, tracked: TrackedRequest) -> None:
-        """The engine admitted a request: of what tiers hold of it, it is known now which tokens these are."""
+        """Records the chunks of an admitted request: their tokens are known now."""
         num_chunks = self._num_named(tracked)
         if num_chunks == 0:
             return
@@ -208,20 +208,20 @@ class RouterEvents:
             self._describe(tracked, number * chunk)
 
     def storing(self, tracked: TrackedRequest, parts: Iterable[Part]) -> None:
-        """A request stores these parts, or found them stored."""
+        """Records parts that a request stores, or found stored."""
         last = self._num_named(tracked) * self._layout.spec.chunk_tokens
         for end in sorted({end for _, end in parts}):
             if end <= last and end % self._layout.spec.chunk_tokens == 0:
                 self._describe(tracked, end)
 
     def _num_named(self, tracked: TrackedRequest) -> int:
-        """Chunks of which every part has a key, and of whose blocks the engine has hashes."""
+        """Number of chunks for which every part has a key and every block a hash of the engine."""
         num_hashed = min(len(tracked.request.block_hashes), len(tracked.prefix_hashes()))
         is_hashed = bool(tracked.request.block_hashes) or tracked.request.num_tokens < self._layout.hash_block_tokens
         if not is_hashed and not self._has_said_why:
             self._has_said_why = True
             logger.warning(
-                "no KV events of what is stored: this engine makes no block hashes, by which routers know it"
+                "no KV events for stored chunks: this engine makes no block hashes, by which routers identify blocks"
             )
         known = num_hashed * self._layout.hash_block_tokens - self._lookahead
         return max(0, known) // self._layout.spec.chunk_tokens
@@ -251,10 +251,10 @@ class RouterEvents:
             lora=(None, None) if lora is None else (lora.adapter_id, lora.name),
         )
 
-    # What is told.
+    # Events.
 
     def take(self) -> list[Any]:
-        """What became so since the last step, prefixes before what follows them, and removals the other way round."""
+        """Events since the last step: stored prefixes before their extensions, removals in the opposite order."""
         self._look()
         stored, removed = self._announcer.take()
         events = [self._stored(each) for each in stored] + [self._removed(each) for each in removed]
@@ -273,7 +273,7 @@ class RouterEvents:
         return said
 
     def _look(self) -> None:
-        """Ask the tiers about what changed."""
+        """Reads changes from the tiers."""
         for number, tier in enumerate(self._tiers):
             changes = tier.changes.take_changes()
             lookup = tier.index.lookup
@@ -306,7 +306,7 @@ class RouterEvents:
         )
 
     def _blocks(self, each: Announcement[_Told]) -> tuple[int, int]:
-        """The hash blocks of a chunk that a part has the content of: of a state the one that it is behind."""
+        """Range of the hash blocks whose content a part holds; for a state the one block that it follows."""
         spec, size = self._layout.spec, self._layout.hash_block_tokens
         last = len(each.payload.hashes)
         if spec.groups[each.group_index].kind is GroupKind.RECURRENT:

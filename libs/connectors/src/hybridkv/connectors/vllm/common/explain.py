@@ -1,7 +1,7 @@
-"""Why a request did or did not hit: one record for each request that was looked up and then admitted.
+"""Explanations of hits and misses: one record for each request that was looked up and then admitted.
 
-What it says is what /metrics counts, so that sums of records agree with /metrics to the token. A request that the
-engine starts over, after a failed load or a preemption, is looked up again and has one more record.
+Records contain the values that /metrics counts, so their sums agree with /metrics to the token. A request that the
+engine starts over, after a failed load or a preemption, is looked up again and gets another record.
 """
 
 from __future__ import annotations
@@ -23,63 +23,63 @@ logger = logging.getLogger("vllm.hybridkv.explain")
 
 
 class Reason(enum.StrEnum):
-    """Why no more was offered. docs/guides/observing.md says what to do about each."""
+    """Why not more tokens were offered. docs/guides/observing.md tells what to do about each."""
 
     COMPLETE = "complete"
-    """All that could be."""
+    """All possible tokens were offered."""
     PREFIX_ENDS = "prefix_ends"
-    """The stored prefix ends, or parts from the request, where the hit does."""
+    """The hit ends where the stored prefix ends or diverges from the request."""
     GROUP_LIMITS = "group_limits"
-    """The full groups hold more, but a group lacks its state or window there."""
+    """The FULL groups hold more, but a group lacks its state or window there."""
     TIER_ROOM = "tier_room"
-    """More would not fit into the fast tier at once."""
+    """More would not fit into the primary tier at once."""
     ENGINE_ROOM = "engine_room"
     """The blocks for the load did not fit beside other loads."""
     NOT_TAKEN = "not_taken"
-    """It was offered, and the engine or a choice between stores took something else."""
+    """Tokens were offered, but the engine, or the choice between several stores, took others."""
     NO_BOUNDARY = "no_boundary"
-    """No boundary lies between what the engine holds and the end of the request."""
+    """No boundary lies between the tokens that the engine holds and the end of the request."""
     NOT_STORED = "not_stored"
-    """Nothing beyond what the engine holds is stored."""
+    """Nothing is stored beyond the tokens that the engine holds."""
     TIMEOUT = "timeout"
-    """It was waited for in vain: for a store to end, or for a slower tier."""
+    """A wait for a pending store or for a secondary tier timed out."""
     FAILED_LOADS = "failed_loads"
     """Loads of this request failed, so less is offered, or nothing."""
     HINT = "hint"
-    """The request said that nothing is to be loaded, so nothing was looked up."""
+    """A hint of the request forbids loads, so nothing was looked up."""
     ADAPTER = "adapter"
-    """It is in doubt what the request's adapter holds, so nothing was looked up, and nothing will be stored."""
+    """The content of the request's adapter is in doubt, so nothing was looked up, and nothing will be stored."""
 
 
 class Explanation(msgspec.Struct, frozen=True, kw_only=True):
-    """One request, as it was when the engine gave it blocks. `num_tokens` is the sum of what the engine held, what was
-    loaded, and what was left to compute.
+    """One request at the time when the engine gave it blocks. `num_tokens` is the sum of the tokens that the engine
+    held, that were loaded, and that were left to compute.
 
     Args:
-        request_id: the engine's name of the request.
-        result: "hit" where something beyond what the engine held was found, whether or not it was taken, else "miss".
+        request_id: the engine's id of the request.
+        result: "hit" if tokens beyond the engine's own were found, whether or not they were loaded, else "miss".
         reason: why not more.
-        num_tokens: of the request: its prompt, and what it had generated before it was started over.
-        engine_tokens: the prefix that the engine held itself.
-        offered_tokens: what was found in the tiers beyond that and taken by the engine.
+        num_tokens: tokens of the request: its prompt, and the output it had before it was started over.
+        engine_tokens: prefix that the engine held itself.
+        offered_tokens: tokens beyond that which were found in the tiers and taken by the engine.
         compute_tokens: the rest.
-        local_tokens: of those that were offered, the ones of which nothing but states is read from a tier, because the
-            engine has their attention in blocks of its own.
-        source: the slowest tier that a part of it came from, "" without a hit.
-        limiting_group: the group that ruled more out, None where no group did.
-        limiting_kind: its kind, or "".
-        lost_tokens: how much more the full groups held than could be resumed.
-        resumable_tokens: where it could have been resumed, had every group what it needs at every boundary: the prefix
-            that the full groups hold, or the engine itself.
-        stop: the boundary whose recurrent state is missing for that: an earlier request that had stopped there would
-            have left it. 0 where no state is missing.
-        stop_reason: why this request stops there, so that the next one finds the state, or "" where it does not.
-        stops: where this request stops so that states are stored, and why: tokens from its beginning, and a reason.
-        junction: "" or, where the request parts from what the full groups hold, "resumed" if it resumes at that point
-            and "lost" if a group keeps it from that.
-        asked: whether tiers that answer late were asked about it: not where that was worth no wait. None where there is
-            none, or none that may be asked.
-        detail: more, in words.
+        local_tokens: offered tokens for which only states are read from a tier, because the engine still has their
+            attention blocks.
+        source: slowest tier that holds a part of the hit, "" without a hit.
+        limiting_group: group that ruled out a longer hit, None if no group did.
+        limiting_kind: kind of that group, or "".
+        lost_tokens: tokens that the FULL groups held beyond the hit.
+        resumable_tokens: boundary of the longest hit if no group lacked a state or window: the prefix that the FULL
+            groups or the engine hold.
+        stop: boundary of the recurrent state that is missing for that; an earlier request that stopped there would
+            have stored it. 0 if no state is missing.
+        stop_reason: why this request stops there, so that the next one finds the state; "" if it does not stop.
+        stops: prefill stops of this request: tokens from its start, and a reason.
+        junction: "" or, if the request diverges from the prefix that the FULL groups hold, "resumed" if it resumes at
+            that point and "lost" if a group prevents it.
+        asked: whether secondary tiers without a local index were looked up; False if that was not worth the wait. None
+            if there are none, or none that may be used.
+        detail: more detail, as text.
     """
 
     request_id: str
@@ -105,15 +105,15 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What was decided for a request.
+    """Decision about a request at its admission.
 
     Args:
-        answer: of the lookup.
-        limit_tokens: how much of the request was looked up.
-        taken_tokens: what the engine loads.
-        loss: what the groups held.
-        source: the slowest tier that is read.
-        asked: whether tiers that answer late were asked; None where there was none to be asked.
+        answer: result of the lookup.
+        limit_tokens: tokens of the request that were looked up.
+        taken_tokens: tokens that the engine loads.
+        loss: tokens that the groups held.
+        source: slowest tier that is read.
+        asked: whether secondary tiers without a local index were looked up; None if there are none.
     """
 
     answer: Hit | Miss
@@ -125,7 +125,7 @@ class Admission:
 
 
 def explain(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> Explanation:
-    """The record of a request that is being admitted."""
+    """Record of a request that is being admitted."""
     answer, loss, num_tokens = admission.answer, admission.loss, tracked.request.num_tokens
     full_group = _full_group(spec)
     has_ended = full_group is not None and loss.full_tokens < last_boundary(spec, admission.limit_tokens)
@@ -155,7 +155,7 @@ def explain(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> E
 
 
 def unsearched(tracked: TrackedRequest, reason: Reason) -> Explanation:
-    """The record of a request that is admitted and was not looked up."""
+    """Record of a request that is admitted without a lookup."""
     num_tokens, computed = tracked.request.num_tokens, tracked.computed_tokens
     return Explanation(
         request_id=tracked.request_id,
@@ -170,7 +170,7 @@ def unsearched(tracked: TrackedRequest, reason: Reason) -> Explanation:
 
 
 def unidentified(tracked: TrackedRequest) -> Explanation:
-    """The record of a request that is admitted with its adapter in doubt."""
+    """Record of a request that is admitted with its adapter in doubt."""
     return unsearched(tracked, Reason.ADAPTER)
 
 
@@ -180,7 +180,7 @@ def _full_group(spec: CacheSpec) -> int | None:
 
 
 def _limiting_group(answer: Hit | Miss, loss: Loss, ended_group: int | None) -> int | None:
-    """Where the full prefix ends, no state or window is to blame, whichever of them the search asked first."""
+    """Group that limits the hit. Where the full prefix ends, no state or window does, whatever was searched first."""
     if loss.lost_tokens:
         return loss.limiting_group
     if ended_group is not None or isinstance(answer, Hit):
@@ -200,7 +200,7 @@ def _reason(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> R
     if loss.lost_tokens:
         return Reason.GROUP_LIMITS
     if loss.full_tokens >= last_boundary(spec, admission.limit_tokens):
-        # All that was looked for is there, or there is nothing to look for.
+        # The whole range is stored, or the range is empty.
         if past.failed_loads:
             return Reason.FAILED_LOADS
         return Reason.NO_BOUNDARY if past.room_limit is None else Reason.TIER_ROOM
@@ -210,6 +210,6 @@ def _reason(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> R
 
 
 def log(explanation: Explanation) -> None:
-    """One line of JSON, at DEBUG."""
+    """Logs a record at DEBUG as one line of JSON."""
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s", msgspec.json.encode(explanation).decode())

@@ -1,7 +1,7 @@
-"""Layout of the cache: vLLM's KV cache groups as groups of the planner, fingerprint of a group, and pages of a block.
+"""Cache layout: vLLM's KV cache groups as groups of the planner, their fingerprints, and the sizes of their pages.
 
-Also the choice of the chunk: the length that the operator names if prompts can hit with it, or one that suits the
-groups. The planner has the rules and the diagnosis; this module turns findings into configuration errors.
+Also the choice of the chunk: the operator's length if prompts can hit with it, or an automatic one that suits the
+groups. The planner has the rules and the diagnosis; this module turns its findings into configuration errors.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, KVCacheTensor
 
 AUTO_CHUNK_TOKENS = 128
-"""An automatic chunk is the smallest one that fits all groups and has this many tokens, unless a state limits it."""
+"""Minimum of an automatic chunk, rounded up to a length that fits all groups. Not used with recurrent groups."""
 MAX_TAIL_BLOCKS = 8
-"""A tail holds all of its chunk that is before its end, once more for every prompt that ends elsewhere in it, and as
-many sizes occur. Chunks of more blocks have none."""
+"""Largest chunk with tails, in blocks. A tail repeats the beginning of its chunk for every prompt that ends elsewhere
+in it, and adds as many slot sizes."""
 
 
 def choose_chunk(
     specs: Sequence[GroupSpec], wanted: int | Literal["auto"], max_model_len: int, hash_tokens: int
 ) -> int:
-    """Tokens in a chunk, as the operator wants them.
+    """Tokens in a chunk, according to the operator's setting.
 
     Args:
         specs: the engine's groups.
-        wanted: what `chunk_tokens` says.
+        wanted: value of `chunk_tokens`.
         max_model_len: tokens in the longest request.
-        hash_tokens: tokens that each of the engine's block hashes adds.
+        hash_tokens: tokens in each of the engine's block hashes.
 
     Raises:
-        ConfigurationError: the chunk gains nothing, or no prompt can hit; the hint says what would work.
+        ConfigurationError: the chunk gains nothing, or no prompt can hit; the hint names a length that works.
     """
     chunk = _auto_chunk(specs, max_model_len, hash_tokens) if wanted == "auto" else wanted
     findings = diagnose(HybridOffloadPlanner.of_groups(specs, hash_tokens, chunk), max_model_len)
@@ -86,7 +86,7 @@ def choose_chunk(
 
 
 def _largest_part(specs: Sequence[GroupSpec], hash_tokens: int) -> str:
-    """Words that name the groups without which the common multiple is smallest; none where all groups are alike."""
+    """Text that names the groups without which the common multiple is smallest; "" if all groups are alike."""
     units = {index: spec.unit_tokens for index, spec in enumerate(specs) if spec.kind is not GroupKind.SCRATCH}
     without = {unit: math.lcm(hash_tokens, *(set(units.values()) - {unit})) for unit in units.values()}
     if len(without) < 2:
@@ -101,7 +101,7 @@ def _largest_part(specs: Sequence[GroupSpec], hash_tokens: int) -> str:
 
 
 def _auto_chunk(specs: Sequence[GroupSpec], max_model_len: int, hash_tokens: int) -> int:
-    """Whole blocks of every group; where no prompt reaches that, of those groups that cannot be cut."""
+    """Whole blocks of every group; if no prompt reaches that, whole blocks only of groups that cannot be cut."""
     is_recurrent = any(spec.kind is GroupKind.RECURRENT for spec in specs)
     units = [math.lcm(unit, hash_tokens) for unit in (whole_chunk_unit(specs), chunk_unit(specs))]
     chunks = [unit if is_recurrent else -(-AUTO_CHUNK_TOKENS // unit) * unit for unit in units]
@@ -109,17 +109,17 @@ def _auto_chunk(specs: Sequence[GroupSpec], max_model_len: int, hash_tokens: int
 
 
 def choose_tail(spec: CacheSpec, hit_tokens: int | None, hash_tokens: int) -> int | None:
-    """The grid of tails, in tokens: None where nothing is stored that ends inside a chunk.
+    """Grid of tails in tokens; None if nothing is stored that ends inside a chunk.
 
-    A tail is stored only with a state at its end, and the engine hands over such states only where its own hits end
-    inside blocks. A block is stored whole, whatever stands behind the tail: so none is cut. Left out are drafters,
-    because on an engine with one nobody has tried, and groups with smaller blocks than a state's, as windows beside
-    such states would have: vLLM 0.32 lets a prefill end where a smaller block does and a state's does not.
+    A tail is stored only with a state at its end, and the engine hands over such states only if its own hits end inside
+    blocks. A tail's last block is stored whole, so no block is cut. Drafters are excluded, as tails are untested with
+    them. Groups with smaller blocks than a state's, such as windows, are excluded too: vLLM 0.32 lets a prefill end at
+    the end of a smaller block, where no state's block ends.
 
     Args:
         spec: the engine's groups, and the chunk.
-        hit_tokens: the engine's own hits end at multiples of this; None where it does not say.
-        hash_tokens: tokens that each of the engine's block hashes adds, by which tails are named.
+        hit_tokens: alignment of the engine's own hits; None if the engine does not report it.
+        hash_tokens: tokens in each of the engine's block hashes, by which tails are named.
     """
     if hit_tokens is None or hit_tokens % hash_tokens or hit_tokens >= whole_chunk_unit(spec.groups):
         return None
@@ -140,17 +140,17 @@ def _longer(chunk: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """Where the bytes of the engine's groups lie: what both halves of the connector must agree on.
+    """Layout of the engine's groups, on which both halves of the connector must agree.
 
-    Whose bytes they are it does not say; `fingerprint` does, with facts that the scheduler's half gathers.
+    It does not identify the content; `fingerprint` does, with facts that the scheduler's half gathers.
 
     Args:
         spec: groups in the engine's order, and the chunk.
-        layers: for every group its layers; none for SCRATCH.
-        groups: the stored ones, in order, as a fingerprint describes them.
-        hash_block_tokens: tokens that each of the engine's block hashes adds.
-        hash_algorithm: of those hashes.
-        world_size: ranks, each of which holds its own part of every chunk.
+        layers: layers of every group; none for SCRATCH.
+        groups: fingerprints of the stored groups, in order.
+        hash_block_tokens: tokens in each of the engine's block hashes.
+        hash_algorithm: algorithm of those hashes.
+        world_size: ranks; each holds its own part of every chunk.
     """
 
     spec: CacheSpec
@@ -162,14 +162,14 @@ class CacheLayout:
     _block_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _content_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _alike_bytes: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
-    """Of each group's part of a chunk, where these are the same for every chunk."""
+    """Bytes of each group's part of a chunk, if they are equal for all chunks."""
     _part_sizes: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
-    """Of (group, tokens), as far as they were asked for: every chunk is, and of a model there are few."""
+    """Cache of bytes by (group, tokens). A model has few different ones."""
 
     def __post_init__(self) -> None:
         sizes = tuple(sum(aligned_page_bytes(layer.page_bytes) for layer in layers) for layers in self.layers)
         content = tuple(sum(layer.page_bytes for layer in layers) for layers in self.layers)
-        object.__setattr__(self, "_block_bytes", sizes)  # the way to fill a frozen dataclass
+        object.__setattr__(self, "_block_bytes", sizes)  # sets a field of a frozen dataclass
         object.__setattr__(self, "_content_bytes", content)
         parts = zip(self.spec.alike_parts, sizes, strict=True)
         alike = tuple(None if part is None else len(part) * num_bytes for part, num_bytes in parts)
@@ -182,9 +182,12 @@ class CacheLayout:
         return self.hash_algorithm in compat.STABLE_HASHES
 
     def fingerprint(self, facts: dict[str, str]) -> Fingerprint:
-        """The identity of what is stored, given what else it depends on.
+        """Fingerprint of the stored content.
 
-        All ranks of an engine are tensor-parallel ones: other layouts are refused.
+        Args:
+            facts: facts that the content depends on beside the layout.
+
+        All ranks are tensor-parallel: other kinds of parallelism are refused.
         """
         return Fingerprint(
             facts=facts,
@@ -195,18 +198,18 @@ class CacheLayout:
         )
 
     def block_bytes(self, group_index: int) -> int:
-        """Bytes to set aside for one block on one rank, with the zeros that align its pages in a chunk.
+        """Bytes that one block takes in a chunk on one rank, with the zeros that align its pages.
 
-        On a worker no fewer than it stores: the engine's padding is not stored, and layers may share a page.
+        An upper bound for a worker: it stores no padding of the engine, and layers may share pages.
         """
         return self._block_bytes[group_index]
 
     def content_bytes(self, group_index: int) -> int:
-        """Bytes of one block's pages on one rank, of which as much belongs to each token where blocks can be cut."""
+        """Bytes of one block's pages on one rank. If blocks can be cut, every token has an equal share."""
         return self._content_bytes[group_index]
 
     def span_bytes(self, group_index: int, span: TokenSpan) -> int:
-        """Bytes that some tokens of a group take in a chunk on one rank, where chunks may cut its blocks."""
+        """Bytes of a token range in a chunk on one rank, for groups with blocks that chunks cut."""
         size = self.spec.groups[group_index].block_tokens
         first, last = -(-span.start // size), span.end // size
         if first > last:
@@ -224,7 +227,7 @@ class CacheLayout:
         return num_bytes
 
     def chunk_bytes(self, group_index: int, end_token: int) -> int:
-        """Bytes of a group's part of a chunk on one rank; 0 where nothing of it is ever needed."""
+        """Bytes of a group's part of a chunk on one rank; 0 if no token of it is ever needed."""
         alike = self._alike_bytes[group_index]
         if alike is not None and end_token % self.spec.chunk_tokens == 0:
             return alike
@@ -233,43 +236,42 @@ class CacheLayout:
         return len(chunk_blocks(self.spec, group_index, end_token)) * self.block_bytes(group_index)
 
     def largest_chunk_bytes(self, group_index: int) -> int:
-        """The most bytes that a group's part of any chunk takes on one rank."""
+        """Largest size of a group's part of any chunk on one rank."""
         chunk, group = self.spec.chunk_tokens, self.spec.groups[group_index]
         if self.spec.tail_tokens is not None:
             return max(self._part_ends_bytes(group_index))
         if group_index in self.spec.cut_groups:
-            # Behind the first window, chunks repeat where they begin in a block.
+            # After the first window, sizes repeat when chunks start at the same offset in a block.
             num_chunks = -(-(group.window_tokens or 0) // chunk) + group.block_tokens // math.gcd(
                 group.block_tokens, chunk
             )
             return max(self.chunk_bytes(group_index, chunk * (i + 1)) for i in range(num_chunks))
         if group.kind is GroupKind.CHUNKED:
-            # How much of a chunk is needed depends on where it lies; all of it is the bound.
+            # The needed part of a chunk depends on its position; the whole chunk is the bound.
             return chunk // group.block_tokens * self.block_bytes(group_index)
         return self.chunk_bytes(group_index, chunk)
 
     def chunk_sizes(self) -> tuple[int, ...]:
-        """Bytes that a group's part of a chunk, or of a tail, may take on one rank: all that occur, the smallest
-        first."""
+        """All sizes in bytes of a group's part of a chunk or tail on one rank, ascending."""
         sizes = {num_bytes for index in self.spec.stored_groups for num_bytes in self._part_ends_bytes(index)}
         return tuple(sorted(sizes - {0}))
 
     def _part_ends_bytes(self, group_index: int) -> set[int]:
-        """Bytes of a group's part of every chunk and tail, as far as they differ."""
+        """All sizes in bytes of a group's part of chunks and tails."""
         chunk, step, group = self.spec.chunk_tokens, self.spec.boundary_tokens, self.spec.groups[group_index]
-        # Behind the first window, chunks repeat where they begin alike in a block and in an attention chunk.
+        # After the first window, sizes repeat when chunks start at the same offset in a block and an attention chunk.
         period_tokens = math.lcm(chunk, group.block_tokens, group.align_tokens or 1)
         last = -(-(group.window_tokens or 0) // chunk) * chunk + period_tokens
         return {self.chunk_bytes(group_index, end) for end in range(step, last + 1, step)}
 
 
 class ResolvedGroups(NamedTuple):
-    """The engine's groups, before a chunk is settled: what needs none, such as a peer, needs no more.
+    """The engine's groups before a chunk is chosen. A use without chunks, such as peers, needs no more.
 
     Args:
-        specs: of all groups, in the engine's order.
-        layers: for every group its layers; none for SCRATCH.
-        fingerprints: of the groups that can be stored.
+        specs: all groups, in the engine's order.
+        layers: layers of every group; none for SCRATCH.
+        fingerprints: fingerprints of the groups that can be stored.
     """
 
     specs: tuple[GroupSpec, ...]
@@ -284,17 +286,17 @@ def resolve_layout(
     *,
     with_tails: bool = False,
 ) -> CacheLayout:
-    """Reads the engine's groups and settles the chunk.
+    """Reads the engine's groups and chooses the chunk.
 
     Args:
-        vllm_config: final.
-        kv_cache_config: of either half.
-        chunk_tokens: as the operator wants them.
-        with_tails: whether what is stored may end inside a chunk, where the engine hands over states there.
+        vllm_config: final configuration.
+        kv_cache_config: KV cache configuration of either half.
+        chunk_tokens: the operator's setting.
+        with_tails: whether to store tails, which end inside a chunk, if the engine hands over states there.
 
     Raises:
-        ConfigurationError: a group is of a kind that is not known, the parallel layout is not supported, or the chunk
-            does not fit.
+        ConfigurationError: the kind of a group is unknown, the parallel layout is not supported, or the chunk does not
+            fit.
     """
     groups = resolve_groups(vllm_config, kv_cache_config)
     hash_tokens = compat.hash_block_tokens(vllm_config, kv_cache_config)
@@ -317,8 +319,8 @@ def resolve_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> R
     """Reads the engine's groups.
 
     Raises:
-        ConfigurationError: a group is of a kind that is not known, the parallel layout is not supported, or nothing
-            can be stored.
+        ConfigurationError: the kind of a group is unknown, the parallel layout is not supported, or no group can be
+            stored.
     """
     _require_plain_parallelism(vllm_config)
     stored = compat.cacheable_group_ids(kv_cache_config)
@@ -361,11 +363,11 @@ def resolve_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> R
 
 
 def group_specs(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
-    """What each of the engine's groups keeps, by the same translation as for `resolve_layout`. What only keys depend on
-    is left out (`lookahead_tokens`).
+    """Planner specs of the engine's groups, translated as for `resolve_layout` but without `lookahead_tokens`, on which
+    only keys depend.
 
     Raises:
-        ConfigurationError: a group is of a kind that is not known.
+        ConfigurationError: the kind of a group is unknown.
     """
     stored = compat.cacheable_group_ids(kv_cache_config)
     return tuple(
@@ -377,7 +379,7 @@ def group_specs(kv_cache_config: KVCacheConfig) -> tuple[GroupSpec, ...]:
 
 
 def no_stored_group() -> ConfigurationError:
-    """The error for a model of which nothing can be stored."""
+    """Error for a model without a group that can be stored."""
     return ConfigurationError(
         "kv_cache_groups", "a group that can be stored", "none", "this model keeps no reusable KV cache"
     )
@@ -405,14 +407,14 @@ def _group_spec(path: str, group: KVCacheGroupSpec, hash_tokens: int) -> GroupSp
 
 
 def _translate(path: str, spec: KVCacheSpec, group: KVCacheGroupSpec, lookahead: int) -> GroupSpec:
-    # Exact classes: a subclass that is not listed may keep something else in its blocks.
+    # Exact classes: an unlisted subclass may keep other content in its blocks.
     make = _KINDS.get(type(spec).__name__)
     if make is None or getattr(group, "host_resident", False) or getattr(group, "role", "default") != "default":
         raise ConfigurationError(
             f"{path}.kv_cache_spec",
             "one of " + ", ".join(_KINDS),
             f"{type(spec).__name__} (layers {', '.join(group.layer_names[:2])}, ...)",
-            "hybridkv stores no KV whose meaning it does not know; start without it, or report the model",
+            "hybridkv stores no KV of a spec that it does not know; start without it, or report the model",
         )
     return make(spec, lookahead)
 
@@ -454,16 +456,16 @@ _KINDS: dict[str, Callable[[Any, int], GroupSpec]] = {
 
 
 def layer_spec(group: KVCacheGroupSpec, name: str) -> KVCacheSpec:
-    """A layer's own spec: groups of one type may keep pages of different sizes."""
+    """Spec of one layer. Groups of one type may keep pages of different sizes."""
     per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
     return per_layer[name] if per_layer else group.kv_cache_spec
 
 
 def _layer_fingerprint(name: str, spec: KVCacheSpec, placement: KVCacheTensor | None) -> LayerFingerprint:
-    """Of one layer. `placement` says where its pages lie; None where they lie in pieces: that is not their size."""
+    """Fingerprint of one layer. `placement` is the place of its pages; None if a page lies in pieces."""
     page_bytes = compat.unpadded_page_bytes(spec)
     if placement and placement.layer_stride < placement.block_stride and placement.layer_stride != spec.page_size_bytes:
-        # Pages of different sizes, packed block by block. The scheduler is told the spec of one layer only, so this is
-        # another layer's; where the page lies says how large it is, padding included.
+        # Pages of different sizes, packed block by block. The scheduler has the spec of one layer only, so this may be
+        # another layer's. The placement gives the page's size, with padding.
         page_bytes = placement.layer_stride
     return LayerFingerprint(name=name, facts=spec_facts(spec), page_bytes=page_bytes)

@@ -1,8 +1,8 @@
-"""Whose blocks a chunk may cut: the groups in which a range of a block's tokens can be moved by itself.
+"""Groups with blocks that a chunk may cut: a range of a block's tokens can be moved alone.
 
-Only where it is known that a block is one token after another, each of as many bytes. That is settled twice, and the
-answer is no wherever it is in doubt: by what the engine says of a layer, in both halves of the connector, before there
-are tensors; and, for a group that chunks do cut, by the tensors and the backends of a worker's layers.
+A block must hold one token after another, each with equal bytes. That is checked twice, and a doubtful block counts as
+not divisible: by the engine's spec of a layer, in both halves of the connector, before there are tensors; and, for a
+group that chunks do cut, by the tensors and attention backends of a worker's layers.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from hybridkv.connectors.vllm.common.layout import CacheLayout
 
 DIVISIBLE_SPECS = frozenset({"FullAttentionSpec", "SlidingWindowSpec"})
-"""Exact classes. Latents may be packed, compressed or indexed by other layers; nobody here has tried to cut those."""
+"""Exact classes. MLA latents may be packed, compressed or indexed by other layers; cutting those is untested."""
 DIVISIBLE_BACKENDS = frozenset({"FLASH_ATTN", "FLASHINFER", "FLEX_ATTENTION", "TRITON_ATTN"})
-"""Attention backends that keep K and V of a token side by side. That of CPUs keeps K by columns, and some of ROCm's
-keep parts of K apart."""
+"""Attention backends that keep K and V of a token together. The CPU backend stores K in columns, and some ROCm backends
+split K."""
 
 
 def part_tokens(
     vllm_config: VllmConfig, group: KVCacheGroupSpec, page_bytes: Mapping[str, int], hash_tokens: int
 ) -> int | None:
-    """Tokens in the smallest part of the group's blocks that can be moved by itself, None where only whole blocks can.
+    """Tokens in the smallest part of the group's blocks that can be moved alone; None if only whole blocks can.
 
     Args:
-        vllm_config: final.
-        group: stored, of a kind that is known.
-        page_bytes: of each layer, as the worker will find them.
-        hash_tokens: tokens that each of the engine's block hashes adds: chunks are named by them, so none ends inside.
+        vllm_config: final configuration.
+        group: a stored group of a known kind.
+        page_bytes: page size of each layer on the worker.
+        hash_tokens: tokens in each of the engine's block hashes. Chunks are named by hashes, so none ends inside one.
     """
     per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None) or {}
     specs = {name: per_layer.get(name, group.kv_cache_spec) for name in group.layer_names}
@@ -50,23 +50,23 @@ def part_tokens(
 
 
 def is_divisible(spec: KVCacheSpec, page_bytes: int) -> bool:
-    """Whether a layer's page is, by what the engine says of it, as many bytes for each token and nothing besides."""
+    """Whether a layer's page, by its spec, has equal bytes for each token and nothing else."""
     quantized = getattr(spec, "kv_quant_mode", None)
     return (
         type(spec).__name__ in DIVISIBLE_SPECS
         and getattr(quantized, "name", quantized) in (None, "NONE")
         and getattr(spec, "tokens_per_state", 1) == 1
-        # Pages of several sizes that are packed into one block are known by where they lie, padding included.
+        # Pages of several sizes that are packed into one block are identified by their place, padding included.
         and page_bytes == compat.unpadded_page_bytes(spec)
         and page_bytes % spec.block_size == 0
     )
 
 
 def require_divisible(vllm_config: VllmConfig, layout: CacheLayout) -> None:
-    """Refuses a worker that keeps blocks which chunks cut in an order that nobody here knows.
+    """Refuses a worker with blocks in an unknown order of tokens, if chunks cut these blocks.
 
     Raises:
-        ConfigurationError: such a layer has a backend that is not known to keep one token after another.
+        ConfigurationError: a layer's attention backend is not known to keep one token after another.
     """
     layers = vllm_config.compilation_config.static_forward_context
     for index in layout.spec.cut_groups:
@@ -78,7 +78,7 @@ def require_divisible(vllm_config: VllmConfig, layout: CacheLayout) -> None:
 
 
 def not_divisible(layout: CacheLayout, group_index: int, got: str) -> ConfigurationError:
-    """The error for a group that chunks cut and cannot."""
+    """Error for a group with blocks that chunks cut but that cannot be cut."""
     group, chunk = layout.spec.groups[group_index], layout.spec.chunk_tokens
     return ConfigurationError(
         f"{ROOT}.chunk_tokens",
@@ -89,6 +89,6 @@ def not_divisible(layout: CacheLayout, group_index: int, got: str) -> Configurat
 
 
 def backend_name(layer: Any) -> str:
-    """What vLLM calls the attention backend of a layer that a worker has built."""
+    """vLLM's name of the attention backend of a layer in a worker."""
     name = getattr(getattr(layer, "attn_backend", None), "get_name", None)
     return str(name()) if name is not None else "an unknown backend"

@@ -1,8 +1,8 @@
 """Decides whether this engine may resume a prefix, and if not, why not.
 
-A store may do only what the engine itself may do. vLLM switches its own prefix cache off where a prefix cannot be
-resumed, and keeps no record of the reason. So "off" is refused, unless the operator names the exception and no known
-fact speaks against it. The decision is a pure function; `gather` reads its facts from vLLM's configuration.
+A store may resume only prefixes that the engine itself may resume. vLLM switches its own prefix cache off for models
+that cannot resume a prefix, and keeps no record of the reason. So "off" is refused, unless the operator sets the
+exception and no known fact contradicts it. The decision is a pure function; `gather` reads its facts from vLLM.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 EXCEPTION_KEY = "without_prefix_caching"
-"""The key of `kv_connector_extra_config` that says that prefix caching was switched off on purpose."""
+"""Key of `kv_connector_extra_config` which states that prefix caching is off on purpose."""
 
 UNRESUMABLE_ARCHITECTURES = {
-    "UnlimitedOCRForCausalLM": "what it generates sees a window of what it generated, so a block depends on where the "
-    "prompt ended, whichever attention backend runs it"
+    "UnlimitedOCRForCausalLM": "its output attends only to a window of its output, so a block depends on where the "
+    "prompt ended, with every attention backend"
 }
 BATCH_INVARIANT_BACKENDS = frozenset({"FLASHINFER", "TRITON_MLA"})
-"""Attention backends that give other answers behind a resumed prefix where batch invariance is asked for."""
+"""Attention backends that are not batch-invariant after a resumed prefix."""
 
 
 class Reason(enum.Enum):
     """Why no prefix may be resumed."""
 
-    SPEC = "a spec that is known to be unfit"
-    UNKNOWN = "a spec, or a field of one, that nobody here has looked at"
-    GROUP = "a group whose blocks the engine moves itself"
+    SPEC = "a spec that cannot be resumed"
+    UNKNOWN = "a spec, or a field of one, that hybridkv does not know"
+    GROUP = "a group with blocks that the engine itself moves"
     ENCODER_DECODER = "an encoder beside the decoder"
     ENCODER_ONLY = "an instance that runs a multimodal encoder alone"
-    DIFFUSION = "tokens that are written again and again until they stand"
-    POOLING = "an answer that is pooled from more than a prefix leaves behind"
+    DIFFUSION = "tokens that are rewritten until they are final"
+    POOLING = "an answer that is pooled from more than a prefix stores"
     ARCHITECTURE = "a model that vLLM knows cannot resume"
     MLA_ON_CPU = "latent attention without AMX"
     RISC_V = "vLLM's kernels for RISC-V"
-    BATCH_INVARIANT = "batch invariance with a backend that loses it behind a prefix"
+    BATCH_INVARIANT = "batch invariance with a backend that loses it after a resumed prefix"
     CHUNKED_PREFILL_OFF = "a prompt that must be computed in one piece"
-    PREFIX_CACHING_OFF = "prefix caching is off, and nobody has said why"
+    PREFIX_CACHING_OFF = "prefix caching is off, for an unknown reason"
 
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """What to tell the operator: the parts of a `ConfigurationError`, and the reason for tests and counters."""
+    """A refusal: the parts of a `ConfigurationError`, and the reason for tests and counters."""
 
     reason: Reason
     path: str
@@ -74,13 +74,13 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Switches:
-    """What is on and off in the engine, as it stands after the engine has changed it.
+    """Switches of the engine in its final configuration.
 
     Args:
         prefix_caching: the engine resumes prefixes itself.
         chunked_prefill: it may compute a prompt in pieces.
-        batch_invariant: answers must not depend on what else is in a batch.
-        is_excepted: the operator says that prefix caching was switched off on purpose.
+        batch_invariant: answers must not depend on other requests in the batch.
+        is_excepted: the operator states that prefix caching is off on purpose.
     """
 
     prefix_caching: bool = True
@@ -91,14 +91,14 @@ class Switches:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the model runs on.
+    """Hardware and attention backends of the model.
 
     Args:
-        device: "cpu" or another.
-        architecture: of the CPU, as vLLM names it.
-        has_amx: it has AMX tiles, and the operating system lets them be used.
-        asked_backend: the attention backend that the operator named, or "".
-        backends: the attention backends of this process' layers.
+        device: "cpu" or another device type.
+        architecture: CPU architecture, as vLLM names it.
+        has_amx: the CPU has AMX tiles, and the operating system permits their use.
+        asked_backend: attention backend that the operator named, or "".
+        backends: attention backends of this process' layers.
     """
 
     device: str = "cpu"
@@ -110,16 +110,16 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What the engine says of the model.
+    """Properties of the model.
 
     Args:
         architectures: its classes.
-        model_type: of its configuration.
-        is_encoder_decoder: a decoder beside an encoder.
+        model_type: type in its configuration.
+        is_encoder_decoder: it has a decoder beside an encoder.
         is_encoder_only: this instance runs the multimodal encoder alone.
         is_diffusion: it denoises a canvas of tokens.
-        is_unfit_pooling: it pools, in a way for which vLLM does not support prefix caching.
-        uses_mla: latent attention.
+        is_unfit_pooling: it pools in a way for which vLLM does not support prefix caching.
+        uses_mla: it uses latent attention.
     """
 
     architectures: tuple[str, ...] = ()
@@ -138,8 +138,8 @@ class Group:
     Args:
         is_cacheable: the engine's own prefix cache may hold it.
         is_drafter: it has a drafter's layers.
-        flags: its fields that are not at their defaults.
-        specs: of its layers, each once.
+        flags: fields with other values than the defaults.
+        specs: specs of its layers, each once.
     """
 
     is_cacheable: bool
@@ -150,7 +150,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class ResumeFacts:
-    """Everything that the answer depends on."""
+    """All facts on which the decision depends."""
 
     switches: Switches
     machine: Machine
@@ -159,9 +159,9 @@ class ResumeFacts:
 
 
 def refusal(facts: ResumeFacts) -> Refusal | None:
-    """Why no prefix may be resumed here; None if one may.
+    """Why no prefix may be resumed here; None if prefixes may be resumed.
 
-    The reasons are asked in an order in which the most particular is named: a spec says more than a switch.
+    The most specific reason comes first: a spec before a switch.
     """
     return next(_refusals(facts), None)
 
@@ -192,12 +192,12 @@ def _of_problem(path: str, problem: Problem, known: Reason) -> Refusal:
 
 def _model_refusals(model: Model) -> Iterator[Refusal]:
     if model.is_encoder_decoder:
-        yield _of_model(Reason.ENCODER_DECODER, "what its decoder keeps depends on the encoder's input")
+        yield _of_model(Reason.ENCODER_DECODER, "its decoder's KV depends on the encoder's input")
     if model.is_encoder_only:
         yield _of_model(Reason.ENCODER_ONLY, "this instance runs a multimodal encoder alone and keeps no KV cache")
     if model.is_diffusion:
         yield _of_model(
-            Reason.DIFFUSION, "a diffusion model writes its tokens' KV again until they stand, and sees both directions"
+            Reason.DIFFUSION, "a diffusion model rewrites its tokens' KV until they are final, and sees both directions"
         )
     if model.is_unfit_pooling:
         yield _of_model(
@@ -244,18 +244,18 @@ def _machine_refusals(facts: ResumeFacts) -> Iterator[Refusal]:
         yield Refusal(
             Reason.BATCH_INVARIANT,
             "enable_prefix_caching",
-            "an attention backend that stays batch-invariant behind a resumed prefix",
+            "an attention backend that stays batch-invariant after a resumed prefix",
             f"VLLM_BATCH_INVARIANT with {', '.join(unfit)}, for which vLLM switches prefix caching off",
             "choose another --attention-backend, or start without hybridkv or without VLLM_BATCH_INVARIANT",
         )
 
 
 def _amx_runs_mla(facts: ResumeFacts) -> bool:
-    """What vLLM's CPU platform asks before it lets latent attention resume."""
+    """The conditions under which vLLM's CPU platform lets latent attention resume."""
     machine = facts.machine
     if machine.architecture != "X86" or not machine.has_amx:
         return False
-    # DeepSeek-V4 has kernels of its own, whichever backend is asked for.
+    # DeepSeek-V4 has kernels of its own, whatever backend is set.
     return machine.asked_backend != "CPU_MLA" or facts.model.model_type == "deepseek_v4"
 
 
@@ -268,7 +268,7 @@ def _switch_refusals(switches: Switches) -> Iterator[Refusal]:
         yield Refusal(
             Reason.CHUNKED_PREFILL_OFF,
             "enable_chunked_prefill",
-            "on: what follows a restored prefix is a later piece of a prompt",
+            "on: the tokens after a restored prefix are a later piece of a prompt",
             "off, by the operator or because vLLM knows that this model or machine cannot compute a prompt in pieces",
             "remove --no-enable-chunked-prefill; if it was not given, start without hybridkv; "
             f"{EXCEPTION_KEY} does not help",
@@ -277,8 +277,8 @@ def _switch_refusals(switches: Switches) -> Iterator[Refusal]:
         yield Refusal(
             Reason.PREFIX_CACHING_OFF,
             "enable_prefix_caching",
-            "on: hybridkv resumes prefixes only where vLLM does so itself",
-            "off, and vLLM does not say whether the operator switched it off or a model that cannot resume",
+            "on: hybridkv resumes prefixes only if vLLM itself does",
+            "off, and vLLM does not tell whether the operator or a model that cannot resume is the reason",
             "start with --enable-prefix-caching; if vLLM's log does not say that it was switched off and you know that "
             f'this model resumes prefixes exactly, set "{EXCEPTION_KEY}": true in {ROOT}',
         )
@@ -299,15 +299,15 @@ def require_resumable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *
 
 
 def warn_of_others(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, others: Sequence[str]) -> Refusal | None:
-    """Says which connectors beside hybridkv's own could restore a prefix where none may be resumed.
+    """Warns of connectors beside hybridkv's own that could restore a prefix although none may be resumed.
 
-    They are not refused: some fetch a whole prompt from the engine that has just computed it, which is another matter.
+    They are not refused: some fetch a whole prompt from the engine that has just computed it, which is safe.
     """
     found = refusal(gather(vllm_config, kv_cache_config, is_excepted=False)) if others else None
     if found is not None:
         logger.warning(
-            "HybridMultiConnector: no prefix can be relied on here (%s: %s), and %s may restore some all the same: "
-            "hybridkv does not answer for what they load",
+            "HybridMultiConnector: no prefix can be relied on here (%s: %s), but %s may still restore some: "
+            "hybridkv is not responsible for what they load",
             found.path,
             found.got,
             ", ".join(others),
@@ -316,7 +316,7 @@ def warn_of_others(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, othe
 
 
 def gather(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_excepted: bool) -> ResumeFacts:
-    """The facts as they stand in this process now."""
+    """Facts of this process at this time."""
     cacheable = compat.cacheable_group_ids(kv_cache_config)
     return ResumeFacts(
         Switches(

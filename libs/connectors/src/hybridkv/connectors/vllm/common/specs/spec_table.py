@@ -1,7 +1,7 @@
-"""KV cache specs of vLLM, with the fields from which a stored prefix may be resumed.
+"""Table of vLLM's KV cache specs, with the field values under which a stored prefix can be resumed.
 
-The table has one entry for each spec class of vLLM 0.30 to 0.33 and one for each field, read in the engine's source. It
-has names only, so it needs no engine. `layout.py` says what a group of each spec must hold.
+It has one entry for each spec class of vLLM 0.30 to 0.33 and one for each field, derived from the engine's source. It
+contains names only and imports no engine. `layout.py` defines the content of a group of each spec.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _never(value: object) -> bool:
 
 
 def _named(*names: str) -> Callable[[object], bool]:
-    """Members of an enumeration, or plain values, by name: a later version may bring more."""
+    """Accepts enumeration members or plain values by name, as later versions may add more."""
     return lambda value: (value.name if isinstance(value, enum.Enum) else value) in names
 
 
@@ -31,13 +31,13 @@ def _whole(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A field that is known.
+    """A known field of a spec.
 
     Args:
-        why: it does no harm, or does.
-        accepts: the values, besides the default, with which a prefix can be resumed.
-        unfit_default: the default, where that is what a prefix cannot be resumed with.
-        hint: what an operator can do where a value is refused; "" where nothing but to do without.
+        why: why the field is harmless, or not.
+        accepts: values beside the default with which a prefix can be resumed.
+        unfit_default: the default, if a prefix cannot be resumed with it.
+        hint: what an operator can do about a refused value; "" if nothing but to run without hybridkv.
     """
 
     why: str
@@ -47,18 +47,18 @@ class Flag:
 
     @property
     def lists_values(self) -> bool:
-        """Whether `why` is about the values that are accepted, so that others are values nobody has looked at."""
+        """Whether `why` describes the accepted values, so that other values are unknown."""
         return self.accepts not in (_any, _never)
 
 
 @dataclass(frozen=True, slots=True)
 class SpecClass:
-    """A class that is known.
+    """A known spec class.
 
     Args:
-        parent: whose fields it has too.
+        parent: class from which it inherits fields.
         flags: its own fields.
-        refused: why no group of it can be resumed; "" where one can.
+        refused: why no group of it can be resumed; "" if groups of it can.
         needs_scratch: it is accepted only in groups that are not prefix-cacheable.
     """
 
@@ -69,22 +69,20 @@ class SpecClass:
 
 
 _SIZE = Flag("a size: it is part of the keys")
-_PLACE = Flag("where a page lies, not what is in it")
+_PLACE = Flag("the place of a page, not its content")
 _LABEL = Flag("a label for the engine's own planning")
-_NON_CAUSAL = Flag(
-    "the layers attend in both directions, so what a prefix leaves behind depends on what follows", _never
-)
-_SHARDED = Flag("how ranks of decode context parallelism share tokens; that layout is refused by itself")
+_NON_CAUSAL = Flag("the layers attend in both directions, so the KV of a prefix depends on later tokens", _never)
+_SHARDED = Flag("how ranks of decode context parallelism share tokens; that layout is refused separately")
 _REPLAY = Flag(
-    "the engine computes the last window of a hit again, which has not been tried with a store",
+    "the engine recomputes the last window of a hit, which is untested with a store",
     _never,
     hint="start with --no-swa-bounded-replay",
 )
 _DRAFT = Flag(
     # The one model that sets it projects each position's keys and values from the target's hidden state at that
-    # position; both directions are seen only by the block of drafts, beyond what was accepted, and it is written again.
-    "a drafter's layers look in both directions among the drafts, which are never stored; outside a drafter's group "
-    "nobody has said what it means",
+    # position. Only the block of drafts attends in both directions, beyond the accepted tokens, and it is rewritten.
+    "a drafter's layers attend in both directions among the drafts, which are never stored; outside a drafter's group "
+    "the meaning is unknown",
     hint="start without disable_eagle_block_drop, if it is set; else without hybridkv",
 )
 _QUANT_MODES = _named(
@@ -110,7 +108,7 @@ KNOWN: Mapping[str, SpecClass] = {
             "block_stride_alignment": _PLACE,
             "is_draft": _LABEL,
         },
-        refused="it is a base class, which says nothing of what a block holds",
+        refused="it is a base class, which does not define the content of a block",
     ),
     "AttentionSpec": SpecClass(
         "KVCacheSpec",
@@ -128,12 +126,10 @@ KNOWN: Mapping[str, SpecClass] = {
             "page_size_padded": _PLACE,
             "num_head_slots": _SIZE,
             "state_content_bytes": _SIZE,
-            "tokens_per_state": Flag(
-                "whole tokens compressed into one state; parts of a token were never tried", _whole
-            ),
+            "tokens_per_state": Flag("whole tokens compressed into one state; parts of a token are untested", _whole),
             "dcp_sharded": _SHARDED,
         },
-        refused="it is a base class, which says nothing of what a block holds",
+        refused="it is a base class, which does not define the content of a block",
     ),
     "FullAttentionSpec": SpecClass(
         "AttentionSpec",
@@ -150,7 +146,7 @@ KNOWN: Mapping[str, SpecClass] = {
             "alignment": _PLACE,
             "model_version": Flag("how an entry is packed", _named("deepseek_v4")),
             "cache_role": Flag("latents or an indexer's keys, both of the tokens before", _named("SPARSE", "INDEXER")),
-            "is_index_group_leader": Flag("whose choice of tokens other layers take, anew in every step"),
+            "is_index_group_leader": Flag("other layers use its choice of tokens, made again in every step"),
             "storage_block_size": _PLACE,
             "non_causal_multi_token_decode": _DRAFT,
             "head_size_v": _SIZE,
@@ -163,13 +159,12 @@ KNOWN: Mapping[str, SpecClass] = {
     "RSWASpec": SpecClass(
         "FullAttentionSpec",
         {"rswa_window": _SIZE},
-        refused="what is generated sees only a window of what was generated before, so a block depends on where the "
-        "prompt ended",
+        refused="the output attends only to a window of the output, so a block depends on where the prompt ended",
     ),
     "SinkFullAttentionSpec": SpecClass(
         "FullAttentionSpec",
         {"sink_len": _SIZE},
-        refused="its first blocks hold sinks of the model, which are no tokens of the prompt",
+        refused="its first blocks hold sinks of the model, which are not tokens of the prompt",
     ),
     "ChunkedLocalAttentionSpec": SpecClass("AttentionSpec", {"attention_chunk_size": _SIZE}),
     "SlidingWindowSpec": SpecClass("AttentionSpec", {"sliding_window": _SIZE, "extra_retained_tokens": _SIZE}),
@@ -192,23 +187,23 @@ KNOWN: Mapping[str, SpecClass] = {
             "dtypes": Flag("part of the keys"),
             "page_size_padded": _PLACE,
             "mamba_type": Flag(
-                "a kind of state that one position leaves for the next",
+                "a state that is passed from each position to the next",
                 _named("MAMBA1", "MAMBA2", "SHORT_CONV", "LINEAR", "GDN_ATTN"),
             ),
             "mamba_cache_mode": Flag("whether the engine keeps states at block boundaries", _named("align"), "none"),
             "num_speculative_blocks": Flag("states of drafts, which are never handed over to be stored"),
             "num_prefill_checkpoint_blocks": Flag("more states; the engine says which block holds which"),
-            "prefill_checkpoint_alignment": Flag("where such states are taken; the engine says so with each"),
+            "prefill_checkpoint_alignment": Flag("boundaries of such states; the engine reports each"),
             "num_heads": _SIZE,
-            "tokens_per_state": Flag("a state for so many tokens was never tried", _never),
+            "tokens_per_state": Flag("a state for so many tokens is untested", _never),
             "tp_replicated": Flag("whether all ranks hold the same; each rank stores its own"),
         },
     ),
     "EncoderOnlyAttentionSpec": SpecClass(
-        "AttentionSpec", refused="an encoder sees its whole input, so nothing of it belongs to a prefix"
+        "AttentionSpec", refused="an encoder attends to its whole input, so no part of it belongs to a prefix"
     ),
     "CrossAttentionSpec": SpecClass(
-        "AttentionSpec", refused="it holds what an encoder made of an input that is not in the prefix"
+        "AttentionSpec", refused="it holds an encoder's output for an input that is not in the prefix"
     ),
     "HiSparseHotSpec": SpecClass(
         "KVCacheSpec", {"page_size": _SIZE, "blocks_per_request": _SIZE}, refused=_TRANSFER_REPLICA
@@ -223,7 +218,7 @@ KNOWN: Mapping[str, SpecClass] = {
 GROUP_FLAGS: Mapping[str, Flag] = {
     "layer_names": _LABEL,
     "kv_cache_spec": _LABEL,
-    "is_eagle_group": Flag("a drafter's layers: their keys take in the token after a chunk"),
+    "is_eagle_group": Flag("a drafter's layers: their keys include the token after a chunk"),
     "host_resident": Flag("its blocks lie in the engine's own host pool", _never),
     "enable_kv_transfer": Flag(_TRANSFER_REPLICA, _never),
     "role": Flag("its blocks are numbered by another pool", _never),
@@ -232,7 +227,7 @@ GROUP_FLAGS: Mapping[str, Flag] = {
 
 
 def known_flags(name: str) -> dict[str, Flag]:
-    """The fields of a known class, its parents' included; its own come first."""
+    """Fields of a known class, with those of its parents; its own come first."""
     spec: SpecClass | None = KNOWN[name]
     flags: dict[str, Flag] = {}
     while spec is not None:
@@ -243,17 +238,17 @@ def known_flags(name: str) -> dict[str, Flag]:
 
 _HOME = "vllm.v1.kv_cache_interface"
 _DRAFTS = "non_causal_multi_token_decode"
-_WITHOUT = "start without hybridkv: no setting makes this model's prefixes fit to be stored"
+_WITHOUT = "start without hybridkv: no setting makes this model's prefixes safe to store"
 
 
 @dataclass(frozen=True, slots=True)
 class SpecFacts:
-    """A spec as it was found.
+    """A spec of the engine.
 
     Args:
-        name: of its exact class.
-        layers: that have it.
-        flags: fields that are not at their defaults, and those that have none.
+        name: name of its exact class.
+        layers: layers with this spec.
+        flags: fields with other values than the defaults, and fields without a default.
     """
 
     name: str
@@ -266,10 +261,10 @@ class Problem:
     """Why a spec is refused.
 
     Args:
-        expected: what would be accepted.
-        got: what was found.
+        expected: accepted values.
+        got: the value found.
         hint: what to do.
-        is_known: it was looked at and cannot work; otherwise nobody here has looked.
+        is_known: the value is known not to work; otherwise it is unknown.
     """
 
     expected: str
@@ -279,7 +274,7 @@ class Problem:
 
 
 def changed_fields(value: Any) -> tuple[tuple[str, object], ...]:
-    """The fields of a dataclass that differ from their defaults, and those without one."""
+    """Fields of a dataclass with other values than the defaults, and fields without a default."""
     changed = []
     for each in fields(value):
         default = each.default if each.default_factory is MISSING else each.default_factory()
@@ -290,7 +285,7 @@ def changed_fields(value: Any) -> tuple[tuple[str, object], ...]:
 
 
 def describe(spec: Any, layers: tuple[str, ...]) -> SpecFacts:
-    """What the table needs of a spec of the engine. A class from elsewhere is not taken for vLLM's of the same name."""
+    """Facts of a spec of the engine. A class from another module does not count as vLLM's class of the same name."""
     cls = type(spec)
     name = cls.__name__ if cls.__module__ == _HOME else f"{cls.__module__}.{cls.__name__}"
     return SpecFacts(name, layers, changed_fields(spec))
@@ -309,11 +304,11 @@ def spec_problem(spec: SpecFacts, *, is_cacheable: bool, is_drafter: bool) -> Pr
         return Problem(
             "one of " + ", ".join(accepted_classes()),
             where,
-            "hybridkv stores no KV whose meaning it does not know; start without it, or report the model",
+            "hybridkv stores no KV of a spec that it does not know; start without it, or report the model",
             is_known=False,
         )
     if known.refused or (known.needs_scratch and is_cacheable):
-        why = known.refused or "vLLM keeps it for one request alone, and yet says that others may read it"
+        why = known.refused or "vLLM keeps it for one request alone, and yet reports it as shared"
         return Problem("one of " + ", ".join(accepted_classes()), f"{where}: {why}", _WITHOUT, is_known=True)
     flags, found = known_flags(spec.name), dict(spec.flags)
     problems: list[Problem | None] = [
@@ -328,7 +323,7 @@ def spec_problem(spec: SpecFacts, *, is_cacheable: bool, is_drafter: bool) -> Pr
 
 
 def flag_problem(owner: str, name: str, value: object, flags: Mapping[str, Flag]) -> Problem | None:
-    """Why a field with this value, which is not its default, is refused; None if it is not."""
+    """Why a field with this non-default value is refused; None if it is accepted."""
     shown = str(getattr(value, "name", value))
     flag = flags.get(name)
     if flag is None:
@@ -348,14 +343,14 @@ def _unfit(owner: str, name: str, shown: str, flag: Flag) -> Problem:
             f"mamba_cache_mode {shown}",
             "start with --enable-prefix-caching: without it no state is ever kept, so nothing could be restored"
             if shown == "none"
-            else "start with --mamba-cache-mode align, the one whose states the engine hands over",
+            else "start with --mamba-cache-mode align, the only mode in which the engine hands over states",
             is_known=True,
         )
     if flag.lists_values:
-        got = f"{name} {shown}, a value that nobody here has looked at"
+        got = f"{name} {shown}, a value that hybridkv does not know"
         return Problem(f"{owner} with a {name} that hybridkv knows", got, flag.hint or _WITHOUT, is_known=False)
     return Problem(
-        f"{owner} whose {name} is left at its default",
+        f"{owner} with {name} at its default",
         f"{name} {shown}: {flag.why}",
         flag.hint or _WITHOUT,
         is_known=True,
