@@ -1,1 +1,1 @@
-"""Copies between KV cache blocks and host memory: tables of copies, their lowering, devices, and the proof at start."""
+"""Copies between KV cache blocks and host memory: copy tables, their lowering, devices, and the proof at the start."""

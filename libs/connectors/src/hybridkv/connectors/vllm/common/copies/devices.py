@@ -1,7 +1,7 @@
-"""Devices of an engine: copy engines, and the memory of the arena.
+"""Devices of an engine: their copy engines, and the memory of the arena.
 
-A CPU copies with memmove. A GPU copies as vLLM does (`copies: "engine"`) or with `hybridkv.transfer.cuda` (`copies:
-"native"`), from and to pinned memory. Any other device is refused.
+A CPU copies with memmove. A GPU copies with vLLM's functions (`copies: "engine"`) or with `hybridkv.transfer.cuda`
+(`copies: "native"`), from and to pinned memory. Any other device is refused.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from hybridkv.transfer.pinned import map_memory, near_cpus, pin
 Integers = npt.NDArray[np.int64]
 
 MAX_BATCH_COPIES = 4096
-"""Copies of one call of `swap_blocks_batch`. CUDA's batches crash at some 50,000, ROCm's above 8,192."""
+"""Copies in one call of `swap_blocks_batch`. CUDA crashes at batches of some 50,000 copies, ROCm above 8,192."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineCopies:
-    """What vLLM copies with.
+    """vLLM's functions for copies between a GPU and host memory.
 
     Args:
-        swap_blocks_batch: of `vllm._custom_ops`: tensors of addresses and sizes, enqueued in the current stream.
-        host_register: of `vllm.v1.kv_offload.cpu.host_register`: False where memory cannot be pinned.
-        host_unregister: ends that.
-        last_error: code of the last failed call to the GPU's runtime on this thread, 0 for none; forgets it.
+        swap_blocks_batch: function of `vllm._custom_ops` that takes tensors of addresses and sizes, and enqueues the
+            copies in the current stream.
+        host_register: function of `vllm.v1.kv_offload.cpu.host_register` that pins memory; False if it cannot.
+        host_unregister: unpins memory.
+        last_error: returns and clears the last error code of the GPU's runtime on this thread, 0 for none.
     """
 
     swap_blocks_batch: Callable[..., Any]
@@ -52,10 +53,10 @@ class EngineCopies:
 
 
 class EngineDevice:
-    """A `CopyDevice`, CUDA's or ROCm's: the GPU that is current on the thread that makes it.
+    """`CopyDevice` for CUDA or ROCm: the GPU that is current on the thread that creates it.
 
     Raises:
-        RuntimeError: torch sees no GPU.
+        RuntimeError: torch finds no GPU.
     """
 
     def __init__(self, copies: EngineCopies) -> None:
@@ -67,14 +68,14 @@ class EngineDevice:
         self._pinned: list[tuple[int, int]] = []
 
     def enter_thread(self) -> None:
-        # A thread begins on GPU 0, and whatever torch asks of it there makes a context that takes its memory.
+        # A new thread uses GPU 0. A call of torch on it would create a context there, which takes GPU memory.
         self._torch.cuda.set_device(self._index)
 
     def new_stream(self) -> Any:
         return self._torch.cuda.Stream(self._index)
 
     def new_event(self) -> Any:
-        # A thread that waits for a blocking event sleeps.
+        # A thread that waits for an event with blocking=True sleeps.
         return self._torch.cuda.Event(blocking=True)
 
     def current_stream(self) -> Any:
@@ -86,13 +87,13 @@ class EngineDevice:
     def swap_blocks_batch(
         self, sources: Integers, destinations: Integers, num_bytes: Integers, *, is_src_access_order_any: bool
     ) -> None:
-        self._copies.last_error()  # of somebody else's call before
+        self._copies.last_error()  # clears errors of earlier calls
         for start in range(0, len(sources), MAX_BATCH_COPIES):
             part = slice(start, start + MAX_BATCH_COPIES)
-            # Copies, because torch takes no read-only array.
+            # np.array copies, because torch accepts no read-only array.
             columns = [self._torch.from_numpy(np.array(each[part])) for each in (sources, destinations, num_bytes)]
             self._copies.swap_blocks_batch(*columns, is_src_access_order_any=is_src_access_order_any)
-            # Where the driver has no batches, vLLM copies one by one and ignores the code of each call.
+            # If the driver has no batch copies, vLLM copies one by one and ignores the code of each call.
             if code := self._copies.last_error():
                 raise TransferError(f"vLLM's swap_blocks_batch: error {code} of the GPU's runtime")
 
@@ -100,10 +101,10 @@ class EngineDevice:
         return any(start <= address < end for start, end in self._pinned)
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Let the GPU reach host memory, until all views of it are gone.
+        """Pins host memory for the GPU until all views of it are gone.
 
         Raises:
-            TransferError: it cannot be pinned.
+            TransferError: the memory cannot be pinned.
         """
         cpus = near_cpus(self._torch.cuda.get_device_properties(self._index))
         pin(memory, self._register, self._copies.host_unregister, cpus)
@@ -117,24 +118,24 @@ class EngineDevice:
 
 DEVICE_TYPES = ("cpu", "cuda")
 ZERO_BYTES = 64 * 1024
-"""Of memory that is zero, on each worker's device."""
+"""Bytes of zeroed memory on each worker's device."""
 MOST_DIGEST_THREADS = 8
 _HINT = "run vLLM on a CPU or on GPUs of its CUDA or ROCm platform"
 
 
 class Device(ABC):
-    """The device of one worker."""
+    """Device of one worker."""
 
     device_type: ClassVar[str]
-    """vLLM's name of it; ROCm's is "cuda", too."""
+    """vLLM's device type; it is "cuda" for ROCm too."""
 
     @abstractmethod
     def copy_engines(self, load: str) -> tuple[CopyEngine, CopyEngine]:
-        """Who stores and who loads. `load` is "async", or "sync" for loads that have ended when they were submitted."""
+        """Engines for stores and loads. `load` is "async", or "sync" for loads that end within `submit`."""
 
     @abstractmethod
     def arena_memory(self, num_bytes: int) -> npt.NDArray[np.uint8] | None:
-        """Memory for this worker's arena, None where the arena may take ordinary memory.
+        """Memory for this worker's arena; None if the arena may use ordinary memory.
 
         Raises:
             ConfigurationError: the memory cannot be pinned.
@@ -142,7 +143,7 @@ class Device(ABC):
 
     @abstractmethod
     def reach_memory(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Let the device copy to and from memory that is there already, until all views of it are gone.
+        """Pins existing memory for copies of the device, until all views of it are gone.
 
         Raises:
             ConfigurationError: the memory cannot be pinned.
@@ -150,13 +151,13 @@ class Device(ABC):
 
     @abstractmethod
     def digest_threads(self, num_workers: int) -> int:
-        """How many threads take checksums of this worker's arena. The engine has `num_workers` workers."""
+        """Number of threads for checksums of this worker's arena. The engine has `num_workers` workers."""
 
     def prepare(self, kv_caches: Mapping[str, Any]) -> None:
-        """Refuses KV caches that lie on another device.
+        """Refuses KV caches on another device.
 
         Raises:
-            ConfigurationError: naming the first such layer.
+            ConfigurationError: names the first such layer.
         """
         for name, cache in kv_caches.items():
             tensors: Iterable[Any] = [cache] if hasattr(cache, "device") else cache
@@ -179,27 +180,27 @@ class CpuDevice(Device):
         return None
 
     def reach_memory(self, memory: npt.NDArray[np.uint8]) -> None:
-        """It reaches all memory."""
+        """Does nothing: a CPU can use all memory."""
 
     def digest_threads(self, num_workers: int) -> int:
-        """One, which copies too: the others are the engine's, and a store takes its checksums while it copies."""
+        """One, which also copies: the engine needs the other cores, and stores take their checksums while copying."""
         return 1
 
     def prepare(self, kv_caches: Mapping[str, Any]) -> None:
         super().prepare(kv_caches)
-        # What the engine's kernels take for granted, whatever the engine runs first.
+        # The engine's attention kernels assume AMX, whatever the engine runs first.
         compat.permit_amx()
 
 
 class GpuDevice(Device):
-    """The GPU that is current on this thread: what is launched happens later, in the thread's current stream."""
+    """The GPU that is current on this thread. Launched work runs later, in the thread's current stream."""
 
     device_type = "cuda"
 
     def digest_threads(self, num_workers: int) -> int:
         """A quarter of the worker's cores, at most 8: the engine needs the others.
 
-        One thread reads 14 GB/s beside an H100, and its link carries 54: checksums would be the limit of loads and
+        One thread reads 14 GB/s beside an H100, but the link to the GPU carries 54: checksums would limit loads and
         stores. Four threads read 42 to 45 GB/s, eight 72.
         """
         return max(1, min(MOST_DIGEST_THREADS, len(os.sched_getaffinity(0)) // (4 * num_workers)))
@@ -215,7 +216,7 @@ class GpuDevice(Device):
         torch.cuda._sleep(cycles)
 
     def mark(self) -> Callable[[], bool]:
-        """Whether all that this thread has launched until now has happened. Any thread may ask."""
+        """Returns a function that tells whether all work launched so far has completed. Any thread may call it."""
         import torch
 
         event = torch.cuda.Event()
@@ -223,14 +224,14 @@ class GpuDevice(Device):
         return event.query
 
     def synchronize(self) -> None:
-        """Waits for what this thread has launched."""
+        """Waits for all work that this thread has launched."""
         import torch
 
         torch.cuda.current_stream().synchronize()
 
 
 class EngineGpuDevice(GpuDevice):
-    """A GPU that copies with what vLLM copies with. An engine each for loads and stores, which share no stream."""
+    """A GPU that copies with vLLM's functions. Loads and stores have separate engines, which share no stream."""
 
     def __init__(self, device: EngineDevice) -> None:
         self._device = device
@@ -257,7 +258,7 @@ class EngineGpuDevice(GpuDevice):
 
 
 class NativeGpuDevice(GpuDevice):
-    """A GPU that copies with the kernels of hybridkv-cuda, on streams of their own."""
+    """A GPU that copies with the kernels of hybridkv-cuda, on separate streams."""
 
     def copy_engines(self, load: str) -> tuple[CopyEngine, CopyEngine]:
         from hybridkv.transfer.cuda import CudaCopyEngine, CudaError, InlineCudaCopyEngine, open_device
@@ -265,7 +266,7 @@ class NativeGpuDevice(GpuDevice):
         try:
             index = _current_gpu()
             load_engine = CudaCopyEngine if load == "async" else InlineCudaCopyEngine
-            # An engine each, so that loads and stores share neither a queue nor a direction of the link.
+            # Separate engines, so that loads and stores share neither a queue nor a direction of the link.
             return CudaCopyEngine(open_device(index)), load_engine(open_device(index))
         except CudaError as error:
             raise ConfigurationError("copies", 'a GPU and hybridkv-cuda for "native"', str(error), _HINT) from error
@@ -288,14 +289,14 @@ class NativeGpuDevice(GpuDevice):
 
 
 def open_device(device_type: str, copies: str) -> Device:
-    """The device of this worker.
+    """Device of this worker.
 
     Args:
-        device_type: vLLM's name of it.
-        copies: "engine" or "native", who copies on a GPU.
+        device_type: vLLM's device type.
+        copies: "engine" or "native": what copies on a GPU.
 
     Raises:
-        ConfigurationError: it is not known or not there, or this vLLM lacks what it would copy with.
+        ConfigurationError: the device is unknown or missing, or this vLLM lacks the functions for copies.
     """
     if device_type == "cpu":
         return CpuDevice()
@@ -306,12 +307,12 @@ def open_device(device_type: str, copies: str) -> Device:
     engine_copies = compat.engine_copies()
     try:
         return EngineGpuDevice(EngineDevice(engine_copies))
-    except (RuntimeError, AssertionError) as error:  # the second: torch's word for a build without CUDA
+    except (RuntimeError, AssertionError) as error:  # AssertionError: a build of torch without CUDA
         raise ConfigurationError("device", "a GPU that torch can use", str(error), _HINT) from error
 
 
 def zero_memory(device: Any) -> Any:
-    """A tensor of `ZERO_BYTES` bytes that are zero by now, beside the KV caches on their device."""
+    """Tensor of `ZERO_BYTES` zero bytes on `device`. The zeros are written when the function returns."""
     import torch
 
     memory = torch.zeros(ZERO_BYTES, dtype=torch.uint8, device=device)

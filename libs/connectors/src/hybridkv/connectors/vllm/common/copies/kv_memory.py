@@ -1,4 +1,4 @@
-"""One rank's KV memory, as its engine hands it over: where pages of each stored group lie, for whoever copies them."""
+"""KV memory of one rank, as the engine registers it: the pages of each stored group, for copies."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from hybridkv.connectors.vllm.common.specs import cuts
 from hybridkv.transfer import CopyEngine
 
 if TYPE_CHECKING:
-    # It needs vLLM; a GPU's copies are proven on machines without it, too.
+    # The layout imports vLLM; this module also runs without it, in tests of a GPU's copies.
     from hybridkv.connectors.vllm.common.layout import CacheLayout
 
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """What was handed over.
+    """Registered KV memory.
 
     Args:
-        pages: of each stored group.
-        cut: groups whose blocks chunks cut.
-        zeros: a tensor of zeros beside the KV caches.
-        storages: each piece of memory that the pages lie in, as a tensor of bytes.
+        pages: pages of each stored group.
+        cut: groups with blocks that chunks cut.
+        zeros: tensor of zeros beside the KV caches.
+        storages: each piece of memory that holds pages, as a tensor of bytes.
     """
 
     pages: dict[int, GroupPages]
@@ -47,7 +47,7 @@ class KVMemory:
     storages: tuple[torch.Tensor, ...]
 
     def register(self, engines: Iterable[CopyEngine]) -> None:
-        """Let copies touch it."""
+        """Registers the memory with copy engines."""
         for engine in engines:
             engine.register(self.zeros.data_ptr(), self.zeros.nbytes, "zeros")
             for storage in self.storages:
@@ -66,14 +66,14 @@ def take_kv_memory(
 
     Args:
         layout: the model's groups.
-        kv_caches: for each layer what the engine registered.
-        num_blocks: of the engine's pool.
-        device: that the copy engines were made for.
-        outlives_engine: whether an engine with another attention backend may read what is stored.
+        kv_caches: the engine's tensors for each layer.
+        num_blocks: blocks in the engine's pool.
+        device: device of the copy engines.
+        outlives_engine: whether an engine with another attention backend may read the stored chunks.
 
     Raises:
-        ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
-            in an order that an engine which reads them later might not have.
+        ConfigurationError: the bytes are not where the engine's description says, or not on this device, or in an order
+            that a later engine might not share.
     """
     device.prepare(kv_caches)
     try:
@@ -96,8 +96,8 @@ def take_kv_memory(
 
 
 def zeros_in(memory: Any) -> Zeros:
-    """What of a tensor of zeros may be copied from."""
-    # Its ends are not used: beside other memory a run might be joined to one there, and lie in two registrations.
+    """The usable part of a tensor of zeros."""
+    # Its ends are not used: a run could be joined to one in adjacent memory and then span two registrations.
     return Zeros(memory.data_ptr() + PAGE_ALIGN_BYTES, memory.nbytes - 2 * PAGE_ALIGN_BYTES)
 
 
@@ -110,12 +110,12 @@ def _part(
 def _blocks(
     layout: CacheLayout, group_index: int, pages: GroupPages, part: Callable[[TokenRange], GroupPages]
 ) -> GroupBlocks:
-    """Of a group that chunks cut, once it is certain that they can."""
+    """Blocks of a group that chunks cut, after a check that they can be cut."""
     spec = layout.spec
     block_tokens = spec.groups[group_index].block_tokens
     blocks = GroupBlocks(pages, block_tokens, part)
     try:
-        # Of any tokens it is as certain as of the first.
+        # One range is checked; the check holds for all.
         blocks.of(0, math.gcd(block_tokens, spec.chunk_tokens))
     except LayoutError as error:
         raise cuts.not_divisible(layout, group_index, str(error)) from error
@@ -123,7 +123,7 @@ def _blocks(
 
 
 def _storages(caches: CanonicalKVCaches) -> tuple[torch.Tensor, ...]:
-    """Each once."""
+    """Each storage once."""
     storages = {}
     for cache in caches.tensors:
         storage = cache.tensor.untyped_storage()

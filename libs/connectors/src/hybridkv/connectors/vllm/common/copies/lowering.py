@@ -1,6 +1,6 @@
-"""Lowering of copies to runs of bytes, the last step before a copy engine. No other module pairs addresses.
+"""Lowering of copies to runs of bytes, the last step before a copy engine. Only this module computes address pairs.
 
-`JobLowering` lowers a whole job in native code. The functions with numpy lower one chunk, for LMCache's pages.
+`JobLowering` lowers a whole job in native code. The numpy functions lower one chunk, for LMCache's pages.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ Integers = npt.NDArray[np.int64]
 
 
 class Zeros(NamedTuple):
-    """Memory that is zero and stays so, from which the padding of stored chunks is copied.
+    """Constant zero memory that is the source of the padding of stored chunks.
 
-    A copy like any other: so padding is written before a chunk is sealed, is part of a checksum that is taken on the
-    way, and passes a GPU's staging memory together with the pages around it.
+    Padding is copied like pages: it is written before a chunk is sealed, it is part of checksums that are taken during
+    the copy, and it passes a GPU's staging memory together with the pages around it.
 
     Args:
-        address: of its first byte.
-        num_bytes: what takes more is copied in several runs.
+        address: address of the first byte.
+        num_bytes: its size; larger padding is copied in several runs.
     """
 
     address: int
     num_bytes: int
 
     def num_bytes_in(self, runs: CopyRuns) -> int:
-        """Bytes of runs that are copied from here."""
+        """Bytes of the runs that are copied from here."""
         is_zero = (runs.sources >= self.address) & (runs.sources < self.address + self.num_bytes)
         return int(runs.num_bytes[is_zero].sum())
 
 
 class _Pieces(NamedTuple):
-    """Bytes and their places in a chunk, ascending.
+    """Pieces of memory and their places in a chunk, ascending.
 
     Args:
-        addresses: of the bytes that are not the slot's.
-        offsets: in the chunk.
-        sizes: of each piece.
+        addresses: addresses outside the slot.
+        offsets: offsets in the chunk.
+        sizes: size of each piece.
     """
 
     addresses: Integers
@@ -55,11 +55,11 @@ class _Pieces(NamedTuple):
 
 
 def load_runs(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent]) -> CopyRuns:
-    """The runs that load the blocks of a copy.
+    """Runs that load the blocks of a copy.
 
     Args:
         copy: blocks of a group and their place in a chunk.
-        pages: where the group's pages lie.
+        pages: the group's pages.
         extents: (address, num_bytes) of the chunk's slot, in the chunk's order.
 
     Returns:
@@ -74,21 +74,21 @@ def load_runs(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent]) -> 
 
 
 def store_runs(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent], zeros: Zeros) -> CopyRuns:
-    """The runs that store a chunk.
+    """Runs that store a chunk.
 
     Args:
         copy: all blocks of a chunk.
-        pages: where the group's pages lie.
+        pages: the group's pages.
         extents: (address, num_bytes) of the chunk's slot, in the chunk's order.
-        zeros: where padding comes from.
+        zeros: source of padding.
 
     Returns:
-        Runs that write every byte of the slot once, in order: the pages, the zeros between them, and zeros behind the
-        chunk where its slot is longer. So nothing that was in the slot before is in it afterwards.
+        Runs that write every byte of the slot once, in order: the pages, the zeros between them, and zeros after the
+        chunk if its slot is longer. So no earlier content remains in the slot.
 
     Raises:
         ValueError: the slot is smaller than the chunk, a block is outside the pool, or blocks of the chunk are missing,
-            whose places would keep what was there before.
+            so that earlier content would remain in their places.
     """
     require_whole(copy)
     slot_bytes = _require_room(copy, pages, extents)
@@ -97,7 +97,7 @@ def store_runs(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent], ze
 
 
 def require_whole(copy: ChunkCopy) -> None:
-    """Refuses a store of a part of a chunk.
+    """Refuses a store of an incomplete chunk.
 
     Raises:
         ValueError: blocks of the chunk are missing.
@@ -108,7 +108,7 @@ def require_whole(copy: ChunkCopy) -> None:
 
 
 def _require_room(copy: ChunkCopy, pages: GroupPages, extents: Sequence[Extent]) -> int:
-    """Bytes of the slot."""
+    """Checks that the chunk fits. Returns the bytes of the slot."""
     slot_bytes = sum(num_bytes for _, num_bytes in extents)
     chunk_bytes = copy.stored_blocks * pages.block_bytes
     if slot_bytes < chunk_bytes:
@@ -122,7 +122,7 @@ def _pages_of(copy: ChunkCopy, pages: GroupPages) -> _Pieces:
 
 
 def _gaps(copy: ChunkCopy, pages: GroupPages, slot_bytes: int, largest_bytes: int) -> tuple[Integers, Integers]:
-    """Offsets and sizes, ascending, of what a chunk's pages leave of its slot."""
+    """Offsets and sizes, ascending, of the bytes of a chunk's slot that are no page's."""
     offsets, sizes = pages.padding(0, copy.stored_blocks, copy.stored_blocks)
     behind = np.arange(copy.stored_blocks * pages.block_bytes, slot_bytes, largest_bytes, dtype=np.int64)
     rest = np.minimum(slot_bytes - behind, largest_bytes)
@@ -142,7 +142,7 @@ def _with_zeros(pieces: _Pieces, gaps: tuple[Integers, Integers], zeros: Zeros) 
 
 
 def _paired(pieces: _Pieces, extents: Sequence[Extent]) -> tuple[Integers, Integers, Integers]:
-    """For each piece its address, its address in the slot, and its size; cut wherever its place in the slot is."""
+    """Address, address in the slot, and size of each piece, split at the ends of the slot's extents."""
     slot_addresses, slot_sizes = np.array(extents, dtype=np.int64).reshape(-1, 2).T
     slot_ends = np.cumsum(slot_sizes)
     slot_starts = slot_ends - slot_sizes
@@ -159,7 +159,7 @@ def _paired(pieces: _Pieces, extents: Sequence[Extent]) -> tuple[Integers, Integ
 
 
 class BlockPart(NamedTuple):
-    """Tokens [start, end) of each of `num_blocks` stored blocks of a chunk, from its block `first_block` on."""
+    """Tokens [start, end) in each of `num_blocks` stored blocks of a chunk, from block `first_block`."""
 
     start: int
     end: int
@@ -171,9 +171,9 @@ class GroupBlocks:
     """A group's blocks, whole or in part.
 
     Args:
-        pages: of whole blocks.
-        block_tokens: tokens in one.
-        part: pages of some tokens of every block. A range is asked for once by each thread, at most.
+        pages: pages of whole blocks.
+        block_tokens: tokens in a block.
+        part: returns the pages of a token range of every block. Each thread calls it at most once for a range.
     """
 
     def __init__(self, pages: GroupPages, block_tokens: int, part: Callable[[TokenRange], GroupPages]) -> None:
@@ -183,14 +183,15 @@ class GroupBlocks:
         self._parts: dict[TokenRange, GroupPages] = {}
 
     def of(self, start: int, end: int) -> GroupPages:
-        """The pages of tokens [start, end) of every block."""
+        """Pages of tokens [start, end) of every block."""
         tokens = TokenRange(start, end, self.block_tokens)
         if tokens not in self._parts:
             self._parts[tokens] = self.pages if end - start == self.block_tokens else self._part(tokens)
         return self._parts[tokens]
 
     def parts(self, stored_blocks: int, lead_tokens: int, trail_tokens: int) -> Iterator[BlockPart]:
-        """What a chunk has of its stored blocks, if it lacks so many tokens of the first one and of the last one."""
+        """Parts of its stored blocks that a chunk has, if it lacks tokens at the start of the first and at the end of
+        the last."""
         size, end = self.block_tokens, self.block_tokens - trail_tokens
         if stored_blocks == 1:
             yield BlockPart(lead_tokens, end, 0, 1)
@@ -206,13 +207,13 @@ class GroupBlocks:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Where the two sides of a rank's copies lie.
+    """Memory on both sides of a rank's copies.
 
     Args:
-        pages: of whole blocks, of each stored group.
-        cut: groups whose blocks chunks cut.
-        zeros: where padding comes from.
-        arena: that slots lie in.
+        pages: pages of whole blocks, of each stored group.
+        cut: groups with blocks that chunks cut.
+        zeros: source of padding.
+        arena: memory of the slots.
     """
 
     pages: Mapping[int, GroupPages]
@@ -222,12 +223,12 @@ class RankMemory:
 
 
 class StoreRuns(NamedTuple):
-    """The runs of a store.
+    """Runs of a store.
 
     Args:
-        runs: of every slot as a whole, one slot after the other. None is of two.
-        ends: of each slot's, counted in runs.
-        zero_bytes: that are no page's.
+        runs: runs of whole slots, one slot after the other. No run spans two slots.
+        ends: end of each slot's runs, as a number of runs.
+        zero_bytes: bytes of padding.
     """
 
     runs: CopyRuns
@@ -236,11 +237,11 @@ class StoreRuns(NamedTuple):
 
 
 class JobLowering:
-    """Makes the runs of a whole job, all at once. Any thread may call.
+    """Lowers a whole job at once. Any thread may call it.
 
     Raises:
-        ValueError: a slot is too small or not in the arena, a block is outside of the pool, or a chunk that is stored
-            lacks some of its own.
+        ValueError: a slot is too small or outside the arena, a block is outside the pool, or a chunk to be stored is
+            incomplete.
     """
 
     def __init__(self, memory: RankMemory) -> None:
@@ -251,17 +252,17 @@ class JobLowering:
             cut = memory.cut.get(group_index)
             self._native.add_group(group_index, cut.block_tokens if cut is not None else 0, *_columns(pages))
         self._known: set[tuple[int, int, int, int]] = set()
-        """Cuts whose parts were added."""
+        """Parts that are already registered with the native code."""
 
     def load(self, copies: CopyTable) -> CopyRuns:
-        """Runs that write every page of the copies once: of those that come from the tier, then of those that come
-        from blocks of the engine. No two of either could be joined."""
+        """Runs that write every page of the copies once: first copies from the tier, then copies from blocks of the
+        engine. Runs are as long as possible."""
         self._add_parts(copies)
         arrays = self._native.lower(False, copies.shapes, copies.block_ids, copies.local_ids, copies.extents)
         return CopyRuns(*arrays[:3])
 
     def store(self, copies: CopyTable) -> StoreRuns:
-        """Runs that write every byte of every slot once, in order. No two of one slot could be joined."""
+        """Runs that write every byte of every slot once, in order. Runs within a slot are as long as possible."""
         self._add_parts(copies)
         sources, destinations, num_bytes, ends, zero_bytes = self._native.lower(
             True, copies.shapes, copies.block_ids, copies.local_ids, copies.extents
@@ -269,8 +270,7 @@ class JobLowering:
         return StoreRuns(CopyRuns(sources, destinations, num_bytes), ends, zero_bytes)
 
     def _add_parts(self, copies: CopyTable) -> None:
-        """Pages of parts of blocks are looked at when they are first copied: of all parts that there could be, most
-        never are."""
+        """Registers the pages of partial blocks when they are first copied. Most possible parts are never used."""
         for shape in copies.rows() if self._cut else ():
             cut = (shape.group_index, shape.stored_blocks, shape.lead_tokens, shape.trail_tokens)
             blocks = self._cut.get(shape.group_index)
@@ -284,8 +284,8 @@ class JobLowering:
 
 
 def _columns(pages: GroupPages) -> tuple[bytes, int, int]:
-    """Address, stride, size and place in a chunk's block of each page; then bytes of such a block, and the pool's
-    number of blocks."""
+    """Address, stride, size and offset in a chunk's block of each page; then bytes of such a block, and the number of
+    blocks in the pool."""
     places = pages.chunk_offsets(0, 1, 1).tolist()
     rows = [
         (region.address, region.stride_bytes, region.page_bytes, place)

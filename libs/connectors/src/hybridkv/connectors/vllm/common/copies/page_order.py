@@ -1,8 +1,8 @@
-"""In which order a block keeps its bytes, where that hangs on something that no fingerprint says.
+"""Byte order within a block, as far as it depends on the attention backend and on no fact of the fingerprint.
 
-An attention backend may split the manager's blocks into smaller ones for its kernels, and which does is settled in the
-worker. Where heads lie outside of tokens, the same content then lies in another order in memory. Stored it has one
-order, that of a block which is not split, so that an engine with another backend may read it.
+An attention backend may split the manager's blocks into smaller kernel blocks; the worker decides which. In a layout
+with heads outside tokens, the same content then has another order in memory. It is always stored in the order of an
+unsplit block, so that an engine with another backend can read it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.errors import ConfigurationError
 
 TOKEN_DIM = 2
-"""Of vLLM's views of attention layers, (blocks, heads, tokens, content), whatever their order in memory."""
+"""Token dimension of vLLM's views of attention layers (blocks, heads, tokens, content), whatever the memory order."""
 
 
 def with_token_dims(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLayout]) -> tuple[LayerLayout, ...]:
-    """The same layers, with the dimension that counts tokens where a tensor's shape says which one does."""
+    """The same layers with `token_dim` set, if a tensor's shape tells which dimension counts tokens."""
     return tuple(
         layer._replace(token_dim=TOKEN_DIM) if has_token_dim(kv_caches.get(layer.name), layer) else layer
         for layer in layers
@@ -28,14 +28,14 @@ def with_token_dims(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLayo
 
 
 def require_one_order(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLayout], num_blocks: int) -> None:
-    """Refuses an engine of whose split blocks it is not known where their tokens lie.
+    """Refuses an engine with split blocks if the places of their tokens are unknown.
 
-    In host memory any order does no harm, for it ends with the engine; not so on disk.
+    Host memory does not need this check, as it ends with the engine; a disk does.
 
     Args:
-        kv_caches: as the engine registers them.
-        layers: whose blocks are stored.
-        num_blocks: of the block manager.
+        kv_caches: tensors that the engine registers.
+        layers: layers with stored blocks.
+        num_blocks: blocks of the block manager.
 
     Raises:
         ConfigurationError: kernel blocks are smaller than the manager's, in a tensor of an unknown shape.
@@ -44,11 +44,11 @@ def require_one_order(kv_caches: Mapping[str, KVCache], layers: Iterable[LayerLa
         cache = kv_caches[layer.name]
         if not isinstance(cache, torch.Tensor) or cache.shape[layer.block_dim] <= num_blocks:
             continue
-        # (blocks, tokens, content): tokens lie outside of all else.
+        # (blocks, tokens, content): tokens are outermost in a block, so a split does not change the order.
         if layer.token_dim is None and (cache.dim() != 3 or layer.block_dim != 0):
             raise ConfigurationError(
                 "tiers[1]",
-                "an engine whose blocks have one order of bytes",
+                "an engine with one order of bytes in its blocks",
                 f"kernel blocks smaller than the manager's in a tensor of an unknown shape ({layer.name}: "
                 f"{tuple(cache.shape)}, {num_blocks} blocks)",
                 "another attention backend might read them wrongly from disk: use a block size that the backend does "

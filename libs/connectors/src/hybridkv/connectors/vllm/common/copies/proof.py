@@ -1,11 +1,10 @@
-"""Proof at the start on a GPU that copies do what the engine relies on: the start is refused where they do not.
+"""Proof at the start on a GPU that copies are correct beside the engine's compute. A failure refuses the start.
 
-Random pages of every group go to the arena and back through the engines and the lowering that serve requests later,
-beside compute on the engine's own stream: blocks are written late, right before they are stored; they are reused as
-soon as the store has ended; loads go over blocks that pending compute still reads and zeroes. A fence that is missing,
-a page in the wrong place and a byte too few are all wrong bytes then. Where compute has ended before a copy is
-submitted, its fence was not tried, and the copy is made again behind a longer delay. What the blocks held before is put
-back.
+Random pages of every group are copied to the arena and back, by the copy engines and the lowering that serve requests
+later. Meanwhile compute runs on the engine's own stream: it writes blocks right before they are stored, reuses them as
+soon as the store has ended, and reads and zeroes blocks right before a load overwrites them. A missing fence, a page in
+the wrong place or a missing byte all show as wrong bytes. If compute ends before a copy is submitted, the fence was not
+exercised, and the copy is repeated after a longer delay. The original content of the blocks is restored.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from hybridkv.tiers import SealedMemory, Slot
 from hybridkv.transfer import CopyEngine, CopyRuns, Hook, JobId
 
 if TYPE_CHECKING:
-    # It needs vLLM, which the proof does without.
+    # It imports vLLM, which the proof does not need.
     from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 
 logger = logging.getLogger("vllm.hybridkv.worker")
@@ -41,31 +40,31 @@ logger = logging.getLogger("vllm.hybridkv.worker")
 Bytes = npt.NDArray[np.uint8]
 
 PROOF_BYTES = 64 << 20
-"""Of all groups' blocks together, unless one block of each has more."""
+"""Bytes to copy, over all groups, unless one block of each group has more."""
 PROOF_PAGES = 2048
-"""The same in pages."""
+"""Pages to copy, over all groups."""
 DELAY_CYCLES, MOST_DELAY_CYCLES = 8_000_000, 256_000_000
-"""Of the GPU, before compute: some 4 ms at first, twice as long where that was too short, some 130 ms at most."""
+"""GPU cycles of delay before compute: some 4 ms at first, doubled while that is too short, up to some 130 ms."""
 MEASURED_BYTES, MEASURED_JOBS = 64 << 20, 8
-"""Of one group that are copied each way to measure, and in how many jobs at most."""
+"""Bytes of one group to copy each way for a measurement, and maximum of jobs for that."""
 ROUNDS_S = 0.7
-"""Another round begins only before so much time has passed. With the first it stays below 2 s."""
+"""Seconds after which no further round starts. With the first round, the proof takes less than 2 s."""
 TIMEOUT_S = 30.0
-"""A copy that takes longer never ends."""
+"""Seconds after which a copy counts as stuck."""
 _KEY = b"copy proof"
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRates:
-    """What was measured.
+    """Measured copy rates.
 
     Args:
-        num_pages: that were copied both ways and compared, each counted once a round.
-        page_sizes: of them, in bytes, ascending.
-        store_bytes_per_s: of copies to the arena.
-        load_bytes_per_s: of copies back.
-        seconds: that all took.
-        untried: "loads", "stores", where compute had always ended before a copy was submitted.
+        num_pages: pages that were copied both ways and compared, counted in every round.
+        page_sizes: their sizes in bytes, ascending.
+        store_bytes_per_s: rate of copies to the arena.
+        load_bytes_per_s: rate of copies back.
+        seconds: duration of the proof.
+        untried: "loads", "stores": fences that were not exercised, as compute always ended before a copy was submitted.
     """
 
     num_pages: int
@@ -77,16 +76,16 @@ class CopyRates:
 
 
 def prove_at_start(memory: KVMemory, arena: SealedMemory, paths: CopyPaths, device: Device) -> None:
-    """Proves the copies of a GPU, and says how fast they are. Nothing to do on a CPU.
+    """Proves the copies of a GPU, and logs their rates. Does nothing on a CPU.
 
     Args:
-        memory: of the engine.
-        arena: pinned. Both are registered with the engines.
-        paths: the engines.
-        device: of this worker.
+        memory: the engine's memory.
+        arena: pinned memory. Both are registered with the copy engines.
+        paths: the copy engines.
+        device: device of this worker.
 
     Raises:
-        ConfigurationError: as `prove_copies`.
+        ConfigurationError: see `prove_copies`.
     """
     if not isinstance(device, GpuDevice):
         return
@@ -112,19 +111,19 @@ def prove_copies(
     """Copies and compares. No other thread may use the memory meanwhile.
 
     Args:
-        memory: both sides of the copies, registered with the engines.
-        tensors: of bytes, the memory that the pages lie in.
-        paths: the engines.
-        gpu: where compute runs.
-        random: draws blocks and bytes.
+        memory: both sides of the copies, registered with the copy engines.
+        tensors: tensors of bytes that contain the pages.
+        paths: the copy engines.
+        gpu: GPU for compute.
+        random: source of random blocks and bytes.
 
     Raises:
-        ConfigurationError: a byte or a digest differs, or a copy failed; says which.
+        ConfigurationError: a byte or a digest differs, or a copy failed; names the copy.
     """
     import torch
 
     began_s = paths.clock()
-    # Chunks that cut blocks are copied in the same way.
+    # Chunks that cut blocks use the same copies.
     whole = RankMemory(memory.pages, {}, memory.zeros, memory.arena)
     proof = _Proof(JobLowering(whole), memory.arena, paths, gpu)
     stores, loads, num_pages, sizes = _Rate(), _Rate(), 0, set[int]()
@@ -152,7 +151,7 @@ class _Rate:
 
 
 class _Blocks:
-    """Some blocks of one group, their pages as tensors on the device, buffers beside them, and the slot to copy to."""
+    """Some blocks of one group, their pages as tensors on the device, buffers beside them, and a slot to copy to."""
 
     def __init__(
         self, pages: GroupPages, group_index: int, tensors: Sequence[Any], random: np.random.Generator, number: int
@@ -173,15 +172,15 @@ class _Blocks:
             _view(tensors, address, size) for address, size in zip(addresses.tolist(), self.sizes, strict=True)
         ]
         self.is_page = np.zeros(self.slot.num_bytes, dtype=bool)
-        """For each byte of the slot, whether it is a page's and not zero."""
+        """For each byte of the slot, whether it belongs to a page; the others are padding."""
         for offset, size in zip(self.offsets, self.sizes, strict=True):
             self.is_page[offset : offset + size] = True
         self.content = random.integers(1, 256, self.slot.num_bytes, dtype=np.uint8)
-        """Of a slot: bytes where pages are, and zeros between them. None of a page is zero, as blocks are before."""
+        """Bytes of the slot: random nonzero bytes in pages, and zeros between them."""
         self.content[~self.is_page] = 0
         buffers = torch.zeros((5, self.slot.num_bytes), dtype=torch.uint8, device=self._views[0].device)
         self.kept, self.fresh, self.other, self.before, self.after = buffers
-        """What the pages held; the content and its inverse; what compute read."""
+        """Original pages; the content and its inverse; pages that compute read before and after a load."""
         self.fresh.copy_(torch.from_numpy(self.content))
         self.other.copy_(torch.from_numpy(~self.content))
 
@@ -205,7 +204,7 @@ class _Blocks:
         torch._foreach_zero_(self._views)
 
     def page_at(self, offset: int) -> str:
-        """The page to which a byte of the slot belongs."""
+        """Name of the page that contains a byte of the slot."""
         page = int(np.searchsorted(self.offsets, offset, side="right")) - 1
         pages_of_a_block = len(self.sizes) // len(self.block_ids)
         block_id = self.block_ids[page // pages_of_a_block]
@@ -218,7 +217,7 @@ class _Blocks:
 def _blocks_that_fit(
     memory: RankMemory, group_index: int, tensors: Sequence[Any], random: np.random.Generator
 ) -> _Blocks:
-    """As many as the device has room for beside the engine's memory."""
+    """As many blocks as fit on the device beside the engine's memory."""
     import torch
 
     pages = memory.pages[group_index]
@@ -248,7 +247,7 @@ class _Proof:
         self.untried = {"stores", "loads"}
 
     def prove_group(self, blocks: _Blocks, stores: _Rate, loads: _Rate) -> list[int]:
-        """Sizes of the pages."""
+        """Copies some blocks of a group both ways. Returns the sizes of their pages."""
         self._gpu.launch(blocks.reads(blocks.kept))
         self._until_pending("stores", lambda: self._store(blocks))
         self._until_pending("loads", lambda: self._load(blocks))
@@ -260,7 +259,7 @@ class _Proof:
         return blocks.sizes
 
     def _until_pending(self, name: str, copy: Callable[[], None]) -> None:
-        """Copies once more, behind a longer delay, where compute had ended before the copy was submitted."""
+        """Repeats a copy with longer delays while compute ends before the copy is submitted."""
         while True:
             copy()
             if self._was_pending:
@@ -271,10 +270,10 @@ class _Proof:
             self._delay_cycles *= 2
 
     def _store(self, blocks: _Blocks) -> None:
-        """The forward pass is late, and its blocks are reused at once."""
+        """Stores blocks that compute writes late and reuses at once."""
         content = blocks.content
         [view] = self._arena.views(blocks.slot)
-        view[:] = (~content).tobytes()  # so that each byte has to be copied
+        view[:] = (~content).tobytes()  # so that each byte must be copied
         write = blocks.writes(blocks.fresh)
         self._gpu.launch_delay(self._delay_cycles)
         self._gpu.launch(write)
@@ -294,7 +293,7 @@ class _Proof:
             raise _refusal("store", blocks, "the digest is not that of the bytes")
 
     def _load(self, blocks: _Blocks) -> None:
-        """Pending compute reads and zeroes the blocks, and compute that follows reads them at once."""
+        """Loads into blocks that pending compute reads and zeroes, and that later compute reads at once."""
         content = blocks.content
         read_before, read_after = blocks.reads(blocks.before), blocks.reads(blocks.after)
         self._gpu.launch(blocks.writes(blocks.other))
@@ -315,7 +314,7 @@ class _Proof:
         self._compare("load", blocks, blocks.after.cpu().numpy(), content)
 
     def _look(self, is_done: Callable[[], bool]) -> str | None:
-        """Right before the copy is submitted."""
+        """Records whether compute is still pending; called right before the copy is submitted."""
         self._was_pending = not is_done()
         return None
 
@@ -349,7 +348,7 @@ class _Proof:
         job_ids = [JobId(next(self._job_ids)) for _ in range(number)]
         try:
             is_taken = all(engine.submit(job_id, runs, before, after) for job_id in job_ids)
-        except Exception as error:  # an engine that copies in `submit`
+        except Exception as error:  # an engine that copies within `submit`
             raise _refusal(name, blocks, f"{type(error).__name__}: {error}") from error
         if not is_taken:
             raise _refusal(name, blocks, "the engine takes no more jobs")

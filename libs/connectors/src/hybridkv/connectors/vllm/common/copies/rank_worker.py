@@ -1,4 +1,4 @@
-"""Copies of one rank, and reports to the scheduler: the parts that the workers of the storing connectors share."""
+"""Base of the workers: copy jobs of one rank, and reports to the scheduler. Shared by the connectors that store."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ QUEUE_IS_FULL = LoadFailure("busy", "the copy queue is full")
 
 @dataclass(frozen=True, slots=True)
 class CopyPaths:
-    """How bytes get into and out of the engine's memory.
+    """Copy engines of one rank.
 
     Args:
-        stores: carries out stores.
-        loads: carries out loads; the same engine as `stores`, or one that copies on the calling thread.
-        load_timeout_s: a load that has not begun by then fails, and the request is computed instead.
+        stores: engine for stores.
+        loads: engine for loads; the same as `stores`, or one that copies on the calling thread.
+        load_timeout_s: a load that has not started by then fails, and the request is computed instead.
         clock: seconds.
     """
 
@@ -40,14 +40,14 @@ class CopyPaths:
 
 @dataclass(slots=True)
 class LoadResults:
-    """Loads that ended since the last step; a failed one is in both sets."""
+    """Loads that ended since the last step. A failed one is in both sets."""
 
     finished: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
 
 
 class Outcomes:
-    """Collects what ended on this rank, for the engine and for the scheduler's half."""
+    """Collects the outcomes of one rank for the engine and for the scheduler's half."""
 
     def __init__(self) -> None:
         self._outcome = StepOutcome()
@@ -55,53 +55,53 @@ class Outcomes:
         self._facts: dict[str, str] | None = None
 
     def stored(self, store_id: int, failure: str | None, reason: str | None) -> None:
-        """A store ended; `reason` is why it failed, in one word."""
+        """Records the end of a store; `reason` is a one-word reason for a failure."""
         self._outcome.stores[store_id] = StoreOutcome(1, failure, reason)
 
     def loaded(self, request_id: str, failures: Sequence[LoadFailure]) -> None:
-        """A load ended, well where there is no failure."""
+        """Records the end of a load; it succeeded if there are no failures."""
         self._results.finished.add(request_id)
         if failures:
             self._results.failed.add(request_id)
             self._outcome.load_failures[request_id] = tuple(failures)
 
     def moved(self, moves: Mapping[int, MoveOutcome]) -> None:
-        """Moves between the tiers ended."""
+        """Records the end of moves between tiers."""
         self._outcome.moves.update(moves)
 
     def tell(self, facts: dict[str, str]) -> None:
-        """What the scheduler must hear before it opens what outlives the engine."""
+        """Sets facts that the scheduler needs before it opens a store that outlives the engine."""
         self._facts = facts
 
     def take_facts(self) -> dict[str, str] | None:
-        """What the scheduler has not been told yet."""
+        """Facts that were not sent to the scheduler yet."""
         facts, self._facts = self._facts, None
         return facts
 
     def take_results(self) -> LoadResults:
-        """What the engine must hear."""
+        """Ended loads, for the engine."""
         results, self._results = self._results, LoadResults()
         return results
 
     def take_outcome(self) -> StepOutcome | None:
-        """What the scheduler must hear, None if nothing."""
+        """Outcomes for the scheduler, None if there are none."""
         outcome, self._outcome = self._outcome, StepOutcome()
         return None if outcome.is_empty else outcome
 
 
 @dataclass(slots=True, eq=False)
 class CopyJob:
-    """One copy.
+    """A copy of one load or store.
 
     Args:
-        is_load: into the engine's blocks.
+        is_load: whether it copies into the engine's blocks.
         make_runs: makes the runs of bytes, on the copy thread.
-        on_end: gets the failures, none after a success.
-        before: a hook on the copy thread, before the first byte. A reason fails the job.
-        after: the same, behind the last byte.
-        records: checksums that the copy engine takes.
-        zero_bytes: that the runs copy and that belong to no page. Set by `make_runs`.
-        failures: that the hooks found, with the chunk to blame.
+        on_end: called with the failures; empty after a success.
+        before: hook on the copy thread before the first byte. It returns a reason to fail the job, or None.
+        after: the same, after the last byte.
+        records: checksums for the copy engine to take.
+        zero_bytes: bytes of padding in the runs. Set by `make_runs`.
+        failures: failures that the hooks found, with the chunk that caused each.
     """
 
     is_load: bool
@@ -115,11 +115,11 @@ class CopyJob:
 
 
 class CopyJobs:
-    """The copy jobs of one worker. One thread calls.
+    """Copy jobs of one worker. Not thread-safe.
 
     Args:
-        paths: carry out the copies.
-        recorder: counts them.
+        paths: the copy engines.
+        recorder: counts the copies.
     """
 
     def __init__(self, paths: CopyPaths, recorder: Recorder) -> None:
@@ -129,7 +129,7 @@ class CopyJobs:
         self._open: dict[JobId, CopyJob] = {}
 
     def submit(self, job: CopyJob) -> None:
-        """Queues a job. `on_end` is called by `poll`, or now if the job cannot begin."""
+        """Queues a job. `on_end` is called by `poll`, or immediately if the job cannot be queued."""
         engine = self._paths.loads if job.is_load else self._paths.stores
         job_id = JobId(next(self._job_ids))
         self._open[job_id] = job
@@ -138,7 +138,7 @@ class CopyJobs:
         after = partial(job.after, job) if job.after is not None else None
         try:
             is_taken = engine.submit(job_id, partial(job.make_runs, job), before, after, job.records)
-        except Exception as error:  # whatever it was, it is this copy's failure and not the engine's
+        except Exception as error:  # any error fails this copy, not the engine
             logger.exception("a copy could not be submitted")
             is_taken, failure = False, LoadFailure("io", f"{type(error).__name__}: {error}")
         if not is_taken:
@@ -146,7 +146,7 @@ class CopyJobs:
             job.on_end((failure,))
 
     def poll(self) -> None:
-        """Ends the jobs that are over."""
+        """Calls `on_end` of the jobs that have ended."""
         for engine in self._paths.engines():
             for copied in engine.poll():
                 job = self._open.pop(copied.job_id)
@@ -158,23 +158,23 @@ class CopyJobs:
                     job.on_end(tuple(job.failures) or (LoadFailure("io", copied.failure),))
 
     def wait_for_loads(self, timeout_s: float) -> None:
-        """Waits until all loads have ended, or so long."""
+        """Waits until all loads have ended, at most so long."""
         if loads := [job_id for job_id, job in self._open.items() if job.is_load]:
             self._paths.loads.wait(loads, timeout_s)
 
     def close(self) -> None:
-        """Ends the running job and fails the others."""
+        """Finishes the running job and fails the others."""
         for engine in self._paths.engines():
             engine.close()
         self.poll()
 
 
 class RankWorker:
-    """Base of the workers: copy jobs, and what the scheduler hears.
+    """Base class of the workers: copy jobs, and outcomes for the scheduler.
 
     Args:
-        paths: carry out the copies.
-        recorder: counts them.
+        paths: the copy engines.
+        recorder: counts the copies.
     """
 
     def __init__(self, paths: CopyPaths, recorder: Recorder) -> None:
@@ -184,13 +184,13 @@ class RankWorker:
         self._outcomes = Outcomes()
 
     def tell(self, facts: dict[str, str]) -> None:
-        """Facts that the scheduler needs before it opens a store that outlives the engine."""
+        """Sets facts that the scheduler needs before it opens a store that outlives the engine."""
         self._outcomes.tell(facts)
 
     def take_facts(self) -> dict[str, str] | None:
-        """Facts that the scheduler has not been told yet."""
+        """Facts that were not sent to the scheduler yet."""
         return self._outcomes.take_facts()
 
     def outcome(self) -> StepOutcome | None:
-        """Stores, moves and failures that ended since the last call, None if there are none."""
+        """Stores, moves and failures since the last call, None if there are none."""
         return self._outcomes.take_outcome()

@@ -1,7 +1,7 @@
-"""Copies of chunks as a few arrays: the form in which they travel to a worker, which lowers all of them in one call.
+"""Copy table: the copies of many chunks as a few arrays. It is sent to a worker, which lowers all copies in one call.
 
-Most chunks of a job differ only in key, slot and blocks, so the common part is stored once for consecutive chunks. No
-object stands for a chunk unless one is asked for. `ChunkCopies` makes the arrays from the planner's transfers.
+Most chunks of a job differ only in key, slot and blocks, so the common part is stored once for consecutive chunks, and
+no object is created for a single chunk. `copies_of` and `copies_of_runs` make tables from the planner's transfers.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from hybridkv.tiers import Slot
 
 
 class ChunkCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one group, and where (their part of) a chunk lies in the tier: one is copied to the other.
+    """A copy between blocks of one group and a chunk, or a part of one, in a tier.
 
     Args:
         group_index: the engine's group.
-        key: of the chunk.
-        slot: where it lies, the same on every rank.
-        first_block: where `block_ids` begin within the chunk's stored blocks.
-        stored_blocks: how many blocks the chunk holds.
+        key: key of the chunk.
+        slot: place of the chunk, the same on every rank.
+        first_block: index of the first of `block_ids` among the chunk's stored blocks.
+        stored_blocks: number of blocks in the chunk.
         block_ids: the engine's blocks, in token order.
-        lead_tokens: of the first stored block, those at its beginning that the chunk does not have.
-        trail_tokens: of the last stored block, those at its end that the chunk does not have.
-        local_blocks: of a load, blocks of the engine with the same content, from which it is copied instead; none
-            where it comes from the tier.
+        lead_tokens: tokens at the start of the first stored block that the chunk lacks.
+        trail_tokens: tokens at the end of the last stored block that the chunk lacks.
+        local_blocks: for a load, blocks of the engine with the same content that replace the tier as source; empty if
+            the tier is the source.
     """
 
     group_index: int
@@ -48,7 +48,7 @@ class ChunkCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CopyShape(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copies in a row that are alike but for their keys, slots and blocks. In the order of the table's numbers."""
+    """Consecutive copies that differ only in keys, slots and blocks. Fields in the order of the table's numbers."""
 
     num_copies: int
     group_index: int
@@ -66,12 +66,12 @@ SHAPE_NUMBERS = len(CopyShape.__struct_fields__)
 
 
 class PlacedChunk(NamedTuple):
-    """Of a copy, which chunk it is of.
+    """Chunk of a copy.
 
     Args:
-        key: of the chunk.
-        slot: where it lies.
-        is_local: it is copied from blocks of the engine, and the slot is not read.
+        key: key of the chunk.
+        slot: place of the chunk.
+        is_local: the source is blocks of the engine, and the slot is not read.
     """
 
     key: bytes
@@ -80,7 +80,7 @@ class PlacedChunk(NamedTuple):
 
 
 class ChunkPart(NamedTuple):
-    """Which part of a chunk a copy is of: fields of `ChunkCopy`."""
+    """Part of a chunk that a copy moves: fields of `ChunkCopy`."""
 
     group_index: int
     first_block: int
@@ -90,14 +90,14 @@ class ChunkPart(NamedTuple):
 
 
 class CopyColumns(NamedTuple):
-    """Copies as sequences of one length.
+    """Copies as sequences of equal length.
 
     Args:
-        part: of each; the same object where it is the same.
-        key: of its chunk.
-        slot: of its chunk.
-        block_ids: as of `ChunkCopy`.
-        local_blocks: the same; None where no copy has any.
+        part: part of each; equal parts are the same object.
+        key: key of its chunk.
+        slot: slot of its chunk.
+        block_ids: see `ChunkCopy`.
+        local_blocks: see `ChunkCopy`; None if no copy has any.
     """
 
     part: Sequence[ChunkPart]
@@ -108,12 +108,12 @@ class CopyColumns(NamedTuple):
 
 
 class CopyRun(NamedTuple):
-    """Copies in a row that are of the same part of their chunks, with as many blocks each.
+    """Consecutive copies of the same part of their chunks, with equal numbers of blocks.
 
     Args:
-        part: of each.
-        num_copies: how many there are.
-        block_ids: of all of them, one behind the other.
+        part: part of each.
+        num_copies: number of copies.
+        block_ids: blocks of all copies, concatenated.
     """
 
     part: ChunkPart
@@ -122,13 +122,13 @@ class CopyRun(NamedTuple):
 
 
 class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Copies, in order. In the byte order of the machine: nobody keeps it.
+    """Copies, in order. Numbers are in the machine's byte order, as a table is never stored.
 
     Args:
         shapes: ten 32-bit numbers each, see `CopyShape`.
-        keys: one behind the other.
-        block_ids: of every copy, 32-bit numbers.
-        local_ids: other blocks of the engine that copies are taken from, 32-bit numbers.
+        keys: concatenated keys.
+        block_ids: blocks of every copy, 32-bit numbers.
+        local_ids: blocks of the engine that are sources of copies, 32-bit numbers.
         extents: (offset, num_bytes) of every slot, 64-bit numbers.
     """
 
@@ -140,10 +140,10 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of(cls, copies: Iterable[ChunkCopy]) -> CopyTable:
-        """A table of these.
+        """Table of `copies`.
 
         Raises:
-            struct.error: a block is no 32-bit integer.
+            struct.error: a block id is no 32-bit integer.
         """
         each = list(copies)
         return cls.of_columns(
@@ -163,7 +163,7 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of_columns(cls, columns: CopyColumns) -> CopyTable:
-        """The same, of copies that nobody made objects of. `ValueError` for columns of several lengths."""
+        """Table of copies in columns. `ValueError` for columns of different lengths."""
         if len({len(column) for column in columns if column is not None}) > 1:
             raise ValueError(f"expected columns of one length, got {[len(column or ()) for column in columns]}")
         extents = [slot.extents for slot in columns.slot]
@@ -177,8 +177,8 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @classmethod
     def of_runs(cls, runs: Sequence[CopyRun], keys: Sequence[bytes], slots: Sequence[Slot]) -> CopyTable:
-        """The same, of runs whose copies are of chunks with these keys, in these slots. `ValueError` where there are
-        more or fewer of them."""
+        """Table of runs, with the keys and slots of their chunks. `ValueError` if the numbers of copies, keys and slots
+        differ."""
         num_copies = sum(run.num_copies for run in runs)
         if not num_copies == len(keys) == len(slots):
             raise ValueError(f"expected {num_copies} keys and slots, got {len(keys)} and {len(slots)}")
@@ -199,24 +199,24 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
         )
 
     def rows(self) -> Iterator[CopyShape]:
-        """What copies are like, in order."""
+        """Shapes of the copies, in order."""
         numbers = array("i", self.shapes)
         for start in range(0, len(numbers), SHAPE_NUMBERS):
             yield CopyShape(*numbers[start : start + SHAPE_NUMBERS])
 
     def local_blocks(self) -> Sequence[int]:
-        """Blocks of the engine that are copied from, of all copies."""
+        """Blocks of the engine that are sources, over all copies."""
         return array("i", self.local_ids)
 
     def from_tier(self) -> CopyTable:
-        """The same copies, each from its slot."""
+        """The same copies, each with its slot as source."""
         shapes = array("i", self.shapes)
         column = CopyShape.__struct_fields__.index("num_local")
         shapes[column::SHAPE_NUMBERS] = array("i", bytes(len(self.shapes) // SHAPE_NUMBERS))
         return msgspec.structs.replace(self, shapes=shapes.tobytes(), local_ids=b"")
 
     def chunks(self) -> Iterator[PlacedChunk]:
-        """Which chunks they are of, in order, without their blocks."""
+        """Chunks of the copies, in order, without their blocks."""
         extents = array("q", self.extents)
         extent = key = 0
         for shape in self.rows():
@@ -231,7 +231,7 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return sum(array("i", self.shapes)[::SHAPE_NUMBERS])
 
     def __iter__(self) -> Iterator[ChunkCopy]:
-        """Each by itself."""
+        """Single copies."""
         block_ids, local_ids, chunks = array("i", self.block_ids), array("i", self.local_ids), self.chunks()
         block = local = 0
         for shape in self.rows():
@@ -282,7 +282,7 @@ def _shape(
 
 
 def _alike(columns: Sequence[Sequence[Sized]]) -> Iterator[tuple[int, ...]]:
-    """How many in a row are of the same sizes, and these. Mostly all are: seen by one look at each column."""
+    """Runs of equal sizes: their lengths and these sizes. The usual case, a single run, is detected first."""
     sizes = [set(map(len, column)) for column in columns]
     if all(len(of_column) == 1 for of_column in sizes):
         yield len(columns[0]), *(size for [size] in sizes)
@@ -292,7 +292,7 @@ def _alike(columns: Sequence[Sequence[Sized]]) -> Iterator[tuple[int, ...]]:
 
 
 def _packed(kind: str, each: Sequence[Sequence[int]]) -> bytes:
-    """Numbers one behind the other, as `array` has them: a few at a time, in a fourth of its time."""
+    """Numbers of all sequences in the format of `array`, in a fourth of the time that `array` takes."""
     sizes = set(map(len, each))
     if len(sizes) == 1:
         pack = _packer(kind, sizes.pop())
@@ -306,8 +306,8 @@ def _packer(kind: str, count: int) -> Callable[..., bytes]:
 
 
 def copy_bytes(layout: CacheLayout, copy: CopyShape) -> int:
-    """Bytes of the engine's pages that such a copy copies on one rank, the same whether it stores or loads them: the
-    zeros that align pages in a chunk are not among them."""
+    """Bytes of the engine's pages that one such copy moves on one rank, for a store or a load. Excludes the zeros that
+    align pages in a chunk."""
     size = layout.spec.groups[copy.group_index].block_tokens
     num_tokens = copy.num_blocks * size
     if copy.first_block == 0:
@@ -318,7 +318,7 @@ def copy_bytes(layout: CacheLayout, copy: CopyShape) -> int:
 
 
 class Copies(NamedTuple):
-    """The copies of one load or store, and their bytes on one rank by what they are beside: a tier, or blocks."""
+    """Copies of one load or store, and their bytes on one rank by source or destination: a tier, or local blocks."""
 
     copies: CopyTable
     tier_bytes: int
@@ -332,7 +332,7 @@ def copies_of(
     slots: Sequence[Slot],
     local: LocalCopies | None = None,
 ) -> Copies:
-    """The copies of a load's transfers, given where each chunk lies and which of them the engine holds itself."""
+    """Copies of a load's transfers, from the slot of each chunk or from blocks that the engine still holds."""
     spec = layout.spec
     whole = _whole_parts(spec)
     parts = [
@@ -348,7 +348,7 @@ def copies_of(
 def copies_of_runs(
     layout: CacheLayout, runs: Sequence[TransferRun], keys: Sequence[bytes], slots: Sequence[Slot]
 ) -> Copies:
-    """The copies of a store, or of a load of which the engine holds nothing itself, without an object for a chunk."""
+    """Copies of a store, or of a load without local blocks. Creates no object for a single chunk."""
     spec = layout.spec
     whole = _whole_parts(spec)
     copied: list[CopyRun] = []
@@ -371,7 +371,7 @@ def _measured(layout: CacheLayout, table: CopyTable) -> Copies:
 
 
 def _whole_parts(spec: CacheSpec) -> list[ChunkPart | None]:
-    """Of each group, what a whole chunk is; None where chunks differ."""
+    """For each group the part that is a whole chunk; None if chunks differ."""
     return [
         None if blocks is None else ChunkPart(group_index, 0, len(blocks), 0, 0)
         for group_index, blocks in enumerate(spec.alike_parts)
