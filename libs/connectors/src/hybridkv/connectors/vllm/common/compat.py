@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common.blocks import unread_tables
-from hybridkv.connectors.vllm.common.copies.devices import EngineCopies
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    from hybridkv.connectors.vllm.common.copies.devices import EngineCopies
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -361,6 +362,8 @@ def engine_copies() -> EngineCopies:
     import torch
     import vllm
     from vllm import _custom_ops
+
+    from hybridkv.connectors.vllm.common.copies.devices import EngineCopies
 
     lacks = []
     swap_blocks_batch: Any = getattr(_custom_ops, "swap_blocks_batch", None)

@@ -1,7 +1,7 @@
-"""What the stored bytes depend on, as facts with names: the part of a fingerprint that the engine's own process knows.
+"""Facts for the fingerprint: named values that the stored bytes depend on, as far as the engine's process has them.
 
-`engine_facts` is all of it. What a worker alone knows, the groups and the chunk are added by whoever builds the
-fingerprint; nothing here looks at a device or at a tensor.
+`engine_facts` gathers all of them. The facts of workers, the groups and the chunk are added when the fingerprint is
+built. This package looks at no device, and apart from `worker_facts` at no tensor.
 """
 
 from hybridkv.connectors.vllm.common.identity.configuration import configuration_facts, spec_facts

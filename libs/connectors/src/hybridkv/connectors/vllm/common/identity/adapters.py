@@ -1,16 +1,18 @@
-"""What adapters hold: a name and a path stand in the engine's block hashes, the weights behind them do not.
+"""Adapter versions: the content of an adapter's files, as the engine's block hashes contain only its name and path.
 
-The engine says nothing of when it reads an adapter, and it may have read it at any time since it began to serve. So the
-content on disk counts as the engine's only where it cannot be another one:
-- the files have not changed since the engine began, or
-- the request loads the adapter in place, so that it is read again at each step, and they have not changed meanwhile.
-The first says something only of files that lay there when the adapter was first asked for: a directory above them may
-be exchanged later and leave no trace in their times. And an engine finds the weights that it has by number alone, so
-where a number goes from one name or path to another nobody knows whose they are, until one is loaded in place.
-Whatever else is in doubt: such a request finds nothing and leaves nothing. What was copied out of an engine becomes
-visible only after a last look, which says that the files are still as they were read.
+The engine does not report when it loads an adapter; it may have loaded it at any time since it started. So the content
+on disk counts as the engine's only if no other content is possible:
+- the files have not changed since the engine started, or
+- the request loads the adapter in place, so that it is loaded again at each step, and the files do not change
+  meanwhile.
+The first rule holds only for files that existed when the adapter was first requested: a parent directory may be
+replaced later and leave no trace in their times. The engine also finds loaded weights by the adapter's number alone. If
+a number changes from one name or path to another, its weights are unknown until an adapter with it is loaded in place.
 
-Files are read and looked at by two threads; nobody waits for them longer than `LOOK_S`.
+A request in doubt finds nothing and stores nothing. Content that was copied out of the engine becomes visible only
+after a last check that the files are still as they were read.
+
+Two threads read and check files; a caller waits for them at most `LOOK_S`.
 """
 
 from __future__ import annotations
@@ -29,33 +31,33 @@ from hybridkv.hashing import ChunkKeys
 logger = logging.getLogger("vllm.hybridkv.adapters")
 
 MAX_ADAPTERS = 1024
-"""Adapters that are remembered; one that nobody asked for longest is read again when it comes back."""
+"""Maximum of adapters in memory; the least recently used one is read again when it returns."""
 MAX_SEEN = 8192
-"""Adapters whose first look is remembered, and numbers; those that come later are in doubt."""
+"""Maximum of adapters with a recorded first check, and of recorded numbers; later ones are in doubt."""
 LOOK_S = 0.05
-"""How long a request waits for a look at files, none of which is read for it."""
+"""Seconds that a request waits for a check of files. No file is read for it."""
 TICK_NS = 100_000_000
-"""Changes of a file that lie closer together than this may bear one time."""
+"""Two changes of a file within this time may leave equal times."""
 
 Name = tuple[str, int, str]
-"""What an engine tells adapters apart by: name, number and path."""
+"""Name, number and path, by which an engine distinguishes adapters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sworn:
-    """That a request's adapter held this content when it was admitted; `Adapters.holds` says whether it still does."""
+    """Version of a request's adapter at its admission; `Adapters.holds` tells whether it is still valid."""
 
     name: Name
     signature: Signature
     keys: ChunkKeys
     is_in_place: bool
     turn: int
-    """Of the adapter's number, see `_Turn`."""
+    """Turn of the adapter's number, see `_Turn`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """Whose a number is, and how often it went from one adapter to another."""
+    """Current adapter of a number, and how often the number changed from one adapter to another."""
 
     name: Name
     count: int
@@ -63,9 +65,9 @@ class _Turn:
 
 @dataclass(slots=True)
 class _Adapter:
-    """One adapter. `held` is the signature under which the engine is known to have read it.
+    """One adapter. `held` is the signature of the files that the engine has certainly loaded.
 
-    It has it still while its number is in the same turn as then.
+    It is valid while the adapter's number is still in turn `held_turn`.
     """
 
     name: Name
@@ -80,12 +82,12 @@ class _Adapter:
 
 
 class Adapters:
-    """Keys of the chunks that an adapter has had a part in.
+    """Keys of chunks with an adapter.
 
     Args:
-        keys: of the model without any.
-        began_ns: when the engine began to serve, or earlier, in nanoseconds since 1970.
-        now_ns: what time it is, on the same clock.
+        keys: keys of the model without an adapter.
+        began_ns: time when the engine started, or earlier, in nanoseconds since 1970.
+        now_ns: current time of the same clock.
     """
 
     def __init__(self, keys: ChunkKeys, began_ns: int, now_ns: Callable[[], int] = time.time_ns) -> None:
@@ -101,17 +103,17 @@ class Adapters:
         self._looking: Outcome[Signature] | None = None
 
     def notice(self, lora: Any) -> None:
-        """A request with this adapter will come: its files are looked at and read, unless they have been."""
+        """Announces a request with this adapter: its files are checked and read in the background."""
         adapter = self._adapter(lora)
         if adapter.content is None:
             self._read(adapter)
 
     def swear(self, lora: Any, is_alone: bool) -> Sworn | None:
-        """The keys of a request that is about to be admitted, None where the adapter's content is in doubt.
+        """Version of the adapter for a request that is about to be admitted; None if its content is in doubt.
 
         Args:
             lora: the request's adapter.
-            is_alone: no other request keeps the engine from loading the adapter in place.
+            is_alone: no other request prevents the engine from loading the adapter in place.
         """
         adapter = self._adapter(lora)
         if not self._is_read(adapter):
@@ -131,50 +133,50 @@ class Adapters:
         return Sworn(adapter.name, found.signature, adapter.keys, lora.load_inplace, self._turn(adapter))
 
     def begin_anew(self, nonce: bytes) -> None:
-        """The model is no longer what it was: every adapter gets keys that no other process has.
+        """Gives every adapter new keys that no other process has, after the model has changed.
 
         Args:
-            nonce: what is in all of them from now on.
+            nonce: part of all keys from now on.
         """
         self._nonce = nonce
         for adapter in self._adapters.values():
             adapter.keys = None
 
     def holds(self, sworn: Sworn | None) -> bool:
-        """Whether the files are still as they were, so that what was computed since then was computed with them.
+        """Whether the files are unchanged, so that everything since the admission was computed with them.
 
-        Of a request without an adapter there is nothing to doubt.
+        True for a request without an adapter.
         """
         if sworn is None:
             return True
         if not self.is_unchanged(sworn):
             return False
         if sworn.is_in_place:
-            # It has run, so the engine has read it.
+            # The request has run, so the engine has loaded these files.
             adapter = self._adapters[sworn.name]
             adapter.held, adapter.held_turn = sworn.signature, sworn.turn
         return True
 
     def is_unchanged(self, sworn: Sworn) -> bool:
-        """Whether what was sworn would be sworn again, of a request that has not been admitted."""
+        """Whether the version would be the same for a request that is admitted now."""
         adapter = self._adapters.get(sworn.name)
         if adapter is None or self._turn(adapter) != sworn.turn:
             return False
         return self._look(adapter) == sworn.signature
 
     def settle(self, timeout_s: float) -> bool:
-        """Waits until every file that was asked for has been read; for tests and tools."""
+        """Waits until every requested file is read; for tests and tools."""
         return self._reader.settle(timeout_s) and self._looker.settle(timeout_s)
 
     def close(self) -> None:
-        """Ends the threads, unless a file system keeps them."""
+        """Ends the threads, unless a file system blocks them."""
         self._reader.close()
         self._looker.close()
 
     def _is_held(self, adapter: _Adapter, now: Signature, in_place: bool, is_alone: bool) -> bool:
-        """Whether the engine has read, or will read, what the files hold."""
+        """Whether the engine has loaded, or will load, the current content of the files."""
         if in_place:
-            # A change within the tick in which they were read would not show.
+            # A change within the same tick in which the files were read would not show.
             is_settled = now.changed_ns + TICK_NS < adapter.read_ns
             if not is_settled:
                 self._forget(adapter)
@@ -185,8 +187,8 @@ class Adapters:
         if adapter.held == now and adapter.held_turn != turn:
             self._complain(
                 adapter,
-                f"its number {adapter.name[1]} has been another adapter's, and the engine may hold the weights of that "
-                "one; load it in place, or give each a number of its own",
+                f"its number {adapter.name[1]} was used by another adapter, and the engine may hold that one's weights; "
+                "load it in place, or give each a number of its own",
             )
             return False
         if adapter.held != now:
@@ -199,24 +201,24 @@ class Adapters:
         return True
 
     def _turn(self, adapter: _Adapter) -> int:
-        """The turn of its number; -1 where that is another adapter's, or nobody knows whose."""
+        """Turn of the adapter's number; -1 if another adapter has the number, or if it is unknown."""
         turn = self._turns.get(adapter.name[1])
         return turn.count if turn is not None and turn.name == adapter.name else -1
 
     def _first_look(self, adapter: _Adapter) -> Signature | None:
-        """What lay there when it was first asked for; None where nothing did, or nobody knows."""
+        """Signature when the adapter was first requested; None if there were no files, or it is unknown."""
         look = self._first_looks.get(adapter.name)
         return look.value if look is not None else None
 
     def _see(self, name: Name) -> None:
-        """Somebody asks for this adapter."""
+        """Records a request for this adapter."""
         turn = self._turns.get(name[1])
         if turn is None and len(self._turns) < MAX_SEEN:
             self._turns[name[1]] = _Turn(name, 0)
         elif turn is not None and turn.name != name:
             self._turns[name[1]] = _Turn(name, turn.count + 1)
         if name not in self._first_looks and len(self._first_looks) < MAX_SEEN:
-            # Nobody waits for it: it is done before any look that comes later.
+            # Not waited for: the thread does it before any later check.
             look = self._looker.submit(lambda: signature(name[2]))
             self._first_looks[name] = look if look is not None else Outcome()
 
@@ -232,7 +234,7 @@ class Adapters:
         return adapter
 
     def _is_read(self, adapter: _Adapter) -> bool:
-        """Whether the content is known; it is asked for where it is not."""
+        """Whether the content is known. Starts to read it if not."""
         if adapter.content is not None:
             return True
         reading = adapter.reading
@@ -258,13 +260,13 @@ class Adapters:
         self._read(adapter)
 
     def _look(self, adapter: _Adapter) -> Signature | None:
-        """The files' signature now; None where it cannot be had, or not at once."""
+        """Current signature of the files; None if it is not available within `LOOK_S`."""
         path, looking = adapter.name[2], None
-        # Behind a look that a file system keeps, no other would come in time.
+        # While the file system blocks an earlier check, a new one would not be in time.
         if self._looking is None or self._looking.is_done:
             looking = self._looking = self._looker.submit(lambda: signature(path))
         if looking is None or not looking.wait(LOOK_S):
-            self._complain(adapter, f"its files could not be looked at within {LOOK_S:g} s")
+            self._complain(adapter, f"its files could not be checked within {LOOK_S:g} s")
             return None
         if isinstance(looking.error, NotReadableError):
             self._complain(adapter, str(looking.error))
@@ -273,10 +275,10 @@ class Adapters:
     def _complain(self, adapter: _Adapter, why: str) -> None:
         if adapter.complained != why:
             adapter.complained = why
-            logger.warning("adapter %s (%s) is neither stored nor restored: %s", adapter.name[0], adapter.name[2], why)
+            logger.warning("adapter %s (%s) is neither stored nor loaded: %s", adapter.name[0], adapter.name[2], why)
 
 
 def _options(lora: Any) -> dict[str, Any]:
-    """Every field of a LoRARequest but those that name it or say when it is loaded."""
+    """Every field of a LoRARequest, except those that name it or control when it is loaded."""
     known = ("lora_name", "lora_int_id", "lora_path", "base_model_name", "load_inplace")
     return {name: getattr(lora, name) for name in lora.__struct_fields__ if name not in known}

@@ -1,4 +1,4 @@
-"""One thread that does small things in turn, and answers that may be waited for, but not for ever."""
+"""A background thread for short work, with results that a caller waits for with a timeout."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 MAX_WAITING = 64
-"""Things that may wait for the thread; more are refused."""
+"""Size of the thread's queue; more work is refused."""
 
 
 class Outcome(Generic[T]):
-    """What becomes of something submitted: a value, or the exception that it raised."""
+    """Result of submitted work: a value, or the exception that it raised."""
 
     def __init__(self) -> None:
         self.value: T | None = None
@@ -26,23 +26,23 @@ class Outcome(Generic[T]):
         return self._done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it was done by then."""
+        """Whether the work was done within the timeout."""
         return self._done.wait(timeout_s)
 
     def run(self, work: Callable[[], T]) -> None:
-        """Does the work, in the thread's turn."""
+        """Does the work. Called on the thread."""
         try:
             self.value = work()
-        except Exception as error:  # whatever it was, whoever asked has to go without
+        except Exception as error:  # any error is kept for the caller
             self.error = error
         self._done.set()
 
 
 class Background:
-    """A daemon thread, begun with the first work: one that a file system keeps must not keep the process.
+    """A daemon thread, started with the first work. A stuck file system cannot keep the process alive.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -53,11 +53,11 @@ class Background:
 
     @property
     def is_full(self) -> bool:
-        """Whether too much is waiting for anything more to be submitted."""
+        """Whether the queue is full."""
         return self._work.full()
 
     def submit(self, work: Callable[[], T]) -> Outcome[T] | None:
-        """None where too much is waiting already."""
+        """Queues work; None if the queue is full."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
@@ -69,22 +69,22 @@ class Background:
         return outcome
 
     def settle(self, timeout_s: float) -> bool:
-        """Waits until all that was submitted before is done."""
+        """Waits until all work submitted before is done. False after the timeout."""
         if self._thread is None:
             return True
         last = self.submit(lambda: None)
         return last is not None and last.wait(timeout_s)
 
     def close(self) -> None:
-        """Ends the thread when it has done what waits, or leaves it where it is kept."""
+        """Asks the thread to end after the queued work. Does not wait."""
         self._is_closing = True
         if self._thread is not None:
-            # Where there is no room the thread has something to do, and looks when it has done it.
+            # If the queue is full, the thread checks `_is_closing` after its work.
             with contextlib.suppress(queue.Full):
                 self._work.put_nowait(None)
 
     def has_ended(self, timeout_s: float) -> bool:
-        """Whether, by then, nothing is done any more. It does not end before `close`."""
+        """Whether the thread ended within the timeout. It ends only after `close`."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         return self._thread is None or not self._thread.is_alive()

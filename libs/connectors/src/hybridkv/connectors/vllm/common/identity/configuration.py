@@ -1,7 +1,7 @@
-"""Facts of the engine's configuration: every field of it but those that a list leaves out, each with its reason.
+"""Facts of the engine's configuration: every field, except those on a list with a reason for each.
 
-The objects are read as they are once the engine is built, after overrides and defaults; nobody's constructor is asked
-what it was given. What is not on the list is in, so a field that a newer engine brings is in as well.
+The objects are read after the engine is built, so after overrides and defaults. A field that is not on the list is a
+fact, so a field that a newer engine adds is a fact too.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ INDEPENDENT = frozenset(
         "openpangu",
     }
 )
-"""Types of rotary embedding whose angles follow from their own parameters and the position."""
+"""Types of rotary embedding with angles that depend only on their own parameters and the position."""
 LONG = ("longrope", "su")
 LLAMA4_TUNED_TOKENS = 32768
 
@@ -53,7 +53,7 @@ def length_facts(vllm_config: VllmConfig) -> dict[str, str]:
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None and draft is not model:
-        # A layer of the drafter reads the length of the current configuration, which is now one, now the other.
+        # A layer of the drafter may read the length of either configuration, whichever is current.
         lengths = (draft.max_model_len, model.max_model_len)
         facts |= dict(_facts("speculative_config.draft_model_config", draft, lengths))
     return facts
@@ -87,12 +87,12 @@ def _architectures(settings: Mapping[str, Any]) -> list[Any]:
 
 
 def _ropes(settings: Mapping[str, Any]) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """The parameters of every rotary embedding of a model, and the configuration that each is in."""
+    """Parameters of every rotary embedding of a model, with the configuration that contains them."""
     for key, value in settings.items():
         if not isinstance(value, Mapping):
             continue
         if key in ("rope_parameters", "rope_scaling"):
-            # Of layers of several kinds each kind may have its own.
+            # Layers of different kinds may have separate parameters.
             by_layer = [inner for inner in value.values() if isinstance(inner, Mapping)]
             for rope in by_layer or [value]:
                 yield rope, settings
@@ -111,27 +111,27 @@ def _original(rope: Mapping[str, Any], settings: Mapping[str, Any]) -> int | Non
 
 
 MAX_KEYS = 64
-"""Keys of a mapping that get a fact each; a larger one is one fact."""
+"""Maximum keys of a mapping that become one fact each; a larger mapping is one fact."""
 IGNORED = "ignored"
 
 
 def configuration_facts(vllm_config: VllmConfig, ignored: Sequence[str] = ()) -> dict[str, str]:
     """Every field of the final configuration, recursively, by its dotted path.
 
-    Of what the operator ignores only the name is there, so that a value without canonical text is no obstacle.
+    A path in `ignored` yields only its name, so that a value without canonical text causes no error there.
 
     Raises:
-        ConfigurationError: a value is of a type that has no canonical text.
+        ConfigurationError: a value has a type without canonical text.
     """
     facts = dict(_Walk(ignored).visit("", "", vllm_config))
-    # The object itself collects what happens while weights are loaded; what it was made of is in.
+    # The object also collects data while weights are loaded, so only its class is a fact; its settings are facts too.
     facts["quantization.method"] = text("quant_config", vllm_config.quant_config and type(vllm_config.quant_config))
     return facts | length_facts(vllm_config)
 
 
 @functools.cache
 def reason_left_out(scope: str) -> str | None:
-    """Why a field is no fact, if it is none. It is called by the class that has it, such as `ModelConfig.tokenizer`."""
+    """Why a field is not in the fingerprint; None if it is. `scope` names its class, as in `ModelConfig.tokenizer`."""
     for reasons in (LEFT_OUT, LEFT_OUT_ELSEWHERE):
         if scope in reasons:
             return reasons[scope]
@@ -142,14 +142,14 @@ def reason_left_out(scope: str) -> str | None:
 
 
 class _Walk:
-    """One walk. What is met a second time, such as the target's configuration in the drafter's, is named, not told."""
+    """One traversal. An object that occurs again, such as the target's configuration in the drafter's, is one fact."""
 
     def __init__(self, ignored: Sequence[str]) -> None:
         self._ignored = ignored
         self._met: dict[int, str] = {}
 
     def visit(self, path: str, scope: str, value: Any) -> Iterator[tuple[str, str]]:
-        """The facts of a value at a path; `scope` is the path from the innermost object on, by its class."""
+        """Facts of a value at a path; `scope` is the path from the innermost object, with the name of its class."""
         if path and reason_left_out(scope) is not None:
             return
         if path and any(is_named(pattern, path) for pattern in self._ignored):
@@ -185,7 +185,7 @@ class _Walk:
         yield from self._all(path, "PreTrainedConfig", told)
 
     def _meet_inner(self, path: str, value: Any, told: Mapping[str, Any]) -> None:
-        """A model's configuration tells those inside it, which the engine keeps in fields of their own, too."""
+        """Records nested configurations, which the engine also keeps in fields of their own, as already visited."""
         for name, inner in vars(value).items():
             if is_model_settings(inner) and id(inner) not in self._met and isinstance(told.get(name), Mapping):
                 self._met[id(inner)] = child(path, name)
@@ -193,18 +193,18 @@ class _Walk:
 
 
 SPEC_LEFT_OUT = {
-    "block_size": "each group says it, in tokens of a block",
+    "block_size": "each group has it, in tokens of a block",
     "page_size_padded": "padding is not stored",
-    "block_stride_alignment": "where pages lie, not what they hold",
+    "block_stride_alignment": "the place of pages, not their content",
 }
-"""Fields of a spec that are no facts, each with its reason."""
+"""Fields of a spec that are not in the fingerprint, each with its reason."""
 
 
 def spec_facts(spec: KVCacheSpec) -> dict[str, str]:
-    """Every field of a spec but those that say only where its pages lie.
+    """Every field of a spec, except those that only concern the place of its pages.
 
     Raises:
-        ConfigurationError: a field's value is of a type that has no canonical text.
+        ConfigurationError: a field's value has a type without canonical text.
     """
     kind = type(spec).__name__
     members = parts(spec) or {}

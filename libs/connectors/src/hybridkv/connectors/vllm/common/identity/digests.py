@@ -1,11 +1,11 @@
-"""Digests of large files: of all of one, or of a sample that tells trainings apart; read once and kept beside them.
+"""Digests of large files: of the whole file, or of a sample that distinguishes trainings. Cached beside the files.
 
-A sample of a safetensors file is its whole header, thus the name, shape, type and place of every tensor, and bytes of
-every tensor: a training that changed one tensor alone is told as well. Of other files it is bytes at even distances.
-Two files that differ only between the places are taken for one.
+The sample of a safetensors file is its whole header (name, shape, type and place of every tensor) and some bytes of
+every tensor, so a training that changed a single tensor is detected. The sample of another file is bytes at even
+distances. Two files that differ only outside the sampled places count as equal.
 
-What was read is kept in a file of the model's directory, or of the user's cache directory where that cannot be written.
-It is believed only while inode, size and times of a file are what they were.
+Digests are cached in a file in the model's directory, or in the user's cache directory if that is not writable. A
+cached digest is valid only while inode, size and times of its file are unchanged.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ STEP_BYTES = 1 << 22
 TENSOR_SAMPLE_BYTES = 4096
 MAX_TENSOR_SAMPLES = 3
 FILE_SAMPLES = 4096
-"""About so many places of a safetensors file are read, and at least one of every tensor."""
+"""Approximate number of sampled places of a safetensors file; at least one for every tensor."""
 BLOB_SAMPLE_BYTES = 1 << 16
 BLOB_SAMPLES = 64
 MAX_HEADER_BYTES = 100_000_000
 SETTLED_NS = 1_000_000_000
-"""A file that changed less long ago may change again and have the same times: clocks of file systems are coarse."""
+"""A file that changed more recently may change again with equal times: clocks of file systems are coarse."""
 
 
 class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A digest, and what a file was when it was read."""
+    """A cached digest, and the file's status when it was read."""
 
     device: int
     inode: int
@@ -56,7 +56,7 @@ class _KeptFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Digests:
-    """Digests of the files below a directory, each read at most once while it does not change."""
+    """Digests of the files below a directory. Each file is read at most once while it does not change."""
 
     def __init__(self, root: Path, mode: str, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._root = root
@@ -69,7 +69,7 @@ class Digests:
         self._has_new = False
 
     def of(self, path: Path) -> tuple[int, str]:
-        """Size and digest of a file. `OSError` where it cannot be read."""
+        """Size and digest of a file. `OSError` if it cannot be read."""
         name = f"{self._mode} {path.relative_to(self._root).as_posix()}"
         known = self._known.get(name)
         with path.open("rb", buffering=0) as file:
@@ -77,7 +77,7 @@ class Digests:
             if known is not None and known == _of(before, known.digest):
                 return known.size, known.digest
             digest = _full(file) if self._mode == "full" else _sampled(file, before.st_size)
-            # What changed while it was read, or may have without a trace, is read again next time.
+            # A file that changed while it was read, or may have changed without a trace, is read again next time.
             is_settled = self._clock_ns() - max(before.st_ctime_ns, before.st_mtime_ns) >= SETTLED_NS
             if is_settled and _of(os.fstat(file.fileno()), digest) == (found := _of(before, digest)):
                 self._known[name] = found
@@ -85,7 +85,7 @@ class Digests:
         return before.st_size, digest
 
     def keep(self) -> None:
-        """Write down what was read anew, for the next process. Where that is not possible nothing is lost but time."""
+        """Writes new digests to the cache for the next process. A failure is logged and costs only time."""
         if not self._has_new:
             return
         there = {name: kept for name, kept in self._known.items() if (self._root / name.partition(" ")[2]).exists()}
@@ -128,7 +128,7 @@ def _read(place: Path) -> dict[str, _Kept]:
 
 
 def _write(place: Path, data: bytes) -> None:
-    """All of it or nothing: readers see the old file or the new one."""
+    """Writes atomically: readers see the old file or the new one."""
     if place.name != KEPT_NAME:
         place.parent.mkdir(parents=True, exist_ok=True)
     fd, name = tempfile.mkstemp(prefix=f"{KEPT_NAME}.", dir=place.parent)
@@ -163,7 +163,7 @@ def _sampled(file: BinaryIO, size: int) -> str:
 
 
 def _exactly(file: BinaryIO, length: int) -> bytes:
-    """As many bytes, or as many as there are."""
+    """So many bytes, or fewer at the end of the file."""
     data = b""
     while len(data) < length and (more := file.read(length - len(data))):
         data += more
@@ -171,7 +171,7 @@ def _exactly(file: BinaryIO, length: int) -> bytes:
 
 
 def _header(file: BinaryIO, size: int) -> bytes | None:
-    """The header of a safetensors file with the length before it; None where it is no such file."""
+    """Header of a safetensors file with the length before it; None if the file is no such file."""
     if size < 8:
         return None
     start = _exactly(file, 8)
@@ -183,7 +183,7 @@ def _header(file: BinaryIO, size: int) -> bytes | None:
 
 
 def _tensor_places(header: bytes, size: int) -> list[tuple[int, int]]:
-    """Where to read: of every tensor its start, and its middle and its end where there are not too many tensors."""
+    """Places to read: the start of every tensor, and its middle and end if there are not too many tensors."""
     try:
         tensors = list(_tensors(json.loads(header[8:]), len(header), size))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
@@ -208,7 +208,7 @@ def _tensors(header: dict[str, Any], data: int, size: int) -> Iterator[tuple[int
 
 
 def _even_places(size: int) -> list[tuple[int, int]]:
-    """Places at even distances, and the end: an archive has its table there."""
+    """Places at even distances, and the end of the file, where an archive has its table."""
     stride = max(BLOB_SAMPLE_BYTES, (size - BLOB_SAMPLE_BYTES) // (BLOB_SAMPLES - 1))
     offsets = sorted({*range(0, size, stride), max(0, size - BLOB_SAMPLE_BYTES)})
     return [(offset, BLOB_SAMPLE_BYTES) for offset in offsets]

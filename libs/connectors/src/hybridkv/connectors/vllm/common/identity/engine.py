@@ -1,4 +1,4 @@
-"""All facts of the engine's own process, and whether another process could ever have the same."""
+"""All facts of the engine's own process, and the reasons why no other process could have the same facts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def code_facts(vllm_config: VllmConfig, gathered: Gathered) -> None:
-    """A digest of every Python file of a model whose configuration names code, if such code may run.
+    """Digest of every Python file of a model, if its configuration refers to code that may run.
 
     Raises:
         ConfigurationError: such a file cannot be read.
@@ -37,13 +37,13 @@ def _model(name: str, model: ModelConfig, download_dir: str | None, gathered: Ga
         root = local_files(repository or model.model, revision, download_dir)
         at = f"{name}[{repository!r}]" if repository else name
         if root is None or not root.is_dir():
-            gathered.unrepeatable[at] = "the model's own code is not among the files of this machine"
+            gathered.unrepeatable[at] = "the model's own code is not on this machine"
         else:
             gathered.facts[at] = _digest(root)
 
 
 def _repositories(auto_map: Any) -> Iterator[str]:
-    """Where the classes of an `auto_map` are: "" for the model's own files, or a repository of the hub."""
+    """Repositories of the classes in an `auto_map`: "" for the model's own files, or one of the hub."""
     for value in auto_map.values() if isinstance(auto_map, dict) else ():
         for reference in value if isinstance(value, list | tuple) else (value,):
             if isinstance(reference, str):
@@ -71,7 +71,7 @@ NONCE = "engine.process"
 
 
 class IdentityConfig(Protocol):
-    """What an operator says of identity."""
+    """The operator's settings of identity."""
 
     @property
     def weights_digest(self) -> str: ...
@@ -82,12 +82,12 @@ class IdentityConfig(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What the engine's own process knows.
+    """Facts of the engine's own process.
 
     Args:
-        facts: dotted name to canonical text.
-        unrepeatable: why no other process can have the same content, by the name of what it hangs on; empty where one
-            can. Where it is not empty the facts hold a nonce: a store that outlives the process would never be read.
+        facts: canonical text by dotted name.
+        unrepeatable: reasons why no other process can have the same content, by the name of their cause. If not empty,
+            the facts contain a nonce, and a store that outlives the process is never read again.
     """
 
     facts: dict[str, str]
@@ -95,13 +95,13 @@ class EngineFacts:
 
 
 def engine_facts(vllm_config: VllmConfig, environ: Mapping[str, str], config: IdentityConfig) -> EngineFacts:
-    """What the bytes depend on, as far as the engine's own process knows: configuration, environment, weights, version.
+    """Facts of the engine's own process: configuration, environment, weights, code, version.
 
-    Nothing that an operator ignores has been taken out: facts of the worker come first (`without_ignored`).
+    Facts that the operator ignores are still included: `without_ignored` removes them after the workers' facts came.
 
     Raises:
-        ConfigurationError: a value of the configuration is of a type that has no canonical text, or a file of the
-            weights cannot be read.
+        ConfigurationError: a value of the configuration has a type without canonical text, or a file of the weights
+            cannot be read.
     """
     facts = {VERSION: engine_version()}
     facts |= configuration_facts(vllm_config, config.identity_ignores)
@@ -124,7 +124,7 @@ def engine_version() -> str:
 
 
 def _changing(vllm_config: VllmConfig, gathered: Gathered) -> None:
-    """What is settled while the engine runs, by its first requests or from outside."""
+    """Reasons that arise while the engine runs, from its first requests or from outside."""
     cache = vllm_config.cache_config
     if getattr(cache, "calculate_kv_scales", False):
         gathered.unrepeatable["cache_config.calculate_kv_scales"] = (
@@ -133,7 +133,7 @@ def _changing(vllm_config: VllmConfig, gathered: Gathered) -> None:
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
     if multimodal is not None and multimodal.mm_processor_cache_gb == 0 and not cache.enable_prefix_caching:
         gathered.unrepeatable["multimodal_config.mm_processor_cache_gb"] = (
-            "with 0 and without prefix caching the engine names images by a counter and not by what they hold"
+            "with 0 and without prefix caching the engine names images by a counter and not by their content"
         )
     if getattr(vllm_config, "weight_transfer_config", None) is not None:
         gathered.unrepeatable["weight_transfer_config"] = "weights are sent to the running engine; no file has them"

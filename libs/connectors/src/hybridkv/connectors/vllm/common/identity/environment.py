@@ -1,7 +1,7 @@
-"""Facts of the environment: every variable that may change what is computed, by name. Values are digested.
+"""Facts of the environment: every variable that may change computed content, by name. Values are digested.
 
-Of the engine's own variables all count but those on a list; of others those count that libraries beneath it read to
-choose instructions, precisions or kernels. An unset variable is no fact.
+All variables of the engine itself count, except those on a list. Other variables count if libraries under the engine
+read them to choose instructions, precisions or kernels. An unset variable is no fact.
 """
 
 from __future__ import annotations
@@ -37,31 +37,31 @@ COUNTED = (
     "HIPBLASLT_*",
     "HSA_OVERRIDE_GFX_VERSION",
 )
-"""Variables that count unless they are left out."""
+"""Patterns of variables that count, unless they are on the list below."""
 
 _BUILD = "read when the engine is built or packaged"
-_PLACE = "a place for files that can be made again"
+_PLACE = "a place for files that can be created again"
 _NETWORK = "where processes find each other, and how bytes travel between them"
 _LOG = "what is logged, measured or traced"
 _SERVING = "how requests are read and answered, before tokens and after them"
-_FETCHING = "how input is fetched and bounded; what was read is hashed into the key"
+_FETCHING = "how input is fetched and bounded; the input itself is hashed into the key"
 _TIMING = "when things happen and how many at once"
-_MEMORY = "how much memory there is for what"
+_MEMORY = "how much memory is used for a purpose"
 _LAUNCH = "how processes are started, and which device each has"
 _SECRET = "a credential, or where one is used"
 _SAMPLING = "how tokens are chosen; chosen tokens are in the key"
 _STORES = "other stores, and how they move bytes"
-_COMPILER = "where and how compiled code is kept; what is compiled is told by the configuration"
-_SHIPPED = "of an engine's package; the engine's version counts"
+_COMPILER = "where and how compiled code is kept; the configuration determines its content"
+_SHIPPED = "part of an engine's package; the engine's version counts"
 
 ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
-    # Known to the engine, and not its own.
+    # Read by the engine, but not its own.
     "MAX_JOBS": _BUILD,
     "NVCC_THREADS": _BUILD,
     "CMAKE_BUILD_TYPE": _BUILD,
     "VERBOSE": _BUILD,
     "CUDA_HOME": _BUILD,
-    "LD_LIBRARY_PATH": "where libraries lie",
+    "LD_LIBRARY_PATH": "where libraries are",
     "LOCAL_RANK": _LAUNCH,
     "CUDA_VISIBLE_DEVICES": _LAUNCH,
     "S3_*": _SECRET,
@@ -89,8 +89,8 @@ ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
     "VLLM_XLA_CACHE_PATH": _PLACE,
     "VLLM_ASSETS_CACHE*": _PLACE,
     "VLLM_MEDIA_CACHE*": _PLACE,
-    "VLLM_LORA_RESOLVER_*": "adapters are told by their own digests",
-    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "adapters are told by their own digests",
+    "VLLM_LORA_RESOLVER_*": "adapters are identified by their own digests",
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "adapters are identified by their own digests",
     "VLLM_USE_MODELSCOPE": "where weights come from; they are digested, or named by the operator",
     "VLLM_MODEL_REDIRECT_PATH": "where weights come from; they are digested, or named by the operator",
     "VLLM_FLASHINFER_AUTOTUNE_CACHE_DIR": _PLACE,
@@ -126,7 +126,7 @@ ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
     "VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME": _NETWORK,
     "VLLM_ALLOW_INSECURE_SERIALIZATION": _NETWORK,
     "VLLM_OMP_NUM_THREADS_SET_BY_VLLM": _LAUNCH,
-    # Services of a Kubernetes namespace, which may be called like a library; also by value, see `environment_facts`.
+    # Services of a Kubernetes namespace, which may have the name of a library; see also `environment_facts`.
     "*_SERVICE_HOST": _NETWORK,
     "*_SERVICE_PORT": _NETWORK,
     "*_SERVICE_PORT_*": _NETWORK,
@@ -146,7 +146,7 @@ ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
     "VLLM_WEIGHT_OFFLOADING_*": _MEMORY,
     "VLLM_WSL2_ENABLE_PIN_MEMORY": _MEMORY,
     "VLLM_ENABLE_CUDAGRAPH_GC": _MEMORY,
-    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "allows; what models read out of the length is a fact of its own",
+    "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "a permission; values that models derive from the length are separate facts",
     # Requests and answers.
     "VLLM_API_KEY": _SECRET,
     "VLLM_CHAT_TEMPLATE_RENDER_TIMEOUT": _SERVING,
@@ -210,7 +210,7 @@ ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
     "VLLM_USE_MEGA_AOT_ARTIFACT": _COMPILER,
     "VLLM_TRITON_JIT_WARMUP_NUM_THREADS": _COMPILER,
     "VLLM_DEEP_GEMM_WARMUP": _COMPILER,
-    # Libraries beneath the engine.
+    # Libraries under the engine.
     "*_CACHE_DIR": _PLACE,
     "TRITON_HOME": _PLACE,
     "TRITON_DUMP_DIR": _PLACE,
@@ -249,11 +249,11 @@ ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
     "MIOPEN_ENABLE_LOGGING*": _LOG,
     "MIOPEN_USER_DB_PATH": _PLACE,
 }
-"""Patterns as of file names: `*` stands for any letters."""
+"""Patterns as for file names: `*` matches any letters."""
 
 
 def environment_facts(environ: Mapping[str, str]) -> dict[str, str]:
-    """Every variable that is set and may change content: a digest of its value."""
+    """Digest of every set variable that may change content."""
     return {
         f"{ENVIRONMENT}.{name}": digested(value)
         for name, value in sorted(environ.items())
@@ -262,18 +262,18 @@ def environment_facts(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _is_service_address(name: str, value: str) -> bool:
-    """Whether Kubernetes says so where a service of the namespace is, as `<SERVICE>_PORT` for Docker's old links."""
+    """Whether Kubernetes set the variable to the address of a service, as `<SERVICE>_PORT` for Docker's old links."""
     return name.endswith("_PORT") and value.startswith(("tcp://", "udp://", "sctp://"))
 
 
 def counts(name: str) -> bool:
-    """Whether a variable is of those that count unless they are left out."""
+    """Whether a variable matches `COUNTED`."""
     return any(fnmatchcase(name, pattern) for pattern in COUNTED)
 
 
 @functools.cache
 def variable_left_out(name: str) -> str | None:
-    """Why a variable is no fact, if a list says so."""
+    """Why a variable is not in the fingerprint, if it is on the list."""
     if name in ENVIRONMENT_LEFT_OUT:
         return ENVIRONMENT_LEFT_OUT[name]
     for pattern, reason in ENVIRONMENT_LEFT_OUT.items():

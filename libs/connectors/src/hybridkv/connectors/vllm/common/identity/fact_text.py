@@ -1,7 +1,7 @@
-"""Values as canonical text: the same in every process, and never one text for two values.
+"""Canonical text of values: equal in every process, and different for different values.
 
-Not JSON: an enumeration's member, an element type and a path must not read like the string of the same letters. Nothing
-here knows which values matter.
+It is not JSON: an enumeration member, an element type and a path must not equal the string with the same letters. This
+module does not decide which values matter.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from hybridkv.connectors.vllm.common.identity.ignored import MODEL_KEYS_LEFT_OUT
 
 
 def is_model_settings(value: Any) -> bool:
-    """Whether it is a model's configuration as the transformers library holds it."""
+    """Whether a value is a model's configuration of the transformers library."""
     return any(base.__name__ in ("PretrainedConfig", "PreTrainedConfig") for base in type(value).__mro__)
 
 
 def model_settings(path: str, value: Any) -> dict[str, Any]:
-    """A model's configuration, overrides included, without what only says where it came from."""
+    """A model's configuration with overrides, without the fields that only tell its origin."""
     try:
         found: Mapping[str, Any] = value.to_dict()
     except Exception as error:
         raise ConfigurationError(
-            path, "a configuration that can be written down", f"{type(error).__name__}: {error}", "report the model"
+            path, "a configuration that can be serialized", f"{type(error).__name__}: {error}", "report the model"
         ) from error
     return _without_origin(found)
 
@@ -45,35 +45,35 @@ def _without_origin(value: Any) -> Any:
 
 
 MAX_TEXT = 200
-"""Letters of a text that is written down as it is; a longer one is digested."""
+"""Maximum letters of a text that is kept as it is; a longer one is digested."""
 
 
 def text(path: str, value: Any) -> str:
-    """The canonical text of a value; of a long one its digest.
+    """Canonical text of a value, or a digest of it if it is long.
 
     Raises:
-        ConfigurationError: it is, or holds, a value of a type that has none.
+        ConfigurationError: the value is or contains a value of a type without canonical text.
     """
     whole = _text(path, value)
     return whole if len(whole) <= MAX_TEXT else digested(whole)
 
 
 def secret_text(path: str, value: Any) -> str:
-    """A digest of the canonical text, however short: for what may hold a credential. Of nothing at all, that."""
+    """Digest of the canonical text, however short: for values that may hold a credential. An empty value is shown."""
     return digested(_text(path, value)) if value else _text(path, value)
 
 
 def digested(whole: str) -> str:
-    """What stands for a text that is long, or nobody's business."""
+    """Digest that replaces a long or secret text."""
     return "blake3:" + blake3(whole.encode(errors="surrogatepass")).hexdigest(16)
 
 
 def parts(value: Any) -> dict[str, Any] | None:
-    """The fields of an object that is nothing but its fields: a dataclass, or a pydantic model. Of others None."""
+    """Fields of an object that consists only of its fields: a dataclass or a pydantic model. None for others."""
     if isinstance(value, type):
         return None
     if is_model_settings(value):
-        # A dataclass too, whose fields are not all that it holds.
+        # A dataclass too, but with state outside its fields.
         return model_settings(type(value).__name__, value)
     if is_dataclass(value):
         return {field.name: getattr(value, field.name, None) for field in fields(value)}
@@ -82,7 +82,7 @@ def parts(value: Any) -> dict[str, Any] | None:
 
 
 def child(path: str, key: Any) -> str:
-    """The path of what stands under a key. Keys that are no plain names are quoted, so that no two paths are alike."""
+    """Path of the value under a key. Keys that are not plain names are quoted, so that paths are unique."""
     if isinstance(key, str) and re.fullmatch(r"[A-Za-z_][\w-]*", key):
         return f"{path}.{key}" if path else key
     return f"{path}[{_text(path, key)}]"
@@ -103,14 +103,14 @@ def _by_name(path: str, value: Any) -> str:
     if isinstance(value, functools.partial):
         return f"partial({_text(path, value.func)}, {_text(path, value.args)}, {_text(path, value.keywords)})"
     name = getattr(value, "__qualname__", None)
-    # Two lambdas of one function have one name; a bound method's object is more than its name.
+    # Two lambdas of one function have one name, and a bound method's object is more than its name.
     if callable(value) and name and "<lambda>" not in name and getattr(value, "__self__", None) is None:
         return f"{value.__module__}.{name}"
     raise ConfigurationError(
         path,
-        "a value of a type that can be told apart",
+        "a value with a canonical text",
         f"{type(value).__module__}.{type(value).__qualname__}",
-        f'if what is cached does not depend on it: "identity_ignores": ["{path}"]',
+        f'if the cached content does not depend on it: "identity_ignores": ["{path}"]',
     )
 
 

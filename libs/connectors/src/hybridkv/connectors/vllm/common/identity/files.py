@@ -1,6 +1,6 @@
-"""The files of an adapter: what they hold, and how to see that they were touched without reading them.
+"""Files of an adapter: their content, and a signature that shows changes without reading them.
 
-Nothing here remembers anything, and everything may wait for a file system as long as that takes.
+Functions here keep no state, and may block as long as the file system does.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from hybridkv.connectors.vllm.common.identity.fact_text import text
 
 CONFIG = "adapter_config.json"
 _READ = (CONFIG, "adapter_model.*", "new_embeddings.*")
-"""What an engine reads of an adapter's directory."""
+"""Files that an engine reads in an adapter's directory."""
 _CHUNK_BYTES = 1 << 20
 
 
 class NotReadableError(Exception):
-    """The files of an adapter are not on this machine, or cannot be read; says why."""
+    """The files of an adapter are not on this machine, or cannot be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What changes with the files: every change makes another one, whatever a program does to their times.
+    """Status of the files: every change gives another signature, even if a program restores their times.
 
     Args:
-        entries: name, device, inode, size, times of change of the files, their directory and the links that lead there.
-        changed_ns: when the latest of them changed, in nanoseconds of the file system's clock since 1970.
+        entries: name, device, inode, size, mtime and ctime of the files, their directory and the links to them.
+        changed_ns: latest ctime, in nanoseconds of the file system's clock since 1970.
     """
 
     entries: tuple[tuple[str, int, int, int, int, int], ...]
@@ -40,17 +40,17 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What the files held as long as they had this signature."""
+    """Content of the files while they have this signature."""
 
     digest: bytes
     signature: Signature
 
 
 def local_directory(path: str) -> Path:
-    """Where an engine looks for an adapter.
+    """Directory in which an engine looks for an adapter.
 
     Raises:
-        NotReadableError: the path is none of this machine, so it is the name of something on a hub.
+        NotReadableError: the path is not on this machine, so it is a name on a hub.
     """
     found = Path(os.path.expanduser(path))
     if not found.is_absolute() and not found.exists():
@@ -59,10 +59,10 @@ def local_directory(path: str) -> Path:
 
 
 def signature(path: str) -> Signature:
-    """The signature of an adapter's files as they are now.
+    """Current signature of an adapter's files.
 
     Raises:
-        NotReadableError: they are not there, or may not be looked at.
+        NotReadableError: the files do not exist, or access is denied.
     """
     directory = local_directory(path)
     try:
@@ -79,14 +79,14 @@ def signature(path: str) -> Signature:
 
 
 def content(path: str, options: object) -> Content:
-    """Reads an adapter's files whole.
+    """Reads an adapter's files completely.
 
     Args:
-        path: as the request names it.
-        options: what else changes how the engine reads them.
+        path: path in the request.
+        options: other fields of the request that change how the engine reads the files.
 
     Raises:
-        NotReadableError: they cannot be read, there are none, or they changed meanwhile.
+        NotReadableError: the files cannot be read, there are none, or they changed meanwhile.
     """
     before = signature(path)
     directory = local_directory(path)
@@ -101,14 +101,14 @@ def content(path: str, options: object) -> Content:
     except OSError as error:
         raise NotReadableError(f"{path}: {error}") from error
     if CONFIG not in names or len(names) < 2:
-        raise NotReadableError(f"{path} holds no adapter that hybridkv knows")
+        raise NotReadableError(f"{path} contains no adapter that hybridkv knows")
     if signature(path) != before:
         raise NotReadableError(f"{path} changed while it was read")
     return Content(hasher.digest(), before)
 
 
 def _names(directory: Path) -> list[str]:
-    """The files of an adapter, sorted."""
+    """Names of an adapter's files, sorted."""
     return sorted(
         name
         for name in os.listdir(directory)
@@ -117,5 +117,5 @@ def _names(directory: Path) -> list[str]:
 
 
 def _links(path: Path) -> list[Path]:
-    """The symbolic links on the way to a path, the path itself among them."""
+    """Symbolic links on the way to a path, including the path itself."""
     return [each for each in (*reversed(path.parents), path) if each.is_symlink()]

@@ -1,7 +1,7 @@
-"""Whose content a store keeps: what the engine's process knows at its start, and what its workers say later.
+"""Identity of an engine's stored content, from the facts of its process and the later facts of its workers.
 
-What outlives the engine, or is shared, is named by all of it. Host memory alone begins with the engine and ends with
-it, so nobody else ever reads a key of it.
+Content that outlives the engine or is shared is named by all facts. Host memory alone starts and ends with the engine,
+so no other process ever reads its keys, and a nonce suffices.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ NONCE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose content an engine's chunks have.
+    """Identity of an engine's chunks.
 
     Args:
-        keys: of the model as it was when the engine began.
-        adapters: of what is laid over it.
+        keys: keys of the model as it was when the engine started.
+        adapters: keys of chunks with an adapter.
     """
 
     keys: ChunkKeys
@@ -42,25 +42,25 @@ class Identity:
 
     @property
     def namespace(self) -> bytes:
-        """Of what others share."""
+        """Namespace of content that is shared with other engines."""
         return self.keys.fingerprint.digest()
 
     def begin_anew(self) -> ChunkKeys:
-        """Keys that nobody has had, for the model as it is; those of adapters change alike."""
+        """Replaces all keys, those of adapters too, by new ones that no other process has. Returns the model's."""
         nonce = secrets.token_bytes(NONCE_BYTES)
         self.adapters.begin_anew(nonce)
         return self.keys.for_adapter(nonce)
 
 
 class Identification:
-    """What is known of an engine, and what of its workers is still to be heard.
+    """Facts of an engine, until the facts of its workers arrive.
 
     Args:
-        vllm_config: final.
-        config: what the operator says of identity.
-        layout: of the engine's groups.
-        connector: in whose name an operator is told.
-        is_shared: whether anybody else may ever read what is stored. If not, no worker need say anything.
+        vllm_config: final configuration.
+        config: the operator's settings of identity.
+        layout: layout of the engine's groups.
+        connector: name of the connector, for the log.
+        is_shared: whether another process may ever read the stored content. If not, no facts of workers are needed.
 
     Raises:
         ConfigurationError: the engine's own facts cannot be gathered.
@@ -77,17 +77,17 @@ class Identification:
 
     @property
     def num_ranks(self) -> int:
-        """How many workers must say what they know."""
+        """Number of workers that must send facts."""
         return self._layout.world_size
 
     def identity(self, ranks: Mapping[int, Mapping[str, str]]) -> Identity:
-        """Whose content it is.
+        """Identity with the facts of all workers.
 
         Args:
-            ranks: what each worker said.
+            ranks: facts of each rank.
 
         Raises:
-            ConfigurationError: what is to be ignored is no fact, or ranks contradict each other.
+            ConfigurationError: an entry of `identity_ignores` names no fact.
         """
         facts = self._engine.facts
         if not self.needs_no_worker:
@@ -101,7 +101,7 @@ def _of_engine(vllm_config: VllmConfig, config: IdentityConfig, connector: str) 
     found = engine_facts(vllm_config, os.environ, config)
     if found.unrepeatable:
         logger.warning(
-            "%s: no other process will find what this engine leaves: %s",
+            "%s: no other process can reuse the content that this engine stores: %s",
             connector,
             "; ".join(f"{name}: {why}" for name, why in sorted(found.unrepeatable.items())),
         )

@@ -1,8 +1,9 @@
-"""Fields of the engine's configuration that say nothing about stored bytes, each with its reason.
+"""Fields of the engine's configuration that are not in the fingerprint, each with its reason; and facts that the
+operator ignores.
 
-A field is called by the class that has it, wherever an object of the class stands; `*` at an end stands for the rest.
-What is not here counts. The engine's own lists of what its hashes ignore are no guide: they ask whether a compiled
-graph can be used again, not whether cached content can.
+A field is named by its class, wherever an object of the class occurs; `*` at an end matches the rest. A field that is
+not listed is in the fingerprint. The engine's own lists of fields without effect on its hashes do not help here: they
+concern the reuse of compiled graphs, not of cached content.
 """
 
 from __future__ import annotations
@@ -13,28 +14,28 @@ from collections.abc import Mapping, Sequence
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError, did_you_mean
 
-_PLACE = "where it lies or is called, not what it is: the files themselves are digested"
+_PLACE = "a place or a name, not content: the files themselves are digested"
 _SERVING = "how requests are read and answered, before tokens and after them"
 _SAMPLING = "how tokens are chosen; chosen tokens are in the key"
 _TIMING = "when things happen and how many at once"
-_MEMORY = "how much memory there is for what"
+_MEMORY = "how much memory is used for a purpose"
 _NETWORK = "where processes find each other"
-_PLACEMENT = "which process or device computes a share; a share is told by tensor parallelism, which has its own field"
-_LOADING = "how fast weights are read and where they pass through"
+_PLACEMENT = "which process or device computes a share; the shares follow from tensor parallelism, which is a field"
+_LOADING = "how fast weights are read, and through which memory"
 _GRAPHS = "which launches are recorded and replayed; the kernels in them are the same"
 _OBSERVED = "what is logged, measured or traced"
-_CACHING = "what is kept and found again, not what it holds"
-_OWN = "has a field of the fingerprint of its own"
+_CACHING = "what is cached, not its content"
+_OWN = "the fingerprint has a separate field for it"
 _RUNTIME = "an object or a count of the running engine"
-_RESOLVED = "resolved into fields that are in"
+_RESOLVED = "resolved into fields that are in the fingerprint"
 
 LEFT_OUT: Mapping[str, str] = {
     # The model: names, tokens, answers.
     "ModelConfig.model": _PLACE,
     "ModelConfig.model_weights": _PLACE,
-    "ModelConfig.hf_config_path": "the configuration that was read there is in",
-    "ModelConfig.config_format": "the configuration that was read so is in",
-    "ModelConfig.hf_overrides": "the configuration is taken after them",
+    "ModelConfig.hf_config_path": "the configuration read from there is in the fingerprint",
+    "ModelConfig.config_format": "the configuration read in this format is in the fingerprint",
+    "ModelConfig.hf_overrides": "the configuration after overrides is in the fingerprint",
     "ModelConfig.revision": "names files; they are digested, or named by the operator",
     "ModelConfig.tokenizer": "tokens are the key",
     "ModelConfig.tokenizer_mode": "tokens are the key",
@@ -44,9 +45,9 @@ LEFT_OUT: Mapping[str, str] = {
     "ModelConfig.allowed_local_media_path": _SERVING,
     "ModelConfig.allowed_media_domains": _SERVING,
     "ModelConfig.hf_token": "a credential",
-    "ModelConfig.max_model_len": "what models read out of it is a fact of its own",
+    "ModelConfig.max_model_len": "values that models derive from it are separate facts",
     "ModelConfig.spec_target_max_model_len": "resolved into the drafter's length",
-    "ModelConfig.allow_deprecated_quantization": "allows; what is used is in",
+    "ModelConfig.allow_deprecated_quantization": "a permission; the quantization in use is in the fingerprint",
     "ModelConfig.enforce_eager": _RESOLVED,
     "ModelConfig.seed": _SAMPLING,
     "ModelConfig.return_sampling_mask": _SAMPLING,
@@ -55,16 +56,16 @@ LEFT_OUT: Mapping[str, str] = {
     "ModelConfig.use_fp64_gumbel": _SAMPLING,
     "ModelConfig.logits_processors": _SAMPLING,
     "ModelConfig.generation_config": _SAMPLING,
-    "ModelConfig.override_generation_config": _SAMPLING + "; what Llama 4 reads there is a fact of its own",
+    "ModelConfig.override_generation_config": _SAMPLING + "; the value that Llama 4 reads is a separate fact",
     "ModelConfig.io_processor_plugin": _SERVING,
     "ModelConfig.renderer_num_workers": _TIMING,
     "ModelConfig.enable_sleep_mode": _MEMORY,
     "ModelConfig.sleep_*": _MEMORY,
     "ModelConfig.enable_nccl_comm_suspend": _MEMORY,
     "ModelConfig.enable_cumem_allocator": _MEMORY,
-    # Multimodal input: what bounds, caches or carries it. What is made of it counts.
+    # Multimodal input: bounds, caches and transport. Its processing counts.
     "MultiModalConfig.limit_per_prompt": _SERVING,
-    "MultiModalConfig.mm_processor_cache_gb": _MEMORY + "; where 0 leaves input without hashes a nonce is in",
+    "MultiModalConfig.mm_processor_cache_gb": _MEMORY + "; where 0 leaves input without hashes a nonce is a fact",
     "MultiModalConfig.mm_processor_cache_type": _CACHING,
     "MultiModalConfig.mm_hasher_algorithm": "hashes of input are in the key",
     "MultiModalConfig.mm_shm_cache_max_object_size_mb": _MEMORY,
@@ -72,14 +73,14 @@ LEFT_OUT: Mapping[str, str] = {
     "MultiModalConfig.skip_mm_profiling": _MEMORY,
     "MultiModalConfig.mm_tensor_ipc": _NETWORK,
     "MultiModalConfig.mm_ipc_gpu_memory_gb": _MEMORY,
-    # The cache: sizes, and what is kept.
+    # The cache: sizes, and which content is kept.
     "CacheConfig.block_size": "each stored group has the tokens of its blocks",
     "CacheConfig.user_specified_block_size": "each stored group has the tokens of its blocks",
     "CacheConfig._block_size_resolved": _RUNTIME,
     "CacheConfig.mamba_block_size": "each stored group has the tokens of its blocks",
     "CacheConfig.effective_attention_block_size": "each stored group has the tokens of its blocks",
-    "CacheConfig.prefix_match_unit": "keys made of other hashes are other keys",
-    "CacheConfig.hash_block_size": "keys made of other hashes are other keys",
+    "CacheConfig.prefix_match_unit": "other hashes give other keys",
+    "CacheConfig.hash_block_size": "other hashes give other keys",
     "CacheConfig.prefix_caching_hash_algo": _OWN,
     "CacheConfig.cache_hit_alignment_tokens": _CACHING,
     "CacheConfig.enable_prefix_caching": _CACHING,
@@ -118,7 +119,7 @@ LEFT_OUT: Mapping[str, str] = {
     "ParallelConfig.enable_ep_weight_filter": _LOADING,
     "ParallelConfig.enable_batch_sharded_sampling": _SAMPLING,
     "ParallelConfig.max_parallel_loading_workers": _LOADING,
-    "ParallelConfig.disable_custom_all_reduce": "the order of one sum, which the hardware decides as well",
+    "ParallelConfig.disable_custom_all_reduce": "the order of one sum, which also depends on the hardware",
     "ParallelConfig.enable_shm_tensor_arena": _NETWORK,
     "ParallelConfig.enable_dbo": _TIMING,
     "ParallelConfig.ubatch_size": _TIMING,
@@ -133,7 +134,7 @@ LEFT_OUT: Mapping[str, str] = {
     "ParallelConfig.cpu_distributed_timeout_seconds": _TIMING,
     "ParallelConfig.enable_fault_tolerance": _TIMING,
     "ParallelConfig.fault_tolerance_config": _TIMING,
-    # The scheduler decides when a token is computed, and beside which.
+    # The scheduler decides when a token is computed, and in which batch.
     "SchedulerConfig.max_num_*": _TIMING,
     "SchedulerConfig.long_prefill_*": _TIMING,
     "SchedulerConfig.enable_chunked_prefill": _TIMING,
@@ -145,16 +146,16 @@ LEFT_OUT: Mapping[str, str] = {
     "SchedulerConfig.prefill_schedule_interval": _TIMING,
     "SchedulerConfig.async_scheduling": _TIMING,
     "SchedulerConfig.stream_interval": _SERVING,
-    # Reading the weights. What is read is digested, how it is converted counts.
+    # Reading the weights. Their content is digested, and their conversion counts.
     "LoadConfig.download_dir": _PLACE,
     "LoadConfig.safetensors_prefetch_*": _LOADING,
     "LoadConfig.use_tqdm_on_load": _OBSERVED,
     "LoadConfig.pt_load_map_location": _LOADING,
-    "VllmConfig.offload_config": "where weights rest while they are not used",
-    "EngramConfig.cpu_offload": "where weights rest while they are not used",
+    "VllmConfig.offload_config": "where weights are kept while they are not used",
+    "EngramConfig.cpu_offload": "where weights are kept while they are not used",
     "EngramConfig.dp_shared_memory": _MEMORY,
     "EngramConfig.use_thp": _MEMORY,
-    # Attention and kernels: which is used counts; sizes of buffers and searches for speed do not.
+    # Attention and kernels: the choice counts; sizes of buffers and searches for speed do not.
     "AttentionConfig.sparse_mla_prefill_workspace_factor": _MEMORY,
     "KernelConfig.enable_flashinfer_autotune": _TIMING,
     "KernelConfig.enable_rocm_segmented_attn_autotune": _TIMING,
@@ -170,11 +171,11 @@ LEFT_OUT: Mapping[str, str] = {
     "CompilationConfig.max_cudagraph_capture_size": _GRAPHS,
     "CompilationConfig.encoder_cudagraph_*": _GRAPHS,
     "CompilationConfig.decoder_replay_*": _GRAPHS,
-    "CompilationConfig.compile_sizes": "sizes that are compiled on their own, a matter of speed",
-    "CompilationConfig.compile_ranges_endpoints": "sizes that are compiled on their own, a matter of speed",
+    "CompilationConfig.compile_sizes": "sizes that are compiled separately, for speed",
+    "CompilationConfig.compile_ranges_endpoints": "sizes that are compiled separately, for speed",
     "CompilationConfig.dynamic_shapes_config": "when compiled code is compiled again",
     "CompilationConfig.fast_moe_cold_start": "how layers are found at the start",
-    "CompilationConfig.inductor_compile_config.post_grad_custom_post_pass": "made of the passes, which are in",
+    "CompilationConfig.inductor_compile_config.post_grad_custom_post_pass": "made of passes, which are in",
     "PassConfig.rope_kvcache_fusion_max_token_num": "up to which size a fusion is used",
     "PassConfig.fi_allreduce_fusion_max_size_mb": "up to which size a fusion is used",
     "CompilationConfig.enabled_custom_ops": _RUNTIME,
@@ -184,11 +185,11 @@ LEFT_OUT: Mapping[str, str] = {
     "CompilationConfig.encoder_compilation_time": _RUNTIME,
     "CompilationConfig.static_forward_context": _RUNTIME,
     "CompilationConfig.static_all_moe_layers": _RUNTIME,
-    # Adapters: what one adds has its own digest; these are numbers of places.
+    # Adapters: the content of each has its own digest; these are sizes.
     "LoRAConfig.max_loras": _MEMORY,
     "LoRAConfig.max_cpu_loras": _MEMORY,
     "LoRAConfig.specialize_active_lora": _GRAPHS,
-    # The drafter: its weights and its configuration count; how its guesses are judged does not.
+    # The drafter: its weights and its configuration count; the acceptance of drafts does not.
     "SpeculativeConfig.model": _PLACE,
     "SpeculativeConfig.revision": "names files; they are digested, or named by the operator",
     "SpeculativeConfig.enforce_eager": _RESOLVED,
@@ -203,8 +204,8 @@ LEFT_OUT: Mapping[str, str] = {
     "SpeculativeConfig.enable_adaptive_verification": _SAMPLING,
     "SpeculativeConfig.use_local_argmax_reduction": _SAMPLING,
     # The rest of the engine.
-    "VllmConfig.quant_config": "made of settings that are in; its class is a fact, and it collects what happens later",
-    "VllmConfig.kv_transfer_config": "stores, which do not change what they hold; the chunk has a field of its own",
+    "VllmConfig.quant_config": "made of settings that are in; its class is a fact; it also collects data at run time",
+    "VllmConfig.kv_transfer_config": "stores, which do not change their content; the chunk has a separate field",
     "VllmConfig.kv_events_config": _OBSERVED,
     "VllmConfig.ec_manager_config": _CACHING,
     "VllmConfig.structured_outputs_config": _SAMPLING,
@@ -224,7 +225,7 @@ LEFT_OUT: Mapping[str, str] = {
     "ECTransferConfig.ec_ip": _NETWORK,
     "ECTransferConfig.ec_port": _NETWORK,
 }
-"""Of the newest engine that the tests run."""
+"""Fields of the newest engine that the tests run."""
 
 LEFT_OUT_ELSEWHERE: Mapping[str, str] = {
     "ModelConfig.enable_return_routed_experts": _SERVING,
@@ -235,7 +236,7 @@ LEFT_OUT_ELSEWHERE: Mapping[str, str] = {
     "SpeculativeConfig.fly_*": _SAMPLING,
     "VllmConfig.watchdog_config": _OBSERVED,
 }
-"""Of vLLM 0.30, 0.31 and 0.33."""
+"""Fields of vLLM 0.30, 0.31 and 0.33."""
 
 MODEL_KEYS_LEFT_OUT: Mapping[str, str] = {
     "_name_or_path": _PLACE,
@@ -250,17 +251,17 @@ SECRET = frozenset(
         "ECTransferConfig.ec_connector_extra_config",
     }
 )
-"""In, but never in clear: an operator's free text, which may hold credentials."""
+"""Fields that are in the fingerprint only as digests: an operator's free text may hold credentials."""
 
 
 def is_named(entry: str, name: str) -> bool:
-    """Whether an entry names a fact, or something that the fact is a part of. In an entry `*` stands for anything."""
+    """Whether an entry names a fact, or an object that contains the fact. `*` in an entry matches anything."""
     pattern = ".*".join(re.escape(piece) for piece in entry.split("*"))
     return re.fullmatch(rf"{pattern}([.\[].*)?", name, re.DOTALL) is not None
 
 
 def without_ignored(facts: Mapping[str, str], ignores: Sequence[str]) -> dict[str, str]:
-    """The facts but for those that `identity_ignores` names, each by its name or by the start of it.
+    """The facts without those that `identity_ignores` names, each by its name or a leading part of it.
 
     Raises:
         ConfigurationError: an entry names no fact.
@@ -269,7 +270,7 @@ def without_ignored(facts: Mapping[str, str], ignores: Sequence[str]) -> dict[st
         if not any(is_named(entry, name) for name in facts):
             raise ConfigurationError(
                 f"{ROOT}.identity_ignores[{i}]",
-                "the name of something that the identity of this engine's cache takes in",
+                "the name of a fact in the identity of this engine's cache",
                 repr(entry),
                 did_you_mean(entry, sorted(facts)),
             )

@@ -1,9 +1,9 @@
-"""Which weights an engine loads, so that two trainings of one architecture never share a cache.
+"""Identity of the weights that an engine loads, so that two trainings of one architecture never share a cache.
 
-Files are told apart by their content and by their names below the model's directory, never by where that lies. What a
-model has beside its weights and reads while it works, such as the settings of an image processor, is told with them.
-Weights that another process could not find again, for instance because they are streamed from elsewhere, have no
-identity: their cache ends with the process, unless the operator gives them a name.
+Files are identified by their content and their names below the model's directory, not by the place of the directory.
+Other files of the model that are read while it runs, such as the settings of an image processor, are included. Weights
+that another process could not find again, for instance streamed ones, have no identity: their cache ends with the
+process, unless the operator names them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """What is found out bit by bit: both are filled as it comes.
+    """Facts that are gathered step by step.
 
     Args:
-        facts: dotted name to canonical text.
-        unrepeatable: why something has no fact that another process could find again, by its name.
+        facts: canonical text by dotted name.
+        unrepeatable: reasons why another process cannot have the same fact, by name.
     """
 
     facts: dict[str, str] = field(default_factory=dict)
@@ -38,9 +38,9 @@ class Gathered:
 
 
 def local_files(model: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """A model's directory or file: itself where it is a path, or what a hub's name stands for in the local cache.
+    """Directory or file of a model: the path itself, or the snapshot of a hub's name in the local cache.
 
-    None where nothing of it is on this machine.
+    None if the model is not on this machine.
     """
     path = Path(model)
     if path.exists():
@@ -50,7 +50,7 @@ def local_files(model: str, revision: str | None, download_dir: str | None) -> P
     import vllm.envs
 
     if vllm.envs.VLLM_USE_MODELSCOPE:
-        # The name may stand for something else in the cache of the other hub.
+        # In this hub's cache the name may refer to another model.
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -62,7 +62,7 @@ def local_files(model: str, revision: str | None, download_dir: str | None) -> P
 
 
 def is_hidden(path: Path, root: Path) -> bool:
-    """Whether a file, or a directory on the way to it from the root, has a name that starts with a dot."""
+    """Whether a file, or a directory between the root and it, has a name that starts with a dot."""
     return any(part.startswith(".") for part in path.relative_to(root).parts)
 
 
@@ -80,13 +80,13 @@ _BY_FORMAT: Mapping[str, tuple[str, ...]] = {
     "npcache": (".bin",),
     "pt": (".pt",),
 }
-"""Suffixes of the files that a load format reads; the first of which there is a file."""
+"""Suffixes of the files that a load format reads; the first suffix with a file is used."""
 _ELSEWHERE = ("tensorizer", "modelexpress", "ipc_cache")
-"""Load formats that take weights from other processes or services."""
+"""Load formats that read weights from other processes or services."""
 
 SETTINGS_LEFT_OUT: Mapping[str, str] = {
-    "config.json": "the configuration that was made of it is in",
-    "params.json": "the configuration that was made of it is in",
+    "config.json": "the resulting configuration is in the fingerprint",
+    "params.json": "the resulting configuration is in the fingerprint",
     "tokenizer.json": "tokens are the key",
     "tokenizer_config.json": "tokens are the key",
     "special_tokens_map.json": "tokens are the key",
@@ -94,17 +94,17 @@ SETTINGS_LEFT_OUT: Mapping[str, str] = {
     "vocab.json": "tokens are the key",
     "tekken.json": "tokens are the key",
     "chat_template.json": "tokens are the key",
-    "generation_config.json": "how tokens are chosen; of Llama 4, whose attention reads it, it is in",
+    "generation_config.json": "how tokens are chosen; for Llama 4, whose attention reads it, it is a fact",
     "trainer_state.json": "how it was trained",
     "all_results.json": "how it was trained",
     "train_results.json": "how it was trained",
     "eval_results.json": "how it was trained",
 }
-"""JSON files beside the weights that are no facts, each with its reason. Others are."""
+"""JSON files beside the weights that are not in the fingerprint, each with its reason. Others are."""
 
 
 def weights_facts(vllm_config: VllmConfig, mode: str, gathered: Gathered) -> None:
-    """The weights of the model and of its drafter. `mode` is "sampled", "full", or the operator's name for them.
+    """Adds the weights of the model and of its drafter. `mode` is "sampled", "full", or the operator's name of them.
 
     Raises:
         ConfigurationError: a file of the weights cannot be read.
@@ -117,17 +117,17 @@ def weights_facts(vllm_config: VllmConfig, mode: str, gathered: Gathered) -> Non
     speculative = vllm_config.speculative_config
     draft = getattr(speculative, "draft_model_config", None)
     if draft is None or draft is model or (draft.model, draft.revision) == (model.model, model.revision):
-        # No weights, or those of a model that drafts for itself, which are in its own files.
+        # No weights, or a model that drafts for itself, with its weights in the model's own files.
         return
     draft_load = getattr(speculative, "draft_load_config", None) or load
     _one("drafter", draft, draft_load, mode, gathered)
 
 
 def weights_identity(model: str, revision: str | None, load: LoadConfig, mode: str) -> str | None:
-    """A digest of the files that a load format reads of a model; None where they are not on this machine.
+    """Digest of the files that a load format reads for a model; None if they are not on this machine.
 
     Raises:
-        ConfigurationError: one of them cannot be read.
+        ConfigurationError: a file cannot be read.
     """
     root = local_files(model, revision, load.download_dir)
     if root is None or load.load_format in _ELSEWHERE:
@@ -143,7 +143,7 @@ def weights_identity(model: str, revision: str | None, load: LoadConfig, mode: s
             size, digest = digests.of(path)
         except OSError as error:
             raise _unreadable(path, error) from error
-        # Alone a file is told by what it holds: its name is the name of the model.
+        # A single file is identified by its content alone: its name is the name of the model.
         name = "" if root.is_file() else path.relative_to(base).as_posix()
         hasher.update(f"{name}\0{size}\0{digest}\0".encode())
     digests.keep()
@@ -151,13 +151,13 @@ def weights_identity(model: str, revision: str | None, load: LoadConfig, mode: s
 
 
 def weight_files(root: Path, load_format: str) -> list[Path]:
-    """The files of a directory that a load format reads, and any weights in directories below it."""
+    """Files of a directory that a load format reads, and all weights in directories below it."""
     found = sorted(path for path in root.rglob("*") if path.is_file() and not is_hidden(path, root))
     top = [path for path in found if path.parent == root]
     below = [path for path in found if path.parent != root and path.suffix in SUFFIXES]
     below = [path for path in below if path.relative_to(root).parts[0] != "original"]
     if load_format not in _BY_FORMAT:
-        # Nobody knows what it reads.
+        # The files of this load format are unknown.
         return [path for path in top if path.name not in SETTINGS_LEFT_OUT] + below
     for suffix in _BY_FORMAT[load_format]:
         if mine := [path for path in top if path.suffix == suffix]:
@@ -185,7 +185,7 @@ def _one(name: str, model: ModelConfig, load: LoadConfig, mode: str, gathered: G
 
 
 def _dummy(fact: str, model: ModelConfig, gathered: Gathered) -> None:
-    """Random weights: the same in every process, since each tensor is drawn from one seed, unless it holds integers."""
+    """Random weights: equal in every process, as each tensor is drawn from one seed, unless it holds integers."""
     import torch
 
     if model.quantization is not None:
@@ -195,7 +195,7 @@ def _dummy(fact: str, model: ModelConfig, gathered: Gathered) -> None:
 
 
 def _settings(name: str, root: Path, model: Any) -> dict[str, str]:
-    """A digest of every JSON file beside the weights that may be read while the model works."""
+    """Digest of every JSON file beside the weights that may be read while the model runs."""
     is_llama4 = "llama4" in str(getattr(model.hf_config, "model_type", ""))
     facts = {}
     for path in sorted(root.glob("*.json")):
@@ -213,5 +213,5 @@ def _unreadable(path: Path, error: OSError) -> ConfigurationError:
         str(path),
         "a file of the model that can be read",
         error.strerror or str(error),
-        'the cache of a model is told by its files; give them a name of yours with "weights_digest" to do without',
+        'the cache of a model is identified by its files; name them with "weights_digest" to avoid reading them',
     )

@@ -1,8 +1,8 @@
-"""What the stored bytes depend on and a worker alone knows, as facts with names.
+"""Facts of a worker: named values that the stored bytes depend on and only a worker has.
 
-A worker chooses the attention backend, and on a CPU the instruction set whose order the cache is written in; layer code
-changes flags in the worker's copy of the configuration; the platform sets variables in the worker's environment. A
-worker says so once, when its KV tensors are registered, and the scheduler's half puts the ranks together.
+A worker chooses the attention backend, and on a CPU the instruction set that determines the order of the cache. Layer
+code changes flags in the worker's copy of the configuration, and the platform sets variables in its environment. A
+worker sends its facts once, when its KV tensors are registered; the scheduler's half merges the ranks.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ ELEMENT_ORDER = f"{PREFIX}.element_order"
 def worker_facts(
     vllm_config: VllmConfig, layout: CacheLayout, kv_caches: Mapping[str, KVCache], environ: Mapping[str, str]
 ) -> dict[str, str]:
-    """The facts of one rank, without the name of the rank.
+    """Facts of one rank, without its number.
 
     Args:
         vllm_config: the worker's copy, after the model was built.
-        layout: whose layers are stored.
-        kv_caches: as the engine registers them.
-        environ: the worker's.
+        layout: layout with the stored layers.
+        kv_caches: tensors that the engine registers.
+        environ: the worker's environment.
     """
     names = [layer.name for group in layout.spec.stored_groups for layer in layout.layers[group]]
     built = compat.layers(vllm_config)
@@ -56,12 +56,12 @@ def worker_facts(
 
 
 def merged(ranks: Mapping[int, Mapping[str, str]], of_engine: Mapping[str, str]) -> dict[str, str]:
-    """The facts of all ranks together: those on which they agree as they are, others rank by rank.
+    """Merged facts of all ranks: one value where all agree, else the value of each rank.
 
-    A variable that all workers have from the engine's own environment is not said twice, one that none has is said.
+    A variable that all workers inherit from the engine's process is not repeated; one that no worker has is included.
 
     Args:
-        ranks: what each rank said.
+        ranks: facts of each rank.
         of_engine: facts of the scheduler's process.
     """
     together = {}
@@ -79,7 +79,7 @@ def merged(ranks: Mapping[int, Mapping[str, str]], of_engine: Mapping[str, str])
 
 
 def _of_layers(fact: str, values: Mapping[str, str]) -> str:
-    """One value where all layers have the same, else the layers of each."""
+    """One value if all layers agree, else the layers of each value."""
     if len(set(values.values())) == 1:
         return next(iter(values.values()))
     layers: dict[str, list[str]] = {}
@@ -99,13 +99,13 @@ def _scales(layer: Any) -> str:
 
 
 def element_order(cache: KVCache) -> str:
-    """Types, and the dimensions of a kernel's block in their order in memory.
+    """Element types, and the dimensions of a kernel block in their order in memory.
 
-    How a backend packs tokens within its block is its own business, so how many these are is a part of the order.
+    Backends pack tokens within a kernel block in their own ways, so the number of tokens is part of the order.
     """
     if not isinstance(cache, torch.Tensor):
         return "; ".join(element_order(each) for each in cache)
-    # A dimension of one element has a stride, but no place in the order.
+    # A dimension of size 1 has a stride, but no place in the order.
     inner = [dim for dim in range(1, cache.dim()) if cache.shape[dim] != 1]
     inner.sort(key=lambda dim: -cache.stride(dim))
     return f"{str(cache.dtype).removeprefix('torch.')} {','.join(f'{dim}:{cache.shape[dim]}' for dim in inner)}"
@@ -116,13 +116,13 @@ OF_CONVOLUTIONS = (
     "worker.environment.VLLM_SSM_CONV_STATE_LAYOUT",
     "worker.conv_state_layout",
 )
-"""How what a convolution remembers is laid out. Only who reads it by element need not have it alike."""
+"""Facts about the layout of convolution states. It matters only to readers of single elements."""
 OF_STATES = ("cache_config.mamba_cache_dtype", "cache_config.mamba_ssm_cache_dtype", *OF_CONVOLUTIONS)
-"""A CPU platform settles these by its instruction set, whatever the model is."""
+"""Facts about recurrent states. A CPU platform sets these by its instruction set for every model."""
 
 
 def that_matter(facts: Mapping[str, str], spec: CacheSpec) -> dict[str, str]:
-    """The facts but for those of states that the model does not have."""
+    """The facts without those about recurrent states, if the model has none."""
     if any(group.kind is GroupKind.RECURRENT for group in spec.groups):
         return dict(facts)
     return {name: value for name, value in facts.items() if name not in OF_STATES}
