@@ -188,7 +188,7 @@ class Adapters:
             self._complain(
                 adapter,
                 f"its number {adapter.name[1]} was used by another adapter, and the engine may hold that one's weights; "
-                "load it in place, or give each a number of its own",
+                "load it in place, or give each adapter a number of its own",
             )
             return False
         if adapter.held != now:
