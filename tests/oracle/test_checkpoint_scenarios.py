@@ -68,19 +68,19 @@ class Placed:
 @pytest.fixture
 def placed(monkeypatch: pytest.MonkeyPatch) -> Placed:
     counts = Placed()
-    keep_at, states = compat.keep_at, Answers.states
+    set_prefill_stop, states = compat.set_prefill_stop, Answers.states
 
     def keeping(request: Any, num_tokens: int) -> None:
         assert 0 < num_tokens <= max(request.num_prompt_tokens, request.shared_prefix_boundary)
         counts.stops += 1
-        keep_at(request, num_tokens)
+        set_prefill_stop(request, num_tokens)
 
     def reading(answers: Answers, *arguments: Any) -> list[State]:
         found = states(answers, *arguments)
         counts.answers += bool(found)
         return found
 
-    monkeypatch.setattr(compat, "keep_at", keeping)
+    monkeypatch.setattr(compat, "set_prefill_stop", keeping)
     monkeypatch.setattr(Answers, "states", reading)
     return counts
 

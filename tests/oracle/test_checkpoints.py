@@ -375,7 +375,7 @@ def test_a_model_without_states_is_steered_nowhere(monkeypatch: pytest.MonkeyPat
         raise AssertionError("nobody may wish anything")
 
     monkeypatch.setattr(Steering, "wish", steering)
-    monkeypatch.setattr(compat, "keep_at", steering)
+    monkeypatch.setattr(compat, "set_prefill_stop", steering)
     engine = Played(offload(GPT_OSS.alignment_tokens), GPT_OSS)
     stem = prompt(4 * UNIT, 0)
     assert [engine.ask(prompt(8 * UNIT + 3, seed, stem)) for seed in (1, 2)] == [0, 4 * UNIT]

@@ -155,12 +155,12 @@ def test_states_that_are_not_told_apart_are_found(mix: Mix, monkeypatch: pytest.
 def test_where_the_engine_cannot_forget_a_state_nothing_is_stored_that_was_computed_behind_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(compat, "forget_blocks", lambda *arguments: None)
+    monkeypatch.setattr(compat, "evict_cached_blocks", lambda *arguments: None)
     assert check(unequal(4), 15, keeps=True).misled > 0
 
 
 def test_what_is_computed_behind_such_a_state_is_found_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "forget_blocks", lambda *arguments: None)
+    monkeypatch.setattr(compat, "evict_cached_blocks", lambda *arguments: None)
     monkeypatch.setattr(WrongBlocks, "misled", ())
     with pytest.raises(CorruptionError, match="alone"):
         check(unequal(4), 300, keeps=True, whole=True)

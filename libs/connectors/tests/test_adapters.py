@@ -39,11 +39,11 @@ class Engine:
         now_ns = time.time_ns() + LATER_NS
         self.adapters = Adapters(KEYS, now_ns if began_ns is None else began_ns, lambda: now_ns)
 
-    def swear(self, lora: LoRARequest, is_alone: bool = True) -> Sworn | None:
+    def current_version(self, lora: LoRARequest, is_alone: bool = True) -> Sworn | None:
         """The answer to the second request: the first one has the files read."""
         self.adapters.notice(lora)
         assert self.adapters.settle(SOON_S)
-        return self.adapters.swear(lora, is_alone)
+        return self.adapters.current_version(lora, is_alone)
 
 
 @pytest.fixture
@@ -59,33 +59,33 @@ def key(sworn: Sworn | None) -> bytes:
 
 def test_nothing_is_known_of_an_adapter_before_its_files_were_read(engine: Engine, tmp_path: Path) -> None:
     lora = request(write(tmp_path / "a"))
-    assert engine.adapters.swear(lora, True) is None
+    assert engine.adapters.current_version(lora, True) is None
     assert engine.adapters.settle(SOON_S)
-    assert engine.adapters.swear(lora, True) is not None
+    assert engine.adapters.current_version(lora, True) is not None
 
 
 def test_the_keys_follow_the_content_and_not_the_place(engine: Engine, tmp_path: Path) -> None:
-    first = key(engine.swear(request(write(tmp_path / "a"))))
+    first = key(engine.current_version(request(write(tmp_path / "a"))))
     assert first != KEYS.key(0, HASHES, 8)
-    assert first == key(engine.swear(request(write(tmp_path / "b"), 2)))
+    assert first == key(engine.current_version(request(write(tmp_path / "b"), 2)))
     others = {
-        key(engine.swear(request(write(tmp_path / "c", b"Weights"), 3))),
-        key(engine.swear(request(write(tmp_path / "d", config=b"[]"), 4))),
+        key(engine.current_version(request(write(tmp_path / "c", b"Weights"), 3))),
+        key(engine.current_version(request(write(tmp_path / "d", config=b"[]"), 4))),
     }
     assert len(others | {first}) == 3
     turned = request(tmp_path / "a", 5)
     turned.is_3d_lora_weight = True
-    assert key(engine.swear(turned)) not in others | {first}
+    assert key(engine.current_version(turned)) not in others | {first}
 
 
 def test_after_a_reset_an_adapter_has_keys_of_this_engine_alone(engine: Engine, tmp_path: Path) -> None:
     lora = request(write(tmp_path / "a"))
     write(tmp_path / "b")
-    keys = [key(engine.swear(lora))]
+    keys = [key(engine.current_version(lora))]
     for nonce in (b"1" * 16, b"2" * 16):
         engine.adapters.begin_anew(nonce)
-        keys.append(key(engine.swear(lora)))
-        assert keys[-1] == key(engine.swear(lora)) == key(engine.swear(request(tmp_path / "b", 2)))
+        keys.append(key(engine.current_version(lora)))
+        assert keys[-1] == key(engine.current_version(lora)) == key(engine.current_version(request(tmp_path / "b", 2)))
     assert len(set(keys)) == 3
 
 
@@ -94,16 +94,16 @@ def test_files_that_changed_after_the_engine_began_are_in_doubt(
 ) -> None:
     engine = Engine(began_ns=time.time_ns())
     lora = request(write(tmp_path / "a"))
-    assert engine.swear(lora) is None
-    assert engine.swear(lora) is None
+    assert engine.current_version(lora) is None
+    assert engine.current_version(lora) is None
     # Named anew it is no better: nobody knows when the engine read it.
-    assert engine.swear(request(tmp_path / "a", 2)) is None
+    assert engine.current_version(request(tmp_path / "a", 2)) is None
 
 
 @pytest.mark.parametrize("restored", [False, True], ids=["changed", "changed and restored"])
 def test_files_that_change_after_they_were_read_are_in_doubt(engine: Engine, tmp_path: Path, restored: bool) -> None:
     lora = request(write(tmp_path / "a"))
-    sworn = engine.swear(lora)
+    sworn = engine.current_version(lora)
     assert engine.adapters.holds(sworn)
     times = (tmp_path / "a" / "adapter_model.safetensors").stat()
     write(tmp_path / "a", b"retrain")
@@ -111,15 +111,15 @@ def test_files_that_change_after_they_were_read_are_in_doubt(engine: Engine, tmp
         write(tmp_path / "a")
         os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
     assert not engine.adapters.holds(sworn)
-    assert engine.swear(lora) is None
-    assert engine.swear(lora) is None
+    assert engine.current_version(lora) is None
+    assert engine.current_version(lora) is None
 
 
 def test_files_that_are_replaced_by_others_with_their_times_are_in_doubt(engine: Engine, tmp_path: Path) -> None:
     write(tmp_path / "old")
     write(tmp_path / "new", b"retrain")
     (tmp_path / "a").symlink_to("old")
-    sworn = engine.swear(request(tmp_path / "a"))
+    sworn = engine.current_version(request(tmp_path / "a"))
     (tmp_path / "a").unlink()
     (tmp_path / "a").symlink_to("new")
     assert not engine.adapters.holds(sworn)
@@ -127,32 +127,36 @@ def test_files_that_are_replaced_by_others_with_their_times_are_in_doubt(engine:
 
 def test_loaded_in_place_it_is_certain_again(engine: Engine, tmp_path: Path) -> None:
     lora = request(write(tmp_path / "a"))
-    old = key(engine.swear(lora))
+    old = key(engine.current_version(lora))
     write(tmp_path / "a", b"retrain")
-    assert engine.swear(lora) is None
+    assert engine.current_version(lora) is None
     in_place = request(tmp_path / "a", in_place=True)
-    assert engine.swear(in_place, is_alone=False) is None, "another request keeps the engine from reading it again"
-    sworn = engine.swear(in_place)
+    assert engine.current_version(in_place, is_alone=False) is None, (
+        "another request keeps the engine from reading it again"
+    )
+    sworn = engine.current_version(in_place)
     assert key(sworn) != old
     # Until it has run, the engine may hold either.
-    assert engine.swear(lora) is None
+    assert engine.current_version(lora) is None
     assert engine.adapters.holds(sworn)
-    assert key(engine.swear(lora)) == key(sworn)
+    assert key(engine.current_version(lora)) == key(sworn)
 
 
 def test_a_number_that_goes_to_another_adapter_is_in_doubt_for_both(engine: Engine, tmp_path: Path) -> None:
     """The engine goes by the number: it gives the second the weights that it has of the first, or the other way."""
     first, second = request(write(tmp_path / "a")), request(write(tmp_path / "b", b"others!"), name="other")
-    sworn = engine.swear(first)
+    sworn = engine.current_version(first)
     assert engine.adapters.holds(sworn)
-    assert engine.swear(second) is None
+    assert engine.current_version(second) is None
     assert not engine.adapters.holds(sworn) and not engine.adapters.is_unchanged(sworn)
-    assert engine.swear(first) is None
-    in_place = engine.swear(request(tmp_path / "b", name="other", in_place=True))
-    assert engine.swear(request(tmp_path / "b", name="other")) is None, "until it has run, the engine may hold either"
+    assert engine.current_version(first) is None
+    in_place = engine.current_version(request(tmp_path / "b", name="other", in_place=True))
+    assert engine.current_version(request(tmp_path / "b", name="other")) is None, (
+        "until it has run, the engine may hold either"
+    )
     assert engine.adapters.holds(in_place)
-    assert key(engine.swear(second)) == key(in_place)
-    assert engine.swear(first) is None
+    assert key(engine.current_version(second)) == key(in_place)
+    assert engine.current_version(first) is None
     assert not engine.adapters.holds(in_place)
 
 
@@ -161,10 +165,10 @@ def test_numbers_beyond_those_that_are_remembered_are_in_doubt(
 ) -> None:
     monkeypatch.setattr(module, "MAX_SEEN", 1)
     write(tmp_path / "a")
-    assert engine.swear(request(tmp_path / "a")) is not None
-    assert engine.swear(request(tmp_path / "a", 2)) is None
-    assert engine.swear(request(tmp_path / "a", 2, in_place=True)) is None
-    assert engine.swear(request(tmp_path / "a")) is not None
+    assert engine.current_version(request(tmp_path / "a")) is not None
+    assert engine.current_version(request(tmp_path / "a", 2)) is None
+    assert engine.current_version(request(tmp_path / "a", 2, in_place=True)) is None
+    assert engine.current_version(request(tmp_path / "a")) is not None
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
@@ -182,8 +186,8 @@ def test_a_directory_that_is_exchanged_above_an_adapter_is_seen(
         engine.adapters.notice(request(tmp_path, 2))
     (tmp_path / "all").rename(tmp_path / "old")
     (tmp_path / "new").rename(tmp_path / "all")
-    assert engine.swear(lora) is None
-    assert engine.swear(lora) is None
+    assert engine.current_version(lora) is None
+    assert engine.current_version(lora) is None
 
 
 def test_what_was_written_a_moment_before_it_was_read_may_change_unseen(tmp_path: Path) -> None:
@@ -194,7 +198,7 @@ def test_what_was_written_a_moment_before_it_was_read_may_change_unseen(tmp_path
     for _ in range(2):
         adapters.notice(lora)
         assert adapters.settle(SOON_S)
-        assert adapters.swear(lora, True) is None
+        assert adapters.current_version(lora, True) is None
 
 
 @pytest.mark.parametrize("path", ["organisation/adapter", "/nowhere/at/all"])
@@ -204,7 +208,7 @@ def test_what_cannot_be_read_has_no_keys_and_is_said_once(
     said: list[tuple[object, ...]] = []
     monkeypatch.setattr(module.logger, "warning", lambda *about: said.append(about))
     for _ in range(3):
-        assert engine.swear(request(path)) is None
+        assert engine.current_version(request(path)) is None
     (line,) = said
     assert path in line
 
@@ -225,7 +229,7 @@ def test_what_a_trainer_leaves_beside_an_adapter_is_not_read(tmp_path: Path) -> 
 def test_a_file_system_that_hangs_costs_one_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, lora = Engine(), request(write(tmp_path / "a"))
     monkeypatch.setattr(module, "LOOK_S", SOON_S)
-    sworn = engine.swear(lora)
+    sworn = engine.current_version(lora)
     gate, num_looks = threading.Event(), []
 
     def hang(path: str) -> None:
@@ -246,8 +250,8 @@ def test_the_adapter_that_nobody_asked_for_longest_is_forgotten(
 ) -> None:
     monkeypatch.setattr(module, "MAX_ADAPTERS", 2)
     write(tmp_path / "a")
-    first = engine.swear(request(tmp_path / "a", 1))
+    first = engine.current_version(request(tmp_path / "a", 1))
     for number in (2, 3):
-        assert engine.swear(request(tmp_path / "a", number)) is not None
+        assert engine.current_version(request(tmp_path / "a", number)) is not None
     assert not engine.adapters.holds(first)
-    assert engine.swear(request(tmp_path / "a", 1)) is not None
+    assert engine.current_version(request(tmp_path / "a", 1)) is not None

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm.common.blocks import BlockIds, unread_tables
+from hybridkv.connectors.vllm.common.blocks import BlockIds, lazy_tables
 
 NULL = 0
 
@@ -76,10 +76,10 @@ def test_a_table_shows_what_becomes_of_its_blocks() -> None:
 
 def test_tables_are_not_read_where_the_engine_also_gives_its_blocks() -> None:
     manager = Manager([[Block(5)], [Block(NULL), Block(6)]])
-    tables = unread_tables(manager.get_block_ids)("a")
+    tables = lazy_tables(manager.get_block_ids)("a")
     assert [list(table) for table in tables] == [[5], [NULL, 6]]
     assert manager.num_read == 0
 
 
 def test_tables_are_read_where_the_engine_gives_nothing_else() -> None:
-    assert unread_tables(lambda request_id: [[5]])("a") == [[5]]
+    assert lazy_tables(lambda request_id: [[5]])("a") == [[5]]

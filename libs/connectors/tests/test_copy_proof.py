@@ -160,12 +160,12 @@ def test_a_fence_that_is_ignored_is_refused(make: Callable[..., Rig], device: ty
 def test_a_fence_is_tried_again_where_compute_had_ended_before_the_copy(
     make: Callable[..., Rig], device: type[LazyDevice], load: str
 ) -> None:
-    cycles = proof.MOST_DELAY_CYCLES
+    cycles = proof.MAX_DELAY_CYCLES
     assert "bytes differ" in refusal(make(device(copies_first, is_late=True), load, cycles))
 
 
 def test_fences_that_could_not_be_tried_are_named(make: Callable[..., Rig]) -> None:
-    rig = make(LazyDevice(copies_first, is_late=True), "async", proof.MOST_DELAY_CYCLES + 1)
+    rig = make(LazyDevice(copies_first, is_late=True), "async", proof.MAX_DELAY_CYCLES + 1)
     before = rig.cache.clone()
     assert rig.prove().untried == ("loads", "stores")
     assert torch.equal(rig.cache, before)

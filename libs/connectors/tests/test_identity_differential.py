@@ -25,14 +25,19 @@ from vllm.config import ModelConfig, SpeculativeConfig, VllmConfig
 from vllm.platforms import current_platform
 
 from hybridkv.connectors.vllm.common.identity import configuration_facts, environment_facts
-from hybridkv.connectors.vllm.common.identity.configuration import reason_left_out
+from hybridkv.connectors.vllm.common.identity.configuration import field_exclusion_reason
 from hybridkv.connectors.vllm.common.identity.environment import (
     COUNTED,
-    ENVIRONMENT_LEFT_OUT,
+    EXCLUDED_VARIABLES,
     counts,
-    variable_left_out,
+    variable_exclusion_reason,
 )
-from hybridkv.connectors.vllm.common.identity.ignored import LEFT_OUT, LEFT_OUT_ELSEWHERE, MODEL_KEYS_LEFT_OUT, SECRET
+from hybridkv.connectors.vllm.common.identity.excluded import (
+    EXCLUDED_FIELDS,
+    EXCLUDED_FIELDS_OF_OTHER_VERSIONS,
+    EXCLUDED_MODEL_KEYS,
+    SECRET,
+)
 
 TOLD_OTHERWISE = {"VllmConfig.quant_config"}
 """Left out themselves, but a fact of another name is made of them."""
@@ -171,13 +176,13 @@ def silent(config: VllmConfig, facts_of: Facts) -> list[str]:
 
 def _is_left_out(leaf: Leaf, config: VllmConfig) -> bool:
     """By itself, or as a part of something that is."""
-    if reason_left_out(leaf.scope) is not None or leaf.name in MODEL_KEYS_LEFT_OUT:
+    if field_exclusion_reason(leaf.scope) is not None or leaf.name in EXCLUDED_MODEL_KEYS:
         return True
     steps, node = leaf.path.split("."), config
     for step in steps[:-1]:
         if not is_dataclass(node):
             break
-        if reason_left_out(f"{type(node).__name__}.{step}") is not None:
+        if field_exclusion_reason(f"{type(node).__name__}.{step}") is not None:
             return True
         node = getattr(node, step)
     return False
@@ -229,12 +234,17 @@ def _scopes() -> set[str]:
 
 def test_what_is_left_out_is_there_to_be_left_out() -> None:
     scopes = _scopes() | {f"CompilationConfig.inductor_compile_config.{current_platform.pass_key}"}
-    assert [entry for entry in LEFT_OUT if not any(fnmatchcase(scope, entry) for scope in scopes)] == []
-    assert [entry for entry in LEFT_OUT_ELSEWHERE if any(fnmatchcase(scope, entry) for scope in scopes)] == []
-    assert scopes >= SECRET and LEFT_OUT.keys() >= TOLD_OTHERWISE
+    assert [entry for entry in EXCLUDED_FIELDS if not any(fnmatchcase(scope, entry) for scope in scopes)] == []
+    assert [
+        entry for entry in EXCLUDED_FIELDS_OF_OTHER_VERSIONS if any(fnmatchcase(scope, entry) for scope in scopes)
+    ] == []
+    assert scopes >= SECRET and EXCLUDED_FIELDS.keys() >= TOLD_OTHERWISE
     settings = PretrainedConfig()
-    assert [key for key in MODEL_KEYS_LEFT_OUT if key not in settings.to_dict() and not hasattr(settings, key)] == []
-    assert all(reason.strip() for reason in (LEFT_OUT | LEFT_OUT_ELSEWHERE | MODEL_KEYS_LEFT_OUT).values())
+    assert [key for key in EXCLUDED_MODEL_KEYS if key not in settings.to_dict() and not hasattr(settings, key)] == []
+    assert all(
+        reason.strip()
+        for reason in (EXCLUDED_FIELDS | EXCLUDED_FIELDS_OF_OTHER_VERSIONS | EXCLUDED_MODEL_KEYS).values()
+    )
 
 
 SET_BY_ENGINES = {"VLLM_DIST_IDENT", "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"}
@@ -245,7 +255,7 @@ LIBRARIES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE"
 @pytest.mark.parametrize("name", [*vllm.envs.environment_variables, *LIBRARIES])
 def test_every_variable_changes_the_facts_or_is_left_out_with_a_reason(name: str) -> None:
     before, after = environment_facts({}), environment_facts({name: "1"})
-    assert (before == after) == (variable_left_out(name) is not None)
+    assert (before == after) == (variable_exclusion_reason(name) is not None)
     if before != after:
         assert environment_facts({name: "2"}) != after
 
@@ -259,7 +269,7 @@ def test_what_is_left_out_of_the_environment_is_there_to_be_left_out() -> None:
         # Of other libraries nobody has a list; a variable that would not count anyway needs no reason.
         return not entry.startswith("VLLM_") and (entry.startswith("*") or counts(entry.replace("*", "X")))
 
-    assert [entry for entry in ENVIRONMENT_LEFT_OUT if not has_use(entry)] == []
+    assert [entry for entry in EXCLUDED_VARIABLES if not has_use(entry)] == []
     assert set(LIBRARIES) <= {name for name in LIBRARIES if counts(name)} and "VLLM_*" in COUNTED
 
 

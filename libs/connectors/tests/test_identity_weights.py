@@ -14,9 +14,9 @@ from vllm.config import LoadConfig
 
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common.identity import digests
-from hybridkv.connectors.vllm.common.identity.digests import KEPT_NAME, Digests
+from hybridkv.connectors.vllm.common.identity.digests import CACHE_FILE_NAME, FileDigests
 from hybridkv.connectors.vllm.common.identity.weights import (
-    SETTINGS_LEFT_OUT,
+    EXCLUDED_SETTINGS,
     Gathered,
     weights_facts,
     weights_identity,
@@ -231,25 +231,25 @@ def test_a_file_that_has_just_changed_is_not_kept(tmp_path: Path, monkeypatch: p
     file = model(tmp_path) / "model.safetensors"
     changed_ns = file.stat().st_ctime_ns
     for passed_ns, is_kept in ((999, False), (1000, True)):
-        found = Digests(tmp_path, "sampled", clock_ns=lambda passed_ns=passed_ns: changed_ns + passed_ns)
+        found = FileDigests(tmp_path, "sampled", clock_ns=lambda passed_ns=passed_ns: changed_ns + passed_ns)
         found.of(file)
-        found.keep()
-        assert (tmp_path / KEPT_NAME).exists() == is_kept
+        found.save()
+        assert (tmp_path / CACHE_FILE_NAME).exists() == is_kept
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format_version": 1}', b"\xff\xfe"])
 def test_what_was_kept_and_makes_no_sense_is_not_believed(tmp_path: Path, read: list[str], damage: bytes) -> None:
     root = model(tmp_path)
     first = identity(root)
-    (root / KEPT_NAME).write_bytes(damage)
+    (root / CACHE_FILE_NAME).write_bytes(damage)
     assert identity(root) == first and len(read) == 2
 
 
 def test_what_another_version_kept_is_not_believed(tmp_path: Path, read: list[str]) -> None:
     root = model(tmp_path)
     first = identity(root)
-    kept = json.loads((root / KEPT_NAME).read_bytes())
-    (root / KEPT_NAME).write_text(json.dumps(kept | {"format_version": digests.FORMAT_VERSION + 1}))
+    kept = json.loads((root / CACHE_FILE_NAME).read_bytes())
+    (root / CACHE_FILE_NAME).write_text(json.dumps(kept | {"format_version": digests.FORMAT_VERSION + 1}))
     assert identity(root) == first and len(read) == 2
 
 
@@ -257,7 +257,7 @@ def test_what_was_kept_for_one_file_says_nothing_of_another(tmp_path: Path) -> N
     a, b = model(tmp_path / "a"), model(tmp_path / "b", flipped(CONTENT, len(CONTENT) - 1))
     identity(a)
     expected = identity(b)
-    shutil.copy(a / KEPT_NAME, b / KEPT_NAME)
+    shutil.copy(a / CACHE_FILE_NAME, b / CACHE_FILE_NAME)
     assert identity(b) == expected != identity(a)
 
 
@@ -276,7 +276,7 @@ def test_a_directory_that_cannot_be_written_is_kept_in_the_users_cache(
     monkeypatch.setattr(digests, "_write", refuse)
     first = identity(root)
     assert identity(root) == first and read == ["_sampled"]
-    assert not (root / KEPT_NAME).exists() and len(list(user_cache.rglob(f"*{KEPT_NAME}"))) == 1
+    assert not (root / CACHE_FILE_NAME).exists() and len(list(user_cache.rglob(f"*{CACHE_FILE_NAME}"))) == 1
 
 
 def test_where_nothing_can_be_kept_only_time_is_lost(
@@ -289,21 +289,21 @@ def test_where_nothing_can_be_kept_only_time_is_lost(
     root = model(tmp_path)
     with caplog.at_level("INFO", "hybridkv"):
         assert identity(root) == identity(root) is not None
-    assert len(read) == 2 and "are not kept" in caplog.text and str(root) in caplog.text
+    assert len(read) == 2 and "are not cached" in caplog.text and str(root) in caplog.text
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = model(tmp_path / "model")
     identity(root)
-    before = (root / KEPT_NAME).read_bytes()
+    before = (root / CACHE_FILE_NAME).read_bytes()
 
     def fail(self: Path, target: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", fail)
     identity(root, "full")
-    assert (root / KEPT_NAME).read_bytes() == before
-    assert sorted(path.name for path in root.iterdir()) == [KEPT_NAME, "config.json", "model.safetensors"]
+    assert (root / CACHE_FILE_NAME).read_bytes() == before
+    assert sorted(path.name for path in root.iterdir()) == [CACHE_FILE_NAME, "config.json", "model.safetensors"]
 
 
 def test_what_is_kept_of_files_that_are_gone_goes(tmp_path: Path) -> None:
@@ -312,7 +312,7 @@ def test_what_is_kept_of_files_that_are_gone_goes(tmp_path: Path) -> None:
     (root / "more.safetensors").unlink()
     (root / "model.safetensors").write_bytes(CONTENT + b"1")
     identity(root)
-    assert json.loads((root / KEPT_NAME).read_bytes())["digests"].keys() == {"sampled model.safetensors"}
+    assert json.loads((root / CACHE_FILE_NAME).read_bytes())["digests"].keys() == {"sampled model.safetensors"}
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,10 +325,10 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path: Path, monkey
         return found
 
     monkeypatch.setattr(digests, "_sampled", changing)
-    found = Digests(root, "sampled")
+    found = FileDigests(root, "sampled")
     found.of(root / "model.safetensors")
-    found.keep()
-    assert not (root / KEPT_NAME).exists()
+    found.save()
+    assert not (root / CACHE_FILE_NAME).exists()
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ def gathered(root: Path, mode: str = "sampled", load: dict[str, Any] | None = No
 
 def test_the_facts_of_a_model_are_its_weights_and_the_settings_beside_them(tmp_path: Path) -> None:
     root = model(tmp_path)
-    for name in ("preprocessor_config.json", "model.safetensors.index.json", *SETTINGS_LEFT_OUT):
+    for name in ("preprocessor_config.json", "model.safetensors.index.json", *EXCLUDED_SETTINGS):
         if name != "config.json":
             (root / name).write_text("{}")
     base = gathered(root)
@@ -377,7 +377,7 @@ def test_a_name_of_the_operator_stands_for_all_files(tmp_path: Path) -> None:
     found = gathered(root, "mine, of May")
     (root / "model.safetensors").write_bytes(b"other")
     assert found == gathered(root, "mine, of May") == Gathered(facts={"weights.named": "mine, of May"})
-    assert not (root / KEPT_NAME).exists()
+    assert not (root / CACHE_FILE_NAME).exists()
 
 
 def test_without_files_the_reason_says_what_to_do(tmp_path: Path) -> None:

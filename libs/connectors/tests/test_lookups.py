@@ -173,7 +173,7 @@ def test_keys_are_the_same_in_whatever_order_and_batches_they_are_asked_for(
             assert [key] == expected_keys(layout, group, first, first + 1)
         else:
             assert list(keys.between(group, first, stop)) == expected_keys(layout, group, first, stop)
-        assert 0 <= keys.kept(group)[0] <= keys.kept(group)[1] <= CHUNKS
+        assert 0 <= keys.cached(group)[0] <= keys.cached(group)[1] <= CHUNKS
 
 
 def test_a_scratch_group_has_no_place_among_the_keys_groups() -> None:
@@ -256,7 +256,7 @@ def test_hashes_that_are_not_those_before_and_more_drop_what_was_kept() -> None:
     assert keys.key(0, 80) == layout.key(0, changed, 80) != layout.key(0, HASHES, 80)
     keys.between(0, 0, 10)
     keys.follow(changed[:6])
-    assert keys.kept(0)[0] == keys.kept(0)[1]
+    assert keys.cached(0)[0] == keys.cached(0)[1]
 
 
 changes = st.lists(st.tuples(st.integers(0, 24), st.integers(0, 24), st.booleans(), spans), max_size=8)
@@ -297,9 +297,9 @@ def test_no_key_is_kept_twice_and_stretches_have_no_gaps() -> None:
     for first, stop in pairwise((20, 30, 40, 50)):
         keys.between(0, first, stop)
     keys.between(0, 3, 4)
-    assert keys.kept(0) == (20, 50)
+    assert keys.cached(0) == (20, 50)
     keys.between(0, 0, 2)
-    assert keys.kept(0) == (0, 2)
+    assert keys.cached(0) == (0, 2)
 
 
 class Named:

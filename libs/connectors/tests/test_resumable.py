@@ -21,7 +21,7 @@ from hybridkv.connectors.vllm.common.specs.resumable import (
     Group,
     Machine,
     Model,
-    Reason,
+    RefusalReason,
     ResumeFacts,
     Switches,
     refusal,
@@ -173,7 +173,7 @@ def test_every_field_of_a_class_that_may_be_stored_has_its_case() -> None:
 def test_a_class_is_accepted_or_refused_by_name(name: str) -> None:
     found = refusal(with_spec(name))
     if name in REFUSED_CLASSES | SCRATCH_CLASSES:
-        assert found is not None and found.reason is Reason.SPEC
+        assert found is not None and found.reason is RefusalReason.SPEC
         assert found.path == "kv_cache_groups[0].kv_cache_spec" and name in found.got
         assert "FullAttentionSpec" in found.expected and name not in found.expected.split(", ")
     else:
@@ -194,7 +194,7 @@ def test_a_field_does_no_harm_or_is_refused_by_name(name: str, field: str, value
         flag = known_flags(name)[field]
         # Of states at other places than block ends it is known what they lack.
         is_unseen = flag.lists_values and field != "mamba_cache_mode"
-        assert found is not None and found.reason is (Reason.UNKNOWN if is_unseen else Reason.SPEC)
+        assert found is not None and found.reason is (RefusalReason.UNKNOWN if is_unseen else RefusalReason.SPEC)
         assert field in found.got and found.hint.startswith("start with")
         assert not flag.hint or found.hint == flag.hint
         assert not is_unseen or flag.why not in found.got
@@ -216,7 +216,7 @@ def test_a_drafters_layers_may_look_in_both_directions_among_drafts() -> None:
 @pytest.mark.parametrize("name", ["NewSpec", "somewhere.else.FullAttentionSpec"])
 def test_a_class_that_is_not_in_the_table_is_refused(name: str) -> None:
     found = refusal(with_spec(name))
-    assert found is not None and found.reason is Reason.UNKNOWN and name in found.got and "report" in found.hint
+    assert found is not None and found.reason is RefusalReason.UNKNOWN and name in found.got and "report" in found.hint
 
 
 def test_a_field_that_is_not_in_the_table_is_refused_once_it_is_set() -> None:
@@ -233,7 +233,7 @@ def test_a_field_that_is_not_in_the_table_is_refused_once_it_is_set() -> None:
         spec = describe(newer(**sizes, looks_back=value), ("layer",))
         found = refusal(replace(SOUND, groups=(Group(True, False, (), (spec,)),)))
         assert (found is None) == (not value)
-    assert found is not None and found.reason is Reason.UNKNOWN
+    assert found is not None and found.reason is RefusalReason.UNKNOWN
     assert "FullAttentionSpec" in found.expected and "looks_back True" in found.got
 
 
@@ -257,7 +257,7 @@ def test_a_spec_is_described_by_its_exact_class_and_its_changed_fields() -> None
 def test_a_group_whose_blocks_the_engine_moves_itself_is_refused(field: str, value: object) -> None:
     spec = SpecFacts("FullAttentionSpec", ("layer",), ())
     found = refusal(replace(SOUND, groups=(Group(True, False, ((field, value),), (spec,)),)))
-    assert found is not None and found.reason is (Reason.UNKNOWN if field == "new" else Reason.GROUP)
+    assert found is not None and found.reason is (RefusalReason.UNKNOWN if field == "new" else RefusalReason.GROUP)
     assert field in found.got
 
 
@@ -274,44 +274,44 @@ def test_a_plain_group_has_no_changed_fields_but_those_that_have_no_default() ->
 MLA = replace(SOUND, model=Model(uses_mla=True))
 AMX = Machine(has_amx=True)
 OFF = Switches(prefix_caching=False)
-REASONS: list[tuple[ResumeFacts, Reason | None]] = [
+REASONS: list[tuple[ResumeFacts, RefusalReason | None]] = [
     (SOUND, None),
-    (with_spec("FullAttentionSpec", ("non_causal", True)), Reason.SPEC),
-    (with_spec("Unheard"), Reason.UNKNOWN),
-    (replace(SOUND, groups=(Group(True, False, (("host_resident", True),), ()),)), Reason.GROUP),
-    (replace(SOUND, model=Model(is_encoder_decoder=True)), Reason.ENCODER_DECODER),
-    (replace(SOUND, model=Model(is_encoder_only=True)), Reason.ENCODER_ONLY),
-    (replace(SOUND, model=Model(is_diffusion=True)), Reason.DIFFUSION),
-    (replace(SOUND, model=Model(is_unfit_pooling=True)), Reason.POOLING),
-    (replace(SOUND, model=Model(architectures=("UnlimitedOCRForCausalLM",))), Reason.ARCHITECTURE),
+    (with_spec("FullAttentionSpec", ("non_causal", True)), RefusalReason.SPEC),
+    (with_spec("Unheard"), RefusalReason.UNKNOWN),
+    (replace(SOUND, groups=(Group(True, False, (("host_resident", True),), ()),)), RefusalReason.GROUP),
+    (replace(SOUND, model=Model(is_encoder_decoder=True)), RefusalReason.ENCODER_DECODER),
+    (replace(SOUND, model=Model(is_encoder_only=True)), RefusalReason.ENCODER_ONLY),
+    (replace(SOUND, model=Model(is_diffusion=True)), RefusalReason.DIFFUSION),
+    (replace(SOUND, model=Model(is_unfit_pooling=True)), RefusalReason.POOLING),
+    (replace(SOUND, model=Model(architectures=("UnlimitedOCRForCausalLM",))), RefusalReason.ARCHITECTURE),
     (replace(SOUND, model=Model(architectures=("LlamaForCausalLM",))), None),
-    (MLA, Reason.MLA_ON_CPU),
-    (replace(MLA, machine=Machine(architecture="ARM")), Reason.MLA_ON_CPU),
-    (replace(MLA, machine=Machine(architecture="ARM", has_amx=True)), Reason.MLA_ON_CPU),
+    (MLA, RefusalReason.MLA_ON_CPU),
+    (replace(MLA, machine=Machine(architecture="ARM")), RefusalReason.MLA_ON_CPU),
+    (replace(MLA, machine=Machine(architecture="ARM", has_amx=True)), RefusalReason.MLA_ON_CPU),
     (replace(MLA, machine=AMX), None),
     (replace(MLA, machine=replace(AMX, asked_backend="AMX_MLA")), None),
-    (replace(MLA, machine=replace(AMX, asked_backend="CPU_MLA")), Reason.MLA_ON_CPU),
+    (replace(MLA, machine=replace(AMX, asked_backend="CPU_MLA")), RefusalReason.MLA_ON_CPU),
     (
         replace(
             MLA, machine=replace(AMX, asked_backend="CPU_MLA"), model=Model(uses_mla=True, model_type="deepseek_v4")
         ),
         None,
     ),
-    (replace(MLA, model=Model(uses_mla=True, model_type="deepseek_v4")), Reason.MLA_ON_CPU),
+    (replace(MLA, model=Model(uses_mla=True, model_type="deepseek_v4")), RefusalReason.MLA_ON_CPU),
     (replace(MLA, machine=Machine(device="cuda")), None),
-    (replace(SOUND, machine=Machine(architecture="RISCV")), Reason.RISC_V),
+    (replace(SOUND, machine=Machine(architecture="RISCV")), RefusalReason.RISC_V),
     (replace(SOUND, machine=Machine(device="cuda", architecture="RISCV")), None),
     (
         replace(
             SOUND, switches=Switches(batch_invariant=True), machine=Machine("cuda", backends=frozenset({"FLASHINFER"}))
         ),
-        Reason.BATCH_INVARIANT,
+        RefusalReason.BATCH_INVARIANT,
     ),
     (
         replace(
             SOUND, switches=Switches(batch_invariant=True), machine=Machine("cuda", backends=frozenset({"TRITON_MLA"}))
         ),
-        Reason.BATCH_INVARIANT,
+        RefusalReason.BATCH_INVARIANT,
     ),
     (
         replace(
@@ -320,17 +320,17 @@ REASONS: list[tuple[ResumeFacts, Reason | None]] = [
         None,
     ),
     (replace(SOUND, machine=Machine("cuda", backends=frozenset({"FLASHINFER"}))), None),
-    (replace(SOUND, switches=Switches(chunked_prefill=False)), Reason.CHUNKED_PREFILL_OFF),
-    (replace(SOUND, switches=Switches(prefix_caching=False, chunked_prefill=False)), Reason.CHUNKED_PREFILL_OFF),
-    (replace(SOUND, switches=OFF), Reason.PREFIX_CACHING_OFF),
+    (replace(SOUND, switches=Switches(chunked_prefill=False)), RefusalReason.CHUNKED_PREFILL_OFF),
+    (replace(SOUND, switches=Switches(prefix_caching=False, chunked_prefill=False)), RefusalReason.CHUNKED_PREFILL_OFF),
+    (replace(SOUND, switches=OFF), RefusalReason.PREFIX_CACHING_OFF),
     # The most particular is named.
-    (replace(MLA, switches=Switches(prefix_caching=False, chunked_prefill=False)), Reason.MLA_ON_CPU),
-    (replace(with_spec("FullAttentionSpec", ("non_causal", True)), switches=OFF), Reason.SPEC),
+    (replace(MLA, switches=Switches(prefix_caching=False, chunked_prefill=False)), RefusalReason.MLA_ON_CPU),
+    (replace(with_spec("FullAttentionSpec", ("non_causal", True)), switches=OFF), RefusalReason.SPEC),
 ]
 
 
 @pytest.mark.parametrize(("facts", "reason"), REASONS)
-def test_a_reason_is_recognised_and_named(facts: ResumeFacts, reason: Reason | None) -> None:
+def test_a_reason_is_recognised_and_named(facts: ResumeFacts, reason: RefusalReason | None) -> None:
     found = refusal(facts)
     assert (found and found.reason) == reason
     if found is not None:
@@ -338,13 +338,13 @@ def test_a_reason_is_recognised_and_named(facts: ResumeFacts, reason: Reason | N
 
 
 def test_every_reason_has_its_case() -> None:
-    assert {reason for _, reason in REASONS} == {*Reason, None}
+    assert {reason for _, reason in REASONS} == {*RefusalReason, None}
 
 
 @pytest.mark.parametrize(("facts", "reason"), REASONS)
-def test_the_exception_lifts_one_reason_alone(facts: ResumeFacts, reason: Reason | None) -> None:
+def test_the_exception_lifts_one_reason_alone(facts: ResumeFacts, reason: RefusalReason | None) -> None:
     excepted = refusal(replace(facts, switches=replace(facts.switches, is_excepted=True)))
-    assert (excepted and excepted.reason) == (None if reason is Reason.PREFIX_CACHING_OFF else reason)
+    assert (excepted and excepted.reason) == (None if reason is RefusalReason.PREFIX_CACHING_OFF else reason)
 
 
 switches = st.builds(Switches, st.booleans(), st.booleans(), st.booleans(), st.just(False))
@@ -372,7 +372,7 @@ def test_whatever_the_facts_off_without_the_exception_is_refused_and_the_excepti
     plain = refusal(facts)
     excepted = refusal(replace(facts, switches=replace(switch, is_excepted=True)))
     assert plain is not None or switch.prefix_caching
-    if plain is not None and plain.reason is Reason.PREFIX_CACHING_OFF:
+    if plain is not None and plain.reason is RefusalReason.PREFIX_CACHING_OFF:
         assert excepted is None
     else:
         assert excepted == plain

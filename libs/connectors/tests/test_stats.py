@@ -10,7 +10,7 @@ from test_lookups import FULL, make_layout
 
 from hybridkv.connectors.vllm.common.explain import Explanation, Reason
 from hybridkv.connectors.vllm.common.messages import LoadFailure
-from hybridkv.connectors.vllm.common.stats import GAUGES_AGAIN, OffloadStats, Recorder
+from hybridkv.connectors.vllm.common.stats import GAUGE_RESEND_INTERVAL, OffloadStats, Recorder
 from hybridkv.metrics import CATALOGUE, PrometheusSink
 from hybridkv.planner.checkpoints import LeftOut, Placement, Stop, StopReason
 from hybridkv.tiers import Failure, FailureReason, Refusal, Slot
@@ -246,7 +246,7 @@ def test_a_gauge_is_handed_over_when_it_changes_and_again_after_a_while() -> Non
     assert gauges() == {}
     assert isinstance(stack.reserve(b"a", 100), Slot)
     assert gauges() == {"vllm:hybridkv_tier_used_bytes": 8192}
-    later = [gauges() for _ in range(2 * GAUGES_AGAIN)]
+    later = [gauges() for _ in range(2 * GAUGE_RESEND_INTERVAL)]
     assert [each for each in later if each] == [both | {"vllm:hybridkv_tier_used_bytes": 8192}] * 2
 
 
@@ -254,7 +254,7 @@ def test_a_gauge_is_handed_over_when_it_changes_and_again_after_a_while() -> Non
 def test_front_ends_that_take_turns_all_hear_of_a_gauge_that_stays(num_front_ends: int) -> None:
     recorder, stack = Recorder(), TierStack(RamIndex(8192, 4096), [], 1, lambda: 0.0)
     have_heard = set()
-    for step in range(num_front_ends * GAUGES_AGAIN):
+    for step in range(num_front_ends * GAUGE_RESEND_INTERVAL):
         recorder.tiers(stack, 1)
         if recorder.take() is not None:
             have_heard.add(step % num_front_ends)

@@ -137,17 +137,17 @@ def test_a_request_is_forgotten_at_its_end_and_behind_its_last_stop() -> None:
     ask(steering, request, placement(32))
     ask(steering, other, placement(32))
     run(steering, other, 48)
-    assert set(steering._steered) == {"r"}
+    assert set(steering._stopping) == {"r"}
     request.status = RequestStatus.FINISHED_ABORTED
     steering.advance(step(finished=("r",)))
-    assert not steering._steered
+    assert not steering._stopping
 
 
 def test_a_new_request_of_the_same_name_is_not_forgotten() -> None:
     steering, request = Steering(CHUNK), new_request()
     ask(steering, request, placement(32))
     steering.advance(step(finished=("r",)))
-    assert set(steering._steered) == {"r"}
+    assert set(steering._stopping) == {"r"}
 
 
 def test_an_engine_without_a_boundary_to_move_is_left_alone_and_that_is_said_once(
@@ -192,4 +192,4 @@ def test_the_next_stop_is_the_least_of_all_beyond_where_the_step_starts(
         if not num_tokens:
             break
         written = run(steering, request, num_tokens)
-    assert written == compat.kept_boundary(request)
+    assert written == compat.get_prefill_stop(request)

@@ -73,7 +73,7 @@ def tables_of(blocks: Sequence[Sequence[KVCacheBlock]]) -> tuple[BlockIds, ...]:
     return tuple(map(BlockIds, blocks))
 
 
-def unread_tables(resolve: Callable[[str], Sequence[Sequence[int]]]) -> Callable[[str], Sequence[Sequence[int]]]:
+def lazy_tables(resolve: Callable[[str], Sequence[Sequence[int]]]) -> Callable[[str], Sequence[Sequence[int]]]:
     """Lazy variant of `resolve`, if `resolve` is a method of an object that also returns blocks; else `resolve`."""
     get_blocks = getattr(getattr(resolve, "__self__", None), "get_blocks", None)
     return resolve if get_blocks is None else lambda request_id: tables_of(get_blocks(request_id).blocks)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.blocks import unread_tables
+from hybridkv.connectors.vllm.common.blocks import lazy_tables
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -176,7 +176,7 @@ def block_tables(scheduler_output: SchedulerOutput) -> BlockTables:
         return lambda request_id: ()
     resolve = getattr(block_state, "resolve_block_ids", None)
     if resolve is not None:
-        return unread_tables(resolve)
+        return lazy_tables(resolve)
     tables: Mapping[str, Sequence[Sequence[int]]] = block_state.block_ids
     return lambda request_id: tables[request_id]
 
@@ -207,7 +207,7 @@ def computed_tokens(scheduler_output: SchedulerOutput) -> dict[str, tuple[int, i
     }
 
 
-def forget_blocks(pool: BlockPool, block_ids: Iterable[int]) -> None:
+def evict_cached_blocks(pool: BlockPool, block_ids: Iterable[int]) -> None:
     """Evicts blocks from the engine's prefix cache, as the engine itself does after a failed load. Requests that use
     the blocks keep them."""
     if hasattr(pool, "evict_blocks"):
@@ -276,14 +276,14 @@ def reads_no_cache(request: Any) -> bool:
     return bool(getattr(request, "skip_reading_prefix_cache", False))
 
 
-def kept_boundary(request: Any) -> int | None:
+def get_prefill_stop(request: Any) -> int | None:
     """Tokens at which the engine ends the next prefill chunk and keeps the recurrent states; 0 for nowhere. None if
     the engine has no such boundary: it then hands over states where it chooses."""
     boundary = getattr(request, "shared_prefix_boundary", None)
     return None if boundary is None else int(boundary)
 
 
-def keep_at(request: Any, num_tokens: int) -> None:
+def set_prefill_stop(request: Any, num_tokens: int) -> None:
     """Sets that boundary. The engine reads it at every chunk and rounds it down to a block. It also overwrites it just
     before every lookup in the connector."""
     request.shared_prefix_boundary = num_tokens

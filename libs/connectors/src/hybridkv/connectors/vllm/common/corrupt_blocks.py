@@ -116,7 +116,7 @@ class WrongBlocks:
         self._recorder = recorder
         self.distrusted = Distrusted()
         self._pool: BlockPool | None = None
-        self._wrong: dict[int, Any] = {}
+        self._corrupt: dict[int, Any] = {}
         """Corrupt blocks, each with its hash when it was last checked. At most as many as the engine has blocks."""
         self._misled: dict[str, list[int]] = {}
         """Running misled requests, each with the first index in the table of each group where a block's hash may still
@@ -134,7 +134,7 @@ class WrongBlocks:
 
     def holds(self, block_id: int) -> bool:
         """Whether a block is corrupt. A block with a new hash was reused by another request, so it is not."""
-        return block_id in self._wrong and self._wrong[block_id] == self._hash(block_id)
+        return block_id in self._corrupt and self._corrupt[block_id] == self._hash(block_id)
 
     def right_states(self, handed_over: Sequence[tuple[int, int, int]], recorder: Recorder) -> list[State]:
         """Handed-over states of one request without corrupt ones, which `recorder` counts."""
@@ -145,13 +145,13 @@ class WrongBlocks:
 
     def take_loaded(self, blocks: KVCacheBlocks, computed_tokens: int) -> None:
         """Records blocks that the engine allocated for a load: their loaded content is correct."""
-        if self._wrong:
-            self._take_fresh([[block.block_id for block in group] for group in blocks.blocks], computed_tokens)
+        if self._corrupt:
+            self._clear_from([[block.block_id for block in group] for group in blocks.blocks], computed_tokens)
 
-    def _take_fresh(self, table: Sequence[Sequence[int]], computed_tokens: int) -> None:
+    def _clear_from(self, table: Sequence[Sequence[int]], computed_tokens: int) -> None:
         for block_tokens, block_ids in zip(self._block_tokens, table, strict=True):
             for block_id in block_ids[-(-computed_tokens // block_tokens) :]:
-                self._wrong.pop(block_id, None)
+                self._corrupt.pop(block_id, None)
 
     def follow_step(self, output: SchedulerOutput, tables: compat.BlockTables) -> None:
         """Records the corrupt blocks and misled requests of a step. Must be called before its stores are planned."""
@@ -160,14 +160,14 @@ class WrongBlocks:
             self._misled.pop(request_id, None)
         copies = compat.block_copies(output)
         misfiled = self._misfiled(output) if self.distrusted.misfiled else ()
-        if not copies and not misfiled and not self._wrong:
+        if not copies and not misfiled and not self._corrupt:
             return
         for request_id in self._misled.keys() & output.num_scheduled_tokens.keys():
             self._record(request_id, tables(request_id))
         for request_id, block_ids in compat.added_blocks(output).items():
             if request_id not in self._misled:
                 for block_id in block_ids:
-                    self._wrong.pop(block_id, None)
+                    self._corrupt.pop(block_id, None)
         self._follow_copies(copies, compat.boundary_states(output))
         # In order of admission: each request may have hit blocks that earlier ones are still to compute.
         for request_id, computed_tokens in compat.admitted(output).items():
@@ -175,7 +175,7 @@ class WrongBlocks:
         # Last, as some may belong to a request that starts in this step. The engine serves no hit on a state in the
         # step in which it keeps the state, so no request has used these blocks yet.
         if misfiled and self._pool is not None:
-            compat.forget_blocks(self._pool, misfiled)
+            compat.evict_cached_blocks(self._pool, misfiled)
         for block_id in misfiled:
             self._add(block_id)
 
@@ -205,7 +205,7 @@ class WrongBlocks:
 
     def _add(self, block_id: int) -> None:
         if block_id != NULL_BLOCK:
-            self._wrong[block_id] = self._hash(block_id)
+            self._corrupt[block_id] = self._hash(block_id)
 
     def _follow_copies(
         self, copies: Sequence[tuple[int, int]], handed_over: Mapping[str, Sequence[tuple[int, int, int]]]
@@ -213,7 +213,7 @@ class WrongBlocks:
         """A copy of a corrupt block is corrupt. Destinations are newly allocated, so their earlier status is void."""
         destinations = {destination for _, destination in copies}
         for destination in destinations:
-            self._wrong.pop(destination, None)
+            self._corrupt.pop(destination, None)
         for source, destination in copies:
             if source in destinations or self.holds(source):
                 self._add(destination)
@@ -228,7 +228,7 @@ class WrongBlocks:
         self._misled.pop(request_id, None)
         cause = self._cause(computed_tokens, table, copies)
         if cause is None:
-            self._take_fresh(table, computed_tokens)
+            self._clear_from(table, computed_tokens)
             return
         self._misled[request_id] = [computed_tokens // block_tokens for block_tokens in self._block_tokens]
         self._record(request_id, table)

@@ -27,7 +27,7 @@ from hybridkv.tiers.stack import TierStack
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
 
-_Said: TypeAlias = tuple[Any, Any, Any]
+_BlockKey: TypeAlias = tuple[Any, Any, Any]
 """Medium, group and hash."""
 
 
@@ -35,7 +35,7 @@ class ToldHashes:
     """Announcement counts by medium, group and hash. One entry for each announced hash."""
 
     def __init__(self) -> None:
-        self._counts: dict[_Said, int] = {}
+        self._counts: dict[_BlockKey, int] = {}
 
     def __len__(self) -> int:
         return len(self._counts)
@@ -46,28 +46,28 @@ class ToldHashes:
         A hash that was removed and stored again in one step, while another chunk kept it announced, is sent as one
         removal and one new store: its sender assumes that subscribers have dropped it.
         """
-        said: list[Any] = []
-        taken_back: set[_Said] = set()
-        said_again: set[_Said] = set()
+        new_events: list[Any] = []
+        removed_before: set[_BlockKey] = set()
+        sent_again: set[_BlockKey] = set()
         for event in events:
             match type(event).__name__:
                 case "BlockStored":
-                    said += self._stored(event, taken_back, said_again)
+                    new_events += self._stored(event, removed_before, sent_again)
                 case "BlockRemoved":
-                    said += self._removed(event, taken_back)
+                    new_events += self._removed(event, removed_before)
                 case _:
-                    said.append(event)
-        return said
+                    new_events.append(event)
+        return new_events
 
-    def _stored(self, event: Any, taken_back: set[_Said], said_again: set[_Said]) -> Iterator[Any]:
+    def _stored(self, event: Any, removed_before: set[_BlockKey], sent_again: set[_BlockKey]) -> Iterator[Any]:
         is_new, again = [], []
-        for block_hash, place in zip(event.block_hashes, _places(event), strict=True):
+        for block_hash, place in zip(event.block_hashes, _block_keys(event), strict=True):
             count = self._counts.get(place, 0)
             self._counts[place] = count + 1
-            is_again = place in taken_back and place not in said_again
+            is_again = place in removed_before and place not in sent_again
             is_new.append(count == 0 or is_again)
             if is_again:
-                said_again.add(place)
+                sent_again.add(place)
                 again.append(block_hash)
         if again:
             yield compat.block_removed(
@@ -78,23 +78,23 @@ class ToldHashes:
         elif any(is_new):
             yield from _runs(event, is_new)
 
-    def _removed(self, event: Any, taken_back: set[_Said]) -> Iterator[Any]:
+    def _removed(self, event: Any, removed_before: set[_BlockKey]) -> Iterator[Any]:
         gone = []
-        for block_hash, place in zip(event.block_hashes, _places(event), strict=True):
+        for block_hash, place in zip(event.block_hashes, _block_keys(event), strict=True):
             count = self._counts.pop(place, 1) - 1
             if count:
                 self._counts[place] = count
-                taken_back.add(place)
+                removed_before.add(place)
             else:
                 gone.append(block_hash)
-                taken_back.discard(place)
+                removed_before.discard(place)
         if len(gone) == len(event.block_hashes):
             yield event
         elif gone:
             yield msgspec.structs.replace(event, block_hashes=gone)
 
 
-def _places(event: Any) -> list[_Said]:
+def _block_keys(event: Any) -> list[_BlockKey]:
     group = getattr(event, "group_idx", None)
     return [(event.medium, group, block_hash) for block_hash in event.block_hashes]
 
@@ -132,7 +132,7 @@ MEDIA = {RAM: "CPU", DISK: "STORAGE"}
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
+class _ChunkContent:
     """Content of a chunk in the engine's terms.
 
     Args:
@@ -177,14 +177,14 @@ class RouterEvents:
             if name in MEDIA and isinstance(index, TellsChanges):
                 index.watch()
                 self._tiers.append(_Watched(index, index, MEDIA[name]))
-        self._announcer: Announcer[_Told] = Announcer(spec, len(self._tiers))
-        self._said = ToldHashes()
+        self._announcer: Announcer[_ChunkContent] = Announcer(spec, len(self._tiers))
+        self._announced_blocks = ToldHashes()
         # Group that names a chunk: the one with the largest lookahead, as its keys distinguish most siblings.
-        self._naming = max(spec.stored_groups, key=lambda index: spec.groups[index].lookahead_tokens)
-        self._lookahead = spec.groups[self._naming].lookahead_tokens
+        self._naming_group = max(spec.stored_groups, key=lambda index: spec.groups[index].lookahead_tokens)
+        self._lookahead = spec.groups[self._naming_group].lookahead_tokens
         self._pool: BlockPool | None = None
         self._engine_cache: object = None
-        self._has_said_why = False
+        self._has_warned = False
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Sets the engine's pool. A reset of the whole pool clears all blocks at subscribers, also those of tiers."""
@@ -194,7 +194,7 @@ class RouterEvents:
 
     def met(self, tracked: TrackedRequest) -> None:
         """Records the chunks of an admitted request: their tokens are known now."""
-        num_chunks = self._num_named(tracked)
+        num_chunks = self._num_identified(tracked)
         if num_chunks == 0:
             return
         keys, last = tracked.keys(), 0
@@ -209,17 +209,17 @@ class RouterEvents:
 
     def storing(self, tracked: TrackedRequest, parts: Iterable[Part]) -> None:
         """Records parts that a request stores, or found stored."""
-        last = self._num_named(tracked) * self._layout.spec.chunk_tokens
+        last = self._num_identified(tracked) * self._layout.spec.chunk_tokens
         for end in sorted({end for _, end in parts}):
             if end <= last and end % self._layout.spec.chunk_tokens == 0:
                 self._describe(tracked, end)
 
-    def _num_named(self, tracked: TrackedRequest) -> int:
+    def _num_identified(self, tracked: TrackedRequest) -> int:
         """Number of chunks for which every part has a key and every block a hash of the engine."""
         num_hashed = min(len(tracked.request.block_hashes), len(tracked.prefix_hashes()))
         is_hashed = bool(tracked.request.block_hashes) or tracked.request.num_tokens < self._layout.hash_block_tokens
-        if not is_hashed and not self._has_said_why:
-            self._has_said_why = True
+        if not is_hashed and not self._has_warned:
+            self._has_warned = True
             logger.warning(
                 "no KV events for stored chunks: this engine makes no block hashes, by which routers identify blocks"
             )
@@ -228,22 +228,22 @@ class RouterEvents:
 
     def _describe(self, tracked: TrackedRequest, end: int) -> None:
         keys, spec = tracked.keys(), self._layout.spec
-        name = keys.key(self._naming, end)
+        name = keys.key(self._naming_group, end)
         if self._announcer.knows(name):
             return
         of_parts = tuple(keys.key(group, end) for group in spec.stored_groups)
         answers = [(number, key, tier.index.lookup(key)) for number, tier in enumerate(self._tiers) for key in of_parts]
         start = end - spec.chunk_tokens
-        parent = keys.key(self._naming, start) if start else None
-        self._announcer.describe(ChunkNode(name, parent, end, of_parts, self._told(tracked, start, end)))
+        parent = keys.key(self._naming_group, start) if start else None
+        self._announcer.describe(ChunkNode(name, parent, end, of_parts, self._content_of(tracked, start, end)))
         for answer in answers:
             self._announcer.note(*answer)
 
-    def _told(self, tracked: TrackedRequest, start: int, end: int) -> _Told:
+    def _content_of(self, tracked: TrackedRequest, start: int, end: int) -> _ChunkContent:
         request, size = tracked.request, self._layout.hash_block_tokens
         hashes, first = request.block_hashes, start // size
         lora = tracked.lora
-        return _Told(
+        return _ChunkContent(
             parent=hashes[first - 1] if first else None,
             hashes=tuple(hashes[first : end // size]),
             tokens=array("i", request.all_token_ids[start:end]),
@@ -255,7 +255,7 @@ class RouterEvents:
 
     def take(self) -> list[Any]:
         """Events since the last step: stored prefixes before their extensions, removals in the opposite order."""
-        self._look()
+        self._read_changes()
         stored, removed = self._announcer.take()
         events = [self._stored(each) for each in stored] + [self._removed(each) for each in removed]
         if self._pool is not None and self._engine_cache is not (now := compat.cached_blocks(self._pool)):
@@ -263,16 +263,16 @@ class RouterEvents:
             everything = self._announcer.announced()
             events += [self._removed(each) for each in reversed(everything)]
             events += [self._stored(each) for each in everything]
-        said = self._said.pass_on(events)
-        for event in said:
+        new_events = self._announced_blocks.pass_on(events)
+        for event in new_events:
             self._recorder.announced(type(event).__name__, event.medium)
         if events:
             announcer = self._announcer
             num_tokens = announcer.num_on_paths * self._layout.spec.chunk_tokens
             self._recorder.announcements(num_tokens, announcer.num_held - announcer.num_told)
-        return said
+        return new_events
 
-    def _look(self) -> None:
+    def _read_changes(self) -> None:
         """Reads changes from the tiers."""
         for number, tier in enumerate(self._tiers):
             changes = tier.changes.take_changes()
@@ -280,7 +280,7 @@ class RouterEvents:
             for key in self._announcer.known_keys() if changes.is_any else changes.keys:
                 self._announcer.note(number, key, lookup(key))
 
-    def _stored(self, each: Announcement[_Told]) -> Any:
+    def _stored(self, each: Announcement[_ChunkContent]) -> Any:
         told, size = each.payload, self._layout.hash_block_tokens
         first, last = self._blocks(each)
         hashes = told.hashes[first:last]
@@ -297,7 +297,7 @@ class RouterEvents:
             **self._groups[each.group_index],
         )
 
-    def _removed(self, each: Announcement[_Told]) -> Any:
+    def _removed(self, each: Announcement[_ChunkContent]) -> Any:
         first, last = self._blocks(each)
         return compat.block_removed(
             block_hashes=[compat.event_hash(block_hash) for block_hash in each.payload.hashes[first:last]],
@@ -305,7 +305,7 @@ class RouterEvents:
             group_idx=each.group_index,
         )
 
-    def _blocks(self, each: Announcement[_Told]) -> tuple[int, int]:
+    def _blocks(self, each: Announcement[_ChunkContent]) -> tuple[int, int]:
         """Range of the hash blocks whose content a part holds; for a state the one block that it follows."""
         spec, size = self._layout.spec, self._layout.hash_block_tokens
         last = len(each.payload.hashes)

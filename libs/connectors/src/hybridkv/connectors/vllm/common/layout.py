@@ -74,14 +74,14 @@ def choose_chunk(
             f"a multiple of {unit} tokens, so that a chunk is whole blocks of every group that cannot be cut "
             f"(blocks of {whole}){_largest_part(specs, hash_tokens)}",
             chunk,
-            f'use {nearest}, or "auto"' if nearest else _longer(unit),
+            f'use {nearest}, or "auto"' if nearest else _length_hint(unit),
         )
     raise ConfigurationError(
         path,
         f"less than max_model_len, so that some prompt can hit; the groups need multiples of {unit} tokens"
         + _largest_part(specs, hash_tokens),
         f"{chunk} with max_model_len {max_model_len}",
-        f"use {nearest}, or {_longer(chunk)}" if nearest else _longer(chunk),
+        f"use {nearest}, or {_length_hint(chunk)}" if nearest else _length_hint(chunk),
     )
 
 
@@ -134,7 +134,7 @@ def choose_tail(spec: CacheSpec, hit_tokens: int | None, hash_tokens: int) -> in
     return hit_tokens
 
 
-def _longer(chunk: int) -> str:
+def _length_hint(chunk: int) -> str:
     return f"raise --max-model-len above {chunk}, or lower --block-size"
 
 
@@ -161,7 +161,7 @@ class CacheLayout:
     world_size: int
     _block_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _content_bytes: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    _alike_bytes: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
+    _equal_chunk_bytes: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
     """Bytes of each group's part of a chunk, if they are equal for all chunks."""
     _part_sizes: dict[tuple[int, int], int] = field(init=False, repr=False, compare=False)
     """Cache of bytes by (group, tokens). A model has few different ones."""
@@ -172,8 +172,8 @@ class CacheLayout:
         object.__setattr__(self, "_block_bytes", sizes)  # sets a field of a frozen dataclass
         object.__setattr__(self, "_content_bytes", content)
         parts = zip(self.spec.alike_parts, sizes, strict=True)
-        alike = tuple(None if part is None else len(part) * num_bytes for part, num_bytes in parts)
-        object.__setattr__(self, "_alike_bytes", alike)
+        equal = tuple(None if part is None else len(part) * num_bytes for part, num_bytes in parts)
+        object.__setattr__(self, "_equal_chunk_bytes", equal)
         object.__setattr__(self, "_part_sizes", {})
 
     @property
@@ -228,9 +228,9 @@ class CacheLayout:
 
     def chunk_bytes(self, group_index: int, end_token: int) -> int:
         """Bytes of a group's part of a chunk on one rank; 0 if no token of it is ever needed."""
-        alike = self._alike_bytes[group_index]
-        if alike is not None and end_token % self.spec.chunk_tokens == 0:
-            return alike
+        equal = self._equal_chunk_bytes[group_index]
+        if equal is not None and end_token % self.spec.chunk_tokens == 0:
+            return equal
         if group_index in self.spec.cut_groups:
             return self.span_bytes(group_index, chunk_span(self.spec, group_index, end_token))
         return len(chunk_blocks(self.spec, group_index, end_token)) * self.block_bytes(group_index)

@@ -16,7 +16,7 @@ _SECOND_BATCH = 256
 """Chunks in a search's second batch: deriving their keys costs less than ten lookups."""
 _GROWTH = 8
 """Size of a later batch, as a multiple of all chunks before it."""
-_NOTHING: tuple[int, list[bytes]] = (0, [])
+_NO_RUN: tuple[int, list[bytes]] = (0, [])
 """An empty run of keys. It is never extended."""
 
 
@@ -31,7 +31,7 @@ class RequestKeys:
         keys: derives keys that are not cached.
     """
 
-    __slots__ = ("_groups", "_hashes", "_kept", "_keys", "_seen", "boundary_tokens", "chunk_tokens")
+    __slots__ = ("_cached", "_groups", "_hashes", "_keys", "_seen", "boundary_tokens", "chunk_tokens")
 
     def __init__(self, spec: CacheSpec, keys: ChunkKeys) -> None:
         self.chunk_tokens, self.boundary_tokens = spec.chunk_tokens, spec.boundary_tokens
@@ -40,7 +40,7 @@ class RequestKeys:
         self._hashes: Sequence[bytes] = ()
         self._seen: tuple[int, bytes] = (0, b"")
         """Number of hashes at the last call, and the last of them, which covers all before it."""
-        self._kept: dict[int, tuple[int, list[bytes]]] = {}
+        self._cached: dict[int, tuple[int, list[bytes]]] = {}
         """For each group the first chunk of its run, and the keys."""
 
     def follow(self, prefix_hashes: Sequence[bytes]) -> RequestKeys:
@@ -51,14 +51,14 @@ class RequestKeys:
         num_seen, last_seen = self._seen
         num_hashes = len(prefix_hashes)
         if num_seen and (num_hashes < num_seen or prefix_hashes[num_seen - 1] != last_seen):
-            self._kept.clear()
+            self._cached.clear()
         self._hashes = prefix_hashes
         self._seen = (num_hashes, prefix_hashes[-1]) if num_hashes else (0, b"")
         return self
 
-    def kept(self, group_index: int) -> tuple[int, int]:
+    def cached(self, group_index: int) -> tuple[int, int]:
         """Range [first, stop) of chunks with cached keys."""
-        first, keys = self._kept.get(group_index, _NOTHING)
+        first, keys = self._cached.get(group_index, _NO_RUN)
         return first, first + len(keys)
 
     def key(self, group_index: int, end_token: int) -> bytes:
@@ -67,10 +67,10 @@ class RequestKeys:
         Raises:
             ValueError: the prefix is not hashed yet.
         """
-        first, kept = self._kept.get(group_index, _NOTHING)
+        first, cached = self._cached.get(group_index, _NO_RUN)
         place = end_token // self.chunk_tokens - 1 - first
-        if 0 <= place < len(kept) and end_token % self.chunk_tokens == 0:
-            return kept[place]
+        if 0 <= place < len(cached) and end_token % self.chunk_tokens == 0:
+            return cached[place]
         return self._keys.key(self._groups.index(group_index), self._hashes, end_token)
 
     def ending_at(self, group_index: int, end_tokens: Sequence[int]) -> Sequence[bytes]:
@@ -94,25 +94,25 @@ class RequestKeys:
         Raises:
             ValueError: the prefix of one of them is not hashed yet.
         """
-        low, kept = self._kept.get(group_index, _NOTHING)
-        high = low + len(kept)
+        low, cached = self._cached.get(group_index, _NO_RUN)
+        high = low + len(cached)
         if first == low and stop == high:
-            return kept
-        if first > high or stop < low or not kept:
+            return cached
+        if first > high or stop < low or not cached:
             made = self._derive(group_index, first, stop)
-            if not kept or stop - first > 1:
-                self._kept[group_index] = first, made
+            if not cached or stop - first > 1:
+                self._cached[group_index] = first, made
             return made
         if stop > high:
             made = self._derive(group_index, high, stop)
-            kept += made
+            cached += made
             if first == high:
                 return made
         if first < low:
-            kept[:0] = self._derive(group_index, first, low)
-            self._kept[group_index] = first, kept
+            cached[:0] = self._derive(group_index, first, low)
+            self._cached[group_index] = first, cached
             low = first
-        return kept[first - low : stop - low]
+        return cached[first - low : stop - low]
 
     def _derive(self, group_index: int, first: int, stop: int) -> list[bytes]:
         group, chunk = self._groups.index(group_index), self.chunk_tokens
@@ -133,7 +133,7 @@ class TierQuestions(Protocol):
     def any_pending(self, keys: Sequence[bytes]) -> bool: ...
 
 
-class ReadableOnly:
+class PendingIsMiss:
     """Index view in which pending chunks count as misses."""
 
     def __init__(self, index: TierQuestions) -> None:
@@ -158,7 +158,7 @@ class ReadableOnly:
         return False
 
 
-class AskedQuestions(TierQuestions, Protocol):
+class AsyncLookupIndex(TierQuestions, Protocol):
     """The same lookups in tiers that may answer asynchronously, such as `TierStack`."""
 
     def is_only_asked(self, key: bytes) -> bool: ...
@@ -167,7 +167,7 @@ class AskedQuestions(TierQuestions, Protocol):
 class Unasked:
     """View of the stack in which a pending asynchronous lookup counts as a miss. A pending store stays pending."""
 
-    def __init__(self, index: AskedQuestions) -> None:
+    def __init__(self, index: AsyncLookupIndex) -> None:
         self._index = index
 
     def lookup(self, key: bytes) -> LookupResult:
@@ -200,7 +200,7 @@ class TierLookup:
 
     def __init__(self, keys: RequestKeys, index: TierQuestions, pending_is_miss: bool = False) -> None:
         self._keys = keys
-        self._index = ReadableOnly(index) if pending_is_miss else index
+        self._index = PendingIsMiss(index) if pending_is_miss else index
         self._chunk, self._step = keys.chunk_tokens, keys.boundary_tokens
 
     def __call__(self, group_index: int, end_token: int) -> LookupResult:
@@ -208,7 +208,7 @@ class TierLookup:
 
     def held(self, group_index: int, first_end: int, last_end: int) -> int:
         first, stop = first_end // self._chunk - 1, last_end // self._chunk
-        low, high = self._keys.kept(group_index)
+        low, high = self._keys.cached(group_index)
         if low <= first < high:
             batch_stop = high
         else:
@@ -226,7 +226,7 @@ class TierLookup:
         if self._step != self._chunk:
             return self._last_held_tail(group_index, first_end, last_end)
         first, stop = first_end // self._chunk - 1, last_end // self._chunk
-        low, high = self._keys.kept(group_index)
+        low, high = self._keys.cached(group_index)
         if low < stop <= high:
             batch_first = low
         else:

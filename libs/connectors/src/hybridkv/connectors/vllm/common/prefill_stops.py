@@ -27,7 +27,7 @@ logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 
 @dataclass(slots=True)
-class _Steered:
+class _StoppingRequest:
     """A request with stops. All numbers are tokens from its start."""
 
     request: Request
@@ -48,7 +48,7 @@ class _Steered:
             stops.append(self.engine_tokens)
         return min(stops, default=0)
 
-    def is_known_within(self, start_tokens: int, end_tokens: int) -> bool:
+    def has_known_stop(self, start_tokens: int, end_tokens: int) -> bool:
         """Whether a stop in (`start_tokens`, `end_tokens`] is a known one: a point at which prompts were seen to
         diverge, or the engine's own."""
         most = min(end_tokens, self.request.num_prompt_tokens)
@@ -74,12 +74,12 @@ class Steering:
 
     def __init__(self, chunk_tokens: int) -> None:
         self._chunk_tokens = chunk_tokens
-        self._steered: dict[str, _Steered] = {}
-        self._has_told = False
+        self._stopping: dict[str, _StoppingRequest] = {}
+        self._has_logged = False
 
     def begin(self, request: Request) -> None:
         """Starts a lookup: earlier stops of the request no longer hold."""
-        self._steered.pop(request.request_id, None)
+        self._stopping.pop(request.request_id, None)
 
     def wish(self, request: Request, plan: Callable[[int], Placement], loaded_tokens: int = 0) -> None:
         """Adds the stops of one connector.
@@ -91,12 +91,12 @@ class Steering:
             loaded_tokens: boundary at which the request resumes if this connector loads, 0 for none. The state there is
                 worth keeping, so that the next request need not load it.
         """
-        steered = self._steered.get(request.request_id)
-        if steered is None or steered.request is not request:
-            steered = self._steered[request.request_id] = _Steered(request)
-        steered.plans.append(plan)
+        stopping = self._stopping.get(request.request_id)
+        if stopping is None or stopping.request is not request:
+            stopping = self._stopping[request.request_id] = _StoppingRequest(request)
+        stopping.plans.append(plan)
         if loaded_tokens:
-            steered.loaded.append(loaded_tokens)
+            stopping.loaded.append(loaded_tokens)
 
     def settle(self, request: Request, start_tokens: int, is_loaded: bool) -> None:
         """Ends a lookup and sets the first boundary.
@@ -110,54 +110,54 @@ class Steering:
             start_tokens: tokens at which computation will start.
             is_loaded: whether the request waits for a load up to there.
         """
-        steered = self._steered.get(request.request_id)
-        if steered is None:
+        stopping = self._stopping.get(request.request_id)
+        if stopping is None:
             return
-        plans, steered.plans = steered.plans, []
-        steered.placements = [placement for plan in plans if (placement := plan(start_tokens)).stops]
-        own = compat.kept_boundary(request)
-        has_wish = bool(steered.placements or steered.loaded)
-        if own is None or not has_wish:
-            if has_wish:
-                self._tell_there_is_none()
-            del self._steered[request.request_id]
+        plans, stopping.plans = stopping.plans, []
+        stopping.placements = [placement for plan in plans if (placement := plan(start_tokens)).stops]
+        own = compat.get_prefill_stop(request)
+        wants_stops = bool(stopping.placements or stopping.loaded)
+        if own is None or not wants_stops:
+            if wants_stops:
+                self._log_no_boundary()
+            del self._stopping[request.request_id]
             return
-        steered.engine_tokens = own
-        is_near = steered.is_known_within(start_tokens, start_tokens + self._chunk_tokens)
-        is_kept = start_tokens in steered.loaded and start_tokens <= request.num_prompt_tokens
+        stopping.engine_tokens = own
+        is_near = stopping.has_known_stop(start_tokens, start_tokens + self._chunk_tokens)
+        is_kept = start_tokens in stopping.loaded and start_tokens <= request.num_prompt_tokens
         if is_loaded and is_kept and not is_near:
-            compat.keep_at(request, start_tokens)
+            compat.set_prefill_stop(request, start_tokens)
         else:
-            self._move(steered, steered.next(start_tokens))
+            self._move(stopping, stopping.next(start_tokens))
 
-    def _tell_there_is_none(self) -> None:
-        if not self._has_told:
-            self._has_told = True
+    def _log_no_boundary(self) -> None:
+        if not self._has_logged:
+            self._has_logged = True
             logger.debug("this engine has no boundary to move: states are stored where it hands them over")
 
-    def _move(self, steered: _Steered, stop_tokens: int) -> None:
+    def _move(self, stopping: _StoppingRequest, stop_tokens: int) -> None:
         if stop_tokens:
-            compat.keep_at(steered.request, stop_tokens)
+            compat.set_prefill_stop(stopping.request, stop_tokens)
         else:
             # The remaining boundary has been passed, so it has no effect.
-            del self._steered[steered.request.request_id]
+            del self._stopping[stopping.request.request_id]
 
     def advance(self, scheduler_output: SchedulerOutput) -> None:
         """Moves each request of a planned step to its next stop."""
         for request_id in scheduler_output.finished_req_ids or ():
-            steered = self._steered.get(request_id)
-            if steered is not None and steered.request.is_finished():
-                del self._steered[request_id]
-        if not self._steered:
+            stopping = self._stopping.get(request_id)
+            if stopping is not None and stopping.request.is_finished():
+                del self._stopping[request_id]
+        if not self._stopping:
             return
         scheduled = scheduler_output.num_scheduled_tokens
-        for request_id, steered in tuple(self._steered.items()):
+        for request_id, stopping in tuple(self._stopping.items()):
             num_tokens = scheduled.get(request_id)
             if num_tokens is not None:
-                request = steered.request
+                request = stopping.request
                 # Tokens that an asynchronous scheduler has not seen yet are not hashed, and their states not kept.
                 start = min(request.num_computed_tokens + num_tokens, request.num_tokens)
-                self._move(steered, steered.next(start))
+                self._move(stopping, stopping.next(start))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +175,8 @@ class Sibling:
     steering: Steering | None = None
 
 
-_ALONE = Sibling()
-_sibling: ContextVar[Sibling] = ContextVar("hybridkv_sibling", default=_ALONE)
+_NO_SIBLINGS = Sibling()
+_sibling: ContextVar[Sibling] = ContextVar("hybridkv_sibling", default=_NO_SIBLINGS)
 
 
 @contextmanager

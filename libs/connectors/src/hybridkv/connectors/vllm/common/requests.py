@@ -81,8 +81,8 @@ class StoredPath:
     """Largest end of a chunk of the chain."""
     _is_in_order: bool = True
     """Whether chunks were added in `path_order`; they are unless a group lags behind the others."""
-    _num_renewed: int = 0
-    _renewed_at_bytes: tuple[int, ...] = ()
+    _num_refreshed: int = 0
+    _refreshed_at_bytes: tuple[int, ...] = ()
     """Bytes used by all chains at the last refresh."""
 
     def __post_init__(self) -> None:
@@ -128,11 +128,11 @@ class StoredPath:
             used_bytes: bytes that all chains have used in each tier, counted at every use.
             capacities: bytes of each tier.
         """
-        if not self._num_renewed:
+        if not self._num_refreshed:
             return False
         return any(
-            (used - renewed_at) * CHURN >= capacity
-            for used, renewed_at, capacity in zip(used_bytes, self._renewed_at_bytes, capacities, strict=True)
+            (used - refreshed_at) * CHURN >= capacity
+            for used, refreshed_at, capacity in zip(used_bytes, self._refreshed_at_bytes, capacities, strict=True)
         )
 
     def prefix(self, spec: CacheSpec, end_token: int) -> tuple[bytes, ...]:
@@ -146,10 +146,10 @@ class StoredPath:
         self, spec: CacheSpec, used_bytes: tuple[int, ...], is_overdue: bool = False
     ) -> list[bytes] | None:
         """All keys in eviction order if the chain is due for a refresh, else None."""
-        grown = len(self.keys) - self._num_renewed
-        if not is_overdue and (not grown or (not self.is_complete and grown * GROWTH < self._num_renewed)):
+        grown = len(self.keys) - self._num_refreshed
+        if not is_overdue and (not grown or (not self.is_complete and grown * GROWTH < self._num_refreshed)):
             return None
-        self._num_renewed, self._renewed_at_bytes = len(self.keys), used_bytes
+        self._num_refreshed, self._refreshed_at_bytes = len(self.keys), used_bytes
         return self.order(spec)
 
     def order(self, spec: CacheSpec) -> list[bytes]:
@@ -343,7 +343,7 @@ class Requests:
             # The engine may now load other weights than at the last call.
             tracked.forget_progress()
         if tracked.kept_keys is None:
-            tracked.sworn = self._adapters.swear(tracked.lora, self._is_alone(tracked))
+            tracked.sworn = self._adapters.current_version(tracked.lora, self._is_alone(tracked))
             if tracked.sworn is not None:
                 self._take_keys(tracked, tracked.sworn.keys)
         return tracked.kept_keys is not None

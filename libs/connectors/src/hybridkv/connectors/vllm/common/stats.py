@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hybridkv.planner.checkpoints import Placement
 
 RAM, DISK, LMCACHE = "ram", "disk", "lmcache"
-GAUGES_AGAIN = 17
+GAUGE_RESEND_INTERVAL = 17
 """All gauges are resent at every n-th call of `take`. A prime, so that each of several front-ends that take turns gets
 them."""
 
@@ -33,7 +33,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._counts = Counts()
-        self._told: dict[tuple[str, ...], int | float] = {}
+        self._sent: dict[tuple[str, ...], int | float] = {}
         """Last sent values of gauges by name and labels. The catalogue bounds their number."""
         self._num_taken = 0
 
@@ -236,15 +236,15 @@ class Recorder:
 
     def _gauge(self, name: str, value: int | float, /, **labels: str) -> None:
         series = (name, *labels.values())
-        if self._told.get(series) != value:
+        if self._sent.get(series) != value:
             self._counts.set(name, value, **labels)
-            self._told[series] = value
+            self._sent[series] = value
 
     def take(self) -> OffloadStats | None:
         """Counts since the last call, None if there are none."""
         self._num_taken += 1
-        if self._num_taken % GAUGES_AGAIN == 0:
-            self._told.clear()
+        if self._num_taken % GAUGE_RESEND_INTERVAL == 0:
+            self._sent.clear()
         if self._counts.is_empty():
             return None
         return OffloadStats(data=self._counts.take().to_dict())

@@ -119,7 +119,7 @@ class EngineDevice:
 DEVICE_TYPES = ("cpu", "cuda")
 ZERO_BYTES = 64 * 1024
 """Bytes of zeroed memory on each worker's device."""
-MOST_DIGEST_THREADS = 8
+MAX_DIGEST_THREADS = 8
 _HINT = "run vLLM on a CPU or on GPUs of its CUDA or ROCm platform"
 
 
@@ -203,7 +203,7 @@ class GpuDevice(Device):
         One thread reads 14 GB/s beside an H100, but the link to the GPU carries 54: checksums would limit loads and
         stores. Four threads read 42 to 45 GB/s, eight 72.
         """
-        return max(1, min(MOST_DIGEST_THREADS, len(os.sched_getaffinity(0)) // (4 * num_workers)))
+        return max(1, min(MAX_DIGEST_THREADS, len(os.sched_getaffinity(0)) // (4 * num_workers)))
 
     def launch(self, work: Callable[[], object]) -> None:
         """Calls `work`, which launches compute."""

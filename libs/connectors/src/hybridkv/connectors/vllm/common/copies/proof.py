@@ -43,7 +43,7 @@ PROOF_BYTES = 64 << 20
 """Bytes to copy, over all groups, unless one block of each group has more."""
 PROOF_PAGES = 2048
 """Pages to copy, over all groups."""
-DELAY_CYCLES, MOST_DELAY_CYCLES = 8_000_000, 256_000_000
+DELAY_CYCLES, MAX_DELAY_CYCLES = 8_000_000, 256_000_000
 """GPU cycles of delay before compute: some 4 ms at first, doubled while that is too short, up to some 130 ms."""
 MEASURED_BYTES, MEASURED_JOBS = 64 << 20, 8
 """Bytes of one group to copy each way for a measurement, and maximum of jobs for that."""
@@ -265,7 +265,7 @@ class _Proof:
             if self._was_pending:
                 self.untried.discard(name)
                 return
-            if self._delay_cycles >= MOST_DELAY_CYCLES:
+            if self._delay_cycles >= MAX_DELAY_CYCLES:
                 return
             self._delay_cycles *= 2
 
@@ -283,7 +283,7 @@ class _Proof:
             blocks,
             self._paths.stores,
             self._stored(blocks),
-            before=lambda: self._look(is_done),
+            before=lambda: self._check_pending(is_done),
             after=lambda: self._seal(blocks),
         )
         self._gpu.launch(blocks.zero)
@@ -306,14 +306,14 @@ class _Proof:
             blocks,
             self._paths.loads,
             self._loaded(blocks),
-            before=lambda: self._check(blocks) or self._look(is_done),
+            before=lambda: self._check(blocks) or self._check_pending(is_done),
         )
         self._gpu.launch(read_after)
         self._gpu.synchronize()
         self._compare("load", blocks, blocks.before.cpu().numpy(), np.where(blocks.is_page, ~content, 0))
         self._compare("load", blocks, blocks.after.cpu().numpy(), content)
 
-    def _look(self, is_done: Callable[[], bool]) -> str | None:
+    def _check_pending(self, is_done: Callable[[], bool]) -> str | None:
         """Records whether compute is still pending; called right before the copy is submitted."""
         self._was_pending = not is_done()
         return None

@@ -186,7 +186,7 @@ class CopyTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
         shapes, start = [], 0
         for part, num_copies, block_ids in runs:
             end, num_blocks = start + num_copies, len(block_ids) // num_copies
-            for number, num_extents, key_bytes in _alike((extents[start:end], keys[start:end])):
+            for number, num_extents, key_bytes in _equal_runs((extents[start:end], keys[start:end])):
                 shapes.append(_shape(number, part, num_blocks, 0, num_extents, key_bytes))
             start = end
         places = list(chain.from_iterable(chain.from_iterable(extents)))
@@ -258,7 +258,9 @@ def _shapes(columns: CopyColumns, extents: Sequence[Sequence[tuple[int, int]]]) 
     of_each: tuple[Sequence[Sized], ...] = (columns.block_ids, local_blocks, extents, columns.key)
     for part, run in groupby(columns.part):
         end = start + len(list(run))
-        for num_copies, num_blocks, num_local, num_extents, key_bytes in _alike([each[start:end] for each in of_each]):
+        for num_copies, num_blocks, num_local, num_extents, key_bytes in _equal_runs(
+            [each[start:end] for each in of_each]
+        ):
             yield _shape(num_copies, part, num_blocks, num_local, num_extents, key_bytes)
         start = end
 
@@ -281,7 +283,7 @@ def _shape(
     )
 
 
-def _alike(columns: Sequence[Sequence[Sized]]) -> Iterator[tuple[int, ...]]:
+def _equal_runs(columns: Sequence[Sequence[Sized]]) -> Iterator[tuple[int, ...]]:
     """Runs of equal sizes: their lengths and these sizes. The usual case, a single run, is detected first."""
     sizes = [set(map(len, column)) for column in columns]
     if all(len(of_column) == 1 for of_column in sizes):
@@ -342,7 +344,7 @@ def copies_of(
     ]
     block_ids = [transfer.block_ids for transfer in transfers]
     local_blocks = None if local is None else local.block_ids
-    return _measured(layout, CopyTable.of_columns(CopyColumns(parts, keys, slots, block_ids, local_blocks)))
+    return _with_sizes(layout, CopyTable.of_columns(CopyColumns(parts, keys, slots, block_ids, local_blocks)))
 
 
 def copies_of_runs(
@@ -360,10 +362,10 @@ def copies_of_runs(
                 CopyRun(_part(spec, each.group_index, each.end_token, each.first_block), 1, each.block_ids)
                 for each in run.transfers(spec.chunk_tokens)
             ]
-    return _measured(layout, CopyTable.of_runs(copied, keys, slots))
+    return _with_sizes(layout, CopyTable.of_runs(copied, keys, slots))
 
 
-def _measured(layout: CacheLayout, table: CopyTable) -> Copies:
+def _with_sizes(layout: CacheLayout, table: CopyTable) -> Copies:
     num_bytes = {False: 0, True: 0}
     for shape in table.rows():
         num_bytes[shape.num_local > 0] += shape.num_copies * copy_bytes(layout, shape)

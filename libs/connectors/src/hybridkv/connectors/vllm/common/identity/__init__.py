@@ -7,7 +7,7 @@ built. This package looks at no device, and apart from `worker_facts` at no tens
 from hybridkv.connectors.vllm.common.identity.configuration import configuration_facts, spec_facts
 from hybridkv.connectors.vllm.common.identity.engine import EngineFacts, IdentityConfig, engine_facts
 from hybridkv.connectors.vllm.common.identity.environment import environment_facts
-from hybridkv.connectors.vllm.common.identity.ignored import without_ignored
+from hybridkv.connectors.vllm.common.identity.excluded import without_ignored
 
 __all__ = [
     "EngineFacts",

@@ -78,7 +78,7 @@ class _Adapter:
     held: Signature | None = None
     held_turn: int = 0
     keys: ChunkKeys | None = None
-    complained: str = ""
+    last_warning: str = ""
 
 
 class Adapters:
@@ -96,11 +96,11 @@ class Adapters:
         self._began_ns = began_ns
         self._now_ns = now_ns
         self._adapters: OrderedDict[Name, _Adapter] = OrderedDict()
-        self._first_looks: dict[Name, Outcome[Signature]] = {}
+        self._first_checks: dict[Name, Outcome[Signature]] = {}
         self._turns: dict[int, _Turn] = {}
         self._reader = Background("hybridkv-adapter-reader")
-        self._looker = Background("hybridkv-adapter-looker")
-        self._looking: Outcome[Signature] | None = None
+        self._checker = Background("hybridkv-adapter-looker")
+        self._checking: Outcome[Signature] | None = None
 
     def notice(self, lora: Any) -> None:
         """Announces a request with this adapter: its files are checked and read in the background."""
@@ -108,7 +108,7 @@ class Adapters:
         if adapter.content is None:
             self._read(adapter)
 
-    def swear(self, lora: Any, is_alone: bool) -> Sworn | None:
+    def current_version(self, lora: Any, is_alone: bool) -> Sworn | None:
         """Version of the adapter for a request that is about to be admitted; None if its content is in doubt.
 
         Args:
@@ -120,7 +120,7 @@ class Adapters:
             return None
         found = adapter.content
         assert found is not None
-        now = self._look(adapter)
+        now = self._check(adapter)
         if now is None or self._turn(adapter) < 0:
             return None
         if now != found.signature:
@@ -162,16 +162,16 @@ class Adapters:
         adapter = self._adapters.get(sworn.name)
         if adapter is None or self._turn(adapter) != sworn.turn:
             return False
-        return self._look(adapter) == sworn.signature
+        return self._check(adapter) == sworn.signature
 
     def settle(self, timeout_s: float) -> bool:
         """Waits until every requested file is read; for tests and tools."""
-        return self._reader.settle(timeout_s) and self._looker.settle(timeout_s)
+        return self._reader.settle(timeout_s) and self._checker.settle(timeout_s)
 
     def close(self) -> None:
         """Ends the threads, unless a file system blocks them."""
         self._reader.close()
-        self._looker.close()
+        self._checker.close()
 
     def _is_held(self, adapter: _Adapter, now: Signature, in_place: bool, is_alone: bool) -> bool:
         """Whether the engine has loaded, or will load, the current content of the files."""
@@ -182,17 +182,17 @@ class Adapters:
                 self._forget(adapter)
             return is_settled and is_alone
         turn = self._turn(adapter)
-        if adapter.held is None and self._first_look(adapter) == now and now.changed_ns + TICK_NS < self._began_ns:
+        if adapter.held is None and self._first_signature(adapter) == now and now.changed_ns + TICK_NS < self._began_ns:
             adapter.held = now
         if adapter.held == now and adapter.held_turn != turn:
-            self._complain(
+            self._warn(
                 adapter,
-                f"its number {adapter.name[1]} was used by another adapter, and the engine may hold that one's weights; "
+                f"its number {adapter.name[1]} was used by another adapter, and the engine may hold its weights; "
                 "load it in place, or give each adapter a number of its own",
             )
             return False
         if adapter.held != now:
-            self._complain(
+            self._warn(
                 adapter,
                 "its files changed after this engine began, so it may hold other weights than they do; load it in "
                 "place, or restart the engine",
@@ -205,26 +205,26 @@ class Adapters:
         turn = self._turns.get(adapter.name[1])
         return turn.count if turn is not None and turn.name == adapter.name else -1
 
-    def _first_look(self, adapter: _Adapter) -> Signature | None:
+    def _first_signature(self, adapter: _Adapter) -> Signature | None:
         """Signature when the adapter was first requested; None if there were no files, or it is unknown."""
-        look = self._first_looks.get(adapter.name)
+        look = self._first_checks.get(adapter.name)
         return look.value if look is not None else None
 
-    def _see(self, name: Name) -> None:
+    def _record(self, name: Name) -> None:
         """Records a request for this adapter."""
         turn = self._turns.get(name[1])
         if turn is None and len(self._turns) < MAX_SEEN:
             self._turns[name[1]] = _Turn(name, 0)
         elif turn is not None and turn.name != name:
             self._turns[name[1]] = _Turn(name, turn.count + 1)
-        if name not in self._first_looks and len(self._first_looks) < MAX_SEEN:
+        if name not in self._first_checks and len(self._first_checks) < MAX_SEEN:
             # Not waited for: the thread does it before any later check.
-            look = self._looker.submit(lambda: signature(name[2]))
-            self._first_looks[name] = look if look is not None else Outcome()
+            look = self._checker.submit(lambda: signature(name[2]))
+            self._first_checks[name] = look if look is not None else Outcome()
 
     def _adapter(self, lora: Any) -> _Adapter:
         name = (lora.lora_name, lora.lora_int_id, lora.lora_path)
-        self._see(name)
+        self._record(name)
         adapter = self._adapters.get(name)
         if adapter is None:
             adapter = self._adapters[name] = _Adapter(name, _options(lora))
@@ -243,7 +243,7 @@ class Adapters:
             return False
         adapter.reading = None
         if reading.error is not None:
-            self._complain(adapter, str(reading.error))
+            self._warn(adapter, str(reading.error))
             self._read(adapter)
             return False
         adapter.content = reading.value
@@ -259,22 +259,22 @@ class Adapters:
         adapter.content = adapter.keys = None
         self._read(adapter)
 
-    def _look(self, adapter: _Adapter) -> Signature | None:
+    def _check(self, adapter: _Adapter) -> Signature | None:
         """Current signature of the files; None if it is not available within `LOOK_S`."""
-        path, looking = adapter.name[2], None
+        path, checking = adapter.name[2], None
         # While the file system blocks an earlier check, a new one would not be in time.
-        if self._looking is None or self._looking.is_done:
-            looking = self._looking = self._looker.submit(lambda: signature(path))
-        if looking is None or not looking.wait(LOOK_S):
-            self._complain(adapter, f"its files could not be checked within {LOOK_S:g} s")
+        if self._checking is None or self._checking.is_done:
+            checking = self._checking = self._checker.submit(lambda: signature(path))
+        if checking is None or not checking.wait(LOOK_S):
+            self._warn(adapter, f"its files could not be checked within {LOOK_S:g} s")
             return None
-        if isinstance(looking.error, NotReadableError):
-            self._complain(adapter, str(looking.error))
-        return looking.value
+        if isinstance(checking.error, NotReadableError):
+            self._warn(adapter, str(checking.error))
+        return checking.value
 
-    def _complain(self, adapter: _Adapter, why: str) -> None:
-        if adapter.complained != why:
-            adapter.complained = why
+    def _warn(self, adapter: _Adapter, why: str) -> None:
+        if adapter.last_warning != why:
+            adapter.last_warning = why
             logger.warning("adapter %s (%s) is neither stored nor loaded: %s", adapter.name[0], adapter.name[2], why)
 
 

@@ -11,6 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
+from hybridkv.connectors.vllm.common.identity.excluded import (
+    EXCLUDED_FIELDS,
+    EXCLUDED_FIELDS_OF_OTHER_VERSIONS,
+    SECRET,
+    is_named,
+)
 from hybridkv.connectors.vllm.common.identity.fact_text import (
     child,
     is_model_settings,
@@ -19,7 +25,6 @@ from hybridkv.connectors.vllm.common.identity.fact_text import (
     secret_text,
     text,
 )
-from hybridkv.connectors.vllm.common.identity.ignored import LEFT_OUT, LEFT_OUT_ELSEWHERE, SECRET, is_named
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -130,9 +135,9 @@ def configuration_facts(vllm_config: VllmConfig, ignored: Sequence[str] = ()) ->
 
 
 @functools.cache
-def reason_left_out(scope: str) -> str | None:
+def field_exclusion_reason(scope: str) -> str | None:
     """Why a field is not in the fingerprint; None if it is. `scope` names its class, as in `ModelConfig.tokenizer`."""
-    for reasons in (LEFT_OUT, LEFT_OUT_ELSEWHERE):
+    for reasons in (EXCLUDED_FIELDS, EXCLUDED_FIELDS_OF_OTHER_VERSIONS):
         if scope in reasons:
             return reasons[scope]
         for pattern, reason in reasons.items():
@@ -146,11 +151,11 @@ class _Walk:
 
     def __init__(self, ignored: Sequence[str]) -> None:
         self._ignored = ignored
-        self._met: dict[int, str] = {}
+        self._visited: dict[int, str] = {}
 
     def visit(self, path: str, scope: str, value: Any) -> Iterator[tuple[str, str]]:
         """Facts of a value at a path; `scope` is the path from the innermost object, with the name of its class."""
-        if path and reason_left_out(scope) is not None:
+        if path and field_exclusion_reason(scope) is not None:
             return
         if path and any(is_named(pattern, path) for pattern in self._ignored):
             yield path, IGNORED
@@ -167,7 +172,7 @@ class _Walk:
             yield path, text(path, value)
 
     def _object(self, path: str, value: Any, inside: Any) -> Iterator[tuple[str, str]]:
-        former = self._met.setdefault(id(value), path)
+        former = self._visited.setdefault(id(value), path)
         if former != path:
             yield path, f"the same as {former}"
             return
@@ -180,19 +185,19 @@ class _Walk:
             yield from self.visit(child(path, key), child(scope, key), value)
 
     def _model(self, path: str, value: Any) -> Iterator[tuple[str, str]]:
-        told = model_settings(path, value)
-        self._meet_inner(path, value, told)
-        yield from self._all(path, "PreTrainedConfig", told)
+        settings = model_settings(path, value)
+        self._visit_nested(path, value, settings)
+        yield from self._all(path, "PreTrainedConfig", settings)
 
-    def _meet_inner(self, path: str, value: Any, told: Mapping[str, Any]) -> None:
+    def _visit_nested(self, path: str, value: Any, settings: Mapping[str, Any]) -> None:
         """Records nested configurations, which the engine also keeps in fields of their own, as already visited."""
         for name, inner in vars(value).items():
-            if is_model_settings(inner) and id(inner) not in self._met and isinstance(told.get(name), Mapping):
-                self._met[id(inner)] = child(path, name)
-                self._meet_inner(child(path, name), inner, told[name])
+            if is_model_settings(inner) and id(inner) not in self._visited and isinstance(settings.get(name), Mapping):
+                self._visited[id(inner)] = child(path, name)
+                self._visit_nested(child(path, name), inner, settings[name])
 
 
-SPEC_LEFT_OUT = {
+EXCLUDED_SPEC_FIELDS = {
     "block_size": "each group has it, in tokens of a block",
     "page_size_padded": "padding is not stored",
     "block_stride_alignment": "the place of pages, not their content",
@@ -208,5 +213,5 @@ def spec_facts(spec: KVCacheSpec) -> dict[str, str]:
     """
     kind = type(spec).__name__
     members = parts(spec) or {}
-    facts = {name: text(f"{kind}.{name}", value) for name, value in members.items() if name not in SPEC_LEFT_OUT}
+    facts = {name: text(f"{kind}.{name}", value) for name, value in members.items() if name not in EXCLUDED_SPEC_FIELDS}
     return {"spec": kind} | facts

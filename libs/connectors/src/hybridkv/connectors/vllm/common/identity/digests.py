@@ -26,7 +26,7 @@ from blake3 import blake3
 logger = logging.getLogger(__name__)
 
 FORMAT_VERSION = 1
-KEPT_NAME = f".hybridkv-digests-v{FORMAT_VERSION}.json"
+CACHE_FILE_NAME = f".hybridkv-digests-v{FORMAT_VERSION}.json"
 STEP_BYTES = 1 << 22
 TENSOR_SAMPLE_BYTES = 4096
 MAX_TENSOR_SAMPLES = 3
@@ -39,7 +39,7 @@ SETTLED_NS = 1_000_000_000
 """A file that changed more recently may change again with equal times: clocks of file systems are coarse."""
 
 
-class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _CachedDigest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A cached digest, and the file's status when it was read."""
 
     device: int
@@ -50,22 +50,22 @@ class _Kept(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     digest: str
 
 
-class _KeptFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _DigestCacheFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format_version: int
-    digests: dict[str, _Kept]
+    digests: dict[str, _CachedDigest]
 
 
-class Digests:
+class FileDigests:
     """Digests of the files below a directory. Each file is read at most once while it does not change."""
 
     def __init__(self, root: Path, mode: str, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._root = root
         self._mode = mode
         self._clock_ns = clock_ns
-        self._places = (root / KEPT_NAME, _in_user_cache(root))
-        self._known: dict[str, _Kept] = {}
-        for place in reversed(self._places):
-            self._known |= _read(place)
+        self._cache_paths = (root / CACHE_FILE_NAME, _in_user_cache(root))
+        self._known: dict[str, _CachedDigest] = {}
+        for path in reversed(self._cache_paths):
+            self._known |= _read(path)
         self._has_new = False
 
     def of(self, path: Path) -> tuple[int, str]:
@@ -84,27 +84,27 @@ class Digests:
                 self._has_new = True
         return before.st_size, digest
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Writes new digests to the cache for the next process. A failure is logged and costs only time."""
         if not self._has_new:
             return
-        there = {name: kept for name, kept in self._known.items() if (self._root / name.partition(" ")[2]).exists()}
-        data = msgspec.json.encode(_KeptFile(format_version=FORMAT_VERSION, digests=there))
+        there = {name: cached for name, cached in self._known.items() if (self._root / name.partition(" ")[2]).exists()}
+        data = msgspec.json.encode(_DigestCacheFile(format_version=FORMAT_VERSION, digests=there))
         errors = []
-        for place in self._places:
+        for path in self._cache_paths:
             try:
-                _write(place, data)
+                _write(path, data)
                 self._has_new = False
                 return
             except OSError as error:
-                errors.append(f"{place}: {error.strerror}")
+                errors.append(f"{path}: {error.strerror}")
         logger.info(
-            "digests of %s are not kept, and are made again at the next start: %s", self._root, "; ".join(errors)
+            "digests of %s are not cached, and are made again at the next start: %s", self._root, "; ".join(errors)
         )
 
 
-def _of(status: os.stat_result, digest: str) -> _Kept:
-    return _Kept(
+def _of(status: os.stat_result, digest: str) -> _CachedDigest:
+    return _CachedDigest(
         device=status.st_dev,
         inode=status.st_ino,
         size=status.st_size,
@@ -116,27 +116,27 @@ def _of(status: os.stat_result, digest: str) -> _Kept:
 
 def _in_user_cache(root: Path) -> Path:
     caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return caches / "hybridkv" / "digests" / f"{blake3(str(root.resolve()).encode()).hexdigest(16)}{KEPT_NAME}"
+    return caches / "hybridkv" / "digests" / f"{blake3(str(root.resolve()).encode()).hexdigest(16)}{CACHE_FILE_NAME}"
 
 
-def _read(place: Path) -> dict[str, _Kept]:
+def _read(path: Path) -> dict[str, _CachedDigest]:
     try:
-        kept = msgspec.json.decode(place.read_bytes(), type=_KeptFile)
+        cached = msgspec.json.decode(path.read_bytes(), type=_DigestCacheFile)
     except (OSError, msgspec.DecodeError):
         return {}
-    return kept.digests if kept.format_version == FORMAT_VERSION else {}
+    return cached.digests if cached.format_version == FORMAT_VERSION else {}
 
 
-def _write(place: Path, data: bytes) -> None:
+def _write(path: Path, data: bytes) -> None:
     """Writes atomically: readers see the old file or the new one."""
-    if place.name != KEPT_NAME:
-        place.parent.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(prefix=f"{KEPT_NAME}.", dir=place.parent)
+    if path.name != CACHE_FILE_NAME:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    fd, name = tempfile.mkstemp(prefix=f"{CACHE_FILE_NAME}.", dir=path.parent)
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
         Path(name).chmod(0o644)
-        Path(name).replace(place)
+        Path(name).replace(path)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise

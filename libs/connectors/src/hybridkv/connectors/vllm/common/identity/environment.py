@@ -54,7 +54,7 @@ _STORES = "other stores, and how they move bytes"
 _COMPILER = "where and how compiled code is kept; the configuration determines its content"
 _SHIPPED = "part of an engine's package; the engine's version counts"
 
-ENVIRONMENT_LEFT_OUT: Mapping[str, str] = {
+EXCLUDED_VARIABLES: Mapping[str, str] = {
     # Read by the engine, but not its own.
     "MAX_JOBS": _BUILD,
     "NVCC_THREADS": _BUILD,
@@ -257,7 +257,7 @@ def environment_facts(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         f"{ENVIRONMENT}.{name}": digested(value)
         for name, value in sorted(environ.items())
-        if counts(name) and variable_left_out(name) is None and not _is_service_address(name, value)
+        if counts(name) and variable_exclusion_reason(name) is None and not _is_service_address(name, value)
     }
 
 
@@ -272,11 +272,11 @@ def counts(name: str) -> bool:
 
 
 @functools.cache
-def variable_left_out(name: str) -> str | None:
+def variable_exclusion_reason(name: str) -> str | None:
     """Why a variable is not in the fingerprint, if it is on the list."""
-    if name in ENVIRONMENT_LEFT_OUT:
-        return ENVIRONMENT_LEFT_OUT[name]
-    for pattern, reason in ENVIRONMENT_LEFT_OUT.items():
+    if name in EXCLUDED_VARIABLES:
+        return EXCLUDED_VARIABLES[name]
+    for pattern, reason in EXCLUDED_VARIABLES.items():
         if "*" in pattern and fnmatchcase(name, pattern):
             return reason
     return None

@@ -19,7 +19,7 @@ from typing import Any
 from blake3 import blake3
 
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.identity.ignored import MODEL_KEYS_LEFT_OUT
+from hybridkv.connectors.vllm.common.identity.excluded import EXCLUDED_MODEL_KEYS
 
 
 def is_model_settings(value: Any) -> bool:
@@ -40,7 +40,7 @@ def model_settings(path: str, value: Any) -> dict[str, Any]:
 
 def _without_origin(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {k: _without_origin(v) for k, v in value.items() if k not in MODEL_KEYS_LEFT_OUT}
+        return {k: _without_origin(v) for k, v in value.items() if k not in EXCLUDED_MODEL_KEYS}
     return [_without_origin(item) for item in value] if isinstance(value, list | tuple) else value
 
 

@@ -17,7 +17,7 @@ from blake3 import blake3
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.identity.digests import Digests
+from hybridkv.connectors.vllm.common.identity.digests import FileDigests
 from hybridkv.connectors.vllm.common.identity.fact_text import child, digested
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ _BY_FORMAT: Mapping[str, tuple[str, ...]] = {
 _ELSEWHERE = ("tensorizer", "modelexpress", "ipc_cache")
 """Load formats that read weights from other processes or services."""
 
-SETTINGS_LEFT_OUT: Mapping[str, str] = {
+EXCLUDED_SETTINGS: Mapping[str, str] = {
     "config.json": "the resulting configuration is in the fingerprint",
     "params.json": "the resulting configuration is in the fingerprint",
     "tokenizer.json": "tokens are the key",
@@ -136,7 +136,7 @@ def weights_identity(model: str, revision: str | None, load: LoadConfig, mode: s
     if not files:
         return None
     base = root.parent if root.is_file() else root
-    digests = Digests(base, mode)
+    digests = FileDigests(base, mode)
     hasher = blake3()
     for path in files:
         try:
@@ -146,7 +146,7 @@ def weights_identity(model: str, revision: str | None, load: LoadConfig, mode: s
         # A single file is identified by its content alone: its name is the name of the model.
         name = "" if root.is_file() else path.relative_to(base).as_posix()
         hasher.update(f"{name}\0{size}\0{digest}\0".encode())
-    digests.keep()
+    digests.save()
     return f"{mode} blake3:{hasher.hexdigest(16)}"
 
 
@@ -158,7 +158,7 @@ def weight_files(root: Path, load_format: str) -> list[Path]:
     below = [path for path in below if path.relative_to(root).parts[0] != "original"]
     if load_format not in _BY_FORMAT:
         # The files of this load format are unknown.
-        return [path for path in top if path.name not in SETTINGS_LEFT_OUT] + below
+        return [path for path in top if path.name not in EXCLUDED_SETTINGS] + below
     for suffix in _BY_FORMAT[load_format]:
         if mine := [path for path in top if path.suffix == suffix]:
             return mine + below
@@ -199,7 +199,7 @@ def _settings(name: str, root: Path, model: Any) -> dict[str, str]:
     is_llama4 = "llama4" in str(getattr(model.hf_config, "model_type", ""))
     facts = {}
     for path in sorted(root.glob("*.json")):
-        reads = path.name not in SETTINGS_LEFT_OUT or (is_llama4 and path.name == "generation_config.json")
+        reads = path.name not in EXCLUDED_SETTINGS or (is_llama4 and path.name == "generation_config.json")
         if reads and path.is_file() and not is_hidden(path, root):
             try:
                 facts[child(name, path.name)] = "blake3:" + blake3(path.read_bytes()).hexdigest(16)

@@ -117,7 +117,7 @@ OF_CONVOLUTIONS = (
     "worker.conv_state_layout",
 )
 """Facts about the layout of convolution states. It matters only to readers of single elements."""
-OF_STATES = ("cache_config.mamba_cache_dtype", "cache_config.mamba_ssm_cache_dtype", *OF_CONVOLUTIONS)
+STATE_FACTS = ("cache_config.mamba_cache_dtype", "cache_config.mamba_ssm_cache_dtype", *OF_CONVOLUTIONS)
 """Facts about recurrent states. A CPU platform sets these by its instruction set for every model."""
 
 
@@ -125,4 +125,4 @@ def that_matter(facts: Mapping[str, str], spec: CacheSpec) -> dict[str, str]:
     """The facts without those about recurrent states, if the model has none."""
     if any(group.kind is GroupKind.RECURRENT for group in spec.groups):
         return dict(facts)
-    return {name: value for name, value in facts.items() if name not in OF_STATES}
+    return {name: value for name, value in facts.items() if name not in STATE_FACTS}

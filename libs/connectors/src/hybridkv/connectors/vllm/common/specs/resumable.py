@@ -20,8 +20,8 @@ from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.specs.spec_table import (
     GROUP_FLAGS,
-    Problem,
     SpecFacts,
+    SpecProblem,
     changed_fields,
     describe,
     flag_problem,
@@ -43,7 +43,7 @@ BATCH_INVARIANT_BACKENDS = frozenset({"FLASHINFER", "TRITON_MLA"})
 """Attention backends that are not batch-invariant after a resumed prefix."""
 
 
-class Reason(enum.Enum):
+class RefusalReason(enum.Enum):
     """Why no prefix may be resumed."""
 
     SPEC = "a spec that cannot be resumed"
@@ -62,10 +62,10 @@ class Reason(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class ResumeRefusal:
     """A refusal: the parts of a `ConfigurationError`, and the reason for tests and counters."""
 
-    reason: Reason
+    reason: RefusalReason
     path: str
     expected: str
     got: str
@@ -158,7 +158,7 @@ class ResumeFacts:
     groups: tuple[Group, ...]
 
 
-def refusal(facts: ResumeFacts) -> Refusal | None:
+def refusal(facts: ResumeFacts) -> ResumeRefusal | None:
     """Why no prefix may be resumed here; None if prefixes may be resumed.
 
     The most specific reason comes first: a spec before a switch.
@@ -166,7 +166,7 @@ def refusal(facts: ResumeFacts) -> Refusal | None:
     return next(_refusals(facts), None)
 
 
-def _refusals(facts: ResumeFacts) -> Iterator[Refusal]:
+def _refusals(facts: ResumeFacts) -> Iterator[ResumeRefusal]:
     for index, group in enumerate(facts.groups):
         yield from _group_refusals(f"kv_cache_groups[{index}].kv_cache_spec", group)
     yield from _model_refusals(facts.model)
@@ -174,43 +174,46 @@ def _refusals(facts: ResumeFacts) -> Iterator[Refusal]:
     yield from _switch_refusals(facts.switches)
 
 
-def _group_refusals(path: str, group: Group) -> Iterator[Refusal]:
+def _group_refusals(path: str, group: Group) -> Iterator[ResumeRefusal]:
     for name, value in group.flags:
         problem = flag_problem("a KV cache group", name, value, GROUP_FLAGS)
         if problem is not None:
-            yield _of_problem(path, problem, Reason.GROUP)
+            yield _problem_refusal(path, problem, RefusalReason.GROUP)
     for spec in group.specs:
         problem = spec_problem(spec, is_cacheable=group.is_cacheable, is_drafter=group.is_drafter)
         if problem is not None:
-            yield _of_problem(path, problem, Reason.SPEC)
+            yield _problem_refusal(path, problem, RefusalReason.SPEC)
 
 
-def _of_problem(path: str, problem: Problem, known: Reason) -> Refusal:
-    reason = known if problem.is_known else Reason.UNKNOWN
-    return Refusal(reason, path, problem.expected, problem.got, problem.hint)
+def _problem_refusal(path: str, problem: SpecProblem, known: RefusalReason) -> ResumeRefusal:
+    reason = known if problem.is_known else RefusalReason.UNKNOWN
+    return ResumeRefusal(reason, path, problem.expected, problem.got, problem.hint)
 
 
-def _model_refusals(model: Model) -> Iterator[Refusal]:
+def _model_refusals(model: Model) -> Iterator[ResumeRefusal]:
     if model.is_encoder_decoder:
-        yield _of_model(Reason.ENCODER_DECODER, "its decoder's KV depends on the encoder's input")
+        yield _model_refusal(RefusalReason.ENCODER_DECODER, "its decoder's KV depends on the encoder's input")
     if model.is_encoder_only:
-        yield _of_model(Reason.ENCODER_ONLY, "this instance runs a multimodal encoder alone and keeps no KV cache")
+        yield _model_refusal(
+            RefusalReason.ENCODER_ONLY, "this instance runs a multimodal encoder alone and keeps no KV cache"
+        )
     if model.is_diffusion:
-        yield _of_model(
-            Reason.DIFFUSION, "a diffusion model rewrites its tokens' KV until they are final, and sees both directions"
+        yield _model_refusal(
+            RefusalReason.DIFFUSION,
+            "a diffusion model rewrites its tokens' KV until they are final, and sees both directions",
         )
     if model.is_unfit_pooling:
-        yield _of_model(
-            Reason.POOLING,
+        yield _model_refusal(
+            RefusalReason.POOLING,
             "a pooling model whose answer needs more than the end of the prompt, or sees both directions",
         )
     for name in model.architectures:
         if name in UNRESUMABLE_ARCHITECTURES:
-            yield _of_model(Reason.ARCHITECTURE, f"{name}: {UNRESUMABLE_ARCHITECTURES[name]}")
+            yield _model_refusal(RefusalReason.ARCHITECTURE, f"{name}: {UNRESUMABLE_ARCHITECTURES[name]}")
 
 
-def _of_model(reason: Reason, got: str) -> Refusal:
-    return Refusal(
+def _model_refusal(reason: RefusalReason, got: str) -> ResumeRefusal:
+    return ResumeRefusal(
         reason,
         "model",
         "a model whose prefixes can be resumed",
@@ -219,21 +222,22 @@ def _of_model(reason: Reason, got: str) -> Refusal:
     )
 
 
-def _machine_refusals(facts: ResumeFacts) -> Iterator[Refusal]:
+def _machine_refusals(facts: ResumeFacts) -> Iterator[ResumeRefusal]:
     machine, switches = facts.machine, facts.switches
     if machine.device == "cpu" and facts.model.uses_mla and not _amx_runs_mla(facts):
         found = f"{machine.architecture.lower()} {'with' if machine.has_amx else 'without'} AMX"
-        yield Refusal(
-            Reason.MLA_ON_CPU,
+        yield ResumeRefusal(
+            RefusalReason.MLA_ON_CPU,
             "enable_prefix_caching",
             "latent attention (MLA) by kernels that can resume a prefix",
-            f"vLLM's reference kernels for CPUs ({found}{_asked(machine)}), for which it switches prefix caching off",
+            f"vLLM's reference kernels for CPUs ({found}{_backend_option(machine)}), for which it switches prefix "
+            "caching off",
             "start without hybridkv, or on a CPU with AMX and without --attention-backend CPU_MLA; "
             f"{EXCEPTION_KEY} does not help",
         )
     if machine.device == "cpu" and machine.architecture == "RISCV":
-        yield Refusal(
-            Reason.RISC_V,
+        yield ResumeRefusal(
+            RefusalReason.RISC_V,
             "enable_prefix_caching",
             "a CPU on which vLLM can resume a prefix",
             "RISC-V, for which it switches prefix caching and chunked prefill off",
@@ -241,8 +245,8 @@ def _machine_refusals(facts: ResumeFacts) -> Iterator[Refusal]:
         )
     unfit = sorted(machine.backends & BATCH_INVARIANT_BACKENDS)
     if switches.batch_invariant and unfit:
-        yield Refusal(
-            Reason.BATCH_INVARIANT,
+        yield ResumeRefusal(
+            RefusalReason.BATCH_INVARIANT,
             "enable_prefix_caching",
             "an attention backend that stays batch-invariant after a resumed prefix",
             f"VLLM_BATCH_INVARIANT with {', '.join(unfit)}, for which vLLM switches prefix caching off",
@@ -259,14 +263,14 @@ def _amx_runs_mla(facts: ResumeFacts) -> bool:
     return machine.asked_backend != "CPU_MLA" or facts.model.model_type == "deepseek_v4"
 
 
-def _asked(machine: Machine) -> str:
+def _backend_option(machine: Machine) -> str:
     return f", --attention-backend {machine.asked_backend}" if machine.asked_backend else ""
 
 
-def _switch_refusals(switches: Switches) -> Iterator[Refusal]:
+def _switch_refusals(switches: Switches) -> Iterator[ResumeRefusal]:
     if not switches.chunked_prefill:
-        yield Refusal(
-            Reason.CHUNKED_PREFILL_OFF,
+        yield ResumeRefusal(
+            RefusalReason.CHUNKED_PREFILL_OFF,
             "enable_chunked_prefill",
             "on: the tokens after a restored prefix are a later piece of a prompt",
             "off, by the operator or because vLLM knows that this model or machine cannot compute a prompt in pieces",
@@ -274,8 +278,8 @@ def _switch_refusals(switches: Switches) -> Iterator[Refusal]:
             f"{EXCEPTION_KEY} does not help",
         )
     if not switches.prefix_caching and not switches.is_excepted:
-        yield Refusal(
-            Reason.PREFIX_CACHING_OFF,
+        yield ResumeRefusal(
+            RefusalReason.PREFIX_CACHING_OFF,
             "enable_prefix_caching",
             "on: hybridkv resumes prefixes only if vLLM itself does",
             "off, and vLLM does not tell whether the operator or a model that cannot resume is the reason",
@@ -298,7 +302,9 @@ def require_resumable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *
         raise ConfigurationError(found.path, found.expected, found.got, found.hint)
 
 
-def warn_of_others(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, others: Sequence[str]) -> Refusal | None:
+def warn_of_others(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, others: Sequence[str]
+) -> ResumeRefusal | None:
     """Warns of connectors beside hybridkv's own that could restore a prefix although none may be resumed.
 
     They are not refused: some fetch a whole prompt from the engine that has just computed it, which is safe.

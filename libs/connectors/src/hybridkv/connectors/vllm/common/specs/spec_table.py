@@ -237,8 +237,8 @@ def known_flags(name: str) -> dict[str, Flag]:
 
 
 _HOME = "vllm.v1.kv_cache_interface"
-_DRAFTS = "non_causal_multi_token_decode"
-_WITHOUT = "start without hybridkv: no setting makes this model's prefixes safe to store"
+_DRAFTS_FIELD = "non_causal_multi_token_decode"
+_RUN_WITHOUT = "start without hybridkv: no setting makes this model's prefixes safe to store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +257,7 @@ class SpecFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class SpecProblem:
     """Why a spec is refused.
 
     Args:
@@ -296,12 +296,12 @@ def accepted_classes() -> list[str]:
     return [name for name, spec in KNOWN.items() if not spec.refused and not spec.needs_scratch]
 
 
-def spec_problem(spec: SpecFacts, *, is_cacheable: bool, is_drafter: bool) -> Problem | None:
+def spec_problem(spec: SpecFacts, *, is_cacheable: bool, is_drafter: bool) -> SpecProblem | None:
     """Why a prefix cannot be resumed from a group of this spec; None if it can."""
     known = KNOWN.get(spec.name)
     where = f"{spec.name} (layers {', '.join(spec.layers[:2])}, ...)"
     if known is None:
-        return Problem(
+        return SpecProblem(
             "one of " + ", ".join(accepted_classes()),
             where,
             "hybridkv stores no KV of a spec that it does not know; start without it, or report the model",
@@ -309,36 +309,38 @@ def spec_problem(spec: SpecFacts, *, is_cacheable: bool, is_drafter: bool) -> Pr
         )
     if known.refused or (known.needs_scratch and is_cacheable):
         why = known.refused or "vLLM keeps it for one request alone, and yet reports it as shared"
-        return Problem("one of " + ", ".join(accepted_classes()), f"{where}: {why}", _WITHOUT, is_known=True)
+        return SpecProblem("one of " + ", ".join(accepted_classes()), f"{where}: {why}", _RUN_WITHOUT, is_known=True)
     flags, found = known_flags(spec.name), dict(spec.flags)
-    problems: list[Problem | None] = [
-        _unfit(spec.name, n, f.unfit_default, f) for n, f in flags.items() if f.unfit_default and n not in found
+    problems: list[SpecProblem | None] = [
+        _refused_value(spec.name, n, f.unfit_default, f) for n, f in flags.items() if f.unfit_default and n not in found
     ]
     problems += (flag_problem(spec.name, name, value, flags) for name, value in spec.flags)
-    if found.get(_DRAFTS) and not is_drafter:
-        got = f"{_DRAFTS} True: {flags[_DRAFTS].why}"
-        problems.append(Problem(f"{_DRAFTS} in a drafter's group alone", got, flags[_DRAFTS].hint, is_known=True))
+    if found.get(_DRAFTS_FIELD) and not is_drafter:
+        got = f"{_DRAFTS_FIELD} True: {flags[_DRAFTS_FIELD].why}"
+        problems.append(
+            SpecProblem(f"{_DRAFTS_FIELD} in a drafter's group alone", got, flags[_DRAFTS_FIELD].hint, is_known=True)
+        )
     problem = next((each for each in problems if each is not None), None)
     return replace(problem, got=f"{where}: {problem.got}") if problem is not None else None
 
 
-def flag_problem(owner: str, name: str, value: object, flags: Mapping[str, Flag]) -> Problem | None:
+def flag_problem(owner: str, name: str, value: object, flags: Mapping[str, Flag]) -> SpecProblem | None:
     """Why a field with this non-default value is refused; None if it is accepted."""
     shown = str(getattr(value, "name", value))
     flag = flags.get(name)
     if flag is None:
-        return Problem(
+        return SpecProblem(
             f"{owner} with the fields that hybridkv knows",
             f"{name} {shown}, a field that it does not know",
             "this vLLM is newer than hybridkv knows; use one that the compatibility page lists, or report the model",
             is_known=False,
         )
-    return None if flag.accepts(value) else _unfit(owner, name, shown, flag)
+    return None if flag.accepts(value) else _refused_value(owner, name, shown, flag)
 
 
-def _unfit(owner: str, name: str, shown: str, flag: Flag) -> Problem:
+def _refused_value(owner: str, name: str, shown: str, flag: Flag) -> SpecProblem:
     if name == "mamba_cache_mode":
-        return Problem(
+        return SpecProblem(
             "recurrent states at block boundaries (mamba_cache_mode align)",
             f"mamba_cache_mode {shown}",
             "start with --enable-prefix-caching: without it no state is ever kept, so nothing could be restored"
@@ -348,10 +350,10 @@ def _unfit(owner: str, name: str, shown: str, flag: Flag) -> Problem:
         )
     if flag.lists_values:
         got = f"{name} {shown}, a value that hybridkv does not know"
-        return Problem(f"{owner} with a {name} that hybridkv knows", got, flag.hint or _WITHOUT, is_known=False)
-    return Problem(
+        return SpecProblem(f"{owner} with a {name} that hybridkv knows", got, flag.hint or _RUN_WITHOUT, is_known=False)
+    return SpecProblem(
         f"{owner} with {name} at its default",
         f"{name} {shown}: {flag.why}",
-        flag.hint or _WITHOUT,
+        flag.hint or _RUN_WITHOUT,
         is_known=True,
     )

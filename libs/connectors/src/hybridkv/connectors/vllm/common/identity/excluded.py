@@ -29,7 +29,7 @@ _OWN = "the fingerprint has a separate field for it"
 _RUNTIME = "an object or a count of the running engine"
 _RESOLVED = "resolved into fields that are in the fingerprint"
 
-LEFT_OUT: Mapping[str, str] = {
+EXCLUDED_FIELDS: Mapping[str, str] = {
     # The model: names, tokens, answers.
     "ModelConfig.model": _PLACE,
     "ModelConfig.model_weights": _PLACE,
@@ -227,7 +227,7 @@ LEFT_OUT: Mapping[str, str] = {
 }
 """Fields of the newest engine that the tests run."""
 
-LEFT_OUT_ELSEWHERE: Mapping[str, str] = {
+EXCLUDED_FIELDS_OF_OTHER_VERSIONS: Mapping[str, str] = {
     "ModelConfig.enable_return_routed_experts": _SERVING,
     "CacheConfig.user_specified_mamba_block_size": "each stored group has the tokens of its blocks",
     "CacheConfig.simple_cpu_offload_num_blocks": "another store",
@@ -238,7 +238,7 @@ LEFT_OUT_ELSEWHERE: Mapping[str, str] = {
 }
 """Fields of vLLM 0.30, 0.31 and 0.33."""
 
-MODEL_KEYS_LEFT_OUT: Mapping[str, str] = {
+EXCLUDED_MODEL_KEYS: Mapping[str, str] = {
     "_name_or_path": _PLACE,
     "transformers_version": "which library wrote the file",
 }
