@@ -289,11 +289,11 @@ REASONS: list[tuple[ResumeFacts, RefusalReason | None]] = [
     (replace(MLA, machine=Machine(architecture="ARM")), RefusalReason.MLA_ON_CPU),
     (replace(MLA, machine=Machine(architecture="ARM", has_amx=True)), RefusalReason.MLA_ON_CPU),
     (replace(MLA, machine=AMX), None),
-    (replace(MLA, machine=replace(AMX, asked_backend="AMX_MLA")), None),
-    (replace(MLA, machine=replace(AMX, asked_backend="CPU_MLA")), RefusalReason.MLA_ON_CPU),
+    (replace(MLA, machine=replace(AMX, requested_backend="AMX_MLA")), None),
+    (replace(MLA, machine=replace(AMX, requested_backend="CPU_MLA")), RefusalReason.MLA_ON_CPU),
     (
         replace(
-            MLA, machine=replace(AMX, asked_backend="CPU_MLA"), model=Model(uses_mla=True, model_type="deepseek_v4")
+            MLA, machine=replace(AMX, requested_backend="CPU_MLA"), model=Model(uses_mla=True, model_type="deepseek_v4")
         ),
         None,
     ),

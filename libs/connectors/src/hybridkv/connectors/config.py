@@ -375,12 +375,12 @@ def _require_timeouts(config: OffloadConfig, path: str, tier: SlowerTierConfig) 
             f"for {default_s:g}, or for load_timeout_seconds if that is less",
         ),
     )
-    for field, limit_s, whose, hint in limits:
+    for field, limit_s, owner, hint in limits:
         given_s = getattr(tier, field)
         if given_s is not None and not 0 < given_s <= limit_s:
             raise ConfigurationError(
                 f"{path}.{field}",
-                f"seconds above 0, at most the {limit_s:g} of {whose}.load_timeout_seconds",
+                f"seconds above 0, at most the {limit_s:g} of {owner}.load_timeout_seconds",
                 given_s,
                 f"leave it out {hint}",
             )

@@ -281,19 +281,19 @@ class RouterEvents:
                 self._announcer.note(number, key, lookup(key))
 
     def _stored(self, each: Announcement[_ChunkContent]) -> Any:
-        told, size = each.payload, self._layout.hash_block_tokens
+        content, size = each.payload, self._layout.hash_block_tokens
         first, last = self._blocks(each)
-        hashes = told.hashes[first:last]
-        before = told.hashes[first - 1] if first else told.parent
+        hashes = content.hashes[first:last]
+        before = content.hashes[first - 1] if first else content.parent
         return compat.block_stored(
             block_hashes=[compat.event_hash(each) for each in hashes],
             parent_block_hash=None if before is None else compat.event_hash(before),
-            token_ids=told.tokens[first * size : last * size].tolist(),
+            token_ids=content.tokens[first * size : last * size].tolist(),
             block_size=size,
-            lora_id=told.lora[0],
+            lora_id=content.lora[0],
             medium=self._tiers[each.tier].medium,
-            lora_name=told.lora[1],
-            extra_keys=None if told.extra_keys is None else told.extra_keys[first:last],
+            lora_name=content.lora[1],
+            extra_keys=None if content.extra_keys is None else content.extra_keys[first:last],
             **self._groups[each.group_index],
         )
 
@@ -306,7 +306,7 @@ class RouterEvents:
         )
 
     def _blocks(self, each: Announcement[_ChunkContent]) -> tuple[int, int]:
-        """Range of the hash blocks whose content a part holds; for a state the one block that it follows."""
+        """Range of the hash blocks that a part covers; for a state only the last one, as the state follows it."""
         spec, size = self._layout.spec, self._layout.hash_block_tokens
         last = len(each.payload.hashes)
         if spec.groups[each.group_index].kind is GroupKind.RECURRENT:

@@ -124,9 +124,9 @@ def _pages_of(copy: ChunkCopy, pages: GroupPages) -> _Pieces:
 def _gaps(copy: ChunkCopy, pages: GroupPages, slot_bytes: int, largest_bytes: int) -> tuple[Integers, Integers]:
     """Offsets and sizes, ascending, of the bytes of a chunk's slot that are no page's."""
     offsets, sizes = pages.padding(0, copy.stored_blocks, copy.stored_blocks)
-    behind = np.arange(copy.stored_blocks * pages.block_bytes, slot_bytes, largest_bytes, dtype=np.int64)
-    rest = np.minimum(slot_bytes - behind, largest_bytes)
-    return np.concatenate([offsets, behind]), np.concatenate([sizes, rest])
+    offsets_after = np.arange(copy.stored_blocks * pages.block_bytes, slot_bytes, largest_bytes, dtype=np.int64)
+    rest = np.minimum(slot_bytes - offsets_after, largest_bytes)
+    return np.concatenate([offsets, offsets_after]), np.concatenate([sizes, rest])
 
 
 def _with_zeros(pieces: _Pieces, gaps: tuple[Integers, Integers], zeros: Zeros) -> _Pieces:

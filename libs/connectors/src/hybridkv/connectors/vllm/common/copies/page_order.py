@@ -1,4 +1,4 @@
-"""Byte order within a block, as far as it depends on the attention backend and on no fact of the fingerprint.
+"""Byte order within a block that depends on the attention backend and on no fact of the fingerprint.
 
 An attention backend may split the manager's blocks into smaller kernel blocks; the worker decides which. In a layout
 with heads outside tokens, the same content then has another order in memory. It is always stored in the order of an

@@ -1,4 +1,4 @@
-"""Facts for the fingerprint: named values that the stored bytes depend on, as far as the engine's process has them.
+"""Facts for the fingerprint: named values of the engine's process that the stored bytes depend on.
 
 `engine_facts` gathers all of them. The facts of workers, the groups and the chunk are added when the fingerprint is
 built. This package looks at no device, and apart from `worker_facts` at no tensor.

@@ -97,14 +97,14 @@ class Machine:
         device: "cpu" or another device type.
         architecture: CPU architecture, as vLLM names it.
         has_amx: the CPU has AMX tiles, and the operating system permits their use.
-        asked_backend: attention backend that the operator named, or "".
+        requested_backend: attention backend that the operator named, or "".
         backends: attention backends of this process' layers.
     """
 
     device: str = "cpu"
     architecture: str = "X86"
     has_amx: bool = False
-    asked_backend: str = ""
+    requested_backend: str = ""
     backends: frozenset[str] = frozenset()
 
 
@@ -260,11 +260,11 @@ def _amx_runs_mla(facts: ResumeFacts) -> bool:
     if machine.architecture != "X86" or not machine.has_amx:
         return False
     # DeepSeek-V4 has kernels of its own, whatever backend is set.
-    return machine.asked_backend != "CPU_MLA" or facts.model.model_type == "deepseek_v4"
+    return machine.requested_backend != "CPU_MLA" or facts.model.model_type == "deepseek_v4"
 
 
 def _backend_option(machine: Machine) -> str:
-    return f", --attention-backend {machine.asked_backend}" if machine.asked_backend else ""
+    return f", --attention-backend {machine.requested_backend}" if machine.requested_backend else ""
 
 
 def _switch_refusals(switches: Switches) -> Iterator[ResumeRefusal]:
@@ -292,7 +292,7 @@ logger = logging.getLogger("vllm.hybridkv")
 
 
 def require_resumable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *, is_excepted: bool) -> None:
-    """Refuses an engine in which no prefix may be resumed.
+    """Refuses an engine that may not resume prefixes.
 
     Raises:
         ConfigurationError: names the reason.
@@ -313,7 +313,7 @@ def warn_of_others(
     if found is not None:
         logger.warning(
             "HybridMultiConnector: no prefix can be relied on here (%s: %s), but %s may still restore some: "
-            "hybridkv is not responsible for what they load",
+            "hybridkv is not responsible for their loads",
             found.path,
             found.got,
             ", ".join(others),
@@ -347,14 +347,14 @@ def _machine(vllm_config: VllmConfig) -> Machine:
     from vllm.platforms import current_platform
 
     has_tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    asked = getattr(vllm_config.attention_config, "backend", None)
+    requested = getattr(vllm_config.attention_config, "backend", None)
     layers = vllm_config.compilation_config.static_forward_context.values()
     named = (getattr(getattr(layer, "attn_backend", None), "get_name", None) for layer in layers)
     return Machine(
         device=vllm_config.device_config.device_type,
         architecture=current_platform.get_cpu_architecture().name,
         has_amx=bool(has_tiles is not None and has_tiles()),
-        asked_backend=str(getattr(asked, "name", asked or "")),
+        requested_backend=str(getattr(requested, "name", requested or "")),
         backends=frozenset(str(name()) for name in named if name is not None),
     )
 

@@ -119,7 +119,7 @@ KNOWN: Mapping[str, SpecClass] = {
             "head_size_v": _SIZE,
             "dtype": Flag("part of the keys"),
             "kv_quant_mode": Flag(
-                "quantization whose scales lie in the page or in the weights",
+                "quantization with scales in the page or in the weights",
                 _QUANT_MODES,
                 hint="start with another --kv-cache-dtype",
             ),
