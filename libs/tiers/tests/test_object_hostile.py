@@ -19,12 +19,12 @@ from object_engines import FULL, WINDOW, Engine, chunks_of, path_of
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.object import Depot, ObjectOptions, open_index
 from hybridkv.tiers.object.bodies import Room
-from hybridkv.tiers.object.epochs import next_epoch
 from hybridkv.tiers.object.format.epoch import encode_epoch
 from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
+from hybridkv.tiers.object.manifest_store import next_epoch
 from hybridkv.tiers.object.names import cache_name, epoch_name, manifest_name, namespace_of, prefix_of
-from hybridkv.tiers.object.quarantine import Quarantine
+from hybridkv.tiers.object.reader import Quarantine
 from kits.tiers.played_s3 import PlayedS3, Request, Trouble, Zeros
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS

@@ -1,14 +1,16 @@
-"""One store for a fleet: an object store that every engine of one model reads and writes.
+"""Object tier: one store that all engines of one model share.
 
-index.py      chunks that it holds: the scheduler's half, over remote/
-manifest_store.py  finds and writes manifests for it, on a thread of its own; search.py how, paths.py what of
-packs.py      which chunk goes where
-medium.py     writes packs and reads ranges of them: each rank's half
-format/       the bytes of both; FORMAT.md
-names.py      what objects are called; epochs.py which of them count
-store.py      opens and proves a store; obstore speaks with S3, GCS and Azure
-directory_store.py  a store in a directory
-builder.py    either half from a URL and a secret
+index.py            the scheduler's index of chunks, built on remote/
+manifest_store.py   finds and writes manifests, on its own thread; follows epochs
+reader.py           reads manifests and searches for the last one of a path
+paths.py            the prefixes and chunks that a manifest lists
+packs.py            assigns chunks to packs
+medium.py           each rank's medium: writes packs, reads ranges of them
+format/             byte formats of packs, manifests and epoch marks; FORMAT.md
+names.py            object names
+store.py            opens and checks a store; obstore talks to S3, GCS and Azure
+directory_store.py  a store in a local or shared directory
+builder.py          builds the index or a medium from a URL and a secret
 """
 
 from hybridkv.tiers.object.builder import Depot, open_index, open_medium
@@ -16,8 +18,7 @@ from hybridkv.tiers.object.client import Found, Moved, News, Unanswered
 from hybridkv.tiers.object.index import ObjectIndex
 from hybridkv.tiers.object.medium import ObjectMedium
 from hybridkv.tiers.object.options import ObjectOptions
-from hybridkv.tiers.object.packs import Stored
-from hybridkv.tiers.object.places import ObjectSlot, PackPlace
+from hybridkv.tiers.object.packs import ObjectSlot, PackPlace, Stored
 
 __all__ = [
     "Depot",

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.object.packs import Stored
-from hybridkv.tiers.object.places import PackPlace
+from hybridkv.tiers.object.packs import PackPlace, Stored
 from hybridkv.tiers.remote import LookupClient
 
 

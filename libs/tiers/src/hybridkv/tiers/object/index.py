@@ -14,8 +14,7 @@ from hybridkv.tiers.object.client import Found, Moved, News, ObjectClient
 from hybridkv.tiers.object.format.record import LARGEST_KEY_BYTES
 from hybridkv.tiers.object.names import pack_name
 from hybridkv.tiers.object.options import ObjectOptions
-from hybridkv.tiers.object.packs import Packs, Stored
-from hybridkv.tiers.object.places import PackPlace
+from hybridkv.tiers.object.packs import PackPlace, Packs, Stored
 from hybridkv.tiers.remote import RemoteIndex
 
 _BAD = frozenset({FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason.MISSING})

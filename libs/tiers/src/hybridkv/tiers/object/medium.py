@@ -26,7 +26,7 @@ from hybridkv.tiers.object.format.record import (
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.names import rank_name
 from hybridkv.tiers.object.options import ObjectOptions
-from hybridkv.tiers.object.places import ObjectSlot
+from hybridkv.tiers.object.packs import ObjectSlot
 from hybridkv.tiers.object.store import failure_of
 from hybridkv.tiers.remote.medium import CLOSED, RemoteMedium
 from hybridkv.tiers.threads import DaemonPool

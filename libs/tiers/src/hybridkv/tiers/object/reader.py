@@ -8,19 +8,110 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hybridkv.tiers.object.bodies import Body, Room, read_body
 from hybridkv.tiers.object.format.manifest import is_sealed
 from hybridkv.tiers.object.format.seals import Seals
+from hybridkv.tiers.object.names import is_boundary
 from hybridkv.tiers.object.options import ObjectOptions
-from hybridkv.tiers.object.quarantine import Quarantine
 
 if TYPE_CHECKING:
     from hybridkv.tiers.object.store import Store
 
 logger = logging.getLogger(__name__)
+
+K = TypeVar("K")
+V = TypeVar("V")
+
+
+class Quarantine(Generic[K, V]):
+    """Bounded; the oldest goes first.
+
+    Args:
+        max_entries: of them.
+        lasts_s: for so long each stays.
+        clock: seconds.
+    """
+
+    def __init__(self, max_entries: int, lasts_s: float, clock: Callable[[], float]) -> None:
+        self._max_entries = max_entries
+        self._lasts_s = lasts_s
+        self._clock = clock
+        self._entries: dict[K, tuple[float, V]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def __contains__(self, key: K) -> bool:
+        return self.get(key) is not None
+
+    def add(self, key: K, value: V) -> None:
+        """From now on, once more if it is there."""
+        self._entries.pop(key, None)
+        if len(self._entries) >= self._max_entries:
+            del self._entries[next(iter(self._entries))]
+        self._entries[key] = (self._clock() + self._lasts_s, value)
+
+    def get(self, key: K) -> V | None:
+        """What was said of it; None where it is not in quarantine."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return None
+        until_s, value = entry
+        if until_s <= self._clock():
+            del self._entries[key]
+            return None
+        return value
+
+    def release(self, key: K) -> None:
+        """It is good again."""
+        self._entries.pop(key, None)
+
+
+Found = TypeVar("Found")
+Read = Callable[[Sequence[bytes]], Awaitable[Sequence[Found | None]]]
+"""The manifests of these prefixes; None for what has none."""
+
+
+async def find_last(
+    prefixes: Sequence[bytes], read: Read[Found], boundary_every: int, max_probes: int, max_tail_probes: int
+) -> tuple[bytes, Found] | None:
+    """The last of these prefixes that has a manifest, and that.
+
+    Args:
+        prefixes: of one path, in order.
+        read: asked for a round at a time.
+        boundary_every: one of so many prefixes is a boundary.
+        max_probes: in one round.
+        max_tail_probes: behind the last boundary, the last ones.
+    """
+    boundaries = [place for place, prefix in enumerate(prefixes) if is_boundary(prefix, boundary_every)]
+    found: tuple[bytes, Found] | None = None
+    low, high = -1, len(boundaries)
+    while high - low > 1:
+        probes = _spread(low + 1, high, max_probes)
+        answers = await read([prefixes[boundaries[probe]] for probe in probes])
+        for probe, answer in zip(probes, answers, strict=True):
+            if answer is not None:
+                low, found = probe, (prefixes[boundaries[probe]], answer)
+        high = next((probe for probe in probes if probe > low), high)
+    first = boundaries[low] + 1 if low >= 0 else 0
+    stop = boundaries[high] if high < len(boundaries) else len(prefixes)
+    tail = prefixes[max(first, stop - max_tail_probes) : stop]
+    if tail:
+        for prefix, answer in zip(tail, await read(tail), strict=True):
+            found = (prefix, answer) if answer is not None else found
+    return found
+
+
+def _spread(low: int, high: int, number: int) -> list[int]:
+    """So many of [low, high), or all of them; the last is among them."""
+    width = high - low
+    if width <= number:
+        return list(range(low, high))
+    return [low + (step + 1) * width // number - 1 for step in range(number)]
 
 
 class ManifestReader:
