@@ -109,7 +109,7 @@ def test_who_may_only_read_restores_and_stores_nothing(
     keys, chunks = stored(depot(server, prefix))
     with caplog.at_level(logging.WARNING, "hybridkv"):
         engines.append(Engine(depot(server, prefix, "reader"), options=OPTIONS, slower=PATIENT))
-    assert "takes no objects" in caplog.text and "403 Forbidden: AccessDenied" in caplog.text
+    assert "cannot be written" in caplog.text and "403 Forbidden: AccessDenied" in caplog.text
     assert engines[0].hear(keys) == [HIT] * 40
     assert engines[0].load(keys) == [chunks[key] for key in keys]
     assert engines[0].index.reserve(FULL + b"n" * 32, 10) is Refusal.BUSY

@@ -1,6 +1,8 @@
-"""Reads small objects whole, and never more of one than was asked for.
+"""Size-limited reads of small objects.
 
-The size comes before the body: an object that is too large is left unread. `Room` bounds what all reads together hold.
+The size arrives before the body, so an object that is too large is not read. `Room` bounds the memory of all reads
+together.
+
 """
 
 from __future__ import annotations
@@ -17,11 +19,11 @@ _PIECE_BYTES = 64 << 10
 
 
 class Body(NamedTuple):
-    """An object.
+    """An object that was read.
 
     Args:
-        data: its bytes; None where they are more than were asked for.
-        tag: of this version of it, as the store calls it; None where the store has no such names.
+        data: its bytes; None if the object is larger than the limit.
+        tag: ETag of this version; None if the store has no ETags.
     """
 
     data: bytes | None
@@ -29,10 +31,10 @@ class Body(NamedTuple):
 
 
 class Room:
-    """Bytes that may be in memory at one time. Used on one event loop.
+    """Limit of the bytes in memory at one time. Used on one event loop.
 
     Args:
-        num_bytes: of them.
+        num_bytes: the limit.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -41,7 +43,7 @@ class Room:
 
     @asynccontextmanager
     async def taken(self, num_bytes: int) -> AsyncIterator[None]:
-        """Wait until so many are free, and hold them."""
+        """Wait until `num_bytes` are free; hold them while the context is open."""
         while self._left < num_bytes:
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.append(turn)
@@ -61,20 +63,20 @@ class Room:
 async def read_body(
     store: Store, name: str, most_bytes: int, room: Room, *, unlike: str | None = None, is_ranged: bool = False
 ) -> AsyncIterator[Body]:
-    """An object, for as long as the context lasts; so long its bytes take room.
+    """Read an object. Its bytes count against `room` while the context is open.
 
     Args:
-        store: that holds it.
-        name: of it.
-        most_bytes: of a larger one nothing is read.
-        room: at least `most_bytes` in all.
-        unlike: the tag of a version that is not to be read again.
-        is_ranged: ask for a range of bytes instead of for the object.
+        store: the store.
+        name: name of the object.
+        most_bytes: a larger object is not read.
+        room: memory limit, at least `most_bytes`.
+        unlike: ETag of a version that must not be read again.
+        is_ranged: request a byte range instead of the whole object.
 
     Raises:
-        NotModifiedError: of obstore: the object is the version `unlike`.
+        NotModifiedError: (obstore) the object is still the version `unlike`.
         FileNotFoundError: there is no such object.
-        Exception: of obstore, where the store gave no answer.
+        Exception: (obstore) the request failed.
     """
     options: Any = {}
     if unlike is not None:

@@ -1,4 +1,4 @@
-"""Either half of the tier from a URL and a secret."""
+"""Builds the index or a medium of an object tier from a URL and a secret."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Depot:
-    """A fleet's part of an object store.
+    """Location of a fleet's objects, and its secret.
 
     Args:
-        url: of the store, with the prefix under which everything is.
-        settings: of the client, by obstore's names.
-        secret: that all engines of the fleet share; empty where all who may write there are trusted.
+        url: URL of the store, with the prefix of all object names.
+        settings: settings of the client, by obstore's names.
+        secret: shared by all engines of the fleet; empty if every writer is trusted.
     """
 
     url: str
@@ -37,11 +37,11 @@ class Depot:
 
     @property
     def seals(self) -> Seals:
-        """Of the fleet."""
+        """Seals of the fleet."""
         return Seals(self.secret)
 
     def open(self, options: ObjectOptions) -> Store:
-        """The store itself.
+        """Open the store.
 
         Raises:
             TierConfigurationError: it cannot be opened.
@@ -58,23 +58,24 @@ def open_index(
     *,
     clears_all: bool = False,
 ) -> ObjectIndex:
-    """The scheduler's half. Proves first that the store does what is needed of it; where it is not reached, later.
+    """Build the scheduler's index. Checks first that the store has the features it needs, or later if the store cannot
+    be reached now.
 
     Args:
-        depot: where.
-        fingerprint: its digest: whose content it is.
-        world_size: ranks that each have their part of every chunk.
-        options: bounds.
+        depot: location and secret.
+        fingerprint: digest of the cache's fingerprint.
+        world_size: number of ranks; each stores its part of every chunk.
+        options: limits.
         clock: seconds.
-        clears_all: whether a reset is for the whole fleet.
+        clears_all: True if `clear` applies to the whole fleet.
 
     Raises:
         TierConfigurationError: the store cannot be used.
     """
     if not depot.secret and not is_directory(depot.url):
         logger.warning(
-            "%s is used without a secret: everybody who may write there can make this engine load other bytes, and "
-            "everybody who may read there can find out which prompts were stored; hint: give all engines of the fleet "
+            "%s is used without a secret: everyone with write access can make this engine load wrong bytes, and "
+            "everyone with read access can find out which prompts were stored; hint: give all engines of the fleet "
             "the same secret_file",
             depot.url,
         )
@@ -89,5 +90,5 @@ def open_index(
 
 
 def open_medium(depot: Depot, rank: int, options: ObjectOptions) -> ObjectMedium:
-    """A rank's half. Reaches no store before something moves."""
+    """Build a rank's medium. It opens the store at the first load or store."""
     return ObjectMedium(lambda: depot.open(options), depot.seals, rank, options)

@@ -1,4 +1,4 @@
-"""Lookup client of an object store, as an index needs it: the events it brings, and a protocol. Sends nothing."""
+"""Interface of the object store's lookup client: its events and a protocol. No implementation."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ class Found(NamedTuple):
 
     request: int
     places: Mapping[Key, PackPlace]
-    """Of the keys that it holds."""
+    """Places of the keys that were found."""
     heard_s: float
-    """When, by the index's clock."""
+    """Time of the answer, by the index's clock."""
 
 
 class Unanswered(NamedTuple):
-    """There will be no answer to a lookup."""
+    """A lookup failed or timed out: no answer will come."""
 
     request: int
     heard_s: float
 
 
 class Moved(NamedTuple):
-    """Another engine began an epoch: chunks that were found or stored before must not be offered."""
+    """Another engine began a new epoch: chunks found or stored before it must not be offered."""
 
     heard_s: float
 
@@ -37,33 +37,32 @@ News = Found | Unanswered | Moved
 
 
 class ObjectClient(LookupClient, Protocol):
-    """Its `news` are `News`."""
+    """Lookup client of an `ObjectIndex`. The items of `news` are `News`."""
 
     @property
     def namespace(self) -> str | None:
-        """Prefix of all current names. None while the store was not reached yet: nothing can be stored."""
+        """Name prefix of the current epoch. None until the store was reached; until then nothing can be stored."""
         ...
 
     @property
     def takes_objects(self) -> bool:
-        """False where the store is full, say, or these credentials may only read. Chunks in it are found all the
-        same."""
+        """False if the store cannot be written: it is full, or the credentials are read-only. Lookups still work."""
         ...
 
     def ask(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
-        """Look up these keys, which are in the order of their path. False: it cannot be sent, and there will be no
-        answer."""
+        """Start a lookup of keys in prefix order. False if it cannot be sent; then no answer comes."""
         ...
 
     def publish(self, stored: Sequence[Stored]) -> None:
-        """Let others find these chunks, which lie in the store by now."""
+        """Write manifests for these stored chunks, so that other engines find them."""
         ...
 
     def retract(self, key: Key, place: PackPlace) -> None:
-        """The bytes at a place are gone or wrong: for a while no answer of a later lookup names it, and manifests that
-        name it are written anew."""
+        """Report missing or wrong bytes. Later lookups do not return this place for a while, and manifests that list it
+        are rewritten."""
         ...
 
     def clear(self, *, is_for_all: bool) -> None:
-        """Forget what was stored and found. For all: no engine shall find again what is stored by now."""
+        """Forget all chunks. If `is_for_all`, begin a new epoch, so that no engine finds the chunks stored until
+        now."""
         ...

@@ -1,9 +1,8 @@
-"""A store in a directory: the methods of obstore's stores that this tier calls, by calls of the system that follow no
-link. Knows neither packs nor manifests.
+"""Object store in a directory: the subset of obstore's interface that this tier uses. Follows no symbolic link.
 
-An object is a file that is written beside its name and then linked to it. A directory is its user's own, as the disk
-tier's is, or shared: then links and special files are refused all the same, and only what is sealed with the fleet's
-secret can be believed.
+An object is a file, written under a temporary name and then linked or renamed. The directory belongs to one user, as
+that of the disk tier, or is shared. In a shared directory links and special files are refused too, and only content
+sealed with the fleet's secret can be trusted.
 """
 
 from __future__ import annotations
@@ -32,16 +31,17 @@ logger = logging.getLogger(__name__)
 
 _PLAIN = re.compile(r"[0-9A-Za-z_-]{1,128}")
 _PIECE_BYTES = 1 << 20
-"""Read at once."""
+"""Size of one read."""
 _NUM_THREADS = 16
-"""For the calls of an event loop."""
+"""Threads for asynchronous calls."""
 
 
 def path_of(url: str) -> str:
-    """The directory that a URL names.
+    """Path of a `file:` URL.
 
     Raises:
-        TierConfigurationError: it names a host, or more than a path.
+        TierConfigurationError: the URL has a host, a query or a fragment.
+
     """
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
@@ -53,15 +53,16 @@ def path_of(url: str) -> str:
 
 
 class DirectoryStore:
-    """Objects in one directory. Any thread may use it. Keeps nothing open between two calls.
+    """Objects in one directory. Thread-safe. Keeps no file open between calls.
 
-    Errors are those of obstore: `FileNotFoundError` where there is no object, also where something else lies there;
-    `AlreadyExistsError` of a put; else the system's `OSError`.
+    Errors are those of obstore: `FileNotFoundError` if there is no object, or the file is not one; `AlreadyExistsError`
+    of a put; otherwise `OSError`.
 
     Args:
-        path: of the directory, as `path_of` gives it; its parent must be there.
-        may_be_shared: take a directory that others own or may write to.
-        io: the calls of the system.
+        path: path of the directory, from `path_of`; the parent must exist.
+        may_be_shared: accept a directory that others own or may write to.
+        io: system calls.
+
     """
 
     def __init__(self, path: str, may_be_shared: bool, io: FileIO | None = None) -> None:
@@ -72,10 +73,11 @@ class DirectoryStore:
         self._has_complained = False
 
     def check(self) -> None:
-        """Make the directory where there is none, and say who else could exchange it.
+        """Create the directory if needed, and warn if other users could replace it.
 
         Raises:
             TierConfigurationError: it cannot be used.
+
         """
         try:
             root = Directory.root(self._io, self._path, True, self._may_be_shared)
@@ -91,7 +93,7 @@ class DirectoryStore:
         finally:
             root.close()
 
-    # As obstore has them.
+    # Interface of obstore.
 
     def put(
         self,
@@ -101,7 +103,7 @@ class DirectoryStore:
         mode: Literal["create", "overwrite"] = "overwrite",
         use_multipart: bool = False,
     ) -> None:
-        """Make an object, whole or not at all. It is not forced to the disk."""
+        """Write an object atomically. No fsync."""
         from obstore.exceptions import AlreadyExistsError
 
         pieces = [file] if isinstance(file, bytes) else file
@@ -127,11 +129,12 @@ class DirectoryStore:
                     directory.remove_file(temporary)  # a full disk needs the room
 
     def get(self, path: str, *, options: Any = None) -> StoredFile:
-        """An object, or a part of it: its bytes are read when they are asked for.
+        """Open an object or a range of it. The bytes are read on iteration.
 
         Args:
-            path: its name.
-            options: "range": the first byte and the one behind the last; "if_none_match": a version that is not wanted.
+            path: name of the object.
+            options: "range": (first byte, end); "if_none_match": ETag of a version that is not wanted.
+
         """
         from obstore.exceptions import NotModifiedError
 
@@ -166,11 +169,11 @@ class DirectoryStore:
         found: StoredFile = await _result(self._pool, partial(self.get, path, options=options))
         return found
 
-    # Where it lies.
+    # Files.
 
     @contextlib.contextmanager
     def _directory(self, path: str, create: bool) -> Iterator[tuple[Directory, str]]:
-        """The directory of an object, and its name there."""
+        """Directory of an object, and its file name."""
         *folders, name = path.split("/")
         if not all(map(_is_plain, (*folders, name))):
             raise FileNotFoundError(0, "is no name of an object", path)
@@ -184,14 +187,14 @@ class DirectoryStore:
                 directory.close()
 
     def _complain(self, error: OSError) -> None:
-        """Once: everything behind it is a miss."""
+        """Log a foreign file, at warning level once. It counts as a miss."""
         log = logger.debug if self._has_complained else logger.warning
-        log("%s %s: it is no object, and is left alone", error.filename, error.strerror)
+        log("%s %s: not an object, ignored", error.filename, error.strerror)
         self._has_complained = True
 
 
 class StoredFile:
-    """An object that was opened, or a part of it. Its file is closed with it."""
+    """An opened object, or a range of it. The file is closed with this instance."""
 
     def __init__(self, io: FileIO, fd: int, part: tuple[int, int] | None, pool: DaemonPool) -> None:
         self._io = io
@@ -202,12 +205,12 @@ class StoredFile:
             "size": found.st_size,
             "e_tag": f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}",
         }
-        """"size": of the whole object, in bytes. "e_tag": of this version of it."""
+        """`size` of the whole object in bytes, and `e_tag` of this version."""
         start, stop = part or (0, found.st_size)
         self._start, self._stop = start, min(stop, found.st_size)
 
     def stream(self, min_chunk_size: int = 0) -> StoredFile:
-        """The bytes in order, a piece at a time; fewer than asked for where the object ends before."""
+        """Iterate over the bytes in pieces. Fewer bytes than the range if the object ends first."""
         return self
 
     def __iter__(self) -> Iterator[Buffer]:
@@ -241,5 +244,5 @@ async def _result(pool: DaemonPool, call: Callable[..., Any], *arguments: Any) -
 
 
 def _is_plain(name: str) -> bool:
-    """Whether a part of an object's name may be one of ours. Who writes a manifest may have put anything there."""
+    """Whether a component of an object name is valid. Names in manifests are untrusted."""
     return _PLAIN.fullmatch(name) is not None

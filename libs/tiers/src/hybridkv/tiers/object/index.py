@@ -1,6 +1,6 @@
 """Index of the chunks in a fleet's object store.
 
-A chunk that was found or stored is offered for a while, and looked up again after it, because packs expire.
+A chunk that was found or stored is offered for `believed_s`, and looked up again after that, because packs expire.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _BAD = frozenset({FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason
 
 
 class ObjectIndex(RemoteIndex[PackPlace]):
-    """The scheduler's half.
+    """Scheduler's index of an object store.
 
     Args:
-        client: speaks with the store. The index closes it.
-        options: bounds.
-        clock: seconds; answers are dated by the same.
-        clears_all: whether `clear` is for the whole fleet.
+        client: lookup client. The index closes it.
+        options: limits.
+        clock: seconds; the times of answers use the same clock.
+        clears_all: True if `clear` applies to the whole fleet.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         self._engine = uuid.uuid4().hex
         self._num_packs = 0
         self._needs: tuple[Key, Sequence[Key]] = (b"", ())
-        """What the key that is reserved next needs."""
+        """The next key to be reserved, and the keys that it extends."""
 
     def _new_pack(self) -> str:
         namespace = self._client.namespace
@@ -56,7 +56,8 @@ class ObjectIndex(RemoteIndex[PackPlace]):
 
     def _hear_event(self, event: News) -> None:
         if isinstance(event, Moved):
-            # Found chunks are of an epoch that is over. Chunks that are being stored come to nothing.
+            # All known chunks belong to the old epoch. Stores in progress are dropped.
+
             self._tracker.end_all()
             self._num_expired += self._forget_all()
         elif isinstance(event, Found):
@@ -85,7 +86,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         self._publish(self._packs.end_batch())
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
-        """A promise: the place is there when the media say that they stored."""
+        """Assign a place in a pack. The pack object exists once the media have stored it."""
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
         if not 0 < len(key) <= LARGEST_KEY_BYTES:
@@ -127,7 +128,8 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         return super().invalidate(key, reason)
 
     def clear(self) -> int:
-        """`invalidate` every key here. Chunks in the store are others' too, and stay, unless this is for all."""
+        """Invalidate every key of this index. The objects stay, since other engines use them. With `clears_all`, a new
+        epoch hides them from all engines."""
         num_withdrawn = super().clear()
         self._client.clear(is_for_all=self._clears_all)
         return num_withdrawn

@@ -1,11 +1,10 @@
-"""Manifests of a store, for the scheduler's half: finds them, writes new ones, replaces bad ones. An `ObjectClient`.
+"""Manifest store: the `ObjectClient` of the scheduler. Finds manifests, writes new ones, replaces bad ones.
 
-It deletes nothing: what it reads badly, another host may read well. A bad manifest is replaced by an engine that has
-stored all that it named.
+It deletes nothing: a manifest that this host cannot read may be readable by another. An engine replaces a bad manifest
+once it has stored all chunks that the manifest lists.
 
-One thread with an event loop does all of it; the engine's thread leaves work and takes answers. A search is a few
-rounds of reads at one time. Whatever the store does, every question has an answer in the end, if only that there is
-none.
+One thread with an event loop does all requests; the engine's thread queues work and takes events. Every lookup ends
+with `Found` or `Unanswered`, whatever the store does.
 """
 
 from __future__ import annotations
@@ -44,19 +43,19 @@ logger = logging.getLogger(__name__)
 
 # An epoch is the second in which it began, by the clock of the host that began it.
 FARTHEST_AHEAD_S = 86_400
-"""A mark that lies further in the future is not believed. Clocks of hosts differ by less."""
+"""A mark further in the future is ignored. Clocks of hosts differ by less."""
 
 
 def next_epoch(epoch: int, now_s: float) -> int:
-    """The epoch that begins now, after this one."""
+    """Number of the epoch that begins now, after `epoch`."""
     return max(epoch + 1, int(now_s))
 
 
 async def current_epoch(store: Store, seals: Seals, cache: str, now_s: float) -> int:
-    """The epoch that the store's mark names. 0 where there is no mark, or none to be believed.
+    """Read the mark of the current epoch. 0 if there is no valid mark.
 
     Raises:
-        Exception: of obstore, where the store gave no answer.
+        Exception: (obstore) the request failed.
     """
     name = epoch_name(cache)
     try:
@@ -68,26 +67,26 @@ async def current_epoch(store: Store, seals: Seals, cache: str, now_s: float) ->
 
 
 async def begin_epoch(store: Store, seals: Seals, cache: str, epoch: int) -> None:
-    """Mark an epoch as current. Of two engines that do so at once, the one with the later epoch finds an earlier mark
-    at its next look, and writes its own again."""
+    """Write the mark of an epoch. If two engines do this at once and the earlier epoch wins, the engine of the later
+    one writes its mark again at its next check."""
     name = epoch_name(cache)
     await store.put_async(name, encode_epoch(seals, name, epoch), use_multipart=False)
 
 
 _NUM_THREADS = 2
 _MIN_JOIN_S = 1.0
-"""The loop has so long to end what was cancelled."""
+"""Minimum time for cancelled tasks to end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collection:
-    """What one cache of a fleet has in a store.
+    """One cache of a fleet in a store.
 
     Args:
-        store: opened.
-        seals: of the fleet.
-        cache: name of all that it ever stores.
-        world_size: ranks that each have their part.
+        store: the opened store.
+        seals: seals of the fleet.
+        cache: name of the cache, the same in all epochs.
+        world_size: number of ranks; each stores its part of every chunk.
     """
 
     store: Store
@@ -98,21 +97,21 @@ class Collection:
 
 @dataclass(slots=True)
 class _Lookup:
-    """One search, and the last manifest that it keeps."""
+    """One search. Keeps the last manifest that it read."""
 
     namespace: str
     place: int = -1
-    """Of the prefix whose manifest it keeps, among those that are searched."""
+    """Position of the prefix of `body` among the searched prefixes."""
     body: Body | None = None
 
 
 class ManifestStore:
-    """Of one engine.
+    """Manifest store of one engine.
 
     Args:
-        collection: what it looks after.
-        options: bounds.
-        clock: the index's.
+        collection: the cache in the store.
+        options: limits.
+        clock: clock of the index.
     """
 
     def __init__(self, collection: Collection, options: ObjectOptions, clock: Callable[[], float]) -> None:
@@ -130,22 +129,21 @@ class ManifestStore:
         self._paths = Paths(options.max_nodes)
         self._reader = ManifestReader(collection.store, collection.seals, options, clock)
         self._bad: Quarantine[tuple[str, int], bool] = Quarantine(options.max_asked, options.bad_s, clock)
-        """Places whose bytes were wrong or gone."""
+        """Places with wrong or missing bytes."""
         self._unpublished: dict[bytes, None] = {}
-        """Ends of paths of which something before is not known yet, or whose manifest could not be written. The oldest
-        first."""
+        """Ends of paths without a manifest yet: an earlier part is unknown, or the write failed. The oldest first."""
         self._num_searching = 0
         self._waiting: deque[Callable[[], Coroutine[Any, Any, None]]] = deque()
         self._work: set[asyncio.Task[None]] = set()
         self._searches: set[asyncio.Task[None]] = set()
         self._follower: asyncio.Task[None] | None = None
-        """Works as long as the engine lives."""
+        """Task that follows epochs until `close`."""
         self._is_closed = False
         self._has_complained = False
         self._is_only_read = False
-        """It was said so in the log."""
+        """The log says that the store is read-only."""
         self._pool = DaemonPool(_NUM_THREADS, "hybridkv-object-calls")
-        """For calls that wait; a coroutine of obstore needs none."""
+        """For blocking calls; coroutines of obstore need no thread."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="hybridkv-object-index", daemon=True)
         self._thread.start()
@@ -153,10 +151,11 @@ class ManifestStore:
     # On the engine's thread.
 
     def open(self) -> None:
-        """Wait until the store is proved, for `opening_timeout_s` at most: it goes on behind that.
+        """Wait for the check of the store, for `opening_timeout_s` at most. The check continues after that.
 
         Raises:
-            TierConfigurationError: the store does not do what is needed of it, or lets nobody in.
+            TierConfigurationError: the store lacks a needed feature, or denies access.
+
         """
         self._post(self._follow)
         try:
@@ -185,7 +184,7 @@ class ManifestStore:
         self._post(self._forget)
 
     def close(self) -> None:
-        """What is being published has `close_timeout_s` for it."""
+        """Close. Manifests being written get `close_timeout_s` to finish."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -234,9 +233,9 @@ class ManifestStore:
         self._unpublished.clear()
 
     def _complain(self, doing: str, error: Exception) -> None:
-        """Once while it lasts: what follows from it is counted."""
+        """Log a failure at warning level once, until a request succeeds. Further failures are counted."""
         log = logger.debug if self._has_complained else logger.warning
-        log("the object store did not let itself be %s: %s", doing, describe(error))
+        log("the object store could not be %s: %s", doing, describe(error))
         self._has_complained = True
 
     # Epochs.
@@ -245,8 +244,8 @@ class ManifestStore:
         self._follower = self._do(self._follow_epochs())
 
     async def _follow_epochs(self) -> None:
-        """Prove the store, as soon as it is reached, and look again and again which epoch it is. Ends with the engine
-        alone: a store that is coming back may refuse once what it grants a second later."""
+        """Check the store as soon as it can be reached, then poll the epoch. Runs until `close`: a store that is
+        recovering may refuse a request once and accept it a second later."""
         options, retry_s = self._options, self._options.first_retry_s
         while not self._is_closed:
             try:
@@ -254,7 +253,7 @@ class ManifestStore:
                     self._note(await self._prove())
                 epoch = await current_epoch(self._store, self._seals, self._cache, time.time())
                 self._enter(epoch)
-                if epoch < self._epoch:  # the mark expired, or somebody wrote over it
+                if epoch < self._epoch:  # the mark expired or was overwritten
                     await self._begin_epoch(self._epoch)
             except Exception as error:
                 if isinstance(error, TierConfigurationError) and not self._opened.done():
@@ -271,16 +270,16 @@ class ManifestStore:
                 retry_s = min(2 * retry_s, options.last_retry_s)
 
     def _note(self, refused: str | None) -> None:
-        """Whether the store takes objects, and why not; one line in the log for each change."""
+        """Record whether the store can be written. Logs one line for each change."""
         self.takes_objects = refused is None
         if self.takes_objects and self._is_only_read:
-            logger.info("the object store takes objects again")
+            logger.info("the object store can be written again")
         elif not self.takes_objects and not self._is_only_read:
-            logger.warning("the object store takes no objects, so it is read, and nothing is stored there: %s", refused)
+            logger.warning("the object store cannot be written, so it is only read: %s", refused)
         self._is_only_read = not self.takes_objects
 
     async def _prove(self) -> str | None:
-        """Why the store takes no objects. Raises where it cannot be used, unless it was read already."""
+        """Reason why the store cannot be written, or None. Raises if it cannot be used, unless it was read before."""
         try:
             return await asyncio.wrap_future(self._pool.submit(prove, self._store, self._cache))
         except TierConfigurationError as error:
@@ -296,7 +295,7 @@ class ManifestStore:
             if not self._opened.done():
                 self._opened.set_result(None)
         elif epoch > self._epoch:
-            logger.info("somebody has begun epoch %d of this cache: what was stored before is found no more", epoch)
+            logger.info("another engine began epoch %d of this cache: earlier chunks are not found any more", epoch)
             self._epoch = epoch
             self.namespace = namespace_of(self._cache, epoch)
             self._forget()
@@ -360,8 +359,8 @@ class ManifestStore:
         return Found(request, places, self._clock())
 
     async def _probe_all(self, lookup: _Lookup, wanted: Mapping[bytes, int]) -> list[bool | None]:
-        """Whether these have manifests. One object that cannot be read, as somebody may make it, is none; raises where
-        the store gives none at all."""
+        """Whether these prefixes have manifests. One unreadable object counts as missing, since anyone may create one.
+        Raises if all reads failed."""
         probes = (self._probe(lookup, prefix, place) for prefix, place in wanted.items())
         answers = await asyncio.gather(*probes, return_exceptions=True)
         failures = [answer for answer in answers if isinstance(answer, BaseException)]
@@ -378,7 +377,7 @@ class ManifestStore:
         return True
 
     async def _path(self, lookup: _Lookup, place: int, prefix: bytes) -> list[Node]:
-        """What the manifest says that a lookup found. Empty where it says nothing that can be used."""
+        """Path of the manifest that a lookup found. Empty if the manifest is unusable."""
         name = manifest_name(lookup.namespace, prefix)
         body = lookup.body if lookup.place == place else None
         body = body or await self._reader.read(name)
@@ -413,8 +412,7 @@ class ManifestStore:
             del self._unpublished[next(iter(self._unpublished))]
 
     async def _put(self, prefix: bytes, name: str, path: list[Node]) -> None:
-        """What is there already says as much: it was put by an engine that had all of it. Unless it is bad: then it is
-        replaced."""
+        """Write a manifest. An existing one is kept, since its writer had stored the same path, unless it is bad."""
         from obstore.exceptions import AlreadyExistsError
 
         data = encode_manifest(self._seals, name, self._world_size, path)
@@ -433,11 +431,11 @@ class ManifestStore:
             self._reader.trust(name)
         except Exception as error:
             self._complain("written to", error)
-            self._unpublished[prefix] = None  # with what is stored next
+            self._unpublished[prefix] = None  # retried with the next store
 
     async def _is_worse(self, prefix: bytes, name: str, path: list[Node]) -> bool:
-        """Whether the manifest that stands there is to be replaced by this path: it cannot be believed, or names a bad
-        place and nothing that this path does not name."""
+        """Whether this path should replace the existing manifest: that one is invalid, or it lists a bad place and no
+        chunk that this path lacks."""
         body = await self._reader.read(name, is_again=True)
         standing = None if body is None else self._decoded(name, prefix, body)
         if standing is None:
@@ -448,7 +446,7 @@ class ManifestStore:
         return all((node.prefix, part.tag) in named for node in standing for part in node.parts)
 
     def _retract(self, key: Key, place: PackPlace) -> None:
-        """Name it no more. The manifests that do are replaced when it is stored again."""
+        """Stop offering a place. Manifests that list it are replaced when the chunk is stored again."""
         self._bad.add((place.pack, place.offset), True)
         self._paths.forget(key, place.pack)
         if not place.source:

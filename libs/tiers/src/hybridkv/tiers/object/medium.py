@@ -1,8 +1,7 @@
-"""Carries one rank's chunks to packs and back. What is stored together goes as one object, what lies together comes as
-one range.
+"""Medium of one rank for an object store: writes packs and reads ranges of them.
 
-A few threads read and write what was gathered. Every byte that is read is compared with its header, its checksum and
-its seal before a load succeeds.
+The stores of one flush go into one object per pack; adjacent loads are read as one range. A few threads do the
+requests. A load succeeds only if header, checksum and seal match the bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MAX_WRITTEN = 4096
-"""Packs that are remembered as written."""
+"""Limit of the remembered names of written packs."""
 
 
 class _PackMove(NamedTuple):
@@ -54,7 +53,7 @@ class _PackMove(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The offset behind it."""
+        """Offset after the chunk, in bytes."""
         return self.slot.offset + HEADER_BYTES + self.num_bytes
 
 
@@ -62,10 +61,10 @@ class ObjectMedium(RemoteMedium):
     """A `TierMedium` for the slots of an `ObjectIndex`.
 
     Args:
-        open_store: opens the store, on a thread of the medium's.
-        seals: of the fleet.
-        rank: whose parts are moved.
-        options: bounds.
+        open_store: opens the store; called on a thread of the medium.
+        seals: seals of the fleet.
+        rank: rank of the moved parts.
+        options: limits.
     """
 
     def __init__(self, open_store: Callable[[], Store], seals: Seals, rank: int, options: ObjectOptions) -> None:
@@ -77,10 +76,10 @@ class ObjectMedium(RemoteMedium):
         self._rank = rank
         self._options = options
         self._stores: dict[str, list[_PackMove]] = {}
-        """By pack, until they are flushed."""
+        """Queued stores by pack, until `flush`."""
         self._written: OrderedDict[str, None] = OrderedDict()
         self._loads: list[_PackMove] = []
-        """The same."""
+        """Queued loads, until `flush`."""
         self._pool = DaemonPool(options.num_threads, "hybridkv-object")
 
     def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
@@ -94,7 +93,7 @@ class ObjectMedium(RemoteMedium):
             self._loads.append(move)
 
     def flush(self) -> None:
-        """As `GathersMoves` says: what was given to be moved since the last call goes."""
+        """Start everything queued since the last call."""
         stores, self._stores = self._stores, {}
         loads, self._loads = self._loads, []
         if loads:
@@ -115,7 +114,7 @@ class ObjectMedium(RemoteMedium):
         if views is None:
             return None
         if not isinstance(slot, ObjectSlot) or not slot.pack or len(key) > LARGEST_KEY_BYTES:
-            failure = Failure(FailureReason.IO, "the slot is no place in a pack, or the key is too long")
+            failure = Failure(FailureReason.IO, "the slot is not a place in a pack, or the key is too long")
             self._end(Completion(ticket, failure))
             return None
         return _PackMove(ticket, key, slot, views)
@@ -125,7 +124,8 @@ class ObjectMedium(RemoteMedium):
         return super().drain(timeout_s)
 
     def close(self) -> None:
-        """Everything ends, what was not begun for CLOSED. What a store holds longer is left."""
+        """End all operations; those not started fail with CLOSED. Requests that take longer than `close_timeout_s` are
+        abandoned."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -145,7 +145,7 @@ class ObjectMedium(RemoteMedium):
                 self._submit(self._read, pack, run)
 
     def _runs(self, moves: list[_PackMove]) -> Iterator[list[_PackMove]]:
-        """Neighbours in a pack, each run of them as long as one read may be."""
+        """Runs of adjacent chunks in a pack, each within the limit of one read."""
         run: list[_PackMove] = []
         for move in sorted(moves, key=lambda each: each.slot.offset):
             if run and (
@@ -165,12 +165,12 @@ class ObjectMedium(RemoteMedium):
                 return
             try:
                 work(pack, moves)
-            except Exception:  # an operation without an end would leave everybody waiting
+            except Exception:  # keep the thread; the cause is a bug
                 logger.exception("a pack could not be moved")
 
         try:
             self._pool.submit(run)
-        except RuntimeError as error:  # it is closed, or there is no thread to be had
+        except RuntimeError as error:  # the pool is closed, or no thread can start
             self._end_all(moves, CLOSED if self._is_closed else failure_of(error, "begin"))
 
     def _end_all(self, moves: Sequence[_PackMove], failure: Failure) -> None:
@@ -184,7 +184,7 @@ class ObjectMedium(RemoteMedium):
             return self._store
 
     def _write(self, pack: str, moves: list[_PackMove]) -> None:
-        """One object of what is to be stored in it. What others of its batch have left out stays empty."""
+        """Write one pack object. Places of failed chunks are filled with zeros."""
         name = rank_name(pack, self._rank)
         moves.sort(key=lambda move: move.slot.offset)
         checksums: list[bytes] = []
@@ -207,14 +207,15 @@ class ObjectMedium(RemoteMedium):
             self._end(Completion(move.ticket, checksum=checksum))
 
     def _read(self, pack: str, run: list[_PackMove]) -> None:
-        """One range. What comes wrong, or not at all, is read once more, by another range: the way here may be sick."""
+        """Read one range. Chunks that are wrong or missing are read once more by another range, in case a proxy or
+        cache on the way is faulty."""
         bad = self._read_from(pack, run, run[0].slot.offset, is_last=False)
         if bad:
             first = 0 if bad[-1].end <= self._options.read_bytes else bad[0].slot.offset
             self._read_from(pack, bad, first, is_last=True)
 
     def _read_from(self, pack: str, run: list[_PackMove], first: int, *, is_last: bool) -> list[_PackMove]:
-        """Those whose bytes were wrong and that may be read again; all others have ended."""
+        """Read a range. Returns the chunks to read again; all others have ended."""
         name = rank_name(pack, self._rank)
         left, bad = list(run), []
         try:
@@ -253,7 +254,7 @@ class ObjectMedium(RemoteMedium):
 
 
 class _Stream:
-    """The bytes of a range, as they come."""
+    """Reader of a streamed range."""
 
     def __init__(self, chunks: Iterable[Buffer], at: int) -> None:
         self._chunks = iter(chunks)
@@ -261,7 +262,7 @@ class _Stream:
         self._rest = memoryview(b"")
 
     def _next(self, num_bytes: int) -> memoryview:
-        """At most so many; none at the end."""
+        """Up to `num_bytes` bytes; empty at the end."""
         while not self._rest:
             chunk = next(self._chunks, None)
             if chunk is None:
@@ -276,14 +277,14 @@ class _Stream:
             pass
 
     def read(self, num_bytes: int) -> bytes:
-        """So many, or fewer at the end."""
+        """Exactly `num_bytes` bytes, or fewer at the end."""
         data = bytearray()
         while len(data) < num_bytes and (taken := self._next(num_bytes - len(data))):
             data += taken
         return bytes(data)
 
     def read_into(self, view: memoryview) -> bool:
-        """False where it ended too early."""
+        """Fill a view. False if the stream ended first."""
         at = 0
         while at < len(view):
             taken = self._next(len(view) - at)
@@ -295,6 +296,6 @@ class _Stream:
 
 
 def _is_beyond(error: BaseException) -> bool:
-    """Whether a store says that an object ends before the range."""
+    """Whether an error means that the range begins after the end of the object."""
     text = str(error).lower()
     return "range" in text and ("416" in text or "invalid" in text or "satisfiable" in text or "larger" in text)

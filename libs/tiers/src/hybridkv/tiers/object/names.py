@@ -1,9 +1,10 @@
-"""What objects are called. Whoever reads a name learns nothing of a prompt, and without the fleet's secret cannot make
-one.
+"""Names of objects. A name reveals nothing about a prompt, and cannot be computed without the fleet's secret.
 
-    <namespace>/p/<pack>/<rank>      chunks of one group, one after the other
-    <namespace>/m/<prefix>           manifest of a prefix
-    <cache>/epoch                    which epoch is current
+
+
+<namespace>/p/<pack>/<rank>      chunks of one group, back to back
+<namespace>/m/<prefix>           manifest of a prefix
+<cache>/epoch                    mark of the current epoch
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ _NAME_BYTES = 20
 
 
 def cache_name(secret: bytes, fingerprint: bytes, boundary_every: int) -> str:
-    """Of all that one cache of a fleet ever stores.
+    """Name of a cache: the same in all its epochs.
 
     Args:
-        secret: of the fleet, may be empty.
-        fingerprint: its digest, 32 bytes.
-        boundary_every: where manifests stand.
+        secret: secret of the fleet, may be empty.
+        fingerprint: digest of the fingerprint, 32 bytes.
+        boundary_every: spacing of boundaries, see `is_boundary`.
     """
     digest = blake3(derive_key_context=_CACHE_CONTEXT)
     digest.update(len(secret).to_bytes(8, "little") + secret + fingerprint + boundary_every.to_bytes(8, "little"))
@@ -33,42 +34,42 @@ def cache_name(secret: bytes, fingerprint: bytes, boundary_every: int) -> str:
 
 
 def namespace_of(cache: str, epoch: int) -> str:
-    """Of what a cache stores in one epoch."""
+    """Name prefix of the objects of one epoch."""
     name = f"{cache} {epoch}".encode()
     return blake3(name, derive_key_context=_NAMESPACE_CONTEXT).hexdigest(_NAME_BYTES)
 
 
 def prefix_of(key: Key) -> bytes:
-    """The hash of the prefix that a chunk ends. A key that has no tag is its own."""
+    """Prefix hash of a key. A key without a tag is its own prefix hash."""
     return key[TAG_BYTES:] or key
 
 
 def tag_of(key: Key) -> bytes:
-    """The rest of it: which group of which cache."""
+    """Tag of a key: its cache and group."""
     return key[: len(key) - len(prefix_of(key))]
 
 
 def is_boundary(prefix: bytes, every: int) -> bool:
-    """Whether every path that passes this prefix has a manifest here: one of `every`, by chance, and the same for all
-    engines, which need not know how far from its beginning a path is."""
+    """Whether a prefix has a manifest even in the middle of a path. On average one prefix of `every` is a boundary. The
+    hash decides, so all engines agree without knowing the position of the prefix."""
     return int.from_bytes(prefix[-8:], "little") % every == 0
 
 
 def pack_name(namespace: str, pack: str) -> str:
-    """Of a pack, without its rank."""
+    """Name of a pack, without the rank."""
     return f"{namespace}/p/{pack}"
 
 
 def rank_name(pack: str, rank: int) -> str:
-    """Of one rank's part of a pack."""
+    """Name of one rank's object of a pack."""
     return f"{pack}/{rank}"
 
 
 def manifest_name(namespace: str, prefix: bytes) -> str:
-    """Of the manifest of a prefix."""
+    """Name of the manifest of a prefix."""
     return f"{namespace}/m/{blake3(prefix, derive_key_context=_PREFIX_CONTEXT).hexdigest(_NAME_BYTES)}"
 
 
 def epoch_name(cache: str) -> str:
-    """Of the mark that says which epoch of a cache is current."""
+    """Name of the mark of the current epoch."""
     return f"{cache}/epoch"

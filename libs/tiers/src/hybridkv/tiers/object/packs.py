@@ -1,7 +1,10 @@
-"""Gives chunks their places in packs, and says when all of a pack's batch has come.
+"""Packs: assigns chunks to packs, and reports the chunks to publish when their batch is complete.
 
-Chunks of one group share a pack as long as it has room and their batch goes on: what an engine stores in one step. All
-ranks write the same chunks to the same places, so nothing about a pack has to be agreed on but its name.
+
+
+A batch is everything that an engine stores in one step. Chunks of one group and batch share a pack until it is full.
+All ranks write the same chunks to the same offsets, so they need to agree only on the name of a pack.
+
 """
 
 from __future__ import annotations
@@ -16,22 +19,22 @@ from hybridkv.tiers.object.names import tag_of
 
 
 class ObjectSlot(Slot, frozen=True, array_like=True, gc=False):
-    """A place in a pack. Its one extent begins at a number that no other slot of the index has."""
+    """Slot of a chunk in a pack. Its one extent begins at a number that is unique in the index."""
 
     pack: str = ""
-    """The object's name, without its rank."""
+    """Name of the pack, without the rank."""
     offset: int = 0
-    """Of the chunk's header in the object."""
+    """Offset of the chunk's header in the object, in bytes."""
 
 
 class PackPlace(NamedTuple):
-    """Of a chunk, on every rank.
+    """Place of a chunk, the same on every rank.
 
     Args:
-        pack: the object's name, without its rank.
-        offset: of the chunk's header in it.
-        num_bytes: of the chunk.
-        source: the prefix of the manifest that named it; empty where this engine stored it.
+        pack: name of the pack, without the rank.
+        offset: offset of the chunk's header, in bytes.
+        num_bytes: size of the chunk.
+        source: prefix of the manifest that listed it; empty if this engine stored it.
     """
 
     pack: str
@@ -41,7 +44,7 @@ class PackPlace(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The offset behind it."""
+        """Offset after the chunk, in bytes."""
         return self.offset + HEADER_BYTES + self.num_bytes
 
     def slot(self, number: int) -> ObjectSlot:
@@ -53,9 +56,9 @@ class Stored(NamedTuple):
     """A chunk that all ranks have stored.
 
     Args:
-        key: of it.
-        place: where.
-        needs: what comes before it on its path.
+        key: its key.
+        place: its place.
+        needs: keys that it extends.
     """
 
     key: Key
@@ -71,11 +74,11 @@ class _Batch:
 
 
 class Packs:
-    """All packs that are on their way.
+    """Packs in progress.
 
     Args:
-        pack_bytes: a pack is full when it has as many.
-        new_name: names a pack.
+        pack_bytes: size limit of a pack.
+        new_name: returns the name of a new pack.
     """
 
     def __init__(self, pack_bytes: int, new_name: Callable[[], str]) -> None:
@@ -83,12 +86,12 @@ class Packs:
         self._new_name = new_name
         self._batch = _Batch()
         self._batches: dict[Key, _Batch] = {}
-        """Of what is on its way."""
+        """Batch of each chunk that is not stored yet."""
         self._open: dict[bytes, PackPlace] = {}
-        """The last place of each group's open pack."""
+        """Last place in the open pack of each group, by tag."""
 
     def place(self, key: Key, num_bytes: int, needs: Sequence[Key]) -> PackPlace:
-        """Where a chunk is to lie."""
+        """Assign a place to a chunk."""
         tag = tag_of(key)
         last = self._open.get(tag)
         if last is None or last.end + num_bytes > self._pack_bytes:
@@ -101,7 +104,7 @@ class Packs:
         return place
 
     def end_batch(self) -> list[Stored]:
-        """What was placed since the last call travels together. What is to be named now, where nothing is open."""
+        """End the batch that began at the last call. Returns its chunks if all are stored already."""
         if not self._open:
             return []
         batch, self._batch, self._open = self._batch, _Batch(), {}
@@ -109,7 +112,7 @@ class Packs:
         return [] if batch.open_keys else batch.stored
 
     def end(self, key: Key, *, is_stored: bool) -> list[Stored]:
-        """A chunk has come, or will not. What is to be named now: all that came, at the end of its batch."""
+        """A store succeeded or failed. Returns the stored chunks of the batch once all its stores have ended."""
         batch = self._batches.pop(key, None)
         if batch is None:
             return []
@@ -119,7 +122,7 @@ class Packs:
         return batch.stored if batch.is_closed and not batch.open_keys else []
 
     def give_up(self) -> list[Stored]:
-        """Nothing that is on its way is to be named. What has come of unfinished batches."""
+        """Drop all stores in progress. Returns the stored chunks of unfinished batches."""
         batches = {id(batch): batch for batch in (*self._batches.values(), self._batch)}
         self._batches.clear()
         self._batch, self._open = _Batch(), {}

@@ -1,7 +1,7 @@
-"""Which prefix follows which, and what of each lies in the store: what a manifest is made of.
+"""Prefix graph: the parent of each prefix, and its chunks in the store. Manifests are built from it.
 
-Learned from what this engine stores and from the manifests that it reads. Bounded: of a path whose beginning is
-forgotten nothing is named, because a manifest of a part would hide one of all.
+Filled from the stores of this engine and the manifests that it reads. Bounded. No manifest is written for a path if its
+beginning was forgotten, because a partial manifest would hide a complete one.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hybridkv.tiers.object.names import is_boundary, prefix_of, tag_of
 from hybridkv.tiers.object.packs import Stored
 
 _BEGINNING = b""
-"""What comes before the first prefix of a path."""
+"""Parent of the first prefix of a path."""
 
 
 class _Step:
@@ -23,20 +23,20 @@ class _Step:
 
     def __init__(self) -> None:
         self.before: bytes | None = None
-        """The prefix before this one; None while it is not known."""
+        """Parent prefix; None while unknown."""
         self.parts: dict[bytes, Part] = {}
         """By tag."""
         self.needed: frozenset[bytes] = frozenset()
-        """Tags without whose parts what follows is worth nothing."""
+        """Tags that later prefixes need."""
         self.is_learned = False
-        """A manifest told of it: what may be left out of it is not known here."""
+        """It was read from a manifest, so it is unknown which of its parts are optional."""
 
 
 class Paths:
-    """All prefixes that are remembered. Used by one thread.
+    """Known prefixes, least recently used first. Used by one thread.
 
     Args:
-        max_nodes: of them, and of their parts.
+        max_nodes: limit of prefixes and parts together.
     """
 
     def __init__(self, max_nodes: int) -> None:
@@ -45,7 +45,7 @@ class Paths:
         self._num_parts = 0
 
     def add(self, stored: Sequence[Stored]) -> list[bytes]:
-        """What was stored. The prefixes that its chunks end, in order."""
+        """Add stored chunks. Returns their prefixes, in order."""
         ended: dict[bytes, None] = {}
         for key, place, needs in stored:
             prefix = prefix_of(key)
@@ -60,7 +60,8 @@ class Paths:
         return list(ended)
 
     def learn(self, path: Iterable[Node], is_bad: Callable[[Part], bool] = lambda part: False) -> None:
-        """What a manifest says. A part that is bad is missing: nothing behind it is named before it is stored again."""
+        """Add the path of a manifest. A bad part counts as missing: no manifest includes it or a later prefix until it
+        is stored again."""
         before = _BEGINNING
         for node in path:
             step = self._step(node.prefix)
@@ -76,13 +77,13 @@ class Paths:
             before = node.prefix
 
     def ends(self, prefixes: Sequence[bytes], boundary_every: int) -> list[bytes]:
-        """Those of these at which a manifest is to stand: where nothing of them follows, and boundaries."""
+        """The prefixes that need a manifest: boundaries, and those that no other of these prefixes extends."""
         followed = {self._steps[prefix].before for prefix in prefixes}
         return [prefix for prefix in prefixes if prefix not in followed or is_boundary(prefix, boundary_every)]
 
     def up_to(self, prefix: bytes) -> list[Node] | None:
-        """All that is stored of a path, from its beginning to this prefix. None where something of it that is needed is
-        not known: a manifest with a hole would stand in the way of one without."""
+        """The stored chunks of a path, from its beginning to this prefix. None if a needed part is unknown: a manifest
+        with a gap would block a complete one."""
         path: list[Node] = []
         seen: set[bytes] = set()
         while prefix != _BEGINNING:
@@ -95,7 +96,7 @@ class Paths:
         return path[::-1]
 
     def forget(self, key: Key, pack: str) -> None:
-        """A chunk is not in this pack any more, or never was."""
+        """Remove a chunk that is not in this pack."""
         step = self._steps.get(prefix_of(key))
         if step is not None and (part := step.parts.get(tag_of(key))) is not None and part.pack == pack:
             del step.parts[tag_of(key)]
@@ -104,7 +105,7 @@ class Paths:
                 step.needed |= {tag_of(key)}
 
     def behind(self, prefix: bytes, last: bytes, boundary_every: int) -> list[bytes]:
-        """Where manifests stand from this prefix on, up to the last one, which is among them."""
+        """Prefixes with manifests after `prefix`, up to and including `last`."""
         ends = [last]
         at = self._steps.get(last)
         for _ in range(len(self._steps)):
@@ -117,7 +118,7 @@ class Paths:
         return ends
 
     def clear(self) -> None:
-        """Nothing is stored any more."""
+        """Forget everything."""
         self._steps.clear()
         self._num_parts = 0
 

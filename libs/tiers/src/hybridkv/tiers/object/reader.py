@@ -1,7 +1,7 @@
-"""Reads manifests: their size before their body, their seal before what they say.
+"""Manifest reader: checks the size before the body, and the seal before decoding. Also the search on a path.
 
-A manifest whose seal is wrong is read once more in another way. If that fails too, this host leaves that version of it
-alone for a while. It deletes nothing: another host may read it well.
+A manifest with a wrong seal is read once more by a range request. If that fails too, this host does not read that
+version for a while. Nothing is deleted: another host may read it without errors.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ V = TypeVar("V")
 
 
 class Quarantine(Generic[K, V]):
-    """Bounded; the oldest goes first.
+    """Entries that this host found bad. They expire and are not shared: the fault may be in this host's reads.
 
     Args:
-        max_entries: of them.
-        lasts_s: for so long each stays.
+        max_entries: limit; the oldest entry goes first.
+        lasts_s: lifetime of an entry.
         clock: seconds.
     """
 
@@ -48,14 +48,14 @@ class Quarantine(Generic[K, V]):
         return self.get(key) is not None
 
     def add(self, key: K, value: V) -> None:
-        """From now on, once more if it is there."""
+        """Add an entry, or restart its lifetime."""
         self._entries.pop(key, None)
         if len(self._entries) >= self._max_entries:
             del self._entries[next(iter(self._entries))]
         self._entries[key] = (self._clock() + self._lasts_s, value)
 
     def get(self, key: K) -> V | None:
-        """What was said of it; None where it is not in quarantine."""
+        """Value of an entry; None if the key is not in quarantine."""
         entry = self._entries.get(key)
         if entry is None:
             return None
@@ -66,26 +66,30 @@ class Quarantine(Generic[K, V]):
         return value
 
     def release(self, key: K) -> None:
-        """It is good again."""
+        """Remove an entry."""
         self._entries.pop(key, None)
 
 
 Found = TypeVar("Found")
 Read = Callable[[Sequence[bytes]], Awaitable[Sequence[Found | None]]]
-"""The manifests of these prefixes; None for what has none."""
+"""Reads the manifests of these prefixes; None for a prefix without one."""
 
 
 async def find_last(
     prefixes: Sequence[bytes], read: Read[Found], boundary_every: int, max_probes: int, max_tail_probes: int
 ) -> tuple[bytes, Found] | None:
-    """The last of these prefixes that has a manifest, and that.
+    """Find the last prefix of a path that has a manifest, and the manifest. Few rounds of reads.
+
+    Manifests are at boundaries, which every reader can compute, and where a path ended. If a boundary has a manifest,
+    the boundaries before it are taken to have one too, so each round cuts the search range. After the last boundary
+    with a manifest, every prefix up to the next boundary is a candidate.
 
     Args:
-        prefixes: of one path, in order.
-        read: asked for a round at a time.
-        boundary_every: one of so many prefixes is a boundary.
-        max_probes: in one round.
-        max_tail_probes: behind the last boundary, the last ones.
+        prefixes: prefixes of one path, in order.
+        read: reads one round of manifests.
+        boundary_every: on average one prefix of so many is a boundary.
+        max_probes: reads of one round.
+        max_tail_probes: candidates after the last boundary; the last ones count.
     """
     boundaries = [place for place, prefix in enumerate(prefixes) if is_boundary(prefix, boundary_every)]
     found: tuple[bytes, Found] | None = None
@@ -107,7 +111,7 @@ async def find_last(
 
 
 def _spread(low: int, high: int, number: int) -> list[int]:
-    """So many of [low, high), or all of them; the last is among them."""
+    """Up to `number` evenly spaced integers of [low, high), the last included."""
     width = high - low
     if width <= number:
         return list(range(low, high))
@@ -115,12 +119,12 @@ def _spread(low: int, high: int, number: int) -> list[int]:
 
 
 class ManifestReader:
-    """Used on one event loop.
+    """Reads manifests. Used on one event loop.
 
     Args:
-        store: that holds them.
-        seals: of the fleet.
-        options: bounds.
+        store: the store.
+        seals: seals of the fleet.
+        options: limits.
         clock: seconds.
     """
 
@@ -130,29 +134,29 @@ class ManifestReader:
         self._options = options
         self._room = Room(max(options.reading_bytes, options.manifest_bytes))
         self.requests = asyncio.Semaphore(options.max_requests)
-        """To the store, at one time."""
+        """Limits concurrent requests to the store."""
         self._bad: Quarantine[str, str] = Quarantine(options.max_asked, options.bad_s, clock)
-        """Tags of the versions that are not read again, by name. No store's tag is empty."""
+        """ETag of the version that is not read again, by object name. No store has empty ETags."""
 
     def distrust(self, name: str, tag: str | None) -> None:
-        """Its seal holds or not: this version says nothing that can be used."""
+        """Do not read this version again for a while: its content is unusable, even if its seal is right."""
         log = logger.debug if self._bad else logger.warning
         log("a manifest in the object store is not what this fleet writes; this host leaves it alone: %s", name)
         self._bad.add(name, tag or "")
 
     def trust(self, name: str) -> None:
-        """It was written anew."""
+        """A manifest was rewritten, or read without errors."""
         self._bad.release(name)
 
     async def read(self, name: str, *, is_again: bool = False) -> Body | None:
-        """A manifest whose seal holds. None where there is none.
+        """Read a manifest with a valid seal. None if there is none.
 
         Args:
-            name: of the object.
-            is_again: also where this version was found bad before.
+            name: name of the object.
+            is_again: also read a version that was found bad before.
 
         Raises:
-            Exception: of obstore, where the store gave no answer.
+            Exception: (obstore) the request failed.
         """
         from obstore.exceptions import NotModifiedError
 
@@ -183,6 +187,6 @@ class ManifestReader:
     async def _sealed_otherwise(self, name: str) -> Body | None:
         try:
             return (await self._sealed(name, None, is_ranged=True))[0]
-        except Exception as error:  # an empty object has no range; the first answer stands
+        except Exception as error:  # an empty object has no range; the first result stands
             logger.debug("a manifest could not be read a second time: %s", type(error).__name__)
             return None

@@ -1,6 +1,7 @@
-"""Opens stores, proves them, and puts their errors into words. obstore speaks with S3, GCS and Azure.
+"""Opens and checks stores, and describes their errors. obstore talks to S3, GCS and Azure.
 
-Credentials come from where those clouds have them, the environment or files, and are never logged.
+Credentials come from the usual places of those clouds (environment, files) and are never logged.
+
 """
 
 from __future__ import annotations
@@ -35,16 +36,16 @@ _PROOF = b"hybridkv proves what this store can do"
 
 
 def open_object_store(url: str, settings: dict[str, str], options: ObjectOptions, has_secret: bool) -> Store:
-    """A store by its URL.
+    """Open a store by its URL.
 
     Args:
         url: "s3://bucket/prefix", "gs://...", "az://account/container/prefix" or "file:///directory".
-        settings: of the client, by obstore's names: "endpoint", "region", ...
-        options: bounds.
-        has_secret: whether what is not sealed with a secret is not believed, so that a directory may be shared.
+        settings: settings of the client, by obstore's names: "endpoint", "region", ...
+        options: limits.
+        has_secret: True if content is sealed with a secret, so that other users may share a directory.
 
     Raises:
-        TierConfigurationError: obstore is not installed, the URL or a setting is not understood, or a directory cannot
+        TierConfigurationError: obstore is not installed, the URL or a setting is invalid, or a directory cannot
             be used.
     """
     try:
@@ -79,25 +80,26 @@ def open_object_store(url: str, settings: dict[str, str], options: ObjectOptions
         more.setdefault("unsigned_payload", True)
     try:
         return from_url(url, **more)
-    except Exception as error:  # obstore's own, and those of what it is made of
+    except Exception as error:  # obstore's errors, and those of its libraries
         raise TierConfigurationError("url", "a store that obstore can open", url, describe(error)) from error
 
 
 def is_directory(url: str) -> bool:
-    """Whether a URL names a directory, and no server."""
+    """Whether a URL names a local directory."""
     return url.startswith("file:")
 
 
 def prove(store: Store, cache: str) -> str | None:
-    """Find out whether a store does what this tier needs: conditional puts and reads of ranges.
+    """Check that a store has the needed features: conditional puts and range reads.
 
     Returns:
-        None where it does. Why it takes no objects where it lets itself be read and not be written to: it is full, or
-        these credentials may only read.
+        None if it has. The reason if the store can be read but not written: it is full, or the credentials are
+        read-only.
 
     Raises:
-        TierConfigurationError: it does not, or lets nobody in who comes with these credentials.
-        Exception: of obstore or the system, where that could not be found out: it was not reached, or is in trouble.
+        TierConfigurationError: a feature is missing, or the credentials are refused.
+        Exception: (obstore or the system) the check could not be done: the store is unreachable or failing.
+
     """
     from obstore import exceptions
 
@@ -133,14 +135,14 @@ def prove(store: Store, cache: str) -> str | None:
 
 
 def _why_only_read(store: Store, name: str, refused: Exception) -> str:
-    """What a put was refused for, where a read is not refused."""
+    """Reason why a put was refused. Raises if a read is refused too."""
     if is_shortage(refused):
         raise refused
     try:
         store.get(name)
     except FileNotFoundError:
         return describe(refused)
-    return describe(refused)  # it was put all the same
+    return describe(refused)  # the put succeeded despite the error
 
 
 def _lacks(what: str, got: str) -> TierConfigurationError:
@@ -148,7 +150,7 @@ def _lacks(what: str, got: str) -> TierConfigurationError:
 
 
 def failure_of(error: BaseException, doing: str) -> Failure:
-    """What a store said, as a value."""
+    """Convert an error of a store to a `Failure`."""
     if isinstance(error, FileNotFoundError):
         return Failure(FailureReason.MISSING, f"{doing}: there is no such object")
     reason = FailureReason.BUSY if is_shortage(error) else FailureReason.IO
@@ -156,9 +158,10 @@ def failure_of(error: BaseException, doing: str) -> Failure:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line: the server's status, code and message first, then the request.
+    """Describe an error in one line: the server's status, code and message first, then the request.
 
-    Not what else the server sent: some repeat the keys that signed a request.
+    The rest of the response is left out, because some servers repeat the keys that signed the request.
+
     """
     text = " ".join(str(error).partition("\n\nDebug source:")[0].split())
     before, separator, answer = text.partition(_STATUS)

@@ -1,12 +1,14 @@
-"""What the tiers have in common that look up elsewhere what they hold: peers and object stores.
+"""Shared parts of remote tiers: peers and object stores.
 
-    index.py    the scheduler's half: which chunks are believed to be there
-    lookups.py  lookups without an answer yet: deadlines, counts, keys that were missing
-    found.py    places of chunks that were found, an answer at a time
-    medium.py   operations of a rank's medium that end on other threads
-    options.py  bounds
 
-A tier adds how keys are looked up, read and written.
+
+    index.py    the scheduler's index of found and stored chunks
+    lookups.py  lookup tracker: open lookups, deadlines, counts, missing keys
+    found.py    places of found chunks, grouped by lookup result
+    medium.py   base of a rank's medium; operations end on other threads
+    options.py  options
+
+A tier adds its own lookup client, reads and writes.
 """
 
 from hybridkv.tiers.remote.found import FoundPlaces

@@ -1,4 +1,4 @@
-"""Places of chunks that were found elsewhere: kept an answer at a time, until a time, and forgotten the same way."""
+"""Places of found chunks, kept and expired by lookup result."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _NUM_BYTES = attrgetter("num_bytes")
 
 
 class RemotePlace(Protocol):
-    """Where a chunk lies elsewhere. A value."""
+    """Place of a chunk in a remote tier. A value."""
 
     @property
     def num_bytes(self) -> int:
-        """Of the chunk."""
+        """Size of the chunk."""
         ...
 
     def slot(self, number: int) -> Slot:
-        """The place for a medium. No other slot of the index begins at this number."""
+        """Slot for the medium. `number` is unique: no other slot of the index begins at it."""
         ...
 
 
@@ -31,40 +31,40 @@ P = TypeVar("P", bound=RemotePlace)
 
 
 class FoundPlaces(Generic[P]):
-    """Chunks that were found and are not read now."""
+    """Found chunks without a reader."""
 
     def __init__(self) -> None:
         self.by_key: dict[Key, P] = {}
         self.num_bytes = 0
-        """Of all of them."""
+        """Total size of all chunks."""
         self._answers: list[tuple[float, int, Mapping[Key, P]]] = []
-        """A heap: until when each answer is believed, a number, and its places."""
+        """Heap of (expiry time, number, places), one for each lookup result."""
         self._numbers = itertools.count()
         self.due_s = math.inf
-        """`expire` has nothing to do before."""
+        """Next expiry time."""
 
     def add(self, places: Mapping[Key, P], until_s: float) -> None:
-        """Places of one answer. None of its keys is known."""
+        """Add the places of one lookup result. Its keys must be new."""
         self.by_key.update(places)
         self.num_bytes += sum(map(_NUM_BYTES, places.values()))
         heapq.heappush(self._answers, (until_s, next(self._numbers), places))
         self.due_s = self._answers[0][0]
 
     def pop(self, key: Key) -> P:
-        """Forget one key, which is known."""
+        """Remove one key, which must be present."""
         place = self.by_key.pop(key)
         self.num_bytes -= place.num_bytes
         return place
 
     def expire(self, now_s: float) -> dict[Key, P]:
-        """Forget the answers that are not believed any more. Their places."""
+        """Remove expired results. Returns their places."""
         expired: dict[Key, P] = {}
         while self._answers and self._answers[0][0] <= now_s:
             expired |= self.forget_oldest()
         return expired
 
     def forget_oldest(self) -> dict[Key, P]:
-        """Forget the answer that expires first. Those of its places that were still known."""
+        """Remove the result that expires first. Returns the places that were still present."""
         _, _, places = heapq.heappop(self._answers)
         self.due_s = self._answers[0][0] if self._answers else math.inf
         by_key = self.by_key
@@ -73,7 +73,7 @@ class FoundPlaces(Generic[P]):
         return forgotten
 
     def clear(self) -> dict[Key, P]:
-        """Forget all. Their places."""
+        """Remove everything. Returns the places."""
         forgotten, self.by_key, self.num_bytes = self.by_key, {}, 0
         self._answers.clear()
         self.due_s = math.inf

@@ -1,8 +1,8 @@
-"""Index of chunks that lie elsewhere: a `TierIndex` without space of its own.
+"""Index of a remote tier: a `TierIndex` that manages no space.
 
-A chunk that was found is offered until a time, and looked up again after it. A prompt may have thousands of chunks: to
-learn of them is a few calls on tables, and a ledger keeps only the chunks that are read or stored. Starts no thread and
-opens no connection; a `LookupClient` does.
+A found chunk is offered until it expires, and looked up again after that. A prompt may have thousands of chunks, so a
+lookup result is added with a few bulk operations; only chunks that are read or stored get a ledger entry. Starts no
+thread and opens no connection; a `LookupClient` does.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ class LookupClient(Protocol):
 
     @property
     def news(self) -> deque[Any]:
-        """What arrived, in order, from another thread. The index takes it from the left."""
+        """Events in order of arrival, appended by another thread. The index pops from the left."""
         ...
 
     def close(self) -> None:
-        """End every connection, within a bounded time. Repeatable."""
+        """Close every connection, within a bounded time. Idempotent."""
         ...
 
 
 class RemoteEntry(Entry, Generic[P]):
-    """A chunk that is read or stored, or was."""
+    """Ledger entry of a chunk that was read or stored."""
 
     key: Key
     number: int
     place: P
     is_expired: bool
-    """It is pinned, and offered only for as long as it is."""
+    """Expired while pinned: offered until the last unpin."""
 
     @property
     def slot(self) -> Slot:
@@ -52,7 +52,7 @@ class RemoteEntry(Entry, Generic[P]):
 
 
 class _RemoteSpace(Generic[P]):
-    """The `Space` of a remote index: there is room for every chunk, and `next` is the place of the one taken next."""
+    """`Space` of a remote index. It never runs out. `next` is the place of the next chunk."""
 
     def __init__(self) -> None:
         self.next: P
@@ -73,9 +73,10 @@ class RemoteIndex(Generic[P]):
     """Base of a tier's index.
 
     Args:
-        client: sends the lookups. The index closes it.
-        options: bounds.
-        clock: seconds; answers are dated by the same.
+        client: lookup client. The index closes it.
+        options: limits.
+        clock: seconds; the times of answers use the same clock.
+
     """
 
     def __init__(self, client: LookupClient, options: RemoteOptions, clock: Callable[[], float]) -> None:
@@ -84,46 +85,46 @@ class RemoteIndex(Generic[P]):
         self._news, self._close_client = client.news, client.close
         self._tracker = LookupTracker(options.max_asked, options.missing_s, options.given_up_s)
         self._number = 0
-        """Of the last lookup."""
+        """Number of the last lookup."""
         self._found: FoundPlaces[P] = FoundPlaces()
         self._space: _RemoteSpace[P] = _RemoteSpace()
         self._known: KeyLedger[RemoteEntry[P]] = KeyLedger(
             self._space, LeastRecentlyUsed(), options.known_bytes, max_keys=options.max_known
         )
-        """What is read or stored, or was."""
+        """Chunks that were read or stored."""
         self._believed: list[tuple[float, int, RemoteEntry[P]]] = []
-        """A heap: until when each committed entry of the ledger is offered."""
+        """Heap of (expiry time, number, entry) of the committed ledger entries."""
         self._believed_numbers = itertools.count()
         self._expired: dict[Key, None] = {}
-        """Keys that were found once: worth a lookup, and not worth a store before that. The oldest first."""
+        """Keys of expired chunks, the oldest first. They are looked up again before they are stored again."""
         self._changes = 0
-        """How often the answer of a lookup about a found chunk may have changed."""
+        """Number of changes to the found chunks. Part of `generation`."""
         self._num_taken_over = 0
-        """Reservations and commits of the ledger that were no stores."""
+        """Ledger reservations and commits that were no stores. Subtracted from the counts."""
         self._num_expired = 0
-        """Withdrawals of the ledger that happened to no chunk: it is not known any more."""
+        """Ledger withdrawals due to expiry. Subtracted from the counts."""
         self._forgotten = [0, 0]
-        """Found chunks that made room, and their bytes."""
+        """Number and bytes of found chunks that were dropped to make room."""
 
-    # For the tier.
+    # Overridden by each tier.
 
     def _send(self, number: int, keys: Sequence[Key], until_s: float) -> bool:
-        """Send a lookup, of which an answer is of use until then. False: it cannot be sent."""
+        """Send a lookup. Its answer is useful until `until_s`. False if it cannot be sent."""
         raise NotImplementedError
 
     def _hear_event(self, event: Any) -> None:
-        """Take one event of the client."""
+        """Handle one event of the client."""
         raise NotImplementedError
 
     def _believed_until_s(self, place: P) -> float:
-        """How long to offer the chunk at a place that is read or was stored now."""
+        """Expiry time of a chunk that is read or was stored now."""
         raise NotImplementedError
 
     def _on_forgotten(self, places: Mapping[Key, P]) -> None:
-        """Found chunks were forgotten that were not read."""
+        """Called with found chunks that were dropped without a reader."""
 
     def _on_unused(self, entries: Sequence[RemoteEntry[P]]) -> None:
-        """Chunks have no reader any more."""
+        """Called with entries after their last unpin."""
 
     # Lookups.
 
@@ -155,13 +156,13 @@ class RemoteIndex(Generic[P]):
         return self._tracker.heard
 
     def lacks(self, key: Key) -> bool:
-        """A key that was found once, and was not looked up since, is taken to be there still."""
+        """Whether a key should be stored. An expired key that was not looked up again counts as present."""
         self._hear()
         is_unknown = self._known.lacks(key) and key not in self._found.by_key
         return is_unknown and (key not in self._expired or key in self._tracker)
 
     def _hear(self) -> None:
-        """Take what arrived, and end what is over."""
+        """Handle pending events, timeouts and expiries."""
         news = self._news
         while news:
             self._hear_event(news.popleft())
@@ -177,7 +178,7 @@ class RemoteIndex(Generic[P]):
             self._expire_entries(now_s)
 
     def _learn(self, number: int, places: Mapping[Key, P], until_s: float, heard_s: float) -> Mapping[Key, P]:
-        """Offer found chunks, which are open keys of a lookup. Those of them for which there is room."""
+        """Offer found chunks, which are open keys of a lookup. Returns the chunks for which there was room."""
         if not self._make_room(sum(place.num_bytes for place in places.values()), len(places)):
             places = self._fitting(self._tracker.open_keys(number), places)
         if places:
@@ -190,14 +191,14 @@ class RemoteIndex(Generic[P]):
         return places
 
     def _end_lookup(self, number: int, answer: Answer, heard_s: float) -> None:
-        """A lookup is over: its open keys are MISSING, or LATE."""
+        """End a lookup. Its open keys get this answer."""
         keys = self._tracker.end(number, answer, heard_s)
         if self._expired and answer is Answer.MISSING:
             for key in keys:
                 self._expired.pop(key, None)
 
     def _fitting(self, keys: Iterable[Key], places: Mapping[Key, P]) -> dict[Key, P]:
-        """As much as there is room for, from the beginning on."""
+        """The leading places for which there is room."""
         left_bytes = self.capacity_bytes - self.used_bytes
         left_keys = self._bounds.max_known - len(self._known.by_key) - len(self._found.by_key)
         fitting: dict[Key, P] = {}
@@ -209,8 +210,8 @@ class RemoteIndex(Generic[P]):
         return fitting
 
     def _make_room(self, num_bytes: int, num_keys: int) -> bool:
-        """Forget found chunks first, and then chunks that were stored or read, until there is room for so much more.
-        False, and nothing is forgotten, where that would not be enough."""
+        """Drop found chunks, then chunks that were stored or read, until there is room. False, and nothing is dropped,
+        if that would not be enough."""
         known, found = self._known, self._found
         in_use_bytes, num_in_use = known.used_bytes - known.evictable_bytes, known.num_reserved + known.num_pinned
         if in_use_bytes + num_bytes > self.capacity_bytes or num_in_use + num_keys > self._bounds.max_known:
@@ -230,10 +231,10 @@ class RemoteIndex(Generic[P]):
         num_known = len(self._known.by_key) + len(self._found.by_key)
         return self.used_bytes + num_bytes > self.capacity_bytes or num_known + num_keys > self._bounds.max_known
 
-    # Chunks that are read or stored.
+    # Ledger entries.
 
     def _take_over(self, key: Key) -> RemoteEntry[P]:
-        """A found chunk is read: the ledger keeps it from now on."""
+        """Move a found chunk that is read now into the ledger."""
         place = self._space.next = self._found.pop(key)
         entry = self._known.take(key, place.num_bytes, place.num_bytes)
         self._known.commit(key)
@@ -268,7 +269,7 @@ class RemoteIndex(Generic[P]):
             for key in list(islice(expired, surplus)):
                 del expired[key]
 
-    # What is known.
+    # Queries.
 
     @property
     def capacity_bytes(self) -> int:
@@ -393,7 +394,7 @@ class RemoteIndex(Generic[P]):
         return entry is not None
 
     def clear(self) -> int:
-        """`invalidate` every key here. Others' copies stay."""
+        """Invalidate every key of this index. Remote copies stay."""
         self._tracker.clear()
         return self._forget_all()
 
@@ -407,7 +408,7 @@ class RemoteIndex(Generic[P]):
         return self._known.forget_all() + len(places)
 
     def take_counts(self) -> TierCounts:
-        """Counts without those of the ledger that follow from what was found or expired."""
+        """Counts since the last call, without ledger operations caused by lookups or expiry."""
         self._hear()
         counts = self._known.tally.take()
         num_taken_over, self._num_taken_over = self._num_taken_over, 0

@@ -1,7 +1,7 @@
-"""Lookups without an answer yet: their deadlines, their ends, and the keys that were not found.
+"""Lookup tracker: open lookups with their deadlines, and recently missing keys. Sends nothing.
 
-A prompt is one lookup of thousands of keys, and the engine's thread pays for it. So most calls take many keys, and work
-on whole tables. Knows no client. Times come from the caller, in seconds.
+A prompt is one lookup of thousands of keys on the engine's thread, so most calls take many keys and use bulk
+operations. The caller passes all times, in seconds.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ from itertools import islice
 from hybridkv.tiers.contract import Answer, Heard, Key
 
 _OVER_S = -math.inf
-"""The deadline of a lookup that timed out."""
+"""Deadline of a lookup that timed out already."""
 
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
     open_keys: dict[Key, None]
-    """Keys without an answer, that are still wanted."""
+    """Keys without an answer that were not withdrawn."""
     deadline_s: float
     given_up_s: float
 
 
 class LookupTracker:
-    """All lookups of one index. A lookup has a number, which its answers name.
+    """Lookups of one index, by number.
 
     Args:
-        max_asked: keys without an answer at one time; also bounds the keys remembered as missing.
-        missing_s: a key that was not found is not looked up again for so long.
+        max_asked: limit of open keys, and of remembered missing keys.
+        missing_s: a missing key is not looked up again for so long.
         given_up_s: a lookup is forgotten so long after its deadline.
     """
 
@@ -40,15 +40,15 @@ class LookupTracker:
         self._missing_s = missing_s
         self._given_up_s = given_up_s
         self._number_of: dict[Key, int] = {}
-        """The lookup of each key."""
+        """Lookup number of each open key."""
         self._lookups: dict[int, _Lookup] = {}
         self.due_s = math.inf
-        """`pass_time` has nothing to do before."""
+        """Next time at which `pass_time` has work."""
         self.changes = 0
-        """How often the answer of an index's `lookup` may have changed."""
+        """Number of changes. Part of the index's `generation`."""
         self.heard = Heard()
         self._missing: dict[Key, float] = {}
-        """Until when a key counts as missing. The oldest first."""
+        """Time until which a key counts as missing. The oldest first."""
         self._answers: dict[Answer, int] = {}
 
     def __contains__(self, key: Key) -> bool:
@@ -56,24 +56,24 @@ class LookupTracker:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no key waits for an answer."""
+        """Whether no key is open."""
         return not self._number_of
 
     def is_pending(self, key: Key) -> bool:
-        """Whether an answer may still come in time."""
+        """Whether a key is open and its deadline has not passed."""
         number = self._number_of.get(key)
         return number is not None and self._lookups[number].deadline_s != _OVER_S
 
     def open_keys(self, number: int) -> Mapping[Key, None]:
-        """Keys of a lookup without an answer, in their order. Empty for a number that is not known."""
+        """Open keys of a lookup, in order. Empty for an unknown number."""
         lookup = self._lookups.get(number)
         return {} if lookup is None else lookup.open_keys
 
     # Sending.
 
     def keys_to_send(self, keys: Sequence[Key], deadline_s: float, now_s: float) -> list[Key]:
-        """Which of these to look up now: no key that was looked up already, whose later deadline holds, no key that was
-        missing a moment ago, and no more keys than may be open."""
+        """Select the keys to look up now: not open already (the later deadline then applies), not recently missing, and
+        within `max_asked`."""
         known = self._number_of
         if known and not known.keys().isdisjoint(keys):
             for number in {known[key] for key in keys if key in known}:
@@ -97,11 +97,11 @@ class LookupTracker:
             self.due_s = min(self.due_s, deadline_s)
 
     def given_up_s(self, deadline_s: float) -> float:
-        """When a lookup with this deadline is forgotten."""
+        """Time at which a lookup with this deadline is forgotten."""
         return deadline_s + self._given_up_s
 
     def begin(self, number: int, keys: Iterable[Key], deadline_s: float) -> None:
-        """A lookup of these keys was sent."""
+        """Record a lookup that was sent."""
         open_keys = dict.fromkeys(keys)
         self._lookups[number] = _Lookup(open_keys, deadline_s, self.given_up_s(deadline_s))
         self._number_of.update(dict.fromkeys(open_keys, number))
@@ -109,13 +109,13 @@ class LookupTracker:
         self.due_s = min(self.due_s, deadline_s)
 
     def not_sent(self, num_keys: int) -> None:
-        """A lookup of so many keys could not be sent. Counted as timed out; does not affect the breaker."""
+        """Count keys that could not be sent, as timed out. Does not affect the breaker."""
         self._count(Answer.LATE, num_keys)
 
     # Ends.
 
     def found(self, number: int, keys: Collection[Key], heard_s: float) -> None:
-        """These open keys of a lookup were found."""
+        """Record open keys as found."""
         if keys:
             lookup = self._lookups[number]
             deque(map(lookup.open_keys.pop, keys), maxlen=0)
@@ -123,7 +123,7 @@ class LookupTracker:
             self._tell(lookup, Answer.HELD, len(keys), heard_s)
 
     def end(self, number: int, answer: Answer, heard_s: float) -> list[Key]:
-        """A lookup is over. Its open keys, which all have this answer: MISSING, or LATE where there will be none."""
+        """End a lookup. Returns its open keys, which all get this answer: MISSING or LATE."""
         lookup = self._lookups.pop(number, None)
         if lookup is None or not lookup.open_keys:
             return []
@@ -138,19 +138,19 @@ class LookupTracker:
         return keys
 
     def end_all(self) -> None:
-        """No lookup will have an answer."""
+        """End all lookups as timed out."""
         for number in list(self._lookups):
             self.end(number, Answer.LATE, math.inf)
 
     def withdraw(self, key: Key) -> None:
-        """An answer about this key is not wanted any more."""
+        """Drop a key: its answer is not needed any more."""
         number = self._number_of.pop(key, None)
         if number is not None:
             del self._lookups[number].open_keys[key]
             self.changes += 1
 
     def pass_time(self, now_s: float) -> None:
-        """Time out the lookups whose deadline is over, and forget those given up."""
+        """Time out lookups at their deadline, and forget them at `given_up_s`."""
         self.due_s = math.inf
         for number, lookup in list(self._lookups.items()):
             if lookup.deadline_s != _OVER_S and now_s >= lookup.deadline_s:
@@ -165,7 +165,7 @@ class LookupTracker:
             self.due_s = min(self.due_s, due_s)
 
     def clear(self) -> None:
-        """Forget all lookups, and the missing keys."""
+        """Forget all lookups and missing keys."""
         self.changes += len(self._lookups)
         self._lookups.clear()
         self._number_of, self._missing = {}, {}
@@ -177,7 +177,7 @@ class LookupTracker:
     # Counts.
 
     def take_answers(self) -> dict[Answer, int]:
-        """How keys were answered since the last call."""
+        """Number of keys by answer since the last call."""
         answers, self._answers = self._answers, {}
         return answers
 
@@ -186,7 +186,7 @@ class LookupTracker:
             self._answers[answer] = self._answers.get(answer, 0) + num_keys
 
     def _tell(self, lookup: _Lookup, answer: Answer, num_keys: int, heard_s: float) -> None:
-        """Counts each key once: a lookup that timed out was counted then."""
+        """Count answers. A lookup that timed out was counted already."""
         if lookup.deadline_s == _OVER_S:
             return
         if heard_s > lookup.deadline_s:

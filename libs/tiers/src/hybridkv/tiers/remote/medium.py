@@ -1,4 +1,4 @@
-"""Operations of a medium that end on other threads: what begins is checked, and what has ended waits to be polled."""
+"""Base of a remote medium: checks operations at the start and queues their completions from other threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class RemoteMedium:
     """Base of a tier's medium.
 
     Args:
-        max_waiting: operations that are not over. One more is BUSY.
+        max_waiting: limit of open operations. One more fails with BUSY.
     """
 
     def __init__(self, max_waiting: int) -> None:
@@ -33,7 +33,7 @@ class RemoteMedium:
     def _begin(
         self, ticket: Ticket, slot: Slot, buffers: Sequence[Buffer], *, is_store: bool
     ) -> list[memoryview] | None:
-        """The memory of a new operation, as views of bytes. None where the operation failed at once."""
+        """Begin an operation. Returns its memory as byte views; None if it failed at once."""
         with self._changed:
             self._num_open += 1
         views: list[memoryview] | Failure = CLOSED
@@ -47,7 +47,7 @@ class RemoteMedium:
         return views
 
     def _end(self, completion: Completion) -> None:
-        """An operation is over. Any thread."""
+        """Queue a completion. Thread-safe."""
         with self._changed:
             self._num_open -= 1
             self._completions.append(completion)

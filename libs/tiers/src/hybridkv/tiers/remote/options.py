@@ -1,4 +1,4 @@
-"""Bounds that every remote tier has. Each has a name and a default; an operator chooses few of them."""
+"""Options that all remote tiers share, with defaults."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Base of a tier's options.
 
     Raises:
-        TierConfigurationError: a value cannot work.
+        TierConfigurationError: a value is invalid.
     """
 
     max_asked: int = 4096
-    """Keys about which answers are waited for at one time."""
+    """Limit of keys without an answer."""
     max_known: int = 65_536
-    """Chunks that are believed to be there."""
+    """Limit of chunks in the index."""
     known_bytes: int = 1 << 40
-    """Of these, in one rank."""
+    """Limit of their bytes on one rank."""
     missing_s: float = 1.0
-    """A key that was not found is not looked up again for so long."""
+    """A missing key is not looked up again for so long."""
     given_up_s: float = 10.0
     """A lookup without an answer is forgotten so long after its deadline."""
     max_waiting: int = 4096
-    """Loads and stores that are not over. One more is BUSY."""
+    """Limit of open loads and stores. One more fails with BUSY."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

@@ -1,1 +1,1 @@
-"""What is written to an object store, byte by byte. Pure: reads and writes no object. FORMAT.md has every field."""
+"""Byte formats of an object store: encoders and decoders without I/O. FORMAT.md lists every field."""

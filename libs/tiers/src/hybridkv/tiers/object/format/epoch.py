@@ -1,4 +1,4 @@
-"""The mark that says which epoch of a cache is current. It is one object, written over when another epoch begins."""
+"""Mark of the current epoch: one object, overwritten when a new epoch begins."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ EPOCH_MARK_BYTES = _HEAD.size + SEAL_BYTES
 
 
 def encode_epoch(seals: Seals, name: str, epoch: int) -> bytes:
-    """The bytes of a mark.
+    """Encode a mark.
 
     Args:
-        seals: of the fleet.
-        name: of the object; the mark is valid under this name alone.
+        seals: seals of the fleet.
+        name: name of the object; the mark is valid only under this name.
         epoch: at least 0.
     """
     head = _HEAD.pack(MAGIC, epoch)
@@ -25,7 +25,7 @@ def encode_epoch(seals: Seals, name: str, epoch: int) -> bytes:
 
 
 def decode_epoch(seals: Seals, name: str, data: bytes) -> int | None:
-    """The epoch of a mark. None where this fleet did not write it under this name."""
+    """Decode a mark. None if this fleet did not write it under this name."""
     head, seal = data[: _HEAD.size], data[_HEAD.size :]
     if len(data) != EPOCH_MARK_BYTES or not seals.holds(seal, name.encode(), head):
         return None

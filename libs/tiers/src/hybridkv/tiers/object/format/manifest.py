@@ -1,7 +1,7 @@
-"""What a fleet holds of one prefix: every chunk of all groups on its path, from the first token on, and where each is.
+"""Manifest of one prefix: every stored chunk of all groups on its path, from the first token, with its place.
 
-A manifest is named by the prefix at whose end it stands, so who knows a prompt knows what to ask for; it is put when
-all that it names is there. It is replaced only where it is bad.
+The name of a manifest is derived from its last prefix, so a reader can compute it from the prompt. It is written after
+all chunks that it lists, and replaced only if it is bad.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from hybridkv.tiers.object.format.seals import SEAL_BYTES, Seals
 
 VERSION = 1
 _NUMBERS = 4
-"""Of a part: its tag, its pack, its offset, its bytes."""
+"""Numbers of a part: tag, pack, offset, bytes."""
 MAX_PARTS = 32_768
-"""Of one manifest, and as many prefixes and packs. A stranger's bytes must not cost memory, so the decoder looks at
-lengths before it makes anything."""
+"""Limit of parts, of prefixes and of packs in one manifest. The decoder checks lengths before it allocates, since the
+bytes are untrusted."""
 MAX_TAGS = 256
 _LARGEST_TAG = 64
 _LARGEST_PREFIX = 64
@@ -31,10 +31,11 @@ class Part(NamedTuple):
     """A chunk of one group.
 
     Args:
-        tag: the beginning of its key, which is its group's.
-        pack: the name of its object, without its rank.
-        offset: of its header there.
-        num_bytes: of the chunk, on each rank.
+        tag: tag of its key, which names the group.
+        pack: name of the pack, without the rank.
+        offset: offset of the header in the pack, in bytes.
+        num_bytes: size of the chunk on each rank.
+
     """
 
     tag: bytes
@@ -44,11 +45,12 @@ class Part(NamedTuple):
 
 
 class Node(NamedTuple):
-    """One end of a prefix, and what is stored that ends there.
+    """A prefix, and the stored chunks that end there.
 
     Args:
-        prefix: its hash: the rest of the keys of these parts.
-        parts: one for each group that has something there.
+        prefix: prefix hash; with the tag of a part it is the key.
+        parts: one for each group with a chunk here.
+
     """
 
     prefix: bytes
@@ -65,9 +67,9 @@ class _Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fals
     packs: Annotated[list[Annotated[str, Meta(max_length=_LARGEST_PACK)]], Meta(max_length=MAX_PARTS)]
     prefixes: Annotated[list[Annotated[bytes, Meta(max_length=_LARGEST_PREFIX)]], Meta(max_length=MAX_PARTS)]
     counts: Annotated[list[_Number], Meta(max_length=MAX_PARTS)]
-    """How many parts each prefix has."""
+    """Number of parts of each prefix."""
     numbers: Annotated[list[_Number], Meta(max_length=_NUMBERS * MAX_PARTS)]
-    """Of all parts, one after the other."""
+    """Numbers of all parts, concatenated."""
 
 
 _decoder = msgspec.msgpack.Decoder(_Body)
@@ -75,13 +77,14 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def encode_manifest(seals: Seals, name: str, world_size: int, path: Sequence[Node]) -> bytes:
-    """The bytes of a manifest. One of more than `MAX_PARTS` is read by nobody.
+    """Encode a manifest. Readers reject one with more than `MAX_PARTS` parts.
 
     Args:
-        seals: of the fleet.
-        name: of the object, which it is good for alone.
-        world_size: ranks that each have their part of every chunk.
-        path: from its beginning on.
+        seals: seals of the fleet.
+        name: name of the object; the manifest is valid only under it.
+        world_size: number of ranks.
+        path: the path from its first prefix.
+
     """
     tags: dict[bytes, int] = {}
     packs: dict[str, int] = {}
@@ -98,13 +101,13 @@ def encode_manifest(seals: Seals, name: str, world_size: int, path: Sequence[Nod
 
 
 def is_sealed(seals: Seals, name: str, data: bytes) -> bool:
-    """Whether this fleet wrote these bytes under this name. Looks at nothing that they say."""
+    """Whether this fleet wrote these bytes under this name. Does not decode them."""
     view = memoryview(data)
     return len(data) >= SEAL_BYTES and seals.holds(data[:SEAL_BYTES], name.encode(), view[SEAL_BYTES:])
 
 
 def decode_manifest(seals: Seals, name: str, world_size: int, data: bytes) -> list[Node] | None:
-    """The path of a manifest. None where it is not one that this fleet wrote under this name, for as many ranks."""
+    """Decode the path of a manifest. None unless this fleet wrote it under this name for so many ranks."""
     if not is_sealed(seals, name, data):
         return None
     try:

@@ -1,7 +1,6 @@
-"""One chunk of one rank within a pack: a header, and the bytes behind it.
+"""Record: one chunk of one rank in a pack, a header followed by the bytes.
 
-The header says whose bytes they are and where they belong, so that what lies at another place, in another pack or under
-another rank is not taken for this chunk.
+Header and seal bind the bytes to key, rank, object and offset, so that a record at another place is rejected.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ assert HEADER_BYTES == 160
 
 
 class PartPlace(NamedTuple):
-    """Where a chunk of one rank lies.
+    """Place of one rank's part of a chunk.
 
     Args:
-        object_name: of a pack, its rank included.
-        rank: whose part it is.
-        offset: of the header in the object, in bytes.
+        object_name: name of the pack, with the rank.
+        rank: the rank.
+        offset: offset of the header in the object, in bytes.
+
     """
 
     object_name: str
@@ -36,30 +36,31 @@ class PartPlace(NamedTuple):
     offset: int
 
     def words(self) -> bytes:
-        """What a seal says of it."""
+        """Bytes of this place that the seal covers."""
         return f"{self.object_name}@{self.offset}".encode()
 
 
 def encode_header(
     seals: Seals, place: PartPlace, key: Key, checksum: bytes, num_bytes: int, views: Sequence[memoryview]
 ) -> bytes:
-    """The header of a chunk.
+    """Encode the header of a chunk.
 
     Args:
-        seals: of the fleet.
-        place: where it will lie.
+        seals: seals of the fleet.
+        place: place of the record.
         key: at most `LARGEST_KEY_BYTES`.
         checksum: XXH3-128 of the bytes.
-        num_bytes: of them.
+        num_bytes: size of the chunk.
         views: the bytes.
+
     """
     head = _HEAD.pack(MAGIC, place.rank, len(key), 0, num_bytes, checksum, key)
     return head + seals.of(head, place.words(), views=views)
 
 
 def check_header(header: bytes, place: PartPlace, key: Key, num_bytes: int) -> bytes | Failure:
-    """The checksum that a chunk must have, where its header is that of this chunk. Its seal is to be checked with the
-    bytes, by `check_seal`."""
+    """Check that a header belongs to a chunk. Returns the expected checksum. The seal is checked later, with the bytes,
+    by `check_seal`."""
     if len(header) < HEADER_BYTES:
         return Failure(FailureReason.MISSING, f"{place.object_name} ends before {place.offset}")
     magic, rank, key_bytes, _, stored_bytes, checksum, stored_key = _HEAD.unpack_from(header)
@@ -71,7 +72,7 @@ def check_header(header: bytes, place: PartPlace, key: Key, num_bytes: int) -> b
 
 
 def check_seal(seals: Seals, header: bytes, place: PartPlace, views: Sequence[memoryview]) -> Failure | None:
-    """Why the header, or with keyed seals a byte of the chunk, is not what this fleet wrote there."""
+    """Check the seal of a header, and with keyed seals of the bytes. None if it is valid."""
     head, seal = header[: _HEAD.size], header[_HEAD.size : HEADER_BYTES]
     if seals.holds(seal, head, place.words(), views=views):
         return None

@@ -1,7 +1,7 @@
-"""Who vouches for what lies in a store that many write to.
+"""Seals: authentication of objects in a shared store.
 
-Without a secret a seal finds accidents. With one it is keyed BLAKE3 over everything, the bytes of a chunk included:
-whoever does not know the secret can neither make it nor move it to another place.
+Without a secret, a seal detects accidental changes of headers. With a secret it is keyed BLAKE3 and covers the bytes of
+chunks too: without the secret no one can create a seal or move an object to another name.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ _CONTEXT = "hybridkv 2026 seals of an object store v1"
 
 
 class Seals:
-    """Seals of one fleet.
+    """Creates and checks the seals of one fleet.
 
     Args:
-        secret: that its engines share; empty where all who may write are trusted.
+        secret: shared by all engines; empty if every writer is trusted.
     """
 
     def __init__(self, secret: bytes = b"") -> None:
@@ -28,12 +28,12 @@ class Seals:
 
     @property
     def is_keyed(self) -> bool:
-        """Whether a seal proves who made it, and covers the bytes of chunks."""
+        """Whether seals are keyed, and so cover the bytes of chunks."""
         return self._key is not None
 
     def of(self, *parts: bytes | memoryview, views: Sequence[memoryview] = ()) -> bytes:
-        """The seal of these, each with its length before it, and, where it is keyed, of a chunk's bytes, however they
-        are cut into views. Where it is not, a checksum has them."""
+        """Seal of these parts, each preceded by its length. A keyed seal also covers the bytes of `views`, however they
+        are split; otherwise only the chunk's checksum covers them."""
         digest = blake3() if self._key is None else blake3(key=self._key)
         for part in parts:
             digest.update(len(part).to_bytes(_LENGTH_BYTES, "little"))
@@ -45,5 +45,5 @@ class Seals:
         return digest.digest()
 
     def holds(self, seal: bytes, *parts: bytes | memoryview, views: Sequence[memoryview] = ()) -> bool:
-        """Whether this is their seal."""
+        """Whether a seal matches. Constant time."""
         return hmac.compare_digest(seal, self.of(*parts, views=views))
