@@ -1,15 +1,17 @@
-"""What other engines hold in host memory, as a slower tier: asked for by key, read when needed, never stored to.
+"""Peer tier: host memory of other engines as a read-only secondary tier.
 
-    index.py     chunks that peers hold: the scheduler's half of the reader, over remote/
-    client.py    sends its lookups, and answers those of peers
-    leases.py    chunks that peers were promised: the scheduler's half of the holder
-    medium.py    fetches chunks and checks them: each rank's half of the reader; reader.py does it
-    seals.py     digests of a rank's chunks: each rank's half of the holder
-    node.py      connections to peers, of either half
-    words.py     messages on them
-    builder.py   either half from addresses and a secret
 
-`hybridkv.peers` carries it: proof of the secret, control connections, one-sided reads.
+
+    index.py     the scheduler's index of chunks at peers, built on remote/
+    client.py    lookup client: sends lookups and answers those of peers
+    leases.py    leases: chunks kept for peers, on the scheduler
+    medium.py    each rank's medium: reads and checks chunks, with reader.py
+    seals.py     answers peers' requests for digests of a rank's chunks
+    node.py      connections to peers
+    words.py     messages of these connections
+    builder.py   builds the index or a medium from addresses and a secret
+
+`hybridkv.peers` provides authentication, control connections and one-sided reads.
 """
 
 from hybridkv.tiers.peer.builder import Neighbourhood, open_index, open_medium

@@ -25,18 +25,18 @@ from hybridkv.tiers.peer.seals import RankSeals
 from hybridkv.tiers.ram import RamIndex
 
 SCHEDULER = -1
-"""In the place of a rank."""
+"""Rank number of a scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Neighbourhood:
-    """Where an engine and its peers are.
+    """Addresses of an engine and its peers.
 
     Args:
-        secret: that all of them know.
-        listen: where this engine's scheduler is asked; rank n is at the port behind it plus n. Port 0: any, for tests.
-        peers: where other engines' schedulers are. One's own address among them is passed over.
-        make_transport: what moves bytes, by the name of this process.
+        secret: shared by all engines.
+        listen: address of this engine's scheduler. Rank n listens on port + 1 + n. Port 0: any port, for tests.
+        peers: addresses of the schedulers of other engines. The own address is ignored.
+        make_transport: builds the transport, from the name of this process.
     """
 
     secret: Secret
@@ -45,7 +45,7 @@ class Neighbourhood:
     make_transport: Callable[[str], Transport]
 
     def of_rank(self, rank: int) -> tuple[Address, tuple[Address, ...]]:
-        """Where this rank listens, and where the like ranks of peers do."""
+        """Address of this rank, and addresses of the same rank of each peer."""
         host, port = self.listen
         peers = tuple((there, at + 1 + rank) for there, at in self.peers)
         return (host, port + 1 + rank if port else 0), peers
@@ -58,10 +58,11 @@ def open_index(
     options: PeerOptions,
     clock: Callable[[], float],
 ) -> PeerIndex:
-    """The scheduler's half. `ram` is what peers are let read from.
+    """Build the scheduler's index. Peers may read from `ram`.
 
     Raises:
-        TierConfigurationError: the address cannot be listened on, or others would reach it without a secret.
+        TierConfigurationError: the address is not free, or it is reachable by other hosts and there is no secret.
+
     """
     about = words.About(words.PROTOCOL, SCHEDULER, fingerprint.digest(), fingerprint.encode())
     leases = PeerLeases(ram, options, clock)
@@ -84,10 +85,11 @@ def open_medium(
     options: PeerOptions,
     clock: Callable[[], float],
 ) -> PeerMedium:
-    """A rank's half. `memory` is what peers are let read, and where what is read from them goes.
+    """Build a rank's medium. Peers may read `memory`; loads go into it too.
 
     Raises:
         TierConfigurationError: as `open_index`.
+
     """
     address, peers = neighbourhood.of_rank(rank)
     name = f"hybridkv-{uuid.uuid4()}"

@@ -24,7 +24,7 @@ class Answered(NamedTuple):
     peer: int
     request: int
     slots: tuple[Slot | None, ...]
-    """Of each key in the peer's memory, in the order of the lookup; None where the peer lacks it."""
+    """Slot of each key in the peer's memory, in the order of the lookup; None if the peer lacks it."""
     lease_s: float
     """The peer keeps these chunks for so long."""
     heard_s: float
@@ -32,21 +32,21 @@ class Answered(NamedTuple):
 
 
 class Lost(NamedTuple):
-    """A peer that was ready is not any more: it answers no lookup, and keeps nothing for this engine."""
+    """The connection to a peer ended: it answers no lookup, and its leases are void."""
 
     peer: int
     heard_s: float
 
 
 class PeerClient(LookupClient, Protocol):
-    """The part that an index needs. Its `news` are `Answered` and `Lost`."""
+    """Lookup client of a `PeerIndex`. The items of `news` are `Answered` and `Lost`."""
 
     def ready(self) -> Sequence[int]:
-        """Peers that may be asked now."""
+        """Peers that can be sent a lookup now."""
         ...
 
     def ask(self, peer: int, request: int, keys: Sequence[Key]) -> bool:
-        """Send a lookup to one peer. False: it cannot be sent, and there will be no answer."""
+        """Send a lookup to one peer. False if it cannot be sent; then no answer comes."""
         ...
 
     def give_up(self, peer: int, keys: Sequence[Key]) -> None:
@@ -55,16 +55,17 @@ class PeerClient(LookupClient, Protocol):
 
 
 class PeerLookupClient:
-    """A `PeerClient`, which also answers peers. Its `news` come from the loop's thread; the index's thread makes every
-    other call.
+    """`PeerClient` that also answers lookups of peers. The loop's thread appends to `news`; all other calls are made on
+    the index's thread.
 
     Args:
-        loop: control connections. Closed with it.
-        about: this scheduler.
-        peers: where other schedulers listen.
-        leases: what they may be promised.
-        options: bounds.
-        clock: seconds, the index's.
+        loop: control connections. Closed by `close`.
+        about: description of this scheduler.
+        peers: addresses of other schedulers.
+        leases: leases of peers.
+        options: limits.
+        clock: clock of the index, in seconds.
+
     """
 
     def __init__(
@@ -80,11 +81,12 @@ class PeerLookupClient:
         self.leases = leases
         self._clock = clock
         self._node = Node(loop, NodeIdentity(about), NodeCallbacks(self, self), peers, options.retry_s, clock)
-        # So that the first question finds somebody.
+        # Connect now, so that the first lookup finds peers.
+
         self._node.ready()
 
     def listen(self, host: str, port: int) -> Address:
-        """Let other engines ask. `OSError` where that address cannot be had."""
+        """Accept connections of other engines. `OSError` if the address is not available."""
         return self._node.listen(host, port)
 
     # Lookups of this engine.
@@ -101,10 +103,10 @@ class PeerLookupClient:
         for first in range(0, len(keys), MAX_KEYS):
             body = words.encode(words.GiveUp(*words.pack_keys(keys[first : first + MAX_KEYS])))
             if not self._node.tell(peer, body):
-                return  # it is gone, and with it what it kept for this side
+                return  # the peer is gone, and its leases with it
 
     def close(self) -> None:
-        """On the index's thread: what peers were promised is unpinned."""
+        """Close connections and end all leases. On the index's thread."""
         self._node.close(CLOSE_S)
         self.leases.close()
 
@@ -120,7 +122,7 @@ class PeerLookupClient:
         self.news.append(Lost(peer, self._clock()))
 
     def found(self, peer: int, description: Describe) -> None:
-        """It fits, and is asked when somebody wants something."""
+        """Nothing to do: `ready` returns this peer from now on."""
 
     # Lookups of peers.
 

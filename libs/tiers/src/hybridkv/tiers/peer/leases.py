@@ -1,11 +1,11 @@
-"""What peers were told that this engine holds, and for how long it stays: the scheduler's half of who is asked.
+"""Leases: chunks that this engine keeps for peers for a limited time.
 
-Peers ask at any time, also while the engine does nothing, and the index belongs to the engine's thread. So a question
-is answered on the thread that it arrives on, which looks at the index's table and changes nothing in it; the pin that
-goes with the answer is made by the engine's thread, before it takes space for anything else: `settle`, which the index
-of host memory calls first in each reservation. Nothing is evicted but by a reservation, so that is soon enough. A chunk
-that left between the look and the pin is one whose lease nobody keeps: its reader finds another seal, or none, or a
-digest that is not that of the bytes. No lease is needed for what is read to be right, only for it to be of use.
+Lookups of peers arrive at any time, also while the engine is idle, and the index belongs to the engine's thread. So a
+lookup is answered on the connection's thread, which only reads the index. The engine's thread pins the chunk later, in
+`settle`, which the RAM index calls before each reservation. Only reservations evict, so this is early enough.
+
+A chunk may be evicted between lookup and pin. Then the lease is lost: the reader finds another seal, no seal or a wrong
+digest, and its load fails. Leases make loads likely to succeed; correctness does not depend on them.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from hybridkv.tiers.contract import Key, Slot
 from hybridkv.tiers.peer.options import PeerOptions
 
 Reader: TypeAlias = int
-"""One connection of a peer."""
+"""Connection of a peer."""
 
 
 class LeasableIndex(Protocol):
-    """Index of host memory, as far as leases need it."""
+    """The part of the RAM index that leases need."""
 
     @property
     def capacity_bytes(self) -> int: ...
 
     def find(self, key: Key) -> Slot | None:
-        """Where a committed key lies. Any thread may ask; what it is told may be over when it looks."""
+        """Slot of a committed key. Thread-safe; the slot may be stale when it is used."""
         ...
 
     def pin(self, key: Key) -> Slot | None:
-        """On the index's own thread, as the next."""
+        """Pin a key. On the index's thread, like `unpin`."""
         ...
 
     def unpin(self, key: Key) -> None: ...
 
 
 class LeaseCounts(msgspec.Struct, frozen=True):
-    """Since the last call. Merging is addition."""
+    """Counts since the last call. Merge by addition."""
 
     asked: int = 0
-    """Keys."""
+    """Keys looked up by peers."""
     held: int = 0
     refused: int = 0
-    """That are here and could not be leased, because as much was as may be."""
+    """Keys present but not leased, because a limit was reached."""
     expired: int = 0
-    """Leases that their readers did not give back."""
+    """Leases that ended by time."""
     lost: int = 0
-    """Of chunks that had left before they were pinned."""
+    """Leases of chunks that were evicted before the pin."""
 
 
 @dataclass(slots=True)
@@ -66,12 +66,13 @@ class _Lease:
 
 
 class PeerLeases:
-    """Answers what peers ask, within bounds. `settle` is for the index's thread, everything else for any.
+    """Leases of all peers, within limits. Thread-safe, except `settle` and `close`, which the index's thread calls.
 
     Args:
-        index: of host memory.
-        options: bounds.
+        index: the RAM index.
+        options: limits.
         clock: seconds.
+
     """
 
     def __init__(self, index: LeasableIndex, options: PeerOptions, clock: Callable[[], float]) -> None:
@@ -82,15 +83,15 @@ class PeerLeases:
         self._max_bytes = int(options.leased_share * index.capacity_bytes)
         self._lock = threading.Lock()
         self._live: OrderedDict[tuple[Reader, Key], _Lease] = OrderedDict()
-        """The one that ends first comes first: each lasts as long as the others."""
+        """In order of expiry, since all leases have the same duration."""
         self._bytes = 0
         self._changes: deque[_Lease] = deque()
-        """Leases that began or ended, for the index's thread."""
+        """Leases that began or ended, to be handled by `settle`."""
         self._counts = [0, 0, 0, 0, 0]
 
     @property
     def num_bytes(self) -> int:
-        """That peers were promised. A chunk that two were promised counts twice."""
+        """Leased bytes. A chunk leased to two peers counts twice."""
         return self._bytes
 
     def __len__(self) -> int:
@@ -99,7 +100,7 @@ class PeerLeases:
     # Any thread.
 
     def answer(self, reader: Reader, keys: Sequence[Key]) -> list[Slot | None]:
-        """Where each lies, which stays there for `lease_s` unless it is given up; None for what is not to be had."""
+        """Lease keys to a peer for `lease_s`. Returns the slot of each; None if it is absent or cannot be leased."""
         with self._lock:
             now_s = self._clock()
             self._expire(now_s)
@@ -129,13 +130,13 @@ class PeerLeases:
         return slot
 
     def give_up(self, reader: Reader, keys: Iterable[Key]) -> None:
-        """These are needed no more. What was not promised is passed over."""
+        """End the leases of these keys. Keys without a lease are ignored."""
         with self._lock:
             for key in keys:
                 self._end((reader, key))
 
     def leave(self, reader: Reader) -> None:
-        """A peer's connection ended."""
+        """End all leases of a closed connection."""
         with self._lock:
             for name in [name for name in self._live if name[0] == reader]:
                 self._end(name)
@@ -158,7 +159,7 @@ class PeerLeases:
             self._counts[3] += 1
 
     def take_counts(self) -> LeaseCounts:
-        """What happened since the last call."""
+        """Counts since the last call."""
         with self._lock:
             counts, self._counts = self._counts, [0, 0, 0, 0, 0]
         return LeaseCounts(*counts)
@@ -166,9 +167,8 @@ class PeerLeases:
     # The index's thread.
 
     def settle(self) -> None:
-        """Pin what was promised and unpin what is needed no more, before something else takes its space.
-
-        Costs next to nothing while no peer asks.
+        """Pin newly leased chunks and unpin those of ended leases. Called before each reservation; cheap without
+        leases.
         """
         if not self._live and not self._changes:
             return
@@ -187,13 +187,14 @@ class PeerLeases:
         slot = self._index.pin(lease.key)
         lease.is_pinned = slot is not None
         if slot is not None and slot != lease.slot:
-            # It left, and came back to another place.
+            # It was evicted and stored again in another slot.
+
             self._index.unpin(lease.key)
             lease.is_pinned = False
         self._counts[4] += not lease.is_pinned
 
     def close(self) -> None:
-        """Every lease ends. On the index's thread; peers may still ask, and are promised nothing."""
+        """End every lease and grant no more. On the index's thread; peers may still send lookups."""
         with self._lock:
             self._max_leases = 0
             for name in list(self._live):

@@ -1,9 +1,8 @@
-"""Reads chunks from peers' memory: a rank's half of a tier of peers. Also lets their ranks read this one's.
+"""Medium of one rank for a peer tier: reads chunks from peers' memory. Their ranks can read this rank's memory too.
 
-Bytes come by a `Transport`, straight to where they belong if that is registered memory, and past it if not. What came
-is good if its digest is the one under which the peer sealed the chunk: so a slot that was given to another chunk while
-it was read, a torn read and a peer that lies are a failed load, whatever the peer promised. One thread makes every call
-of the transport; callers leave loads and take completions.
+A `Transport` reads straight into the destination if that is registered memory, otherwise into a temporary buffer. A
+load succeeds only if the digest of the bytes equals the one under which the peer sealed the chunk. So a reused slot and
+a torn read fail the load. One thread makes every call of the transport; callers queue loads and poll completions.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BUSY_S, IDLE_S = 0.001, 0.05
-"""How long the thread looks away while something is under way, and while nothing is."""
+"""Polling intervals of the thread with and without open loads."""
 CLOSE_S = 5.0
 
 
 class PeerMedium(RemoteMedium):
-    """A `TierMedium` to which nothing is stored.
+    """Read-only `TierMedium`: each store fails.
 
     Args:
         reader: reads from peers. The medium closes it.
@@ -59,7 +58,7 @@ class PeerMedium(RemoteMedium):
             self._inbox.put(lambda: self._reader.begin(load))
 
     def close(self) -> None:
-        """Every load ends, for CLOSED, within a bounded time; nobody reads here any more."""
+        """Fail all loads with CLOSED, within a bounded time. Peers cannot read this memory any more."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -78,11 +77,11 @@ class PeerMedium(RemoteMedium):
                 self._safely(part)
 
     def _safely(self, part: Callable[[], None]) -> None:
-        """Whatever it met, other loads go on, and this one has a deadline."""
+        """Run one step. An exception is logged, and other loads continue."""
         try:
             part()
         except Exception:
-            logger.exception("the tier of peers met a bug")
+            logger.exception("unexpected error in the peer tier")
             time.sleep(BUSY_S)
 
     def _wait(self) -> None:
@@ -90,7 +89,7 @@ class PeerMedium(RemoteMedium):
             self._reader.wait(BUSY_S)
 
     def _take(self) -> None:
-        """Do what was left in the inbox."""
+        """Run the work in the inbox."""
         try:
             (self._inbox.get_nowait() if self._reader.is_busy else self._inbox.get(timeout=IDLE_S))()
             for _ in range(self._inbox.qsize()):

@@ -1,4 +1,4 @@
-"""What bounds a peer tier on both sides. Each has a name and a default; an operator chooses few of them."""
+"""Options of the peer tier, with defaults."""
 
 from __future__ import annotations
 
@@ -7,34 +7,34 @@ from hybridkv.tiers.remote.options import RemoteOptions
 
 MAX_PEERS = 256
 MAX_KEYS = 4096
-"""Of one message. A longer one is several."""
+"""Limit of keys in one message. More keys need several messages."""
 
 
 class PeerOptions(RemoteOptions, frozen=True, kw_only=True):
-    """`TierConfigurationError` for a value that cannot work."""
+    """Options of both sides. An invalid value raises `TierConfigurationError`."""
 
     # The reader.
     given_up_s: float = 30.0
     retry_s: float = 1.0
-    """A peer that could not be reached is left alone for so long."""
+    """Delay before an unreachable peer is tried again."""
 
     # The holder.
     lease_s: float = 60.0
-    """For so long a chunk that a peer was told of stays. A peer offers it for half of that, and may load it for as long
-    again: so no load outlasts its lease, and none is renewed. One that did all the same would find another digest."""
+    """Duration of a lease. The reader offers the chunk for the first half and may load it in the second half, so no
+    load outlasts its lease and leases are not renewed. A load that did would find another digest."""
     max_leases: int = 16384
-    """Chunks that stay for peers at one time."""
+    """Limit of leases."""
     leased_share: float = 0.25
-    """Of host memory, which these may take up."""
+    """Limit of leased bytes, as a share of host memory."""
 
     # Bytes.
     load_timeout_s: float = 30.0
     reach_timeout_s: float = 5.0
-    """A load waits for so long for a connection to its peer."""
+    """A load waits so long for a connection to its peer."""
     reading_bytes: int = 256 << 20
-    """That are on their way to one rank at one time. A chunk that is larger is read by itself."""
+    """Limit of bytes being read by one rank. A larger chunk is read alone."""
     max_reads: int = 64
-    """Chunks that are."""
+    """Limit of chunks being read by one rank."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,7 +1,4 @@
-"""Says what a rank's memory holds: the digest under which a chunk was sealed, for whoever has read the bytes.
-
-Sealed memory may be asked by any thread. Nothing here reads a chunk.
-"""
+"""Answers peers' requests for the digests under which this rank sealed its chunks. Thread-safe. Reads no chunk."""
 
 from __future__ import annotations
 
@@ -15,10 +12,11 @@ _NONE = bytes(words.DIGEST_BYTES)
 
 
 class RankSeals:
-    """Answers ranks of peers.
+    """Handler of digest requests.
 
     Args:
-        memory: this rank's part of the fast tier.
+        memory: this rank's memory of the primary tier.
+
     """
 
     def __init__(self, memory: SealedMemory) -> None:
@@ -39,13 +37,14 @@ class RankSeals:
         digest = self._memory.sealed_checksum(key, slot)
         if digest is not None:
             return words.SEALED, digest
-        # Another key's seal is told without a look at the bytes.
+        # Report another key's seal without reading the bytes.
+
         [failure] = self._memory.check_all([(key, slot)])
         is_another = failure is not None and failure.reason is FailureReason.WRONG_KEY
         return words.ANOTHER if is_another else words.NOTHING, _NONE
 
     def notice(self, link: LinkId, body: bytes) -> None:
-        raise WireError(CloseReason.UNEXPECTED, "a rank is told nothing")
+        raise WireError(CloseReason.UNEXPECTED, "a rank accepts no notice")
 
     def left(self, link: LinkId) -> None:
         """Nothing was kept for it."""
