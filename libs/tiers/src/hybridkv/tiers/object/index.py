@@ -54,25 +54,25 @@ class ObjectIndex(RemoteIndex[PackPlace]):
     def _send(self, number: int, keys: Sequence[Key], until_s: float) -> bool:
         return self._client.ask(number, keys, until_s)
 
-    def _hear_event(self, event: News) -> None:
+    def _on_event(self, event: News) -> None:
         if isinstance(event, Moved):
             # All known chunks belong to the old epoch. Stores in progress are dropped.
 
             self._tracker.end_all()
             self._num_expired += self._forget_all()
         elif isinstance(event, Found):
-            self._hear_found(event)
+            self._on_found(event)
         else:
             self._end_lookup(event.request, Answer.LATE, event.heard_s)
 
-    def _hear_found(self, found: Found) -> None:
+    def _on_found(self, found: Found) -> None:
         places, wanted = found.places, self._tracker.open_keys(found.request)
         if not places.keys() <= wanted.keys():
             places = {key: place for key, place in places.items() if key in wanted}
-        self._learn(found.request, places, self._clock() + self._believed_s, found.heard_s)
+        self._add_found(found.request, places, self._clock() + self._believed_s, found.heard_s)
         self._end_lookup(found.request, Answer.MISSING, found.heard_s)
 
-    def _believed_until_s(self, place: PackPlace) -> float:
+    def _expires_s(self, place: PackPlace) -> float:
         return self._clock() + self._believed_s
 
     # Storing.
@@ -91,7 +91,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
         if not 0 < len(key) <= LARGEST_KEY_BYTES:
             raise TierProtocolError(f"reserve: expected a key of 1 to {LARGEST_KEY_BYTES} bytes, got {len(key)}")
-        self._hear()
+        self._poll_events()
         refusal = self._why_not(key, num_bytes)
         if refusal is None and (self._client.namespace is None or not self._client.takes_objects):
             refusal = Refusal.BUSY

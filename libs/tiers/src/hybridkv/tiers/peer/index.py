@@ -53,13 +53,13 @@ class PeerIndex(RemoteIndex[PeerPlace]):
             self._lookups[number] = _PeerLookup(tuple(keys), peers, until_s)
         return bool(peers)
 
-    def _hear_event(self, event: Answered | Lost) -> None:
+    def _on_event(self, event: Answered | Lost) -> None:
         if isinstance(event, Answered):
-            self._hear_answer(event)
+            self._on_answered(event)
         else:
-            self._hear_loss(event)
+            self._on_lost(event)
 
-    def _hear_answer(self, answer: Answered) -> None:
+    def _on_answered(self, answer: Answered) -> None:
         number, peer = answer.request, answer.peer
         lookup = self._lookups.get(number)
         if lookup is None or peer not in lookup.waiting:
@@ -71,7 +71,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         places = {
             key: PeerPlace(at_peer(peer, slot), slot.num_bytes, until_s) for key, slot in slots.items() if key in wanted
         }
-        learned = self._learn(number, places, until_s, answer.heard_s)
+        learned = self._add_found(number, places, until_s, answer.heard_s)
         self._give_up(peer, [key for key in slots if key not in learned])
         lookup.has_answer = True
         self._end_waiting(number, lookup, peer, answer.heard_s)
@@ -83,7 +83,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
             del self._lookups[number]
             self._end_lookup(number, Answer.MISSING if lookup.has_answer else Answer.LATE, heard_s)
 
-    def _hear_loss(self, loss: Lost) -> None:
+    def _on_lost(self, loss: Lost) -> None:
         for number, lookup in list(self._lookups.items()):
             if loss.peer in lookup.waiting:
                 self._end_waiting(number, lookup, loss.peer, loss.heard_s)
@@ -95,7 +95,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
 
     # Leases. A peer keeps a chunk until it was read, or is not going to be.
 
-    def _believed_until_s(self, place: PeerPlace) -> float:
+    def _expires_s(self, place: PeerPlace) -> float:
         return place.until_s
 
     def _on_forgotten(self, places: Mapping[Key, PeerPlace]) -> None:
@@ -124,5 +124,5 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         """Refused: CLOSED, PRESENT, or else TOO_LARGE, since asking again is pointless."""
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
-        self._hear()
+        self._poll_events()
         return self._known.tally.refuse(self._why_not(key, num_bytes) or Refusal.TOO_LARGE)

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 CLOSE_S = 2.0
 MEMORY_REGION: Final = 0
 """The number of this rank's memory, the first that is registered, here and at every peer."""
-_kept_mapped: list[object] = []
+_still_mapped: list[object] = []
 """Memory that a transport might still touch though it was closed: it is never given back."""
 
 
@@ -138,7 +138,7 @@ class PeerReader:
                 self._reading_bytes -= load.slot.num_bytes
                 self._finish(load)
             except Exception as error:  # a bug costs its own load, and no other
-                self._meet_bug(load, error)
+                self._fail_on_bug(load, error)
         if self._waiting:
             self._start_some()
 
@@ -164,7 +164,7 @@ class PeerReader:
                 try:
                     self._read(load, source.remote)
                 except Exception as error:
-                    self._meet_bug(load, error)
+                    self._fail_on_bug(load, error)
                 else:
                     started.setdefault(load.peer, []).append(load)
         self._waiting.extendleft(reversed(put_back))
@@ -247,7 +247,7 @@ class PeerReader:
     def _fail(self, load: PeerLoad, reason: FailureReason, detail: str) -> None:
         self.on_ended(Completion(load.ticket, Failure(reason, detail)))
 
-    def _meet_bug(self, load: PeerLoad, error: Exception) -> None:
+    def _fail_on_bug(self, load: PeerLoad, error: Exception) -> None:
         """It fails, now, or when nothing is written for it any more."""
         detail = f"{type(error).__name__}: {error}"
         if load.failure is None:
@@ -308,7 +308,7 @@ class PeerReader:
         is_over &= self._transport.close(CLOSE_S) and is_alone
         loads = [*self._waiting, *self._reading]
         if not is_over:
-            _kept_mapped.append((self._memory, [(load.past, load.views) for load in loads]))
+            _still_mapped.append((self._memory, [(load.past, load.views) for load in loads]))
         self._memory = None
         for load in loads:
             self._fail(load, FailureReason.CLOSED, "the medium was closed")

@@ -92,9 +92,9 @@ class RemoteIndex(Generic[P]):
             self._space, LeastRecentlyUsed(), options.known_bytes, max_keys=options.max_known
         )
         """Chunks that were read or stored."""
-        self._believed: list[tuple[float, int, RemoteEntry[P]]] = []
+        self._expiries: list[tuple[float, int, RemoteEntry[P]]] = []
         """Heap of (expiry time, number, entry) of the committed ledger entries."""
-        self._believed_numbers = itertools.count()
+        self._expiry_numbers = itertools.count()
         self._expired: dict[Key, None] = {}
         """Keys of expired chunks, the oldest first. They are looked up again before they are stored again."""
         self._changes = 0
@@ -112,11 +112,11 @@ class RemoteIndex(Generic[P]):
         """Send a lookup. Its answer is useful until `until_s`. False if it cannot be sent."""
         raise NotImplementedError
 
-    def _hear_event(self, event: Any) -> None:
+    def _on_event(self, event: Any) -> None:
         """Handle one event of the client."""
         raise NotImplementedError
 
-    def _believed_until_s(self, place: P) -> float:
+    def _expires_s(self, place: P) -> float:
         """Expiry time of a chunk that is read or was stored now."""
         raise NotImplementedError
 
@@ -133,7 +133,7 @@ class RemoteIndex(Generic[P]):
         return True
 
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
-        self._hear()
+        self._poll_events()
         if self._known.is_closed:
             return
         keys = list(keys)
@@ -146,26 +146,26 @@ class RemoteIndex(Generic[P]):
         self._number += 1
         if self._send(self._number, keys, self._tracker.given_up_s(deadline_s)):
             self._tracker.begin(self._number, keys, deadline_s)
-            self._hear()
+            self._poll_events()
         else:
             self._tracker.not_sent(len(keys))
 
     @property
     def heard(self) -> Heard:
-        self._hear()
+        self._poll_events()
         return self._tracker.heard
 
     def lacks(self, key: Key) -> bool:
         """Whether a key should be stored. An expired key that was not looked up again counts as present."""
-        self._hear()
+        self._poll_events()
         is_unknown = self._known.lacks(key) and key not in self._found.by_key
         return is_unknown and (key not in self._expired or key in self._tracker)
 
-    def _hear(self) -> None:
+    def _poll_events(self) -> None:
         """Handle pending events, timeouts and expiries."""
         news = self._news
         while news:
-            self._hear_event(news.popleft())
+            self._on_event(news.popleft())
         now_s = self._clock()
         if now_s >= self._tracker.due_s:
             self._tracker.pass_time(now_s)
@@ -174,10 +174,10 @@ class RemoteIndex(Generic[P]):
             places = self._found.expire(now_s)
             self._expire(places)
             self._on_forgotten(places)
-        if self._believed and now_s >= self._believed[0][0]:
+        if self._expiries and now_s >= self._expiries[0][0]:
             self._expire_entries(now_s)
 
-    def _learn(self, number: int, places: Mapping[Key, P], until_s: float, heard_s: float) -> Mapping[Key, P]:
+    def _add_found(self, number: int, places: Mapping[Key, P], until_s: float, heard_s: float) -> Mapping[Key, P]:
         """Offer found chunks, which are open keys of a lookup. Returns the chunks for which there was room."""
         if not self._make_room(sum(place.num_bytes for place in places.values()), len(places)):
             places = self._fitting(self._tracker.open_keys(number), places)
@@ -239,16 +239,16 @@ class RemoteIndex(Generic[P]):
         entry = self._known.take(key, place.num_bytes, place.num_bytes)
         self._known.commit(key)
         self._num_taken_over += 1
-        self._believe(entry)
+        self._track_expiry(entry)
         return entry
 
-    def _believe(self, entry: RemoteEntry[P]) -> None:
+    def _track_expiry(self, entry: RemoteEntry[P]) -> None:
         self._expired.pop(entry.key, None)
-        until_s = self._believed_until_s(entry.place)
-        heapq.heappush(self._believed, (until_s, next(self._believed_numbers), entry))
+        until_s = self._expires_s(entry.place)
+        heapq.heappush(self._expiries, (until_s, next(self._expiry_numbers), entry))
 
     def _expire_entries(self, now_s: float) -> None:
-        believed, by_key = self._believed, self._known.by_key
+        believed, by_key = self._expiries, self._known.by_key
         while believed and (believed[0][0] <= now_s or len(believed) > 2 * len(by_key) + self._bounds.max_asked):
             _, _, entry = heapq.heappop(believed)
             if by_key.get(entry.key) is entry and self._known.lookup(entry.key) is _HIT:
@@ -289,11 +289,11 @@ class RemoteIndex(Generic[P]):
 
     @property
     def generation(self) -> int:
-        self._hear()
+        self._poll_events()
         return self._known.generation + self._tracker.changes + self._changes
 
     def lookup(self, key: Key) -> LookupResult:
-        self._hear()
+        self._poll_events()
         return self._answer(key)
 
     def _answer(self, key: Key) -> LookupResult:
@@ -303,7 +303,7 @@ class RemoteIndex(Generic[P]):
         return _PENDING if answer is _MISS and self._tracker.is_pending(key) else answer
 
     def leading(self, keys: Iterable[Key]) -> int:
-        self._hear()
+        self._poll_events()
         found, held = self._found.by_key, 0
         for key in keys:
             if key not in found and self._answer(key) is _MISS:
@@ -312,7 +312,7 @@ class RemoteIndex(Generic[P]):
         return held
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
-        self._hear()
+        self._poll_events()
         if self._tracker.is_empty and not self.num_keys:
             return None
         for place in range(len(keys) - 1, -1, -1):
@@ -321,7 +321,7 @@ class RemoteIndex(Generic[P]):
         return None
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
-        self._hear()
+        self._poll_events()
         return any(self._answer(key) is _PENDING for key in keys)
 
     def touch(self, keys: Iterable[Key]) -> None:
@@ -342,7 +342,7 @@ class RemoteIndex(Generic[P]):
     def commit(self, key: Key) -> bool:
         is_committed = self._known.commit(key)
         if is_committed:
-            self._believe(self._known.by_key[key])
+            self._track_expiry(self._known.by_key[key])
         return is_committed
 
     def commit_all(self, keys: Sequence[Key]) -> list[bool]:
@@ -358,7 +358,7 @@ class RemoteIndex(Generic[P]):
         return None if slots is None else slots[0]
 
     def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
-        self._hear()
+        self._poll_events()
         found = self._found.by_key
         if not all(key in found or self._known.lookup(key) is _HIT for key in keys):
             return None
@@ -399,7 +399,7 @@ class RemoteIndex(Generic[P]):
         return self._forget_all()
 
     def _forget_all(self) -> int:
-        self._believed.clear()
+        self._expiries.clear()
         self._expired.clear()
         places = self._found.clear()
         self._changes += 1
@@ -409,7 +409,7 @@ class RemoteIndex(Generic[P]):
 
     def take_counts(self) -> TierCounts:
         """Counts since the last call, without ledger operations caused by lookups or expiry."""
-        self._hear()
+        self._poll_events()
         counts = self._known.tally.take()
         num_taken_over, self._num_taken_over = self._num_taken_over, 0
         num_expired, self._num_expired = self._num_expired, 0

@@ -120,7 +120,7 @@ class LookupTracker:
             lookup = self._lookups[number]
             deque(map(lookup.open_keys.pop, keys), maxlen=0)
             self._forget(keys)
-            self._tell(lookup, Answer.HELD, len(keys), heard_s)
+            self._record(lookup, Answer.HELD, len(keys), heard_s)
 
     def end(self, number: int, answer: Answer, heard_s: float) -> list[Key]:
         """End a lookup. Returns its open keys, which all get this answer: MISSING or LATE."""
@@ -129,7 +129,7 @@ class LookupTracker:
             return []
         keys = list(lookup.open_keys)
         self._forget(keys)
-        self._tell(lookup, answer, len(keys), heard_s)
+        self._record(lookup, answer, len(keys), heard_s)
         if answer is Answer.MISSING:
             self._missing.update(dict.fromkeys(keys, heard_s + self._missing_s))
             if (surplus := len(self._missing) - self._max_asked) > 0:
@@ -154,7 +154,7 @@ class LookupTracker:
         self.due_s = math.inf
         for number, lookup in list(self._lookups.items()):
             if lookup.deadline_s != _OVER_S and now_s >= lookup.deadline_s:
-                self._tell(lookup, Answer.LATE, len(lookup.open_keys), now_s)
+                self._record(lookup, Answer.LATE, len(lookup.open_keys), now_s)
                 lookup.deadline_s = _OVER_S
                 self.changes += bool(lookup.open_keys)
             if now_s >= lookup.given_up_s:
@@ -185,7 +185,7 @@ class LookupTracker:
         if num_keys:
             self._answers[answer] = self._answers.get(answer, 0) + num_keys
 
-    def _tell(self, lookup: _Lookup, answer: Answer, num_keys: int, heard_s: float) -> None:
+    def _record(self, lookup: _Lookup, answer: Answer, num_keys: int, heard_s: float) -> None:
         """Count answers. A lookup that timed out was counted already."""
         if lookup.deadline_s == _OVER_S:
             return
