@@ -1,8 +1,9 @@
-"""One process among peers: it listens, keeps a connection to each peer that it was told of, and hands on what is said.
+"""Node: the connections of one process to its peers. It listens, keeps a connection to each configured peer, and passes
+messages to callbacks.
 
-On every connection both sides describe themselves first, and nothing else is said before each has found that the other
-is of the same fingerprint. A peer that is not there, or does not fit, is tried again after a while, when somebody asks
-for it; nobody waits for that. What is heard is told on the loop's thread.
+On every connection both sides first send a description; other messages follow only if the fingerprints are equal. An
+unreachable or incompatible peer is tried again later, at a call of `ready`; no call waits for it. Callbacks run on the
+loop's thread.
 """
 
 from __future__ import annotations
@@ -24,40 +25,40 @@ logger = logging.getLogger(__name__)
 Address: TypeAlias = tuple[str, int]
 
 MISFIT_RETRIES = 60
-"""A peer that does not fit is left alone for so many times as long as one that is not there: it may be made to fit."""
+"""Factor on `retry_s` for an incompatible peer. It may be restarted with other settings."""
 MAX_SAID = 64
-"""Differences of those that connect here, of which the log has a line each."""
+"""Limit of logged differences of incoming connections."""
 
 
 class Asked(Protocol):
-    """What answers peers that connect here. Called on the loop's thread; a `WireError` ends that connection."""
+    """Callbacks for incoming connections. Called on the loop's thread; a `WireError` ends the connection."""
 
     def question(self, link: LinkId, body: bytes) -> bytes: ...
 
     def notice(self, link: LinkId, body: bytes) -> None: ...
 
     def left(self, link: LinkId) -> None:
-        """Its connection is no more."""
+        """The connection ended."""
         ...
 
 
 class Asking(Protocol):
-    """Who asks peers. Called on the loop's thread; a `WireError` ends that connection."""
+    """Callbacks for outgoing connections. Called on the loop's thread; a `WireError` ends the connection."""
 
     def found(self, peer: int, description: Describe) -> None:
-        """This peer fits, and may be asked."""
+        """The peer is compatible and ready."""
         ...
 
     def reply(self, peer: int, request: int, body: bytes) -> None: ...
 
     def lost(self, peer: int) -> None:
-        """A peer that was ready may be asked no more, and will answer nothing of what it was asked."""
+        """The connection to a ready peer ended. Open requests get no reply."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class NodeIdentity:
-    """Description of a process for its peers. `capability` is that of its memory, if they may read any."""
+    """Description of a process for its peers. `capability` lets them read its memory; empty if they may not."""
 
     about: About
     capability: bytes = b""
@@ -65,7 +66,7 @@ class NodeIdentity:
 
 @dataclass(frozen=True, slots=True)
 class NodeCallbacks:
-    """Receivers of peers' messages."""
+    """Callbacks for incoming and outgoing connections."""
 
     asked: Asked
     asking: Asking
@@ -78,19 +79,20 @@ class _Peer:
     retry_s: float = 0.0
     is_misfit: bool = False
     said: str = ""
-    """Why it could not be had, as it was logged last."""
+    """Last logged reason."""
 
 
 class Node:
-    """`close` closes the loop.
+    """Connections of one process to its peers.
 
     Args:
-        loop: control connections.
-        identity: of this process.
+        loop: control connections. Closed by `close`.
+        identity: description of this process.
         callbacks: receive peers' messages.
-        peers: where each listens; a peer's number is its place.
-        retry_s: how long a peer that is not to be had is left alone.
+        peers: addresses; the number of a peer is its index.
+        retry_s: delay before an unreachable peer is tried again.
         clock: seconds.
+
     """
 
     def __init__(
@@ -113,17 +115,17 @@ class Node:
         self._peers = [_Peer() for _ in peers]
         self._misfits: set[str] = set()
         self._guests: dict[LinkId, bool] = {}
-        """Connections that came, and whether each has described itself."""
+        """Incoming connections, and whether each has sent a valid description."""
 
     def listen(self, host: str, port: int) -> Address:
-        """Let peers in. `OSError` where that address cannot be had."""
+        """Accept connections. `OSError` if the address is not available."""
         handlers = Handlers(self._guest_opened, self._guest_said, self._guest_left)
         return self._loop.listen(host, port, handlers)
 
     # Any thread.
 
     def ready(self) -> list[int]:
-        """Peers that may be asked now. Others are looked for, and found later."""
+        """Peers that are ready. Starts connections to others that are due for a retry."""
         now_s = self._clock()
         with self._lock:
             for number, peer in enumerate(self._peers):
@@ -143,11 +145,11 @@ class Node:
             peer.retry_s = float("inf")
 
     def ask(self, peer: int, request: int, body: bytes) -> bool:
-        """Put a question. False where this peer cannot be asked now: there will be no reply."""
+        """Send a request. False if the peer is not ready; then no reply comes."""
         return self._send(peer, Question(request, body))
 
     def tell(self, peer: int, body: bytes) -> bool:
-        """Say what needs no reply."""
+        """Send a message without a reply."""
         return self._send(peer, Notice(body))
 
     def _send(self, peer: int, message: Message) -> bool:
@@ -156,17 +158,17 @@ class Node:
         return link is not None and self._loop.send(link, message)
 
     def end(self, peer: int) -> None:
-        """Have nothing more to do with this connection."""
+        """Close the connection to a peer."""
         with self._lock:
             link = self._peers[peer].link
         if link is not None:
             self._loop.end(link)
 
     def close(self, timeout_s: float) -> bool:
-        """End every connection. Repeatable. False: something is still being handled."""
+        """Close every connection. Idempotent. False if a callback is still running."""
         return self._loop.close(timeout_s)
 
-    # On the loop's thread: peers that were looked for.
+    # Outgoing connections, on the loop's thread.
 
     def _opened(self, link: LinkId) -> None:
         self._loop.send(link, self._describe)
@@ -192,7 +194,7 @@ class Node:
             raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
 
     def _refuse(self, link: LinkId, message: Describe) -> str | None:
-        """None if the other side is another engine's like process. If not it is told, and left: in what it differs."""
+        """Check a description. None if it is compatible; otherwise refuse the peer and return the difference."""
         theirs = words.decode_about(message.description)
         differs = words.difference(self._about, theirs)
         if differs is None:
@@ -215,13 +217,13 @@ class Node:
             self._asking.lost(number)
 
     def _complain(self, number: int, why: str) -> None:
-        """Once each time that it is another reason."""
+        """Log a reason, unless it was the last one logged for this peer."""
         peer = self._peers[number]
         if peer.said != why:
             peer.said = why
             logger.warning("peer %s:%d: %s", *self._addresses[number], why)
 
-    # On the loop's thread: peers that came.
+    # Incoming connections, on the loop's thread.
 
     def _guest_opened(self, link: LinkId, _: str) -> None:
         self._guests[link] = False

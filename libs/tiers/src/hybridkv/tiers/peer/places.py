@@ -1,7 +1,4 @@
-"""Places of chunks in peers' memory.
-
-A slot of this tier names the peer beside the offset, because a rank's medium needs both.
-"""
+"""Places of chunks in peers' memory. A slot of this tier encodes the peer and the offset."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ class PeerPlace(NamedTuple):
     Args:
         at_peer: its slot here.
         num_bytes: of the chunk.
-        until_s: it is offered until then.
+        until_s: expiry time of the offer.
         is_leased: the peer keeps it for this engine.
     """
 
@@ -33,20 +30,20 @@ class PeerPlace(NamedTuple):
         return peer_of(self.at_peer)
 
     def slot(self, number: int) -> Slot:
-        """As `RemotePlace` says. The offset in the peer's memory is needed, so it is not this number."""
+        """Slot for the medium. It holds the offset in the peer's memory, so `number` is unused."""
         return self.at_peer
 
 
 def at_peer(peer: int, slot: Slot) -> Slot:
-    """A slot of a peer's memory, as a slot of this tier."""
+    """Convert a slot of a peer's memory to a slot of this tier."""
     return Slot(tuple((peer << _SHIFT | offset, num_bytes) for offset, num_bytes in slot.extents))
 
 
 def peer_of(slot: Slot) -> int:
-    """The peer that a slot names."""
+    """Peer number of a slot."""
     return slot.first_offset >> _SHIFT
 
 
 def there(slot: Slot) -> Slot:
-    """The same slot without the peer."""
+    """Slot in the peer's memory, without the peer number."""
     return Slot(tuple((offset & MAX_OFFSET, num_bytes) for offset, num_bytes in slot.extents))

@@ -1,6 +1,6 @@
-"""Chunks on their way from peers to this rank: which wait, which are read, and whether what came is right.
+"""Peer reader: queued and running reads of chunks from peers, and the check of their digests.
 
-Every call is made on one thread, but for `close`. What a connection hears is put to that thread first.
+One thread makes every call except `close`. Events of connections are queued to that thread.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 CLOSE_S = 2.0
 MEMORY_REGION: Final = 0
-"""The number of this rank's memory, the first that is registered, here and at every peer."""
+"""Region number of a rank's memory, here and at every peer. It is registered first."""
 _still_mapped: list[object] = []
-"""Memory that a transport might still touch though it was closed: it is never given back."""
+"""Memory that a closed transport might still access. It is never freed."""
 
 
 @dataclass(slots=True, eq=False)
 class PeerLoad:
-    """One chunk that is wanted."""
+    """Load of one chunk."""
 
     ticket: Ticket
     key: Key
@@ -49,7 +49,7 @@ class PeerLoad:
     seal: tuple[int, bytes] | None = None
     failure: Failure | None = None
     past: npt.NDArray[np.uint8] | None = None
-    """Where it is read to if its destination is not registered."""
+    """Temporary buffer, if the destination is not registered."""
     past_region: int = -1
 
     @property
@@ -59,21 +59,22 @@ class PeerLoad:
 
 @dataclass(slots=True)
 class _Source:
-    """One peer's rank."""
+    """The rank of one peer."""
 
     remote: RemoteId
     waiting: dict[int, list[PeerLoad]] = field(default_factory=dict)
-    """Loads whose seals were asked for, by question."""
+    """Loads that wait for seals, by request number."""
 
 
 class PeerReader:
-    """Reads of a rank from its peers.
+    """Reads chunks from peers into one rank.
 
     Args:
-        transport: everything that peers may read is registered. Closed with it.
-        memory: this rank's memory, whose region is `MEMORY_REGION`; loads into it come straight to their place.
-        options: bounds.
+        transport: transport with the readable memory registered. Closed by `close`.
+        memory: this rank's memory, region `MEMORY_REGION`; loads into it need no temporary buffer.
+        options: limits.
         clock: seconds.
+
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class PeerReader:
         self._options = options
         self._clock = clock
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        """Work for the reading thread. Any thread may put some."""
+        """Work for the reading thread. Thread-safe."""
         self.node: Node | None = None
         """Set before the first load."""
         self.on_ended: Callable[[Completion], None] = lambda completion: None
@@ -101,7 +102,7 @@ class PeerReader:
         self._next_request = 1
         self._next_region = MEMORY_REGION + 1
 
-    # What is heard, on the connections' thread.
+    # Callbacks, on the connections' thread.
 
     def found(self, peer: int, description: Describe) -> None:
         self.inbox.put(lambda: self._attach(peer, description.capability))
@@ -128,7 +129,7 @@ class PeerReader:
         self._waiting.append(load)
 
     def step(self) -> None:
-        """Go on with everything."""
+        """Make progress on all loads."""
         self._transport.progress()
         for load in list(self._reading):
             try:
@@ -137,7 +138,7 @@ class PeerReader:
                 self._reading.remove(load)
                 self._reading_bytes -= load.slot.num_bytes
                 self._finish(load)
-            except Exception as error:  # a bug costs its own load, and no other
+            except Exception as error:  # a bug fails only its own load
                 self._fail_on_bug(load, error)
         if self._waiting:
             self._start_some()
@@ -185,7 +186,7 @@ class PeerReader:
         self._reading_bytes += load.slot.num_bytes
 
     def _local_extents(self, load: PeerLoad) -> list[tuple[int, int, int]]:
-        """(region, offset, num_bytes) of where it goes."""
+        """(region, offset, num_bytes) of the destination."""
         addresses = [_address(view) - self._base for view in load.views]
         if all(0 <= at <= self._num_bytes - len(view) for at, view in zip(addresses, load.views, strict=True)):
             return [(MEMORY_REGION, at, len(view)) for at, view in zip(addresses, load.views, strict=True)]
@@ -206,7 +207,7 @@ class PeerReader:
                 self._give_up(load, FailureReason.IO, "the peer is gone")
 
     def _is_over(self, load: PeerLoad) -> bool:
-        """Whether nothing is written for it any more, and what became of it is known."""
+        """Whether a load has ended and the transport writes nothing for it any more."""
         assert load.transfer is not None
         if not load.is_read and load.failure is None:
             state = self._transport.poll(load.transfer)
@@ -216,7 +217,8 @@ class PeerReader:
                 reason = FailureReason.BUSY if busy else FailureReason.IO
                 load.failure = Failure(reason, f"{state.reason}: {state.detail}")
                 if state.reason is TransportFailure.CLOSED and self.node is not None and load.peer in self._sources:
-                    # The transport has given the peer up, and the connection beside it does not notice.
+                    # The transport gave up the peer; close the control connection too.
+
                     self.node.end(load.peer)
         if load.failure is None and self._clock() >= load.deadline_s and (not load.is_read or load.seal is None):
             load.failure = Failure(FailureReason.IO, "timeout: the peer took too long")
@@ -248,7 +250,7 @@ class PeerReader:
         self.on_ended(Completion(load.ticket, Failure(reason, detail)))
 
     def _fail_on_bug(self, load: PeerLoad, error: Exception) -> None:
-        """It fails, now, or when nothing is written for it any more."""
+        """Fail a load, at once or when its transfer has ended."""
         detail = f"{type(error).__name__}: {error}"
         if load.failure is None:
             logger.error("a load from a peer met a bug", exc_info=error)
@@ -261,7 +263,7 @@ class PeerReader:
         if load.failure is None:
             load.failure = Failure(reason, detail)
 
-    # What was heard.
+    # Connection events.
 
     def _attach(self, peer: int, capability: bytes) -> None:
         self._detach(peer)
@@ -295,11 +297,12 @@ class PeerReader:
         for load, answer in zip(loads, answers, strict=True):
             load.seal = answer
 
-    # The end.
+    # Closing.
 
     def close(self, is_alone: bool) -> None:
-        """End connections and reads, and fail, for CLOSED, what was not over. What could still be written to or read
-        from stays mapped for ever.
+        """Close connections and the transport, and fail open loads with CLOSED. Memory that could still be accessed
+        stays mapped for ever.
+
 
         Args:
             is_alone: the reading thread has ended.
@@ -321,7 +324,7 @@ def _address(view: memoryview) -> int:
 
 
 def _ranges(local: Sequence[tuple[int, int, int]], remote: Sequence[tuple[int, int]]) -> Ranges:
-    """Two lists of pieces of as many bytes, cut wherever one of them ends."""
+    """Ranges of a read: both extent lists, which have equal total sizes, split at the boundaries of either."""
     rows: list[tuple[int, int, int, int, int]] = []
     pieces = iter(remote)
     start, left = 0, 0

@@ -1,7 +1,7 @@
-"""What two engines say to each other about chunks, inside the questions and replies of `hybridkv.peers`.
+"""Messages between engines about chunks, in the requests and replies of `hybridkv.peers`.
 
-Whoever says it has proven the secret, and may be wrong or broken all the same: every size is bounded, and what does not
-fit is a `WireError`, which ends the connection. Many of anything travel as columns of numbers, never as lists.
+The sender knows the secret but may be faulty, so every size is bounded. An invalid message raises `WireError`, which
+ends the connection. Lists travel as packed columns of numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hybridkv.tiers.peer.places import MAX_OFFSET
 PROTOCOL = 1
 MAX_KEY_BYTES = 256
 MAX_EXTENTS = 1 << 16
-"""Of the places of one answer together."""
+"""Limit of extents in one answer."""
 MAX_ABOUT_BYTES = 1 << 20
 DIGEST_BYTES = 16
 
@@ -48,14 +48,14 @@ class _Word(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
 
 
 class Find(_Word, frozen=True, tag="find"):
-    """Which of these do you hold? To a scheduler."""
+    """Lookup of keys. Sent to a scheduler."""
 
     keys: bytes
     ends: bytes
 
 
 class Found(_Word, frozen=True, tag="found"):
-    """Key i has `counts[i]` extents, none where it is not held. What is held stays for `lease_s`."""
+    """Reply to `Find`: key i has `counts[i]` extents, 0 if it is missing. Found chunks are leased for `lease_s`."""
 
     counts: bytes
     offsets: bytes
@@ -64,14 +64,14 @@ class Found(_Word, frozen=True, tag="found"):
 
 
 class GiveUp(_Word, frozen=True, tag="give_up"):
-    """These need not stay. To a scheduler."""
+    """End the leases of these keys. Sent to a scheduler."""
 
     keys: bytes
     ends: bytes
 
 
 class AskSeals(_Word, frozen=True, tag="ask_seals"):
-    """What is sealed for each key in the slot that begins at its offset? To a rank."""
+    """Request for the digest under which each key is sealed in the slot at its offset. Sent to a rank."""
 
     keys: bytes
     ends: bytes
@@ -79,14 +79,14 @@ class AskSeals(_Word, frozen=True, tag="ask_seals"):
 
 
 class Seals(_Word, frozen=True, tag="seals"):
-    """A digest each; `states[i]` says whether there is one, or why not."""
+    """Reply to `AskSeals`: one digest for each key. `states[i]` is the state of key i."""
 
     states: bytes
     digests: bytes
 
 
 SEALED, NOTHING, ANOTHER = 0, 1, 2
-"""States: sealed for this key, nothing is sealed there, or it is another key's."""
+"""States: sealed for this key, nothing sealed, or sealed for another key."""
 
 Word: TypeAlias = Find | Found | GiveUp | AskSeals | Seals
 
@@ -124,7 +124,7 @@ def decode_about(data: bytes) -> About:
 
 
 def difference(ours: About, theirs: About) -> tuple[str, str, str] | None:
-    """The field in which two processes may not differ, what is ours, and what is theirs; None where they fit."""
+    """First difference of two descriptions: (field, ours, theirs). None if they are compatible."""
     for field in ("protocol", "rank", "namespace"):
         mine, other = getattr(ours, field), getattr(theirs, field)
         if mine != other:
@@ -135,7 +135,7 @@ def difference(ours: About, theirs: About) -> tuple[str, str, str] | None:
 
 
 def _named_difference(ours: About, theirs: About) -> tuple[str, str, str]:
-    """What differs in the fingerprints, where both are there."""
+    """Difference of the fingerprints, by field if both are known."""
     namespaces = ("fingerprint", ours.namespace.hex()[:16], theirs.namespace.hex()[:16])
     if not ours.fingerprint or not theirs.fingerprint:
         return namespaces
@@ -151,12 +151,12 @@ def _named_difference(ours: About, theirs: About) -> tuple[str, str, str]:
 
 
 def pack_keys(keys: Sequence[Key]) -> tuple[bytes, bytes]:
-    """(joined, where each ends)"""
+    """Pack keys: (joined bytes, packed end offsets)."""
     return b"".join(keys), pack_columns([np.cumsum([len(key) for key in keys], dtype=np.int64)])
 
 
 def unpack_keys(keys: bytes, ends: bytes) -> list[Key]:
-    """`WireError` where these are not so many keys within the limits."""
+    """Unpack keys. `WireError` if they are invalid or exceed a limit."""
     (column,) = unpack_columns(ends, 1, MAX_KEYS)
     places = [0, *column.tolist()]
     if places[-1] != len(keys) or any(not 0 < b - a <= MAX_KEY_BYTES for a, b in itertools.pairwise(places)):
@@ -165,7 +165,7 @@ def unpack_keys(keys: bytes, ends: bytes) -> list[Key]:
 
 
 def found(slots: Sequence[Slot | None], lease_s: float) -> Found:
-    """An answer. Of more extents than one may have, the last slots are left out."""
+    """Build a `Found`. Slots beyond `MAX_EXTENTS` are reported as missing."""
     counts: list[int] = []
     extents: list[tuple[int, int]] = []
     for slot in slots:
@@ -181,7 +181,7 @@ def found(slots: Sequence[Slot | None], lease_s: float) -> Found:
 
 
 def slots_of(answer: Found) -> tuple[Slot | None, ...]:
-    """What a peer says of as many keys as it counts. `WireError` where that can be no answer."""
+    """Slots of a `Found`, in the order of the keys. `WireError` if it is invalid."""
     (counts,) = unpack_columns(answer.counts, 1, MAX_KEYS)
     (offsets,) = unpack_columns(answer.offsets, 1, MAX_EXTENTS)
     (sizes,) = unpack_columns(answer.sizes, 1, MAX_EXTENTS)
@@ -196,7 +196,7 @@ def slots_of(answer: Found) -> tuple[Slot | None, ...]:
 
 
 def seals(found_seals: Iterable[tuple[int, bytes]]) -> Seals:
-    """(state, digest) of each."""
+    """Build a `Seals` from (state, digest) pairs."""
     rows = list(found_seals)
     return Seals(bytes(state for state, _ in rows), b"".join(digest for _, digest in rows))
 
