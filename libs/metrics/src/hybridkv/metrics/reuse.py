@@ -1,0 +1,264 @@
+"""Estimator of prompt tokens that a tier of another size would restore: sampled reuse distances, in fixed memory.
+
+The reuse distance of a chunk is the size of all distinct chunks that were used since its last use, itself included. An
+LRU tier holds the chunk if the tier is at least as large. So one histogram of distances gives the restored tokens for
+every size. Method: SHARDS (Waldspurger et al., FAST 2015), which samples chunks by their hash. Recurrent states are not
+sampled, because a request has few of them. Reads no clock. For one thread.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Final
+
+MAX_CHUNKS: Final = 1 << 14
+"""Limit for sampled chunks. With more, the estimator halves the share of chunks that it samples."""
+MAX_STATES: Final = 1 << 13
+"""Limit for states. With more, it forgets the least recently used one."""
+UNITS: Final = 64
+"""Resolution of distances: this part of the tier's capacity."""
+MAX_MULTIPLE: Final = 16
+"""Distances above this multiple of the capacity count as unbounded."""
+EPOCHS_PER_DISTANCE: Final = 32
+"""A merged epoch has at most this part of its distance in bytes."""
+MAX_EPOCHS: Final = 384
+"""With more epochs, neighbours are merged."""
+
+
+class _Epoch:
+    """Chunks used at about the same time. An epoch that was merged into an older one has `merged_into`."""
+
+    __slots__ = ("merged_into", "newer_bytes", "num_bytes")
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        """Estimated size of all chunks and states whose last use was in this epoch."""
+        self.newer_bytes = 0
+        """Sum of `num_bytes` of all newer epochs, when the newest one began."""
+        self.merged_into: _Epoch | None = None
+
+
+def _root(epoch: _Epoch) -> _Epoch:
+    while epoch.merged_into is not None:
+        epoch = epoch.merged_into
+    return epoch
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseReport:
+    """Tokens of prompts, and how many of them a tier of a given size would have restored.
+
+    Args:
+        prompt_tokens: tokens of all prompts.
+        unit_bytes: resolution of sizes.
+        by_units: restored tokens that need a tier of (index + 1) units; the last one needs more than all others.
+    """
+
+    prompt_tokens: float
+    unit_bytes: float
+    by_units: tuple[float, ...]
+
+    @property
+    def reused_tokens(self) -> float:
+        """Tokens that an unbounded tier would have restored."""
+        return sum(self.by_units)
+
+    def restored_tokens(self, capacity_bytes: float) -> float:
+        """Tokens that a tier of `capacity_bytes` would have restored, at most `MAX_MULTIPLE` times today's."""
+        num_units = min(int(capacity_bytes / self.unit_bytes), len(self.by_units) - 1)
+        return sum(self.by_units[:num_units])
+
+    def bytes_for(self, share: float) -> float | None:
+        """The smallest tier that would have restored this share of `reused_tokens`.
+
+        None if nothing was reused, or if the tier is above all sizes.
+        """
+        wanted = share * self.reused_tokens
+        if not wanted:
+            return None
+        for num_units, tokens in enumerate(accumulate(self.by_units[:-1]), 1):
+            if tokens >= wanted:
+                return num_units * self.unit_bytes
+        return None
+
+
+class ReuseEstimator:
+    """Reuse distances of the requests of one engine.
+
+    Call `ask` with each new prompt, and `use` with its chunks when the request ends.
+
+    Args:
+        capacity_bytes: size of the tier.
+        chunk_bytes: size of a chunk of attention, of all groups together.
+        chunk_tokens: tokens of a chunk.
+        state_bytes: size of the states of one boundary; 0: the model has none.
+    """
+
+    def __init__(self, capacity_bytes: int, chunk_bytes: int, chunk_tokens: int, state_bytes: int = 0) -> None:
+        self._unit_bytes = max(1.0, capacity_bytes / UNITS)
+        self._chunk_bytes = chunk_bytes
+        self._chunk_tokens = chunk_tokens
+        self._state_bytes = state_bytes
+        self._chunks: dict[bytes, _Epoch] = {}
+        self._states: OrderedDict[bytes, _Epoch] = OrderedDict()
+        self._mask = 0
+        self._epochs: list[_Epoch] = [_Epoch()]
+        num_buckets = UNITS * MAX_MULTIPLE + 1
+        self._by_chunk = [0.0] * num_buckets
+        self._by_state = [0.0] * num_buckets
+        self._prompt_tokens = 0.0
+        self._asked_chunks = 0.0
+        self._sampled_chunks = 0.0
+
+    def ask(self, prompt_tokens: int, chunks: Sequence[bytes], states: Sequence[bytes] = ()) -> None:
+        """Measures the distances of a new prompt.
+
+        Args:
+            prompt_tokens: its length.
+            chunks: keys of its chunks of attention at which it could resume, from the first on.
+            states: keys of the states at the same boundaries; empty if the model has none.
+        """
+        self._prompt_tokens += prompt_tokens
+        self._asked_chunks += len(chunks)
+        self._measure_chunks(chunks)
+        if self._state_bytes:
+            self._measure_states(states)
+
+    def use(self, chunks: Sequence[bytes], states: Iterable[bytes] = ()) -> None:
+        """Makes the chunks and states of a request the most recently used ones, the first chunk most.
+
+        Args:
+            chunks: keys of its stored chunks of attention, from the first on.
+            states: keys of its stored states.
+        """
+        for key in states:
+            self._use_state(key)
+        kept, num_bytes = self._chunks, self._chunk_bytes * (self._mask + 1)
+        for key in reversed(self._sample(chunks)):
+            epoch = kept.get(key)
+            if epoch is not None:
+                _root(epoch).num_bytes -= num_bytes
+            kept[key] = self._add_to_newest(num_bytes)
+        while len(self._chunks) > MAX_CHUNKS:
+            self._sample_fewer()
+
+    def report(self) -> ReuseReport:
+        """Tokens that the model can resume: with states, only at a state."""
+        return self._report(self._by_state if self._state_bytes else self._by_chunk)
+
+    def attention_report(self) -> ReuseReport:
+        """The same for attention alone, as if there were a state at each boundary."""
+        return self._report(self._by_chunk)
+
+    def forget(self) -> None:
+        """Forgets all chunks, after the tiers were cleared. Keeps what was counted."""
+        self._chunks.clear()
+        self._states.clear()
+        self._epochs = [_Epoch()]
+
+    def fade(self) -> None:
+        """Halves all counts, so that newer requests count more."""
+        self._by_chunk = [tokens / 2 for tokens in self._by_chunk]
+        self._by_state = [tokens / 2 for tokens in self._by_state]
+        self._prompt_tokens /= 2
+        self._asked_chunks /= 2
+        self._sampled_chunks /= 2
+
+    def _measure_chunks(self, chunks: Sequence[bytes]) -> None:
+        sampled, weight = self._sample(chunks), self._mask + 1
+        self._sampled_chunks += len(sampled) * weight
+        needed = 0.0
+        for key in sampled:
+            epoch = self._chunks.get(key)
+            if epoch is None:
+                break
+            # A prefix needs all chunks before it too.
+            needed = max(needed, self._distance(epoch, self._chunk_bytes))
+            self._by_chunk[self._bucket(needed)] += self._chunk_tokens * weight
+
+    def _measure_states(self, states: Sequence[bytes]) -> None:
+        find = self._states.get
+        known = [(place, epoch) for place, key in enumerate(states, 1) if (epoch := find(key)) is not None]
+        needed = float("inf")
+        for number in range(len(known) - 1, -1, -1):
+            place, epoch = known[number]
+            # The chunks before a state are used with it, so they are at least as recent.
+            needed = min(needed, self._distance(epoch, self._state_bytes))
+            previous = known[number - 1][0] if number else 0
+            self._by_state[self._bucket(needed)] += (place - previous) * self._chunk_tokens
+
+    def _sample(self, keys: Sequence[bytes]) -> Sequence[bytes]:
+        mask = self._mask
+        return [key for key in keys if not hash(key) & mask] if mask else keys
+
+    def _use_state(self, key: bytes) -> None:
+        epoch = self._states.pop(key, None)
+        if epoch is None and len(self._states) >= MAX_STATES:
+            _, epoch = self._states.popitem(last=False)
+        if epoch is not None:
+            _root(epoch).num_bytes -= self._state_bytes
+        self._states[key] = self._add_to_newest(self._state_bytes)
+
+    def _add_to_newest(self, num_bytes: int) -> _Epoch:
+        newest = self._epochs[-1]
+        newest.num_bytes += num_bytes
+        if newest.num_bytes >= self._unit_bytes:
+            self._begin_epoch()
+        return newest
+
+    def _distance(self, epoch: _Epoch, own_bytes: int) -> float:
+        """Bytes used since the middle of an epoch."""
+        root = _root(epoch)
+        return root.newer_bytes + max(own_bytes, root.num_bytes / 2)
+
+    def _bucket(self, distance: float) -> int:
+        return min(int(distance / self._unit_bytes), len(self._by_chunk) - 1)
+
+    def _begin_epoch(self) -> None:
+        newer = 0
+        for epoch in reversed(self._epochs):
+            epoch.newer_bytes = newer
+            newer += epoch.num_bytes
+        if len(self._epochs) >= MAX_EPOCHS:
+            self._merge_epochs()
+        self._epochs.append(_Epoch())
+
+    def _merge_epochs(self) -> None:
+        """Merges neighbours. Older epochs become larger."""
+        merged: list[_Epoch] = []
+        for epoch in self._epochs:
+            limit = max(self._unit_bytes, epoch.newer_bytes / EPOCHS_PER_DISTANCE)
+            if merged and merged[-1].num_bytes + epoch.num_bytes <= limit:
+                into = merged[-1]
+                into.num_bytes += epoch.num_bytes
+                into.newer_bytes = epoch.newer_bytes
+                epoch.merged_into = into
+            else:
+                merged.append(epoch)
+        self._epochs = merged
+        for table in (self._chunks, self._states):
+            for key, epoch in table.items():
+                table[key] = _root(epoch)
+
+    def _sample_fewer(self) -> None:
+        """Halves the share of sampled chunks. Each one left stands for twice as many."""
+        num_bytes, mask = self._chunk_bytes * (self._mask + 1), 2 * self._mask + 1
+        kept: dict[bytes, _Epoch] = {}
+        for key, epoch in self._chunks.items():
+            root = _root(epoch)
+            if hash(key) & mask:
+                root.num_bytes -= num_bytes
+            else:
+                root.num_bytes += num_bytes
+                kept[key] = root
+        self._chunks, self._mask = kept, mask
+
+    def _report(self, counts: Collection[float]) -> ReuseReport:
+        by_units = list(counts)
+        if counts is self._by_chunk:
+            # Requests share few chunks, so the sample may hold too many or too few of those that are used most.
+            by_units[0] = max(0.0, by_units[0] + (self._asked_chunks - self._sampled_chunks) * self._chunk_tokens)
+        return ReuseReport(self._prompt_tokens, self._unit_bytes, tuple(by_units))
