@@ -21,13 +21,13 @@ _SERVED = """\
 
 The engine loses its cache, the prefix is restored, and the answer equals the one after the engine's own hit of the same
 length: in tokens, in log-probabilities to the last digit, and in every byte of every page. The same holds for the next
-turn of a conversation (the last prompt, its answer of {answer} tokens, and 16 more), and for four requests at once that share
-prefixes in pairs. Numbers are restored tokens, of the prompt's. As a control, another prefix and each zeroed part of the
-stored pages change the answer; `K of 3` means the keys of each of 3 groups."""
+turn of a conversation (the last prompt, its answer of {answer} tokens, and 16 more), and for four requests at once that
+share prefixes in pairs. Numbers are restored tokens, of the prompt's. As a control, another prefix and each zeroed part
+of the stored pages change the answer; `K of 3` means the keys of each of 3 groups."""
 _MAMBA2 = """\
 vLLM 0.32's CPU build cannot run Mamba-2 families with prefix caching, with or without a connector: it stops with an
-IndexError in `mamba_mixer2.py`. The test replaces that scan (`tests/zoo/mamba2_cpu.py`). Log-probabilities of their next
-turn are as near as the engine's own runs in other steps are to each other; its bytes are equal."""
+IndexError in `mamba_mixer2.py`. The test replaces that scan (`tests/zoo/mamba2_cpu.py`). Log-probabilities of their
+next turn are as near as the engine's own runs in other steps are to each other; its bytes are equal."""
 _STEPS = """\
 Without a connector (`//tests/zoo:steps_test`), steps of other sizes and other requests in the batch change
 log-probabilities by at most 0.001 in float32, and of Qwen3-Next in bfloat16 by at most 0.3.
