@@ -154,14 +154,14 @@ MUTANTS: Final = (
     ),
     Mutant(
         "states that the engine filed under a wrong block",
-        f"{_CONNECTORS}/wrong_blocks.py",
+        f"{_CONNECTORS}/common/corrupt_blocks.py",
         "states = [State(*state) for state in handed_over if not self.holds(state[1])]",
         "states = [State(*state) for state in handed_over]",
         "//libs/connectors:connectors_test",
     ),
     Mutant(
         "a failed load that leaves its prefix offered",
-        f"{_CONNECTORS}/loads.py",
+        f"{_CONNECTORS}/offload/loads.py",
         "doubted = culprits | set(self._prefix_keys(in_flight))",
         "doubted = set(culprits)",
         "//libs/connectors:connectors_test",

@@ -89,6 +89,7 @@ def everything() -> Recorder:
     recorder.announced("BlockStored", "CPU")
     recorder.announced("BlockRemoved", "STORAGE")
     recorder.announcements(128, 3)
+    recorder.reuse({"1x": 0.25, "unbounded": 0.5}, 4096)
     return recorder
 
 

@@ -17,6 +17,7 @@ from hybridkv.metrics.declaration import (
 from hybridkv.metrics.lmcache_catalogue import LMCACHE_TROUBLES
 from hybridkv.metrics.peer_catalogue import PEER_FAILURES
 from hybridkv.metrics.prometheus import PrometheusSink
+from hybridkv.metrics.reuse import ReuseEstimator, ReuseReport
 from hybridkv.metrics.selection import ChildSelection, SelectionStats
 
 __all__ = [
@@ -35,6 +36,8 @@ __all__ = [
     "MetricsError",
     "Panel",
     "PrometheusSink",
+    "ReuseEstimator",
+    "ReuseReport",
     "Section",
     "SelectionStats",
     "TokenClamp",

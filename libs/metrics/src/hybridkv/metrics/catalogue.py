@@ -64,6 +64,22 @@ def _of_child(name: str, kind: Kind, unit: str, meaning: str, panel: str, starts
 CATALOGUE = Catalogue(
     (
         Metric(
+            "vllm:hybridkv_estimated_hit_share",
+            Kind.GAUGE,
+            "share",
+            "Estimated share of prompt tokens that host memory of this multiple of its size would have restored.",
+            (Label("capacity", ("0.25x", "0.5x", "1x", "2x", "4x", "8x", "unbounded")),),
+            panel=Panel(Section.HITS, "Estimated hits by size of host memory"),
+        ),
+        Metric(
+            "vllm:hybridkv_reused_bytes",
+            Kind.GAUGE,
+            "bytes",
+            "Host memory that would have restored 95 % of the tokens that prompts share; 0 if it is above 16 times its "
+            "size, or if prompts share nothing.",
+            panel=Panel(Section.HITS, "Host memory for most shared tokens"),
+        ),
+        Metric(
             "vllm:hybridkv_lookups_total",
             Kind.COUNTER,
             "lookups",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -166,6 +166,12 @@ class Recorder:
         """Use of the memory that this rank shares with an LMCache server."""
         self._gauge("vllm:hybridkv_lmcache_pool_used_bytes", used_bytes)
         self._gauge("vllm:hybridkv_lmcache_pool_capacity_bytes", capacity_bytes)
+
+    def reuse(self, shares: Mapping[str, float], needed_bytes: int) -> None:
+        """Estimated hits by size of host memory, as shares of prompt tokens, and the size for most of them."""
+        for capacity, share in shares.items():
+            self._gauge("vllm:hybridkv_estimated_hit_share", round(share, 3), capacity=capacity)
+        self._gauge("vllm:hybridkv_reused_bytes", needed_bytes)
 
     def announced(self, event: str, medium: str) -> None:
         """A KV event reported that blocks are in a medium, or no longer."""

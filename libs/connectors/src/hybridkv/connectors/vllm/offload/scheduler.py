@@ -24,6 +24,7 @@ from hybridkv.connectors.vllm.offload.keeping import Keeper
 from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
 from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
 from hybridkv.connectors.vllm.offload.prefetching import Prefetcher
+from hybridkv.connectors.vllm.offload.reuse import ReuseMeter
 from hybridkv.connectors.vllm.offload.stores import StorePlanner
 from hybridkv.planner import LoadAdmission, State
 from hybridkv.planner.stages import COMPUTE
@@ -77,6 +78,7 @@ class OffloadScheduler:
         self._loads = LoadPlanner(layout, stack, admission, deadlines, recorder, self._in_flight)
         self._stores = StorePlanner(layout, stack, identity.adapters, recorder, self._keeper)
         self._prefetcher = Prefetcher(layout, self._requests, stack, self._loads.ask, deadlines.clock, recorder)
+        self._reuse = ReuseMeter(layout, stack, recorder, deadlines.clock)
         self._planned_loads: list[Load] = []
         self._planned_stores: list[Store] = []
         """Of requests that have ended since the last step was planned."""
@@ -158,6 +160,7 @@ class OffloadScheduler:
             self._checkpoints.on_admitted(tracked, num_external_tokens)
         if self._events is not None:
             self._events.met(tracked)
+        self._reuse.on_admitted(tracked)
         load = self._loads.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
             self._wrong.take_loaded(blocks, tracked.computed_tokens)
@@ -185,6 +188,7 @@ class OffloadScheduler:
                 continue  # a new request has taken the id
             if tracked is not None:
                 self._stores.on_gone(tracked)
+                self._reuse.on_gone(tracked)
             self._requests.forget(request_id)
             self._loads.on_gone(request_id)
         if self._checkpoints is not None:
@@ -320,6 +324,7 @@ class OffloadScheduler:
         """Counts what the tiers did since the last call, and what they hold now."""
         self._recorder.tiers(self._stack, self._layout.world_size)
         self._keeper.record(self._layout.world_size)
+        self._reuse.record()
 
     def take_events(self) -> list[Any]:
         """What routers are to be told since the last step; nothing where nobody asked for it."""
@@ -339,11 +344,13 @@ class OffloadScheduler:
         self._prefetcher.end()
         self._keeper.forget()
         self._stores.forget()
+        self._reuse.forget()
         self._requests.begin_anew(self._identity.begin_anew())
         return True
 
     def close(self) -> None:
         """Gives back what is still pinned in the engine's pool, and closes the tiers."""
+        self._reuse.log()
         self._stores.close()
         self._in_flight.close()
         self._stack.close()

@@ -1,0 +1,124 @@
+"""Estimated hits of host memory of other sizes, as gauges and as a line of the log."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Final
+
+from hybridkv.connectors.config import format_size
+from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.requests import TrackedRequest, state_groups
+from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.metrics import ReuseEstimator, ReuseReport
+from hybridkv.planner import GroupKind, last_boundary
+from hybridkv.tiers.stack import TierStack
+
+logger = logging.getLogger("vllm.hybridkv.scheduler")
+
+MULTIPLES: Final = (0.25, 0.5, 1, 2, 4, 8)
+"""Sizes of host memory, as multiples of the configured one."""
+MOST: Final = 0.95
+"""Share of all reused tokens for which the needed memory is given."""
+RECORD_S: Final = 1.0
+"""Shortest time between two updates of the gauges."""
+LOG_S: Final = 3600.0
+"""Time between two lines of the log. Counts are halved after each line."""
+
+
+class ReuseMeter:
+    """Feeds the estimator with the requests of one engine.
+
+    It counts whole chunks of the prompt. States at boundaries inside a chunk do not count.
+
+    Args:
+        layout: the model's groups.
+        stack: the tiers.
+        recorder: takes the gauges.
+        clock: seconds.
+    """
+
+    def __init__(self, layout: CacheLayout, stack: TierStack, recorder: Recorder, clock: Callable[[], float]) -> None:
+        self._spec, self._num_ranks = layout.spec, layout.world_size
+        self._recorder = recorder
+        self._clock = clock
+        chunk_tokens, states = self._spec.chunk_tokens, state_groups(self._spec)
+        attention = [index for index in self._spec.stored_groups if index not in states]
+        full = [index for index in attention if self._spec.groups[index].kind is GroupKind.FULL]
+        self._attention = next(iter([*full, *attention]), None)
+        self._states = next(iter(states), None)
+
+        def size(groups: list[int] | tuple[int, ...]) -> int:
+            return sum(stack.near.cost(layout.chunk_bytes(index, chunk_tokens)) for index in groups)
+
+        self._capacity_bytes = stack.near.capacity_bytes
+        self._estimator = ReuseEstimator(self._capacity_bytes, size(attention), chunk_tokens, size(states))
+        self._admitted: set[str] = set()
+        self._is_changed = False
+        self._recorded_s = self._logged_s = clock()
+
+    def on_admitted(self, tracked: TrackedRequest) -> None:
+        """Measures a prompt at its first admission."""
+        if tracked.request_id in self._admitted:
+            return
+        self._admitted.add(tracked.request_id)
+        num_tokens, keys = tracked.request.num_prompt_tokens, tracked.keys()
+        num_chunks = last_boundary(self._spec, num_tokens) // self._spec.chunk_tokens
+        chunks, states = (
+            keys.between(group, 0, num_chunks) if group is not None and num_chunks else ()
+            for group in (self._attention, self._states)
+        )
+        self._estimator.ask(num_tokens, chunks, states)
+
+    def on_gone(self, tracked: TrackedRequest) -> None:
+        """Makes the chunks of a request recent when it ends."""
+        self._admitted.discard(tracked.request_id)
+        chunk_tokens, keys = self._spec.chunk_tokens, tracked.path.keys
+        if keys:
+            whole = [(part[0], key) for part, key in keys.items() if part[1] % chunk_tokens == 0]
+            chunks = [key for group, key in whole if group == self._attention]
+            self._estimator.use(chunks, [key for group, key in whole if group == self._states])
+            self._is_changed = True
+
+    def record(self) -> None:
+        """Updates the gauges and the log, from time to time."""
+        now_s = self._clock()
+        if self._is_changed and now_s - self._recorded_s >= RECORD_S:
+            self._is_changed, self._recorded_s = False, now_s
+            report = self._estimator.report()
+            if report.prompt_tokens:
+                self._recorder.reuse(self._shares(report), self._needed_bytes(report))
+        if now_s - self._logged_s >= LOG_S:
+            self._logged_s = now_s
+            self.log()
+            self._estimator.fade()
+
+    def log(self) -> None:
+        """Logs the estimate, if any prompt was seen."""
+        report = self._estimator.report()
+        if not report.prompt_tokens:
+            return
+        shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in self._shares(report).items())
+        needed = self._needed_bytes(report)
+        most = f"; {format_size(needed)} would restore most of what prompts share" if needed else ""
+        logger.info(
+            "reuse of %d prompt tokens, by size of host memory (1x is %s): %s%s",
+            report.prompt_tokens,
+            format_size(self._capacity_bytes * self._num_ranks),
+            shares,
+            most,
+        )
+
+    def forget(self) -> None:
+        """The tiers were cleared."""
+        self._estimator.forget()
+
+    def _shares(self, report: ReuseReport) -> dict[str, float]:
+        sizes = {f"{multiple:g}x": self._capacity_bytes * multiple for multiple in MULTIPLES}
+        tokens = {name: report.restored_tokens(num_bytes) for name, num_bytes in sizes.items()}
+        tokens["unbounded"] = report.reused_tokens
+        return {name: number / report.prompt_tokens for name, number in tokens.items()}
+
+    def _needed_bytes(self, report: ReuseReport) -> int:
+        """Host memory for most of the reused tokens; 0 if nothing is reused, or if it is above all sizes."""
+        return round((report.bytes_for(MOST) or 0.0) * self._num_ranks)
