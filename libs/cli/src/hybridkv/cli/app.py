@@ -56,6 +56,32 @@ def check(config: str, as_json: bool) -> None:
     sys.exit(status_of(report.problems) if report.connectors or not report.problems else FAILED)
 
 
+@main.command(help="Summarize the explain log of an engine: why requests did not hit, and what helps.")
+@click.argument("log")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def explain(log: str, as_json: bool) -> None:
+    """`log` is a file with lines of the logger vllm.hybridkv.explain, or "-" for stdin.
+
+    Exit status: 0, or 2 if the log cannot be read or has no record.
+    """
+    from hybridkv.cli import explaining
+    from hybridkv.cli.output import FAILED, as_problem, print_json
+
+    try:
+        with sys.stdin if log == "-" else Path(log).open(encoding="utf-8", errors="replace") as lines:
+            report = explaining.summarize(lines, _name_of(log))
+    except (OSError, ValueError) as error:
+        problem = as_problem(error)
+        if problem is None:
+            raise
+        click.echo(problem.text(), err=True)
+        sys.exit(FAILED)
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(explaining.text_of(report))
+
+
 def _read(config: str) -> str:
     """Text of a CONFIG argument."""
     if config == "-":

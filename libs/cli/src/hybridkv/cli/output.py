@@ -37,6 +37,18 @@ class Problem(msgspec.Struct, frozen=True, omit_defaults=True):
         return f"{line}\nhint: {self.hint}" if self.hint else line
 
 
+class ReportError(ValueError):
+    """A command has nothing to report.
+
+    Args:
+        problem: the reason.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem.text())
+        self.problem = problem
+
+
 def status_of(problems: Sequence[Problem]) -> int:
     """Exit status for these problems."""
     if any(problem.severity == "error" for problem in problems):
@@ -52,6 +64,8 @@ def print_json(value: Any) -> None:
 
 def as_problem(error: Exception) -> Problem | None:
     """The problem that an error of a setting or of the system describes; None for any other error."""
+    if isinstance(error, ReportError):
+        return error.problem
     if isinstance(error, OSError):
         return Problem("error", str(error.filename or "?"), "a readable file", error.strerror or str(error))
     fields = [getattr(error, name, None) for name in ("path", "expected", "got", "hint")]

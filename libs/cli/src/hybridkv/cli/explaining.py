@@ -1,0 +1,155 @@
+"""Summary of the explain log: where the tokens of requests came from, why it was not more, and what helps."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Final
+
+import msgspec
+
+from hybridkv.cli.output import Problem, ReportError
+from hybridkv.connectors.vllm.common.explain import Explanation, Reason
+
+_START: Final = '{"request_id":'
+_REUSE: Final = "reuse of "
+ADVICE: Final[dict[str, str]] = {
+    Reason.COMPLETE: "",
+    Reason.PREFIX_ENDS: "",
+    Reason.GROUP_LIMITS: "lower chunk_tokens; states are stored where prompts part",
+    Reason.TIER_ROOM: "more host memory",
+    Reason.ENGINE_ROOM: "more GPU memory for the KV cache",
+    Reason.NOT_TAKEN: "",
+    Reason.NO_BOUNDARY: "lower chunk_tokens, if prompts are short",
+    Reason.NOT_STORED: "a larger tier, if there are evictions",
+    Reason.TIMEOUT: "a faster tier, or a longer load_timeout_seconds",
+    Reason.FAILED_LOADS: "see the log of the engine",
+    Reason.HINT: "",
+    Reason.ADAPTER: "see the log of the engine",
+}
+"""What an operator can do, by the reason why no more was offered. docs/guides/observing.md has more."""
+
+
+class ReasonRow(msgspec.Struct, frozen=True):
+    """Requests with one reason.
+
+    Args:
+        reason: why no more tokens were offered.
+        requests: number of requests.
+        compute_tokens: tokens that these requests computed.
+        advice: what helps; "" if nothing has to be done.
+    """
+
+    reason: str
+    requests: int
+    compute_tokens: int
+    advice: str
+
+
+class ExplainReport(msgspec.Struct, frozen=True):
+    """Sums over an explain log.
+
+    Args:
+        requests: admitted requests; one that started over counts again.
+        hits: requests for which a tier had more than the engine.
+        tokens: tokens of all requests.
+        by_source: tokens by source: "engine", a tier, or "compute".
+        reasons: rows, the most computed tokens first.
+        lost_tokens: tokens that a missing state or window cost, by kind of group.
+        reuse: the last estimate of other sizes of host memory, as the engine logged it; "" if there is none.
+        other_lines: lines without a record.
+    """
+
+    requests: int
+    hits: int
+    tokens: int
+    by_source: dict[str, int]
+    reasons: list[ReasonRow]
+    lost_tokens: dict[str, int]
+    reuse: str
+    other_lines: int
+
+
+def summarize(lines: Iterable[str], name: str) -> ExplainReport:
+    """Reads a log. Records may stand between other lines, and after a prefix of the logger.
+
+    Args:
+        lines: the log.
+        name: name of the log, for errors.
+
+    Raises:
+        ReportError: the log has no record.
+    """
+    decode = msgspec.json.Decoder(Explanation).decode
+    requests, computed, sources, lost = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
+    hits = tokens = other_lines = 0
+    reuse = ""
+    for line in lines:
+        start = line.find(_START)
+        try:
+            record = decode(line[start:]) if start >= 0 else None
+        except msgspec.DecodeError:
+            record = None
+        if record is None:
+            other_lines += 1
+            if _REUSE in line and "unbounded" in line:
+                reuse = line[line.index(_REUSE) :].strip()
+            continue
+        requests[record.reason] += 1
+        computed[record.reason] += record.compute_tokens
+        hits += record.result == "hit"
+        tokens += record.num_tokens
+        sources["engine"] += record.engine_tokens
+        sources[record.source] += record.offered_tokens
+        sources["compute"] += record.compute_tokens
+        if record.lost_tokens:
+            lost[record.limiting_kind] += record.lost_tokens
+    if not requests:
+        raise ReportError(
+            Problem(
+                "error",
+                name,
+                "lines of the logger vllm.hybridkv.explain",
+                f"{other_lines} other lines",
+                "start vLLM with VLLM_LOGGING_CONFIG_PATH=deploy/vllm/explain-logging.json",
+            )
+        )
+    rows = [ReasonRow(reason, requests[reason], computed[reason], ADVICE[reason]) for reason in requests]
+    return ExplainReport(
+        requests=requests.total(),
+        hits=hits,
+        tokens=tokens,
+        by_source={source: number for source, number in sources.most_common() if number},
+        reasons=sorted(rows, key=lambda row: -row.compute_tokens),
+        lost_tokens=dict(lost.most_common()),
+        reuse=reuse,
+        other_lines=other_lines,
+    )
+
+
+def text_of(report: ExplainReport) -> str:
+    """The report for people."""
+    shares = ", ".join(f"{source} {_percent(number, report.tokens)}" for source, number in report.by_source.items())
+    lines = [
+        f"{report.requests:,} requests, {_percent(report.hits, report.requests)} of them hits",
+        f"{report.tokens:,} tokens: {shares}",
+        "",
+    ]
+    header: tuple[str, ...] = ("why not more", "requests", "tokens computed", "what helps")
+    table = [header] + [
+        (row.reason, f"{row.requests:,}", f"{row.compute_tokens:,}", row.advice) for row in report.reasons
+    ]
+    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    lines += [
+        f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}  {row[3]}".rstrip() for row in table
+    ]
+    if report.lost_tokens:
+        kinds = ", ".join(f"{kind} {number:,}" for kind, number in report.lost_tokens.items())
+        lines += ["", f"tokens lost for want of a state or window: {kinds}"]
+    if report.reuse:
+        lines += ["", report.reuse]
+    return "\n".join(lines)
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.1f} %" if whole else "0 %"
