@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -65,21 +67,95 @@ def explain(log: str, as_json: bool) -> None:
     Exit status: 0, or 2 if the log cannot be read or has no record.
     """
     from hybridkv.cli import explaining
-    from hybridkv.cli.output import FAILED, as_problem, print_json
+    from hybridkv.cli.output import print_json
+
+    with _failing(), sys.stdin if log == "-" else Path(log).open(encoding="utf-8", errors="replace") as lines:
+        report = explaining.summarize(lines, _name_of(log))
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(explaining.text_of(report))
+
+
+@main.command(help="Show the caches in the directory of a disk tier.")
+@click.argument("path", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def inspect(path: str, as_json: bool) -> None:
+    """`path` is the `path` of a disk tier. An engine may have it open. Exit status: 0, or 2 if it cannot be read."""
+    from hybridkv.cli import stores
+    from hybridkv.cli.output import print_json
+
+    with _failing():
+        reports = stores.inspect(str(Path(path).absolute()))
+    if as_json:
+        print_json(reports)
+    else:
+        click.echo(stores.text_of(reports))
+
+
+@main.command(help="Read each record in the directory of a disk tier, and compare its checksum.")
+@click.argument("path", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def verify(path: str, as_json: bool) -> None:
+    """Exit status: 0, 1 if a record is damaged, or 2 if the directory cannot be read."""
+    from hybridkv.cli import stores
+    from hybridkv.cli.output import FINE, WARNED, print_json
+
+    is_shown = sys.stderr.isatty()
+
+    def show(name: str, done: int, total: int) -> None:
+        if is_shown and (done == total or not done % 100):
+            click.echo(f"\r{name[:12]}: {done:,} of {total:,} records", nl=done == total, err=True)
+
+    with _failing():
+        reports = stores.verify(str(Path(path).absolute()), show)
+    if as_json:
+        print_json(reports)
+    else:
+        for report in reports:
+            click.echo(f"{report.name[:12]}: {report.num_records:,} records, {report.num_damaged:,} damaged")
+            for damage in report.damages:
+                click.echo(f"  {damage.key} on rank {damage.rank}: {damage.reason}: {damage.detail}")
+    sys.exit(WARNED if any(report.num_damaged for report in reports) else FINE)
+
+
+@main.command(help="Delete caches in the directory of a disk tier, unless an engine has them open.")
+@click.argument("path", type=click.Path())
+@click.option("--namespace", "names", multiple=True, help="Beginning of a cache's name; without it, all caches.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clear(path: str, names: tuple[str, ...], yes: bool) -> None:
+    """Exit status: 0, 1 if nothing was deleted because of the answer, or 2 if a cache is open or cannot be deleted."""
+    from hybridkv.cli import stores
+    from hybridkv.cli.output import FAILED, WARNED
+
+    where = str(Path(path).absolute())
+    with _failing():
+        reports = [each for each in stores.inspect(where) if not names or each.name.startswith(names)]
+    click.echo(stores.text_of(reports))
+    if not reports:
+        return
+    if not yes and not click.confirm(f"Delete {len(reports)} of the caches in {where}?"):
+        sys.exit(WARNED)
+    with _failing():
+        left = stores.clear(where, [each.name for each in reports])
+    for name in left:
+        click.echo(f"error: {name[:12]}: an engine has it open, or its files cannot be deleted", err=True)
+    sys.exit(FAILED if left else 0)
+
+
+@contextlib.contextmanager
+def _failing() -> Iterator[None]:
+    """Prints an error of a setting or of the system, and ends with status 2."""
+    from hybridkv.cli.output import FAILED, as_problem
 
     try:
-        with sys.stdin if log == "-" else Path(log).open(encoding="utf-8", errors="replace") as lines:
-            report = explaining.summarize(lines, _name_of(log))
+        yield
     except (OSError, ValueError) as error:
         problem = as_problem(error)
         if problem is None:
             raise
         click.echo(problem.text(), err=True)
         sys.exit(FAILED)
-    if as_json:
-        print_json(report)
-    else:
-        click.echo(explaining.text_of(report))
 
 
 def _read(config: str) -> str:

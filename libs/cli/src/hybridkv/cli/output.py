@@ -69,4 +69,5 @@ def as_problem(error: Exception) -> Problem | None:
     if isinstance(error, OSError):
         return Problem("error", str(error.filename or "?"), "a readable file", error.strerror or str(error))
     fields = [getattr(error, name, None) for name in ("path", "expected", "got", "hint")]
+    fields[0] = fields[0] or getattr(error, "field", None)  # of a TierConfigurationError
     return None if fields[0] is None else Problem("error", *(str(field) for field in fields))

@@ -10,7 +10,7 @@ import errno
 import logging
 import os
 import weakref
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -25,6 +25,25 @@ from hybridkv.tiers.files.path_safety import say_who_could_exchange
 logger = logging.getLogger(__name__)
 
 MAX_LOCK_ATTEMPTS = 10
+
+
+class NamespaceFiles(Protocol):
+    """Open directories of a namespace, to read."""
+
+    @property
+    def digest(self) -> bytes: ...
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def num_ranks(self) -> int: ...
+
+    @property
+    def directory(self) -> Directory: ...
+
+    @property
+    def ranks(self) -> list[Directory]: ...
 
 
 class _OpenNamespace(NamedTuple):

@@ -113,7 +113,7 @@ def delete_stalest(namespace: Namespace) -> bool:
             if is_shortage(error):
                 raise
             logger.debug("%s is no cache that could be deleted: %s", name[:12], error)
-    return any(_delete(root, name) for _, name in sorted(stale))
+    return any(delete_namespace(root, name) for _, name in sorted(stale))
 
 
 def _bytes_of(root: Directory, name: str) -> int:
@@ -133,7 +133,7 @@ def _bytes_of(root: Directory, name: str) -> int:
         directory.close()
 
 
-def _delete(root: Directory, name: str) -> bool:
+def delete_namespace(root: Directory, name: str) -> bool:
     """Delete a namespace unless an engine has it open. False if nothing was deleted.
 
     Unknown files stay, with their directories.

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk.files.namespace import Namespace
+from hybridkv.tiers.disk.files.namespace import NamespaceFiles
 from hybridkv.tiers.disk.format import changes, snapshot
 from hybridkv.tiers.disk.format.changes import Change, Committed, Gone, Relocated, Reserved, Used
 from hybridkv.tiers.disk.format.layout import (
@@ -162,7 +162,7 @@ class FoundStore(NamedTuple):
     """Addresses are given out a second time."""
 
 
-def recover(namespace: Namespace, max_metadata_bytes: int, max_records: int) -> FoundStore:
+def recover(namespace: NamespaceFiles, max_metadata_bytes: int, max_records: int) -> FoundStore:
     """Read the store. An unreadable file counts as damaged; of a snapshot, at most `max_records` records are read.
 
     `OSError` if a directory cannot be read or a file is not ours.
@@ -200,7 +200,7 @@ def recover(namespace: Namespace, max_metadata_bytes: int, max_records: int) -> 
     )
 
 
-def _restart_numbers(namespace: Namespace, headers: dict[int, Row], epoch: int) -> FoundStore:
+def _restart_numbers(namespace: NamespaceFiles, headers: dict[int, Row], epoch: int) -> FoundStore:
     """Drop everything, and number segments from 0."""
     logger.warning("%s: the numbers of segments are used up; beginning anew, without what was stored", namespace.path)
     unavailable = [number for number, row in headers.items() if NoHeader.UNAVAILABLE in row]
@@ -209,7 +209,7 @@ def _restart_numbers(namespace: Namespace, headers: dict[int, Row], epoch: int) 
     return FoundStore(new_epoch, True, [], useless, unavailable, FoundRecords(), 0, [], 0, 0, None, is_restarted=True)
 
 
-def _read_metadata(namespace: Namespace, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
+def _read_metadata(namespace: NamespaceFiles, name: str, max_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes | None:
     """None if the file does not exist; empty, which counts as damaged, if it cannot be read."""
     try:
         return namespace.directory.read_file(name, max_bytes)
@@ -220,7 +220,7 @@ def _read_metadata(namespace: Namespace, name: str, max_bytes: int = LARGEST_SMA
         return b""
 
 
-def _read_epoch(namespace: Namespace, headers: dict[int, Row]) -> tuple[int, bool]:
+def _read_epoch(namespace: NamespaceFiles, headers: dict[int, Row]) -> tuple[int, bool]:
     data = _read_metadata(namespace, EPOCH_NAME)
     epoch = None if data is None else decode_epoch(data, namespace.digest)
     if epoch is not None:
@@ -256,7 +256,7 @@ class _Named(NamedTuple):
     resume_at: changes.Decoded | None
 
 
-def _read_names(namespace: Namespace, epoch: int, segments: list[FoundSegment], bounds: _MetadataBounds) -> _Named:
+def _read_names(namespace: NamespaceFiles, epoch: int, segments: list[FoundSegment], bounds: _MetadataBounds) -> _Named:
     data = _read_metadata(namespace, SNAPSHOT_NAME, bounds.file_bytes)
     saved = None if data is None else snapshot.decode(data, namespace.digest, bounds.num_records)
     if data is not None and saved is None:
@@ -275,7 +275,7 @@ def _read_names(namespace: Namespace, epoch: int, segments: list[FoundSegment], 
     return _Named(records, frontier, len(since.changes), since if since.is_whole and not frontier.pending else None)
 
 
-def _read_changes(namespace: Namespace, base: bytes, max_bytes: int) -> changes.Decoded | None:
+def _read_changes(namespace: NamespaceFiles, base: bytes, max_bytes: int) -> changes.Decoded | None:
     """Changes after the snapshot with this checksum, as far as they are readable."""
     data = _read_metadata(namespace, CHANGES_NAME, min(max_bytes, LARGEST_CHANGES_BYTES))
     since = None if data is None else changes.decode(data, namespace.digest, base)
@@ -284,7 +284,7 @@ def _read_changes(namespace: Namespace, base: bytes, max_bytes: int) -> changes.
     return since
 
 
-def _read_journal(namespace: Namespace, max_bytes: int) -> list[JournalEntry]:
+def _read_journal(namespace: NamespaceFiles, max_bytes: int) -> list[JournalEntry]:
     data = _read_metadata(namespace, JOURNAL_NAME, min(max_bytes, LARGEST_JOURNAL_BYTES))
     found = [] if data is None else decode_journal(data, namespace.digest)
     if found is None:
@@ -298,7 +298,7 @@ def _read_journal(namespace: Namespace, max_bytes: int) -> list[JournalEntry]:
     return found
 
 
-def _add_found(namespace: Namespace, searches: list[SegmentSearch], records: FoundRecords) -> int:
+def _add_found(namespace: NamespaceFiles, searches: list[SegmentSearch], records: FoundRecords) -> int:
     """Add the unlisted records on disk, the last written last. Returns the number of segments read."""
     num_searched = 0
     for rows in search_all(namespace, searches):

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import xxhash
 
-from hybridkv.tiers.disk.files.namespace import Namespace
+from hybridkv.tiers.disk.files.namespace import NamespaceFiles
 from hybridkv.tiers.disk.format.layout import (
     LARGEST_FIRST_NUMBER,
     PAGE_BYTES,
@@ -93,7 +93,7 @@ class SortedSegments(NamedTuple):
     unavailable: list[int]
 
 
-def read_headers(namespace: Namespace) -> dict[int, Row]:
+def read_headers(namespace: NamespaceFiles) -> dict[int, Row]:
     """Headers by segment number, in order. `OSError` if a directory cannot be read or a file is not ours."""
     found: dict[int, list[FoundHeader | NoHeader]] = {}
     for rank, directory in enumerate(namespace.ranks):
@@ -209,7 +209,7 @@ def searches_behind(frontier: Frontier, segments: Sequence[FoundSegment]) -> lis
     return searches
 
 
-def search_all(namespace: Namespace, searches: Sequence[SegmentSearch]) -> Iterator[list[FoundRecord] | None]:
+def search_all(namespace: NamespaceFiles, searches: Sequence[SegmentSearch]) -> Iterator[list[FoundRecord] | None]:
     """Records found by each search, in order; None if no byte was ever written there."""
     search_one = partial(_search, namespace)
     if len(searches) <= SCAN_THREADS:
@@ -226,7 +226,7 @@ def search_all(namespace: Namespace, searches: Sequence[SegmentSearch]) -> Itera
         yield from found
 
 
-def _search(namespace: Namespace, search: SegmentSearch) -> list[FoundRecord] | None:
+def _search(namespace: NamespaceFiles, search: SegmentSearch) -> list[FoundRecord] | None:
     """Records that every rank has at the same address."""
     common: dict[FoundRecord, None] | None = None
     is_read = False

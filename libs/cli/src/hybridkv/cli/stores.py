@@ -1,0 +1,119 @@
+"""Directories of disk tiers: what they hold, whether it is whole, and its deletion."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import msgspec
+
+from hybridkv.connectors.config import format_size
+from hybridkv.tiers.disk.inspection import NamespaceReport, StoreInspector
+
+MAX_DAMAGES: Final = 1000
+"""Damaged records that are listed; all are counted."""
+SHORT_NAME: Final = 12
+
+
+class DamagedRecord(msgspec.Struct, frozen=True):
+    """A record that a load would refuse: its key in hexadecimal, its rank, and why."""
+
+    key: str
+    rank: int
+    reason: str
+    detail: str
+
+
+class VerifyReport(msgspec.Struct, frozen=True):
+    """Result for one namespace. `damages` lists at most `MAX_DAMAGES` of `num_damaged`."""
+
+    name: str
+    num_records: int
+    num_damaged: int
+    damages: list[DamagedRecord]
+
+
+def inspect(path: str) -> list[NamespaceReport]:
+    """All namespaces of a directory, the last opened first.
+
+    Raises:
+        TierConfigurationError: the directory cannot be used.
+    """
+    inspector = StoreInspector(path)
+    try:
+        return [inspector.report(name) for name in inspector.names()]
+    finally:
+        inspector.close()
+
+
+def verify(path: str, on_progress: Callable[[str, int, int], None]) -> list[VerifyReport]:
+    """Reads each record of each namespace.
+
+    Args:
+        path: of the disk tier.
+        on_progress: called with a namespace's name, records so far and all its records.
+
+    Raises:
+        TierConfigurationError: the directory cannot be used.
+        OSError: a namespace cannot be read.
+    """
+    inspector = StoreInspector(path)
+    try:
+        reports = []
+        for name in inspector.names():
+            num_records = num_damaged = 0
+            damages = []
+            for done, total, damage in inspector.verify(name):
+                num_records = total
+                if damage is not None:
+                    num_damaged += 1
+                    if num_damaged <= MAX_DAMAGES:
+                        why = damage.failure
+                        damages.append(DamagedRecord(damage.key.hex(), damage.rank, str(why.reason), why.detail))
+                on_progress(name, done, total)
+            reports.append(VerifyReport(name, num_records, num_damaged, damages))
+        return reports
+    finally:
+        inspector.close()
+
+
+def clear(path: str, names: Iterable[str]) -> list[str]:
+    """Deletes namespaces. Returns the names of those that were left, because an engine has them open.
+
+    Raises:
+        TierConfigurationError: the directory cannot be used.
+    """
+    inspector = StoreInspector(path)
+    try:
+        return [name for name in names if not inspector.delete(name)]
+    finally:
+        inspector.close()
+
+
+def text_of(reports: Sequence[NamespaceReport]) -> str:
+    """Namespaces for people. Facts are shown where they differ."""
+    if not reports:
+        return "no cache here"
+    differing = [fact for fact in reports[0].facts if len({report.facts.get(fact) for report in reports}) > 1]
+    lines = []
+    for report in reports:
+        opened = time.strftime("%Y-%m-%d %H:%M", time.localtime(report.opened_s)) if report.opened_s else "unknown"
+        lines.append(f"{report.name[:SHORT_NAME]}  last opened {opened}  {format_size(report.disk_bytes)} on disk")
+        if report.problem:
+            lines.append(f"  cannot be read: {report.problem}")
+            continue
+        lines.append(
+            f"  {report.num_records:,} chunks, {format_size(report.record_bytes)}, in {report.num_segments} segments"
+        )
+        if report.holder:
+            lines.append(f"  open in {report.holder}")
+        for number, words in (
+            (report.num_useless_segments, "segments are damaged, cleared or of another version"),
+            (report.num_unreadable_segments, "segments cannot be opened"),
+            (report.num_quarantined, "withdrawals in the quarantine journal"),
+        ):
+            if number:
+                lines.append(f"  {number} {words}")
+        lines += [f"  {fact}: {report.facts.get(fact, 'unknown')}" for fact in differing]
+    return "\n".join(lines)
