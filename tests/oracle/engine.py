@@ -26,7 +26,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from hybridkv.connectors.vllm.offload import flushing
+from hybridkv.connectors.vllm.offload import connector as offload_connector
 from oracle.content import Transcript
 from oracle.memory import KVMemory, RankShare
 from oracle.runner import FakeRunner, OracleError
@@ -355,8 +355,8 @@ class OracleEngine:
 
     def close(self) -> None:
         # Transfers of a step that ended with an error never arrive: the end does not wait for them.
-        drain_s = flushing.DRAIN_S if self._is_whole else flushing.CLOSE_S
-        with mock.patch.object(flushing, "DRAIN_S", drain_s):
+        drain_s = offload_connector.DRAIN_S if self._is_whole else offload_connector.CLOSE_RESERVE_S
+        with mock.patch.object(offload_connector, "DRAIN_S", drain_s):
             for connector in (*(runner.connector for runner in self.runners), self.scheduler_connector):
                 if connector is not None:
                     connector.shutdown()

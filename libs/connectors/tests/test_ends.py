@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.offload.flushing import CLOSE_S, flush_and_close
+from hybridkv.connectors.vllm.offload.connector import CLOSE_RESERVE_S, flush_and_close
 from hybridkv.connectors.vllm.offload.worker import DRAIN_S
 
 
@@ -73,15 +73,15 @@ class Ending:
 def test_a_flush_leaves_time_to_close_in() -> None:
     end = Ending()
     flush_and_close(cast(Any, end), cast(Any, end), end)
-    assert end.closed_within_s == [CLOSE_S]
-    assert end.now_s <= DRAIN_S - CLOSE_S + 3.0, "each look takes a second, and the last is after the end"
+    assert end.closed_within_s == [CLOSE_RESERVE_S]
+    assert end.now_s <= DRAIN_S - CLOSE_RESERVE_S + 3.0, "each look takes a second, and the last is after the end"
 
 
 def test_a_flush_that_fails_closes_the_worker_all_the_same() -> None:
     end = Ending(fails=True)
     with pytest.raises(OSError, match="cannot be made"):
         flush_and_close(cast(Any, end), cast(Any, end), end)
-    assert end.closed_within_s == [CLOSE_S]
+    assert end.closed_within_s == [CLOSE_RESERVE_S]
 
 
 def test_a_worker_without_a_scheduler_beside_it_has_all_the_time() -> None:

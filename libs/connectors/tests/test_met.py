@@ -20,7 +20,7 @@ from hybridkv.connectors.vllm.common.messages import Store, StoreOutcome
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.offload import stores
-from hybridkv.connectors.vllm.offload.met import Met, find_met
+from hybridkv.connectors.vllm.offload.prefix_chain import StoredPrefix, find_stored_prefix
 from hybridkv.connectors.vllm.offload.stores import StorePlanner
 from hybridkv.planner import GroupKind, GroupSpec, LookupResult, State, read_blocks, storable_ends
 from hybridkv.tiers.ram import RamIndex
@@ -35,7 +35,7 @@ PROMPTS = [chain(2 * MOST_CHUNKS + 2, prompt) for prompt in (b"a", b"b")]
 PROMPTS.append([*PROMPTS[0][:9], *chain(2 * MOST_CHUNKS + 2, b"c")[9:]])
 
 
-MEETS = find_met
+MEETS = find_stored_prefix
 
 
 class World:
@@ -85,8 +85,8 @@ class World:
             for index, group in enumerate(groups)
             if group.kind is GroupKind.RECURRENT and end // CHUNK > computed // CHUNK
         ]
-        met = nothing_met if self._looks_at_each else find_met
-        with mock.patch.object(stores, "find_met", met):
+        met = nothing_met if self._looks_at_each else find_stored_prefix
+        with mock.patch.object(stores, "find_stored_prefix", met):
             store = self.planner.plan(tracked, end - computed, states, lambda _: tables)
         request.num_computed_tokens = end
         self.said.append(store)
@@ -113,17 +113,17 @@ class World:
         paths = [(number, list(each.path.keys.items()), each.path.num_bytes) for number, each in self.tracked.items()]
         orders = [index.eviction_order() for index in (self.near, self.far)]
         waiting = {name: self.stack.num_waiting(name) for name in self.stack.slower}
-        return orders, paths, self.said, self.moves, self.planner._placing.used_bytes, waiting
+        return orders, paths, self.said, self.moves, self.planner._chains.used_bytes, waiting
 
 
-def backwards(*arguments: Any) -> Met:
+def backwards(*arguments: Any) -> StoredPrefix:
     """What was met, recent in the wrong order."""
     met = MEETS(*arguments)
     return met._replace(parts=met.parts[::-1], keys=met.keys[::-1])
 
 
-def nothing_met(spec: object, stack: object, keys: object, first_token: int, *rest: object) -> Met:
-    return Met(first_token, [], [], {}, frozenset())
+def nothing_met(spec: object, stack: object, keys: object, first_token: int, *rest: object) -> StoredPrefix:
+    return StoredPrefix(first_token, [], [], {}, frozenset())
 
 
 def steps() -> st.SearchStrategy[list[tuple[str, int, int, int]]]:
@@ -158,7 +158,7 @@ def test_what_is_met_as_a_whole_leaves_what_looking_at_each_chunk_leaves(
 
 def test_the_comparison_sees_what_becomes_recent_in_another_order() -> None:
     worlds = [World([FULL], 40, 0, looks_at_each=each) for each in (False, True)]
-    with mock.patch(f"{__name__}.find_met", backwards):
+    with mock.patch(f"{__name__}.find_stored_prefix", backwards):
         for world in worlds:
             world.begin(0, 0, 0)
             world.compute(0, 8 * CHUNK)
@@ -206,7 +206,7 @@ def test_what_is_met_ends_before_the_first_chunk_that_a_group_could_store_and_la
         first = read_blocks(group, resumed * CHUNK).start
         tables.append([0] * first + list(range(1 + first, 1 + MOST_CHUNKS * CHUNK // group.block_tokens)))
     first, last = (data.draw(st.integers(0, MOST_CHUNKS)) * CHUNK for _ in range(2))
-    met = find_met(spec, world.stack, keys, first, last, tables)
+    met = find_stored_prefix(spec, world.stack, keys, first, last, tables)
     storable = {
         (index, end)
         for index in spec.stored_groups
@@ -221,5 +221,5 @@ def test_what_is_met_ends_before_the_first_chunk_that_a_group_could_store_and_la
     assert {part for part in storable if part[1] <= met.stop_tokens} == expected
     behind = {part for part in storable if part[1] > met.stop_tokens}
     present = {part[0] for part in behind if said[part] is not LookupResult.MISS}
-    assert met.absent == {part[0] for part in behind} - present
-    assert met.behind == {part: keys.key(*part) for part in behind if part[0] in present}
+    assert met.absent_groups == {part[0] for part in behind} - present
+    assert met.later_keys == {part: keys.key(*part) for part in behind if part[0] in present}

@@ -11,8 +11,8 @@ from test_lookups import FULL
 from test_met import CHUNK, MOST_CHUNKS, WINDOW, World
 
 from hybridkv.connectors.vllm.common.requests import StoredPath
-from hybridkv.connectors.vllm.offload import renewals
-from hybridkv.connectors.vllm.offload.renewals import STEP_KEYS, STEP_SHARE, Renewals
+from hybridkv.connectors.vllm.offload import lru_refresh
+from hybridkv.connectors.vllm.offload.lru_refresh import STEP_KEYS, STEP_SHARE, RefreshQueue
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import TierStack
 
@@ -38,16 +38,16 @@ def named(num_keys: int, name: str = "") -> list[bytes]:
 def test_a_short_path_is_recent_at_once() -> None:
     keys = named(STEP_KEYS)
     stack = stack_of([*keys, b"other"])
-    Renewals(stack).renew(StoredPath(), keys[::-1])
+    RefreshQueue(stack).refresh(StoredPath(), keys[::-1])
     assert order_of(stack) == [b"other", *keys[::-1]]
 
 
 def test_no_step_touches_more_than_its_part_of_a_long_path() -> None:
     keys = named(3 * STEP_KEYS + 1)
     stack = stack_of([*keys, b"other"])
-    made = Renewals(stack)
+    made = RefreshQueue(stack)
     with mock.patch.object(stack, "touch", wraps=stack.touch) as touch:
-        made.renew(StoredPath(), keys[::-1])
+        made.refresh(StoredPath(), keys[::-1])
         assert not touch.call_args_list
         for _ in range(5):
             made.advance()
@@ -58,9 +58,9 @@ def test_no_step_touches_more_than_its_part_of_a_long_path() -> None:
 def test_what_waits_becomes_less_however_many_paths_end_together() -> None:
     paths = [named(STEP_KEYS + 1, f"{number} ") for number in range(64)]
     stack = stack_of([key for keys in paths for key in keys])
-    made = Renewals(stack)
+    made = RefreshQueue(stack)
     for keys in paths:
-        made.renew(StoredPath(), keys)
+        made.refresh(StoredPath(), keys)
     with mock.patch.object(stack, "touch", wraps=stack.touch) as touch:
         made.advance()
         assert sum(len(call.args[0]) for call in touch.call_args_list) == 64 * (STEP_KEYS + 1) // STEP_SHARE
@@ -72,11 +72,11 @@ def test_what_waits_becomes_less_however_many_paths_end_together() -> None:
 def test_a_path_that_is_renewed_again_is_touched_in_its_latest_order() -> None:
     keys = named(3 * STEP_KEYS)
     stack = stack_of(keys)
-    path, made = StoredPath(), Renewals(stack)
-    made.renew(path, keys)
+    path, made = StoredPath(), RefreshQueue(stack)
+    made.refresh(path, keys)
     made.advance()
     with mock.patch.object(stack, "touch", wraps=stack.touch) as touch:
-        made.renew(path, keys[::-1])
+        made.refresh(path, keys[::-1])
         made.finish()
         assert sum(len(call.args[0]) for call in touch.call_args_list) == len(keys)
     assert order_of(stack) == keys[::-1]
@@ -85,9 +85,9 @@ def test_a_path_that_is_renewed_again_is_touched_in_its_latest_order() -> None:
 def test_nothing_is_touched_that_was_forgotten() -> None:
     keys = named(2 * STEP_KEYS)
     stack = stack_of(keys)
-    made = Renewals(stack)
-    made.renew(StoredPath(), keys[::-1])
-    made.forget()
+    made = RefreshQueue(stack)
+    made.refresh(StoredPath(), keys[::-1])
+    made.clear()
     made.finish()
     assert order_of(stack) == keys
 
@@ -98,7 +98,7 @@ def test_a_request_leaves_the_tiers_in_the_same_order_however_small_the_steps_ar
 ) -> None:
     worlds = [World([FULL, WINDOW], 60, 60, looks_at_each=False) for _ in range(2)]
     for world, most in zip(worlds, (STEP_KEYS, step_keys), strict=True):
-        with mock.patch.object(renewals, "STEP_KEYS", most):
+        with mock.patch.object(lru_refresh, "STEP_KEYS", most):
             world.begin(0, 0, 0)
             for _ in range(num_chunks):
                 world.compute(0, CHUNK)
@@ -117,10 +117,10 @@ def test_a_request_leaves_the_tiers_in_the_same_order_however_small_the_steps_ar
 
 def test_the_comparison_sees_a_path_of_which_a_part_was_never_touched(monkeypatch: pytest.MonkeyPatch) -> None:
     orders = []
-    for finish in (Renewals.finish, lambda self: None):
-        monkeypatch.setattr(Renewals, "finish", finish)
+    for finish in (RefreshQueue.finish, lambda self: None):
+        monkeypatch.setattr(RefreshQueue, "finish", finish)
         world = World([FULL], 60, 0, looks_at_each=False)
-        with mock.patch.object(renewals, "STEP_KEYS", 2):
+        with mock.patch.object(lru_refresh, "STEP_KEYS", 2):
             world.begin(0, 0, 0)
             for _ in range(MOST_CHUNKS):
                 world.compute(0, CHUNK)

@@ -340,8 +340,8 @@ def test_what_follows_a_path_of_long_ago_goes_down_only_where_that_is_whole(
             engine.near.invalidate(keys[0])
         met = [StoredPart((0, 2 * CHUNK_TOKENS), keys[1], PathPosition((keys[0],)), False)] if is_met_again else []
         assert not isinstance(engine.stack.reserve(keys[2], 128 * KIB), Refusal)
-        placing = engine.planner._placing
-        placing.used_bytes = add(placing.used_bytes, (engine.far.capacity_bytes,))
+        chains = engine.planner._chains
+        chains.used_bytes = add(chains.used_bytes, (engine.far.capacity_bytes,))
         new = StoredPart((0, 3 * CHUNK_TOKENS), keys[2], PathPosition((keys[1],)), True)
-        engine.planner._settle(tracked.path, [*met, new])
+        engine.planner._publish(tracked.path, [*met, new])
         assert [move.key for move in engine.stack.take_moves()] == ([keys[2]] if is_whole else [])

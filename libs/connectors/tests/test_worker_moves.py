@@ -29,7 +29,7 @@ def test_moves_fail_while_the_slow_tier_cannot_be_reached_and_succeed_when_it_ca
             raise RuntimeError("can't start new thread")
         return ReferenceMedium()
 
-    worker.bind_slower_tiers({"disk": open_medium})
+    worker.bind_secondary_tiers({"disk": open_medium})
     arena.views(SLOT)[0][:] = bytes(100)
     assert arena.seal_all([(b"key", SLOT)]) == [None]
     worker.start_loads(StepPlan(moves=(TierMove(1, Direction.CASCADE, "disk", b"key", SLOT, SLOT),), namespace=b"n"))

@@ -1,12 +1,17 @@
-"""HybridOffloadConnector: a store in host memory, and in whatever tiers an operator puts below it.
+"""HybridOffloadConnector: KV cache offload to host memory and to the configured secondary tiers.
 
-What is loaded and stored is decided in `scheduler.py` with hybridkv.planner; bytes move in `worker.py`.
+`scheduler.py` plans loads and stores with hybridkv.planner; `worker.py` moves bytes.
+
+If both sides are in one process, this module flushes stores and moves at shutdown. With several processes, vLLM ends
+its workers before its scheduler, and neither side can reach the other. There the scheduler keeps the engine stepping
+(`has_work_in_flight`), and vLLM's own shutdown waits for that.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -22,10 +27,9 @@ from hybridkv.connectors.vllm.common.specs import cuts
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
 from hybridkv.connectors.vllm.common.store_connector import StoreConnector, WaitingScheduler, end_live, keep_live
 from hybridkv.connectors.vllm.offload import tiers
-from hybridkv.connectors.vllm.offload.flushing import flush_and_close
 from hybridkv.connectors.vllm.offload.opening import Opening, Plan
 from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
-from hybridkv.connectors.vllm.offload.worker import OffloadWorker
+from hybridkv.connectors.vllm.offload.worker import DRAIN_S, OffloadWorker
 from hybridkv.planner import LoadAdmission
 from hybridkv.tiers.ram import RamArena
 
@@ -35,11 +39,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+FLUSH_POLL_S = 0.0005
+CLOSE_RESERVE_S = 2.0
+"""Part of `DRAIN_S` that is reserved for moves in flight at the end of the flush."""
+
+
 class HybridOffloadConnector(StoreConnector):
-    """Keeps the KV cache of hybrid models beyond the engine's own memory, and restores prefixes from there.
+    """vLLM connector that offloads the KV cache of hybrid models, and restores prefixes from the tiers.
 
     Raises:
-        ConfigurationError: the configuration or the model cannot work; the engine does not start.
+        ConfigurationError: the configuration or the model is not supported; the engine does not start.
     """
 
     _plan_type = StepPlan
@@ -71,7 +80,7 @@ class HybridOffloadConnector(StoreConnector):
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, tiers.clock)
             self._worker = OffloadWorker(layout, arena, paths, self._recorder)
             if config.slower:
-                self._worker.bind_slower_tiers(
+                self._worker.bind_secondary_tiers(
                     tiers.media(config, compat.rank(vllm_config), arena), tiers.opened_at_once(config)
                 )
         keep_live(self)
@@ -89,17 +98,17 @@ class HybridOffloadConnector(StoreConnector):
     def _open_store(self, waiting: WaitingScheduler) -> OffloadScheduler:
         self._scheduler = self._opening.open(waiting.facts)
         if compat.publishes_kv_events(self._vllm_config):
-            self._scheduler.tell_routers(compat.event_groups(self._kv_cache_config))
+            self._scheduler.enable_kv_events(compat.event_groups(self._kv_cache_config))
         return self._scheduler
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        # Once more: whatever was switched off in this process since the connector was built.
+        # Checked again, since features may have been switched off in this process after the connector was built.
         self._require_resumable()
         cuts.require_divisible(self._vllm_config, self._layout)
         if self._worker is None:
-            raise RuntimeError("a worker's method was called on the scheduler's half of HybridOffloadConnector")
+            raise RuntimeError("a worker's method was called on the scheduler side of HybridOffloadConnector")
         self._worker.register(kv_caches, self._kv_cache_config.num_blocks, self._device)
-        if self._worker.has_slower_tiers:
+        if self._worker.has_secondary_tiers:
             self._worker.tell(worker_facts(self._vllm_config, self._layout, kv_caches, os.environ))
 
     def request_finished_all_groups(
@@ -120,3 +129,49 @@ class HybridOffloadConnector(StoreConnector):
             flush_and_close(scheduler if isinstance(scheduler, OffloadScheduler) else None, self._worker)
         if self._scheduler is not None:
             self._scheduler.close()
+
+
+def flush_and_close(
+    scheduler: OffloadScheduler | None, worker: OffloadWorker, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Flushes, then closes the worker, within `DRAIN_S`. The worker is closed even if the flush raises.
+
+    Args:
+        scheduler: scheduler side of the engine; None if it is in another process.
+        worker: worker side.
+        clock: time in seconds.
+    """
+    if scheduler is None:
+        worker.close(DRAIN_S)
+        return
+    left_s = 0.0
+    try:
+        left_s = flush(scheduler, worker, DRAIN_S - CLOSE_RESERVE_S, clock)
+    finally:
+        worker.close(CLOSE_RESERVE_S + left_s)
+
+
+def flush(
+    scheduler: OffloadScheduler, worker: OffloadWorker, timeout_s: float, clock: Callable[[], float] = time.monotonic
+) -> float:
+    """Runs steps without requests until no store or move is in flight or waits, or the time is over.
+
+    At least one step runs, since moves that waited in an idle engine may be able to start.
+
+    Returns:
+        Unused seconds of `timeout_s`.
+    """
+    ends_s = clock() + timeout_s
+    is_left = True
+    while is_left and clock() < ends_s:
+        plan = scheduler.plan_moves()
+        worker.start_stores(plan)
+        worker.start_moves(plan)
+        worker.results()
+        outcome = worker.outcome()
+        if outcome is None:
+            time.sleep(FLUSH_POLL_S)
+        else:
+            scheduler.on_outcome(outcome)
+        is_left = scheduler.has_stores_in_flight()
+    return max(ends_s - clock(), 0.0)

@@ -1,8 +1,8 @@
-"""Loads of requests: lookup, offer, plan, and the end of the load.
+"""Loads of requests: lookup, offer, plan, and end of the load.
 
-`hybridkv.planner.life` decides. This module gathers the facts, runs the errands in the tiers, gives the answers to the
-engine and counts them. `LoadsInFlight` plans a load once the engine has given blocks for it, pins all that it reads,
-and follows it until every rank has ended.
+`LoadPlanner` answers the engine's lookups. The decisions are in `hybridkv.planner.life`; this module gathers their
+facts, does the lookups and promotions in the tiers, and records metrics. `LoadsInFlight` plans a load when the engine
+has allocated its blocks, pins the chunks that it reads, and tracks it until every rank has ended.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 
-_READ_NOTHING = frozenset({"timeout", "busy"})
-"""Reasons of loads that failed before they read a byte."""
+_NOTHING_READ = frozenset({"timeout", "busy"})
+"""Failure reasons of loads that have read no byte."""
 
 
 @dataclass(slots=True)
@@ -83,24 +83,24 @@ class _LoadInFlight:
     keys: list[bytes]
     num_tokens: int
     num_bytes: int
-    """That come from the tiers, on one rank."""
+    """Bytes from the tiers, on one rank."""
     local_tokens: int = 0
     local_bytes: int = 0
-    """That are copied from blocks of the engine, on one rank."""
+    """Bytes copied from blocks of the engine, on one rank."""
     source: str = RAM
-    """The slowest tier that had a part of it."""
+    """Slowest tier that had a chunk of it."""
     failures: list[LoadFailure] = field(default_factory=list)
 
 
 class LoadsInFlight:
-    """Plans loads that the engine has given blocks for, and follows them to their end.
+    """Plans loads with allocated blocks, and tracks them until all ranks have ended them.
 
     Args:
         layout: the model's groups.
         stack: the tiers.
-        admission: which loads may hold blocks at the same time.
-        recorder: counts what happens.
-        local: blocks of the engine that loads may copy from; none where it is left out.
+        admission: limits the loads that hold blocks at the same time.
+        recorder: the connector's metrics.
+        local: finds blocks of the engine that loads may copy from; by default none.
     """
 
     def __init__(
@@ -119,19 +119,21 @@ class LoadsInFlight:
         self._loads: dict[str, _LoadInFlight] = {}
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """The engine's blocks."""
+        """Sets the engine's block pool."""
         self._local.bind(pool)
 
     def begin(self, tracked: TrackedRequest, boundary: int, blocks: KVCacheBlocks) -> Load:
-        """The load up to a boundary, into blocks that the engine has given the request, with all that it reads pinned.
-        One that cannot be is refused: it fails without a byte moved."""
+        """Plans the load up to `boundary` into the allocated blocks, and pins the chunks that it reads.
+
+        A load that cannot be planned is refused: the workers report it as failed and copy nothing.
+        """
         load, in_flight = self._plan(tracked, boundary, blocks)
         self._loads[tracked.request_id] = in_flight
         self._admission.take(tracked.request_id, tracked.request.num_tokens)
         return load
 
     def local_tokens(self, request_id: str) -> int:
-        """How many tokens of its load are copied from blocks of the engine."""
+        """Number of tokens of the request's load that are copied from blocks of the engine."""
         return self._loads[request_id].local_tokens
 
     def _plan(self, tracked: TrackedRequest, boundary: int, blocks: KVCacheBlocks) -> tuple[Load, _LoadInFlight]:
@@ -145,7 +147,7 @@ class LoadsInFlight:
             local = self._local.find(tracked, runs, computed)
             load = Load(request_id, self._pin(tracked, runs, local, in_flight))
         except PlanError as error:
-            # The engine waits for this load, so it is told that it failed; nothing was written.
+            # The engine waits for this load, so the workers must report its failure. Nothing is written.
             self._stack.unpin_all(in_flight.keys)
             in_flight.keys.clear()
             logger.error("request %s cannot load %d tokens: %s", request_id, in_flight.num_tokens, error)
@@ -155,12 +157,15 @@ class LoadsInFlight:
     def _pin(
         self, tracked: TrackedRequest, runs: Sequence[TransferRun], local: LocalCopies | None, in_flight: _LoadInFlight
     ) -> CopyTable:
-        """The copies, with every chunk pinned in its tier, also those that are copied from elsewhere: they are in use
-        as much as the others, and what cannot be copied from there after all is read from here."""
-        wanted = self._keys_of(tracked, runs)
+        """Plans the copies, and pins every chunk in the primary tier.
+
+        Chunks that are copied from the engine's blocks are pinned too: they are in use, and are read from the tier if
+        the blocks cannot be used in the end.
+        """
+        wanted = self._run_keys(tracked, runs)
         slots = self._stack.pin_all(wanted)
         if slots is None:
-            raise PlanError(self._what_is_missing(runs, wanted))
+            raise PlanError(self._describe_missing(runs, wanted))
         if self._stack.has_late:
             self._require_sizes(runs, wanted, slots)
         in_flight.keys += wanted
@@ -177,19 +182,20 @@ class LoadsInFlight:
     def _transfers(self, runs: Sequence[TransferRun]) -> tuple[Transfer, ...]:
         return transfers_of(runs, self._layout.spec.chunk_tokens)
 
-    def _keys_of(self, tracked: TrackedRequest, runs: Sequence[TransferRun]) -> list[bytes]:
+    def _run_keys(self, tracked: TrackedRequest, runs: Sequence[TransferRun]) -> list[bytes]:
         keys, chunk = tracked.keys(), self._layout.spec.chunk_tokens
         wanted: list[bytes] = []
-        for group_index, of_group in groupby(runs, key=attrgetter("group_index")):
-            wanted += keys.ending_at(group_index, [end for run in of_group for end in run.end_tokens(chunk)])
+        for group_index, group_runs in groupby(runs, key=attrgetter("group_index")):
+            wanted += keys.ending_at(group_index, [end for run in group_runs for end in run.end_tokens(chunk)])
         return wanted
 
     def _require_sizes(self, runs: Sequence[TransferRun], keys: Sequence[bytes], slots: Sequence[Slot]) -> None:
-        """Refuses, and withdraws everywhere, chunks of another length than theirs: a tier elsewhere was believed what
-        it said of them, and the next request would meet them again.
+        """Checks the length of all chunks, and invalidates those of another length in every tier.
+
+        A remote tier may report a wrong length. Without this, the next request would find the same chunks.
 
         Raises:
-            PlanError: there is one. None of the chunks is pinned any more.
+            PlanError: a chunk has another length. All chunks are unpinned.
         """
         size = self._layout.chunk_bytes
         bad = [
@@ -202,28 +208,32 @@ class LoadsInFlight:
             for key, _ in bad:
                 self._stack.invalidate(key, FailureReason.WRONG_KEY)
             raise PlanError(
-                f"{len(bad)} of its chunks have another length, as {bad[0][0].hex()} with {bad[0][1]} bytes"
+                f"{len(bad)} of its chunks have a wrong length, such as {bad[0][0].hex()} with {bad[0][1]} bytes"
             )
 
-    def _what_is_missing(self, runs: Sequence[TransferRun], keys: Sequence[bytes]) -> str:
+    def _describe_missing(self, runs: Sequence[TransferRun], keys: Sequence[bytes]) -> str:
         lookup = self._stack.lookup_near
         for part, key in zip(self._transfers(runs), keys, strict=True):
             if lookup(key) is not LookupResult.HIT:
                 return f"the chunk of group {part.group_index} that ends at {part.end_token} is not stored"
-        return "the fast tier pins none of its chunks"
+        return "its chunks could not be pinned in the primary tier"
 
-    def from_tiers_alone(self, loads: Iterable[Load]) -> list[Load]:
-        """The same loads, each of which reads all of its chunks from the tier. So does every later one: who loads for
-        the pass that is to come may fail, and blocks that were to hold it have their hashes for a while."""
+    def without_local_copies(self, loads: Iterable[Load]) -> list[Load]:
+        """The same loads without copies from the engine's blocks. Local copies are off for all later loads too.
+
+        Loads that run before the forward pass may fail, and the blocks that they were to fill keep their hashes for a
+        while, so these blocks must not be copied.
+        """
         self._local.switch_off()
-        return [self._from_tiers(load) for load in loads]
+        return [self._read_from_tier(load) for load in loads]
 
-    def without_wrong_blocks(self, loads: Iterable[Load], is_wrong: Callable[[int], bool]) -> list[Load]:
-        """The same loads, but for those that would copy from a block which turned out to be wrong when the step was
-        planned: these read all of their chunks from the tier."""
-        return [self._from_tiers(load) if any(map(is_wrong, load.copies.local_blocks())) else load for load in loads]
+    def without_corrupt_blocks(self, loads: Iterable[Load], is_corrupt: Callable[[int], bool]) -> list[Load]:
+        """The same loads; those that would copy from a block now known to be corrupt read only from the tier."""
+        return [
+            self._read_from_tier(load) if any(map(is_corrupt, load.copies.local_blocks())) else load for load in loads
+        ]
 
-    def _from_tiers(self, load: Load) -> Load:
+    def _read_from_tier(self, load: Load) -> Load:
         in_flight = self._loads[load.request_id]
         in_flight.num_bytes, in_flight.local_bytes = in_flight.num_bytes + in_flight.local_bytes, 0
         in_flight.local_tokens = 0
@@ -234,29 +244,29 @@ class LoadsInFlight:
         return bool(self._loads)
 
     def holds_freed_blocks(self) -> bool:
-        """Whether a load that ends will give blocks back to the engine's pool."""
+        """Whether the end of a load will return blocks to the engine's pool."""
         return self._local.holds_freed_blocks()
 
     def close(self) -> None:
-        """Gives back what is still pinned in the engine's pool."""
+        """Unpins all blocks in the engine's pool."""
         self._local.close()
 
-    # What the workers report.
+    # Results of the workers.
 
     def on_failures(self, request_id: str, failures: Iterable[LoadFailure]) -> None:
-        """Why a load failed on some rank; that it ended comes by `on_ended`."""
+        """Records failures of a load on some rank. `on_ended` follows when all ranks have ended."""
         if in_flight := self._loads.get(request_id):
             in_flight.failures += failures
 
     def on_ended(self, request_id: str, tracked: TrackedRequest | None, failed: bool) -> None:
-        """A load has ended on every rank. After a failure the request's retry asks for less."""
+        """A load has ended on every rank. After a failure the retry of the request loads less."""
         in_flight = self._loads.pop(request_id, None)
         if in_flight is None:
             return
         if tracked is None:
             self._admission.give_back(request_id)
         culprits = {failure.key for failure in in_flight.failures if failure.key is not None}
-        for key in self._in_doubt(in_flight, culprits):
+        for key in self._suspect_keys(in_flight, culprits):
             self._stack.withdraw(key)
         self._stack.unpin_all(reversed(in_flight.keys))
         self._local.free(request_id)
@@ -270,24 +280,25 @@ class LoadsInFlight:
             self._admission.fail(request_id, tracked.request.num_tokens)
             reasons = "; ".join(sorted({f"{f.reason}: {f.detail}" for f in in_flight.failures})) or "no reason given"
             logger.warning(
-                "request %s: loading %d tokens failed; kv_load_failure_policy says what becomes of it (%s)",
+                "request %s: loading %d tokens failed; kv_load_failure_policy decides what follows (%s)",
                 request_id,
                 in_flight.num_tokens,
                 reasons,
             )
 
-    def _in_doubt(self, in_flight: _LoadInFlight, culprits: set[bytes]) -> Iterable[bytes]:
-        """Keys of the fast tier that nobody may be offered after a load, since with `kv_load_failure_policy: fail` each
-        further damaged chunk would end one more request.
+    def _suspect_keys(self, in_flight: _LoadInFlight, culprits: set[bytes]) -> Iterable[bytes]:
+        """Keys to withdraw from the primary tier after a load that failed.
 
-        Where chunks are to blame, that is the prefix up to the boundary, but for chunks that every rank has verified: a
-        shorter load would read windows and states that this one did not. Where none is, all that the load read.
+        With `kv_load_failure_policy: fail` each further corrupt chunk would end one more request. If ranks name corrupt
+        chunks, the whole prefix up to the boundary is suspect, except chunks that every rank has verified: a shorter
+        load would read windows and states that this load did not read. If ranks name none, all chunks of the load are
+        suspect, unless no rank has read a byte.
         """
         if not culprits:
-            has_read = any(failure.reason not in _READ_NOTHING for failure in in_flight.failures)
+            has_read = any(failure.reason not in _NOTHING_READ for failure in in_flight.failures)
             return in_flight.keys if has_read else ()
         doubted = culprits | set(self._prefix_keys(in_flight))
-        # A rank that names no chunk has checked none. Chunks that are copied from the engine's blocks are not checked.
+        # A rank that names no chunk has verified none. Chunks copied from the engine's blocks are not verified.
         if not in_flight.local_bytes and all(failure.key is not None for failure in in_flight.failures):
             doubted -= set(in_flight.keys) - culprits
         else:
@@ -295,7 +306,7 @@ class LoadsInFlight:
         return [key for key in doubted if self._stack.in_near(key)]
 
     def _prefix_keys(self, in_flight: _LoadInFlight) -> list[bytes]:
-        """The keys of all groups up to the boundary of a load."""
+        """Keys of all groups up to the boundary of a load."""
         tracked, step = in_flight.tracked, self._layout.spec.boundary_tokens
         if tracked.kept_keys is None:
             return []
@@ -303,25 +314,25 @@ class LoadsInFlight:
         return [key for group in self._layout.spec.stored_groups for key in keys.ending_at(group, ends)]
 
     def on_gone(self, request_id: str) -> None:
-        """The request has ended. A load of it that is on its way ends by itself."""
+        """The request has ended. Its load in flight, if any, ends as usual."""
         if request_id not in self._loads:
             self._admission.give_back(request_id)
 
 
-# CPython 3.11 takes longer to look a member up than for most else of a question.
+# In CPython 3.11 access to an enum member is slow compared with the rest of a lookup.
 _READY, _WAITING = HoldState.READY, HoldState.WAITING
 _FAILED_HOLDS = {HoldFailure.TIMEOUT: HoldState.LATE, HoldFailure.LOST: HoldState.LOST}
 
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """How long a request waits, in seconds from its first wait.
+    """Limits on the waits of a request, in seconds from its first wait.
 
     Args:
-        lookup_s: for chunks that are being stored.
-        load_s: for slower tiers.
-        clock: what time it is.
-        tokens_per_s: what the engine computes meanwhile.
+        lookup_s: limit for chunks that are being stored.
+        load_s: limit for secondary tiers.
+        clock: time in seconds.
+        tokens_per_s: tokens that the engine computes in a second.
     """
 
     lookup_s: float
@@ -331,15 +342,15 @@ class Deadlines:
 
 
 class LoadPlanner:
-    """Answers what can be loaded.
+    """Finds the tokens that a request can load, and promotes their chunks.
 
     Args:
         layout: the model's groups.
         stack: the tiers.
-        admission: which loads may hold blocks at the same time.
-        deadlines: how long a request waits.
-        recorder: counts what happens.
-        in_flight: takes what begins to be loaded.
+        admission: limits the loads that hold blocks at the same time.
+        deadlines: limits on the waits of a request.
+        recorder: the connector's metrics.
+        in_flight: plans and tracks the loads that start.
     """
 
     def __init__(
@@ -357,18 +368,18 @@ class LoadPlanner:
         self._clock = deadlines.clock
         self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s, tokens_per_s=deadlines.tokens_per_s)
         self._recorder = recorder
-        self._has_slower, self._has_late = bool(stack.slower), stack.has_late
+        self._has_secondary, self._has_async_lookups = bool(stack.slower), stack.has_late
         self._pool: BlockPool | None = None
         self._in_flight = in_flight
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """The pool that loads take their blocks from."""
+        """Sets the block pool; loads need free blocks in it."""
         self._pool = pool
 
-    # What the engine asks before it admits a request.
+    # Called before the engine admits a request.
 
     def matched_tokens(self, tracked: TrackedRequest, computed_tokens: int) -> int | None:
-        """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again."""
+        """Number of tokens after `computed_tokens` that can be loaded; None if the engine must call again."""
         tracked.follow()
         tracked.computed_tokens = computed_tokens
         facts = self._facts(tracked)
@@ -385,10 +396,10 @@ class LoadPlanner:
                 if facts.hold is not None or type(stage) is Holding:
                     self._stack.release(tracked.request_id)
                 return 0
-            stage, facts, step = self._run(tracked, stage, facts, step)
+            stage, facts, step = self._run_errand(tracked, stage, facts, step)
 
     def _facts(self, tracked: TrackedRequest) -> Facts:
-        """What is so now."""
+        """Current inputs of a decision."""
         num_tokens, hold = tracked.request.num_tokens, self._stack.hold(tracked.request.request_id)
         generation, held, room = 0, None, None
         if hold is None:
@@ -402,42 +413,46 @@ class LoadPlanner:
             if self._pool is not None:
                 pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
             room = self._admission.room(tracked.request_id, num_tokens, pool_blocks, free_blocks)
-        ask_s = self._stack.ask_s if self._has_late else 0.0
+        ask_s = self._stack.ask_s if self._has_async_lookups else 0.0
         return Facts(
-            num_tokens, tracked.computed_tokens, generation, self._clock(), self._has_slower, held, room, ask_s
+            num_tokens, tracked.computed_tokens, generation, self._clock(), self._has_secondary, held, room, ask_s
         )
 
-    def _run(
+    def _run_errand(
         self, tracked: TrackedRequest, stage: Stage, facts: Facts, errand: Errand
     ) -> tuple[Stage, Facts, Reply | Errand]:
-        """Does what must be done first, and tells of it."""
+        """Runs one errand, and gives its result to `life`."""
         match errand:
             case Search():
                 answer = self._search(tracked, stage, errand, facts.now_s)
-                settled = self._settled(tracked, errand) if self._has_late and type(answer) is Pending else None
+                settled = (
+                    self._search_answered(tracked, errand)
+                    if self._has_async_lookups and type(answer) is Pending
+                    else None
+                )
                 stage, step = life.searched(stage, facts, self._bounds, errand, answer, settled)
             case Ask(limit_tokens):
-                self.ask(tracked, limit_tokens)
+                self.lookup_chunks(tracked, limit_tokens)
                 facts = self._facts(tracked)
                 stage, step = life.asked(stage, facts, self._bounds, errand)
             case Bring():
-                outcome = self._bring(tracked, errand)
+                outcome = self._promote(tracked, errand)
                 stage, step = life.brought(stage, facts, self._bounds, errand, outcome)
-            case Release(is_late):
-                if is_late:
-                    self._tell_late(tracked.request_id)
+            case Release(is_timeout):
+                if is_timeout:
+                    self._log_timeout(tracked.request_id)
                 self._stack.release(tracked.request_id)
                 facts = self._facts(tracked)
                 stage, step = life.resume(stage, facts, self._bounds)
         return stage, facts, step
 
-    def _tell_late(self, request_id: str) -> None:
+    def _log_timeout(self, request_id: str) -> None:
         self._recorder.wait_timeout("load")
         hold = self._stack.hold(request_id)
-        why = "they had no time for it" if hold is None else f"{hold.source} did not answer in time"
-        logger.warning("request %s goes without slower tiers: %s", request_id, why)
+        why = "no promotion could start in time" if hold is None else f"{hold.source} timed out"
+        logger.warning("request %s loads nothing from secondary tiers: %s", request_id, why)
 
-    # Where it can resume.
+    # Lookups and promotions.
 
     def _search(self, tracked: TrackedRequest, stage: Stage, errand: Search, now_s: float) -> Hit | Pending | Miss:
         if errand.is_last:
@@ -450,21 +465,22 @@ class LoadPlanner:
 
     def _longest_hit(self, tracked: TrackedRequest, errand: Search) -> Hit | Pending | Miss:
         near_only = errand.near_only
-        tiers = self._stack if self._has_slower and not near_only else self._stack.only_near
+        tiers = self._stack if self._has_secondary and not near_only else self._stack.only_near
         lookup = TierLookup(tracked.keys(), tiers, errand.is_last or near_only)
         return longest_hit(self._layout.spec, errand.limit_tokens, tracked.computed_tokens, lookup, lookup)
 
-    def _settled(self, tracked: TrackedRequest, errand: Search) -> Hit | Pending | Miss:
-        """What is found where nothing counts of which a tier was only asked."""
+    def _search_answered(self, tracked: TrackedRequest, errand: Search) -> Hit | Pending | Miss:
+        """Result of the search if keys with an unanswered async lookup count as misses."""
         lookup = TierLookup(tracked.keys(), Unasked(self._stack))
         return longest_hit(self._layout.spec, errand.limit_tokens, tracked.computed_tokens, lookup, lookup)
 
-    def ask(self, tracked: TrackedRequest, limit_tokens: int) -> None:
-        """Every chunk beyond what the engine holds: the first of all groups, then the second of all groups, and so on.
+    def lookup_chunks(self, tracked: TrackedRequest, limit_tokens: int) -> None:
+        """Sends async lookups for every chunk after `tracked.computed_tokens`, interleaved over the groups: the first
+        chunk of each group, then the second of each, and so on.
 
-        As much is asked as may be: where that ends, what was asked is a beginning at which all groups may resume. Of
-        windows and states too, though a resume reads only their last ones: at which boundary is to be found out.
-        Of tails, whose keys are many, only those behind the last chunk: where the request was stored itself.
+        A tier may accept only the first of the keys; those still cover a prefix at which all groups can resume. Windows
+        and states are looked up at every chunk, since the boundary of the resume is not known yet. Tails have many
+        keys, so only those after the last chunk are looked up, where the same request may have been stored before.
         """
         spec, keys = self._layout.spec, tracked.keys()
         last = last_boundary(spec, limit_tokens)
@@ -480,7 +496,7 @@ class LoadPlanner:
         if asked:
             self._stack.ask(asked)
 
-    def _bring(self, tracked: TrackedRequest, errand: Bring) -> Brought:
+    def _promote(self, tracked: TrackedRequest, errand: Bring) -> Brought:
         keys = tracked.keys()
         needed = [keys.key(*part) for part in needed_parts(self._layout.spec, errand.boundary, tracked.computed_tokens)]
         if all(self._stack.in_near(key) for key in needed):
@@ -492,12 +508,12 @@ class LoadPlanner:
             return Brought.NO_ROOM if hold in (Refusal.NO_ROOM, Refusal.TOO_LARGE) else Brought.BUSY
         return Brought.READY if hold.is_ready else Brought.HELD
 
-    # What the engine makes of the answer.
+    # Called after the engine has allocated blocks.
 
     def on_allocated(self, tracked: TrackedRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> Load | None:
-        """The engine has given the request blocks; the load of its external tokens into them."""
+        """Plans the load of the external tokens into the allocated blocks; None if there are none."""
         request_id = tracked.request_id
-        # A request that goes on where it is was not looked up again, whatever is known of it.
+        # A request that continues without a new lookup is not explained again, even if an old answer is known.
         answer = None if tracked.told is None else life.answer_of(tracked.stage)
         explained = None
         if answer is not None and not isinstance(answer, Pending):
@@ -517,7 +533,7 @@ class LoadPlanner:
         return load
 
     def loss(self, tracked: TrackedRequest) -> Loss | None:
-        """What the request's hit could have been, if it is known where it resumes. Measured once for each answer."""
+        """Tokens that the request's hit has lost; None before there is an answer. Measured once for each answer."""
         answer, computed = life.answer_of(tracked.stage), tracked.computed_tokens
         if answer is None or isinstance(answer, Pending):
             return None
@@ -535,9 +551,9 @@ class LoadPlanner:
         return max(life.limit_tokens(tracked.stage, tracked.request.num_tokens), tracked.computed_tokens)
 
     def _explain(self, tracked: TrackedRequest, answer: Hit | Miss, num_external_tokens: int) -> Explanation:
-        """Why the request loads so much and no more."""
+        """Explains the number of tokens that the request loads."""
         loss = self.loss(tracked)
-        assert loss is not None, "there is an answer"
+        assert loss is not None, "the lookup has an answer"
         hold = self._stack.hold(tracked.request_id)
         source = RAM if hold is None else hold.source
         asked = None
@@ -547,6 +563,6 @@ class LoadPlanner:
         return explain(self._layout.spec, tracked, admission)
 
     def on_gone(self, request_id: str) -> None:
-        """The request has ended."""
+        """Releases the request's lease and admission."""
         self._stack.release(request_id)
         self._in_flight.on_gone(request_id)

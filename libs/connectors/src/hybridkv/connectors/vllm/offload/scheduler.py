@@ -1,6 +1,6 @@
-"""The scheduler's half of HybridOffloadConnector: what the engine asks and tells, handed to those who decide.
+"""Scheduler side of HybridOffloadConnector: dispatches the engine's calls to the modules that plan loads and stores.
 
-It moves no bytes, and it never waits.
+It moves no bytes and never blocks.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 
 
 class OffloadScheduler:
-    """Decides what is loaded and stored.
+    """Plans loads and stores, and applies the results of the workers.
 
     Args:
         layout: the model's groups.
-        identity: whose content it is.
-        stack: the tiers; this object is their only user.
-        admission: which loads may hold blocks at the same time.
-        deadlines: how long a request waits.
-        recorder: counts what happens.
-        duties: whether it stores, loads, or does both.
+        identity: identity of the cached content; it derives the keys.
+        stack: the tiers; used by this object alone.
+        admission: limits the loads that hold blocks at the same time.
+        deadlines: limits on the waits of a request.
+        recorder: the connector's metrics.
+        duties: whether the connector stores, loads, or does both.
     """
 
     def __init__(
@@ -71,33 +71,34 @@ class OffloadScheduler:
         hints = HintReader(recorder, deadlines.clock)
         self._requests = Requests(layout, identity.keys, identity.adapters, hints.read)
         self._keeper = Keeper(layout, stack, deadlines.clock, recorder)
-        self._wrong = WrongBlocks([group.block_tokens for group in layout.spec.groups], recorder)
+        self._corrupt = WrongBlocks([group.block_tokens for group in layout.spec.groups], recorder)
         local = LocalBlocks(layout, duties.copies_locally)
-        local.is_wrong = self._wrong.holds
+        local.is_wrong = self._corrupt.holds
         self._in_flight = LoadsInFlight(layout, stack, admission, recorder, local)
         self._loads = LoadPlanner(layout, stack, admission, deadlines, recorder, self._in_flight)
         self._stores = StorePlanner(layout, stack, identity.adapters, recorder, self._keeper)
-        self._prefetcher = Prefetcher(layout, self._requests, stack, self._loads.ask, deadlines.clock, recorder)
-        self._reuse = ReuseMeter(layout, stack, recorder, deadlines.clock)
+        self._prefetcher = Prefetcher(
+            layout, self._requests, stack, self._loads.lookup_chunks, deadlines.clock, recorder
+        )
         self._planned_loads: list[Load] = []
         self._planned_stores: list[Store] = []
-        """Of requests that have ended since the last step was planned."""
-        self._has_told_namespace = False
-        """Since the last step was planned."""
+        """Stores of requests that have ended since the last `plan_step`."""
+        self._namespace_sent = False
+        """Whether a plan has carried the namespace to the workers."""
         self._events: RouterEvents | None = None
 
-    def tell_routers(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """From now on `take_events` says what tiers hold. `groups`: see `RouterEvents`."""
+    def enable_kv_events(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Enables KV events; see `take_events`. `groups`: see `RouterEvents`."""
         self._events = self._stores.events = RouterEvents(self._layout, self._stack, groups, self._recorder)
 
     def bind_checkpoints(self, checkpoints: Checkpoints) -> None:
-        """Who says where prompts stop, where there are states, and more of them are wanted than the engine hands over
-        of itself."""
+        """Sets the planner of prefill stops, for models with recurrent states. Without it only states that the engine
+        hands over are stored."""
         self._checkpoints = checkpoints if self._duties.stores else None
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """The engine's blocks."""
-        self._wrong.bind(pool)
+        """Sets the engine's block pool."""
+        self._corrupt.bind(pool)
         self._loads.bind_block_pool(pool)
         self._in_flight.bind_block_pool(pool)
         self._stores.bind_block_pool(pool)
@@ -105,17 +106,17 @@ class OffloadScheduler:
             self._events.bind_block_pool(pool)
 
     def keep_at_most(self, keep_share: float) -> None:
-        """Of each tier, what prefixes may take up that requests asked to be kept."""
+        """Sets the share of each tier that prefixes with a keep hint may use."""
         self._keeper.keep_share = keep_share
 
     def distrust(self, groups: Distrusted) -> None:
-        """Blocks of these groups the engine may leave wrong."""
-        self._wrong.distrusted = groups
+        """Sets the groups in which the engine may leave corrupt blocks."""
+        self._corrupt.distrusted = groups
 
-    # What the engine asks before it admits a request.
+    # Called before the engine admits a request.
 
     def track(self, request: Request) -> TrackedRequest:
-        """What is remembered of a request, from when it is first seen."""
+        """State of a request. The first call creates it, and starts a prefetch if the request's hints want one."""
         known = self._requests.get(request.request_id)
         tracked = self._requests.track(request)
         if tracked is not known and tracked.hints.prefetch and self._duties.loads:
@@ -123,9 +124,9 @@ class OffloadScheduler:
         return tracked
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again.
+        """Number of tokens after `computed_tokens` that can be loaded; None if the engine must call again.
 
-        What may not be loaded is not searched for, nor promoted, waited for or counted.
+        For a request that must not load, nothing is looked up, promoted, awaited or counted.
         """
         tracked = self.track(request)
         is_identified = self._requests.identify(tracked)
@@ -144,10 +145,10 @@ class OffloadScheduler:
         return num_tokens
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """The engine has given the request blocks; plan the load of its external tokens into them."""
+        """Plans the load of the request's external tokens into the blocks that the engine has allocated."""
         tracked = self.track(request)
         if tracked.told is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
-            # Nobody asks what can be loaded for a request that may load nothing here, yet it may leave something.
+            # There was no lookup, since the request must not load, but it may still store.
             self._requests.identify(tracked)
         if tracked.kept_keys is None or not tracked.hints.load:
             if tracked.told is not None:
@@ -163,13 +164,13 @@ class OffloadScheduler:
         self._reuse.on_admitted(tracked)
         load = self._loads.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
-            self._wrong.take_loaded(blocks, tracked.computed_tokens)
+            self._corrupt.take_loaded(blocks, tracked.computed_tokens)
             self._planned_loads.append(load)
 
-    # What the engine tells once a step.
+    # Called once in each step.
 
     def plan_step(self, scheduler_output: SchedulerOutput) -> StepPlan:
-        """Takes the step's loads and moves, and plans what becomes storable after its forward pass."""
+        """Plan of one step: its loads and moves, and the stores that follow its forward pass."""
         self._stack.tick()
         preempted = scheduler_output.preempted_req_ids or ()
         for request_id in preempted:
@@ -194,13 +195,13 @@ class OffloadScheduler:
         if self._checkpoints is not None:
             self._checkpoints.advance(scheduler_output)
         loads, self._planned_loads = self._planned_loads, []
-        loads = self._in_flight.without_wrong_blocks(loads, self._wrong.holds)
+        loads = self._in_flight.without_corrupt_blocks(loads, self._corrupt.holds)
         if not compat.loads_after_forward(scheduler_output):
-            loads = self._in_flight.from_tiers_alone(loads)
+            loads = self._in_flight.without_local_copies(loads)
         return self._with_moves(loads, stores, is_idle=not scheduler_output.num_scheduled_tokens)
 
     def plan_moves(self) -> StepPlan:
-        """As `plan_step` at an end, where no request runs any more."""
+        """Plan of a step without requests, for the flush at shutdown."""
         self._prefetcher.end()
         self._stack.tick()
         stores, self._planned_stores = self._planned_stores, []
@@ -208,8 +209,8 @@ class OffloadScheduler:
 
     def _with_moves(self, loads: Iterable[Load], stores: Iterable[Store], *, is_idle: bool = False) -> StepPlan:
         moves = tuple(self._stack.take_moves())
-        is_needed = bool(moves) or not self._has_told_namespace
-        self._has_told_namespace = True
+        is_needed = bool(moves) or not self._namespace_sent
+        self._namespace_sent = True
         namespace = self._identity.namespace if is_needed else b""
         return StepPlan(tuple(loads), tuple(stores), moves, namespace, is_idle)
 
@@ -217,11 +218,11 @@ class OffloadScheduler:
         stores: list[Store] = []
         handed_over = compat.boundary_states(scheduler_output)
         tables = compat.block_tables(scheduler_output)
-        # Also where nothing is stored: no load may copy from a wrong block.
-        self._wrong.follow_step(scheduler_output, tables)
+        # Needed even if nothing is stored: no load may copy from a corrupt block.
+        self._corrupt.follow_step(scheduler_output, tables)
         if not self._duties.stores:
             return stores
-        for request_id in self._wrong.misled:
+        for request_id in self._corrupt.misled:
             if tracked := self._requests.get(request_id):
                 tracked.is_storable = False
         scheduled = scheduler_output.num_scheduled_tokens
@@ -234,21 +235,21 @@ class OffloadScheduler:
                 request.num_computed_tokens + num_scheduled < tracked.idle_below_tokens
                 and request_id not in handed_over
             ):
-                # So it is in most steps of most requests.
+                # Nothing new to store, as in most steps of most requests.
                 continue
             if request.is_finished() or not self._may_store(tracked):
                 continue
             if request_id in preempted and request_id not in scheduled:
-                # Its blocks are somebody else's by now.
+                # Its blocks may belong to another request now.
                 continue
-            states = self._wrong.right_states(handed_over.get(request_id, ()), self._recorder)
+            states = self._corrupt.right_states(handed_over.get(request_id, ()), self._recorder)
             store = self._plan_store(tracked, num_scheduled, states, tables)
             if store is not None:
                 stores.append(store)
         return stores
 
     def _may_store(self, tracked: TrackedRequest) -> bool:
-        """Whether anything of a request may be stored, where this engine stores at all."""
+        """Whether a request may store, provided that the connector stores at all."""
         return tracked.is_storable and tracked.hints.store and tracked.kept_keys is not None
 
     def _plan_store(
@@ -267,10 +268,10 @@ class OffloadScheduler:
         return store
 
     def on_finished(self, request: Request, block_ids: Sequence[Sequence[int]]) -> None:
-        """The request has ended, and its blocks go back to the engine unless they are pinned now.
+        """The request has ended. The engine frees its blocks afterwards, except those that are pinned here.
 
-        Where a scheduler plans ahead, the state at which an answer ends had no key at any step: it is stored with the
-        next one.
+        With asynchronous scheduling the state at the end of an answer has no key during any step of the request. Its
+        store is planned here and leaves with the next step.
         """
         if self._checkpoints is None:
             return
@@ -291,21 +292,21 @@ class OffloadScheduler:
                 self._planned_stores.append(store)
 
     def holds_freed_blocks(self) -> bool:
-        """Whether a store or a load that ends will give blocks back to the engine's pool."""
+        """Whether the end of a store or load will return blocks to the engine's pool."""
         return self._stores.holds_freed_blocks() or self._in_flight.holds_freed_blocks()
 
     def has_work_in_flight(self) -> bool:
-        """Whether the engine must keep stepping although it has no request to run."""
+        """Whether the engine must keep stepping without requests."""
         return self.has_stores_in_flight() or self._in_flight.has_work() or self._prefetcher.has_work()
 
     def has_stores_in_flight(self) -> bool:
-        """Whether something may still come into a tier; what waits for its way down is a part of it."""
+        """Whether a store or a move between tiers is in flight, or a chunk waits in a cascade queue."""
         return self._stores.has_work() or self._stack.has_moves_alive()
 
-    # What the workers report.
+    # Results of the workers.
 
     def on_output(self, output: KVConnectorOutput) -> None:
-        """Commits or aborts what ended; a failed load is remembered so that its retry asks for less."""
+        """Applies the outputs of one step. After a failed load, the retry of the request loads less."""
         outcome = output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
             self.on_outcome(outcome)
@@ -313,7 +314,7 @@ class OffloadScheduler:
             self._in_flight.on_ended(request_id, self._requests.get(request_id), request_id in output.failed_recving)
 
     def on_outcome(self, outcome: StepOutcome) -> None:
-        """What the workers did."""
+        """Applies the outcomes of stores, loads and moves."""
         self._stores.on_ended(outcome.stores)
         for request_id, failures in outcome.load_failures.items():
             self._in_flight.on_failures(request_id, failures)
@@ -321,22 +322,22 @@ class OffloadScheduler:
             self._stack.on_move(move_id, moved)
 
     def record_tiers(self) -> None:
-        """Counts what the tiers did since the last call, and what they hold now."""
+        """Updates the metrics of the tiers."""
         self._recorder.tiers(self._stack, self._layout.world_size)
         self._keeper.record(self._layout.world_size)
         self._reuse.record()
 
     def take_events(self) -> list[Any]:
-        """What routers are to be told since the last step; nothing where nobody asked for it."""
+        """KV events since the last call; empty if events are not enabled."""
         return self._events.take() if self._events is not None else []
 
-    # Ends.
+    # Reset and shutdown.
 
     def reset(self) -> bool:
-        """Drops everything stored. Copies in flight end by themselves and leave nothing behind.
+        """Drops everything that is stored. Copies in flight end, and their chunks are dropped too.
 
-        Requests that have begun store nothing more: their content may be of the weights that the reset was to forget.
-        What is stored from now on may be of weights that no file has, so its keys are such as no other process makes.
+        Requests that have started store nothing more, since their content may be from weights that the reset discards.
+        Later content may be from weights that are in no file, so its keys differ from those of every other process.
         """
         self._stack.clear()
         if self._checkpoints is not None:
@@ -349,8 +350,7 @@ class OffloadScheduler:
         return True
 
     def close(self) -> None:
-        """Gives back what is still pinned in the engine's pool, and closes the tiers."""
-        self._reuse.log()
+        """Unpins all blocks in the engine's pool, and closes the tiers."""
         self._stores.close()
         self._in_flight.close()
         self._stack.close()

@@ -1,7 +1,7 @@
-"""What is stored after a step, and what becomes of it.
+"""Stores of requests: plans them after each step, and commits or aborts them when all ranks are done.
 
-A source block stays pinned in the engine's pool until every rank has read it; a key is offered only after every rank
-has committed it. What depends on other chunks is made to leave the tiers before them.
+A source block stays pinned in the engine's pool until every rank has copied it. A key can be looked up only after every
+rank has written its part of the chunk. The LRU order evicts a chunk before the chunks that it needs.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ from hybridkv.connectors.vllm.common.requests import (
 )
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.offload.keeping import Keeper
-from hybridkv.connectors.vllm.offload.met import find_met
-from hybridkv.connectors.vllm.offload.placing import NOTHING_MET, Placing, Whole
-from hybridkv.connectors.vllm.offload.renewals import Renewals
+from hybridkv.connectors.vllm.offload.lru_refresh import RefreshQueue
+from hybridkv.connectors.vllm.offload.prefix_chain import NO_PREFIX, ChainBuilder, PrefixInAllTiers, find_stored_prefix
 from hybridkv.planner import (
     GroupKind,
     LookupResult,
@@ -59,14 +58,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 _OUTCOMES = {Refusal.PRESENT: "present", Refusal.TOO_LARGE: "dropped_too_large"}
-"""What becomes of a chunk that the fast tier refuses; otherwise there is no room for it."""
+"""Metric label for a chunk that the primary tier refuses, by reason; "dropped_no_room" for all other reasons."""
 
 
 @dataclass(slots=True)
 class _StoreInFlight:
     path: StoredPath
     chunks: list[StoredPart]
-    """In the order in which each is worth something."""
+    """In `path_order`."""
     blocks: list[KVCacheBlock]
     num_bytes: int
     ranks_left: int
@@ -74,20 +73,20 @@ class _StoreInFlight:
     failure: str | None = None
     reason: str | None = None
     origins: dict[Part, str] = field(default_factory=dict)
-    """Of states that it brings: where each comes from, told by the first group that has one."""
-    whole: Whole = NOTHING_MET
-    """What was there already in all tiers, before all chunks on the path."""
+    """Origin of each stored state of the first recurrent group."""
+    in_all_tiers: PrefixInAllTiers = NO_PREFIX
+    """Leading chunks that all tiers held already, before `chunks`."""
 
 
 class StorePlanner:
-    """Plans stores, and follows those that are on their way.
+    """Plans stores, and tracks them until all ranks have ended them.
 
     Args:
         layout: the model's groups.
         stack: the tiers.
-        adapters: whether what an adapter had a part in is what it was stored for.
+        adapters: checks that the files of an adapter did not change during a store.
         recorder: counts what happens.
-        keeper: of prefixes that requests asked to be kept.
+        keeper: keeps the prefixes of requests with a keep hint; None keeps none.
     """
 
     def __init__(
@@ -103,30 +102,33 @@ class StorePlanner:
         self._adapters = adapters
         self._recorder = recorder
         self._keeper = keeper
-        self._placing = Placing(layout, stack)
+        self._chains = ChainBuilder(layout, stack)
         self._first_state = next(iter(state_groups(layout.spec)), None)
-        """The group by which a boundary's states are counted, None where there are none."""
+        """First recurrent group; stored states are counted in it alone. None without recurrent groups."""
         self.events: RouterEvents | None = None
-        """Whom to tell what a request's chunks are."""
+        """KV events for routers; None if not enabled."""
         self._pins = BlockPins()
-        self._renewals = Renewals(stack)
+        self._refreshes = RefreshQueue(stack)
         self._stores: dict[int, _StoreInFlight] = {}
         self._store_ids = count(1)
         self.num_planned_bytes = 0
-        """Of all stores ever planned, on one rank."""
+        """Bytes of all stores planned so far, on one rank."""
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """The pool whose blocks are pinned while they are read."""
+        """Sets the pool of the blocks that are pinned while they are copied."""
         self._pins.bind(pool)
 
     def plan(
         self, tracked: TrackedRequest, num_scheduled: int, states: list[State], tables: compat.BlockTables
     ) -> Store | None:
-        """What becomes storable of a request after the forward pass of this step. It has keys."""
+        """Plans the store of all chunks that become storable with this step's forward pass; None if nothing is copied.
+
+        The request must have keys.
+        """
         spec, request = self._layout.spec, tracked.request
         hashes = tracked.prefix_hashes()
-        # Content is final where the token is known: drafts that may be rejected, and tokens that an asynchronous
-        # scheduler has not seen yet, are not.
+        # Only content of known tokens is final. Draft tokens may be rejected, and an asynchronous scheduler does not
+        # know the newest tokens yet.
         hashed = len(hashes) * self._layout.hash_block_tokens
         final = min(request.num_computed_tokens + num_scheduled, request.num_tokens, hashed)
         states = [s for s in states if s.group_index in spec.stored_groups and s.num_tokens <= hashed]
@@ -137,46 +139,48 @@ class StorePlanner:
             return None
         tracked.seen = complete
         tracked.path.begin(request.num_prompt_tokens, tracked.hints.keep_seconds)
-        table, derived = tables(request.request_id), tracked.keys()
-        asked_tokens = complete[1] * spec.chunk_tokens
-        met = find_met(spec, self._stack, derived, tracked.stored_tokens, asked_tokens, table)
-        keys, absent = met.behind, met.absent
+        table, request_keys = tables(request.request_id), tracked.keys()
+        searched_tokens = complete[1] * spec.chunk_tokens
+        prefix = find_stored_prefix(spec, self._stack, request_keys, tracked.stored_tokens, searched_tokens, table)
+        keys, absent = prefix.later_keys, prefix.absent_groups
         present: list[Part] = []
 
         def is_wanted(part: Part) -> bool:
             key = keys.get(part)
             if key is None:
-                key = keys[part] = derived.key(*part)
-            # A chunk that only a slower tier holds is stored again: this costs no read, and the fast tier gets it.
+                key = keys[part] = request_keys.key(*part)
+            # A chunk that only a secondary tier holds is stored again: the primary tier gets it without a read.
             is_stored = self._stack.lookup_near(key) is not LookupResult.MISS
             if is_stored:
                 present.append(part)
             return not is_stored
 
         def wanted(group_index: int, ends: Sequence[int]) -> Sequence[int]:
-            if group_index in absent and ends[-1] <= asked_tokens:
+            if group_index in absent and ends[-1] <= searched_tokens:
                 return ends
-            # Behind a drafter's chunks there may be some of other groups that nobody was asked about.
+            # Groups without a drafter may have final chunks after `searched_tokens`. These are not looked up yet.
             return [
-                end for end in ends if (group_index in absent and end <= asked_tokens) or is_wanted((group_index, end))
+                end
+                for end in ends
+                if (group_index in absent and end <= searched_tokens) or is_wanted((group_index, end))
             ]
 
-        plan = plan_store(spec, met.stop_tokens, final, table, states, wanted, NULL_BLOCK)
-        # A drafter's chunk comes later than the others, which are then looked at again.
-        tracked.stored_tokens = max(asked_tokens, tracked.stored_tokens)
-        self._count(plan, [*met.parts, *present])
-        # What is stored already has been of use, and must not make room for what follows it.
-        self._stack.touch_near(met.keys_among(spec, present, keys)[::-1])
+        plan = plan_store(spec, prefix.stop_tokens, final, table, states, wanted, NULL_BLOCK)
+        # A drafter's chunk is complete later than the others of its end; these are looked up again then.
+        tracked.stored_tokens = max(searched_tokens, tracked.stored_tokens)
+        self._count(plan, [*prefix.parts, *present])
+        # Chunks that are stored already were reused, and must not be evicted for the chunks that follow them.
+        self._stack.touch_near(prefix.merge_keys(spec, present, keys)[::-1])
         in_flight = _StoreInFlight(tracked.path, [], [], 0, self._layout.world_size, tracked.sworn)
-        copies, stored = self._reserve(in_flight, plan.runs, derived, keys)
-        in_flight.whole, others = self._placing.meet(tracked.path, met, [*present, *stored])
-        num_whole = len(in_flight.whole.parts)
-        keys.update(zip(met.parts[num_whole:], met.keys[num_whole:], strict=True))
-        in_flight.chunks = self._placing.place(tracked, others, set(stored), keys)
+        copies, stored = self._reserve(in_flight, plan.runs, request_keys, keys)
+        in_flight.in_all_tiers, others = self._chains.add_prefix(tracked.path, prefix, [*present, *stored])
+        num_in_all_tiers = len(in_flight.in_all_tiers.parts)
+        keys.update(zip(prefix.parts[num_in_all_tiers:], prefix.keys[num_in_all_tiers:], strict=True))
+        in_flight.chunks = self._chains.add_chunks(tracked, others, set(stored), keys)
         if self.events is not None:
-            self.events.storing(tracked, [*met.parts, *present, *stored])
+            self.events.storing(tracked, [*prefix.parts, *present, *stored])
         if not copies:
-            self._settle(in_flight.path, in_flight.chunks, in_flight.whole)
+            self._publish(in_flight.path, in_flight.chunks, in_flight.in_all_tiers)
             return None
         self.num_planned_bytes += in_flight.num_bytes
         in_flight.origins = self._origins(tracked, stored)
@@ -194,9 +198,12 @@ class StorePlanner:
             self._recorder.store("recurrent", "dropped_incomplete", plan.incomplete_tails)
 
     def _reserve(
-        self, in_flight: _StoreInFlight, runs: Sequence[TransferRun], derived: RequestKeys, keys: dict[Part, bytes]
+        self, in_flight: _StoreInFlight, runs: Sequence[TransferRun], request_keys: RequestKeys, keys: dict[Part, bytes]
     ) -> tuple[CopyTable, list[Part]]:
-        """The copies of what finds room, whose blocks are pinned, and which parts these are. `keys` has theirs then."""
+        """Reserves space and pins source blocks. Returns the copies and the chunks that have space.
+
+        Adds the keys of all chunks to `keys`.
+        """
         chunk, size = self._layout.spec.chunk_tokens, self._layout.chunk_bytes
         parts: list[Part] = []
         wanted: list[bytes] = []
@@ -204,12 +211,12 @@ class StorePlanner:
         for run in runs:
             ends = run.end_tokens(chunk)
             parts += zip(repeat(run.group_index), ends, strict=False)
-            wanted += derived.ending_at(run.group_index, ends)
+            wanted += request_keys.ending_at(run.group_index, ends)
             sizes += [size(run.group_index, run.end_token)] * len(ends)
         keys.update(zip(parts, wanted, strict=True))
         slots = self._stack.reserve_all(list(zip(wanted, sizes, strict=True)))
         if Refusal in set(map(type, slots)):
-            runs, parts, slots = self._without_refused(runs, parts, slots)
+            runs, parts, slots = self._drop_refused(runs, parts, slots)
         if not parts:
             return CopyTable(), []
         planned = copies_of_runs(self._layout, runs, [keys[part] for part in parts], cast("list[Slot]", slots))
@@ -217,10 +224,10 @@ class StorePlanner:
         in_flight.blocks = self._pins.pin(chain.from_iterable(run.block_ids for run in runs))
         return planned.copies, parts
 
-    def _without_refused(
+    def _drop_refused(
         self, runs: Sequence[TransferRun], parts: Sequence[Part], slots: Sequence[Slot | Refusal]
     ) -> tuple[list[TransferRun], list[Part], list[Slot | Refusal]]:
-        """The same without the chunks that the fast tier has no place for, which are counted."""
+        """The same lists without the chunks that the primary tier refused. Counts these."""
         refused = Counter((part[0], slot) for part, slot in zip(parts, slots, strict=True) if isinstance(slot, Refusal))
         for (group_index, why), number in refused.items():
             kind = self._layout.spec.groups[group_index].kind
@@ -239,37 +246,41 @@ class StorePlanner:
             if part[0] == self._first_state
         }
 
-    def _settle(
-        self, path: StoredPath, chunks: Sequence[StoredPart], whole: Whole = NOTHING_MET, is_stored: bool = True
+    def _publish(
+        self,
+        path: StoredPath,
+        chunks: Sequence[StoredPart],
+        in_all_tiers: PrefixInAllTiers = NO_PREFIX,
+        is_stored: bool = True,
     ) -> None:
-        """Offers what was stored, lets it cascade from the beginning on, and puts the order of use right.
+        """Commits or aborts new chunks, cascades all chunks in `path_order`, and corrects the LRU order.
 
         Args:
-            path: of the request.
-            chunks: of the store, in the order in which each is worth something.
-            whole: what was met before all of these.
-            is_stored: all ranks have what is new of the chunks.
+            path: chain of the request.
+            chunks: chunks of the store, in `path_order`.
+            in_all_tiers: chunks before `chunks` that all tiers held when the store was planned.
+            is_stored: whether all ranks have written the new chunks.
         """
-        spec, from_end = self._layout.spec, whole.keys[::-1]
-        is_overdue = bool(chunks or from_end) and path.is_overdue(self._placing.used_bytes, self._stack.capacities)
-        chunks = [*self._placing.lacking(path, whole), *chunks]
+        spec, from_end = self._layout.spec, in_all_tiers.keys[::-1]
+        is_overdue = bool(chunks or from_end) and path.is_overdue(self._chains.used_bytes, self._stack.capacities)
+        chunks = [*self._chains.evicted_since(path, in_all_tiers), *chunks]
         if not (chunks or is_overdue or path.is_complete):
-            # Nothing comes between a touch of what was met and one of the path that it is a part of.
-            self._renew(path, from_end)
+            # No other touch comes between these chunks and a refresh of their chain, so one of both is enough.
+            self._refresh(path, from_end)
             return
         if not is_overdue:
-            # What was there already must not make room for what follows it.
+            # Chunks that are stored already must not be evicted for the chunks that follow them.
             is_below = self._stack.is_below if self._stack.slower else None
             used = [c.key for c in reversed(chunks) if not c.is_new or (is_below is not None and is_below(c.key))]
             self._stack.touch([*used, *from_end])
         ended: Counter[tuple[int, str]] = Counter()
-        checked = self._checked(path, chunks) if is_overdue else chunks
+        checked = self._with_prefixes(path, chunks) if is_overdue else chunks
         for is_new, run in groupby(checked, key=attrgetter("is_new")):
             if is_new:
-                ended += self._end(path, list(run), is_stored)
+                ended += self._commit(path, list(run), is_stored)
                 continue
             for chunk in run:
-                # What another store still brings, that one lets cascade.
+                # If another store still writes the chunk, that store cascades it.
                 if self._stack.in_near(chunk.key):
                     self._stack.cascade(chunk.key, chunk.on_path)
         for (group_index, outcome), number in ended.items():
@@ -277,39 +288,40 @@ class StorePlanner:
         if path.is_complete:
             if path.keep_seconds and self._keeper is not None:
                 self._keeper.keep(path, path.keep_seconds)
-            self._offer_again(path)
-        self._renew(path, [*[chunk.key for chunk in reversed(chunks)], *from_end], is_overdue)
+            self._cascade_missing(path)
+        self._refresh(path, [*[chunk.key for chunk in reversed(chunks)], *from_end], is_overdue)
 
-    def _renew(self, path: StoredPath, from_end: list[bytes], is_overdue: bool = False) -> None:
-        """Makes what was stored or met recent, the end first, or all of its path where that is due."""
-        if (renewed := path.take_renewal(self._layout.spec, self._placing.used_bytes, is_overdue)) is None:
+    def _refresh(self, path: StoredPath, from_end: list[bytes], is_overdue: bool = False) -> None:
+        """Refreshes the whole chain if due, else touches `from_end`: stored and reused chunks in eviction order."""
+        if (renewed := path.take_renewal(self._layout.spec, self._chains.used_bytes, is_overdue)) is None:
             self._stack.touch(from_end)
         else:
-            self._renewals.renew(path, renewed)
+            self._refreshes.refresh(path, renewed)
 
-    def _end(self, path: StoredPath, chunks: Sequence[StoredPart], is_stored: bool) -> Counter[tuple[int, str]]:
-        """Commits what a store brought, or gives it up. How many chunks of each group ended how."""
+    def _commit(self, path: StoredPath, chunks: Sequence[StoredPart], is_stored: bool) -> Counter[tuple[int, str]]:
+        """Commits or aborts the new chunks of a store. Returns their numbers by group and outcome."""
         if is_stored:
             offered = self._stack.commit_all(
-                [(chunk.key, None if self._may_be_superseded(path, chunk.part) else chunk.on_path) for chunk in chunks]
+                [(chunk.key, None if self._is_interim_state(path, chunk.part) else chunk.on_path) for chunk in chunks]
             )
         else:
             for chunk in chunks:
                 self._stack.abort(chunk.key)
             offered = [False] * len(chunks)
-        of_groups = [chunk.part[0] for chunk in chunks]
-        return Counter(zip(of_groups, ["stored" if each else "failed" for each in offered], strict=True))
+        groups = [chunk.part[0] for chunk in chunks]
+        return Counter(zip(groups, ["stored" if each else "failed" for each in offered], strict=True))
 
-    def _may_be_superseded(self, path: StoredPath, part: Part) -> bool:
-        """Whether it is a state of an answer that goes on: slower tiers get the last of them, at the request's end."""
+    def _is_interim_state(self, path: StoredPath, part: Part) -> bool:
+        """Whether it is a state of an answer that still grows. Secondary tiers get only the last one, at the end."""
         group_index, end_token = part
         is_state = self._layout.spec.groups[group_index].kind is GroupKind.RECURRENT
         return is_state and end_token > path.prompt_tokens and not path.is_over
 
-    def _checked(self, path: StoredPath, chunks: Sequence[StoredPart]) -> Sequence[StoredPart]:
-        """Chunks that follow a path of long ago: it is made recent first, and must be whole, not only at its end.
+    def _with_prefixes(self, path: StoredPath, chunks: Sequence[StoredPart]) -> Sequence[StoredPart]:
+        """Touches a chain that is no longer recent, and returns the chunks that follow it, with their prefix to check.
 
-        Whatever a slower tier lacks asks for the whole prefix, unless it needs another such chunk, which does.
+        A chunk that a secondary tier lacks cascades only if that tier still has the whole prefix. A chunk that needs
+        another such chunk gets no prefix, since that chunk has it.
         """
         spec = self._layout.spec
         self._stack.touch(path.order(spec))
@@ -327,10 +339,12 @@ class StorePlanner:
                 checked.append(chunk)
         return checked
 
-    def _offer_again(self, path: StoredPath) -> None:
-        """What a slower tier lacks of a path by now, up to the first chunk without which the rest is worth nothing and
-        which the fast tier has not either, or for which there can be no room in any. What waits already is not asked
-        for twice."""
+    def _cascade_missing(self, path: StoredPath) -> None:
+        """Cascades the chunks of a chain that a secondary tier lacks by now.
+
+        It stops at a whole FULL chunk that cannot be cascaded, as later chunks need it, and where the chain exceeds the
+        capacity of every secondary tier. Chunks that wait in a cascade queue are not queued twice.
+        """
         spec, stack = self._layout.spec, self._stack
         if not stack.slower or stack.has_all_below(list(path.keys.values())):
             return
@@ -350,31 +364,31 @@ class StorePlanner:
                 return
 
     def advance(self) -> None:
-        """Does a step's part of what is spread over steps."""
-        self._renewals.advance()
+        """Does one step of the LRU refresh."""
+        self._refreshes.advance()
 
     def on_gone(self, tracked: TrackedRequest) -> None:
-        """The request has ended: what it leaves is made recent as a whole, now or when its last store has ended."""
+        """The request has ended. Its chain is refreshed as a whole, now or when its last store has ended."""
         tracked.path.is_over = True
-        self._settle(tracked.path, ())
+        self._publish(tracked.path, ())
 
     def forget(self) -> None:
-        """Nothing that was stored is there any more. Stores that are on their way end by themselves."""
-        self._renewals.forget()
+        """Drops the waiting LRU refreshes; called when the tiers were cleared. Stores in flight end as usual."""
+        self._refreshes.clear()
 
     def holds_freed_blocks(self) -> bool:
-        """Whether a store that ends will give blocks back to the engine's pool."""
+        """Whether the end of a store will return blocks to the engine's pool."""
         return any(frees_on_end(in_flight.blocks) for in_flight in self._stores.values())
 
     def has_work(self) -> bool:
         return bool(self._stores)
 
     def on_ended(self, outcomes: Mapping[int, StoreOutcome]) -> None:
-        """Ranks are done with stores; the last of them commits or aborts each."""
+        """Records the outcomes of ranks. When all ranks have ended a store, it is committed or aborted."""
 
         @functools.cache
         def holds(sworn: Sworn | None) -> bool:
-            """One look at an adapter's files is good for all stores that ended before it."""
+            """One check of an adapter's files covers all stores that have ended before it."""
             return self._adapters.holds(sworn)
 
         for store_id, ended in outcomes.items():
@@ -389,13 +403,13 @@ class StorePlanner:
             return
         del self._stores[store_id]
         if in_flight.failure is None and not holds(in_flight.sworn):
-            in_flight.failure, in_flight.reason = "the adapter's files changed meanwhile", "adapter"
+            in_flight.failure, in_flight.reason = "the adapter's files changed during the store", "adapter"
         if in_flight.failure is not None:
             num_lost = sum(chunk.is_new for chunk in in_flight.chunks)
             logger.warning("%d chunks were not stored: %s", num_lost, in_flight.failure)
             self._recorder.store_failed(in_flight.reason or "io")
         in_flight.path.num_storing -= 1
-        self._settle(in_flight.path, in_flight.chunks, in_flight.whole, is_stored=in_flight.failure is None)
+        self._publish(in_flight.path, in_flight.chunks, in_flight.in_all_tiers, is_stored=in_flight.failure is None)
         if in_flight.failure is None:
             for origin in in_flight.origins.values():
                 self._recorder.state_stored(origin)
@@ -403,8 +417,8 @@ class StorePlanner:
         self._pins.free(in_flight.blocks)
 
     def close(self) -> None:
-        """Gives back what is still pinned in the engine's pool, and leaves the tiers' order of use as it is to be."""
-        self._renewals.finish()
+        """Unpins all blocks in the engine's pool, and finishes the LRU refresh."""
+        self._refreshes.finish()
         for in_flight in self._stores.values():
             self._pins.free(in_flight.blocks)
         self._stores.clear()

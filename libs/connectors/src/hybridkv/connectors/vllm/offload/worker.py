@@ -1,8 +1,7 @@
-"""A worker's half of HybridOffloadConnector: carries out plans. It decides nothing and raises nothing in the engine.
+"""Worker side of HybridOffloadConnector: executes plans. It plans nothing, and raises no error into the engine's step.
 
-Bytes are verified on both sides of the tier: a chunk is sealed with its key and checksum after it was copied out, and
-checked before a byte of it is copied in. Where the copy engine takes checksums of the bytes that it writes, a chunk is
-sealed with that one, else with one of what lies in its slot then.
+A chunk is sealed with its key and checksum after it is copied out, and checked before any of its bytes is copied in.
+The checksum is that of the bytes that the copy engine wrote, if it computes one; else it is computed from the slot.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ logger = logging.getLogger("vllm.hybridkv.worker")
 
 
 DRAIN_S = 10.0
-"""How long `close` waits for chunks that are on their way to a slower tier."""
+"""Longest wait of `close` for moves to secondary tiers."""
 
 
 IDLE_WAIT_S = 0.002
-"""How long a step that computes nothing waits for loads. The engine would pause about as long before it looks again;
-where it does not pause, its thread keeps the interpreter from the one that copies."""
+"""Longest wait for loads in a step without a forward pass. The engine pauses about as long between such steps; where it
+does not, its thread would hold the interpreter lock that the copy thread needs."""
 
 
 class OffloadWorker(RankWorker):
@@ -47,9 +46,9 @@ class OffloadWorker(RankWorker):
 
     Args:
         layout: the model's groups.
-        arena: this rank's part of the fast tier.
-        paths: carry out loads and stores.
-        recorder: counts what happens.
+        arena: this rank's part of the primary tier.
+        paths: copy engines for loads and stores.
+        recorder: the connector's metrics.
     """
 
     def __init__(self, layout: CacheLayout, arena: SealedMemory, paths: CopyPaths, recorder: Recorder) -> None:
@@ -58,38 +57,41 @@ class OffloadWorker(RankWorker):
         self._arena = arena
         self._mover = TierMover(arena, {}, paths.clock)
         self._open_medium: Mapping[str, Callable[[bytes], TierMedium]] = {}
-        self._at_once: frozenset[str] = frozenset()
+        self._opened_at_start: frozenset[str] = frozenset()
         self._pages: dict[int, GroupPages] = {}
-        self._cut: dict[int, GroupBlocks] = {}
-        """Groups whose blocks chunks cut."""
+        self._cut_blocks: dict[int, GroupBlocks] = {}
+        """Groups with chunks that end inside a block."""
         self._zero_memory: Any = None
         self._lowering: JobLowering | None = None
         self._is_idle = False
-        """Whether the step computes nothing."""
+        """Whether the current step has no forward pass."""
 
-    def bind_slower_tiers(
-        self, open_medium: Mapping[str, Callable[[bytes], TierMedium]], at_once: frozenset[str] = frozenset()
+    def bind_secondary_tiers(
+        self, open_medium: Mapping[str, Callable[[bytes], TierMedium]], opened_at_start: frozenset[str] = frozenset()
     ) -> None:
-        """How to reach each slower tier by its name. The namespace comes with the first moves, or with the first step:
-        those that are `at_once` are open from then on, whether anything moves or not."""
+        """Sets the function that opens the medium of each secondary tier, by tier name. It takes the namespace.
+
+        Tiers in `opened_at_start` are opened with the first plan that carries the namespace, others at their first
+        move.
+        """
         self._open_medium = open_medium
-        self._at_once = at_once
+        self._opened_at_start = opened_at_start
 
     @property
-    def has_slower_tiers(self) -> bool:
-        """Whether some of what is stored outlives the engine."""
+    def has_secondary_tiers(self) -> bool:
+        """Whether there are secondary tiers. Their content outlives the engine."""
         return bool(self._open_medium)
 
     def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device: Device | None = None) -> None:
-        """Takes the engine's KV tensors.
+        """Registers the engine's KV tensors.
 
         Raises:
-            ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
-                in an order that an engine which reads a slower tier later might not have; or this GPU copies wrongly.
+            ConfigurationError: the bytes are not where the engine's specs say, or not on this device; or with secondary
+                tiers, their order may differ in a later engine; or the copy test on this GPU fails.
         """
         device = device or CpuDevice()
-        memory = take_kv_memory(self._layout, kv_caches, num_blocks, device, outlives_engine=self.has_slower_tiers)
-        self._pages, self._cut, self._zero_memory = memory.pages, memory.cut, memory.zeros
+        memory = take_kv_memory(self._layout, kv_caches, num_blocks, device, outlives_engine=self.has_secondary_tiers)
+        self._pages, self._cut_blocks, self._zero_memory = memory.pages, memory.cut, memory.zeros
         self._lowering = None
         engines = self._paths.engines()
         memory.register(engines)
@@ -98,7 +100,7 @@ class OffloadWorker(RankWorker):
         prove_at_start(memory, self._arena, self._paths, device)
 
     def start_loads(self, plan: StepPlan) -> None:
-        """Submits the step's loads, and its moves between the tiers."""
+        """Submits the step's loads and its moves between tiers."""
         self._is_idle = plan.is_idle
         now_s = self._paths.clock()
         for load in plan.loads:
@@ -111,13 +113,13 @@ class OffloadWorker(RankWorker):
         self.start_moves(plan)
 
     def start_moves(self, plan: StepPlan) -> None:
-        """Submits moves between the tiers."""
+        """Submits moves between tiers, and opens their media first."""
         moves = plan.moves
         if plan.namespace:
-            for tier in self._at_once - {move.tier for move in moves} - self._mover.media.keys():
-                self._open(tier, plan.namespace)
+            for tier in self._opened_at_start - {move.tier for move in moves} - self._mover.media.keys():
+                self._open_tier(tier, plan.namespace)
         for tier in {move.tier for move in moves} - self._mover.media.keys():
-            failure = self._open(tier, plan.namespace)
+            failure = self._open_tier(tier, plan.namespace)
             if failure is not None:
                 lost = [move for move in moves if move.tier == tier]
                 self._outcomes.moved({move.move_id: MoveOutcome(1, failure) for move in lost})
@@ -125,20 +127,20 @@ class OffloadWorker(RankWorker):
         if moves:
             self._mover.start(moves)
 
-    def _open(self, tier: str, namespace: bytes) -> Failure | None:
-        """This rank's part of a slower tier, at its first move. Why it cannot be used for now."""
+    def _open_tier(self, tier: str, namespace: bytes) -> Failure | None:
+        """Opens this rank's medium of a secondary tier. Returns the failure, if any; the next move tries again."""
         try:
             self._mover.media[tier] = self._open_medium[tier](namespace)
-        except Exception as error:  # threads, memory or descriptors have run out: the engine goes on without this tier
-            logger.warning("the %s tier cannot be used for now: %s: %s", tier, type(error).__name__, error)
+        except Exception as error:  # no threads, memory or file descriptors: the engine runs on without this tier
+            logger.warning("the %s tier cannot be opened now: %s: %s", tier, type(error).__name__, error)
             reason = FailureReason.BUSY if is_shortage(error) else FailureReason.CLOSED
             return Failure(reason, f"{type(error).__name__}: {error}")
         return None
 
     def start_stores(self, plan: StepPlan) -> None:
-        """Submits the step's stores. The forward pass that wrote their blocks is over."""
+        """Submits the step's stores, after the forward pass that writes their blocks."""
         for store in plan.stores:
-            # Each copy writes the whole of its slot, which is what is sealed. Where each ends is known with the runs.
+            # Each copy writes its whole slot, which is then sealed. `_store_runs` sets where each chunk ends.
             self._copies.submit(
                 CopyJob(
                     False,
@@ -153,24 +155,24 @@ class OffloadWorker(RankWorker):
     def _stored(self, store_id: int, failures: tuple[LoadFailure, ...]) -> None:
         self._outcomes.stored(store_id, *((failures[0].detail, failures[0].reason) if failures else (None, None)))
 
-    # On the thread that copies, when a job's turn has come.
+    # Called on the copy thread, before and after the copies of a job.
 
-    def _of_memory(self) -> JobLowering:
+    def _get_lowering(self) -> JobLowering:
         if self._lowering is None:
-            memory = RankMemory(self._pages, self._cut, zeros_in(self._zero_memory), self._arena)
+            memory = RankMemory(self._pages, self._cut_blocks, zeros_in(self._zero_memory), self._arena)
             self._lowering = JobLowering(memory)
         return self._lowering
 
     def _load_runs(self, load: Load, _: CopyJob) -> CopyRuns:
         try:
-            return self._of_memory().load(load.copies)
+            return self._get_lowering().load(load.copies)
         except Exception:
             logger.exception("the load of request %s could not be lowered", load.request_id)
             raise
 
     def _store_runs(self, store: Store, job: CopyJob) -> CopyRuns:
         try:
-            lowered = self._of_memory().store(store.copies)
+            lowered = self._get_lowering().store(store.copies)
         except Exception:
             logger.exception("a store could not be lowered")
             raise
@@ -181,12 +183,12 @@ class OffloadWorker(RankWorker):
 
     def _check(self, load: Load, since_s: float, job: CopyJob) -> str | None:
         if self._paths.clock() - since_s >= self._paths.load_timeout_s:
-            # Not a byte was moved, so the blocks may go to somebody else.
-            job.failures.append(LoadFailure("timeout", "the load waited too long for its turn"))
+            # No byte was copied, so the engine may give the blocks to another request.
+            job.failures.append(LoadFailure("timeout", "the load waited too long in the copy queue"))
             return job.failures[0].detail
-        # Blocks that the engine holds itself have no checksum.
+        # Blocks of the engine have no checksum.
         chunks = [(key, slot) for key, slot, is_local in load.copies.chunks() if not is_local]
-        return self._why_failed(job, chunks, self._arena.check_all(chunks))
+        return self._record_failures(job, chunks, self._arena.check_all(chunks))
 
     def _discard(self, store: Store, _: CopyJob) -> str | None:
         for chunk in store.copies.chunks():
@@ -196,18 +198,20 @@ class OffloadWorker(RankWorker):
     def _seal(self, store: Store, job: CopyJob) -> str | None:
         taken = job.records.digests if job.records is not None else None
         chunks = [(key, slot) for key, slot, _ in store.copies.chunks()]
-        return self._why_failed(job, chunks, self._arena.seal_all(chunks, taken))
+        return self._record_failures(job, chunks, self._arena.seal_all(chunks, taken))
 
     @staticmethod
-    def _why_failed(job: CopyJob, chunks: Sequence[tuple[Key, Slot]], failures: Sequence[Failure | None]) -> str | None:
-        """Keeps the failure of each chunk. The text of the first; None if there is none."""
+    def _record_failures(
+        job: CopyJob, chunks: Sequence[tuple[Key, Slot]], failures: Sequence[Failure | None]
+    ) -> str | None:
+        """Adds the failures to the job. Returns the text of its first failure, None without one."""
         for (key, _), failure in zip(chunks, failures, strict=True):
             if failure is not None:
                 job.failures.append(LoadFailure(str(failure.reason), failure.detail, key))
         return job.failures[0].detail if job.failures else None
 
     def results(self) -> LoadResults:
-        """Loads that ended since the last call. Moves between the tiers that ended are in `outcome`."""
+        """Loads that ended since the last call. Moves that ended are in `outcome`."""
         if self._is_idle:
             self._copies.wait_for_loads(IDLE_WAIT_S)
         self._copies.poll()
@@ -217,9 +221,11 @@ class OffloadWorker(RankWorker):
         return self._outcomes.take_results()
 
     def close(self, drain_s: float = DRAIN_S) -> None:
-        """Ends copies in flight, then gives up the memory they use."""
+        """Ends copies in flight, waits up to `drain_s` for moves, then releases the arena."""
         self._copies.close()
         if not self._mover.close(drain_s):
-            message = "chunks are still on their way to a slower tier after %.0f s; the next start finds what is whole"
+            message = (
+                "moves to a secondary tier are still in flight after %.0f s; the next start finds the complete chunks"
+            )
             logger.warning(message, drain_s)
         self._arena.close()
