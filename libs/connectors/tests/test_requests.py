@@ -273,7 +273,7 @@ def test_what_the_engine_copied_wrongly_is_known_where_nothing_is_stored_too(dut
         has_sync_kv_loads=False,
     )
     scheduler.plan_step(output)
-    assert scheduler._corrupt.holds(3)
+    assert scheduler._corrupt_blocks.holds(3)
 
 
 def test_a_preempted_request_stores_anew_what_is_gone_meanwhile() -> None:

@@ -425,11 +425,9 @@ class LoadPlanner:
         match errand:
             case Search():
                 answer = self._search(tracked, stage, errand, facts.now_s)
-                settled = (
-                    self._search_answered(tracked, errand)
-                    if self._has_async_lookups and type(answer) is Pending
-                    else None
-                )
+                settled = None
+                if self._has_async_lookups and type(answer) is Pending:
+                    settled = self._search_without_unanswered(tracked, errand)
                 stage, step = life.searched(stage, facts, self._bounds, errand, answer, settled)
             case Ask(limit_tokens):
                 self.lookup_chunks(tracked, limit_tokens)
@@ -469,7 +467,7 @@ class LoadPlanner:
         lookup = TierLookup(tracked.keys(), tiers, errand.is_last or near_only)
         return longest_hit(self._layout.spec, errand.limit_tokens, tracked.computed_tokens, lookup, lookup)
 
-    def _search_answered(self, tracked: TrackedRequest, errand: Search) -> Hit | Pending | Miss:
+    def _search_without_unanswered(self, tracked: TrackedRequest, errand: Search) -> Hit | Pending | Miss:
         """Result of the search if keys with an unanswered async lookup count as misses."""
         lookup = TierLookup(tracked.keys(), Unasked(self._stack))
         return longest_hit(self._layout.spec, errand.limit_tokens, tracked.computed_tokens, lookup, lookup)
@@ -485,16 +483,16 @@ class LoadPlanner:
         spec, keys = self._layout.spec, tracked.keys()
         last = last_boundary(spec, limit_tokens)
         first, stop = tracked.computed_tokens // spec.chunk_tokens, last // spec.chunk_tokens
-        asked: list[bytes] = []
+        wanted: list[bytes] = []
         if first < stop:
             by_group = [keys.between(group, first, stop) for group in spec.stored_groups]
-            asked = [key for chunk in zip(*by_group, strict=True) for key in chunk]
+            wanted = [key for chunk in zip(*by_group, strict=True) for key in chunk]
         if stop * spec.chunk_tokens < last:
-            behind = max(stop * spec.chunk_tokens, tracked.computed_tokens)
-            ends = range(last, behind, -spec.boundary_tokens)
-            asked += [keys.key(group, end) for end in ends for group in spec.stored_groups]
-        if asked:
-            self._stack.ask(asked)
+            after = max(stop * spec.chunk_tokens, tracked.computed_tokens)
+            ends = range(last, after, -spec.boundary_tokens)
+            wanted += [keys.key(group, end) for end in ends for group in spec.stored_groups]
+        if wanted:
+            self._stack.ask(wanted)
 
     def _promote(self, tracked: TrackedRequest, errand: Bring) -> Brought:
         keys = tracked.keys()
@@ -533,7 +531,7 @@ class LoadPlanner:
         return load
 
     def loss(self, tracked: TrackedRequest) -> Loss | None:
-        """Tokens that the request's hit has lost; None before there is an answer. Measured once for each answer."""
+        """Tokens that more states or windows would have made a hit; None before an answer. Measured once per answer."""
         answer, computed = life.answer_of(tracked.stage), tracked.computed_tokens
         if answer is None or isinstance(answer, Pending):
             return None
@@ -556,10 +554,10 @@ class LoadPlanner:
         assert loss is not None, "the lookup has an answer"
         hold = self._stack.hold(tracked.request_id)
         source = RAM if hold is None else hold.source
-        asked = None
+        had_async_lookup = None
         if self._stack.has_late and (self._stack.ask_s or tracked.stage.past.asked_until_s is not None):
-            asked = tracked.stage.past.asked_until_s is not None
-        admission = Admission(answer, self._limit(tracked), num_external_tokens, loss, source, asked)
+            had_async_lookup = tracked.stage.past.asked_until_s is not None
+        admission = Admission(answer, self._limit(tracked), num_external_tokens, loss, source, had_async_lookup)
         return explain(self._layout.spec, tracked, admission)
 
     def on_gone(self, request_id: str) -> None:

@@ -81,7 +81,7 @@ def find_stored_prefix(
         if num_held < len(ends):
             stop = min(stop, ends[num_held] - chunk)
         found.append((group_index, ends, group_keys))
-    near, absent = stack.only_near, set[int]()
+    primary, absent = stack.only_near, set[int]()
     parts: list[Part] = []
     key_of: dict[Part, bytes] = {}
     later_keys: dict[Part, bytes] = {}
@@ -92,7 +92,7 @@ def find_stored_prefix(
         key_of.update(zip(leading_parts, group_keys, strict=False))
         if num_leading < len(ends):
             later = group_keys[num_leading:]
-            if near.last_held(later) is None:
+            if primary.last_held(later) is None:
                 absent.add(group_index)
             else:
                 later_keys.update(zip(zip(repeat(group_index), ends[num_leading:], strict=False), later, strict=True))

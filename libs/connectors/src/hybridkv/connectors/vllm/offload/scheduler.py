@@ -71,9 +71,9 @@ class OffloadScheduler:
         hints = HintReader(recorder, deadlines.clock)
         self._requests = Requests(layout, identity.keys, identity.adapters, hints.read)
         self._keeper = Keeper(layout, stack, deadlines.clock, recorder)
-        self._corrupt = WrongBlocks([group.block_tokens for group in layout.spec.groups], recorder)
+        self._corrupt_blocks = WrongBlocks([group.block_tokens for group in layout.spec.groups], recorder)
         local = LocalBlocks(layout, duties.copies_locally)
-        local.is_wrong = self._corrupt.holds
+        local.is_wrong = self._corrupt_blocks.holds
         self._in_flight = LoadsInFlight(layout, stack, admission, recorder, local)
         self._loads = LoadPlanner(layout, stack, admission, deadlines, recorder, self._in_flight)
         self._stores = StorePlanner(layout, stack, identity.adapters, recorder, self._keeper)
@@ -98,7 +98,7 @@ class OffloadScheduler:
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Sets the engine's block pool."""
-        self._corrupt.bind(pool)
+        self._corrupt_blocks.bind(pool)
         self._loads.bind_block_pool(pool)
         self._in_flight.bind_block_pool(pool)
         self._stores.bind_block_pool(pool)
@@ -111,7 +111,7 @@ class OffloadScheduler:
 
     def distrust(self, groups: Distrusted) -> None:
         """Sets the groups in which the engine may leave corrupt blocks."""
-        self._corrupt.distrusted = groups
+        self._corrupt_blocks.distrusted = groups
 
     # Called before the engine admits a request.
 
@@ -164,7 +164,7 @@ class OffloadScheduler:
         self._reuse.on_admitted(tracked)
         load = self._loads.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
-            self._corrupt.take_loaded(blocks, tracked.computed_tokens)
+            self._corrupt_blocks.take_loaded(blocks, tracked.computed_tokens)
             self._planned_loads.append(load)
 
     # Called once in each step.
@@ -195,7 +195,7 @@ class OffloadScheduler:
         if self._checkpoints is not None:
             self._checkpoints.advance(scheduler_output)
         loads, self._planned_loads = self._planned_loads, []
-        loads = self._in_flight.without_corrupt_blocks(loads, self._corrupt.holds)
+        loads = self._in_flight.without_corrupt_blocks(loads, self._corrupt_blocks.holds)
         if not compat.loads_after_forward(scheduler_output):
             loads = self._in_flight.without_local_copies(loads)
         return self._with_moves(loads, stores, is_idle=not scheduler_output.num_scheduled_tokens)
@@ -219,10 +219,10 @@ class OffloadScheduler:
         handed_over = compat.boundary_states(scheduler_output)
         tables = compat.block_tables(scheduler_output)
         # Needed even if nothing is stored: no load may copy from a corrupt block.
-        self._corrupt.follow_step(scheduler_output, tables)
+        self._corrupt_blocks.follow_step(scheduler_output, tables)
         if not self._duties.stores:
             return stores
-        for request_id in self._corrupt.misled:
+        for request_id in self._corrupt_blocks.misled:
             if tracked := self._requests.get(request_id):
                 tracked.is_storable = False
         scheduled = scheduler_output.num_scheduled_tokens
@@ -242,7 +242,7 @@ class OffloadScheduler:
             if request_id in preempted and request_id not in scheduled:
                 # Its blocks may belong to another request now.
                 continue
-            states = self._corrupt.right_states(handed_over.get(request_id, ()), self._recorder)
+            states = self._corrupt_blocks.right_states(handed_over.get(request_id, ()), self._recorder)
             store = self._plan_store(tracked, num_scheduled, states, tables)
             if store is not None:
                 stores.append(store)
@@ -278,8 +278,8 @@ class OffloadScheduler:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
             return
-        is_whole = compat.has_ended_well(request) and request.num_computed_tokens < request.num_tokens
-        if not is_whole or not self._may_store(tracked):
+        ended_normally = compat.has_ended_well(request) and request.num_computed_tokens < request.num_tokens
+        if not ended_normally or not self._may_store(tracked):
             return
 
         def tables(request_id: str) -> Sequence[Sequence[int]]:

@@ -85,7 +85,7 @@ class StorePlanner:
         layout: the model's groups.
         stack: the tiers.
         adapters: checks that the files of an adapter did not change during a store.
-        recorder: counts what happens.
+        recorder: the connector's metrics.
         keeper: keeps the prefixes of requests with a keep hint; None keeps none.
     """
 
@@ -103,12 +103,12 @@ class StorePlanner:
         self._recorder = recorder
         self._keeper = keeper
         self._chains = ChainBuilder(layout, stack)
-        self._first_state = next(iter(state_groups(layout.spec)), None)
+        self._first_state_group = next(iter(state_groups(layout.spec)), None)
         """First recurrent group; stored states are counted in it alone. None without recurrent groups."""
         self.events: RouterEvents | None = None
         """KV events for routers; None if not enabled."""
         self._pins = BlockPins()
-        self._refreshes = RefreshQueue(stack)
+        self._refresh_queue = RefreshQueue(stack)
         self._stores: dict[int, _StoreInFlight] = {}
         self._store_ids = count(1)
         self.num_planned_bytes = 0
@@ -237,13 +237,13 @@ class StorePlanner:
         return [each[place] for place in kept], [parts[place] for place in kept], [slots[place] for place in kept]
 
     def _origins(self, tracked: TrackedRequest, parts: Iterable[Part]) -> dict[Part, str]:
-        if self._first_state is None:
+        if self._first_state_group is None:
             return {}
         num_prompt, boundary = tracked.request.num_prompt_tokens, self._layout.spec.boundary_tokens
         return {
             part: tracked.checkpointed.origin(part[1], num_prompt, boundary)
             for part in parts
-            if part[0] == self._first_state
+            if part[0] == self._first_state_group
         }
 
     def _publish(
@@ -293,10 +293,10 @@ class StorePlanner:
 
     def _refresh(self, path: StoredPath, from_end: list[bytes], is_overdue: bool = False) -> None:
         """Refreshes the whole chain if due, else touches `from_end`: stored and reused chunks in eviction order."""
-        if (renewed := path.take_renewal(self._layout.spec, self._chains.used_bytes, is_overdue)) is None:
+        if (refreshed := path.take_renewal(self._layout.spec, self._chains.used_bytes, is_overdue)) is None:
             self._stack.touch(from_end)
         else:
-            self._refreshes.refresh(path, renewed)
+            self._refresh_queue.refresh(path, refreshed)
 
     def _commit(self, path: StoredPath, chunks: Sequence[StoredPart], is_stored: bool) -> Counter[tuple[int, str]]:
         """Commits or aborts the new chunks of a store. Returns their numbers by group and outcome."""
@@ -365,7 +365,7 @@ class StorePlanner:
 
     def advance(self) -> None:
         """Does one step of the LRU refresh."""
-        self._refreshes.advance()
+        self._refresh_queue.advance()
 
     def on_gone(self, tracked: TrackedRequest) -> None:
         """The request has ended. Its chain is refreshed as a whole, now or when its last store has ended."""
@@ -374,7 +374,7 @@ class StorePlanner:
 
     def forget(self) -> None:
         """Drops the waiting LRU refreshes; called when the tiers were cleared. Stores in flight end as usual."""
-        self._refreshes.clear()
+        self._refresh_queue.clear()
 
     def holds_freed_blocks(self) -> bool:
         """Whether the end of a store will return blocks to the engine's pool."""
@@ -418,7 +418,7 @@ class StorePlanner:
 
     def close(self) -> None:
         """Unpins all blocks in the engine's pool, and finishes the LRU refresh."""
-        self._refreshes.finish()
+        self._refresh_queue.finish()
         for in_flight in self._stores.values():
             self._pins.free(in_flight.blocks)
         self._stores.clear()
