@@ -8,7 +8,7 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 from test_lookups import BLOCK, DRAFTER, FULL, STATE, make_layout
-from test_met import CHUNK, MIXES, MOST_CHUNKS, World
+from test_prefix_chain import CHUNK, MIXES, MOST_CHUNKS, World
 
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import Recorder

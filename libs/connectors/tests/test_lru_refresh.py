@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from test_lookups import FULL
-from test_met import CHUNK, MOST_CHUNKS, WINDOW, World
+from test_prefix_chain import CHUNK, MOST_CHUNKS, WINDOW, World
 
 from hybridkv.connectors.vllm.common.requests import StoredPath
 from hybridkv.connectors.vllm.offload import lru_refresh
