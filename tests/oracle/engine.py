@@ -27,6 +27,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from hybridkv.connectors.vllm.offload import connector as offload_connector
+from hybridkv.connectors.vllm.offload.worker import DRAIN_S
 from oracle.content import Transcript
 from oracle.memory import KVMemory, RankShare
 from oracle.runner import FakeRunner, OracleError
@@ -355,7 +356,7 @@ class OracleEngine:
 
     def close(self) -> None:
         # Transfers of a step that ended with an error never arrive: the end does not wait for them.
-        drain_s = offload_connector.DRAIN_S if self._is_whole else offload_connector.CLOSE_RESERVE_S
+        drain_s = DRAIN_S if self._is_whole else offload_connector.CLOSE_RESERVE_S
         with mock.patch.object(offload_connector, "DRAIN_S", drain_s):
             for connector in (*(runner.connector for runner in self.runners), self.scheduler_connector):
                 if connector is not None:

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 
 FLUSH_POLL_S = 0.0005
+"""Pause between steps of the flush that have no outcome yet."""
 CLOSE_RESERVE_S = 2.0
 """Part of `DRAIN_S` that is reserved for moves in flight at the end of the flush."""
 
