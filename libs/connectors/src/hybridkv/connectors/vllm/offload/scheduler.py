@@ -80,6 +80,7 @@ class OffloadScheduler:
         self._prefetcher = Prefetcher(
             layout, self._requests, stack, self._loads.lookup_chunks, deadlines.clock, recorder
         )
+        self._reuse = ReuseMeter(layout, stack, recorder, deadlines.clock)
         self._planned_loads: list[Load] = []
         self._planned_stores: list[Store] = []
         """Stores of requests that have ended since the last `plan_step`."""
@@ -351,6 +352,7 @@ class OffloadScheduler:
 
     def close(self) -> None:
         """Unpins all blocks in the engine's pool, and closes the tiers."""
+        self._reuse.log()
         self._stores.close()
         self._in_flight.close()
         self._stack.close()
