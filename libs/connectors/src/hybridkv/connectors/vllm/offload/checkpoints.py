@@ -1,9 +1,9 @@
-"""Stops of the prompts of one connector, at which states are stored, and states of answers.
+"""Prefill stops of the requests of one connector, at which recurrent states are stored, and the states of answers.
 
-`hybridkv.planner.checkpoints` decides which boundaries are worth a stop, and `steering.py` makes the engine stop. The
-engine hands the states over, as at the end of a prompt. States of answers are read from the block tables instead, where
-the engine does not hand them over. In host memory the newest state of an answer replaces the one before it. Secondary
-tiers get the last one, when the request has ended.
+`hybridkv.planner.checkpoints` decides which boundaries are worth a stop, and `prefill_stops.py` makes the engine stop.
+The engine hands the states over, as at the end of a prompt. States of answers are read from the block tables, if the
+engine does not hand them over. In host memory the newest state of an answer replaces the one before it. Secondary tiers
+get the last one, when the request has ended.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ if TYPE_CHECKING:
     from hybridkv.connectors.vllm.common.requests import TrackedRequest
 
 MAX_REMEMBERED: Final = 4096
-"""States of answers that a request may still come back to, to be counted. Beyond that the oldest is forgotten."""
+"""Limit for remembered states of answers, to count those that a later request reuses. The oldest is dropped."""
 
 
 class Answers:
-    """The states of answers of one connector.
+    """States of answers of one connector.
 
     Args:
-        layout: of the engine's groups; one of them is RECURRENT.
+        layout: the engine's groups; one of them is RECURRENT.
         stack: the tiers.
-        costs: of a state.
+        costs: costs of a state.
         recorder: counts what happens.
     """
 
@@ -63,7 +63,7 @@ class Answers:
         self._groups = state_groups(layout.spec)
         self._step_tokens = state_step_tokens(layout.spec)
         self._awaited = AwaitedStates(MAX_REMEMBERED)
-        """States of answers, stored or not, to which no request has come yet."""
+        """States of answers, stored or not, that no request has reused yet."""
 
     def states(self, tracked: TrackedRequest, num_scheduled: int, tables: compat.BlockTables) -> list[State]:
         """States of an answer that this step leaves whole, or the one before it did. It is asked each step.
@@ -78,7 +78,7 @@ class Answers:
         for end in (start + num_scheduled, start):
             if end % step or end < request.num_prompt_tokens or end <= tracked.checkpointed.newest_tokens:
                 continue
-            # What an asynchronous scheduler does not know yet has no key. It is known one step later.
+            # Tokens that an asynchronous scheduler does not have yet have no key. They are there one step later.
             if end <= min(request.num_tokens, len(tracked.prefix_hashes()) * self._layout.hash_block_tokens):
                 return self._states_at(request.request_id, end, tables)
         return []
@@ -95,17 +95,17 @@ class Answers:
         return states
 
     def on_resumed(self, tracked: TrackedRequest, num_tokens: int) -> None:
-        """A request begins to compute behind `num_tokens`: it has met the states of answers in its prompt, also
-        where they are gone or were not stored."""
-        if tracked.checkpointed.was_admitted or not len(self._awaited):  # it may come back to what it left itself
+        """Counts the remembered states in the prompt of a request that begins to compute after `num_tokens`, also those
+        that were evicted or not stored."""
+        if tracked.checkpointed.was_admitted or not len(self._awaited):  # the states may be its own
             return
         step, keys, group = self._step_tokens, tracked.keys(), self._groups[0]
         first, last = num_tokens // step, (tracked.request.num_prompt_tokens - 1) // step
         self._awaited.meet(keys.key(group, place * step) for place in range(max(1, first), last + 1))
 
     def admits(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
-        """Whether a state of an answer is stored: there is room that holds nothing, or it is worth what it displaces,
-        by how many of such states requests have come back to."""
+        """Whether to store a state of an answer: if there is free room, or if the share of such states that requests
+        have reused makes it worth more than the chunks that it displaces."""
         checkpointed = tracked.checkpointed
         if num_tokens > checkpointed.awaited_tokens:
             checkpointed.awaited_tokens = num_tokens
@@ -115,7 +115,7 @@ class Answers:
         return market.has_room(self._costs) or not self._awaited.is_unproven(gained_tokens, market, self._costs)
 
     def on_planned(self, tracked: TrackedRequest, states: Sequence[State]) -> None:
-        """States of a request were planned to be stored, of which some may have been refused."""
+        """Called after a store of these states was planned. Some may have been refused."""
         before, newest = tracked.checkpointed.newest_tokens, max(state.num_tokens for state in states)
         if newest <= before or not self._is_stored(tracked, newest):
             return
@@ -127,7 +127,7 @@ class Answers:
             self._recorder.superseded()
 
     def _is_stored(self, tracked: TrackedRequest, num_tokens: int) -> bool:
-        """Whether all groups' states are there, or on their way."""
+        """Whether the states of all groups are stored or being stored."""
         if num_tokens % self._step_tokens:
             return False
         return all(self._stack.lookup_near(key) is not LookupResult.MISS for key in self._keys(tracked, num_tokens))
@@ -137,28 +137,28 @@ class Answers:
         return tuple(keys.key(group, num_tokens) for group in self._groups)
 
     def forget(self) -> None:
-        """Nothing that was stored is there any more."""
+        """Drops all remembered states, after the tiers were cleared."""
         self._awaited.forget()
 
 
 MAX_SEEN = 1 << 16
-"""Prefixes of requests that are remembered, to learn where others part from them."""
+"""Limit for remembered prefixes, which show where later requests diverge."""
 EXTRA_SHARE = 0.02
-"""What stops may cost, as a share of what the engine computes of prompts."""
+"""Limit for the cost of stops, as a share of the prefill."""
 STEP_S = 0.005
-"""What one more step costs an engine beside the tokens that it computes."""
+"""Cost of one more step of an engine, without the tokens that it computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """What an operator says of checkpoints, and what follows from other settings.
+    """Options of checkpoints, from the configuration and from other settings of the engine.
 
     Args:
-        max_stops: more steps that one request may take.
+        max_stops: limit for the stops of one request.
         has_answers: states of answers are stored too.
-        step_tokens: what one more step costs, in tokens that are computed.
-        cut_tokens: the engine's own last stop in a prompt is at its last multiple of this.
-        has_drafts: it may be one before that.
+        step_tokens: cost of one more step, in computed tokens.
+        cut_tokens: the engine's own last stop in a prompt is at the last multiple of this.
+        has_drafts: a drafter may move that stop back by one multiple.
     """
 
     max_stops: int
@@ -169,20 +169,20 @@ class CheckpointOptions:
 
 
 def has_states(layout: CacheLayout) -> bool:
-    """Whether there is anything to place."""
+    """Whether the model has recurrent groups."""
     return bool(state_groups(layout.spec))
 
 
 class Checkpoints:
-    """Places the states of prompts.
+    """Prefill stops and states of one connector.
 
     Args:
-        layout: of the engine's groups; one of them is RECURRENT.
+        layout: the engine's groups; one of them is RECURRENT.
         stack: the tiers.
-        kept_in: names of the slower tiers that are given what host memory is given.
-        options: of the operator.
-        steering: has the engine stop.
-        is_alone: nobody else uses `steering`.
+        kept_in: names of the slower tiers that get all chunks of host memory.
+        options: options of checkpoints.
+        steering: makes the engine stop.
+        is_alone: no other connector uses `steering`.
         recorder: counts what happens.
     """
 
@@ -217,25 +217,25 @@ class Checkpoints:
         self._answers = Answers(layout, stack, self._costs, recorder) if options.has_answers else None
 
     def begin(self, request: Request) -> None:
-        """The engine asks what can be loaded for a request."""
+        """Called when the engine looks a request up."""
         if self._is_alone:
             self._steering.begin(request)
 
     def place(self, tracked: TrackedRequest, offered_tokens: int, loss: Loss | None) -> None:
-        """The engine is told what can be loaded: the stops of what remains to be computed.
+        """Plans the stops of the tokens that remain to be computed.
 
         Args:
             tracked: the request. It has keys.
-            offered_tokens: what it is told.
-            loss: what the groups hold, None where nobody looked.
+            offered_tokens: tokens that are offered to the engine.
+            loss: tokens that the groups hold; None without a lookup.
         """
         request, start = tracked.request, tracked.computed_tokens + offered_tokens
         if tracked.is_storable and tracked.hints.store:
             junction = self._junction(tracked, loss)
 
             def plan(begins_at: int) -> Placement:
-                # Another connector may load more than is here. What one loads that has less is not computed anew for
-                # states that are here.
+                # Another connector may load more tokens than this one. If it loads fewer, nothing is computed again for
+                # states that are stored here.
                 asked = Prompt(
                     request.num_prompt_tokens,
                     max(start, begins_at),
@@ -244,7 +244,7 @@ class Checkpoints:
                     keeps_end=self._keeps_end(request.num_prompt_tokens),
                 )
                 if tracked.checkpointed.asked != asked:
-                    # Otherwise nothing has changed since the engine asked last and had no room.
+                    # If equal, nothing has changed since the last lookup, after which the engine had no room.
                     tracked.checkpointed = self._planned(tracked, asked)
                 return tracked.checkpointed.placement
 
@@ -253,7 +253,7 @@ class Checkpoints:
             self._steering.settle(request, start, is_loaded=offered_tokens > 0)
 
     def _keeps_end(self, num_prompt_tokens: int) -> bool:
-        """Whether the engine itself leaves a state where a prompt that comes again resumes."""
+        """Whether the engine itself hands over the state from which the same prompt would resume."""
         step, cut = self._step_tokens, self._options.cut_tokens
         if step == cut or self._layout.spec.tail_tokens is not None:
             return True
@@ -267,10 +267,10 @@ class Checkpoints:
         return Checkpointed(asked, prompt, placement, was_admitted=tracked.checkpointed.was_admitted)
 
     def _prefixes(self, tracked: TrackedRequest) -> Sequence[bytes]:
-        """What stands for each prefix of a prompt at whose end a state can be."""
+        """A key for each prefix of a prompt that ends where a state can be stored."""
         spec, step, keys = self._layout.spec, self._step_tokens, tracked.keys()
         last = (tracked.request.num_prompt_tokens - 1) // step
-        # The key of a drafter's group names tokens behind the prefix, which may not be there yet.
+        # The key of a drafter's group depends on tokens after the prefix, which may not be there yet.
         group = min(spec.stored_groups, key=lambda each: (spec.groups[each].lookahead_tokens, each != spec.first_full))
         if not last:
             return ()
@@ -279,10 +279,10 @@ class Checkpoints:
         return tuple(keys.key(group, end) for end in range(step, last * step + 1, step))
 
     def _junction(self, tracked: TrackedRequest, loss: Loss | None) -> int:
-        """The deepest boundary that the FULL groups hold, if there is no state; 0 where nothing is missing."""
+        """The deepest boundary that the FULL groups hold, if no state is stored there; else 0."""
         if loss is None or tracked.checkpointed.was_admitted:
-            # What is stored ends where it was preempted itself, or where something was withdrawn after a failed load,
-            # and nobody parts there. Where it parted when it was admitted first is remembered.
+            # The stored prefix ends where the request was preempted, or where chunks were withdrawn after a failed
+            # load. No request diverges there. The junction of its first admission is remembered.
             return 0
         junction = loss.full_tokens // self._step_tokens * self._step_tokens
         if junction <= loss.resumed_tokens:
@@ -296,7 +296,7 @@ class Checkpoints:
         return Market(self._largest.capacity_bytes * num_ranks, self._largest.used_bytes * num_ranks, self._experience)
 
     def on_admitted(self, tracked: TrackedRequest, num_external_tokens: int) -> None:
-        """The engine has given the request blocks: what was planned for it is what will be."""
+        """Called when the engine has allocated the request's blocks: its plan is final."""
         checkpointed = tracked.checkpointed
         if self._answers is not None:
             self._answers.on_resumed(tracked, tracked.computed_tokens + num_external_tokens)
@@ -313,7 +313,7 @@ class Checkpoints:
     def states(
         self, tracked: TrackedRequest, num_scheduled: int, tables: compat.BlockTables, handed_over: Sequence[State]
     ) -> list[State]:
-        """The states that a step leaves of a request: those that the engine hands over, and those of an answer."""
+        """States of a request after a step: those that the engine hands over, and those of an answer."""
         states = [state for state in handed_over if not self._is_loaded(tracked, state)]
         more = self._answers.states(tracked, num_scheduled, tables) if self._answers is not None else ()
         if more and self._answers and self._answers.admits(tracked, more[0].num_tokens, self._market()):
@@ -322,9 +322,9 @@ class Checkpoints:
         return states
 
     def _is_loaded(self, tracked: TrackedRequest, state: State) -> bool:
-        """Whether the engine hands over the state that was loaded, and the only tier still holds it.
+        """Whether this is the loaded state, and the only tier still holds it.
 
-        The load has made it recent. To do so again would let the prompt's own, deeper state go first.
+        The load has touched it. A second touch would let the prompt's own, deeper state be evicted first.
         """
         asked = tracked.checkpointed.asked
         if self._stack.slower or asked is None or state.num_tokens != asked.resumed_tokens:
@@ -332,38 +332,38 @@ class Checkpoints:
         return self._stack.in_near(tracked.keys().key(state.group_index, state.num_tokens))
 
     def idle_below_tokens(self, computed_tokens: int) -> int:
-        """Of a request that has so many now, there is no state of an answer before this many, but for what the engine
-        hands over; 0 where there may be one at each step."""
+        """Number of tokens before which a request with `computed_tokens` has no new state of an answer, except those
+        that the engine hands over; 0 if each step may have one."""
         if self._answers is None:
             return sys.maxsize
         step = self._step_tokens
         return (computed_tokens // step + 1) * step if computed_tokens % step else 0
 
     def on_planned(self, tracked: TrackedRequest, states: Sequence[State]) -> None:
-        """What of them can be stored is on its way."""
+        """Called after a store of these states was planned."""
         if self._answers is not None and states:
             self._answers.on_planned(tracked, states)
 
     def on_stored(self, num_bytes: int) -> None:
-        """Stores of so many bytes were planned on each rank, ever."""
+        """Updates the experience. `num_bytes`: bytes of all stores planned so far, on each rank."""
         if num_bytes > self._num_bytes:
             more = (num_bytes - self._num_bytes) * self._layout.world_size
             self._num_bytes, self._experience = num_bytes, learn_stored(self._experience, more)
 
     def forget(self) -> None:
-        """Nothing that was stored is there any more."""
+        """Drops all remembered states, after the tiers were cleared."""
         if self._answers is not None:
             self._answers.forget()
 
     def advance(self, scheduler_output: SchedulerOutput) -> None:
-        """A step is planned."""
+        """Called when a step is planned."""
         if self._is_alone:
             self._steering.advance(scheduler_output)
 
 
 def _costs(layout: CacheLayout, tier: TierIndex, states: Sequence[int], step_tokens: int) -> Costs:
     spec = layout.spec
-    # Behind the first chunks, so that whatever a window needs of one is there.
+    # Deep enough that a window needs whole chunks.
     end_token = 1024 * spec.chunk_tokens
     state_bytes = sum(tier.cost(layout.chunk_bytes(index, end_token)) for index in states)
     others = [index for index in spec.stored_groups if index not in states]

@@ -1,8 +1,8 @@
-"""What a request says about itself, read strictly and never to the engine's harm.
+"""Hints of a request, decoded strictly.
 
-Under one key of its own, `hybridkv_hints`, in `kv_transfer_params`, or as an action of that type in the engine's
-`kv_hints`. Whatever else stands there is for others. A client can write anything here, so what is not understood is
-counted, said in the log now and then, and passed over as a whole: the request goes on as if it had said nothing.
+A client sends them under the key `hybridkv_hints` in `kv_transfer_params`, or as an action of that type in the engine's
+`kv_hints`. Other keys there are ignored. Invalid hints are counted, logged at most once a minute, and ignored as a
+whole; they never fail a request.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 MAX_KEEP_SECONDS: Final = 7 * 24 * 3600
 WARNING_EVERY_S: Final = 60.0
-"""Of hints that are not understood. Those between are in the count alone."""
+"""Shortest time between two warnings about invalid hints."""
 MAX_SHOWN: Final = 120
-"""Characters of what a client wrote, in the log."""
+"""Limit for characters of a client's text in the log."""
 _CHOICES = {
     "store": "true or false",
     "load": "true or false",
@@ -36,7 +36,7 @@ _PAGE = "docs/guides/hints.md"
 
 
 class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """As a client may write it."""
+    """Hints as a client writes them."""
 
     store: bool = True
     load: bool = True
@@ -51,7 +51,7 @@ class HintReader:
     """Reads the hints of requests.
 
     Args:
-        recorder: counts what was said.
+        recorder: counts hints.
         clock: seconds.
     """
 
@@ -61,7 +61,7 @@ class HintReader:
         self._quiet_until_s = float("-inf")
 
     def read(self, request: Any) -> Hints:
-        """Of a request that is seen for the first time."""
+        """Hints of a new request."""
         try:
             found = compat.hint_objects(request)
             if not found:
@@ -70,7 +70,7 @@ class HintReader:
         except ConfigurationError as error:
             self._refuse(request, error)
             return NO_HINTS
-        except Exception as error:  # such as a number that is too long to be shown, or half a character
+        except Exception as error:  # for example a number that is too long to print, or a lone surrogate
             what = type(error).__name__
             self._refuse(request, ConfigurationError(compat.HINTS_KEY, "hints", what, f"see {_PAGE}"))
             return NO_HINTS
@@ -98,10 +98,10 @@ class HintReader:
 
 
 def parse(path: str, said: Any) -> Hints:
-    """One object of hints.
+    """Decodes one object of hints.
 
     Raises:
-        ConfigurationError: it is not one; with path, expected, got and hint.
+        ConfigurationError: the object is invalid; with path, expected, got and hint.
     """
     if not isinstance(said, Mapping):
         raise ConfigurationError(path, "an object", _shown(type(said).__name__), f"see {_PAGE}")
@@ -117,7 +117,7 @@ def parse(path: str, said: Any) -> Hints:
 
 
 def _merge(all_said: list[Hints]) -> Hints:
-    """Of several objects whatever each of them asks for."""
+    """Union of several objects of hints."""
     return Hints(
         store=all(hints.store for hints in all_said),
         load=all(hints.load for hints in all_said),
@@ -127,6 +127,6 @@ def _merge(all_said: list[Hints]) -> Hints:
 
 
 def _shown(said: object) -> str:
-    """For a log that somebody reads: what cannot be printed has no business there."""
+    """A client's text for the log: shortened, and without characters that cannot be printed."""
     text = (said if isinstance(said, str) else repr(said))[:MAX_SHOWN]
     return "".join(char if char.isprintable() else "?" for char in text)

@@ -1,7 +1,8 @@
-"""Prefixes that requests asked to be kept: made recent again before they would go, within a share of each tier.
+"""Prefixes with the hint `keep_seconds`: their chunks are touched before a tier would evict them, within a share of
+each tier.
 
-Nothing is pinned: a tier that needs the room of all that is not kept, and more, takes it. `planner.hints` decides what
-may be kept; here it is known what is, since when, and how far each tier has moved on.
+Nothing is pinned, so a full tier may still evict kept chunks. `planner.hints` decides what may be kept. This module has
+the kept chunks and their deadlines, and finds when they are due for a touch.
 """
 
 from __future__ import annotations
@@ -19,29 +20,27 @@ from hybridkv.planner.paths import Part
 from hybridkv.tiers.stack import TierStack
 
 CHURN: Final = 8
-"""Kept chunks are made recent again when this part of a tier's keys has changed since."""
+"""Kept chunks are touched again after one in so many of a tier's keys has changed."""
 MAX_KEPT: Final = 65_536
-"""Chunks that may be kept. A prefix that would be more is refused, and counted."""
-
-
+"""Limit for kept chunks. A prefix beyond it is refused and counted."""
 EXPIRE_EVERY_S: Final = 1.0
-"""A prefix may stay kept for so long beyond its time: each look goes through all that is kept."""
+"""Interval of the search for expired chunks, which reads all of them."""
 
 
 class _Kept(NamedTuple):
     part: Part
     costs: tuple[int, ...]
     tiers: tuple[bool, ...]
-    """In which it is kept."""
+    """For each tier, whether the chunk is kept there."""
     until_s: float
 
 
 class Keeper:
-    """What is kept in the tiers of one connector.
+    """Kept chunks of one connector.
 
     Args:
         layout: the model's groups.
-        stack: the tiers. Those that answer late belong to others, and keep nothing for this engine.
+        stack: the tiers. Nothing is kept in remote ones.
         clock: seconds.
         recorder: counts what happens.
     """
@@ -56,7 +55,7 @@ class Keeper:
         self._layout = layout
         self._stack = stack
         self.keep_share = KEEP_SHARE
-        """Of each tier, that may be kept."""
+        """Share of each tier for kept chunks."""
         self._clock = clock
         self._recorder = recorder
         own = {name: index for name, index in stack.slower.items() if not index.answers_late}
@@ -64,11 +63,11 @@ class Keeper:
         self._kept: dict[bytes, _Kept] = {}
         self._kept_bytes = [0] * len(self._tiers)
         self._seen = [0] * len(self._tiers)
-        """Generations of the tiers when what is kept was made recent last."""
+        """Generation of each tier at the last touch of its kept chunks."""
         self._expires_at_s = float("-inf")
 
     def keep(self, path: StoredPath, seconds: float) -> None:
-        """A request has ended whose prefix is to be kept, for so long from now on."""
+        """Keeps the prefix of a request that has ended, for `seconds` from now on."""
         self._expire()
         keys = path.keys
         costs = {part: self._costs(part) for part in keys}
@@ -93,7 +92,7 @@ class Keeper:
 
     @property
     def near_bytes_left(self) -> int:
-        """Of host memory, what requests may still ask for: within the share, and not kept."""
+        """Bytes of host memory that are left for kept chunks."""
         return max(0, int(self.keep_share * self._stack.only_near.capacity_bytes) - self._kept_bytes[0])
 
     def _costs(self, part: Part) -> tuple[int, ...]:
@@ -116,7 +115,7 @@ class Keeper:
                 self._kept_bytes[tier] -= cost * kept.tiers[tier]
 
     def renew(self) -> None:
-        """Make recent again what is kept, in tiers that have moved on; to be called once a step."""
+        """Touches the kept chunks in tiers that have changed enough. Called once in each step."""
         if not self._kept:
             return
         is_due = [
@@ -136,7 +135,7 @@ class Keeper:
                 self._seen[tier] = index.generation
 
     def _from_the_end(self, tier: int) -> list[bytes]:
-        """All keys of a tier by position over all prefixes, so that each goes from its end on."""
+        """Kept keys of a tier, the deepest first, so that each prefix is evicted from its end."""
         by_part: dict[Part, list[bytes]] = {}
         for key, kept in self._kept.items():
             if kept.tiers[tier]:
@@ -144,11 +143,11 @@ class Keeper:
         return [key for part in reversed(path_order(self._layout.spec, by_part)) for key in by_part[part]]
 
     def record(self, num_ranks: int) -> None:
-        """Counts what is kept now."""
+        """Updates the metrics."""
         for name, num_bytes in zip(self._tiers, self._kept_bytes, strict=True):
             self._recorder.kept_bytes(name, num_bytes * num_ranks)
 
     def forget(self) -> None:
-        """Nothing that was stored is there any more."""
+        """Drops all kept chunks, after the tiers were cleared."""
         self._kept.clear()
         self._kept_bytes = [0] * len(self._tiers)

@@ -1,12 +1,11 @@
-"""The engine's own blocks that hold what a load would read from a tier: found by hash, and kept while they are copied.
+"""Cached blocks of the engine that a load copies in place of chunks from a tier.
 
-An engine that holds attention deeper than any state of it asks for all that lies behind the state. The attention need
-not come from a tier then: a copy on the device is faster than any link, and costs host memory nothing. What a block
-holds the engine itself would read by the same hash. The chunks are in the tier all the same, so nothing is promised
-that depends on these blocks, and they are looked for when the engine has given out the new ones: what it took for that
-has lost its hash by then.
+An engine may hold attention blocks deeper than its deepest state. Then it asks for everything after that state, and the
+attention can be copied on the device, which is faster than any link and uses no host memory. Blocks are found by the
+hash with which the engine itself would find them. The tier holds the chunks too, so no reply depends on these blocks.
+They are searched after the engine has allocated the request's blocks, because allocation may reuse cached blocks.
 
-No blocks are taken where they might not hold what their hash says: see `compat.hashes_before_computing`.
+Blocks whose content may not match their hash are never used: see `compat.hashes_before_computing`.
 """
 
 from __future__ import annotations
@@ -26,35 +25,35 @@ if TYPE_CHECKING:
 
 
 class LocalBlocks:
-    """Blocks of the engine that loads copy from.
+    """Cached blocks of the engine as sources of loads.
 
     Args:
         layout: the model's groups.
-        is_wanted: False: none is ever found.
+        is_wanted: False switches the search off.
     """
 
     def __init__(self, layout: CacheLayout, is_wanted: bool = True) -> None:
         self._layout = layout
-        # A hash that two contents may share is the engine's to trust; what it names must not get into a tier from here.
+        # Hashes that may collide are not trusted here.
         self._is_on = is_wanted and layout.reuses_hashes
         self.is_wrong: Callable[[int], bool] = lambda block_id: False
-        """Whether the engine has put something else into a block than its hash says."""
+        """True for a block with other content than its hash stands for."""
         self._pool: BlockPool | None = None
         self._pins = BlockPins()
         self._pinned: dict[str, list[KVCacheBlock]] = {}
 
     def bind(self, pool: BlockPool) -> None:
-        """The engine's blocks."""
+        """Sets the engine's block pool."""
         self._pool = pool if compat.finds_cached_blocks(pool) else None
         self._pins.bind(pool)
 
     def switch_off(self) -> None:
-        """Find none from now on. What is being copied is copied to its end."""
+        """Stops the search. Copies in flight go on."""
         self._is_on = False
 
     def find(self, tracked: TrackedRequest, runs: Sequence[TransferRun], computed_tokens: int) -> LocalCopies | None:
-        """What of a load the engine holds; None where that is nothing. With an adapter it is: its name is in a hash,
-        what it holds is not."""
+        """Blocks of a load that the engine holds, or None. None for a request with an adapter, because a hash has the
+        adapter's name, not its content."""
         pool = self._pool
         if not self._is_on or pool is None or tracked.lora is not None:
             return None
@@ -76,22 +75,22 @@ class LocalBlocks:
         return found if any(found.block_ids) else None
 
     def pin(self, request_id: str, found: LocalCopies) -> None:
-        """Keep them as they are until `free`."""
+        """Pins the blocks until `free`."""
         blocks = [block_id for block_ids in found.block_ids for block_id in block_ids]
         if blocks:
             self._pinned[request_id] = self._pins.pin(blocks)
 
     def free(self, request_id: str) -> None:
-        """Every rank has read what a request copies, or never will."""
+        """Unpins a request's blocks, after every rank has read them or given up."""
         blocks = self._pinned.pop(request_id, None)
         if blocks is not None:
             self._pins.free(blocks)
 
     def holds_freed_blocks(self) -> bool:
-        """Whether the engine has blocks back when a load ends."""
+        """Whether the end of a load returns blocks to the engine."""
         return any(map(frees_on_end, self._pinned.values()))
 
     def close(self) -> None:
-        """Let all of them go."""
+        """Unpins all blocks."""
         for request_id in list(self._pinned):
             self.free(request_id)

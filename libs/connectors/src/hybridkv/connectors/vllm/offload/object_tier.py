@@ -1,4 +1,4 @@
-"""The tier in a fleet's object store, from what an operator says of it: where it is, and what opens it."""
+"""Object tier, opened from its configuration: address of the store, credentials, secret."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def object_index(
     load_timeout_s: float,
     clock: Callable[[], float],
 ) -> ObjectIndex:
-    """The scheduler's half.
+    """Index of the object tier.
 
     Raises:
-        TierConfigurationError: the store cannot be used, or a file not be read.
+        TierConfigurationError: the store cannot be used, or a file cannot be read.
     """
     return open_index(
         _depot(config),
@@ -42,7 +42,7 @@ def object_index(
 
 
 def object_medium(config: ObjectTierConfig, rank: int, load_timeout_s: float) -> ObjectMedium:
-    """One rank's medium.
+    """Medium of the object tier for one rank.
 
     Raises:
         TierConfigurationError: a file cannot be read.
@@ -52,7 +52,7 @@ def object_medium(config: ObjectTierConfig, rank: int, load_timeout_s: float) ->
 
 def _options(config: ObjectTierConfig, load_timeout_s: float) -> ObjectOptions:
     options = ObjectOptions(pack_bytes=config.pack)
-    # A request that would be tried again when nobody waits any more holds a thread for nothing.
+    # A retry after the load's timeout would occupy a thread for nothing.
     return msgspec.structs.replace(options, request_timeout_s=min(options.request_timeout_s, load_timeout_s))
 
 
@@ -68,7 +68,7 @@ def _depot(config: ObjectTierConfig) -> Depot:
 
 
 def _read_settings(path: str) -> dict[str, str]:
-    """No error says what is in the file."""
+    """Settings from the credentials file. Errors never quote its content."""
     field, hint = "credentials_file", '{"access_key_id": "...", "secret_access_key": "..."}, and chmod 600'
     try:
         if Path(path).stat().st_mode & _PRIVATE:

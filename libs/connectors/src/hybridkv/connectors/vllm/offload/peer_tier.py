@@ -21,10 +21,10 @@ logger = logging.getLogger("vllm.hybridkv")
 def peer_index(
     config: PeerTierConfig, ram: RamIndex, fingerprint: Fingerprint, load_timeout_s: float, clock: Callable[[], float]
 ) -> PeerIndex:
-    """The scheduler's half. Peers are told what `ram` holds.
+    """Index of the peer tier. Peers can look up keys of `ram`.
 
     Raises:
-        TierConfigurationError: NIXL is not installed, the secret cannot be read, or the address not be listened on.
+        TierConfigurationError: NIXL is not installed, the secret cannot be read, or the address cannot be bound.
     """
     try:
         require_nixl()
@@ -41,16 +41,16 @@ def peer_medium(
     load_timeout_s: float,
     clock: Callable[[], float],
 ) -> PeerMedium:
-    """One rank's medium. Peers read `memory`.
+    """Medium of the peer tier for one rank. Peers read `memory`.
 
     Raises:
-        TierConfigurationError: as `peer_index`.
+        TierConfigurationError: as in `peer_index`.
     """
     return open_medium(_neighbourhood(config), memory, namespace, rank, _options(load_timeout_s), clock)
 
 
 def _options(load_timeout_s: float) -> PeerOptions:
-    # What was promised is offered for half of the time, and has the other half to be loaded.
+    # A chunk is offered for the first half of its lease, so that a load has the second half.
     return PeerOptions(load_timeout_s=load_timeout_s, lease_s=max(PeerOptions().lease_s, 2 * load_timeout_s))
 
 
@@ -66,7 +66,7 @@ def _neighbourhood(config: PeerTierConfig) -> Neighbourhood:
 
 
 def _transport(name: str) -> Transport:
-    # Not at the top: it brings libraries that a process without this tier should not load.
+    # Imported here, because it loads libraries that a process without this tier does not need.
     from hybridkv.peers.transport.nixl import NixlTransport
 
     return NixlTransport(name)

@@ -1,7 +1,7 @@
-"""Prefixes that requests asked to be brought into host memory: looked for as soon as a request is heard of.
+"""Prefixes with the hint `prefetch`: they are loaded into host memory as soon as the request arrives.
 
-A prefetch outlives its request, which may be aborted at once. `planner.hints` decides what to bring, the stack brings
-it; here tiers that answer late are asked first, and an adapter is waited for until it is known what it holds.
+A prefetch goes on if its request is aborted. `planner.hints` decides which chunks to load, and the stack loads them.
+This module first waits for async lookups, and for the identity of a request's adapter.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MAX_WAITING: Final = 256
-"""Requests whose adapter or whose tiers are waited for. One more is refused, and counted."""
+"""Limit for waiting prefetches. One more is refused and counted."""
 MAX_TRIED: Final = 8
-"""Of those, what one step looks for. The others follow in the next ones."""
+"""Limit for waiting prefetches that one step tries."""
 AWAKE_S: Final = 1.0
-"""An engine without requests stays awake no longer for one whose adapter is in doubt."""
+"""Longest time for which an engine without requests keeps stepping for an adapter that is not identified."""
 
 
 @dataclass(slots=True, eq=False)
@@ -33,19 +33,19 @@ class _Waiting:
     tracked: TrackedRequest
     since_s: float
     asked_until_s: float | None = None
-    """When what tiers did not answer counts as missing; None before they were asked."""
+    """Deadline of the async lookups; None before they were sent."""
     generation: int | None = None
-    """Of the stack when it was looked for last; None while its adapter is in doubt."""
+    """Generation of the stack at the last search; None while the adapter is not identified."""
 
 
 class Prefetcher:
-    """Prefixes on their way to the stack of one connector.
+    """Prefetches of one connector.
 
     Args:
         layout: the model's groups.
-        requests: whose keys they are.
+        requests: gives the keys of a request.
         stack: the tiers.
-        ask: asks those that answer late about so many tokens of a request.
+        ask: sends async lookups for so many tokens of a request.
         clock: seconds.
         recorder: counts what happens.
     """
@@ -68,7 +68,7 @@ class Prefetcher:
         self._waiting: list[_Waiting] = []
 
     def begin(self, request: Request, most_bytes: int) -> None:
-        """A request is heard of that asks for it. `most_bytes`: see `TierStack.prefetch`."""
+        """Begins the prefetch of a new request. `most_bytes`: see `TierStack.prefetch`."""
         if not self._stack.slower:
             self._recorder.prefetch(PrefetchResult.NOTHING)
         elif len(self._waiting) >= MAX_WAITING:
@@ -79,7 +79,7 @@ class Prefetcher:
                 self._waiting.append(waiting)
 
     def advance(self, most_bytes: int) -> None:
-        """Go on with those that wait, a few in turn; to be called once a step, before moves are taken."""
+        """Tries a few waiting prefetches, in turn. Called once in each step, before the moves are taken."""
         self._stack.bound_prefetches(most_bytes)
         if not self._waiting:
             return
@@ -90,12 +90,12 @@ class Prefetcher:
         self._waiting = others + [each for each in due if not self._try(each, most_bytes)]
 
     def _is_due(self, waiting: _Waiting, now_s: float, generation: int) -> bool:
-        """Whether there may be more to be found than when it was looked for last, or it waits no longer."""
+        """Whether a search may find more than the last one, or the deadline has passed."""
         is_over = waiting.asked_until_s is not None and now_s >= waiting.asked_until_s
         return is_over or waiting.generation != generation
 
     def _try(self, waiting: _Waiting, most_bytes: int) -> bool:
-        """Whether nothing is waited for any more."""
+        """Tries one prefetch. False if it must wait."""
         now_s, tracked = self._clock(), waiting.tracked
         if not self._requests.identify(tracked):
             waiting.generation = waiting.asked_until_s = None
@@ -115,7 +115,7 @@ class Prefetcher:
         return True
 
     def _may_hear_of_more(self, waiting: _Waiting, found: Prefetch, now_s: float) -> bool:
-        """Asks tiers that answer late, once. Whether one of them may still say more than is known."""
+        """Sends async lookups, once. Whether their answers may still make the prefix longer."""
         if waiting.asked_until_s is None:
             waiting.asked_until_s = now_s + self._stack.ask_s
             if waiting.asked_until_s > now_s:
@@ -128,12 +128,12 @@ class Prefetcher:
         return plan_prefetch(self._spec, tracked.request.num_tokens, lookup, lookup)
 
     def has_work(self) -> bool:
-        """Whether to come again soon for one that waits."""
+        """Whether the engine must keep stepping for a waiting prefetch."""
         now_s = self._clock()
         return any(each.asked_until_s is not None or now_s < each.since_s + AWAKE_S for each in self._waiting)
 
     def end(self) -> None:
-        """Begin nothing more."""
+        """Ends all prefetches."""
         for _ in self._waiting:
             self._recorder.prefetch(PrefetchResult.LOST)
         self._waiting.clear()

@@ -1,4 +1,4 @@
-"""The tiers that an operator configured, built for one engine: indexes for its scheduler, media for each worker."""
+"""Configured tiers, opened for one engine: indexes for its scheduler, media for each worker."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hybridkv")
 
 _FIELDS = {"capacity_bytes": "capacity"}
-"""What an option of a tier is called in the configuration, where the names differ."""
+"""Configuration keys of tier options with another name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What a slower tier's index may depend on besides its own configuration.
+    """Arguments of a slower tier's index besides its configuration.
 
     Args:
-        layout: of the engine's groups.
-        fingerprint: whose content it is.
-        burst_bytes: that may come to it at one time, over all ranks.
-        near: the fast tier's index, which others may be told of.
-        load_timeout_s: how long somebody waits for it.
+        layout: the engine's groups.
+        fingerprint: identity of the stored content.
+        burst_bytes: limit for bytes that arrive at one time, over all ranks.
+        near: index of the primary tier, for tiers that report its keys to others.
+        load_timeout_s: timeout of a load from the tier.
     """
 
     layout: CacheLayout
@@ -58,12 +58,12 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class WorkerPart:
-    """What a worker's half of a slower tier may depend on besides the configuration.
+    """Arguments of a slower tier's medium besides its configuration.
 
     Args:
-        rank: of the worker.
-        arena: its part of the fast tier.
-        load_timeout_s: how long somebody waits for this tier.
+        rank: rank of the worker.
+        arena: the worker's part of the primary tier.
+        load_timeout_s: timeout of a load from the tier.
     """
 
     rank: int
@@ -73,7 +73,7 @@ class WorkerPart:
 
 @dataclass(frozen=True, slots=True)
 class ArenaSizes:
-    """Bytes of one rank's arena, of its granules, and of the smallest chunk or tail."""
+    """Sizes in bytes: one rank's arena, its granules, and the smallest chunk or tail."""
 
     rank_bytes: int
     granule_bytes: int
@@ -81,15 +81,15 @@ class ArenaSizes:
 
 
 def clock() -> float:
-    """Seconds, for every deadline of the connector."""
+    """Clock of all deadlines of the connector, in seconds."""
     return time.monotonic()
 
 
 def arena_sizes(config: OffloadConfig, layout: CacheLayout) -> ArenaSizes:
-    """How large each rank's part of host memory is.
+    """Sizes of each rank's part of host memory.
 
     Raises:
-        ConfigurationError: not one chunk fits into it, or it does not fit into this host.
+        ConfigurationError: it has no room for one chunk, or is larger than the host's memory.
     """
     path = f"{ROOT}.tiers[0].capacity"
     capacity = config.ram.capacity
@@ -108,13 +108,13 @@ def arena_sizes(config: OffloadConfig, layout: CacheLayout) -> ArenaSizes:
         raise ConfigurationError(
             path, f"at most the {format_size(available)} of this host", format_size(capacity), "lower it"
         )
-    # Where attention never looks back over the end of a chunk, nothing is stored at all.
+    # If attention never reads before the current chunk, nothing is stored.
     smallest_bytes = next(iter(layout.chunk_sizes()), granule)
     return ArenaSizes(capacity // layout.world_size // granule * granule, granule, smallest_bytes)
 
 
 def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint, sizes: ArenaSizes) -> TierStack:
-    """The scheduler's half of all tiers.
+    """Stack of all tiers, for the scheduler.
 
     Raises:
         ConfigurationError: a tier cannot be opened.
@@ -135,7 +135,7 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerp
 def slower_tiers(
     config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint, near: RamIndex
 ) -> list[SlowerTier]:
-    """The tiers under host memory, of which `near` is the index.
+    """The tiers below host memory. `near` is the index of host memory.
 
     Raises:
         ConfigurationError: a tier cannot be opened.
@@ -171,10 +171,10 @@ def _of_tier(config: OffloadConfig, name: str, error: TierConfigurationError) ->
 
 
 def open_index(tier: SlowerTierConfig, setting: Setting) -> TierIndex:
-    """The scheduler's half of a slower tier, by its type.
+    """Index of a slower tier.
 
     Raises:
-        TierConfigurationError: it cannot be opened. `field` is a key of its configuration.
+        TierConfigurationError: the tier cannot be opened. `field` is a key of its configuration.
     """
     match tier:
         case DiskTierConfig():
@@ -188,7 +188,7 @@ def open_index(tier: SlowerTierConfig, setting: Setting) -> TierIndex:
 
 
 def open_medium(tier: SlowerTierConfig, namespace: bytes, worker: WorkerPart) -> TierMedium:
-    """A worker's half of a slower tier, by its type."""
+    """Medium of a slower tier for one worker."""
     match tier:
         case DiskTierConfig():
             return disk_medium(tier, namespace, worker.rank)
@@ -200,10 +200,10 @@ def open_medium(tier: SlowerTierConfig, namespace: bytes, worker: WorkerPart) ->
 
 
 def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> None:
-    """Refuses engines whose processes cannot all use one directory or one address, and those that would share it.
+    """Checks that all workers can use the directory or address of a tier, and that no other engine shares it.
 
     Raises:
-        ConfigurationError: the engine's workers are on several hosts, or it is one of several of a data-parallel group.
+        ConfigurationError: the engine has workers on several hosts, or is one of several of a data-parallel group.
     """
     parallel = vllm_config.parallel_config
     owned = [("a disk tier", "path")] if config.disk is not None else []
@@ -213,7 +213,7 @@ def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> Non
             hint = f"its {what} belongs to one host; use host memory alone, or an object tier"
             raise ConfigurationError("nnodes", f"1 with {tier}", num_hosts, hint)
         size = getattr(parallel, "data_parallel_size", 1)
-        # vLLM tells each engine of a dense model that it is alone; only its rank on this host is left.
+        # For dense models vLLM sets each engine's data_parallel_size to 1; only the local rank shows the group.
         has_own = getattr(parallel, "data_parallel_external_lb", False)
         rank = 0 if has_own else getattr(parallel, "data_parallel_rank_local", None) or 0
         if size != 1 or rank:
@@ -227,12 +227,13 @@ def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> Non
 
 
 def opened_at_once(config: OffloadConfig) -> frozenset[str]:
-    """Tiers whose medium a worker opens before it needs it: others read from it."""
+    """Tiers with a medium that a worker opens at its start, because other engines read from it."""
     return frozenset(config.slower) & {"peer"}
 
 
 def media(config: OffloadConfig, rank: int, arena: SealedMemory) -> dict[str, Callable[[bytes], TierMedium]]:
-    """What opens a worker's half of each slower tier, given the namespace. `arena` is its part of the fast tier."""
+    """For each slower tier a function that opens the worker's medium for a namespace. `arena` is the worker's part of
+    the primary tier."""
 
     def opener(tier: SlowerTierConfig) -> Callable[[bytes], TierMedium]:
         worker = WorkerPart(rank, arena, config.load_timeout_of(tier))
@@ -242,17 +243,17 @@ def media(config: OffloadConfig, rank: int, arena: SealedMemory) -> dict[str, Ca
 
 
 def disk_index(config: DiskTierConfig, setting: Setting) -> DiskIndex:
-    """The scheduler's half of the disk tier.
+    """Index of the disk tier.
 
     Raises:
-        TierConfigurationError: its directory or its size cannot be used.
+        TierConfigurationError: the directory or the size cannot be used.
     """
     options = _disk_options(config, max(_chunk_bytes(setting.layout)), setting.burst_bytes)
     return DiskIndex(config.path, setting.fingerprint, options)
 
 
 def disk_medium(config: DiskTierConfig, namespace: bytes, rank: int) -> TierMedium:
-    """One rank's medium of the disk tier. It owns no metadata: the index has made whatever it writes into."""
+    """Medium of the disk tier for one rank. It creates no files: the index does."""
     return DiskMedium(config.path, namespace, rank, _disk_options(config))
 
 
