@@ -7,7 +7,10 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from hybridkv.connectors.config import (
     ROOT,
@@ -17,14 +20,21 @@ from hybridkv.connectors.config import (
     PeerTierConfig,
     SlowerTierConfig,
     format_size,
+    parse_address,
 )
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.offload.object_tier import object_index, object_medium
-from hybridkv.connectors.vllm.offload.peer_tier import peer_index, peer_medium
 from hybridkv.hashing import Fingerprint
+from hybridkv.peers.errors import PeersConfigurationError
+from hybridkv.peers.transport import Transport
+from hybridkv.peers.transport.nixl_library import require_nixl
+from hybridkv.peers.wire import NO_SECRET, read_secret
 from hybridkv.tiers import SealedMemory, TierConfigurationError, TierIndex, TierMedium
+from hybridkv.tiers import object as object_tier
+from hybridkv.tiers import peer as peer_tier
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
+from hybridkv.tiers.object import Depot, ObjectIndex, ObjectMedium, ObjectOptions
+from hybridkv.tiers.peer import Neighbourhood, PeerIndex, PeerMedium, PeerOptions
 from hybridkv.tiers.ram import RamIndex, choose_granule_bytes
 from hybridkv.tiers.stack import CascadePolicy, SlowerTier, SlowerTierOptions, TierStack
 
@@ -33,6 +43,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hybridkv")
 
+_OBJECT_STORE_PURPOSE = b"object store"
+_OTHERS_MODE = 0o077
 _FIELDS = {"capacity_bytes": "capacity"}
 """Configuration keys of tier options with another name."""
 
@@ -269,3 +281,118 @@ def _disk_options(config: DiskTierConfig, largest_chunk_bytes: int = 0, burst_by
 
 def _chunk_bytes(layout: CacheLayout) -> list[int]:
     return [layout.largest_chunk_bytes(group) for group in layout.spec.stored_groups]
+
+
+def peer_index(
+    config: PeerTierConfig, ram: RamIndex, fingerprint: Fingerprint, load_timeout_s: float, clock: Callable[[], float]
+) -> PeerIndex:
+    """Index of the peer tier. Peers can look up keys of `ram`.
+
+    Raises:
+        TierConfigurationError: NIXL is not installed, the secret cannot be read, or the address cannot be bound.
+    """
+    try:
+        require_nixl()
+    except PeersConfigurationError as error:
+        raise TierConfigurationError("type", error.expected, error.got, error.hint) from None
+    return peer_tier.open_index(_neighbourhood(config), ram, fingerprint, _peer_options(load_timeout_s), clock)
+
+
+def peer_medium(
+    config: PeerTierConfig,
+    memory: SealedMemory,
+    namespace: bytes,
+    rank: int,
+    load_timeout_s: float,
+    clock: Callable[[], float],
+) -> PeerMedium:
+    """Medium of the peer tier for one rank. Peers read `memory`.
+
+    Raises:
+        TierConfigurationError: as in `peer_index`.
+    """
+    return peer_tier.open_medium(_neighbourhood(config), memory, namespace, rank, _peer_options(load_timeout_s), clock)
+
+
+def _peer_options(load_timeout_s: float) -> PeerOptions:
+    # A chunk is offered for the first half of its lease, so that a load has the second half.
+    return PeerOptions(load_timeout_s=load_timeout_s, lease_s=max(PeerOptions().lease_s, 2 * load_timeout_s))
+
+
+def _neighbourhood(config: PeerTierConfig) -> Neighbourhood:
+    try:
+        secret = read_secret(config.secret_file) if config.secret_file is not None else NO_SECRET
+    except PeersConfigurationError as error:
+        raise TierConfigurationError("secret_file", error.expected, error.got, error.hint) from None
+    listen, peers = parse_address(config.listen), tuple(map(parse_address, config.peers))
+    assert listen is not None
+    known = tuple(peer for peer in peers if peer is not None)
+    return Neighbourhood(secret, listen, known, _transport)
+
+
+def _transport(name: str) -> Transport:
+    # Imported here, because it loads libraries that a process without this tier does not need.
+    from hybridkv.peers.transport.nixl import NixlTransport
+
+    return NixlTransport(name)
+
+
+def object_index(
+    config: ObjectTierConfig,
+    layout: CacheLayout,
+    fingerprint: Fingerprint,
+    load_timeout_s: float,
+    clock: Callable[[], float],
+) -> ObjectIndex:
+    """Index of the object tier.
+
+    Raises:
+        TierConfigurationError: the store cannot be used, or a file cannot be read.
+    """
+    return object_tier.open_index(
+        _depot(config),
+        fingerprint.digest(),
+        layout.world_size,
+        _object_options(config, load_timeout_s),
+        clock,
+        clears_all=config.resets == "fleet",
+    )
+
+
+def object_medium(config: ObjectTierConfig, rank: int, load_timeout_s: float) -> ObjectMedium:
+    """Medium of the object tier for one rank.
+
+    Raises:
+        TierConfigurationError: a file cannot be read.
+    """
+    return object_tier.open_medium(_depot(config), rank, _object_options(config, load_timeout_s))
+
+
+def _object_options(config: ObjectTierConfig, load_timeout_s: float) -> ObjectOptions:
+    options = ObjectOptions(pack_bytes=config.pack)
+    # A retry after the load's timeout would occupy a thread for nothing.
+    return msgspec.structs.replace(options, request_timeout_s=min(options.request_timeout_s, load_timeout_s))
+
+
+def _depot(config: ObjectTierConfig) -> Depot:
+    settings = {} if config.credentials_file is None else _read_settings(config.credentials_file)
+    settings |= {} if config.endpoint is None else {"endpoint": config.endpoint}
+    settings |= {} if config.region is None else {"region": config.region}
+    try:
+        secret = b"" if config.secret_file is None else read_secret(config.secret_file).derive(_OBJECT_STORE_PURPOSE)
+    except PeersConfigurationError as error:
+        raise TierConfigurationError("secret_file", error.expected, error.got, error.hint) from None
+    return Depot(config.url, settings, secret)
+
+
+def _read_settings(path: str) -> dict[str, str]:
+    """Settings from the credentials file. Errors never quote its content."""
+    field, hint = "credentials_file", '{"access_key_id": "...", "secret_access_key": "..."}, and chmod 600'
+    try:
+        if Path(path).stat().st_mode & _OTHERS_MODE:
+            raise TierConfigurationError(field, "a file that only its owner may read", path, "chmod 600 FILE")
+        return msgspec.json.decode(Path(path).read_bytes(), type=dict[str, str])
+    except OSError as error:
+        raise TierConfigurationError(field, "a file that can be read", f"{path}: {error.strerror}", hint) from None
+    except msgspec.DecodeError:
+        raise TierConfigurationError(field, "a JSON object of strings", path, hint) from None
