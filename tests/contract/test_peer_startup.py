@@ -23,7 +23,7 @@ from hybridkv.connectors.vllm.common.identity.worker_facts import OF_CONVOLUTION
 from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.common.specs.spec_table import KNOWN
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
-from hybridkv.connectors.vllm.nixl.memory.describing import RankPlace, describe, identity_facts
+from hybridkv.connectors.vllm.nixl.memory.description import RankPlace, describe, identity_facts
 from hybridkv.connectors.vllm.nixl.memory.page_parts import page_orders
 from hybridkv.peers.comparison import Agreement, compare
 from hybridkv.peers.refusal import Refusal

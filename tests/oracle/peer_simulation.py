@@ -14,9 +14,9 @@ import pytest
 
 from hybridkv.connectors.vllm.common.identity.background import Outcome
 from hybridkv.connectors.vllm.nixl import worker
-from hybridkv.connectors.vllm.nixl.agent import reading, serving
+from hybridkv.connectors.vllm.nixl.agent import lease_server, read_manager
 from hybridkv.connectors.vllm.nixl.agent.agent import Agent
-from hybridkv.connectors.vllm.nixl.memory.memory import SCRATCH_SLOTS, RankMemory
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import SCRATCH_SLOTS, RankMemory
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from kits.peers.faults import FaultInjectingTransport, FaultPlan
 from kits.peers.in_memory import World
@@ -216,7 +216,7 @@ def installed(simulation: Simulation) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(worker, "ControlLoop", control)
         patch.setattr(worker, "Agent", ItsAgent)
         patch.setattr(worker, "open_transport", simulation.open_transport)
-        for module in (reading, serving):
+        for module in (read_manager, lease_server):
             patch.setattr(module, "Digesting", lambda memory, wake: LateDigesting(memory, simulation.random))
         patch.setattr(PeerRecorder, "lease", lambda self, name: simulation.count(simulation.outcomes, f"lease {name}"))
         patch.setattr(

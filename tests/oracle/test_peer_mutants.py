@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 
 from hybridkv.connectors.vllm import register
-from hybridkv.connectors.vllm.nixl import consuming
+from hybridkv.connectors.vllm.nixl import consumer
 from hybridkv.connectors.vllm.nixl.agent import rank_read
 from hybridkv.connectors.vllm.nixl.agent.rank_read import RankRead
-from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
 from hybridkv.peers import pairing, spans
 from hybridkv.peers.leases import NO_NONCE
 from hybridkv.planner import GroupKind, GroupSpec, TokenSpan
@@ -70,7 +70,7 @@ def window_is_one_token_short(patch: pytest.MonkeyPatch) -> None:
 
 
 def prompts_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(consuming, "prefix_digest", _Anything)
+    patch.setattr(consumer, "prefix_digest", _Anything)
 
 
 class _Anything(str):

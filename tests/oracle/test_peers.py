@@ -12,7 +12,7 @@ import pytest
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.nixl.agent.rank_read import RankRead
-from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
 from oracle.mixes import GEMMA3, LLAMA4, NAMED, QWEN3_NEXT, Mix
 from oracle.pairs import CALM, Pair, require_handed_over, tokens
 from oracle.runner import CorruptionError

@@ -11,10 +11,10 @@ import numpy as np
 import patience
 
 from hybridkv.connectors.vllm.nixl.agent.agent import Agent, Results
-from hybridkv.connectors.vllm.nixl.agent.reading import ReadOptions
-from hybridkv.connectors.vllm.nixl.agent.serving import Offer
-from hybridkv.connectors.vllm.nixl.memory.describing import Region
-from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.agent.lease_server import Offer
+from hybridkv.connectors.vllm.nixl.agent.read_manager import ReadOptions
+from hybridkv.connectors.vllm.nixl.memory.description import Region
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import Held, LoadFailure, Offered, Opened, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder

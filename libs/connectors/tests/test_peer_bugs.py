@@ -23,10 +23,10 @@ from peer_ranks import (
 )
 
 from hybridkv.connectors.vllm.common.identity.background import MAX_WAITING, Background
-from hybridkv.connectors.vllm.nixl.agent.links import Control, Peer, Peers
-from hybridkv.connectors.vllm.nixl.agent.reading import Reading
-from hybridkv.connectors.vllm.nixl.agent.serving import Serving
-from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.agent.connections import Control, Peer, Peers
+from hybridkv.connectors.vllm.nixl.agent.lease_server import Serving
+from hybridkv.connectors.vllm.nixl.agent.read_manager import Reading
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import Offered, Opened, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.metrics import PEER_FAILURES
@@ -158,7 +158,7 @@ def test_memory_is_not_given_up_while_somebody_digests_it(monkeypatch: pytest.Mo
         return digests(self, runs)
 
     monkeypatch.setattr(RankMemory, "digests", slow)
-    monkeypatch.setattr("hybridkv.connectors.vllm.nixl.memory.digesting.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr("hybridkv.connectors.vllm.nixl.memory.rank_memory.AT_ONCE_BYTES", 0)
     monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.agent.CLOSE_S", 0.05)
     with engines() as (producer, consumer):
         load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), TABLES)

@@ -10,7 +10,7 @@ import peer_ranks
 import pytest
 from peer_ranks import Engine, Rank, Side, failures, hand_over, load
 
-from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.peers.description import PROTOCOL, Description, GroupDescription, LayerDescription, Piece
 from hybridkv.peers.leases import SLOT_BYTES

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from peer_ranks import Engine, Rank, Side, failures, hand_over, load, offer, tables_of, write_prompt, wrong_tokens
 
-from hybridkv.connectors.vllm.nixl.agent.links import Peer, PeerState
+from hybridkv.connectors.vllm.nixl.agent.connections import Peer, PeerState
 from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RemotePrompt
 from hybridkv.peers.tables import offered

@@ -23,9 +23,9 @@ from peer_ranks import (
     wrong_tokens,
 )
 
-from hybridkv.connectors.vllm.nixl.agent import holding, serving
+from hybridkv.connectors.vllm.nixl.agent import lease_server, remote_leases
 from hybridkv.connectors.vllm.nixl.agent.agent import WORD_BYTES, Backlog, message_bytes
-from hybridkv.connectors.vllm.nixl.agent.links import Control
+from hybridkv.connectors.vllm.nixl.agent.connections import Control
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
 from hybridkv.peers.description import encode
@@ -159,7 +159,7 @@ def test_what_a_consumer_says_of_itself_fills_no_log(
 def test_more_questions_than_allowed_are_answered_at_once(
     pair: tuple[Engine, Engine], rogue: Rogue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(serving, "MAX_QUESTIONS_A_LINK", 4)
+    monkeypatch.setattr(lease_server, "MAX_QUESTIONS_A_LINK", 4)
     rogue.say(described(pair[1]))
     # Its plan does not come, so that questions wait for it.
     lease = hand_over(pair[0], "late", TABLES, NUM_TOKENS, is_planned=False).lease
@@ -168,7 +168,7 @@ def test_more_questions_than_allowed_are_answered_at_once(
     rogue.say(*(AskDigests(number, lease, NUM_TOKENS, spans) for number in range(6)))
     rogue.until(lambda: sum(isinstance(each, Digests) for each in rogue.heard) == 2)
     assert [each for each in rogue.heard if isinstance(each, Digests)] == [
-        Digests(number, b"", serving.BUSY) for number in (4, 5)
+        Digests(number, b"", lease_server.BUSY) for number in (4, 5)
     ]
 
 
@@ -215,10 +215,10 @@ def test_a_lease_of_no_time_is_not_renewed_without_a_pause() -> None:
     links = (RankLink(0, True, 0, 1),)
     peers: Any = SimpleNamespace(told_links=lambda count: links, get=lambda host, rank: peer)
     control = Control(lambda host, port, name: LinkId(1), send, lambda link, why: None, lambda: None)
-    kept = holding.Holding(peers, control, lambda: now_s)
+    kept = remote_leases.Holding(peers, control, lambda: now_s)
     prompt: Any = SimpleNamespace(host="h", ranks=(RankAddress(1, "n"),), lease="lease", lease_seconds=1e-9)
     kept.begin("r", prompt)
     for _ in range(1000):
-        now_s += holding.LEAST_RENEWAL_S / 100
+        now_s += remote_leases.LEAST_RENEWAL_S / 100
         kept.tick()
     assert 8 <= len(said) <= 10

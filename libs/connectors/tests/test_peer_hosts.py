@@ -10,7 +10,7 @@ import pytest
 from test_peer_prompts import FULL, held
 
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
-from hybridkv.connectors.vllm.nixl.consuming import Consumer
+from hybridkv.connectors.vllm.nixl.consumer import Consumer
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import StepPlan
 from hybridkv.connectors.vllm.nixl.params import compose

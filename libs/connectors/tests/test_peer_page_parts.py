@@ -33,7 +33,7 @@ interface = pytest.importorskip("vllm.v1.kv_cache_interface", reason="vLLM makes
 kv_cache_utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
 KVCacheLayout = pytest.importorskip("vllm.v1.kv_cache_layout").KVCacheLayout
 
-from hybridkv.connectors.vllm.nixl.memory.describing import RankPlace, describe  # noqa: E402
+from hybridkv.connectors.vllm.nixl.memory.description import RankPlace, describe  # noqa: E402
 from hybridkv.connectors.vllm.nixl.memory.page_parts import PageOrder, page_orders  # noqa: E402
 
 BLOCKS, TOTAL_HEADS, HEAD_SIZE, NUM_TOKENS = 9, 4, 8, 75

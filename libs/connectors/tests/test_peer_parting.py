@@ -10,9 +10,9 @@ import patience
 import pytest
 from peer_ranks import Engine, Rank, Side, failures, hand_over, load, tables_of, write_prompt, wrong_tokens
 
-from hybridkv.connectors.vllm.nixl.agent import holding
-from hybridkv.connectors.vllm.nixl.agent.holding import MAX_REDIALS, REDIAL_S, RENEWALS_A_LEASE, Holding
-from hybridkv.connectors.vllm.nixl.agent.links import Control, Peer, PeerState
+from hybridkv.connectors.vllm.nixl.agent import remote_leases
+from hybridkv.connectors.vllm.nixl.agent.connections import Control, Peer, PeerState
+from hybridkv.connectors.vllm.nixl.agent.remote_leases import MAX_REDIALS, REDIAL_S, RENEWALS_A_LEASE, Holding
 from hybridkv.connectors.vllm.nixl.messages import Held, LoadFailure, StepPlan
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
 from hybridkv.peers.control import LinkId
@@ -111,7 +111,7 @@ class Producer:
     def __post_init__(self) -> None:
         self.peer = Peer(("h", 1, "n"), LinkId(1), PeerState.READY, is_open=True)
         control = Control(lambda host, port, name: LinkId(1), self._say, lambda link, why: None, lambda: None)
-        self.holding = Holding(cast(Any, self), control, lambda: self.now_s)
+        self.remote_leases = Holding(cast(Any, self), control, lambda: self.now_s)
 
     def told_links(self, num_ranks: int) -> tuple[RankLink, ...]:
         return (RankLink(0, True, 0, 1),)
@@ -138,12 +138,12 @@ class Producer:
 
     def hold(self, *names: str) -> None:
         for name in names:
-            self.holding.begin(name, PROMPT)
+            self.remote_leases.begin(name, PROMPT)
 
     def turns(self, seconds: float, count: int = 100) -> None:
         for _ in range(count):
             self.now_s += seconds / count
-            self.holding.tick()
+            self.remote_leases.tick()
 
     @property
     def num_done(self) -> int:
@@ -154,38 +154,38 @@ def test_who_was_cut_off_is_connected_to_again_and_told_once() -> None:
     producer = Producer()
     producer.hold("r")
     producer.cut()
-    producer.holding.end("r", True)
+    producer.remote_leases.end("r", True)
     producer.turns(1.0)
-    assert (producer.dials, producer.num_done, producer.holding.num_holds) == (1, 0, 1), "nobody has answered yet"
+    assert (producer.dials, producer.num_done, producer.remote_leases.num_holds) == (1, 0, 1), "nobody has answered yet"
     producer.answer()
     producer.turns(1.0)
-    assert (producer.dials, producer.num_done, producer.holding.num_holds) == (1, 1, 0)
+    assert (producer.dials, producer.num_done, producer.remote_leases.num_holds) == (1, 1, 0)
 
 
 def test_a_word_that_is_not_taken_is_said_on_the_next_connection() -> None:
     """The connection has ended, and that is not heard yet."""
     producer = Producer()
     producer.hold("r")
-    producer.holding.tick()
+    producer.remote_leases.tick()
     stale, producer.peer = producer.peer, Peer(producer.peer.address, LinkId(9), PeerState.READY, is_open=True)
-    producer.holding.end("r", True)
-    assert (producer.num_done, producer.holding.num_holds) == (0, 1)
+    producer.remote_leases.end("r", True)
+    assert (producer.num_done, producer.remote_leases.num_holds) == (0, 1)
     stale.state, stale.is_open = PeerState.OVER, False
     producer.turns(1.0)
-    assert (producer.dials, producer.num_done, producer.holding.num_holds) == (0, 1, 0)
+    assert (producer.dials, producer.num_done, producer.remote_leases.num_holds) == (0, 1, 0)
 
 
 def test_requests_of_one_lease_that_were_cut_off_say_once_that_it_is_needed_no_more() -> None:
     producer = Producer()
     producer.hold("r", "s")
     producer.cut()
-    producer.holding.end("r", True)
+    producer.remote_leases.end("r", True)
     producer.answer()
     producer.turns(1.0)
     assert producer.num_done == 0, "the other request needs it"
-    producer.holding.end("s", True)
+    producer.remote_leases.end("s", True)
     producer.turns(1.0)
-    assert (producer.num_done, producer.holding.num_holds) == (1, 0)
+    assert (producer.num_done, producer.remote_leases.num_holds) == (1, 0)
 
 
 def test_who_is_gone_is_dialled_a_few_times_with_a_pause_between() -> None:
@@ -193,12 +193,12 @@ def test_who_is_gone_is_dialled_a_few_times_with_a_pause_between() -> None:
     producer.hold("r", "s")
     producer.cut()
     for name in ("r", "s"):
-        producer.holding.end(name, True)
+        producer.remote_leases.end(name, True)
     producer.turns(REDIAL_S / 2)
     assert producer.dials <= 2, "of both requests"
     producer.turns(MAX_REDIALS * REDIAL_S)
     assert MAX_REDIALS <= producer.dials <= 2 * MAX_REDIALS and producer.num_done == 0
-    assert producer.holding.num_holds == 0
+    assert producer.remote_leases.num_holds == 0
 
 
 @pytest.mark.parametrize("lateness_s", [-0.1, 0.0])
@@ -207,10 +207,10 @@ def test_nobody_is_dialled_once_the_lease_has_ended(lateness_s: float) -> None:
     producer.hold("r")
     producer.cut()
     producer.now_s += LEASE_S + lateness_s
-    producer.holding.end("r", True)
+    producer.remote_leases.end("r", True)
     producer.turns(LEASE_S)
     assert producer.dials == (1 if lateness_s < 0 else 0) and producer.num_done == 0
-    assert producer.holding.num_holds == 0
+    assert producer.remote_leases.num_holds == 0
 
 
 @pytest.mark.parametrize("reason", ["refused", "protocol"])
@@ -218,18 +218,18 @@ def test_who_would_end_the_next_connection_too_is_not_dialled(reason: str) -> No
     producer = Producer()
     producer.hold("r")
     producer.cut(LoadFailure(reason, "the other side knows another secret"))
-    producer.holding.end("r", True)
-    assert (producer.dials, producer.holding.num_holds) == (0, 0)
+    producer.remote_leases.end("r", True)
+    assert (producer.dials, producer.remote_leases.num_holds) == (0, 0)
 
 
 def test_only_so_many_wait_for_who_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holding, "MAX_REDIALED", 2)
+    monkeypatch.setattr(remote_leases, "MAX_REDIALED", 2)
     producer = Producer(GONE)
     producer.hold("r", "s", "t", "u")
     producer.cut()
     for name in ("r", "s", "t", "u"):
-        producer.holding.end(name, True)
-    assert producer.holding.num_holds == 2
+        producer.remote_leases.end(name, True)
+    assert producer.remote_leases.num_holds == 2
 
 
 def test_a_lease_is_renewed_after_a_cut_while_its_request_waits() -> None:

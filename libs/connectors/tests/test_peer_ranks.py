@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from peer_ranks import Engine, Side, failures, hand_over, load, offer, tables_of, write_prompt, wrong_tokens
 
-from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import StepPlan
 from hybridkv.metrics import PEER_FAILURES
 from hybridkv.peers.ranges import Ranges

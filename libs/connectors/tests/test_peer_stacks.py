@@ -14,7 +14,7 @@ from tier_engines import Engine
 
 from hybridkv.connectors.config import OffloadConfig, decode_config
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.nixl.transports import open_transport
+from hybridkv.connectors.vllm.nixl.worker import open_transport
 from hybridkv.peers.transport.nixl_library import MODULES
 from hybridkv.planner import LookupResult
 from kits.peers.suite import until

@@ -31,8 +31,8 @@ mamba_utils = pytest.importorskip("vllm.model_executor.layers.mamba.mamba_utils"
 MambaBase = pytest.importorskip("vllm.model_executor.layers.mamba.abstract").MambaBase
 MambaType = pytest.importorskip("vllm.v1.attention.backends.registry").MambaAttentionBackendEnum
 
-from hybridkv.connectors.vllm.nixl.memory import describing  # noqa: E402
-from hybridkv.connectors.vllm.nixl.memory.describing import RankPlace, describe  # noqa: E402
+from hybridkv.connectors.vllm.nixl.memory import description  # noqa: E402
+from hybridkv.connectors.vllm.nixl.memory.description import RankPlace, describe  # noqa: E402
 from hybridkv.connectors.vllm.nixl.memory.page_parts import page_orders  # noqa: E402
 
 BLOCKS, STEPS, PADDING_BYTES = 5, 3, 24
@@ -218,7 +218,7 @@ def test_states_of_which_more_is_kept_than_is_known_move_whole_between_like_layo
 ) -> None:
     more = Engine(changed=(("tp_replicated", True),))
     assert {p.total_heads for g in Rank(more, 0).description.groups for x in g.layers for p in x.pieces} == {0}
-    monkeypatch.setattr(describing, "MAX_ITEMS", 100)
+    monkeypatch.setattr(description, "MAX_ITEMS", 100)
     there, here = Rank(Engine(), 0), Rank(Engine(), 0)
     assert [len(layer.pieces) for layer in here.description.groups[0].layers] == [1, 1]
     fill(there, 3)

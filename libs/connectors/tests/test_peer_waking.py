@@ -12,12 +12,11 @@ import pytest
 from peer_ranks import WAIT_S, Engine, Rank, Side, failures, hand_over, load, tables_of, write_prompt
 
 from hybridkv.connectors.vllm.common.identity import background
-from hybridkv.connectors.vllm.nixl.agent import rank_read, serving
+from hybridkv.connectors.vllm.nixl.agent import lease_server, rank_read
 from hybridkv.connectors.vllm.nixl.agent.agent import Agent
-from hybridkv.connectors.vllm.nixl.memory import digesting
-from hybridkv.connectors.vllm.nixl.memory.describing import Region
-from hybridkv.connectors.vllm.nixl.memory.digesting import AT_ONCE_BYTES, Digesting
-from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.memory import rank_memory
+from hybridkv.connectors.vllm.nixl.memory.description import Region
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import AT_ONCE_BYTES, Digesting, RankMemory
 from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
 from hybridkv.peers.digests import DigestRuns, digest_runs
 from kits.peers.in_memory import InMemoryTransport, World
@@ -70,7 +69,7 @@ def test_who_waits_for_the_thread_does_not_work_out_again_and_again_what_it_is_t
 ) -> None:
     """Both sides look every millisecond whether there is room."""
     monkeypatch.setattr(background, "MAX_WAITING", 1)
-    monkeypatch.setattr(digesting, "AT_ONCE_BYTES", -1)
+    monkeypatch.setattr(rank_memory, "AT_ONCE_BYTES", -1)
     may_digest, calls, turns = threading.Event(), Counter[str](), Counter[Agent]()
     digests, turn = RankMemory.digests, Agent._turn
 
@@ -88,7 +87,7 @@ def test_who_waits_for_the_thread_does_not_work_out_again_and_again_what_it_is_t
 
     monkeypatch.setattr(RankMemory, "digests", digests_late)
     monkeypatch.setattr(Agent, "_turn", counted_turn)
-    for module in (serving, rank_read):
+    for module in (lease_server, rank_read):
         monkeypatch.setattr(module, "digest_runs", partial(counted, module.__name__))
     world = World()
     producer, consumer = (Engine.start(Side(), lambda name: InMemoryTransport(name, world)) for _ in range(2))

@@ -39,7 +39,7 @@ from hybridkv.connectors.vllm.common.stats import OffloadPromMetrics, OffloadSta
 from hybridkv.connectors.vllm.nixl.config import NixlConfig, decode_config, require_ports
 from hybridkv.connectors.vllm.nixl.memory.host_buffer import needs_host_buffer
 from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
-from hybridkv.connectors.vllm.nixl.producing import Terms
+from hybridkv.connectors.vllm.nixl.producer import Terms
 from hybridkv.connectors.vllm.nixl.prompts import withheld_tokens
 from hybridkv.connectors.vllm.nixl.scheduler import NixlScheduler
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder

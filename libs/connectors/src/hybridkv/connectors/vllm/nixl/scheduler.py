@@ -13,11 +13,11 @@ from hybridkv.connectors.vllm.common.corrupt_blocks import Distrusted
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.role import Duties
-from hybridkv.connectors.vllm.nixl.consuming import Consumer
+from hybridkv.connectors.vllm.nixl.consumer import Consumer
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.params import RankAddress
-from hybridkv.connectors.vllm.nixl.producing import Producer, Terms
+from hybridkv.connectors.vllm.nixl.producer import Producer, Terms
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 
 if TYPE_CHECKING:

@@ -20,20 +20,19 @@ from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.role import Duties
 from hybridkv.connectors.vllm.nixl.agent.agent import Agent
-from hybridkv.connectors.vllm.nixl.agent.reading import ReadOptions
-from hybridkv.connectors.vllm.nixl.agent.serving import Offer
+from hybridkv.connectors.vllm.nixl.agent.lease_server import Offer
+from hybridkv.connectors.vllm.nixl.agent.read_manager import ReadOptions
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
-from hybridkv.connectors.vllm.nixl.memory.describing import RankPlace, describe, identity_facts
+from hybridkv.connectors.vllm.nixl.memory.description import RankPlace, describe, identity_facts
 from hybridkv.connectors.vllm.nixl.memory.host_buffer import BlockIds, HostBuffer, loaded_blocks
-from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
 from hybridkv.connectors.vllm.nixl.memory.page_parts import page_orders
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import LoadFailure, StepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
-from hybridkv.connectors.vllm.nixl.transports import open_transport
 from hybridkv.peers.control import ControlLoop
 from hybridkv.peers.errors import PeersConfigurationError
 from hybridkv.peers.reads import ReadBounds
-from hybridkv.peers.transport import Region
+from hybridkv.peers.transport import Region, Transport
 from hybridkv.peers.wire import NO_SECRET, Secret, WireLimits, read_secret
 
 if TYPE_CHECKING:
@@ -198,6 +197,21 @@ class NixlWorker:
         if self._agent is None:
             raise RuntimeError("the KV caches of HybridNixlConnector were not registered, or it was shut down")
         return self._agent
+
+
+def open_transport(name: str) -> Transport:
+    """The transport of one rank.
+
+    Raises:
+        ConfigurationError: NIXL is not installed.
+    """
+    # Not at the top: it brings libraries that a process without this connector should not load.
+    from hybridkv.peers.transport.nixl import NixlTransport
+
+    try:
+        return NixlTransport(name)
+    except PeersConfigurationError as error:
+        raise ConfigurationError("kv_connector", error.expected, error.got, error.hint) from None
 
 
 def _bounds(config: NixlConfig) -> ReadBounds:

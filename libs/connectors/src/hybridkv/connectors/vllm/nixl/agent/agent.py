@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from hybridkv.connectors.vllm.nixl.agent.holding import Holding
-from hybridkv.connectors.vllm.nixl.agent.links import Control, Peers
-from hybridkv.connectors.vllm.nixl.agent.reading import Reading, ReadOptions
-from hybridkv.connectors.vllm.nixl.agent.serving import Offer, Serving
-from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.agent.connections import Control, Peers
+from hybridkv.connectors.vllm.nixl.agent.lease_server import Offer, Serving
+from hybridkv.connectors.vllm.nixl.agent.read_manager import Reading, ReadOptions
+from hybridkv.connectors.vllm.nixl.agent.remote_leases import Holding
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
 from hybridkv.connectors.vllm.nixl.messages import LoadFailure, StepPlan
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hybridkv.connectors.vllm.common.identity.background import Outcome
-from hybridkv.connectors.vllm.nixl.agent.links import Control, Peer, PeerState
-from hybridkv.connectors.vllm.nixl.agent.serving import BUSY, ENDED, UNTAKEN
-from hybridkv.connectors.vllm.nixl.memory.digesting import Digesting
-from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.agent.connections import Control, Peer, PeerState
+from hybridkv.connectors.vllm.nixl.agent.lease_server import BUSY, ENDED, UNTAKEN
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import Digesting, RankMemory
 from hybridkv.connectors.vllm.nixl.messages import PromptLoad
 from hybridkv.peers.cells import Side
 from hybridkv.peers.digests import DigestRequest, digest_request, digest_runs, mismatches

@@ -6,12 +6,13 @@ A number of a region is its place in `regions`; the table is the last but one, a
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import xxhash
 
-from hybridkv.connectors.vllm.nixl.memory.describing import Region
+from hybridkv.connectors.vllm.common.identity.background import Background, Outcome
+from hybridkv.connectors.vllm.nixl.memory.description import Region
 from hybridkv.peers.digests import DigestRuns, plain_digester
 
 SCRATCH_SLOTS = 256
@@ -77,3 +78,32 @@ class RankMemory:
 
 def _view(region: Region) -> memoryview:
     return memoryview((ctypes.c_char * region.num_bytes).from_address(region.address)).cast("B")
+
+
+AT_ONCE_BYTES = 4 << 20
+"""Digested in a fraction of a millisecond, which is how long the agent's thread may be held up."""
+
+
+class Digesting(Background):
+    """Calls come from one thread.
+
+    Args:
+        memory: that is digested.
+        wake: has the calling thread look again.
+    """
+
+    def __init__(self, memory: RankMemory, wake: Callable[[], None]) -> None:
+        super().__init__("hybridkv-peer-digests")
+        self._memory = memory
+        self._wake = wake
+
+    def take(self, runs: DigestRuns) -> Outcome[list[bytes]] | None:
+        """None where too much is waiting already."""
+        if int(runs.num_bytes.sum()) <= AT_ONCE_BYTES:
+            outcome: Outcome[list[bytes]] = Outcome()
+            outcome.run(lambda: self._memory.digests(runs))
+            return outcome
+        found = self.submit(lambda: self._memory.digests(runs))
+        # Behind it, so that it is done by then. Where there is no room the caller looks again by itself.
+        self.submit(self._wake)
+        return found

@@ -11,9 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridkv.connectors.vllm.common.identity.background import Outcome
-from hybridkv.connectors.vllm.nixl.agent.links import Control
-from hybridkv.connectors.vllm.nixl.memory.digesting import Digesting
-from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.agent.connections import Control
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import Digesting, RankMemory
 from hybridkv.connectors.vllm.nixl.messages import Offered, Opened
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.peers.cells import Side

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridkv.connectors.vllm.nixl.agent.links import Control, Peer, Peers, PeerState
+from hybridkv.connectors.vllm.nixl.agent.connections import Control, Peer, Peers, PeerState
 from hybridkv.connectors.vllm.nixl.params import RemotePrompt
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.ranks import RankLink

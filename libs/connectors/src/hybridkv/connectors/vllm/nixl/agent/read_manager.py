@@ -12,10 +12,9 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridkv.connectors.vllm.nixl.agent.links import Control, Peer, Peers
+from hybridkv.connectors.vllm.nixl.agent.connections import Control, Peer, Peers
 from hybridkv.connectors.vllm.nixl.agent.rank_read import RankRead, ReadTools
-from hybridkv.connectors.vllm.nixl.memory.digesting import Digesting
-from hybridkv.connectors.vllm.nixl.memory.memory import RankMemory
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import Digesting, RankMemory
 from hybridkv.connectors.vllm.nixl.messages import LoadFailure, PromptLoad
 from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
 from hybridkv.peers.control import LinkId
