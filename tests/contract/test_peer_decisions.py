@@ -26,7 +26,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR
-from hybridkv.connectors.vllm.nixl.messages import PromptLoad, StepPlan, WorkerAddress
+from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, PromptLoad, WorkerAddress
 from oracle.mixes import GEMMA3, LLAMA4, QWEN3_NEXT, Group, Kind, Mix
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
 
@@ -75,12 +75,12 @@ class Half:
         answer: tuple[bool, Any] = self.connector.request_finished_all_groups(request, blocks)
         return answer
 
-    def plan(self) -> StepPlan:
+    def plan(self) -> NixlStepPlan:
         step = SimpleNamespace(
             num_scheduled_tokens={}, preempted_req_ids=None, finished_req_ids=set(), kv_connector_block_state=None
         )
         plan = self.connector.build_connector_meta(step)
-        assert isinstance(plan, StepPlan)
+        assert isinstance(plan, NixlStepPlan)
         return plan
 
 
@@ -183,7 +183,7 @@ def test_a_prompt_is_cut_for_its_request_alone(started: list[Any]) -> None:
 def test_a_full_local_hit_loads_nothing_and_tells_the_producer(started: list[Any]) -> None:
     consumer = Half(WINDOW, "kv_consumer", started)
     request = consumer.request("d", 50, handed_over(WINDOW, 50, started))
-    assert [held.request_id for held in consumer.plan().held] == ["d"]
+    assert [each.request_id for each in consumer.plan().waiting] == ["d"]
     assert consumer.connector.get_num_new_matched_tokens(request, 49) == (0, False)
     consumer.admit(request, 0)
     plan = consumer.plan()

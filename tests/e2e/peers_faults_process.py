@@ -54,9 +54,9 @@ class FaultyCommands(peers_process.Commands):
                 self._agent._transport.let_go(command["is_spoilt"])
                 self.say(name, None)
             case "peers":
-                self.say(name, len(self._agent._peers._by_address))
+                self.say(name, len(self._agent._connections._by_address))
             case "settled":
-                self.say(name, not engine.connector._scheduler.has_plan() and not self._agent._serving._opened)
+                self.say(name, not engine.connector._scheduler.has_plan() and not self._agent._server._opened)
             case "seconds":
                 self.say(name, self._lease_seconds())
             case "abort":
@@ -81,14 +81,14 @@ class FaultyCommands(peers_process.Commands):
 
     def _lease_seconds(self) -> float | None:
         """Until the next lease ends."""
-        until_s = self._agent._serving._leases.next_expiry_s
+        until_s = self._agent._server._leases.next_expiry_s
         return None if until_s is None else until_s - self._clock()
 
     def _set_clock(self) -> None:
-        serving, reading = self._agent._serving, self._agent._reading
-        serving._offer = dataclasses.replace(serving._offer, clock=self._clock)
+        serving, reading = self._agent._server, self._agent._reads
+        serving._options = dataclasses.replace(serving._options, clock=self._clock)
         reading._options = dataclasses.replace(reading._options, clock=self._clock)
-        self._agent._holding._clock = self._clock
+        self._agent._remote_leases._clock = self._clock
 
 
 _check = RankRead.check

@@ -16,7 +16,7 @@ def held_by(engine: Engine) -> Held:
     """By word, how many; and the engine's free blocks."""
     scheduler = engine.connector._scheduler
     agent: Any = engine.worker_connector._worker._agent
-    memory, serving, reading = agent._reading._tools.memory, agent._serving, agent._reading
+    memory, serving, reading = agent._reads._tools.memory, agent._server, agent._reads
     held = {
         "free blocks": engine.num_free_blocks,
         "requests": len(engine.scheduler.requests),
@@ -30,11 +30,11 @@ def held_by(engine: Engine) -> Held:
         "reads that were left": len(reading._leftovers),
         "digests asked for": len(reading._asked),
         "slots being read": int(len(memory._scratch) - len(memory._free)),
-        "leases of others": agent._holding.num_holds,
+        "leases of others": agent._remote_leases.num_leases,
     }
     if scheduler._producer is not None:
         held |= {"offered": scheduler._producer.num_offered, "slots": len(scheduler._producer._slots)}
         held["shortened"] = len(scheduler._producer._shortened)
     if scheduler._consumer is not None:
-        held["requests with a producer"] = len(scheduler._consumer._reads)
+        held["requests with a producer"] = len(scheduler._consumer._loads)
     return held

@@ -143,7 +143,7 @@ class Commands:
             case "held":
                 self.say(name, held_by(engine))
             case "verify":
-                reading = engine.worker_connector._worker._agent._reading
+                reading = engine.worker_connector._worker._agent._reads
                 reading._tools = dataclasses.replace(reading._tools, verify=command["is_on"])
                 self.say(name, None)
             case "raw pages":

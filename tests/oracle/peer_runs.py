@@ -320,7 +320,7 @@ def left_in_scheduler(engine: PeerEngine) -> str:
         found |= {"offered": len(half._producer._offered), "slots": len(half._producer._slots)}
         found["shortened"] = len(half._producer._shortened)
     if half._consumer is not None:
-        found["reads"] = len(half._consumer._reads)
+        found["reads"] = len(half._consumer._loads)
     return ", ".join(f"{name} {number}" for name, number in found.items() if number)
 
 

@@ -16,8 +16,8 @@ from hybridkv.connectors.vllm.common.identity.background import Outcome
 from hybridkv.connectors.vllm.nixl import worker
 from hybridkv.connectors.vllm.nixl.agent import lease_server, read_manager
 from hybridkv.connectors.vllm.nixl.agent.agent import Agent
-from hybridkv.connectors.vllm.nixl.memory.rank_memory import SCRATCH_SLOTS, RankMemory
-from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import SCRATCH_SLOTS, NixlRankMemory
+from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 from kits.peers.faults import FaultInjectingTransport, FaultPlan
 from kits.peers.in_memory import World
 from oracle import engine
@@ -59,7 +59,7 @@ class LateOutcome(Outcome[T]):
 class LateDigesting:
     """Stands for the thread that takes digests. At times it has too much to do."""
 
-    def __init__(self, memory: RankMemory, random: Random) -> None:
+    def __init__(self, memory: NixlRankMemory, random: Random) -> None:
         self._memory = memory
         self._random = random
 
@@ -164,7 +164,7 @@ class SteppedAgent(Agent):
 
     def turn(self) -> None:
         self._turn(0.0, 0.0)
-        broken = [read.detail for read in self._reading._reads.values() if read.is_broken]
+        broken = [read.detail for read in self._reads._reads.values() if read.is_broken]
         if broken:
             raise BugError(f"{self.name}: {broken}")
 
@@ -177,7 +177,7 @@ class SteppedAgent(Agent):
             raise BugError(f"{self.name}: {type(error).__name__}: {error}") from error
 
     def _publish(self) -> None:
-        for _, failure in self._reading.ended:
+        for _, failure in self._reads.ended:
             if failure is not None:
                 self.simulation.count(self.simulation.failures, failure.reason)
                 self.simulation.details.append(failure.detail)
@@ -185,15 +185,17 @@ class SteppedAgent(Agent):
 
     def kept(self) -> str:
         """What of reads and leases is not over."""
-        scratch = SCRATCH_SLOTS - len(self._reading._tools.memory._free)
+        scratch = SCRATCH_SLOTS - len(self._reads._tools.memory._free)
         found = {
-            "reads": len(self._reading._reads),
-            "leftovers": len(self._reading._leftovers),
-            "questions": len(self._serving._questions) + len(self._reading._asked),
-            "leases": len(self._serving._leases),
-            "tables": len(self._serving._tables),
-            "early": len(self._serving._early) + len(self._serving._ended_early) + len(self._serving._opened),
-            "holds": self._holding.num_holds,
+            "reads": len(self._reads._reads),
+            "leftovers": len(self._reads._leftovers),
+            "questions": len(self._server._pending_digests) + len(self._reads._asked),
+            "leases": len(self._server._leases),
+            "tables": len(self._server._tables),
+            "early": len(self._server._held_before_plan)
+            + len(self._server._ended_before_plan)
+            + len(self._server._opened),
+            "holds": self._remote_leases.num_leases,
             "scratch": scratch,
         }
         return ", ".join(f"{name} {number}" for name, number in found.items() if number)
@@ -217,10 +219,8 @@ def installed(simulation: Simulation) -> Iterator[pytest.MonkeyPatch]:
         patch.setattr(worker, "Agent", ItsAgent)
         patch.setattr(worker, "open_transport", simulation.open_transport)
         for module in (read_manager, lease_server):
-            patch.setattr(module, "Digesting", lambda memory, wake: LateDigesting(memory, simulation.random))
-        patch.setattr(PeerRecorder, "lease", lambda self, name: simulation.count(simulation.outcomes, f"lease {name}"))
-        patch.setattr(
-            PeerRecorder, "prompt", lambda self, name: simulation.count(simulation.outcomes, f"prompt {name}")
-        )
+            patch.setattr(module, "DigestThread", lambda memory, wake: LateDigesting(memory, simulation.random))
+        patch.setattr(NixlMetrics, "lease", lambda self, name: simulation.count(simulation.outcomes, f"lease {name}"))
+        patch.setattr(NixlMetrics, "prompt", lambda self, name: simulation.count(simulation.outcomes, f"prompt {name}"))
         patch.setattr(engine, "IDLE_PAUSE_S", 0.0)
         yield patch

@@ -15,7 +15,7 @@ from hybridkv.connectors.vllm import register
 from hybridkv.connectors.vllm.nixl import consumer
 from hybridkv.connectors.vllm.nixl.agent import rank_read
 from hybridkv.connectors.vllm.nixl.agent.rank_read import RankRead
-from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import NixlRankMemory
 from hybridkv.peers import pairing, spans
 from hybridkv.peers.leases import NO_NONCE
 from hybridkv.planner import GroupKind, GroupSpec, TokenSpan
@@ -43,17 +43,17 @@ def _registered() -> None:
 
 
 def lease_is_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RankMemory, "shows", lambda self, place, nonce: True)
+    patch.setattr(NixlRankMemory, "has_nonce", lambda self, place, nonce: True)
 
 
 def lease_stays_in_its_slot(patch: pytest.MonkeyPatch) -> None:
-    write = RankMemory.write_slot
+    write = NixlRankMemory.write_slot
 
-    def write_slot(self: RankMemory, slot: int, nonce: int) -> None:
+    def write_slot(self: NixlRankMemory, slot: int, nonce: int) -> None:
         if nonce != NO_NONCE:
             write(self, slot, nonce)
 
-    patch.setattr(RankMemory, "write_slot", write_slot)
+    patch.setattr(NixlRankMemory, "write_slot", write_slot)
 
 
 def digests_always_agree(patch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def test_a_bug_in_the_connectors_thread_is_found() -> None:
     """Which on a real thread would be a line in a log."""
 
     def spoil(patch: pytest.MonkeyPatch) -> None:
-        patch.setattr(RankMemory, "take_scratch", lambda self: 1 // 0)
+        patch.setattr(NixlRankMemory, "take_scratch", lambda self: 1 // 0)
 
     @profile(MOST, whole=True)
     @given(peer_scenarios(alike(GPT_OSS)))

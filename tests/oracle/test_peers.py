@@ -12,7 +12,7 @@ import pytest
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.nixl.agent.rank_read import RankRead
-from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import NixlRankMemory
 from oracle.mixes import GEMMA3, LLAMA4, NAMED, QWEN3_NEXT, Mix
 from oracle.pairs import CALM, Pair, require_handed_over, tokens
 from oracle.runner import CorruptionError
@@ -126,7 +126,7 @@ def test_what_is_read_behind_its_lease_is_never_taken(mix: Mix, verify: bool) ->
 @pytest.mark.parametrize("mix", [GEMMA3, QWEN3_NEXT, LLAMA4], ids=lambda mix: mix.name)
 def test_without_the_comparison_it_would_be(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
-    monkeypatch.setattr(RankMemory, "shows", lambda self, place, nonce: True)
+    monkeypatch.setattr(NixlRankMemory, "has_nonce", lambda self, place, nonce: True)
     sizes = {"lease_seconds": SHORT_S, "verify": False, "num_blocks": few_blocks(mix)}
     with Pair(mix, settings("kv_producer", **sizes), settings("kv_consumer", verify=False)) as pair:
         prompt, params = expired(pair)

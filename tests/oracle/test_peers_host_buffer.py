@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
-from hybridkv.connectors.vllm.nixl.memory.host_buffer import HostBuffer, Saving
+from hybridkv.connectors.vllm.nixl.memory.host_buffer import HostBuffer, HostCopyTracker
 from oracle.mixes import GEMMA3, LLAMA4, QWEN3_NEXT, Group, Kind, Mix
 from oracle.pairs import CALM, Pair, require_handed_over, tokens
 from oracle.rings import MIXES
@@ -67,7 +67,7 @@ def test_without_a_copy_it_would_be_something_else(way: str, monkeypatch: pytest
 
 
 def test_what_was_not_copied_out_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Saving, "of_step", lambda self, scheduled_tokens, tables: [])
+    monkeypatch.setattr(HostCopyTracker, "of_step", lambda self, scheduled_tokens, tables: [])
     with a_pair(GEMMA3) as pair:
         assert pair.prefill("p", tokens(150, seed=3)) is None
         pair.drain()

@@ -10,14 +10,21 @@ from dataclasses import dataclass, field
 import numpy as np
 import patience
 
-from hybridkv.connectors.vllm.nixl.agent.agent import Agent, Results
-from hybridkv.connectors.vllm.nixl.agent.lease_server import Offer
+from hybridkv.connectors.vllm.nixl.agent.agent import Agent, AgentResults
+from hybridkv.connectors.vllm.nixl.agent.lease_server import ServerOptions
 from hybridkv.connectors.vllm.nixl.agent.read_manager import ReadOptions
-from hybridkv.connectors.vllm.nixl.memory.description import Region
-from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
-from hybridkv.connectors.vllm.nixl.messages import Held, LoadFailure, Offered, Opened, PromptLoad, StepPlan
+from hybridkv.connectors.vllm.nixl.memory.description import MemoryRegion
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import NixlRankMemory
+from hybridkv.connectors.vllm.nixl.messages import (
+    NixlLoadFailure,
+    NixlStepPlan,
+    OfferedRequest,
+    OpenedLease,
+    PromptLoad,
+    WaitingRequest,
+)
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
-from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 from hybridkv.peers.control import ControlLoop
 from hybridkv.peers.description import PROTOCOL, Axis, Description, GroupDescription, LayerDescription, Piece
 from hybridkv.peers.leases import Lease
@@ -81,8 +88,8 @@ class Rank:
         heads, tokens = side.num_heads(rank), side.block_tokens
         shape = (NUM_BLOCKS, heads, tokens) if side.heads_first else (NUM_BLOCKS, tokens, heads)
         self.pages = [np.full((*shape, ITEM_BYTES), 0xEE, dtype=np.uint8) for _ in side.groups]
-        memory = RankMemory([Region(page.ctypes.data, page.nbytes) for page in self.pages], MAX_LEASES)
-        self.recorder = PeerRecorder()
+        memory = NixlRankMemory([MemoryRegion(page.ctypes.data, page.nbytes) for page in self.pages], MAX_LEASES)
+        self.recorder = NixlMetrics()
         self.transport = open_transport(self.name)
         capability = self.transport.register([Registered(each.address, each.num_bytes) for each in memory.regions])
         limits = WireLimits(max_connections=self.max_links, handshake_timeout_s=WAIT_S, silence_timeout_s=WAIT_S)
@@ -90,7 +97,7 @@ class Rank:
             ControlLoop(self.name, NO_SECRET, limits),
             self.transport,
             memory,
-            Offer(
+            ServerOptions(
                 self._description(memory),
                 capability,
                 MAX_LEASES,
@@ -100,14 +107,14 @@ class Rank:
             ReadOptions(bounds, verify, time.monotonic, self.max_links),
             self.recorder,
         )
-        self.results = Results()
+        self.results = AgentResults()
 
     def view(self, group: int) -> np.ndarray:
         """Blocks, tokens, heads, bytes."""
         page = self.pages[group]
         return page.transpose(0, 2, 1, 3) if self.side.heads_first else page
 
-    def until(self, holds: Callable[[Results], bool]) -> Results:
+    def until(self, holds: Callable[[AgentResults], bool]) -> AgentResults:
         """Until what its agent said in all has come to this."""
         until_s = time.monotonic() + WAIT_S
         while not holds(self.results):
@@ -119,7 +126,7 @@ class Rank:
             time.sleep(0.002)
         return self.results
 
-    def _description(self, memory: RankMemory) -> Description:
+    def _description(self, memory: NixlRankMemory) -> Description:
         groups = []
         for index, spec in enumerate(self.side.groups):
             strides = self.view(index).strides
@@ -153,7 +160,7 @@ class Engine:
         engine.addresses = [RankAddress(rank.agent.listen("127.0.0.1", 0), rank.name) for rank in engine.ranks]
         return engine
 
-    def submit(self, plan: Callable[[], StepPlan]) -> None:
+    def submit(self, plan: Callable[[], NixlStepPlan]) -> None:
         for rank in self.ranks:
             rank.agent.submit(plan())
 
@@ -213,7 +220,7 @@ def hand_over(
     """The request finishes; what its consumer is told. `is_planned`: the ranks have heard of it."""
     lease = Lease(slot=3, nonce=hash(request_id) & ((1 << 62) - 1) | 1)
     kept = offered(producer.side.groups, tables, num_tokens)
-    producer.submit(lambda: StepPlan(opened=[Opened(request_id, lease)]))
+    producer.submit(lambda: NixlStepPlan(opened=[OpenedLease(request_id, lease)]))
     if is_planned:
         offer(producer, request_id, kept)
     return RemotePrompt(
@@ -233,17 +240,17 @@ def hand_over(
 
 
 def offer(producer: Engine, request_id: str, kept: BlockTables) -> None:
-    producer.submit(lambda: StepPlan(offered=[Offered(request_id, kept)]))
+    producer.submit(lambda: NixlStepPlan(offered=[OfferedRequest(request_id, kept)]))
 
 
 def load(
     consumer: Engine, request_id: str, prompt: RemotePrompt, tables: tuple[tuple[int, ...], ...], computed: int = 0
 ) -> None:
     asked = PromptLoad(request_id, prompt, prompt.num_tokens, computed, tables)
-    consumer.submit(lambda: StepPlan(held=[Held(request_id, prompt)], loads=[asked]))
+    consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest(request_id, prompt)], loads=[asked]))
 
 
-def failures(consumer: Engine, request_id: str) -> list[LoadFailure | None]:
+def failures(consumer: Engine, request_id: str) -> list[NixlLoadFailure | None]:
     """How the load ended on each rank, once it has."""
     found = []
     for rank in consumer.ranks:

@@ -26,7 +26,7 @@ from hybridkv.connectors.vllm.multi.messages import (
     of_child,
 )
 from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
-from hybridkv.connectors.vllm.multi.worker_side import SavesBegun, SavesOpen, SyncLoadTimer
+from hybridkv.connectors.vllm.multi.worker_side import SchedulerSaves, SyncLoadTimer, WorkerSaves
 from hybridkv.connectors.vllm.offload.connector import HybridOffloadConnector
 from hybridkv.metrics import ChildSelection, SelectionStats
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
@@ -39,7 +39,7 @@ SPEC = CacheSpec((GroupSpec(GroupKind.FULL, 16),), 16)
 
 @given(st.permutations(range(4)), st.sets(st.integers(0, 3), min_size=1))
 def test_blocks_are_given_back_when_the_last_child_that_reads_them_is_done(order: list[int], reading: set[int]) -> None:
-    begun, open_saves = SavesBegun(), SavesOpen()
+    begun, open_saves = SchedulerSaves(), WorkerSaves()
     assert begun.request_ended("r", reading)
     open_saves.begin(begun.take())
     done = [bool(open_saves.end(child, {"r"})) for child in order]
@@ -48,7 +48,7 @@ def test_blocks_are_given_back_when_the_last_child_that_reads_them_is_done(order
 
 
 def test_a_child_that_reads_a_partial_tail_is_waited_for_once() -> None:
-    begun, open_saves = SavesBegun(), SavesOpen()
+    begun, open_saves = SchedulerSaves(), WorkerSaves()
     begun.tail_accepted("r", [0, 1])
     assert begun.request_ended("r", [1])
     assert begun.take() == {"r": {0, 1}} and begun.take() == {}
@@ -58,13 +58,13 @@ def test_a_child_that_reads_a_partial_tail_is_waited_for_once() -> None:
 
 
 def test_a_request_that_nobody_reads_is_not_waited_for() -> None:
-    begun = SavesBegun()
+    begun = SchedulerSaves()
     assert not begun.request_ended("r", [])
     assert begun.take() == {}
 
 
 def test_a_child_that_reports_what_it_never_held_frees_nothing() -> None:
-    open_saves = SavesOpen()
+    open_saves = WorkerSaves()
     open_saves.begin({"r": frozenset({0})})
     assert open_saves.end(1, {"r", "other"}) == set()
     assert open_saves.end(0, {"r"}) == {"r"}

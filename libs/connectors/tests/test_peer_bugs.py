@@ -23,11 +23,11 @@ from peer_ranks import (
 )
 
 from hybridkv.connectors.vllm.common.identity.background import MAX_WAITING, Background
-from hybridkv.connectors.vllm.nixl.agent.connections import Control, Peer, Peers
-from hybridkv.connectors.vllm.nixl.agent.lease_server import Serving
-from hybridkv.connectors.vllm.nixl.agent.read_manager import Reading
-from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
-from hybridkv.connectors.vllm.nixl.messages import Offered, Opened, StepPlan
+from hybridkv.connectors.vllm.nixl.agent.connections import ControlChannel, ProducerConnection, ProducerConnections
+from hybridkv.connectors.vllm.nixl.agent.lease_server import LeaseServer
+from hybridkv.connectors.vllm.nixl.agent.read_manager import ReadManager
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import NixlRankMemory
+from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, OfferedRequest, OpenedLease
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.metrics import PEER_FAILURES
 from hybridkv.peers.control import LinkId
@@ -89,36 +89,38 @@ def test_a_lease_stands_before_the_ranks_thread_has_had_a_turn() -> None:
     go_on = threading.Event()
     with engines() as (producer, consumer):
         rank = producer.ranks[0]
-        table = rank.agent._serving._memory._table
+        table = rank.agent._server._memory._table
         rank.agent._inbox.put(lambda: go_on.wait(WAIT_S))
-        producer.submit(lambda: StepPlan(opened=[Opened("p", Lease(3, 77)), Opened("q", Lease(1 << 20, 77))]))
+        producer.submit(
+            lambda: NixlStepPlan(opened=[OpenedLease("p", Lease(3, 77)), OpenedLease("q", Lease(1 << 20, 77))])
+        )
         assert tuple(table[3]) == (77, 0)
         go_on.set()
-        producer.submit(lambda: StepPlan(dropped=["p"]))
+        producer.submit(lambda: NixlStepPlan(dropped=["p"]))
         require_handed_over(producer, consumer, "r")
 
 
 def test_a_lease_that_cannot_be_opened_stands_in_no_slot() -> None:
     with engines() as (producer, _):
         rank = producer.ranks[0]
-        twice = [Opened("p", Lease(3, 77)), Opened("p", Lease(4, 78))]
-        producer.submit(lambda: StepPlan(opened=twice, offered=[Offered("q", KEPT)]))
+        twice = [OpenedLease("p", Lease(3, 77)), OpenedLease("p", Lease(4, 78))]
+        producer.submit(lambda: NixlStepPlan(opened=twice, offered=[OfferedRequest("q", KEPT)]))
         rank.until(lambda results: results.released == {"q"})
-        table = rank.agent._serving._memory._table
+        table = rank.agent._server._memory._table
         assert tuple(table[3]) == (77, 0) and tuple(table[4]) == (0, 0)
 
 
 def test_a_part_of_a_plan_that_fails_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, Serving, "open", lambda opened: opened.request_id == "p")
+    failing(monkeypatch, LeaseServer, "open", lambda opened: opened.request_id == "p")
     with engines() as (producer, consumer):
-        leases = [Opened(name, Lease(slot, 7)) for slot, name in enumerate("pq")]
-        producer.submit(lambda: StepPlan(opened=leases, offered=[Offered(name, KEPT) for name in "pq"]))
+        leases = [OpenedLease(name, Lease(slot, 7)) for slot, name in enumerate("pq")]
+        producer.submit(lambda: NixlStepPlan(opened=leases, offered=[OfferedRequest(name, KEPT) for name in "pq"]))
         producer.ranks[0].until(lambda results: results.released == {"p"})
         require_handed_over(producer, consumer, "r")
 
 
 def test_a_load_that_cannot_begin_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, Reading, "_begun", lambda load, links: load.request_id == "p")
+    failing(monkeypatch, ReadManager, "_begun", lambda load, links: load.request_id == "p")
     with engines() as (producer, consumer):
         load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), TABLES)
         (failure,) = failures(consumer, "p")
@@ -129,7 +131,7 @@ def test_a_load_that_cannot_begin_is_reported(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_question_that_meets_a_bug_costs_its_own_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, Serving, "_begin_digests", lambda question, request_id: request_id == "p")
+    failing(monkeypatch, LeaseServer, "_begin_digests", lambda question, request_id: request_id == "p")
     with engines() as (producer, consumer):
         load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), TABLES)
         (failure,) = failures(consumer, "p")
@@ -139,26 +141,26 @@ def test_a_question_that_meets_a_bug_costs_its_own_load(monkeypatch: pytest.Monk
 
 
 def test_what_fails_every_time_keeps_nothing_else_from_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, Serving, "tick", lambda: True)
+    failing(monkeypatch, LeaseServer, "tick", lambda: True)
     with engines() as (producer, consumer):
         load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), tables_of(SIDE, NUM_TOKENS))
-        consumer.submit(lambda: StepPlan(ended=["p"]))
+        consumer.submit(lambda: NixlStepPlan(ended=["p"]))
         (failure,) = failures(consumer, "p")
         assert failure is not None and failure.reason == "cancelled"
 
 
 def test_memory_is_not_given_up_while_somebody_digests_it(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
-    digests = RankMemory.digests
+    digests = NixlRankMemory.digests
 
-    def slow(self: RankMemory, runs: Any) -> list[bytes]:
-        if self is producer.ranks[0].agent._serving._memory:
+    def slow(self: NixlRankMemory, runs: Any) -> list[bytes]:
+        if self is producer.ranks[0].agent._server._memory:
             begun.set()
             assert go_on.wait(WAIT_S)
         return digests(self, runs)
 
-    monkeypatch.setattr(RankMemory, "digests", slow)
-    monkeypatch.setattr("hybridkv.connectors.vllm.nixl.memory.rank_memory.AT_ONCE_BYTES", 0)
+    monkeypatch.setattr(NixlRankMemory, "digests", slow)
+    monkeypatch.setattr("hybridkv.connectors.vllm.nixl.memory.rank_memory.INLINE_DIGEST_BYTES", 0)
     monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.agent.CLOSE_S", 0.05)
     with engines() as (producer, consumer):
         load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), TABLES)
@@ -201,11 +203,11 @@ EXPECTED = {
 def test_a_connection_that_ended_says_why_its_reads_failed(reason: CloseReason) -> None:
     with engines() as (producer, _):
         rank = producer.ranks[0]
-        control = Control(
+        control = ControlChannel(
             lambda host, port, name: LinkId(1), lambda link, message: False, lambda link, why: None, lambda: None
         )
-        peers = Peers(rank.agent._serving._offer.description, rank.transport, control)
-        peer: Peer = peers.get("127.0.0.1", RankAddress(1, "somebody"))
+        peers = ProducerConnections(rank.agent._server._options.description, rank.transport, control)
+        peer: ProducerConnection = peers.get("127.0.0.1", RankAddress(1, "somebody"))
         peers.closed(peer.link, reason)
         (word,) = [word for word, reasons in EXPECTED.items() if reason in reasons]
         assert peer.failure is not None and peer.failure.reason == word

@@ -10,7 +10,7 @@ import peer_ranks
 import pytest
 from peer_ranks import Engine, Rank, Side, failures, hand_over, load
 
-from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import NixlRankMemory
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.peers.description import PROTOCOL, Description, GroupDescription, LayerDescription, Piece
 from hybridkv.peers.leases import SLOT_BYTES
@@ -41,7 +41,7 @@ class Windows(Side):
 class WholeRank(Rank):
     """Its pages are pieces that nobody may cut."""
 
-    def _description(self, memory: RankMemory) -> Description:
+    def _description(self, memory: NixlRankMemory) -> Description:
         groups = []
         for index, spec in enumerate(self.side.groups):
             block_bytes = self.pages[index].strides[0]

@@ -21,7 +21,7 @@ def test_nothing_needs_to_be_said() -> None:
 def test_what_is_said_is_taken() -> None:
     config = decode_config({"listen": {"host": "10.0.0.1", "port": 14579, "advertise": "kv-1"}, "verify": False})
     assert config.listen == ListenConfig(host="10.0.0.1", port=14579, advertise="kv-1")
-    assert (config.listen.told, config.verify) == ("kv-1", False)
+    assert (config.listen.advertised, config.verify) == ("kv-1", False)
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_an_address_to_listen_on_everywhere_is_not_what_consumers_are_told(host:
             decode_config({"listen": listen})
         assert caught.value.path == f"{ROOT}.listen.advertise" and host in str(caught.value.got)
     config = decode_config({"listen": {"host": host, "advertise": "kv-1"}})
-    assert config.listen.told == "kv-1"
+    assert config.listen.advertised == "kv-1"
 
 
 def test_an_address_to_listen_on_everywhere_is_no_place_to_go_to() -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 from peer_ranks import Engine, Rank, Side, failures, hand_over, load, offer, tables_of, write_prompt, wrong_tokens
 
-from hybridkv.connectors.vllm.nixl.agent.connections import Peer, PeerState
-from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
+from hybridkv.connectors.vllm.nixl.agent.connections import ConnectionState, ProducerConnection
+from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, PromptLoad, WaitingRequest
 from hybridkv.connectors.vllm.nixl.params import RemotePrompt
 from hybridkv.peers.tables import offered
 from kits.peers.in_memory import InMemoryTransport, World
@@ -42,24 +42,24 @@ class Crowd:
         self.consumer.ranks[0].results.finished.discard(name)
 
     @property
-    def peers(self) -> dict[str, Peer]:
+    def peers(self) -> dict[str, ProducerConnection]:
         """By their names, the one that was asked for last as the last."""
-        found = list(self.consumer.ranks[0].agent._peers._by_address.values())
+        found = list(self.consumer.ranks[0].agent._connections._by_address.values())
         return {peer.address[2]: peer for peer in found}
 
     def name(self, number: int) -> str:
         return self.producers[number].addresses[0].name
 
-    def connected(self, number: int) -> Peer:
+    def connected(self, number: int) -> ProducerConnection:
         """The connection to a producer, once it is made."""
         name = self.name(number)
-        self.consumer.ranks[0].until(lambda _: name in self.peers and self.peers[name].state is PeerState.READY)
+        self.consumer.ranks[0].until(lambda _: name in self.peers and self.peers[name].state is ConnectionState.READY)
         return self.peers[name]
 
-    def hold(self, number: int) -> Peer:
+    def hold(self, number: int) -> ProducerConnection:
         """A request that waits for its turn."""
         prompt = self.prompt(number)
-        self.consumer.submit(lambda: StepPlan(held=[Held(f"h{number}", prompt)]))
+        self.consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest(f"h{number}", prompt)]))
         return self.connected(number)
 
 
@@ -90,10 +90,10 @@ def test_a_producer_whose_lease_is_held_is_not_given_up(crowd: Crowd) -> None:
     peer = crowd.hold(0)
     for number in range(1, len(crowd.producers)):
         crowd.reads(number)
-    assert crowd.peers[crowd.name(0)] is peer and peer.state is PeerState.READY
+    assert crowd.peers[crowd.name(0)] is peer and peer.state is ConnectionState.READY
     assert "p" not in crowd.producers[0].ranks[0].agent.take_results().released
     # Once it is needed no more, it makes room like any other.
-    crowd.consumer.submit(lambda: StepPlan(ended=["h0"]))
+    crowd.consumer.submit(lambda: NixlStepPlan(ended=["h0"]))
     crowd.producers[0].ranks[0].until(lambda results: "p" in results.released)
     crowd.reads(1)
     assert crowd.name(0) not in crowd.peers
@@ -103,11 +103,11 @@ def test_a_producer_that_is_read_from_is_not_given_up(crowd: Crowd) -> None:
     """Without a plan there are no digests, so the read waits. Nothing but the read knows of its producer."""
     prompt = crowd.prompt(0, is_planned=False)
     far = tables_of(Side(), NUM_TOKENS, offset=12)
-    crowd.consumer.submit(lambda: StepPlan(loads=[PromptLoad("d", prompt, NUM_TOKENS, 0, far)]))
+    crowd.consumer.submit(lambda: NixlStepPlan(loads=[PromptLoad("d", prompt, NUM_TOKENS, 0, far)]))
     peer = crowd.connected(0)
     for number in range(1, len(crowd.producers)):
         crowd.reads(number)
-    assert crowd.peers[crowd.name(0)] is peer and peer.state is PeerState.READY
+    assert crowd.peers[crowd.name(0)] is peer and peer.state is ConnectionState.READY
     offer(crowd.producers[0], "p", offered(Side().groups, TABLES, NUM_TOKENS))
     assert failures(crowd.consumer, "d") == [None] and wrong_tokens(crowd.consumer, far, NUM_TOKENS) == []
 

@@ -24,8 +24,8 @@ from peer_ranks import (
 )
 
 from hybridkv.connectors.vllm.nixl.agent import lease_server, remote_leases
-from hybridkv.connectors.vllm.nixl.agent.agent import WORD_BYTES, Backlog, message_bytes
-from hybridkv.connectors.vllm.nixl.agent.connections import Control
+from hybridkv.connectors.vllm.nixl.agent.agent import MESSAGE_OVERHEAD_BYTES, Backlog, message_bytes
+from hybridkv.connectors.vllm.nixl.agent.connections import ControlChannel
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
 from hybridkv.peers.description import encode
@@ -123,7 +123,7 @@ def rogue(pair: tuple[Engine, Engine]) -> Iterator[Rogue]:
 def described(engine: Engine, **changes: Any) -> Describe:
     """What a rank of this engine says of itself, but for some of it."""
     rank = engine.ranks[0]
-    description = msgspec.structs.replace(rank.agent._serving._offer.description, **changes)
+    description = msgspec.structs.replace(rank.agent._server._options.description, **changes)
     return Describe(encode(description), b"")
 
 
@@ -159,7 +159,7 @@ def test_what_a_consumer_says_of_itself_fills_no_log(
 def test_more_questions_than_allowed_are_answered_at_once(
     pair: tuple[Engine, Engine], rogue: Rogue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lease_server, "MAX_QUESTIONS_A_LINK", 4)
+    monkeypatch.setattr(lease_server, "MAX_DIGEST_REQUESTS_PER_LINK", 4)
     rogue.say(described(pair[1]))
     # Its plan does not come, so that questions wait for it.
     lease = hand_over(pair[0], "late", TABLES, NUM_TOKENS, is_planned=False).lease
@@ -200,8 +200,8 @@ def test_what_waits_is_counted_by_peer_and_in_all() -> None:
     for link, num_bytes in ((one, 50), (other, 50), (other, 50)):
         backlog.remove(link, num_bytes)
     assert backlog.num_bytes == 0 and not backlog._by_link
-    assert message_bytes(Describe(b"12345", b"67")) == WORD_BYTES + 7
-    assert message_bytes(Accepted()) == WORD_BYTES
+    assert message_bytes(Describe(b"12345", b"67")) == MESSAGE_OVERHEAD_BYTES + 7
+    assert message_bytes(Accepted()) == MESSAGE_OVERHEAD_BYTES
 
 
 def test_a_lease_of_no_time_is_not_renewed_without_a_pause() -> None:
@@ -213,12 +213,12 @@ def test_a_lease_of_no_time_is_not_renewed_without_a_pause() -> None:
 
     peer = SimpleNamespace(link=LinkId(1), is_open=True)
     links = (RankLink(0, True, 0, 1),)
-    peers: Any = SimpleNamespace(told_links=lambda count: links, get=lambda host, rank: peer)
-    control = Control(lambda host, port, name: LinkId(1), send, lambda link, why: None, lambda: None)
-    kept = remote_leases.Holding(peers, control, lambda: now_s)
+    peers: Any = SimpleNamespace(links_for_done=lambda count: links, get=lambda host, rank: peer)
+    control = ControlChannel(lambda host, port, name: LinkId(1), send, lambda link, why: None, lambda: None)
+    kept = remote_leases.RemoteLeases(peers, control, lambda: now_s)
     prompt: Any = SimpleNamespace(host="h", ranks=(RankAddress(1, "n"),), lease="lease", lease_seconds=1e-9)
     kept.begin("r", prompt)
     for _ in range(1000):
-        now_s += remote_leases.LEAST_RENEWAL_S / 100
+        now_s += remote_leases.MIN_RENEWAL_S / 100
         kept.tick()
     assert 8 <= len(said) <= 10

@@ -12,19 +12,19 @@ from test_peer_prompts import FULL, held
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.nixl.consumer import Consumer
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
-from hybridkv.connectors.vllm.nixl.messages import StepPlan
+from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan
 from hybridkv.connectors.vllm.nixl.params import compose
-from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 from hybridkv.planner import CacheSpec
 from hybridkv.planner.admission import LoadAdmission
 
 
-def asked(host: str, recorder: PeerRecorder) -> StepPlan:
+def asked(host: str, recorder: NixlMetrics) -> NixlStepPlan:
     """What the workers are told when a request comes that names a host."""
     params = compose(msgspec.structs.replace(held((FULL,), 9), host=host))
     # It reads no cache, so that its tokens are not looked at.
     request: Any = SimpleNamespace(request_id="r", kv_transfer_params=params, skip_reading_prefix_cache=True)
-    plan = StepPlan()
+    plan = NixlStepPlan()
     room = LoadRoom(LoadAdmission(CacheSpec((FULL,), FULL.block_tokens), 64), lambda: 0.0)
     Consumer((FULL,), 0, AllowedHosts(["10.0.0.0/8", "kv-1"]), room, recorder).begin(request, plan)
     return plan
@@ -32,15 +32,15 @@ def asked(host: str, recorder: PeerRecorder) -> StepPlan:
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "kv-1"])
 def test_a_host_that_was_named_is_connected_to(host: str) -> None:
-    recorder = PeerRecorder()
-    (found,) = asked(host, recorder).held
+    recorder = NixlMetrics()
+    (found,) = asked(host, recorder).waiting
     assert found.prompt.host == host
     assert recorder.take() is None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "169.254.169.254", "kv-2", "10.1"])
 def test_no_rank_hears_of_another_one_and_it_is_counted(host: str) -> None:
-    recorder = PeerRecorder()
+    recorder = NixlMetrics()
     assert asked(host, recorder).is_empty
     stats = recorder.take()
     assert stats is not None and "refused" in str(stats.data)

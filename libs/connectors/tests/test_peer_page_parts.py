@@ -257,10 +257,10 @@ def test_a_backend_that_packs_and_one_that_does_not_are_refused_by_name() -> Non
 
 
 def test_a_layer_that_has_not_its_share_of_the_models_heads_is_not_split_by_heads() -> None:
-    said = {size: Engine(tp_size=size, said_heads=8) for size in (1, 2)}
-    refusal = exchanged(Rank(said[1], 0), ranks(said[2]))
+    covered_facts = {size: Engine(tp_size=size, said_heads=8) for size in (1, 2)}
+    refusal = exchanged(Rank(covered_facts[1], 0), ranks(covered_facts[2]))
     assert refusal is not None and "not split by heads" in refusal.field
-    there, here = Rank(said[1], 0), Rank(Engine(32, order="LBHNC", said_heads=8), 0)
+    there, here = Rank(covered_facts[1], 0), Rank(Engine(32, order="LBHNC", said_heads=8), 0)
     fill(there)
     assert exchanged(here, [there]) is None, "its tokens can be told apart all the same"
     assert wrong(here) == []

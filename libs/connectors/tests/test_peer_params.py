@@ -16,9 +16,9 @@ from hybridkv.connectors.vllm.nixl.params import (
     ParamsError,
     RankAddress,
     RemotePrompt,
-    asks_to_consume,
-    asks_to_produce,
     compose,
+    is_remote_decode,
+    is_remote_prefill,
     parse,
 )
 from hybridkv.peers.leases import MAX_NONCE, Lease
@@ -156,4 +156,4 @@ def test_another_connectors_producer_is_refused_and_named() -> None:
     "value", [None, {}, {"do_remote_prefill": False}, {"do_remote_prefill": "yes"}, 0, "", [], "x", 7, ["x"]], ids=repr
 )
 def test_a_request_that_asks_for_nothing_gets_nothing(value: Any) -> None:
-    assert not asks_to_consume(value) and not asks_to_produce(value)
+    assert not is_remote_prefill(value) and not is_remote_decode(value)

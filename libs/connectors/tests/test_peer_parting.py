@@ -11,9 +11,14 @@ import pytest
 from peer_ranks import Engine, Rank, Side, failures, hand_over, load, tables_of, write_prompt, wrong_tokens
 
 from hybridkv.connectors.vllm.nixl.agent import remote_leases
-from hybridkv.connectors.vllm.nixl.agent.connections import Control, Peer, PeerState
-from hybridkv.connectors.vllm.nixl.agent.remote_leases import MAX_REDIALS, REDIAL_S, RENEWALS_A_LEASE, Holding
-from hybridkv.connectors.vllm.nixl.messages import Held, LoadFailure, StepPlan
+from hybridkv.connectors.vllm.nixl.agent.connections import ConnectionState, ControlChannel, ProducerConnection
+from hybridkv.connectors.vllm.nixl.agent.remote_leases import (
+    MAX_RECONNECTS,
+    RECONNECT_S,
+    RENEWALS_PER_LEASE,
+    RemoteLeases,
+)
+from hybridkv.connectors.vllm.nixl.messages import NixlLoadFailure, NixlStepPlan, WaitingRequest
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.leases import Lease
@@ -38,7 +43,7 @@ PROMPT = RemotePrompt(
     prefix_tokens=NUM_TOKENS,
     prefix="prefix",
 )
-GONE = LoadFailure("gone", "the connection ended")
+GONE = NixlLoadFailure("gone", "the connection ended")
 
 
 # Over real connections. Leases are so long that nothing but a word ends them.
@@ -54,13 +59,13 @@ def pair() -> Iterator[tuple[Engine, Engine]]:
     producer.close()
 
 
-def peers_of(rank: Rank) -> list[Peer]:
-    return list(rank.agent._peers._by_address.values())
+def peers_of(rank: Rank) -> list[ProducerConnection]:
+    return list(rank.agent._connections._by_address.values())
 
 
-def connect(rank: Rank) -> Peer:
+def connect(rank: Rank) -> ProducerConnection:
     """The one connection of a consumer's rank, once it is made."""
-    patience.wait_until(lambda: any(peer.state is PeerState.READY for peer in peers_of(rank)), "it is connected")
+    patience.wait_until(lambda: any(peer.state is ConnectionState.READY for peer in peers_of(rank)), "it is connected")
     (peer,) = peers_of(rank)
     return peer
 
@@ -69,16 +74,16 @@ def cut_off(rank: Rank) -> None:
     """The consumer's rank knows that the connection is no more."""
     peer = connect(rank)
     rank.agent._loop.end(peer.link)
-    patience.wait_until(lambda: peer.state is PeerState.OVER, "the connection is over")
+    patience.wait_until(lambda: peer.state is ConnectionState.OVER, "the connection is over")
 
 
 def test_a_request_that_ends_after_a_cut_gives_the_blocks_back(pair: tuple[Engine, Engine]) -> None:
     producer, consumer = pair
     prompt = hand_over(producer, "p", TABLES, NUM_TOKENS)
-    consumer.submit(lambda: StepPlan(held=[Held("d", prompt)]))
+    consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest("d", prompt)]))
     cut_off(consumer.ranks[0])
     assert producer.ranks[0].agent.take_results().released == set(), "the consumer may come back"
-    consumer.submit(lambda: StepPlan(ended=["d"]))
+    consumer.submit(lambda: NixlStepPlan(ended=["d"]))
     producer.ranks[0].until(lambda results: "p" in results.released)
 
 
@@ -86,12 +91,12 @@ def test_a_read_after_a_cut_gives_the_blocks_back(pair: tuple[Engine, Engine]) -
     """The read connects anew, and what is said behind it goes the same way."""
     producer, consumer = pair
     prompt = hand_over(producer, "p", TABLES, NUM_TOKENS)
-    consumer.submit(lambda: StepPlan(held=[Held("e", prompt)]))
+    consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest("e", prompt)]))
     cut_off(consumer.ranks[0])
     load(consumer, "d", prompt, TABLES)
     assert failures(consumer, "d") == [None] and wrong_tokens(consumer, TABLES, NUM_TOKENS) == []
     assert producer.ranks[0].agent.take_results().released == set(), "another request shows the same lease"
-    consumer.submit(lambda: StepPlan(ended=["e"]))
+    consumer.submit(lambda: NixlStepPlan(ended=["e"]))
     producer.ranks[0].until(lambda results: "p" in results.released)
 
 
@@ -100,35 +105,35 @@ def test_a_read_after_a_cut_gives_the_blocks_back(pair: tuple[Engine, Engine]) -
 
 @dataclass
 class Producer:
-    """Where a Holding finds its one producer's rank. `failure`: why it cannot be connected to."""
+    """Where `RemoteLeases` finds its one producer's rank. `failure`: why it cannot be connected to."""
 
-    failure: LoadFailure | None = None
+    failure: NixlLoadFailure | None = None
     now_s: float = 100.0
     said: list[Message] = field(default_factory=list)
     dials: int = 0
-    peer: Peer = field(init=False)
+    peer: ProducerConnection = field(init=False)
 
     def __post_init__(self) -> None:
-        self.peer = Peer(("h", 1, "n"), LinkId(1), PeerState.READY, is_open=True)
-        control = Control(lambda host, port, name: LinkId(1), self._say, lambda link, why: None, lambda: None)
-        self.remote_leases = Holding(cast(Any, self), control, lambda: self.now_s)
+        self.peer = ProducerConnection(("h", 1, "n"), LinkId(1), ConnectionState.READY, is_open=True)
+        control = ControlChannel(lambda host, port, name: LinkId(1), self._say, lambda link, why: None, lambda: None)
+        self.remote_leases = RemoteLeases(cast(Any, self), control, lambda: self.now_s)
 
-    def told_links(self, num_ranks: int) -> tuple[RankLink, ...]:
+    def links_for_done(self, num_ranks: int) -> tuple[RankLink, ...]:
         return (RankLink(0, True, 0, 1),)
 
-    def get(self, host: str, rank: RankAddress) -> Peer:
-        if self.peer.state is PeerState.OVER:
+    def get(self, host: str, rank: RankAddress) -> ProducerConnection:
+        if self.peer.state is ConnectionState.OVER:
             self.dials += 1
-            self.peer = Peer(self.peer.address, LinkId(1 + self.dials))
+            self.peer = ProducerConnection(self.peer.address, LinkId(1 + self.dials))
             if self.failure is not None:
                 self.cut(self.failure)
         return self.peer
 
-    def cut(self, failure: LoadFailure = GONE) -> None:
-        self.peer.state, self.peer.is_open, self.peer.failure = PeerState.OVER, False, failure
+    def cut(self, failure: NixlLoadFailure = GONE) -> None:
+        self.peer.state, self.peer.is_open, self.peer.failure = ConnectionState.OVER, False, failure
 
     def answer(self) -> None:
-        self.peer.state, self.peer.is_open = PeerState.READY, True
+        self.peer.state, self.peer.is_open = ConnectionState.READY, True
 
     def _say(self, link: LinkId, message: Message) -> bool:
         if link != self.peer.link or not self.peer.is_open:
@@ -156,10 +161,12 @@ def test_who_was_cut_off_is_connected_to_again_and_told_once() -> None:
     producer.cut()
     producer.remote_leases.end("r", True)
     producer.turns(1.0)
-    assert (producer.dials, producer.num_done, producer.remote_leases.num_holds) == (1, 0, 1), "nobody has answered yet"
+    assert (producer.dials, producer.num_done, producer.remote_leases.num_leases) == (1, 0, 1), (
+        "nobody has answered yet"
+    )
     producer.answer()
     producer.turns(1.0)
-    assert (producer.dials, producer.num_done, producer.remote_leases.num_holds) == (1, 1, 0)
+    assert (producer.dials, producer.num_done, producer.remote_leases.num_leases) == (1, 1, 0)
 
 
 def test_a_word_that_is_not_taken_is_said_on_the_next_connection() -> None:
@@ -167,12 +174,15 @@ def test_a_word_that_is_not_taken_is_said_on_the_next_connection() -> None:
     producer = Producer()
     producer.hold("r")
     producer.remote_leases.tick()
-    stale, producer.peer = producer.peer, Peer(producer.peer.address, LinkId(9), PeerState.READY, is_open=True)
+    stale, producer.peer = (
+        producer.peer,
+        ProducerConnection(producer.peer.address, LinkId(9), ConnectionState.READY, is_open=True),
+    )
     producer.remote_leases.end("r", True)
-    assert (producer.num_done, producer.remote_leases.num_holds) == (0, 1)
-    stale.state, stale.is_open = PeerState.OVER, False
+    assert (producer.num_done, producer.remote_leases.num_leases) == (0, 1)
+    stale.state, stale.is_open = ConnectionState.OVER, False
     producer.turns(1.0)
-    assert (producer.dials, producer.num_done, producer.remote_leases.num_holds) == (0, 1, 0)
+    assert (producer.dials, producer.num_done, producer.remote_leases.num_leases) == (0, 1, 0)
 
 
 def test_requests_of_one_lease_that_were_cut_off_say_once_that_it_is_needed_no_more() -> None:
@@ -185,7 +195,7 @@ def test_requests_of_one_lease_that_were_cut_off_say_once_that_it_is_needed_no_m
     assert producer.num_done == 0, "the other request needs it"
     producer.remote_leases.end("s", True)
     producer.turns(1.0)
-    assert (producer.num_done, producer.remote_leases.num_holds) == (1, 0)
+    assert (producer.num_done, producer.remote_leases.num_leases) == (1, 0)
 
 
 def test_who_is_gone_is_dialled_a_few_times_with_a_pause_between() -> None:
@@ -194,11 +204,11 @@ def test_who_is_gone_is_dialled_a_few_times_with_a_pause_between() -> None:
     producer.cut()
     for name in ("r", "s"):
         producer.remote_leases.end(name, True)
-    producer.turns(REDIAL_S / 2)
+    producer.turns(RECONNECT_S / 2)
     assert producer.dials <= 2, "of both requests"
-    producer.turns(MAX_REDIALS * REDIAL_S)
-    assert MAX_REDIALS <= producer.dials <= 2 * MAX_REDIALS and producer.num_done == 0
-    assert producer.remote_leases.num_holds == 0
+    producer.turns(MAX_RECONNECTS * RECONNECT_S)
+    assert MAX_RECONNECTS <= producer.dials <= 2 * MAX_RECONNECTS and producer.num_done == 0
+    assert producer.remote_leases.num_leases == 0
 
 
 @pytest.mark.parametrize("lateness_s", [-0.1, 0.0])
@@ -210,37 +220,37 @@ def test_nobody_is_dialled_once_the_lease_has_ended(lateness_s: float) -> None:
     producer.remote_leases.end("r", True)
     producer.turns(LEASE_S)
     assert producer.dials == (1 if lateness_s < 0 else 0) and producer.num_done == 0
-    assert producer.remote_leases.num_holds == 0
+    assert producer.remote_leases.num_leases == 0
 
 
 @pytest.mark.parametrize("reason", ["refused", "protocol"])
 def test_who_would_end_the_next_connection_too_is_not_dialled(reason: str) -> None:
     producer = Producer()
     producer.hold("r")
-    producer.cut(LoadFailure(reason, "the other side knows another secret"))
+    producer.cut(NixlLoadFailure(reason, "the other side knows another secret"))
     producer.remote_leases.end("r", True)
-    assert (producer.dials, producer.remote_leases.num_holds) == (0, 0)
+    assert (producer.dials, producer.remote_leases.num_leases) == (0, 0)
 
 
 def test_only_so_many_wait_for_who_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_leases, "MAX_REDIALED", 2)
+    monkeypatch.setattr(remote_leases, "MAX_RECONNECTED_LEASES", 2)
     producer = Producer(GONE)
     producer.hold("r", "s", "t", "u")
     producer.cut()
     for name in ("r", "s", "t", "u"):
         producer.remote_leases.end(name, True)
-    assert producer.remote_leases.num_holds == 2
+    assert producer.remote_leases.num_leases == 2
 
 
 def test_a_lease_is_renewed_after_a_cut_while_its_request_waits() -> None:
     producer = Producer()
     producer.hold("r")
     # More cuts than there are attempts: each that succeeds is followed by as many.
-    for number in range(1, MAX_REDIALS + 3):
+    for number in range(1, MAX_RECONNECTS + 3):
         producer.cut()
         while producer.dials < number:
-            producer.turns(LEASE_S / RENEWALS_A_LEASE)
+            producer.turns(LEASE_S / RENEWALS_PER_LEASE)
         producer.answer()
-        producer.turns(LEASE_S / RENEWALS_A_LEASE)
+        producer.turns(LEASE_S / RENEWALS_PER_LEASE)
         assert sum(isinstance(message, Renew) for message in producer.said) >= number
     assert producer.num_done == 0

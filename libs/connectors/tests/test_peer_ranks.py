@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from peer_ranks import Engine, Side, failures, hand_over, load, offer, tables_of, write_prompt, wrong_tokens
 
-from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
-from hybridkv.connectors.vllm.nixl.messages import StepPlan
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import NixlRankMemory
+from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan
 from hybridkv.metrics import PEER_FAILURES
 from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.reads import Reason
@@ -126,7 +126,7 @@ def test_a_lease_that_ended_on_one_rank_fails_the_whole_request(opener: Opener) 
         there, here = tables_of(side, NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
         write_prompt(producer, there, NUM_TOKENS)
         prompt = hand_over(producer, "p", there, NUM_TOKENS)
-        producer.ranks[1].agent.submit(StepPlan(dropped=["p"]))
+        producer.ranks[1].agent.submit(NixlStepPlan(dropped=["p"]))
         load(consumer, "d", prompt, here)
         (failure,) = failures(consumer, "d")
         assert failure is not None and failure.reason == "lease"
@@ -135,7 +135,7 @@ def test_a_lease_that_ended_on_one_rank_fails_the_whole_request(opener: Opener) 
 
 def test_without_the_comparison_it_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
-    monkeypatch.setattr(RankMemory, "shows", lambda self, place, nonce: True)
+    monkeypatch.setattr(NixlRankMemory, "has_nonce", lambda self, place, nonce: True)
     world = World()
     side = Side(tp_size=2)
     opener = lambda name: InMemoryTransport(name, world)  # noqa: E731
@@ -143,7 +143,7 @@ def test_without_the_comparison_it_would_be_taken(monkeypatch: pytest.MonkeyPatc
         there, here = tables_of(side, NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
         write_prompt(producer, there, NUM_TOKENS)
         prompt = hand_over(producer, "p", there, NUM_TOKENS)
-        producer.ranks[1].agent.submit(StepPlan(dropped=["p"]))
+        producer.ranks[1].agent.submit(NixlStepPlan(dropped=["p"]))
         load(consumer, "d", prompt, here)
         assert failures(consumer, "d") == [None]
 
@@ -206,7 +206,7 @@ def test_a_request_that_ends_first_ends_its_read_and_frees_all_ranks(opener: Ope
         # No plan, so no digests: the read cannot end by itself.
         prompt = hand_over(producer, "p", there, NUM_TOKENS, is_planned=False)
         load(consumer, "d", prompt, here)
-        consumer.submit(lambda: StepPlan(ended=["d"]))
+        consumer.submit(lambda: NixlStepPlan(ended=["d"]))
         (failure,) = failures(consumer, "d")
         assert failure is not None and failure.reason == "cancelled"
         offer(producer, "p", offered(side.groups, there, NUM_TOKENS))

@@ -21,7 +21,7 @@ from peer_ranks import (
 )
 
 from hybridkv.connectors.vllm.nixl.agent.rank_read import RankRead
-from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
+from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, PromptLoad, WaitingRequest
 from hybridkv.peers.reads import ReadBounds
 from hybridkv.peers.transport import PENDING, RemoteId, TransferId, TransferState
 from kits.peers.in_memory import InMemoryTransport, World
@@ -85,12 +85,12 @@ def test_a_peer_that_the_transport_has_given_up_is_connected_to_again() -> None:
     load(consumer, "c", hand_over(producer, "o", HERE, NUM_TOKENS), HERE)
     assert failures(consumer, "c") == [None]
     producer.ranks[0].until(lambda results: "o" in results.released)
-    (peer,) = consumer.ranks[0].agent._peers._by_address.values()
+    (peer,) = consumer.ranks[0].agent._connections._by_address.values()
     assert peer.remote is not None
     consumer.ranks[0].transport.detach(peer.remote)
     prompt = hand_over(producer, "p", HERE, NUM_TOKENS)
     # Another request needs the blocks still, so the first does not end their lease.
-    consumer.submit(lambda: StepPlan(held=[Held("e", prompt)]))
+    consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest("e", prompt)]))
     load(consumer, "d", prompt, HERE)
     (failure,) = failures(consumer, "d")
     assert failure is not None and failure.reason == "transport"
@@ -105,11 +105,11 @@ def test_answers_to_one_prompt_read_the_same_blocks_and_the_last_gives_them_back
     """As of a request for several: all of them show one lease."""
     producer, consumer = pair(InMemoryTransport, PATIENT)
     prompt = hand_over(producer, "p", THERE, NUM_TOKENS)
-    consumer.submit(lambda: StepPlan(held=[Held("e", prompt), Held("f", prompt)]))
+    consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest("e", prompt), WaitingRequest("f", prompt)]))
     load(consumer, "d", prompt, HERE)
     assert failures(consumer, "d") == [None]
-    consumer.submit(lambda: StepPlan(ended=["f"]))
-    consumer.submit(lambda: StepPlan(loads=[PromptLoad("e", prompt, NUM_TOKENS, 0, HERE)]))
+    consumer.submit(lambda: NixlStepPlan(ended=["f"]))
+    consumer.submit(lambda: NixlStepPlan(loads=[PromptLoad("e", prompt, NUM_TOKENS, 0, HERE)]))
     assert failures(consumer, "e") == [None]
     for rank in producer.ranks:
         rank.until(lambda results: "p" in results.released)
@@ -177,12 +177,12 @@ def test_bytes_that_differ_are_laid_to_the_lease_where_that_has_ended(has_ended:
     load(consumer, "d", hand_over(producer, "p", THERE, NUM_TOKENS), HERE)
 
     def are_compared() -> bool:
-        return any(each.detail for read in list(rank.agent._reading._reads.values()) for each in read.ranks)
+        return any(each.detail for read in list(rank.agent._reads._reads.values()) for each in read.ranks)
 
     rank.until(lambda results: are_compared() or "d" in results.finished)
     if has_ended:
         for each in producer.ranks:
-            each.agent._serving._memory.write_slot(3, 0)
+            each.agent._server._memory.write_slot(3, 0)
     rank.transport.goes_on.set()
     (failure,) = failures(consumer, "d")
     assert failure is not None and failure.reason == reason

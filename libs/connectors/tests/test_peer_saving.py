@@ -9,7 +9,7 @@ import pytest
 
 from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.nixl.memory.host_buffer import Saving, loaded_blocks
+from hybridkv.connectors.vllm.nixl.memory.host_buffer import HostCopyTracker, loaded_blocks
 from hybridkv.connectors.vllm.nixl.messages import PromptLoad
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
 from hybridkv.peers.leases import Lease
@@ -33,7 +33,7 @@ def request(num_prompt_tokens: int, computed_tokens: int = 0) -> Any:
     return SimpleNamespace(request_id="p", num_prompt_tokens=num_prompt_tokens, num_computed_tokens=computed_tokens)
 
 
-def step(saving: Saving, running: Any, count: int) -> list[tuple[tuple[int, ...], ...]]:
+def step(saving: HostCopyTracker, running: Any, count: int) -> list[tuple[tuple[int, ...], ...]]:
     """One step of the engine, which computes so many tokens."""
     plans = saving.of_step({"p": count, "other": 3}, lambda name: TABLES)
     running.num_computed_tokens += count
@@ -41,7 +41,7 @@ def step(saving: Saving, running: Any, count: int) -> list[tuple[tuple[int, ...]
 
 
 def test_a_prompt_is_copied_out_once_it_is_whole_and_then_what_changes() -> None:
-    saving, running = Saving(GROUPS), request(14)
+    saving, running = HostCopyTracker(GROUPS), request(14)
     saving.begin(running)
     assert step(saving, running, 8) == []
     assert step(saving, running, 6) == [((1, 2, 3, 4), (13, 14), (24,), ())]
@@ -53,13 +53,13 @@ def test_a_prompt_is_copied_out_once_it_is_whole_and_then_what_changes() -> None
 
 
 def test_what_was_hit_in_the_engines_own_cache_is_copied_out_as_well() -> None:
-    saving, running = Saving(GROUPS), request(14, computed_tokens=12)
+    saving, running = HostCopyTracker(GROUPS), request(14, computed_tokens=12)
     saving.begin(running)
     assert step(saving, running, 2) == [((1, 2, 3, 4), (13, 14), (24,), ())]
 
 
 def test_a_request_that_was_preempted_is_copied_out_anew() -> None:
-    saving, running = Saving(GROUPS), request(14)
+    saving, running = HostCopyTracker(GROUPS), request(14)
     saving.begin(running)
     step(saving, running, 14)
     running.num_computed_tokens = 0
@@ -69,7 +69,7 @@ def test_a_request_that_was_preempted_is_copied_out_anew() -> None:
 
 def test_blocks_that_are_hit_after_a_preemption_are_copied_out_as_well() -> None:
     """They may be another request's, which computed the same tokens and is not handed over."""
-    saving, running = Saving(GROUPS), request(16)
+    saving, running = HostCopyTracker(GROUPS), request(16)
     saving.begin(running)
     step(saving, running, 16)
     saving.preempted({"p"})
@@ -79,7 +79,7 @@ def test_blocks_that_are_hit_after_a_preemption_are_copied_out_as_well() -> None
 
 
 def test_a_request_that_is_not_in_the_step_is_left_alone() -> None:
-    saving, running = Saving(GROUPS), request(14, computed_tokens=12)
+    saving, running = HostCopyTracker(GROUPS), request(14, computed_tokens=12)
     saving.begin(running)
     assert saving.of_step({"other": 3}, lambda name: TABLES) == []
     assert saving.end(running) == 0, "and would not be handed over"

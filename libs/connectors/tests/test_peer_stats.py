@@ -11,7 +11,7 @@ import pytest
 from test_stats import exposed
 
 from hybridkv.connectors.vllm.common.stats import OffloadStats
-from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 from hybridkv.metrics import CATALOGUE, PEER_FAILURES, Kind
 
 NAMES = {metric.name for metric in CATALOGUE.metrics if metric.name.startswith("vllm:hybridkv_peer_")}
@@ -19,8 +19,8 @@ PROMPTS = ("loaded", "held_already", "refused", "failed", "cancelled")
 LEASES = ("done", "expired", "dropped", "no_room")
 
 
-def everything() -> PeerRecorder:
-    recorder = PeerRecorder()
+def everything() -> NixlMetrics:
+    recorder = NixlMetrics()
     for prompt in PROMPTS:
         recorder.prompt(prompt)
     for lease in LEASES:
@@ -33,7 +33,7 @@ def everything() -> PeerRecorder:
     return recorder
 
 
-def taken(recorder: PeerRecorder) -> OffloadStats:
+def taken(recorder: NixlMetrics) -> OffloadStats:
     stats = recorder.take()
     assert stats is not None
     return stats
@@ -72,7 +72,7 @@ def test_every_metric_of_peers_is_counted_and_every_value_of_its_labels() -> Non
 
 def test_a_value_that_is_not_declared_is_an_error() -> None:
     with pytest.raises(Exception, match="forgotten"):
-        PeerRecorder().lease("forgotten")
+        NixlMetrics().lease("forgotten")
 
 
 def test_stats_of_both_halves_and_of_two_ranks_add_up() -> None:
@@ -80,12 +80,12 @@ def test_stats_of_both_halves_and_of_two_ranks_add_up() -> None:
     merged = first.aggregate(second).reduce()
     assert merged["vllm:hybridkv_peer_read_bytes_total"] == 8192
     assert first.reduce()["vllm:hybridkv_peer_read_bytes_total"] == 4096
-    assert PeerRecorder().take() is None
+    assert NixlMetrics().take() is None
 
 
 def test_what_is_taken_while_it_is_counted_is_counted_once() -> None:
     """A rank's thread counts, and the engine's takes: between a look at the old count and the new one, at worst."""
-    recorder = PeerRecorder()
+    recorder = NixlMetrics()
     taken_away: list[OffloadStats | None] = []
     threads: list[threading.Thread] = []
 

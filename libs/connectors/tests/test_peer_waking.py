@@ -15,9 +15,9 @@ from hybridkv.connectors.vllm.common.identity import background
 from hybridkv.connectors.vllm.nixl.agent import lease_server, rank_read
 from hybridkv.connectors.vllm.nixl.agent.agent import Agent
 from hybridkv.connectors.vllm.nixl.memory import rank_memory
-from hybridkv.connectors.vllm.nixl.memory.description import Region
-from hybridkv.connectors.vllm.nixl.memory.rank_memory import AT_ONCE_BYTES, Digesting, RankMemory
-from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
+from hybridkv.connectors.vllm.nixl.memory.description import MemoryRegion
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import INLINE_DIGEST_BYTES, DigestThread, NixlRankMemory
+from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, PromptLoad, WaitingRequest
 from hybridkv.peers.digests import DigestRuns, digest_runs
 from kits.peers.in_memory import InMemoryTransport, World
 
@@ -34,17 +34,17 @@ def runs(*sizes: int) -> DigestRuns:
 def past(num_bytes: int) -> DigestRuns:
     """Of bytes that leave the region with the last one."""
     whole = runs(num_bytes)
-    return DigestRuns(whole.regions, whole.offsets + AT_ONCE_BYTES + 1 - num_bytes, whole.num_bytes, whole.ends)
+    return DigestRuns(whole.regions, whole.offsets + INLINE_DIGEST_BYTES + 1 - num_bytes, whole.num_bytes, whole.ends)
 
 
 def test_few_bytes_are_digested_at_once_and_more_elsewhere_and_then_somebody_is_woken() -> None:
-    page = (np.arange(AT_ONCE_BYTES + 1) % 251).astype(np.uint8)
-    memory = RankMemory([Region(page.ctypes.data, page.nbytes)], 1)
+    page = (np.arange(INLINE_DIGEST_BYTES + 1) % 251).astype(np.uint8)
+    memory = NixlRankMemory([MemoryRegion(page.ctypes.data, page.nbytes)], 1)
     woken = threading.Event()
-    taker = Digesting(memory, woken.set)
-    few = taker.take(runs(100, AT_ONCE_BYTES - 100))
+    taker = DigestThread(memory, woken.set)
+    few = taker.take(runs(100, INLINE_DIGEST_BYTES - 100))
     assert few is not None and few.is_done and not woken.is_set()
-    more = taker.take(runs(100, AT_ONCE_BYTES - 99))
+    more = taker.take(runs(100, INLINE_DIGEST_BYTES - 99))
     assert more is not None
     assert woken.wait(WAIT_S) and more.is_done, "whoever is woken finds it done"
     assert few.value is not None and more.value is not None
@@ -53,11 +53,11 @@ def test_few_bytes_are_digested_at_once_and_more_elsewhere_and_then_somebody_is_
 
 
 def test_digests_that_cannot_be_taken_end_with_their_error_wherever_they_are_taken() -> None:
-    page = np.zeros(AT_ONCE_BYTES, dtype=np.uint8)  # `past` ends one byte behind it
-    memory = RankMemory([Region(page.ctypes.data, page.nbytes)], 1)
+    page = np.zeros(INLINE_DIGEST_BYTES, dtype=np.uint8)  # `past` ends one byte behind it
+    memory = NixlRankMemory([MemoryRegion(page.ctypes.data, page.nbytes)], 1)
     woken = threading.Event()
-    taker = Digesting(memory, woken.set)
-    outcomes = [taker.take(gone) for gone in (past(1), past(AT_ONCE_BYTES + 1))]
+    taker = DigestThread(memory, woken.set)
+    outcomes = [taker.take(gone) for gone in (past(1), past(INLINE_DIGEST_BYTES + 1))]
     assert woken.wait(WAIT_S)
     for outcome in outcomes:
         assert outcome is not None and isinstance(outcome.error, ValueError)
@@ -69,11 +69,11 @@ def test_who_waits_for_the_thread_does_not_work_out_again_and_again_what_it_is_t
 ) -> None:
     """Both sides look every millisecond whether there is room."""
     monkeypatch.setattr(background, "MAX_WAITING", 1)
-    monkeypatch.setattr(rank_memory, "AT_ONCE_BYTES", -1)
+    monkeypatch.setattr(rank_memory, "INLINE_DIGEST_BYTES", -1)
     may_digest, calls, turns = threading.Event(), Counter[str](), Counter[Agent]()
-    digests, turn = RankMemory.digests, Agent._turn
+    digests, turn = NixlRankMemory.digests, Agent._turn
 
-    def digests_late(memory: RankMemory, asked: DigestRuns) -> list[bytes]:
+    def digests_late(memory: NixlRankMemory, asked: DigestRuns) -> list[bytes]:
         assert may_digest.wait(WAIT_S)
         return digests(memory, asked)
 
@@ -85,7 +85,7 @@ def test_who_waits_for_the_thread_does_not_work_out_again_and_again_what_it_is_t
         calls[name] += 1
         return digest_runs(*given)
 
-    monkeypatch.setattr(RankMemory, "digests", digests_late)
+    monkeypatch.setattr(NixlRankMemory, "digests", digests_late)
     monkeypatch.setattr(Agent, "_turn", counted_turn)
     for module in (lease_server, rank_read):
         monkeypatch.setattr(module, "digest_runs", partial(counted, module.__name__))
@@ -96,7 +96,7 @@ def test_who_waits_for_the_thread_does_not_work_out_again_and_again_what_it_is_t
     prompt = hand_over(producer, "p", tables, NUM_TOKENS)
     names = ("a", "b", "c", "d")
     loads = [PromptLoad(name, prompt, NUM_TOKENS, 0, tables) for name in names]
-    consumer.submit(lambda: StepPlan(held=[Held(name, prompt) for name in names], loads=loads))
+    consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest(name, prompt) for name in names], loads=loads))
     agents = [engine.ranks[0].agent for engine in (producer, consumer)]
     consumer.ranks[0].until(lambda _: len(calls) == 2 and min(calls.values()) >= len(names))
     later = {agent: turns[agent] + 100 for agent in agents}
@@ -110,7 +110,7 @@ def test_who_waits_for_the_thread_does_not_work_out_again_and_again_what_it_is_t
 
 
 def is_awake(rank: Rank) -> bool:
-    return rank.agent._serving.is_busy
+    return rank.agent._server.is_busy
 
 
 def test_a_producer_is_awake_until_a_new_consumer_has_read() -> None:
@@ -124,7 +124,7 @@ def test_a_producer_is_awake_until_a_new_consumer_has_read() -> None:
     prompt = hand_over(producer, "p", tables, NUM_TOKENS)
     assert not is_awake(theirs)
     # The request waits for its turn; its consumer has come, and has read nothing.
-    consumer.submit(lambda: StepPlan(held=[Held("d", prompt)]))
+    consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest("d", prompt)]))
     theirs.until(lambda results: is_awake(theirs))
     load(consumer, "d", prompt, tables)
     assert failures(consumer, "d") == [None]

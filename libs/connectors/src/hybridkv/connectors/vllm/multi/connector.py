@@ -36,7 +36,7 @@ from hybridkv.connectors.vllm.multi.children import (
 from hybridkv.connectors.vllm.multi.messages import MultiKVEvents, MultiMetadata, MultiWorkerMetadata, of_child
 from hybridkv.connectors.vllm.multi.selection import LoadSizes, Selector, load_admission, shared_steering
 from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
-from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide, SavesBegun
+from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide, SchedulerSaves
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,7 +69,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         admission = load_admission(vllm_config, kv_cache_config)
         steering = shared_steering(vllm_config, kv_cache_config)
         self._take_children(build_children(classes, role, kv_cache_config, admission, steering))
-        self._saves_begun = SavesBegun()
+        self._scheduler_saves = SchedulerSaves()
         self._told_hashes = ToldHashes()
         self._scheduler: Selector | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -134,7 +134,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         marks = self._selector().plan_step(scheduler_output)
         return MultiMetadata(
             children,
-            self._saves_begun.take(),
+            self._scheduler_saves.take(),
             marks.step,
             is_measured=marks.is_measured,
             sync_children=marks.sync_children,
@@ -181,7 +181,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
             for position, each in enumerate(self._connectors)
             if each.register_finished_partial_tail(request, block_ids, partial_tail_offloads)
         ]
-        self._saves_begun.tail_accepted(request.request_id, accepted)
+        self._scheduler_saves.tail_accepted(request.request_id, accepted)
         return bool(accepted)
 
     def _finish(self, request: Request, finish: Callable[[Child], Finished]) -> Finished:
@@ -196,7 +196,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
                     raise RuntimeError(f"{child.name} and another child both answer kv_transfer_params {clash}")
                 together = (together or {}) | parameters
         self._selector().ended(request)
-        return self._saves_begun.request_ended(request.request_id, reading), together
+        return self._scheduler_saves.request_ended(request.request_id, reading), together
 
     def take_events(self) -> Iterable[Any]:
         own: list[Any] = []

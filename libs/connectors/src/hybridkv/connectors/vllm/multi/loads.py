@@ -35,7 +35,7 @@ class ChildLoad:
     request_tokens: int
     num_tokens: int
     num_bytes: int
-    begun_at_s: float
+    started_s: float
     blocks: KVCacheBlocks
     step: int | None = None
     has_failed: bool = False

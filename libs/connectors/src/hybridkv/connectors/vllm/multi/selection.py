@@ -59,7 +59,7 @@ MAX_OPEN_STEPS: Final = 64
 """Steps whose end is awaited; older ones are forgotten."""
 
 
-class Learning:
+class RateEstimator:
     """Seconds per token of loads and of prefill.
 
     Args:
@@ -89,8 +89,8 @@ class Learning:
         """A step is about to run. One that computes little, or loads as well, teaches nothing about computing."""
         total = scheduler_output.total_num_scheduled_tokens
         prefill = _prefill_tokens(scheduler_output)
-        teaches = not has_sync_loads and prefill >= MIN_PREFILL_TOKENS and 2 * prefill >= total
-        self._open_steps[step] = (self._clock(), total if teaches else 0)
+        is_sample = not has_sync_loads and prefill >= MIN_PREFILL_TOKENS and 2 * prefill >= total
+        self._open_steps[step] = (self._clock(), total if is_sample else 0)
         while len(self._open_steps) > MAX_OPEN_STEPS:
             del self._open_steps[next(iter(self._open_steps))]
 
@@ -181,10 +181,10 @@ class _Candidate:
     answers: list[Answer] | None = None
     """Of the last round, until the request is admitted."""
     chosen: int | None = None
-    waits_since_s: float | None = None
-    is_late: bool = False
+    waiting_since_s: float | None = None
+    timed_out: bool = False
     """It waited for a child in vain."""
-    barred: frozenset[int] = frozenset()
+    failed_children: frozenset[int] = frozenset()
     """Children whose loads for this request failed."""
     room: RoomWait = NOT_WAITED
     is_ended: bool = False
@@ -222,11 +222,11 @@ class Selector:
     ) -> None:
         self._children = children
         self._weights = [child.config.weight for child in children]
-        self._soon = [position for position, child in enumerate(children) if child.answers_soon]
+        self._bounded = [position for position, child in enumerate(children) if child.answers_soon]
         self._timeout_s = lookup_timeout_s
         self._sizes = sizes
         self._clock = clock
-        self._learning = Learning(len(children), clock) if AUTO in self._weights else None
+        self._estimator = RateEstimator(len(children), clock) if AUTO in self._weights else None
         self._clamp = TokenClamp(logger.warning, clock)
         self._requests: dict[str, _Candidate] = {}
         self._admission = admission
@@ -234,7 +234,7 @@ class Selector:
         self._pool: BlockPool | None = None
         self._loads = ChildLoads(len(children), admission)
         self._stats = SelectionStats()
-        self._told_pending: list[int] | None = None
+        self._reported_pending: list[int] | None = None
         self._warned: set[int] = set()
         self._step = 0
 
@@ -275,22 +275,22 @@ class Selector:
         candidate.answers = answers = []
         in_background: list[bool] = []
         for position, child in enumerate(self._children):
-            tokens: Answer = self._why_not_asked(position, candidate)
+            tokens: Answer = self._skip_reason(position, candidate)
             is_async = False
             if tokens is None:
                 try:
                     tokens, is_async = child.connector.get_num_new_matched_tokens(request, computed_tokens)
                 except Exception as error:  # one child must not end the engine for all
-                    self._raised(position, error)
+                    self._count_error(position, error)
                     tokens = Unusable.RAISED
             answers.append(tokens)
             in_background.append(is_async)
         may_wait = self._may_wait(candidate)
-        rates = self._learning.rates() if self._learning is not None else UNKNOWN_RATES
+        rates = self._estimator.rates() if self._estimator is not None else UNKNOWN_RATES
         most = max(0, request.num_tokens - 1 - computed_tokens)
-        soon = dict.fromkeys(self._soon, most)
+        soon = dict.fromkeys(self._bounded, most)
         choice = choose(answers, self._weights, rates, may_wait=may_wait, soon=soon)
-        candidate.is_late = candidate.waits_since_s is not None and not may_wait
+        candidate.timed_out = candidate.waiting_since_s is not None and not may_wait
         candidate.chosen = None
         if isinstance(choice, Take):
             is_async = in_background[choice.child]
@@ -301,21 +301,21 @@ class Selector:
             candidate.chosen = choice.child
             return choice.tokens, is_async
         if isinstance(choice, Wait):
-            if candidate.waits_since_s is None:
-                candidate.waits_since_s = self._clock()
+            if candidate.waiting_since_s is None:
+                candidate.waiting_since_s = self._clock()
             for position in choice.children:
                 self._counts(position).deferrals += 1
             return None, False
         return 0, False
 
-    def _why_not_asked(self, position: int, candidate: _Candidate) -> Unusable | None:
+    def _skip_reason(self, position: int, candidate: _Candidate) -> Unusable | None:
         if self._children[position].stores_only:
             return Unusable.STORES_ONLY
-        return Unusable.BARRED if position in candidate.barred else None
+        return Unusable.BARRED if position in candidate.failed_children else None
 
     def _may_wait(self, candidate: _Candidate) -> bool:
         """Whether there is time left to wait; it begins when the request is first told to."""
-        waited_s = 0.0 if candidate.waits_since_s is None else self._clock() - candidate.waits_since_s
+        waited_s = 0.0 if candidate.waiting_since_s is None else self._clock() - candidate.waiting_since_s
         return waited_s < self._timeout_s
 
     def _gate(
@@ -332,7 +332,7 @@ class Selector:
         verdict, candidate.room = gate(room, candidate.room, self._clock(), _BOUNDS)
         return verdict
 
-    def _raised(self, position: int, error: Exception) -> None:
+    def _count_error(self, position: int, error: Exception) -> None:
         if position not in self._warned:
             self._warned.add(position)
             logger.warning(
@@ -378,12 +378,12 @@ class Selector:
                 counts.errors += 1
             elif answer is None:
                 counts.unanswered += 1
-                counts.timeouts += candidate.is_late
+                counts.timeouts += candidate.timed_out
             elif isinstance(answer, int) and answer > 0:
                 counts.passed_over += 1
             else:
                 counts.misses += 1
-        candidate.waits_since_s = None
+        candidate.waiting_since_s = None
         candidate.room = NOT_WAITED
 
     def chosen(self, request: Request) -> int | None:
@@ -399,7 +399,7 @@ class Selector:
             try:
                 said = self._children[position].connector.get_external_cache_hit_sources(request, num_tokens)
             except Exception as error:  # a matter of metrics alone
-                self._raised(position, error)
+                self._count_error(position, error)
         sources: dict[Any, int] = {}
         left = num_tokens
         for source, tokens in said.items():
@@ -433,14 +433,14 @@ class Selector:
         if self._steering is not None:
             self._steering.advance(scheduler_output)
         sync_children = self._loads.scheduled(scheduler_output.num_scheduled_tokens, self._step)
-        if self._learning is not None:
-            self._learning.step_planned(self._step, scheduler_output, bool(sync_children))
-        return StepMarks(self._step, bool(sync_children) or self._learning is not None, sync_children)
+        if self._estimator is not None:
+            self._estimator.step_planned(self._step, scheduler_output, bool(sync_children))
+        return StepMarks(self._step, bool(sync_children) or self._estimator is not None, sync_children)
 
     def step_ended(self, step: int, sync_load_seconds: dict[int, float], output: KVConnectorOutput) -> None:
         """All ranks are done with a step, and with the loads within it."""
-        if self._learning is not None:
-            self._learning.step_ended(step)
+        if self._estimator is not None:
+            self._estimator.step_ended(step)
         for request_id, load in self._loads.ended_within(step, output):
             self._load_ended(request_id, load, sync_load_seconds.get(load.child, 0.0))
 
@@ -449,7 +449,7 @@ class Selector:
         ended = {}
         for request_id, load in self._loads.reported(output):
             ended[request_id] = load.child
-            self._load_ended(request_id, load, self._clock() - load.begun_at_s)
+            self._load_ended(request_id, load, self._clock() - load.started_s)
         return ended
 
     def _load_ended(self, request_id: str, load: ChildLoad, seconds: float) -> None:
@@ -457,12 +457,12 @@ class Selector:
         counts = self._counts(load.child)
         if load.has_failed:
             counts.failures += 1
-            candidate.barred |= {load.child}
+            candidate.failed_children |= {load.child}
         else:
             counts.load_seconds += seconds
             counts.load_bytes += load.num_bytes
-            if self._learning is not None:
-                self._learning.loaded(load.child, load.num_tokens, seconds)
+            if self._estimator is not None:
+                self._estimator.loaded(load.child, load.num_tokens, seconds)
         self._forget_ended(request_id, candidate)
 
     # Counts.
@@ -472,8 +472,8 @@ class Selector:
 
     def take_stats(self) -> SelectionStats | None:
         """What was counted since the last call, None if nothing."""
-        if self._loads.pending != self._told_pending:
-            self._told_pending = list(self._loads.pending)
+        if self._loads.pending != self._reported_pending:
+            self._reported_pending = list(self._loads.pending)
             for position, pending in enumerate(self._loads.pending):
                 self._counts(position).pending_loads = pending
         stats = self._stats.take()

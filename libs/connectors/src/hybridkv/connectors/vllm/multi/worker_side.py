@@ -47,9 +47,9 @@ class SyncLoadTimer:
         if child not in self._timed:
             call(*args, **options)
             return
-        begun_at_s = self._clock()
+        started_s = self._clock()
         call(*args, **options)
-        self._seconds[child] = self._seconds.get(child, 0.0) + self._clock() - begun_at_s
+        self._seconds[child] = self._seconds.get(child, 0.0) + self._clock() - started_s
 
     def take(self) -> dict[int, float]:
         """Seconds by child since the last call."""
@@ -57,7 +57,7 @@ class SyncLoadTimer:
         return seconds
 
 
-class SavesBegun:
+class SchedulerSaves:
     """The scheduler's half."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class SavesBegun:
         return ended
 
 
-class SavesOpen:
+class WorkerSaves:
     """The worker's half, on one rank."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class MultiWorkerSide(KVConnectorBase_V1):
     def _take_children(self, children: Sequence[Child]) -> None:
         self._children = tuple(children)
         self._connectors = [child.connector for child in children]
-        self._saves_open = SavesOpen()
+        self._worker_saves = WorkerSaves()
         self._timer = SyncLoadTimer(time.monotonic)
 
     def get_mem_pool_context(self) -> AbstractContextManager[Any] | None:
@@ -138,7 +138,7 @@ class MultiWorkerSide(KVConnectorBase_V1):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         metadata = _own(connector_metadata)
         super().bind_connector_metadata(metadata)
-        self._saves_open.begin(metadata.saving)
+        self._worker_saves.begin(metadata.saving)
         self._timer.begin(metadata.sync_children)
         for each, of_each in zip(self._connectors, metadata.children, strict=True):
             each.bind_connector_metadata(of_each)
@@ -191,7 +191,7 @@ class MultiWorkerSide(KVConnectorBase_V1):
             results = each.get_transfer_results(finished_req_ids)
             together.finished_recving |= results.finished_recving
             together.failed_recving |= results.failed_recving
-            together.finished_sending |= self._saves_open.end(position, results.finished_sending)
+            together.finished_sending |= self._worker_saves.end(position, results.finished_sending)
         return together
 
     def get_block_ids_with_load_errors(self) -> set[int]:

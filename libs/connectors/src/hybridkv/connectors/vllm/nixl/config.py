@@ -33,7 +33,7 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     advertise: str | None = None
 
     @property
-    def told(self) -> str:
+    def advertised(self) -> str:
         """The address that consumers are told."""
         return self.advertise or self.host
 
@@ -97,7 +97,7 @@ def decode_config(raw: Mapping[str, Any]) -> NixlConfig:
         config = msgspec.convert(dict(raw), NixlConfig, strict=True)
     except msgspec.ValidationError as error:
         raise as_configuration_error(error, raw, ROOT, _EXPECTED, "docs/guides/peers.md") from None
-    _require_sense(config)
+    _require_valid(config)
     return config
 
 
@@ -117,7 +117,7 @@ def require_ports(listen: ListenConfig, num_ranks: int) -> None:
         raise ConfigurationError(f"{ROOT}.listen.port", expected, got, "or 0, for any that are free")
 
 
-def _require_sense(config: NixlConfig) -> None:
+def _require_valid(config: NixlConfig) -> None:
     for name in _SECONDS:
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), "30 is usual")
@@ -127,7 +127,7 @@ def _require_sense(config: NixlConfig) -> None:
         raise ConfigurationError(f"{ROOT}.listen.port", "a port, or 0", config.listen.port, "14579 is as good as any")
     if not config.listen.host.strip():
         raise ConfigurationError(f"{ROOT}.listen.host", "an address", "nothing", '"127.0.0.1" for this machine alone')
-    _require_told(config.listen)
+    _require_advertised(config.listen)
     try:
         _ = config.hosts
     except ValueError as error:
@@ -141,12 +141,12 @@ def _require_sense(config: NixlConfig) -> None:
         )
 
 
-def _require_told(listen: ListenConfig) -> None:
+def _require_advertised(listen: ListenConfig) -> None:
     """A consumer that is told 0.0.0.0 refuses every prompt."""
     if listen.advertise is not None and not listen.advertise.strip():
         hint = "leave it out where it is listen.host"
         raise ConfigurationError(f"{ROOT}.listen.advertise", "an address or a name", "nothing", hint)
-    if is_any(listen.told):
+    if is_any(listen.advertised):
         got = repr(listen.advertise) if listen.advertise else f"nothing, and {listen.host!r} for listen.host"
         hint = "name this host as its consumers know it: an address that stands for all is no place to go to"
         raise ConfigurationError(f"{ROOT}.listen.advertise", "an address that consumers reach", got, hint)

@@ -38,11 +38,11 @@ from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
 from hybridkv.connectors.vllm.common.stats import OffloadPromMetrics, OffloadStats
 from hybridkv.connectors.vllm.nixl.config import NixlConfig, decode_config, require_ports
 from hybridkv.connectors.vllm.nixl.memory.host_buffer import needs_host_buffer
-from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
-from hybridkv.connectors.vllm.nixl.producer import Terms
+from hybridkv.connectors.vllm.nixl.messages import NixlStepOutcome, NixlStepPlan, WorkerAddress
+from hybridkv.connectors.vllm.nixl.producer import ProducerTerms
 from hybridkv.connectors.vllm.nixl.prompts import withheld_tokens
 from hybridkv.connectors.vllm.nixl.scheduler import NixlScheduler
-from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 from hybridkv.connectors.vllm.nixl.worker import NixlWorker, WorkerSettings
 from hybridkv.planner import CacheSpec
 from hybridkv.planner.admission import LoadAdmission
@@ -80,7 +80,7 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._layout = _layout(vllm_config, kv_cache_config)
         if self._duties.stores:
             require_ports(self._config.listen, self._layout.world_size)
-        self._recorder = PeerRecorder()
+        self._recorder = NixlMetrics()
         self._scheduler: NixlScheduler | None = None
         self._worker: NixlWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -136,7 +136,7 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         worker = self._of_worker()
-        outcome = StepOutcome(worker.take_failures())
+        outcome = NixlStepOutcome(worker.take_failures())
         if (address := worker.take_address()) is not None:
             outcome.addresses[compat.rank(self._vllm_config)] = address
         return None if outcome.is_empty else outcome
@@ -207,9 +207,9 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> OffloadPromMetrics:
         return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    def _step_plan(self) -> StepPlan:
+    def _step_plan(self) -> NixlStepPlan:
         plan = self._get_connector_metadata()
-        if not isinstance(plan, StepPlan):
+        if not isinstance(plan, NixlStepPlan):
             raise TypeError(f"expected StepPlan, got {type(plan).__name__}")
         return plan
 
@@ -237,10 +237,10 @@ def _layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheLay
     )
 
 
-def _terms(vllm_config: VllmConfig, config: NixlConfig, layout: CacheLayout, saves: bool) -> Terms:
-    return Terms(
+def _terms(vllm_config: VllmConfig, config: NixlConfig, layout: CacheLayout, saves: bool) -> ProducerTerms:
+    return ProducerTerms(
         engine_id=str(vllm_config.kv_transfer_config.engine_id),
-        host=config.listen.told,
+        host=config.listen.advertised,
         lease_seconds=config.lease_seconds,
         max_leases=config.max_leases,
         withheld_tokens=withheld_tokens(layout.spec.groups, compat.prefill_lookahead_tokens(vllm_config)),
@@ -260,7 +260,7 @@ def _new_nonce() -> int:
     return secrets.randbits(62) + 1
 
 
-def _announce(vllm_config: VllmConfig, config: NixlConfig, terms: Terms, layout: CacheLayout) -> None:
+def _announce(vllm_config: VllmConfig, config: NixlConfig, terms: ProducerTerms, layout: CacheLayout) -> None:
     transfer = vllm_config.kv_transfer_config
     duties = duties_of(transfer)
     logger.info(

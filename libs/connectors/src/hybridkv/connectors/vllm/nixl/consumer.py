@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
-from hybridkv.connectors.vllm.nixl.messages import Held, PromptLoad, StepPlan
-from hybridkv.connectors.vllm.nixl.params import ParamsError, RemotePrompt, asks_to_consume, parse
+from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, PromptLoad, WaitingRequest
+from hybridkv.connectors.vllm.nixl.params import ParamsError, RemotePrompt, is_remote_prefill, parse
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest, usable_tokens
-from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 from hybridkv.planner import GroupSpec
 from hybridkv.planner.admission import Verdict
 
@@ -31,7 +31,7 @@ logger = logging.getLogger("vllm.hybridkv.nixl")
 _NULL = 0
 
 
-class Stage(enum.Enum):
+class RemoteLoadStage(enum.Enum):
     """How far a request is with what its producer holds."""
 
     WAITING = "the engine has not admitted it"
@@ -40,14 +40,14 @@ class Stage(enum.Enum):
 
 
 @dataclass(slots=True)
-class _Read:
+class _RemoteLoad:
     request: Request
     prompt: RemotePrompt
     usable_tokens: int
-    stage: Stage = Stage.WAITING
+    stage: RemoteLoadStage = RemoteLoadStage.WAITING
     computed_tokens: int = 0
     """What the engine said it holds when it last asked."""
-    steps_back: bool = False
+    skip_once: bool = False
     """Its load has failed, and the engine has not asked since."""
 
 
@@ -68,18 +68,18 @@ class Consumer:
         withheld_tokens: int,
         hosts: AllowedHosts,
         room: LoadRoom,
-        recorder: PeerRecorder,
+        recorder: NixlMetrics,
     ) -> None:
         self._groups = tuple(groups)
         self._withheld_tokens = withheld_tokens
         self._hosts = hosts
         self._room = room
         self._recorder = recorder
-        self._reads: dict[str, _Read] = {}
+        self._loads: dict[str, _RemoteLoad] = {}
 
-    def begin(self, request: Request, plan: StepPlan) -> None:
+    def begin(self, request: Request, plan: NixlStepPlan) -> None:
         """A new request. If a producer holds its prompt, that is told to go on doing so."""
-        if not asks_to_consume(request.kv_transfer_params):
+        if not is_remote_prefill(request.kv_transfer_params):
             return
         try:
             prompt = parse(request.kv_transfer_params or {})
@@ -88,8 +88,8 @@ class Consumer:
         except ParamsError as error:
             self._refuse(request, error)
             return
-        read = self._reads[request.request_id] = _Read(request, prompt, 0)
-        plan.held.append(Held(request.request_id, prompt))
+        read = self._loads[request.request_id] = _RemoteLoad(request, prompt, 0)
+        plan.waiting.append(WaitingRequest(request.request_id, prompt))
         try:
             read.usable_tokens = self._usable_tokens(request, prompt)
         except ParamsError as error:
@@ -116,11 +116,11 @@ class Consumer:
         what it needs. One whose load has failed holds nothing any more and still stands among them: if it does not fit
         beside those behind it, whose loads have ended, nobody ever goes on. Passed over once, it waits with the others.
         """
-        read = self._read_of(request)
-        if read is not None and read.steps_back:
-            read.steps_back = False
+        read = self._load_of(request)
+        if read is not None and read.skip_once:
+            read.skip_once = False
             return None
-        if read is None or read.stage is not Stage.WAITING:
+        if read is None or read.stage is not RemoteLoadStage.WAITING:
             return 0
         read.computed_tokens = computed_tokens
         num_tokens = max(0, read.usable_tokens - computed_tokens)
@@ -134,18 +134,18 @@ class Consumer:
         return num_tokens if verdict is Verdict.ADMIT else None
 
     def on_allocated(
-        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, plan: StepPlan
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, plan: NixlStepPlan
     ) -> PromptLoad | None:
         """The engine has given the request blocks, to load `num_external_tokens` into or to compute. The load."""
-        read = self._read_of(request)
-        if read is None or read.stage is not Stage.WAITING:
+        read = self._load_of(request)
+        if read is None or read.stage is not RemoteLoadStage.WAITING:
             return None
         if num_external_tokens == 0:
             self._end(read, plan)
             if read.usable_tokens:
                 self._recorder.prompt("held_already")
             return None
-        read.stage = Stage.LOADING
+        read.stage = RemoteLoadStage.LOADING
         self._room.take(request.request_id, request.num_tokens)
         num_tokens = read.computed_tokens + num_external_tokens
         refused = None
@@ -159,41 +159,41 @@ class Consumer:
     def on_loaded(self, finished: set[str], failed: set[str]) -> None:
         """All ranks have ended these loads."""
         for name in finished:
-            read = self._reads.get(name)
-            if read is None or read.stage is not Stage.LOADING:
+            read = self._loads.get(name)
+            if read is None or read.stage is not RemoteLoadStage.LOADING:
                 continue
-            read.stage = Stage.OVER
-            read.steps_back = name in failed
+            read.stage = RemoteLoadStage.OVER
+            read.skip_once = name in failed
             self._recorder.prompt(_outcome(read.request, name in failed))
             if read.request.is_finished():
                 self._room.give_back((name,))
-                del self._reads[name]
+                del self._loads[name]
             elif name in failed:
                 self._room.fail(name, read.request.num_tokens)
 
-    def finish(self, request: Request, plan: StepPlan) -> None:
+    def finish(self, request: Request, plan: NixlStepPlan) -> None:
         """The request has ended, in whatever way. A load that is under way ends before its blocks are free."""
-        read = self._read_of(request)
+        read = self._load_of(request)
         if read is None:
             return
-        if read.stage is Stage.LOADING:
+        if read.stage is RemoteLoadStage.LOADING:
             plan.ended.append(request.request_id)
             return
-        if read.stage is Stage.WAITING:
+        if read.stage is RemoteLoadStage.WAITING:
             self._end(read, plan)
         self._room.give_back((request.request_id,))
-        del self._reads[request.request_id]
+        del self._loads[request.request_id]
 
     def on_scheduled(self, request_ids: Iterable[str]) -> None:
         """The engine runs these requests in this step: what they need they have."""
         self._room.give_back(request_ids)
 
-    def _end(self, read: _Read, plan: StepPlan) -> None:
-        read.stage = Stage.OVER
+    def _end(self, read: _RemoteLoad, plan: NixlStepPlan) -> None:
+        read.stage = RemoteLoadStage.OVER
         plan.ended.append(read.request.request_id)
 
-    def _read_of(self, request: Request) -> _Read | None:
-        read = self._reads.get(request.request_id)
+    def _load_of(self, request: Request) -> _RemoteLoad | None:
+        read = self._loads.get(request.request_id)
         return read if read is not None and read.request is request else None
 
 

@@ -16,14 +16,14 @@ from hybridkv.peers.leases import Lease
 from hybridkv.peers.tables import BlockTables
 
 
-class Opened(msgspec.Struct, frozen=True, array_like=True):
+class OpenedLease(msgspec.Struct, frozen=True, array_like=True):
     """A request whose blocks may be handed over when it has finished: its lease is to stand in the table by then."""
 
     request_id: str
     lease: Lease
 
 
-class Offered(msgspec.Struct, frozen=True, array_like=True):
+class OfferedRequest(msgspec.Struct, frozen=True, array_like=True):
     """A finished request whose blocks are held until its consumers are done, or say nothing for too long.
 
     Args:
@@ -35,7 +35,7 @@ class Offered(msgspec.Struct, frozen=True, array_like=True):
     tables: BlockTables
 
 
-class Saved(msgspec.Struct, frozen=True, array_like=True):
+class HostCopy(msgspec.Struct, frozen=True, array_like=True):
     """Blocks that are to be copied to host memory behind the step, where peers do not read the engine's own.
 
     Args:
@@ -67,7 +67,7 @@ class PromptLoad(msgspec.Struct, frozen=True, array_like=True):
     refused: str | None = None
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
+class WaitingRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request that waits for its turn: its producer is to go on holding the blocks."""
 
     request_id: str
@@ -75,23 +75,25 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(slots=True)
-class StepPlan(KVConnectorMetadata):
+class NixlStepPlan(KVConnectorMetadata):
     """Scheduler to workers, once a step. What is said of one request is said in the order of the fields."""
 
     dropped: list[str] = field(default_factory=list)
     """Producer: leases that nobody was told of end, by request."""
-    opened: list[Opened] = field(default_factory=list)
-    offered: list[Offered] = field(default_factory=list)
-    saved: list[Saved] = field(default_factory=list)
+    opened: list[OpenedLease] = field(default_factory=list)
+    offered: list[OfferedRequest] = field(default_factory=list)
+    host_copies: list[HostCopy] = field(default_factory=list)
     """Done behind the step, by the engine's thread."""
-    held: list[Held] = field(default_factory=list)
+    waiting: list[WaitingRequest] = field(default_factory=list)
     loads: list[PromptLoad] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
     """Consumer: requests that need nothing of their producer any more. A load that is under way is given up."""
 
     @property
     def is_empty(self) -> bool:
-        told = self.dropped or self.opened or self.offered or self.saved or self.held or self.loads or self.ended
+        told = (
+            self.dropped or self.opened or self.offered or self.host_copies or self.waiting or self.loads or self.ended
+        )
         return not told
 
 
@@ -108,7 +110,7 @@ class WorkerAddress(KVConnectorHandshakeMetadata):
     name: str
 
 
-class LoadFailure(msgspec.Struct, frozen=True, array_like=True):
+class NixlLoadFailure(msgspec.Struct, frozen=True, array_like=True):
     """Why a load failed: the reason for counters, the detail for people."""
 
     reason: str
@@ -116,10 +118,10 @@ class LoadFailure(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(slots=True)
-class StepOutcome(KVConnectorWorkerMetadata):
+class NixlStepOutcome(KVConnectorWorkerMetadata):
     """Workers to scheduler: what ended since the last step. Merging over ranks loses nothing."""
 
-    load_failures: dict[str, tuple[LoadFailure, ...]] = field(default_factory=dict)
+    load_failures: dict[str, tuple[NixlLoadFailure, ...]] = field(default_factory=dict)
     addresses: dict[int, WorkerAddress] = field(default_factory=dict)
     """Of each rank, with its first outcome, where `WorkerAddress` has no way."""
 
@@ -127,10 +129,10 @@ class StepOutcome(KVConnectorWorkerMetadata):
     def is_empty(self) -> bool:
         return not (self.load_failures or self.addresses)
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> StepOutcome:
-        if not isinstance(other, StepOutcome):
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> NixlStepOutcome:
+        if not isinstance(other, NixlStepOutcome):
             raise TypeError(f"expected StepOutcome, got {type(other).__name__}")
         failures = dict(self.load_failures)
         for request_id, theirs in other.load_failures.items():
             failures[request_id] = failures.get(request_id, ()) + theirs
-        return StepOutcome(failures, self.addresses | other.addresses)
+        return NixlStepOutcome(failures, self.addresses | other.addresses)

@@ -80,12 +80,12 @@ class ParamsError(ValueError):
         self.key = key
 
 
-def asks_to_produce(params: Any) -> bool:
+def is_remote_decode(params: Any) -> bool:
     """Whether what a request leaves behind is to be handed to a consumer."""
     return isinstance(params, Mapping) and params.get("do_remote_decode") is True
 
 
-def asks_to_consume(params: Any) -> bool:
+def is_remote_prefill(params: Any) -> bool:
     """Whether a request is to begin with what a producer has computed.
 
     By `vllm_xargs` a client can say anything here, and what is raised over it ends the engine.

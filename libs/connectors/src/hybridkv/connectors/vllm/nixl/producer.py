@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.corrupt_blocks import WrongBlocks
-from hybridkv.connectors.vllm.nixl.memory.host_buffer import Saving
-from hybridkv.connectors.vllm.nixl.messages import Offered, Opened, StepPlan
-from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt, asks_to_produce, compose
+from hybridkv.connectors.vllm.nixl.memory.host_buffer import HostCopyTracker
+from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, OfferedRequest, OpenedLease
+from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt, compose, is_remote_decode
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest
-from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 from hybridkv.peers.leases import Lease, LeaseSlots
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupSpec
@@ -29,7 +29,7 @@ logger = logging.getLogger("vllm.hybridkv.nixl")
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class ProducerTerms:
     """On which prompts are handed over.
 
     Args:
@@ -62,14 +62,14 @@ class Producer:
         recorder: counts what happens.
     """
 
-    def __init__(self, groups: Sequence[GroupSpec], terms: Terms, recorder: PeerRecorder) -> None:
+    def __init__(self, groups: Sequence[GroupSpec], terms: ProducerTerms, recorder: NixlMetrics) -> None:
         self._groups = tuple(groups)
         self._terms = terms
         self._recorder = recorder
         self._slots = LeaseSlots(terms.max_leases, terms.new_nonce)
         self._offered: set[str] = set()
         self._shortened: set[str] = set()
-        self.saving = Saving(groups) if terms.saves else None
+        self.saving = HostCopyTracker(groups) if terms.saves else None
         """What is copied to host memory; None where peers read the engine's own."""
         self.wrong = WrongBlocks([group.block_tokens for group in groups], recorder)
         """What the engine has copied wrongly, and whom that misled."""
@@ -84,28 +84,28 @@ class Producer:
     def begin(self, request: Request) -> None:
         """A new request. One that is to be handed over is computed up to the tokens that its consumer computes."""
         withheld = self._terms.withheld_tokens
-        if not withheld or not asks_to_produce(request.kv_transfer_params) or request.request_id in self._shortened:
+        if not withheld or not is_remote_decode(request.kv_transfer_params) or request.request_id in self._shortened:
             return
         # One that reads no cache at its consumer, for the log-probabilities of its prompt, is computed there anyway.
         if request.num_prompt_tokens > withheld and not compat.reads_no_cache(request):
             self._shortened.add(request.request_id)
             _shorten(request, withheld, self._terms.hash_block_tokens)
 
-    def on_allocated(self, request: Request, plan: StepPlan) -> None:
+    def on_allocated(self, request: Request, plan: NixlStepPlan) -> None:
         """The engine runs the request, once more perhaps."""
         name = request.request_id
-        if not asks_to_produce(request.kv_transfer_params) or self._slots.of(name) is not None:
+        if not is_remote_decode(request.kv_transfer_params) or self._slots.of(name) is not None:
             return
         lease = self._slots.issue(name)
         if lease is None:
             self._recorder.lease("no_room")
             return
-        plan.opened.append(Opened(name, lease))
+        plan.opened.append(OpenedLease(name, lease))
         if self.saving is not None:
             self.saving.begin(request)
 
     def finish(
-        self, request: Request, block_ids: Sequence[Sequence[int]], plan: StepPlan
+        self, request: Request, block_ids: Sequence[Sequence[int]], plan: NixlStepPlan
     ) -> tuple[bool, dict[str, Any] | None]:
         """The request has ended.
 
@@ -118,16 +118,16 @@ class Producer:
         if lease is None:
             return False, None
         num_tokens = request.num_computed_tokens
-        is_there = self.saving is None or self.saving.end(request) >= num_tokens
-        is_right = name not in self.wrong.misled
-        if not (_has_ended_well(request) and num_tokens and is_there and is_right and self.ranks):
+        is_saved = self.saving is None or self.saving.end(request) >= num_tokens
+        is_correct = name not in self.wrong.misled
+        if not (_has_ended_well(request) and num_tokens and is_saved and is_correct and self.ranks):
             self._slots.retire(name)
             plan.dropped.append(name)
             self._recorder.lease("dropped")
             return False, None
         self._offered.add(name)
         tables = offered(self._groups, block_ids, num_tokens)
-        plan.offered.append(Offered(name, tables))
+        plan.offered.append(OfferedRequest(name, tables))
         return True, compose(self._prompt(request, tables, lease))
 
     def _prompt(self, request: Request, tables: BlockTables, lease: Lease) -> RemotePrompt:

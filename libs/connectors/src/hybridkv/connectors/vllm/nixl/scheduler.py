@@ -15,10 +15,10 @@ from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.role import Duties
 from hybridkv.connectors.vllm.nixl.consumer import Consumer
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
-from hybridkv.connectors.vllm.nixl.messages import StepOutcome, StepPlan, WorkerAddress
+from hybridkv.connectors.vllm.nixl.messages import NixlStepOutcome, NixlStepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.params import RankAddress
-from hybridkv.connectors.vllm.nixl.producer import Producer, Terms
-from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.nixl.producer import Producer, ProducerTerms
+from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -43,11 +43,11 @@ class NixlScheduler:
     def __init__(
         self,
         layout: CacheLayout,
-        terms: Terms,
+        terms: ProducerTerms,
         duties: Duties,
         hosts: AllowedHosts,
         room: LoadRoom,
-        recorder: PeerRecorder,
+        recorder: NixlMetrics,
     ) -> None:
         groups = layout.spec.groups
         self._num_ranks = layout.world_size
@@ -56,7 +56,7 @@ class NixlScheduler:
         self._addresses: dict[int, WorkerAddress] = {}
         self._producer = Producer(groups, terms, recorder) if duties.stores else None
         self._consumer = Consumer(groups, terms.withheld_tokens, hosts, room, recorder) if duties.loads else None
-        self._plan = StepPlan()
+        self._plan = NixlStepPlan()
 
     def bind_addresses(self, addresses: Mapping[int, WorkerAddress]) -> None:
         """Where ranks listen. Nothing is handed over before all have said so."""
@@ -102,15 +102,15 @@ class NixlScheduler:
             self._consumer.finish(request, self._plan)
         return self._producer.finish(request, block_ids, self._plan) if self._producer is not None else (False, None)
 
-    def take_plan(self, scheduler_output: SchedulerOutput) -> StepPlan:
+    def take_plan(self, scheduler_output: SchedulerOutput) -> NixlStepPlan:
         """The step's plan."""
-        plan, self._plan = self._plan, StepPlan()
+        plan, self._plan = self._plan, NixlStepPlan()
         if self._producer is not None:
             tables = compat.block_tables(scheduler_output)
             self._producer.wrong.follow_step(scheduler_output, tables)
             if self._producer.saving is not None:
                 self._producer.saving.preempted(getattr(scheduler_output, "preempted_req_ids", None) or ())
-                plan.saved = self._producer.saving.of_step(scheduler_output.num_scheduled_tokens, tables)
+                plan.host_copies = self._producer.saving.of_step(scheduler_output.num_scheduled_tokens, tables)
         if self._consumer is not None:
             self._consumer.on_scheduled(scheduler_output.num_scheduled_tokens)
         return plan
@@ -122,7 +122,7 @@ class NixlScheduler:
     def on_output(self, output: KVConnectorOutput) -> None:
         """What the workers say after a step."""
         outcome = output.kv_connector_worker_meta
-        if isinstance(outcome, StepOutcome) and outcome.addresses:
+        if isinstance(outcome, NixlStepOutcome) and outcome.addresses:
             self.bind_addresses(outcome.addresses)
         if self._producer is not None:
             self._producer.on_released(output.finished_sending or set())

@@ -8,7 +8,7 @@ from hybridkv.connectors.vllm.common.stats import OffloadStats
 from hybridkv.metrics import PEER_FAILURES, Counts
 
 
-class PeerRecorder:
+class NixlMetrics:
     """Counts events under the catalogue's names. One for each half; vLLM merges what they hand over.
 
     Any thread may call: a rank's thread counts what the engine's takes away.

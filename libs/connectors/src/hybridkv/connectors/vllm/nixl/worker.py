@@ -20,15 +20,15 @@ from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.role import Duties
 from hybridkv.connectors.vllm.nixl.agent.agent import Agent
-from hybridkv.connectors.vllm.nixl.agent.lease_server import Offer
+from hybridkv.connectors.vllm.nixl.agent.lease_server import ServerOptions
 from hybridkv.connectors.vllm.nixl.agent.read_manager import ReadOptions
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
 from hybridkv.connectors.vllm.nixl.memory.description import RankPlace, describe, identity_facts
 from hybridkv.connectors.vllm.nixl.memory.host_buffer import BlockIds, HostBuffer, loaded_blocks
 from hybridkv.connectors.vllm.nixl.memory.page_parts import page_orders
-from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
-from hybridkv.connectors.vllm.nixl.messages import LoadFailure, StepPlan, WorkerAddress
-from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import NixlRankMemory
+from hybridkv.connectors.vllm.nixl.messages import NixlLoadFailure, NixlStepPlan, WorkerAddress
+from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 from hybridkv.peers.control import ControlLoop
 from hybridkv.peers.errors import PeersConfigurationError
 from hybridkv.peers.reads import ReadBounds
@@ -85,14 +85,14 @@ class NixlWorker:
         ConfigurationError: the secret cannot be used.
     """
 
-    def __init__(self, settings: WorkerSettings, layout: CacheLayout, recorder: PeerRecorder) -> None:
+    def __init__(self, settings: WorkerSettings, layout: CacheLayout, recorder: NixlMetrics) -> None:
         self._settings = settings
         self._layout = layout
         self._recorder = recorder
         self._secret = _secret(settings.config)
         self._agent: Agent | None = None
         self._address: WorkerAddress | None = None
-        self._failures: dict[str, tuple[LoadFailure, ...]] = {}
+        self._failures: dict[str, tuple[NixlLoadFailure, ...]] = {}
         self._buffer: HostBuffer | None = None
         self._loading: dict[str, BlockIds] = {}
         """Of loads that are under way into the copy in host memory."""
@@ -121,7 +121,7 @@ class NixlWorker:
             kv_caches = self._buffer.kv_caches
             logger.info("HybridNixlConnector: %d MiB of host memory for peers", self._buffer.num_bytes >> 20)
         description, regions = describe(place, facts, self._layout, kv_caches, num_blocks, orders)
-        memory = RankMemory(regions, config.max_leases)
+        memory = NixlRankMemory(regions, config.max_leases)
         description = msgspec.structs.replace(
             description, region_bytes=tuple(region.num_bytes for region in memory.regions)
         )
@@ -132,7 +132,7 @@ class NixlWorker:
             ControlLoop(name, self._secret, limits, clock),
             transport,
             memory,
-            Offer(description, capability, config.max_leases, config.lease_seconds, clock),
+            ServerOptions(description, capability, config.max_leases, config.lease_seconds, clock),
             ReadOptions(_bounds(config), config.verify, clock, limits.max_connections),
             self._recorder,
         )
@@ -156,7 +156,7 @@ class NixlWorker:
         address, self._address = self._address, None
         return address
 
-    def start(self, plan: StepPlan) -> None:
+    def start(self, plan: NixlStepPlan) -> None:
         """Carries out a step's plan, elsewhere."""
         if plan.is_empty:
             return
@@ -164,17 +164,17 @@ class NixlWorker:
             for load in plan.loads:
                 blocks = self._loading[load.request_id] = loaded_blocks(self._layout.spec.groups, load)
                 self._buffer.clear(blocks)
-        self._of_agent().submit(plan)
+        self._require_agent().submit(plan)
 
-    def save(self, plan: StepPlan) -> None:
+    def save(self, plan: NixlStepPlan) -> None:
         """Copies to host memory what is handed over, if peers read that."""
         if self._buffer is not None:
-            for saved in plan.saved:
-                self._buffer.save(saved.block_ids)
+            for copy in plan.host_copies:
+                self._buffer.save(copy.block_ids)
 
     def results(self) -> WorkerResults:
         """Loads and leases that ended since the last call."""
-        results = self._of_agent().take_results()
+        results = self._require_agent().take_results()
         for request_id in results.finished:
             blocks = self._loading.pop(request_id, None)
             if self._buffer is not None and blocks is not None and request_id not in results.failures:
@@ -182,7 +182,7 @@ class NixlWorker:
         self._failures |= {name: (failure,) for name, failure in results.failures.items()}
         return WorkerResults(results.finished, set(results.failures), results.released)
 
-    def take_failures(self) -> dict[str, tuple[LoadFailure, ...]]:
+    def take_failures(self) -> dict[str, tuple[NixlLoadFailure, ...]]:
         """Why loads failed that were reported."""
         failures, self._failures = self._failures, {}
         return failures
@@ -193,7 +193,7 @@ class NixlWorker:
             logger.warning("HybridNixlConnector: a peer's transfer could not be ended in time")
         self._agent = None
 
-    def _of_agent(self) -> Agent:
+    def _require_agent(self) -> Agent:
         if self._agent is None:
             raise RuntimeError("the KV caches of HybridNixlConnector were not registered, or it was shut down")
         return self._agent

@@ -12,13 +12,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from hybridkv.connectors.vllm.nixl.agent.connections import Control, Peers
-from hybridkv.connectors.vllm.nixl.agent.lease_server import Offer, Serving
-from hybridkv.connectors.vllm.nixl.agent.read_manager import Reading, ReadOptions
-from hybridkv.connectors.vllm.nixl.agent.remote_leases import Holding
-from hybridkv.connectors.vllm.nixl.memory.rank_memory import RankMemory
-from hybridkv.connectors.vllm.nixl.messages import LoadFailure, StepPlan
-from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.nixl.agent.connections import ControlChannel, ProducerConnections
+from hybridkv.connectors.vllm.nixl.agent.lease_server import LeaseServer, ServerOptions
+from hybridkv.connectors.vllm.nixl.agent.read_manager import ReadManager, ReadOptions
+from hybridkv.connectors.vllm.nixl.agent.remote_leases import RemoteLeases
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import NixlRankMemory
+from hybridkv.connectors.vllm.nixl.messages import NixlLoadFailure, NixlStepPlan
+from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
 from hybridkv.peers.transport import Transport
 from hybridkv.peers.wire import CloseReason, Digests, Message
@@ -27,7 +27,7 @@ MAX_LINK_BYTES = 32 << 20
 """Of one peer: a few of the longest messages that there are."""
 MAX_BYTES = 256 << 20
 """Of all of them."""
-WORD_BYTES = 512
+MESSAGE_OVERHEAD_BYTES = 512
 """What a message takes up beside what it carries."""
 
 
@@ -75,12 +75,12 @@ class Backlog:
 def message_bytes(message: Message) -> int:
     """About what it takes up while it waits."""
     fields = (getattr(message, name) for name in message.__struct_fields__)
-    return WORD_BYTES + sum(len(field) for field in fields if isinstance(field, bytes | str))
+    return MESSAGE_OVERHEAD_BYTES + sum(len(field) for field in fields if isinstance(field, bytes | str))
 
 
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
-MAX_WAITING = 1 << 16
+MAX_INBOX_MESSAGES = 1 << 16
 """Words that may wait for the thread; a peer that says more is not listened to any longer."""
 BUSY_S, IDLE_S = 0.001, 0.05
 """How long the thread looks away while something is under way, and while nothing is."""
@@ -88,11 +88,11 @@ CLOSE_S = 2.0
 
 
 @dataclass(slots=True)
-class Results:
+class AgentResults:
     """What ended since the engine last looked."""
 
     finished: set[str] = field(default_factory=set)
-    failures: dict[str, LoadFailure] = field(default_factory=dict)
+    failures: dict[str, NixlLoadFailure] = field(default_factory=dict)
     released: set[str] = field(default_factory=set)
 
 
@@ -112,32 +112,32 @@ class Agent:
         self,
         loop: ControlLoop,
         transport: Transport,
-        memory: RankMemory,
-        offer: Offer,
+        memory: NixlRankMemory,
+        offer: ServerOptions,
         options: ReadOptions,
-        recorder: PeerRecorder,
+        recorder: NixlMetrics,
     ) -> None:
         self._loop = loop
         self._transport = transport
-        control = Control(
+        control = ControlChannel(
             lambda host, port, name: loop.connect(host, port, name, self._handlers(self._of_producer)),
             loop.send,
             loop.end,
             lambda: self._inbox.put(lambda: None),
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._serving = Serving(offer, memory, control, recorder)
-        self._peers = Peers(offer.description, transport, control, options.max_links)
-        self._reading = Reading(memory, self._peers, transport, control, recorder, options)
-        self._holding = Holding(self._peers, control, options.clock)
-        self._peers.in_use = lambda: self._reading.links | self._holding.links
+        self._server = LeaseServer(offer, memory, control, recorder)
+        self._connections = ProducerConnections(offer.description, transport, control, options.max_links)
+        self._reads = ReadManager(memory, self._connections, transport, control, recorder, options)
+        self._remote_leases = RemoteLeases(self._connections, control, options.clock)
+        self._connections.in_use = lambda: self._reads.links | self._remote_leases.links
         self._backlog = Backlog()
         self._lock = threading.Lock()
-        self._results = Results()
+        self._results = AgentResults()
         self._is_closing = False
         self._parts = (
-            *(self._serving.tick, self._reading.tick, self._tell, self._holding.tick, self._publish),
-            self._peers.end_turn,
+            *(self._server.tick, self._reads.tick, self._release_ranks, self._remote_leases.tick, self._publish),
+            self._connections.end_turn,
         )
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-agent", daemon=True)
         self._begin()
@@ -146,17 +146,17 @@ class Agent:
         """Lets consumers in; at which port. `OSError` where it cannot be bound."""
         return self._loop.listen(host, port, self._handlers(self._of_consumer))[1]
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: NixlStepPlan) -> None:
         """What the scheduler says. Called by the engine's thread."""
         # A consumer that is connected may read before this rank's thread has a turn, and would find no lease.
         for opened in plan.opened:
-            self._serving.show(opened.lease)
+            self._server.show(opened.lease)
         self._inbox.put(lambda: self._carry_out(plan))
 
-    def take_results(self) -> Results:
+    def take_results(self) -> AgentResults:
         """What ended since the last call. Called by the engine's thread."""
         with self._lock:
-            results, self._results = self._results, Results()
+            results, self._results = self._results, AgentResults()
         return results
 
     def close(self) -> bool:
@@ -164,7 +164,7 @@ class Agent:
         self._inbox.put(self._begin_closing)
         is_over = self._join()
         is_over = self._loop.close(CLOSE_S) and is_over
-        is_over = self._serving.is_closed(CLOSE_S) and self._reading.is_closed(CLOSE_S) and is_over
+        is_over = self._server.is_closed(CLOSE_S) and self._reads.is_closed(CLOSE_S) and is_over
         return self._transport.close(CLOSE_S) and is_over
 
     # What a simulation, which takes the turns itself, replaces.
@@ -186,7 +186,7 @@ class Agent:
 
     def _turn(self, busy_s: float, idle_s: float) -> None:
         """Goes on with everything, once it has looked away as long as it may."""
-        self._try(lambda: self._obey(busy_s, idle_s))
+        self._try(lambda: self._process_inbox(busy_s, idle_s))
         for part in self._parts:
             self._try(part)
 
@@ -197,14 +197,14 @@ class Agent:
         except Exception:
             logger.exception("the connector to peers met a bug")
 
-    def _obey(self, busy_s: float, idle_s: float) -> None:
-        if self._reading.is_moving:
+    def _process_inbox(self, busy_s: float, idle_s: float) -> None:
+        if self._reads.is_moving:
             self._transport.wait(busy_s)
             wait_s = 0.0
         else:
             # Whatever else is waited for comes as a word.
             self._transport.progress()
-            wait_s = busy_s if self._reading.is_busy or self._serving.is_busy else idle_s
+            wait_s = busy_s if self._reads.is_busy or self._server.is_busy else idle_s
         try:
             self._try(self._inbox.get(timeout=wait_s) if wait_s else self._inbox.get_nowait())
             for _ in range(self._inbox.qsize()):
@@ -212,15 +212,15 @@ class Agent:
         except queue.Empty:
             pass
 
-    def _tell(self) -> None:
-        for request_id, rank, is_read in self._reading.parted:
-            self._holding.part(request_id, rank, is_read)
-        self._reading.parted = []
-        for request_id, failure in self._reading.ended:
-            self._holding.end(request_id, failure is None)
+    def _release_ranks(self) -> None:
+        for request_id, rank, is_read in self._reads.released_ranks:
+            self._remote_leases.part(request_id, rank, is_read)
+        self._reads.released_ranks = []
+        for request_id, failure in self._reads.ended:
+            self._remote_leases.end(request_id, failure is None)
 
     def _publish(self) -> None:
-        ended, released = self._reading.ended, self._serving.released
+        ended, released = self._reads.ended, self._server.released
         if not ended and not released:
             return
         with self._lock:
@@ -229,43 +229,43 @@ class Agent:
                 if failure is not None:
                     self._results.failures[request_id] = failure
             self._results.released |= released
-        self._reading.ended, self._serving.released = [], set()
+        self._reads.ended, self._server.released = [], set()
 
-    def _carry_out(self, plan: StepPlan) -> None:
+    def _carry_out(self, plan: NixlStepPlan) -> None:
         for request_id in plan.dropped:
-            self._try(partial(self._serving.drop, request_id))
+            self._try(partial(self._server.drop, request_id))
         for opened in plan.opened:
-            self._try(partial(self._serving.open, opened))
+            self._try(partial(self._server.open, opened))
         for offered in plan.offered:
-            self._try(partial(self._serving.offer, offered))
-        for held in plan.held:
-            self._try(partial(self._holding.begin, held.request_id, held.prompt))
+            self._try(partial(self._server.offer, offered))
+        for waiting in plan.waiting:
+            self._try(partial(self._remote_leases.begin, waiting.request_id, waiting.prompt))
         for load in plan.loads:
-            self._try(partial(self._reading.begin, load))
+            self._try(partial(self._reads.begin, load))
         for request_id in plan.ended:
-            self._try(partial(self._need_no_more, request_id))
+            self._try(partial(self._end_request, request_id))
 
-    def _need_no_more(self, request_id: str) -> None:
-        if not self._reading.cancel(request_id):
-            self._holding.end(request_id, False)
+    def _end_request(self, request_id: str) -> None:
+        if not self._reads.cancel(request_id):
+            self._remote_leases.end(request_id, False)
 
     def _begin_closing(self) -> None:
         self._is_closing = True
-        self._serving.close()
-        self._reading.close()
+        self._server.close()
+        self._reads.close()
 
     # On the control connections' thread.
 
     def _handlers(self, received: Callable[[LinkId, Message], None]) -> Handlers:
         is_server = received == self._of_consumer
-        opened: Callable[[LinkId], None] = self._serving.opened if is_server else self._peers.opened
+        opened: Callable[[LinkId], None] = self._server.opened if is_server else self._connections.opened
 
         def say(link: LinkId, message: Message) -> None:
             num_bytes = message_bytes(message)
-            if self._inbox.qsize() > MAX_WAITING or not self._backlog.add(link, num_bytes):
+            if self._inbox.qsize() > MAX_INBOX_MESSAGES or not self._backlog.add(link, num_bytes):
                 self._loop.end(link, CloseReason.BACKLOG)
             else:
-                self._inbox.put(lambda: self._hear(link, message, num_bytes, received))
+                self._inbox.put(lambda: self._receive(link, message, num_bytes, received))
 
         return Handlers(
             opened=lambda link, name: self._inbox.put(lambda: opened(link)),
@@ -275,7 +275,7 @@ class Agent:
 
     # On the thread again.
 
-    def _hear(
+    def _receive(
         self, link: LinkId, message: Message, num_bytes: int, received: Callable[[LinkId, Message], None]
     ) -> None:
         self._backlog.remove(link, num_bytes)
@@ -287,15 +287,15 @@ class Agent:
             raise
 
     def _of_consumer(self, link: LinkId, message: Message) -> None:
-        self._serving.received(link, message)
+        self._server.received(link, message)
 
     def _of_producer(self, link: LinkId, message: Message) -> None:
-        peer = self._peers.of_link(link)
-        if peer is None or self._peers.received(peer, message):
+        peer = self._connections.of_link(link)
+        if peer is None or self._connections.received(peer, message):
             return
         if isinstance(message, Digests):
-            self._reading.answered(peer, message)
+            self._reads.answered(peer, message)
 
     def _closed(self, link: LinkId, reason: CloseReason) -> None:
-        self._peers.closed(link, reason)
-        self._serving.closed(link)
+        self._connections.closed(link, reason)
+        self._server.closed(link)

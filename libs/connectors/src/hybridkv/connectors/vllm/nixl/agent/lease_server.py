@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hybridkv.connectors.vllm.common.identity.background import Outcome
-from hybridkv.connectors.vllm.nixl.agent.connections import Control
-from hybridkv.connectors.vllm.nixl.memory.rank_memory import Digesting, RankMemory
-from hybridkv.connectors.vllm.nixl.messages import Offered, Opened
-from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.nixl.agent.connections import ControlChannel
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import DigestThread, NixlRankMemory
+from hybridkv.connectors.vllm.nixl.messages import OfferedRequest, OpenedLease
+from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 from hybridkv.peers.cells import Side
 from hybridkv.peers.comparison import compare
 from hybridkv.peers.control import LinkId
@@ -41,18 +41,18 @@ from hybridkv.peers.wire import (
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
 MAX_ITEMS = 65536
-MAX_QUESTIONS, MAX_QUESTIONS_A_LINK = 1024, 256
+MAX_DIGEST_REQUESTS, MAX_DIGEST_REQUESTS_PER_LINK = 1024, 256
 """For digests, that may wait at the same time; one more is not answered."""
-SAID = 200
+MAX_LOG_CHARS = 200
 """Of what a peer says, so much comes into a log."""
-ENDED, BUSY, UNTAKEN = "the lease has ended", "busy", "digests could not be taken"
+ENDED, BUSY, DIGESTS_FAILED = "the lease has ended", "busy", "digests could not be taken"
 """Why digests are not given, besides what is wrong with a question."""
-LONGEST_LEASES = 20
+MAX_LEASE_LENGTHS = 20
 """How many times its length a lease may last, however often it is renewed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class ServerOptions:
     """What consumers are told of this rank.
 
     Args:
@@ -71,7 +71,7 @@ class Offer:
 
 
 @dataclass(slots=True)
-class _Question:
+class _PendingDigests:
     """A consumer's, for digests."""
 
     link: LinkId
@@ -84,7 +84,7 @@ class _Question:
     taken: Outcome[list[bytes]] | None = None
 
 
-class Serving:
+class LeaseServer:
     """Leases and those who ask. Calls come from one thread.
 
     Args:
@@ -94,28 +94,30 @@ class Serving:
         recorder: counts what happens.
     """
 
-    def __init__(self, offer: Offer, memory: RankMemory, control: Control, recorder: PeerRecorder) -> None:
-        self._offer = offer
+    def __init__(
+        self, offer: ServerOptions, memory: NixlRankMemory, control: ControlChannel, recorder: NixlMetrics
+    ) -> None:
+        self._options = offer
         self._memory = memory
         self._control = control
         self._recorder = recorder
         self._encoded = encode(offer.description)
-        bounds = LeaseBounds(offer.lease_s, offer.lease_s, LONGEST_LEASES * offer.lease_s)
+        bounds = LeaseBounds(offer.lease_s, offer.lease_s, MAX_LEASE_LENGTHS * offer.lease_s)
         self._leases = Leases(offer.max_leases, bounds, memory.write_slot)
         self._opened: dict[Lease, str] = {}
         """Requests that run, or have finished and whose plan is on the way."""
-        self._early: set[str] = set()
+        self._held_before_plan: set[str] = set()
         """Of the latter, those whose consumers came before the plan."""
-        self._ended_early: set[str] = set()
+        self._ended_before_plan: set[str] = set()
         """Of these, those that were done before it."""
-        self._digesting = Digesting(memory, control.wake)
+        self._digesting = DigestThread(memory, control.wake)
         self._tables: dict[str, BlockTables] = {}
         """Of finished requests whose plan has come."""
-        self._fits: dict[LinkId, Exchange | None] = {}
+        self._exchanges: dict[LinkId, Exchange | None] = {}
         """Connections, and what was agreed on them, None until then."""
         self._described_links: set[LinkId] = set()
-        self._questions: list[_Question] = []
-        self._new: set[LinkId] = set()
+        self._pending_digests: list[_PendingDigests] = []
+        self._unread_links: set[LinkId] = set()
         """Consumers that may read, and have read nothing yet."""
         self.released: set[str] = set()
         """Requests whose blocks may be given away, since somebody looked."""
@@ -126,17 +128,17 @@ class Serving:
 
         A transport may need both sides for its first read from a peer, and turns of this side make it go on.
         """
-        return bool(self._questions or self._new)
+        return bool(self._pending_digests or self._unread_links)
 
     # What the engine says.
 
     def show(self, lease: Lease) -> None:
         """Writes a lease that `open` is about to tell of. Called by the engine's thread: nobody else writes into a slot
         between its last lease and this one."""
-        if 0 <= lease.slot < self._offer.max_leases:
+        if 0 <= lease.slot < self._options.max_leases:
             self._memory.write_slot(lease.slot, lease.nonce)
 
-    def open(self, opened: Opened) -> None:
+    def open(self, opened: OpenedLease) -> None:
         """A request whose blocks may be handed over."""
         try:
             self._leases.open(opened.request_id, opened.lease)
@@ -151,17 +153,17 @@ class Serving:
         self._forget(request_id)
         self._leases.abort(request_id)
 
-    def offer(self, offered: Offered) -> None:
+    def offer(self, offered: OfferedRequest) -> None:
         """It has finished, and its consumer may be told by now; it may even be done."""
         request_id = offered.request_id
         self._forget(request_id)
         self._tables[request_id] = offered.tables
-        if request_id in self._ended_early:
-            self._ended_early.discard(request_id)
+        if request_id in self._ended_before_plan:
+            self._ended_before_plan.discard(request_id)
             self._release(request_id)
-        elif request_id in self._early:
-            self._early.discard(request_id)
-        elif not self._leases.hold(request_id, self._offer.clock()):
+        elif request_id in self._held_before_plan:
+            self._held_before_plan.discard(request_id)
+        elif not self._leases.hold(request_id, self._options.clock()):
             # Without a lease nobody can read these blocks, and nobody would ever say that he has.
             self._recorder.lease("dropped")
             self._release(request_id)
@@ -173,14 +175,14 @@ class Serving:
 
     def opened(self, link: LinkId) -> None:
         """Somebody has proven the secret."""
-        self._fits[link] = None
+        self._exchanges[link] = None
 
     def closed(self, link: LinkId) -> None:
         """A connection is no more. Its leases run on: the consumer may come back."""
-        self._fits.pop(link, None)
-        self._new.discard(link)
+        self._exchanges.pop(link, None)
+        self._unread_links.discard(link)
         self._described_links.discard(link)
-        self._questions = [question for question in self._questions if question.link != link]
+        self._pending_digests = [pending for pending in self._pending_digests if pending.link != link]
 
     def received(self, link: LinkId, message: Message) -> None:
         """Whatever a consumer says. What does not belong here ends its connection."""
@@ -188,12 +190,12 @@ class Serving:
             case Describe():
                 self._described(link, message)
             case Renew():
-                holds = self._holds(message.lease) is not None
-                holds = holds and self._leases.renew(message.lease, self._offer.clock())
-                self._control.send(link, Renewed(message.lease, self._offer.lease_s if holds else 0.0))
+                holds = self._leased_request(message.lease) is not None
+                holds = holds and self._leases.renew(message.lease, self._options.clock())
+                self._control.send(link, Renewed(message.lease, self._options.lease_s if holds else 0.0))
             case Done():
-                self._new.discard(link)
-                self._holds(message.lease)
+                self._unread_links.discard(link)
+                self._leased_request(message.lease)
                 ended = self._leases.done(message.lease, message.reader, message.num_readers)
                 if ended is not None:
                     self._end(ended)
@@ -209,91 +211,93 @@ class Serving:
         self._described_links.add(link)
         theirs = decode(message.description)
         # The consumer reads, so it is the one whose side is "ours".
-        agreement = compare(theirs, self._offer.description) if isinstance(theirs, Description) else theirs
+        agreement = compare(theirs, self._options.description) if isinstance(theirs, Description) else theirs
         if isinstance(agreement, Refusal):
             field, theirs_is, ours_is = agreement.field, agreement.ours, agreement.theirs
-            said = [each[:SAID] for each in (field, theirs_is, ours_is)]
+            said = [each[:MAX_LOG_CHARS] for each in (field, theirs_is, ours_is)]
             logger.warning("a consumer does not fit: %r: theirs is %r, ours is %r", *said)
             self._control.send(link, Refused(field[:4096], ours_is[:4096], theirs_is[:4096], agreement.hint[:4096]))
             return
-        self._fits[link] = Exchange(agreement)
-        self._new.add(link)
-        self._control.send(link, Describe(self._encoded, self._offer.capability))
+        self._exchanges[link] = Exchange(agreement)
+        self._unread_links.add(link)
+        self._control.send(link, Describe(self._encoded, self._options.capability))
         self._control.send(link, Accepted())
 
-    def _holds(self, lease: Lease) -> str | None:
+    def _leased_request(self, lease: Lease) -> str | None:
         """The request whose lease holds.
 
         Who knows its nonce was told by a request that has finished. So if its plan is still on the way from the
         scheduler, which keeps the blocks until it hears from here, the time begins now.
         """
-        now_s = self._offer.clock()
+        now_s = self._options.clock()
         request_id = self._opened.pop(lease, None)
         if request_id is not None:
             self._leases.hold(request_id, now_s)
-            self._early.add(request_id)
+            self._held_before_plan.add(request_id)
         return self._leases.holds(lease, now_s)
 
     def _asked(self, link: LinkId, message: AskDigests) -> None:
-        exchange = self._fits.get(link)
+        exchange = self._exchanges.get(link)
         if exchange is None:
             self._control.end(link, CloseReason.UNEXPECTED)
-        elif len(self._questions) >= MAX_QUESTIONS or self._num_questions(link) >= MAX_QUESTIONS_A_LINK:
+        elif (
+            len(self._pending_digests) >= MAX_DIGEST_REQUESTS or self._num_pending(link) >= MAX_DIGEST_REQUESTS_PER_LINK
+        ):
             self._control.send(link, Digests(message.request, b"", BUSY))
         else:
             columns = unpack_columns(message.spans, 3, MAX_ITEMS)
             request = DigestRequest.of(message.num_tokens, columns)
-            self._questions.append(_Question(link, message.request, message.lease, exchange, request))
+            self._pending_digests.append(_PendingDigests(link, message.request, message.lease, exchange, request))
 
-    def _num_questions(self, link: LinkId) -> int:
-        return sum(question.link == link for question in self._questions)
+    def _num_pending(self, link: LinkId) -> int:
+        return sum(pending.link == link for pending in self._pending_digests)
 
-    def _answer(self, question: _Question) -> Digests | None:
+    def _answer(self, pending: _PendingDigests) -> Digests | None:
         """None until there is one: the plan that says which blocks these are may be on its way."""
-        number, request_id = question.number, self._holds(question.lease)
+        number, request_id = pending.number, self._leased_request(pending.lease)
         if request_id is None:
             return Digests(number, b"", ENDED)
-        return self._begin_digests(question, request_id) if question.taken is None else self._taken(question)
+        return self._begin_digests(pending, request_id) if pending.taken is None else self._taken(pending)
 
-    def _begin_digests(self, question: _Question, request_id: str) -> Digests | None:
+    def _begin_digests(self, pending: _PendingDigests, request_id: str) -> Digests | None:
         tables = self._tables.get(request_id)
         if tables is None:
             return None
-        if question.waits and self._digesting.is_full:
+        if pending.waits and self._digesting.is_full:
             # What is to be digested is not kept: of all questions it would be much, and is worked out once more.
             return None
-        runs = digest_runs(question.exchange, Side.THEIRS, tables, question.request)
+        runs = digest_runs(pending.exchange, Side.THEIRS, tables, pending.request)
         if isinstance(runs, Refusal):
-            return Digests(question.number, b"", str(runs)[:4096])
-        question.taken = self._digesting.take(runs)
+            return Digests(pending.number, b"", str(runs)[:4096])
+        pending.taken = self._digesting.take(runs)
         # Where the thread has much to do the question waits, no longer than its lease.
-        question.waits = question.taken is None
-        return self._taken(question)
+        pending.waits = pending.taken is None
+        return self._taken(pending)
 
-    def _taken(self, question: _Question) -> Digests | None:
-        number, taken = question.number, question.taken
+    def _taken(self, pending: _PendingDigests) -> Digests | None:
+        number, taken = pending.number, pending.taken
         if taken is None or not taken.is_done:
             return None
         if taken.error is not None or taken.value is None:
-            logger.warning("%s: %s", UNTAKEN, taken.error)
-            return Digests(number, b"", UNTAKEN)
+            logger.warning("%s: %s", DIGESTS_FAILED, taken.error)
+            return Digests(number, b"", DIGESTS_FAILED)
         return Digests(number, b"".join(taken.value))
 
     def tick(self) -> None:
         """Answers what can be answered, and ends what has run out."""
         waiting = []
-        for question in self._questions:
+        for pending in self._pending_digests:
             try:
-                answer = self._answer(question)
+                answer = self._answer(pending)
             except Exception:  # a bug costs its own question: leases end, and others are answered
                 logger.exception("a question about digests met a bug")
-                answer = Digests(question.number, b"", UNTAKEN)
+                answer = Digests(pending.number, b"", DIGESTS_FAILED)
             if answer is None:
-                waiting.append(question)
+                waiting.append(pending)
             else:
-                self._control.send(question.link, answer)
-        self._questions = waiting
-        for ended in self._leases.expire(self._offer.clock()):
+                self._control.send(pending.link, answer)
+        self._pending_digests = waiting
+        for ended in self._leases.expire(self._options.clock()):
             logger.warning("nobody fetched request %s in time; its blocks are free", ended.request_id)
             self._end(ended)
 
@@ -308,9 +312,9 @@ class Serving:
 
     def _end(self, ended: Ended) -> None:
         self._recorder.lease("expired" if ended.why is LeaseEnd.EXPIRED else "done")
-        if ended.request_id in self._early:
-            self._early.discard(ended.request_id)
-            self._ended_early.add(ended.request_id)
+        if ended.request_id in self._held_before_plan:
+            self._held_before_plan.discard(ended.request_id)
+            self._ended_before_plan.add(ended.request_id)
         else:
             self._release(ended.request_id)
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hybridkv.connectors.vllm.common.identity.background import Outcome
-from hybridkv.connectors.vllm.nixl.agent.connections import Control, Peer, PeerState
-from hybridkv.connectors.vllm.nixl.agent.lease_server import BUSY, ENDED, UNTAKEN
-from hybridkv.connectors.vllm.nixl.memory.rank_memory import Digesting, RankMemory
+from hybridkv.connectors.vllm.nixl.agent.connections import ConnectionState, ControlChannel, ProducerConnection
+from hybridkv.connectors.vllm.nixl.agent.lease_server import BUSY, DIGESTS_FAILED, ENDED
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import DigestThread, NixlRankMemory
 from hybridkv.connectors.vllm.nixl.messages import PromptLoad
 from hybridkv.peers.cells import Side
 from hybridkv.peers.digests import DigestRequest, digest_request, digest_runs, mismatches
@@ -24,8 +24,8 @@ from hybridkv.peers.transport import Failed, FailureReason, Pending, Ranges, Tra
 from hybridkv.peers.wire import AskDigests, Digests, pack_columns
 from hybridkv.peers.wire.messages import DIGEST_BYTES
 
-CELLS_A_QUESTION = 16384
-_OF_DIGESTS = {ENDED: Reason.LEASE, BUSY: Reason.BUSY, UNTAKEN: Reason.OTHER}
+CELLS_PER_REQUEST = 16384
+_OF_DIGESTS = {ENDED: Reason.LEASE, BUSY: Reason.BUSY, DIGESTS_FAILED: Reason.OTHER}
 _OF_TRANSPORT = {
     FailureReason.GONE: Reason.GONE,
     FailureReason.REFUSED: Reason.REFUSED,
@@ -48,16 +48,16 @@ class ReadTools:
         verify: whether digests are compared.
     """
 
-    memory: RankMemory
+    memory: NixlRankMemory
     transport: Transport
-    control: Control
-    digesting: Digesting
+    control: ControlChannel
+    digesting: DigestThread
     numbers: Iterator[int]
     verify: bool
 
 
 @dataclass(slots=True)
-class _Check:
+class _ReadCheck:
     """What is compared of a transfer that has ended."""
 
     timeout_s: float
@@ -72,7 +72,7 @@ class _Check:
 
 
 @dataclass(slots=True)
-class _Asked:
+class _DigestReplies:
     """Digests that the producer was asked for."""
 
     request: DigestRequest
@@ -92,7 +92,7 @@ class RankRead:
         load: the request's.
     """
 
-    def __init__(self, tools: ReadTools, index: int, rank: int, peer: Peer, load: PromptLoad) -> None:
+    def __init__(self, tools: ReadTools, index: int, rank: int, peer: ProducerConnection, load: PromptLoad) -> None:
         self._tools = tools
         self._index = index
         self.rank = rank
@@ -100,10 +100,10 @@ class RankRead:
         self._load = load
         self._pairing: Pairing | None = None
         self._transfer: TransferId | None = None
-        self._asked: _Asked | None = None
-        self._check: _Check | None = None
+        self._asked: _DigestReplies | None = None
+        self._check: _ReadCheck | None = None
         self.num_descriptors = 0
-        self.is_forsaken = False
+        self.is_transport_closed = False
         """The transport has given the peer up: nothing is read from it before it is connected to again."""
         self.detail = ""
         """Of what went wrong, for people."""
@@ -150,7 +150,7 @@ class RankRead:
 
     def check(self, timeout_s: float) -> None:
         """Begins to compare."""
-        self._check = _Check(timeout_s, digests_agree=not self._tools.verify)
+        self._check = _ReadCheck(timeout_s, digests_agree=not self._tools.verify)
 
     def answered(self, message: Digests) -> None:
         """The producer's digests."""
@@ -174,9 +174,9 @@ class RankRead:
 
     def _connected(self) -> Event | None:
         peer, load, prompt = self.peer, self._load, self._load.prompt
-        if peer.state is PeerState.OVER:
+        if peer.state is ConnectionState.OVER:
             return self._lost()
-        if peer.state is PeerState.CONNECTING or peer.exchange is None:
+        if peer.state is ConnectionState.CONNECTING or peer.exchange is None:
             return None
         theirs = peer.exchange.agreement.theirs
         if (theirs.rank, theirs.tp_size) != (self.rank, len(prompt.ranks)):
@@ -200,7 +200,7 @@ class RankRead:
             return TransferEnded(self._index, Reason.OTHER)
         state = self._tools.transport.poll(self._transfer)
         if isinstance(state, Pending):
-            return self._lost() if self.peer.state is PeerState.OVER else None
+            return self._lost() if self.peer.state is ConnectionState.OVER else None
         if not self._is_at_rest():
             return None
         if isinstance(state, Failed):
@@ -217,7 +217,7 @@ class RankRead:
             failure = None
         if failure is not None or (check.lease_stands and check.digests_agree):
             return Checked(self._index, failure)
-        return self._lost() if self.peer.state is PeerState.OVER else None
+        return self._lost() if self.peer.state is ConnectionState.OVER else None
 
     def _lost(self) -> Event:
         failure = self.peer.failure
@@ -227,7 +227,7 @@ class RankRead:
 
     def _reason(self, state: Failed) -> Reason:
         if state.reason is FailureReason.CLOSED:
-            self.is_forsaken = True
+            self.is_transport_closed = True
             if self.peer.failure is not None:
                 # It was closed because of the connection: that is why.
                 self.detail = self.peer.failure.detail
@@ -242,7 +242,7 @@ class RankRead:
 
     # The lease.
 
-    def _look_at_lease(self, check: _Check) -> Reason | None:
+    def _look_at_lease(self, check: _ReadCheck) -> Reason | None:
         """What is read there was there when all bytes before it had been read."""
         if check.lease_stands:
             return None
@@ -255,21 +255,21 @@ class RankRead:
         if isinstance(state, Failed):
             return self._reason(state)
         assert check.place is not None
-        if not self._tools.memory.shows(check.place, self._load.prompt.lease.nonce):
+        if not self._tools.memory.has_nonce(check.place, self._load.prompt.lease.nonce):
             self.detail = "the lease had ended before the last byte was read"
             return Reason.LEASE
         check.lease_stands = True
         return None
 
-    def _begin_lease_read(self, check: _Check) -> Reason | None:
+    def _begin_lease_read(self, check: _ReadCheck) -> Reason | None:
         peer, memory = self.peer, self._tools.memory
-        if peer.state is PeerState.OVER or peer.exchange is None or peer.remote is None:
+        if peer.state is ConnectionState.OVER or peer.exchange is None or peer.remote is None:
             return None
         check.place = memory.take_scratch() if check.place is None else check.place
         if check.place is None:
             return None
         theirs = peer.exchange.agreement.theirs.region_bytes
-        table, offset = RankMemory.table_region(len(theirs)), self._load.prompt.lease.slot * SLOT_BYTES
+        table, offset = NixlRankMemory.table_region(len(theirs)), self._load.prompt.lease.slot * SLOT_BYTES
         if table < 0 or offset + SLOT_BYTES > theirs[table]:
             self.detail = "a slot outside of the producer's table"
             return Reason.LEASE
@@ -280,15 +280,15 @@ class RankRead:
     # Digests.
 
     def _ask(self, pairing: Pairing) -> None:
-        asked = self._asked = _Asked(digest_request(pairing))
-        for part in asked.request.parts(CELLS_A_QUESTION):
+        asked = self._asked = _DigestReplies(digest_request(pairing))
+        for part in asked.request.parts(CELLS_PER_REQUEST):
             number = next(self._tools.numbers)
             asked.theirs[number] = None
             spans = pack_columns(part.columns)
             question = AskDigests(number, self._load.prompt.lease, part.num_tokens, spans)
             self._tools.control.send(self.peer.link, question)
 
-    def _look_at_digests(self, check: _Check) -> Reason | None:
+    def _look_at_digests(self, check: _ReadCheck) -> Reason | None:
         if check.digests_agree:
             return None
         asked = self._asked
@@ -312,7 +312,7 @@ class RankRead:
         check.digests_agree = True
         return None
 
-    def _take_ours(self, check: _Check, request: DigestRequest) -> Reason | None:
+    def _take_ours(self, check: _ReadCheck, request: DigestRequest) -> Reason | None:
         if check.waits and self._tools.digesting.is_full:
             return None
         exchange = self.peer.exchange

@@ -12,11 +12,11 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridkv.connectors.vllm.nixl.agent.connections import Control, Peer, Peers
+from hybridkv.connectors.vllm.nixl.agent.connections import ControlChannel, ProducerConnection, ProducerConnections
 from hybridkv.connectors.vllm.nixl.agent.rank_read import RankRead, ReadTools
-from hybridkv.connectors.vllm.nixl.memory.rank_memory import Digesting, RankMemory
-from hybridkv.connectors.vllm.nixl.messages import LoadFailure, PromptLoad
-from hybridkv.connectors.vllm.nixl.stats import PeerRecorder
+from hybridkv.connectors.vllm.nixl.memory.rank_memory import DigestThread, NixlRankMemory
+from hybridkv.connectors.vllm.nixl.messages import NixlLoadFailure, PromptLoad
+from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.ranks import RankLink
 from hybridkv.peers.reads import (
@@ -42,7 +42,7 @@ from hybridkv.peers.wire import Digests, WireLimits
 
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
-LEAST_S = 0.001
+MIN_TIMEOUT_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class ReadOptions:
 
 
 @dataclass(slots=True)
-class _Read:
+class _RequestRead:
     """One request's read. Times are seconds of the clock."""
 
     load: PromptLoad
@@ -76,7 +76,7 @@ class _Read:
     """A bug was met, and logged."""
 
 
-class Reading:
+class ReadManager:
     """Reads by request. Calls come from one thread.
 
     Args:
@@ -90,25 +90,25 @@ class Reading:
 
     def __init__(
         self,
-        memory: RankMemory,
-        peers: Peers,
+        memory: NixlRankMemory,
+        peers: ProducerConnections,
         transport: Transport,
-        control: Control,
-        recorder: PeerRecorder,
+        control: ControlChannel,
+        recorder: NixlMetrics,
         options: ReadOptions,
     ) -> None:
         self._peers = peers
         self._recorder = recorder
         self._options = options
-        self._digesting = Digesting(memory, control.wake)
+        self._digesting = DigestThread(memory, control.wake)
         self._tools = ReadTools(memory, transport, control, self._digesting, itertools.count(1), options.verify)
-        self._reads: dict[str, _Read] = {}
+        self._reads: dict[str, _RequestRead] = {}
         self._asked: dict[int, RankRead] = {}
         self._leftovers: list[RankRead] = []
         """Of reads that ended while a lease was being read into our scratch memory."""
-        self.ended: list[tuple[str, LoadFailure | None]] = []
+        self.ended: list[tuple[str, NixlLoadFailure | None]] = []
         """Reads that ended since somebody looked, and why they failed."""
-        self.parted: list[tuple[str, int, bool]] = []
+        self.released_ranks: list[tuple[str, int, bool]] = []
         """Ranks of a producer that a read needs no more: request, rank, and whether it was read."""
 
     @property
@@ -133,26 +133,26 @@ class Reading:
             self._begin(load)
         except Exception as error:
             logger.exception("a read met a bug")
-            self._report(load, LoadFailure("other", f"{type(error).__name__}: {error}"))
+            self._report(load, NixlLoadFailure("other", f"{type(error).__name__}: {error}"))
 
     def _begin(self, load: PromptLoad) -> None:
         prompt = load.prompt
         links = self._peers.links_to(len(prompt.ranks))
         if load.refused is not None:
-            self._report(load, LoadFailure("other", load.refused))
+            self._report(load, NixlLoadFailure("other", load.refused))
         elif links is None:
-            self._report(load, LoadFailure("refused", self._peers.why_no_links(len(prompt.ranks))))
+            self._report(load, NixlLoadFailure("refused", self._peers.explain_no_links(len(prompt.ranks))))
         else:
             # It goes on with the next tick, as all do.
             self._reads[load.request_id] = self._begun(load, [link for link in links if link.reads])
 
-    def _begun(self, load: PromptLoad, links: list[RankLink]) -> _Read:
+    def _begun(self, load: PromptLoad, links: list[RankLink]) -> _RequestRead:
         prompt, now_s = load.prompt, self._options.clock()
         ranks = tuple(
             RankRead(self._tools, index, link.rank, self._peers.get(prompt.host, prompt.ranks[link.rank]), load)
             for index, link in enumerate(links)
         )
-        return _Read(load, now_s, ranks, begin((True,) * len(ranks), self._options.bounds, now_s))
+        return _RequestRead(load, now_s, ranks, begin((True,) * len(ranks), self._options.bounds, now_s))
 
     def cancel(self, request_id: str) -> bool:
         """Nobody waits for this read any more. It still ends. False where there is no such read."""
@@ -162,7 +162,7 @@ class Reading:
         self._feed(read, Abort())
         return True
 
-    def answered(self, peer: Peer, message: Digests) -> None:
+    def answered(self, peer: ProducerConnection, message: Digests) -> None:
         """A producer's digests. What was asked of another is not answered by this one."""
         rank = self._asked.get(message.request)
         if rank is not None and rank.peer is peer:
@@ -189,18 +189,18 @@ class Reading:
         """Whether nothing looks at the engine's memory any more, by then."""
         return self._digesting.has_ended(timeout_s)
 
-    def _advance(self, read: _Read) -> None:
+    def _advance(self, read: _RequestRead) -> None:
         for index, rank in enumerate(read.ranks):
             while not read.life.reported and (event := rank.look(read.life.peers[index].stage)) is not None:
                 self._feed(read, event)
-            if rank.is_forsaken:
+            if rank.is_transport_closed:
                 # The connection says nothing of it, and would stand: every later read would fail as well.
                 self._peers.sever(rank.peer)
         deadline_s = read.life.next_deadline_s
         if not read.life.reported and deadline_s is not None and self._options.clock() >= deadline_s:
             self._feed(read, Tick())
 
-    def _feed(self, read: _Read, event: Event) -> None:
+    def _feed(self, read: _RequestRead, event: Event) -> None:
         now_s, before = self._options.clock(), read.life
         read.life, commands = advance(before, event, now_s)
         if before.failure is None and read.life.failure is not None and not read.detail:
@@ -208,12 +208,12 @@ class Reading:
         for command in commands:
             self._carry_out(read, command, now_s)
 
-    def _carry_out(self, read: _Read, command: Command, now_s: float) -> None:
+    def _carry_out(self, read: _RequestRead, command: Command, now_s: float) -> None:
         if isinstance(command, Report):
             self._end(read, command.failure)
             return
         rank, state = read.ranks[command.peer], read.life.peers[command.peer]
-        left_s = LEAST_S if state.deadline_s is None else max(LEAST_S, state.deadline_s - now_s)
+        left_s = MIN_TIMEOUT_S if state.deadline_s is None else max(MIN_TIMEOUT_S, state.deadline_s - now_s)
         match command:
             case Start():
                 rank.start(left_s)
@@ -225,9 +225,9 @@ class Reading:
             case Check():
                 rank.check(left_s)
             case Release():
-                self.parted.append((read.load.request_id, rank.rank, state.stage is Stage.DONE))
+                self.released_ranks.append((read.load.request_id, rank.rank, state.stage is Stage.DONE))
 
-    def _end(self, read: _Read, failure: Reason | None) -> None:
+    def _end(self, read: _RequestRead, failure: Reason | None) -> None:
         del self._reads[read.load.request_id]
         for rank in read.ranks:
             for number in rank.questions:
@@ -235,21 +235,21 @@ class Reading:
             if not rank.is_quiet():
                 self._leftovers.append(rank)
         if failure is not None:
-            self._report(read.load, LoadFailure(str(failure), read.detail))
+            self._report(read.load, NixlLoadFailure(str(failure), read.detail))
             return
         self.ended.append((read.load.request_id, None))
         num_bytes = sum(rank.num_bytes for rank in read.ranks)
         num_descriptors = sum(rank.num_descriptors for rank in read.ranks)
         self._recorder.read(self._options.clock() - read.began_s, num_bytes, num_descriptors)
 
-    def _report(self, load: PromptLoad, failure: LoadFailure) -> None:
+    def _report(self, load: PromptLoad, failure: NixlLoadFailure) -> None:
         self.ended.append((load.request_id, failure))
         self._recorder.failure(failure.reason)
         if failure.reason != "cancelled":
             logger.warning("request %s could not be loaded: %s", load.request_id, failure.detail)
 
 
-def _detail(read: _Read, before: ReadLife, event: Event, now_s: float) -> str:
+def _detail(read: _RequestRead, before: ReadLife, event: Event, now_s: float) -> str:
     if isinstance(event, Abort):
         return "the request has ended"
     if isinstance(event, Tick):

@@ -11,41 +11,46 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridkv.connectors.vllm.nixl.agent.connections import Control, Peer, Peers, PeerState
+from hybridkv.connectors.vllm.nixl.agent.connections import (
+    ConnectionState,
+    ControlChannel,
+    ProducerConnection,
+    ProducerConnections,
+)
 from hybridkv.connectors.vllm.nixl.params import RemotePrompt
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.ranks import RankLink
 from hybridkv.peers.wire import Done, Renew
 
-RENEWALS_A_LEASE = 4
-LEAST_RENEWAL_S = 0.05
+RENEWALS_PER_LEASE = 4
+MIN_RENEWAL_S = 0.05
 """Between two renewals: how long a lease holds is what a proxy says."""
-MAX_REDIALS, REDIAL_S = 3, 1.0
+MAX_RECONNECTS, RECONNECT_S = 3, 1.0
 """How often a connection that was cut off is made again, and how long is waited between, if not less."""
-MAX_REDIALED = 1024
+MAX_RECONNECTED_LEASES = 1024
 """Where more leases than these are held, those that end while they are cut off end by themselves."""
-_NO_USE = ("refused", "protocol")
+_PERMANENT_FAILURES = ("refused", "protocol")
 """Why a connection ended that would end so again."""
 
 
 @dataclass(slots=True)
-class _Tie:
+class _LeaseHolder:
     """A rank that holds blocks for us."""
 
     link: RankLink
-    peer: Peer
-    redials_left: int = MAX_REDIALS
-    next_dial_s: float = 0.0
+    peer: ProducerConnection
+    reconnects_left: int = MAX_RECONNECTS
+    next_reconnect_s: float = 0.0
 
     @property
-    def is_cut(self) -> bool:
-        return not self.peer.is_open and self.peer.state is PeerState.OVER
+    def is_lost(self) -> bool:
+        return not self.peer.is_open and self.peer.state is ConnectionState.OVER
 
 
 @dataclass(slots=True)
-class _Hold:
+class _RemoteLease:
     prompt: RemotePrompt
-    ties: tuple[_Tie, ...]
+    holders: tuple[_LeaseHolder, ...]
     next_renewal_s: float
     until_s: float
     """When the lease has ended if nothing was said of it since it was last renewed."""
@@ -53,7 +58,7 @@ class _Hold:
     """Whether its blocks were read, once they are needed no more."""
 
 
-class Holding:
+class RemoteLeases:
     """Leases by request. Calls come from one thread.
 
     Args:
@@ -62,40 +67,42 @@ class Holding:
         clock: seconds.
     """
 
-    def __init__(self, peers: Peers, control: Control, clock: Callable[[], float]) -> None:
+    def __init__(self, peers: ProducerConnections, control: ControlChannel, clock: Callable[[], float]) -> None:
         self._peers = peers
         self._control = control
         self._clock = clock
-        self._holds: dict[str, _Hold] = {}
+        self._leases: dict[str, _RemoteLease] = {}
 
     @property
-    def num_holds(self) -> int:
-        return len(self._holds)
+    def num_leases(self) -> int:
+        return len(self._leases)
 
     @property
     def links(self) -> set[LinkId]:
         """Connections to ranks that hold blocks for us, and are to hear of it."""
-        return {tie.peer.link for hold in self._holds.values() for tie in hold.ties}
+        return {holder.peer.link for hold in self._leases.values() for holder in hold.holders}
 
     def begin(self, request_id: str, prompt: RemotePrompt) -> None:
         """Its producer is to go on holding the blocks. The connection is made now: it will be needed."""
-        links = self._peers.told_links(len(prompt.ranks))
-        ties = tuple(_Tie(link, self._peers.get(prompt.host, prompt.ranks[link.rank])) for link in links)
+        links = self._peers.links_for_done(len(prompt.ranks))
+        holders = tuple(_LeaseHolder(link, self._peers.get(prompt.host, prompt.ranks[link.rank])) for link in links)
         now_s = self._clock()
-        self._holds[request_id] = _Hold(prompt, ties, now_s + _every_s(prompt), now_s + prompt.lease_seconds)
+        self._leases[request_id] = _RemoteLease(
+            prompt, holders, now_s + _renewal_interval_s(prompt), now_s + prompt.lease_seconds
+        )
 
     def part(self, request_id: str, rank: int, is_read: bool) -> None:
         """One rank's blocks are needed no more, while those of others may be. Its connection stands."""
-        hold = self._holds.get(request_id)
+        hold = self._leases.get(request_id)
         if hold is None:
             return
-        for tie in hold.ties:
-            if tie.link.rank == rank and self._say_done(hold, tie, is_read):
-                hold.ties = tuple(other for other in hold.ties if other is not tie)
+        for holder in hold.holders:
+            if holder.link.rank == rank and self._send_done(hold, holder, is_read):
+                hold.holders = tuple(other for other in hold.holders if other is not holder)
 
     def end(self, request_id: str, is_read: bool) -> None:
         """The blocks are needed no more."""
-        hold = self._holds.get(request_id)
+        hold = self._leases.get(request_id)
         if hold is not None and hold.is_read is None:
             hold.is_read = is_read
             self._part(request_id, hold, is_read)
@@ -103,62 +110,69 @@ class Holding:
     def tick(self) -> None:
         """Renews what is due, and says what could not be said before."""
         now_s = self._clock()
-        for request_id, hold in list(self._holds.items()):
+        for request_id, hold in list(self._leases.items()):
             if hold.is_read is not None:
                 self._part(request_id, hold, hold.is_read)
             elif now_s >= hold.next_renewal_s:
                 self._renew(hold, now_s)
 
-    def _renew(self, hold: _Hold, now_s: float) -> None:
-        hold.next_renewal_s = now_s + _every_s(hold.prompt)
-        for tie in hold.ties:
-            if not tie.peer.is_open:
-                self._dial_again(hold, tie, now_s)
-            elif self._control.send(tie.peer.link, Renew(hold.prompt.lease)):
+    def _renew(self, hold: _RemoteLease, now_s: float) -> None:
+        hold.next_renewal_s = now_s + _renewal_interval_s(hold.prompt)
+        for holder in hold.holders:
+            if not holder.peer.is_open:
+                self._reconnect(hold, holder, now_s)
+            elif self._control.send(holder.peer.link, Renew(hold.prompt.lease)):
                 hold.until_s = now_s + hold.prompt.lease_seconds
-                tie.redials_left = MAX_REDIALS
+                holder.reconnects_left = MAX_RECONNECTS
 
-    def _part(self, request_id: str, hold: _Hold, is_read: bool) -> None:
+    def _part(self, request_id: str, hold: _RemoteLease, is_read: bool) -> None:
         """Says it to those that are connected, and keeps those that may still be."""
-        now_s, waiting = self._clock(), list[_Tie]()
-        for tie in hold.ties:
-            self._dial_again(hold, tie, now_s)
-            if tie.peer.is_open:
-                is_over = self._say_done(hold, tie, is_read)
+        now_s, waiting = self._clock(), list[_LeaseHolder]()
+        for holder in hold.holders:
+            self._reconnect(hold, holder, now_s)
+            if holder.peer.is_open:
+                is_over = self._send_done(hold, holder, is_read)
             else:
-                is_over = tie.is_cut and (tie.redials_left == 0 or not self._is_worth_a_dial(tie))
+                is_over = holder.is_lost and (holder.reconnects_left == 0 or not self._may_reconnect(holder))
             if not is_over:
-                waiting.append(tie)
-        hold.ties = tuple(waiting)
+                waiting.append(holder)
+        hold.holders = tuple(waiting)
         if not waiting or now_s >= hold.until_s:
-            del self._holds[request_id]
+            del self._leases[request_id]
 
-    def _dial_again(self, hold: _Hold, tie: _Tie, now_s: float) -> None:
+    def _reconnect(self, hold: _RemoteLease, holder: _LeaseHolder, now_s: float) -> None:
         """One that was cut off: whoever has connected to it since, or we, now and then while its lease holds."""
-        if not tie.is_cut or now_s >= hold.until_s or now_s < tie.next_dial_s or tie.redials_left == 0:
+        if (
+            not holder.is_lost
+            or now_s >= hold.until_s
+            or now_s < holder.next_reconnect_s
+            or holder.reconnects_left == 0
+        ):
             return
-        if self._is_worth_a_dial(tie):
-            tie.redials_left -= 1
-            tie.next_dial_s = now_s + min(REDIAL_S, _every_s(hold.prompt))
-            tie.peer = self._peers.get(hold.prompt.host, hold.prompt.ranks[tie.link.rank])
+        if self._may_reconnect(holder):
+            holder.reconnects_left -= 1
+            holder.next_reconnect_s = now_s + min(RECONNECT_S, _renewal_interval_s(hold.prompt))
+            holder.peer = self._peers.get(hold.prompt.host, hold.prompt.ranks[holder.link.rank])
 
-    def _is_worth_a_dial(self, tie: _Tie) -> bool:
-        failure = tie.peer.failure
-        return len(self._holds) <= MAX_REDIALED and (failure is None or failure.reason not in _NO_USE)
+    def _may_reconnect(self, holder: _LeaseHolder) -> bool:
+        failure = holder.peer.failure
+        return len(self._leases) <= MAX_RECONNECTED_LEASES and (
+            failure is None or failure.reason not in _PERMANENT_FAILURES
+        )
 
-    def _say_done(self, hold: _Hold, tie: _Tie, is_read: bool) -> bool:
-        if any(self._is_held_by(other, hold, tie) for other in self._holds.values() if other is not hold):
+    def _send_done(self, hold: _RemoteLease, holder: _LeaseHolder, is_read: bool) -> bool:
+        if any(self._is_leased_by(other, hold, holder) for other in self._leases.values() if other is not hold):
             return True
-        link = tie.link
+        link = holder.link
         done = Done(hold.prompt.lease, is_read, link.reader, link.num_readers)
-        return tie.peer.is_open and self._control.send(tie.peer.link, done)
+        return holder.peer.is_open and self._control.send(holder.peer.link, done)
 
     @staticmethod
-    def _is_held_by(other: _Hold, hold: _Hold, tie: _Tie) -> bool:
+    def _is_leased_by(other: _RemoteLease, hold: _RemoteLease, holder: _LeaseHolder) -> bool:
         return other.prompt.lease == hold.prompt.lease and any(
-            each.peer.address == tie.peer.address for each in other.ties
+            each.peer.address == holder.peer.address for each in other.holders
         )
 
 
-def _every_s(prompt: RemotePrompt) -> float:
-    return max(LEAST_RENEWAL_S, prompt.lease_seconds / RENEWALS_A_LEASE)
+def _renewal_interval_s(prompt: RemotePrompt) -> float:
+    return max(MIN_RENEWAL_S, prompt.lease_seconds / RENEWALS_PER_LEASE)

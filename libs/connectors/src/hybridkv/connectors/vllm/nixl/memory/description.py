@@ -55,25 +55,25 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
-SAID_BY_LAYERS = frozenset({ELEMENT_ORDER, "cache_config.kv_cache_layout", *OF_CONVOLUTIONS})
+FACTS_IN_LAYERS = frozenset({ELEMENT_ORDER, "cache_config.kv_cache_layout", *OF_CONVOLUTIONS})
 """Facts of the order in which bytes lie: each layer's description says it where it matters, and those of two engines
 may differ."""
 
 
-class Region(NamedTuple):
+class MemoryRegion(NamedTuple):
     """Memory that peers may read or that is read into, whole: one of the engine's allocations."""
 
     address: int
     num_bytes: int
 
 
-class Pages(NamedTuple):
+class RegisteredPages(NamedTuple):
     """Where pages lie: as registered, and as `canonical` has looked through them."""
 
     kv_caches: Mapping[str, KVCache]
     canonical: CanonicalKVCaches
     num_blocks: int
-    regions: tuple[Region, ...]
+    regions: tuple[MemoryRegion, ...]
 
 
 class RankPlace(NamedTuple):
@@ -106,7 +106,7 @@ def identity_facts(
     ranks = {0: worker_facts(vllm_config, layout, kv_caches, environ)}
     facts = without_ignored(found.facts | merged(ranks, found.facts), config.identity_ignores)
     matter = that_matter(facts, layout.spec)
-    return {name: _short(value) for name, value in matter.items() if name not in SAID_BY_LAYERS}
+    return {name: _short(value) for name, value in matter.items() if name not in FACTS_IN_LAYERS}
 
 
 def describe(
@@ -116,7 +116,7 @@ def describe(
     kv_caches: Mapping[str, KVCache],
     num_blocks: int,
     orders: Mapping[str, PageOrder],
-) -> tuple[Description, tuple[Region, ...]]:
+) -> tuple[Description, tuple[MemoryRegion, ...]]:
     """This rank, and its memory in the order in which it is to be registered.
 
     Args:
@@ -137,7 +137,7 @@ def describe(
             "kv_caches", "tensors as the engine describes them", str(error), "report the model and vLLM's version"
         ) from error
     regions = _regions(caches)
-    pages = Pages(kv_caches, caches, num_blocks, regions)
+    pages = RegisteredPages(kv_caches, caches, num_blocks, regions)
     groups = _groups(layout, pages, orders)
     if _num_items(groups) > MAX_ITEMS:
         logger.warning("HybridNixlConnector: too many elements of states to name them, so states move whole")
@@ -162,16 +162,18 @@ def _num_items(groups: Sequence[GroupDescription]) -> int:
     return sum(piece.num_items for group in groups for layer in group.layers for piece in layer.pieces)
 
 
-def _regions(caches: CanonicalKVCaches) -> tuple[Region, ...]:
+def _regions(caches: CanonicalKVCaches) -> tuple[MemoryRegion, ...]:
     """The allocations below all views, each once. Groups overlay each other in them."""
     found = {}
     for cache in caches.tensors:
         storage = cache.tensor.untyped_storage()
-        found[storage.data_ptr()] = Region(storage.data_ptr(), storage.nbytes())
+        found[storage.data_ptr()] = MemoryRegion(storage.data_ptr(), storage.nbytes())
     return tuple(found.values())
 
 
-def _groups(layout: CacheLayout, pages: Pages, orders: Mapping[str, PageOrder]) -> tuple[GroupDescription, ...]:
+def _groups(
+    layout: CacheLayout, pages: RegisteredPages, orders: Mapping[str, PageOrder]
+) -> tuple[GroupDescription, ...]:
     stored = iter(layout.groups)
     groups = []
     for index, spec in enumerate(layout.spec.groups):
@@ -187,7 +189,7 @@ def _layers(
     group: int,
     layers: Sequence[LayerLayout],
     fingerprint: GroupFingerprint,
-    pages: Pages,
+    pages: RegisteredPages,
     orders: Mapping[str, PageOrder],
 ) -> Iterator[LayerDescription]:
     """Of a group, those that share no page with one before them."""
@@ -201,11 +203,13 @@ def _layers(
         if parts is None:
             total_heads = int(order is not None and order.is_shared)
             parts = LayerParts(whole_format(cache, is_state), tuple(_whole(ref, pages, total_heads) for ref in uses))
-        words = "; ".join(f"{name} {value}" for name, value in sorted(known.facts.items()) if name not in parts.said)
+        words = "; ".join(
+            f"{name} {value}" for name, value in sorted(known.facts.items()) if name not in parts.covered_facts
+        )
         yield LayerDescription(layer.name, _short(f"{parts.item_format}; {words}"), parts.pieces)
 
 
-def _whole(ref: CanonicalKVCacheRef, pages: Pages, total_heads: int) -> Piece:
+def _whole(ref: CanonicalKVCacheRef, pages: RegisteredPages, total_heads: int) -> Piece:
     view = pages.canonical.tensors[ref.tensor_idx].tensor
     region, offset_bytes = locator(pages.regions)(view.data_ptr())
     return Piece(

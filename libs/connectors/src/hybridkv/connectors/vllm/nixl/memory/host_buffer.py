@@ -16,7 +16,7 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.canonical.torch_view import CanonicalKVCaches, KVCache, LayoutError, canonical_kv_caches
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.nixl.messages import PromptLoad, Saved
+from hybridkv.connectors.vllm.nixl.messages import HostCopy, PromptLoad
 from hybridkv.peers.spans import moved_span
 from hybridkv.peers.tables import offered
 from hybridkv.planner import GroupKind, GroupSpec
@@ -130,7 +130,7 @@ def _mirrored_tensor(tensor: torch.Tensor, storages: dict[int, torch.Tensor]) ->
     return view.set_(mirror.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
-class Saving:
+class HostCopyTracker:
     """Tokens by request that host memory holds.
 
     Args:
@@ -158,7 +158,7 @@ class Saving:
         for request_id in request_ids:
             self._saved_tokens.pop(request_id, None)
 
-    def of_step(self, scheduled_tokens: Mapping[str, int], tables: BlockTables) -> list[Saved]:
+    def of_step(self, scheduled_tokens: Mapping[str, int], tables: BlockTables) -> list[HostCopy]:
         """What is to be copied behind this step.
 
         Args:
@@ -174,7 +174,7 @@ class Saving:
             saved = self._saved_tokens.get(name, 0)
             # Fewer than were saved: it begins again, and its blocks are others.
             kept = saved if saved <= before else 0
-            plans.append(Saved(name, self._blocks(tables(name), kept, before + count)))
+            plans.append(HostCopy(name, self._blocks(tables(name), kept, before + count)))
             self._saved_tokens[name] = before + count
         return plans
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 
 CHANNELS_OUTERMOST = "DS"
-SAID_BY_ARRAYS = frozenset({"shapes", "num_heads"})
+FACTS_IN_ARRAYS = frozenset({"shapes", "num_heads"})
 """Facts of a layer that its arrays say, for all ranks together."""
 
 
@@ -146,7 +146,7 @@ HEADS_APART_BACKENDS = frozenset({"CPU_ATTN"})
 SHARED_SPECS = frozenset({"MLAAttentionSpec"})
 """Exact classes whose pages are the same on every rank: latents, which no rank has a part of."""
 BLOCK_DIM, HEAD_DIM, TOKEN_DIM = 0, 1, page_order.TOKEN_DIM
-SAID_BY_HEADS = frozenset({"num_kv_heads"})
+FACTS_IN_HEADS = frozenset({"num_kv_heads"})
 """Facts of a layer that a piece of heads says, for all ranks together."""
 
 
@@ -185,7 +185,7 @@ class LayerParts(NamedTuple):
 
     item_format: str
     pieces: tuple[Piece, ...]
-    said: frozenset[str] = frozenset()
+    covered_facts: frozenset[str] = frozenset()
 
 
 def page_orders(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, layout: CacheLayout) -> dict[str, PageOrder]:
@@ -248,7 +248,7 @@ def layer_parts(
     if piece.page_bytes != layer.page_bytes or (not order.tokens_apart and piece.rows.count != 1):
         return None
     packing = "one token after another" if order.tokens_apart else f"a head's tokens as {order.backend} packs them"
-    return LayerParts(f"{str(cache.dtype).removeprefix('torch.')}; {packing}", (piece,), SAID_BY_HEADS)
+    return LayerParts(f"{str(cache.dtype).removeprefix('torch.')}; {packing}", (piece,), FACTS_IN_HEADS)
 
 
 def _state_parts(
@@ -262,7 +262,7 @@ def _state_parts(
     pieces = state_pieces(arrays, view.address, view.strides[BLOCK_DIM], locate)
     if sum(piece.page_bytes for piece in pieces) != layer.page_bytes:
         return None
-    return LayerParts("a state's arrays by element", pieces, SAID_BY_ARRAYS)
+    return LayerParts("a state's arrays by element", pieces, FACTS_IN_ARRAYS)
 
 
 def whole_format(cache: KVCache, is_state: bool) -> str:

@@ -12,14 +12,14 @@ import numpy as np
 import xxhash
 
 from hybridkv.connectors.vllm.common.identity.background import Background, Outcome
-from hybridkv.connectors.vllm.nixl.memory.description import Region
+from hybridkv.connectors.vllm.nixl.memory.description import MemoryRegion
 from hybridkv.peers.digests import DigestRuns, plain_digester
 
 SCRATCH_SLOTS = 256
 """Leases that may be read at the same time."""
 
 
-class RankMemory:
+class NixlRankMemory:
     """What of this process peers may read, and what is read into.
 
     Args:
@@ -27,10 +27,10 @@ class RankMemory:
         max_leases: entries of the table.
     """
 
-    def __init__(self, kv: Sequence[Region], max_leases: int) -> None:
+    def __init__(self, kv: Sequence[MemoryRegion], max_leases: int) -> None:
         self._table = np.zeros((max_leases, 2), dtype="<u8")
         self._scratch = np.zeros((SCRATCH_SLOTS, 2), dtype="<u8")
-        own = [Region(array.ctypes.data, array.nbytes) for array in (self._table, self._scratch)]
+        own = [MemoryRegion(array.ctypes.data, array.nbytes) for array in (self._table, self._scratch)]
         self.regions = (*kv, *own)
         self.scratch_region = len(self.regions) - 1
         self._free = list(range(SCRATCH_SLOTS))
@@ -60,7 +60,7 @@ class RankMemory:
         """The room is free again."""
         self._free.append(place)
 
-    def shows(self, place: int, nonce: int) -> bool:
+    def has_nonce(self, place: int, nonce: int) -> bool:
         """Whether what was read there is this lease."""
         found, rest = (int(word) for word in self._scratch[place])
         return found == nonce and rest == 0
@@ -76,15 +76,15 @@ class RankMemory:
         return list(self._digester(runs))
 
 
-def _view(region: Region) -> memoryview:
+def _view(region: MemoryRegion) -> memoryview:
     return memoryview((ctypes.c_char * region.num_bytes).from_address(region.address)).cast("B")
 
 
-AT_ONCE_BYTES = 4 << 20
+INLINE_DIGEST_BYTES = 4 << 20
 """Digested in a fraction of a millisecond, which is how long the agent's thread may be held up."""
 
 
-class Digesting(Background):
+class DigestThread(Background):
     """Calls come from one thread.
 
     Args:
@@ -92,14 +92,14 @@ class Digesting(Background):
         wake: has the calling thread look again.
     """
 
-    def __init__(self, memory: RankMemory, wake: Callable[[], None]) -> None:
+    def __init__(self, memory: NixlRankMemory, wake: Callable[[], None]) -> None:
         super().__init__("hybridkv-peer-digests")
         self._memory = memory
         self._wake = wake
 
     def take(self, runs: DigestRuns) -> Outcome[list[bytes]] | None:
         """None where too much is waiting already."""
-        if int(runs.num_bytes.sum()) <= AT_ONCE_BYTES:
+        if int(runs.num_bytes.sum()) <= INLINE_DIGEST_BYTES:
             outcome: Outcome[list[bytes]] = Outcome()
             outcome.run(lambda: self._memory.digests(runs))
             return outcome
