@@ -1,5 +1,6 @@
-"""HybridNixlConnector: an engine that prefills hands its KV cache to one that decodes, each group what it resumes from.
+"""HybridNixlConnector: a decode engine reads the KV cache that a prefill engine computed, over NIXL.
 
-`connector` is vLLM's interface, `scheduler` the half that decides, `worker` the half that talks to peers, `params` what
-travels with a request through a proxy. What is read, and whether it may be believed, is hybridkv.peers' to say.
+For each group it reads only the blocks from which the group resumes. `connector` is vLLM's interface, `scheduler` the
+half that decides, `worker` the half that talks to peers, `params` the parameters that a proxy carries with a request.
+hybridkv.peers decides which bytes are read and whether a read is correct.
 """

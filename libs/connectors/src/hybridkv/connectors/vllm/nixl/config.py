@@ -1,4 +1,4 @@
-"""What an operator says to HybridNixlConnector in `kv_connector_extra_config`: decoded strictly, nothing ignored."""
+"""Configuration of HybridNixlConnector in `kv_connector_extra_config`. Unknown keys are errors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _SECONDS = ("connect_timeout_seconds", "load_timeout_seconds", "lease_seconds")
 
 
 class ListenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the ranks of a producer are asked.
+    """Address at which the ranks of a producer listen for consumers.
 
     Args:
-        host: the address that they listen on; the loopback unless it is said otherwise.
-        port: of rank 0; the others follow. 0: any port that is free, which every request is told.
-        advertise: the address that consumers are told, where it is another one than `host`.
+        host: address to listen on; the loopback by default.
+        port: port of rank 0; rank n takes the n-th port after it. 0: any free port. Each request carries the ports.
+        advertise: address for consumers, if it differs from `host`.
     """
 
     host: str = "127.0.0.1"
@@ -34,27 +34,27 @@ class ListenConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def advertised(self) -> str:
-        """The address that consumers are told."""
+        """Address that each request carries to consumers."""
         return self.advertise or self.host
 
 
 class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an operator says to HybridNixlConnector.
+    """Configuration of HybridNixlConnector.
 
     Args:
-        secret_file: holds what both sides must know before one tells the other anything. Without one only the loopback
-            is listened on and connected to.
-        listen: where consumers ask.
+        secret_file: file with the secret that both sides share. Without it the connector listens on the loopback only
+            and connects to the loopback only.
+        listen: address for consumers.
         allowed_hosts: names, addresses and networks of producers that a request may name. None: the loopback, and the
             addresses of `listen`.
         verify: compare digests of both sides' pages after each read.
-        lease_seconds: how long blocks are held for a consumer that says nothing.
-        max_leases: requests whose blocks are held at the same time; one more is not handed over.
+        lease_seconds: how long a producer holds blocks for a silent consumer.
+        max_leases: most requests with held blocks at the same time. A producer does not hand over further requests.
         connect_timeout_seconds: how long a peer has to answer.
-        load_timeout_seconds: how long a request waits for its load before it is computed instead.
-        without_prefix_caching: prefix caching was switched off on purpose, and this model resumes prefixes.
-        weights_digest: how weights are told apart, as for HybridOffloadConnector.
-        identity_ignores: names of facts that the operator knows to change nothing in what is handed over.
+        load_timeout_seconds: how long a request waits for its load before the engine computes it instead.
+        without_prefix_caching: the operator switched prefix caching off on purpose, and this model resumes prefixes.
+        weights_digest: how to distinguish weights, as for HybridOffloadConnector.
+        identity_ignores: names of facts that, as the operator knows, do not change the KV cache.
     """
 
     secret_file: str | None = None
@@ -71,7 +71,7 @@ class NixlConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @property
     def hosts(self) -> AllowedHosts:
-        """The producers' hosts to which a request may lead. ValueError: an entry is none."""
+        """Producers' hosts that a request may name. ValueError: an entry is not a host."""
         if self.allowed_hosts is None:
             return AllowedHosts(default_hosts(self.listen.host, self.listen.advertise))
         return AllowedHosts(self.allowed_hosts)
@@ -88,7 +88,7 @@ def decode_config(raw: Mapping[str, Any]) -> NixlConfig:
     """Decodes `kv_connector_extra_config`.
 
     Raises:
-        ConfigurationError: a key or value is not understood, or a value cannot work.
+        ConfigurationError: a key or a value is unknown, or a value cannot work.
     """
     refuse_unknown_keys(ROOT, raw, NixlConfig)
     if isinstance(raw.get("listen"), Mapping):
@@ -102,19 +102,19 @@ def decode_config(raw: Mapping[str, Any]) -> NixlConfig:
 
 
 def require_ports(listen: ListenConfig, num_ranks: int) -> None:
-    """Consumers can find every rank: there are not too many, and each has a port of its own, if rank 0 was given one.
+    """Checks that consumers can reach every rank.
 
     Raises:
-        ConfigurationError: no consumer would take so many, or the ports of the last ones would be none.
+        ConfigurationError: there are more ranks than a consumer accepts, or the last ranks' ports exceed 65535.
     """
     if num_ranks > MAX_RANKS:
-        hint = "a consumer connects to no more for one request"
-        raise ConfigurationError("tensor_parallel_size", f"at most {MAX_RANKS} ranks that hand over", num_ranks, hint)
+        hint = "a consumer connects to at most this many ranks for one request"
+        raise ConfigurationError("tensor_parallel_size", f"at most {MAX_RANKS} ranks in a producer", num_ranks, hint)
     last = listen.port + num_ranks - 1
     if listen.port and last > MAX_PORT:
-        expected = f"at most {MAX_PORT - num_ranks + 1}, since each of {num_ranks} ranks takes the next port"
+        expected = f"at most {MAX_PORT - num_ranks + 1}, because {num_ranks} ranks take one port each"
         got = f"{listen.port}, and {last} for the last rank"
-        raise ConfigurationError(f"{ROOT}.listen.port", expected, got, "or 0, for any that are free")
+        raise ConfigurationError(f"{ROOT}.listen.port", expected, got, "or 0 for any free ports")
 
 
 def _require_valid(config: NixlConfig) -> None:
@@ -124,9 +124,9 @@ def _require_valid(config: NixlConfig) -> None:
     if not 0 < config.max_leases <= MAX_LEASES:
         raise ConfigurationError(f"{ROOT}.max_leases", f"1 to {MAX_LEASES}", config.max_leases, "1024 is usual")
     if not 0 <= config.listen.port <= MAX_PORT:
-        raise ConfigurationError(f"{ROOT}.listen.port", "a port, or 0", config.listen.port, "14579 is as good as any")
+        raise ConfigurationError(f"{ROOT}.listen.port", "a port, or 0", config.listen.port, "for example 14579")
     if not config.listen.host.strip():
-        raise ConfigurationError(f"{ROOT}.listen.host", "an address", "nothing", '"127.0.0.1" for this machine alone')
+        raise ConfigurationError(f"{ROOT}.listen.host", "an address", "nothing", '"127.0.0.1" for this machine only')
     _require_advertised(config.listen)
     try:
         _ = config.hosts
@@ -135,18 +135,18 @@ def _require_valid(config: NixlConfig) -> None:
             f"{ROOT}.allowed_hosts", "names, addresses and networks", str(error), '["10.0.0.0/8", "prefill-1"]'
         ) from None
     if not config.weights_digest.strip():
-        hint = "two models of one name would be taken for each other"
+        hint = "two models with the same name would count as the same model"
         raise ConfigurationError(
             f"{ROOT}.weights_digest", '"sampled", "full", or your own name for these weights', "nothing", hint
         )
 
 
 def _require_advertised(listen: ListenConfig) -> None:
-    """A consumer that is told 0.0.0.0 refuses every prompt."""
+    """Checks the advertised address: a consumer refuses every prompt of a producer at 0.0.0.0."""
     if listen.advertise is not None and not listen.advertise.strip():
-        hint = "leave it out where it is listen.host"
+        hint = "leave it out if it equals listen.host"
         raise ConfigurationError(f"{ROOT}.listen.advertise", "an address or a name", "nothing", hint)
     if is_any(listen.advertised):
         got = repr(listen.advertise) if listen.advertise else f"nothing, and {listen.host!r} for listen.host"
-        hint = "name this host as its consumers know it: an address that stands for all is no place to go to"
+        hint = "name the address at which consumers reach this host; no consumer can connect to a wildcard address"
         raise ConfigurationError(f"{ROOT}.listen.advertise", "an address that consumers reach", got, hint)

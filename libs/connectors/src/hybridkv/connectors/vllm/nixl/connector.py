@@ -1,12 +1,12 @@
-"""HybridNixlConnector: vLLM's connector interface, forwarded to the half that this process needs.
+"""HybridNixlConnector: implements vLLM's connector interface and forwards each call to the half of this process.
 
-It only translates. What is handed over and what is read is decided in `scheduler.py`; bytes move in `worker.py`. Every
-method that vLLM calls and that is not here has the base class's default.
+It decides nothing: `scheduler.py` decides about hand-overs and reads, and `worker.py` moves bytes. Methods that vLLM
+calls and that are not here keep the base class's default.
 
-`supports_divergent_local_hybrid_hits` stays False: with it the engine would show the attention groups' deeper hit and
-take the recurrent groups' state from the peer. That state is at the end of the prompt and is read anyway, and what the
-attention groups hold below the common boundary is a few blocks; but an answer of 0 would then cost the deeper hit, and
-the boundary at which the window groups are whole is one that only the common hit guarantees.
+`supports_divergent_local_hybrid_hits` stays False. If it were True, the engine would report the attention groups'
+longer hit and expect the recurrent groups' state from the peer. The gain is small: the state is at the end of the
+prompt and is read anyway, and the attention groups' longer hit saves a few blocks. The cost: a lookup result of 0 would
+lose the longer hit, and only the common hit guarantees a boundary at which the window groups are complete.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ logger = logging.getLogger("vllm.hybridkv.nixl")
 
 
 class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
-    """Hands the KV cache of a prompt from the engine that computed it to the one that goes on with it.
+    """Connector that hands a prompt's KV cache from the engine that computed it to the engine that decodes.
 
     Raises:
-        ConfigurationError: the configuration or the model cannot work; the engine does not start.
+        ConfigurationError: the configuration or the model cannot work. The engine does not start.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -108,7 +108,7 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side.
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        # Once more: whatever was switched off in this process since the connector was built.
+        # A second check: this process may have switched something off since the connector was built.
         self._require_resumable()
         self._of_worker().register(self._vllm_config, self._kv_cache_config, kv_caches, os.environ)
 
@@ -119,13 +119,13 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._of_worker().start(self._step_plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing to wait for: no request runs before its load has ended."""
+        """Does nothing: no request runs before its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing to do: blocks are read where they lie, when their request has finished."""
+        """Does nothing: peers read blocks in place after their request has finished."""
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for, unless what is handed over must be copied to host memory."""
+        """Copies blocks to host memory if peers cannot read device memory. Otherwise does nothing."""
         self._of_worker().save(self._step_plan())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -144,7 +144,7 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     # Scheduler side.
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
-        """Where the ranks listen. What is not ours, another connector's worker has said."""
+        """Takes the ranks' addresses. Ignores metadata of other connectors."""
         found = {rank: each for rank, each in metadata.items() if isinstance(each, WorkerAddress)}
         self._of_scheduler().bind_addresses(found)
 
@@ -156,7 +156,7 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens = self._of_scheduler().matched_tokens(request, num_computed_tokens)
-        # Asynchronous always: only so can a load fail without taking other requests with it.
+        # Always asynchronous: only then can a load fail without failing other requests.
         return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -177,7 +177,7 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         return self._of_scheduler().finish(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
-        # A request that was never admitted leaves words for its producer, and no step would carry them.
+        # A request that was never admitted leaves a message for its producer, and only a step sends it.
         return self._of_scheduler().has_plan()
 
     # Both sides.
@@ -215,19 +215,19 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _of_scheduler(self) -> NixlScheduler:
         if self._scheduler is None:
-            raise RuntimeError("a scheduler's method was called on the worker's half of HybridNixlConnector")
+            raise RuntimeError("a scheduler method was called on the worker half of HybridNixlConnector")
         return self._scheduler
 
     def _of_worker(self) -> NixlWorker:
         if self._worker is None:
-            raise RuntimeError("a worker's method was called on the scheduler's half of HybridNixlConnector")
+            raise RuntimeError("a worker method was called on the scheduler half of HybridNixlConnector")
         return self._worker
 
 
 def _layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheLayout:
     groups = resolve_groups(vllm_config, kv_cache_config)
     return CacheLayout(
-        # Whole prompts move, so any chunk that fits does.
+        # Whole prompts move, so any common chunk size is good.
         spec=CacheSpec(groups.specs, whole_chunk_unit(groups.specs)),
         layers=groups.layers,
         groups=groups.fingerprints,
@@ -264,15 +264,15 @@ def _announce(vllm_config: VllmConfig, config: NixlConfig, terms: ProducerTerms,
     transfer = vllm_config.kv_transfer_config
     duties = duties_of(transfer)
     logger.info(
-        "HybridNixlConnector: groups %s; kv_role %s, so it %s; listens at %s; bytes move over NIXL, %s; reads are %s; "
-        "blocks are held %.3g s for a consumer that says nothing, of %d requests at most; kv_load_failure_policy %s",
+        "HybridNixlConnector: groups %s; kv_role %s: it %s; listens at %s; NIXL transfers use %s; reads are %s; "
+        "blocks are held %.3g s for a silent consumer, for at most %d requests; kv_load_failure_policy %s",
         ", ".join(
             f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(layout.spec.groups)
         ),
         transfer.kv_role,
         " and ".join(word for word, does in (("hands over", duties.stores), ("reads", duties.loads)) if does),
         f"{config.listen.host}, port {config.listen.port or 'any'}" if duties.stores else "nothing",
-        "by a copy in host memory" if terms.saves else "of the engine's own memory",
+        "a copy in host memory" if terms.saves else "the engine's memory",
         "verified" if config.verify else "not verified",
         config.lease_seconds,
         config.max_leases,

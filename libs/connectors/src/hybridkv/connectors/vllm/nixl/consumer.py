@@ -1,7 +1,7 @@
-"""The scheduler's half of a consumer: which requests begin with a producer's blocks, and into which of its own.
+"""Consumer in the scheduler: decides which requests load a producer's blocks, and into which blocks.
 
-Each request reads once at most. Whatever became of that, it is not tried again: the producer was told that it may have
-its blocks back, and the engine asks anew after every failure and preemption.
+A request loads from its producer at most once. There is no second try, because the producer may have freed its blocks
+after the first, and the engine looks up the request again after every failure and preemption.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _NULL = 0
 
 
 class RemoteLoadStage(enum.Enum):
-    """How far a request is with what its producer holds."""
+    """Stage of a request's load from its producer."""
 
-    WAITING = "the engine has not admitted it"
-    LOADING = "its blocks are being read into"
-    OVER = "it needs nothing of its producer any more"
+    WAITING = "the engine has not admitted the request"
+    LOADING = "a read into its blocks is running"
+    OVER = "it does not need its producer any more"
 
 
 @dataclass(slots=True)
@@ -46,20 +46,20 @@ class _RemoteLoad:
     usable_tokens: int
     stage: RemoteLoadStage = RemoteLoadStage.WAITING
     computed_tokens: int = 0
-    """What the engine said it holds when it last asked."""
+    """Tokens that the engine had computed at its last lookup."""
     skip_once: bool = False
-    """Its load has failed, and the engine has not asked since."""
+    """True from a failed load to the next lookup, which is deferred once."""
 
 
 class Consumer:
-    """Reads by request.
+    """Loads from producers, by request.
 
     Args:
-        groups: of the model.
-        withheld_tokens: at the end of a prompt, computed here in any case.
-        hosts: that a request may name.
-        room: for loads, beside each other.
-        recorder: counts what happens.
+        groups: groups of the model.
+        withheld_tokens: tokens at the end of a prompt that this engine always computes.
+        hosts: hosts of producers that a request may name.
+        room: admission of concurrent loads.
+        recorder: metrics.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Consumer:
         self._loads: dict[str, _RemoteLoad] = {}
 
     def begin(self, request: Request, plan: NixlStepPlan) -> None:
-        """A new request. If a producer holds its prompt, that is told to go on doing so."""
+        """Takes a new request. If a producer holds its prompt, the workers start to renew its lease."""
         if not is_remote_prefill(request.kv_transfer_params):
             return
         try:
@@ -100,21 +100,21 @@ class Consumer:
             return 0
         num_tokens = usable_tokens(self._groups, prompt, request.num_prompt_tokens, self._withheld_tokens)
         if prompt.prefix_tokens < num_tokens or prompt.prefix_tokens > request.num_prompt_tokens:
-            raise ParamsError("hybridkv.prefix_tokens", "another number of tokens than the prompt's")
+            raise ParamsError("hybridkv.prefix_tokens", "not the number of tokens that is to be loaded")
         if prefix_digest(request, prompt.prefix_tokens) != prompt.prefix:
-            raise ParamsError("hybridkv.prefix", "the producer computed another prompt")
+            raise ParamsError("hybridkv.prefix", "the producer computed a different prompt")
         return num_tokens
 
     def _refuse(self, request: Request, why: ParamsError | str) -> None:
         self._recorder.prompt("refused")
-        logger.warning("request %s is computed here: %s", request.request_id, why)
+        logger.warning("request %s is computed instead of loaded: %s", request.request_id, why)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """Tokens beyond `computed_tokens` that the producer's blocks hold; None: to be asked again in the next step.
+        """Tokens after `computed_tokens` that the producer's blocks hold. None: look up again in the next step.
 
-        The engine looks first at requests that hold blocks for a load, and at no other behind one that cannot have
-        what it needs. One whose load has failed holds nothing any more and still stands among them: if it does not fit
-        beside those behind it, whose loads have ended, nobody ever goes on. Passed over once, it waits with the others.
+        The engine first schedules requests that hold blocks for a load, in order, and stops at the first that does not
+        fit. A request with a failed load is still among them but holds no blocks. If it did not fit beside later
+        requests with ended loads, no request could go on. One deferred lookup moves it to the other waiting requests.
         """
         read = self._load_of(request)
         if read is not None and read.skip_once:
@@ -128,7 +128,7 @@ class Consumer:
             return 0
         verdict = self._room.verdict(request.request_id, request.num_tokens)
         if verdict is Verdict.REFUSE:
-            self._refuse(request, "there is no room beside other loads")
+            self._refuse(request, "there are not enough free blocks beside other loads")
             read.usable_tokens = 0
             return 0
         return num_tokens if verdict is Verdict.ADMIT else None
@@ -136,7 +136,7 @@ class Consumer:
     def on_allocated(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int, plan: NixlStepPlan
     ) -> PromptLoad | None:
-        """The engine has given the request blocks, to load `num_external_tokens` into or to compute. The load."""
+        """Handles the allocation of blocks. Returns the load of `num_external_tokens` if the request loads."""
         read = self._load_of(request)
         if read is None or read.stage is not RemoteLoadStage.WAITING:
             return None
@@ -150,14 +150,14 @@ class Consumer:
         num_tokens = read.computed_tokens + num_external_tokens
         refused = None
         if num_tokens != read.usable_tokens:
-            refused = f"the engine loads up to token {num_tokens}, and was offered {read.usable_tokens}"
+            refused = f"the engine loads up to token {num_tokens}, but the offer was up to {read.usable_tokens}"
         tables = tuple(tuple(_NULL if b.is_null else b.block_id for b in group) for group in blocks.blocks)
         load = PromptLoad(request.request_id, read.prompt, num_tokens, read.computed_tokens, tables, refused)
         plan.loads.append(load)
         return load
 
     def on_loaded(self, finished: set[str], failed: set[str]) -> None:
-        """All ranks have ended these loads."""
+        """Handles loads that all ranks have ended."""
         for name in finished:
             read = self._loads.get(name)
             if read is None or read.stage is not RemoteLoadStage.LOADING:
@@ -172,7 +172,7 @@ class Consumer:
                 self._room.fail(name, read.request.num_tokens)
 
     def finish(self, request: Request, plan: NixlStepPlan) -> None:
-        """The request has ended, in whatever way. A load that is under way ends before its blocks are free."""
+        """Handles the end of the request. Cancels a running load; it ends before the engine frees its blocks."""
         read = self._load_of(request)
         if read is None:
             return
@@ -185,7 +185,7 @@ class Consumer:
         del self._loads[request.request_id]
 
     def on_scheduled(self, request_ids: Iterable[str]) -> None:
-        """The engine runs these requests in this step: what they need they have."""
+        """Handles requests that run in this step: they have their blocks, so they need no room any more."""
         self._room.give_back(request_ids)
 
     def _end(self, read: _RemoteLoad, plan: NixlStepPlan) -> None:
@@ -198,7 +198,7 @@ class Consumer:
 
 
 def _outcome(request: Request, has_failed: bool) -> str:
-    """Of a load, in counts. One whose request was aborted meanwhile is nobody's failure."""
+    """Label of a load in the metrics. A load of an aborted request counts as cancelled, not as failed."""
     from vllm.v1.request import RequestStatus
 
     if not has_failed:

@@ -1,8 +1,8 @@
-"""Which hosts a request may send this engine to.
+"""Hosts to which a request may make this engine connect.
 
-`remote_host` comes with a request, from whoever may ask for a completion. Without a list a client could make an engine
-open connections wherever it can reach. No name is looked up here: one that is not on the list is refused, whatever it
-stands for, for a name may stand for another address a moment later.
+A client sends `remote_host` with its request. Without a list, a client could make an engine connect to any reachable
+host. This module does not resolve names: a name that is not on the list is refused, because its address may change at
+any time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class AllowedHosts:
-    """Names and networks.
+    """Set of names and networks.
 
     Args:
-        entries: each a name, an address, or a network such as "10.0.0.0/8".
+        entries: names, addresses, and networks such as "10.0.0.0/8".
 
     Raises:
-        ValueError: an entry is neither; it says which.
+        ValueError: an entry is none of these; the text quotes it.
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
@@ -37,7 +37,7 @@ class AllowedHosts:
             try:
                 self._networks.append(ipaddress.ip_network(entry))
             except ValueError as error:
-                # What looks like numbers is no name: "10.0.0.1/8" is a mistake, and "10.1" another way to write one.
+                # Numbers are not a name: "10.0.0.1/8" is a mistake, and "10.1" is another way to write an address.
                 if not _is_name(entry):
                     raise ValueError(f"{entry!r}: {error}") from None
                 self._names.add(_folded(entry))
@@ -50,13 +50,13 @@ class AllowedHosts:
 
 
 def default_hosts(*own: str | None) -> tuple[str, ...]:
-    """The loopback, and the addresses at which this engine itself is asked."""
+    """The loopback, and the addresses at which this engine listens."""
     given = (host for host in own if host and not is_any(host))
     return tuple(dict.fromkeys((*LOOPBACK, *given)))
 
 
 def _address(host: str) -> _Address | None:
-    """An address, or the one that it stands for; None for a name, and for an address with a zone that is no name."""
+    """Address of a host, as IPv4 if it is IPv4-mapped. None for a name and for an address with a malformed zone."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -73,7 +73,7 @@ def _is_name(entry: str) -> bool:
 
 
 def is_any(host: str) -> bool:
-    """Whether it is where one listens, and no place to go to; as the system reads it, to whom "0" is one too."""
+    """Whether a host is a wildcard address: good to listen on, not to connect to. "0" counts, as for the system."""
     address = _address(host)
     if address is not None:
         return address.is_unspecified

@@ -1,4 +1,4 @@
-"""What travels between the connector's two halves: plans to the workers, outcomes back. Plain values only."""
+"""Messages between the connector's halves: plans from scheduler to workers, outcomes back. Plain values."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from hybridkv.peers.tables import BlockTables
 
 
 class OpenedLease(msgspec.Struct, frozen=True, array_like=True):
-    """A request whose blocks may be handed over when it has finished: its lease is to stand in the table by then."""
+    """Lease of a request that may be handed over. Workers write it into the lease table before the request ends."""
 
     request_id: str
     lease: Lease
 
 
 class OfferedRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A finished request whose blocks are held until its consumers are done, or say nothing for too long.
+    """Finished request. Its blocks are held until its consumers are done or its lease expires.
 
     Args:
-        request_id: whose.
-        tables: its blocks: of nothing else are digests given.
+        request_id: id of the request.
+        tables: its blocks. The producer digests no other blocks for its consumers.
     """
 
     request_id: str
@@ -36,11 +36,11 @@ class OfferedRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HostCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks that are to be copied to host memory behind the step, where peers do not read the engine's own.
+    """Blocks to copy to host memory after the step, because peers cannot read device memory.
 
     Args:
-        request_id: whose.
-        block_ids: for every group; 0 where there is none.
+        request_id: id of the request.
+        block_ids: blocks of each group; 0 for no block.
     """
 
     request_id: str
@@ -48,15 +48,15 @@ class HostCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PromptLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Everything that one request loads from its producer.
+    """Load of one request from its producer.
 
     Args:
-        request_id: as this engine calls it.
-        prompt: what the producer holds.
-        num_tokens: that the request will have; at most the producer's.
-        computed_tokens: of them, those that this engine held already, a multiple of every block.
-        block_ids: for every group this engine's whole table; 0 where it has no block.
-        refused: why it must fail without a byte moved.
+        request_id: id of the request at this engine.
+        prompt: prompt that the producer holds.
+        num_tokens: tokens that the request has after the load; at most the producer's.
+        computed_tokens: of these, tokens that this engine has already; a multiple of every block size.
+        block_ids: for each group, this engine's whole block table; 0 for no block.
+        refused: reason to fail the load without a read.
     """
 
     request_id: str
@@ -68,7 +68,7 @@ class PromptLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class WaitingRequest(msgspec.Struct, frozen=True, array_like=True):
-    """A request that waits for its turn: its producer is to go on holding the blocks."""
+    """Request that waits for its load. Workers renew its lease at the producer."""
 
     request_id: str
     prompt: RemotePrompt
@@ -76,34 +76,32 @@ class WaitingRequest(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class NixlStepPlan(KVConnectorMetadata):
-    """Scheduler to workers, once a step. What is said of one request is said in the order of the fields."""
+    """Message from scheduler to workers, once a step. Workers apply the fields in their order."""
 
     dropped: list[str] = field(default_factory=list)
-    """Producer: leases that nobody was told of end, by request."""
+    """Producer: requests to end without a hand-over. No consumer has their lease."""
     opened: list[OpenedLease] = field(default_factory=list)
     offered: list[OfferedRequest] = field(default_factory=list)
     host_copies: list[HostCopy] = field(default_factory=list)
-    """Done behind the step, by the engine's thread."""
+    """The engine's thread makes these copies after the step."""
     waiting: list[WaitingRequest] = field(default_factory=list)
     loads: list[PromptLoad] = field(default_factory=list)
     ended: list[str] = field(default_factory=list)
-    """Consumer: requests that need nothing of their producer any more. A load that is under way is given up."""
+    """Consumer: requests that do not need their producer's blocks any more. Workers cancel their running loads."""
 
     @property
     def is_empty(self) -> bool:
-        told = (
-            self.dropped or self.opened or self.offered or self.host_copies or self.waiting or self.loads or self.ended
-        )
-        return not told
+        producing = self.dropped or self.opened or self.offered or self.host_copies
+        return not (producing or self.waiting or self.loads or self.ended)
 
 
 @dataclass(slots=True)
 class WorkerAddress(KVConnectorHandshakeMetadata):
-    """One rank to the scheduler, once, before the engine serves: how consumers find it.
+    """Message from one rank to the scheduler, once, before the engine serves: its address for consumers.
 
     Args:
-        port: at which it listens.
-        name: of this start of it, with which it must answer.
+        port: port at which the rank listens.
+        name: name of this process start, which the rank proves to consumers.
     """
 
     port: int
@@ -111,7 +109,7 @@ class WorkerAddress(KVConnectorHandshakeMetadata):
 
 
 class NixlLoadFailure(msgspec.Struct, frozen=True, array_like=True):
-    """Why a load failed: the reason for counters, the detail for people."""
+    """Failure of a load: the reason for metrics, the detail for logs."""
 
     reason: str
     detail: str
@@ -119,11 +117,11 @@ class NixlLoadFailure(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(slots=True)
 class NixlStepOutcome(KVConnectorWorkerMetadata):
-    """Workers to scheduler: what ended since the last step. Merging over ranks loses nothing."""
+    """Message from workers to scheduler after a step. `aggregate` keeps every rank's failures and addresses."""
 
     load_failures: dict[str, tuple[NixlLoadFailure, ...]] = field(default_factory=dict)
     addresses: dict[int, WorkerAddress] = field(default_factory=dict)
-    """Of each rank, with its first outcome, where `WorkerAddress` has no way."""
+    """By rank, in its first outcome, if the engine does not deliver handshake metadata."""
 
     @property
     def is_empty(self) -> bool:

@@ -1,8 +1,8 @@
-"""`kv_transfer_params`: what a producer says of a finished prompt, and a proxy carries to a consumer.
+"""`kv_transfer_params`: description of a finished prompt that a producer returns and a proxy carries to a consumer.
 
-The keys are those of vLLM's own connector, so that its proxies need no change; what only hybridkv says lies below
-`hybridkv`. Keys that are not known are ignored: proxies add some. What is there but wrong is refused, with a reason,
-and the prompt is computed instead: a proxy is not trusted with the shape of a message.
+The keys are those of vLLM's NixlConnector, so that its proxies work unchanged; keys that only hybridkv uses are under
+`hybridkv`. Unknown keys are ignored, because proxies add some. A known key with a wrong value is refused with a reason,
+and the consumer computes the prompt: a proxy may send any value.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from hybridkv.peers.leases import MAX_NONCE, NO_NONCE, Lease
 VERSION = 1
 OURS = "hybridkv"
 MAX_RANKS = 64
-"""Of a producer. Each is a connection that a request makes an engine open."""
+"""Ranks of a producer. A request makes an engine connect to each of them."""
 MAX_GROUPS = 256
 MAX_BLOCKS = 1 << 22
 MAX_NAME = 512
 
 
 class RankAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where one rank of a producer is asked.
+    """Address of one rank of a producer.
 
     Args:
-        port: at the producer's host.
-        name: of this start of it. Whoever else answers there is not asked.
+        port: port on the producer's host.
+        name: name of this process start. A consumer refuses any other name at this port.
     """
 
     port: int
@@ -39,17 +39,17 @@ class RemotePrompt(msgspec.Struct, frozen=True, array_like=True):
     """A prompt that a producer has computed and holds.
 
     Args:
-        engine_id: of the producer.
-        request_id: as the producer calls it.
-        host: of its ranks.
-        ranks: of the producer, in order.
-        num_tokens: that its blocks hold.
-        block_ids: for every group, blocks in token order; 0 where there is none.
-        first_blocks: for every group, the place in its table at which `block_ids` begins.
-        block_tokens: of the producer's groups.
-        lease: of its blocks.
-        lease_seconds: how long it holds without a word.
-        prefix_tokens: at the beginning of the prompt, those that `prefix` is of.
+        engine_id: id of the producer.
+        request_id: id of the request at the producer.
+        host: host of the producer's ranks.
+        ranks: addresses of the producer's ranks, in order.
+        num_tokens: tokens that the blocks hold.
+        block_ids: for each group, blocks in token order; 0 for no block.
+        first_blocks: for each group, the index in its block table at which `block_ids` begins.
+        block_tokens: for each group, the producer's block size in tokens.
+        lease: lease on the blocks.
+        lease_seconds: how long the lease lasts without a renewal.
+        prefix_tokens: number of tokens that `prefix` digests, from the beginning of the prompt.
         prefix: digest of these tokens.
     """
 
@@ -68,11 +68,11 @@ class RemotePrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ParamsError(ValueError):
-    """Parameters that say a prompt can be loaded, and not how.
+    """Wrong `kv_transfer_params`: the prompt cannot be loaded.
 
     Args:
-        key: the one that is wrong.
-        found: what is wrong with it.
+        key: the wrong key.
+        found: description of the error.
     """
 
     def __init__(self, key: str, found: str) -> None:
@@ -81,20 +81,20 @@ class ParamsError(ValueError):
 
 
 def is_remote_decode(params: Any) -> bool:
-    """Whether what a request leaves behind is to be handed to a consumer."""
+    """Whether a consumer will load the blocks of this request."""
     return isinstance(params, Mapping) and params.get("do_remote_decode") is True
 
 
 def is_remote_prefill(params: Any) -> bool:
-    """Whether a request is to begin with what a producer has computed.
+    """Whether a request loads blocks that a producer has computed.
 
-    By `vllm_xargs` a client can say anything here, and what is raised over it ends the engine.
+    Never raises: a client can put any value here with `vllm_xargs`, and an exception would end the engine.
     """
     return isinstance(params, Mapping) and params.get("do_remote_prefill") is True
 
 
 def compose(prompt: RemotePrompt) -> dict[str, Any]:
-    """What a producer answers with. Plain values, as they go through JSON."""
+    """Builds the parameters that a producer returns. Plain values, because they pass through JSON."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -110,7 +110,7 @@ def compose(prompt: RemotePrompt) -> dict[str, Any]:
             "ranks": [[rank.port, rank.name] for rank in prompt.ranks],
             "first_blocks": list(prompt.first_blocks),
             "block_tokens": list(prompt.block_tokens),
-            # A whole number of 63 bits does not survive a proxy that reads numbers as JavaScript does.
+            # A proxy that reads numbers as JavaScript does loses bits of a 63-bit integer.
             "lease": [prompt.lease.slot, f"{prompt.lease.nonce:x}"],
             "lease_seconds": prompt.lease_seconds,
             "prefix_tokens": prompt.prefix_tokens,
@@ -120,16 +120,16 @@ def compose(prompt: RemotePrompt) -> dict[str, Any]:
 
 
 def parse(params: Mapping[str, Any]) -> RemotePrompt:
-    """What `compose` wrote, whatever else a proxy put beside it.
+    """Parses parameters that `compose` built. Ignores keys that a proxy added.
 
     Raises:
-        ParamsError: something is missing, or not what it should be.
+        ParamsError: a key is missing or wrong.
     """
     ours = params.get(OURS)
     if not isinstance(ours, Mapping):
-        raise ParamsError(OURS, "not there: the producer runs another connector, or the proxy dropped it")
+        raise ParamsError(OURS, "missing: the producer runs another connector, or the proxy dropped it")
     if ours.get("version") != VERSION:
-        raise ParamsError(f"{OURS}.version", f"{ours.get('version')!r}, and this engine speaks {VERSION}")
+        raise ParamsError(f"{OURS}.version", f"{ours.get('version')!r}, but this engine uses {VERSION}")
     block_ids = _block_ids(params.get("remote_block_ids"))
     num_tokens = _number("remote_num_tokens", params.get("remote_num_tokens"), 0, 1 << 40)
     return RemotePrompt(
@@ -151,16 +151,16 @@ def parse(params: Mapping[str, Any]) -> RemotePrompt:
 def _ranks(found: Any) -> tuple[RankAddress, ...]:
     key = f"{OURS}.ranks"
     if not _is_list(found) or not 0 < len(found) <= MAX_RANKS:
-        raise ParamsError(key, f"no list of one port and name for each of at most {MAX_RANKS} ranks")
+        raise ParamsError(key, f"not a list of pairs of port and name, for at most {MAX_RANKS} ranks")
     for each in found:
         if not _is_list(each) or len(each) != 2:
-            raise ParamsError(key, "a rank without port and name")
+            raise ParamsError(key, "an entry is not a pair of port and name")
     return tuple(RankAddress(_number(key, port, 1, (1 << 16) - 1), _name(key, name)) for port, name in found)
 
 
 def _block_ids(found: Any) -> tuple[tuple[int, ...], ...]:
     if not _is_list(found) or not 0 < len(found) <= MAX_GROUPS:
-        raise ParamsError("remote_block_ids", "no list of one list for each group")
+        raise ParamsError("remote_block_ids", f"not a list of one list for each of 1 to {MAX_GROUPS} groups")
     return tuple(_numbers(f"remote_block_ids[{i}]", ids, 0, 1 << 40, MAX_BLOCKS) for i, ids in enumerate(found))
 
 
@@ -173,38 +173,38 @@ def _of_groups(name: str, ours: Mapping[str, Any], num_groups: int, low: int) ->
 
 def _lease(found: Any) -> Lease:
     if not _is_list(found) or len(found) != 2 or not isinstance(found[1], str) or len(found[1]) > 16:
-        raise ParamsError(f"{OURS}.lease", "no slot and nonce")
+        raise ParamsError(f"{OURS}.lease", "not a pair of slot and nonce")
     try:
         nonce = int(found[1], 16)
     except ValueError:
-        raise ParamsError(f"{OURS}.lease", "a nonce that is no number") from None
+        raise ParamsError(f"{OURS}.lease", "the nonce is not a hexadecimal number") from None
     if not NO_NONCE < nonce <= MAX_NONCE:
-        raise ParamsError(f"{OURS}.lease", "a nonce out of range")
+        raise ParamsError(f"{OURS}.lease", "the nonce is out of range")
     return Lease(_number(f"{OURS}.lease", found[0], 0, 1 << 32), nonce)
 
 
 def _numbers(key: str, found: Any, low: int, high: int, most: int) -> tuple[int, ...]:
     if not _is_list(found) or len(found) > most:
-        raise ParamsError(key, "no list of numbers, or too long a one")
+        raise ParamsError(key, f"not a list of at most {most} numbers")
     return tuple(_number(key, each, low, high) for each in found)
 
 
 def _number(key: str, found: Any, low: int, high: int) -> int:
     if type(found) is not int or not low <= found <= high:
-        raise ParamsError(key, f"{str(found)[:40]!r} is no whole number from {low} to {high}")
+        raise ParamsError(key, f"{str(found)[:40]!r} is not an integer from {low} to {high}")
     return found
 
 
 def _seconds(found: Any) -> float:
     if type(found) not in (int, float) or not 0 < found < 1e9:
-        raise ParamsError(f"{OURS}.lease_seconds", f"{str(found)[:40]!r} is no number of seconds")
+        raise ParamsError(f"{OURS}.lease_seconds", f"{str(found)[:40]!r} is not a number of seconds")
     return float(found)
 
 
 def _name(key: str, found: Any) -> str:
-    # What cannot be printed has no business in a name, and would come out in logs.
+    # A name appears in logs, so it must be printable.
     if not isinstance(found, str) or not 0 < len(found) <= MAX_NAME or not found.isprintable():
-        raise ParamsError(key, "no name" if found is None else f"{str(found)[:40]!r} is no name")
+        raise ParamsError(key, "missing" if found is None else f"{str(found)[:40]!r} is not a name")
     return found
 
 

@@ -1,7 +1,7 @@
-"""The scheduler's half of a producer: which finished requests are handed over, and how long their blocks are held.
+"""Producer in the scheduler: decides which finished requests to hand over.
 
-A request that is to be handed over has a lease from its first step on, so that each rank has written it before the
-request can finish. Its clock starts when the request finishes; when it ends the ranks say so by `finished_sending`.
+A request that may be handed over has a lease from its first step on, so that each rank writes the lease before the
+request can finish. The lease time starts when the request finishes. Ranks report its end in `finished_sending`.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ logger = logging.getLogger("vllm.hybridkv.nixl")
 
 @dataclass(frozen=True, slots=True)
 class ProducerTerms:
-    """On which prompts are handed over.
+    """Settings of a producer.
 
     Args:
-        engine_id: of this engine.
-        host: that consumers are told.
-        lease_seconds: how long blocks are held without a word.
-        max_leases: at the same time.
-        withheld_tokens: at the end of a prompt, left to its consumer.
-        hash_block_tokens: that each of the engine's block hashes adds.
-        new_nonce: a whole number of 63 bits that nobody can guess.
-        saves: peers read a copy in host memory, to be made first.
+        engine_id: id of this engine.
+        host: address of this engine for consumers.
+        lease_seconds: how long a lease lasts without a renewal.
+        max_leases: most leases at the same time.
+        withheld_tokens: tokens at the end of a prompt that the consumer computes.
+        hash_block_tokens: tokens per block hash of the engine.
+        new_nonce: makes an unpredictable integer of 63 bits.
+        saves: peers read a copy in host memory, so workers copy blocks before the hand-over.
     """
 
     engine_id: str
@@ -54,12 +54,12 @@ class ProducerTerms:
 
 
 class Producer:
-    """Leases by request.
+    """Leases of this engine, by request.
 
     Args:
-        groups: of the model.
-        terms: of handing over.
-        recorder: counts what happens.
+        groups: groups of the model.
+        terms: settings.
+        recorder: metrics.
     """
 
     def __init__(self, groups: Sequence[GroupSpec], terms: ProducerTerms, recorder: NixlMetrics) -> None:
@@ -70,29 +70,29 @@ class Producer:
         self._offered: set[str] = set()
         self._shortened: set[str] = set()
         self.saving = HostCopyTracker(groups) if terms.saves else None
-        """What is copied to host memory; None where peers read the engine's own."""
+        """Tracks copies to host memory; None if peers read the engine's memory."""
         self.wrong = WrongBlocks([group.block_tokens for group in groups], recorder)
-        """What the engine has copied wrongly, and whom that misled."""
+        """Tracks corrupt blocks of the engine and requests that resumed from them."""
         self.ranks: tuple[RankAddress, ...] = ()
-        """Of this engine, once they have said where they are."""
+        """Addresses of this engine's ranks; empty until all are known."""
 
     @property
     def num_offered(self) -> int:
-        """Requests whose blocks are held."""
+        """Number of requests with held blocks."""
         return len(self._offered)
 
     def begin(self, request: Request) -> None:
-        """A new request. One that is to be handed over is computed up to the tokens that its consumer computes."""
+        """Takes a new request. Removes the tokens that its consumer computes from a prompt that may be handed over."""
         withheld = self._terms.withheld_tokens
         if not withheld or not is_remote_decode(request.kv_transfer_params) or request.request_id in self._shortened:
             return
-        # One that reads no cache at its consumer, for the log-probabilities of its prompt, is computed there anyway.
+        # A request for prompt log-probabilities skips the cache at its consumer, which computes all of it.
         if request.num_prompt_tokens > withheld and not compat.reads_no_cache(request):
             self._shortened.add(request.request_id)
             _shorten(request, withheld, self._terms.hash_block_tokens)
 
     def on_allocated(self, request: Request, plan: NixlStepPlan) -> None:
-        """The engine runs the request, once more perhaps."""
+        """Handles the allocation of blocks: the first one issues the lease."""
         name = request.request_id
         if not is_remote_decode(request.kv_transfer_params) or self._slots.of(name) is not None:
             return
@@ -107,10 +107,11 @@ class Producer:
     def finish(
         self, request: Request, block_ids: Sequence[Sequence[int]], plan: NixlStepPlan
     ) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended.
+        """Handles the end of the request.
 
         Returns:
-            Whether its blocks stay with it until its id is among `finished_sending`, and what its consumer must know.
+            Whether the engine holds its blocks until its id is in `finished_sending`, and the parameters for its
+            consumer.
         """
         name = request.request_id
         self._shortened.discard(name)
@@ -148,7 +149,7 @@ class Producer:
         )
 
     def on_released(self, request_ids: set[str]) -> None:
-        """All ranks have ended these leases, and the table no longer names them."""
+        """Handles leases that all ranks have ended and removed from their tables."""
         for name in request_ids:
             if name in self._offered:
                 self._offered.discard(name)
@@ -162,8 +163,8 @@ def _has_ended_well(request: Request) -> bool:
 
 
 def _shorten(request: Request, num_tokens: int, hash_block_tokens: int) -> None:
-    """Takes tokens from the end of a prompt that has not begun. What is sampled behind it nobody reads."""
-    # Not in place: in one process this is the list of whoever asked, and of every other answer to the same prompt.
+    """Removes tokens from the end of a prompt before it runs. The consumer ignores the token that is then sampled."""
+    # Not in place: in one process, the caller and other requests for the same prompt share this list.
     for name in ("prompt_token_ids", "prompt_embeds", "prompt_is_token_ids"):
         found = getattr(request, name, None)
         if found is not None:
@@ -171,5 +172,5 @@ def _shorten(request: Request, num_tokens: int, hash_block_tokens: int) -> None:
     del request._all_token_ids[-num_tokens:]
     request.num_prompt_tokens -= num_tokens
     request.max_tokens = 1
-    # A hash over the last tokens is one of tokens that the request no longer has.
+    # Removes hashes that include the removed tokens.
     del request.block_hashes[request.num_prompt_tokens // hash_block_tokens :]

@@ -1,6 +1,6 @@
-"""The scheduler's half of HybridNixlConnector: what the engine asks and tells, handed to consumer and producer.
+"""Scheduler half of HybridNixlConnector: passes the engine's calls to `Consumer` and `Producer`.
 
-It moves no bytes, asks no peer, and never waits: what it decides travels with the step's plan.
+It moves no bytes, talks to no peer, and never waits: its decisions travel in the step's plan.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ if TYPE_CHECKING:
 
 
 class NixlScheduler:
-    """Decides what is handed over and what is read.
+    """Scheduler half: decides which requests to hand over and which to read.
 
     Args:
-        layout: the model's groups, and how many ranks there are.
-        terms: of handing over.
-        duties: whether it produces, consumes, or does both.
-        hosts: of producers, that a request may name.
-        room: for loads, beside each other.
-        recorder: counts what happens.
+        layout: groups of the model, and the number of ranks.
+        terms: terms of the producer.
+        duties: whether the engine produces, consumes, or both.
+        hosts: hosts of producers that a request may name.
+        room: admission of concurrent loads.
+        recorder: metrics.
     """
 
     def __init__(
@@ -59,36 +59,36 @@ class NixlScheduler:
         self._plan = NixlStepPlan()
 
     def bind_addresses(self, addresses: Mapping[int, WorkerAddress]) -> None:
-        """Where ranks listen. Nothing is handed over before all have said so."""
+        """Takes addresses of ranks. The producer hands nothing over before it has the addresses of all ranks."""
         self._addresses |= addresses
         if self._producer is not None and len(self._addresses) >= self._num_ranks:
             ranks = [self._addresses[rank] for rank in sorted(self._addresses)]
             self._producer.ranks = tuple(RankAddress(each.port, each.name) for each in ranks)
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """The engine's blocks."""
+        """Takes the engine's block pool."""
         self._room.pool = pool
         if self._producer is not None:
             self._producer.wrong.bind(pool)
 
     def distrust(self, groups: Distrusted) -> None:
-        """Blocks of these groups the engine may leave wrong."""
+        """Takes the groups in which the engine may leave corrupt blocks."""
         if self._producer is not None:
             self._producer.wrong.distrusted = groups
 
     def track(self, request: Request) -> None:
-        """A new request."""
+        """Takes a new request."""
         if self._producer is not None:
             self._producer.begin(request)
         if self._consumer is not None:
             self._consumer.begin(request, self._plan)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """Tokens beyond `computed_tokens` that a producer holds; None: see `Consumer.matched_tokens`."""
+        """Tokens after `computed_tokens` that a producer holds; None: see `Consumer.matched_tokens`."""
         return self._consumer.matched_tokens(request, computed_tokens) if self._consumer is not None else 0
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """The engine has given the request blocks."""
+        """Handles the allocation of blocks for the request."""
         if self._producer is not None:
             self._producer.on_allocated(request, self._plan)
         if self._consumer is not None:
@@ -97,13 +97,13 @@ class NixlScheduler:
                 self._producer.wrong.take_loaded(blocks, load.computed_tokens)
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
-        """The request has ended; see `Producer.finish`."""
+        """Handles the end of the request; see `Producer.finish`."""
         if self._consumer is not None:
             self._consumer.finish(request, self._plan)
         return self._producer.finish(request, block_ids, self._plan) if self._producer is not None else (False, None)
 
     def take_plan(self, scheduler_output: SchedulerOutput) -> NixlStepPlan:
-        """The step's plan."""
+        """Takes the plan of this step."""
         plan, self._plan = self._plan, NixlStepPlan()
         if self._producer is not None:
             tables = compat.block_tables(scheduler_output)
@@ -116,11 +116,11 @@ class NixlScheduler:
         return plan
 
     def has_plan(self) -> bool:
-        """Whether the workers are still to hear something, so that the engine must step."""
+        """Whether a plan waits for the workers, so that the engine must step."""
         return not self._plan.is_empty
 
     def on_output(self, output: KVConnectorOutput) -> None:
-        """What the workers say after a step."""
+        """Handles the workers' output after a step."""
         outcome = output.kv_connector_worker_meta
         if isinstance(outcome, NixlStepOutcome) and outcome.addresses:
             self.bind_addresses(outcome.addresses)
@@ -131,6 +131,6 @@ class NixlScheduler:
             self._consumer.on_loaded(output.finished_recving or set(), failed)
 
     def record_leases(self) -> None:
-        """How many requests' blocks are held now."""
+        """Records the number of requests with held blocks."""
         if self._producer is not None:
             self._recorder.held(self._producer.num_offered)

@@ -1,4 +1,4 @@
-"""What the connector counts. Its way to /metrics is that of HybridOffloadConnector's counts (`vllm.stats`)."""
+"""Metrics of the NIXL connector. They reach /metrics as HybridOffloadConnector's do (`common.stats`)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hybridkv.metrics import PEER_FAILURES, Counts
 
 
 class NixlMetrics:
-    """Counts events under the catalogue's names. One for each half; vLLM merges what they hand over.
+    """Counters of one half, under the catalogue's names. vLLM merges those of all halves.
 
-    Any thread may call: a rank's thread counts what the engine's takes away.
+    Thread-safe: the agent's thread counts, and the engine's thread takes the counts.
     """
 
     def __init__(self) -> None:
@@ -19,40 +19,40 @@ class NixlMetrics:
         self._counts = Counts()
 
     def prompt(self, outcome: str) -> None:
-        """A request that a producer had computed: "loaded", "held_already", "refused", "failed", or "cancelled"."""
+        """Counts a request with a remote prompt: "loaded", "held_already", "refused", "failed", or "cancelled"."""
         with self._lock:
             self._counts.add("vllm:hybridkv_peer_prompts_total", 1, outcome=outcome)
 
     def lease(self, outcome: str) -> None:
-        """A lease ended: "done", "expired" or "dropped"; or there was no room for one."""
+        """Counts a lease: it ended as "done", "expired" or "dropped", or there was "no_room" for it."""
         with self._lock:
             self._counts.add("vllm:hybridkv_peer_leases_total", 1, outcome=outcome)
 
     def misled(self, cause: str) -> None:
-        """One request went on from a block that the engine had copied wrongly, so it is not handed over."""
+        """Counts a request that resumed from a corrupt block, so that the producer does not hand it over."""
         with self._lock:
             self._counts.add("vllm:hybridkv_misled_requests_total", 1, cause=cause)
 
     def held(self, num_leases: int) -> None:
-        """Requests whose blocks are held for their consumers now."""
+        """Sets the number of requests with blocks that are held for consumers now."""
         with self._lock:
             self._counts.set("vllm:hybridkv_peer_leases_held", num_leases)
 
     def read(self, seconds: float, num_bytes: int, num_descriptors: int) -> None:
-        """One request was read on this rank, and what was read is believed."""
+        """Counts a complete, checked read of one request on this rank."""
         with self._lock:
             self._counts.observe("vllm:hybridkv_peer_read_seconds", seconds)
             self._counts.add("vllm:hybridkv_peer_read_bytes_total", num_bytes)
             self._counts.add("vllm:hybridkv_peer_read_descriptors_total", num_descriptors)
 
     def failure(self, reason: str) -> None:
-        """One request's read failed on this rank."""
+        """Counts a failed read of one request on this rank."""
         reason = reason if reason in PEER_FAILURES else "other"
         with self._lock:
             self._counts.add("vllm:hybridkv_peer_read_failures_total", 1, reason=reason)
 
     def take(self) -> OffloadStats | None:
-        """What was counted since the last call, None if nothing."""
+        """Takes the counts since the last call; None if there are none."""
         with self._lock:
             taken = self._counts.take()
         return None if taken.is_empty() else OffloadStats(data=taken.to_dict())

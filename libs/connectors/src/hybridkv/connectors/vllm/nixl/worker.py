@@ -1,6 +1,6 @@
-"""The worker's half of HybridNixlConnector: hands the engine's plans to the rank's agent, and back what ended.
+"""Worker half of HybridNixlConnector: passes plans to the rank's agent thread and returns its results.
 
-It decides nothing, waits for nothing, and raises nothing in the engine once it runs.
+It decides nothing. After start-up it never raises in the engine. It waits only for copies of a host buffer.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ clock = time.monotonic
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a rank knows before the engine's memory is there.
+    """Settings of a rank, known before the engine allocates its KV cache.
 
     Args:
-        config: of the operator.
-        engine_id: of this engine.
-        rank: tensor-parallel.
-        tp_size: ranks of this engine.
-        duties: whether it produces, consumes, or does both.
-        uses_host_buffer: peers read and write a copy in host memory.
+        config: configuration of the connector.
+        engine_id: id of this engine.
+        rank: tensor-parallel rank.
+        tp_size: number of ranks of this engine.
+        duties: whether the engine produces, consumes, or both.
+        uses_host_buffer: peers read and write a copy of the KV cache in host memory.
     """
 
     config: NixlConfig
@@ -66,7 +66,7 @@ class WorkerSettings:
 
 @dataclass(slots=True)
 class WorkerResults:
-    """What ended since the last step; a failed load is in both sets."""
+    """Loads and leases that ended since the last step. A failed load is in `finished` too."""
 
     finished: set[str]
     failed: set[str]
@@ -74,15 +74,15 @@ class WorkerResults:
 
 
 class NixlWorker:
-    """One rank.
+    """Worker half on one rank.
 
     Args:
-        settings: what is known of it.
-        layout: the model's groups.
-        recorder: counts what happens.
+        settings: settings of the rank.
+        layout: groups of the model.
+        recorder: metrics.
 
     Raises:
-        ConfigurationError: the secret cannot be used.
+        ConfigurationError: the secret file cannot be used.
     """
 
     def __init__(self, settings: WorkerSettings, layout: CacheLayout, recorder: NixlMetrics) -> None:
@@ -95,7 +95,7 @@ class NixlWorker:
         self._failures: dict[str, tuple[NixlLoadFailure, ...]] = {}
         self._buffer: HostBuffer | None = None
         self._loading: dict[str, BlockIds] = {}
-        """Of loads that are under way into the copy in host memory."""
+        """Blocks of running loads into the host buffer, by request."""
 
     def register(
         self,
@@ -104,10 +104,10 @@ class NixlWorker:
         kv_caches: Mapping[str, Any],
         environ: Mapping[str, str],
     ) -> None:
-        """Takes the engine's KV tensors, and begins to listen.
+        """Registers the engine's KV tensors and starts the agent, which listens if the engine produces.
 
         Raises:
-            ConfigurationError: they are not as described, or the address cannot be listened on.
+            ConfigurationError: the tensors differ from the engine's description, or the address cannot be bound.
         """
         settings, config = self._settings, self._settings.config
         compat.permit_amx()
@@ -145,19 +145,19 @@ class NixlWorker:
         try:
             return agent.listen(listen.host, port)
         except OSError as error:
-            hint = "choose another port, or 0 for any; ranks take the ports that follow"
+            hint = "choose another port, or 0 for any; rank n takes the n-th port after it"
             got = f"{listen.host}:{port}: {error.strerror or error}"
-            raise ConfigurationError(f"{ROOT}.listen", "an address that can be listened on", got, hint) from None
+            raise ConfigurationError(f"{ROOT}.listen", "an address that this process can bind", got, hint) from None
         except PeersConfigurationError as error:
             raise ConfigurationError(f"{ROOT}.listen.host", error.expected, error.got, error.hint) from None
 
     def take_address(self) -> WorkerAddress | None:
-        """Where consumers find this rank, if the scheduler was not told yet."""
+        """Takes the address of this rank for consumers. None after the first call, and if the rank does not produce."""
         address, self._address = self._address, None
         return address
 
     def start(self, plan: NixlStepPlan) -> None:
-        """Carries out a step's plan, elsewhere."""
+        """Submits a step's plan to the agent thread."""
         if plan.is_empty:
             return
         if self._buffer is not None:
@@ -167,13 +167,13 @@ class NixlWorker:
         self._require_agent().submit(plan)
 
     def save(self, plan: NixlStepPlan) -> None:
-        """Copies to host memory what is handed over, if peers read that."""
+        """Makes the plan's copies to host memory and waits for them."""
         if self._buffer is not None:
             for copy in plan.host_copies:
                 self._buffer.save(copy.block_ids)
 
     def results(self) -> WorkerResults:
-        """Loads and leases that ended since the last call."""
+        """Takes the loads and leases that ended since the last call. Copies loaded blocks from a host buffer."""
         results = self._require_agent().take_results()
         for request_id in results.finished:
             blocks = self._loading.pop(request_id, None)
@@ -183,29 +183,29 @@ class NixlWorker:
         return WorkerResults(results.finished, set(results.failures), results.released)
 
     def take_failures(self) -> dict[str, tuple[NixlLoadFailure, ...]]:
-        """Why loads failed that were reported."""
+        """Takes the failures of loads that `results` has reported."""
         failures, self._failures = self._failures, {}
         return failures
 
     def close(self) -> None:
-        """Ends everything. No peer reads from here any more."""
+        """Stops the agent. After that no peer reads this rank's memory."""
         if self._agent is not None and not self._agent.close():
-            logger.warning("HybridNixlConnector: a peer's transfer could not be ended in time")
+            logger.warning("HybridNixlConnector: a transfer of a peer did not end in time")
         self._agent = None
 
     def _require_agent(self) -> Agent:
         if self._agent is None:
-            raise RuntimeError("the KV caches of HybridNixlConnector were not registered, or it was shut down")
+            raise RuntimeError("HybridNixlConnector has no registered KV caches, or it was shut down")
         return self._agent
 
 
 def open_transport(name: str) -> Transport:
-    """The transport of one rank.
+    """Opens the NIXL transport of one rank.
 
     Raises:
         ConfigurationError: NIXL is not installed.
     """
-    # Not at the top: it brings libraries that a process without this connector should not load.
+    # Not at the top: the import loads libraries that a process without this connector does not need.
     from hybridkv.peers.transport.nixl import NixlTransport
 
     try:
@@ -215,9 +215,9 @@ def open_transport(name: str) -> Transport:
 
 
 def _bounds(config: NixlConfig) -> ReadBounds:
-    """No stage of a load has less than the whole of it, but for a peer's answer."""
+    """Time limits of a read: each stage may take the whole load timeout, except the connection."""
     whole_s = config.load_timeout_seconds
-    # To prove the secret, and once more to say what it is.
+    # One timeout for the proof of the secret, one for the description.
     return ReadBounds(2 * config.connect_timeout_seconds, whole_s, whole_s, whole_s=whole_s)
 
 

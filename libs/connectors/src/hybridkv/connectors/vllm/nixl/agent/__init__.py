@@ -1,1 +1,1 @@
-"""Thread of a worker that talks with its peers: connections, leases, reads."""
+"""Agent thread of a worker: connections to peers, leases, reads."""

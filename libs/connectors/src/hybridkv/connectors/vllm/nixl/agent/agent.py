@@ -1,6 +1,6 @@
-"""The thread of a rank that speaks with peers: everything that they and the engine say comes to it in turn.
+"""Agent: the thread of a rank that talks to peers. It handles all calls of the engine and all messages in turn.
 
-So neither reads nor leases need a lock, and nothing that a peer does, or leaves undone, holds up the engine.
+So reads and leases need no lock, and a slow peer cannot delay the engine.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from hybridkv.peers.transport import Transport
 from hybridkv.peers.wire import CloseReason, Digests, Message
 
 MAX_LINK_BYTES = 32 << 20
-"""Of one peer: a few of the longest messages that there are."""
+"""Bytes of one peer: a few messages of the largest size."""
 MAX_BYTES = 256 << 20
-"""Of all of them."""
+"""Bytes of all peers."""
 MESSAGE_OVERHEAD_BYTES = 512
-"""What a message takes up beside what it carries."""
+"""Memory of a message besides its byte fields."""
 
 
 class Backlog:
-    """Bytes by link. Any thread may call.
+    """Bytes of messages that wait for the agent's thread, by connection. Thread-safe.
 
     Args:
-        max_link_bytes: of one peer.
-        max_bytes: of all.
+        max_link_bytes: limit for one peer.
+        max_bytes: limit for all peers.
     """
 
     def __init__(self, max_link_bytes: int = MAX_LINK_BYTES, max_bytes: int = MAX_BYTES) -> None:
@@ -48,11 +48,11 @@ class Backlog:
 
     @property
     def num_bytes(self) -> int:
-        """That wait."""
+        """Bytes that wait now."""
         return self._total
 
     def add(self, link: LinkId, num_bytes: int) -> bool:
-        """Whether a message of so many bytes may wait. Then it does."""
+        """Adds a message unless it exceeds a limit. Returns whether it did."""
         with self._lock:
             waiting = self._by_link.get(link, 0) + num_bytes
             if waiting > self._max_link_bytes or self._total + num_bytes > self._max_bytes:
@@ -62,7 +62,7 @@ class Backlog:
             return True
 
     def remove(self, link: LinkId, num_bytes: int) -> None:
-        """It was heard."""
+        """Removes a message that the agent's thread has taken."""
         with self._lock:
             self._total -= num_bytes
             left = self._by_link[link] - num_bytes
@@ -73,7 +73,7 @@ class Backlog:
 
 
 def message_bytes(message: Message) -> int:
-    """About what it takes up while it waits."""
+    """Approximate memory of a waiting message."""
     fields = (getattr(message, name) for name in message.__struct_fields__)
     return MESSAGE_OVERHEAD_BYTES + sum(len(field) for field in fields if isinstance(field, bytes | str))
 
@@ -81,15 +81,15 @@ def message_bytes(message: Message) -> int:
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
 MAX_INBOX_MESSAGES = 1 << 16
-"""Words that may wait for the thread; a peer that says more is not listened to any longer."""
+"""Most calls and messages that wait for the thread. A message beyond that ends its connection."""
 BUSY_S, IDLE_S = 0.001, 0.05
-"""How long the thread looks away while something is under way, and while nothing is."""
+"""Poll intervals of the thread: with work in progress, and without."""
 CLOSE_S = 2.0
 
 
 @dataclass(slots=True)
 class AgentResults:
-    """What ended since the engine last looked."""
+    """Loads and leases that ended since the engine last took them."""
 
     finished: set[str] = field(default_factory=set)
     failures: dict[str, NixlLoadFailure] = field(default_factory=dict)
@@ -97,15 +97,15 @@ class AgentResults:
 
 
 class Agent:
-    """Runs a rank's dealings with its peers.
+    """Agent thread of a rank.
 
     Args:
         loop: control connections. The agent closes it.
-        transport: moves bytes; everything is registered. The agent closes it.
-        memory: what was registered.
-        offer: what consumers are told.
-        options: how reads are made.
-        recorder: counts what happens.
+        transport: moves bytes; all memory is registered. The agent closes it.
+        memory: registered memory.
+        offer: options of the server for consumers.
+        options: options of reads.
+        recorder: metrics.
     """
 
     def __init__(
@@ -143,66 +143,66 @@ class Agent:
         self._begin()
 
     def listen(self, host: str, port: int) -> int:
-        """Lets consumers in; at which port. `OSError` where it cannot be bound."""
+        """Listens for consumers. Returns the port. OSError if the address cannot be bound."""
         return self._loop.listen(host, port, self._handlers(self._of_consumer))[1]
 
     def submit(self, plan: NixlStepPlan) -> None:
-        """What the scheduler says. Called by the engine's thread."""
-        # A consumer that is connected may read before this rank's thread has a turn, and would find no lease.
+        """Queues the scheduler's plan. The engine's thread calls this."""
+        # A connected consumer may read the lease before the agent's thread runs next.
         for opened in plan.opened:
             self._server.show(opened.lease)
         self._inbox.put(lambda: self._carry_out(plan))
 
     def take_results(self) -> AgentResults:
-        """What ended since the last call. Called by the engine's thread."""
+        """Takes the results since the last call. The engine's thread calls this."""
         with self._lock:
             results, self._results = self._results, AgentResults()
         return results
 
     def close(self) -> bool:
-        """Ends everything. False where something could not be ended in time, and memory must stay mapped."""
+        """Stops everything. False if something did not stop in time; then the memory must stay mapped."""
         self._inbox.put(self._begin_closing)
         is_over = self._join()
         is_over = self._loop.close(CLOSE_S) and is_over
         is_over = self._server.is_closed(CLOSE_S) and self._reads.is_closed(CLOSE_S) and is_over
         return self._transport.close(CLOSE_S) and is_over
 
-    # What a simulation, which takes the turns itself, replaces.
+    # A simulation replaces these two methods and takes the turns itself.
 
     def _begin(self) -> None:
-        """Turns are taken from now on."""
+        """Starts the turns."""
         self._thread.start()
 
     def _join(self) -> bool:
-        """No turn is taken any more; False where one does not end."""
+        """Waits for the last turn. False if it does not end in time."""
         self._thread.join(CLOSE_S)
         return not self._thread.is_alive()
 
-    # On the thread.
+    # On the agent's thread.
 
     def _run(self) -> None:
         while not self._is_closing:
             self._turn(BUSY_S, IDLE_S)
 
     def _turn(self, busy_s: float, idle_s: float) -> None:
-        """Goes on with everything, once it has looked away as long as it may."""
+        """Takes one turn: waits for messages, at most for the poll interval, and advances all parts."""
         self._try(lambda: self._process_inbox(busy_s, idle_s))
         for part in self._parts:
             self._try(part)
 
     def _try(self, part: Callable[[], None]) -> None:
-        """What fails stops nothing else: a request that nobody reports would wait for ever, and so would its blocks."""
+        """Calls a part and logs its exception, so that other parts go on. A request without a report never ends."""
         try:
             part()
         except Exception:
-            logger.exception("the connector to peers met a bug")
+            logger.exception("bug in the agent of HybridNixlConnector")
 
     def _process_inbox(self, busy_s: float, idle_s: float) -> None:
         if self._reads.is_moving:
             self._transport.wait(busy_s)
             wait_s = 0.0
         else:
-            # Whatever else is waited for comes as a word.
+            # All other events come through the inbox.
             self._transport.progress()
             wait_s = busy_s if self._reads.is_busy or self._server.is_busy else idle_s
         try:
@@ -273,7 +273,7 @@ class Agent:
             closed=lambda link, reason: self._inbox.put(lambda: self._closed(link, reason)),
         )
 
-    # On the thread again.
+    # On the agent's thread again.
 
     def _receive(
         self, link: LinkId, message: Message, num_bytes: int, received: Callable[[LinkId, Message], None]
@@ -282,7 +282,7 @@ class Agent:
         try:
             received(link, message)
         except Exception:
-            # It got through every check: nobody knows what this peer believes now.
+            # The message passed all checks, so the state that the peer assumes is unknown.
             self._loop.end(link, CloseReason.HANDLER)
             raise
 

@@ -1,4 +1,4 @@
-"""A consumer's connections to producers' ranks: one each, in which both describe themselves before a byte moves."""
+"""Connections of a consumer's rank to producers' ranks, one each. Both sides exchange descriptions before a read."""
 
 from __future__ import annotations
 
@@ -37,31 +37,31 @@ _CLOSED = {
 
 
 class ConnectionState(enum.Enum):
-    """How far a connection is."""
+    """State of a connection."""
 
-    CONNECTING = "it is being made, or the other side has not described itself"
-    READY = "both sides fit"
-    OVER = "it ended, or could not be made, or they do not fit"
+    CONNECTING = "it is not open, or the other side has not sent its description"
+    READY = "both sides are compatible"
+    OVER = "it ended, it failed, or the sides are not compatible"
 
 
 @dataclass(slots=True)
 class ProducerConnection:
-    """One rank of a producer. What is None is not known before it is READY."""
+    """Connection to one rank of a producer. `exchange` and `remote` are set when the state is READY."""
 
     address: tuple[str, int, str]
     link: LinkId
     state: ConnectionState = ConnectionState.CONNECTING
     is_open: bool = False
-    """Both sides have proven the secret, and something may be said; also to one whose memory does not fit ours."""
+    """Both sides have proven the secret, so messages can be sent. Also true for a rank with incompatible memory."""
     failure: NixlLoadFailure | None = None
     exchange: Exchange | None = None
     remote: RemoteId | None = None
 
 
 class ControlChannel:
-    """What is asked of the control connections, and `wake`, for other threads: have the agent's look again.
+    """Functions of the control connections, and `wake`, with which other threads wake the agent's thread.
 
-    Implemented by `agent.py` over `hybridkv.peers.control`.
+    `agent.py` implements them with `hybridkv.peers.control`.
     """
 
     def __init__(
@@ -78,14 +78,13 @@ class ControlChannel:
 
 
 class ProducerConnections:
-    """Connections by address. Calls come from one thread.
+    """Connections by address. Call it from one thread.
 
     Args:
-        ours: this rank.
-        transport: attaches what a producer lets this one read.
-        control: connections.
-        max_links: that may be dialled at the same time. Where there is no room for one more, one that nobody uses is
-            given up.
+        ours: description of this rank.
+        transport: attaches producers' memory.
+        control: control connections.
+        max_links: most connections at the same time. A further one replaces an unused one.
     """
 
     def __init__(
@@ -101,34 +100,34 @@ class ProducerConnections:
         self._control = control
         self._max_links = max_links
         self._by_address: dict[tuple[str, int, str], ProducerConnection] = {}
-        """The one that was asked for last is the last."""
+        """In LRU order: the most recently used is the last."""
         self._by_link: dict[LinkId, ProducerConnection] = {}
         self._links: dict[int, tuple[RankLink, ...] | None] = {}
         self._fresh: set[LinkId] = set()
-        """Asked for in this turn: whoever did may be about to use them."""
+        """Connections that were requested in this turn, so their users may not be in `in_use` yet."""
         self.in_use: Callable[[], set[LinkId]] = set
-        """Connections of reads, and of leases that are held."""
+        """Connections of running reads and of leases."""
 
     def links_to(self, num_ranks: int) -> tuple[RankLink, ...] | None:
-        """What this rank has to do with each rank of a producer of so many; None where the sizes do not fit."""
+        """Links to the ranks of a producer of this size: reads and `Done`. None if the sizes are incompatible."""
         if num_ranks not in self._links:
             ours = self._ours
             self._links[num_ranks] = rank_links(ours.total_heads, ours.tp_size, ours.rank, num_ranks)
         return self._links[num_ranks]
 
     def links_for_done(self, num_ranks: int) -> tuple[RankLink, ...]:
-        """The same; where sizes do not fit, ranks that are only told that their blocks are not needed."""
+        """Like `links_to`. If the sizes are incompatible: the ranks to which this rank only sends `Done`."""
         return self.links_to(num_ranks) or telling_links(self._ours.tp_size, self._ours.rank, num_ranks)
 
     def explain_no_links(self, num_ranks: int) -> str:
-        """Why nothing can be read from a producer of so many ranks."""
+        """Text that explains why `links_to` is None."""
         layers = (layer for group in self._ours.groups for layer in group.layers)
         whole = next((f" ({each.name})" for each in layers if any(not p.total_heads for p in each.pieces)), "")
         ours = self._ours.tp_size
-        return f"tp_size: ours is {ours}, theirs is {num_ranks}, and heads are not shared so that both fit{whole}"
+        return f"tp_size: ours is {ours}, theirs is {num_ranks}, and heads cannot be split to fit both{whole}"
 
     def get(self, host: str, rank: RankAddress) -> ProducerConnection:
-        """The connection to a rank, which is begun where there is none."""
+        """Connection to a rank. Connects if there is none."""
         address = (host, rank.port, rank.name)
         peer = self._by_address.pop(address, None)
         if peer is None:
@@ -140,13 +139,13 @@ class ProducerConnections:
         return peer
 
     def end_turn(self) -> None:
-        """Whoever asked for a connection uses it by now, or never."""
+        """Ends a turn: connections requested in it are in `in_use` now if they are used at all."""
         self._fresh.clear()
 
     def _make_room(self) -> None:
-        """Gives up the connection that nobody has asked for the longest, of those that stand and that nobody uses.
+        """Ends the least recently used open connection that is not in use, if `max_links` is reached.
 
-        Where all are in use the control connections say that there are too many.
+        If all are in use, the control connections refuse the new one with `TOO_MANY`.
         """
         if len(self._by_link) < self._max_links:
             return
@@ -154,22 +153,22 @@ class ProducerConnections:
         idle = next((peer for peer in self._by_address.values() if peer.is_open and peer.link not in used), None)
         if idle is not None:
             logger.debug("peer %s at %s:%d makes room for another", idle.address[2], *idle.address[:2])
-            self._end(idle, NixlLoadFailure("gone", "it was given up for another peer"), CloseReason.DONE)
+            self._end(idle, NixlLoadFailure("gone", "it ended to make room for another peer"), CloseReason.DONE)
 
     def of_link(self, link: LinkId) -> ProducerConnection | None:
-        """Whose connection this is."""
+        """Connection with this link."""
         return self._by_link.get(link)
 
     def opened(self, link: LinkId) -> None:
-        """Both sides have proven the secret."""
+        """Handles the proof of the secret by both sides: sends this rank's description."""
         peer = self._by_link.get(link)
         if peer is not None:
             peer.is_open = True
-            # Nobody reads from a consumer, so it says nothing of how that would be done.
+            # No peer reads from a consumer, so it sends no capability.
             self._control.send(link, Describe(self._encoded, b""))
 
     def received(self, peer: ProducerConnection, message: Message) -> bool:
-        """Takes what leads to READY. False: it is about something else."""
+        """Handles messages that lead to READY. False if the message is another one."""
         if isinstance(message, Describe):
             self._described(peer, message)
         elif isinstance(message, Accepted):
@@ -184,7 +183,7 @@ class ProducerConnections:
 
     def _described(self, peer: ProducerConnection, message: Describe) -> None:
         if peer.exchange is not None:
-            self._over(peer, NixlLoadFailure("protocol", "described twice"), CloseReason.UNEXPECTED)
+            self._over(peer, NixlLoadFailure("protocol", "the producer sent two descriptions"), CloseReason.UNEXPECTED)
             return
         theirs = decode(message.description)
         agreement = compare(self._ours, theirs) if isinstance(theirs, Description) else theirs
@@ -198,12 +197,12 @@ class ProducerConnections:
         peer.exchange, peer.remote = Exchange(agreement), remote
 
     def sever(self, peer: ProducerConnection) -> None:
-        """A transfer of it will not end: nothing of it is written any more once it is cut off."""
+        """Ends the connection of a transfer that does not end. After that the transfer writes no more bytes."""
         if peer.state is not ConnectionState.OVER:
-            self._over(peer, NixlLoadFailure("timeout", "a transfer could not be ended"), CloseReason.DONE)
+            self._over(peer, NixlLoadFailure("timeout", "a transfer did not end"), CloseReason.DONE)
 
     def closed(self, link: LinkId, reason: CloseReason) -> None:
-        """The connection is no more."""
+        """Handles the end of a connection."""
         peer = self._by_link.pop(link, None)
         if peer is None:
             return
@@ -211,8 +210,7 @@ class ProducerConnections:
         self._forget(peer, NixlLoadFailure(_CLOSED.get(reason, "gone"), detail))
 
     def _refuse(self, peer: ProducerConnection, detail: str) -> None:
-        """Nothing is read from this one. The connection stays, so that it is not asked again for each request and
-        hears when its blocks are not needed."""
+        """Marks a rank as incompatible. The connection stays: it remembers the refusal, and it carries `Done`."""
         if peer.state is not ConnectionState.OVER:
             logger.warning("peer %s at %s:%d does not fit: %.500r", peer.address[2], *peer.address[:2], detail)
         peer.state, peer.failure = ConnectionState.OVER, NixlLoadFailure("refused", detail)

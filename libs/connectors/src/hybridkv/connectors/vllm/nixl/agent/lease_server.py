@@ -1,7 +1,7 @@
-"""A producer's side on one rank, in the words of one thread: who may read, for how long, and what the bytes were.
+"""Producer's side of the agent: serves descriptions, leases and digests to consumers.
 
-The table of leases says what holds. An entry is taken out before the engine hears that the blocks are free, so whoever
-reads the entry behind the blocks knows whether they were still what they were.
+The lease table lists the valid leases. A lease is removed from the table before the engine can free its blocks. So a
+consumer that finds the lease in the table after a read has read the right blocks.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ logger = logging.getLogger("vllm.hybridkv.nixl")
 
 MAX_ITEMS = 65536
 MAX_DIGEST_REQUESTS, MAX_DIGEST_REQUESTS_PER_LINK = 1024, 256
-"""For digests, that may wait at the same time; one more is not answered."""
+"""Most waiting requests for digests, of all consumers and of one. Further requests get `BUSY`."""
 MAX_LOG_CHARS = 200
-"""Of what a peer says, so much comes into a log."""
+"""Most characters of a peer's text in a log line."""
 ENDED, BUSY, DIGESTS_FAILED = "the lease has ended", "busy", "digests could not be taken"
-"""Why digests are not given, besides what is wrong with a question."""
+"""Reasons to send no digests, besides errors in a request."""
 MAX_LEASE_LENGTHS = 20
-"""How many times its length a lease may last, however often it is renewed."""
+"""Most time that a lease can last with renewals, in multiples of its length."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """What consumers are told of this rank.
+    """Options of the lease server.
 
     Args:
-        description: of it.
-        capability: with which its memory is read.
-        max_leases: at the same time.
-        lease_s: how long blocks are held without a word.
+        description: description of this rank.
+        capability: transport capability with which consumers read its memory.
+        max_leases: most leases at the same time.
+        lease_s: how long a lease lasts without a renewal.
         clock: seconds.
     """
 
@@ -72,7 +72,7 @@ class ServerOptions:
 
 @dataclass(slots=True)
 class _PendingDigests:
-    """A consumer's, for digests."""
+    """Consumer's request for digests."""
 
     link: LinkId
     number: int
@@ -80,18 +80,18 @@ class _PendingDigests:
     exchange: Exchange
     request: DigestRequest
     waits: bool = False
-    """For the thread that digests, which had much to do."""
+    """The digest thread's queue was full."""
     taken: Outcome[list[bytes]] | None = None
 
 
 class LeaseServer:
-    """Leases and those who ask. Calls come from one thread.
+    """Server for consumers. Call it from one thread, except `show`.
 
     Args:
-        offer: what consumers are told.
-        memory: of this rank.
-        control: says things to them.
-        recorder: counts what happens.
+        offer: options.
+        memory: memory of this rank.
+        control: sends messages to consumers.
+        recorder: metrics.
     """
 
     def __init__(
@@ -105,56 +105,56 @@ class LeaseServer:
         bounds = LeaseBounds(offer.lease_s, offer.lease_s, MAX_LEASE_LENGTHS * offer.lease_s)
         self._leases = Leases(offer.max_leases, bounds, memory.write_slot)
         self._opened: dict[Lease, str] = {}
-        """Requests that run, or have finished and whose plan is on the way."""
+        """Requests that run, or that have finished but are not yet offered, by lease."""
         self._held_before_plan: set[str] = set()
-        """Of the latter, those whose consumers came before the plan."""
+        """Finished requests that a consumer used before `offer`."""
         self._ended_before_plan: set[str] = set()
-        """Of these, those that were done before it."""
+        """Of these, requests with a lease that ended before `offer`."""
         self._digesting = DigestThread(memory, control.wake)
         self._tables: dict[str, BlockTables] = {}
-        """Of finished requests whose plan has come."""
+        """Blocks of offered requests."""
         self._exchanges: dict[LinkId, Exchange | None] = {}
-        """Connections, and what was agreed on them, None until then."""
+        """Agreement by connection; None until both sides have described themselves."""
         self._described_links: set[LinkId] = set()
         self._pending_digests: list[_PendingDigests] = []
         self._unread_links: set[LinkId] = set()
-        """Consumers that may read, and have read nothing yet."""
+        """Consumers that may read and have read nothing yet."""
         self.released: set[str] = set()
-        """Requests whose blocks may be given away, since somebody looked."""
+        """Requests with ended leases. The agent takes them, and the engine frees their blocks."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether there is something that goes on by itself: an answer, or a first read.
+        """Whether the agent must poll often: for digests, or for a consumer's first read.
 
-        A transport may need both sides for its first read from a peer, and turns of this side make it go on.
+        A transport may need turns of both sides for its first read from a peer.
         """
         return bool(self._pending_digests or self._unread_links)
 
-    # What the engine says.
+    # Calls of the engine.
 
     def show(self, lease: Lease) -> None:
-        """Writes a lease that `open` is about to tell of. Called by the engine's thread: nobody else writes into a slot
-        between its last lease and this one."""
+        """Writes a lease into the table before `open`. The engine's thread calls this. It is safe, because no other
+        thread writes into a slot between two leases."""
         if 0 <= lease.slot < self._options.max_leases:
             self._memory.write_slot(lease.slot, lease.nonce)
 
     def open(self, opened: OpenedLease) -> None:
-        """A request whose blocks may be handed over."""
+        """Opens the lease of a request that may be handed over."""
         try:
             self._leases.open(opened.request_id, opened.lease)
         except Exception:
-            # Nobody would ever take it out of the slot again.
+            # Otherwise the lease would stay in the table forever.
             self.show(Lease(opened.lease.slot, NO_NONCE))
             raise
         self._opened[opened.lease] = opened.request_id
 
     def drop(self, request_id: str) -> None:
-        """It is not handed over; nobody was told of its lease."""
+        """Ends the lease of a request that is not handed over. No consumer has the lease."""
         self._forget(request_id)
         self._leases.abort(request_id)
 
     def offer(self, offered: OfferedRequest) -> None:
-        """It has finished, and its consumer may be told by now; it may even be done."""
+        """Offers a finished request. Its consumer may know it already, and may even be done."""
         request_id = offered.request_id
         self._forget(request_id)
         self._tables[request_id] = offered.tables
@@ -164,28 +164,28 @@ class LeaseServer:
         elif request_id in self._held_before_plan:
             self._held_before_plan.discard(request_id)
         elif not self._leases.hold(request_id, self._options.clock()):
-            # Without a lease nobody can read these blocks, and nobody would ever say that he has.
+            # Without a lease no consumer can read these blocks or send `Done`.
             self._recorder.lease("dropped")
             self._release(request_id)
 
     def _forget(self, request_id: str) -> None:
         self._opened = {lease: name for lease, name in self._opened.items() if name != request_id}
 
-    # What consumers say.
+    # Messages of consumers.
 
     def opened(self, link: LinkId) -> None:
-        """Somebody has proven the secret."""
+        """Handles a new connection: the consumer has proven the secret."""
         self._exchanges[link] = None
 
     def closed(self, link: LinkId) -> None:
-        """A connection is no more. Its leases run on: the consumer may come back."""
+        """Handles the end of a connection. Leases go on, because the consumer may reconnect."""
         self._exchanges.pop(link, None)
         self._unread_links.discard(link)
         self._described_links.discard(link)
         self._pending_digests = [pending for pending in self._pending_digests if pending.link != link]
 
     def received(self, link: LinkId, message: Message) -> None:
-        """Whatever a consumer says. What does not belong here ends its connection."""
+        """Handles a message of a consumer. An unexpected message ends its connection."""
         match message:
             case Describe():
                 self._described(link, message)
@@ -210,7 +210,7 @@ class LeaseServer:
             return
         self._described_links.add(link)
         theirs = decode(message.description)
-        # The consumer reads, so it is the one whose side is "ours".
+        # `compare` takes the reader as "ours", which is the consumer.
         agreement = compare(theirs, self._options.description) if isinstance(theirs, Description) else theirs
         if isinstance(agreement, Refusal):
             field, theirs_is, ours_is = agreement.field, agreement.ours, agreement.theirs
@@ -224,10 +224,10 @@ class LeaseServer:
         self._control.send(link, Accepted())
 
     def _leased_request(self, lease: Lease) -> str | None:
-        """The request whose lease holds.
+        """Request with this lease; None if the lease has ended.
 
-        Who knows its nonce was told by a request that has finished. So if its plan is still on the way from the
-        scheduler, which keeps the blocks until it hears from here, the time begins now.
+        A consumer has the nonce only after the request has finished. If the plan that offers it has not come from the
+        scheduler yet, the lease time starts now. The scheduler holds the blocks until this rank releases them.
         """
         now_s = self._options.clock()
         request_id = self._opened.pop(lease, None)
@@ -253,7 +253,7 @@ class LeaseServer:
         return sum(pending.link == link for pending in self._pending_digests)
 
     def _answer(self, pending: _PendingDigests) -> Digests | None:
-        """None until there is one: the plan that says which blocks these are may be on its way."""
+        """Reply to a request for digests. None if it must wait, for digests or for the plan that offers the blocks."""
         number, request_id = pending.number, self._leased_request(pending.lease)
         if request_id is None:
             return Digests(number, b"", ENDED)
@@ -264,13 +264,13 @@ class LeaseServer:
         if tables is None:
             return None
         if pending.waits and self._digesting.is_full:
-            # What is to be digested is not kept: of all questions it would be much, and is worked out once more.
+            # The runs are computed again later: to keep them for all requests would take much memory.
             return None
         runs = digest_runs(pending.exchange, Side.THEIRS, tables, pending.request)
         if isinstance(runs, Refusal):
             return Digests(pending.number, b"", str(runs)[:4096])
         pending.taken = self._digesting.take(runs)
-        # Where the thread has much to do the question waits, no longer than its lease.
+        # If the digest thread's queue is full, the request waits, at most until its lease ends.
         pending.waits = pending.taken is None
         return self._taken(pending)
 
@@ -284,13 +284,13 @@ class LeaseServer:
         return Digests(number, b"".join(taken.value))
 
     def tick(self) -> None:
-        """Answers what can be answered, and ends what has run out."""
+        """Sends digests that are ready and ends expired leases."""
         waiting = []
         for pending in self._pending_digests:
             try:
                 answer = self._answer(pending)
-            except Exception:  # a bug costs its own question: leases end, and others are answered
-                logger.exception("a question about digests met a bug")
+            except Exception:  # a bug fails only its own request
+                logger.exception("bug in a request for digests")
                 answer = Digests(pending.number, b"", DIGESTS_FAILED)
             if answer is None:
                 waiting.append(pending)
@@ -298,16 +298,16 @@ class LeaseServer:
                 self._control.send(pending.link, answer)
         self._pending_digests = waiting
         for ended in self._leases.expire(self._options.clock()):
-            logger.warning("nobody fetched request %s in time; its blocks are free", ended.request_id)
+            logger.warning("no consumer read request %s in time; its blocks are free", ended.request_id)
             self._end(ended)
 
     def close(self) -> None:
-        """No more digests are taken, and no lease holds any more."""
+        """Stops digests and ends all leases."""
         self._digesting.close()
         self._leases.close()
 
     def is_closed(self, timeout_s: float) -> bool:
-        """Whether nothing looks at the engine's memory any more, by then."""
+        """Waits for the digest thread. False if it still reads the engine's memory after `timeout_s`."""
         return self._digesting.has_ended(timeout_s)
 
     def _end(self, ended: Ended) -> None:

@@ -1,6 +1,6 @@
-"""One producer's rank in a read: the transfer, the lease behind it, and digests of what arrived.
+"""Read from one rank of a producer: the transfer, then a check of the lease and of digests.
 
-It does and it looks. What follows from what it sees is `hybridkv.peers.reads`' to say.
+It performs commands and reports events. `hybridkv.peers.reads` decides what follows.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _OF_TRANSPORT = {
 
 @dataclass(frozen=True, slots=True)
 class ReadTools:
-    """What every read is done with.
+    """Objects that all reads share.
 
     Args:
-        memory: of this rank.
+        memory: memory of this rank.
         transport: moves bytes.
-        control: asks for digests.
-        digesting: takes ours.
-        numbers: of questions, each another.
-        verify: whether digests are compared.
+        control: sends requests for digests.
+        digesting: digests this rank's pages.
+        numbers: unique numbers of requests for digests.
+        verify: whether to compare digests.
     """
 
     memory: NixlRankMemory
@@ -58,38 +58,38 @@ class ReadTools:
 
 @dataclass(slots=True)
 class _ReadCheck:
-    """What is compared of a transfer that has ended."""
+    """State of the checks after a transfer."""
 
     timeout_s: float
     place: int | None = None
-    """In our scratch memory, into which the lease is read."""
+    """Scratch slot into which the lease is read."""
     transfer: TransferId | None = None
     lease_stands: bool = False
     waits: bool = False
-    """For the thread that digests, which had much to do."""
+    """The digest thread's queue was full."""
     ours: Outcome[list[bytes]] | None = None
     digests_agree: bool = False
 
 
 @dataclass(slots=True)
 class _DigestReplies:
-    """Digests that the producer was asked for."""
+    """Digests that were requested from the producer."""
 
     request: DigestRequest
     theirs: dict[int, bytes | None] = field(default_factory=dict)
-    """By the number of the question, in order; None where there is no answer yet."""
+    """By number of the request, in order; None before the reply."""
     failure: str = ""
 
 
 class RankRead:
-    """A rank's part of one request's read. Calls come from one thread.
+    """Read of one request from one rank of the producer. Call it from one thread.
 
     Args:
-        tools: it is done with.
-        index: of the rank among those that the request reads from.
-        rank: of the producer.
-        peer: the connection to it.
-        load: the request's.
+        tools: objects that all reads share.
+        index: index among the ranks from which the request reads.
+        rank: rank of the producer.
+        peer: connection to the rank.
+        load: load of the request.
     """
 
     def __init__(self, tools: ReadTools, index: int, rank: int, peer: ProducerConnection, load: PromptLoad) -> None:
@@ -104,27 +104,27 @@ class RankRead:
         self._check: _ReadCheck | None = None
         self.num_descriptors = 0
         self.is_transport_closed = False
-        """The transport has given the peer up: nothing is read from it before it is connected to again."""
+        """The transport has closed the peer. Reads from it need a new connection."""
         self.detail = ""
-        """Of what went wrong, for people."""
+        """Description of the failure, for logs."""
 
     @property
     def num_bytes(self) -> int:
-        """That it reads."""
+        """Bytes of the read."""
         return self._pairing.num_bytes if self._pairing is not None else 0
 
     @property
     def questions(self) -> tuple[int, ...]:
-        """That were asked, by number."""
+        """Numbers of the requests for digests."""
         return tuple(self._asked.theirs) if self._asked is not None else ()
 
     @property
     def is_moving(self) -> bool:
-        """Whether the transport moves bytes for it."""
+        """Whether a transfer is running."""
         return self._transfer is not None or (self._check is not None and self._check.transfer is not None)
 
     def look(self, stage: Stage) -> Event | None:
-        """What has happened since, in a stage that waits for something."""
+        """Polls for the event for which a stage waits."""
         match stage:
             case Stage.CONNECTING:
                 return self._connected()
@@ -137,29 +137,29 @@ class RankRead:
         return None
 
     def start(self, timeout_s: float) -> None:
-        """Begins the transfer, and asks what it should bring."""
+        """Starts the transfer and requests the producer's digests."""
         assert self._pairing is not None and self.peer.remote is not None
         self._transfer = self._tools.transport.read(self.peer.remote, self._pairing.ranges, timeout_s)
         if self._tools.verify:
             self._ask(self._pairing)
 
     def cancel(self) -> None:
-        """Ends the transfer early."""
+        """Cancels the transfer."""
         if self._transfer is not None:
             self._tools.transport.cancel(self._transfer)
 
     def check(self, timeout_s: float) -> None:
-        """Begins to compare."""
+        """Starts the checks."""
         self._check = _ReadCheck(timeout_s, digests_agree=not self._tools.verify)
 
     def answered(self, message: Digests) -> None:
-        """The producer's digests."""
+        """Takes digests from the producer."""
         if self._asked is not None and message.request in self._asked.theirs:
             self._asked.failure = self._asked.failure or message.failure
             self._asked.theirs[message.request] = message.digests
 
     def is_quiet(self) -> bool:
-        """Whether nothing of it is written any more, into our scratch memory either. Asked until it is."""
+        """Whether no transfer writes into this rank's memory any more. Call it until it is true."""
         check = self._check
         if check is not None and check.transfer is not None:
             if not self._tools.transport.release(check.transfer):
@@ -170,7 +170,7 @@ class RankRead:
             check.place = None
         return self._is_at_rest()
 
-    # What has happened.
+    # Events.
 
     def _connected(self) -> Event | None:
         peer, load, prompt = self.peer, self._load, self._load.prompt
@@ -180,9 +180,9 @@ class RankRead:
             return None
         theirs = peer.exchange.agreement.theirs
         if (theirs.rank, theirs.tp_size) != (self.rank, len(prompt.ranks)):
-            # Which heads are read from whom follows from the list that a proxy carried; digests are of what was read.
+            # A proxy's list decides which heads come from which rank, and digests would not show a wrong order.
             asked = f"rank {self.rank} of {len(prompt.ranks)}"
-            self.detail = f"{asked} was asked, and rank {theirs.rank} of {theirs.tp_size} answered"
+            self.detail = f"expected {asked}, but the peer is rank {theirs.rank} of {theirs.tp_size}"
             return Lost(self._index, Reason.PAIRING)
         pairing = peer.exchange.pair(
             _ours(load),
@@ -213,7 +213,7 @@ class RankRead:
         assert check is not None
         failure = self._look_at_lease(check) or self._look_at_digests(check)
         if failure is Reason.DIGEST and not check.lease_stands:
-            # Bytes differ where others have the blocks by now, too. Whether they have, the lease says.
+            # Different bytes may also mean that the blocks have a new owner. The lease decides which it is.
             failure = None
         if failure is not None or (check.lease_stands and check.digests_agree):
             return Checked(self._index, failure)
@@ -229,7 +229,7 @@ class RankRead:
         if state.reason is FailureReason.CLOSED:
             self.is_transport_closed = True
             if self.peer.failure is not None:
-                # It was closed because of the connection: that is why.
+                # The end of the connection closed it, so report the reason of that.
                 self.detail = self.peer.failure.detail
                 return Reason(self.peer.failure.reason)
         self.detail = state.detail or str(state.reason)
@@ -243,7 +243,7 @@ class RankRead:
     # The lease.
 
     def _look_at_lease(self, check: _ReadCheck) -> Reason | None:
-        """What is read there was there when all bytes before it had been read."""
+        """Checks the lease. It is read after all bytes, so a valid lease was valid during the whole transfer."""
         if check.lease_stands:
             return None
         if check.transfer is None:
@@ -256,7 +256,7 @@ class RankRead:
             return self._reason(state)
         assert check.place is not None
         if not self._tools.memory.has_nonce(check.place, self._load.prompt.lease.nonce):
-            self.detail = "the lease had ended before the last byte was read"
+            self.detail = "the lease ended before the last byte was read"
             return Reason.LEASE
         check.lease_stands = True
         return None
@@ -271,7 +271,7 @@ class RankRead:
         theirs = peer.exchange.agreement.theirs.region_bytes
         table, offset = NixlRankMemory.table_region(len(theirs)), self._load.prompt.lease.slot * SLOT_BYTES
         if table < 0 or offset + SLOT_BYTES > theirs[table]:
-            self.detail = "a slot outside of the producer's table"
+            self.detail = "the lease's slot is outside the producer's lease table"
             return Reason.LEASE
         row = (memory.scratch_region, check.place * SLOT_BYTES, table, offset, SLOT_BYTES)
         check.transfer = self._tools.transport.read(peer.remote, Ranges.of([row]), check.timeout_s)
@@ -307,7 +307,7 @@ class RankRead:
         wrong = mismatches(asked.request, check.ours.value, _split(b"".join(theirs)))
         if wrong:
             group, cell = wrong[0]
-            self.detail = f"{len(wrong)} cells are not what the producer holds, the first is {cell} of group {group}"
+            self.detail = f"{len(wrong)} cells differ from the producer's, the first is cell {cell} of group {group}"
             return Reason.DIGEST
         check.digests_agree = True
         return None
@@ -321,7 +321,7 @@ class RankRead:
         if isinstance(runs, Refusal):
             self.detail = str(runs)
             return Reason.PAIRING
-        # None where the thread has much to do: then once more, until the deadline.
+        # None if the digest thread's queue is full: then try again, until the deadline.
         check.ours = self._tools.digesting.take(runs)
         check.waits = check.ours is None
         return None

@@ -1,8 +1,8 @@
-"""A consumer's reads on one rank, in the words of one thread: each is a life of `hybridkv.peers.reads`, carried out.
+"""Read manager: a consumer's reads on one rank. `hybridkv.peers.reads` is the state machine of each.
 
-A read ends well only when its lease stood in each producer rank's table after the last byte had arrived, and both
-sides' digests agree. However it ends, it ends once, and never while a byte of it may still be written: then the engine
-would give the blocks to somebody else.
+A read succeeds only if each producer rank's table shows the lease after the last byte has arrived, and both sides'
+digests are equal. A read ends exactly once, and never while a byte of it may still be written, because the engine may
+then give the blocks to another request.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ MIN_TIMEOUT_S = 0.001
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """How reads are made.
+    """Options of reads.
 
     Args:
-        bounds: of times.
-        verify: whether digests are compared.
+        bounds: time limits.
+        verify: whether to compare digests.
         clock: seconds.
-        max_links: to producers' ranks, at the same time.
+        max_links: most connections to producers' ranks at the same time.
     """
 
     bounds: ReadBounds
@@ -64,28 +64,28 @@ class ReadOptions:
 
 @dataclass(slots=True)
 class _RequestRead:
-    """One request's read. Times are seconds of the clock."""
+    """Read of one request. Times are seconds of the clock."""
 
     load: PromptLoad
     began_s: float
     ranks: tuple[RankRead, ...]
     life: ReadLife
     detail: str = ""
-    """Of the first failure."""
+    """Description of the first failure."""
     is_broken: bool = False
-    """A bug was met, and logged."""
+    """A bug was logged for this read."""
 
 
 class ReadManager:
-    """Reads by request. Calls come from one thread.
+    """Reads by request. Call it from one thread.
 
     Args:
-        memory: of this rank.
+        memory: memory of this rank.
         peers: connections to producers.
         transport: moves bytes.
-        control: asks for digests.
-        recorder: counts what happens.
-        options: how reads are made.
+        control: sends requests for digests.
+        recorder: metrics.
+        options: options of reads.
     """
 
     def __init__(
@@ -105,34 +105,34 @@ class ReadManager:
         self._reads: dict[str, _RequestRead] = {}
         self._asked: dict[int, RankRead] = {}
         self._leftovers: list[RankRead] = []
-        """Of reads that ended while a lease was being read into our scratch memory."""
+        """Ranks of ended reads that still read a lease into a scratch slot."""
         self.ended: list[tuple[str, NixlLoadFailure | None]] = []
-        """Reads that ended since somebody looked, and why they failed."""
+        """Ended reads: request id, and the failure or None. The agent takes them."""
         self.released_ranks: list[tuple[str, int, bool]] = []
-        """Ranks of a producer that a read needs no more: request, rank, and whether it was read."""
+        """Producers' ranks that a read does not need any more: request id, rank, and whether it was read."""
 
     @property
     def is_busy(self) -> bool:
-        """Whether a read is under way, which somebody must look at."""
+        """Whether a read is running, so that the agent must poll often."""
         return bool(self._reads or self._leftovers)
 
     @property
     def is_moving(self) -> bool:
-        """Whether the transport moves bytes for a read."""
+        """Whether a transfer is running."""
         return any(rank.is_moving for read in self._reads.values() for rank in read.ranks) or bool(self._leftovers)
 
     @property
     def links(self) -> set[LinkId]:
-        """Connections to ranks that are read from."""
+        """Connections of running reads."""
         reads = (rank for read in self._reads.values() for rank in read.ranks)
         return {rank.peer.link for rank in (*reads, *self._leftovers)}
 
     def begin(self, load: PromptLoad) -> None:
-        """Begins a read. Its end is in `ended`, whatever happens: the engine waits for it."""
+        """Starts a read. Its end always appears in `ended`, because the engine waits for it."""
         try:
             self._begin(load)
         except Exception as error:
-            logger.exception("a read met a bug")
+            logger.exception("bug in a read")
             self._report(load, NixlLoadFailure("other", f"{type(error).__name__}: {error}"))
 
     def _begin(self, load: PromptLoad) -> None:
@@ -143,7 +143,7 @@ class ReadManager:
         elif links is None:
             self._report(load, NixlLoadFailure("refused", self._peers.explain_no_links(len(prompt.ranks))))
         else:
-            # It goes on with the next tick, as all do.
+            # The next tick advances it.
             self._reads[load.request_id] = self._begun(load, [link for link in links if link.reads])
 
     def _begun(self, load: PromptLoad, links: list[RankLink]) -> _RequestRead:
@@ -155,7 +155,7 @@ class ReadManager:
         return _RequestRead(load, now_s, ranks, begin((True,) * len(ranks), self._options.bounds, now_s))
 
     def cancel(self, request_id: str) -> bool:
-        """Nobody waits for this read any more. It still ends. False where there is no such read."""
+        """Cancels a read of an ended request. It still appears in `ended`. False if there is no such read."""
         read = self._reads.get(request_id)
         if read is None:
             return False
@@ -163,30 +163,30 @@ class ReadManager:
         return True
 
     def answered(self, peer: ProducerConnection, message: Digests) -> None:
-        """A producer's digests. What was asked of another is not answered by this one."""
+        """Takes digests from a producer. Ignores digests that were not requested from it."""
         rank = self._asked.get(message.request)
         if rank is not None and rank.peer is peer:
             del self._asked[message.request]
             rank.answered(message)
 
     def tick(self) -> None:
-        """Goes on with every read as far as it can go."""
+        """Advances every read as far as possible."""
         for read in list(self._reads.values()):
             try:
                 self._advance(read)
-            except Exception as error:  # a bug costs its own request, and no other
+            except Exception as error:  # a bug fails only its own request
                 if not read.is_broken:
-                    logger.exception("a read met a bug")
+                    logger.exception("bug in a read")
                     read.is_broken, read.detail = True, f"{type(error).__name__}: {error}"
                 self._feed(read, Abort(Reason.OTHER))
         self._leftovers = [rank for rank in self._leftovers if not rank.is_quiet()]
 
     def close(self) -> None:
-        """No more digests are taken."""
+        """Stops digests."""
         self._digesting.close()
 
     def is_closed(self, timeout_s: float) -> bool:
-        """Whether nothing looks at the engine's memory any more, by then."""
+        """Waits for the digest thread. False if it still reads the engine's memory after `timeout_s`."""
         return self._digesting.has_ended(timeout_s)
 
     def _advance(self, read: _RequestRead) -> None:
@@ -194,7 +194,7 @@ class ReadManager:
             while not read.life.reported and (event := rank.look(read.life.peers[index].stage)) is not None:
                 self._feed(read, event)
             if rank.is_transport_closed:
-                # The connection says nothing of it, and would stand: every later read would fail as well.
+                # Without this the connection would stay open, and every later read would fail.
                 self._peers.sever(rank.peer)
         deadline_s = read.life.next_deadline_s
         if not read.life.reported and deadline_s is not None and self._options.clock() >= deadline_s:
@@ -246,7 +246,7 @@ class ReadManager:
         self.ended.append((load.request_id, failure))
         self._recorder.failure(failure.reason)
         if failure.reason != "cancelled":
-            logger.warning("request %s could not be loaded: %s", load.request_id, failure.detail)
+            logger.warning("load of request %s failed: %s", load.request_id, failure.detail)
 
 
 def _detail(read: _RequestRead, before: ReadLife, event: Event, now_s: float) -> str:
@@ -254,5 +254,5 @@ def _detail(read: _RequestRead, before: ReadLife, event: Event, now_s: float) ->
         return "the request has ended"
     if isinstance(event, Tick):
         late = [peer.stage for peer in before.peers if peer.deadline_s is not None and now_s >= peer.deadline_s]
-        return f"{' and '.join(dict.fromkeys(late))} took longer than it may"
-    return read.ranks[event.peer].detail or "nothing is known of why"
+        return f"timeout in stage {' and '.join(dict.fromkeys(late))}"
+    return read.ranks[event.peer].detail or "unknown reason"

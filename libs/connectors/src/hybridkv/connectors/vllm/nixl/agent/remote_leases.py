@@ -1,9 +1,8 @@
-"""What a consumer's rank says to producers of the blocks that they hold for it: hold them on, and need them no more.
+"""Leases at producers: a consumer's rank renews them and sends `Done` when it does not need the blocks any more.
 
-Each rank of the producer hears it from those that read from it, and one that nobody reads from hears it from one. A
-producer that was cut off is connected to again, a few times and no longer than its lease holds; one that cannot be
-reached is not waited for: its lease ends by itself. Several requests may show one lease, as the answers to one prompt
-do: the last of them says that it is needed no more.
+Each rank of the producer gets `Done` from all ranks that read from it, or from one rank if no rank reads from it. After
+a lost connection this rank reconnects, a few times and only while the lease lasts. It does not wait for an unreachable
+producer: the lease expires. Several requests may share a lease (samples of one prompt): the last one sends `Done`.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from hybridkv.peers.wire import Done, Renew
 
 RENEWALS_PER_LEASE = 4
 MIN_RENEWAL_S = 0.05
-"""Between two renewals: how long a lease holds is what a proxy says."""
+"""Least time between two renewals: the lease time comes from a proxy, which may send any value."""
 MAX_RECONNECTS, RECONNECT_S = 3, 1.0
-"""How often a connection that was cut off is made again, and how long is waited between, if not less."""
+"""Most reconnects after a lost connection, and the longest pause between two of them."""
 MAX_RECONNECTED_LEASES = 1024
-"""Where more leases than these are held, those that end while they are cut off end by themselves."""
+"""Number of leases up to which lost connections are made again. Beyond it such leases expire."""
 _PERMANENT_FAILURES = ("refused", "protocol")
-"""Why a connection ended that would end so again."""
+"""Reasons for which a new connection would fail in the same way."""
 
 
 @dataclass(slots=True)
 class _LeaseHolder:
-    """A rank that holds blocks for us."""
+    """Rank of the producer that holds blocks for this rank."""
 
     link: RankLink
     peer: ProducerConnection
@@ -53,17 +52,17 @@ class _RemoteLease:
     holders: tuple[_LeaseHolder, ...]
     next_renewal_s: float
     until_s: float
-    """When the lease has ended if nothing was said of it since it was last renewed."""
+    """End of the lease if the last renewal that was sent is the last that arrived."""
     is_read: bool | None = None
-    """Whether its blocks were read, once they are needed no more."""
+    """After `end`: whether the blocks were read. None before."""
 
 
 class RemoteLeases:
-    """Leases by request. Calls come from one thread.
+    """Leases at producers, by request. Call it from one thread.
 
     Args:
         peers: connections to producers.
-        control: says things on them.
+        control: sends messages.
         clock: seconds.
     """
 
@@ -79,11 +78,11 @@ class RemoteLeases:
 
     @property
     def links(self) -> set[LinkId]:
-        """Connections to ranks that hold blocks for us, and are to hear of it."""
+        """Connections to ranks that hold blocks for this rank."""
         return {holder.peer.link for hold in self._leases.values() for holder in hold.holders}
 
     def begin(self, request_id: str, prompt: RemotePrompt) -> None:
-        """Its producer is to go on holding the blocks. The connection is made now: it will be needed."""
+        """Starts to renew a lease. Connects to the producer now, because the load will need the connection."""
         links = self._peers.links_for_done(len(prompt.ranks))
         holders = tuple(_LeaseHolder(link, self._peers.get(prompt.host, prompt.ranks[link.rank])) for link in links)
         now_s = self._clock()
@@ -92,7 +91,7 @@ class RemoteLeases:
         )
 
     def part(self, request_id: str, rank: int, is_read: bool) -> None:
-        """One rank's blocks are needed no more, while those of others may be. Its connection stands."""
+        """Sends `Done` to one rank of the producer. The leases at other ranks and the connection stay."""
         hold = self._leases.get(request_id)
         if hold is None:
             return
@@ -101,14 +100,14 @@ class RemoteLeases:
                 hold.holders = tuple(other for other in hold.holders if other is not holder)
 
     def end(self, request_id: str, is_read: bool) -> None:
-        """The blocks are needed no more."""
+        """Sends `Done` to all ranks of the producer that have not got it."""
         hold = self._leases.get(request_id)
         if hold is not None and hold.is_read is None:
             hold.is_read = is_read
             self._part(request_id, hold, is_read)
 
     def tick(self) -> None:
-        """Renews what is due, and says what could not be said before."""
+        """Sends due renewals, and `Done` messages that could not be sent before."""
         now_s = self._clock()
         for request_id, hold in list(self._leases.items()):
             if hold.is_read is not None:
@@ -126,7 +125,7 @@ class RemoteLeases:
                 holder.reconnects_left = MAX_RECONNECTS
 
     def _part(self, request_id: str, hold: _RemoteLease, is_read: bool) -> None:
-        """Says it to those that are connected, and keeps those that may still be."""
+        """Sends `Done` to connected ranks. Keeps ranks that may connect again."""
         now_s, waiting = self._clock(), list[_LeaseHolder]()
         for holder in hold.holders:
             self._reconnect(hold, holder, now_s)
@@ -141,7 +140,7 @@ class RemoteLeases:
             del self._leases[request_id]
 
     def _reconnect(self, hold: _RemoteLease, holder: _LeaseHolder, now_s: float) -> None:
-        """One that was cut off: whoever has connected to it since, or we, now and then while its lease holds."""
+        """Replaces a lost connection, at intervals while the lease lasts, by one that exists or a new one."""
         if (
             not holder.is_lost
             or now_s >= hold.until_s

@@ -1,1 +1,1 @@
-"""Memory of a worker that peers read: its description, its parts, its digests, and the host buffer of a device."""
+"""Memory of a worker that peers read: its description, its parts, its digests, and a host buffer for GPUs."""

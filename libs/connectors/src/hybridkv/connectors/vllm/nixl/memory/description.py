@@ -1,7 +1,7 @@
-"""What a rank says of itself to its peers: what its bytes depend on, and where they lie.
+"""Description of a rank for its peers: the facts on which its KV bytes depend, and the layout of its memory.
 
-Pages of which `page_parts` knows where heads and tokens lie are described so. All others are pieces that nobody may
-cut, and two ranks of these must agree on block sizes and on tensor-parallel sizes.
+If `page_parts` knows where heads and tokens lie in a page, the description names them. All other pages are indivisible
+pieces: two ranks can exchange these only if their block sizes and tensor-parallel sizes are equal.
 """
 
 from __future__ import annotations
@@ -56,19 +56,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
 FACTS_IN_LAYERS = frozenset({ELEMENT_ORDER, "cache_config.kv_cache_layout", *OF_CONVOLUTIONS})
-"""Facts of the order in which bytes lie: each layer's description says it where it matters, and those of two engines
-may differ."""
+"""Facts about the order of bytes. Engines may differ in them; a layer's description states the order if it matters."""
 
 
 class MemoryRegion(NamedTuple):
-    """Memory that peers may read or that is read into, whole: one of the engine's allocations."""
+    """Memory region that is registered with the transport: one whole allocation."""
 
     address: int
     num_bytes: int
 
 
 class RegisteredPages(NamedTuple):
-    """Where pages lie: as registered, and as `canonical` has looked through them."""
+    """Location of pages: the tensors as registered, and their canonical views."""
 
     kv_caches: Mapping[str, KVCache]
     canonical: CanonicalKVCaches
@@ -77,7 +76,7 @@ class RegisteredPages(NamedTuple):
 
 
 class RankPlace(NamedTuple):
-    """Which rank of which start of which engine."""
+    """Name of a process start, its rank, and its engine's tensor-parallel size."""
 
     engine: str
     rank: int
@@ -91,8 +90,8 @@ def identity_facts(
     kv_caches: Mapping[str, KVCache],
     environ: Mapping[str, str],
 ) -> dict[str, str]:
-    """Everything that the bytes of this rank depend on, as for a store; only that a peer needs no chunk, and that each
-    layer says itself in which order its bytes lie.
+    """Facts on which the bytes of this rank depend: those of a store, without chunks and without the order of bytes,
+    which each layer's description states.
 
     Raises:
         ConfigurationError: a value has no canonical text, or a file of the weights cannot be read.
@@ -100,7 +99,7 @@ def identity_facts(
     found = engine_facts(vllm_config, environ, config)
     if found.unrepeatable:
         logger.warning(
-            "HybridNixlConnector: no other engine can have the same content, so peers will be refused: %s",
+            "HybridNixlConnector: facts that no other engine can share, so peers will be refused: %s",
             "; ".join(f"{name}: {why}" for name, why in sorted(found.unrepeatable.items())),
         )
     ranks = {0: worker_facts(vllm_config, layout, kv_caches, environ)}
@@ -117,18 +116,18 @@ def describe(
     num_blocks: int,
     orders: Mapping[str, PageOrder],
 ) -> tuple[Description, tuple[MemoryRegion, ...]]:
-    """This rank, and its memory in the order in which it is to be registered.
+    """Describes this rank. Returns the description, and the regions in the order in which they must be registered.
 
     Args:
-        place: which rank this is.
-        facts: what its bytes depend on.
-        layout: of the model.
-        kv_caches: as the engine registers them.
-        num_blocks: of its pool.
-        orders: what is known of the pages of each layer; one that is not named is taken whole.
+        place: name and rank.
+        facts: facts on which its bytes depend.
+        layout: groups of the model.
+        kv_caches: tensors that the engine registers.
+        num_blocks: blocks in the engine's pool.
+        orders: page order by layer. Pages of a layer that is missing here move whole.
 
     Raises:
-        ConfigurationError: the tensors are not as the engine describes them.
+        ConfigurationError: the tensors differ from the engine's description.
     """
     try:
         caches = canonical_kv_caches(kv_caches, layout.layers, num_blocks)
@@ -140,10 +139,10 @@ def describe(
     pages = RegisteredPages(kv_caches, caches, num_blocks, regions)
     groups = _groups(layout, pages, orders)
     if _num_items(groups) > MAX_ITEMS:
-        logger.warning("HybridNixlConnector: too many elements of states to name them, so states move whole")
+        logger.warning("HybridNixlConnector: states have too many elements to list, so states move whole")
         groups = _groups(layout, pages, {name: order._replace(state=()) for name, order in orders.items()})
     if _num_items(groups) > MAX_ITEMS:
-        logger.warning("HybridNixlConnector: too many tokens and heads to name them, so pages move whole")
+        logger.warning("HybridNixlConnector: pages have too many tokens and heads to list, so pages move whole")
         groups = _groups(layout, pages, {})
     description = Description(
         PROTOCOL,
@@ -163,7 +162,7 @@ def _num_items(groups: Sequence[GroupDescription]) -> int:
 
 
 def _regions(caches: CanonicalKVCaches) -> tuple[MemoryRegion, ...]:
-    """The allocations below all views, each once. Groups overlay each other in them."""
+    """The allocations of all views, each once. Groups may share an allocation."""
     found = {}
     for cache in caches.tensors:
         storage = cache.tensor.untyped_storage()
@@ -192,7 +191,7 @@ def _layers(
     pages: RegisteredPages,
     orders: Mapping[str, PageOrder],
 ) -> Iterator[LayerDescription]:
-    """Of a group, those that share no page with one before them."""
+    """Describes the layers of a group. Skips layers that share pages with an earlier layer."""
     is_state = fingerprint.kind is GroupKind.RECURRENT
     for layer_idx, refs in itertools.groupby(pages.canonical.group_data_refs[group], key=lambda ref: ref.layer_idx):
         layer, known, uses = layers[layer_idx], fingerprint.layers[layer_idx], list(refs)
@@ -222,7 +221,7 @@ def _whole(ref: CanonicalKVCacheRef, pages: RegisteredPages, total_heads: int) -
 
 
 def _short(text: str) -> str:
-    """A text that fits, which stands for the whole of it."""
+    """Shortens a text to `MAX_TEXT` characters; a digest of the whole text replaces the rest."""
     text = text or "nothing"
     if len(text) <= MAX_TEXT:
         return text

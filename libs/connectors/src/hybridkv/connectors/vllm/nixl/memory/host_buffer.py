@@ -1,8 +1,8 @@
-"""The engine's KV cache once more, in host memory, where its own lies in a device that peers do not read.
+"""Host buffer: a copy of the engine's KV cache in host memory, for a device with memory that peers cannot read.
 
-Block for block it lies as the engine's does, so whoever reads or is read sees no difference. What is handed over is
-copied out when its prompt has been computed, before anybody hears of it; what was read is copied in when it has been
-checked, before the engine hears of that. Both copies are waited for, by the engine's thread. It decides nothing.
+It has the same layout as the engine's KV cache, block for block, so peers read and write it in the same way. A producer
+copies blocks out after the prompt is computed and before it offers the request. A consumer copies blocks in after the
+read is checked and before it reports the load. The engine's thread waits for both copies.
 """
 
 from __future__ import annotations
@@ -28,39 +28,39 @@ if TYPE_CHECKING:
     from hybridkv.connectors.vllm.common.compat import BlockTables
 
 COPY_BYTES = 64 << 20
-"""What a copy may take of the device's memory at a time, one block at least."""
+"""Most device memory for one copy, but at least one block."""
 NULL_BLOCK = 0
 
 BlockIds = Sequence[Sequence[int]]
-"""For every group; 0 where there is none."""
+"""Blocks of each group; 0 for no block."""
 
 
 def needs_host_buffer(vllm_config: VllmConfig) -> bool:
-    """Whether what peers read and write is a copy in host memory.
+    """Whether peers must read and write a copy in host memory: true unless the engine runs on a CPU.
 
     Raises:
-        ConfigurationError: the engine's memory is a device's, and it was not said that host memory is to be used.
+        ConfigurationError: the engine runs on a device, and `kv_buffer_device` is not "cpu".
     """
     device = vllm_config.device_config.device_type
     if device == "cpu":
         return False
     asked = str(vllm_config.kv_transfer_config.kv_buffer_device)
     if asked != "cpu":
-        hint = "it takes as much host memory as the KV cache has; this version reads no device memory itself"
+        hint = "this takes as much host memory as the KV cache; this version cannot transfer device memory"
         raise ConfigurationError("kv_transfer_config.kv_buffer_device", f'"cpu" on {device}', asked, hint)
     return True
 
 
 class HostBuffer:
-    """As much host memory as the engine has KV cache, and the copies between them.
+    """Host memory of the size of the engine's KV cache, and copies between both.
 
     Args:
-        kv_caches: as the engine registers them.
-        layers: for every group, those that peers read.
-        num_blocks: of the engine's pool.
+        kv_caches: tensors that the engine registers.
+        layers: for each group, the layers that peers read.
+        num_blocks: blocks in the engine's pool.
 
     Raises:
-        ConfigurationError: the tensors are not as the engine describes them.
+        ConfigurationError: the tensors differ from the engine's description.
     """
 
     def __init__(
@@ -78,17 +78,17 @@ class HostBuffer:
             ) from error
 
     def save(self, block_ids: BlockIds) -> None:
-        """Copies blocks out of the device, and waits for it."""
+        """Copies blocks from the device and waits for the copy."""
         with compat.waits_for_device():
             _copy(self._device, self._host, block_ids)
 
     def load(self, block_ids: BlockIds) -> None:
-        """Copies blocks into the device, and waits for it."""
+        """Copies blocks to the device and waits for the copy."""
         with compat.waits_for_device():
             _copy(self._host, self._device, block_ids)
 
     def clear(self, block_ids: BlockIds) -> None:
-        """Zeroes blocks here, so that nothing else is copied in with what is read into them."""
+        """Sets blocks to zero before a read, so that `load` copies no old bytes."""
         for index, ids in _by_tensor(self._host, block_ids):
             self._host.tensors[index].tensor[ids] = 0
 
@@ -102,7 +102,7 @@ def _copy(source: CanonicalKVCaches, target: CanonicalKVCaches, block_ids: Block
 
 
 def _by_tensor(caches: CanonicalKVCaches, block_ids: BlockIds) -> Iterator[tuple[int, torch.Tensor]]:
-    """The blocks in each place where groups keep pages. A block is one group's at a time."""
+    """Blocks by tensor. A block belongs to one group at a time."""
     wanted: dict[int, set[int]] = {}
     for refs, ids in zip(caches.group_data_refs, block_ids, strict=True):
         for ref in refs:
@@ -119,7 +119,7 @@ def _mirrored(cache: KVCache, storages: dict[int, torch.Tensor]) -> KVCache:
 
 
 def _mirrored_tensor(tensor: torch.Tensor, storages: dict[int, torch.Tensor]) -> torch.Tensor:
-    """The same view of a storage in host memory. Layers share those of the device, and so they do here."""
+    """Same view of a host copy of the storage. Layers that share a storage on the device share its copy."""
     storage = tensor.untyped_storage()
     mirror = storages.get(storage.data_ptr())
     if mirror is None:
@@ -131,10 +131,10 @@ def _mirrored_tensor(tensor: torch.Tensor, storages: dict[int, torch.Tensor]) ->
 
 
 class HostCopyTracker:
-    """Tokens by request that host memory holds.
+    """Number of tokens in the host buffer, by request that may be handed over.
 
     Args:
-        groups: of the model.
+        groups: groups of the model.
     """
 
     def __init__(self, groups: Sequence[GroupSpec]) -> None:
@@ -143,27 +143,27 @@ class HostCopyTracker:
         self._saved_tokens: dict[str, int] = {}
 
     def begin(self, request: Request) -> None:
-        """The engine runs a request that is to be handed over."""
+        """Tracks a request that may be handed over."""
         self._requests[request.request_id] = request
 
     def end(self, request: Request) -> int:
-        """It has ended. How many of its tokens host memory holds."""
+        """Stops to track a request that has ended. Returns the number of its tokens in the host buffer."""
         if self._requests.pop(request.request_id, None) is None:
             return 0
         return self._saved_tokens.pop(request.request_id, 0)
 
     def preempted(self, request_ids: Iterable[str]) -> None:
-        """Their blocks are others' by now. What they are given again may be another request's copy of the same tokens,
-        which host memory does not hold."""
+        """Forgets the tokens of preempted requests, which have lost their blocks. New blocks may hold another request's
+        copy of the same tokens, which the host buffer does not have."""
         for request_id in request_ids:
             self._saved_tokens.pop(request_id, None)
 
     def of_step(self, scheduled_tokens: Mapping[str, int], tables: BlockTables) -> list[HostCopy]:
-        """What is to be copied behind this step.
+        """Copies to make after this step: those of requests with a complete prompt.
 
         Args:
-            scheduled_tokens: of the requests of this step.
-            tables: their blocks.
+            scheduled_tokens: number of tokens by request of this step.
+            tables: block tables by request.
         """
         plans = []
         for name, request in self._requests.items():
@@ -172,14 +172,14 @@ class HostCopyTracker:
             if count is None or before + count < request.num_prompt_tokens:
                 continue
             saved = self._saved_tokens.get(name, 0)
-            # Fewer than were saved: it begins again, and its blocks are others.
+            # Fewer tokens than were saved: the request started again, with other blocks.
             kept = saved if saved <= before else 0
             plans.append(HostCopy(name, self._blocks(tables(name), kept, before + count)))
             self._saved_tokens[name] = before + count
         return plans
 
     def _blocks(self, table: Sequence[Sequence[int]], kept: int, num_tokens: int) -> tuple[tuple[int, ...], ...]:
-        """Of every group, the blocks that tokens from `kept` on have changed, of those that are handed over."""
+        """Blocks of each group that are handed over and that tokens from `kept` on have changed."""
         found = offered(self._groups, table, num_tokens)
         blocks = []
         for group, first, ids in zip(self._groups, found.first_blocks, found.block_ids, strict=True):
@@ -189,11 +189,11 @@ class HostCopyTracker:
 
 
 def loaded_blocks(groups: Sequence[GroupSpec], load: PromptLoad) -> tuple[tuple[int, ...], ...]:
-    """Of every group, the blocks that a load writes.
+    """Blocks of each group that a load writes.
 
     Args:
-        groups: of this engine.
-        load: what is read.
+        groups: groups of this engine.
+        load: load of a request.
     """
     blocks = []
     for group, table in zip(groups, load.block_ids, strict=True):

@@ -1,9 +1,9 @@
-"""Which parts of a page a peer may address: tokens and heads where their order is known, else nothing but the whole.
+"""Parts of a page that a peer can address: tokens and heads if their order is known, else only the whole page.
 
-What a tensor's shape says is not enough. An attention backend may pack the tokens of its block its own way, as that of
-CPUs does with a head's; so tokens are told apart for backends of `cuts.DIVISIBLE_BACKENDS` alone, and heads for those
-and `HEADS_APART_BACKENDS`. States are arrays (`state_parts`). Packed and quantised pages, and whatever nobody here has
-tried, move whole.
+A tensor's shape is not enough to know the order. An attention backend may pack the tokens of a block in its own order,
+as the CPU backend does within a head. So only backends of `cuts.DIVISIBLE_BACKENDS` have addressable tokens, and only
+these and `HEADS_APART_BACKENDS` have addressable heads. States are arrays (`state_arrays`). Packed pages, quantised
+pages, and all untested kinds move whole.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 CHANNELS_OUTERMOST = "DS"
 FACTS_IN_ARRAYS = frozenset({"shapes", "num_heads"})
-"""Facts of a layer that its arrays say, for all ranks together."""
+"""Facts of a layer that its arrays state, for all ranks together."""
 
 
 class StateArray(NamedTuple):
-    """An array of a state, or a part of one.
+    """Array of a recurrent state, or a part of one.
 
     Args:
-        offset_bytes: within the page.
-        item_bytes: that both sides keep in one order.
-        heads: what ranks share out: heads, or channels.
-        rows: what each of these has several of: steps that a convolution looks back.
-        total_heads: over all ranks; 0 where ranks do not share them out in order.
+        offset_bytes: offset in the page.
+        item_bytes: size of an item; both sides keep its bytes in the same order.
+        heads: axis that is split over ranks: heads or channels.
+        rows: second axis of each head: steps that a convolution looks back.
+        total_heads: heads of all ranks; 0 if ranks do not split them in order.
     """
 
     offset_bytes: int
@@ -54,12 +54,12 @@ class StateArray(NamedTuple):
 
 
 def state_arrays(spec: KVCacheSpec, conv_layout: str, tp_size: int) -> tuple[StateArray, ...]:
-    """What a page of this layer holds, in order; nothing where that is not known, so that it is moved whole.
+    """Arrays in a page of a recurrent layer, in order. Empty if they are unknown; then the page moves whole.
 
     Args:
-        spec: of the layer.
-        conv_layout: "SD" or "DS", as the worker has it.
-        tp_size: ranks of this engine.
+        spec: KV cache spec of the layer.
+        conv_layout: layout of convolution states in the worker, "SD" or "DS".
+        tp_size: number of ranks of this engine.
     """
     if type(spec).__name__ != "MambaSpec":
         return ()
@@ -82,16 +82,16 @@ def state_arrays(spec: KVCacheSpec, conv_layout: str, tp_size: int) -> tuple[Sta
 _DIMENSIONS = {
     "GDN_ATTN": ([2, 3],),
     "MAMBA1": ([2, 2],),
-    # Groups of channels may lie on several ranks, of which the shapes say nothing: so it is not split.
+    # Groups of channels may span ranks, which the shapes do not show. So it is not split.
     "MAMBA2": ([2, 3],),
     "SHORT_CONV": ([2],),
     "LINEAR": ([3],),
 }
-"""Of each array. Others of the same kind keep more, in an order of their own."""
+"""Number of dimensions of each array, by kind. Layers with other arrays have an unknown order."""
 
 
 def _channels(kind: str, shapes: list[tuple[int, ...]], conv_layout: str) -> tuple[int, ...]:
-    """Of the convolution, in runs that are shared out each by itself: queries, keys and values have one each."""
+    """Channels of the convolution, in runs that ranks split separately: one each for queries, keys and values."""
     total = shapes[0][0] if conv_layout == CHANNELS_OUTERMOST else shapes[0][1]
     if kind != "GDN_ATTN":
         return (total,)
@@ -125,7 +125,7 @@ def _width(dtype: torch.dtype) -> int:
 def state_pieces(
     arrays: tuple[StateArray, ...], address: int, block_stride_bytes: int, locate: Locate
 ) -> tuple[Piece, ...]:
-    """The pieces of a layer whose page of block 0 begins at an address."""
+    """Pieces of a layer. `address` is the start of the page of block 0."""
     region, offset_bytes = locate(address)
     return tuple(
         Piece(
@@ -142,26 +142,26 @@ def state_pieces(
 
 
 HEADS_APART_BACKENDS = frozenset({"CPU_ATTN"})
-"""Attention backends that keep a head's K and V of a kernel block in a row, in an order of their own."""
+"""Attention backends that store a head's K and V of a kernel block contiguously, in an order of their own."""
 SHARED_SPECS = frozenset({"MLAAttentionSpec"})
-"""Exact classes whose pages are the same on every rank: latents, which no rank has a part of."""
+"""Exact spec classes with equal pages on every rank: latents, which are not split over ranks."""
 BLOCK_DIM, HEAD_DIM, TOKEN_DIM = 0, 1, page_order.TOKEN_DIM
 FACTS_IN_HEADS = frozenset({"num_kv_heads"})
-"""Facts of a layer that a piece of heads says, for all ranks together."""
+"""Facts of a layer that a piece of heads states, for all ranks together."""
 
 
 class PageOrder(NamedTuple):
-    """What is known of a layer's pages besides its tensor.
+    """Order of bytes in a layer's pages, as far as the tensor does not show it.
 
     Args:
-        backend: of its attention; it names the order where tokens are packed.
-        tokens_apart: one token after another, each of as many bytes.
-        heads_apart: one head's bytes of a kernel block never lie between another's of the same token.
-        is_shared: every rank has the same bytes.
-        num_heads: on this rank.
-        total_heads: of the model; 0 where that is not known.
-        block_tokens: of a block.
-        state: of a recurrent layer, the arrays of its page; nothing where they are not known.
+        backend: attention backend; it names the order of packed tokens.
+        tokens_apart: tokens follow each other and have equal sizes.
+        heads_apart: in a kernel block, bytes of one head never lie between bytes of another head for the same token.
+        is_shared: all ranks have the same bytes.
+        num_heads: heads on this rank.
+        total_heads: heads of the model; 0 if unknown.
+        block_tokens: block size in tokens.
+        state: arrays in a page of a recurrent layer; empty if unknown.
     """
 
     backend: str
@@ -175,12 +175,12 @@ class PageOrder(NamedTuple):
 
 
 class LayerParts(NamedTuple):
-    """How a layer is described: see `LayerDescription`.
+    """Parts of a layer's description; see `LayerDescription`.
 
     Args:
-        item_format: what the tensor says of it; the layer's facts follow.
-        pieces: of the layer.
-        said: names of its facts that the pieces say already, for all ranks together.
+        item_format: beginning of the format text; the layer's facts follow.
+        pieces: pieces of the layer.
+        covered_facts: names of facts that the pieces state already, for all ranks together.
     """
 
     item_format: str
@@ -189,7 +189,7 @@ class LayerParts(NamedTuple):
 
 
 def page_orders(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, layout: CacheLayout) -> dict[str, PageOrder]:
-    """What is known of the pages of every layer that peers may read, in the worker: there its backend is known."""
+    """Page order of each layer that peers may read. Call it in a worker, which has the attention backends."""
     built = compat.layers(vllm_config)
     found = {}
     for group, layers in zip(kv_cache_config.kv_cache_groups, layout.layers, strict=True):
@@ -211,7 +211,7 @@ def _page_order(vllm_config: VllmConfig, spec: KVCacheSpec, backend: str, layer:
 
 
 def _total_heads(vllm_config: VllmConfig, num_heads: int) -> int:
-    """Of the model, if this layer has its share of them. Layers of some models have other numbers of heads."""
+    """Heads of the model if this layer has its share of them, else 0. In some models layers have other head counts."""
     total = int(vllm_config.model_config.get_total_num_kv_heads())
     share = head_share(total, vllm_config.parallel_config.tensor_parallel_size, 0) if total > 0 else None
     return total if share is not None and share.num_heads == num_heads else 0
@@ -220,13 +220,13 @@ def _total_heads(vllm_config: VllmConfig, num_heads: int) -> int:
 def layer_parts(
     layer: LayerLayout, cache: KVCache, order: PageOrder | None, num_blocks: int, locate: Locate
 ) -> LayerParts | None:
-    """The layer as one piece of heads and tokens; None where it must be taken whole.
+    """Describes a layer by parts of its pages; None if its pages must move whole.
 
     Args:
-        layer: whose tensor lies as `canonical` says.
-        cache: as the engine registers it.
-        order: what is known of its pages.
-        num_blocks: of the engine's pool.
+        layer: canonical layout of the layer.
+        cache: tensors that the engine registers.
+        order: order of bytes in its pages.
+        num_blocks: blocks in the engine's pool.
         locate: see `Locate`.
     """
     if order is None or num_blocks < 2 or not isinstance(cache, torch.Tensor):
@@ -243,7 +243,7 @@ def layer_parts(
     try:
         piece = attention_piece(layer.name, strides_of(cache), dims, num_blocks, locate)
     except (LayoutError, ValueError):
-        # Its heads or tokens lie otherwise than such a piece can say: then nothing of it is cut.
+        # A piece cannot describe this layout of heads and tokens, so pages move whole.
         return None
     if piece.page_bytes != layer.page_bytes or (not order.tokens_apart and piece.rows.count != 1):
         return None
@@ -254,7 +254,7 @@ def layer_parts(
 def _state_parts(
     layer: LayerLayout, cache: torch.Tensor, arrays: tuple[StateArray, ...], num_blocks: int, locate: Locate
 ) -> LayerParts | None:
-    """The arrays of a recurrent layer, whose tensor is pages of bytes."""
+    """Describes the arrays of a recurrent layer. Its tensor must be pages of bytes."""
     view = strides_of(cache)
     is_pages = cache.shape[BLOCK_DIM] == num_blocks and all(size == 1 for size in cache.shape[1:-1])
     if not is_pages or view.item_bytes != 1 or cache.shape[-1] < layer.page_bytes or view.strides[-1] != 1:
@@ -266,25 +266,25 @@ def _state_parts(
 
 
 def whole_format(cache: KVCache, is_state: bool) -> str:
-    """The order of bytes in pages that are not cut: all that is known of it."""
+    """Format text of pages that move whole: all that is known of the order of their bytes."""
     convolutions = f"; convolutions {compat.conv_state_layout()}" if is_state else ""
     return f"whole; {element_order(cache)}{convolutions}"
 
 
 def strides_of(tensor: Any) -> Strides:
-    """A tensor as numbers."""
+    """Address, shape and strides of a tensor."""
     width = tensor.element_size()
     address = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * width
     return Strides(address, width, tuple(tensor.shape), tuple(tensor.stride()))
 
 
 def locator(regions: Sequence[tuple[int, int]]) -> Locate:
-    """From addresses to regions, each of which is an address and a size."""
+    """Makes a function that maps an address to a region's number and an offset. A region is an address and a size."""
 
     def locate(address: int) -> tuple[int, int]:
         for number, (start, num_bytes) in enumerate(regions):
             if start <= address < start + num_bytes:
                 return number, address - start
-        raise LayoutError(f"address {address} lies in no allocation")
+        raise LayoutError(f"address {address} is not in any allocation")
 
     return locate

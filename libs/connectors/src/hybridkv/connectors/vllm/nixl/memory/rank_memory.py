@@ -1,6 +1,6 @@
-"""This rank's memory as its peers and its own reads see it: the KV cache, the table of leases, and room to read leases.
+"""Registered memory of a rank: its KV cache, the table of its leases, and scratch memory to read peers' leases.
 
-A number of a region is its place in `regions`; the table is the last but one, and so a peer knows where it is.
+A region's number is its index in `regions`. The table is always the last region but one, so peers know its number.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from hybridkv.connectors.vllm.nixl.memory.description import MemoryRegion
 from hybridkv.peers.digests import DigestRuns, plain_digester
 
 SCRATCH_SLOTS = 256
-"""Leases that may be read at the same time."""
+"""Most leases that this rank reads at the same time."""
 
 
 class NixlRankMemory:
-    """What of this process peers may read, and what is read into.
+    """Registered memory: peers read it, and this rank reads into it.
 
     Args:
         kv: the engine's allocations.
-        max_leases: entries of the table.
+        max_leases: entries of the lease table.
     """
 
     def __init__(self, kv: Sequence[MemoryRegion], max_leases: int) -> None:
@@ -39,17 +39,17 @@ class NixlRankMemory:
 
     @staticmethod
     def table_region(num_regions: int) -> int:
-        """Which of a peer's regions is its table."""
+        """Number of the region that is a peer's lease table."""
         return num_regions - 2
 
     def write_slot(self, slot: int, nonce: int) -> None:
-        """Puts a lease's nonce into the table, or `NO_NONCE`."""
+        """Writes a lease's nonce, or `NO_NONCE`, into the table."""
         self._table[slot] = (nonce, 0)
 
-    # Reading others' tables.
+    # To read peers' tables.
 
     def take_scratch(self) -> int | None:
-        """Room for one lease; None where as many as there is room for are being read."""
+        """Takes a scratch slot, to read one lease into; None if all are in use."""
         if not self._free:
             return None
         place = self._free.pop()
@@ -57,18 +57,18 @@ class NixlRankMemory:
         return place
 
     def give_scratch(self, place: int) -> None:
-        """The room is free again."""
+        """Returns a scratch slot."""
         self._free.append(place)
 
     def has_nonce(self, place: int, nonce: int) -> bool:
-        """Whether what was read there is this lease."""
+        """Whether the lease that was read into a scratch slot has this nonce."""
         found, rest = (int(word) for word in self._scratch[place])
         return found == nonce and rest == 0
 
     # Digests.
 
     def digests(self, runs: DigestRuns) -> list[bytes]:
-        """XXH3-128 of runs in the KV cache. Any thread may ask.
+        """XXH3-128 digests of runs of bytes in the KV cache. Thread-safe.
 
         Raises:
             ValueError: a run leaves its region.
@@ -81,15 +81,17 @@ def _view(region: MemoryRegion) -> memoryview:
 
 
 INLINE_DIGEST_BYTES = 4 << 20
-"""Digested in a fraction of a millisecond, which is how long the agent's thread may be held up."""
+"""Bytes that the agent's thread digests itself, in a fraction of a millisecond. More go to another thread."""
 
 
 class DigestThread(Background):
-    """Calls come from one thread.
+    """Thread that digests many bytes. The calling thread digests few, which is faster than to hand them over.
+
+    Call it from one thread.
 
     Args:
-        memory: that is digested.
-        wake: has the calling thread look again.
+        memory: memory of this rank.
+        wake: wakes the calling thread.
     """
 
     def __init__(self, memory: NixlRankMemory, wake: Callable[[], None]) -> None:
@@ -98,12 +100,12 @@ class DigestThread(Background):
         self._wake = wake
 
     def take(self, runs: DigestRuns) -> Outcome[list[bytes]] | None:
-        """None where too much is waiting already."""
+        """Starts to digest runs. None if the thread's queue is full."""
         if int(runs.num_bytes.sum()) <= INLINE_DIGEST_BYTES:
             outcome: Outcome[list[bytes]] = Outcome()
             outcome.run(lambda: self._memory.digests(runs))
             return outcome
         found = self.submit(lambda: self._memory.digests(runs))
-        # Behind it, so that it is done by then. Where there is no room the caller looks again by itself.
+        # Queued after the digests, so that it runs when they are done. If the queue is full, the caller polls.
         self.submit(self._wake)
         return found
