@@ -253,7 +253,7 @@ def test_parameters_of_children_are_put_together_and_a_clash_is_an_error() -> No
     children[1].answers["request_finished_all_groups"] = (False, {"b": 2})
     assert connector.request_finished_all_groups(REQUEST, ([1], [2])) == (False, {"a": 1, "b": 2})
     children[1].answers["request_finished_all_groups"] = (False, {"a": 2})
-    with pytest.raises(RuntimeError, match="RecordingConnector-1 and another child both answer"):
+    with pytest.raises(RuntimeError, match="RecordingConnector-1 and another child both return"):
         connector.request_finished_all_groups(REQUEST, ([1], [2]))
 
 

@@ -68,8 +68,8 @@ def test_the_defaults() -> None:
         ({"connectors": [child()] * (MAX_CHILDREN + 1)}, "connectors", "fewer"),
         ({"connectors": ["Store"]}, "connectors[0]", "for example"),
         ({"connectors": [child(), {}]}, "connectors[1].kv_connector", "HybridOffloadConnector"),
-        ({"connectors": [child("MultiConnector")]}, "connectors[0].kv_connector", "side by side"),
-        ({"connectors": [child("HybridMultiConnector")]}, "connectors[0].kv_connector", "side by side"),
+        ({"connectors": [child("MultiConnector")]}, "connectors[0].kv_connector", "list its connectors"),
+        ({"connectors": [child("HybridMultiConnector")]}, "connectors[0].kv_connector", "list its connectors"),
         ({"connectors": [{**child(), "kv_rol": "x"}]}, "connectors[0].kv_rol", 'did you mean "kv_role"?'),
         ({"connectors": [{**child(), "load_weight": 2}]}, "connectors[0].load_weight", "kv_connector_extra_config"),
         (

@@ -1,1 +1,1 @@
-"""Several connectors below one engine: for each request the one that is worth most loads, and all of them store."""
+"""HybridMultiConnector: several child connectors for one engine. The best child loads a request; all children store."""

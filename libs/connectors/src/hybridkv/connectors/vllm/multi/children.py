@@ -1,4 +1,4 @@
-"""The children of HybridMultiConnector: which classes, with which configuration, and whether they can work together."""
+"""Children of HybridMultiConnector: their classes and configurations, and checks that they can work together."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 _INHERITED = ("engine_id", "kv_role", "kv_load_failure_policy")
 _PREPARED_BY_NAME = ("HiSparseConnector",)
-"""What vLLM sets itself up for when it reads this name, which it looks for below its own MultiConnector alone."""
+"""Connectors that need set-up by vLLM. vLLM finds their names only as children of its own MultiConnector."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChildClass:
-    """A child before it is built: `vllm_config` is the engine's, with the child's own KVTransferConfig."""
+    """Child before it is built. `vllm_config` is the engine's, with the child's KVTransferConfig."""
 
     config: ChildConfig
     connector_class: Any
@@ -38,7 +38,7 @@ class ChildClass:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """A child of this process."""
+    """Child in this process."""
 
     config: ChildConfig
     connector: KVConnectorBase_V1
@@ -50,25 +50,25 @@ class Child:
 
     @property
     def stores_only(self) -> bool:
-        """Whether it says of itself that it never loads. What `kv_role` means to other connectors is theirs to know."""
+        """Whether the child declares that it never loads. `kv_role` does not tell: its meaning differs by connector."""
         return bool(getattr(self.connector, "stores_only", False))
 
     @property
     def answers_soon(self) -> bool:
-        """Whether it says of itself that it bounds the time of an answer, so that others may wait for it."""
+        """Whether the child declares that its lookups take bounded time, so that a request may wait for it."""
         return bool(getattr(self.connector, "answers_soon", False))
 
 
 def transfer_keys() -> list[str]:
-    """The keys of vLLM's KVTransferConfig."""
+    """Keys of vLLM's KVTransferConfig."""
     return [field.name for field in dataclasses.fields(KVTransferConfig)]  # type: ignore[arg-type]
 
 
 def class_of(config: ChildConfig, transfer: KVTransferConfig) -> Any:
-    """A child's class.
+    """Class of a child.
 
     Raises:
-        ConfigurationError: no connector of that name is registered.
+        ConfigurationError: no connector with this name is registered.
     """
     if not transfer.kv_connector_module_path and config.connector not in KVConnectorFactory._registry:
         raise ConfigurationError(
@@ -81,10 +81,10 @@ def class_of(config: ChildConfig, transfer: KVTransferConfig) -> Any:
 
 
 def resolve_children(vllm_config: VllmConfig) -> tuple[MultiConfig, tuple[ChildClass, ...]]:
-    """Reads the configuration and finds the children's classes. The engine's configuration stays as it is.
+    """Decodes the configuration and finds the children's classes. Does not change the engine's configuration.
 
     Raises:
-        ConfigurationError: it is not understood, or a child cannot work here.
+        ConfigurationError: the configuration is wrong, or a child cannot work here.
     """
     outer = vllm_config.kv_transfer_config
     inherited = {key: getattr(outer, key) for key in _INHERITED if getattr(outer, key, None) is not None}
@@ -94,9 +94,9 @@ def resolve_children(vllm_config: VllmConfig) -> tuple[MultiConfig, tuple[ChildC
         if child.connector in _PREPARED_BY_NAME:
             raise ConfigurationError(
                 f"{ROOT}.connectors ({child.name})",
-                "a connector that vLLM need not know of beforehand",
+                "a connector that needs no set-up by vLLM",
                 child.connector,
-                "vLLM sets itself up for it only below its own MultiConnector; use that one",
+                "vLLM sets it up only under its own MultiConnector; use that one",
             )
         own = copy.copy(vllm_config)
         own.kv_transfer_config = KVTransferConfig(**child.transfer)
@@ -105,10 +105,10 @@ def resolve_children(vllm_config: VllmConfig) -> tuple[MultiConfig, tuple[ChildC
 
 
 def resolve_without_engine(extra_config: Mapping[str, Any]) -> list[tuple[Any, KVTransferConfig]]:
-    """The children's classes and own configurations where nothing but `kv_connector_extra_config` is known.
+    """The children's classes and KVTransferConfigs, from `kv_connector_extra_config` alone.
 
     Raises:
-        ConfigurationError: it is not understood.
+        ConfigurationError: the configuration is wrong.
     """
     config = decode_multi_config(extra_config, {"kv_role": "kv_both"}, transfer_keys())
     transfers = [KVTransferConfig(**child.transfer) for child in config.children]
@@ -116,10 +116,10 @@ def resolve_without_engine(extra_config: Mapping[str, Any]) -> list[tuple[Any, K
 
 
 def require_groups(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, classes: Sequence[ChildClass]) -> None:
-    """Refuses children that know of one KV cache group only, where there are or may be several.
+    """Refuses children that support only one KV cache group if the model has, or may have, several.
 
     Raises:
-        ManagerError: names them, and both ways out.
+        ManagerError: names the children and both remedies.
     """
     is_on = not vllm_config.scheduler_config.disable_hybrid_kv_cache_manager
     num_groups = len(kv_cache_config.kv_cache_groups)
@@ -145,8 +145,8 @@ def build_children(
     admission: LoadAdmission,
     steering: Steering | None,
 ) -> tuple[Child, ...]:
-    """Builds the children of one role, who share `admission` and `steering`. When one cannot start, those before it are
-    shut down."""
+    """Builds the children of one role. They share `admission` and `steering`. If one cannot start, the earlier ones
+    are shut down."""
     children: list[Child] = []
     try:
         for number, child in enumerate(classes):

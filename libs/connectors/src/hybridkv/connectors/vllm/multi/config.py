@@ -1,4 +1,4 @@
-"""What an operator says to HybridMultiConnector, decoded strictly. Knows no engine; children decode their own keys."""
+"""Configuration of HybridMultiConnector. Unknown keys are errors; children decode their own. No vLLM."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _EXAMPLE: Final = '"connectors": [{"kv_connector": "HybridOffloadConnector", "kv
 
 @dataclass(frozen=True, slots=True)
 class ChildConfig:
-    """One entry of `connectors`.
+    """Entry of `connectors`.
 
     Args:
-        name: its class, with its position behind it where another child has the same; the label in metrics.
-        connector: its registered name, or a class in its `kv_connector_module_path`.
-        weight: what a token that it can load is worth.
-        transfer: its KVTransferConfig as keywords. Not what the operator wrote but a copy, without `load_weight`.
+        name: class name, followed by the position if several children have this class. The label in metrics.
+        connector: registered name, or a class in its `kv_connector_module_path`.
+        weight: weight of a token that the child can load.
+        transfer: keywords of its KVTransferConfig: a copy of the entry, without `load_weight`.
     """
 
     name: str
@@ -41,7 +41,7 @@ class ChildConfig:
 
 @dataclass(frozen=True, slots=True)
 class MultiConfig:
-    """Children in the order of configuration, and how long a request waits for one that needs more time."""
+    """Children in the order of the configuration, and how long a request waits for their lookups."""
 
     children: tuple[ChildConfig, ...]
     lookup_timeout_s: float
@@ -53,12 +53,12 @@ def decode_multi_config(
     """Decodes `kv_connector_extra_config` of HybridMultiConnector.
 
     Args:
-        raw: what the operator wrote; it stays as it is.
-        inherited: keys of KVTransferConfig that a child takes from the whole where it does not say otherwise.
+        raw: the configuration; not changed.
+        inherited: keys of the outer KVTransferConfig that a child takes over if its entry does not set them.
         transfer_keys: all keys of KVTransferConfig.
 
     Raises:
-        ConfigurationError: a key or value is not understood, or cannot work.
+        ConfigurationError: a key or a value is unknown, or a value cannot work.
     """
     for key in raw:
         if key not in _KEYS:
@@ -84,7 +84,7 @@ def _child(
     path: str, entry: object, inherited: Mapping[str, Any], known: list[str]
 ) -> tuple[str, Weight, Mapping[str, Any]]:
     if not isinstance(entry, Mapping):
-        raise ConfigurationError(path, "an object that names a connector", repr(entry), f"for example {_EXAMPLE}")
+        raise ConfigurationError(path, "an object with kv_connector", repr(entry), f"for example {_EXAMPLE}")
     for key in entry:
         if key not in known:
             hint = f'put it into "{_EXTRA_KEY}"' if key == _WEIGHT_KEY else did_you_mean(str(key), known)
@@ -96,18 +96,18 @@ def _child(
         )
     if connector in MULTI_CONNECTORS:
         raise ConfigurationError(
-            f"{path}.kv_connector", "a store", f"another {connector}", "name its connectors here, side by side"
+            f"{path}.kv_connector", "a connector other than a multi connector", connector, "list its connectors here"
         )
     extra = entry.get(_EXTRA_KEY, {})
     if not isinstance(extra, Mapping):
-        raise ConfigurationError(f"{path}.{_EXTRA_KEY}", "an object", repr(extra), "leave it out if it says nothing")
+        raise ConfigurationError(f"{path}.{_EXTRA_KEY}", "an object", repr(extra), "leave it out if it is empty")
     policy = entry.get("kv_load_failure_policy")
     if policy is not None and policy != inherited.get("kv_load_failure_policy", policy):
         raise ConfigurationError(
             f"{path}.kv_load_failure_policy",
-            "the policy of the whole",
+            "the policy of HybridMultiConnector",
             repr(policy),
-            "say it beside HybridMultiConnector",
+            "set it beside HybridMultiConnector, not in a child",
         )
     weight = _weight(f"{path}.{_EXTRA_KEY}.{_WEIGHT_KEY}", extra.get(_WEIGHT_KEY, DEFAULT_WEIGHT))
     transfer = {**inherited, **entry, _EXTRA_KEY: {key: value for key, value in extra.items() if key != _WEIGHT_KEY}}
@@ -128,6 +128,6 @@ def _timeout_s(value: object) -> float:
             f"{ROOT}.lookup_timeout_seconds",
             "a number of seconds, 0 or more",
             repr(value),
-            f"{DEFAULT_LOOKUP_TIMEOUT_S} is the default; 0 waits for no child",
+            f"{DEFAULT_LOOKUP_TIMEOUT_S} is the default; 0 means: never wait",
         )
     return float(value)

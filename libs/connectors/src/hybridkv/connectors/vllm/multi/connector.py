@@ -1,7 +1,7 @@
-"""HybridMultiConnector: vLLM's connector interface over several children.
+"""HybridMultiConnector: implements vLLM's connector interface with several children.
 
-Here and in `worker_side.py` every method of the interface is forwarded to the children or put together from their
-answers; nothing is decided. Which child loads is the business of `selection.py`.
+This module and `worker_side.py` forward each method to the children and combine their results. They decide nothing:
+`selection.py` decides which child loads.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ Finished = tuple[bool, dict[str, Any] | None]
 
 
 class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
-    """Loads each request from the child that is worth most for it, and stores with all of them.
+    """Connector that loads each request from its best child, and stores with all children.
 
     Raises:
-        ConfigurationError: the configuration cannot work; the engine does not start.
-        ManagerError: a child does not support several KV cache groups, and there may be some.
+        ConfigurationError: the configuration cannot work. The engine does not start.
+        ManagerError: a child does not support several KV cache groups, and the model may have several.
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -147,7 +147,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
             self._selector().step_ended(metadata.step, metadata.sync_load_seconds, connector_output)
         loaded_by = self._selector().loads_reported(connector_output)
         for position, each in enumerate(self._connectors):
-            # A child hears of its own loads only.
+            # A child gets reports of its own loads only.
             others = {request_id for request_id, child in loaded_by.items() if child != position}
             each.update_connector_output(
                 replace(
@@ -193,7 +193,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
                 reading.append(position)
             if parameters is not None:
                 if clash := sorted(parameters.keys() & (together or {}).keys()):
-                    raise RuntimeError(f"{child.name} and another child both answer kv_transfer_params {clash}")
+                    raise RuntimeError(f"{child.name} and another child both return kv_transfer_params {clash}")
                 together = (together or {}) | parameters
         self._selector().ended(request)
         return self._scheduler_saves.request_ended(request.request_id, reading), together
@@ -202,7 +202,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         own: list[Any] = []
         others: list[Any] = []
         for child in self._children:
-            # Others may say a thing twice, forget it without a word, or take nothing back: to count that has no bound.
+            # Other connectors may repeat events or omit removals, so to track their blocks would take unbounded memory.
             (own if child.config.connector == CONNECTOR else others).extend(child.connector.take_events())
         return self._told_hashes.pass_on(own) + others
 
@@ -217,7 +217,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         if None in counts.values() or len(set(counts.values())) == 1:
             return None if None in counts.values() else next(iter(counts.values()))
         raise ConfigurationError(
-            f"{ROOT}.connectors", "children that await the same number of ranks", counts, "run them in engines apart"
+            f"{ROOT}.connectors", "children that wait for the same number of ranks", counts, "run them in engines apart"
         )
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
@@ -238,7 +238,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
 
     def _selector(self) -> Selector:
         if self._scheduler is None:
-            raise RuntimeError("a scheduler's method was called on the worker's half of HybridMultiConnector")
+            raise RuntimeError("a scheduler method was called on the worker half of HybridMultiConnector")
         return self._scheduler
 
     # Both sides.
@@ -247,7 +247,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         self._all("shutdown")
 
     def _all(self, method: str) -> list[Any]:
-        """Calls a method of every child, also after one has raised; then raises the first error."""
+        """Calls a method of every child, even if one raises. Then raises the first error."""
         answers, errors = [], []
         for child in self._children:
             try:
@@ -273,7 +273,10 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         layouts = {layout for layout in wanted.values() if layout is not None}
         if len(layouts) > 1:
             raise ConfigurationError(
-                f"{ROOT}.connectors", "children that want the same KV cache layout", wanted, "run them in engines apart"
+                f"{ROOT}.connectors",
+                "children that require the same KV cache layout",
+                wanted,
+                "run them in engines apart",
             )
         return next(iter(layouts), None)
 

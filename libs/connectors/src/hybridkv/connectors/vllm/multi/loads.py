@@ -1,6 +1,6 @@
-"""Loads that have begun and not ended. Follows them, and tells the admission of loads; chooses and counts nothing.
+"""Running loads of children. Tracks them and updates the load admission. It chooses no child and counts no metrics.
 
-A load in the background ends when the workers report its request. One within a step ends with that step.
+An asynchronous load ends when the workers report its request. A synchronous load ends with its step.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ChildLoad:
-    """One request's load.
+    """Load of one request.
 
     Args:
-        child: its position.
-        request_tokens: of the whole request.
-        num_tokens: that are loaded.
-        num_bytes: of engine memory that they fill.
-        begun_at_s: when the engine gave blocks for it.
-        blocks: of the request, to find out whose blocks could not be loaded.
-        step: within which it loads; None: in the background.
+        child: position of the child.
+        request_tokens: tokens of the whole request.
+        num_tokens: tokens to load.
+        num_bytes: size of these tokens in the engine's memory.
+        begun_at_s: time at which the engine allocated its blocks.
+        blocks: blocks of the request, to find loads with invalid blocks.
+        step: step of a synchronous load; None for an asynchronous load.
         has_failed: some of its blocks could not be loaded.
     """
 
@@ -42,35 +42,35 @@ class ChildLoad:
 
 
 class ChildLoads:
-    """Loads by request.
+    """Running loads, by request.
 
     Args:
-        num_children: who load.
-        admission: of all loads of this engine; children may tell it the same.
+        num_children: number of children.
+        admission: admission of all loads of this engine; children may update it too.
     """
 
     def __init__(self, num_children: int, admission: LoadAdmission) -> None:
         self._admission = admission
         self.pending = [0] * num_children
-        """Loads that have begun and not ended, by child."""
+        """Number of running loads, by child."""
         self._loads: dict[str, ChildLoad] = {}
         self._begun: set[str] = set()
-        """Since the last step was planned."""
+        """Requests whose load started after the last step was planned."""
         self._within_steps: list[str] = []
 
     def begin(self, request_id: str, load: ChildLoad) -> None:
-        """A request was given blocks for a load. Until it is scheduled, nothing can take them from it."""
+        """Adds a load of a request with allocated blocks. The request keeps them until it is scheduled."""
         self._loads[request_id] = load
         self._begun.add(request_id)
         self._admission.take(request_id, load.request_tokens)
         self.pending[load.child] += 1
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether a load of the request has not ended."""
+        """Whether a load of the request is running."""
         return request_id in self._loads
 
     def scheduled(self, request_ids: Collection[str], step: int) -> frozenset[int]:
-        """These run in this step. A load of theirs that has just begun is within it; the children of such loads."""
+        """Handles requests that run in this step: their new loads are synchronous. Returns children with such loads."""
         children = set()
         for request_id in self._begun.intersection(request_ids):
             load = self._loads[request_id]
@@ -83,11 +83,11 @@ class ChildLoads:
         return frozenset(children)
 
     def forget(self, request_id: str) -> None:
-        """The request is gone, and no load of it has begun and not ended."""
+        """Handles the end of a request without a running load."""
         self._admission.give_back(request_id)
 
     def ended_within(self, step: int, output: KVConnectorOutput) -> list[tuple[str, ChildLoad]]:
-        """Takes the loads within this step and those before it."""
+        """Takes the synchronous loads of this step and of earlier steps."""
         ended: list[tuple[str, ChildLoad]] = []
         open_still = []
         for request_id in self._within_steps:
@@ -101,9 +101,9 @@ class ChildLoads:
         return ended
 
     def reported(self, output: KVConnectorOutput) -> list[tuple[str, ChildLoad]]:
-        """Takes the loads in the background that the workers report."""
+        """Takes the asynchronous loads that the workers report."""
         if output.invalid_block_ids:
-            # Reported no later than the end of the load, which may be in a later step.
+            # Workers report invalid blocks before or with the end of the load.
             for load in self._loads.values():
                 if load.step is None and _touches(load.blocks, output.invalid_block_ids):
                     load.has_failed = True

@@ -1,4 +1,4 @@
-"""What travels between the halves of HybridMultiConnector: what its children send, one beside the other."""
+"""Messages between the halves of HybridMultiConnector: containers of the children's messages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 @dataclass(slots=True)
 class MultiMetadata(KVConnectorMetadata):
-    """Scheduler to workers, once a step.
+    """Message from scheduler to workers, once a step.
 
     Args:
-        children: each child's own.
-        saving: requests that ended, and the children that still read their blocks.
-        step: counts the steps.
-        is_measured: whether the workers shall say when the step has ended.
-        sync_children: children that load in this step before its forward pass, which is timed.
+        children: metadata of each child.
+        saving: ended requests, and the children that still read their blocks.
+        step: number of the step.
+        is_measured: whether workers must report the end of the step.
+        sync_children: children that load in this step before its forward pass. Workers time these loads.
     """
 
     children: tuple[KVConnectorMetadata, ...]
@@ -35,14 +35,14 @@ class MultiMetadata(KVConnectorMetadata):
 
 @dataclass(slots=True)
 class MultiWorkerMetadata(KVConnectorWorkerMetadata):
-    """Workers to scheduler: each child's own, the step that ended, and the seconds of loads within it by child."""
+    """Message from workers to scheduler: each child's metadata, the ended step, and seconds of sync loads by child."""
 
     children: tuple[KVConnectorWorkerMetadata | None, ...]
     step: int | None = None
     sync_load_seconds: dict[int, float] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> MultiWorkerMetadata:
-        """Of seconds the slowest rank's count: the others wait for it."""
+        """Merges two ranks. Of the seconds it takes the maximum, because all ranks wait for the slowest."""
         if not isinstance(other, MultiWorkerMetadata) or len(other.children) != len(self.children):
             raise TypeError(f"expected MultiWorkerMetadata of {len(self.children)} children, got {other!r}")
         children = []
@@ -57,13 +57,13 @@ class MultiWorkerMetadata(KVConnectorWorkerMetadata):
 
 @dataclass(slots=True)
 class MultiHandshakeMetadata(KVConnectorHandshakeMetadata):
-    """One rank's handshake metadata, by child."""
+    """Handshake metadata of one rank, by child."""
 
     children: dict[int, KVConnectorHandshakeMetadata]
 
 
 def of_child(metadata: Mapping[Any, KVConnectorHandshakeMetadata], child: int) -> dict[Any, Any]:
-    """What each rank's child says, by rank. What is no MultiHandshakeMetadata is meant for everyone."""
+    """Handshake metadata of one child, by rank. Metadata of another type goes to every child."""
     found = {}
     for rank, each in metadata.items():
         if not isinstance(each, MultiHandshakeMetadata):
@@ -74,14 +74,14 @@ def of_child(metadata: Mapping[Any, KVConnectorHandshakeMetadata], child: int) -
 
 
 class MultiKVEvents(KVConnectorKVEvents):
-    """KV events of one rank's children, kept apart, merged over ranks child by child."""
+    """KV events of one rank, by child. Merges ranks child by child."""
 
     def __init__(self, children: dict[int, KVConnectorKVEvents]) -> None:
         self.children = children
         self._num_workers = 1
 
     def add_events(self, events: list[Any]) -> None:
-        """Takes what another rank's `get_all_events` gave."""
+        """Adds the result of another rank's `get_all_events`."""
         for child, theirs in events:
             mine = self.children.get(child)
             if mine is None:
@@ -99,7 +99,7 @@ class MultiKVEvents(KVConnectorKVEvents):
         self._num_workers += count
 
     def get_all_events(self) -> list[Any]:
-        """Pairs of a child and its events."""
+        """Pairs of a child's position and its events."""
         return list(self.children.items())
 
     def get_number_of_workers(self) -> int:

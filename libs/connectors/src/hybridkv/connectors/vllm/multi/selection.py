@@ -1,9 +1,9 @@
-"""The scheduler's half of HybridMultiConnector: asks the children, takes the planner's choice, counts what came of it.
+"""Scheduler half of HybridMultiConnector: looks up each child, applies the planner's choice, and counts the results.
 
-It decides nothing: `hybridkv.planner.choose` says who loads, and the gate of `hybridkv.planner.admission`, the same as
-for one connector alone, when there is room for it. A child that raises when it is asked is counted, warned of once and
-treated as having nothing. A child whose load failed is not asked again for that request, nor is one that only stores.
-Who is not asked is not counted.
+It decides nothing: `hybridkv.planner.choose` chooses the child, and the gate of `hybridkv.planner.admission`, the same
+as for a single connector, decides when there is room for the load. A lookup that raises counts as an error and a miss,
+with one warning per child. There is no lookup at a child that only stores, nor at one that failed to load the request
+before; these count nothing.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 MIN_PREFILL_TOKENS: Final = 32
-"""A step with fewer says more about its overhead than about its tokens."""
+"""Least prefill tokens of a step that is a sample. In smaller steps the overhead dominates."""
 MAX_OPEN_STEPS: Final = 64
-"""Steps whose end is awaited; older ones are forgotten."""
+"""Most steps without a reported end. Older ones are dropped."""
 
 
 class RateEstimator:
-    """Seconds per token of loads and of prefill.
+    """Estimates of seconds per token, of each child's loads and of prefill.
 
     Args:
-        num_children: whose loads are timed.
-        clock: seconds that only grow.
+        num_children: number of children.
+        clock: monotonic seconds.
     """
 
     def __init__(self, num_children: int, clock: Callable[[], float]) -> None:
@@ -72,21 +72,21 @@ class RateEstimator:
         self._loads = [UNKNOWN_RATE] * num_children
         self._prefill = UNKNOWN_RATE
         self._open_steps: dict[int, tuple[float, int]] = {}
-        """Step to the time at which it was planned, and its tokens: 0 where they teach nothing."""
+        """By step: the time of its plan, and its tokens, or 0 if it is not a sample."""
         self._ended_at_s = 0.0
 
     def rates(self) -> Rates:
-        """What is known now."""
+        """Current estimates."""
         now_s = self._clock()
         loads = tuple(seconds_per_token(rate, now_s) for rate in self._loads)
         return Rates(loads, seconds_per_token(self._prefill, now_s))
 
     def loaded(self, child: int, num_tokens: int, seconds: float) -> None:
-        """A child has loaded."""
+        """Adds a sample of a child's load."""
         self._loads[child] = observe(self._loads[child], num_tokens, seconds, self._clock())
 
     def step_planned(self, step: int, scheduler_output: SchedulerOutput, has_sync_loads: bool) -> None:
-        """A step is about to run. One that computes little, or loads as well, teaches nothing about computing."""
+        """Handles the plan of a step. A step with few prefill tokens or with synchronous loads is not a sample."""
         total = scheduler_output.total_num_scheduled_tokens
         prefill = _prefill_tokens(scheduler_output)
         is_sample = not has_sync_loads and prefill >= MIN_PREFILL_TOKENS and 2 * prefill >= total
@@ -95,7 +95,7 @@ class RateEstimator:
             del self._open_steps[next(iter(self._open_steps))]
 
     def step_ended(self, step: int) -> None:
-        """All ranks are done with a step. Steps may be planned before earlier ones have ended."""
+        """Handles the end of a step on all ranks. Later steps may have been planned before."""
         now_s = self._clock()
         planned = self._open_steps.pop(step, None)
         if planned is not None and planned[1]:
@@ -116,11 +116,11 @@ def _prefill_tokens(scheduler_output: SchedulerOutput) -> int:
 
 
 class LoadSizes:
-    """Block sizes of a model's groups.
+    """Block sizes of the model's groups.
 
     Args:
-        kv_cache_config: of the engine.
-        num_ranks: each of which fills its own memory.
+        kv_cache_config: configuration of the engine's KV cache.
+        num_ranks: number of ranks; each loads into its own memory.
     """
 
     def __init__(self, kv_cache_config: KVCacheConfig, num_ranks: int) -> None:
@@ -132,7 +132,7 @@ class LoadSizes:
         ]
 
     def load_bytes(self, blocks: KVCacheBlocks, first_token: int, num_tokens: int) -> int:
-        """Bytes, over all ranks, of the blocks that hold something of these tokens."""
+        """Bytes, over all ranks, of the blocks that hold these tokens."""
         total = 0
         for index, block_tokens, block_bytes in self._groups:
             table = blocks.blocks[index][first_token // block_tokens : -(-(first_token + num_tokens) // block_tokens)]
@@ -148,11 +148,11 @@ def _block_bytes(group: Any) -> int:
 
 
 def load_admission(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> LoadAdmission:
-    """Admits the loads of all children.
+    """Admission of the loads of all children.
 
     Raises:
-        ConfigurationError: the model has no group of which anything could be loaded, or one of unknown meaning: how
-            many blocks a request needs of that nobody here can say, whoever loads it.
+        ConfigurationError: the model has no group that can be loaded, or a group of unknown kind: then the number of
+            blocks that a request needs is unknown for every child.
     """
     groups = group_specs(kv_cache_config)
     if all(group.kind is GroupKind.SCRATCH for group in groups):
@@ -161,7 +161,7 @@ def load_admission(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> L
 
 
 def shared_steering(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Steering | None:
-    """Has all children's prefills stop where they wish; None for a model without states, of which nobody wishes any."""
+    """Prefill stops of all children. None for a model without recurrent states, which needs no stops."""
     has_states = any(group.kind is GroupKind.RECURRENT for group in group_specs(kv_cache_config))
     return Steering(compat.most_chunk_tokens(vllm_config)) if has_states else None
 
@@ -169,30 +169,30 @@ def shared_steering(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
 logger = logging.getLogger("vllm.hybridkv.multi")
 
 _BOUNDS: Final = RoomBounds(polls=None, seconds=MAX_GATE_S, loads_end=False)
-"""How long a request waits for room beside other loads before it is computed instead. A child's load takes as long as
-that child allows, and nobody knows that it ends."""
+"""How long a request waits for room beside other loads before the engine computes it. `loads_end` is False: the end of
+a child's load depends on the child, so it is not certain."""
 
 
 @dataclass(slots=True)
 class _Candidate:
-    """A request that a child may load for."""
+    """Request that a child may load."""
 
     computed_tokens: int = 0
     answers: list[Answer] | None = None
-    """Of the last round, until the request is admitted."""
+    """Results of the last lookup, until the request is admitted."""
     chosen: int | None = None
     waiting_since_s: float | None = None
     timed_out: bool = False
-    """It waited for a child in vain."""
+    """The last lookup waited for a child until the timeout."""
     failed_children: frozenset[int] = frozenset()
-    """Children whose loads for this request failed."""
+    """Children that failed to load this request."""
     room: RoomWait = NOT_WAITED
     is_ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class StepMarks:
-    """What the workers must know of a step: its number, whether to report its end, children that load within it."""
+    """Step data for the workers: its number, whether to report its end, and children with synchronous loads."""
 
     step: int
     is_measured: bool
@@ -203,12 +203,12 @@ class Selector:
     """Chooses a child for each request.
 
     Args:
-        children: in the order of configuration.
-        lookup_timeout_s: how long a request waits for children that need more time, while none has answered.
-        sizes: of the model's blocks.
-        admission: which loads may hold blocks at the same time.
-        clock: seconds that only grow.
-        steering: where prefills stop, as the children wish; None where nobody wishes.
+        children: children in the order of the configuration.
+        lookup_timeout_s: how long a request waits for pending lookups while no child has a hit.
+        sizes: block sizes of the model.
+        admission: admission of concurrent loads.
+        clock: monotonic seconds.
+        steering: prefill stops of all children; None for a model without recurrent states.
     """
 
     def __init__(
@@ -239,14 +239,14 @@ class Selector:
         self._step = 0
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """The pool in which loads must fit."""
+        """Takes the pool in which loads must fit."""
         self._pool = pool
 
-    # What the engine asks before it admits a request.
+    # Lookups, before the engine admits a request.
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
-        """Tokens that the chosen child can load beyond `computed_tokens` and whether it does so in the background, or
-        None to be asked again."""
+        """Tokens that the chosen child can load after `computed_tokens`, and whether the load is asynchronous.
+        None: the engine looks up again in a later step."""
         if self._steering is None:
             return self._choose(request, computed_tokens)
         self._steering.begin(request)
@@ -254,8 +254,10 @@ class Selector:
         if num_tokens is not None:
             try:
                 self._steering.settle(request, computed_tokens + num_tokens, is_loaded=is_async)
-            except Exception:  # what a child wishes for must not end the engine for all
-                logger.exception("request %s: no stops, because a connector failed to plan them", request.request_id)
+            except Exception:  # a child's error must not end the engine
+                logger.exception(
+                    "request %s: no prefill stops, because a connector failed to plan them", request.request_id
+                )
                 self._steering.begin(request)
         return num_tokens, is_async
 
@@ -280,7 +282,7 @@ class Selector:
             if tokens is None:
                 try:
                     tokens, is_async = child.connector.get_num_new_matched_tokens(request, computed_tokens)
-                except Exception as error:  # one child must not end the engine for all
+                except Exception as error:  # a child's error must not end the engine
                     self._count_error(position, error)
                     tokens = Unusable.RAISED
             answers.append(tokens)
@@ -314,7 +316,7 @@ class Selector:
         return Unusable.BARRED if position in candidate.failed_children else None
 
     def _may_wait(self, candidate: _Candidate) -> bool:
-        """Whether there is time left to wait; it begins when the request is first told to."""
+        """Whether the request may wait on. The time starts at its first deferred lookup."""
         waited_s = 0.0 if candidate.waiting_since_s is None else self._clock() - candidate.waiting_since_s
         return waited_s < self._timeout_s
 
@@ -324,7 +326,7 @@ class Selector:
         request: Request,
         candidate: _Candidate,
     ) -> Verdict:
-        """What the gate says of a request beside those that load."""
+        """Verdict of the gate on a request beside the running loads."""
         pool_blocks, free_blocks = 0, 0
         if self._pool is not None:
             pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
@@ -336,17 +338,17 @@ class Selector:
         if position not in self._warned:
             self._warned.add(position)
             logger.warning(
-                "%s raised %r when asked about a request: it counts as having nothing, now and whenever it does so "
-                "again; vllm:kv_connector_mc_errors_total says how often",
+                "%s raised %r in a lookup: this and later errors count as misses; "
+                "vllm:kv_connector_mc_errors_total counts them",
                 self._children[position].name,
                 error,
                 exc_info=error,
             )
 
-    # What the engine tells about a request.
+    # Events of a request.
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """The request has blocks: the chosen child is to load, the others hear that they are not."""
+        """Handles the allocation of blocks: the chosen child loads, and the others get 0 tokens to load."""
         candidate = self._requests.get(request.request_id)
         if candidate is None:
             candidate = self._requests[request.request_id] = _Candidate()
@@ -362,7 +364,7 @@ class Selector:
             child.connector.update_state_after_alloc(request, blocks, num_tokens)
 
     def _settle(self, candidate: _Candidate, num_external_tokens: int) -> None:
-        """Counts the last round, which the engine has acted on."""
+        """Counts the results of the last lookup, which the engine has used."""
         answers, candidate.answers = candidate.answers, None
         if answers is None:
             return
@@ -387,18 +389,18 @@ class Selector:
         candidate.room = NOT_WAITED
 
     def chosen(self, request: Request) -> int | None:
-        """The position of the child that loads, or last loaded, for a request."""
+        """Position of the child that loads the request, or that loaded it last."""
         candidate = self._requests.get(request.request_id)
         return candidate.chosen if candidate is not None else None
 
     def hit_sources(self, request: Request, num_tokens: int, unspecified: Any) -> dict[Any, int]:
-        """Where external tokens come from: what the chosen child says, nothing below zero, `num_tokens` in all."""
+        """External tokens by source, from the chosen child, without negative counts and with `num_tokens` in total."""
         position = self.chosen(request)
         said: dict[Any, int] = {}
         if position is not None:
             try:
                 said = self._children[position].connector.get_external_cache_hit_sources(request, num_tokens)
-            except Exception as error:  # a matter of metrics alone
+            except Exception as error:  # affects only metrics
                 self._count_error(position, error)
         sources: dict[Any, int] = {}
         left = num_tokens
@@ -414,7 +416,7 @@ class Selector:
         return sources
 
     def ended(self, request: Request) -> None:
-        """The request is over. What it loads is followed to its end."""
+        """Handles the end of the request. A running load is tracked to its end."""
         candidate = self._requests.get(request.request_id)
         if candidate is not None:
             candidate.is_ended = True
@@ -425,10 +427,10 @@ class Selector:
             del self._requests[request_id]
             self._loads.forget(request_id)
 
-    # What the engine tells once a step.
+    # Events of a step.
 
     def plan_step(self, scheduler_output: SchedulerOutput) -> StepMarks:
-        """A step is about to run."""
+        """Handles the plan of a step."""
         self._step += 1
         if self._steering is not None:
             self._steering.advance(scheduler_output)
@@ -438,14 +440,14 @@ class Selector:
         return StepMarks(self._step, bool(sync_children) or self._estimator is not None, sync_children)
 
     def step_ended(self, step: int, sync_load_seconds: dict[int, float], output: KVConnectorOutput) -> None:
-        """All ranks are done with a step, and with the loads within it."""
+        """Handles the end of a step and of its synchronous loads on all ranks."""
         if self._estimator is not None:
             self._estimator.step_ended(step)
         for request_id, load in self._loads.ended_within(step, output):
             self._load_ended(request_id, load, sync_load_seconds.get(load.child, 0.0))
 
     def loads_reported(self, output: KVConnectorOutput) -> dict[str, int]:
-        """The workers report ends of loads: those requests, and who loaded for them."""
+        """Handles the workers' reports of ended loads. Returns the child by request."""
         ended = {}
         for request_id, load in self._loads.reported(output):
             ended[request_id] = load.child
@@ -471,7 +473,7 @@ class Selector:
         return self._stats.child(self._children[position].name)
 
     def take_stats(self) -> SelectionStats | None:
-        """What was counted since the last call, None if nothing."""
+        """Takes the counts since the last call; None if there are none."""
         if self._loads.pending != self._reported_pending:
             self._reported_pending = list(self._loads.pending)
             for position, pending in enumerate(self._loads.pending):

@@ -1,6 +1,6 @@
-"""The choice's counts and the children's own statistics, on their way to /metrics through vLLM's connector statistics.
+"""Statistics of HybridMultiConnector: selection counts and the children's statistics, as vLLM's KVConnectorStats.
 
-A child's statistics are rebuilt in the API process by the class that made them, which travels by name.
+The API process rebuilds a child's statistics with the child's class, and the data include the name of that class.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CHILDREN = "children"
 
 
 class MultiStats(KVConnectorStats):
-    """Objects while they are merged; `to_dict` makes them plain and `build` makes plain ones objects.
+    """Selection counts and children's statistics. `to_dict` makes plain values of the objects, `build` reverses it.
 
     `data` is {"selection": SelectionStats, "children": {name: (class of the connector, its KVConnectorStats)}}.
     """
@@ -35,7 +35,7 @@ class MultiStats(KVConnectorStats):
 
     @classmethod
     def collect(cls, selection: SelectionStats | None, children: Sequence[Child]) -> MultiStats | None:
-        """What one half has counted since the last time, None if nothing."""
+        """Collects the counts of one half since the last call; None if there are none."""
         of_children = {}
         for child in children:
             stats = child.connector.get_kv_connector_stats()
@@ -47,7 +47,7 @@ class MultiStats(KVConnectorStats):
 
     @classmethod
     def build(cls, data: dict[str, Any] | None) -> MultiStats:
-        """From what `to_dict` gave, or from nothing. A child that cannot rebuild its statistics is left out."""
+        """Rebuilds the result of `to_dict`; None gives empty statistics. Omits children that cannot rebuild theirs."""
         if data is None:
             return cls()
         children = {}
@@ -91,7 +91,7 @@ class MultiStats(KVConnectorStats):
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """For the periodic log line, each name with its child's before it."""
+        """Totals for the periodic log line. The child's name is a prefix of each key."""
         reduced = self.selection.totals()
         for name, (_, stats) in self.children.items():
             reduced |= {f"{name}.{key}": value for key, value in stats.reduce().items()}
@@ -114,10 +114,10 @@ def _class_of(name: str) -> Any:
 
 
 class MultiPromMetrics(KVConnectorPromMetrics):
-    """The choice's metrics, and the children's with one more label: `connector`, the child.
+    """Prometheus metrics of the selection, and of the children with one more label: `connector`, the child's name.
 
-    Children of one class share its metrics. They are built once, with engines that each stand for one child of one
-    engine, so that a gauge of one child does not overwrite another's.
+    Children of one class share one metrics object. Its engine indexes stand for pairs of an engine and a child, so that
+    a gauge of one child does not overwrite another child's.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The worker's half of HybridMultiConnector: every call goes to every child, and their answers are put together."""
+"""Worker half of HybridMultiConnector: forwards each call to every child and combines the results."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from hybridkv.connectors.vllm.multi.messages import (
 
 
 class SyncLoadTimer:
-    """Times calls of those children that load within the present step.
+    """Measures the time of synchronous loads, by child.
 
     Args:
-        clock: seconds that only grow.
+        clock: monotonic seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -39,11 +39,11 @@ class SyncLoadTimer:
         self._seconds: dict[int, float] = {}
 
     def begin(self, children: frozenset[int]) -> None:
-        """A step begins in which these children load."""
+        """Starts a step with synchronous loads of these children."""
         self._timed = children
 
     def run(self, child: int, call: Callable[..., Any], *args: Any, **options: Any) -> None:
-        """Calls a child."""
+        """Calls a child, and measures the call if the child loads in this step."""
         if child not in self._timed:
             call(*args, **options)
             return
@@ -52,48 +52,48 @@ class SyncLoadTimer:
         self._seconds[child] = self._seconds.get(child, 0.0) + self._clock() - started_s
 
     def take(self) -> dict[int, float]:
-        """Seconds by child since the last call."""
+        """Takes the seconds since the last call, by child."""
         seconds, self._seconds = self._seconds, {}
         return seconds
 
 
 class SchedulerSaves:
-    """The scheduler's half."""
+    """Saves of ended requests, in the scheduler: which children still read their blocks."""
 
     def __init__(self) -> None:
         self._tails: dict[str, set[int]] = {}
         self._ended: dict[str, frozenset[int]] = {}
 
     def tail_accepted(self, request_id: str, children: Iterable[int]) -> None:
-        """These children read a partial block of a request that is about to end."""
+        """Adds children that read a partial block of a request that is about to end."""
         self._tails.setdefault(request_id, set()).update(children)
 
     def request_ended(self, request_id: str, children: Iterable[int]) -> bool:
-        """These children read blocks of a request that ended. Whether any child does."""
+        """Adds children that read blocks of an ended request. Returns whether any child reads them."""
         reading = frozenset(self._tails.pop(request_id, set())).union(children)
         if reading:
             self._ended[request_id] = reading
         return bool(reading)
 
     def take(self) -> dict[str, frozenset[int]]:
-        """Requests that ended since the last call, for the workers."""
+        """Takes the requests that ended since the last call, for the workers."""
         ended, self._ended = self._ended, {}
         return ended
 
 
 class WorkerSaves:
-    """The worker's half, on one rank."""
+    """Saves of ended requests, on one rank."""
 
     def __init__(self) -> None:
         self._reading: dict[str, set[int]] = {}
 
     def begin(self, saving: Mapping[str, frozenset[int]]) -> None:
-        """Requests that ended, and the children that read on."""
+        """Adds ended requests and the children that still read their blocks."""
         for request_id, children in saving.items():
             self._reading.setdefault(request_id, set()).update(children)
 
     def end(self, child: int, request_ids: Iterable[str]) -> set[str]:
-        """A child is done with these. The requests with which all are; what a child never held is not counted."""
+        """Handles the end of a child's saves. Returns requests that no child reads any more. Ignores unknown saves."""
         done = set()
         for request_id in request_ids:
             reading = self._reading.get(request_id)
@@ -107,7 +107,7 @@ class WorkerSaves:
 
 
 class MultiWorkerSide(KVConnectorBase_V1):
-    """What vLLM calls in a worker. `_take_children` comes first."""
+    """Methods that vLLM calls in a worker. `_take_children` must be called first."""
 
     def _take_children(self, children: Sequence[Child]) -> None:
         self._children = tuple(children)
@@ -121,9 +121,9 @@ class MultiWorkerSide(KVConnectorBase_V1):
         if len(pools) > 1:
             raise ConfigurationError(
                 f"{ROOT}.connectors",
-                "one child at most with a memory pool of its own",
+                "at most one child with its own memory pool",
                 ", ".join(name for name, _ in pools),
-                "the KV cache is allocated once; turn the pool off in all but one",
+                "the engine allocates the KV cache once; turn the pool off in all other children",
             )
         return pools[0][1] if pools else None
 
@@ -149,7 +149,7 @@ class MultiWorkerSide(KVConnectorBase_V1):
             each.clear_connector_metadata()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata | set[str]) -> None:
-        """Takes the step's metadata, or a set of request ids as engines before 0.18 pass it."""
+        """Takes the step's metadata, or the set of request ids that vLLM before 0.18 passes."""
         if isinstance(kv_connector_metadata, MultiMetadata):
             for each, of_each in zip(self._connectors, kv_connector_metadata.children, strict=True):
                 each.handle_preemptions(of_each)
