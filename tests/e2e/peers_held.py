@@ -23,12 +23,14 @@ def held_by(engine: Engine) -> Held:
         "plans under way": int(scheduler.has_plan()),
         "leases": len(serving._leases),
         "tables of leases": len(serving._tables),
-        "leases before or after their plan": len(serving._opened) + len(serving._early) + len(serving._ended_early),
+        "leases before or after their plan": len(serving._opened)
+        + len(serving._held_before_plan)
+        + len(serving._ended_before_plan),
         "slots with a nonce": int(memory._table.any(axis=1).sum()),
-        "questions": len(serving._questions),
+        "questions": len(serving._pending_digests),
         "reads": len(reading._reads),
         "reads that were left": len(reading._leftovers),
-        "digests asked for": len(reading._asked),
+        "digests asked for": len(reading._rank_by_request),
         "slots being read": int(len(memory._scratch) - len(memory._free)),
         "leases of others": agent._remote_leases.num_leases,
     }

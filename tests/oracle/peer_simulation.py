@@ -189,7 +189,7 @@ class SteppedAgent(Agent):
         found = {
             "reads": len(self._reads._reads),
             "leftovers": len(self._reads._leftovers),
-            "questions": len(self._server._pending_digests) + len(self._reads._asked),
+            "questions": len(self._server._pending_digests) + len(self._reads._rank_by_request),
             "leases": len(self._server._leases),
             "tables": len(self._server._tables),
             "early": len(self._server._held_before_plan)

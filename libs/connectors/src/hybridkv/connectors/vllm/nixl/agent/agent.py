@@ -103,7 +103,7 @@ class Agent:
         loop: control connections. The agent closes it.
         transport: moves bytes; all memory is registered. The agent closes it.
         memory: registered memory.
-        offer: options of the server for consumers.
+        server_options: options of the server for consumers.
         options: options of reads.
         recorder: metrics.
     """
@@ -113,7 +113,7 @@ class Agent:
         loop: ControlLoop,
         transport: Transport,
         memory: NixlRankMemory,
-        offer: ServerOptions,
+        server_options: ServerOptions,
         options: ReadOptions,
         recorder: NixlMetrics,
     ) -> None:
@@ -126,8 +126,8 @@ class Agent:
             lambda: self._inbox.put(lambda: None),
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._server = LeaseServer(offer, memory, control, recorder)
-        self._connections = ProducerConnections(offer.description, transport, control, options.max_links)
+        self._server = LeaseServer(server_options, memory, control, recorder)
+        self._connections = ProducerConnections(server_options.description, transport, control, options.max_links)
         self._reads = ReadManager(memory, self._connections, transport, control, recorder, options)
         self._remote_leases = RemoteLeases(self._connections, control, options.clock)
         self._connections.in_use = lambda: self._reads.links | self._remote_leases.links
@@ -214,7 +214,7 @@ class Agent:
 
     def _release_ranks(self) -> None:
         for request_id, rank, is_read in self._reads.released_ranks:
-            self._remote_leases.part(request_id, rank, is_read)
+            self._remote_leases.release_rank(request_id, rank, is_read)
         self._reads.released_ranks = []
         for request_id, failure in self._reads.ended:
             self._remote_leases.end(request_id, failure is None)
@@ -294,7 +294,7 @@ class Agent:
         if peer is None or self._connections.received(peer, message):
             return
         if isinstance(message, Digests):
-            self._reads.answered(peer, message)
+            self._reads.on_digests(peer, message)
 
     def _closed(self, link: LinkId, reason: CloseReason) -> None:
         self._connections.closed(link, reason)

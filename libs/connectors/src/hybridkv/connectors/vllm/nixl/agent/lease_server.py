@@ -88,22 +88,22 @@ class LeaseServer:
     """Server for consumers. Call it from one thread, except `show`.
 
     Args:
-        offer: options.
+        options: options.
         memory: memory of this rank.
         control: sends messages to consumers.
         recorder: metrics.
     """
 
     def __init__(
-        self, offer: ServerOptions, memory: NixlRankMemory, control: ControlChannel, recorder: NixlMetrics
+        self, options: ServerOptions, memory: NixlRankMemory, control: ControlChannel, recorder: NixlMetrics
     ) -> None:
-        self._options = offer
+        self._options = options
         self._memory = memory
         self._control = control
         self._recorder = recorder
-        self._encoded = encode(offer.description)
-        bounds = LeaseBounds(offer.lease_s, offer.lease_s, MAX_LEASE_LENGTHS * offer.lease_s)
-        self._leases = Leases(offer.max_leases, bounds, memory.write_slot)
+        self._encoded = encode(options.description)
+        bounds = LeaseBounds(options.lease_s, options.lease_s, MAX_LEASE_LENGTHS * options.lease_s)
+        self._leases = Leases(options.max_leases, bounds, memory.write_slot)
         self._opened: dict[Lease, str] = {}
         """Requests that run, or that have finished but are not yet offered, by lease."""
         self._held_before_plan: set[str] = set()
@@ -188,7 +188,7 @@ class LeaseServer:
         """Handles a message of a consumer. An unexpected message ends its connection."""
         match message:
             case Describe():
-                self._described(link, message)
+                self._on_describe(link, message)
             case Renew():
                 holds = self._leased_request(message.lease) is not None
                 holds = holds and self._leases.renew(message.lease, self._options.clock())
@@ -200,11 +200,11 @@ class LeaseServer:
                 if ended is not None:
                     self._end(ended)
             case AskDigests():
-                self._asked(link, message)
+                self._on_ask_digests(link, message)
             case _:
                 self._control.end(link, CloseReason.UNEXPECTED)
 
-    def _described(self, link: LinkId, message: Describe) -> None:
+    def _on_describe(self, link: LinkId, message: Describe) -> None:
         if link in self._described_links:
             self._control.end(link, CloseReason.UNEXPECTED)
             return
@@ -236,7 +236,7 @@ class LeaseServer:
             self._held_before_plan.add(request_id)
         return self._leases.holds(lease, now_s)
 
-    def _asked(self, link: LinkId, message: AskDigests) -> None:
+    def _on_ask_digests(self, link: LinkId, message: AskDigests) -> None:
         exchange = self._exchanges.get(link)
         if exchange is None:
             self._control.end(link, CloseReason.UNEXPECTED)
@@ -257,7 +257,7 @@ class LeaseServer:
         number, request_id = pending.number, self._leased_request(pending.lease)
         if request_id is None:
             return Digests(number, b"", ENDED)
-        return self._begin_digests(pending, request_id) if pending.taken is None else self._taken(pending)
+        return self._begin_digests(pending, request_id) if pending.taken is None else self._digests_of(pending)
 
     def _begin_digests(self, pending: _PendingDigests, request_id: str) -> Digests | None:
         tables = self._tables.get(request_id)
@@ -272,9 +272,9 @@ class LeaseServer:
         pending.taken = self._digesting.take(runs)
         # If the digest thread's queue is full, the request waits, at most until its lease ends.
         pending.waits = pending.taken is None
-        return self._taken(pending)
+        return self._digests_of(pending)
 
-    def _taken(self, pending: _PendingDigests) -> Digests | None:
+    def _digests_of(self, pending: _PendingDigests) -> Digests | None:
         number, taken = pending.number, pending.taken
         if taken is None or not taken.is_done:
             return None

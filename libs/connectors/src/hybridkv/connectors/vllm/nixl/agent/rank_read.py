@@ -100,7 +100,7 @@ class RankRead:
         self._load = load
         self._pairing: Pairing | None = None
         self._transfer: TransferId | None = None
-        self._asked: _DigestReplies | None = None
+        self._requested: _DigestReplies | None = None
         self._check: _ReadCheck | None = None
         self.num_descriptors = 0
         self.is_transport_closed = False
@@ -114,16 +114,16 @@ class RankRead:
         return self._pairing.num_bytes if self._pairing is not None else 0
 
     @property
-    def questions(self) -> tuple[int, ...]:
+    def request_numbers(self) -> tuple[int, ...]:
         """Numbers of the requests for digests."""
-        return tuple(self._asked.theirs) if self._asked is not None else ()
+        return tuple(self._requested.theirs) if self._requested is not None else ()
 
     @property
     def is_moving(self) -> bool:
         """Whether a transfer is running."""
         return self._transfer is not None or (self._check is not None and self._check.transfer is not None)
 
-    def look(self, stage: Stage) -> Event | None:
+    def poll(self, stage: Stage) -> Event | None:
         """Polls for the event for which a stage waits."""
         match stage:
             case Stage.CONNECTING:
@@ -152,11 +152,11 @@ class RankRead:
         """Starts the checks."""
         self._check = _ReadCheck(timeout_s, digests_agree=not self._tools.verify)
 
-    def answered(self, message: Digests) -> None:
+    def on_digests(self, message: Digests) -> None:
         """Takes digests from the producer."""
-        if self._asked is not None and message.request in self._asked.theirs:
-            self._asked.failure = self._asked.failure or message.failure
-            self._asked.theirs[message.request] = message.digests
+        if self._requested is not None and message.request in self._requested.theirs:
+            self._requested.failure = self._requested.failure or message.failure
+            self._requested.theirs[message.request] = message.digests
 
     def is_quiet(self) -> bool:
         """Whether no transfer writes into this rank's memory any more. Call it until it is true."""
@@ -181,8 +181,8 @@ class RankRead:
         theirs = peer.exchange.agreement.theirs
         if (theirs.rank, theirs.tp_size) != (self.rank, len(prompt.ranks)):
             # A proxy's list decides which heads come from which rank, and digests would not show a wrong order.
-            asked = f"rank {self.rank} of {len(prompt.ranks)}"
-            self.detail = f"expected {asked}, but the peer is rank {theirs.rank} of {theirs.tp_size}"
+            requested = f"rank {self.rank} of {len(prompt.ranks)}"
+            self.detail = f"expected {requested}, but the peer is rank {theirs.rank} of {theirs.tp_size}"
             return Lost(self._index, Reason.PAIRING)
         pairing = peer.exchange.pair(
             _ours(load),
@@ -280,10 +280,10 @@ class RankRead:
     # Digests.
 
     def _ask(self, pairing: Pairing) -> None:
-        asked = self._asked = _DigestReplies(digest_request(pairing))
-        for part in asked.request.parts(CELLS_PER_REQUEST):
+        requested = self._requested = _DigestReplies(digest_request(pairing))
+        for part in requested.request.parts(CELLS_PER_REQUEST):
             number = next(self._tools.numbers)
-            asked.theirs[number] = None
+            requested.theirs[number] = None
             spans = pack_columns(part.columns)
             question = AskDigests(number, self._load.prompt.lease, part.num_tokens, spans)
             self._tools.control.send(self.peer.link, question)
@@ -291,20 +291,20 @@ class RankRead:
     def _look_at_digests(self, check: _ReadCheck) -> Reason | None:
         if check.digests_agree:
             return None
-        asked = self._asked
-        assert asked is not None
-        if asked.failure:
-            self.detail = asked.failure
-            return _OF_DIGESTS.get(asked.failure, Reason.PAIRING)
+        requested = self._requested
+        assert requested is not None
+        if requested.failure:
+            self.detail = requested.failure
+            return _OF_DIGESTS.get(requested.failure, Reason.PAIRING)
         if check.ours is None:
-            return self._take_ours(check, asked.request)
-        theirs = [each for each in asked.theirs.values() if each is not None]
-        if not check.ours.is_done or len(theirs) < len(asked.theirs):
+            return self._take_ours(check, requested.request)
+        theirs = [each for each in requested.theirs.values() if each is not None]
+        if not check.ours.is_done or len(theirs) < len(requested.theirs):
             return None
         if check.ours.error is not None or check.ours.value is None:
             self.detail = f"digests could not be taken: {check.ours.error}"
             return Reason.OTHER
-        wrong = mismatches(asked.request, check.ours.value, _split(b"".join(theirs)))
+        wrong = mismatches(requested.request, check.ours.value, _split(b"".join(theirs)))
         if wrong:
             group, cell = wrong[0]
             self.detail = f"{len(wrong)} cells differ from the producer's, the first is cell {cell} of group {group}"

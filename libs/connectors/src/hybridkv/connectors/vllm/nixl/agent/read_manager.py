@@ -103,7 +103,7 @@ class ReadManager:
         self._digesting = DigestThread(memory, control.wake)
         self._tools = ReadTools(memory, transport, control, self._digesting, itertools.count(1), options.verify)
         self._reads: dict[str, _RequestRead] = {}
-        self._asked: dict[int, RankRead] = {}
+        self._rank_by_request: dict[int, RankRead] = {}
         self._leftovers: list[RankRead] = []
         """Ranks of ended reads that still read a lease into a scratch slot."""
         self.ended: list[tuple[str, NixlLoadFailure | None]] = []
@@ -162,12 +162,12 @@ class ReadManager:
         self._feed(read, Abort())
         return True
 
-    def answered(self, peer: ProducerConnection, message: Digests) -> None:
+    def on_digests(self, peer: ProducerConnection, message: Digests) -> None:
         """Takes digests from a producer. Ignores digests that were not requested from it."""
-        rank = self._asked.get(message.request)
+        rank = self._rank_by_request.get(message.request)
         if rank is not None and rank.peer is peer:
-            del self._asked[message.request]
-            rank.answered(message)
+            del self._rank_by_request[message.request]
+            rank.on_digests(message)
 
     def tick(self) -> None:
         """Advances every read as far as possible."""
@@ -191,7 +191,7 @@ class ReadManager:
 
     def _advance(self, read: _RequestRead) -> None:
         for index, rank in enumerate(read.ranks):
-            while not read.life.reported and (event := rank.look(read.life.peers[index].stage)) is not None:
+            while not read.life.reported and (event := rank.poll(read.life.peers[index].stage)) is not None:
                 self._feed(read, event)
             if rank.is_transport_closed:
                 # Without this the connection would stay open, and every later read would fail.
@@ -217,7 +217,7 @@ class ReadManager:
         match command:
             case Start():
                 rank.start(left_s)
-                self._asked |= dict.fromkeys(rank.questions, rank)
+                self._rank_by_request |= dict.fromkeys(rank.request_numbers, rank)
             case Cancel():
                 rank.cancel()
             case Sever():
@@ -230,8 +230,8 @@ class ReadManager:
     def _end(self, read: _RequestRead, failure: Reason | None) -> None:
         del self._reads[read.load.request_id]
         for rank in read.ranks:
-            for number in rank.questions:
-                self._asked.pop(number, None)
+            for number in rank.request_numbers:
+                self._rank_by_request.pop(number, None)
             if not rank.is_quiet():
                 self._leftovers.append(rank)
         if failure is not None:

@@ -52,7 +52,7 @@ class _RemoteLease:
     holders: tuple[_LeaseHolder, ...]
     next_renewal_s: float
     until_s: float
-    """End of the lease if the last renewal that was sent is the last that arrived."""
+    """End of the lease, counted from the last renewal that this rank sent."""
     is_read: bool | None = None
     """After `end`: whether the blocks were read. None before."""
 
@@ -79,7 +79,7 @@ class RemoteLeases:
     @property
     def links(self) -> set[LinkId]:
         """Connections to ranks that hold blocks for this rank."""
-        return {holder.peer.link for hold in self._leases.values() for holder in hold.holders}
+        return {holder.peer.link for lease in self._leases.values() for holder in lease.holders}
 
     def begin(self, request_id: str, prompt: RemotePrompt) -> None:
         """Starts to renew a lease. Connects to the producer now, because the load will need the connection."""
@@ -90,68 +90,68 @@ class RemoteLeases:
             prompt, holders, now_s + _renewal_interval_s(prompt), now_s + prompt.lease_seconds
         )
 
-    def part(self, request_id: str, rank: int, is_read: bool) -> None:
+    def release_rank(self, request_id: str, rank: int, is_read: bool) -> None:
         """Sends `Done` to one rank of the producer. The leases at other ranks and the connection stay."""
-        hold = self._leases.get(request_id)
-        if hold is None:
+        lease = self._leases.get(request_id)
+        if lease is None:
             return
-        for holder in hold.holders:
-            if holder.link.rank == rank and self._send_done(hold, holder, is_read):
-                hold.holders = tuple(other for other in hold.holders if other is not holder)
+        for holder in lease.holders:
+            if holder.link.rank == rank and self._send_done(lease, holder, is_read):
+                lease.holders = tuple(other for other in lease.holders if other is not holder)
 
     def end(self, request_id: str, is_read: bool) -> None:
         """Sends `Done` to all ranks of the producer that have not got it."""
-        hold = self._leases.get(request_id)
-        if hold is not None and hold.is_read is None:
-            hold.is_read = is_read
-            self._part(request_id, hold, is_read)
+        lease = self._leases.get(request_id)
+        if lease is not None and lease.is_read is None:
+            lease.is_read = is_read
+            self._release(request_id, lease, is_read)
 
     def tick(self) -> None:
         """Sends due renewals, and `Done` messages that could not be sent before."""
         now_s = self._clock()
-        for request_id, hold in list(self._leases.items()):
-            if hold.is_read is not None:
-                self._part(request_id, hold, hold.is_read)
-            elif now_s >= hold.next_renewal_s:
-                self._renew(hold, now_s)
+        for request_id, lease in list(self._leases.items()):
+            if lease.is_read is not None:
+                self._release(request_id, lease, lease.is_read)
+            elif now_s >= lease.next_renewal_s:
+                self._renew(lease, now_s)
 
-    def _renew(self, hold: _RemoteLease, now_s: float) -> None:
-        hold.next_renewal_s = now_s + _renewal_interval_s(hold.prompt)
-        for holder in hold.holders:
+    def _renew(self, lease: _RemoteLease, now_s: float) -> None:
+        lease.next_renewal_s = now_s + _renewal_interval_s(lease.prompt)
+        for holder in lease.holders:
             if not holder.peer.is_open:
-                self._reconnect(hold, holder, now_s)
-            elif self._control.send(holder.peer.link, Renew(hold.prompt.lease)):
-                hold.until_s = now_s + hold.prompt.lease_seconds
+                self._reconnect(lease, holder, now_s)
+            elif self._control.send(holder.peer.link, Renew(lease.prompt.lease)):
+                lease.until_s = now_s + lease.prompt.lease_seconds
                 holder.reconnects_left = MAX_RECONNECTS
 
-    def _part(self, request_id: str, hold: _RemoteLease, is_read: bool) -> None:
+    def _release(self, request_id: str, lease: _RemoteLease, is_read: bool) -> None:
         """Sends `Done` to connected ranks. Keeps ranks that may connect again."""
         now_s, waiting = self._clock(), list[_LeaseHolder]()
-        for holder in hold.holders:
-            self._reconnect(hold, holder, now_s)
+        for holder in lease.holders:
+            self._reconnect(lease, holder, now_s)
             if holder.peer.is_open:
-                is_over = self._send_done(hold, holder, is_read)
+                is_over = self._send_done(lease, holder, is_read)
             else:
                 is_over = holder.is_lost and (holder.reconnects_left == 0 or not self._may_reconnect(holder))
             if not is_over:
                 waiting.append(holder)
-        hold.holders = tuple(waiting)
-        if not waiting or now_s >= hold.until_s:
+        lease.holders = tuple(waiting)
+        if not waiting or now_s >= lease.until_s:
             del self._leases[request_id]
 
-    def _reconnect(self, hold: _RemoteLease, holder: _LeaseHolder, now_s: float) -> None:
+    def _reconnect(self, lease: _RemoteLease, holder: _LeaseHolder, now_s: float) -> None:
         """Replaces a lost connection, at intervals while the lease lasts, by one that exists or a new one."""
         if (
             not holder.is_lost
-            or now_s >= hold.until_s
+            or now_s >= lease.until_s
             or now_s < holder.next_reconnect_s
             or holder.reconnects_left == 0
         ):
             return
         if self._may_reconnect(holder):
             holder.reconnects_left -= 1
-            holder.next_reconnect_s = now_s + min(RECONNECT_S, _renewal_interval_s(hold.prompt))
-            holder.peer = self._peers.get(hold.prompt.host, hold.prompt.ranks[holder.link.rank])
+            holder.next_reconnect_s = now_s + min(RECONNECT_S, _renewal_interval_s(lease.prompt))
+            holder.peer = self._peers.get(lease.prompt.host, lease.prompt.ranks[holder.link.rank])
 
     def _may_reconnect(self, holder: _LeaseHolder) -> bool:
         failure = holder.peer.failure
@@ -159,16 +159,17 @@ class RemoteLeases:
             failure is None or failure.reason not in _PERMANENT_FAILURES
         )
 
-    def _send_done(self, hold: _RemoteLease, holder: _LeaseHolder, is_read: bool) -> bool:
-        if any(self._is_leased_by(other, hold, holder) for other in self._leases.values() if other is not hold):
+    def _send_done(self, lease: _RemoteLease, holder: _LeaseHolder, is_read: bool) -> bool:
+        """Sends `Done` unless another request shares the lease. Returns whether there is nothing left to send."""
+        if any(self._is_leased_by(other, lease, holder) for other in self._leases.values() if other is not lease):
             return True
         link = holder.link
-        done = Done(hold.prompt.lease, is_read, link.reader, link.num_readers)
+        done = Done(lease.prompt.lease, is_read, link.reader, link.num_readers)
         return holder.peer.is_open and self._control.send(holder.peer.link, done)
 
     @staticmethod
-    def _is_leased_by(other: _RemoteLease, hold: _RemoteLease, holder: _LeaseHolder) -> bool:
-        return other.prompt.lease == hold.prompt.lease and any(
+    def _is_leased_by(other: _RemoteLease, lease: _RemoteLease, holder: _LeaseHolder) -> bool:
+        return other.prompt.lease == lease.prompt.lease and any(
             each.peer.address == holder.peer.address for each in other.holders
         )
 
