@@ -100,7 +100,7 @@ class Consumer:
             return 0
         num_tokens = usable_tokens(self._groups, prompt, request.num_prompt_tokens, self._withheld_tokens)
         if prompt.prefix_tokens < num_tokens or prompt.prefix_tokens > request.num_prompt_tokens:
-            raise ParamsError("hybridkv.prefix_tokens", "not the number of tokens that is to be loaded")
+            raise ParamsError("hybridkv.prefix_tokens", "this number of tokens does not match the prompt")
         if prefix_digest(request, prompt.prefix_tokens) != prompt.prefix:
             raise ParamsError("hybridkv.prefix", "the producer computed a different prompt")
         return num_tokens
