@@ -15,7 +15,7 @@ import disk_subject
 from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import MoveOutcome, PathPosition, SlowerTier, SlowerTierOptions, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, PathPosition, SecondaryTier, SecondaryTierOptions, TierMover, TierStack
 from kits.tiers.copying import CopyingMedium
 
 CHUNK_BYTES = 512 << 10
@@ -30,7 +30,7 @@ class Burst:
 
     def __init__(self, path: Path, capacity_bytes: int, offered_bytes: int) -> None:
         near_bytes = offered_bytes + (64 << 20)
-        stack_options = SlowerTierOptions()
+        stack_options = SecondaryTierOptions()
         options = DiskOptions(
             capacity_bytes=capacity_bytes,
             fsync=Fsync.NONE,
@@ -41,7 +41,7 @@ class Burst:
         near = RamIndex(near_bytes, GRANULE_BYTES)
         self._arena = RamArena(near_bytes, GRANULE_BYTES)
         self._copies = CopyingMedium(self._arena)
-        self.stack = TierStack(near, [SlowerTier("disk", self.far, stack_options)], 1, time.monotonic)
+        self.stack = TierStack(near, [SecondaryTier("disk", self.far, stack_options)], 1, time.monotonic)
         medium = DiskMedium(str(path), self.far.namespace, 0, options)
         self._mover = TierMover(self._arena, {"disk": medium}, time.monotonic)
         self._tickets = itertools.count(1)
@@ -63,7 +63,7 @@ class Burst:
         self.prompts.append(keys)
 
     def settle(self) -> None:
-        while self.stack.has_moves_alive():
+        while self.stack.has_live_moves():
             self.stack.tick()
             self._mover.start(self.stack.take_moves())
             ended = self._mover.poll()

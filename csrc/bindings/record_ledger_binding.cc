@@ -44,7 +44,8 @@ struct Extent {
 
 class RecordLedger : public LedgerBase<ledger::RecordLedger> {
  public:
-  // `states`: objects for RESERVED, COMMITTED, DOOMED_WRITE, DOOMED_READ. The others as for GranuleLedger.
+  // `states`: objects for RESERVED, COMMITTED, DELETED_WHILE_WRITTEN, DELETED_WHILE_PINNED. The others as for
+  // GranuleLedger.
   RecordLedger(std::uint64_t num_pages, std::uint64_t largest_pages, std::uint64_t max_keys, std::uint64_t seed,
                nb::tuple answers, nb::tuple refusals, nb::tuple states, nb::object make_slot, nb::object misuse)
       : LedgerBase(checked(num_pages, largest_pages, max_keys, seed), std::move(answers), std::move(refusals),

@@ -278,7 +278,7 @@ def test_only_of_our_own_stores_events_are_counted(is_ours: bool) -> None:
     assert connector.take_events() == ([stored] if is_ours else [stored, stored])
     children[0].answers["take_events"], children[1].answers["take_events"] = [removed], ()
     assert connector.take_events() == ([] if is_ours else [removed])
-    assert len(connector._told_hashes) == (1 if is_ours else 0)
+    assert len(connector._announced_blocks) == (1 if is_ours else 0)
 
 
 def test_a_handshake_goes_back_to_the_child_that_made_it() -> None:

@@ -19,7 +19,7 @@ from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, KVQuantMode, RSWASpec, SinkFullAttentionSpec
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR
-from hybridkv.connectors.vllm.common.identity.worker_facts import OF_CONVOLUTIONS
+from hybridkv.connectors.vllm.common.identity.worker_facts import CONV_STATE_FACTS
 from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.common.specs.spec_table import KNOWN
 from hybridkv.connectors.vllm.nixl.config import NixlConfig
@@ -240,4 +240,4 @@ def test_a_way_to_quantise_that_nobody_has_looked_at_is_refused_at_start() -> No
 def test_facts_of_the_worker_that_layers_say_themselves_are_said_once() -> None:
     facts = Worker(configure(QWEN3_NEXT), QWEN3_NEXT).description.facts
     assert "worker.byte_order" in facts
-    assert not set(OF_CONVOLUTIONS) & set(facts)
+    assert not set(CONV_STATE_FACTS) & set(facts)

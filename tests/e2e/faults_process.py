@@ -228,7 +228,7 @@ def stall(engine: Engine, kind: str, number: int, rule: Rule) -> dict[str, Any]:
     state, late = stack.breaker_state(Direction.PROMOTE, "disk"), take_counts_of(stack)
     plan()
     end_held_reads()
-    CLOCK.now_s += BreakerOptions().longest_pause_s
+    CLOCK.now_s += BreakerOptions().max_backoff_s
     engine.reset_prefix_cache()
     others = restart_process.run(engine, stored[2:], drain=True)
     return {

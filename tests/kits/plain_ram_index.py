@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.tiers.contract import Key, Refusal, Slot
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.ledger import Entry, EvictionOrder, KeyLedger, KeyState, LeastRecentlyUsed
+from hybridkv.tiers.ledger import Entry, EvictionPolicy, KeyLedger, KeyState, LruPolicy
 from hybridkv.tiers.ram.sizes import count_granules, count_keys, in_granules
 
 _RESERVED = KeyState.RESERVED
@@ -101,7 +101,7 @@ class PlainRamIndex(KeyLedger[SlotEntry]):
     def __init__(self, capacity_bytes: int, granule_bytes: int, smallest_bytes: int = 1) -> None:
         num_granules = count_granules(capacity_bytes, granule_bytes)
         self.max_keys = count_keys(num_granules, granule_bytes, smallest_bytes)
-        order: EvictionOrder[SlotEntry] = LeastRecentlyUsed()
+        order: EvictionPolicy[SlotEntry] = LruPolicy()
         space = GranuleAllocator(num_granules, granule_bytes)
         super().__init__(space, order, num_granules * granule_bytes, max_keys=self.max_keys)
         self.granule_bytes = granule_bytes

@@ -15,7 +15,7 @@ from hybridkv.tiers.disk.index.records import Record, cost_of
 from hybridkv.tiers.disk.index.segments import Segment, SegmentTable
 from hybridkv.tiers.disk.index.snapshot_source import Numbers, RecordColumns
 from hybridkv.tiers.disk.options import DiskSizes
-from hybridkv.tiers.ledger import EvictionOrder, KeyLedger, KeyState, LeastRecentlyUsed
+from hybridkv.tiers.ledger import EvictionPolicy, KeyLedger, KeyState, LruPolicy
 from hybridkv.tiers.yielding import pieces
 
 _RESERVED, _COMMITTED = KeyState.RESERVED, KeyState.COMMITTED
@@ -170,7 +170,7 @@ class PlainRecordTable(KeyLedger[PlainRecord]):
         self._segments = segments
         self._record_space = _RecordSpace(segments, log)
         self.log = log
-        order: EvictionOrder[PlainRecord] = LeastRecentlyUsed()
+        order: EvictionPolicy[PlainRecord] = LruPolicy()
         largest_bytes = min(sizes.room_bytes, sizes.usable_bytes)
         super().__init__(
             self._record_space, order, sizes.usable_bytes, self._record_space, largest_bytes, sizes.max_records

@@ -222,7 +222,7 @@ class OracleEngine:
         num_outputs: int,
         lora: LoRARequest | None = None,
         model: int | None = None,
-        reads_no_cache: bool = False,
+        skips_prefix_cache: bool = False,
         transfer_params: object = None,
     ) -> None:
         """Add a request. It must produce exactly `num_outputs` right tokens, unless it is aborted.
@@ -241,7 +241,7 @@ class OracleEngine:
             max_tokens=num_outputs,
             temperature=0.0,
             ignore_eos=True,
-            skip_reading_prefix_cache=reads_no_cache,
+            skip_reading_prefix_cache=skips_prefix_cache,
             extra_args=None if transfer_params is None else {"kv_transfer_params": transfer_params},
         )
         request = Request(request_id, list(prompt), parameters, None, lora_request=lora, block_hasher=self._hasher)

@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.offload.stores import StorePlanner
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.recovery import builder
-from hybridkv.tiers.ledger import LeastRecentlyUsed
+from hybridkv.tiers.ledger import LruPolicy
 from hybridkv.tiers.ledger.states import E
 from kits import plain_ram_index, plain_records
 from oracle.disk_tier import LARGE, forget, stacked
@@ -192,7 +192,7 @@ class Watch:
             monkeypatch.setattr(opened_tiers, "RamIndex", plain_ram_index.PlainRamIndex)
             monkeypatch.setattr(builder, "RecordTable", plain_records.PlainRecordTable)
         for module in (plain_ram_index, plain_records):
-            monkeypatch.setattr(module, "LeastRecentlyUsed", lambda: Watched(self))
+            monkeypatch.setattr(module, "LruPolicy", lambda: Watched(self))
         self._watch_hits(monkeypatch)
         self._watch_stores(monkeypatch)
 
@@ -236,7 +236,7 @@ def _prefix(tracked: TrackedRequest, num_tokens: int) -> int:
     return hash(tuple(tracked.request.all_token_ids[:num_tokens]))
 
 
-class Watched(LeastRecentlyUsed[E]):
+class Watched(LruPolicy[E]):
     """Goes by what the scenario says."""
 
     def __init__(self, watch: Watch) -> None:

@@ -12,7 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm.offload import tiers
-from hybridkv.tiers.stack import SlowerTier, SlowerTierOptions
+from hybridkv.tiers.stack import SecondaryTier, SecondaryTierOptions
 from kits.tiers.reference import RemoteIndex, RemoteMedium, RemoteStore
 from oracle.disk_tier import forget
 
@@ -54,10 +54,10 @@ class World:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every connector that is built from now on lives here."""
         indexes, media = tiers.slower_tiers, tiers.media
-        options = SlowerTierOptions(ask_timeout_s=ASK_S, load_timeout_s=LOAD_S / 2)
+        options = SecondaryTierOptions(async_lookup_timeout_s=ASK_S, load_timeout_s=LOAD_S / 2)
 
-        def slower_tiers(*arguments: Any) -> list[SlowerTier]:
-            return [*indexes(*arguments), SlowerTier(PEER, self.make_index(), options)]
+        def slower_tiers(*arguments: Any) -> list[SecondaryTier]:
+            return [*indexes(*arguments), SecondaryTier(PEER, self.make_index(), options)]
 
         def all_media(config: Any, rank: int, *more: Any) -> dict[str, Callable[[bytes], TierMedium]]:
             return {**media(config, rank, *more), PEER: lambda namespace: self.make_medium(rank)}

@@ -10,7 +10,7 @@ import pytest
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.prefill_stops import Steering
+from hybridkv.connectors.vllm.common.prefill_stops import PrefillStops
 from hybridkv.connectors.vllm.common.stats import OffloadStats, Recorder
 from hybridkv.connectors.vllm.offload import checkpoints
 from hybridkv.connectors.vllm.offload.checkpoints import Answers, Checkpoints
@@ -371,11 +371,11 @@ def test_without_steps_to_spare_nothing_stops(counted: Counts) -> None:
 
 
 def test_a_model_without_states_is_steered_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    def steering(*_: Any) -> None:
+    def prefill_stops(*_: Any) -> None:
         raise AssertionError("nobody may wish anything")
 
-    monkeypatch.setattr(Steering, "wish", steering)
-    monkeypatch.setattr(compat, "set_prefill_stop", steering)
+    monkeypatch.setattr(PrefillStops, "wish", prefill_stops)
+    monkeypatch.setattr(compat, "set_prefill_stop", prefill_stops)
     engine = Played(offload(GPT_OSS.alignment_tokens), GPT_OSS)
     stem = prompt(4 * UNIT, 0)
     assert [engine.ask(prompt(8 * UNIT + 3, seed, stem)) for seed in (1, 2)] == [0, 4 * UNIT]

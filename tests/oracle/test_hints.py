@@ -154,11 +154,11 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> list[TierStack]:
     ],
     ids=["named", "named, and nothing else", "named without a word", "refused", "no share"],
 )
-@pytest.mark.parametrize("is_below", [False, True], ids=["alone", "below one connector"])
+@pytest.mark.parametrize("in_secondary", [False, True], ids=["alone", "below one connector"])
 @pytest.mark.parametrize("mix", [QWEN3_NEXT, GPT_OSS], ids=lambda mix: mix.name)
 def test_after_a_prefetch_of_an_aborted_request_the_next_one_hits_in_host_memory(
     mix: Mix,
-    is_below: bool,
+    in_secondary: bool,
     named: object,
     more: dict[str, Any],
     source: str,
@@ -167,7 +167,7 @@ def test_after_a_prefetch_of_an_aborted_request_the_next_one_hits_in_host_memory
     tmp_path: Path,
 ) -> None:
     store = stacked(mix, tmp_path / "store", **more)
-    it, tokens = Asked(mix, inside_multi(store) if is_below else store, heard), prompt(mix)
+    it, tokens = Asked(mix, inside_multi(store) if in_secondary else store, heard), prompt(mix)
     it.ask(tokens)
     (stack,) = stacks
     stack.near.clear()

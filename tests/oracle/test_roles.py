@@ -166,7 +166,7 @@ def test_a_request_that_reads_no_cache_is_not_searched_for_and_brings_nothing_up
         assert serve(opened, "cold", PROMPT) == 0
         stack_of(opened).near.clear()
         seen.forget()
-        assert serve(opened, "scored", PROMPT, reads_no_cache=True) == 0
+        assert serve(opened, "scored", PROMPT, skips_prefix_cache=True) == 0
         assert seen.searches == 0
         assert seen.total("lookups_total") == seen.total("lookup_tokens_total") == 0
         assert seen.total("moves_total", "promote") == 0

@@ -16,7 +16,7 @@ from vllm.distributed.kv_events import BlockRemoved, EventBatch, KVEventBatch, Z
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
 from hybridkv.planner import Announcer
-from hybridkv.tiers import Changes, TellsChanges
+from hybridkv.tiers import Changes, ReportsChanges
 from oracle.disk_tier import stack_of
 from oracle.engine import OracleEngine
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, GPT_OSS, QWEN3_NEXT, Mix
@@ -262,7 +262,7 @@ def test_without_kv_events_nothing_is_watched() -> None:
         assert engine.scheduler_connector is not None
         assert list(engine.scheduler_connector.take_events()) == []
         near = stack_of(engine).near
-        assert isinstance(near, TellsChanges)
+        assert isinstance(near, ReportsChanges)
         assert near.num_keys > 0 and near.take_changes() == Changes(set(), False)
     assert publisher.num_batches == 0
 

@@ -143,7 +143,7 @@ def test_an_index_that_forgets_the_deadline_keeps_nobody_waiting(
     ask = RemoteIndex.ask
     monkeypatch.setattr(RemoteIndex, "ask", lambda index, keys, deadline_s: ask(index, keys, deadline_s + 1.0))
     if not is_told_apart:
-        monkeypatch.setattr(TierStack, "is_only_asked", lambda stack, key: False)
+        monkeypatch.setattr(TierStack, "is_lookup_pending", lambda stack, key: False)
     world.store.is_silent = True
     assert (wait_for_answers(world, tmp_path) <= ASK_S + 2 * STEP_S) is is_told_apart
 

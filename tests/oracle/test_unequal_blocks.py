@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat, corrupt_blocks
-from hybridkv.connectors.vllm.common.corrupt_blocks import WrongBlocks
+from hybridkv.connectors.vllm.common.corrupt_blocks import CorruptBlocks
 from oracle.content import VOCABULARY_TOKENS
 from oracle.engine import OracleEngine
 from oracle.mixes import QWEN3_NEXT, Group, Kind, Layers, Mix
@@ -147,7 +147,7 @@ def test_the_engine_goes_on_from_no_such_state_either(mix: Mix) -> None:
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_states_that_are_not_told_apart_are_found(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WrongBlocks, "_misfiled", lambda *arguments: [])
+    monkeypatch.setattr(CorruptBlocks, "_misfiled", lambda *arguments: [])
     with pytest.raises(CorruptionError, match="alone"):
         check(mix, 300, whole=True)
 
@@ -161,7 +161,7 @@ def test_where_the_engine_cannot_forget_a_state_nothing_is_stored_that_was_compu
 
 def test_what_is_computed_behind_such_a_state_is_found_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "evict_cached_blocks", lambda *arguments: None)
-    monkeypatch.setattr(WrongBlocks, "misled", ())
+    monkeypatch.setattr(CorruptBlocks, "misled", ())
     with pytest.raises(CorruptionError, match="alone"):
         check(unequal(4), 300, keeps=True, whole=True)
 
@@ -172,7 +172,7 @@ def test_a_producer_hands_on_nothing_that_is_computed_behind_such_a_state(
 ) -> None:
     """The second prompt would go on from 40 tokens, where the engine takes it for 64."""
     if not is_guarded:
-        monkeypatch.setattr(WrongBlocks, "_misfiled", lambda *arguments: [])
+        monkeypatch.setattr(CorruptBlocks, "_misfiled", lambda *arguments: [])
     extra = {"weights_digest": "oracle", **CALM}
     base = settings_of(BLOCK + 8)
     producer, consumer = (
@@ -195,16 +195,16 @@ def test_a_producer_hands_on_nothing_that_is_computed_behind_such_a_state(
 def test_of_blocks_of_one_size_no_state_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though all of them are looked at."""
     looked_at = dropped = 0
-    misfiled = WrongBlocks._misfiled
+    misfiled = CorruptBlocks._misfiled
 
-    def counting(wrong: WrongBlocks, output: Any) -> list[int]:
+    def counting(wrong: CorruptBlocks, output: Any) -> list[int]:
         nonlocal looked_at, dropped
         found = misfiled(wrong, output)
         looked_at += sum(map(len, compat.boundary_states(output).values()))
         dropped += len(found)
         return found
 
-    monkeypatch.setattr(WrongBlocks, "_misfiled", counting)
+    monkeypatch.setattr(CorruptBlocks, "_misfiled", counting)
     monkeypatch.setattr(corrupt_blocks, "misfiled_groups", lambda config, layout: frozenset({0, 1, 2}))
     check(unequal(BLOCK), 15, keeps=True)
     check(QWEN3_NEXT, 15, keeps=True)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.corrupt_blocks import WrongBlocks
+from hybridkv.connectors.vllm.common.corrupt_blocks import CorruptBlocks
 from oracle.engine import OracleEngine
 from oracle.memory import KVMemory
 from oracle.mixes import Group, Kind, Layers, Mix
@@ -128,9 +128,9 @@ def test_nobody_is_served_what_the_engine_copied_wrongly(
     monkeypatch.setattr(KVMemory, "copy_blocks", copy)
     monkeypatch.setattr(compat, "copies_whole_blocks", lambda: copy is copy_together)
     if guard == "none":
-        monkeypatch.setattr(WrongBlocks, "follow_step", lambda *arguments: None)
+        monkeypatch.setattr(CorruptBlocks, "follow_step", lambda *arguments: None)
     if guard == "of_copies_alone":
-        monkeypatch.setattr(WrongBlocks, "holds", lambda *arguments: False)
+        monkeypatch.setattr(CorruptBlocks, "holds", lambda *arguments: False)
     with new_engine(async_scheduling=is_async) as engine:
         begin(engine, blind)
         engine.reset_prefix_cache()
@@ -160,7 +160,7 @@ def test_a_producer_hands_on_nothing_that_its_engine_copied_wrongly(
     monkeypatch.setattr(KVMemory, "copy_blocks", copy_in_part)
     monkeypatch.setattr(compat, "copies_whole_blocks", lambda: False)
     if not is_guarded:
-        monkeypatch.setattr(WrongBlocks, "follow_step", lambda *arguments: None)
+        monkeypatch.setattr(CorruptBlocks, "follow_step", lambda *arguments: None)
     blind.requests = {"misled", "follower"}
     # The consumer hits whole blocks alone, so what is wrong has come from its peer, which leaves it the last token.
     prompts = {"first": [*FIRST, 1], "misled": LONGER, "follower": [*LONGER, *range(100, 140)]}
@@ -187,15 +187,15 @@ def test_whoever_reads_a_wrong_byte_is_known(blind: Blind, monkeypatch: pytest.M
     """All others are checked, whatever they load, hit, or copy from the engine's own blocks."""
     monkeypatch.setattr(KVMemory, "copy_blocks", copy_in_part)
     monkeypatch.setattr(compat, "copies_whole_blocks", lambda: False)
-    follow, number = WrongBlocks.follow_step, 0
+    follow, number = CorruptBlocks.follow_step, 0
 
-    def noting(wrong: WrongBlocks, *arguments: Any) -> None:
+    def noting(wrong: CorruptBlocks, *arguments: Any) -> None:
         nonlocal number
         follow(wrong, *arguments)
         blind.requests = set(wrong.misled)
         number += len(blind.requests)
 
-    monkeypatch.setattr(WrongBlocks, "follow_step", noting)
+    monkeypatch.setattr(CorruptBlocks, "follow_step", noting)
 
     @profile(150)
     @given(scenarios(MIX), st.sampled_from((2, 4, 8)))

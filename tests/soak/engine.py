@@ -21,8 +21,8 @@ from hybridkv.tiers.stack import (
     MoveOutcome,
     PathPosition,
     PromotionLease,
-    SlowerTier,
-    SlowerTierOptions,
+    SecondaryTier,
+    SecondaryTierOptions,
     TierMover,
     TierStack,
 )
@@ -107,11 +107,11 @@ class Engine:
             TierMover(arena, {"disk": medium}, parts.clock)
             for arena, medium in zip(self.arenas, parts.media, strict=True)
         ]
-        options = SlowerTierOptions(
+        options = SecondaryTierOptions(
             load_timeout_s=LOAD_TIMEOUT_S,
-            breaker=BreakerOptions(failures=3, first_pause_s=5.0, longest_pause_s=LONGEST_PAUSE_S),
+            breaker=BreakerOptions(failures=3, first_backoff_s=5.0, max_backoff_s=LONGEST_PAUSE_S),
         )
-        self.stack = TierStack(self.near, [SlowerTier("disk", self.far, options)], len(parts.media), parts.clock)
+        self.stack = TierStack(self.near, [SecondaryTier("disk", self.far, options)], len(parts.media), parts.clock)
         self._clock = parts.clock
         self._random = random
         self._tally = tally
@@ -286,10 +286,10 @@ class Engine:
             for medium in self.media:
                 medium.drain(1.0)
             self.step()
-            if not (self.storing or self.waiting or self.stack.has_moves_alive() or self.stack.num_waiting("disk")):
+            if not (self.storing or self.waiting or self.stack.has_live_moves() or self.stack.num_waiting("disk")):
                 return
             # What cannot be moved for now is tried again after a while, and given up at its deadline.
-            self._clock.skew_s += 0.05 if self.stack.has_moves_alive() else 0.5
+            self._clock.skew_s += 0.05 if self.stack.has_live_moves() else 0.5
 
     def audit(self, keys: list[bytes], media: list[DiskMedium]) -> dict[bytes, FailureReason]:
         """Read these from the disk, and check them. Those that could not be read, and why."""

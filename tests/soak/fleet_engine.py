@@ -22,14 +22,14 @@ from blake3 import blake3
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, Slot
-from hybridkv.tiers.object import Depot, ObjectOptions, open_index, open_medium
+from hybridkv.tiers.object import ObjectOptions, StoreLocation, open_index, open_medium
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import (
     BreakerOptions,
     MoveOutcome,
     PathPosition,
-    SlowerTier,
-    SlowerTierOptions,
+    SecondaryTier,
+    SecondaryTierOptions,
     TierMover,
     TierStack,
 )
@@ -52,10 +52,10 @@ OPTIONS = ObjectOptions(
     connect_timeout_s=patience.seconds(0.1),
     opening_timeout_s=patience.seconds(0.1),
 )
-SLOWER = SlowerTierOptions(
-    ask_timeout_s=patience.seconds(0.5),
+SLOWER = SecondaryTierOptions(
+    async_lookup_timeout_s=patience.seconds(0.5),
     load_timeout_s=LOAD_TIMEOUT_S,
-    breaker=BreakerOptions(failures=3, first_pause_s=0.1, longest_pause_s=0.5),
+    breaker=BreakerOptions(failures=3, first_backoff_s=0.1, max_backoff_s=0.5),
 )
 
 
@@ -85,7 +85,7 @@ class FleetEngine:
         seed: of the order of prompts.
     """
 
-    def __init__(self, depot: Depot, seed: int) -> None:
+    def __init__(self, depot: StoreLocation, seed: int) -> None:
         self._random = Random(seed)
         self.most_bytes = 0
         """Of memory that this process had at any time."""
@@ -93,7 +93,7 @@ class FleetEngine:
         index = open_index(depot, FINGERPRINT, 1, OPTIONS, time.monotonic)
         near_bytes = NEAR_CHUNKS * CHUNK_BYTES
         self._stack = TierStack(
-            RamIndex(near_bytes, CHUNK_BYTES), [SlowerTier("object", index, SLOWER)], 1, time.monotonic
+            RamIndex(near_bytes, CHUNK_BYTES), [SecondaryTier("object", index, SLOWER)], 1, time.monotonic
         )
         self._arena = RamArena(near_bytes, CHUNK_BYTES)
         self._mover = TierMover(self._arena, {"object": open_medium(depot, 0, OPTIONS)}, time.monotonic)
@@ -140,7 +140,7 @@ class FleetEngine:
                 begin += len(view)
             self._arena.seal_all([(keys[at], slot)])
             self._stack.commit(keys[at], PathPosition(tuple(keys[at - 1 : at]) if at else ()))
-        self._wait(lambda: not self._stack.has_moves_alive())
+        self._wait(lambda: not self._stack.has_live_moves())
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
         until_s = time.monotonic() + 2 * LOAD_TIMEOUT_S
@@ -165,7 +165,7 @@ def main() -> None:
     orders: dict[str, Any] = json.loads(sys.argv[1])
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
-    engine = FleetEngine(Depot("s3://fleet", orders["settings"], orders["secret"].encode()), orders["seed"])
+    engine = FleetEngine(StoreLocation("s3://fleet", orders["settings"], orders["secret"].encode()), orders["seed"])
     told_s, before = time.monotonic(), 0
     while not ended.is_set():
         engine.step()

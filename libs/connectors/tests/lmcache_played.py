@@ -19,7 +19,7 @@ from hybridkv.connectors.vllm.common.identity.identification import Identity
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StepOutcome, StoreOutcome
-from hybridkv.connectors.vllm.common.role import BOTH, Duties
+from hybridkv.connectors.vllm.common.role import BOTH, Role
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.lives import Lives
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan
@@ -116,7 +116,7 @@ class PlayedEngine:
 
     Args:
         groups: of the model.
-        duties: of the connector.
+        kv_role: of the connector.
         world_size: ranks, each of which must say how a store ended.
         max_chunks: that a request may load.
         pool_blocks: of the engine.
@@ -125,7 +125,7 @@ class PlayedEngine:
     def __init__(
         self,
         groups: Sequence[GroupSpec] = (FULL,),
-        duties: Duties = BOTH,
+        kv_role: Role = BOTH,
         world_size: int = 1,
         max_chunks: int = 64,
         pool_blocks: int = POOL_BLOCKS,
@@ -153,7 +153,7 @@ class PlayedEngine:
             Identity(keys, self.adapters),
             (),
             Work(self.lives, self.saves, room),
-            duties,
+            kv_role,
             self.recorder,
             self.end,
         )

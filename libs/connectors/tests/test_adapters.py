@@ -13,7 +13,7 @@ from test_lookups import FULL, HASHES, make_layout
 from vllm.lora.request import LoRARequest
 
 from hybridkv.connectors.vllm.common.identity import adapters as module
-from hybridkv.connectors.vllm.common.identity.adapters import Adapters, Sworn
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
 from hybridkv.connectors.vllm.common.identity.files import NotReadableError, content, signature
 
 KEYS = make_layout([FULL]).keys
@@ -39,7 +39,7 @@ class Engine:
         now_ns = time.time_ns() + LATER_NS
         self.adapters = Adapters(KEYS, now_ns if began_ns is None else began_ns, lambda: now_ns)
 
-    def current_version(self, lora: LoRARequest, is_alone: bool = True) -> Sworn | None:
+    def current_version(self, lora: LoRARequest, is_alone: bool = True) -> AdapterVersion | None:
         """The answer to the second request: the first one has the files read."""
         self.adapters.notice(lora)
         assert self.adapters.settle(SOON_S)
@@ -52,9 +52,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     return Engine()
 
 
-def key(sworn: Sworn | None) -> bytes:
-    assert sworn is not None
-    return sworn.keys.key(0, HASHES, 8)
+def key(adapter_version: AdapterVersion | None) -> bytes:
+    assert adapter_version is not None
+    return adapter_version.keys.key(0, HASHES, 8)
 
 
 def test_nothing_is_known_of_an_adapter_before_its_files_were_read(engine: Engine, tmp_path: Path) -> None:
@@ -103,14 +103,14 @@ def test_files_that_changed_after_the_engine_began_are_in_doubt(
 @pytest.mark.parametrize("restored", [False, True], ids=["changed", "changed and restored"])
 def test_files_that_change_after_they_were_read_are_in_doubt(engine: Engine, tmp_path: Path, restored: bool) -> None:
     lora = request(write(tmp_path / "a"))
-    sworn = engine.current_version(lora)
-    assert engine.adapters.holds(sworn)
+    adapter_version = engine.current_version(lora)
+    assert engine.adapters.holds(adapter_version)
     times = (tmp_path / "a" / "adapter_model.safetensors").stat()
     write(tmp_path / "a", b"retrain")
     if restored:
         write(tmp_path / "a")
         os.utime(tmp_path / "a" / "adapter_model.safetensors", ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert not engine.adapters.holds(sworn)
+    assert not engine.adapters.holds(adapter_version)
     assert engine.current_version(lora) is None
     assert engine.current_version(lora) is None
 
@@ -119,10 +119,10 @@ def test_files_that_are_replaced_by_others_with_their_times_are_in_doubt(engine:
     write(tmp_path / "old")
     write(tmp_path / "new", b"retrain")
     (tmp_path / "a").symlink_to("old")
-    sworn = engine.current_version(request(tmp_path / "a"))
+    adapter_version = engine.current_version(request(tmp_path / "a"))
     (tmp_path / "a").unlink()
     (tmp_path / "a").symlink_to("new")
-    assert not engine.adapters.holds(sworn)
+    assert not engine.adapters.holds(adapter_version)
 
 
 def test_loaded_in_place_it_is_certain_again(engine: Engine, tmp_path: Path) -> None:
@@ -134,21 +134,21 @@ def test_loaded_in_place_it_is_certain_again(engine: Engine, tmp_path: Path) -> 
     assert engine.current_version(in_place, is_alone=False) is None, (
         "another request keeps the engine from reading it again"
     )
-    sworn = engine.current_version(in_place)
-    assert key(sworn) != old
+    adapter_version = engine.current_version(in_place)
+    assert key(adapter_version) != old
     # Until it has run, the engine may hold either.
     assert engine.current_version(lora) is None
-    assert engine.adapters.holds(sworn)
-    assert key(engine.current_version(lora)) == key(sworn)
+    assert engine.adapters.holds(adapter_version)
+    assert key(engine.current_version(lora)) == key(adapter_version)
 
 
 def test_a_number_that_goes_to_another_adapter_is_in_doubt_for_both(engine: Engine, tmp_path: Path) -> None:
     """The engine goes by the number: it gives the second the weights that it has of the first, or the other way."""
     first, second = request(write(tmp_path / "a")), request(write(tmp_path / "b", b"others!"), name="other")
-    sworn = engine.current_version(first)
-    assert engine.adapters.holds(sworn)
+    adapter_version = engine.current_version(first)
+    assert engine.adapters.holds(adapter_version)
     assert engine.current_version(second) is None
-    assert not engine.adapters.holds(sworn) and not engine.adapters.is_unchanged(sworn)
+    assert not engine.adapters.holds(adapter_version) and not engine.adapters.is_unchanged(adapter_version)
     assert engine.current_version(first) is None
     in_place = engine.current_version(request(tmp_path / "b", name="other", in_place=True))
     assert engine.current_version(request(tmp_path / "b", name="other")) is None, (
@@ -229,7 +229,7 @@ def test_what_a_trainer_leaves_beside_an_adapter_is_not_read(tmp_path: Path) -> 
 def test_a_file_system_that_hangs_costs_one_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, lora = Engine(), request(write(tmp_path / "a"))
     monkeypatch.setattr(module, "LOOK_S", SOON_S)
-    sworn = engine.current_version(lora)
+    adapter_version = engine.current_version(lora)
     gate, num_looks = threading.Event(), []
 
     def hang(path: str) -> None:
@@ -239,7 +239,7 @@ def test_a_file_system_that_hangs_costs_one_wait(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(module, "signature", hang)
     monkeypatch.setattr(module, "LOOK_S", 0.001)
     for _ in range(5):
-        assert not engine.adapters.holds(sworn)
+        assert not engine.adapters.holds(adapter_version)
     gate.set()
     assert engine.adapters.settle(SOON_S)
     assert len(num_looks) == 1

@@ -14,7 +14,7 @@ from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
 from hybridkv.planner import LoadAdmission, LookupResult
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import SlowerTier, SlowerTierOptions, TierStack
+from hybridkv.tiers.stack import SecondaryTier, SecondaryTierOptions, TierStack
 from kits.tiers.reference import RemoteIndex, RemoteStore, remote
 
 CHUNKS, CHUNK_TOKENS = 20, 8
@@ -24,11 +24,11 @@ GROUPS = 2
 class Bench:
     """Host memory over a store elsewhere that has not said anything yet."""
 
-    def __init__(self, ask_s: float = 0.001, tail_tokens: int | None = None, **deadlines: float) -> None:
+    def __init__(self, lookup_wait_s: float = 0.001, tail_tokens: int | None = None, **deadlines: float) -> None:
         self.layout = make_layout([FULL, STATE], tail_tokens)
         self.world = RemoteStore(1, lambda: 0.0, answer_s=0.01)
-        options = SlowerTierOptions(ask_timeout_s=ask_s)
-        peer = SlowerTier("peer", RemoteIndex(self.world, 1 << 22), options)
+        options = SecondaryTierOptions(async_lookup_timeout_s=lookup_wait_s)
+        peer = SecondaryTier("peer", RemoteIndex(self.world, 1 << 22), options)
         self.stack = TierStack(RamIndex(1 << 22, 4096), [peer], 1, lambda: 0.0)
         waits = Deadlines(10.0, 30.0, lambda: 0.0, **deadlines)
         admission = LoadAdmission(self.layout.spec, 64)

@@ -148,7 +148,7 @@ def test_a_mistake_is_reported_with_path_expected_got_and_hint(
 
 
 @pytest.mark.parametrize(
-    ("keys", "load_s", "ask_s"),
+    ("keys", "load_s", "lookup_wait_s"),
     [
         ({}, 20.0, 1.0),
         ({"load_timeout_seconds": 0.5}, 0.5, 0.5),
@@ -157,10 +157,10 @@ def test_a_mistake_is_reported_with_path_expected_got_and_hint(
         ({"load_timeout_seconds": 5, "ask_timeout_seconds": 5}, 5.0, 5.0),
     ],
 )
-def test_a_slower_tier_has_deadlines_of_its_own(keys: dict, load_s: float, ask_s: float) -> None:
+def test_a_slower_tier_has_deadlines_of_its_own(keys: dict, load_s: float, lookup_wait_s: float) -> None:
     config = decode_config({"tiers": [RAM, DISK | keys], "load_timeout_seconds": 20})
     [tier] = config.slower.values()
-    assert (config.load_timeout_of(tier), config.ask_timeout_of(tier)) == (load_s, ask_s)
+    assert (config.load_timeout_of(tier), config.ask_timeout_of(tier)) == (load_s, lookup_wait_s)
 
 
 @pytest.mark.parametrize(("num_bytes", "text"), [(10, "10 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB")])

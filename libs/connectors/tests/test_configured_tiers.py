@@ -15,7 +15,7 @@ from hybridkv.connectors.config import (
     DiskTierConfig,
     OffloadConfig,
     RamTierConfig,
-    SlowerTierConfig,
+    SecondaryTierConfig,
     TierConfig,
     decode_config,
     name_of,
@@ -26,7 +26,7 @@ from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.metrics import CATALOGUE, Label
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LookupResult
 from hybridkv.tiers import Refusal, TierIndex
-from hybridkv.tiers.stack import HoldFailure, PromotionLease, TierStack
+from hybridkv.tiers.stack import LeaseFailure, PromotionLease, TierStack
 from kits.tiers.reference import RemoteIndex, RemoteStore
 
 KEY = b"key"
@@ -34,7 +34,7 @@ LAYOUT = layout()
 SIZES = tiers.ArenaSizes(1 << 20, 4096)
 
 
-class PeerTierConfig(SlowerTierConfig, frozen=True, tag_field="type", tag="peer"):
+class PeerTierConfig(SecondaryTierConfig, frozen=True, tag_field="type", tag="peer"):
     """A tier that answers late, as somebody might add one."""
 
 
@@ -46,7 +46,7 @@ class World:
         self.peer = RemoteStore(1, self.clock, is_silent=True)
         open_index = tiers.open_index
 
-        def with_peer(tier: SlowerTierConfig, setting: tiers.Setting) -> TierIndex:
+        def with_peer(tier: SecondaryTierConfig, setting: tiers.Setting) -> TierIndex:
             return RemoteIndex(self.peer, 1 << 20) if isinstance(tier, PeerTierConfig) else open_index(tier, setting)
 
         monkeypatch.setattr(tiers, "open_index", with_peer)
@@ -55,7 +55,7 @@ class World:
     def clock(self) -> float:
         return self.now_s
 
-    def stack(self, *slower: SlowerTierConfig) -> TierStack:
+    def stack(self, *slower: SecondaryTierConfig) -> TierStack:
         # What decodes a list of tiers knows none but those of the product.
         everything: Any = (RamTierConfig(capacity=1 << 20), *slower)
         return tiers.build_stack(OffloadConfig(tiers=everything), LAYOUT, LAYOUT.fingerprint({"model": "m"}), SIZES)
@@ -116,20 +116,20 @@ def test_the_sizes_of_chunks_are_all_that_occur() -> None:
 
 def test_host_memory_alone_is_a_stack(world: World) -> None:
     stack = world.stack()
-    assert dict(stack.slower) == {} and not stack.has_late
+    assert dict(stack.slower) == {} and not stack.has_async_lookups
     stack.close()
 
 
-@pytest.mark.parametrize(("keys", "ask_s"), [({}, 1.0), ({"ask_timeout_seconds": 0.25}, 0.25)])
+@pytest.mark.parametrize(("keys", "lookup_wait_s"), [({}, 1.0), ({"ask_timeout_seconds": 0.25}, 0.25)])
 def test_an_asked_key_is_a_miss_when_the_time_of_its_tier_is_over(
-    keys: dict[str, float], ask_s: float, world: World, tmp_path: Path
+    keys: dict[str, float], lookup_wait_s: float, world: World, tmp_path: Path
 ) -> None:
     stack = world.stack(disk(tmp_path), PeerTierConfig(**keys))
-    assert stack.ask_s == ask_s
+    assert stack.lookup_wait_s == lookup_wait_s
     stack.ask([KEY])
-    world.now_s += ask_s * 0.9
+    world.now_s += lookup_wait_s * 0.9
     assert stack.lookup(KEY) is LookupResult.PENDING
-    world.now_s += ask_s * 0.2
+    world.now_s += lookup_wait_s * 0.2
     assert stack.lookup(KEY) is LookupResult.MISS
     stack.close()
 
@@ -146,7 +146,7 @@ def test_who_waits_for_a_tier_waits_as_long_as_that_may_take(world: World, tmp_p
         world.now_s += seconds
         stack.tick()
         stack.tick()
-    assert hold.failure is HoldFailure.TIMEOUT
+    assert hold.failure is LeaseFailure.TIMEOUT
     stack.close()
 
 

@@ -104,7 +104,7 @@ def test_memory_that_cannot_be_pinned_is_refused_with_the_reason() -> None:
         native.arena_memory(4096)
     assert "WSL2" in caught.value.hint
     with pytest.raises(ConfigurationError, match="memory that can be pinned"):
-        native.reach_memory(np.zeros(4096, dtype=np.uint8))
+        native.pin_pool(np.zeros(4096, dtype=np.uint8))
 
 
 class CudaRuntime:
@@ -298,13 +298,13 @@ def test_memory_that_vllm_cannot_pin_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(ConfigurationError, match=r"capacity.*memory that can be pinned.*host_register of 4096 bytes"):
         calls.device.arena_memory(4096)
     with pytest.raises(ConfigurationError, match=r"pool.*memory that can be pinned"):
-        calls.device.reach_memory(np.zeros(4096, dtype=np.uint8))
+        calls.device.pin_pool(np.zeros(4096, dtype=np.uint8))
 
 
 def test_memory_is_unpinned_when_all_views_of_it_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     memory = np.zeros(4096, dtype=np.uint8)
-    calls.device.reach_memory(memory)
+    calls.device.pin_pool(memory)
     view = memory[:5]
     del memory
     assert len(calls.pinned) == 1

@@ -18,7 +18,7 @@ def configuration(**fields: Any) -> Any:
 
 @pytest.mark.parametrize(("timeout_s", "is_killed"), [(0, True), (1, False), (300, False)])
 def test_without_a_shutdown_timeout_a_server_kills_its_engine(timeout_s: int, is_killed: bool) -> None:
-    assert compat.is_killed_at_its_end(configuration(shutdown_timeout=timeout_s)) is is_killed
+    assert compat.is_killed_on_shutdown(configuration(shutdown_timeout=timeout_s)) is is_killed
 
 
 def test_vllm_has_no_shutdown_timeout_unless_somebody_sets_one() -> None:
@@ -32,11 +32,11 @@ def test_a_platform_that_takes_its_time_anyway_kills_nothing(monkeypatch: pytest
     from vllm.v1.engine import utils
 
     monkeypatch.setattr(utils.current_platform, "is_rocm", lambda: True)
-    assert not compat.is_killed_at_its_end(configuration(shutdown_timeout=0))
+    assert not compat.is_killed_on_shutdown(configuration(shutdown_timeout=0))
 
 
 def test_an_engine_that_knows_no_such_setting_is_not_spoken_of() -> None:
-    assert not compat.is_killed_at_its_end(configuration())
+    assert not compat.is_killed_on_shutdown(configuration())
 
 
 class Ending:

@@ -74,7 +74,7 @@ class Engine:
             failures += [LoadFailure(reason, "") for reason in self.reasons]
             self.in_flight.on_failures(name, failures)
             self.in_flight.on_ended(name, tracked, failed=bool(failures))
-        self.planner.on_gone(name)
+        self.planner.on_request_finished(name)
         if not failures:
             self.compute()
         return offered, bool(failures)
@@ -110,8 +110,8 @@ def test_what_a_failed_load_proved_right_stays() -> None:
     engine.damage(1, [CHUNKS - 1])
     assert engine.failed(1) == 1
     assert engine.near.leading([engine.key(0, chunk) for chunk in range(CHUNKS)]) == CHUNKS
-    assert engine.stack.in_near(engine.key(1, CHUNKS - 2))
-    assert not any(engine.stack.in_near(engine.key(1, chunk)) for chunk in (*range(CHUNKS - 2), CHUNKS - 1))
+    assert engine.stack.in_primary(engine.key(1, CHUNKS - 2))
+    assert not any(engine.stack.in_primary(engine.key(1, chunk)) for chunk in (*range(CHUNKS - 2), CHUNKS - 1))
 
 
 def test_nothing_stays_of_what_a_load_read_that_failed_for_no_chunk() -> None:

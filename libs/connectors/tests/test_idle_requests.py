@@ -74,8 +74,8 @@ def checkpoints(*, has_answers: bool) -> Checkpoints:
     made = make_layout([FULL, STATE])
     world = World([FULL, STATE], 60, 0, looks_at_each=True)
     options = CheckpointOptions(1, has_answers, CHUNK, cut_tokens=CHUNK, has_drafts=False)
-    steering = cast(Any, SimpleNamespace())
-    return Checkpoints(made.layout, world.stack, (), options, steering, Recorder(), is_alone=False)
+    prefill_stops = cast(Any, SimpleNamespace())
+    return Checkpoints(made.layout, world.stack, (), options, prefill_stops, Recorder(), is_alone=False)
 
 
 @given(st.integers(0, 5 * CHUNK), st.integers(0, 2 * CHUNK), st.integers(0, 2 * CHUNK))

@@ -40,7 +40,7 @@ class Kept:
         for number in range(num_chunks // 4):
             self.ask(f"other {self.now_s} {number}", 4)
 
-    def in_near(self, name: str) -> int:
+    def in_primary(self, name: str) -> int:
         return self.engine.resumable(name, self.engine.near) // CHUNK_TOKENS
 
     def counted(self) -> dict[tuple[str, ...], float]:
@@ -56,7 +56,7 @@ def test_a_prefix_that_is_kept_outlives_twice_the_tier(tmp_path: Path, keep_seco
     with it.engine:
         it.ask("a", 8, keep_seconds)
         it.others(2 * NUM_FITTING)
-        assert it.in_near("a") == (8 if keep_seconds else 0)
+        assert it.in_primary("a") == (8 if keep_seconds else 0)
 
 
 def test_it_is_kept_no_longer_than_was_asked(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_it_is_kept_no_longer_than_was_asked(tmp_path: Path) -> None:
         it.others(2 * NUM_FITTING)
         it.now_s = 60.0
         it.others(2 * NUM_FITTING)
-        assert it.in_near("a") == 0 and not it.keeper._kept and it.keeper._kept_bytes == [0, 0]
+        assert it.in_primary("a") == 0 and not it.keeper._kept and it.keeper._kept_bytes == [0, 0]
 
 
 def test_no_more_is_kept_than_its_share_and_the_rest_is_counted(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_no_more_is_kept_than_its_share_and_the_rest_is_counted(tmp_path: Path) 
         it.ask("b", NUM_FITTING // 5, 60.0)
         assert it.counted() == {("ram", "kept"): 1, ("ram", "refused"): 1, ("disk", "kept"): 2}
         it.others(2 * NUM_FITTING)
-        assert (it.in_near("a"), it.in_near("b")) == (NUM_FITTING // 5, 0)
+        assert (it.in_primary("a"), it.in_primary("b")) == (NUM_FITTING // 5, 0)
         assert it.keeper._kept_bytes[0] <= NEAR_BYTES // 4
 
 
@@ -88,7 +88,7 @@ def test_what_requests_share_counts_once_and_the_longest_time_holds(tmp_path: Pa
         assert it.counted() == {("ram", "kept"): 6, ("disk", "kept"): 6}
         it.now_s = 59.5
         it.others(2 * NUM_FITTING)
-        assert it.in_near("a#0") == NUM_FITTING // 5
+        assert it.in_primary("a#0") == NUM_FITTING // 5
 
 
 def test_the_end_of_what_is_kept_goes_before_its_beginning(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_the_end_of_what_is_kept_goes_before_its_beginning(tmp_path: Path) -> No
         it.others(2 * NUM_FITTING)
         it.now_s = 60.0
         it.engine.compute("large", NUM_FITTING - 4)
-        assert 0 < it.in_near("a") < 8
+        assert 0 < it.in_primary("a") < 8
 
 
 def test_nothing_is_kept_where_the_share_is_none(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_a_reset_forgets_what_is_kept(tmp_path: Path) -> None:
         it.keeper.forget()
         assert it.keeper._kept_bytes == [0, 0]
         it.others(2 * NUM_FITTING)
-        assert it.in_near("a") == 0
+        assert it.in_primary("a") == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 20))), st.floats(0, 1))

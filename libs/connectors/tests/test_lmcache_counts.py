@@ -8,7 +8,7 @@ from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.worker import ServerCounts
 from hybridkv.lmcache.calls import Trouble
 from hybridkv.lmcache.operations import OperationCounts
-from hybridkv.metrics import LMCACHE_TROUBLES
+from hybridkv.metrics import LMCACHE_FAILURES
 
 
 def taken(recorder: Recorder) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def test_what_is_new_is_counted_and_nothing_twice() -> None:
 
 
 def test_every_trouble_has_a_name_in_the_catalogue() -> None:
-    assert set(LMCACHE_TROUBLES) == {str(trouble) for trouble in Trouble}
+    assert set(LMCACHE_FAILURES) == {str(trouble) for trouble in Trouble}
     recorder = Recorder()
     lacks = {f"store {trouble}": 1 for trouble in Trouble}
     ServerCounts(recorder).operations(OperationCounts(stores=len(lacks), lacks=lacks))

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW, PlayedEngine, new_request
 
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
-from hybridkv.connectors.vllm.common.role import Duties
+from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.lmcache.lives import Stage
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad, PageStore
 from hybridkv.lmcache.calls import Answer, Trouble
@@ -42,9 +42,9 @@ class Running:
 
 
 class Machine(RuleBasedStateMachine):
-    @initialize(groups=st.sampled_from(MODELS), duties=st.sampled_from([Duties(), Duties(), Duties(stores=False)]))
-    def begin(self, groups: Any, duties: Duties) -> None:
-        self.engine = PlayedEngine(groups, duties, world_size=RANKS, max_chunks=3)
+    @initialize(groups=st.sampled_from(MODELS), kv_role=st.sampled_from([Role(), Role(), Role(stores=False)]))
+    def begin(self, groups: Any, kv_role: Role) -> None:
+        self.engine = PlayedEngine(groups, kv_role, world_size=RANKS, max_chunks=3)
         self.requests: dict[str, Running] = {}
         self.dying: dict[str, Running] = {}
         """Gone, and still loading."""
@@ -66,12 +66,12 @@ class Machine(RuleBasedStateMachine):
         name=st.sampled_from("abcdefgh"),
         prompt=st.integers(0, 1),
         length=st.integers(1, 5 * CHUNK),
-        reads_no_cache=st.booleans(),
+        skips_prefix_cache=st.booleans(),
     )
-    def add(self, name: str, prompt: int, length: int, reads_no_cache: bool) -> None:
+    def add(self, name: str, prompt: int, length: int, skips_prefix_cache: bool) -> None:
         if name in self.requests or name in self.dying:
             return
-        params = {"prompt_logprobs": 1} if reads_no_cache else {}
+        params = {"prompt_logprobs": 1} if skips_prefix_cache else {}
         request = new_request(name, [prompt, *range(length)], **params)
         self.requests[name] = Running(request)
         self.engine.half.track(request)
@@ -153,7 +153,7 @@ class Machine(RuleBasedStateMachine):
         for load in plan.loads:
             self.check(load)
         for store in plan.stores:
-            assert engine.half._duties.stores
+            assert engine.half._kv_role.stores
             self.stores[store.store_id] = store, RANKS
             pinned = [block for copy in store.copies for block in copy.block_ids]
             assert all(engine.pool.blocks[block].ref_cnt > 1 for block in pinned)

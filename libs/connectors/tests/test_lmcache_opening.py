@@ -46,7 +46,7 @@ def server() -> Iterator[ScriptedServer]:
 
 def start(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> LMCacheScheduler:
     """The scheduler's half of an engine that has been started with chunks of 16 tokens."""
-    monkeypatch.setattr(module, "Identification", Known)
+    monkeypatch.setattr(module, "IdentityBuilder", Known)
     vllm_config: Any = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
         model_config=SimpleNamespace(max_model_len=64),

@@ -10,7 +10,7 @@ from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW
 
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
-from hybridkv.connectors.vllm.common.role import Duties
+from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.lmcache import lives
 from hybridkv.connectors.vllm.lmcache.lives import DOUBT_S
 from hybridkv.hashing import ChunkKeys
@@ -156,13 +156,13 @@ def test_another_boundary_than_was_offered_fails_as_a_load(engine: PlayedEngine)
 # What a server locks for a request is given back as soon as that runs, whoever gave it its blocks.
 
 
-@pytest.mark.parametrize("duties", [Duties(stores=False), Duties()], ids=["loads", "both"])
+@pytest.mark.parametrize("kv_role", [Role(stores=False), Role()], ids=["loads", "both"])
 @pytest.mark.parametrize("answers_first", [False, True])
-@pytest.mark.parametrize("reads_no_cache", [False, True])
-def test_a_request_that_runs_keeps_nothing_locked(duties: Duties, answers_first: bool, reads_no_cache: bool) -> None:
-    engine = PlayedEngine(duties=duties)
-    request = new_request("r", PROMPT, **({"prompt_logprobs": 1} if reads_no_cache else {}))
-    assert request.skip_reading_prefix_cache is reads_no_cache
+@pytest.mark.parametrize("skips_prefix_cache", [False, True])
+def test_a_request_that_runs_keeps_nothing_locked(kv_role: Role, answers_first: bool, skips_prefix_cache: bool) -> None:
+    engine = PlayedEngine(kv_role=kv_role)
+    request = new_request("r", PROMPT, **({"prompt_logprobs": 1} if skips_prefix_cache else {}))
+    assert request.skip_reading_prefix_cache is skips_prefix_cache
     engine.half.track(request)
     if answers_first:
         engine.server.answer(3)
@@ -178,9 +178,9 @@ def test_a_request_that_runs_keeps_nothing_locked(duties: Duties, answers_first:
     assert is_clean(engine)
 
 
-@pytest.mark.parametrize(("duties", "params"), [(Duties(loads=False), {}), (Duties(), {"prompt_logprobs": 1})])
-def test_nothing_is_locked_for_a_request_that_loads_nothing_while_it_waits(duties: Duties, params: Any) -> None:
-    engine = PlayedEngine(duties=duties)
+@pytest.mark.parametrize(("kv_role", "params"), [(Role(loads=False), {}), (Role(), {"prompt_logprobs": 1})])
+def test_nothing_is_locked_for_a_request_that_loads_nothing_while_it_waits(kv_role: Role, params: Any) -> None:
+    engine = PlayedEngine(kv_role=kv_role)
     request = new_request("r", PROMPT, **params)
     engine.half.track(request)
     engine.server.answer(2)
@@ -309,7 +309,7 @@ def test_what_was_found_under_another_adapter_is_given_back(
     other = ChunkKeys(engine.layout.fingerprint({"model": "m"}), BLOCK, b"another adapter")
 
     def identify(tracked: Any) -> bool:
-        tracked.kept_keys = RequestKeys(engine.layout.spec, other) if is_known else None
+        tracked.request_keys = RequestKeys(engine.layout.spec, other) if is_known else None
         return is_known
 
     monkeypatch.setattr(engine.half._requests, "identify", identify)
@@ -578,11 +578,11 @@ def test_a_state_has_a_name_when_the_tokens_behind_it_are_known() -> None:
     assert {copy.group_index for copy in store.copies} == {0, 1, 2}
 
 
-def sworn(engine: PlayedEngine, name: str, oath: Any) -> Any:
+def adapter_version(engine: PlayedEngine, name: str, oath: Any) -> Any:
     """A request with an adapter whose content is known."""
     request = new_request(name, PROMPT)
     tracked = engine.half.track(request)
-    tracked.sworn = oath
+    tracked.adapter_version = oath
     engine.server.answer(0)
     assert engine.half._lives.matched_tokens(tracked, 0) == 0
     engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
@@ -600,7 +600,7 @@ def test_what_an_adapter_made_is_held_until_its_files_are_looked_at_once(
         return holds
 
     monkeypatch.setattr(engine.adapters, "holds", look)
-    requests = [sworn(engine, name, "oath") for name in "abc"]
+    requests = [adapter_version(engine, name, "oath") for name in "abc"]
     stores = engine.step(dict.fromkeys("abc", len(PROMPT))).stores
     assert [store.is_held for store in stores] == [True] * 3
     assert not engine.step().releases

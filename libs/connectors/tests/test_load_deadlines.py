@@ -19,8 +19,8 @@ from hybridkv.planner.life import allocated
 from hybridkv.planner.stages import MAX_FAILED_LOADS
 from hybridkv.tiers import Failure, FailureReason
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import MoveOutcome, SlowerTier, TierMove, TierStack
-from hybridkv.tiers.stack.options import SlowerTierOptions
+from hybridkv.tiers.stack import MoveOutcome, SecondaryTier, TierMove, TierStack
+from hybridkv.tiers.stack.options import SecondaryTierOptions
 
 CHUNKS = 20
 CHUNK_TOKENS = 8
@@ -35,8 +35,8 @@ class Bench:
         self.now_s = 0.0
         self.layout = make_layout([FULL, STATE])
         self.near, self.far = RamIndex(1 << 22, 4096), RamIndex(1 << 22, 4096)
-        options = SlowerTierOptions(load_timeout_s=LOAD_TIMEOUT_S)
-        self.stack = TierStack(self.near, [SlowerTier("disk", self.far, options)], 1, lambda: self.now_s)
+        options = SecondaryTierOptions(load_timeout_s=LOAD_TIMEOUT_S)
+        self.stack = TierStack(self.near, [SecondaryTier("disk", self.far, options)], 1, lambda: self.now_s)
         deadlines = Deadlines(10.0, LOAD_TIMEOUT_S, lambda: self.now_s)
         self.admission = LoadAdmission(self.layout.spec, 64)
         self.recorder = Recorder()
@@ -68,7 +68,7 @@ class Bench:
             assert self.now_s - began_s < 20 * LOAD_TIMEOUT_S, "the request waits for ever"
             offered = self.planner.matched_tokens(tracked, 0)
             if offered is not None:
-                self.planner.on_gone(name)
+                self.planner.on_request_finished(name)
                 return offered, self.now_s - began_s
             if steps:
                 self.stack.tick()
@@ -81,11 +81,11 @@ class Bench:
                 self.stack.on_move(due[1].move_id, MoveOutcome(1, Failure(reason) if bad and reason else None))
 
 
-@pytest.mark.parametrize("has_late", [True, False])
-def test_a_chunk_of_another_length_is_not_loaded_and_never_met_again(has_late: bool) -> None:
+@pytest.mark.parametrize("has_async_lookups", [True, False])
+def test_a_chunk_of_another_length_is_not_loaded_and_never_met_again(has_async_lookups: bool) -> None:
     bench = Bench()
     # As over a store elsewhere, which says how long its chunks are; here each says 1 byte.
-    bench.stack.has_late = has_late
+    bench.stack.has_async_lookups = has_async_lookups
     request = SimpleNamespace(request_id="a", num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=bench.hashes)
     tracked = TrackedRequest(cast(Any, request), None, RequestKeys(bench.layout.spec, bench.layout.keys))
     assert bench.planner.matched_tokens(tracked, 0) is None
@@ -98,10 +98,10 @@ def test_a_chunk_of_another_length_is_not_loaded_and_never_met_again(has_late: b
         for first, length in ((0, CHUNKS * 2), (CHUNKS - 1, CHUNKS))
     ]
     load = bench.planner.on_allocated(tracked, cast(Any, SimpleNamespace(blocks=blocks)), offered)
-    assert load is not None and bool(load.copies) is not has_late
+    assert load is not None and bool(load.copies) is not has_async_lookups
     is_there = bench.stack.leading([bench.key(0, end) for end in range(CHUNK_TOKENS, offered + 1, CHUNK_TOKENS)])
-    assert is_there == (0 if has_late else CHUNKS)
-    bench.in_flight.on_ended("a", tracked, failed=has_late)
+    assert is_there == (0 if has_async_lookups else CHUNKS)
+    bench.in_flight.on_ended("a", tracked, failed=has_async_lookups)
     bench.near.clear()
     assert bench.near.used_bytes == 0, "nothing stays pinned"
 

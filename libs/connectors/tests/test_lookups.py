@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.lookups import RequestKeys, TierLookup, Unasked
+from hybridkv.connectors.vllm.common.lookups import RequestKeys, TierLookup, UnansweredIsMiss
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, Miss, Pending, longest_hit
 from hybridkv.tiers import Slot
@@ -320,13 +320,13 @@ class Named:
     def any_pending(self, keys: Sequence[bytes]) -> bool:
         return any(self.lookup(key) is LookupResult.PENDING for key in keys)
 
-    def is_only_asked(self, key: bytes) -> bool:
+    def is_lookup_pending(self, key: bytes) -> bool:
         return self.answers[key] == "a"
 
 
 @given(st.text("hsa-", max_size=8))
 def test_what_was_only_asked_for_counts_as_not_there_and_nothing_else_does(answers: str) -> None:
-    asked, plain = Unasked(Named(answers)), Named(answers.replace("a", "-"))
+    asked, plain = UnansweredIsMiss(Named(answers)), Named(answers.replace("a", "-"))
     keys = list(plain.answers)
     assert [asked.lookup(key) for key in keys] == [plain.lookup(key) for key in keys]
     assert (asked.leading(keys), asked.last_held(keys)) == (plain.leading(keys), plain.last_held(keys))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_lookups import FULL
 from test_prefix_chain import CHUNK, MOST_CHUNKS, WINDOW, World
 
-from hybridkv.connectors.vllm.common.requests import StoredPath
+from hybridkv.connectors.vllm.common.requests import PrefixChain
 from hybridkv.connectors.vllm.offload import lru_refresh
 from hybridkv.connectors.vllm.offload.lru_refresh import STEP_KEYS, STEP_SHARE, RefreshQueue
 from hybridkv.tiers.ram import RamIndex
@@ -26,7 +26,7 @@ def stack_of(keys: list[bytes]) -> TierStack:
 
 
 def order_of(stack: TierStack) -> list[bytes]:
-    index = stack.only_near
+    index = stack.primary_only
     assert isinstance(index, RamIndex)
     return index.eviction_order()
 
@@ -38,7 +38,7 @@ def named(num_keys: int, name: str = "") -> list[bytes]:
 def test_a_short_path_is_recent_at_once() -> None:
     keys = named(STEP_KEYS)
     stack = stack_of([*keys, b"other"])
-    RefreshQueue(stack).refresh(StoredPath(), keys[::-1])
+    RefreshQueue(stack).refresh(PrefixChain(), keys[::-1])
     assert order_of(stack) == [b"other", *keys[::-1]]
 
 
@@ -47,7 +47,7 @@ def test_no_step_touches_more_than_its_part_of_a_long_path() -> None:
     stack = stack_of([*keys, b"other"])
     made = RefreshQueue(stack)
     with mock.patch.object(stack, "touch", wraps=stack.touch) as touch:
-        made.refresh(StoredPath(), keys[::-1])
+        made.refresh(PrefixChain(), keys[::-1])
         assert not touch.call_args_list
         for _ in range(5):
             made.advance()
@@ -60,7 +60,7 @@ def test_what_waits_becomes_less_however_many_paths_end_together() -> None:
     stack = stack_of([key for keys in paths for key in keys])
     made = RefreshQueue(stack)
     for keys in paths:
-        made.refresh(StoredPath(), keys)
+        made.refresh(PrefixChain(), keys)
     with mock.patch.object(stack, "touch", wraps=stack.touch) as touch:
         made.advance()
         assert sum(len(call.args[0]) for call in touch.call_args_list) == 64 * (STEP_KEYS + 1) // STEP_SHARE
@@ -72,7 +72,7 @@ def test_what_waits_becomes_less_however_many_paths_end_together() -> None:
 def test_a_path_that_is_renewed_again_is_touched_in_its_latest_order() -> None:
     keys = named(3 * STEP_KEYS)
     stack = stack_of(keys)
-    path, made = StoredPath(), RefreshQueue(stack)
+    path, made = PrefixChain(), RefreshQueue(stack)
     made.refresh(path, keys)
     made.advance()
     with mock.patch.object(stack, "touch", wraps=stack.touch) as touch:
@@ -86,7 +86,7 @@ def test_nothing_is_touched_that_was_forgotten() -> None:
     keys = named(2 * STEP_KEYS)
     stack = stack_of(keys)
     made = RefreshQueue(stack)
-    made.refresh(StoredPath(), keys[::-1])
+    made.refresh(PrefixChain(), keys[::-1])
     made.clear()
     made.finish()
     assert order_of(stack) == keys
@@ -103,7 +103,7 @@ def test_a_request_leaves_the_tiers_in_the_same_order_however_small_the_steps_ar
             for _ in range(num_chunks):
                 world.compute(0, CHUNK)
                 world.end_store()
-            while world.stack.has_moves_alive():
+            while world.stack.has_live_moves():
                 world.end_move()
             world.finish(0)
             if is_closed:

@@ -54,7 +54,7 @@ def test_one_that_needs_more_time_does_not_hold_up_the_others(place: int) -> Non
 
 def test_one_that_answers_soon_is_waited_for_beside_others_and_no_longer_than_the_timeout() -> None:
     stores = [FakeStore(tokens=64), FakeStore(tokens=None)]
-    stores[1].answers_soon = True  # type: ignore[attr-defined]
+    stores[1].has_bounded_lookups = True  # type: ignore[attr-defined]
     bench, request = Bench(*stores), new_request("r", 1000)
     assert bench.ask(request) is None
     stores[1].tokens = 128
@@ -69,7 +69,7 @@ def test_one_that_answers_soon_is_waited_for_beside_others_and_no_longer_than_th
 
 def test_one_that_answers_soon_is_not_waited_for_where_it_could_have_no_more() -> None:
     stores = [FakeStore(tokens=63), FakeStore(tokens=None)]
-    stores[1].answers_soon = True  # type: ignore[attr-defined]
+    stores[1].has_bounded_lookups = True  # type: ignore[attr-defined]
     bench = Bench(*stores)
     assert bench.admit(new_request("r", 64)) == 0
 

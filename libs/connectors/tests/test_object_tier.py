@@ -30,7 +30,7 @@ def secret(path: Path, text: str = "s" * 32, mode: int = 0o600) -> str:
 
 def test_a_directory_is_a_store(tmp_path: Path) -> None:
     stack = build(ObjectTierConfig(url=f"file://{tmp_path}/fleet", secret_file=secret(tmp_path / "secret")))
-    assert list(stack.slower) == ["object"] and stack.has_late
+    assert list(stack.slower) == ["object"] and stack.has_async_lookups
     stack.close()
 
 

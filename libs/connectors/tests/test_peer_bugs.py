@@ -22,7 +22,7 @@ from peer_ranks import (
     wrong_tokens,
 )
 
-from hybridkv.connectors.vllm.common.identity.background import MAX_WAITING, Background
+from hybridkv.connectors.vllm.common.identity.background import MAX_WAITING, BackgroundThread
 from hybridkv.connectors.vllm.nixl.agent.connections import ControlChannel, ProducerConnection, ProducerConnections
 from hybridkv.connectors.vllm.nixl.agent.lease_server import LeaseServer
 from hybridkv.connectors.vllm.nixl.agent.read_manager import ReadManager
@@ -172,7 +172,7 @@ def test_memory_is_not_given_up_while_somebody_digests_it(monkeypatch: pytest.Mo
 
 def test_a_thread_with_much_to_do_ends_when_it_is_done() -> None:
     begun, go_on = threading.Event(), threading.Event()
-    background = Background("busy")
+    background = BackgroundThread("busy")
 
     def wait() -> bool:
         begun.set()

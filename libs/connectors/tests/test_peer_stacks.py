@@ -62,9 +62,9 @@ def test_an_engine_promotes_what_its_peer_holds(engine: MakeEngine) -> None:
     first, second = engine(configured(port, other_port)), engine(configured(other_port, port))
     first.store(KEY, CHUNK)
     until(lambda: second.finds(KEY, OTHER) == [LookupResult.HIT, LookupResult.MISS])
-    assert not second.stack.in_near(KEY)
+    assert not second.stack.in_primary(KEY)
     assert second.load(KEY) == CHUNK
-    assert second.stack.in_near(KEY)
+    assert second.stack.in_primary(KEY)
     counts = second.stack.take_counts().tiers["peer"]
     assert counts.promoted_bytes == len(CHUNK) and not counts.failures and not counts.cascades
     second.store(OTHER, CHUNK[::-1])
@@ -80,7 +80,7 @@ def test_what_changed_at_the_peer_is_computed_and_not_loaded(engine: MakeEngine)
     slots = first.stack.pin_all([KEY])
     assert slots is not None
     first.arena.views(slots[0])[0][5] ^= 1
-    assert second.load(KEY) is None and not second.stack.in_near(KEY)
+    assert second.load(KEY) is None and not second.stack.in_primary(KEY)
     assert second.stack.take_counts().tiers["peer"].failures == {"checksum": 1}
 
 

@@ -13,7 +13,7 @@ from test_store_bursts import CHUNK_TOKENS, MIB, PAIR_BYTES, Engine
 
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.requests import Requests
-from hybridkv.connectors.vllm.common.role import BOTH, Duties
+from hybridkv.connectors.vllm.common.role import BOTH, Role
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.offload import prefetching
 from hybridkv.connectors.vllm.offload.keeping import Keeper
@@ -25,7 +25,7 @@ from hybridkv.planner import LoadAdmission
 from hybridkv.planner.hints import Hints, Prefetch, plan_prefetch
 from hybridkv.tiers import Slot, TierIndex
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import SlowerTier, SlowerTierOptions, TierStack
+from hybridkv.tiers.stack import SecondaryTier, SecondaryTierOptions, TierStack
 from kits.tiers.reference import RemoteIndex, RemoteStore
 
 NEAR_BYTES = 16 * MIB
@@ -69,7 +69,7 @@ class Disk:
         self.engine.settle()
         self.engine.stack.take_moves()
 
-    def in_near(self, name: str) -> int:
+    def in_primary(self, name: str) -> int:
         return self.engine.resumable(name, self.engine.near) // CHUNK_TOKENS
 
     def outcomes(self) -> dict[str, float]:
@@ -85,10 +85,10 @@ def test_a_prefix_that_only_the_disk_holds_comes_into_host_memory_if_it_is_asked
     with it.engine:
         it.ask("a", 8)
         it.engine.near.clear()
-        assert it.in_near("a") == 0
+        assert it.in_primary("a") == 0
         if is_asked:
             it.prefetch("a")
-        assert it.in_near("a") == (8 if is_asked else 0)
+        assert it.in_primary("a") == (8 if is_asked else 0)
         assert it.outcomes() == ({"brought": 1} if is_asked else {})
 
 
@@ -158,8 +158,8 @@ def test_what_is_kept_outlives_any_number_of_prefetches(tmp_path: Path, keep_sha
         for name in names:
             it.prefetch(name, it.keeper.near_bytes_left)
             it.keeper.renew()
-        assert it.in_near(names[-1]) == NUM_FITTING // 12, "they came"
-        assert it.in_near("kept") == NUM_FITTING // 8
+        assert it.in_primary(names[-1]) == NUM_FITTING // 12, "they came"
+        assert it.in_primary("kept") == NUM_FITTING // 8
 
 
 class Late:
@@ -170,7 +170,7 @@ class Late:
         made = make_layout([FULL])
         clock = lambda: self.now_s  # noqa: E731
         self.world = RemoteStore(1, clock, answer_s=0.5, is_silent=is_silent)
-        peer = SlowerTier("peer", RemoteIndex(self.world, 1 << 22), SlowerTierOptions(ask_timeout_s=1.0))
+        peer = SecondaryTier("peer", RemoteIndex(self.world, 1 << 22), SecondaryTierOptions(async_lookup_timeout_s=1.0))
         self.stack = TierStack(RamIndex(1 << 22, 4096), [peer], 1, clock)
         requests = Requests(made.layout, made.keys, Adapters(made.keys, 0))
         waits, admission = Deadlines(10.0, 30.0, clock), LoadAdmission(made.spec, 64)
@@ -273,10 +273,10 @@ def test_an_end_waits_for_nobody() -> None:
     assert counted(it.recorder) == {"lost": 1}
 
 
-def scheduler_over(*slower: TierIndex, duties: Duties = BOTH) -> OffloadScheduler:
+def scheduler_over(*slower: TierIndex, kv_role: Role = BOTH) -> OffloadScheduler:
     """Of an engine with one FULL group; its tiers are named by their places."""
     made, later_ns = make_layout((FULL,)), time.time_ns() + 3600 * 10**9
-    below = [SlowerTier(str(place), index) for place, index in enumerate(slower)]
+    below = [SecondaryTier(str(place), index) for place, index in enumerate(slower)]
     return OffloadScheduler(
         made.layout,
         Identity(made.keys, Adapters(made.keys, later_ns, lambda: later_ns)),
@@ -284,7 +284,7 @@ def scheduler_over(*slower: TierIndex, duties: Duties = BOTH) -> OffloadSchedule
         LoadAdmission(made.spec, 64),
         Deadlines(1.0, 1.0, lambda: 0.0),
         Recorder(),
-        duties,
+        kv_role,
     )
 
 
@@ -308,22 +308,22 @@ def brought(scheduler: OffloadScheduler, request: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("duties", "said", "num_chunks"),
+    ("kv_role", "said", "num_chunks"),
     [
         (BOTH, {"prefetch": True}, 2),
         (BOTH, {"prefetch": True, "load": False}, 2),
         (BOTH, {"prefetch": True, "store": False}, 2),
-        (Duties(stores=False, loads=True), {"prefetch": True}, 2),
-        (Duties(stores=True, loads=False), {"prefetch": True}, 0),
+        (Role(stores=False, loads=True), {"prefetch": True}, 2),
+        (Role(stores=True, loads=False), {"prefetch": True}, 0),
         (BOTH, {"prefetch": False}, 0),
         (BOTH, {}, 0),
     ],
     ids=["alone", "not loaded", "not stored", "consumer", "producer", "refused", "nothing said"],
 )
 def test_it_comes_as_soon_as_its_request_is_heard_of_where_it_is_loaded(
-    duties: Duties, said: dict[str, bool], num_chunks: int
+    kv_role: Role, said: dict[str, bool], num_chunks: int
 ) -> None:
-    scheduler = scheduler_over(RamIndex(1 << 20, 4096), duties=duties)
+    scheduler = scheduler_over(RamIndex(1 << 20, 4096), kv_role=kv_role)
     assert brought(scheduler, hinting(new_request(), {"hybridkv_hints": said})) == num_chunks
 
 

@@ -24,7 +24,7 @@ from hybridkv.connectors.vllm.offload.prefix_chain import StoredPrefix, find_sto
 from hybridkv.connectors.vllm.offload.stores import StorePlanner
 from hybridkv.planner import GroupKind, GroupSpec, LookupResult, State, read_blocks, storable_ends
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import MoveOutcome, SlowerTier, TierMove, TierStack
+from hybridkv.tiers.stack import MoveOutcome, SecondaryTier, TierMove, TierStack
 
 GRANULE_BYTES = 16
 CHUNK = 2 * BLOCK
@@ -48,7 +48,7 @@ class World:
         self._keys, self._looks_at_each = made.keys, looks_at_each
         self.near = RamIndex(near_chunks * 2 * GRANULE_BYTES, GRANULE_BYTES)
         self.far = RamIndex(max(1, far_chunks) * 2 * GRANULE_BYTES, GRANULE_BYTES)
-        slower = [SlowerTier("disk", self.far)] if far_chunks else []
+        slower = [SecondaryTier("disk", self.far)] if far_chunks else []
         self.stack = TierStack(self.near, slower, 1, lambda: 0.0)
         self.recorder = Recorder()
         self.planner = StorePlanner(self.layout, self.stack, Adapters(made.keys, 0), self.recorder)
@@ -106,7 +106,7 @@ class World:
 
     def finish(self, number: int) -> None:
         if tracked := self.tracked.pop(number, None):
-            self.planner.on_gone(tracked)
+            self.planner.on_request_finished(tracked)
 
     def seen(self) -> object:
         """All that anybody could see of it."""

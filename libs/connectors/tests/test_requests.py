@@ -21,13 +21,13 @@ from vllm.v1.request import Request
 
 from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.common.compat import extra_hash_bytes
-from hybridkv.connectors.vllm.common.corrupt_blocks import Distrusted
+from hybridkv.connectors.vllm.common.corrupt_blocks import SuspectGroups
 from hybridkv.connectors.vllm.common.identity import adapters as module
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.identity.files import Signature
 from hybridkv.connectors.vllm.common.messages import Store, StoreOutcome
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
-from hybridkv.connectors.vllm.common.role import BOTH, Duties
+from hybridkv.connectors.vllm.common.role import BOTH, Role
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.offload.loads import Deadlines
 from hybridkv.connectors.vllm.offload.scheduler import Identity, OffloadScheduler
@@ -135,7 +135,7 @@ def test_what_was_concluded_from_tokens_that_are_gone_is_forgotten(
     assert (forgotten == (NEW, None, 0, (0, 0))) is is_lost
 
 
-def new_scheduler(duties: Duties = BOTH) -> OffloadScheduler:
+def new_scheduler(kv_role: Role = BOTH) -> OffloadScheduler:
     """Scheduler's half of an engine with one FULL group, nothing stored, and adapter files that are an hour old."""
     made, later_ns = make_layout((FULL,)), time.time_ns() + 3600 * 10**9
     return OffloadScheduler(
@@ -145,7 +145,7 @@ def new_scheduler(duties: Duties = BOTH) -> OffloadScheduler:
         LoadAdmission(made.spec, 64),
         Deadlines(1.0, 1.0, lambda: 0.0),
         Recorder(),
-        duties,
+        kv_role,
     )
 
 
@@ -191,12 +191,12 @@ def test_an_oath_is_looked_at_again_while_the_request_waits(tmp_path: Path) -> N
     tracked = requests.track(request)
     assert adapters.settle(SOON_S)
     assert requests.identify(tracked)
-    kept = tracked.kept_keys
-    assert requests.identify(tracked) and tracked.kept_keys is kept
+    kept = tracked.request_keys
+    assert requests.identify(tracked) and tracked.request_keys is kept
     tracked.stage = Holding(FOUND)
     (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"retrain")
     assert not requests.identify(tracked)
-    assert (tracked.kept_keys, tracked.stage) == (None, NEW)
+    assert (tracked.request_keys, tracked.stage) == (None, NEW)
 
 
 @pytest.mark.usefixtures("_patient")
@@ -228,12 +228,12 @@ def test_an_adapter_is_known_of_a_request_that_nobody_asked_about(
     tmp_path: Path, computed_tokens: int, is_known: bool
 ) -> None:
     """An engine that only stores is not asked what it can load; of one that has begun it is too late."""
-    scheduler, request = new_scheduler(Duties(loads=False)), lora_request(tmp_path / "a")
+    scheduler, request = new_scheduler(Role(loads=False)), lora_request(tmp_path / "a")
     tracked = scheduler.track(request)
     assert scheduler._identity.adapters.settle(SOON_S)
     request.num_computed_tokens = computed_tokens
     scheduler.on_allocated(request, SimpleNamespace(blocks=()), 0)  # type: ignore[arg-type]
-    assert (tracked.kept_keys is not None) is is_known
+    assert (tracked.request_keys is not None) is is_known
 
 
 @pytest.mark.usefixtures("_patient")
@@ -249,17 +249,19 @@ def test_stores_that_end_together_cost_one_look(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(module, "signature", counting)
     for expected in (1, 2):
-        scheduler._stores._stores = {i: StoreInFlight(states[i].path, [], [], 0, 1, states[i].sworn) for i in range(3)}
+        scheduler._stores._stores = {
+            i: StoreInFlight(states[i].path, [], [], 0, 1, states[i].adapter_version) for i in range(3)
+        }
         scheduler._stores.on_ended({i: StoreOutcome(1) for i in range(3)})
         assert len(num_looks) == expected
 
 
-@pytest.mark.parametrize("duties", [BOTH, Duties(stores=False)], ids=["both", "loads"])
-def test_what_the_engine_copied_wrongly_is_known_where_nothing_is_stored_too(duties: Duties) -> None:
+@pytest.mark.parametrize("kv_role", [BOTH, Role(stores=False)], ids=["both", "loads"])
+def test_what_the_engine_copied_wrongly_is_known_where_nothing_is_stored_too(kv_role: Role) -> None:
     """A load would be copied from such a block, though the tier has what it should hold."""
-    scheduler = new_scheduler(duties)
+    scheduler = new_scheduler(kv_role)
     scheduler.bind_block_pool(BlockPool(8, enable_caching=True, hash_block_size=BLOCK))
-    scheduler.distrust(Distrusted(frozenset({0})))
+    scheduler.distrust(SuspectGroups(frozenset({0})))
     output: Any = SimpleNamespace(
         preempted_req_ids=set(),
         finished_req_ids=set(),

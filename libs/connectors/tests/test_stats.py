@@ -16,7 +16,7 @@ from hybridkv.planner.checkpoints import LeftOut, Placement, Stop, StopReason
 from hybridkv.tiers import Failure, FailureReason, Refusal, Slot
 from hybridkv.tiers.disk import DiskIndex, DiskOptions, InlineJanitor
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import BreakerOptions, Direction, MoveOutcome, SlowerTier, TierStack
+from hybridkv.tiers.stack import BreakerOptions, Direction, MoveOutcome, SecondaryTier, TierStack
 from kits.tiers.reference import RemoteIndex, RemoteStore
 
 
@@ -43,7 +43,7 @@ def used_stack() -> TierStack:
     far = RamIndex(1 << 22, 4096)
     assert not isinstance(far.reserve(b"d", 8192), Refusal)
     far.commit(b"d")
-    stack = TierStack(near, [SlowerTier("disk", far)], 1, lambda: 0.0)
+    stack = TierStack(near, [SecondaryTier("disk", far)], 1, lambda: 0.0)
     stack.prefetch([b"d"], 8192)
     (move,) = stack.take_moves()
     stack.on_move(move.move_id, MoveOutcome(1))
@@ -160,7 +160,7 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
 
 
 def test_a_breaker_that_opened_is_told_by_its_direction() -> None:
-    stack = TierStack(RamIndex(8192, 4096), [SlowerTier("disk", RamIndex(8192, 4096))], 1, lambda: 0.0)
+    stack = TierStack(RamIndex(8192, 4096), [SecondaryTier("disk", RamIndex(8192, 4096))], 1, lambda: 0.0)
     for number in range(BreakerOptions().failures):
         assert isinstance(stack.reserve(b"%d" % number, 100), Slot) and stack.commit(b"%d" % number)
         [move] = stack.take_moves()
@@ -187,7 +187,7 @@ def test_what_the_disk_withdrew_is_counted_by_what_was_wrong_with_it(tmp_path: P
         assert not isinstance(disk.reserve(key, 100), Refusal) and disk.commit(key)
         assert disk.invalidate(key, reason)
     recorder = Recorder()
-    stack = TierStack(RamIndex(4096, 4096), [SlowerTier("disk", disk)], 1, lambda: 0.0)
+    stack = TierStack(RamIndex(4096, 4096), [SecondaryTier("disk", disk)], 1, lambda: 0.0)
     recorder.tiers(stack, 1)
     stats = recorder.take()
     stack.close()
@@ -203,7 +203,7 @@ def test_what_a_tier_was_asked_for_is_counted_by_tier_and_answer() -> None:
     now_s = 0.0
     worlds = {name: RemoteStore(1, lambda: now_s, answer_s) for name, answer_s in (("peer", 0.5), ("object", 5.0))}
     worlds["peer"].lie(b"a", 16)
-    below = [SlowerTier(name, RemoteIndex(world, 1 << 20)) for name, world in worlds.items()]
+    below = [SecondaryTier(name, RemoteIndex(world, 1 << 20)) for name, world in worlds.items()]
     stack = TierStack(RamIndex(4096, 4096), below, 1, lambda: now_s)
     stack.ask([b"a", b"b"])
     now_s = 2.0

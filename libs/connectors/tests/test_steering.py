@@ -10,7 +10,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.prefill_stops import Steering, logger
+from hybridkv.connectors.vllm.common.prefill_stops import PrefillStops, logger
 from hybridkv.planner.checkpoints import Placement, Stop, StopReason
 
 BLOCK, CHUNK = 16, 64
@@ -29,138 +29,143 @@ def step(finished: tuple[str, ...] = (), **num_tokens: int) -> Any:
 
 
 def ask(
-    steering: Steering, request: Request, *placements: Placement, own: int = 0, start: int = 0, loads: bool = False
+    prefill_stops: PrefillStops,
+    request: Request,
+    *placements: Placement,
+    own: int = 0,
+    start: int = 0,
+    loads: bool = False,
 ) -> int:
     """The engine asks, having written a boundary of its own; where it stops first."""
     request.shared_prefix_boundary = own
-    steering.begin(request)
+    prefill_stops.begin(request)
     for each in placements:
-        steering.wish(request, lambda begins_at, each=each: each, start if loads else 0)
-    steering.settle(request, start, is_loaded=loads)
+        prefill_stops.wish(request, lambda begins_at, each=each: each, start if loads else 0)
+    prefill_stops.settle(request, start, is_loaded=loads)
     return request.shared_prefix_boundary
 
 
-def run(steering: Steering, request: Request, num_tokens: int) -> int:
+def run(prefill_stops: PrefillStops, request: Request, num_tokens: int) -> int:
     """A step; where the next one stops."""
-    steering.advance(step(**{request.request_id: num_tokens}))
+    prefill_stops.advance(step(**{request.request_id: num_tokens}))
     request.num_computed_tokens += num_tokens
     return request.shared_prefix_boundary
 
 
 def test_a_prefill_goes_from_stop_to_stop() -> None:
-    steering, request = Steering(CHUNK), new_request()
-    assert ask(steering, request, placement(32, 80, 320)) == 32
-    assert [run(steering, request, num_tokens) for num_tokens in (32, 32, 16, 64)] == [80, 80, 320, 320]
+    prefill_stops, request = PrefillStops(CHUNK), new_request()
+    assert ask(prefill_stops, request, placement(32, 80, 320)) == 32
+    assert [run(prefill_stops, request, num_tokens) for num_tokens in (32, 32, 16, 64)] == [80, 80, 320, 320]
 
 
 def test_the_engines_own_boundary_is_one_of_the_stops() -> None:
-    steering, request = Steering(CHUNK), new_request()
-    assert ask(steering, request, placement(32, 320), own=96) == 32
-    assert [run(steering, request, num_tokens) for num_tokens in (32, 64, 32)] == [96, 320, 320]
+    prefill_stops, request = PrefillStops(CHUNK), new_request()
+    assert ask(prefill_stops, request, placement(32, 320), own=96) == 32
+    assert [run(prefill_stops, request, num_tokens) for num_tokens in (32, 64, 32)] == [96, 320, 320]
 
 
 def test_nothing_is_written_where_nobody_wishes_anything() -> None:
-    steering, request = Steering(CHUNK), new_request()
-    assert ask(steering, request, placement(), own=96) == 96
-    assert ask(steering, request, own=0) == 0
-    assert run(steering, request, 32) == 0
+    prefill_stops, request = PrefillStops(CHUNK), new_request()
+    assert ask(prefill_stops, request, placement(), own=96) == 96
+    assert ask(prefill_stops, request, own=0) == 0
+    assert run(prefill_stops, request, 32) == 0
 
 
 def test_a_boundary_is_never_replaced_by_none() -> None:
-    steering, request = Steering(CHUNK), new_request()
-    ask(steering, request, placement(32), own=0)
-    assert [run(steering, request, num_tokens) for num_tokens in (32, 64, 64)] == [32, 32, 32]
+    prefill_stops, request = PrefillStops(CHUNK), new_request()
+    ask(prefill_stops, request, placement(32), own=0)
+    assert [run(prefill_stops, request, num_tokens) for num_tokens in (32, 64, 64)] == [32, 32, 32]
 
 
 def test_stops_of_all_who_wish_are_made_in_order() -> None:
-    steering, request = Steering(CHUNK), new_request()
-    assert ask(steering, request, placement(64, 128), placement(32, 128, 192)) == 32
-    assert [run(steering, request, num_tokens) for num_tokens in (32, 32, 64)] == [64, 128, 192]
+    prefill_stops, request = PrefillStops(CHUNK), new_request()
+    assert ask(prefill_stops, request, placement(64, 128), placement(32, 128, 192)) == 32
+    assert [run(prefill_stops, request, num_tokens) for num_tokens in (32, 32, 64)] == [64, 128, 192]
 
 
 def test_what_is_loaded_is_kept_in_the_engine_if_no_stop_is_near() -> None:
-    steering, request = Steering(CHUNK), new_request()
-    assert ask(steering, request, placement(64 + CHUNK + BLOCK), start=64, loads=True) == 64
+    prefill_stops, request = PrefillStops(CHUNK), new_request()
+    assert ask(prefill_stops, request, placement(64 + CHUNK + BLOCK), start=64, loads=True) == 64
     request.num_computed_tokens = 64
-    assert run(steering, request, CHUNK) == 64 + CHUNK + BLOCK
+    assert run(prefill_stops, request, CHUNK) == 64 + CHUNK + BLOCK
 
 
 def test_a_stop_in_the_first_chunk_goes_before_what_is_loaded() -> None:
-    steering, request = Steering(CHUNK), new_request()
-    assert ask(steering, request, placement(64 + CHUNK), start=64, loads=True) == 64 + CHUNK
+    prefill_stops, request = PrefillStops(CHUNK), new_request()
+    assert ask(prefill_stops, request, placement(64 + CHUNK), start=64, loads=True) == 64 + CHUNK
 
 
 def test_a_guess_in_the_first_chunk_gives_way_to_what_is_loaded_and_a_known_stop_behind_it_does_not() -> None:
-    steering, request = Steering(CHUNK), new_request()
+    prefill_stops, request = PrefillStops(CHUNK), new_request()
     guess, known = Stop(64 + BLOCK, StopReason.SPACED), Stop(64 + CHUNK, StopReason.BRANCH)
     far = Stop(320, StopReason.SPACED)
-    assert ask(steering, request, Placement((guess, far)), start=64, loads=True) == 64
+    assert ask(prefill_stops, request, Placement((guess, far)), start=64, loads=True) == 64
     request.num_computed_tokens = 64
-    assert run(steering, request, CHUNK) == 320, "a guess behind the first chunk is made"
-    assert ask(steering, request, Placement((guess, known)), start=64, loads=True) == 64 + BLOCK
-    assert ask(steering, request, Placement((guess,)), own=64 + CHUNK, start=64, loads=True) == 64 + BLOCK
+    assert run(prefill_stops, request, CHUNK) == 320, "a guess behind the first chunk is made"
+    assert ask(prefill_stops, request, Placement((guess, known)), start=64, loads=True) == 64 + BLOCK
+    assert ask(prefill_stops, request, Placement((guess,)), own=64 + CHUNK, start=64, loads=True) == 64 + BLOCK
 
 
 def test_what_somebody_else_loads_is_left_to_the_engine() -> None:
-    steering, request = Steering(CHUNK), new_request()
+    prefill_stops, request = PrefillStops(CHUNK), new_request()
     request.shared_prefix_boundary = 48
-    steering.begin(request)
-    steering.wish(request, lambda begins_at: placement(begins_at + 256), 0)
-    steering.settle(request, 64, is_loaded=True)
+    prefill_stops.begin(request)
+    prefill_stops.wish(request, lambda begins_at: placement(begins_at + 256), 0)
+    prefill_stops.settle(request, 64, is_loaded=True)
     assert request.shared_prefix_boundary == 320
 
 
 def test_a_request_that_starts_over_has_the_engines_new_boundary_and_new_wishes() -> None:
-    steering, request = Steering(CHUNK), new_request()
-    ask(steering, request, placement(32, 96), own=160)
-    run(steering, request, 32)
+    prefill_stops, request = PrefillStops(CHUNK), new_request()
+    ask(prefill_stops, request, placement(32, 96), own=160)
+    run(prefill_stops, request, 32)
     request.num_computed_tokens = 0
-    assert ask(steering, request, placement(48), own=0) == 48
-    assert run(steering, request, 64) == 48, "neither 96 nor 160, which were of the life before"
+    assert ask(prefill_stops, request, placement(48), own=0) == 48
+    assert run(prefill_stops, request, 64) == 48, "neither 96 nor 160, which were of the life before"
 
 
 def test_tokens_that_are_not_known_yet_do_not_move_the_stop_on() -> None:
-    steering, request = Steering(CHUNK), new_request(100)
-    ask(steering, request, placement(32), own=112)
+    prefill_stops, request = PrefillStops(CHUNK), new_request(100)
+    ask(prefill_stops, request, placement(32), own=112)
     request.num_computed_tokens = 100
     # The scheduler plans the token behind the prompt's before it knows the first one.
-    assert [run(steering, request, 1) for _ in range(12)] == [112] * 12
+    assert [run(prefill_stops, request, 1) for _ in range(12)] == [112] * 12
 
 
 def test_no_stop_lies_beyond_the_prompt() -> None:
-    steering, request = Steering(CHUNK), new_request(100)
-    assert ask(steering, request, placement(112)) == 0
+    prefill_stops, request = PrefillStops(CHUNK), new_request(100)
+    assert ask(prefill_stops, request, placement(112)) == 0
 
 
 def test_a_request_is_forgotten_at_its_end_and_behind_its_last_stop() -> None:
-    steering, request, other = Steering(CHUNK), new_request(), new_request(name="other")
-    ask(steering, request, placement(32))
-    ask(steering, other, placement(32))
-    run(steering, other, 48)
-    assert set(steering._stopping) == {"r"}
+    prefill_stops, request, other = PrefillStops(CHUNK), new_request(), new_request(name="other")
+    ask(prefill_stops, request, placement(32))
+    ask(prefill_stops, other, placement(32))
+    run(prefill_stops, other, 48)
+    assert set(prefill_stops._stopping) == {"r"}
     request.status = RequestStatus.FINISHED_ABORTED
-    steering.advance(step(finished=("r",)))
-    assert not steering._stopping
+    prefill_stops.advance(step(finished=("r",)))
+    assert not prefill_stops._stopping
 
 
 def test_a_new_request_of_the_same_name_is_not_forgotten() -> None:
-    steering, request = Steering(CHUNK), new_request()
-    ask(steering, request, placement(32))
-    steering.advance(step(finished=("r",)))
-    assert set(steering._stopping) == {"r"}
+    prefill_stops, request = PrefillStops(CHUNK), new_request()
+    ask(prefill_stops, request, placement(32))
+    prefill_stops.advance(step(finished=("r",)))
+    assert set(prefill_stops._stopping) == {"r"}
 
 
 def test_an_engine_without_a_boundary_to_move_is_left_alone_and_that_is_said_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logger, "propagate", True)
-    steering = Steering(CHUNK)
+    prefill_stops = PrefillStops(CHUNK)
     with caplog.at_level("DEBUG", logger=logger.name):
         for name in "ab":
             request: Any = SimpleNamespace(request_id=name, num_tokens=400, num_prompt_tokens=400)
-            steering.begin(request)
-            steering.wish(request, lambda begins_at: placement(32))
-            steering.settle(request, 0, is_loaded=False)
+            prefill_stops.begin(request)
+            prefill_stops.wish(request, lambda begins_at: placement(32))
+            prefill_stops.settle(request, 0, is_loaded=False)
             assert not hasattr(request, "shared_prefix_boundary")
     assert len([record for record in caplog.records if record.name == logger.name]) == 1
 
@@ -178,9 +183,9 @@ def test_the_next_stop_is_the_least_of_all_beyond_where_the_step_starts(
     wishes: list[set[int]], own: int, start: int, chunks: list[int]
 ) -> None:
     request = new_request()
-    steering = Steering(CHUNK)
+    prefill_stops = PrefillStops(CHUNK)
     stops = {stop for stops in wishes for stop in stops if stop <= request.num_prompt_tokens} | {own} - {0}
-    written = ask(steering, request, *(placement(*stops) for stops in wishes), own=own, start=start)
+    written = ask(prefill_stops, request, *(placement(*stops) for stops in wishes), own=own, start=start)
     request.num_computed_tokens = start
     for most_tokens in chunks:
         ahead = [stop for stop in stops if stop > request.num_computed_tokens]
@@ -191,5 +196,5 @@ def test_the_next_stop_is_the_least_of_all_beyond_where_the_step_starts(
         num_tokens = min(most_tokens, request.num_tokens - request.num_computed_tokens)
         if not num_tokens:
             break
-        written = run(steering, request, num_tokens)
+        written = run(prefill_stops, request, num_tokens)
     assert written == compat.get_prefill_stop(request)

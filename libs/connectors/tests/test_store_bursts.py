@@ -19,14 +19,14 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
-from hybridkv.connectors.vllm.common.requests import StoredPart, TrackedRequest, add
+from hybridkv.connectors.vllm.common.requests import StoredChunk, TrackedRequest, add
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.offload.stores import StorePlanner
 from hybridkv.planner import Hit, LookupResult, State, longest_hit
 from hybridkv.tiers import Refusal, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import MoveOutcome, PathPosition, SlowerTier, SlowerTierOptions, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, PathPosition, SecondaryTier, SecondaryTierOptions, TierMover, TierStack
 from kits.tiers.copying import CopyingMedium
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -67,7 +67,7 @@ class Engine:
         self._arena = RamArena(near_bytes, GRANULE_BYTES)
         self._copies = CopyingMedium(self._arena)
         self.stack = TierStack(
-            self.near, [SlowerTier("disk", self.far, SlowerTierOptions(load_timeout_s=NEVER_S))], 1, lambda: 0.0
+            self.near, [SecondaryTier("disk", self.far, SecondaryTierOptions(load_timeout_s=NEVER_S))], 1, lambda: 0.0
         )
         self._mover = TierMover(
             self._arena, {"disk": DiskMedium(str(path), self.far.namespace, 0, OPTIONS)}, lambda: 0.0
@@ -133,7 +133,7 @@ class Engine:
 
     def settle(self) -> None:
         """Step as an engine does until nothing moves any more."""
-        while self.stack.has_moves_alive():
+        while self.stack.has_live_moves():
             self.stack.tick()
             self._mover.start(self.stack.take_moves())
             for move, failure, _ in self._mover.poll():
@@ -141,7 +141,7 @@ class Engine:
             time.sleep(PAUSE_S)
 
     def end(self, name: str) -> None:
-        self.planner.on_gone(self.states[name])
+        self.planner.on_request_finished(self.states[name])
 
     def num_computed(self, name: str) -> int:
         return int(self.states[name].request.num_computed_tokens)
@@ -338,10 +338,10 @@ def test_what_follows_a_path_of_long_ago_goes_down_only_where_that_is_whole(
         if not is_whole:
             engine.far.invalidate(keys[0])
             engine.near.invalidate(keys[0])
-        met = [StoredPart((0, 2 * CHUNK_TOKENS), keys[1], PathPosition((keys[0],)), False)] if is_met_again else []
+        met = [StoredChunk((0, 2 * CHUNK_TOKENS), keys[1], PathPosition((keys[0],)), False)] if is_met_again else []
         assert not isinstance(engine.stack.reserve(keys[2], 128 * KIB), Refusal)
         chains = engine.planner._chains
         chains.used_bytes = add(chains.used_bytes, (engine.far.capacity_bytes,))
-        new = StoredPart((0, 3 * CHUNK_TOKENS), keys[2], PathPosition((keys[1],)), True)
+        new = StoredChunk((0, 3 * CHUNK_TOKENS), keys[2], PathPosition((keys[1],)), True)
         engine.planner._publish(tracked.path, [*met, new])
         assert [move.key for move in engine.stack.take_moves()] == ([keys[2]] if is_whole else [])

@@ -10,7 +10,7 @@ import torch
 from test_lookups import FULL, STATE, make_layout
 
 from hybridkv.canonical import LayerLayout
-from hybridkv.connectors.vllm.common.identity.worker_facts import merged, that_matter, worker_facts
+from hybridkv.connectors.vllm.common.identity.worker_facts import merged, relevant_facts, worker_facts
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 
 
@@ -88,8 +88,8 @@ def test_a_variable_that_the_workers_have_from_the_engine_is_not_said_again() ->
 
 def test_facts_of_states_count_where_there_are_states() -> None:
     facts = {"environment.VLLM_SSM_CONV_STATE_LAYOUT": "1", "cache_config.mamba_ssm_cache_dtype": "2", "x": "3"}
-    assert that_matter(facts, make_layout([FULL, STATE]).spec) == facts
-    assert that_matter(facts, make_layout([FULL]).spec) == {"x": "3"}
+    assert relevant_facts(facts, make_layout([FULL, STATE]).spec) == facts
+    assert relevant_facts(facts, make_layout([FULL]).spec) == {"x": "3"}
 
 
 def test_a_variable_that_no_worker_has_is_not_taken_for_the_workers() -> None:

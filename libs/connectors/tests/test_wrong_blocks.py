@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridkv.connectors.vllm.common.corrupt_blocks import Distrusted, WrongBlocks
+from hybridkv.connectors.vllm.common.corrupt_blocks import CorruptBlocks, SuspectGroups
 from hybridkv.connectors.vllm.common.stats import Recorder
 
 STATES, ATTENTION = 0, 1
@@ -39,8 +39,8 @@ class Bench:
 
     def __init__(self, *, is_partial: bool) -> None:
         self.recorder = Recorder()
-        self.wrong = WrongBlocks([BLOCK, BLOCK], self.recorder)
-        self.wrong.distrusted = Distrusted(frozenset({ATTENTION} if is_partial else ()))
+        self.wrong = CorruptBlocks([BLOCK, BLOCK], self.recorder)
+        self.wrong.suspects = SuspectGroups(frozenset({ATTENTION} if is_partial else ()))
         self.pool = Pool()
         self.wrong.bind(self.pool)  # type: ignore[arg-type]
         self.tables: dict[str, Table] = {}
@@ -115,7 +115,7 @@ def test_the_copy_of_a_state_that_is_handed_over_misleads_nobody() -> None:
 
 def test_a_state_that_is_itself_copied_in_part_is_wrong() -> None:
     bench = Bench(is_partial=True)
-    bench.wrong.distrusted = Distrusted(frozenset({STATES}))
+    bench.wrong.suspects = SuspectGroups(frozenset({STATES}))
     bench.step({"one": (0, ([1], [2]))})
     assert bench.step(None, [(1, 9)], running={"one": ([], [])}, handed_over={"one": [(STATES, 9, 14)]}) == set()
     assert bench.wrong.holds(9)
@@ -139,7 +139,7 @@ def test_a_state_is_misfiled_whose_boundary_a_chunk_passes(
 ) -> None:
     """Where no group has smaller blocks than the states, every boundary is right."""
     bench = Bench(is_partial=False)
-    bench.wrong.distrusted = Distrusted(misfiled=frozenset({STATES} if is_larger else ()))
+    bench.wrong.suspects = SuspectGroups(misfiled=frozenset({STATES} if is_larger else ()))
     bench.step({"one": (0, ([1, 2, 3, 4], [5]))})
     bench.pool.name(4, "state", 64)
     states = [(STATES, 4, 64)]
@@ -149,21 +149,21 @@ def test_a_state_is_misfiled_whose_boundary_a_chunk_passes(
     assert misled == set()
     is_kept = is_right or not is_larger
     assert bench.pool.evicted == (set() if is_kept else {4})
-    assert len(bench.wrong.right_states(states, bench.recorder)) == is_kept
+    assert len(bench.wrong.correct_states(states, bench.recorder)) == is_kept
     assert sum(bench.causes().values()) == (not is_kept)
 
 
 def test_the_misfiled_state_of_a_request_that_begins_with_this_step_is_found() -> None:
     """It began inside a block, where another connector or a copy had left a state."""
     bench = Bench(is_partial=False)
-    bench.wrong.distrusted = Distrusted(misfiled=frozenset({STATES}))
+    bench.wrong.suspects = SuspectGroups(misfiled=frozenset({STATES}))
     bench.step({"one": (8, ([1], [2]))}, handed_over={"one": [(STATES, 1, 16)]}, chunks={"one": (8, 20)})
     assert bench.wrong.holds(1)
 
 
 def test_whoever_hits_a_misfiled_state_is_misled_where_the_engine_cannot_forget_it() -> None:
     bench = Bench(is_partial=False)
-    bench.wrong.distrusted = Distrusted(misfiled=frozenset({STATES}))
+    bench.wrong.suspects = SuspectGroups(misfiled=frozenset({STATES}))
     bench.pool.evict_blocks = lambda block_ids: None  # type: ignore[method-assign]
     bench.pool.name(1, "state", 16)
     bench.step({"one": (0, ([1, 3], [2]))}, handed_over={"one": [(STATES, 1, 16)]}, chunks={"one": (0, 20)})
@@ -201,14 +201,14 @@ def test_a_block_that_is_computed_or_loaded_anew_is_right_though_its_hash_is_the
     bench = misled_bench()
     bench.step(gone=["misled"])
     table: Any = SimpleNamespace(blocks=[[SimpleNamespace(block_id=each)] for each in (0, 4)])
-    bench.wrong.take_loaded(table, 0)
+    bench.wrong.mark_loaded(table, 0)
     assert bench.step({"loaded": (16, ([10], [4])), "computes": (0, ([12], [6]))}) == set()
     assert not bench.wrong.holds(6)
 
 
 def test_a_copy_of_a_wrong_block_is_wrong() -> None:
     bench = misled_bench()
-    bench.wrong.distrusted = Distrusted()
+    bench.wrong.suspects = SuspectGroups()
     assert bench.step({"inside": (14, ([10], [11]))}, [(1, 10), (4, 11)]) == {"misled", "inside"}
 
 

@@ -14,8 +14,8 @@ MISS = Miss(None, "nothing")
 ASK_S = 2.0
 
 
-def facts(now_s: float = 0.0, num_tokens: int = 10_000, ask_s: float = ASK_S) -> Facts:
-    return Facts(num_tokens, 0, int(now_s * 1000), now_s, has_slower=True, ask_s=ask_s)
+def facts(now_s: float = 0.0, num_tokens: int = 10_000, lookup_wait_s: float = ASK_S) -> Facts:
+    return Facts(num_tokens, 0, int(now_s * 1000), now_s, has_slower=True, lookup_wait_s=lookup_wait_s)
 
 
 def searched(
@@ -79,7 +79,7 @@ def test_a_long_hit_leaves_too_little_to_ask_for() -> None:
 
 
 def test_where_no_tier_answers_late_nobody_is_asked() -> None:
-    _, step = searched(NEW, facts(ask_s=0.0), MISS)
+    _, step = searched(NEW, facts(lookup_wait_s=0.0), MISS)
     assert isinstance(step, Compute)
 
 

@@ -120,9 +120,9 @@ class Twin:
         asked = (world.generation, limit, computed)
         is_hopeless = asked in self.hopeless
         found = world.search(computed, limit, self.near_only, is_hopeless, True)
-        may_ask = world.ask_s and self.asked_until is None and not self.near_only
-        if may_ask and limit - resumes_at(found, computed) > world.ask_s * TOKENS_PER_S:
-            self.asked_until = world.now_s + world.ask_s
+        may_ask = world.lookup_wait_s and self.asked_until is None and not self.near_only
+        if may_ask and limit - resumes_at(found, computed) > world.lookup_wait_s * TOKENS_PER_S:
+            self.asked_until = world.now_s + world.lookup_wait_s
             if self.tier_since is None:
                 self.tier_since = world.now_s
             world.ask()
@@ -184,11 +184,11 @@ class Life(RuleBasedStateMachine):
     def store_and_evict(self, near: set[int], far: set[int], arriving: set[int]) -> None:
         self.change(near=near, far=far, arriving=arriving, generation=self.world.generation + 1)
 
-    @rule(elsewhere=boundaries, asked=boundaries, ask_s=st.sampled_from([0.0, 1.0, 4.0]))
-    def be_elsewhere(self, elsewhere: set[int], asked: set[int], ask_s: float) -> None:
+    @rule(elsewhere=boundaries, asked=boundaries, lookup_wait_s=st.sampled_from([0.0, 1.0, 4.0]))
+    def be_elsewhere(self, elsewhere: set[int], asked: set[int], lookup_wait_s: float) -> None:
         """Others ask too, and tiers answer."""
         generation = self.world.generation + 1
-        self.change(elsewhere=elsewhere, asked=asked, ask_s=ask_s, generation=generation)
+        self.change(elsewhere=elsewhere, asked=asked, lookup_wait_s=lookup_wait_s, generation=generation)
 
     @rule(later_s=st.sampled_from([0.0, 0.5, 9.0, 25.0, 61.0]))
     def pass_time(self, later_s: float) -> None:

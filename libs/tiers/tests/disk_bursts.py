@@ -17,8 +17,8 @@ from hybridkv.tiers.stack import (
     MoveOutcome,
     MoveResult,
     PathPosition,
-    SlowerTier,
-    SlowerTierOptions,
+    SecondaryTier,
+    SecondaryTierOptions,
     TierMover,
     TierStack,
 )
@@ -51,7 +51,7 @@ class Burst:
         arena = RamArena(near_bytes, GRANULE_BYTES)
         self._clock = disk_store.Clock()
         self.stack = TierStack(
-            self.near, [SlowerTier("disk", self.far, SlowerTierOptions(load_timeout_s=NEVER_S))], 1, self._clock
+            self.near, [SecondaryTier("disk", self.far, SecondaryTierOptions(load_timeout_s=NEVER_S))], 1, self._clock
         )
         self._mover = TierMover(arena, {"disk": DiskMedium(str(path), self.far.namespace, 0, options)}, self._clock)
         self._copies = CopyingMedium(arena)
@@ -105,7 +105,7 @@ class Burst:
 
     def settle(self) -> None:
         """Step as an engine does until nothing moves any more."""
-        while self.stack.has_moves_alive():
+        while self.stack.has_live_moves():
             self.stack.tick()
             self._mover.start(self.stack.take_moves())
             for move, failure, _ in self._mover.poll():

@@ -11,7 +11,7 @@ import disk_store
 from hybridkv.tiers import Failure, Key, Slot, Ticket
 from hybridkv.tiers.disk import DiskMedium, DiskOptions
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import MoveOutcome, PromotionLease, SlowerTier, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, PromotionLease, SecondaryTier, TierMover, TierStack
 from kits.tiers.copying import CopyingMedium
 
 CHUNK = disk_faults.CHUNK
@@ -30,7 +30,7 @@ class Tiers:
         self.clock = disk_store.Clock()
         self.index = disk_store.make_index(path, options, clock=self.clock)
         self.near, self.arena = RamIndex(near_chunks * PLACE_BYTES, PLACE_BYTES), RamArena(near_chunks * PLACE_BYTES)
-        self.stack = TierStack(self.near, [SlowerTier("disk", self.index)], 1, self.clock)
+        self.stack = TierStack(self.near, [SecondaryTier("disk", self.index)], 1, self.clock)
         self.open_medium()
 
     def open_medium(self) -> None:

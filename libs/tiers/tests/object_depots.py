@@ -11,7 +11,15 @@ import patience
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Key, Slot, TierIndex
-from hybridkv.tiers.object import Depot, ObjectIndex, ObjectMedium, ObjectOptions, ObjectSlot, open_index, open_medium
+from hybridkv.tiers.object import (
+    ObjectIndex,
+    ObjectMedium,
+    ObjectOptions,
+    ObjectSlot,
+    StoreLocation,
+    open_index,
+    open_medium,
+)
 from hybridkv.tiers.object.format.record import HEADER_BYTES
 
 FINGERPRINT = bytes(range(32))
@@ -25,8 +33,8 @@ def patient(**chosen: Any) -> ObjectOptions:
     return ObjectOptions(**{name: patience.seconds(expected_s) for name, expected_s in bounds.items()} | chosen)
 
 
-def depot_at(directory: Path, secret: bytes = b"") -> Depot:
-    return Depot(f"file://{directory}", secret=secret)
+def depot_at(directory: Path, secret: bytes = b"") -> StoreLocation:
+    return StoreLocation(f"file://{directory}", secret=secret)
 
 
 def index_at(directory: Path, options: ObjectOptions | None = None, world_size: int = 1) -> ObjectIndex:

@@ -11,13 +11,13 @@ from object_depots import FINGERPRINT, TIMEOUT_S, manifests, patient
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, Slot
-from hybridkv.tiers.object import Depot, ObjectIndex, ObjectOptions, open_index, open_medium
+from hybridkv.tiers.object import ObjectIndex, ObjectOptions, StoreLocation, open_index, open_medium
 from hybridkv.tiers.object.names import manifest_name, prefix_of
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import MoveOutcome, PathPosition, SlowerTier, SlowerTierOptions, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, PathPosition, SecondaryTier, SecondaryTierOptions, TierMover, TierStack
 
 CHUNK_BYTES = 4096
-PATIENT = SlowerTierOptions(ask_timeout_s=patience.seconds(6.0), load_timeout_s=patience.seconds(6.0))
+PATIENT = SecondaryTierOptions(async_lookup_timeout_s=patience.seconds(6.0), load_timeout_s=patience.seconds(6.0))
 FULL, WINDOW = b"f" * 16, b"w" * 16
 """Tags of two groups."""
 
@@ -27,16 +27,16 @@ class Engine:
 
     def __init__(
         self,
-        depot: Depot,
+        depot: StoreLocation,
         num_ranks: int = 1,
         options: ObjectOptions | None = None,
-        slower: SlowerTierOptions | None = None,
+        slower: SecondaryTierOptions | None = None,
     ) -> None:
         options = options or patient()
         self.index: ObjectIndex = open_index(depot, FINGERPRINT, num_ranks, options, time.monotonic)
         self.near = RamIndex(1 << 24, 4096)
         self.stack = TierStack(
-            self.near, [SlowerTier("object", self.index, slower or PATIENT)], num_ranks, time.monotonic
+            self.near, [SecondaryTier("object", self.index, slower or PATIENT)], num_ranks, time.monotonic
         )
         self.arenas = [RamArena(1 << 24, 4096) for _ in range(num_ranks)]
         self.media = [open_medium(depot, rank, options) for rank in range(num_ranks)]
@@ -58,7 +58,7 @@ class Engine:
 
         def is_idle() -> bool:
             self.step()
-            return not self.stack.has_moves_alive()
+            return not self.stack.has_live_moves()
 
         patience.wait_until(is_idle, "nothing moves")
 

@@ -16,7 +16,7 @@ from hybridkv.peers.wire import Secret
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Key, Slot, Ticket, TierConfigurationError
 from hybridkv.tiers.peer import (
-    Neighbourhood,
+    PeerAddresses,
     PeerIndex,
     PeerLookupClient,
     PeerMedium,
@@ -118,7 +118,7 @@ class Engine:
         for _ in range(50):
             self.port = port or free_port()
             addresses = tuple(("127.0.0.1", each) for each in peers)
-            near = Neighbourhood(secret, ("127.0.0.1", self.port), addresses, make_transport)
+            near = PeerAddresses(secret, ("127.0.0.1", self.port), addresses, make_transport)
             try:
                 self.index = open_index(near, self.ram, found, options, clock)
             except TierConfigurationError:

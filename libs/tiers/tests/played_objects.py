@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hybridkv.tiers import Key
-from hybridkv.tiers.object import Found, Moved, News, PackPlace, Stored, Unanswered
+from hybridkv.tiers.object import Found, LookupFailed, Moved, News, PackPlace, Stored
 
 
 class PlayedDepot:
@@ -46,7 +46,7 @@ class PlayedDepot:
     def fail(self) -> None:
         """Everything that was asked has no answer."""
         asked, self.asked = self.asked, []
-        self.news += [Unanswered(request, self._clock()) for request, _ in asked]
+        self.news += [LookupFailed(request, self._clock()) for request, _ in asked]
 
     def move(self) -> None:
         """Somebody else has begun another epoch."""

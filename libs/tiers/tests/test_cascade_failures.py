@@ -108,7 +108,7 @@ def test_a_reset_makes_nothing_again() -> None:
     moves = it.moves(Direction.CASCADE)
     it.stack.clear()
     it.end(moves, BUSY)
-    assert it.stack.num_waiting("disk") == 0 and not it.stack.has_moves_alive()
+    assert it.stack.num_waiting("disk") == 0 and not it.stack.has_live_moves()
 
 
 def test_a_disk_that_hangs_keeps_nobody_waiting_for_it() -> None:
@@ -122,7 +122,7 @@ def test_a_disk_that_hangs_keeps_nobody_waiting_for_it() -> None:
     it.stack.tick()
     assert it.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.PROBING
     it.store(C)
-    assert not it.stack.has_moves_alive() and it.stack.take_moves() == []
+    assert not it.stack.has_live_moves() and it.stack.take_moves() == []
     assert it.stack.take_counts().moves.cascades == {"dropped_busy": 1}
     it.end(hung)
     it.store(D)
@@ -149,7 +149,7 @@ def test_what_needs_a_chunk_that_another_store_brings_waits_for_it() -> None:
     store_path(it, B, C, before=A)
     it.store(D)
     assert [move.key for move in it.moves(Direction.CASCADE)] == [D], "nobody else waits"
-    assert it.stack.has_moves_alive()
+    assert it.stack.has_live_moves()
     it.stack.commit(A)
     assert [move.key for move in it.moves(Direction.CASCADE)] == [A, B, C]
 
@@ -160,7 +160,7 @@ def test_what_waits_for_a_store_that_comes_to_nothing_is_dropped() -> None:
     store_path(it, B, C, before=A)
     it.stack.take_moves()
     it.stack.abort(A)
-    assert it.stack.take_moves() == [] and not it.stack.has_moves_alive()
+    assert it.stack.take_moves() == [] and not it.stack.has_live_moves()
     assert it.stack.take_counts().moves.cascades == {"dropped_orphan": 2}
 
 

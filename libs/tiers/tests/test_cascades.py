@@ -51,7 +51,7 @@ def test_what_leaves_the_fast_tier_before_its_turn_is_dropped_with_what_needs_it
     store_path(it, A, B, C)
     it.near.invalidate(B)
     it.end(it.moves(Direction.CASCADE))
-    assert it.stack.take_moves() == [] and not it.stack.has_moves_alive()
+    assert it.stack.take_moves() == [] and not it.stack.has_live_moves()
     assert it.stack.take_counts().moves.cascades == {"done": 1, "dropped_evicted": 1, "dropped_orphan": 1}
 
 
@@ -90,7 +90,7 @@ def test_a_tier_that_is_busy_is_asked_again_and_loses_nothing() -> None:
     it, far = slow(Refusal.BUSY)
     store_path(it, A, B)
     it.stack.tick()
-    assert it.stack.take_moves() == [] and it.stack.has_moves_alive() and it.stack.num_waiting("disk") == 2
+    assert it.stack.take_moves() == [] and it.stack.has_live_moves() and it.stack.num_waiting("disk") == 2
     far.answer = None
     assert [move.key for move in it.moves(Direction.CASCADE)] == [A, B]
     assert it.stack.take_counts().moves.cascades == {}
@@ -99,33 +99,33 @@ def test_a_tier_that_is_busy_is_asked_again_and_loses_nothing() -> None:
 def test_a_tier_that_stays_busy_keeps_nobody_awake_however_much_is_stored() -> None:
     it, far = slow(Refusal.BUSY, load_timeout_s=30.0)
     it.store(A)
-    assert it.stack.has_moves_alive()
+    assert it.stack.has_live_moves()
     it.clock.now_s += KEEP_AWAKE_S
     it.stack.tick()
-    assert it.stack.num_waiting("disk") == 1 and not it.stack.has_moves_alive()
+    assert it.stack.num_waiting("disk") == 1 and not it.stack.has_live_moves()
     it.store(B)
-    assert not it.stack.has_moves_alive(), "behind what waits"
+    assert not it.stack.has_live_moves(), "behind what waits"
     for _ in range(2):
         it.clock.now_s += 30
         it.stack.tick()
     assert it.stack.num_waiting("disk") == 0
     it.store(C)
-    assert not it.stack.has_moves_alive(), "nothing was taken since"
+    assert not it.stack.has_live_moves(), "nothing was taken since"
     far.answer = None
     it.end(it.moves(Direction.CASCADE))
     far.answer = Refusal.BUSY
     it.store(D)
-    assert it.stack.has_moves_alive(), "it works again, so it is worth a moment"
+    assert it.stack.has_live_moves(), "it works again, so it is worth a moment"
 
 
 def test_what_waited_while_nobody_was_awake_goes_when_somebody_comes() -> None:
     it, far = slow(Refusal.BUSY, load_timeout_s=30.0)
     store_path(it, A, B)
     it.clock.now_s += 3600
-    assert not it.stack.has_moves_alive()
+    assert not it.stack.has_live_moves()
     far.answer = None
     it.stack.tick()
-    assert [move.key for move in it.moves(Direction.CASCADE)] == [A, B] and it.stack.has_moves_alive()
+    assert [move.key for move in it.moves(Direction.CASCADE)] == [A, B] and it.stack.has_live_moves()
 
 
 def test_what_waited_while_nobody_was_awake_is_not_given_up_while_it_goes() -> None:
@@ -152,17 +152,17 @@ def test_a_medium_that_stays_busy_keeps_nobody_awake() -> None:
     it.store(A)
     for _ in range(20):
         it.end(it.moves(Direction.CASCADE), Failure(FailureReason.BUSY))
-        if not it.stack.has_moves_alive():
+        if not it.stack.has_live_moves():
             break
         it.clock.now_s += KEEP_AWAKE_S / 10
         it.stack.tick()
-    assert it.stack.num_waiting("disk") == 1 and not it.stack.has_moves_alive()
+    assert it.stack.num_waiting("disk") == 1 and not it.stack.has_live_moves()
 
 
 def test_what_can_never_fit_is_dropped_at_once() -> None:
     it, _ = slow(Refusal.NO_ROOM)
     store_path(it, A, B)
-    assert not it.stack.has_moves_alive()
+    assert not it.stack.has_live_moves()
     assert it.stack.take_counts().moves.cascades == {"dropped_no_room": 1, "dropped_orphan": 1}
 
 
@@ -183,8 +183,8 @@ def test_a_wait_ends_where_nothing_comes_to_its_end(ticks: bool) -> None:
         it.clock.now_s += 30
         if ticks:
             it.stack.tick()
-        it.stack.has_moves_alive()
-    assert not it.stack.has_moves_alive()
+        it.stack.has_live_moves()
+    assert not it.stack.has_live_moves()
     assert it.stack.take_counts().moves.cascades == {"dropped_late": 2}
 
 
@@ -214,7 +214,7 @@ def test_an_open_breaker_drops_what_waits() -> None:
     it = Stack(max_cascading=1, breaker=BreakerOptions(failures=1))
     it.store(A, B, C)
     it.end(it.moves(Direction.CASCADE), Failure(FailureReason.IO))
-    assert not it.stack.has_moves_alive()
+    assert not it.stack.has_live_moves()
     assert it.stack.take_counts().moves.cascades == {"failed": 1, "dropped_open": 2}
 
 
@@ -287,5 +287,5 @@ def test_a_reset_forgets_what_waits() -> None:
     moves = it.moves(Direction.CASCADE)
     it.stack.clear()
     it.end(moves)
-    assert not it.stack.has_moves_alive() and it.stack.take_moves() == []
+    assert not it.stack.has_live_moves() and it.stack.take_moves() == []
     assert it.near.used_bytes == 0 and it.far.used_bytes == 0

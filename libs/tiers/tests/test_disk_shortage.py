@@ -26,7 +26,7 @@ from examples import thinned
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import FailureReason, Slot, Ticket, is_shortage
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, FileIO, Fsync, InlineJanitor
-from hybridkv.tiers.stack import BreakerState, Direction, HoldFailure
+from hybridkv.tiers.stack import BreakerState, Direction, LeaseFailure
 
 SHORTAGES = [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.ENOLCK]
 OPTIONS = disk_store.options_for(24 * 12288, num_spare=3, direct=False)
@@ -43,7 +43,7 @@ def test_a_promotion_without_files_loses_no_chunk(tmp_path: Path, number: int) -
     hold = tiers.hold(KEYS)
     failures = tiers.move()
     assert {failure.reason for failure in failures if failure} == {FailureReason.BUSY} and len(failures) == NUM_CHUNKS
-    assert hold.failure is HoldFailure.LOST
+    assert hold.failure is LeaseFailure.LOST
     assert tiers.index.take_disk_counts().quarantined == {}
     assert tiers.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
     tiers.io.failing.clear()

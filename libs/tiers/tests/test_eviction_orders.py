@@ -9,25 +9,25 @@ pytest.register_assert_rewrite("kits.tiers.conformance")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
-from hybridkv.tiers.ledger import Entry, EvictionOrder, KeyState, LeastRecentlyUsed  # noqa: E402
-from kits.tiers.conformance import EvictionOrderConformance, LeastRecentlyUsedConformance  # noqa: E402
+from hybridkv.tiers.ledger import Entry, EvictionPolicy, KeyState, LruPolicy  # noqa: E402
+from kits.tiers.conformance import EvictionPolicyConformance, LeastRecentlyUsedConformance  # noqa: E402
 
 keys = st.sampled_from([bytes([number]) for number in range(6)])
 
 
 class TestLeastRecentlyUsed(LeastRecentlyUsedConformance):
-    def make_order(self) -> EvictionOrder[Entry]:
-        return LeastRecentlyUsed()
+    def make_order(self) -> EvictionPolicy[Entry]:
+        return LruPolicy()
 
 
-class FirstInFirstOut(LeastRecentlyUsed[Entry]):
+class FirstInFirstOut(LruPolicy[Entry]):
     """Takes no note of uses: what the suite must find out."""
 
     def touch(self, keys: object) -> int:
         return 0
 
 
-class Hoarder(LeastRecentlyUsed[Entry]):
+class Hoarder(LruPolicy[Entry]):
     """Gives up what was used last, and so keeps what was used once for ever."""
 
     def pick(self) -> tuple[bytes, Entry]:
@@ -42,9 +42,9 @@ class Hoarder(LeastRecentlyUsed[Entry]):
         (Hoarder, "test_everything_goes_at_last"),
     ],
 )
-def test_the_suite_finds_a_policy_that_is_none(policy: type[LeastRecentlyUsed[Entry]], test: str) -> None:
-    class Suite(EvictionOrderConformance):
-        def make_order(self) -> EvictionOrder[Entry]:
+def test_the_suite_finds_a_policy_that_is_none(policy: type[LruPolicy[Entry]], test: str) -> None:
+    class Suite(EvictionPolicyConformance):
+        def make_order(self) -> EvictionPolicy[Entry]:
             return policy()
 
     with pytest.raises(AssertionError):
@@ -56,7 +56,7 @@ CALLS = ["track", "track", "touch", "pick", "forget", "give up"]
 
 @given(st.lists(st.tuples(st.sampled_from(CALLS), keys, keys)))
 def test_least_recently_used_is_a_list_that_is_searched(calls: list[tuple[str, bytes, bytes]]) -> None:
-    order: LeastRecentlyUsed[Entry] = LeastRecentlyUsed()
+    order: LruPolicy[Entry] = LruPolicy()
     expected: list[bytes] = []
     for call, key, other in calls:
         if call == "track" and key not in expected:

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, Slot, TierProtocolError
-from hybridkv.tiers.ledger import Entry, KeyLedger, KeyState, LeastRecentlyUsed
+from hybridkv.tiers.ledger import Entry, KeyLedger, KeyState, LruPolicy
 
 KEYS = [bytes([number]) for number in range(6)]
 CAPACITY_BYTES, LARGEST_BYTES, MAX_KEYS = 12, 7, 4
@@ -87,7 +87,7 @@ class KeyLedgerMachine(RuleBasedStateMachine):
         super().__init__()
         self.recorder = Recorder()
         self.ledger: KeyLedger[NumberedEntry] = KeyLedger(
-            self.recorder, LeastRecentlyUsed(), CAPACITY_BYTES, self.recorder, LARGEST_BYTES, MAX_KEYS
+            self.recorder, LruPolicy(), CAPACITY_BYTES, self.recorder, LARGEST_BYTES, MAX_KEYS
         )
 
     @rule(key=keys, cost=st.integers(min_value=1, max_value=LARGEST_BYTES + 1))
@@ -182,7 +182,7 @@ TestKeyLedgerMachine = KeyLedgerMachine.TestCase
 
 def make_ledger(max_keys: int | None = None) -> KeyLedger[NumberedEntry]:
     recorder = Recorder()
-    return KeyLedger(recorder, LeastRecentlyUsed(), CAPACITY_BYTES, recorder, max_keys=max_keys)
+    return KeyLedger(recorder, LruPolicy(), CAPACITY_BYTES, recorder, max_keys=max_keys)
 
 
 def store(ledger: KeyLedger[NumberedEntry], key: bytes) -> Refusal | None:

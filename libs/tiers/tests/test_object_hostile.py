@@ -17,7 +17,7 @@ from object_depots import FINGERPRINT, patient
 from object_engines import FULL, WINDOW, Engine, chunks_of, path_of
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.object import Depot, ObjectOptions, open_index
+from hybridkv.tiers.object import ObjectOptions, StoreLocation, open_index
 from hybridkv.tiers.object.bodies import Room
 from hybridkv.tiers.object.format.epoch import encode_epoch
 from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, encode_manifest
@@ -47,7 +47,7 @@ def engines() -> Iterator[list[Engine]]:
 
 
 def engine_at(s3: PlayedS3, who: str = "owner", secret: bytes = b"s", options: ObjectOptions = OPTIONS) -> Engine:
-    return Engine(Depot("s3://fleet", s3.settings(who), secret), options=options)
+    return Engine(StoreLocation("s3://fleet", s3.settings(who), secret), options=options)
 
 
 def stored(s3: PlayedS3, keys: list[bytes], secret: bytes = b"s") -> dict[bytes, bytes]:
@@ -254,12 +254,12 @@ JUNK = """
 import resource, sys, time
 from object_depots import patient
 from object_engines import Engine, path_of
-from hybridkv.tiers.object import Depot
+from hybridkv.tiers.object import StoreLocation
 from hybridkv.planner import LookupResult
 url, port, secret = sys.argv[1], sys.argv[2], sys.argv[3].encode()
 settings = {"endpoint": f"http://127.0.0.1:{port}", "region": "us-east-1", "access_key_id": "a",
             "secret_access_key": "b"}
-engine = Engine(Depot(url, settings, secret), options=patient(missing_s=0.01))
+engine = Engine(StoreLocation(url, settings, secret), options=patient(missing_s=0.01))
 engine.hear(path_of(1, b"warm"))
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
@@ -409,7 +409,7 @@ def test_no_strange_mark_hides_anything(s3: PlayedS3, engines: list[Engine], sec
 
 
 def test_a_mark_that_was_lost_or_written_over_is_written_again(s3: PlayedS3, engines: list[Engine]) -> None:
-    place = Depot("s3://fleet", s3.settings(), b"s")
+    place = StoreLocation("s3://fleet", s3.settings(), b"s")
     resetting = open_index(place, FINGERPRINT, 1, OPTIONS, time.monotonic, clears_all=True)
     resetting.clear()
     name = mark_name()

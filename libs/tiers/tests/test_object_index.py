@@ -10,8 +10,8 @@ from played_objects import PlayedDepot  # noqa: E402
 
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import (  # noqa: E402
+    BatchedIndex,
     FailureReason,
-    GathersPlaces,
     Key,
     Refusal,
     Slot,
@@ -89,7 +89,7 @@ class World:
 
 
 def test_an_index_of_objects_gathers_places() -> None:
-    assert isinstance(World().index, GathersPlaces)
+    assert isinstance(World().index, BatchedIndex)
 
 
 def test_what_was_found_is_offered_where_it_lies() -> None:

@@ -20,15 +20,17 @@ from obstore import exceptions
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, TierConfigurationError
 from hybridkv.tiers.files.file_io import FileIO
-from hybridkv.tiers.object import Depot, open_index
+from hybridkv.tiers.object import StoreLocation, open_index
 from hybridkv.tiers.object.store import describe
-from hybridkv.tiers.stack import BreakerOptions, Direction, SlowerTierOptions
+from hybridkv.tiers.stack import BreakerOptions, Direction, SecondaryTierOptions
 from kits.tiers.played_s3 import PlayedS3, Request, Trouble
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 OPTIONS = patient(missing_s=0.01, first_retry_s=0.05, last_retry_s=0.1, epoch_check_s=0.05)
-BREAKER = BreakerOptions(failures=3, first_pause_s=0.1, longest_pause_s=0.2)
-PATIENT = SlowerTierOptions(ask_timeout_s=patience.seconds(6.0), load_timeout_s=patience.seconds(6.0), breaker=BREAKER)
+BREAKER = BreakerOptions(failures=3, first_backoff_s=0.1, max_backoff_s=0.2)
+PATIENT = SecondaryTierOptions(
+    async_lookup_timeout_s=patience.seconds(6.0), load_timeout_s=patience.seconds(6.0), breaker=BREAKER
+)
 FULL = Trouble(507, code="XMinioStorageFull", message="Storage backend has reached its minimum free drive threshold.")
 READER = Trouble(403, code="AccessDenied", message="Access Denied.")
 
@@ -41,8 +43,8 @@ def puts(trouble: Trouble) -> Callable[[Request], Trouble | None]:
     return lambda request: trouble if request.method == "PUT" else None
 
 
-def depot(store: PlayedS3, secret: bytes = b"s") -> Depot:
-    return Depot("s3://fleet/cache", store.settings("AKOWNER"), secret)
+def depot(store: PlayedS3, secret: bytes = b"s") -> StoreLocation:
+    return StoreLocation("s3://fleet/cache", store.settings("AKOWNER"), secret)
 
 
 @pytest.fixture
@@ -59,7 +61,7 @@ def engines() -> Iterator[list[Engine]]:
         engine.close()
 
 
-def stored(place: Depot, number: int = 10) -> tuple[list[bytes], dict[bytes, bytes]]:
+def stored(place: StoreLocation, number: int = 10) -> tuple[list[bytes], dict[bytes, bytes]]:
     keys = path_of(number)
     chunks = chunks_of(keys)
     engine = Engine(place, options=OPTIONS, slower=PATIENT)

@@ -18,21 +18,23 @@ from slow_link import SlowLink
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, TierConfigurationError
-from hybridkv.tiers.object import Depot, open_index
-from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, SlowerTierOptions
+from hybridkv.tiers.object import StoreLocation, open_index
+from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, SecondaryTierOptions
 from kits.tiers.object_server import BUCKET, VARIABLE, ObjectServer, command
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 OPTIONS = patient(missing_s=0.05)
-BREAKER = BreakerOptions(failures=3, first_pause_s=0.2, longest_pause_s=1.0)
-PATIENT = SlowerTierOptions(ask_timeout_s=patience.seconds(6.0), load_timeout_s=patience.seconds(6.0), breaker=BREAKER)
+BREAKER = BreakerOptions(failures=3, first_backoff_s=0.2, max_backoff_s=1.0)
+PATIENT = SecondaryTierOptions(
+    async_lookup_timeout_s=patience.seconds(6.0), load_timeout_s=patience.seconds(6.0), breaker=BREAKER
+)
 BOUND_S = patience.seconds(6.0)
 """Of what does not wait for the server."""
 # For what is going to fail. What then succeeds is tried until it does.
 QUICK = msgspec.structs.replace(
     OPTIONS, request_timeout_s=patience.seconds(0.2), connect_timeout_s=patience.seconds(0.1)
 )
-HASTY = SlowerTierOptions(ask_timeout_s=0.25, load_timeout_s=patience.seconds(0.3), breaker=BREAKER)
+HASTY = SecondaryTierOptions(async_lookup_timeout_s=0.25, load_timeout_s=patience.seconds(0.3), breaker=BREAKER)
 
 
 @pytest.fixture(scope="module")
@@ -58,12 +60,12 @@ def prefix(request: pytest.FixtureRequest) -> str:
     return f"s3://{BUCKET}/{request.node.name.replace('[', '-').replace(']', '')}"
 
 
-def depot(server: ObjectServer, url: str, who: str = "owner", secret: bytes = b"s", port: int = 0) -> Depot:
+def depot(server: ObjectServer, url: str, who: str = "owner", secret: bytes = b"s", port: int = 0) -> StoreLocation:
     endpoint = f"http://127.0.0.1:{port}" if port else None
-    return Depot(url, server.settings(who, endpoint), secret)
+    return StoreLocation(url, server.settings(who, endpoint), secret)
 
 
-def stored(place: Depot, number: int = 40) -> tuple[list[bytes], dict[bytes, bytes]]:
+def stored(place: StoreLocation, number: int = 40) -> tuple[list[bytes], dict[bytes, bytes]]:
     """What an engine that has ended left there."""
     keys = path_of(number)
     chunks = chunks_of(keys)
@@ -127,11 +129,11 @@ def test_wrong_credentials_are_refused_at_the_start_and_not_shown(
 ) -> None:
     settings = {**server.settings(), **wrong}
     with pytest.raises(TierConfigurationError) as refused:
-        open_index(Depot(prefix, settings), FINGERPRINT, 1, OPTIONS, time.monotonic)
+        open_index(StoreLocation(prefix, settings), FINGERPRINT, 1, OPTIONS, time.monotonic)
     assert f"403 Forbidden: {code}" in str(refused.value)
     for secret in ("SKWRONG", "SKOWNER", "AKOWNER", "AKWRONG"):
         assert secret not in str(refused.value)
-        assert secret not in repr(Depot(prefix, settings))
+        assert secret not in repr(StoreLocation(prefix, settings))
 
 
 def test_another_secret_finds_nothing(server: ObjectServer, prefix: str, engines: list[Engine]) -> None:

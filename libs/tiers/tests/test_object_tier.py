@@ -30,7 +30,7 @@ from object_depots import (  # noqa: E402
 from object_engines import FULL, Engine, chunks_of, last_is_named, path_of  # noqa: E402
 
 from hybridkv.planner import LookupResult  # noqa: E402
-from hybridkv.tiers import FailureReason, GathersMoves, Slot, Ticket, TierConfigurationError, TierMedium  # noqa: E402
+from hybridkv.tiers import BatchedMedium, FailureReason, Slot, Ticket, TierConfigurationError, TierMedium  # noqa: E402
 from hybridkv.tiers.object import ObjectMedium, open_index  # noqa: E402
 from hybridkv.tiers.object.directory_store import DirectoryStore  # noqa: E402
 from hybridkv.tiers.stack import (  # noqa: E402
@@ -87,7 +87,7 @@ def engines(tmp_path: Path) -> Iterator[list[Engine]]:
 
 def test_a_medium_of_objects_gathers_stores(tmp_path: Path) -> None:
     medium = medium_at(tmp_path)
-    assert isinstance(medium, GathersMoves)
+    assert isinstance(medium, BatchedMedium)
     medium.close()
 
 

@@ -26,7 +26,7 @@ from hybridkv.tiers import (  # noqa: E402
     TierIndex,
     TierMedium,
 )
-from hybridkv.tiers.peer import Neighbourhood, open_index, reader  # noqa: E402
+from hybridkv.tiers.peer import PeerAddresses, open_index, reader  # noqa: E402
 from hybridkv.tiers.peer.places import at_peer  # noqa: E402
 from hybridkv.tiers.ram import RamIndex  # noqa: E402
 from kits.peers.suite import until  # noqa: E402
@@ -376,7 +376,7 @@ def test_a_load_from_an_unknown_peer_ends(engine: MakeEngine) -> None:
 
 def test_an_address_that_is_taken_is_refused(engine: MakeEngine) -> None:
     taken = engine()
-    near = Neighbourhood(SECRET, ("127.0.0.1", taken.port), (), lambda name: pytest.fail("no bytes are moved"))
+    near = PeerAddresses(SECRET, ("127.0.0.1", taken.port), (), lambda name: pytest.fail("no bytes are moved"))
     with pytest.raises(TierConfigurationError) as caught:
         open_index(near, RamIndex(1024, 1024), fingerprint(), OPTIONS, lambda: 0.0)
     assert caught.value.field == "listen"

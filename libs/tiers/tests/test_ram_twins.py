@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers import Refusal, Slot, TellsChanges, TierConfigurationError, TierIndex, TierProtocolError
+from hybridkv.tiers import Refusal, ReportsChanges, Slot, TierConfigurationError, TierIndex, TierProtocolError
 from hybridkv.tiers.ram import RamIndex
 from kits.plain_ram_index import PlainRamIndex
 
@@ -213,7 +213,7 @@ TestTwinsMachine = TwinsMachine.TestCase
 
 def test_it_is_an_index_that_tells_changes() -> None:
     index = RamIndex(1 << 20, 4096, 3 * 4096)
-    assert isinstance(index, TierIndex) and isinstance(index, TellsChanges)
+    assert isinstance(index, TierIndex) and isinstance(index, ReportsChanges)
     assert index.max_keys == 85 and index.before_reserving is None
 
 

@@ -14,11 +14,11 @@ from hybridkv.tiers.stack import (
     BreakerOptions,
     BreakerState,
     Direction,
-    HoldFailure,
+    LeaseFailure,
     MoveOutcome,
     PromotionLease,
-    SlowerTier,
-    SlowerTierOptions,
+    SecondaryTier,
+    SecondaryTierOptions,
     TierMove,
     TierStack,
 )
@@ -51,8 +51,10 @@ class Stack:
         self.clock = Clock()
         self.near = RamIndex(near_chunks * CHUNK, CHUNK)
         self.far = far_type(far_chunks * CHUNK, CHUNK)
-        chosen = SlowerTierOptions(**{"promoting_share": 1.0, "cascading_share": 1.0, "arriving_share": 1.0, **options})  # type: ignore[arg-type]
-        self.stack = TierStack(self.near, [SlowerTier("disk", self.far, chosen)], ranks, self.clock)
+        chosen = SecondaryTierOptions(
+            **{"promoting_share": 1.0, "cascading_share": 1.0, "arriving_share": 1.0, **options}
+        )  # type: ignore[arg-type]
+        self.stack = TierStack(self.near, [SecondaryTier("disk", self.far, chosen)], ranks, self.clock)
 
     def put_far(self, *keys: bytes) -> None:
         for key in keys:
@@ -184,12 +186,12 @@ def test_a_hold_fails_when_its_time_is_over_and_the_late_bytes_find_their_own_pl
     (move,) = it.moves(Direction.PROMOTE)
     it.clock.now_s += 29
     it.stack.tick()
-    assert hold.failure is None and it.stack.has_moves_alive()
+    assert hold.failure is None and it.stack.has_live_moves()
     it.clock.now_s += 1
     it.stack.tick()
-    assert hold.failure is HoldFailure.TIMEOUT
+    assert hold.failure is LeaseFailure.TIMEOUT
     it.stack.tick()
-    assert not it.stack.has_moves_alive()
+    assert not it.stack.has_live_moves()
     # The space stays reserved, so nobody else is given it while the medium may still write.
     slots = [it.near.reserve(bytes([number]), CHUNK) for number in range(7)]
     assert all(isinstance(slot, Slot) for slot in slots)
@@ -205,7 +207,7 @@ def test_a_chunk_that_cannot_be_read_is_never_offered_again(reason: FailureReaso
     hold = it.hold(A, B)
     first, second = it.moves(Direction.PROMOTE)
     it.end([first], Failure(reason))
-    assert hold.failure is HoldFailure.LOST
+    assert hold.failure is LeaseFailure.LOST
     it.end([second])
     assert it.stack.lookup(A) is LookupResult.MISS and it.stack.lookup(B) is LookupResult.HIT
 
@@ -215,7 +217,7 @@ def test_a_busy_medium_costs_no_chunk() -> None:
     it.put_far(A)
     hold = it.hold(A)
     it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.BUSY))
-    assert hold.failure is HoldFailure.LOST and it.stack.lookup(A) is LookupResult.HIT
+    assert hold.failure is LeaseFailure.LOST and it.stack.lookup(A) is LookupResult.HIT
 
 
 def test_what_is_stored_cascades_once() -> None:
@@ -271,14 +273,14 @@ def test_a_reset_fails_holds_and_nothing_that_moved_is_offered_afterwards() -> N
     it.store(B)
     moves = it.stack.take_moves()
     it.stack.clear()
-    assert hold.failure is HoldFailure.LOST
+    assert hold.failure is LeaseFailure.LOST
     it.end(moves)
     assert [it.stack.lookup(key) for key in (A, B)] == [LookupResult.MISS] * 2
     assert it.near.used_bytes == 0 and it.far.used_bytes == 0
 
 
 def test_the_breaker_hides_a_dead_tier_and_lets_it_come_back() -> None:
-    it = Stack(load_timeout_s=30.0, breaker=BreakerOptions(failures=2, first_pause_s=5.0, longest_pause_s=8.0))
+    it = Stack(load_timeout_s=30.0, breaker=BreakerOptions(failures=2, first_backoff_s=5.0, max_backoff_s=8.0))
     it.put_far(A, B, C)
     generation = it.stack.generation
     for key in (A, B):
@@ -306,13 +308,13 @@ def test_a_caller_that_stood_still_blames_no_tier_for_it() -> None:
     it.stack.tick()
     it.end(moves)
     it.stack.tick()
-    assert hold.failure is HoldFailure.TIMEOUT and it.near.lookup(A) is LookupResult.HIT
+    assert hold.failure is LeaseFailure.TIMEOUT and it.near.lookup(A) is LookupResult.HIT
     assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
 
 
 def late(*keys: bytes, **options: object) -> tuple[Stack, list[TierMove]]:
     """A stack whose slow tier has not answered in time, and the moves that it owes."""
-    it = Stack(load_timeout_s=30.0, breaker=BreakerOptions(failures=1, first_pause_s=5.0), **options)
+    it = Stack(load_timeout_s=30.0, breaker=BreakerOptions(failures=1, first_backoff_s=5.0), **options)
     it.put_far(*keys)
     it.hold(*keys)
     moves = it.moves(Direction.PROMOTE)
@@ -378,14 +380,14 @@ def test_a_deadline_counts_from_when_its_owner_began_to_wait() -> None:
     assert isinstance(hold, PromotionLease)
     it.clock.now_s += 1
     it.stack.tick()
-    assert hold.failure is HoldFailure.TIMEOUT
+    assert hold.failure is LeaseFailure.TIMEOUT
 
 
 def test_the_slow_tier_hears_why_a_chunk_is_withdrawn(tmp_path: Path) -> None:
     far = disk_store.make_index(tmp_path / "store", disk_store.options_for(1 << 16))
     slot = far.reserve(A, CHUNK)
     assert isinstance(slot, Slot) and far.commit(A)
-    stack = TierStack(RamIndex(8 * CHUNK, CHUNK), [SlowerTier("disk", far)], 1, Clock())
+    stack = TierStack(RamIndex(8 * CHUNK, CHUNK), [SecondaryTier("disk", far)], 1, Clock())
     assert isinstance(stack.acquire("request", [A]), PromotionLease)
     (move,) = stack.take_moves()
     stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.CHECKSUM)))
@@ -394,7 +396,7 @@ def test_the_slow_tier_hears_why_a_chunk_is_withdrawn(tmp_path: Path) -> None:
 
 
 def probing() -> Stack:
-    it = Stack(breaker=BreakerOptions(failures=1, first_pause_s=5.0, longest_pause_s=8.0))
+    it = Stack(breaker=BreakerOptions(failures=1, first_backoff_s=5.0, max_backoff_s=8.0))
     it.put_far(A, B)
     it.hold(A)
     it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.IO))
@@ -428,7 +430,7 @@ def test_a_probe_that_fails_opens_it_for_longer_within_a_bound() -> None:
 
 def failing_stores(*keys: bytes) -> Stack:
     """A stack whose slow tier has refused to take chunks until it was left alone."""
-    it = Stack(breaker=BreakerOptions(failures=2, first_pause_s=5.0))
+    it = Stack(breaker=BreakerOptions(failures=2, first_backoff_s=5.0))
     it.put_far(*keys)
     for key in (b"x", b"y"):
         it.store(key)
@@ -449,7 +451,7 @@ def test_stores_that_fail_keep_no_load_away() -> None:
 
 
 def test_loads_that_fail_keep_no_store_away() -> None:
-    it = Stack(breaker=BreakerOptions(failures=2, first_pause_s=5.0))
+    it = Stack(breaker=BreakerOptions(failures=2, first_backoff_s=5.0))
     it.put_far(A, B, C)
     for key in (A, B):
         it.hold(key)
@@ -487,7 +489,7 @@ def test_stores_are_tried_again_one_at_a_time() -> None:
 
 
 def test_stores_that_are_late_keep_no_load_away_and_never_the_next_probe() -> None:
-    it = Stack(load_timeout_s=30.0, breaker=BreakerOptions(failures=1, first_pause_s=5.0))
+    it = Stack(load_timeout_s=30.0, breaker=BreakerOptions(failures=1, first_backoff_s=5.0))
     it.put_far(A)
     it.store(B)
     [stuck] = it.moves(Direction.CASCADE)
@@ -495,7 +497,7 @@ def test_stores_that_are_late_keep_no_load_away_and_never_the_next_probe() -> No
     it.stack.tick()
     it.stack.tick()
     assert it.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.OPEN
-    assert it.stack.lookup(A) is LookupResult.HIT and not it.stack.has_moves_alive()
+    assert it.stack.lookup(A) is LookupResult.HIT and not it.stack.has_live_moves()
     it.clock.now_s += 5
     it.stack.tick()
     it.store(C)
@@ -540,11 +542,11 @@ def test_counts_say_what_moved_since_they_were_taken() -> None:
 
 def test_options_that_cannot_work_are_refused() -> None:
     for make in (
-        lambda: SlowerTierOptions(load_timeout_s=0),
-        lambda: SlowerTierOptions(promoting_share=0),
-        lambda: SlowerTierOptions(cascading_share=1.5),
+        lambda: SecondaryTierOptions(load_timeout_s=0),
+        lambda: SecondaryTierOptions(promoting_share=0),
+        lambda: SecondaryTierOptions(cascading_share=1.5),
         lambda: BreakerOptions(failures=0),
-        lambda: BreakerOptions(first_pause_s=9, longest_pause_s=8),
+        lambda: BreakerOptions(first_backoff_s=9, max_backoff_s=8),
     ):
         with pytest.raises(TierConfigurationError):
             make()

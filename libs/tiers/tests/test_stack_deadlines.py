@@ -9,7 +9,7 @@ from test_stack import A, B, C, Stack
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Refusal
-from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, HoldFailure, PromotionLease
+from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, LeaseFailure, PromotionLease
 
 LIMIT_S = 30.0
 
@@ -22,13 +22,13 @@ QUESTIONS: dict[str, Callable[[Stack], object]] = {
     "any_pending": lambda it: it.stack.any_pending([C]),
     "acquire": lambda it: it.stack.acquire("somebody", [C]),
     "hold": lambda it: it.stack.hold("request"),
-    "has_moves_alive": lambda it: it.stack.has_moves_alive(),
+    "has_live_moves": lambda it: it.stack.has_live_moves(),
 }
 
 
 def waiting() -> tuple[Stack, PromotionLease]:
     """A hold of a chunk that never comes, in a stack that is never told that a step has passed."""
-    it = Stack(load_timeout_s=LIMIT_S, breaker=BreakerOptions(failures=1, first_pause_s=5.0))
+    it = Stack(load_timeout_s=LIMIT_S, breaker=BreakerOptions(failures=1, first_backoff_s=5.0))
     it.put_far(A)
     it.put_near(C)
     hold = it.hold(A)
@@ -44,7 +44,7 @@ def test_a_hold_fails_at_its_time_whatever_is_asked_then(question: str) -> None:
     assert hold.failure is None
     it.clock.now_s += 1
     QUESTIONS[question](it)
-    assert hold.failure is HoldFailure.TIMEOUT and it.stack.take_counts().timeouts == 1
+    assert hold.failure is LeaseFailure.TIMEOUT and it.stack.take_counts().timeouts == 1
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
@@ -55,7 +55,7 @@ def test_a_late_move_is_held_against_the_slow_tier_whatever_is_asked(question: s
         it.clock.now_s += LIMIT_S
         QUESTIONS[question](it)
     assert it.stack.take_counts().moves.breaker_openings == {"promote": 1}
-    assert it.stack.lookup(A) is LookupResult.MISS and not it.stack.has_moves_alive()
+    assert it.stack.lookup(A) is LookupResult.MISS and not it.stack.has_live_moves()
 
 
 def test_a_caller_that_stood_still_blames_no_tier_for_it_however_often_it_asks() -> None:
@@ -67,7 +67,7 @@ def test_a_caller_that_stood_still_blames_no_tier_for_it_however_often_it_asks()
     for _ in range(2):
         for ask in QUESTIONS.values():
             ask(it)
-    assert hold.failure is HoldFailure.TIMEOUT
+    assert hold.failure is LeaseFailure.TIMEOUT
     it.stack.tick()
     it.end(moves)
     assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
@@ -75,7 +75,7 @@ def test_a_caller_that_stood_still_blames_no_tier_for_it_however_often_it_asks()
 
 
 def test_a_pause_of_the_breaker_ends_though_nobody_ticks() -> None:
-    it = Stack(breaker=BreakerOptions(failures=1, first_pause_s=5.0))
+    it = Stack(breaker=BreakerOptions(failures=1, first_backoff_s=5.0))
     it.put_far(A, B)
     it.hold(A)
     it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.IO))
@@ -91,7 +91,7 @@ def test_a_pause_of_the_breaker_ends_though_nobody_ticks() -> None:
 
 
 def test_stores_are_tried_again_though_nobody_ticks() -> None:
-    it = Stack(breaker=BreakerOptions(failures=1, first_pause_s=5.0))
+    it = Stack(breaker=BreakerOptions(failures=1, first_backoff_s=5.0))
     it.store(A)
     it.end(it.moves(Direction.CASCADE), Failure(FailureReason.IO))
     it.store(B)
@@ -137,4 +137,4 @@ def test_a_hold_made_after_its_time_is_over_fails_at_once() -> None:
     it.put_far(B)
     hold = it.stack.acquire("late", [B], it.clock.now_s - LIMIT_S)
     assert not isinstance(hold, Refusal) and it.stack.hold("late") is hold
-    assert hold.failure is HoldFailure.TIMEOUT
+    assert hold.failure is LeaseFailure.TIMEOUT

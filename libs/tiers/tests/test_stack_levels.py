@@ -15,12 +15,12 @@ from hybridkv.tiers.stack import (
     BreakerState,
     CascadePolicy,
     Direction,
-    HoldFailure,
+    LeaseFailure,
     MoveOutcome,
     PathPosition,
     PromotionLease,
-    SlowerTier,
-    SlowerTierOptions,
+    SecondaryTier,
+    SecondaryTierOptions,
     TierMove,
     TierMover,
     TierStack,
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 CHUNK = 16
 A, B, C = b"a", b"b", b"c"
-READ_ONLY = SlowerTierOptions(cascades=CascadePolicy.NOTHING)
-WIDE = SlowerTierOptions(promoting_share=1.0, cascading_share=1.0, arriving_share=1.0)
+READ_ONLY = SecondaryTierOptions(cascades=CascadePolicy.NOTHING)
+WIDE = SecondaryTierOptions(promoting_share=1.0, cascading_share=1.0, arriving_share=1.0)
 
 
 class Three:
     """Host memory, a disk and a peer, all of them in memory here."""
 
-    def __init__(self, disk: SlowerTierOptions = WIDE, peer: SlowerTierOptions = WIDE) -> None:
+    def __init__(self, disk: SecondaryTierOptions = WIDE, peer: SecondaryTierOptions = WIDE) -> None:
         self.now_s = 100.0
         self.near, self.disk, self.peer = (RamIndex(chunks * CHUNK, CHUNK) for chunks in (8, 16, 32))
-        below = [SlowerTier("disk", self.disk, disk), SlowerTier("peer", self.peer, peer)]
+        below = [SecondaryTier("disk", self.disk, disk), SecondaryTier("peer", self.peer, peer)]
         self.stack = TierStack(self.near, below, 1, lambda: self.now_s)
 
     def hold(self, *keys: Key) -> PromotionLease:
@@ -124,7 +124,7 @@ def test_a_hold_is_all_or_nothing_over_all_tiers() -> None:
 
 
 def test_what_one_tier_cannot_give_now_is_promoted_from_none() -> None:
-    it = Three(disk=SlowerTierOptions(promoting_share=0.25), peer=SlowerTierOptions(promoting_share=0.25))
+    it = Three(disk=SecondaryTierOptions(promoting_share=0.25), peer=SecondaryTierOptions(promoting_share=0.25))
     put(it.disk, A, B, b"d")
     put(it.peer, C)
     assert isinstance(it.stack.acquire("first", [A]), PromotionLease)
@@ -161,12 +161,14 @@ def test_a_promoted_chunk_goes_to_a_nearer_tier_when_somebody_offers_what_he_met
 
 
 def test_a_tier_for_what_is_used_again_is_given_nothing_at_its_first_use() -> None:
-    it = Three(peer=SlowerTierOptions(cascades=CascadePolicy.REUSED))
+    it = Three(peer=SecondaryTierOptions(cascades=CascadePolicy.REUSED))
     it.stack.reserve(A, CHUNK)
     assert it.stack.commit(A)
     it.stack.cascade(A, is_met=False)
     assert ways(it.moves()) == [(A, "disk")]
-    assert it.stack.lacks_below(A) and it.stack.has_all_below([A]), "the end of a path offers it to nobody else"
+    assert it.stack.missing_in_secondary(A) and it.stack.in_all_secondaries([A]), (
+        "the end of a path offers it to nobody else"
+    )
     it.stack.cascade(A)
     assert ways(it.moves()) == [(A, "peer")]
 
@@ -189,7 +191,7 @@ def test_a_chunk_that_one_tier_cannot_give_comes_from_another() -> None:
     put(it.peer, A)
     hold = it.hold(A)
     it.end(it.moves(), Failure(FailureReason.CHECKSUM))
-    assert hold.failure is HoldFailure.LOST and it.disk.lookup(A) is LookupResult.MISS
+    assert hold.failure is LeaseFailure.LOST and it.disk.lookup(A) is LookupResult.MISS
     hold = it.hold(A)
     moves = it.moves()
     assert ways(moves) == [(A, "peer")]
@@ -205,7 +207,7 @@ def test_failures_of_one_tier_keep_nobody_from_the_other() -> None:
 
 
 def test_who_waits_for_two_tiers_waits_for_each_as_long_as_it_may_take() -> None:
-    it = Three(peer=SlowerTierOptions(load_timeout_s=2.0))
+    it = Three(peer=SecondaryTierOptions(load_timeout_s=2.0))
     put(it.disk, A)
     put(it.peer, B)
     of_disk = it.stack.acquire("other", [A])
@@ -215,10 +217,10 @@ def test_who_waits_for_two_tiers_waits_for_each_as_long_as_it_may_take() -> None
     it.now_s += 2.5
     it.stack.tick()
     it.stack.tick()
-    assert hold.failure is HoldFailure.TIMEOUT
+    assert hold.failure is LeaseFailure.TIMEOUT
     assert isinstance(of_disk, PromotionLease) and of_disk.failure is None
-    it.now_s = 100.0 + SlowerTierOptions().load_timeout_s
-    assert it.stack.hold("other") is of_disk and of_disk.failure is HoldFailure.TIMEOUT
+    it.now_s = 100.0 + SecondaryTierOptions().load_timeout_s
+    assert it.stack.hold("other") is of_disk and of_disk.failure is LeaseFailure.TIMEOUT
 
 
 def test_what_others_had_promoted_comes_from_the_tier_that_brings_it() -> None:
@@ -262,7 +264,7 @@ class Asked:
         self.worlds = [RemoteStore(1, lambda: self.now_s, answer_s=0.5) for _ in range(2)]
         self.near = RamIndex(8 * CHUNK, CHUNK)
         self.peer, self.object = (RemoteIndex(world, 64 * CHUNK) for world in self.worlds)
-        below = [SlowerTier("peer", self.peer, READ_ONLY), SlowerTier("object", self.object, READ_ONLY)]
+        below = [SecondaryTier("peer", self.peer, READ_ONLY), SecondaryTier("object", self.object, READ_ONLY)]
         self.stack = TierStack(self.near, below, 1, lambda: self.now_s)
 
 
@@ -284,7 +286,7 @@ def test_a_question_that_is_asked_again_and_again_has_the_first_deadline() -> No
         it.now_s = quarter / 4
         it.stack.ask([A])
         assert it.stack.lookup(A) is LookupResult.PENDING
-    it.now_s = it.stack.ask_s
+    it.now_s = it.stack.lookup_wait_s
     assert it.stack.lookup(A) is LookupResult.MISS
 
 
@@ -294,7 +296,7 @@ def test_a_late_promotion_changes_the_generation() -> None:
     it.hold(A)
     it.moves()
     seen = [it.stack.generation]
-    it.now_s += SlowerTierOptions().load_timeout_s
+    it.now_s += SecondaryTierOptions().load_timeout_s
     it.stack.tick()
     it.stack.tick()
     assert it.stack.lookup(A) is LookupResult.MISS
@@ -303,15 +305,15 @@ def test_a_late_promotion_changes_the_generation() -> None:
 
 
 def test_a_late_hold_is_counted_once_and_a_later_tier_keeps_awake() -> None:
-    it = Three(peer=SlowerTierOptions(load_timeout_s=2.0))
+    it = Three(peer=SecondaryTierOptions(load_timeout_s=2.0))
     put(it.peer, A)
     it.hold(A)
     it.moves()
-    assert it.stack.has_moves_alive()
+    assert it.stack.has_live_moves()
     it.now_s += 2.0
     it.stack.tick()
     it.stack.tick()
-    assert it.stack.take_counts().timeouts == 1 and not it.stack.has_moves_alive()
+    assert it.stack.take_counts().timeouts == 1 and not it.stack.has_live_moves()
 
 
 def test_a_tier_that_cannot_be_asked_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,7 +328,7 @@ def test_a_tier_that_cannot_be_asked_is_left_alone(monkeypatch: pytest.MonkeyPat
         assert it.stack.lookup(A) is LookupResult.PENDING, "the other tier was asked"
     assert it.stack.breaker_state(Direction.PROMOTE, "peer") is BreakerState.OPEN
     assert it.stack.breaker_state(Direction.PROMOTE, "object") is BreakerState.CLOSED
-    it.now_s = BreakerOptions().first_pause_s
+    it.now_s = BreakerOptions().first_backoff_s
     assert it.stack.breaker_state(Direction.PROMOTE, "peer") is BreakerState.PROBING
 
 
@@ -336,16 +338,18 @@ def test_what_was_only_asked_for_is_told_from_what_is_being_stored() -> None:
     assert isinstance(it.peer.reserve(C, CHUNK), Slot)
     it.stack.ask([A, B, C])
     assert [it.stack.lookup(key) for key in (A, B, C)] == [LookupResult.PENDING] * 3
-    assert [it.stack.is_only_asked(key) for key in (A, B, C, b"x")] == [False, True, False, False]
+    assert [it.stack.is_lookup_pending(key) for key in (A, B, C, b"x")] == [False, True, False, False]
     it.object.ask([C], 9.0)
-    assert not it.stack.is_only_asked(C), "one is asked, and the other is given it"
+    assert not it.stack.is_lookup_pending(C), "one is asked, and the other is given it"
 
 
 def test_no_tier_thinks_longer_than_somebody_waits_for_it() -> None:
     world = RemoteStore(1, lambda: 0.0, answer_s=9.0)
-    options = SlowerTierOptions(load_timeout_s=0.5)
-    stack = TierStack(RamIndex(CHUNK, CHUNK), [SlowerTier("peer", RemoteIndex(world, CHUNK), options)], 1, lambda: 0.0)
-    assert stack.ask_s == 0.5
+    options = SecondaryTierOptions(load_timeout_s=0.5)
+    stack = TierStack(
+        RamIndex(CHUNK, CHUNK), [SecondaryTier("peer", RemoteIndex(world, CHUNK), options)], 1, lambda: 0.0
+    )
+    assert stack.lookup_wait_s == 0.5
 
 
 class Raising(RemoteMedium):
@@ -390,20 +394,20 @@ def test_a_medium_that_raises_costs_its_own_moves_alone() -> None:
 def test_two_tiers_of_one_name_are_refused() -> None:
     index = RamIndex(CHUNK, CHUNK)
     with pytest.raises(TierConfigurationError):
-        TierStack(index, [SlowerTier("disk", index), SlowerTier("disk", index)], 1, lambda: 0.0)
+        TierStack(index, [SecondaryTier("disk", index), SecondaryTier("disk", index)], 1, lambda: 0.0)
 
 
 def test_a_tier_that_answers_late_is_asked_for_what_no_other_holds_and_still_given_it() -> None:
     now_s = 0.0
     world = RemoteStore(1, lambda: now_s, answer_s=0.5)
     near, disk, peer = RamIndex(8 * CHUNK, CHUNK), RamIndex(8 * CHUNK, CHUNK), RemoteIndex(world, 64 * CHUNK)
-    below = [SlowerTier("disk", disk, WIDE), SlowerTier("peer", peer, WIDE)]
+    below = [SecondaryTier("disk", disk, WIDE), SecondaryTier("peer", peer, WIDE)]
     stack = TierStack(near, below, 1, lambda: now_s)
     put(disk, A)
     stack.ask([A, B])
-    assert world.num_asked == 1 and stack.ask_s == 1.0
+    assert world.num_asked == 1 and stack.lookup_wait_s == 1.0
     assert stack.lookup(A) is LookupResult.HIT and stack.lookup(B) is LookupResult.PENDING
-    assert stack.lacks_below(B) and not stack.has_all_below([B])
+    assert stack.missing_in_secondary(B) and not stack.in_all_secondaries([B])
     assert isinstance(stack.reserve(B, CHUNK), Slot) and stack.commit(B)
     assert ways(stack.take_moves()) == [(B, "disk"), (B, "peer")], "what was asked for is uploaded all the same"
 
@@ -411,13 +415,13 @@ def test_a_tier_that_answers_late_is_asked_for_what_no_other_holds_and_still_giv
 def test_every_tier_that_answers_late_is_asked_at_once_and_has_its_own_time() -> None:
     now_s = 0.0
     worlds = [RemoteStore(1, lambda: now_s, answer_s) for answer_s in (0.1, 2.0)]
-    options = [SlowerTierOptions(ask_timeout_s=ask_s) for ask_s in (0.5, 3.0)]
+    options = [SecondaryTierOptions(async_lookup_timeout_s=lookup_wait_s) for lookup_wait_s in (0.5, 3.0)]
     indexes = [RemoteIndex(world, 64 * CHUNK) for world in worlds]
-    below = [SlowerTier(*each) for each in zip(("peer", "object"), indexes, options, strict=True)]
+    below = [SecondaryTier(*each) for each in zip(("peer", "object"), indexes, options, strict=True)]
     stack = TierStack(RamIndex(8 * CHUNK, CHUNK), below, 1, lambda: now_s)
     worlds[1].lie(A, CHUNK)
     stack.ask([A, B])
-    assert [world.num_asked for world in worlds] == [2, 2] and stack.ask_s == 3.0
+    assert [world.num_asked for world in worlds] == [2, 2] and stack.lookup_wait_s == 3.0
     now_s = 1.0
     assert indexes[0].lookup(A) is LookupResult.MISS and stack.lookup(A) is LookupResult.PENDING
     now_s = 2.5
@@ -430,7 +434,7 @@ def test_what_a_tier_says_after_its_time_is_a_miss_until_it_says_it() -> None:
     now_s = 0.0
     world = RemoteStore(1, lambda: now_s, answer_s=1.0)
     world.lie(A, CHUNK)
-    peer = SlowerTier("peer", RemoteIndex(world, 64 * CHUNK), SlowerTierOptions(ask_timeout_s=0.5))
+    peer = SecondaryTier("peer", RemoteIndex(world, 64 * CHUNK), SecondaryTierOptions(async_lookup_timeout_s=0.5))
     stack = TierStack(RamIndex(8 * CHUNK, CHUNK), [peer], 1, lambda: now_s)
     stack.ask([A])
     seen = []
@@ -454,7 +458,7 @@ def test_what_needs_a_chunk_that_failed_on_its_way_up_is_judged_when_the_fast_ti
 
 def test_what_two_tiers_never_answer_takes_up_no_more_than_one_may_bring() -> None:
     """A hold beyond that for each tier, which cannot be known for late before it is."""
-    bounded = SlowerTierOptions(promoting_share=0.5, load_timeout_s=10.0, breaker=BreakerOptions(failures=99))
+    bounded = SecondaryTierOptions(promoting_share=0.5, load_timeout_s=10.0, breaker=BreakerOptions(failures=99))
     it = Three(bounded, bounded)
     for number in range(8):
         put(it.disk, b"disk %d" % number)
@@ -478,7 +482,7 @@ def test_what_two_tiers_never_answer_takes_up_no_more_than_one_may_bring() -> No
 
 
 def test_what_one_tier_never_answers_leaves_others_one_load_at_a_time() -> None:
-    bounded = SlowerTierOptions(promoting_share=0.5, load_timeout_s=10.0)
+    bounded = SecondaryTierOptions(promoting_share=0.5, load_timeout_s=10.0)
     it = Three(bounded, bounded)
     put(it.disk, A, B, C)
     put(it.peer, b"d", b"e", b"f")

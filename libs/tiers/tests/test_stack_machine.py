@@ -15,8 +15,8 @@ from hybridkv.tiers.stack import (
     Direction,
     MoveOutcome,
     PromotionLease,
-    SlowerTier,
-    SlowerTierOptions,
+    SecondaryTier,
+    SecondaryTierOptions,
     TierMove,
     TierStack,
 )
@@ -41,15 +41,15 @@ class StackMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.near = RamIndex(4 * CHUNK, CHUNK)
         self.far = RamIndex(5 * CHUNK, CHUNK)
-        options = SlowerTierOptions(
+        options = SecondaryTierOptions(
             load_timeout_s=10.0,
             promoting_share=1.0,
             cascading_share=0.5,
             arriving_share=0.5,
-            breaker=BreakerOptions(failures=2, first_pause_s=5.0, longest_pause_s=20.0),
+            breaker=BreakerOptions(failures=2, first_backoff_s=5.0, max_backoff_s=20.0),
         )
         self.farthest = RamIndex(6 * CHUNK, CHUNK)
-        below = [SlowerTier("disk", self.far, options), SlowerTier("peer", self.farthest, options)]
+        below = [SecondaryTier("disk", self.far, options), SecondaryTier("peer", self.farthest, options)]
         self.stack = TierStack(self.near, below[: self.num_slower], NUM_RANKS, lambda: self.now_s)
         self.near_bytes: list[dict[int, Key]] = [{} for _ in range(NUM_RANKS)]
         self.far_bytes: dict[str, list[dict[int, Key]]] = {

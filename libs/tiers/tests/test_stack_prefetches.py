@@ -42,7 +42,7 @@ def results(it: Stack) -> dict[str, int]:
     return {str(result): number for result, number in it.stack.take_counts().prefetches.items()}
 
 
-def in_near(it: Stack, keys: list[bytes]) -> list[bytes]:
+def in_primary(it: Stack, keys: list[bytes]) -> list[bytes]:
     return [key for key in keys if it.near.lookup(key) is HIT]
 
 
@@ -53,7 +53,7 @@ def test_what_the_fast_tier_lacks_of_a_prefix_comes_from_its_beginning_on() -> N
     it.put_near(keys[1])
     it.stack.prefetch(keys, ALL)
     assert bring(it) == [keys[0], *keys[2:]]
-    assert in_near(it, keys) == keys
+    assert in_primary(it, keys) == keys
     counts = it.stack.take_counts()
     assert counts.prefetches == {"brought": 1} and counts.prefetch_bytes == {"brought": 3 * CHUNK}
 
@@ -78,7 +78,7 @@ def test_what_was_brought_is_not_pinned_and_leaves_no_trace_below() -> None:
     it.stack.prefetch([A, B], ALL)
     bring(it)
     it.put_near(C, b"d")
-    assert in_near(it, [A, B]) == []
+    assert in_primary(it, [A, B]) == []
     assert it.far.invalidate(A) and it.far.used_bytes == CHUNK, "nobody has it pinned"
 
 
@@ -90,7 +90,7 @@ def test_its_end_goes_before_its_beginning_in_every_tier() -> None:
     bring(it)
     it.put_near(A)
     it.put_far(A)
-    assert in_near(it, keys) == keys[:3]
+    assert in_primary(it, keys) == keys[:3]
     assert [key for key in keys if it.far.lookup(key) is HIT] == keys[:3]
 
 
@@ -101,7 +101,7 @@ def test_what_is_near_already_makes_no_room_for_the_rest() -> None:
     it.put_near(keys[0], A, B, C)
     it.stack.prefetch(keys, ALL)
     bring(it)
-    assert in_near(it, keys) == keys
+    assert in_primary(it, keys) == keys
 
 
 def test_no_more_comes_than_may_be_there_unused() -> None:
@@ -130,8 +130,8 @@ def test_the_newest_prefix_takes_the_place_of_the_oldest_and_no_other() -> None:
     it.put_near(C, b"d")
     it.stack.prefetch(new, 2 * CHUNK)
     bring(it)
-    assert in_near(it, new) == new and in_near(it, old) == []
-    assert in_near(it, [A, B, C, b"d"]) == [A, B, C, b"d"], "what nobody brought ahead of time stays"
+    assert in_primary(it, new) == new and in_primary(it, old) == []
+    assert in_primary(it, [A, B, C, b"d"]) == [A, B, C, b"d"], "what nobody brought ahead of time stays"
     assert it.stack.take_counts().prefetch_bytes["displaced"] == 2 * CHUNK
 
 
@@ -152,7 +152,7 @@ def test_what_was_used_makes_room_for_others_and_is_given_up_for_none(use: str) 
     it.stack.prefetch([B], CHUNK)
     bring(it)
     it.put_near(C, b"d")
-    assert in_near(it, [A, B]) == [A, B]
+    assert in_primary(it, [A, B]) == [A, B]
     assert it.stack.take_counts().prefetch_bytes == {"brought": 2 * CHUNK, "used": CHUNK}
 
 
@@ -178,7 +178,7 @@ def test_what_left_unused_comes_again_and_takes_up_nothing_meanwhile() -> None:
     for wanted in (keys, keys, others):
         it.stack.prefetch(wanted, 4 * CHUNK)
         bring(it)
-        assert in_near(it, wanted) == wanted
+        assert in_primary(it, wanted) == wanted
         for key in wanted:
             it.near.invalidate(key)
     counts = it.stack.take_counts()
@@ -190,13 +190,13 @@ def test_what_is_kept_is_given_up_for_no_prefix_and_was_not_used() -> None:
     it.put_far(A, B)
     it.stack.prefetch([A], CHUNK)
     bring(it)
-    it.stack.touch_near([A])
+    it.stack.touch_primary([A])
     it.stack.prefetch([B], CHUNK)
     bring(it)
-    assert in_near(it, [A, B]) == [A, B]
-    it.stack.touch_near([A])
+    assert in_primary(it, [A, B]) == [A, B]
+    it.stack.touch_primary([A])
     it.put_near(C)
-    assert in_near(it, [A, B]) == [A]
+    assert in_primary(it, [A, B]) == [A]
     assert it.stack.take_counts().prefetch_bytes == {"brought": 2 * CHUNK}
 
 
@@ -264,7 +264,7 @@ def test_what_a_hold_brought_meanwhile_is_nothing_to_bring() -> None:
 
 
 def test_a_tier_that_is_left_alone_or_tried_is_asked_for_nothing() -> None:
-    it = Stack(breaker=BreakerOptions(failures=1, first_pause_s=5.0))
+    it = Stack(breaker=BreakerOptions(failures=1, first_backoff_s=5.0))
     it.put_far(A, B, C)
     it.hold(A)
     it.end(it.moves(Direction.PROMOTE), Failure(FailureReason.IO))
@@ -330,9 +330,9 @@ def test_what_waits_in_vain_keeps_nobody_awake_for_long() -> None:
     it.put_near(B)
     assert it.near.pin(B) is not None
     it.stack.prefetch([A], ALL)
-    assert it.stack.take_moves() == [] and it.stack.has_moves_alive()
+    assert it.stack.take_moves() == [] and it.stack.has_live_moves()
     it.clock.now_s += KEEP_AWAKE_S
-    assert not it.stack.has_moves_alive()
+    assert not it.stack.has_live_moves()
     it.near.unpin(B)
     assert bring(it) == [A], "it comes with whoever comes next"
 
@@ -345,7 +345,7 @@ def test_a_reset_ends_what_waits_and_what_moves_comes_to_nothing() -> None:
     moves = it.moves(Direction.PROMOTE)
     it.stack.clear()
     it.end(moves)
-    assert not it.stack.has_moves_alive() and it.stack.take_moves() == []
+    assert not it.stack.has_live_moves() and it.stack.take_moves() == []
     assert it.near.used_bytes == it.far.used_bytes == 0 and results(it) == {"lost": 2}
 
 
@@ -356,7 +356,7 @@ def test_at_an_end_nothing_more_is_begun() -> None:
     moves = it.moves(Direction.PROMOTE)
     it.stack.end_prefetches()
     it.end(moves)
-    assert it.stack.take_moves() == [] and not it.stack.has_moves_alive()
+    assert it.stack.take_moves() == [] and not it.stack.has_live_moves()
 
 
 def test_without_a_slower_tier_there_is_nothing_to_bring() -> None:
@@ -438,7 +438,7 @@ def test_what_was_displaced_leaves_though_its_prefix_ends_later() -> None:
     bring(it)
     assert it.stack.take_counts().prefetch_bytes["displaced"] == 4 * CHUNK
     it.put_near(*prefix(4, "stored"))
-    assert in_near(it, old) == [] and in_near(it, own) == own and in_near(it, new) == new
+    assert in_primary(it, old) == [] and in_primary(it, own) == own and in_primary(it, new) == new
 
 
 def test_an_end_puts_only_that_in_order_which_came_and_nothing_where_nothing_was_sent() -> None:
@@ -463,7 +463,7 @@ def test_one_whose_chunk_took_longer_than_patience_keeps_awake_for_the_rest() ->
     moves = it.moves(Direction.PROMOTE)
     it.clock.now_s += KEEP_AWAKE_S * 1.2
     it.end(moves)
-    assert it.stack.has_moves_alive() and bring(it) == keys[1:]
+    assert it.stack.has_live_moves() and bring(it) == keys[1:]
 
 
 def crowded_out() -> tuple[Stack, list[Key], list[Key]]:
@@ -507,7 +507,7 @@ def test_one_that_has_ended_remembers_no_keys() -> None:
     before = sys.getrefcount(keys)
     it.stack.prefetch(keys, ALL)
     bring(it)
-    assert in_near(it, keys) == keys and sys.getrefcount(keys) == before
+    assert in_primary(it, keys) == keys and sys.getrefcount(keys) == before
 
 
 @pytest.mark.parametrize("use", ["hold", "pin_all"])
@@ -556,7 +556,7 @@ def test_one_that_is_asked_for_again_gives_way_from_its_end() -> None:
         bring(it)
     it.stack.prefetch([B], 3 * CHUNK)
     bring(it)
-    assert in_near(it, keys) == keys[:2]
+    assert in_primary(it, keys) == keys[:2]
 
 
 def test_one_that_waits_takes_no_more_than_what_is_left_by_now() -> None:
@@ -565,7 +565,7 @@ def test_one_that_waits_takes_no_more_than_what_is_left_by_now() -> None:
     it.put_far(*keys)
     it.stack.prefetch(keys, 4 * CHUNK)
     it.end(it.moves(Direction.PROMOTE))
-    it.stack.bound_prefetches(2 * CHUNK)
+    it.stack.limit_prefetches(2 * CHUNK)
     assert bring(it) == keys[1:2] and results(it) == {"no_room": 1}
 
 

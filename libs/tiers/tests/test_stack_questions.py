@@ -16,8 +16,8 @@ from hybridkv.tiers.stack import (
     Direction,
     MoveOutcome,
     PromotionLease,
-    SlowerTier,
-    SlowerTierOptions,
+    SecondaryTier,
+    SecondaryTierOptions,
     TierStack,
 )
 from kits.tiers.reference import RemoteIndex, RemoteStore
@@ -25,8 +25,8 @@ from kits.tiers.reference import RemoteIndex, RemoteStore
 CHUNK = 16
 A, B, C = b"a", b"b", b"c"
 ASK_S, ANSWER_S = 1.0, 0.25
-BREAKER = BreakerOptions(failures=3, first_pause_s=5.0, longest_pause_s=20.0)
-OPTIONS = SlowerTierOptions(cascades=CascadePolicy.NOTHING, ask_timeout_s=ASK_S, breaker=BREAKER)
+BREAKER = BreakerOptions(failures=3, first_backoff_s=5.0, max_backoff_s=20.0)
+OPTIONS = SecondaryTierOptions(cascades=CascadePolicy.NOTHING, async_lookup_timeout_s=ASK_S, breaker=BREAKER)
 
 
 class Elsewhere:
@@ -36,7 +36,7 @@ class Elsewhere:
         self.now_s = 100.0
         self.world = RemoteStore(1, lambda: self.now_s, answer_s=ANSWER_S)
         self.index = RemoteIndex(self.world, 64 * CHUNK)
-        peer = SlowerTier("peer", self.index, OPTIONS)
+        peer = SecondaryTier("peer", self.index, OPTIONS)
         self.stack = TierStack(RamIndex(8 * CHUNK, CHUNK), [peer], 1, lambda: self.now_s)
         self.num_questions = 0
 
@@ -70,26 +70,26 @@ class Elsewhere:
 def test_a_tier_that_answers_no_question_is_left_alone_for_a_pause() -> None:
     it = Elsewhere()
     it.be_silent(BREAKER.failures - 1)
-    assert it.state is BreakerState.CLOSED and it.stack.ask_s == ASK_S
+    assert it.state is BreakerState.CLOSED and it.stack.lookup_wait_s == ASK_S
     it.be_silent(1)
     assert it.state is BreakerState.OPEN
-    assert it.stack.ask_s == 0.0, "nobody waits"
+    assert it.stack.lookup_wait_s == 0.0, "nobody waits"
     asked = it.world.num_asked
     assert it.stack.lookup(it.question()) is LookupResult.MISS and it.world.num_asked == asked
-    it.now_s += BREAKER.first_pause_s
-    assert it.state is BreakerState.PROBING and it.stack.ask_s == ASK_S
+    it.now_s += BREAKER.first_backoff_s
+    assert it.state is BreakerState.PROBING and it.stack.lookup_wait_s == ASK_S
     assert it.stack.take_counts().tiers["peer"].breaker_openings == {"promote": 1}
 
 
 def test_one_question_at_a_time_is_the_probe_and_each_that_fails_doubles_the_pause() -> None:
     it = Elsewhere()
     it.be_silent()
-    pause_s = BREAKER.first_pause_s
+    pause_s = BREAKER.first_backoff_s
     it.now_s += pause_s
     for _ in range(2):
         assert it.state is BreakerState.PROBING
         assert it.stack.lookup(it.question()) is LookupResult.PENDING
-        assert it.stack.ask_s == 0.0 and it.stack.lookup(it.question()) is LookupResult.MISS
+        assert it.stack.lookup_wait_s == 0.0 and it.stack.lookup(it.question()) is LookupResult.MISS
         it.now_s += ASK_S
         assert it.state is BreakerState.OPEN
         it.now_s += pause_s
@@ -102,11 +102,11 @@ def test_a_probe_that_is_answered_ends_the_pause_at_once() -> None:
     it = Elsewhere()
     it.be_silent()
     it.world.is_silent = False
-    it.now_s += BREAKER.first_pause_s
+    it.now_s += BREAKER.first_backoff_s
     it.world.lie(A, CHUNK)
     it.stack.ask([A])
     it.now_s += ANSWER_S
-    assert it.stack.ask_s == ASK_S and it.state is BreakerState.CLOSED
+    assert it.stack.lookup_wait_s == ASK_S and it.state is BreakerState.CLOSED
     assert it.stack.lookup(A) is LookupResult.HIT
 
 
@@ -138,7 +138,7 @@ def test_what_a_tier_knows_already_is_not_asked_for_while_it_is_left_alone() -> 
     it.know(A)
     it.be_silent()
     assert it.stack.lookup(A) is LookupResult.MISS
-    it.now_s += BREAKER.first_pause_s
+    it.now_s += BREAKER.first_backoff_s
     assert it.stack.lookup(A) is LookupResult.HIT
     it.question()
     assert it.stack.lookup(A) is LookupResult.HIT, "a question keeps no load away"
@@ -173,10 +173,10 @@ def test_a_question_of_which_nothing_is_left_says_nothing() -> None:
     assert it.state is BreakerState.CLOSED
     it.be_silent(1)
     assert it.state is BreakerState.OPEN, "nor does it begin the count anew"
-    it.now_s += BREAKER.first_pause_s
+    it.now_s += BREAKER.first_backoff_s
     it.index.invalidate(it.question())
     it.now_s += ASK_S
-    assert it.state is BreakerState.PROBING and it.stack.ask_s == ASK_S
+    assert it.state is BreakerState.PROBING and it.stack.lookup_wait_s == ASK_S
 
 
 def test_a_tier_that_cannot_be_asked_is_as_one_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,7 +188,7 @@ def test_a_tier_that_cannot_be_asked_is_as_one_that_does_not_answer(monkeypatch:
     it.be_silent(BREAKER.failures - 1)
     monkeypatch.setattr(it.index, "ask", ask)
     it.question()
-    assert it.state is BreakerState.OPEN and it.stack.ask_s == 0.0
+    assert it.state is BreakerState.OPEN and it.stack.lookup_wait_s == 0.0
 
 
 def test_an_opening_is_heard_of_by_whoever_looks_at_the_generation() -> None:
@@ -200,5 +200,5 @@ def test_an_opening_is_heard_of_by_whoever_looks_at_the_generation() -> None:
     it.now_s += ASK_S
     after = it.stack.generation
     assert before != after and it.stack.lookup(A) is LookupResult.MISS
-    it.now_s += BREAKER.first_pause_s
+    it.now_s += BREAKER.first_backoff_s
     assert it.stack.generation != after and it.stack.lookup(A) is LookupResult.HIT

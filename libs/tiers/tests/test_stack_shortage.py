@@ -7,7 +7,7 @@ from test_stack import A, B, C, Stack
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Failure, FailureReason, Refusal
-from hybridkv.tiers.stack import BreakerState, Direction, HoldFailure, PromotionLease
+from hybridkv.tiers.stack import BreakerState, Direction, LeaseFailure, PromotionLease
 
 BUSY = Failure(FailureReason.BUSY, "segment 0: EMFILE")
 
@@ -16,7 +16,7 @@ def short(it: Stack, key: bytes) -> None:
     """One hold that comes to nothing because nothing could be tried."""
     hold = it.hold(key)
     it.end(it.moves(Direction.PROMOTE), BUSY)
-    assert hold.failure is HoldFailure.LOST
+    assert hold.failure is LeaseFailure.LOST
 
 
 def test_a_shortage_costs_no_chunk_however_long_it_lasts() -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from hybridkv.transfer import TransferError, pinned
-from hybridkv.transfer.pinned import MemoryLimit, map_memory, near_cpus, pin, touch
+from hybridkv.transfer.pinned import MemoryLimit, map_memory, numa_local_cpus, pin, touch
 
 STEP = 1 << 20
 """Registrations end at multiples of it, in tests that say so."""
@@ -152,13 +152,13 @@ def test_cpus_near_a_gpu_are_those_of_its_node_that_this_process_may_use(
     directory = tmp_path / "0000:dc:03.0"
     directory.mkdir()
     (directory / "local_cpulist").write_text("8-15,40\n")
-    assert near_cpus(gpu, tmp_path) == {8, 9, 40}
+    assert numa_local_cpus(gpu, tmp_path) == {8, 9, 40}
     (directory / "local_cpulist").write_text("16-31\n")
-    assert near_cpus(gpu, tmp_path) == {1, 8, 9, 40}
+    assert numa_local_cpus(gpu, tmp_path) == {1, 8, 9, 40}
     (directory / "local_cpulist").write_text("\n")
-    assert near_cpus(gpu, tmp_path) == {1, 8, 9, 40}
-    assert near_cpus(gpu, tmp_path / "none") == {1, 8, 9, 40}
-    assert near_cpus(SimpleNamespace(), tmp_path) == {1, 8, 9, 40}
+    assert numa_local_cpus(gpu, tmp_path) == {1, 8, 9, 40}
+    assert numa_local_cpus(gpu, tmp_path / "none") == {1, 8, 9, 40}
+    assert numa_local_cpus(SimpleNamespace(), tmp_path) == {1, 8, 9, 40}
 
 
 def test_more_memory_than_a_control_group_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hybridkv.lmcache.calls import MAY_HAPPEN, Answer, Ended, Lack
 from hybridkv.lmcache.connection import DEFAULT_OPTIONS, Connection, ConnectionOptions, Down, ServerAddress
 from hybridkv.lmcache.geometry import Geometry, PageGroup
 from hybridkv.lmcache.keys import page_identity, words_of
-from hybridkv.lmcache.member import CacheMember
+from hybridkv.lmcache.member import LMCacheSession
 from hybridkv.lmcache.operations import Found, Operations, Pages, Prefix
 from hybridkv.lmcache.page import PageState, blank, check, payload_of, seal
 from hybridkv.lmcache.pool import Pool, Taken
@@ -52,7 +52,7 @@ class Rig:
     ) -> None:
         self.rank = rank
         self._world_size = world_size
-        self.member = CacheMember(groups, fingerprint, world_size, num_chunks)
+        self.member = LMCacheSession(groups, fingerprint, world_size, num_chunks)
         self.settled = 0
         self.connection = Connection(address, self.member, options)
         self.operations = Operations(self.connection, time.monotonic)

@@ -10,7 +10,7 @@ from kits.tiers.conformance.index import IndexConformance
 from kits.tiers.conformance.late import AskConformance, LateAnswersConformance, LateConformance
 from kits.tiers.conformance.medium import MediumConformance
 from kits.tiers.conformance.memory import SealedMemoryConformance
-from kits.tiers.conformance.order import EvictionOrderConformance, LeastRecentlyUsedConformance
+from kits.tiers.conformance.order import EvictionPolicyConformance, LeastRecentlyUsedConformance
 from kits.tiers.conformance.read_only import ReadOnlyConformance
 from kits.tiers.conformance.tier import CHUNK_BYTES, Tier, TierSuite
 
@@ -28,7 +28,7 @@ __all__ = [
     "AskConformance",
     "ChangesConformance",
     "EvictionConformance",
-    "EvictionOrderConformance",
+    "EvictionPolicyConformance",
     "ExactEvictionConformance",
     "ExactTierConformance",
     "IndexConformance",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.changes import MAX_CHANGED_KEYS, ChangeFeed, Changes, TellsChanges
+from hybridkv.tiers.changes import MAX_CHANGED_KEYS, ChangeFeed, Changes, ReportsChanges
 from hybridkv.tiers.contract import Key, Slot, TierIndex
 from kits.tiers.conformance.tier import CHUNK_BYTES, TierSuite, committed, reserved
 
@@ -18,16 +18,16 @@ _STEPS = 2000
 
 
 class ChangesConformance(TierSuite):
-    def make_watched(self, num_chunks: int) -> tuple[TierIndex, TellsChanges]:
+    def make_watched(self, num_chunks: int) -> tuple[TierIndex, ReportsChanges]:
         """An index under both its faces, watched from now on."""
         index = self.make_index(num_chunks)
-        assert isinstance(index, TellsChanges)
+        assert isinstance(index, ReportsChanges)
         index.watch()
         return index, index
 
     def test_nothing_is_told_before_somebody_watches(self) -> None:
         index = self.make_index(2)
-        assert isinstance(index, TellsChanges)
+        assert isinstance(index, ReportsChanges)
         committed(index, A)
         assert index.take_changes() == Changes(set(), False)
         index.watch()

@@ -34,7 +34,7 @@ class AskConformance(TierSuite):
 
     def test_a_tier_that_knows_everything_answers_at_once(self) -> None:
         index = self.make_index(1)
-        if not index.answers_late:
+        if not index.has_async_lookups:
             before = index.generation
             index.ask([A], DEADLINE_S)
             assert (index.lookup(A), index.generation) == (LookupResult.MISS, before)
@@ -67,7 +67,7 @@ class LateAnswersConformance(TierSuite):
 
     def test_what_nobody_asked_for_is_a_miss(self) -> None:
         index = self.make_late()
-        assert index.answers_late and index.lookup(A) is LookupResult.MISS
+        assert index.has_async_lookups and index.lookup(A) is LookupResult.MISS
 
     def test_an_asked_key_is_pending_until_it_is_answered(self) -> None:
         index = self.asked(A, C)
@@ -211,4 +211,4 @@ class LateConformance(LateAnswersConformance):
         index.ask([b"%d" % number for number in range(100_000)], self.now_s() + 2.0)
         assert index.heard == (0, 0), "as much is asked as may be"
         self.pass_time(2.1)
-        assert 0 < index.heard.not_in_time < 100_000
+        assert 0 < index.heard.num_timed_out < 100_000

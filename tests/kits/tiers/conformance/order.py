@@ -1,6 +1,6 @@
-"""What any `EvictionOrder` does: it gives up what it tracks, each once, and nothing else.
+"""What any `EvictionPolicy` does: it gives up what it tracks, each once, and nothing else.
 
-`EvictionOrderConformance` is a promise of every policy; which of several keys goes first is each policy's own, but for
+`EvictionPolicyConformance` is a promise of every policy; which of several keys goes first is each policy's own, but for
 what tiers promise of any: what is used again and again outlives what is not.
 `LeastRecentlyUsedConformance` says what one of them does exactly.
 """
@@ -8,7 +8,7 @@ what tiers promise of any: what is used again and again outlives what is not.
 from __future__ import annotations
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.ledger import Entry, EvictionOrder, KeyState
+from hybridkv.tiers.ledger import Entry, EvictionPolicy, KeyState
 
 A, B, C, D = b"key a", b"key b", b"key c", b"key d"
 ROUNDS = 64
@@ -18,19 +18,19 @@ def entry(cost: int = 4096) -> Entry:
     return Entry(cost, KeyState.COMMITTED, 0)
 
 
-def picked(order: EvictionOrder[Entry]) -> list[Key]:
+def picked(order: EvictionPolicy[Entry]) -> list[Key]:
     """Everything that it tracks, first to go first."""
     return [order.pick()[0] for _ in range(len(order))]
 
 
-class EvictionOrderConformance:
+class EvictionPolicyConformance:
     """Derive from it, and give `make_order`."""
 
-    def make_order(self) -> EvictionOrder[Entry]:
+    def make_order(self) -> EvictionPolicy[Entry]:
         """A new order that tracks nothing."""
         raise NotImplementedError
 
-    def make_order_of(self, *keys: Key) -> EvictionOrder[Entry]:
+    def make_order_of(self, *keys: Key) -> EvictionPolicy[Entry]:
         order = self.make_order()
         for key in keys:
             order.track(key, entry())
@@ -115,7 +115,7 @@ class EvictionOrderConformance:
         assert picked(order) == [B]
 
 
-class LeastRecentlyUsedConformance(EvictionOrderConformance):
+class LeastRecentlyUsedConformance(EvictionPolicyConformance):
     def test_the_first_tracked_goes_first(self) -> None:
         assert picked(self.make_order_of(A, B, C)) == [A, B, C]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, GathersPlaces, Heard, Key, Refusal, Slot, TierCounts, TierIndex
+from hybridkv.tiers.contract import UNSPECIFIED, BatchedIndex, Heard, Key, Refusal, Slot, TierCounts, TierIndex
 from kits.tiers.faults.plan import FaultPlan, Operation, Refuse, Trigger, Vanish
 
 
@@ -37,8 +37,8 @@ class FaultInjectingIndex:
         return self._inner.generation
 
     @property
-    def answers_late(self) -> bool:
-        return self._inner.answers_late
+    def has_async_lookups(self) -> bool:
+        return self._inner.has_async_lookups
 
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
         self._inner.ask(keys, deadline_s)
@@ -67,12 +67,12 @@ class FaultInjectingIndex:
 
     def follows(self, key: Key, needs: Sequence[Key]) -> None:
         """As the inner index, if it is told."""
-        if isinstance(self._inner, GathersPlaces):
+        if isinstance(self._inner, BatchedIndex):
             self._inner.follows(key, needs)
 
     def end_batch(self) -> None:
         """As the inner index, if it is told."""
-        if isinstance(self._inner, GathersPlaces):
+        if isinstance(self._inner, BatchedIndex):
             self._inner.end_batch()
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from hybridkv.tiers.contract import Completion, ExposesBytes, Failure, GathersMoves, Key, Slot, Ticket, TierMedium
+from hybridkv.tiers.contract import BatchedMedium, Completion, ExposesBytes, Failure, Key, Slot, Ticket, TierMedium
 from hybridkv.tiers.errors import TierConfigurationError
 from kits.tiers.faults.plan import Action, Corrupt, Delay, Drop, Fail, FaultPlan, Operation, Trigger
 
@@ -40,7 +40,7 @@ class FaultInjectingMedium:
 
     def flush(self) -> None:
         """As the inner medium, if it gathers."""
-        if isinstance(self._inner, GathersMoves):
+        if isinstance(self._inner, BatchedMedium):
             self._inner.flush()
 
     def poll(self) -> list[Completion]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, AnswersAtOnce, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, SyncLookups, TierCounts
 from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.tally import Tally
 
@@ -25,7 +25,7 @@ class _Entry:
     last_used: int = 0
 
 
-class ReferenceIndex(AnswersAtOnce):
+class ReferenceIndex(SyncLookups):
     """A `TierIndex` whose slots are numbered, each as large as the whole tier.
 
     A chunk takes up whole multiples of `granule_bytes`, so that it can be compared with tiers that round up.

@@ -116,7 +116,7 @@ class RemoteIndex:
     # What is not known yet.
 
     @property
-    def answers_late(self) -> bool:
+    def has_async_lookups(self) -> bool:
         return True
 
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
@@ -151,8 +151,8 @@ class RemoteIndex:
                     self._slots[key] = slot
                     self._forget_slots()
                 if asked.deadline_s != _OVER_S:
-                    in_time = Answer.HELD if is_known else Answer.MISSING
-                    self._end(in_time if asked.answers_s <= asked.deadline_s else Answer.LATE)
+                    num_answered = Answer.HELD if is_known else Answer.MISSING
+                    self._end(num_answered if asked.answers_s <= asked.deadline_s else Answer.LATE)
             elif now_s < asked.deadline_s or asked.deadline_s == _OVER_S:
                 continue
             else:
@@ -168,7 +168,7 @@ class RemoteIndex:
     def _end(self, answer: Answer) -> None:
         self._count(answer)
         is_late = answer is Answer.LATE
-        self._heard = Heard(self._heard.in_time + (not is_late), self._heard.not_in_time + is_late)
+        self._heard = Heard(self._heard.num_answered + (not is_late), self._heard.num_timed_out + is_late)
 
     def _count(self, answer: Answer) -> None:
         self._answers[answer] = self._answers.get(answer, 0) + 1

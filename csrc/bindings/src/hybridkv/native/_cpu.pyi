@@ -219,8 +219,8 @@ class RecordLedger(Generic[_Answer, _Refusal, _State, _Slot]):
     the segment's number times 2^32, plus an offset; a record takes one page of 4096 bytes, and its payload in whole
     pages. A row is (key, address, payload_bytes, state, num_pins). Lists of addresses are 64-bit numbers in bytes.
 
-    `states` are the objects for RESERVED, COMMITTED, DOOMED_WRITE, DOOMED_READ. Raises ValueError for more than 2^32 -
-    2 keys or 2^51 pages. A key of more than 65,535 bytes is too large.
+    `states` are the objects for RESERVED, COMMITTED, DELETED_WHILE_WRITTEN, DELETED_WHILE_PINNED. Raises ValueError for
+    more than 2^32 - 2 keys or 2^51 pages. A key of more than 65,535 bytes is too large.
     """
 
     def __init__(

@@ -52,7 +52,7 @@ class RamTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     capacity: int
 
 
-class SlowerTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SecondaryTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings that all secondary tiers share.
 
     Args:
@@ -68,7 +68,7 @@ class SlowerTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     default_ask_timeout_s: ClassVar[float] = ASK_TIMEOUT_S
 
 
-class DiskTierConfig(SlowerTierConfig, frozen=True, tag_field="type", tag="disk"):
+class DiskTierConfig(SecondaryTierConfig, frozen=True, tag_field="type", tag="disk"):
     """A directory on a local disk.
 
     Args:
@@ -84,7 +84,7 @@ class DiskTierConfig(SlowerTierConfig, frozen=True, tag_field="type", tag="disk"
     direct: bool | Literal["auto"] = "auto"
 
 
-class PeerTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="type", tag="peer"):
+class PeerTierConfig(SecondaryTierConfig, frozen=True, kw_only=True, tag_field="type", tag="peer"):
     """Host memory of other engines. Engines look up each other's chunks and read them.
 
     Args:
@@ -100,7 +100,7 @@ class PeerTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="typ
     cascade: Literal["nothing"] = "nothing"
 
 
-class ObjectTierConfig(SlowerTierConfig, frozen=True, kw_only=True, tag_field="type", tag="object"):
+class ObjectTierConfig(SecondaryTierConfig, frozen=True, kw_only=True, tag_field="type", tag="object"):
     """An object store that a fleet of engines shares.
 
     Args:
@@ -176,9 +176,9 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return tier
 
     @property
-    def slower(self) -> dict[str, SlowerTierConfig]:
+    def slower(self) -> dict[str, SecondaryTierConfig]:
         """The secondary tiers by name, in lookup order."""
-        return {name_of(tier): tier for tier in self.tiers if isinstance(tier, SlowerTierConfig)}
+        return {name_of(tier): tier for tier in self.tiers if isinstance(tier, SecondaryTierConfig)}
 
     @property
     def disk(self) -> DiskTierConfig | None:
@@ -199,17 +199,17 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Path of a secondary tier in the configuration."""
         return f"{ROOT}.tiers[{[name_of(tier) for tier in self.tiers].index(name)}]"
 
-    def load_timeout_of(self, tier: SlowerTierConfig) -> float:
+    def load_timeout_of(self, tier: SecondaryTierConfig) -> float:
         """Seconds that a request waits for a load from a secondary tier."""
         return self.load_timeout_seconds if tier.load_timeout_seconds is None else tier.load_timeout_seconds
 
-    def ask_timeout_of(self, tier: SlowerTierConfig) -> float:
+    def ask_timeout_of(self, tier: SecondaryTierConfig) -> float:
         """Seconds that a lookup in a secondary tier without a local index may take."""
         given = tier.ask_timeout_seconds
         return min(tier.default_ask_timeout_s, self.load_timeout_of(tier)) if given is None else given
 
 
-def name_of(tier: RamTierConfig | SlowerTierConfig) -> str:
+def name_of(tier: RamTierConfig | SecondaryTierConfig) -> str:
     """Name of a tier: its type, as there is at most one tier of each type."""
     return str(tier.__struct_config__.tag)
 
@@ -364,7 +364,7 @@ def parse_address(text: str) -> tuple[str, int] | None:
     return host, int(port)
 
 
-def _require_timeouts(config: OffloadConfig, path: str, tier: SlowerTierConfig) -> None:
+def _require_timeouts(config: OffloadConfig, path: str, tier: SecondaryTierConfig) -> None:
     default_s = tier.default_ask_timeout_s
     limits = (
         ("load_timeout_seconds", config.load_timeout_seconds, ROOT, "to wait for this tier as long as for all tiers"),

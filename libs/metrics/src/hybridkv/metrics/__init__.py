@@ -14,7 +14,7 @@ from hybridkv.metrics.declaration import (
     Section,
     View,
 )
-from hybridkv.metrics.lmcache_catalogue import LMCACHE_TROUBLES
+from hybridkv.metrics.lmcache_catalogue import LMCACHE_FAILURES
 from hybridkv.metrics.peer_catalogue import PEER_FAILURES
 from hybridkv.metrics.prometheus import PrometheusSink
 from hybridkv.metrics.reuse import ReuseEstimator, ReuseReport
@@ -23,7 +23,7 @@ from hybridkv.metrics.selection import ChildSelection, SelectionStats
 __all__ = [
     "CATALOGUE",
     "DISK_ERRORS",
-    "LMCACHE_TROUBLES",
+    "LMCACHE_FAILURES",
     "MAX_CHILDREN",
     "PEER_FAILURES",
     "Catalogue",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridkv.metrics.declaration import Kind, Label, Metric, Panel, Section, View
 
-LMCACHE_TROUBLES = ("busy", "timeout", "lost", "unsent", "malformed", "refused", "closed")
+LMCACHE_FAILURES = ("busy", "timeout", "lost", "unsent", "malformed", "refused", "closed")
 """How a question to a server ends that has no answer which helps; docs/guides/lmcache.md explains each."""
 
 LMCACHE_METRICS = (
@@ -16,7 +16,7 @@ LMCACHE_METRICS = (
         "there was no answer that helps.",
         (
             Label("operation", ("lookup", "retrieve", "store")),
-            Label("outcome", ("done", "nothing", *LMCACHE_TROUBLES)),
+            Label("outcome", ("done", "nothing", *LMCACHE_FAILURES)),
         ),
         panel=Panel(Section.LMCACHE, "Operations"),
     ),

@@ -212,12 +212,12 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
     """Next step after a valid search result."""
     past, answer = found.past, found.answer
     settled = found.settled
-    if facts.ask_s and past.asked_until_s is None and not past.near_only:
+    if facts.lookup_wait_s and past.asked_until_s is None and not past.near_only:
         known_tokens = _resumes_at(answer if settled is None else settled, found)
-        if is_worth_waiting(known_tokens, found.limit_tokens, facts.ask_s, bounds.tokens_per_s):
+        if is_worth_waiting(known_tokens, found.limit_tokens, facts.lookup_wait_s, bounds.tokens_per_s):
             # All waits for tiers share one deadline, which starts with the lookups.
             since_s = facts.now_s if past.tier_since_s is None else past.tier_since_s
-            past = replace(past, asked_until_s=facts.now_s + facts.ask_s, tier_since_s=since_s)
+            past = replace(past, asked_until_s=facts.now_s + facts.lookup_wait_s, tier_since_s=since_s)
             return replace(found, past=past), Ask(found.limit_tokens, num_shrinks)
     if settled is not None:
         left_s = 0.0 if past.asked_until_s is None else past.asked_until_s - facts.now_s

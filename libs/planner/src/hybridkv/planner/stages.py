@@ -143,7 +143,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
         has_slower: there is a secondary tier, whose chunks are promoted before a load.
         hold: state of the chunks that the tiers hold for the request; None if they hold none.
         room: blocks as this request sees them; None if no other request holds blocks and no load failed.
-        ask_s: time-out of async lookups; 0 if no tier needs one.
+        lookup_wait_s: time-out of async lookups; 0 if no tier needs one.
     """
 
     num_tokens: int
@@ -153,7 +153,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     has_slower: bool = False
     hold: HoldState | None = None
     room: Room | None = None
-    ask_s: float = 0.0
+    lookup_wait_s: float = 0.0
 
 
 class Bounds(msgspec.Struct, frozen=True):

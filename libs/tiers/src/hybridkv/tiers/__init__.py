@@ -1,21 +1,21 @@
 """Tiers: media that hold KV-cache chunks by key. The contract is in `contract`; each medium has its own folder."""
 
 from hybridkv.tiers import native as native  # fails first if the extension is missing
-from hybridkv.tiers.changes import Changes, TellsChanges
+from hybridkv.tiers.changes import Changes, ReportsChanges
 from hybridkv.tiers.contract import (
     Answer,
-    AnswersAtOnce,
+    BatchedIndex,
+    BatchedMedium,
     Completion,
     ExposesBytes,
     Failure,
     FailureReason,
-    GathersMoves,
-    GathersPlaces,
     Heard,
     Key,
     Refusal,
     SealedMemory,
     Slot,
+    SyncLookups,
     Ticket,
     TierCounts,
     TierIndex,
@@ -25,20 +25,20 @@ from hybridkv.tiers.errors import TierConfigurationError, TierError, TierProtoco
 
 __all__ = [
     "Answer",
-    "AnswersAtOnce",
+    "BatchedIndex",
+    "BatchedMedium",
     "Changes",
     "Completion",
     "ExposesBytes",
     "Failure",
     "FailureReason",
-    "GathersMoves",
-    "GathersPlaces",
     "Heard",
     "Key",
     "Refusal",
+    "ReportsChanges",
     "SealedMemory",
     "Slot",
-    "TellsChanges",
+    "SyncLookups",
     "Ticket",
     "TierConfigurationError",
     "TierCounts",

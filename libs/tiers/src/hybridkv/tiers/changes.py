@@ -23,7 +23,7 @@ class Changes(NamedTuple):
 
 
 @runtime_checkable
-class TellsChanges(Protocol):
+class ReportsChanges(Protocol):
     """An index with a change feed, for one reader."""
 
     def watch(self) -> None:

@@ -120,9 +120,9 @@ class Heard(NamedTuple):
     too many lookups were in flight: those say nothing about the health of the tier.
     """
 
-    in_time: int = 0
+    num_answered: int = 0
     """Answered by the deadline, with any answer."""
-    not_in_time: int = 0
+    num_timed_out: int = 0
     """Not answered by the deadline, even if answered later."""
 
 
@@ -196,7 +196,7 @@ class TierIndex(Protocol):
         ...
 
     @property
-    def answers_late(self) -> bool:
+    def has_async_lookups(self) -> bool:
         """True if the tier needs async lookups: `lookup` may miss keys that `ask` would find."""
         ...
 
@@ -317,11 +317,11 @@ class TierIndex(Protocol):
         ...
 
 
-class AnswersAtOnce:
+class SyncLookups:
     """Mixin for a `TierIndex` that knows all its keys: async lookups do nothing."""
 
     @property
-    def answers_late(self) -> bool:
+    def has_async_lookups(self) -> bool:
         """False: `lookup` knows all keys."""
         return False
 
@@ -368,7 +368,7 @@ class TierMedium(Protocol):
 
 
 @runtime_checkable
-class GathersPlaces(Protocol):
+class BatchedIndex(Protocol):
     """An index that places the chunks of a batch together, by the chunks that they need. Called by a stack."""
 
     def follows(self, key: Key, needs: Sequence[Key]) -> None:
@@ -381,7 +381,7 @@ class GathersPlaces(Protocol):
 
 
 @runtime_checkable
-class GathersMoves(Protocol):
+class BatchedMedium(Protocol):
     """A medium that stores and loads chunks in batches."""
 
     def flush(self) -> None:

@@ -66,7 +66,7 @@ def map_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
-def near_cpus(properties: Any, devices: Path = _PCI_DEVICES) -> set[int]:
+def numa_local_cpus(properties: Any, devices: Path = _PCI_DEVICES) -> set[int]:
     """The CPUs of this thread that lie on the NUMA node of a GPU; all CPUs of this thread where the node is not known.
 
     Args:

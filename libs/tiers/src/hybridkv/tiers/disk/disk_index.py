@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hybridkv.hashing import Fingerprint
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.changes import Changes
-from hybridkv.tiers.contract import UNSPECIFIED, AnswersAtOnce, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, SyncLookups, TierCounts
 from hybridkv.tiers.disk.counts import DiskCounts
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES
@@ -35,7 +35,7 @@ _SNAPSHOT_SHARE = 0.8
 """Share of `close_timeout_s` for the last snapshot and all file work before it."""
 
 
-class DiskIndex(AnswersAtOnce):
+class DiskIndex(SyncLookups):
     """`TierIndex` over segment files of all ranks of one engine.
 
     Args:
@@ -232,7 +232,7 @@ class DiskIndex(AnswersAtOnce):
         self._maintenance.collect()
         for record in self._records.reserved():
             # The next start finds records that a medium wrote but no completion reported, and verifies them.
-            if record.state is KeyState.DOOMED_WRITE:
+            if record.state is KeyState.DELETED_WHILE_WRITTEN:
                 self._journal.withdraw(record)
         self._maintenance.finish()
         is_written = threading.Event()

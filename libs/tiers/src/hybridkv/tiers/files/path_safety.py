@@ -17,7 +17,7 @@ UNKNOWN_USER = 65534
 """Owner of files whose user does not exist in this user namespace: mostly the machine's root."""
 
 
-def say_who_could_exchange(root: Directory) -> None:
+def warn_if_replaceable(root: Directory) -> None:
     """Log the nearest directory above the root in which other users can rename entries."""
     path = root.path
     while path != "/":

@@ -1,19 +1,19 @@
 """Ledger: the life cycle of the keys of one tier.
 
 A `KeyLedger` holds the keys of a tier and their states. A `Space` assigns the places of their bytes, and an
-`EvictionOrder` chooses the next key to evict; both can be replaced for another tier or policy.
+`EvictionPolicy` chooses the next key to evict; both can be replaced for another tier or policy.
 """
 
 from hybridkv.tiers.ledger.ledger import KeyLedger
-from hybridkv.tiers.ledger.order import EvictionOrder, LeastRecentlyUsed
+from hybridkv.tiers.ledger.order import EvictionPolicy, LruPolicy
 from hybridkv.tiers.ledger.states import Entry, KeyState, LedgerObserver, Space
 
 __all__ = [
     "Entry",
-    "EvictionOrder",
+    "EvictionPolicy",
     "KeyLedger",
     "KeyState",
-    "LeastRecentlyUsed",
     "LedgerObserver",
+    "LruPolicy",
     "Space",
 ]

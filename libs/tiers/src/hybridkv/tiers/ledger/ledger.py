@@ -1,7 +1,7 @@
 """Ledger of keys: reserved, committed, deleted and pending; pins; eviction.
 
 The only implementation of these rules in Python. Knows no files and no addresses: a `Space` assigns places, an
-`EvictionOrder` chooses the next key to evict, and an optional `LedgerObserver` is called for each step. The cost of a
+`EvictionPolicy` chooses the next key to evict, and an optional `LedgerObserver` is called for each step. The cost of a
 call does not depend on the number of keys. The indexes of tiers derive from the ledger or own one.
 """
 
@@ -16,15 +16,15 @@ import msgspec
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.changes import ChangeFeed, Changes
-from hybridkv.tiers.contract import UNSPECIFIED, AnswersAtOnce, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, SyncLookups, TierCounts
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.ledger.order import EvictionOrder
+from hybridkv.tiers.ledger.order import EvictionPolicy
 from hybridkv.tiers.ledger.states import E, KeyState, LedgerObserver, Space
 from hybridkv.tiers.tally import Tally
 
 # Looking up an enum member by name takes time, and these are used in every call.
 _RESERVED, _COMMITTED = KeyState.RESERVED, KeyState.COMMITTED
-_DELETED_WRITE, _DELETED_READ = KeyState.DOOMED_WRITE, KeyState.DOOMED_READ
+_DELETED_WRITE, _DELETED_READ = KeyState.DELETED_WHILE_WRITTEN, KeyState.DELETED_WHILE_PINNED
 _MISS = LookupResult.MISS
 
 
@@ -38,7 +38,7 @@ _SETS_STOP_EARLY = _sets_stop_early()
 _LISTS = (list, tuple)
 
 
-class KeyLedger(AnswersAtOnce, Generic[E]):
+class KeyLedger(SyncLookups, Generic[E]):
     """All keys of one tier. Used by one thread; other threads may read its tables, which are replaced, never emptied.
 
     Args:
@@ -53,7 +53,7 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
     def __init__(
         self,
         space: Space[E],
-        order: EvictionOrder[E],
+        order: EvictionPolicy[E],
         capacity_bytes: int,
         observer: LedgerObserver[E] | None = None,
         largest_bytes: int | None = None,
@@ -103,7 +103,7 @@ class KeyLedger(AnswersAtOnce, Generic[E]):
         return len(self.pinned_now)
 
     def eviction_order(self) -> list[Key]:
-        """Committed and unpinned keys, in the iteration order of the `EvictionOrder`."""
+        """Committed and unpinned keys, in the iteration order of the `EvictionPolicy`."""
         return list(self.evictable)
 
     def lacks(self, key: Key) -> bool:

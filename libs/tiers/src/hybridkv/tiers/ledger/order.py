@@ -15,7 +15,7 @@ from hybridkv.tiers.ledger.states import E
 OrderedE = TypeVar("OrderedE")
 
 
-class EvictionOrder(Protocol[OrderedE]):
+class EvictionPolicy(Protocol[OrderedE]):
     """Chooses the next key to evict among those that it tracks. The cost of a call does not depend on their number."""
 
     def track(self, key: Key, entry: OrderedE) -> None:
@@ -47,8 +47,8 @@ class EvictionOrder(Protocol[OrderedE]):
         ...
 
 
-class LeastRecentlyUsed(Generic[E]):
-    """LRU `EvictionOrder`. Iterates from the least to the most recently used key."""
+class LruPolicy(Generic[E]):
+    """LRU `EvictionPolicy`. Iterates from the least to the most recently used key."""
 
     def __init__(self) -> None:
         self._entries: OrderedDict[Key, E] = OrderedDict()

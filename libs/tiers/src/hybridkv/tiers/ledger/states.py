@@ -17,8 +17,8 @@ class KeyState(enum.Enum):
 
     RESERVED = ("reserved", LookupResult.PENDING)
     COMMITTED = ("committed", LookupResult.HIT)
-    DOOMED_WRITE = ("invalidated while it is being stored", LookupResult.MISS)
-    DOOMED_READ = ("invalidated while it is pinned", LookupResult.MISS)
+    DELETED_WHILE_WRITTEN = ("invalidated while it is being stored", LookupResult.MISS)
+    DELETED_WHILE_PINNED = ("invalidated while it is pinned", LookupResult.MISS)
 
     def __init__(self, words: str, answer: LookupResult) -> None:
         self.words = words

@@ -13,16 +13,16 @@ directory_store.py  a store in a local or shared directory
 builder.py          builds the index or a medium from a URL and a secret
 """
 
-from hybridkv.tiers.object.builder import Depot, open_index, open_medium
-from hybridkv.tiers.object.client import Found, Moved, News, Unanswered
+from hybridkv.tiers.object.builder import StoreLocation, open_index, open_medium
+from hybridkv.tiers.object.client import Found, LookupFailed, Moved, News
 from hybridkv.tiers.object.index import ObjectIndex
 from hybridkv.tiers.object.medium import ObjectMedium
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import ObjectSlot, PackPlace, Stored
 
 __all__ = [
-    "Depot",
     "Found",
+    "LookupFailed",
     "Moved",
     "News",
     "ObjectIndex",
@@ -30,8 +30,8 @@ __all__ = [
     "ObjectOptions",
     "ObjectSlot",
     "PackPlace",
+    "StoreLocation",
     "Stored",
-    "Unanswered",
     "open_index",
     "open_medium",
 ]

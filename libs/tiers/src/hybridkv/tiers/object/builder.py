@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Depot:
+class StoreLocation:
     """Location of a fleet's objects, and its secret.
 
     Args:
@@ -50,7 +50,7 @@ class Depot:
 
 
 def open_index(
-    depot: Depot,
+    depot: StoreLocation,
     fingerprint: bytes,
     world_size: int,
     options: ObjectOptions,
@@ -89,6 +89,6 @@ def open_index(
     return ObjectIndex(client, options, clock, clears_all=clears_all)
 
 
-def open_medium(depot: Depot, rank: int, options: ObjectOptions) -> ObjectMedium:
+def open_medium(depot: StoreLocation, rank: int, options: ObjectOptions) -> ObjectMedium:
     """Build a rank's medium. It opens the store at the first load or store."""
     return ObjectMedium(lambda: depot.open(options), depot.seals, rank, options)

@@ -20,7 +20,7 @@ class Found(NamedTuple):
     """Time of the answer, by the index's clock."""
 
 
-class Unanswered(NamedTuple):
+class LookupFailed(NamedTuple):
     """A lookup failed or timed out: no answer will come."""
 
     request: int
@@ -33,7 +33,7 @@ class Moved(NamedTuple):
     heard_s: float
 
 
-News = Found | Unanswered | Moved
+News = Found | LookupFailed | Moved
 
 
 class ObjectClient(LookupClient, Protocol):

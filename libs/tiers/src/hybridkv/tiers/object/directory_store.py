@@ -21,7 +21,7 @@ from urllib.parse import unquote, urlsplit
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.files.directory import Directory, ForeignFileError, joined_pieces, refused, root_path, write_all
 from hybridkv.tiers.files.file_io import FileIO
-from hybridkv.tiers.files.path_safety import say_who_could_exchange
+from hybridkv.tiers.files.path_safety import warn_if_replaceable
 from hybridkv.tiers.threads import DaemonPool
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class DirectoryStore:
             raise TierConfigurationError("url", refusal.expected, refusal.got, hint) from error
         try:
             if root.shared_mode is None:
-                say_who_could_exchange(root)
+                warn_if_replaceable(root)
         finally:
             root.close()
 

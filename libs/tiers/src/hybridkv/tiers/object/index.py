@@ -78,11 +78,11 @@ class ObjectIndex(RemoteIndex[PackPlace]):
     # Storing.
 
     def follows(self, key: Key, needs: Sequence[Key]) -> None:
-        """As `GathersPlaces` says."""
+        """As `BatchedIndex` says."""
         self._needs = (key, needs)
 
     def end_batch(self) -> None:
-        """As `GathersPlaces` says."""
+        """As `BatchedIndex` says."""
         self._publish(self._packs.end_batch())
 
     def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:

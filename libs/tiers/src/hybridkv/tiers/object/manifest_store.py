@@ -4,7 +4,7 @@ It deletes nothing: a manifest that this host cannot read may be readable by ano
 once it has stored all chunks that the manifest lists.
 
 One thread with an event loop does all requests; the engine's thread queues work and takes events. Every lookup ends
-with `Found` or `Unanswered`, whatever the store does.
+with `Found` or `LookupFailed`, whatever the store does.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.object.bodies import Body, Room, read_body
-from hybridkv.tiers.object.client import Found, Moved, News, Unanswered
+from hybridkv.tiers.object.client import Found, LookupFailed, Moved, News
 from hybridkv.tiers.object.format.epoch import EPOCH_MARK_BYTES, decode_epoch, encode_epoch
 from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, decode_manifest, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
@@ -318,7 +318,7 @@ class ManifestStore:
             self._begin_search(self._waiting.popleft())
 
     async def _search(self, request: int, keys: Sequence[Key], until_s: float) -> None:
-        news: Found | Unanswered | None = None
+        news: Found | LookupFailed | None = None
         try:
             left_s = until_s - self._clock()
             if left_s > 0:
@@ -327,7 +327,7 @@ class ManifestStore:
             if not isinstance(error, TimeoutError):
                 self._complain("read", error)
         finally:
-            self.news.append(news or Unanswered(request, self._clock()))
+            self.news.append(news or LookupFailed(request, self._clock()))
             self._end_search()
 
     async def _found(self, request: int, keys: Sequence[Key]) -> Found | None:

@@ -14,7 +14,7 @@
 `hybridkv.peers` provides authentication, control connections and one-sided reads.
 """
 
-from hybridkv.tiers.peer.builder import Neighbourhood, open_index, open_medium
+from hybridkv.tiers.peer.builder import PeerAddresses, open_index, open_medium
 from hybridkv.tiers.peer.client import Answered, Lost, PeerLookupClient
 from hybridkv.tiers.peer.index import PeerIndex
 from hybridkv.tiers.peer.leases import LeasableIndex, LeaseCounts, PeerLeases
@@ -26,7 +26,7 @@ __all__ = [
     "LeasableIndex",
     "LeaseCounts",
     "Lost",
-    "Neighbourhood",
+    "PeerAddresses",
     "PeerIndex",
     "PeerLeases",
     "PeerLookupClient",

@@ -29,7 +29,7 @@ SCHEDULER = -1
 
 
 @dataclass(frozen=True, slots=True)
-class Neighbourhood:
+class PeerAddresses:
     """Addresses of an engine and its peers.
 
     Args:
@@ -52,7 +52,7 @@ class Neighbourhood:
 
 
 def open_index(
-    neighbourhood: Neighbourhood,
+    neighbourhood: PeerAddresses,
     ram: RamIndex,
     fingerprint: Fingerprint,
     options: PeerOptions,
@@ -78,7 +78,7 @@ def open_index(
 
 
 def open_medium(
-    neighbourhood: Neighbourhood,
+    neighbourhood: PeerAddresses,
     memory: SealedMemory,
     namespace: bytes,
     rank: int,

@@ -28,7 +28,7 @@ _SEED_BYTES = 8
 
 
 class RamIndex(_Ledger):
-    """A `TierIndex` over granules of host memory, with a change feed (`TellsChanges`).
+    """A `TierIndex` over granules of host memory, with a change feed (`ReportsChanges`).
 
     Further methods: `find`, for any thread; `invalidate_all`; `eviction_order`, `num_reserved` and `num_pinned`.
     `most_index_bytes` is the most memory that it uses, for `max_keys` keys.
@@ -67,10 +67,10 @@ class RamIndex(_Ledger):
         self.before_reserving: Callable[[], None] | None = None
         """Called before space is reserved, which is the only call that evicts. Used to pin chunks that peers read."""
 
-    # The same as `AnswersAtOnce`, which cannot be a second base of this class.
+    # The same as `SyncLookups`, which cannot be a second base of this class.
 
     @property
-    def answers_late(self) -> bool:
+    def has_async_lookups(self) -> bool:
         """False: `lookup` knows all keys."""
         return False
 

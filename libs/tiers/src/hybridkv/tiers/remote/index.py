@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import UNSPECIFIED, Answer, Heard, Key, Refusal, Slot, TierCounts
-from hybridkv.tiers.ledger import Entry, KeyLedger, KeyState, LeastRecentlyUsed
+from hybridkv.tiers.ledger import Entry, KeyLedger, KeyState, LruPolicy
 from hybridkv.tiers.remote.found import FoundPlaces, P
 from hybridkv.tiers.remote.lookups import LookupTracker
 from hybridkv.tiers.remote.options import RemoteOptions
@@ -89,7 +89,7 @@ class RemoteIndex(Generic[P]):
         self._found: FoundPlaces[P] = FoundPlaces()
         self._space: _RemoteSpace[P] = _RemoteSpace()
         self._known: KeyLedger[RemoteEntry[P]] = KeyLedger(
-            self._space, LeastRecentlyUsed(), options.known_bytes, max_keys=options.max_known
+            self._space, LruPolicy(), options.known_bytes, max_keys=options.max_known
         )
         """Chunks that were read or stored."""
         self._expiries: list[tuple[float, int, RemoteEntry[P]]] = []
@@ -129,7 +129,7 @@ class RemoteIndex(Generic[P]):
     # Lookups.
 
     @property
-    def answers_late(self) -> bool:
+    def has_async_lookups(self) -> bool:
         return True
 
     def ask(self, keys: Iterable[Key], deadline_s: float) -> None:

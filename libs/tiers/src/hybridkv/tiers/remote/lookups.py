@@ -193,5 +193,5 @@ class LookupTracker:
             answer = Answer.LATE
         self._count(answer, num_keys)
         is_late = answer is Answer.LATE
-        in_time, not_in_time = self.heard
-        self.heard = Heard(in_time + (0 if is_late else num_keys), not_in_time + (num_keys if is_late else 0))
+        num_answered, num_timed_out = self.heard
+        self.heard = Heard(num_answered + (0 if is_late else num_keys), num_timed_out + (num_keys if is_late else 0))

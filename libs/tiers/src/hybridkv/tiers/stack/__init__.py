@@ -1,7 +1,7 @@
 """Stack: a primary tier over secondary tiers. Promotions, cascades, prefetches, leases and deadlines."""
 
 from hybridkv.tiers.stack.health import Breaker, BreakerOptions, BreakerState
-from hybridkv.tiers.stack.leases import HoldFailure, PromotionLease
+from hybridkv.tiers.stack.leases import LeaseFailure, PromotionLease
 from hybridkv.tiers.stack.mover import TierMover
 from hybridkv.tiers.stack.moves import (
     Direction,
@@ -13,9 +13,9 @@ from hybridkv.tiers.stack.moves import (
     StackCounts,
     TierMove,
 )
-from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
+from hybridkv.tiers.stack.options import CascadePolicy, SecondaryTierOptions
 from hybridkv.tiers.stack.path import ALONE, PathPosition
-from hybridkv.tiers.stack.secondary import SlowerTier
+from hybridkv.tiers.stack.secondary import SecondaryTier
 from hybridkv.tiers.stack.stack import TierStack
 
 __all__ = [
@@ -25,7 +25,7 @@ __all__ = [
     "BreakerState",
     "CascadePolicy",
     "Direction",
-    "HoldFailure",
+    "LeaseFailure",
     "MoveCounts",
     "MoveOutcome",
     "MoveResult",
@@ -33,8 +33,8 @@ __all__ = [
     "PrefetchBytes",
     "PrefetchResult",
     "PromotionLease",
-    "SlowerTier",
-    "SlowerTierOptions",
+    "SecondaryTier",
+    "SecondaryTierOptions",
     "StackCounts",
     "TierMove",
     "TierMover",

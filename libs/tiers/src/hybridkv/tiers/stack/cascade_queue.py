@@ -22,10 +22,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import Failure, FailureReason, GathersPlaces, Key, Refusal, Slot
+from hybridkv.tiers.contract import BatchedIndex, Failure, FailureReason, Key, Refusal, Slot
 from hybridkv.tiers.stack.in_flight import InFlightMoves
 from hybridkv.tiers.stack.moves import Direction, MoveResult
-from hybridkv.tiers.stack.options import SlowerTierOptions
+from hybridkv.tiers.stack.options import SecondaryTierOptions
 from hybridkv.tiers.stack.order import SentBatch, UseOrder
 from hybridkv.tiers.stack.path import PathPosition, holds_all
 
@@ -89,13 +89,13 @@ class CascadeQueue:
         self,
         order: UseOrder,
         in_flight: InFlightMoves,
-        options: SlowerTierOptions,
+        options: SecondaryTierOptions,
         plan: Callable[[Key, Slot, Slot], None],
         position: int,
     ) -> None:
         self._order = order
         self._primary, self._secondary = order.primary, order.secondary
-        self._batched = order.secondary if isinstance(order.secondary, GathersPlaces) else None
+        self._batched = order.secondary if isinstance(order.secondary, BatchedIndex) else None
         self._in_flight = in_flight
         self._options = options
         self._plan_move = plan

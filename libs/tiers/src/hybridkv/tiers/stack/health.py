@@ -41,20 +41,20 @@ class BreakerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         failures: failures in a row that open it; at least 1.
-        first_pause_s: backoff after the first opening; each failed probe doubles it.
-        longest_pause_s: upper bound of the backoff.
+        first_backoff_s: backoff after the first opening; each failed probe doubles it.
+        max_backoff_s: upper bound of the backoff.
     """
 
     failures: int = 3
-    first_pause_s: float = 5.0
-    longest_pause_s: float = 120.0
+    first_backoff_s: float = 5.0
+    max_backoff_s: float = 120.0
 
     def __post_init__(self) -> None:
         if self.failures < 1:
             raise TierConfigurationError("failures", "a number >= 1", self.failures)
-        if not 0 < self.first_pause_s <= self.longest_pause_s:
+        if not 0 < self.first_backoff_s <= self.max_backoff_s:
             raise TierConfigurationError(
-                "first_pause_s", f"seconds above 0 and at most {self.longest_pause_s}", self.first_pause_s
+                "first_backoff_s", f"seconds above 0 and at most {self.max_backoff_s}", self.first_backoff_s
             )
 
 
@@ -65,7 +65,7 @@ class Breaker:
         self._options = options or BreakerOptions()
         self._state = BreakerState.CLOSED
         self._failures = 0
-        self._backoff_s = self._options.first_pause_s
+        self._backoff_s = self._options.first_backoff_s
         self._opened_at_s = 0.0
         self.num_openings = 0
 
@@ -104,7 +104,7 @@ class Breaker:
         self._failures = 0
         if self._state is BreakerState.PROBING:
             self._state = BreakerState.CLOSED
-            self._backoff_s = self._options.first_pause_s
+            self._backoff_s = self._options.first_backoff_s
 
     def fail(self, now_s: float) -> None:
         """Record a failure or a timeout. Ignored while open."""
@@ -112,7 +112,7 @@ class Breaker:
             return
         self._failures += 1
         if self._state is BreakerState.PROBING:
-            self._backoff_s = min(2 * self._backoff_s, self._options.longest_pause_s)
+            self._backoff_s = min(2 * self._backoff_s, self._options.max_backoff_s)
         elif self._failures < self._options.failures:
             return
         self._state = BreakerState.OPEN

@@ -17,7 +17,7 @@ from hybridkv.tiers.stack.secondary import SecondaryTierState, StackContext
 _NEVER_S = math.inf
 
 
-class HoldFailure(enum.StrEnum):
+class LeaseFailure(enum.StrEnum):
     """Why a promotion lease failed."""
 
     TIMEOUT = "timeout"
@@ -38,7 +38,7 @@ class PromotionLease(msgspec.Struct):
     source: str = ""
     """The slowest tier that a waiting chunk is promoted from, whichever request started that; the nearest tier if it
     waits for no promotion."""
-    failure: HoldFailure | None = None
+    failure: LeaseFailure | None = None
     """If set, nothing is pinned any more."""
 
     @property
@@ -72,7 +72,7 @@ class PromotionLeases:
         lease.pinned.clear()
         lease.waiting.clear()
 
-    def _fail(self, lease: PromotionLease, failure: HoldFailure) -> None:
+    def _fail(self, lease: PromotionLease, failure: LeaseFailure) -> None:
         self.unpin(lease)
         lease.failure = failure
 
@@ -88,19 +88,19 @@ class PromotionLeases:
         """A chunk will not arrive: fail the leases that wait for it."""
         for lease in self.by_owner.values():
             if key in lease.waiting:
-                self._fail(lease, HoldFailure.LOST)
+                self._fail(lease, LeaseFailure.LOST)
 
     def fail_all(self) -> None:
         """Fail every lease with LOST."""
         for lease in self.by_owner.values():
-            self._fail(lease, HoldFailure.LOST)
+            self._fail(lease, LeaseFailure.LOST)
 
     def time_out_waiters(self, keys: Iterable[Key]) -> None:
         """Fail the leases that wait for one of these keys with TIMEOUT."""
         for key in keys:
             waiters = [lease for lease in self.by_owner.values() if key in lease.waiting]
             for lease in waiters:
-                self._fail(lease, HoldFailure.TIMEOUT)
+                self._fail(lease, LeaseFailure.TIMEOUT)
             self._timeouts += len(waiters)
 
     def pass_time(self, now_s: float) -> float:
@@ -108,7 +108,7 @@ class PromotionLeases:
         limit_s, due_s = self.timeout_s, math.inf
         for lease in self.by_owner.values():
             if lease.waiting and now_s - lease.since_s >= limit_s:
-                self._fail(lease, HoldFailure.TIMEOUT)
+                self._fail(lease, LeaseFailure.TIMEOUT)
                 self._timeouts += 1
             elif lease.waiting:
                 due_s = min(due_s, lease.since_s + limit_s)

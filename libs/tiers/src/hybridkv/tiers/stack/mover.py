@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from hybridkv.tiers.contract import Completion, Failure, FailureReason, GathersMoves, SealedMemory, Ticket, TierMedium
+from hybridkv.tiers.contract import BatchedMedium, Completion, Failure, FailureReason, SealedMemory, Ticket, TierMedium
 from hybridkv.tiers.errors import is_shortage
 from hybridkv.tiers.stack.moves import Direction, TierMove
 
@@ -57,7 +57,7 @@ class TierMover:
             except Exception as error:  # it may have started: the move ends with its completion, or times out
                 self._log_once(move.tier, error)
         for tier, medium in self.media.items():
-            if isinstance(medium, GathersMoves):
+            if isinstance(medium, BatchedMedium):
                 try:
                     medium.flush()
                 except Exception as error:

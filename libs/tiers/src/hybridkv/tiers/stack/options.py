@@ -22,14 +22,14 @@ class CascadePolicy(enum.StrEnum):
     """None: the tier is only read. Others fill it."""
 
 
-class SlowerTierOptions(msgspec.Struct, frozen=True, kw_only=True):
+class SecondaryTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one secondary tier. Shares are above 0 and at most 1.
 
     Args:
         cascades: which chunks are copied to the tier.
         load_timeout_s: limit on the wait of a promotion lease and on a move; also how long chunks wait in the cascade
             queue while no cascade succeeds.
-        ask_timeout_s: deadline of an async lookup.
+        async_lookup_timeout_s: deadline of an async lookup.
         promoting_share: of the primary tier's capacity: bytes of promotions in flight, including timed-out promotions
             from all tiers.
         cascading_share: of the primary tier's capacity: bytes of cascades in flight. They cannot be evicted.
@@ -45,7 +45,7 @@ class SlowerTierOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     cascades: CascadePolicy = CascadePolicy.ALL
     load_timeout_s: float = 30.0
-    ask_timeout_s: float = 1.0
+    async_lookup_timeout_s: float = 1.0
     promoting_share: float = 0.5
     cascading_share: float = 0.25
     arriving_share: float = 0.015625
@@ -53,10 +53,10 @@ class SlowerTierOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_prefetching: int = 8
     max_waiting: int = 65_536
     breaker: BreakerOptions = BreakerOptions()
-    shortage: BreakerOptions = BreakerOptions(failures=1, first_pause_s=0.05, longest_pause_s=5.0)
+    shortage: BreakerOptions = BreakerOptions(failures=1, first_backoff_s=0.05, max_backoff_s=5.0)
 
     def __post_init__(self) -> None:
-        for name in ("load_timeout_s", "ask_timeout_s"):
+        for name in ("load_timeout_s", "async_lookup_timeout_s"):
             if not getattr(self, name) > 0:
                 raise TierConfigurationError(name, "seconds above 0", getattr(self, name))
         for name in ("promoting_share", "cascading_share", "arriving_share"):

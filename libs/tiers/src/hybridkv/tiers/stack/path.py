@@ -30,7 +30,7 @@ ALONE = PathPosition()
 def leading_held(index: TierIndex, keys: Sequence[Key]) -> int:
     """Number of leading keys that a tier does not lack, apart from async lookups."""
     num_held = index.leading(keys)
-    if index.answers_late:
+    if index.has_async_lookups:
         return next((place for place, key in enumerate(keys[:num_held]) if index.lacks(key)), num_held)
     return num_held
 

@@ -18,7 +18,7 @@ from hybridkv.tiers.stack.cascade_queue import CascadeQueue, WriteGate
 from hybridkv.tiers.stack.health import BreakerState, TierHealth
 from hybridkv.tiers.stack.in_flight import InFlightMove, InFlightMoves, SharedMoves
 from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult, MoveTally
-from hybridkv.tiers.stack.options import CascadePolicy, SlowerTierOptions
+from hybridkv.tiers.stack.options import CascadePolicy, SecondaryTierOptions
 from hybridkv.tiers.stack.order import UseOrder
 from hybridkv.tiers.stack.path import PathPosition
 
@@ -28,7 +28,7 @@ _KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)
 
 
 @dataclass(frozen=True, slots=True)
-class SlowerTier:
+class SecondaryTier:
     """A secondary tier, as configured for a stack.
 
     Args:
@@ -39,7 +39,7 @@ class SlowerTier:
 
     name: str
     index: TierIndex
-    options: SlowerTierOptions = field(default_factory=SlowerTierOptions)
+    options: SecondaryTierOptions = field(default_factory=SecondaryTierOptions)
 
 
 @dataclass(slots=True)
@@ -79,7 +79,7 @@ class SecondaryTierState:
         context: state shared with the stack.
     """
 
-    def __init__(self, tier: SlowerTier, position: int, num_tiers: int, context: StackContext) -> None:
+    def __init__(self, tier: SecondaryTier, position: int, num_tiers: int, context: StackContext) -> None:
         self.name, self.index, self._options = tier.name, tier.index, tier.options
         self._context, self._primary, self._clock = context, context.primary, context.clock
         self.health = TierHealth(tier.options.breaker, tier.options.shortage)
@@ -105,9 +105,9 @@ class SecondaryTierState:
         return self._options.load_timeout_s
 
     @property
-    def ask_timeout_s(self) -> float:
+    def async_lookup_timeout_s(self) -> float:
         """Deadline of an async lookup, at most `load_timeout_s`."""
-        return min(self._options.ask_timeout_s, self._options.load_timeout_s)
+        return min(self._options.async_lookup_timeout_s, self._options.load_timeout_s)
 
     def is_usable(self) -> bool:
         """True if chunks may be looked up and promoted from here now.
@@ -122,7 +122,7 @@ class SecondaryTierState:
 
     def accepts_lookup(self) -> bool:
         """True if an async lookup may be sent now."""
-        if not self.index.answers_late or not self.is_usable():
+        if not self.index.has_async_lookups or not self.is_usable():
             return False
         if self._lookups and not self.health.allows_lookup(len(self._lookups)):
             self._check_lookups(self._clock())  # the probe may have been answered before its deadline
@@ -132,7 +132,7 @@ class SecondaryTierState:
         """Send an async lookup. If it cannot be sent, that counts as unanswered."""
         if not keys:
             return
-        index, deadline_s = self.index, now_s + self.ask_timeout_s
+        index, deadline_s = self.index, now_s + self.async_lookup_timeout_s
         try:
             before = index.heard
             index.ask(keys, deadline_s)
@@ -152,11 +152,11 @@ class SecondaryTierState:
         lookups = self._lookups
         while lookups:
             (deadline_s, before), heard = lookups[0], self.index.heard
-            if heard.in_time > before.in_time:
+            if heard.num_answered > before.num_answered:
                 self.health.on_lookup_answered()
             elif now_s < deadline_s:
                 break
-            elif heard.not_in_time > before.not_in_time:
+            elif heard.num_timed_out > before.num_timed_out:
                 self.health.on_lookup_timeout(now_s)
             lookups.popleft()
 

@@ -23,11 +23,11 @@ from hybridkv.tiers.stack.health import BreakerState
 from hybridkv.tiers.stack.in_flight import SharedMoves
 from hybridkv.tiers.stack.leases import PromotionLease, PromotionLeases, StackDeadlines
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, StackCounts, TierMove
-from hybridkv.tiers.stack.options import SlowerTierOptions
+from hybridkv.tiers.stack.options import SecondaryTierOptions
 from hybridkv.tiers.stack.path import ALONE, PathPosition, holds_all, leading_held
 from hybridkv.tiers.stack.prefetches import Prefetches
 from hybridkv.tiers.stack.promotions import Promotions
-from hybridkv.tiers.stack.secondary import SecondaryTierState, SlowerTier, StackContext
+from hybridkv.tiers.stack.secondary import SecondaryTier, SecondaryTierState, StackContext
 from hybridkv.tiers.stack.view import StackView
 
 _MAX_SIZES = 1024
@@ -51,7 +51,7 @@ class TierStack:
     """
 
     def __init__(
-        self, primary: TierIndex, secondary: Sequence[SlowerTier], num_ranks: int, clock: Callable[[], float]
+        self, primary: TierIndex, secondary: Sequence[SecondaryTier], num_ranks: int, clock: Callable[[], float]
     ) -> None:
         names = [tier.name for tier in secondary]
         if len(set(names)) != len(names):
@@ -72,10 +72,10 @@ class TierStack:
         self._nearest = names[0] if names else ""
         self._by_name = {tier.name: tier for tier in self._tiers}
         self._load_timeout_s = max(
-            (tier.load_timeout_s for tier in self._tiers), default=SlowerTierOptions().load_timeout_s
+            (tier.load_timeout_s for tier in self._tiers), default=SecondaryTierOptions().load_timeout_s
         )
         """Of a lease: the longest of all tiers."""
-        self.has_late = any(tier.index.answers_late for tier in secondary)
+        self.has_async_lookups = any(tier.index.has_async_lookups for tier in secondary)
         """True if a secondary tier needs async lookups."""
         self._leases = PromotionLeases(primary, self._load_timeout_s)
         self._deadlines = StackDeadlines(self._tiers, self._leases, self._context)
@@ -147,10 +147,10 @@ class TierStack:
         return self._view.any_pending(keys)
 
     @property
-    def ask_s(self) -> float:
+    def lookup_wait_s(self) -> float:
         """Longest time until every key of an `ask` is answered or counts as missing; 0 if no tier accepts lookups."""
         self._check_deadlines()
-        return self._view.ask_s
+        return self._view.lookup_wait_s
 
     def ask(self, keys: Sequence[Key]) -> None:
         """Send an async lookup for the keys that no tier holds, to all tiers that accept one. Each tier has its own
@@ -158,24 +158,24 @@ class TierStack:
         self._check_deadlines()
         self._view.ask(keys, self._clock())
 
-    def is_only_asked(self, key: Key) -> bool:
+    def is_lookup_pending(self, key: Key) -> bool:
         """True if a key is PENDING only because of async lookups."""
         self._check_deadlines()
-        return self._view.is_only_asked(key)
+        return self._view.is_lookup_pending(key)
 
-    def lacks_below(self, key: Key) -> bool:
+    def missing_in_secondary(self, key: Key) -> bool:
         """True if a secondary tier that chunks cascade to lacks this key."""
         return any(tier.index.lacks(key) for tier in self._cascading)
 
-    def is_below(self, key: Key) -> bool:
+    def in_secondary(self, key: Key) -> bool:
         """True if a secondary tier that chunks cascade to holds this key, or is about to."""
         return any(not tier.index.lacks(key) for tier in self._cascading)
 
-    def has_all_below(self, keys: Sequence[Key]) -> bool:
+    def in_all_secondaries(self, keys: Sequence[Key]) -> bool:
         """True if no secondary tier with the policy ALL lacks one of these keys."""
         return all(holds_all(tier.index, keys) for tier in self._eager)
 
-    def leading_below(self, keys: Sequence[Key]) -> int:
+    def leading_secondary(self, keys: Sequence[Key]) -> int:
         """Number of leading keys that every secondary tier that chunks cascade to holds, or is about to."""
         for tier in self._cascading:
             keys = keys[: leading_held(tier.index, keys)]
@@ -184,19 +184,19 @@ class TierStack:
     # The primary tier alone.
 
     @property
-    def only_near(self) -> TierIndex:
+    def primary_only(self) -> TierIndex:
         """Index to look up in place of the stack when the secondary tiers must not be used."""
         return self.near
 
-    def lookup_near(self, key: Key) -> LookupResult:
+    def lookup_primary(self, key: Key) -> LookupResult:
         """Lookup in the primary tier."""
         return self.near.lookup(key)
 
-    def leading_near(self, keys: Sequence[Key]) -> int:
+    def leading_primary(self, keys: Sequence[Key]) -> int:
         """Number of leading keys that are HIT or PENDING in the primary tier."""
         return self.near.leading(keys)
 
-    def in_near(self, key: Key) -> bool:
+    def in_primary(self, key: Key) -> bool:
         """True if the primary tier holds the key now."""
         return self.near.lookup(key) is _HIT
 
@@ -297,7 +297,7 @@ class TierStack:
         self._check_deadlines()
         self._prefetches.add(keys, most_bytes, self._clock())
 
-    def bound_prefetches(self, most_bytes: int) -> None:
+    def limit_prefetches(self, most_bytes: int) -> None:
         """Lower the bound on unused prefetched bytes for all prefixes, also for those added before."""
         self._prefetches.most_bytes = most_bytes
 
@@ -367,7 +367,7 @@ class TierStack:
         for tier in self._tiers:
             tier.touch(keys)
 
-    def touch_near(self, keys: Sequence[Key]) -> None:
+    def touch_primary(self, keys: Sequence[Key]) -> None:
         """Make keys that are found or kept, but not read, the most recently used in the primary tier alone."""
         self._prefetches.forget(keys)
         self.near.touch(keys)
@@ -458,7 +458,7 @@ class TierStack:
         for tier in self._cascading:
             tier.pump()
 
-    def has_moves_alive(self) -> bool:
+    def has_live_moves(self) -> bool:
         """True if a move may still end in time, or may start soon, so that the caller should step again. False for
         timed-out moves, and for queued chunks without progress for a second."""
         self._check_deadlines()

@@ -106,9 +106,9 @@ class StackView:
         return any(self.lookup(key) is _PENDING for key in keys)
 
     @property
-    def ask_s(self) -> float:
+    def lookup_wait_s(self) -> float:
         """Longest time until every key of an `ask` is answered or counts as missing; 0 if no tier accepts lookups."""
-        timeouts = (tier.ask_timeout_s for tier in self._tiers if tier.accepts_lookup())
+        timeouts = (tier.async_lookup_timeout_s for tier in self._tiers if tier.accepts_lookup())
         return max(timeouts, default=0.0)
 
     def ask(self, keys: Sequence[Key], now_s: float) -> None:
@@ -121,12 +121,14 @@ class StackView:
         # Computed before the first lookup is sent, which makes its keys PENDING. Keys that one tier was asked about
         # before may be new to another.
         unknown = [
-            key for key in keys if key not in timed_out_keys and (self.lookup(key) is _MISS or self.is_only_asked(key))
+            key
+            for key in keys
+            if key not in timed_out_keys and (self.lookup(key) is _MISS or self.is_lookup_pending(key))
         ]
         for tier in tiers:
             tier.ask([key for key in unknown if tier.index.lookup(key) is _MISS], now_s)
 
-    def is_only_asked(self, key: Key) -> bool:
+    def is_lookup_pending(self, key: Key) -> bool:
         """True if a key is PENDING only because of async lookups."""
         if self.lookup(key) is not _PENDING or self._primary.lookup(key) is _PENDING:
             return False

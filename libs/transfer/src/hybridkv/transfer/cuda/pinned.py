@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from hybridkv.transfer.cuda.device import CudaError
-from hybridkv.transfer.pinned import map_memory, near_cpus, pin
+from hybridkv.transfer.pinned import map_memory, numa_local_cpus, pin
 
 _PORTABLE = 1
 """cudaHostRegisterPortable: pinned for every context of the process."""
@@ -36,7 +36,7 @@ def pin_existing(memory: npt.NDArray[np.uint8]) -> None:
         TransferError: the driver would not register it.
     """
     cudart = _cudart()
-    cpus = near_cpus(torch.cuda.get_device_properties(torch.cuda.current_device()))
+    cpus = numa_local_cpus(torch.cuda.get_device_properties(torch.cuda.current_device()))
     pin(memory, lambda address, num_bytes: _register(cudart, address, num_bytes), cudart.cudaHostUnregister, cpus)
 
 

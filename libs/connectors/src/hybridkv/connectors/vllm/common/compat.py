@@ -103,7 +103,7 @@ def prefill_lookahead_tokens(vllm_config: VllmConfig) -> int:
     return int(getattr(vllm_config, "num_prefill_lookahead_tokens", 1))
 
 
-def is_killed_at_its_end(vllm_config: VllmConfig) -> bool:
+def is_killed_on_shutdown(vllm_config: VllmConfig) -> bool:
     """Whether a server kills the engine's processes right after it asked them to end."""
     timeout_s = getattr(vllm_config, "shutdown_timeout", None)
     if timeout_s is None:
@@ -270,7 +270,7 @@ def loads_after_forward(scheduler_output: SchedulerOutput) -> bool:
     return not getattr(scheduler_output, "has_sync_kv_loads", True)
 
 
-def reads_no_cache(request: Any) -> bool:
+def skips_prefix_cache(request: Any) -> bool:
     """Whether a request ignores all caches and computes every token (prompt log-probabilities, pooling). The engine
     still calls the connector and ignores the answer; vLLM 0.30 uses the answer, and returns too few results."""
     return bool(getattr(request, "skip_reading_prefix_cache", False))
@@ -289,7 +289,7 @@ def set_prefill_stop(request: Any, num_tokens: int) -> None:
     request.shared_prefix_boundary = num_tokens
 
 
-def has_ended_well(request: Any) -> bool:
+def finished_normally(request: Any) -> bool:
     """Whether an ended request produced its full output, so that all its steps have run."""
     return request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 
@@ -299,7 +299,7 @@ def drafts(vllm_config: VllmConfig) -> bool:
     return vllm_config.speculative_config is not None
 
 
-def most_chunk_tokens(vllm_config: VllmConfig) -> int:
+def max_chunk_tokens(vllm_config: VllmConfig) -> int:
     """Maximum tokens of one prompt in one step."""
     settings = vllm_config.scheduler_config
     threshold = int(getattr(settings, "long_prefill_token_threshold", 0) or 0)
@@ -394,7 +394,7 @@ def engine_copies() -> EngineCopies:
     )
 
 
-def waits_for_device() -> AbstractContextManager[Any]:
+def allow_device_waits() -> AbstractContextManager[Any]:
     """Context in which waiting for the device is allowed, for an engine that detects accidental GPU syncs."""
     try:
         from vllm.utils.gpu_sync_debug import gpu_sync_allowed
@@ -404,7 +404,7 @@ def waits_for_device() -> AbstractContextManager[Any]:
     return allowed
 
 
-def carries_handshakes() -> bool:
+def delivers_handshakes() -> bool:
     """Whether this worker's handshake reaches its own half in the scheduler, and no other connector.
 
     vLLM's MultiConnector gives the handshake of its first child to every child, and children raise on foreign types.

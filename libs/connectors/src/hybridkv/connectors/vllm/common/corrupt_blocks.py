@@ -62,7 +62,7 @@ def misfiled_groups(vllm_config: VllmConfig, layout: CacheLayout) -> frozenset[i
 
 
 @dataclass(frozen=True, slots=True)
-class Distrusted:
+class SuspectGroups:
     """Groups that may have corrupt blocks.
 
     Args:
@@ -74,7 +74,7 @@ class Distrusted:
     misfiled: frozenset[int] = frozenset()
 
 
-def distrusted_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayout) -> Distrusted:
+def suspect_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayout) -> SuspectGroups:
     """Groups that may have corrupt blocks in this engine. Logs a warning about misfiled states.
 
     Args:
@@ -94,7 +94,7 @@ def distrusted_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayo
             ", ".join(str(layout.spec.groups[index].block_tokens) for index in sorted(misfiled)),
             compat.prefill_cut_tokens(vllm_config),
         )
-    return Distrusted(partly_copied_groups(vllm_config, layout), misfiled)
+    return SuspectGroups(partly_copied_groups(vllm_config, layout), misfiled)
 
 
 class MisledCounter(Protocol):
@@ -103,7 +103,7 @@ class MisledCounter(Protocol):
     def misled(self, cause: str) -> None: ...
 
 
-class WrongBlocks:
+class CorruptBlocks:
     """Tracks corrupt blocks from step to step.
 
     Args:
@@ -114,7 +114,7 @@ class WrongBlocks:
     def __init__(self, block_tokens: Sequence[int], recorder: MisledCounter) -> None:
         self._block_tokens = tuple(block_tokens)
         self._recorder = recorder
-        self.distrusted = Distrusted()
+        self.suspects = SuspectGroups()
         self._pool: BlockPool | None = None
         self._corrupt: dict[int, Any] = {}
         """Corrupt blocks, each with its hash when it was last checked. At most as many as the engine has blocks."""
@@ -136,14 +136,14 @@ class WrongBlocks:
         """Whether a block is corrupt. A block with a new hash was reused by another request, so it is not."""
         return block_id in self._corrupt and self._corrupt[block_id] == self._hash(block_id)
 
-    def right_states(self, handed_over: Sequence[tuple[int, int, int]], recorder: Recorder) -> list[State]:
+    def correct_states(self, handed_over: Sequence[tuple[int, int, int]], recorder: Recorder) -> list[State]:
         """Handed-over states of one request without corrupt ones, which `recorder` counts."""
         states = [State(*state) for state in handed_over if not self.holds(state[1])]
         if len(states) < len(handed_over):
             recorder.store("recurrent", "dropped_wrong", len(handed_over) - len(states))
         return states
 
-    def take_loaded(self, blocks: KVCacheBlocks, computed_tokens: int) -> None:
+    def mark_loaded(self, blocks: KVCacheBlocks, computed_tokens: int) -> None:
         """Records blocks that the engine allocated for a load: their loaded content is correct."""
         if self._corrupt:
             self._clear_from([[block.block_id for block in group] for group in blocks.blocks], computed_tokens)
@@ -159,7 +159,7 @@ class WrongBlocks:
             # It starts over, or has ended. Its blocks remain as they are.
             self._misled.pop(request_id, None)
         copies = compat.block_copies(output)
-        misfiled = self._misfiled(output) if self.distrusted.misfiled else ()
+        misfiled = self._misfiled(output) if self.suspects.misfiled else ()
         if not copies and not misfiled and not self._corrupt:
             return
         for request_id in self._misled.keys() & output.num_scheduled_tokens.keys():
@@ -196,7 +196,7 @@ class WrongBlocks:
             blocks += [
                 block_id
                 for group, block_id, boundary in states
-                if group in self.distrusted.misfiled and start < boundary < end
+                if group in self.suspects.misfiled and start < boundary < end
             ]
         return blocks
 
@@ -219,7 +219,7 @@ class WrongBlocks:
                 self._add(destination)
         for states in handed_over.values():
             for group, block_id, _ in states:
-                if group in self.distrusted.partly_copied and block_id in destinations:
+                if group in self.suspects.partly_copied and block_id in destinations:
                     self._add(block_id)
 
     def _admit(
@@ -248,7 +248,7 @@ class WrongBlocks:
                     return "copied_copy"
                 if self.holds(block_id) or (source is not None and self.holds(source)):
                     cause = "wrong_block"
-                elif source is not None and group in self.distrusted.partly_copied:
+                elif source is not None and group in self.suspects.partly_copied:
                     cause = cause or "partial_copy"
         return cause
 

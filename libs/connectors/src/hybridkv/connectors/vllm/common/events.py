@@ -1,7 +1,7 @@
 """KV events: announce the chunks in host memory and on disk to routers, as events of the engine's own types.
 
 Chunks of a request are recorded when the request hits or stores them. The tiers report changes, and the decisions of
-`planner.Announcer` become events. Tiers that other engines change too are not announced. `ToldHashes` counts the
+`planner.Announcer` become events. Tiers that other engines change too are not announced. `AnnouncedBlocks` counts the
 announcements of each block hash, so that a subscriber gets one event for each hash and loses none too early.
 """
 
@@ -21,7 +21,7 @@ from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import DISK, RAM, Recorder
 from hybridkv.planner import Announcement, Announcer, ChunkNode, GroupKind, chunk_span
 from hybridkv.planner.paths import Part
-from hybridkv.tiers import TellsChanges, TierIndex
+from hybridkv.tiers import ReportsChanges, TierIndex
 from hybridkv.tiers.stack import TierStack
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _BlockKey: TypeAlias = tuple[Any, Any, Any]
 """Medium, group and hash."""
 
 
-class ToldHashes:
+class AnnouncedBlocks:
     """Announcement counts by medium, group and hash. One entry for each announced hash."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class ToldHashes:
     def __len__(self) -> int:
         return len(self._counts)
 
-    def pass_on(self, events: Iterable[Any]) -> list[Any]:
+    def filter_new(self, events: Iterable[Any]) -> list[Any]:
         """The part of a step's events that is new to a subscriber. Events of other types pass unchanged.
 
         A hash that was removed and stored again in one step, while another chunk kept it announced, is sent as one
@@ -153,7 +153,7 @@ class _ChunkContent:
 @dataclass(frozen=True, slots=True)
 class _Watched:
     index: TierIndex
-    changes: TellsChanges
+    changes: ReportsChanges
     medium: str
 
 
@@ -174,11 +174,11 @@ class RouterEvents:
         spec = layout.spec
         self._tiers: list[_Watched] = []
         for name, index in {RAM: stack.near, **stack.slower}.items():
-            if name in MEDIA and isinstance(index, TellsChanges):
+            if name in MEDIA and isinstance(index, ReportsChanges):
                 index.watch()
                 self._tiers.append(_Watched(index, index, MEDIA[name]))
         self._announcer: Announcer[_ChunkContent] = Announcer(spec, len(self._tiers))
-        self._announced_blocks = ToldHashes()
+        self._announced_blocks = AnnouncedBlocks()
         # Group that names a chunk: the one with the largest lookahead, as its keys distinguish most siblings.
         self._naming_group = max(spec.stored_groups, key=lambda index: spec.groups[index].lookahead_tokens)
         self._lookahead = spec.groups[self._naming_group].lookahead_tokens
@@ -263,7 +263,7 @@ class RouterEvents:
             everything = self._announcer.announced()
             events += [self._removed(each) for each in reversed(everything)]
             events += [self._stored(each) for each in everything]
-        new_events = self._announced_blocks.pass_on(events)
+        new_events = self._announced_blocks.filter_new(events)
         for event in new_events:
             self._recorder.announced(type(event).__name__, event.medium)
         if events:

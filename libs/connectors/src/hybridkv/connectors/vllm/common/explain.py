@@ -146,8 +146,8 @@ def explain(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> E
         lost_tokens=loss.lost_tokens,
         resumable_tokens=loss.full_tokens,
         stop=stop,
-        stop_reason=tracked.checkpointed.reason_at(stop),
-        stops=tuple((each.num_tokens, str(each.reason)) for each in tracked.checkpointed.placement.stops),
+        stop_reason=tracked.checkpoint_state.reason_at(stop),
+        stops=tuple((each.num_tokens, str(each.reason)) for each in tracked.checkpoint_state.placement.stops),
         junction=("lost" if loss.lost_tokens else "resumed") if has_ended and loss.full_tokens else "",
         asked=admission.asked,
         detail=answer.reason if isinstance(answer, Miss) else "",
@@ -169,7 +169,7 @@ def unsearched(tracked: TrackedRequest, reason: Reason) -> Explanation:
     )
 
 
-def unidentified(tracked: TrackedRequest) -> Explanation:
+def explain_adapter_in_doubt(tracked: TrackedRequest) -> Explanation:
     """Record of a request that is admitted with its adapter in doubt."""
     return unsearched(tracked, Reason.ADAPTER)
 

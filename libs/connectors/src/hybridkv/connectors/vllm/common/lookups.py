@@ -121,7 +121,7 @@ class RequestKeys:
         return self._keys.keys(group, self._hashes, range((first + 1) * chunk, stop * chunk + 1, chunk))
 
 
-class TierQuestions(Protocol):
+class LookupIndex(Protocol):
     """Lookups in one tier's index, or in several tiers combined; see `TierIndex`."""
 
     def lookup(self, key: bytes) -> LookupResult: ...
@@ -136,7 +136,7 @@ class TierQuestions(Protocol):
 class PendingIsMiss:
     """Index view in which pending chunks count as misses."""
 
-    def __init__(self, index: TierQuestions) -> None:
+    def __init__(self, index: LookupIndex) -> None:
         self._index = index
 
     def lookup(self, key: bytes) -> LookupResult:
@@ -158,28 +158,28 @@ class PendingIsMiss:
         return False
 
 
-class AsyncLookupIndex(TierQuestions, Protocol):
+class AsyncLookupIndex(LookupIndex, Protocol):
     """The same lookups in tiers that may answer asynchronously, such as `TierStack`."""
 
-    def is_only_asked(self, key: bytes) -> bool: ...
+    def is_lookup_pending(self, key: bytes) -> bool: ...
 
 
-class Unasked:
+class UnansweredIsMiss:
     """View of the stack in which a pending asynchronous lookup counts as a miss. A pending store stays pending."""
 
     def __init__(self, index: AsyncLookupIndex) -> None:
         self._index = index
 
     def lookup(self, key: bytes) -> LookupResult:
-        return LookupResult.MISS if self._index.is_only_asked(key) else self._index.lookup(key)
+        return LookupResult.MISS if self._index.is_lookup_pending(key) else self._index.lookup(key)
 
     def leading(self, keys: Sequence[bytes]) -> int:
         num_held = self._index.leading(keys)
-        return next((i for i, key in enumerate(keys[:num_held]) if self._index.is_only_asked(key)), num_held)
+        return next((i for i, key in enumerate(keys[:num_held]) if self._index.is_lookup_pending(key)), num_held)
 
     def last_held(self, keys: Sequence[bytes]) -> int | None:
         place = self._index.last_held(keys)
-        while place is not None and self._index.is_only_asked(keys[place]):
+        while place is not None and self._index.is_lookup_pending(keys[place]):
             place = self._index.last_held(keys[:place])
         return place
 
@@ -198,7 +198,7 @@ class TierLookup:
 
     __slots__ = ("_chunk", "_index", "_keys", "_step")
 
-    def __init__(self, keys: RequestKeys, index: TierQuestions, pending_is_miss: bool = False) -> None:
+    def __init__(self, keys: RequestKeys, index: LookupIndex, pending_is_miss: bool = False) -> None:
         self._keys = keys
         self._index = PendingIsMiss(index) if pending_is_miss else index
         self._chunk, self._step = keys.chunk_tokens, keys.boundary_tokens

@@ -2,7 +2,7 @@
 
 The engine hands over recurrent states at one boundary of a request, and reads that boundary again at every chunk. So
 the boundary moves from stop to stop: at each chunk it becomes the next stop of any connector, or of the engine itself.
-This module does not decide which boundaries are worth a stop. `Sibling` holds the objects that the children of one
+This module does not decide which boundaries are worth a stop. `ChildPlace` holds the objects that the children of one
 HybridMultiConnector share.
 """
 
@@ -61,7 +61,7 @@ class _StoppingRequest:
         return start_tokens < self.engine_tokens <= end_tokens or any(start_tokens < each <= most for each in known)
 
 
-class Steering:
+class PrefillStops:
     """Stop boundaries of all requests of one engine, shared by all of its connectors.
 
     `begin`, `wish` and `settle` belong to one lookup of a request. The engine sets a boundary of its own just before
@@ -161,34 +161,34 @@ class Steering:
 
 
 @dataclass(frozen=True, slots=True)
-class Sibling:
+class ChildPlace:
     """Place of a connector among the children of a HybridMultiConnector, and the objects that the children share.
 
     Args:
         number: number among the children; 0 for a connector without siblings.
         admission: admission of all children's loads, which need the same blocks; None without siblings.
-        steering: stops of all children, as the engine reads only one boundary; None without siblings.
+        prefill_stops: stops of all children, as the engine reads only one boundary; None without siblings.
     """
 
     number: int = 0
     admission: LoadAdmission | None = None
-    steering: Steering | None = None
+    prefill_stops: PrefillStops | None = None
 
 
-_NO_SIBLINGS = Sibling()
-_sibling: ContextVar[Sibling] = ContextVar("hybridkv_sibling", default=_NO_SIBLINGS)
+_NO_SIBLINGS = ChildPlace()
+_child_place: ContextVar[ChildPlace] = ContextVar("hybridkv_sibling", default=_NO_SIBLINGS)
 
 
 @contextmanager
-def as_sibling(sibling: Sibling) -> Iterator[None]:
+def as_child(sibling: ChildPlace) -> Iterator[None]:
     """Sets the place of connectors that are built in this context."""
-    token = _sibling.set(sibling)
+    token = _child_place.set(sibling)
     try:
         yield
     finally:
-        _sibling.reset(token)
+        _child_place.reset(token)
 
 
-def current_sibling() -> Sibling:
+def current_child() -> ChildPlace:
     """Place of the connector that is being built."""
-    return _sibling.get()
+    return _child_place.get()

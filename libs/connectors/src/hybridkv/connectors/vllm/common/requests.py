@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.identity.adapters import Adapters, Sworn
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.hashing import ChunkKeys, TokenHashes
@@ -47,7 +47,7 @@ def add(mine: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(map(operator.add, mine, more)) if mine else more
 
 
-class StoredPart(msgspec.Struct, frozen=True, gc=False):
+class StoredChunk(msgspec.Struct, frozen=True, gc=False):
     """A chunk that is stored or being stored."""
 
     part: Part
@@ -58,7 +58,7 @@ class StoredPart(msgspec.Struct, frozen=True, gc=False):
 
 
 @dataclass(slots=True, eq=False)
-class StoredPath:
+class PrefixChain:
     """Chain of the chunks stored for one request, in every tier. A request that starts over gets a new chain.
 
     Tiers evict the least recently used chunk first, so a chain is refreshed as a whole, its end first. That costs one
@@ -142,7 +142,7 @@ class StoredPath:
         parts = ((part, key) for part, key in self.keys.items() if part[0] in full)
         return tuple(key for (_, end), key in parts if end < end_token and end % chunk == 0)
 
-    def take_renewal(
+    def take_refresh(
         self, spec: CacheSpec, used_bytes: tuple[int, ...], is_overdue: bool = False
     ) -> list[bytes] | None:
         """All keys in eviction order if the chain is due for a refresh, else None."""
@@ -171,7 +171,7 @@ def state_step_tokens(spec: CacheSpec) -> int:
 
 
 @dataclass(slots=True)
-class Checkpointed:
+class CheckpointState:
     """Recurrent states of one request, from a lookup until the engine starts it over (`was_admitted` persists)."""
 
     asked: Prompt | None = None
@@ -186,9 +186,9 @@ class Checkpointed:
     awaited_tokens: int = 0
     """Largest boundary of a state of its answer that could be stored."""
 
-    def started_over(self) -> Checkpointed:
+    def started_over(self) -> CheckpointState:
         """Value after the engine starts the request over."""
-        return Checkpointed(was_admitted=self.was_admitted)
+        return CheckpointState(was_admitted=self.was_admitted)
 
     def origin(self, num_tokens: int, num_prompt_tokens: int, boundary_tokens: int) -> str:
         """Origin of a stored state: a label of `vllm:hybridkv_states_stored_total`."""
@@ -209,15 +209,15 @@ class TrackedRequest:
 
     request: Request
     hashes: TokenHashes | None
-    kept_keys: RequestKeys | None
+    request_keys: RequestKeys | None
     """None while the content of the request's adapter is in doubt; nothing is looked up or stored then."""
-    sworn: Sworn | None = None
+    adapter_version: AdapterVersion | None = None
     """Version of the request's adapter; None without an adapter."""
     hints: Hints = NO_HINTS
     """Hints that the request carries."""
     stored_tokens: int = 0
     """Chunks that end here or before are handled: stored, or not to be stored."""
-    path: StoredPath = field(default_factory=StoredPath)
+    path: PrefixChain = field(default_factory=PrefixChain)
     """Chunks that are stored for it."""
     is_storable: bool = True
     """False until the request starts over: after a reset, as its computed tokens may be among those to be forgotten;
@@ -235,7 +235,7 @@ class TrackedRequest:
     """Reply to the engine's last lookup; None before the first one, and after the engine has acted on the reply."""
     measured: tuple[Hit | Miss, int, Loss] | None = None
     """Last measured (answer, computed tokens, loss): tokens that more states or windows would have made a hit."""
-    checkpointed: Checkpointed = field(default_factory=Checkpointed)
+    checkpoint_state: CheckpointState = field(default_factory=CheckpointState)
     """Stops at which its states are stored."""
     followed: tuple[int, bytes] = (0, b"")
     """Number of the engine's block hashes when `follow` was last called, and the last of them; it covers all before."""
@@ -272,17 +272,17 @@ class TrackedRequest:
             return num_hashes
         if self.hashes is not None:
             self.hashes.upto(())
-        self.stored_tokens, self.seen, self.path = 0, (0, 0), StoredPath()
+        self.stored_tokens, self.seen, self.path = 0, (0, 0), PrefixChain()
         self.idle_below_tokens = 0
-        self.checkpointed = self.checkpointed.started_over()
+        self.checkpoint_state = self.checkpoint_state.started_over()
         self.stage, self.told = life.forget_search(self.stage), None
         return 0
 
     def keys(self) -> RequestKeys:
         """Keys of the tokens known so far; valid until the next call."""
-        if self.kept_keys is None:
+        if self.request_keys is None:
             raise RuntimeError("the keys of a request were requested before its adapter is known")
-        return self.kept_keys.follow(self.prefix_hashes())
+        return self.request_keys.follow(self.prefix_hashes())
 
     def load_ended(self, *, failed: bool, is_explained: bool) -> None:
         """Records the end of a load; see `life.load_ended`. After a failure the engine starts the request over."""
@@ -292,14 +292,14 @@ class TrackedRequest:
 
     def forget_progress(self) -> None:
         """Resets the progress: the engine starts the request over."""
-        self.stored_tokens, self.path = 0, StoredPath()
+        self.stored_tokens, self.path = 0, PrefixChain()
         self.is_storable = True
         self.seen, self.idle_below_tokens = (0, 0), 0
-        self.measured, self.checkpointed = None, self.checkpointed.started_over()
+        self.measured, self.checkpoint_state = None, self.checkpoint_state.started_over()
         self.stage, self.told = life.start_over(self.stage), None
-        if self.sworn is not None:
+        if self.adapter_version is not None:
             # The engine may load the adapter again before the request restarts.
-            self.kept_keys = self.hashes = self.sworn = None
+            self.request_keys = self.hashes = self.adapter_version = None
 
 
 class Requests:
@@ -339,14 +339,16 @@ class Requests:
 
     def identify(self, tracked: TrackedRequest) -> bool:
         """Whether the request has keys. Must be called before the engine admits the request."""
-        if tracked.sworn is not None and not (self._is_alone(tracked) and self._adapters.is_unchanged(tracked.sworn)):
+        if tracked.adapter_version is not None and not (
+            self._is_alone(tracked) and self._adapters.is_unchanged(tracked.adapter_version)
+        ):
             # The engine may now load other weights than at the last call.
             tracked.forget_progress()
-        if tracked.kept_keys is None:
-            tracked.sworn = self._adapters.current_version(tracked.lora, self._is_alone(tracked))
-            if tracked.sworn is not None:
-                self._take_keys(tracked, tracked.sworn.keys)
-        return tracked.kept_keys is not None
+        if tracked.request_keys is None:
+            tracked.adapter_version = self._adapters.current_version(tracked.lora, self._is_alone(tracked))
+            if tracked.adapter_version is not None:
+                self._take_keys(tracked, tracked.adapter_version.keys)
+        return tracked.request_keys is not None
 
     def beside(self, request: Request) -> TrackedRequest:
         """Separate state of a request that is looked up but never computed. It does not affect the tracked request. It
@@ -359,7 +361,7 @@ class Requests:
     def _take_keys(self, tracked: TrackedRequest, keys: ChunkKeys) -> None:
         if not self._layout.reuses_hashes:
             tracked.hashes = keys.token_hashes(partial(compat.extra_hash_bytes, tracked.request))
-        tracked.kept_keys = RequestKeys(self._layout.spec, keys)
+        tracked.request_keys = RequestKeys(self._layout.spec, keys)
 
     def _is_alone(self, tracked: TrackedRequest) -> bool:
         """Whether all running requests with its adapter agree on a load in place: the engine follows the first."""

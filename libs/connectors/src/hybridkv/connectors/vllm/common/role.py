@@ -7,7 +7,7 @@ from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True)
-class Duties:
+class Role:
     """Role of a connector. It loads or stores, or both.
 
     Args:
@@ -27,15 +27,15 @@ class Duties:
         return "loads only" if self.loads else "stores only"
 
 
-BOTH: Final = Duties()
+BOTH: Final = Role()
 
 
-def duties_of(transfer: Any) -> Duties:
+def role_of(transfer: Any) -> Role:
     """Role that vLLM's KVTransferConfig names; both without one."""
     match getattr(transfer, "kv_role", None):
         case "kv_producer":
-            return Duties(loads=False)
+            return Role(loads=False)
         case "kv_consumer":
-            return Duties(stores=False)
+            return Role(stores=False)
         case _:
             return BOTH

@@ -146,23 +146,23 @@ class Recorder:
         """One chunk's move between the primary tier and another one ended on this rank."""
         self._counts.observe("vllm:hybridkv_move_seconds", seconds, direction=str(direction), tier=tier)
 
-    def server_operations(self, operation: str, outcome: str, number: int) -> None:
+    def lmcache_operations(self, operation: str, outcome: str, number: int) -> None:
         """Operations of an LMCache server ended with this outcome."""
         self._counts.add("vllm:hybridkv_lmcache_operations_total", number, operation=operation, outcome=outcome)
 
-    def server_chunks(self, operation: str, number: int) -> None:
+    def lmcache_chunks(self, operation: str, number: int) -> None:
         """Chunks that an LMCache server stored or loaded."""
         self._counts.add("vllm:hybridkv_lmcache_chunks_total", number, operation=operation)
 
-    def server_withdrawals(self, number: int) -> None:
+    def lmcache_withdrawals(self, number: int) -> None:
         """Chunks that an LMCache server was asked to delete."""
         self._counts.add("vllm:hybridkv_lmcache_withdrawals_total", number)
 
-    def server_state(self, is_up: bool) -> None:
+    def lmcache_state(self, is_up: bool) -> None:
         """Whether an LMCache server answers."""
         self._gauge("vllm:hybridkv_lmcache_up", int(is_up))
 
-    def server_pool(self, used_bytes: int, capacity_bytes: int) -> None:
+    def lmcache_pool(self, used_bytes: int, capacity_bytes: int) -> None:
         """Use of the memory that this rank shares with an LMCache server."""
         self._gauge("vllm:hybridkv_lmcache_pool_used_bytes", used_bytes)
         self._gauge("vllm:hybridkv_lmcache_pool_capacity_bytes", capacity_bytes)
@@ -185,7 +185,7 @@ class Recorder:
 
     def tiers(self, stack: TierStack, num_ranks: int) -> None:
         """Current state of the tiers over all ranks, and their activity since the last call."""
-        self._tier(RAM, stack.only_near, num_ranks)
+        self._tier(RAM, stack.primary_only, num_ranks)
         if not stack.slower:
             return
         counts = stack.take_counts()

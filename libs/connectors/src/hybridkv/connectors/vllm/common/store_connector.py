@@ -24,8 +24,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.messages import StepOutcome, WorkerFacts
-from hybridkv.connectors.vllm.common.prefill_stops import current_sibling
-from hybridkv.connectors.vllm.common.role import duties_of
+from hybridkv.connectors.vllm.common.prefill_stops import current_child
+from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.connectors.vllm.common.stats import OffloadPromMetrics, OffloadStats, Recorder
 
 if TYPE_CHECKING:
@@ -179,10 +179,10 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         compat.share_log()
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
-        self._sibling = current_sibling()
+        self._child_place = current_child()
         self._engine_id = transfer.engine_id
         self._refuse_second()
-        self._duties = duties_of(transfer)
+        self._kv_role = role_of(transfer)
         self._recorder = Recorder()
         self._has_failed_to_open = False
 
@@ -200,7 +200,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
                 )
 
     def _is_at(self, other: StoreConnector) -> bool:
-        return (self._engine_id, self._sibling.number) == (other._engine_id, other._sibling.number)
+        return (self._engine_id, self._child_place.number) == (other._engine_id, other._child_place.number)
 
     def _other_half(self) -> StoreConnector | None:
         """The scheduler's connector, if it is in this process and this worker is its only one."""
@@ -218,7 +218,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
     @property
     def stores_only(self) -> bool:
         """Whether the connector never loads, so that a parent connector can skip its lookup."""
-        return not self._duties.loads
+        return not self._kv_role.loads
 
     # The halves.
 
@@ -241,11 +241,11 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
     # Worker side.
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        facts = self._of_worker().take_facts() if compat.carries_handshakes() else None
+        facts = self._require_worker().take_facts() if compat.delivers_handshakes() else None
         return WorkerFacts(facts) if facts is not None else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._of_worker().start_loads(self._step_plan())
+        self._require_worker().start_loads(self._step_plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: no request runs before its load has ended."""
@@ -254,14 +254,14 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Does nothing: vLLM never calls it for recurrent layers, so all groups are stored after the forward pass."""
 
     def wait_for_save(self) -> None:
-        self._of_worker().start_stores(self._step_plan())
+        self._require_worker().start_stores(self._step_plan())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = self._of_worker().results()
+        results = self._require_worker().results()
         return KVConnectorTransferResults(finished_recving=results.finished, failed_recving=results.failed)
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        worker = self._of_worker()
+        worker = self._require_worker()
         facts = worker.take_facts()
         outcome = worker.outcome()
         if facts is None:
@@ -301,10 +301,10 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
             scheduler.bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
-        self._of_scheduler().track(request)
+        self._require_scheduler().track(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        num_tokens = self._of_scheduler().matched_tokens(request, num_computed_tokens)
+        num_tokens = self._require_scheduler().matched_tokens(request, num_computed_tokens)
         # Every load ends in get_transfer_results, also one that copies at once: only there can it fail safely.
         return num_tokens, bool(num_tokens)
 
@@ -314,13 +314,13 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         return tuple(index for index in spec.stored_groups if index not in spec.cut_groups)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._of_scheduler().on_allocated(request, blocks, num_external_tokens)
+        self._require_scheduler().on_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._of_scheduler().plan_step(scheduler_output)
+        return self._require_scheduler().plan_step(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        scheduler = self._of_scheduler()
+        scheduler = self._require_scheduler()
         scheduler.on_output(connector_output)
         if isinstance(scheduler, WaitingScheduler) and scheduler.is_complete and not self._has_failed_to_open:
             self._open_late()
@@ -350,13 +350,13 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def has_pending_block_frees(self) -> bool:
-        return self._of_scheduler().holds_freed_blocks()
+        return self._require_scheduler().holds_freed_blocks()
 
     def has_pending_push_work(self) -> bool:
-        return self._of_scheduler().has_work_in_flight()
+        return self._require_scheduler().has_work_in_flight()
 
     def reset_cache(self) -> bool | None:
-        return self._of_scheduler().reset()
+        return self._require_scheduler().reset()
 
     # Both sides.
 
@@ -388,24 +388,24 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
             raise TypeError(f"expected {self._plan_type.__name__}, got {type(plan).__name__}")
         return plan
 
-    def _of_scheduler(self) -> StoreScheduler | WaitingScheduler:
+    def _require_scheduler(self) -> StoreScheduler | WaitingScheduler:
         scheduler = self._scheduler_half()
         if scheduler is None:
             raise RuntimeError(f"a scheduler's method was called on the worker's half of {type(self).__name__}")
         return scheduler
 
-    def _of_worker(self) -> StoreWorker:
+    def _require_worker(self) -> StoreWorker:
         worker = self._worker_half()
         if worker is None:
             raise RuntimeError(f"a worker's method was called on the scheduler's half of {type(self).__name__}")
         return worker
 
 
-def keep_live(connector: StoreConnector) -> None:
+def mark_live(connector: StoreConnector) -> None:
     """Marks a fully built connector as live. From now on a second one at its place is refused."""
     _live.add(connector)
 
 
-def end_live(connector: StoreConnector) -> None:
+def mark_shut_down(connector: StoreConnector) -> None:
     """Marks a connector as shut down."""
     _live.discard(connector)

@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 from hybridkv.connectors.vllm.common.identity.worker_facts import worker_facts
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
-from hybridkv.connectors.vllm.common.store_connector import StoreConnector, WaitingScheduler, end_live, keep_live
+from hybridkv.connectors.vllm.common.store_connector import StoreConnector, WaitingScheduler, mark_live, mark_shut_down
 from hybridkv.connectors.vllm.lmcache.config import decode_config
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan
 from hybridkv.connectors.vllm.lmcache.opening import NAME, LMCacheOpening, agreed_layout
@@ -40,7 +40,7 @@ class HybridLMCacheConnector(StoreConnector):
     """
 
     _plan_type = LMCachePlan
-    answers_soon = True
+    has_bounded_lookups = True
     """A question to the server is over in milliseconds, or at `lookup_timeout_seconds`, or at once where it is gone."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
@@ -52,7 +52,7 @@ class HybridLMCacheConnector(StoreConnector):
         self._worker: LMCacheWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             admission = None
-            if self._sibling.admission is None:
+            if self._child_place.admission is None:
                 admission = LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
             room = LoadRoom(admission, time.monotonic)
             self._opening = LMCacheOpening(vllm_config, config, layout, room, self._recorder)
@@ -65,7 +65,7 @@ class HybridLMCacheConnector(StoreConnector):
             self._worker = LMCacheWorker(
                 layout, compat.rank(vllm_config), site_of(config, layout), paths, self._recorder
             )
-        keep_live(self)
+        mark_live(self)
 
     def _require_resumable(self) -> None:
         is_excepted = self._config.without_prefix_caching
@@ -90,7 +90,7 @@ class HybridLMCacheConnector(StoreConnector):
         self._worker.tell(worker_facts(self._vllm_config, self._layout, kv_caches, os.environ))
 
     def shutdown(self) -> None:
-        end_live(self)
+        mark_shut_down(self)
         if self._worker is not None:
             self._worker.close()
         if self._scheduler is not None:

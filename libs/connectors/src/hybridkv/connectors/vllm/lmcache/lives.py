@@ -500,7 +500,7 @@ class Lives:
             stage, limit_chunks=life.limit_chunks, failed_loads=life.failed_loads, steps_back=life.steps_back
         )
 
-    def on_gone(self, request_id: str) -> None:
+    def on_request_finished(self, request_id: str) -> None:
         """The request has ended. A load that is under way is followed to its end."""
         life = self._lives.get(request_id)
         if life is not None and life.question is not None:

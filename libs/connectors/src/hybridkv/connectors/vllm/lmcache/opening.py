@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.config import ROOT, format_size
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.corrupt_blocks import distrusted_groups
-from hybridkv.connectors.vllm.common.identity.identification import Identification
+from hybridkv.connectors.vllm.common.corrupt_blocks import suspect_groups
+from hybridkv.connectors.vllm.common.identity.identification import IdentityBuilder
 from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_groups, resolve_layout
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
-from hybridkv.connectors.vllm.common.role import duties_of
+from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.lives import Lives
@@ -24,7 +24,7 @@ from hybridkv.hashing import TAG_BYTES
 from hybridkv.lmcache.connection import Connection, ConnectionOptions, Down
 from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment
 from hybridkv.lmcache.keys import WORD_BYTES, cache_name
-from hybridkv.lmcache.member import CacheMember
+from hybridkv.lmcache.member import LMCacheSession
 from hybridkv.lmcache.operations import Lookup, Operations, Prefix
 from hybridkv.planner import GroupKind
 
@@ -93,7 +93,7 @@ def _ask(config: LMCacheConfig, groups: Sequence[PageGroup]) -> int | Down:
     Raises:
         ConfigurationError: there is a server, and it cannot keep such groups.
     """
-    connection = Connection(address_of(config), CacheMember(groups, b"", 1, 0), ConnectionOptions())
+    connection = Connection(address_of(config), LMCacheSession(groups, b"", 1, 0), ConnectionOptions())
     try:
         state = connection.wait_ready(config.connect_timeout_seconds)
     finally:
@@ -131,7 +131,7 @@ class LMCacheOpening:
         self._room = room
         self._recorder = recorder
         self._site = site_of(config, layout)
-        self._identification = Identification(vllm_config, config, layout, NAME, is_shared=True)
+        self._identification = IdentityBuilder(vllm_config, config, layout, NAME, is_shared=True)
         self.connection: Connection | None = None
         """To the server, since `open`."""
 
@@ -155,7 +155,7 @@ class LMCacheOpening:
         name = cache_name(identity.namespace, geometry.digest())
         # Nothing comes through its memory, which so is never filled: a server finds nothing of a cache whose groups
         # nobody has registered, and ranks register when they have been told whose cache it is, by the first step.
-        member = CacheMember(site.groups, identity.namespace, site.world_size, 1, site.chunk_tokens)
+        member = LMCacheSession(site.groups, identity.namespace, site.world_size, 1, site.chunk_tokens)
         self.connection = connection = Connection(site.address, member, site.connection, clock)
         operations = Operations(connection, clock)
 
@@ -170,7 +170,7 @@ class LMCacheOpening:
             return ready.facts.separate_groups if ready is not None else None
 
         saves = Saves(layout, geometry, keeps_apart, lives, identity.adapters, self._recorder)
-        duties = duties_of(self._vllm_config.kv_transfer_config)
+        kv_role = role_of(self._vllm_config.kv_transfer_config)
         self._announce(name)
         work = Work(lives, saves, self._room)
 
@@ -178,8 +178,8 @@ class LMCacheOpening:
             connection.close()
             member.close()
 
-        scheduler = LMCacheScheduler(layout, identity, site.payload_bytes, work, duties, self._recorder, close)
-        scheduler.distrust(distrusted_groups(NAME, self._vllm_config, layout))
+        scheduler = LMCacheScheduler(layout, identity, site.payload_bytes, work, kv_role, self._recorder, close)
+        scheduler.distrust(suspect_groups(NAME, self._vllm_config, layout))
         return scheduler
 
     def _announce(self, name: str) -> None:
@@ -198,7 +198,7 @@ class LMCacheOpening:
             config.load_timeout_seconds,
             getattr(transfer, "kv_load_failure_policy", "unknown"),
             transfer.kv_role,
-            duties_of(transfer).words(),
+            role_of(transfer).words(),
             name,
         )
         unit = chunk_alignment(self._site.groups)

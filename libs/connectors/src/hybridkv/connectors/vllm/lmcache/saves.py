@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks import BlockPins, frees_on_end
-from hybridkv.connectors.vllm.common.identity.adapters import Adapters, Sworn
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
@@ -41,7 +41,7 @@ class _StoreInFlight:
     blocks: list[KVCacheBlock]
     num_bytes: int
     ranks_left: int
-    sworn: Sworn | None
+    adapter_version: AdapterVersion | None
     failure: str | None = None
     reason: str | None = None
 
@@ -105,10 +105,10 @@ class Saves:
         num_bytes = sum(len(copy.block_ids) * self._layout.content_bytes(copy.group_index) for copy in copies)
         store_id = next(self._store_ids)
         self._stores[store_id] = _StoreInFlight(
-            tracked, copies, self._pins.pin(block_ids), num_bytes, self._layout.world_size, tracked.sworn
+            tracked, copies, self._pins.pin(block_ids), num_bytes, self._layout.world_size, tracked.adapter_version
         )
         digests = tuple(self._lives.digests(tracked, end))
-        return PageStore(store_id, digests, start, tuple(copies), is_held=tracked.sworn is not None)
+        return PageStore(store_id, digests, start, tuple(copies), is_held=tracked.adapter_version is not None)
 
     def _attention(self, tracked: TrackedRequest, known: int, final: int, tables: compat.BlockTables) -> list[PageCopy]:
         """Whole chunks that every group with tokens has, behind what the server has and what was stored before."""
@@ -119,7 +119,7 @@ class Saves:
         if separate is None or complete // chunk * chunk <= begins:
             # Without a server: what it would want together nobody knows, and what was seen to is not looked at again.
             return []
-        if tracked.sworn is not None:
+        if tracked.adapter_version is not None:
             # It is held until all of it is copied, so all of it must have room at once. The rest follows.
             complete = min(complete, begins + chunks_at_once(self._lives.max_chunks) * chunk)
         blocks = attention_tables(self._spec, tables(tracked.request_id), complete)
@@ -143,9 +143,9 @@ class Saves:
         """Ranks have copied what they store, or never will."""
 
         @functools.cache
-        def holds(sworn: Sworn | None) -> bool:
+        def holds(adapter_version: AdapterVersion | None) -> bool:
             """One look at an adapter's files is good for all stores that ended before it."""
-            return self._adapters.holds(sworn)
+            return self._adapters.holds(adapter_version)
 
         for store_id, ended in outcomes.items():
             in_flight = self._stores[store_id]
@@ -156,9 +156,9 @@ class Saves:
                 del self._stores[store_id]
                 self._settle(store_id, in_flight, holds)
 
-    def _settle(self, store_id: int, in_flight: _StoreInFlight, holds: Callable[[Sworn | None], bool]) -> None:
-        if in_flight.sworn is not None:
-            is_good = in_flight.failure is None and holds(in_flight.sworn)
+    def _settle(self, store_id: int, in_flight: _StoreInFlight, holds: Callable[[AdapterVersion | None], bool]) -> None:
+        if in_flight.adapter_version is not None:
+            is_good = in_flight.failure is None and holds(in_flight.adapter_version)
             if in_flight.failure is None and not is_good:
                 in_flight.failure, in_flight.reason = "the adapter's files changed meanwhile", "adapter"
             self._releases.append(Release(store_id, is_good))

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.corrupt_blocks import Distrusted, WrongBlocks
-from hybridkv.connectors.vllm.common.explain import log, unidentified
+from hybridkv.connectors.vllm.common.corrupt_blocks import CorruptBlocks, SuspectGroups
+from hybridkv.connectors.vllm.common.explain import explain_adapter_in_doubt, log
 from hybridkv.connectors.vllm.common.identity.identification import Identity
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.messages import StepOutcome
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
-from hybridkv.connectors.vllm.common.role import Duties
+from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.lives import Lives
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageLoad, PageStore
@@ -54,7 +54,7 @@ class LMCacheScheduler:
         identity: whose content it is.
         payload_bytes: of one page of each stored group, as this half knows it.
         work: who decides.
-        duties: whether it stores, loads, or does both.
+        kv_role: whether it stores, loads, or does both.
         recorder: counts what happens.
         close: gives up the connection to the server.
     """
@@ -65,18 +65,18 @@ class LMCacheScheduler:
         identity: Identity,
         payload_bytes: tuple[int, ...],
         work: Work,
-        duties: Duties,
+        kv_role: Role,
         recorder: Recorder,
         close: Callable[[], None],
     ) -> None:
         self._identity = identity
         self._payload_bytes = payload_bytes
         self._lives, self._saves, self._room = work.lives, work.saves, work.room
-        self._duties = duties
+        self._kv_role = kv_role
         self._recorder = recorder
         self._close = close
         self._requests = Requests(layout, identity.keys, identity.adapters)
-        self._wrong = WrongBlocks([group.block_tokens for group in layout.spec.groups], recorder)
+        self._wrong = CorruptBlocks([group.block_tokens for group in layout.spec.groups], recorder)
         self._planned_loads: list[PageLoad] = []
         self._has_told_namespace = False
 
@@ -86,9 +86,9 @@ class LMCacheScheduler:
         self._room.pool = pool
         self._saves.bind_block_pool(pool)
 
-    def distrust(self, groups: Distrusted) -> None:
+    def distrust(self, groups: SuspectGroups) -> None:
         """Blocks of these groups the engine may leave wrong."""
-        self._wrong.distrusted = groups
+        self._wrong.suspects = groups
 
     # What the engine asks before it admits a request.
 
@@ -98,8 +98,8 @@ class LMCacheScheduler:
         tracked = self._requests.track(request)
         if before is not None and before is not tracked:
             # Another request has taken the id of one that has ended.
-            self._lives.on_gone(before.request_id)
-        if tracked.kept_keys is not None:
+            self._lives.on_request_finished(before.request_id)
+        if tracked.request_keys is not None:
             self._lives.ask(tracked)
             if not self._loads(request):
                 # What it has need not be stored, and nothing of it be kept while the request waits for its turn.
@@ -107,23 +107,23 @@ class LMCacheScheduler:
         return tracked
 
     def _loads(self, request: Request) -> bool:
-        return self._duties.loads and not compat.reads_no_cache(request)
+        return self._kv_role.loads and not compat.skips_prefix_cache(request)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again."""
         tracked = self.track(request)
         if self._has_other_tokens(tracked):
             self._lives.restart(tracked)
-        keys = tracked.kept_keys
+        keys = tracked.request_keys
         is_identified = self._requests.identify(tracked)
-        if tracked.kept_keys is not keys:
+        if tracked.request_keys is not keys:
             # What was asked for was another adapter's, or nobody knows whose.
             self._lives.restart(tracked)
         if not self._loads(request):
             return 0
         if not is_identified:
             tracked.computed_tokens = computed_tokens
-            explanation = unidentified(tracked)
+            explanation = explain_adapter_in_doubt(tracked)
             self._recorder.lookup(explanation)
             log(explanation)
             return 0
@@ -138,14 +138,14 @@ class LMCacheScheduler:
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """The engine has given the request blocks; plan the load of its external tokens into them."""
         tracked = self.track(request)
-        if tracked.kept_keys is None and not num_external_tokens and request.num_computed_tokens == 0:
+        if tracked.request_keys is None and not num_external_tokens and request.num_computed_tokens == 0:
             # Nobody asks what can be loaded for a request that may load nothing here, yet it may leave something.
             self._requests.identify(tracked)
-        if tracked.kept_keys is None and not num_external_tokens:
+        if tracked.request_keys is None and not num_external_tokens:
             return
         load = self._lives.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
-            self._wrong.take_loaded(blocks, tracked.computed_tokens)
+            self._wrong.mark_loaded(blocks, tracked.computed_tokens)
             self._planned_loads.append(load)
 
     # What the engine tells once a step.
@@ -157,14 +157,14 @@ class LMCacheScheduler:
             if tracked := self._requests.get(request_id):
                 tracked.forget_progress()
                 self._lives.restart(tracked)
-        stores = self._plan_stores(scheduler_output, preempted) if self._duties.stores else []
+        stores = self._plan_stores(scheduler_output, preempted) if self._kv_role.stores else []
         self._room.give_back(scheduler_output.num_scheduled_tokens)
         for request_id in scheduler_output.finished_req_ids or ():
             tracked = self._requests.get(request_id)
             if tracked is not None and not tracked.request.is_finished():
                 continue  # a new request has taken the id
             self._requests.forget(request_id)
-            self._lives.on_gone(request_id)
+            self._lives.on_request_finished(request_id)
         loads, self._planned_loads = self._planned_loads, []
         releases = self._saves.take_releases()
         is_needed = bool(loads or stores or releases) or not self._has_told_namespace
@@ -184,12 +184,17 @@ class LMCacheScheduler:
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in dict.fromkeys((*scheduled, *handed_over)):
             tracked = self._requests.get(request_id)
-            if tracked is None or tracked.request.is_finished() or not tracked.is_storable or tracked.kept_keys is None:
+            if (
+                tracked is None
+                or tracked.request.is_finished()
+                or not tracked.is_storable
+                or tracked.request_keys is None
+            ):
                 continue
             if request_id in preempted and request_id not in scheduled:
                 # Its blocks are somebody else's by now.
                 continue
-            states = self._wrong.right_states(handed_over.get(request_id, ()), self._recorder)
+            states = self._wrong.correct_states(handed_over.get(request_id, ()), self._recorder)
             store = self._saves.plan(tracked, scheduled.get(request_id, 0), states, tables)
             if store is not None:
                 stores.append(store)

@@ -21,7 +21,7 @@ from hybridkv.connectors.vllm.lmcache.pages import Part, Parts, tables_of
 from hybridkv.connectors.vllm.lmcache.site import SPARE_SHARE, Site, chunks_at_once
 from hybridkv.lmcache.connection import Connection, Down, Ready
 from hybridkv.lmcache.geometry import Geometry
-from hybridkv.lmcache.member import CacheMember
+from hybridkv.lmcache.member import LMCacheSession
 from hybridkv.lmcache.operations import Operations, Pages, Prefix
 from hybridkv.lmcache.page import HEADER_BYTES, PageState, check, seal
 from hybridkv.lmcache.pool import Pool, Taken
@@ -208,7 +208,7 @@ class Station:
         self._memory: PoolMemory | None = None
         self._lock = threading.Lock()
         self._held: set[Hold] = set()
-        self._member = CacheMember(site.groups, namespace, site.world_size, self._num_chunks, site.chunk_tokens)
+        self._member = LMCacheSession(site.groups, namespace, site.world_size, self._num_chunks, site.chunk_tokens)
         self.connection = Connection(site.address, self._member, site.connection, clock)
         self.operations = Operations(self.connection, clock)
 

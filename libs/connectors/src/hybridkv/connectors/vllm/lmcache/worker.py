@@ -68,23 +68,23 @@ class ServerCounts:
             ("store", now.stored_chunks - before.stored_chunks),
         ):
             if chunks:
-                self._recorder.server_chunks(operation, chunks)
+                self._recorder.lmcache_chunks(operation, chunks)
 
     def state(self, is_up: bool) -> None:
         """Whether the server can be asked."""
         if is_up != self._is_up:
             self._is_up = is_up
-            self._recorder.server_state(is_up)
+            self._recorder.lmcache_state(is_up)
 
     def pool(self, used_bytes: int, capacity_bytes: int) -> None:
         """The memory that is shared."""
         if (used_bytes, capacity_bytes) != self._pool:
             self._pool = (used_bytes, capacity_bytes)
-            self._recorder.server_pool(used_bytes, capacity_bytes)
+            self._recorder.lmcache_pool(used_bytes, capacity_bytes)
 
     def _count(self, operation: str, outcome: str, number: int) -> None:
         if number:
-            self._recorder.server_operations(operation, outcome, number)
+            self._recorder.lmcache_operations(operation, outcome, number)
 
 
 PROOF_BLOCKS = 8
@@ -229,14 +229,14 @@ class LMCacheWorker(RankWorker):
         self._station = station
 
     def _register_pages(self, memory: PoolMemory) -> None:
-        self._device.reach_memory(memory.memory)
+        self._device.pin_pool(memory.memory)
         for engine in self._paths.engines():
             engine.register(memory.address, memory.memory.nbytes, "pages")
 
     def _loaded(self, request_id: str, failures: tuple[LoadFailure, ...]) -> None:
         withdrawn = {failure.key for failure in failures} - {None}
         if withdrawn:
-            self._recorder.server_withdrawals(len(withdrawn))
+            self._recorder.lmcache_withdrawals(len(withdrawn))
         self._outcomes.loaded(request_id, failures)
 
     def _stored(self, store_id: int, reason: str | None, detail: str | None) -> None:

@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError, ManagerError, did_you_mean
-from hybridkv.connectors.vllm.common.prefill_stops import Sibling, Steering, as_sibling
+from hybridkv.connectors.vllm.common.prefill_stops import ChildPlace, PrefillStops, as_child
 from hybridkv.connectors.vllm.multi.config import ChildConfig, MultiConfig, decode_multi_config
 from hybridkv.planner import LoadAdmission
 
@@ -54,9 +54,9 @@ class Child:
         return bool(getattr(self.connector, "stores_only", False))
 
     @property
-    def answers_soon(self) -> bool:
+    def has_bounded_lookups(self) -> bool:
         """Whether the child declares that its lookups take bounded time, so that a request may wait for it."""
-        return bool(getattr(self.connector, "answers_soon", False))
+        return bool(getattr(self.connector, "has_bounded_lookups", False))
 
 
 def transfer_keys() -> list[str]:
@@ -143,14 +143,14 @@ def build_children(
     role: KVConnectorRole,
     kv_cache_config: KVCacheConfig,
     admission: LoadAdmission,
-    steering: Steering | None,
+    prefill_stops: PrefillStops | None,
 ) -> tuple[Child, ...]:
-    """Builds the children of one role. They share `admission` and `steering`. If one cannot start, the earlier ones
-    are shut down."""
+    """Builds the children of one role. They share `admission` and `prefill_stops`. If one cannot start, the earlier
+    ones are shut down."""
     children: list[Child] = []
     try:
         for number, child in enumerate(classes):
-            with as_sibling(Sibling(number, admission, steering)):
+            with as_child(ChildPlace(number, admission, prefill_stops)):
                 connector = child.connector_class(child.vllm_config, role, kv_cache_config)
             children.append(Child(child.config, connector, supports_hma(connector)))
     except BaseException:

@@ -24,8 +24,8 @@ from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import CONNECTOR
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.events import ToldHashes
-from hybridkv.connectors.vllm.common.specs.resumable import warn_of_others
+from hybridkv.connectors.vllm.common.events import AnnouncedBlocks
+from hybridkv.connectors.vllm.common.specs.resumable import warn_other_connectors
 from hybridkv.connectors.vllm.multi.children import (
     Child,
     build_children,
@@ -34,7 +34,7 @@ from hybridkv.connectors.vllm.multi.children import (
     resolve_without_engine,
 )
 from hybridkv.connectors.vllm.multi.messages import MultiKVEvents, MultiMetadata, MultiWorkerMetadata, of_child
-from hybridkv.connectors.vllm.multi.selection import LoadSizes, Selector, load_admission, shared_steering
+from hybridkv.connectors.vllm.multi.selection import LoadSizes, Selector, load_admission, shared_prefill_stops
 from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
 from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide, SchedulerSaves
 
@@ -67,17 +67,17 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         config, classes = resolve_children(vllm_config)
         require_groups(vllm_config, kv_cache_config, classes)
         admission = load_admission(vllm_config, kv_cache_config)
-        steering = shared_steering(vllm_config, kv_cache_config)
-        self._take_children(build_children(classes, role, kv_cache_config, admission, steering))
+        prefill_stops = shared_prefill_stops(vllm_config, kv_cache_config)
+        self._take_children(build_children(classes, role, kv_cache_config, admission, prefill_stops))
         self._scheduler_saves = SchedulerSaves()
-        self._told_hashes = ToldHashes()
+        self._announced_blocks = AnnouncedBlocks()
         self._scheduler: Selector | None = None
         if role == KVConnectorRole.SCHEDULER:
             others = [child.config.name for child in classes if child.config.connector != CONNECTOR]
-            warn_of_others(vllm_config, kv_cache_config, others)
+            warn_other_connectors(vllm_config, kv_cache_config, others)
             sizes = LoadSizes(kv_cache_config, vllm_config.parallel_config.world_size)
             timeout_s = config.lookup_timeout_s
-            self._scheduler = Selector(self._children, timeout_s, sizes, admission, time.monotonic, steering)
+            self._scheduler = Selector(self._children, timeout_s, sizes, admission, time.monotonic, prefill_stops)
             logger.info(
                 "HybridMultiConnector: %s; a lookup waits at most %g s",
                 ", ".join(f"{child.name} load_weight {child.config.weight}" for child in self._children),
@@ -204,7 +204,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
         for child in self._children:
             # Other connectors may repeat events or omit removals, so to track their blocks would take unbounded memory.
             (own if child.config.connector == CONNECTOR else others).extend(child.connector.take_events())
-        return self._told_hashes.pass_on(own) + others
+        return self._announced_blocks.filter_new(own) + others
 
     def has_pending_block_frees(self) -> bool:
         return any(each.has_pending_block_frees() for each in self._connectors)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.layout import group_specs, no_stored_group
-from hybridkv.connectors.vllm.common.prefill_stops import Steering
+from hybridkv.connectors.vllm.common.prefill_stops import PrefillStops
 from hybridkv.connectors.vllm.multi.children import Child
 from hybridkv.connectors.vllm.multi.loads import ChildLoad, ChildLoads
 from hybridkv.metrics import ChildSelection, SelectionStats, TokenClamp
@@ -160,10 +160,10 @@ def load_admission(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> L
     return LoadAdmission(CacheSpec(groups, chunk_unit(groups)), compat.max_in_flight_tokens(vllm_config))
 
 
-def shared_steering(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> Steering | None:
+def shared_prefill_stops(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> PrefillStops | None:
     """Prefill stops of all children. None for a model without recurrent states, which needs no stops."""
     has_states = any(group.kind is GroupKind.RECURRENT for group in group_specs(kv_cache_config))
-    return Steering(compat.most_chunk_tokens(vllm_config)) if has_states else None
+    return PrefillStops(compat.max_chunk_tokens(vllm_config)) if has_states else None
 
 
 logger = logging.getLogger("vllm.hybridkv.multi")
@@ -208,7 +208,7 @@ class Selector:
         sizes: block sizes of the model.
         admission: admission of concurrent loads.
         clock: monotonic seconds.
-        steering: prefill stops of all children; None for a model without recurrent states.
+        prefill_stops: prefill stops of all children; None for a model without recurrent states.
     """
 
     def __init__(
@@ -218,11 +218,11 @@ class Selector:
         sizes: LoadSizes,
         admission: LoadAdmission,
         clock: Callable[[], float],
-        steering: Steering | None = None,
+        prefill_stops: PrefillStops | None = None,
     ) -> None:
         self._children = children
         self._weights = [child.config.weight for child in children]
-        self._bounded = [position for position, child in enumerate(children) if child.answers_soon]
+        self._bounded = [position for position, child in enumerate(children) if child.has_bounded_lookups]
         self._timeout_s = lookup_timeout_s
         self._sizes = sizes
         self._clock = clock
@@ -230,7 +230,7 @@ class Selector:
         self._clamp = TokenClamp(logger.warning, clock)
         self._requests: dict[str, _Candidate] = {}
         self._admission = admission
-        self._steering = steering
+        self._prefill_stops = prefill_stops
         self._pool: BlockPool | None = None
         self._loads = ChildLoads(len(children), admission)
         self._stats = SelectionStats()
@@ -247,22 +247,22 @@ class Selector:
     def matched_tokens(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
         """Tokens that the chosen child can load after `computed_tokens`, and whether the load is asynchronous.
         None: the engine looks up again in a later step."""
-        if self._steering is None:
+        if self._prefill_stops is None:
             return self._choose(request, computed_tokens)
-        self._steering.begin(request)
+        self._prefill_stops.begin(request)
         num_tokens, is_async = self._choose(request, computed_tokens)
         if num_tokens is not None:
             try:
-                self._steering.settle(request, computed_tokens + num_tokens, is_loaded=is_async)
+                self._prefill_stops.settle(request, computed_tokens + num_tokens, is_loaded=is_async)
             except Exception:  # a child's error must not end the engine
                 logger.exception(
                     "request %s: no prefill stops, because a connector failed to plan them", request.request_id
                 )
-                self._steering.begin(request)
+                self._prefill_stops.begin(request)
         return num_tokens, is_async
 
     def _choose(self, request: Request, computed_tokens: int) -> tuple[int | None, bool]:
-        if compat.reads_no_cache(request):
+        if compat.skips_prefix_cache(request):
             return 0, False
         request_id = request.request_id
         candidate = self._requests.get(request_id)
@@ -432,8 +432,8 @@ class Selector:
     def plan_step(self, scheduler_output: SchedulerOutput) -> StepMarks:
         """Handles the plan of a step."""
         self._step += 1
-        if self._steering is not None:
-            self._steering.advance(scheduler_output)
+        if self._prefill_stops is not None:
+            self._prefill_stops.advance(scheduler_output)
         sync_children = self._loads.scheduled(scheduler_output.num_scheduled_tokens, self._step)
         if self._estimator is not None:
             self._estimator.step_planned(self._step, scheduler_output, bool(sync_children))

@@ -29,11 +29,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.corrupt_blocks import distrusted_groups
+from hybridkv.connectors.vllm.common.corrupt_blocks import suspect_groups
 from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_groups
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
-from hybridkv.connectors.vllm.common.prefill_stops import current_sibling
-from hybridkv.connectors.vllm.common.role import duties_of
+from hybridkv.connectors.vllm.common.prefill_stops import current_child
+from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
 from hybridkv.connectors.vllm.common.stats import OffloadPromMetrics, OffloadStats
 from hybridkv.connectors.vllm.nixl.config import NixlConfig, decode_config, require_ports
@@ -74,11 +74,11 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         self._config = decode_config(transfer.kv_connector_extra_config)
-        self._duties = duties_of(transfer)
+        self._kv_role = role_of(transfer)
         self._require_resumable()
         uses_host_buffer = needs_host_buffer(vllm_config)
         self._layout = _layout(vllm_config, kv_cache_config)
-        if self._duties.stores:
+        if self._kv_role.stores:
             require_ports(self._config.listen, self._layout.world_size)
         self._recorder = NixlMetrics()
         self._scheduler: NixlScheduler | None = None
@@ -87,8 +87,8 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
             terms = _terms(vllm_config, self._config, self._layout, uses_host_buffer)
             room = _room(vllm_config, self._layout)
             hosts = self._config.hosts
-            self._scheduler = NixlScheduler(self._layout, terms, self._duties, hosts, room, self._recorder)
-            self._scheduler.distrust(distrusted_groups("HybridNixlConnector", vllm_config, self._layout))
+            self._scheduler = NixlScheduler(self._layout, terms, self._kv_role, hosts, room, self._recorder)
+            self._scheduler.distrust(suspect_groups("HybridNixlConnector", vllm_config, self._layout))
             _announce(vllm_config, self._config, terms, self._layout)
         else:
             settings = WorkerSettings(
@@ -96,7 +96,7 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 str(transfer.engine_id),
                 compat.rank(vllm_config),
                 self._layout.world_size,
-                self._duties,
+                self._kv_role,
                 uses_host_buffer,
             )
             self._worker = NixlWorker(settings, self._layout, self._recorder)
@@ -110,13 +110,13 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         # A second check: this process may have switched something off since the connector was built.
         self._require_resumable()
-        self._of_worker().register(self._vllm_config, self._kv_cache_config, kv_caches, os.environ)
+        self._require_worker().register(self._vllm_config, self._kv_cache_config, kv_caches, os.environ)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self._of_worker().take_address() if compat.carries_handshakes() else None
+        return self._require_worker().take_address() if compat.delivers_handshakes() else None
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._of_worker().start(self._step_plan())
+        self._require_worker().start(self._step_plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Does nothing: no request runs before its load has ended."""
@@ -126,16 +126,16 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     def wait_for_save(self) -> None:
         """Copies blocks to host memory if peers cannot read device memory. Otherwise does nothing."""
-        self._of_worker().save(self._step_plan())
+        self._require_worker().save(self._step_plan())
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        results = self._of_worker().results()
+        results = self._require_worker().results()
         return KVConnectorTransferResults(
             finished_sending=results.released, finished_recving=results.finished, failed_recving=results.failed
         )
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        worker = self._of_worker()
+        worker = self._require_worker()
         outcome = NixlStepOutcome(worker.take_failures())
         if (address := worker.take_address()) is not None:
             outcome.addresses[compat.rank(self._vllm_config)] = address
@@ -146,27 +146,27 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def set_xfer_handshake_metadata(self, metadata: dict[int, KVConnectorHandshakeMetadata]) -> None:
         """Takes the ranks' addresses. Ignores metadata of other connectors."""
         found = {rank: each for rank, each in metadata.items() if isinstance(each, WorkerAddress)}
-        self._of_scheduler().bind_addresses(found)
+        self._require_scheduler().bind_addresses(found)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._of_scheduler().bind_block_pool(gpu_block_pool)
+        self._require_scheduler().bind_block_pool(gpu_block_pool)
 
     def on_new_request(self, request: Request) -> None:
-        self._of_scheduler().track(request)
+        self._require_scheduler().track(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        num_tokens = self._of_scheduler().matched_tokens(request, num_computed_tokens)
+        num_tokens = self._require_scheduler().matched_tokens(request, num_computed_tokens)
         # Always asynchronous: only then can a load fail without failing other requests.
         return num_tokens, bool(num_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._of_scheduler().on_allocated(request, blocks, num_external_tokens)
+        self._require_scheduler().on_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        return self._of_scheduler().take_plan(scheduler_output)
+        return self._require_scheduler().take_plan(scheduler_output)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        self._of_scheduler().on_output(connector_output)
+        self._require_scheduler().on_output(connector_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self.request_finished_all_groups(request, (block_ids,))
@@ -174,11 +174,11 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._of_scheduler().finish(request, block_ids)
+        return self._require_scheduler().finish(request, block_ids)
 
     def has_pending_push_work(self) -> bool:
         # A request that was never admitted leaves a message for its producer, and only a step sends it.
-        return self._of_scheduler().has_plan()
+        return self._require_scheduler().has_plan()
 
     # Both sides.
 
@@ -213,12 +213,12 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
             raise TypeError(f"expected StepPlan, got {type(plan).__name__}")
         return plan
 
-    def _of_scheduler(self) -> NixlScheduler:
+    def _require_scheduler(self) -> NixlScheduler:
         if self._scheduler is None:
             raise RuntimeError("a scheduler method was called on the worker half of HybridNixlConnector")
         return self._scheduler
 
-    def _of_worker(self) -> NixlWorker:
+    def _require_worker(self) -> NixlWorker:
         if self._worker is None:
             raise RuntimeError("a worker method was called on the scheduler half of HybridNixlConnector")
         return self._worker
@@ -251,7 +251,7 @@ def _terms(vllm_config: VllmConfig, config: NixlConfig, layout: CacheLayout, sav
 
 
 def _room(vllm_config: VllmConfig, layout: CacheLayout) -> LoadRoom:
-    if current_sibling().admission is not None:
+    if current_child().admission is not None:
         return LoadRoom(None, time.monotonic)
     return LoadRoom(LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config)), time.monotonic)
 
@@ -262,7 +262,7 @@ def _new_nonce() -> int:
 
 def _announce(vllm_config: VllmConfig, config: NixlConfig, terms: ProducerTerms, layout: CacheLayout) -> None:
     transfer = vllm_config.kv_transfer_config
-    duties = duties_of(transfer)
+    kv_role = role_of(transfer)
     logger.info(
         "HybridNixlConnector: groups %s; kv_role %s: it %s; listens at %s; NIXL transfers use %s; reads are %s; "
         "blocks are held %.3g s for a silent consumer, for at most %d requests; kv_load_failure_policy %s",
@@ -270,8 +270,8 @@ def _announce(vllm_config: VllmConfig, config: NixlConfig, terms: ProducerTerms,
             f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(layout.spec.groups)
         ),
         transfer.kv_role,
-        " and ".join(word for word, does in (("hands over", duties.stores), ("reads", duties.loads)) if does),
-        f"{config.listen.host}, port {config.listen.port or 'any'}" if duties.stores else "nothing",
+        " and ".join(word for word, does in (("hands over", kv_role.stores), ("reads", kv_role.loads)) if does),
+        f"{config.listen.host}, port {config.listen.port or 'any'}" if kv_role.stores else "nothing",
         "a copy in host memory" if terms.saves else "the engine's memory",
         "verified" if config.verify else "not verified",
         config.lease_seconds,

@@ -96,7 +96,7 @@ class Consumer:
             self._refuse(request, error)
 
     def _usable_tokens(self, request: Request, prompt: RemotePrompt) -> int:
-        if compat.reads_no_cache(request):
+        if compat.skips_prefix_cache(request):
             return 0
         num_tokens = usable_tokens(self._groups, prompt, request.num_prompt_tokens, self._withheld_tokens)
         if prompt.prefix_tokens < num_tokens or prompt.prefix_tokens > request.num_prompt_tokens:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.corrupt_blocks import WrongBlocks
+from hybridkv.connectors.vllm.common.corrupt_blocks import CorruptBlocks
 from hybridkv.connectors.vllm.nixl.memory.host_buffer import HostCopyTracker
 from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, OfferedRequest, OpenedLease
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt, compose, is_remote_decode
@@ -71,7 +71,7 @@ class Producer:
         self._shortened: set[str] = set()
         self.saving = HostCopyTracker(groups) if terms.saves else None
         """Tracks copies to host memory; None if peers read the engine's memory."""
-        self.wrong = WrongBlocks([group.block_tokens for group in groups], recorder)
+        self.wrong = CorruptBlocks([group.block_tokens for group in groups], recorder)
         """Tracks corrupt blocks of the engine and requests that resumed from them."""
         self.ranks: tuple[RankAddress, ...] = ()
         """Addresses of this engine's ranks; empty until all are known."""
@@ -87,7 +87,7 @@ class Producer:
         if not withheld or not is_remote_decode(request.kv_transfer_params) or request.request_id in self._shortened:
             return
         # A request for prompt log-probabilities skips the cache at its consumer, which computes all of it.
-        if request.num_prompt_tokens > withheld and not compat.reads_no_cache(request):
+        if request.num_prompt_tokens > withheld and not compat.skips_prefix_cache(request):
             self._shortened.add(request.request_id)
             _shorten(request, withheld, self._terms.hash_block_tokens)
 

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.corrupt_blocks import Distrusted
+from hybridkv.connectors.vllm.common.corrupt_blocks import SuspectGroups
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
-from hybridkv.connectors.vllm.common.role import Duties
+from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.nixl.consumer import Consumer
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import NixlStepOutcome, NixlStepPlan, WorkerAddress
@@ -34,7 +34,7 @@ class NixlScheduler:
     Args:
         layout: groups of the model, and the number of ranks.
         terms: terms of the producer.
-        duties: whether the engine produces, consumes, or both.
+        kv_role: whether the engine produces, consumes, or both.
         hosts: hosts of producers that a request may name.
         room: admission of concurrent loads.
         recorder: metrics.
@@ -44,7 +44,7 @@ class NixlScheduler:
         self,
         layout: CacheLayout,
         terms: ProducerTerms,
-        duties: Duties,
+        kv_role: Role,
         hosts: AllowedHosts,
         room: LoadRoom,
         recorder: NixlMetrics,
@@ -54,8 +54,8 @@ class NixlScheduler:
         self._room = room
         self._recorder = recorder
         self._addresses: dict[int, WorkerAddress] = {}
-        self._producer = Producer(groups, terms, recorder) if duties.stores else None
-        self._consumer = Consumer(groups, terms.withheld_tokens, hosts, room, recorder) if duties.loads else None
+        self._producer = Producer(groups, terms, recorder) if kv_role.stores else None
+        self._consumer = Consumer(groups, terms.withheld_tokens, hosts, room, recorder) if kv_role.loads else None
         self._plan = NixlStepPlan()
 
     def bind_addresses(self, addresses: Mapping[int, WorkerAddress]) -> None:
@@ -71,10 +71,10 @@ class NixlScheduler:
         if self._producer is not None:
             self._producer.wrong.bind(pool)
 
-    def distrust(self, groups: Distrusted) -> None:
+    def distrust(self, groups: SuspectGroups) -> None:
         """Takes the groups in which the engine may leave corrupt blocks."""
         if self._producer is not None:
-            self._producer.wrong.distrusted = groups
+            self._producer.wrong.suspects = groups
 
     def track(self, request: Request) -> None:
         """Takes a new request."""
@@ -94,7 +94,7 @@ class NixlScheduler:
         if self._consumer is not None:
             load = self._consumer.on_allocated(request, blocks, num_external_tokens, self._plan)
             if load is not None and self._producer is not None:
-                self._producer.wrong.take_loaded(blocks, load.computed_tokens)
+                self._producer.wrong.mark_loaded(blocks, load.computed_tokens)
 
     def finish(self, request: Request, block_ids: Sequence[Sequence[int]]) -> tuple[bool, dict[str, Any] | None]:
         """Handles the end of the request; see `Producer.finish`."""

@@ -18,7 +18,7 @@ from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.role import Duties
+from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.nixl.agent.agent import Agent
 from hybridkv.connectors.vllm.nixl.agent.lease_server import ServerOptions
 from hybridkv.connectors.vllm.nixl.agent.read_manager import ReadOptions
@@ -52,7 +52,7 @@ class WorkerSettings:
         engine_id: id of this engine.
         rank: tensor-parallel rank.
         tp_size: number of ranks of this engine.
-        duties: whether the engine produces, consumes, or both.
+        kv_role: whether the engine produces, consumes, or both.
         uses_host_buffer: peers read and write a copy of the KV cache in host memory.
     """
 
@@ -60,7 +60,7 @@ class WorkerSettings:
     engine_id: str
     rank: int
     tp_size: int
-    duties: Duties
+    kv_role: Role
     uses_host_buffer: bool = False
 
 
@@ -136,7 +136,7 @@ class NixlWorker:
             ReadOptions(_bounds(config), config.verify, clock, limits.max_connections),
             self._recorder,
         )
-        if settings.duties.stores:
+        if settings.kv_role.stores:
             self._address = WorkerAddress(self._listen(self._agent), name)
 
     def _listen(self, agent: Agent) -> int:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.prefill_stops import Steering
-from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, Checkpointed, state_groups, state_step_tokens
+from hybridkv.connectors.vllm.common.prefill_stops import PrefillStops
+from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, CheckpointState, state_groups, state_step_tokens
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.planner import LookupResult, Loss, State
 from hybridkv.planner.checkpoints import (
@@ -76,7 +76,7 @@ class Answers:
         request, step = tracked.request, self._step_tokens
         start = request.num_computed_tokens
         for end in (start + num_scheduled, start):
-            if end % step or end < request.num_prompt_tokens or end <= tracked.checkpointed.newest_tokens:
+            if end % step or end < request.num_prompt_tokens or end <= tracked.checkpoint_state.newest_tokens:
                 continue
             # Tokens that an asynchronous scheduler does not have yet have no key. They are there one step later.
             if end <= min(request.num_tokens, len(tracked.prefix_hashes()) * self._layout.hash_block_tokens):
@@ -97,7 +97,7 @@ class Answers:
     def on_resumed(self, tracked: TrackedRequest, num_tokens: int) -> None:
         """Counts the remembered states in the prompt of a request that begins to compute after `num_tokens`, also those
         that were evicted or not stored."""
-        if tracked.checkpointed.was_admitted or not len(self._awaited):  # the states may be its own
+        if tracked.checkpoint_state.was_admitted or not len(self._awaited):  # the states may be its own
             return
         step, keys, group = self._step_tokens, tracked.keys(), self._groups[0]
         first, last = num_tokens // step, (tracked.request.num_prompt_tokens - 1) // step
@@ -106,9 +106,9 @@ class Answers:
     def admits(self, tracked: TrackedRequest, num_tokens: int, market: Market) -> bool:
         """Whether to store a state of an answer: if there is free room, or if the share of such states that requests
         have reused makes it worth more than the chunks that it displaces."""
-        checkpointed = tracked.checkpointed
-        if num_tokens > checkpointed.awaited_tokens:
-            checkpointed.awaited_tokens = num_tokens
+        checkpoint_state = tracked.checkpoint_state
+        if num_tokens > checkpoint_state.awaited_tokens:
+            checkpoint_state.awaited_tokens = num_tokens
             self._awaited.note(self._keys(tracked, num_tokens)[0])
         end_tokens = (tracked.request.num_prompt_tokens - 1) // self._step_tokens * self._step_tokens
         gained_tokens = num_tokens - end_tokens
@@ -116,10 +116,10 @@ class Answers:
 
     def on_planned(self, tracked: TrackedRequest, states: Sequence[State]) -> None:
         """Called after a store of these states was planned. Some may have been refused."""
-        before, newest = tracked.checkpointed.newest_tokens, max(state.num_tokens for state in states)
+        before, newest = tracked.checkpoint_state.newest_tokens, max(state.num_tokens for state in states)
         if newest <= before or not self._is_stored(tracked, newest):
             return
-        tracked.checkpointed.newest_tokens = newest
+        tracked.checkpoint_state.newest_tokens = newest
         if before > tracked.request.num_prompt_tokens:
             tracked.path.drop([(group, before) for group in self._groups])
             for key in self._keys(tracked, before):
@@ -130,7 +130,7 @@ class Answers:
         """Whether the states of all groups are stored or being stored."""
         if num_tokens % self._step_tokens:
             return False
-        return all(self._stack.lookup_near(key) is not LookupResult.MISS for key in self._keys(tracked, num_tokens))
+        return all(self._stack.lookup_primary(key) is not LookupResult.MISS for key in self._keys(tracked, num_tokens))
 
     def _keys(self, tracked: TrackedRequest, num_tokens: int) -> tuple[bytes, ...]:
         keys = tracked.keys()
@@ -181,8 +181,8 @@ class Checkpoints:
         stack: the tiers.
         kept_in: names of the slower tiers that get all chunks of host memory.
         options: options of checkpoints.
-        steering: makes the engine stop.
-        is_alone: no other connector uses `steering`.
+        prefill_stops: makes the engine stop.
+        is_alone: no other connector uses `prefill_stops`.
         recorder: counts what happens.
     """
 
@@ -192,14 +192,14 @@ class Checkpoints:
         stack: TierStack,
         kept_in: Sequence[str],
         options: CheckpointOptions,
-        steering: Steering,
+        prefill_stops: PrefillStops,
         recorder: Recorder,
         *,
         is_alone: bool,
     ) -> None:
         self._layout = layout
         self._stack = stack
-        self._steering = steering
+        self._prefill_stops = prefill_stops
         self._is_alone = is_alone
         self._recorder = recorder
         self._options = options
@@ -207,7 +207,7 @@ class Checkpoints:
         self._states = state_groups(layout.spec)
         self._step_tokens = state_step_tokens(layout.spec)
         self._largest: TierIndex = max(
-            (stack.only_near, *(stack.slower[name] for name in kept_in)), key=lambda tier: tier.capacity_bytes
+            (stack.primary_only, *(stack.slower[name] for name in kept_in)), key=lambda tier: tier.capacity_bytes
         )
         self._costs = _costs(layout, self._largest, self._states, options.step_tokens)
         self._experience = NO_EXPERIENCE
@@ -219,7 +219,7 @@ class Checkpoints:
     def begin(self, request: Request) -> None:
         """Called when the engine looks a request up."""
         if self._is_alone:
-            self._steering.begin(request)
+            self._prefill_stops.begin(request)
 
     def place(self, tracked: TrackedRequest, offered_tokens: int, loss: Loss | None) -> None:
         """Plans the stops of the tokens that remain to be computed.
@@ -240,17 +240,17 @@ class Checkpoints:
                     request.num_prompt_tokens,
                     max(start, begins_at),
                     junction,
-                    starts_over=tracked.checkpointed.was_admitted,
+                    starts_over=tracked.checkpoint_state.was_admitted,
                     keeps_end=self._keeps_end(request.num_prompt_tokens),
                 )
-                if tracked.checkpointed.asked != asked:
+                if tracked.checkpoint_state.asked != asked:
                     # If equal, nothing has changed since the last lookup, after which the engine had no room.
-                    tracked.checkpointed = self._planned(tracked, asked)
-                return tracked.checkpointed.placement
+                    tracked.checkpoint_state = self._planned(tracked, asked)
+                return tracked.checkpoint_state.placement
 
-            self._steering.wish(request, plan, start if offered_tokens else 0)
+            self._prefill_stops.wish(request, plan, start if offered_tokens else 0)
         if self._is_alone:
-            self._steering.settle(request, start, is_loaded=offered_tokens > 0)
+            self._prefill_stops.settle(request, start, is_loaded=offered_tokens > 0)
 
     def _keeps_end(self, num_prompt_tokens: int) -> bool:
         """Whether the engine itself hands over the state from which the same prompt would resume."""
@@ -260,11 +260,11 @@ class Checkpoints:
         last = num_prompt_tokens - 1
         return not self._options.has_drafts and last // cut * cut == last // step * step
 
-    def _planned(self, tracked: TrackedRequest, asked: Prompt) -> Checkpointed:
+    def _planned(self, tracked: TrackedRequest, asked: Prompt) -> CheckpointState:
         market, step = self._market(), self._step_tokens
         prompt = self._seen.look(step, self._prefixes(tracked), asked, market)
         placement = plan_stops(step, prompt, market, self._costs, self._limits)
-        return Checkpointed(asked, prompt, placement, was_admitted=tracked.checkpointed.was_admitted)
+        return CheckpointState(asked, prompt, placement, was_admitted=tracked.checkpoint_state.was_admitted)
 
     def _prefixes(self, tracked: TrackedRequest) -> Sequence[bytes]:
         """A key for each prefix of a prompt that ends where a state can be stored."""
@@ -280,7 +280,7 @@ class Checkpoints:
 
     def _junction(self, tracked: TrackedRequest, loss: Loss | None) -> int:
         """The deepest boundary that the FULL groups hold, if no state is stored there; else 0."""
-        if loss is None or tracked.checkpointed.was_admitted:
+        if loss is None or tracked.checkpoint_state.was_admitted:
             # The stored prefix ends where the request was preempted, or where chunks were withdrawn after a failed
             # load. No request diverges there. The junction of its first admission is remembered.
             return 0
@@ -297,18 +297,18 @@ class Checkpoints:
 
     def on_admitted(self, tracked: TrackedRequest, num_external_tokens: int) -> None:
         """Called when the engine has allocated the request's blocks: its plan is final."""
-        checkpointed = tracked.checkpointed
+        checkpoint_state = tracked.checkpoint_state
         if self._answers is not None:
             self._answers.on_resumed(tracked, tracked.computed_tokens + num_external_tokens)
-        if checkpointed.prompt is None:
+        if checkpoint_state.prompt is None:
             return
-        prompt, placement = checkpointed.prompt, checkpointed.placement
+        prompt, placement = checkpoint_state.prompt, checkpoint_state.placement
         self._seen.note(self._step_tokens, self._prefixes(tracked), prompt, placement, self._market())
         self._experience = learn_request(self._experience, prompt, placement)
         self._recorder.prefixes_forgotten(self._seen.num_forgotten - self._num_forgotten)
         self._num_forgotten = self._seen.num_forgotten
-        self._recorder.placed(checkpointed.placement)
-        checkpointed.was_admitted = True
+        self._recorder.placed(checkpoint_state.placement)
+        checkpoint_state.was_admitted = True
 
     def states(
         self, tracked: TrackedRequest, num_scheduled: int, tables: compat.BlockTables, handed_over: Sequence[State]
@@ -326,10 +326,10 @@ class Checkpoints:
 
         The load has touched it. A second touch would let the prompt's own, deeper state be evicted first.
         """
-        asked = tracked.checkpointed.asked
+        asked = tracked.checkpoint_state.asked
         if self._stack.slower or asked is None or state.num_tokens != asked.resumed_tokens:
             return False
-        return self._stack.in_near(tracked.keys().key(state.group_index, state.num_tokens))
+        return self._stack.in_primary(tracked.keys().key(state.group_index, state.num_tokens))
 
     def idle_below_tokens(self, computed_tokens: int) -> int:
         """Number of tokens before which a request with `computed_tokens` has no new state of an answer, except those
@@ -358,7 +358,7 @@ class Checkpoints:
     def advance(self, scheduler_output: SchedulerOutput) -> None:
         """Called when a step is planned."""
         if self._is_alone:
-            self._steering.advance(scheduler_output)
+            self._prefill_stops.advance(scheduler_output)
 
 
 def _costs(layout: CacheLayout, tier: TierIndex, states: Sequence[int], step_tokens: int) -> Costs:

@@ -25,7 +25,7 @@ from hybridkv.connectors.vllm.common.layout import resolve_layout
 from hybridkv.connectors.vllm.common.messages import StepPlan
 from hybridkv.connectors.vllm.common.specs import cuts
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
-from hybridkv.connectors.vllm.common.store_connector import StoreConnector, WaitingScheduler, end_live, keep_live
+from hybridkv.connectors.vllm.common.store_connector import StoreConnector, WaitingScheduler, mark_live, mark_shut_down
 from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.connectors.vllm.offload.opening import Opening, Plan
 from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
@@ -64,9 +64,11 @@ class HybridOffloadConnector(StoreConnector):
         self._scheduler: OffloadScheduler | WaitingScheduler | None = None
         self._worker: OffloadWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
-            admission = self._sibling.admission or LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
+            admission = self._child_place.admission or LoadAdmission(
+                layout.spec, compat.max_in_flight_tokens(vllm_config)
+            )
             self._opening = Opening(
-                Plan(vllm_config, config, layout, sizes, admission, self._recorder, self._sibling.steering)
+                Plan(vllm_config, config, layout, sizes, admission, self._recorder, self._child_place.prefill_stops)
             )
             self._scheduler = WaitingScheduler(self._opening.num_ranks, "HybridOffloadConnector", StepPlan())
             if self._opening.needs_no_worker:
@@ -84,7 +86,7 @@ class HybridOffloadConnector(StoreConnector):
                 self._worker.bind_secondary_tiers(
                     tiers.media(config, compat.rank(vllm_config), arena), tiers.opened_at_once(config)
                 )
-        keep_live(self)
+        mark_live(self)
 
     def _require_resumable(self) -> None:
         is_excepted = self._config.without_prefix_caching
@@ -123,7 +125,7 @@ class HybridOffloadConnector(StoreConnector):
         return self._scheduler.take_events() if isinstance(self._scheduler, OffloadScheduler) else ()
 
     def shutdown(self) -> None:
-        end_live(self)
+        mark_shut_down(self)
         if self._worker is not None:
             other = self._other_half()
             scheduler = other._scheduler if isinstance(other, HybridOffloadConnector) else None

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 
 from hybridkv.connectors.config import KEEP_SHARE
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.requests import StoredPath
+from hybridkv.connectors.vllm.common.requests import PrefixChain
 from hybridkv.connectors.vllm.common.stats import RAM, Recorder
 from hybridkv.planner import path_order
 from hybridkv.planner.hints import keep_in
@@ -58,15 +58,15 @@ class Keeper:
         """Share of each tier for kept chunks."""
         self._clock = clock
         self._recorder = recorder
-        own = {name: index for name, index in stack.slower.items() if not index.answers_late}
-        self._tiers = {RAM: stack.only_near, **own}
+        own = {name: index for name, index in stack.slower.items() if not index.has_async_lookups}
+        self._tiers = {RAM: stack.primary_only, **own}
         self._kept: dict[bytes, _Kept] = {}
         self._kept_bytes = [0] * len(self._tiers)
         self._seen = [0] * len(self._tiers)
         """Generation of each tier at the last touch of its kept chunks."""
         self._expires_at_s = float("-inf")
 
-    def keep(self, path: StoredPath, seconds: float) -> None:
+    def keep(self, path: PrefixChain, seconds: float) -> None:
         """Keeps the prefix of a request that has ended, for `seconds` from now on."""
         self._expire()
         keys = path.keys
@@ -93,7 +93,7 @@ class Keeper:
     @property
     def near_bytes_left(self) -> int:
         """Bytes of host memory that are left for kept chunks."""
-        return max(0, int(self.keep_share * self._stack.only_near.capacity_bytes) - self._kept_bytes[0])
+        return max(0, int(self.keep_share * self._stack.primary_only.capacity_bytes) - self._kept_bytes[0])
 
     def _costs(self, part: Part) -> tuple[int, ...]:
         num_bytes = self._layout.chunk_bytes(*part)
@@ -129,7 +129,7 @@ class Keeper:
             if is_due[tier]:
                 keys = self._from_the_end(tier)
                 if name == RAM:
-                    self._stack.touch_near(keys)
+                    self._stack.touch_primary(keys)
                 else:
                     index.touch(keys)
                 self._seen[tier] = index.generation

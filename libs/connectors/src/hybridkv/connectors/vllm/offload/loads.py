@@ -20,7 +20,7 @@ from hybridkv.connectors.vllm.common.blocks import tables_of
 from hybridkv.connectors.vllm.common.copies.table import copies_of, copies_of_runs
 from hybridkv.connectors.vllm.common.explain import Admission, Explanation, explain, log
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.lookups import TierLookup, Unasked
+from hybridkv.connectors.vllm.common.lookups import TierLookup, UnansweredIsMiss
 from hybridkv.connectors.vllm.common.messages import CopyTable, Load, LoadFailure
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import RAM, Recorder
@@ -63,7 +63,7 @@ from hybridkv.planner.stages import (
     Stage,
 )
 from hybridkv.tiers import FailureReason, Refusal, Slot
-from hybridkv.tiers.stack import HoldFailure, TierStack
+from hybridkv.tiers.stack import LeaseFailure, TierStack
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -166,7 +166,7 @@ class LoadsInFlight:
         slots = self._stack.pin_all(wanted)
         if slots is None:
             raise PlanError(self._describe_missing(runs, wanted))
-        if self._stack.has_late:
+        if self._stack.has_async_lookups:
             self._require_sizes(runs, wanted, slots)
         in_flight.keys += wanted
         if local is None:
@@ -212,7 +212,7 @@ class LoadsInFlight:
             )
 
     def _describe_missing(self, runs: Sequence[TransferRun], keys: Sequence[bytes]) -> str:
-        lookup = self._stack.lookup_near
+        lookup = self._stack.lookup_primary
         for part, key in zip(self._transfers(runs), keys, strict=True):
             if lookup(key) is not LookupResult.HIT:
                 return f"the chunk of group {part.group_index} that ends at {part.end_token} is not stored"
@@ -303,17 +303,17 @@ class LoadsInFlight:
             doubted -= set(in_flight.keys) - culprits
         else:
             doubted |= set(in_flight.keys)
-        return [key for key in doubted if self._stack.in_near(key)]
+        return [key for key in doubted if self._stack.in_primary(key)]
 
     def _prefix_keys(self, in_flight: _LoadInFlight) -> list[bytes]:
         """Keys of all groups up to the boundary of a load."""
         tracked, step = in_flight.tracked, self._layout.spec.boundary_tokens
-        if tracked.kept_keys is None:
+        if tracked.request_keys is None:
             return []
         keys, ends = tracked.keys(), range(step, min(in_flight.boundary, tracked.request.num_tokens) + 1, step)
         return [key for group in self._layout.spec.stored_groups for key in keys.ending_at(group, ends)]
 
-    def on_gone(self, request_id: str) -> None:
+    def on_request_finished(self, request_id: str) -> None:
         """The request has ended. Its load in flight, if any, ends as usual."""
         if request_id not in self._loads:
             self._admission.give_back(request_id)
@@ -321,7 +321,7 @@ class LoadsInFlight:
 
 # In CPython 3.11 access to an enum member is slow compared with the rest of a lookup.
 _READY, _WAITING = HoldState.READY, HoldState.WAITING
-_FAILED_HOLDS = {HoldFailure.TIMEOUT: HoldState.LATE, HoldFailure.LOST: HoldState.LOST}
+_FAILED_HOLDS = {LeaseFailure.TIMEOUT: HoldState.LATE, LeaseFailure.LOST: HoldState.LOST}
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +368,7 @@ class LoadPlanner:
         self._clock = deadlines.clock
         self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s, tokens_per_s=deadlines.tokens_per_s)
         self._recorder = recorder
-        self._has_secondary, self._has_async_lookups = bool(stack.slower), stack.has_late
+        self._has_secondary, self._has_async_lookups = bool(stack.slower), stack.has_async_lookups
         self._pool: BlockPool | None = None
         self._in_flight = in_flight
 
@@ -413,9 +413,16 @@ class LoadPlanner:
             if self._pool is not None:
                 pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
             room = self._admission.room(tracked.request_id, num_tokens, pool_blocks, free_blocks)
-        ask_s = self._stack.ask_s if self._has_async_lookups else 0.0
+        lookup_wait_s = self._stack.lookup_wait_s if self._has_async_lookups else 0.0
         return Facts(
-            num_tokens, tracked.computed_tokens, generation, self._clock(), self._has_secondary, held, room, ask_s
+            num_tokens,
+            tracked.computed_tokens,
+            generation,
+            self._clock(),
+            self._has_secondary,
+            held,
+            room,
+            lookup_wait_s,
         )
 
     def _run_errand(
@@ -463,13 +470,13 @@ class LoadPlanner:
 
     def _longest_hit(self, tracked: TrackedRequest, errand: Search) -> Hit | Pending | Miss:
         near_only = errand.near_only
-        tiers = self._stack if self._has_secondary and not near_only else self._stack.only_near
+        tiers = self._stack if self._has_secondary and not near_only else self._stack.primary_only
         lookup = TierLookup(tracked.keys(), tiers, errand.is_last or near_only)
         return longest_hit(self._layout.spec, errand.limit_tokens, tracked.computed_tokens, lookup, lookup)
 
     def _search_without_unanswered(self, tracked: TrackedRequest, errand: Search) -> Hit | Pending | Miss:
         """Result of the search if keys with an unanswered async lookup count as misses."""
-        lookup = TierLookup(tracked.keys(), Unasked(self._stack))
+        lookup = TierLookup(tracked.keys(), UnansweredIsMiss(self._stack))
         return longest_hit(self._layout.spec, errand.limit_tokens, tracked.computed_tokens, lookup, lookup)
 
     def lookup_chunks(self, tracked: TrackedRequest, limit_tokens: int) -> None:
@@ -497,7 +504,7 @@ class LoadPlanner:
     def _promote(self, tracked: TrackedRequest, errand: Bring) -> Brought:
         keys = tracked.keys()
         needed = [keys.key(*part) for part in needed_parts(self._layout.spec, errand.boundary, tracked.computed_tokens)]
-        if all(self._stack.in_near(key) for key in needed):
+        if all(self._stack.in_primary(key) for key in needed):
             return Brought.NEAR
         if not errand.has_time:
             return Brought.BUSY
@@ -538,7 +545,7 @@ class LoadPlanner:
         known = tracked.measured
         if known is not None and known[0] is answer and known[1] == computed:
             return known[2]
-        lookup = TierLookup(tracked.keys(), self._stack.only_near if tracked.stage.past.near_only else self._stack)
+        lookup = TierLookup(tracked.keys(), self._stack.primary_only if tracked.stage.past.near_only else self._stack)
         resumed = max(answer.num_tokens, computed) if isinstance(answer, Hit) else computed
         limit = self._limit(tracked)
         loss = measure_loss(self._layout.spec, limit, computed, resumed, lookup, lookup)
@@ -555,12 +562,14 @@ class LoadPlanner:
         hold = self._stack.hold(tracked.request_id)
         source = RAM if hold is None else hold.source
         had_async_lookup = None
-        if self._stack.has_late and (self._stack.ask_s or tracked.stage.past.asked_until_s is not None):
+        if self._stack.has_async_lookups and (
+            self._stack.lookup_wait_s or tracked.stage.past.asked_until_s is not None
+        ):
             had_async_lookup = tracked.stage.past.asked_until_s is not None
         admission = Admission(answer, self._limit(tracked), num_external_tokens, loss, source, had_async_lookup)
         return explain(self._layout.spec, tracked, admission)
 
-    def on_gone(self, request_id: str) -> None:
+    def on_request_finished(self, request_id: str) -> None:
         """Releases the request's lease and admission."""
         self._stack.release(request_id)
-        self._in_flight.on_gone(request_id)
+        self._in_flight.on_request_finished(request_id)

@@ -10,7 +10,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Final
 
-from hybridkv.connectors.vllm.common.requests import StoredPath
+from hybridkv.connectors.vllm.common.requests import PrefixChain
 from hybridkv.tiers.stack import TierStack
 
 STEP_KEYS: Final = 4096
@@ -21,7 +21,7 @@ STEP_SHARE: Final = 16
 
 @dataclass(slots=True, eq=False)
 class _Refresh:
-    path: StoredPath
+    path: PrefixChain
     keys: list[bytes]
     num_touched: int = 0
 
@@ -38,7 +38,7 @@ class RefreshQueue:
         self._waiting: deque[_Refresh] = deque()
         self._num_waiting = 0
 
-    def refresh(self, path: StoredPath, keys: list[bytes]) -> None:
+    def refresh(self, path: PrefixChain, keys: list[bytes]) -> None:
         """Refreshes a chain: at once if it has at most `STEP_KEYS` keys, else over the next steps.
 
         `keys` are in eviction order. The keys of an earlier call for the same chain that still wait are dropped.

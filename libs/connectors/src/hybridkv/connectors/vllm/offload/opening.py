@@ -17,15 +17,15 @@ from hybridkv.connectors.config import (
     ObjectTierConfig,
     OffloadConfig,
     PeerTierConfig,
-    SlowerTierConfig,
+    SecondaryTierConfig,
     format_size,
 )
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.corrupt_blocks import distrusted_groups, partly_copied_groups
-from hybridkv.connectors.vllm.common.identity.identification import Identification
+from hybridkv.connectors.vllm.common.corrupt_blocks import partly_copied_groups, suspect_groups
+from hybridkv.connectors.vllm.common.identity.identification import IdentityBuilder
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.prefill_stops import Steering
-from hybridkv.connectors.vllm.common.role import duties_of
+from hybridkv.connectors.vllm.common.prefill_stops import PrefillStops
+from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.connectors.vllm.offload.checkpoints import STEP_S, CheckpointOptions, Checkpoints, has_states
@@ -73,7 +73,7 @@ def _say_what_was_understood(
         config.load_timeout_seconds,
         getattr(transfer, "kv_load_failure_policy", "unknown"),
         transfer.kv_role,
-        duties_of(transfer).words(),
+        role_of(transfer).words(),
         fingerprint.digest().hex()[:12],
     )
 
@@ -101,15 +101,15 @@ def _say_what_is_unusual(vllm_config: VllmConfig, layout: CacheLayout) -> None:
 
 def _warn(vllm_config: VllmConfig, config: OffloadConfig) -> None:
     transfer = vllm_config.kv_transfer_config
-    duties = duties_of(transfer)
-    if not config.slower and not (duties.loads and duties.stores):
+    kv_role = role_of(transfer)
+    if not config.slower and not (kv_role.loads and kv_role.stores):
         logger.warning(
             "HybridOffloadConnector: kv_role %s without a disk tier is of no use: host memory ends with the engine, so "
             "what it %s; add a disk tier, or say kv_both",
             transfer.kv_role,
-            "stores nobody loads" if duties.stores else "could load nobody stores",
+            "stores nobody loads" if kv_role.stores else "could load nobody stores",
         )
-    if config.disk is not None and compat.is_killed_at_its_end(vllm_config):
+    if config.disk is not None and compat.is_killed_on_shutdown(vllm_config):
         logger.warning(
             "HybridOffloadConnector: shutdown_timeout is 0, so a server kills its engine as soon as it is to end: "
             "what is on its way to %s then is lost, and the next start looks on disk for what the last seconds wrote; "
@@ -129,7 +129,7 @@ def _warn_of_partial_copies(vllm_config: VllmConfig, layout: CacheLayout) -> Non
         )
 
 
-def _slower_words(name: str, tier: SlowerTierConfig, per_chunk: int, chunk: int) -> str:
+def _slower_words(name: str, tier: SecondaryTierConfig, per_chunk: int, chunk: int) -> str:
     if isinstance(tier, PeerTierConfig):
         return f"peer asks {len(tier.peers)} engines and is asked at {tier.listen}; "
     if isinstance(tier, ObjectTierConfig):
@@ -151,7 +151,7 @@ class Plan:
         sizes: of host memory.
         admission: of loads.
         recorder: counts what happens.
-        steering: of all children's prefills, None for a connector that stands alone.
+        prefill_stops: of all children's prefills, None for a connector that stands alone.
     """
 
     vllm_config: VllmConfig
@@ -160,7 +160,7 @@ class Plan:
     sizes: ArenaSizes
     admission: LoadAdmission
     recorder: Recorder
-    steering: Steering | None = None
+    prefill_stops: PrefillStops | None = None
 
 
 class Opening:
@@ -175,7 +175,7 @@ class Opening:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._identification = Identification(
+        self._identification = IdentityBuilder(
             plan.vllm_config, plan.config, plan.layout, "HybridOffloadConnector", is_shared=bool(plan.config.slower)
         )
 
@@ -215,14 +215,14 @@ class Opening:
             ),
             plan.recorder,
             dataclasses.replace(
-                duties_of(plan.vllm_config.kv_transfer_config),
+                role_of(plan.vllm_config.kv_transfer_config),
                 copies_locally=plan.config.local_copies and not compat.hashes_before_computing(plan.vllm_config),
             ),
         )
         if plan.config.checkpoints != "off" and has_states(plan.layout):
             scheduler.bind_checkpoints(self._checkpoints(stack))
-        scheduler.distrust(distrusted_groups("HybridOffloadConnector", plan.vllm_config, plan.layout))
-        scheduler.keep_at_most(plan.config.keep_share)
+        scheduler.distrust(suspect_groups("HybridOffloadConnector", plan.vllm_config, plan.layout))
+        scheduler.set_keep_share(plan.config.keep_share)
         announce(plan.vllm_config, plan.config, plan.layout, fingerprint)
         return scheduler
 
@@ -240,7 +240,7 @@ class Opening:
             stack,
             [name for name, tier in config.slower.items() if tier.cascade == "all"],
             options,
-            plan.steering or Steering(compat.most_chunk_tokens(plan.vllm_config)),
+            plan.prefill_stops or PrefillStops(compat.max_chunk_tokens(plan.vllm_config)),
             plan.recorder,
-            is_alone=plan.steering is None,
+            is_alone=plan.prefill_stops is None,
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.lookups import TierLookup, TierQuestions, Unasked
+from hybridkv.connectors.vllm.common.lookups import LookupIndex, TierLookup, UnansweredIsMiss
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.planner.hints import Prefetch, plan_prefetch
@@ -80,7 +80,7 @@ class Prefetcher:
 
     def advance(self, most_bytes: int) -> None:
         """Tries a few waiting prefetches, in turn. Called once in each step, before the moves are taken."""
-        self._stack.bound_prefetches(most_bytes)
+        self._stack.limit_prefetches(most_bytes)
         if not self._waiting:
             return
         now_s, generation = self._clock(), self._stack.generation
@@ -104,7 +104,7 @@ class Prefetcher:
             self._recorder.prefetch(PrefetchResult.LATE)
             return True
         waiting.generation = self._stack.generation
-        found = self._find(tracked, Unasked(self._stack) if self._stack.has_late else self._stack)
+        found = self._find(tracked, UnansweredIsMiss(self._stack) if self._stack.has_async_lookups else self._stack)
         if not found.is_whole and self._may_hear_of_more(waiting, found, now_s):
             return False
         if found.parts:
@@ -117,13 +117,13 @@ class Prefetcher:
     def _may_hear_of_more(self, waiting: _Waiting, found: Prefetch, now_s: float) -> bool:
         """Sends async lookups, once. Whether their answers may still make the prefix longer."""
         if waiting.asked_until_s is None:
-            waiting.asked_until_s = now_s + self._stack.ask_s
+            waiting.asked_until_s = now_s + self._stack.lookup_wait_s
             if waiting.asked_until_s > now_s:
                 self._ask(waiting.tracked, waiting.tracked.request.num_tokens)
         is_over = now_s >= waiting.asked_until_s
         return not is_over and self._find(waiting.tracked, self._stack).num_tokens > found.num_tokens
 
-    def _find(self, tracked: TrackedRequest, tiers: TierQuestions) -> Prefetch:
+    def _find(self, tracked: TrackedRequest, tiers: LookupIndex) -> Prefetch:
         lookup = TierLookup(tracked.keys(), tiers)
         return plan_prefetch(self._spec, tracked.request.num_tokens, lookup, lookup)
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
-from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, StoredPart, StoredPath, TrackedRequest, add
+from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, PrefixChain, StoredChunk, TrackedRequest, add
 from hybridkv.planner import CacheSpec, GroupKind, needed_before, path_order, storable_ends
 from hybridkv.planner.paths import Part
 from hybridkv.tiers.stack import ALONE, PathPosition, TierStack
@@ -77,11 +77,11 @@ def find_stored_prefix(
             # No known engine leaves holes. If one does, each chunk is looked up by itself.
             return StoredPrefix(first_token, [], [], {}, frozenset())
         group_keys = keys.between(group_index, ends[0] // chunk - 1, ends[-1] // chunk)
-        num_held = stack.leading_near(group_keys)
+        num_held = stack.leading_primary(group_keys)
         if num_held < len(ends):
             stop = min(stop, ends[num_held] - chunk)
         found.append((group_index, ends, group_keys))
-    primary, absent = stack.only_near, set[int]()
+    primary, absent = stack.primary_only, set[int]()
     parts: list[Part] = []
     key_of: dict[Part, bytes] = {}
     later_keys: dict[Part, bytes] = {}
@@ -129,14 +129,14 @@ class ChainBuilder:
         """Bytes used in each secondary tier, counted each time that a request stores or reuses a chunk."""
 
     def add_prefix(
-        self, path: StoredPath, prefix: StoredPrefix, others: list[Part]
+        self, path: PrefixChain, prefix: StoredPrefix, others: list[Part]
     ) -> tuple[PrefixInAllTiers, list[Part]]:
         """Adds the leading chunks that all tiers hold to the chain, up to the first of `others`.
 
         Returns:
             These chunks, and the rest of `prefix` together with `others`, to be added one by one.
         """
-        num_in_all_tiers = self._stack.leading_below(prefix.keys)
+        num_in_all_tiers = self._stack.leading_secondary(prefix.keys)
         if num_in_all_tiers and others:
             first_end = min(end for _, end in others)
             num_in_all_tiers = min(num_in_all_tiers, bisect_left(prefix.parts, first_end, key=itemgetter(1)))
@@ -149,9 +149,9 @@ class ChainBuilder:
             path.extend(in_all_tiers.parts, in_all_tiers.keys, costs)
         return in_all_tiers, [*prefix.parts[num_in_all_tiers:], *others]
 
-    def evicted_since(self, path: StoredPath, in_all_tiers: PrefixInAllTiers) -> list[StoredPart]:
+    def evicted_since(self, path: PrefixChain, in_all_tiers: PrefixInAllTiers) -> list[StoredChunk]:
         """Chunks to cascade again, from the first one that a secondary tier lacks by now."""
-        num_held = self._stack.leading_below(in_all_tiers.keys)
+        num_held = self._stack.leading_secondary(in_all_tiers.keys)
         if num_held == len(in_all_tiers.keys):
             return []
         path_bytes, chunks = in_all_tiers.bytes_before, []
@@ -160,7 +160,7 @@ class ChainBuilder:
             needs = needed_before(self._layout.spec, *part)
             if place >= num_held and path.keys.keys() >= set(needs):
                 on_path = PathPosition(tuple(path.keys[need] for need in needs), path_bytes)
-                chunks.append(StoredPart(part, key, on_path, False))
+                chunks.append(StoredChunk(part, key, on_path, False))
         return chunks
 
     def _costs(self, parts: Sequence[Part]) -> tuple[int, ...]:
@@ -180,7 +180,7 @@ class ChainBuilder:
 
     def add_chunks(
         self, tracked: TrackedRequest, parts: Iterable[Part], new: Container[Part], keys: Mapping[Part, bytes]
-    ) -> list[StoredPart]:
+    ) -> list[StoredChunk]:
         """Adds chunks to the request's chain. Returns them in `path_order`, each with its position.
 
         Args:
@@ -196,12 +196,12 @@ class ChainBuilder:
             # There is no tier to cascade to.
             ordered_keys = [keys[part] for part in order]
             known.update(zip(order, ordered_keys, strict=True))
-            return [StoredPart(part, key, ALONE, part in new) for part, key in zip(order, ordered_keys, strict=True)]
+            return [StoredChunk(part, key, ALONE, part in new) for part, key in zip(order, ordered_keys, strict=True)]
         request_keys, chunks = tracked.keys(), []
         for part in order:
             key, costs = keys[part], self._stack.costs(self._layout.chunk_bytes(*part))
             self.used_bytes = add(self.used_bytes, costs)
             path_bytes = path.add(part, key, costs)
             needs = tuple(known.get(need) or request_keys.key(*need) for need in needed_before(spec, *part))
-            chunks.append(StoredPart(part, key, PathPosition(needs, path_bytes), part in new))
+            chunks.append(StoredChunk(part, key, PathPosition(needs, path_bytes), part in new))
         return chunks

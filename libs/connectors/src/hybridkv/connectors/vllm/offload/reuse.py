@@ -70,7 +70,7 @@ class ReuseMeter:
         )
         self._estimator.ask(num_tokens, chunks, states)
 
-    def on_gone(self, tracked: TrackedRequest) -> None:
+    def on_request_finished(self, tracked: TrackedRequest) -> None:
         """Makes the chunks of a request recent when it ends."""
         self._admitted.discard(tracked.request_id)
         chunk_tokens, keys = self._spec.chunk_tokens, tracked.path.keys

@@ -9,14 +9,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.corrupt_blocks import Distrusted, WrongBlocks
+from hybridkv.connectors.vllm.common.corrupt_blocks import CorruptBlocks, SuspectGroups
 from hybridkv.connectors.vllm.common.events import RouterEvents
 from hybridkv.connectors.vllm.common.explain import Reason, log, unsearched
 from hybridkv.connectors.vllm.common.identity.identification import Identity
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import Load, StepOutcome, StepPlan, Store
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
-from hybridkv.connectors.vllm.common.role import BOTH, Duties
+from hybridkv.connectors.vllm.common.role import BOTH, Role
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.offload.checkpoints import Checkpoints
 from hybridkv.connectors.vllm.offload.hints import HintReader
@@ -48,7 +48,7 @@ class OffloadScheduler:
         admission: limits the loads that hold blocks at the same time.
         deadlines: limits on the waits of a request.
         recorder: the connector's metrics.
-        duties: whether the connector stores, loads, or does both.
+        kv_role: whether the connector stores, loads, or does both.
     """
 
     def __init__(
@@ -59,20 +59,20 @@ class OffloadScheduler:
         admission: LoadAdmission,
         deadlines: Deadlines,
         recorder: Recorder,
-        duties: Duties = BOTH,
+        kv_role: Role = BOTH,
     ) -> None:
         self._layout = layout
         self._identity = identity
         self._stack = stack
-        self._duties = duties
+        self._kv_role = kv_role
         self._checkpoints: Checkpoints | None = None
         self._admission = admission
         self._recorder = recorder
         hints = HintReader(recorder, deadlines.clock)
         self._requests = Requests(layout, identity.keys, identity.adapters, hints.read)
         self._keeper = Keeper(layout, stack, deadlines.clock, recorder)
-        self._corrupt_blocks = WrongBlocks([group.block_tokens for group in layout.spec.groups], recorder)
-        local = LocalBlocks(layout, duties.copies_locally)
+        self._corrupt_blocks = CorruptBlocks([group.block_tokens for group in layout.spec.groups], recorder)
+        local = LocalBlocks(layout, kv_role.copies_locally)
         local.is_wrong = self._corrupt_blocks.holds
         self._in_flight = LoadsInFlight(layout, stack, admission, recorder, local)
         self._loads = LoadPlanner(layout, stack, admission, deadlines, recorder, self._in_flight)
@@ -95,7 +95,7 @@ class OffloadScheduler:
     def bind_checkpoints(self, checkpoints: Checkpoints) -> None:
         """Sets the planner of prefill stops, for models with recurrent states. Without it only states that the engine
         hands over are stored."""
-        self._checkpoints = checkpoints if self._duties.stores else None
+        self._checkpoints = checkpoints if self._kv_role.stores else None
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Sets the engine's block pool."""
@@ -106,13 +106,13 @@ class OffloadScheduler:
         if self._events is not None:
             self._events.bind_block_pool(pool)
 
-    def keep_at_most(self, keep_share: float) -> None:
+    def set_keep_share(self, keep_share: float) -> None:
         """Sets the share of each tier that prefixes with a keep hint may use."""
         self._keeper.keep_share = keep_share
 
-    def distrust(self, groups: Distrusted) -> None:
+    def distrust(self, groups: SuspectGroups) -> None:
         """Sets the groups in which the engine may leave corrupt blocks."""
-        self._corrupt_blocks.distrusted = groups
+        self._corrupt_blocks.suspects = groups
 
     # Called before the engine admits a request.
 
@@ -120,7 +120,7 @@ class OffloadScheduler:
         """State of a request. The first call creates it, and starts a prefetch if the request's hints want one."""
         known = self._requests.get(request.request_id)
         tracked = self._requests.track(request)
-        if tracked is not known and tracked.hints.prefetch and self._duties.loads:
+        if tracked is not known and tracked.hints.prefetch and self._kv_role.loads:
             self._prefetcher.begin(request, self._keeper.near_bytes_left)
         return tracked
 
@@ -131,7 +131,7 @@ class OffloadScheduler:
         """
         tracked = self.track(request)
         is_identified = self._requests.identify(tracked)
-        if not self._duties.loads or compat.reads_no_cache(request):
+        if not self._kv_role.loads or compat.skips_prefix_cache(request):
             return 0
         if not is_identified or not tracked.hints.load:
             self._stack.release(tracked.request_id)
@@ -151,9 +151,9 @@ class OffloadScheduler:
         if tracked.told is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
             # There was no lookup, since the request must not load, but it may still store.
             self._requests.identify(tracked)
-        if tracked.kept_keys is None or not tracked.hints.load:
+        if tracked.request_keys is None or not tracked.hints.load:
             if tracked.told is not None:
-                explanation = unsearched(tracked, Reason.ADAPTER if tracked.kept_keys is None else Reason.HINT)
+                explanation = unsearched(tracked, Reason.ADAPTER if tracked.request_keys is None else Reason.HINT)
                 self._recorder.lookup(explanation)
                 log(explanation)
             tracked.told = None
@@ -165,7 +165,7 @@ class OffloadScheduler:
         self._reuse.on_admitted(tracked)
         load = self._loads.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
-            self._corrupt_blocks.take_loaded(blocks, tracked.computed_tokens)
+            self._corrupt_blocks.mark_loaded(blocks, tracked.computed_tokens)
             self._planned_loads.append(load)
 
     # Called once in each step.
@@ -189,10 +189,10 @@ class OffloadScheduler:
             if tracked is not None and not tracked.request.is_finished():
                 continue  # a new request has taken the id
             if tracked is not None:
-                self._stores.on_gone(tracked)
-                self._reuse.on_gone(tracked)
+                self._stores.on_request_finished(tracked)
+                self._reuse.on_request_finished(tracked)
             self._requests.forget(request_id)
-            self._loads.on_gone(request_id)
+            self._loads.on_request_finished(request_id)
         if self._checkpoints is not None:
             self._checkpoints.advance(scheduler_output)
         loads, self._planned_loads = self._planned_loads, []
@@ -221,7 +221,7 @@ class OffloadScheduler:
         tables = compat.block_tables(scheduler_output)
         # Needed even if nothing is stored: no load may copy from a corrupt block.
         self._corrupt_blocks.follow_step(scheduler_output, tables)
-        if not self._duties.stores:
+        if not self._kv_role.stores:
             return stores
         for request_id in self._corrupt_blocks.misled:
             if tracked := self._requests.get(request_id):
@@ -243,7 +243,7 @@ class OffloadScheduler:
             if request_id in preempted and request_id not in scheduled:
                 # Its blocks may belong to another request now.
                 continue
-            states = self._corrupt_blocks.right_states(handed_over.get(request_id, ()), self._recorder)
+            states = self._corrupt_blocks.correct_states(handed_over.get(request_id, ()), self._recorder)
             store = self._plan_store(tracked, num_scheduled, states, tables)
             if store is not None:
                 stores.append(store)
@@ -251,7 +251,7 @@ class OffloadScheduler:
 
     def _may_store(self, tracked: TrackedRequest) -> bool:
         """Whether a request may store, provided that the connector stores at all."""
-        return tracked.is_storable and tracked.hints.store and tracked.kept_keys is not None
+        return tracked.is_storable and tracked.hints.store and tracked.request_keys is not None
 
     def _plan_store(
         self, tracked: TrackedRequest, num_scheduled: int, states: list[State], tables: compat.BlockTables
@@ -279,7 +279,7 @@ class OffloadScheduler:
         tracked = self._requests.get(request.request_id)
         if tracked is None or tracked.request is not request:
             return
-        ended_normally = compat.has_ended_well(request) and request.num_computed_tokens < request.num_tokens
+        ended_normally = compat.finished_normally(request) and request.num_computed_tokens < request.num_tokens
         if not ended_normally or not self._may_store(tracked):
             return
 
@@ -302,7 +302,7 @@ class OffloadScheduler:
 
     def has_stores_in_flight(self) -> bool:
         """Whether a store or a move between tiers is in flight, or a chunk waits in a cascade queue."""
-        return self._stores.has_work() or self._stack.has_moves_alive()
+        return self._stores.has_work() or self._stack.has_live_moves()
 
     # Results of the workers.
 

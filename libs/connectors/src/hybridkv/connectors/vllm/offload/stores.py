@@ -21,14 +21,14 @@ from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks import BlockPins, frees_on_end
 from hybridkv.connectors.vllm.common.copies.table import copies_of_runs
 from hybridkv.connectors.vllm.common.events import RouterEvents
-from hybridkv.connectors.vllm.common.identity.adapters import Adapters, Sworn
+from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import CopyTable, Store, StoreOutcome
 from hybridkv.connectors.vllm.common.requests import (
     NULL_BLOCK,
-    StoredPart,
-    StoredPath,
+    PrefixChain,
+    StoredChunk,
     TrackedRequest,
     add,
     state_groups,
@@ -63,13 +63,13 @@ _OUTCOMES = {Refusal.PRESENT: "present", Refusal.TOO_LARGE: "dropped_too_large"}
 
 @dataclass(slots=True)
 class _StoreInFlight:
-    path: StoredPath
-    chunks: list[StoredPart]
+    path: PrefixChain
+    chunks: list[StoredChunk]
     """In `path_order`."""
     blocks: list[KVCacheBlock]
     num_bytes: int
     ranks_left: int
-    sworn: Sworn | None
+    adapter_version: AdapterVersion | None
     failure: str | None = None
     reason: str | None = None
     origins: dict[Part, str] = field(default_factory=dict)
@@ -150,7 +150,7 @@ class StorePlanner:
             if key is None:
                 key = keys[part] = request_keys.key(*part)
             # A chunk that only a secondary tier holds is stored again: the primary tier gets it without a read.
-            is_stored = self._stack.lookup_near(key) is not LookupResult.MISS
+            is_stored = self._stack.lookup_primary(key) is not LookupResult.MISS
             if is_stored:
                 present.append(part)
             return not is_stored
@@ -170,8 +170,8 @@ class StorePlanner:
         tracked.stored_tokens = max(searched_tokens, tracked.stored_tokens)
         self._count(plan, [*prefix.parts, *present])
         # Chunks that are stored already were reused, and must not be evicted for the chunks that follow them.
-        self._stack.touch_near(prefix.merge_keys(spec, present, keys)[::-1])
-        in_flight = _StoreInFlight(tracked.path, [], [], 0, self._layout.world_size, tracked.sworn)
+        self._stack.touch_primary(prefix.merge_keys(spec, present, keys)[::-1])
+        in_flight = _StoreInFlight(tracked.path, [], [], 0, self._layout.world_size, tracked.adapter_version)
         copies, stored = self._reserve(in_flight, plan.runs, request_keys, keys)
         in_flight.in_all_tiers, others = self._chains.add_prefix(tracked.path, prefix, [*present, *stored])
         num_in_all_tiers = len(in_flight.in_all_tiers.parts)
@@ -241,15 +241,15 @@ class StorePlanner:
             return {}
         num_prompt, boundary = tracked.request.num_prompt_tokens, self._layout.spec.boundary_tokens
         return {
-            part: tracked.checkpointed.origin(part[1], num_prompt, boundary)
+            part: tracked.checkpoint_state.origin(part[1], num_prompt, boundary)
             for part in parts
             if part[0] == self._first_state_group
         }
 
     def _publish(
         self,
-        path: StoredPath,
-        chunks: Sequence[StoredPart],
+        path: PrefixChain,
+        chunks: Sequence[StoredChunk],
         in_all_tiers: PrefixInAllTiers = NO_PREFIX,
         is_stored: bool = True,
     ) -> None:
@@ -270,8 +270,10 @@ class StorePlanner:
             return
         if not is_overdue:
             # Chunks that are stored already must not be evicted for the chunks that follow them.
-            is_below = self._stack.is_below if self._stack.slower else None
-            used = [c.key for c in reversed(chunks) if not c.is_new or (is_below is not None and is_below(c.key))]
+            in_secondary = self._stack.in_secondary if self._stack.slower else None
+            used = [
+                c.key for c in reversed(chunks) if not c.is_new or (in_secondary is not None and in_secondary(c.key))
+            ]
             self._stack.touch([*used, *from_end])
         ended: Counter[tuple[int, str]] = Counter()
         checked = self._with_prefixes(path, chunks) if is_overdue else chunks
@@ -281,7 +283,7 @@ class StorePlanner:
                 continue
             for chunk in run:
                 # If another store still writes the chunk, that store cascades it.
-                if self._stack.in_near(chunk.key):
+                if self._stack.in_primary(chunk.key):
                     self._stack.cascade(chunk.key, chunk.on_path)
         for (group_index, outcome), number in ended.items():
             self._recorder.store(spec.groups[group_index].kind, outcome, number)
@@ -291,14 +293,14 @@ class StorePlanner:
             self._cascade_missing(path)
         self._refresh(path, [*[chunk.key for chunk in reversed(chunks)], *from_end], is_overdue)
 
-    def _refresh(self, path: StoredPath, from_end: list[bytes], is_overdue: bool = False) -> None:
+    def _refresh(self, path: PrefixChain, from_end: list[bytes], is_overdue: bool = False) -> None:
         """Refreshes the whole chain if due, else touches `from_end`: stored and reused chunks in eviction order."""
-        if (refreshed := path.take_renewal(self._layout.spec, self._chains.used_bytes, is_overdue)) is None:
+        if (refreshed := path.take_refresh(self._layout.spec, self._chains.used_bytes, is_overdue)) is None:
             self._stack.touch(from_end)
         else:
             self._refresh_queue.refresh(path, refreshed)
 
-    def _commit(self, path: StoredPath, chunks: Sequence[StoredPart], is_stored: bool) -> Counter[tuple[int, str]]:
+    def _commit(self, path: PrefixChain, chunks: Sequence[StoredChunk], is_stored: bool) -> Counter[tuple[int, str]]:
         """Commits or aborts the new chunks of a store. Returns their numbers by group and outcome."""
         if is_stored:
             offered = self._stack.commit_all(
@@ -311,13 +313,13 @@ class StorePlanner:
         groups = [chunk.part[0] for chunk in chunks]
         return Counter(zip(groups, ["stored" if each else "failed" for each in offered], strict=True))
 
-    def _is_interim_state(self, path: StoredPath, part: Part) -> bool:
+    def _is_interim_state(self, path: PrefixChain, part: Part) -> bool:
         """Whether it is a state of an answer that still grows. Secondary tiers get only the last one, at the end."""
         group_index, end_token = part
         is_state = self._layout.spec.groups[group_index].kind is GroupKind.RECURRENT
         return is_state and end_token > path.prompt_tokens and not path.is_over
 
-    def _with_prefixes(self, path: StoredPath, chunks: Sequence[StoredPart]) -> Sequence[StoredPart]:
+    def _with_prefixes(self, path: PrefixChain, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
         """Touches a chain that is no longer recent, and returns the chunks that follow it, with their prefix to check.
 
         A chunk that a secondary tier lacks cascades only if that tier still has the whole prefix. A chunk that needs
@@ -328,7 +330,7 @@ class StorePlanner:
         missing: set[bytes] = set()
         checked = []
         for chunk in chunks:
-            if self._stack.lacks_below(chunk.key):
+            if self._stack.missing_in_secondary(chunk.key):
                 if missing.isdisjoint(chunk.on_path.needs):
                     on_path = chunk.on_path._replace(prefix=path.prefix(spec, chunk.part[1]))
                     checked.append(msgspec.structs.replace(chunk, on_path=on_path))
@@ -339,14 +341,14 @@ class StorePlanner:
                 checked.append(chunk)
         return checked
 
-    def _cascade_missing(self, path: StoredPath) -> None:
+    def _cascade_missing(self, path: PrefixChain) -> None:
         """Cascades the chunks of a chain that a secondary tier lacks by now.
 
         It stops at a whole FULL chunk that cannot be cascaded, as later chunks need it, and where the chain exceeds the
         capacity of every secondary tier. Chunks that wait in a cascade queue are not queued twice.
         """
         spec, stack = self._layout.spec, self._stack
-        if not stack.slower or stack.has_all_below(list(path.keys.values())):
+        if not stack.slower or stack.in_all_secondaries(list(path.keys.values())):
             return
         path_bytes: tuple[int, ...] = ()
         for part in path_order(spec, path.keys):
@@ -354,10 +356,10 @@ class StorePlanner:
             path_bytes = add(path_bytes, stack.costs(self._layout.chunk_bytes(*part)))
             if all(num_bytes > capacity for num_bytes, capacity in zip(path_bytes, stack.capacities, strict=True)):
                 return
-            if not stack.lacks_below(key):
+            if not stack.missing_in_secondary(key):
                 continue
             needs = needed_before(spec, *part)
-            if stack.in_near(key) and path.keys.keys() >= set(needs):
+            if stack.in_primary(key) and path.keys.keys() >= set(needs):
                 on_path = PathPosition(tuple(path.keys[need] for need in needs), path_bytes)
                 stack.cascade(key, on_path, is_met=False)
             elif spec.groups[part[0]].kind is GroupKind.FULL and part[1] % spec.chunk_tokens == 0:
@@ -367,7 +369,7 @@ class StorePlanner:
         """Does one step of the LRU refresh."""
         self._refresh_queue.advance()
 
-    def on_gone(self, tracked: TrackedRequest) -> None:
+    def on_request_finished(self, tracked: TrackedRequest) -> None:
         """The request has ended. Its chain is refreshed as a whole, now or when its last store has ended."""
         tracked.path.is_over = True
         self._publish(tracked.path, ())
@@ -387,14 +389,14 @@ class StorePlanner:
         """Records the outcomes of ranks. When all ranks have ended a store, it is committed or aborted."""
 
         @functools.cache
-        def holds(sworn: Sworn | None) -> bool:
+        def holds(adapter_version: AdapterVersion | None) -> bool:
             """One check of an adapter's files covers all stores that have ended before it."""
-            return self._adapters.holds(sworn)
+            return self._adapters.holds(adapter_version)
 
         for store_id, ended in outcomes.items():
             self._on_ended(store_id, ended, holds)
 
-    def _on_ended(self, store_id: int, ended: StoreOutcome, holds: Callable[[Sworn | None], bool]) -> None:
+    def _on_ended(self, store_id: int, ended: StoreOutcome, holds: Callable[[AdapterVersion | None], bool]) -> None:
         in_flight = self._stores[store_id]
         in_flight.ranks_left -= ended.num_ranks
         in_flight.failure = in_flight.failure or ended.failure
@@ -402,7 +404,7 @@ class StorePlanner:
         if in_flight.ranks_left > 0:
             return
         del self._stores[store_id]
-        if in_flight.failure is None and not holds(in_flight.sworn):
+        if in_flight.failure is None and not holds(in_flight.adapter_version):
             in_flight.failure, in_flight.reason = "the adapter's files changed during the store", "adapter"
         if in_flight.failure is not None:
             num_lost = sum(chunk.is_new for chunk in in_flight.chunks)

@@ -18,7 +18,7 @@ from hybridkv.connectors.config import (
     ObjectTierConfig,
     OffloadConfig,
     PeerTierConfig,
-    SlowerTierConfig,
+    SecondaryTierConfig,
     format_size,
     parse_address,
 )
@@ -33,10 +33,10 @@ from hybridkv.tiers import SealedMemory, TierConfigurationError, TierIndex, Tier
 from hybridkv.tiers import object as object_tier
 from hybridkv.tiers import peer as peer_tier
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
-from hybridkv.tiers.object import Depot, ObjectIndex, ObjectMedium, ObjectOptions
-from hybridkv.tiers.peer import Neighbourhood, PeerIndex, PeerMedium, PeerOptions
+from hybridkv.tiers.object import ObjectIndex, ObjectMedium, ObjectOptions, StoreLocation
+from hybridkv.tiers.peer import PeerAddresses, PeerIndex, PeerMedium, PeerOptions
 from hybridkv.tiers.ram import RamIndex, choose_granule_bytes
-from hybridkv.tiers.stack import CascadePolicy, SlowerTier, SlowerTierOptions, TierStack
+from hybridkv.tiers.stack import CascadePolicy, SecondaryTier, SecondaryTierOptions, TierStack
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -146,7 +146,7 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerp
 
 def slower_tiers(
     config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint, near: RamIndex
-) -> list[SlowerTier]:
+) -> list[SecondaryTier]:
     """The tiers below host memory. `near` is the index of host memory.
 
     Raises:
@@ -154,17 +154,17 @@ def slower_tiers(
     """
     slower = []
     for name, tier in config.slower.items():
-        options = SlowerTierOptions(
+        options = SecondaryTierOptions(
             cascades=CascadePolicy(tier.cascade),
             load_timeout_s=config.load_timeout_of(tier),
-            ask_timeout_s=config.ask_timeout_of(tier),
+            async_lookup_timeout_s=config.ask_timeout_of(tier),
         )
         burst_bytes = int(options.cascading_share * near.capacity_bytes) * layout.world_size
         try:
             index = open_index(tier, Setting(layout, fingerprint, burst_bytes, near, options.load_timeout_s))
         except TierConfigurationError as error:
             raise _of_tier(config, name, error) from error
-        if tier.ask_timeout_seconds is not None and not index.answers_late:
+        if tier.ask_timeout_seconds is not None and not index.has_async_lookups:
             index.close()
             raise ConfigurationError(
                 f"{config.path_of(name)}.ask_timeout_seconds",
@@ -172,7 +172,7 @@ def slower_tiers(
                 f"one of type {name}, which answers at once",
                 "leave it out",
             )
-        slower.append(SlowerTier(name, index, options))
+        slower.append(SecondaryTier(name, index, options))
     return slower
 
 
@@ -182,7 +182,7 @@ def _of_tier(config: OffloadConfig, name: str, error: TierConfigurationError) ->
     return ConfigurationError(path, error.expected, repr(error.got), error.hint)
 
 
-def open_index(tier: SlowerTierConfig, setting: Setting) -> TierIndex:
+def open_index(tier: SecondaryTierConfig, setting: Setting) -> TierIndex:
     """Index of a slower tier.
 
     Raises:
@@ -199,7 +199,7 @@ def open_index(tier: SlowerTierConfig, setting: Setting) -> TierIndex:
     raise AssertionError(f"no index for {type(tier).__name__}")
 
 
-def open_medium(tier: SlowerTierConfig, namespace: bytes, worker: WorkerPart) -> TierMedium:
+def open_medium(tier: SecondaryTierConfig, namespace: bytes, worker: WorkerPart) -> TierMedium:
     """Medium of a slower tier for one worker."""
     match tier:
         case DiskTierConfig():
@@ -247,7 +247,7 @@ def media(config: OffloadConfig, rank: int, arena: SealedMemory) -> dict[str, Ca
     """For each slower tier a function that opens the worker's medium for a namespace. `arena` is the worker's part of
     the primary tier."""
 
-    def opener(tier: SlowerTierConfig) -> Callable[[bytes], TierMedium]:
+    def opener(tier: SecondaryTierConfig) -> Callable[[bytes], TierMedium]:
         worker = WorkerPart(rank, arena, config.load_timeout_of(tier))
         return lambda namespace: open_medium(tier, namespace, worker)
 
@@ -319,7 +319,7 @@ def _peer_options(load_timeout_s: float) -> PeerOptions:
     return PeerOptions(load_timeout_s=load_timeout_s, lease_s=max(PeerOptions().lease_s, 2 * load_timeout_s))
 
 
-def _neighbourhood(config: PeerTierConfig) -> Neighbourhood:
+def _neighbourhood(config: PeerTierConfig) -> PeerAddresses:
     try:
         secret = read_secret(config.secret_file) if config.secret_file is not None else NO_SECRET
     except PeersConfigurationError as error:
@@ -327,7 +327,7 @@ def _neighbourhood(config: PeerTierConfig) -> Neighbourhood:
     listen, peers = parse_address(config.listen), tuple(map(parse_address, config.peers))
     assert listen is not None
     known = tuple(peer for peer in peers if peer is not None)
-    return Neighbourhood(secret, listen, known, _transport)
+    return PeerAddresses(secret, listen, known, _transport)
 
 
 def _transport(name: str) -> Transport:
@@ -374,7 +374,7 @@ def _object_options(config: ObjectTierConfig, load_timeout_s: float) -> ObjectOp
     return msgspec.structs.replace(options, request_timeout_s=min(options.request_timeout_s, load_timeout_s))
 
 
-def _depot(config: ObjectTierConfig) -> Depot:
+def _depot(config: ObjectTierConfig) -> StoreLocation:
     settings = {} if config.credentials_file is None else _read_settings(config.credentials_file)
     settings |= {} if config.endpoint is None else {"endpoint": config.endpoint}
     settings |= {} if config.region is None else {"region": config.region}
@@ -382,7 +382,7 @@ def _depot(config: ObjectTierConfig) -> Depot:
         secret = b"" if config.secret_file is None else read_secret(config.secret_file).derive(_OBJECT_STORE_PURPOSE)
     except PeersConfigurationError as error:
         raise TierConfigurationError("secret_file", error.expected, error.got, error.hint) from None
-    return Depot(config.url, settings, secret)
+    return StoreLocation(config.url, settings, secret)
 
 
 def _read_settings(path: str) -> dict[str, str]:

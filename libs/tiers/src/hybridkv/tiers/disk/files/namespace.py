@@ -20,7 +20,7 @@ from hybridkv.tiers.disk.format.layout import FINGERPRINT_NAME, LOCK_NAME, rank_
 from hybridkv.tiers.errors import TierConfigurationError, is_shortage
 from hybridkv.tiers.files.directory import Directory, ForeignFileError, open_root, refused
 from hybridkv.tiers.files.file_io import FileIO
-from hybridkv.tiers.files.path_safety import say_who_could_exchange
+from hybridkv.tiers.files.path_safety import warn_if_replaceable
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Namespace:
         except TierConfigurationError:
             self.root.close()
             raise
-        say_who_could_exchange(self.root)
+        warn_if_replaceable(self.root)
         _open_namespaces.add(self)
 
     @property

@@ -54,7 +54,7 @@ else:
 
 _ANSWERS = (LookupResult.MISS, LookupResult.PENDING, LookupResult.HIT)
 _REFUSALS = (Refusal.NO_ROOM, Refusal.TOO_LARGE, Refusal.PRESENT, Refusal.CLOSED)
-_STATES = (KeyState.RESERVED, KeyState.COMMITTED, KeyState.DOOMED_WRITE, KeyState.DOOMED_READ)
+_STATES = (KeyState.RESERVED, KeyState.COMMITTED, KeyState.DELETED_WHILE_WRITTEN, KeyState.DELETED_WHILE_PINNED)
 _SEED_BYTES = 8
 _MOST_KEYS = (1 << 32) - 2
 _ADDRESS_BYTES = 8

@@ -26,7 +26,7 @@ from hybridkv.transfer import (
     StreamCopyEngine,
     TransferError,
 )
-from hybridkv.transfer.pinned import map_memory, near_cpus, pin
+from hybridkv.transfer.pinned import map_memory, numa_local_cpus, pin
 
 Integers = npt.NDArray[np.int64]
 
@@ -106,7 +106,7 @@ class EngineDevice:
         Raises:
             TransferError: the memory cannot be pinned.
         """
-        cpus = near_cpus(self._torch.cuda.get_device_properties(self._index))
+        cpus = numa_local_cpus(self._torch.cuda.get_device_properties(self._index))
         pin(memory, self._register, self._copies.host_unregister, cpus)
         address = int(memory.ctypes.data)
         self._pinned.append((address, address + memory.nbytes))
@@ -142,7 +142,7 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def reach_memory(self, memory: npt.NDArray[np.uint8]) -> None:
+    def pin_pool(self, memory: npt.NDArray[np.uint8]) -> None:
         """Pins existing memory for copies of the device, until all views of it are gone.
 
         Raises:
@@ -179,7 +179,7 @@ class CpuDevice(Device):
     def arena_memory(self, num_bytes: int) -> npt.NDArray[np.uint8] | None:
         return None
 
-    def reach_memory(self, memory: npt.NDArray[np.uint8]) -> None:
+    def pin_pool(self, memory: npt.NDArray[np.uint8]) -> None:
         """Does nothing: a CPU can use all memory."""
 
     def digest_threads(self, num_workers: int) -> int:
@@ -250,7 +250,7 @@ class EngineGpuDevice(GpuDevice):
             raise _cannot_pin("capacity", "the capacity of the ram tier", error) from error
         return memory
 
-    def reach_memory(self, memory: npt.NDArray[np.uint8]) -> None:
+    def pin_pool(self, memory: npt.NDArray[np.uint8]) -> None:
         try:
             self._device.pin(memory)
         except TransferError as error:
@@ -279,7 +279,7 @@ class NativeGpuDevice(GpuDevice):
         except TransferError as error:
             raise _cannot_pin("capacity", "the capacity of the ram tier", error) from error
 
-    def reach_memory(self, memory: npt.NDArray[np.uint8]) -> None:
+    def pin_pool(self, memory: npt.NDArray[np.uint8]) -> None:
         from hybridkv.transfer.cuda import pin_existing
 
         try:

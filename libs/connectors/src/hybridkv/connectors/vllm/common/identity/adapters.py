@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hybridkv.connectors.vllm.common.identity.background import Background, Outcome
+from hybridkv.connectors.vllm.common.identity.background import BackgroundThread, Outcome
 from hybridkv.connectors.vllm.common.identity.files import Content, NotReadableError, Signature, content, signature
 from hybridkv.hashing import ChunkKeys
 
@@ -44,7 +44,7 @@ Name = tuple[str, int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Sworn:
+class AdapterVersion:
     """Version of a request's adapter at its admission; `Adapters.holds` tells whether it is still valid."""
 
     name: Name
@@ -98,8 +98,8 @@ class Adapters:
         self._adapters: OrderedDict[Name, _Adapter] = OrderedDict()
         self._first_checks: dict[Name, Outcome[Signature]] = {}
         self._turns: dict[int, _Turn] = {}
-        self._reader = Background("hybridkv-adapter-reader")
-        self._checker = Background("hybridkv-adapter-looker")
+        self._reader = BackgroundThread("hybridkv-adapter-reader")
+        self._checker = BackgroundThread("hybridkv-adapter-looker")
         self._checking: Outcome[Signature] | None = None
 
     def notice(self, lora: Any) -> None:
@@ -108,7 +108,7 @@ class Adapters:
         if adapter.content is None:
             self._read(adapter)
 
-    def current_version(self, lora: Any, is_alone: bool) -> Sworn | None:
+    def current_version(self, lora: Any, is_alone: bool) -> AdapterVersion | None:
         """Version of the adapter for a request that is about to be admitted; None if its content is in doubt.
 
         Args:
@@ -130,7 +130,7 @@ class Adapters:
             return None
         if adapter.keys is None:
             adapter.keys = self._keys.for_adapter(self._nonce + found.digest)
-        return Sworn(adapter.name, found.signature, adapter.keys, lora.load_inplace, self._turn(adapter))
+        return AdapterVersion(adapter.name, found.signature, adapter.keys, lora.load_inplace, self._turn(adapter))
 
     def begin_anew(self, nonce: bytes) -> None:
         """Gives every adapter new keys that no other process has, after the model has changed.
@@ -142,27 +142,27 @@ class Adapters:
         for adapter in self._adapters.values():
             adapter.keys = None
 
-    def holds(self, sworn: Sworn | None) -> bool:
+    def holds(self, adapter_version: AdapterVersion | None) -> bool:
         """Whether the files are unchanged, so that everything since the admission was computed with them.
 
         True for a request without an adapter.
         """
-        if sworn is None:
+        if adapter_version is None:
             return True
-        if not self.is_unchanged(sworn):
+        if not self.is_unchanged(adapter_version):
             return False
-        if sworn.is_in_place:
+        if adapter_version.is_in_place:
             # The request has run, so the engine has loaded these files.
-            adapter = self._adapters[sworn.name]
-            adapter.held, adapter.held_turn = sworn.signature, sworn.turn
+            adapter = self._adapters[adapter_version.name]
+            adapter.held, adapter.held_turn = adapter_version.signature, adapter_version.turn
         return True
 
-    def is_unchanged(self, sworn: Sworn) -> bool:
+    def is_unchanged(self, adapter_version: AdapterVersion) -> bool:
         """Whether the version would be the same for a request that is admitted now."""
-        adapter = self._adapters.get(sworn.name)
-        if adapter is None or self._turn(adapter) != sworn.turn:
+        adapter = self._adapters.get(adapter_version.name)
+        if adapter is None or self._turn(adapter) != adapter_version.turn:
             return False
-        return self._check(adapter) == sworn.signature
+        return self._check(adapter) == adapter_version.signature
 
     def settle(self, timeout_s: float) -> bool:
         """Waits until every requested file is read; for tests and tools."""

@@ -38,7 +38,7 @@ class Outcome(Generic[T]):
         self._done.set()
 
 
-class Background:
+class BackgroundThread:
     """A daemon thread, started with the first work. A stuck file system cannot keep the process alive.
 
     Args:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.common.identity import EngineFacts, IdentityConfig, engine_facts, without_ignored
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
-from hybridkv.connectors.vllm.common.identity.worker_facts import merged, that_matter
+from hybridkv.connectors.vllm.common.identity.worker_facts import merged, relevant_facts
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.hashing import ChunkKeys
 
@@ -52,7 +52,7 @@ class Identity:
         return self.keys.for_adapter(nonce)
 
 
-class Identification:
+class IdentityBuilder:
     """Facts of an engine, until the facts of its workers arrive.
 
     Args:
@@ -92,7 +92,7 @@ class Identification:
         facts = self._engine.facts
         if not self.needs_no_worker:
             facts = without_ignored(facts | merged(ranks, facts), self._config.identity_ignores)
-            facts = that_matter(facts, self._layout.spec)
+            facts = relevant_facts(facts, self._layout.spec)
         keys = ChunkKeys(self._layout.fingerprint(facts), self._layout.hash_block_tokens)
         return Identity(keys, Adapters(keys, self._began_ns))
 

@@ -111,17 +111,17 @@ def element_order(cache: KVCache) -> str:
     return f"{str(cache.dtype).removeprefix('torch.')} {','.join(f'{dim}:{cache.shape[dim]}' for dim in inner)}"
 
 
-OF_CONVOLUTIONS = (
+CONV_STATE_FACTS = (
     "environment.VLLM_SSM_CONV_STATE_LAYOUT",
     "worker.environment.VLLM_SSM_CONV_STATE_LAYOUT",
     "worker.conv_state_layout",
 )
 """Facts about the layout of convolution states. It matters only to readers of single elements."""
-STATE_FACTS = ("cache_config.mamba_cache_dtype", "cache_config.mamba_ssm_cache_dtype", *OF_CONVOLUTIONS)
+STATE_FACTS = ("cache_config.mamba_cache_dtype", "cache_config.mamba_ssm_cache_dtype", *CONV_STATE_FACTS)
 """Facts about recurrent states. A CPU platform sets these by its instruction set for every model."""
 
 
-def that_matter(facts: Mapping[str, str], spec: CacheSpec) -> dict[str, str]:
+def relevant_facts(facts: Mapping[str, str], spec: CacheSpec) -> dict[str, str]:
     """The facts without those about recurrent states, if the model has none."""
     if any(group.kind is GroupKind.RECURRENT for group in spec.groups):
         return dict(facts)

@@ -302,7 +302,7 @@ def require_resumable(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, *
         raise ConfigurationError(found.path, found.expected, found.got, found.hint)
 
 
-def warn_of_others(
+def warn_other_connectors(
     vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, others: Sequence[str]
 ) -> ResumeRefusal | None:
     """Warns of connectors beside hybridkv's own that could restore a prefix although none may be resumed.

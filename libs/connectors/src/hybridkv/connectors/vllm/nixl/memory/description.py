@@ -23,10 +23,10 @@ from hybridkv.canonical.torch_view import (
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common.identity import engine_facts, without_ignored
 from hybridkv.connectors.vllm.common.identity.worker_facts import (
+    CONV_STATE_FACTS,
     ELEMENT_ORDER,
-    OF_CONVOLUTIONS,
     merged,
-    that_matter,
+    relevant_facts,
     worker_facts,
 )
 from hybridkv.connectors.vllm.common.layout import CacheLayout
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
-FACTS_IN_LAYERS = frozenset({ELEMENT_ORDER, "cache_config.kv_cache_layout", *OF_CONVOLUTIONS})
+FACTS_IN_LAYERS = frozenset({ELEMENT_ORDER, "cache_config.kv_cache_layout", *CONV_STATE_FACTS})
 """Facts about the order of bytes. Engines may differ in them; a layer's description states the order if it matters."""
 
 
@@ -104,7 +104,7 @@ def identity_facts(
         )
     ranks = {0: worker_facts(vllm_config, layout, kv_caches, environ)}
     facts = without_ignored(found.facts | merged(ranks, found.facts), config.identity_ignores)
-    matter = that_matter(facts, layout.spec)
+    matter = relevant_facts(facts, layout.spec)
     return {name: _short(value) for name, value in matter.items() if name not in FACTS_IN_LAYERS}
 
 

@@ -79,12 +79,12 @@ class HostBuffer:
 
     def save(self, block_ids: BlockIds) -> None:
         """Copies blocks from the device and waits for the copy."""
-        with compat.waits_for_device():
+        with compat.allow_device_waits():
             _copy(self._device, self._host, block_ids)
 
     def load(self, block_ids: BlockIds) -> None:
         """Copies blocks to the device and waits for the copy."""
-        with compat.waits_for_device():
+        with compat.allow_device_waits():
             _copy(self._host, self._device, block_ids)
 
     def clear(self, block_ids: BlockIds) -> None:

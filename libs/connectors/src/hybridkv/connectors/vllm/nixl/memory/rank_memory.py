@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
-from hybridkv.connectors.vllm.common.identity.background import Background, Outcome
+from hybridkv.connectors.vllm.common.identity.background import BackgroundThread, Outcome
 from hybridkv.connectors.vllm.nixl.memory.description import MemoryRegion
 from hybridkv.peers.digests import DigestRuns, plain_digester
 
@@ -84,7 +84,7 @@ INLINE_DIGEST_BYTES = 4 << 20
 """Bytes that the agent's thread digests itself, in a fraction of a millisecond. More go to another thread."""
 
 
-class DigestThread(Background):
+class DigestThread(BackgroundThread):
     """Thread that digests many bytes. The calling thread digests few, which is faster than to hand them over.
 
     Call it from one thread.
