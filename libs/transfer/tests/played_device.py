@@ -22,7 +22,7 @@ from kernel_simulation import ROW_WORDS, pointers, simulate_table, simulation
 
 from hybridkv.transfer import CopyRuns
 from hybridkv.transfer.cuda import CopyTuning, CudaError, MemoryKind
-from hybridkv.transfer.cuda.device import NUM_PARTS, merged
+from hybridkv.transfer.cuda.device import NUM_PARTS, merge_ranges
 from hybridkv.transfer.pinned import REGISTRATION_BYTES
 
 TIMEOUT_S = patience.seconds(6.0)
@@ -111,7 +111,7 @@ class PlayedDevice:
         tuning = self.tuning
         sizes = (tuning.large_run_bytes, tuning.direct_job_bytes, tuning.part_bytes, tuning.tile_bytes)
         limits = (ctypes.c_uint64 * 5)(*sizes, REGISTRATION_BYTES)
-        ranges = np.array(merged(self._ranges), dtype=np.uint64).reshape(-1, 2)
+        ranges = np.array(merge_ranges(self._ranges), dtype=np.uint64).reshape(-1, 2)
         made = [prototype(self._guarded(name)) for name, prototype in Calls._fields_]
         columns, count = pointers(runs)
         failed = simulation().hybridkv_play_job(

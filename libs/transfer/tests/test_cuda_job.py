@@ -13,7 +13,7 @@ from played_device import SMALL, PlayedDevice
 
 from hybridkv.transfer import CopyRuns
 from hybridkv.transfer.cuda import CopyTuning
-from hybridkv.transfer.cuda.device import NUM_PARTS, merged
+from hybridkv.transfer.cuda.device import NUM_PARTS, merge_ranges
 from hybridkv.transfer.pinned import REGISTRATION_BYTES
 
 HOST, DEVICE, STAGING = 1 << 30, 1 << 40, 1 << 50
@@ -189,7 +189,7 @@ def test_no_copy_by_the_copy_engines_goes_from_one_registration_into_the_next(si
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=12))
 def test_ranges_are_merged_to_ranges_that_do_not_overlap(drawn: list[tuple[int, int]]) -> None:
     ranges = [(begin, begin + size) for begin, size in drawn]
-    found = merged(ranges)
+    found = merge_ranges(ranges)
     assert {address for begin, end in found for address in range(begin, end)} == {
         address for begin, end in ranges for address in range(begin, end)
     }

@@ -1,4 +1,4 @@
-"""Moves bytes. Knows runs of bytes, not groups."""
+"""Copy engines: they move runs of bytes between registered memory. They do not know groups, blocks or tensors."""
 
 from hybridkv.transfer.cpu import CpuCopyEngine
 from hybridkv.transfer.engine import CopyEngine, CopyResult, Hook, JobId, RecordDigests, RunsSource

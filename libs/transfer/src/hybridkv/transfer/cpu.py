@@ -1,6 +1,7 @@
-"""The copy engine for host memory: memmove on a thread of its own. Needs neither torch nor a GPU.
+"""Copy engine for host memory, on its own thread. Needs neither torch nor a GPU.
 
-One thread takes the jobs in order. With more threads, the runs of one large job are shared out; jobs never overlap.
+One thread runs the jobs in order. With more threads, the runs of one large job are split between them; jobs never
+overlap.
 """
 
 from __future__ import annotations
@@ -14,14 +15,19 @@ from hybridkv.transfer.queued import QueuedCopyEngine
 from hybridkv.transfer.runs import CopyRuns, Integers
 
 SHARED_JOB_BYTES = 4 * 1024 * 1024
-"""Smaller jobs are not shared out between threads."""
+"""Smaller jobs are not split between threads."""
 
 
 class CpuCopyEngine(QueuedCopyEngine):
     """A `CopyEngine` for host memory.
 
-    `num_threads` >= 1 copy; the first starts now. `max_queued_jobs` bounds the jobs that were submitted and whose
-    results were not polled. `clock` gives seconds. `ValueError` for numbers below 1.
+    Args:
+        num_threads: threads that copy, at least 1. The first starts now.
+        clock: returns seconds.
+        max_queued_jobs: limit of jobs that were submitted and not polled yet, at least 1.
+
+    Raises:
+        ValueError: a number is below 1.
     """
 
     def __init__(
@@ -46,4 +52,4 @@ class CpuCopyEngine(QueuedCopyEngine):
         copy_runs(first)
         for future in shared:
             future.result()
-        return None  # a record may have been cut between threads
+        return None  # no digests: a record can be split between threads

@@ -1,4 +1,4 @@
-"""What a copy engine promises: jobs of runs go in, results come out. CONTRACT.md names the test behind each promise."""
+"""The `CopyEngine` protocol and its values. CONTRACT.md names the test of each claim."""
 
 from __future__ import annotations
 
@@ -9,52 +9,56 @@ from typing import NewType, Protocol, TypeAlias, runtime_checkable
 from hybridkv.transfer.runs import CopyRuns, Integers
 
 JobId = NewType("JobId", int)
-"""The caller's name for one job; free again once its result was polled."""
+"""The caller's number of one job. It can be used again after the job's result was polled."""
 
 Hook: TypeAlias = Callable[[], "str | None"]
-"""Runs on a thread of the engine. None: go on. A reason: fail the job. An exception fails it too, with its text."""
+"""Callback on a thread of the engine. It returns None to go on, or the reason to fail the job. An exception fails the
+job with its text."""
 
 
 RunsSource: TypeAlias = "CopyRuns | Callable[[], CopyRuns]"
-"""Runs, or what makes them: called once, on the copy thread, when the job's turn has come. What it raises fails it."""
+"""Runs, or a function that makes them. It is called once, on the copy thread, when the job starts. An exception fails
+the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyResult:
-    """The end of one job."""
+    """Result of one job."""
 
     job_id: JobId
     failure: str | None
-    """None when every byte was copied and both hooks agreed."""
+    """None if every byte was copied and both hooks returned None."""
     num_bytes: int
-    """Bytes that were copied: 0 or all of the job's, also when `after` failed it."""
+    """Copied bytes: 0, or all bytes of the job. All bytes too if `after` failed the job."""
     seconds: float
-    """From the start of the job, or the end of the job before if that is later, to its end. The making of runs and
-    hooks are included, time in the queue is not."""
+    """Duration, from the start of the job (or the end of the previous job, if later) to its end. Includes the hooks and
+    the making of runs, not the time in the queue."""
 
 
 @dataclass(slots=True, eq=False)
 class RecordDigests:
-    """Asks a job for XXH3-128 of what it copies, taken of the very bytes that it writes and on their way.
+    """Request for the XXH3-128 digest of each record of a job, computed from the bytes while they are copied.
 
-    Record i is the runs from `ends[i - 1]` to `ends[i]`, in order; the last end is the number of runs. Who has the runs
-    made when the job's turn comes sets `ends` then.
+    Record i consists of the runs from `ends[i - 1]` to `ends[i]`, in order; the last end is the number of runs. A
+    function that makes the runs sets `ends` when it is called.
     """
 
     ends: Integers
     digests: list[bytes] | None = None
-    """16 bytes for each record, once all is copied, so in `after`. None: this engine takes none; read what it wrote."""
+    """16 bytes per record, set after the copy and before `after`. None if this engine computes no digests; the caller
+    then reads the written bytes."""
 
 
 @runtime_checkable
 class CopyEngine(Protocol):
     """Moves runs of bytes between registered memory. One thread submits, polls and closes.
 
-    Memory of a job must stay valid, its sources unchanged and its destinations unread until its result was polled.
+    Until the result of a job was polled, its memory must stay valid, its sources must not change, and its destinations
+    must not be read.
     """
 
     def register(self, address: int, num_bytes: int, name: str) -> None:
-        """Memory that runs may touch from now on; `name` appears in failures. Registrations may overlap."""
+        """Allow runs in this memory from now on. `name` appears in failures. Registrations may overlap."""
         ...
 
     def submit(
@@ -65,29 +69,32 @@ class CopyEngine(Protocol):
         after: Hook | None = None,
         records: RecordDigests | None = None,
     ) -> bool:
-        """Queue a job: `before`, then the copies, then `after`; jobs run one after another in order of submission.
-        Runs that are made are made first.
+        """Queue a job. Never waits.
 
-        True: taken, and exactly one result will come. False: as many jobs as allowed are waiting or unpolled; nothing
-        was done and no result comes, so the caller drops and counts. Never waits. A job with a run that does not lie in
-        one registration fails before `before` is called and before a byte moves. `CopyEngineError` after `close` and
-        for a `job_id` whose result was not polled yet.
+        Jobs run one after another, in order of submission. A job makes its runs (if `runs` is a function), checks them,
+        calls `before`, copies, and calls `after`. It fails before `before` and before a byte moves if a run does not
+        lie in one registration. `records.digests` is set before `after`, if this engine computes digests.
 
-        `records` is filled in before `after` is called, if this engine takes digests while it copies.
+        Returns:
+            True if the job was accepted; exactly one result follows. False if the queue is full: nothing was done and
+            no result follows, so the caller drops the job and counts the drop.
+
+        Raises:
+            CopyEngineError: after `close`, or if the result of a job with this `job_id` was not polled yet.
         """
         ...
 
     def poll(self) -> list[CopyResult]:
-        """Results that were not handed out yet, in order of submission. Never waits."""
+        """Results that were not returned yet, in order of submission. Never waits."""
         ...
 
     def wait(self, job_ids: Iterable[JobId], timeout_s: float) -> bool:
-        """Wait until these jobs have ended; their results still come by `poll`. False when `timeout_s` passed first.
+        """Wait until these jobs have ended. `poll` still returns their results. False on timeout.
 
-        A job id that is not known, because its result was polled, has ended.
+        An unknown job id counts as ended, because its result was polled.
         """
         ...
 
     def close(self) -> None:
-        """Finish the running job, fail the queued ones, stop the threads. `poll` still works. Repeatable."""
+        """Finish the running job, fail the queued jobs, stop the threads. `poll` still works. Can be called again."""
         ...

@@ -1,4 +1,4 @@
-"""The copy engine that copies in `submit`, on the caller's thread: for loading synchronously, and for tests."""
+"""Copy engine that copies in `submit`, on the caller's thread: for synchronous loads and for tests."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 
 from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.jobs import Copier, Job, copy_runs, describe, execute
-from hybridkv.transfer.memory import RegisteredMemory
+from hybridkv.transfer.memory import RegisteredRanges
 from hybridkv.transfer.runs import CopyEngineError
 
 
 class InlineCopyEngine:
-    """A `CopyEngine` whose jobs have ended when `submit` returns. At most `max_queued_jobs` results wait for `poll`.
+    """A `CopyEngine` that finishes each job in `submit`. At most `max_queued_jobs` results wait for `poll`.
 
-    `clock` gives seconds. `copier` gives the function that copies a job's runs. `ValueError` when `max_queued_jobs` is
-    below 1.
+    `clock` returns seconds. `copier` returns the function that copies the runs of a job. Raises `ValueError` if
+    `max_queued_jobs` is below 1.
     """
 
     def __init__(
@@ -29,7 +29,7 @@ class InlineCopyEngine:
         self._clock = clock
         self._copier = copier
         self._max_queued_jobs = max_queued_jobs
-        self._memory = RegisteredMemory()
+        self._memory = RegisteredRanges()
         self._results: dict[JobId, CopyResult] = {}
         self._is_closed = False
 
@@ -54,7 +54,7 @@ class InlineCopyEngine:
         copy = self._copier()
         try:
             self._results[job_id] = execute(job, self._memory, copy, self._clock)
-        except Exception as error:  # of a copy; a hook's is a result already
+        except Exception as error:  # from the copy; `execute` catches errors of hooks
             self._results[job_id] = job.failed(describe(error))
         return True
 

@@ -1,4 +1,4 @@
-"""One job from start to end, on whatever thread calls. Private to the engines of this library."""
+"""Steps of one copy job, on the calling thread. Private to the engines of this library."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 from typing import Protocol
 
 from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
-from hybridkv.transfer.memory import RegisteredMemory
+from hybridkv.transfer.memory import RegisteredRanges
 from hybridkv.transfer.runs import CopyRuns, Integers
 
 try:
@@ -23,7 +23,7 @@ __all__ = ["Copier", "Lowering", "MemoryCopier"]
 
 
 class Copier(Protocol):
-    """Copies each run. The digest of each record, 16 bytes, if `record_ends` asks for them and it takes any."""
+    """Copies each run. Returns 16 bytes per record if `record_ends` is given and it can compute digests."""
 
     def __call__(self, runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes] | None: ...
 
@@ -44,10 +44,9 @@ class Job:
 
 
 def copy_runs(runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes] | None:
-    """Copies each run, without the interpreter lock. The caller checked every address.
+    """Copy each run without the GIL. Returns the digest of each record if `record_ends` is given.
 
-    The digest of each record, where `record_ends` asks for them: taken on the way, for a tenth of the cost of reading
-    the bytes once more.
+    The caller has checked every address. Digests during the copy cost a tenth of a second read of the bytes.
     """
     copier = _copier()
     if record_ends is None:
@@ -59,26 +58,25 @@ def copy_runs(runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes
 
 @cache
 def _copier() -> MemoryCopier:
-    """One for the process: it copies on the thread that calls."""
     return MemoryCopier()
 
 
-def prepare(job: Job, memory: RegisteredMemory) -> tuple[CopyRuns, str | None]:
-    """Makes the runs, checks them, calls `before`. The runs, and why they are not to be copied."""
+def prepare(job: Job, memory: RegisteredRanges) -> tuple[CopyRuns, str | None]:
+    """Make the runs, check them, call `before`. Returns the runs, and the failure if they must not be copied."""
     try:
         runs = job.runs if isinstance(job.runs, CopyRuns) else job.runs()
-    except Exception as error:  # as of a hook
+    except Exception as error:
         return CopyRuns.empty(), describe(error)
-    return runs, memory.why_not(runs) or _ask("before", job.before)
+    return runs, memory.check(runs) or _call_hook("before", job.before)
 
 
-def conclude(job: Job) -> str | None:
-    """Calls `after`, once everything is copied. Why the job failed all the same."""
-    return _ask("after", job.after)
+def call_after(job: Job) -> str | None:
+    """Call `after` of a job that was copied. Returns its failure."""
+    return _call_hook("after", job.after)
 
 
-def execute(job: Job, memory: RegisteredMemory, copy: Copier, clock: Callable[[], float]) -> CopyResult:
-    """Make the runs, check, `before`, copy, `after`. Any problem ends the job there, as a result."""
+def execute(job: Job, memory: RegisteredRanges, copy: Copier, clock: Callable[[], float]) -> CopyResult:
+    """Run the whole job. The first problem of the runs or of a hook ends it, and is in the result."""
     started = clock()
     num_bytes = 0
     runs, failure = prepare(job, memory)
@@ -88,7 +86,7 @@ def execute(job: Job, memory: RegisteredMemory, copy: Copier, clock: Callable[[]
         else:
             job.records.digests = copy(runs, job.records.ends)
         num_bytes = runs.total_bytes
-        failure = conclude(job)
+        failure = call_after(job)
     return CopyResult(job.job_id, failure, num_bytes, clock() - started)
 
 
@@ -96,10 +94,10 @@ def describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _ask(name: str, hook: Hook | None) -> str | None:
+def _call_hook(name: str, hook: Hook | None) -> str | None:
     if hook is None:
         return None
     try:
         return hook()
-    except Exception as error:  # whatever a hook raises must end its job, not the copy thread
+    except Exception as error:  # must end the job, not the copy thread
         return f"{name}: {describe(error)}"

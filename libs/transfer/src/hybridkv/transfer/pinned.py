@@ -1,4 +1,4 @@
-"""Host memory that a device reads and writes directly: mapped here or by the caller, registered by whoever can."""
+"""Pinned host memory, which a device reads and writes directly. The caller passes the functions that register it."""
 
 from __future__ import annotations
 
@@ -25,29 +25,28 @@ from hybridkv.transfer.runs import TransferError
 logger = logging.getLogger(__name__)
 
 REGISTRATION_BYTES: Final = 64 << 30
-"""One registration ends at each multiple of this address. CUDA refuses one registration from 512 GiB on.
+"""Registrations end at addresses that are multiples of this. CUDA rejects a registration of 512 GiB or more.
 
-A copy must not go from one registration into the next: CUDA demands memory of one registration. A slot may lie anywhere
-in an arena, also across a border. So engines that copy with CUDA or ROCm cut runs at the same multiples
-(`CopyRuns.cut_at_multiples`). As these are multiples of the address, an engine need not know what was registered.
+CUDA copies within one registration only, but a slot can cross the border of two. So engines that copy with CUDA or ROCm
+cut runs at the same multiples (`CopyRuns.cut_at_multiples`). They need not know the registrations.
 """
 MAX_THREADS: Final = 16
-"""At most so many touch memory."""
+"""Limit of the threads that touch memory."""
 _PIECE_BYTES = 256 << 20
-"""One call touches so many at most."""
+"""Limit of the bytes that one call touches."""
 _MADV_POPULATE_WRITE = 23
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 
 
 def map_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Page-aligned memory, uint8, zeroed; huge pages where there are any. Given back when all views are gone.
+    """Map page-aligned memory: uint8, zeroed, in huge pages if possible. It is freed with the last view.
 
-    A forked child does not get it. Otherwise the first write of the parent would move the page to other memory, and the
-    device would go on with the old.
+    A forked child does not inherit it. Otherwise the first write of the parent would move the page to other memory, and
+    the device would still use the old page.
 
     Raises:
-        TransferError: there is not so much, or a control group does not let this process have it: the kernel would
-            kill a process that takes more.
+        TransferError: the memory is not available, or exceeds the limit of a control group (the kernel would kill the
+            process).
     """
     if num_bytes < 1:
         raise ValueError(f"num_bytes: expected a number >= 1, got {num_bytes}")
@@ -66,12 +65,12 @@ def map_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
-def numa_local_cpus(properties: Any, devices: Path = _PCI_DEVICES) -> set[int]:
-    """The CPUs of this thread that lie on the NUMA node of a GPU; all CPUs of this thread where the node is not known.
+def near_cpus(properties: Any, devices: Path = _PCI_DEVICES) -> set[int]:
+    """CPUs of this thread on the NUMA node of a GPU. All CPUs of this thread if the node is unknown.
 
     Args:
-        properties: of the GPU, as torch gives them.
-        devices: where the operating system describes PCI devices.
+        properties: torch's properties of the GPU.
+        devices: directory of PCI devices in sysfs.
     """
     allowed = os.sched_getaffinity(0)
     try:
@@ -89,20 +88,20 @@ def pin(
     unregister: Callable[[int], object],
     cpus: set[int],
 ) -> None:
-    """Pin memory until the array and all its views are gone. The operating system commits all of it now.
+    """Pin memory until the array and all its views are freed. The operating system commits all of it now.
 
-    Threads touch the memory first: registration takes a tenth of the time then, and several threads can touch at once.
-    The memory comes from the NUMA node of their CPUs while that node has room, unless a page was there before.
+    Threads touch the memory first, in parallel; registration then takes a tenth of the time. New pages come from the
+    NUMA node of these CPUs while that node has free memory.
 
     Args:
-        memory: contiguous.
+        memory: contiguous array.
         register: pins (address, num_bytes), or raises `TransferError`. Called once for each part of `memory` between
             multiples of `REGISTRATION_BYTES`.
-        unregister: ends that, by the address.
-        cpus: threads on these CPUs touch the memory.
+        unregister: unpins a part by its address.
+        cpus: CPUs of the threads that touch the memory.
 
     Raises:
-        TransferError: it cannot be pinned; then no part of it is.
+        TransferError: it cannot be pinned; then no part of it is pinned.
     """
     began_s = time.monotonic()
     touch(memory, cpus)
@@ -116,17 +115,17 @@ def pin(
             except TransferError as error:
                 raise TransferError(f"pinned {first - start} bytes of {memory.nbytes}, then: {error}") from error
             pinned.callback(unregister, first)
-        # The owner is an argument so that it outlives the registration.
+        # The owner of the memory is an argument, so that it lives longer than the registration.
         weakref.finalize(memory, _unregister, pinned.pop_all(), memory.base)
     seconds = time.monotonic() - began_s
     logger.info("pinned %d bytes of host memory in %d registrations: %.2f s", end - start, len(borders) + 1, seconds)
 
 
 def touch(memory: npt.NDArray[np.uint8], cpus: set[int]) -> None:
-    """Let the operating system commit memory now, by threads on these CPUs. It does nothing before Linux 5.14.
+    """Commit memory now, by threads on these CPUs. Does nothing before Linux 5.14.
 
     Raises:
-        TransferError: there is not so much.
+        TransferError: the memory is not available.
     """
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -138,7 +137,7 @@ def touch(memory: npt.NDArray[np.uint8], cpus: set[int]) -> None:
 
     def populate(mine: range) -> None:
         with contextlib.suppress(OSError):
-            os.sched_setaffinity(0, cpus)  # of this thread alone
+            os.sched_setaffinity(0, cpus)  # of this thread only
         for first in mine:
             if madvise(first, min(_PIECE_BYTES, end - first), _MADV_POPULATE_WRITE) != 0:
                 failures.append(ctypes.get_errno())
@@ -153,25 +152,25 @@ def touch(memory: npt.NDArray[np.uint8], cpus: set[int]) -> None:
     for thread in threads:
         thread.join()
     for code in failures:
-        # With any other code the kernel does not know this call, and commits memory in the registration.
+        # Any other code: the kernel does not support this call. The registration commits the memory then.
         if code in (errno.ENOMEM, errno.EFAULT):
             raise TransferError(f"{memory.nbytes} bytes of memory cannot be committed: {os.strerror(code)}")
 
 
 def _unregister(pinned: contextlib.ExitStack, owner: Any) -> None:
-    # At the end of a process the device may be gone already, and the memory goes with it.
+    # At process exit the device may be closed already; the memory is freed with the process.
     pinned.close()
 
 
 _Names = tuple[str, str, str]
-"""Files with the limit and with what is used, and what keys of memory.stat begin with."""
+"""File of the limit, file of the usage, and prefix of the keys in memory.stat."""
 _V2: _Names = ("memory.max", "memory.current", "")
 _V1: _Names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
-    """Of the control group `directory`: `free_bytes` of `num_bytes` are free, cached files counted as free."""
+    """Memory limit of the control group `directory`, in bytes. Cached files count as free."""
 
     directory: Path
     num_bytes: int
@@ -179,9 +178,9 @@ class MemoryLimit:
 
 
 def memory_limit(root: Path = Path("/")) -> MemoryLimit | None:
-    """The limit that leaves least, of this process's control group and all above it; None where there is none.
+    """The tightest limit of this process's control group and its parents. None without a limit.
 
-    `root` has the directories `proc` and `sys`. Both versions of control groups are read.
+    Reads both versions of control groups. `root` contains the directories `proc` and `sys`.
     """
     limits = [_limit(directory, names) for directory, names in _directories(root)]
     return min((limit for limit in limits if limit is not None), key=lambda limit: limit.free_bytes, default=None)
@@ -202,7 +201,7 @@ def _directories(root: Path) -> Iterator[tuple[Path, _Names]]:
         else:
             continue
         directory = top / path.lstrip("/")
-        # A container may see the path of the host; then only what lies at the top is there.
+        # A container can see the host's path. Then only the top directory exists.
         for each in (directory, *directory.parents):
             if each.is_relative_to(top):
                 yield each, names
@@ -215,6 +214,6 @@ def _limit(directory: Path, names: _Names) -> MemoryLimit | None:
         used_bytes = int((directory / used_name).read_text())
         stat = dict(line.split() for line in (directory / "memory.stat").read_text().splitlines())
         file_bytes = sum(int(stat[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
-    except (OSError, ValueError, KeyError):  # not there, or "max"
+    except (OSError, ValueError, KeyError):  # no such file, or "max"
         return None
     return MemoryLimit(directory, num_bytes, num_bytes - used_bytes + file_bytes)

@@ -1,4 +1,4 @@
-"""Jobs on a thread of their own, whatever copies the bytes. Private to the engines of this library."""
+"""Job queue with its own thread. Private to the engines of this library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weakref import WeakSet
 
 from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.jobs import Copier, Job, describe, execute
-from hybridkv.transfer.memory import RegisteredMemory
+from hybridkv.transfer.memory import RegisteredRanges
 from hybridkv.transfer.runs import CopyEngineError
 
 logger = logging.getLogger(__name__)
@@ -23,22 +23,22 @@ logger = logging.getLogger(__name__)
 CLOSED = "the copy engine was closed before the job began"
 
 EXIT_TIMEOUT_S = 30.0
-"""How long the interpreter's exit waits for jobs that run. A hook that stands still must not hold it up for ever."""
+"""The interpreter's exit waits this long for running jobs. A hook that hangs must not block it forever."""
 
 
 Prepared = TypeVar("Prepared")
-"""What a job gets on the thread that submits it."""
+"""Value that `on_submit` returns for a job."""
 
 
 class JobQueue(ABC, Generic[Prepared]):
-    """The part of a `CopyEngine` that is the same for every memory: one thread takes the jobs in order.
+    """Base of copy engines with a thread, which runs the jobs in order. It does not copy; subclasses do.
 
-    `on_submit` is called in `submit`, on the caller's thread; its answer goes with the job to `_carry_out`.
-    `max_queued_jobs` bounds the jobs that were submitted and whose results were not polled. `clock` gives
-    seconds. `ValueError` for numbers below 1.
+    `on_submit` is called in `submit`, on the caller's thread; its result is passed with the job to `_run_job`.
+    `max_queued_jobs` is the limit of jobs that were submitted and not polled yet; `ValueError` below 1. `clock` returns
+    seconds.
 
-    What is not closed is closed when the interpreter exits: a copy that was left to run would write to memory that the
-    interpreter frees.
+    The exit of the interpreter closes open queues. Otherwise a running copy would write to memory that the interpreter
+    frees.
     """
 
     def __init__(self, on_submit: Callable[[], Prepared], clock: Callable[[], float], max_queued_jobs: int) -> None:
@@ -47,7 +47,7 @@ class JobQueue(ABC, Generic[Prepared]):
         self._on_submit = on_submit
         self._clock = clock
         self._max_queued_jobs = max_queued_jobs
-        self._memory = RegisteredMemory()
+        self._memory = RegisteredRanges()
         self._changed = threading.Condition()
         self._queue: deque[tuple[Job, Prepared]] = deque()
         self._unfinished: set[JobId] = set()
@@ -96,17 +96,17 @@ class JobQueue(ABC, Generic[Prepared]):
         self._thread.join()
 
     def _end(self) -> None:
-        """No job begins any more."""
+        """Start no more jobs."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     @abstractmethod
-    def _carry_out(self, job: Job, prepared: Prepared) -> None:
-        """On the copy thread. Every job ends with `_finish`, in order of submission; nothing is raised."""
+    def _run_job(self, job: Job, prepared: Prepared) -> None:
+        """Run a job on the copy thread. Calls `_finish` for each job, in order of submission, and never raises."""
 
     def _drain(self) -> None:
-        """On the copy thread, when it takes no more jobs: wait for those that were carried out and did not end yet."""
+        """Wait, on the copy thread, for the jobs that were started and not finished. Called after the last job."""
 
     def _run(self) -> None:
         while True:
@@ -115,8 +115,8 @@ class JobQueue(ABC, Generic[Prepared]):
                 if self._is_closed:
                     break
                 job, prepared = self._queue.popleft()
-            self._carry_out(job, prepared)
-            del job, prepared  # with what its hooks hold
+            self._run_job(job, prepared)
+            del job, prepared  # frees the objects that the hooks refer to
         self._drain()
         while self._queue:
             self._finish(self._queue.popleft()[0].failed(CLOSED))
@@ -129,28 +129,28 @@ class JobQueue(ABC, Generic[Prepared]):
 
 
 class QueuedCopyEngine(JobQueue[Copier]):
-    """A `JobQueue` that copies a job on its thread before it takes the next.
+    """A `JobQueue` that copies each job on its thread before it starts the next.
 
-    `copier` is asked in `submit`, on the caller's thread, for the function that copies this job's runs.
+    `copier` is called in `submit`, on the caller's thread. It returns the function that copies the runs of this job.
     """
 
     def __init__(self, copier: Callable[[], Copier], clock: Callable[[], float], max_queued_jobs: int) -> None:
         super().__init__(copier, clock, max_queued_jobs)
 
-    def _carry_out(self, job: Job, prepared: Copier) -> None:
+    def _run_job(self, job: Job, prepared: Copier) -> None:
         try:
             result = execute(job, self._memory, prepared, self._clock)
-        except BaseException as error:  # the thread must outlive a job, or every later one would hang
+        except BaseException as error:  # the thread must survive, or all later jobs would hang
             result = job.failed(describe(error))
         self._finish(result)
 
 
-# Their threads keep them here until they are closed.
+# Open engines: their threads refer to them until they are closed.
 _running: WeakSet[JobQueue[Any]] = WeakSet()
 
 
 def _close_all() -> None:
-    """At exit, while there is an interpreter that the threads can come back to."""
+    """Close all engines at exit, while the interpreter still runs."""
     engines = list(_running)
     for engine in engines:
         engine._end()
@@ -158,9 +158,9 @@ def _close_all() -> None:
     for engine in engines:
         engine._thread.join(max(0.0, end_s - time.monotonic()))
         if engine._thread.is_alive():
-            logger.warning("a copy job still runs after %.0f s: the interpreter exits without it", EXIT_TIMEOUT_S)
+            logger.warning("a copy job still runs after %.0f s; the interpreter exits without it", EXIT_TIMEOUT_S)
 
 
 atexit.register(_close_all)
-# A child has none of these threads, and locks that they may have held.
+# A forked child has none of these threads, but copies of locks that they may hold.
 os.register_at_fork(after_in_child=_running.clear)

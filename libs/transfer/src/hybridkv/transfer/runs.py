@@ -1,4 +1,4 @@
-"""Runs of bytes: what a copy engine executes. Knows addresses and sizes, not blocks, groups, layers or tensors."""
+"""Runs of bytes, the input of copy engines: addresses and sizes, without blocks, groups, layers or tensors."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import numpy.typing as npt
 
 
 class TransferError(Exception):
-    """Base of everything that `hybridkv.transfer` raises on purpose."""
+    """Base of the errors of `hybridkv.transfer`."""
 
 
 class RunsError(TransferError, ValueError):
-    """Arrays or extents that describe no copy: lengths that differ, sizes that are not positive."""
+    """Invalid arrays or extents: lengths differ, or sizes are not positive."""
 
 
 class CopyEngineError(TransferError, RuntimeError):
-    """The caller broke the life cycle of a copy engine: used it after `close`, or a job id twice."""
+    """Wrong use of a copy engine: after `close`, with a job id in use, or with invalid memory."""
 
 
 Integers: TypeAlias = npt.NDArray[np.int64]
@@ -31,11 +31,11 @@ Extent: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CopyRuns:
-    """Copies `num_bytes[i]` bytes from address `sources[i]` to address `destinations[i]`, for each i in order.
+    """Runs: `num_bytes[i]` bytes from address `sources[i]` to address `destinations[i]`, for each i in order.
 
-    Three int64 arrays of one length; they become read-only and belong to this value. Sizes are positive, addresses are
-    not negative, else `RunsError`. No destination may overlap another destination or any source: the result would
-    depend on the order, which `coalesce` and copying in parallel change. The caller promises that; nobody checks it.
+    Three int64 arrays of one length. They become read-only and belong to this value. `RunsError` if a size is not
+    positive or an address is negative. A destination must not overlap another destination or any source: the result
+    would depend on the order, which `coalesce` and parallel copies change. This is not checked.
     """
 
     sources: Integers
@@ -88,11 +88,11 @@ class CopyRuns:
         return list(zip(self.sources.tolist(), self.destinations.tolist(), self.num_bytes.tolist(), strict=True))
 
     def reversed(self) -> CopyRuns:
-        """The copies back: from each destination to its source."""
+        """Runs in the opposite direction, from each destination to its source."""
         return CopyRuns(self.destinations, self.sources, self.num_bytes)
 
     def coalesce(self) -> CopyRuns:
-        """The same bytes in fewer runs: a run that continues the one before it on both sides is joined to it."""
+        """The same bytes in fewer runs: joins runs that are adjacent on both sides."""
         if len(self) < 2:
             return self
         continues = (self.sources[1:] == self.sources[:-1] + self.num_bytes[:-1]) & (
@@ -102,13 +102,13 @@ class CopyRuns:
         return CopyRuns(self.sources[starts], self.destinations[starts], np.add.reduceat(self.num_bytes, starts))
 
     def select(self, which: npt.NDArray[np.bool_]) -> CopyRuns:
-        """Those runs for which it is true."""
+        """Runs at the true positions of a mask."""
         if which.all():
             return self
         return CopyRuns(self.sources[which], self.destinations[which], self.num_bytes[which])
 
     def cut_at_multiples(self, num_bytes: int) -> CopyRuns:
-        """The same bytes, cut where an address of either side is a multiple of `num_bytes`."""
+        """The same bytes, cut at each source or destination address that is a multiple of `num_bytes`."""
         begins = np.cumsum(self.num_bytes) - self.num_bytes
         cuts: list[int] = []
         for addresses in (self.sources, self.destinations):
@@ -119,7 +119,7 @@ class CopyRuns:
         return self._cut_at(np.array(cuts, dtype=np.int64)) if cuts else self
 
     def split(self, num_parts: int) -> list[CopyRuns]:
-        """At most `num_parts` lists of runs, none empty, of nearly equal bytes; runs are cut where needed."""
+        """Split into at most `num_parts` non-empty parts of nearly equal bytes. Cuts runs if needed."""
         if num_parts < 1:
             raise RunsError(f"num_parts: expected a number >= 1, got {num_parts}")
         if not len(self):
@@ -136,7 +136,7 @@ class CopyRuns:
         return CopyRuns(self.sources[first:last], self.destinations[first:last], self.num_bytes[first:last])
 
     def _cut_at(self, positions: Integers) -> CopyRuns:
-        """The same runs, cut at these positions in the sequence of all bytes (each inside the total)."""
+        """Cut runs at these byte positions, counted over all runs. Each position is below the total."""
         ends = np.cumsum(self.num_bytes)
         bounds = np.union1d(np.concatenate(([0], ends)), positions)
         run = np.searchsorted(ends, bounds[:-1], side="right")
@@ -145,9 +145,10 @@ class CopyRuns:
 
 
 def zip_extents(sources: Sequence[Extent], destinations: Sequence[Extent]) -> CopyRuns:
-    """The copy of the concatenation of `sources` over that of `destinations`, whatever the two are cut into.
+    """Runs that copy the concatenated `sources` to the concatenated `destinations`.
 
-    Each is a sequence of (address, num_bytes); empty extents are skipped. `RunsError` when the totals differ.
+    Both are sequences of (address, num_bytes), of any sizes; empty extents are skipped. `RunsError` if the totals
+    differ.
     """
     source_addresses, source_bytes = _columns("sources", sources)
     destination_addresses, destination_bytes = _columns("destinations", destinations)

@@ -1,12 +1,12 @@
-"""The copy engines for a GPU that copy with the batched copies, streams and events of the inference engine.
+"""GPU copy engines on the batched copies, streams and events of the inference engine.
 
-Nothing here knows CUDA or torch: the caller hands over a `CopyDevice`. A job is one batch, two where some of its
-sources lie on the device. The engines arrange jobs as vLLM's `v1/kv_offload/cpu/gpu_worker.py` does:
+This module imports neither CUDA nor torch: the caller passes a `CopyDevice`. A job is one batch, or two if only some of
+its sources lie in pinned memory. The order of jobs follows vLLM's `v1/kv_offload/cpu/gpu_worker.py`:
 
-- A job is fenced when it is submitted: its batch waits for everything that the submitting thread has enqueued for
-  compute until then. So a store reads what the forward pass wrote, and a load overwrites blocks only after all that
-  reads or writes them before, the zeroing of new blocks included.
-- Compute needs no fence behind a job: the result of a job is given out only after the event behind its batch.
+- `submit` records a fence: the batch waits for all compute that the submitting thread has enqueued before. So a store
+  reads the output of the forward pass, and a load overwrites blocks only after all earlier reads and writes of them,
+  including the zeroing of new blocks.
+- Compute needs no fence after a job: the result of a job is returned only after the event that follows its batch.
 - Batches of one engine run in its own stream, in order of submission.
 """
 
@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from hybridkv.transfer.engine import CopyResult
 from hybridkv.transfer.inline import InlineCopyEngine
-from hybridkv.transfer.jobs import Copier, Job, conclude, describe, prepare
+from hybridkv.transfer.jobs import Copier, Job, call_after, describe, prepare
 from hybridkv.transfer.memory import AddressRanges
 from hybridkv.transfer.pinned import REGISTRATION_BYTES
 from hybridkv.transfer.queued import JobQueue
@@ -31,34 +31,34 @@ from hybridkv.transfer.runs import CopyRuns, Integers
 
 
 class Event(Protocol):
-    """As torch.cuda.Event."""
+    """Like torch.cuda.Event."""
 
     def record(self, stream: Any) -> None:
-        """Happens after everything that was enqueued in `stream` so far."""
+        """Place the event after all work that is enqueued in `stream`."""
         ...
 
     def synchronize(self) -> None:
-        """Wait until it has happened, without the interpreter lock. Reports what failed on the way."""
+        """Wait for the event without the GIL. Raises the errors of earlier work."""
         ...
 
 
 class Stream(Protocol):
-    """As torch.cuda.Stream: what is enqueued in one happens in order; two are ordered by events alone."""
+    """Like torch.cuda.Stream: work in one stream runs in order; only events order two streams."""
 
     def synchronize(self) -> None:
-        """Wait until all that was enqueued has happened, without the interpreter lock."""
+        """Wait for all enqueued work, without the GIL."""
         ...
 
     def wait_event(self, event: Any) -> None:
-        """What is enqueued from now on happens after `event`."""
+        """Run all later work of this stream after `event`."""
         ...
 
 
 class CopyDevice(Protocol):
-    """One device as the inference engine sees it. Any thread may call. Nothing but `synchronize` waits."""
+    """One device of the inference engine. Any thread may call. Only `synchronize` waits."""
 
     def enter_thread(self) -> None:
-        """Make it the device of the calling thread, which would use another otherwise. Any number of times."""
+        """Make this the current device of the calling thread. Can be called again."""
         ...
 
     def new_stream(self) -> Stream: ...
@@ -66,29 +66,29 @@ class CopyDevice(Protocol):
     def new_event(self) -> Event: ...
 
     def current_stream(self) -> Stream:
-        """In which the calling thread enqueues compute."""
+        """The stream of the calling thread's compute."""
         ...
 
     def stream(self, stream: Any) -> AbstractContextManager[Any]:
-        """Makes it the current stream of the calling thread."""
+        """Make a stream the current stream of the calling thread within the context."""
         ...
 
     def swap_blocks_batch(
         self, sources: Integers, destinations: Integers, num_bytes: Integers, *, is_src_access_order_any: bool
     ) -> None:
-        """Enqueue all copies in the current stream of the calling thread, in any order among each other.
+        """Enqueue all copies in the current stream of the calling thread. Their order is undefined.
 
-        With `is_src_access_order_any` sources may be read at any time from now on, also before what the stream holds.
+        With `is_src_access_order_any` sources can be read at once, also before the work that is already in the stream.
         """
         ...
 
     def is_pinned(self, address: int) -> bool:
-        """Whether this is host memory that was pinned for the device."""
+        """True if this is host memory that is pinned for the device."""
         ...
 
 
 class StreamCopies:
-    """Batches of one stream of a device. Private to the engines of this module."""
+    """Batches in one stream of a device. Private to the engines of this module."""
 
     def __init__(self, device: CopyDevice) -> None:
         self.device = device
@@ -100,17 +100,17 @@ class StreamCopies:
             self._pinned = self._pinned.with_range(address, num_bytes)
 
     def fence(self) -> Event:
-        """Behind everything that the calling thread has enqueued for compute so far."""
+        """An event after all compute that the calling thread has enqueued."""
         return self._record(self.device.current_stream())
 
     def enqueue(self, runs: CopyRuns, fence: Event) -> Event:
-        """Enqueue a batch behind `fence`. The event behind it. Where it raises, nothing of the batch still runs."""
+        """Enqueue a batch after `fence`. Returns the event after the batch. If it raises, no copy of the batch runs."""
         runs = runs.cut_at_multiples(REGISTRATION_BYTES)
         try:
             with self.device.stream(self._stream):
                 self._stream.wait_event(fence)
-                # Slots of the host are written by stores alone, and a load comes after their results: any order is
-                # safe there. Blocks of the device may be written until the fence.
+                # Only stores write slots of the host, and a load starts after their results. So host sources can be
+                # read in any order. Blocks of the device can change until the fence.
                 is_host = self._pinned.contain(runs.sources)
                 for is_any, part in ((True, runs.select(is_host)), (False, runs.select(~is_host))):
                     if len(part):
@@ -122,7 +122,7 @@ class StreamCopies:
             raise
 
     def fenced(self) -> Copier:
-        """A copy that waits for all that the calling thread has enqueued for compute so far. Takes no digests."""
+        """A blocking copy after all compute that the calling thread has enqueued. Computes no digests."""
         fence = self.fence()
 
         def copy(runs: CopyRuns, record_ends: Integers | None = None) -> None:
@@ -137,8 +137,8 @@ class StreamCopies:
 
 
 @dataclass(frozen=True, slots=True)
-class _Submitted:
-    """A job on its way to its end: `copied` is None where nothing of it was enqueued."""
+class _StartedJob:
+    """A job after its batch was enqueued. `copied` is the event after the batch; None if nothing was enqueued."""
 
     job: Job
     started_s: float
@@ -148,10 +148,10 @@ class _Submitted:
 
 
 class StreamCopyEngine(JobQueue[Event]):
-    """A `CopyEngine` between a GPU's memory and pinned host memory, on a stream and on two threads of its own.
+    """A `CopyEngine` between GPU memory and pinned host memory, on its own stream and two threads. No digests.
 
-    The copy thread makes the runs of a job, calls `before` and submits the batch. The other waits for batches in order
-    and calls `after`, so that the hooks of one job run while the batch of another is copied. It takes no digests.
+    The copy thread makes the runs of a job, calls `before` and enqueues the batch. The second thread waits for batches
+    in order and calls `after`. So the hooks of one job run while the batch of another is copied.
     """
 
     def __init__(
@@ -161,17 +161,17 @@ class StreamCopyEngine(JobQueue[Event]):
         max_queued_jobs: int = 1024,
     ) -> None:
         self._copies = StreamCopies(device)
-        self._submitted: SimpleQueue[_Submitted | None] = SimpleQueue()
+        self._started: SimpleQueue[_StartedJob | None] = SimpleQueue()
         self._last_end_s = -math.inf
-        self._ending = threading.Thread(target=self._end_jobs, name="hybridkv-copied", daemon=True)
+        self._finish_thread = threading.Thread(target=self._finish_jobs, name="hybridkv-copied", daemon=True)
         super().__init__(self._copies.fence, clock, max_queued_jobs)
-        self._ending.start()
+        self._finish_thread.start()
 
     def register(self, address: int, num_bytes: int, name: str) -> None:
         super().register(address, num_bytes, name)
         self._copies.register(address, num_bytes)
 
-    def _carry_out(self, job: Job, prepared: Event) -> None:
+    def _run_job(self, job: Job, prepared: Event) -> None:
         started_s = self._clock()
         copied, num_bytes = None, 0
         try:
@@ -181,39 +181,39 @@ class StreamCopyEngine(JobQueue[Event]):
                 copied = self._copies.enqueue(runs, prepared)
             if failure is None:
                 num_bytes = runs.total_bytes
-        except BaseException as error:  # the thread must outlive a job, or every later one would hang
+        except BaseException as error:  # the thread must survive, or all later jobs would hang
             failure = describe(error)
-        self._submitted.put(_Submitted(job, started_s, copied, failure, num_bytes))
+        self._started.put(_StartedJob(job, started_s, copied, failure, num_bytes))
 
     def _drain(self) -> None:
-        self._submitted.put(None)
-        self._ending.join()
+        self._started.put(None)
+        self._finish_thread.join()
 
-    def _end_jobs(self) -> None:
-        while (submitted := self._submitted.get()) is not None:
-            result = self._result_of(submitted)
-            del submitted  # with what its hooks hold
+    def _finish_jobs(self) -> None:
+        while (started := self._started.get()) is not None:
+            result = self._wait_for(started)
+            del started  # frees the objects that the hooks refer to
             self._finish(result)
 
-    def _result_of(self, submitted: _Submitted) -> CopyResult:
-        failure, num_bytes = submitted.failure, submitted.num_bytes
+    def _wait_for(self, started: _StartedJob) -> CopyResult:
+        failure, num_bytes = started.failure, started.num_bytes
         try:
             self._copies.device.enter_thread()
-            if submitted.copied is not None:
-                submitted.copied.synchronize()
+            if started.copied is not None:
+                started.copied.synchronize()
         except Exception as error:
             failure, num_bytes = describe(error), 0
         try:
-            failure = failure or conclude(submitted.job)
-        except BaseException as error:  # as on the copy thread
+            failure = failure or call_after(started.job)
+        except BaseException as error:  # the thread must survive, as above
             failure = describe(error)
-        # Until the job before had ended, this one waited for it.
-        began_s, self._last_end_s = max(submitted.started_s, self._last_end_s), self._clock()
-        return CopyResult(submitted.job.job_id, failure, num_bytes, self._last_end_s - began_s)
+        # The time before the previous job ended was a wait.
+        began_s, self._last_end_s = max(started.started_s, self._last_end_s), self._clock()
+        return CopyResult(started.job.job_id, failure, num_bytes, self._last_end_s - began_s)
 
 
 class InlineStreamCopyEngine(InlineCopyEngine):
-    """The same, in `submit`, on the caller's thread: it returns when the bytes are there."""
+    """Like `StreamCopyEngine`, but `submit` copies on the caller's thread and returns when the job has ended."""
 
     def __init__(self, device: CopyDevice) -> None:
         self._copies = StreamCopies(device)

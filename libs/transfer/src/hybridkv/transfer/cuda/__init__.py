@@ -1,4 +1,4 @@
-"""Copies between a GPU's memory and pinned host memory, by hybridkv-cuda. Only what needs a GPU imports torch."""
+"""Copy engines between GPU memory and pinned host memory, with hybridkv-cuda. Imports torch only to use a GPU."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = [
 
 
 def open_device(index: int, tuning: CopyTuning | None = None) -> CudaDevice:
-    """A GPU with streams and staging memory of its own, for one copy engine. Imports torch.
+    """Open a GPU with its own streams and staging memory, for one copy engine. Imports torch.
 
     Raises:
-        CudaError: torch sees no such GPU, or hybridkv-cuda is not there.
+        CudaError: torch sees no such GPU, or hybridkv-cuda cannot be loaded.
     """
     from hybridkv.transfer.cuda.kernel_device import KernelDevice
 

@@ -1,4 +1,4 @@
-"""What a copy engine asks of a GPU. `KernelDevice` is the real one; tests play one on the CPU."""
+"""The `CudaDevice` protocol. `KernelDevice` implements it; tests simulate one on the CPU."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from typing import Any, Protocol
 from hybridkv.transfer.runs import CopyRuns, TransferError
 
 NUM_PARTS = 4
-"""Parts of the staging memory, which take turns: `kParts` of csrc/cuda/job.h."""
+"""Parts of the staging memory, used in rotation: `kParts` of csrc/cuda/job.h."""
 
 
 class CudaError(TransferError, RuntimeError):
-    """A call into CUDA failed; the text names it. In a copy it becomes the job's failure."""
+    """Failure of a CUDA call; the text names the call. In a copy it fails the job."""
 
 
 class MemoryKind(Enum):
-    """Where an address lies, as the driver sees it."""
+    """Kind of the memory at an address, according to the driver."""
 
     DEVICE = "device"
-    """This GPU's own memory."""
+    """Memory of this GPU."""
     PINNED = "pinned"
-    """Host memory that this GPU can address and that the operating system does not move."""
+    """Pinned host memory that this GPU can address."""
     OTHER = "other"
-    """Ordinary host memory, or another GPU's."""
+    """Pageable host memory, or memory of another GPU."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyTuning:
-    """Which way each run takes: csrc/cuda/job.h describes the ways. Measured on one H100 by `bench/gpu_copy.py`.
+    """Sizes that select the copy method of each run (see csrc/cuda/job.h). Measured on one H100 by `bench/gpu_copy.py`.
 
     Args:
-        large_run_bytes: from here on a run is moved by the GPU's copy engines, one descriptor each.
-        direct_job_bytes: small runs of a job that are together no more than this are copied by the kernel alone.
-        staging_bytes: of GPU memory that an engine keeps for itself, in `NUM_PARTS` parts.
-        tile_bytes: what one warp of the kernel copies at a time.
-        num_blocks: thread blocks of the kernel, hence the most multiprocessors that it takes from compute.
+        large_run_bytes: the GPU's copy engines copy runs of this size or more, one descriptor each.
+        direct_job_bytes: the kernel alone copies the small runs of a job, if together they are at most this size.
+        staging_bytes: GPU memory that one engine reserves, in `NUM_PARTS` parts.
+        tile_bytes: bytes that one warp of the kernel copies at a time.
+        num_blocks: thread blocks of the kernel, so the most multiprocessors that it takes from compute.
     """
 
     large_run_bytes: int = 1024 * 1024
@@ -59,31 +59,31 @@ class CopyTuning:
 
 
 class CudaDevice(Protocol):
-    """One GPU, with streams and staging memory that belong to one engine.
+    """One GPU, with the streams and staging memory of one engine.
 
-    An engine calls `copy` on its copy thread. Every method raises `CudaError` when a call into CUDA fails.
+    The engine calls `copy` on its copy thread. Every method raises `CudaError` if a CUDA call fails.
     """
 
     def memory_kind(self, address: int) -> MemoryKind: ...
 
     def register(self, address: int, num_bytes: int) -> None:
-        """This GPU's memory, which copies may touch from now on."""
+        """Allow copies in this range of the GPU's memory."""
         ...
 
     def caller_event(self) -> Any:
-        """An event behind everything that the calling thread has enqueued for compute so far."""
+        """An event after all compute that the calling thread has enqueued."""
         ...
 
     def copy(self, runs: CopyRuns, caller: Any) -> None:
-        """Copy behind an event of `caller_event`, and return when every byte is where it belongs.
+        """Copy after an event of `caller_event`, and return when all bytes are written.
 
-        If it fails, nothing of the job can still write. The caller checked every address.
+        If it fails, no copy of the job still writes. The caller has checked every address.
         """
         ...
 
 
-def merged(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The same addresses by ranges (begin, end) that ascend and do not overlap."""
+def merge_ranges(ranges: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Merge ranges (begin, end) into sorted ranges that do not overlap."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(ranges):
         if found and begin <= found[-1][1]:

@@ -1,4 +1,4 @@
-"""What the CUDA driver knows of an address. Through ctypes, because torch has no question for it."""
+"""Pointer attributes from the CUDA driver, through ctypes, because torch has no call for them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from hybridkv.transfer.cuda.device import CudaError, MemoryKind
 _SUCCESS = 0
 _INVALID_VALUE = 1
 _MEMORY_TYPE, _DEVICE_POINTER, _DEVICE_ORDINAL = 2, 3, 9
-"""Of CUpointer_attribute, in cuda.h."""
+"""Values of CUpointer_attribute, in cuda.h."""
 _HOST, _DEVICE = 1, 2
-"""Of CUmemorytype."""
+"""Values of CUmemorytype."""
 
 
 @functools.cache
@@ -24,7 +24,7 @@ def _driver() -> ctypes.CDLL:
 
 
 def _attribute(attribute: int, address: int, value: ctypes._SimpleCData[int]) -> bool:
-    """Reads it into `value`. False when the driver does not know the address."""
+    """Read an attribute into `value`. False if the driver does not know the address."""
     code = _driver().cuPointerGetAttribute(ctypes.byref(value), ctypes.c_int(attribute), ctypes.c_uint64(address))
     if code not in (_SUCCESS, _INVALID_VALUE):
         raise CudaError(f"cuPointerGetAttribute({attribute}): CUresult {code}")
@@ -32,9 +32,9 @@ def _attribute(attribute: int, address: int, value: ctypes._SimpleCData[int]) ->
 
 
 def memory_kind(address: int, device_index: int) -> MemoryKind:
-    """Where an address lies. The calling thread needs a current CUDA context.
+    """Kind of the memory at an address. The calling thread needs a current CUDA context.
 
-    Pinned memory counts only if the GPU addresses it as the host does, which the kernel relies on.
+    Host memory is `PINNED` only if its address is the same on the GPU, because the kernel needs that.
     """
     kind = ctypes.c_uint(0)
     if not _attribute(_MEMORY_TYPE, address, kind):

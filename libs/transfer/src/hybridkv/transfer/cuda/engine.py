@@ -1,9 +1,9 @@
-"""The copy engines for a GPU with the kernels of hybridkv-cuda. csrc/cuda/job.h decides what goes which way.
+"""GPU copy engines with the kernels of hybridkv-cuda. csrc/cuda/job.h selects the copy method of each run.
 
-A job is fenced when it is submitted: its copies happen after everything that the submitting thread has enqueued for
-compute until then, and beside everything that comes later. So a store waits for the forward pass that wrote its blocks,
-and a load waits for what still reads the blocks that it overwrites, but not for the forward pass that comes next.
-The other direction needs no fence on the GPU: the result of a job is given out only once its copies have happened.
+`submit` records a fence: the copies of a job run after all compute that the submitting thread has enqueued before, and
+in parallel with later compute. So a store waits for the forward pass that wrote its blocks. A load waits for the last
+reads of the blocks that it overwrites, but not for the next forward pass.
+Compute needs no fence after a job: the result of a job is returned only after its copies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridkv.transfer.runs import CopyEngineError, CopyRuns, Integers
 
 
 def _fenced(device: CudaDevice) -> Copier:
-    """A copy that happens after all that the calling thread has enqueued for compute so far. Takes no digests."""
+    """A copy after all compute that the calling thread has enqueued. Computes no digests."""
     caller = device.caller_event()
 
     def copy(runs: CopyRuns, record_ends: Integers | None = None) -> None:
@@ -36,10 +36,10 @@ def _kind_of(device: CudaDevice, address: int, name: str) -> MemoryKind:
 
 
 class CudaCopyEngine(QueuedCopyEngine):
-    """A `CopyEngine` between a GPU's memory and pinned host memory, on a thread and on streams of its own.
+    """A `CopyEngine` between GPU memory and pinned host memory, on its own thread and streams.
 
-    `device` belongs to this engine alone. `CopyEngineError` when memory is registered that the GPU cannot reach. A
-    CUDA call that fails is the failure of its job, and names the call.
+    `device` must not be shared with another engine. `register` raises `CopyEngineError` for memory that the GPU cannot
+    access. A CUDA call that fails is the failure of its job, which names the call.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class CudaCopyEngine(QueuedCopyEngine):
 
 
 class InlineCudaCopyEngine(InlineCopyEngine):
-    """The same, in `submit`, on the caller's thread: it returns when the bytes are there."""
+    """Like `CudaCopyEngine`, but `submit` copies on the caller's thread and returns when the job has ended."""
 
     def __init__(
         self, device: CudaDevice, clock: Callable[[], float] = time.monotonic, max_queued_jobs: int = 1024

@@ -1,4 +1,4 @@
-"""A GPU through the library of the distribution hybridkv-cuda: csrc/cuda/copier.cc."""
+"""The `CudaDevice` that calls the library of hybridkv-cuda (csrc/cuda/copier.cc)."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ import numpy as np
 import torch
 
 from hybridkv.transfer.cuda import driver
-from hybridkv.transfer.cuda.device import CopyTuning, CudaError, MemoryKind, merged
+from hybridkv.transfer.cuda.device import CopyTuning, CudaError, MemoryKind, merge_ranges
 from hybridkv.transfer.pinned import REGISTRATION_BYTES
 from hybridkv.transfer.runs import CopyRuns, Integers
 
 INTERFACE_VERSION = 2
-"""Of the functions in csrc/cuda/copier.cc."""
+"""Version of the functions in csrc/cuda/copier.cc."""
 _ERROR_BYTES = 512
 
 
 @functools.cache
 def load_library() -> ctypes.CDLL:
-    """The library of hybridkv-cuda.
+    """Load the library of hybridkv-cuda.
 
     Raises:
-        CudaError: it is not installed, cannot be loaded, or has another interface.
+        CudaError: it is not installed, cannot be loaded, or has another interface version.
     """
     try:
         module = importlib.import_module("hybridkv.cuda_kernels")
@@ -41,7 +41,7 @@ def load_library() -> ctypes.CDLL:
 
 
 class KernelDevice:
-    """A `CudaDevice`. `index` is torch's; `CudaError` when torch sees no such GPU, or without hybridkv-cuda."""
+    """A `CudaDevice`. `index` is torch's. `CudaError` if torch sees no such GPU or hybridkv-cuda cannot be loaded."""
 
     def __init__(self, index: int, tuning: CopyTuning) -> None:
         if not torch.cuda.is_available() or index >= torch.cuda.device_count():
@@ -52,7 +52,7 @@ class KernelDevice:
         sizes = tuning.large_run_bytes, tuning.direct_job_bytes, tuning.part_bytes, tuning.tile_bytes
         limits = (ctypes.c_uint64 * 6)(*sizes, REGISTRATION_BYTES, tuning.num_blocks)
         self._call("open", ctypes.c_int32(index), limits, ctypes.byref(self._copier))
-        # Not at the end of the process: the driver may be gone, and takes all with it.
+        # Not at process exit: the driver may be unloaded, and frees everything.
         weakref.finalize(self, self._library.hybridkv_cuda_close, self._copier).atexit = False
         self._ranges: list[tuple[int, int]] = []
         self._table = np.empty((0, 2), dtype=np.uint64)
@@ -63,7 +63,7 @@ class KernelDevice:
 
     def register(self, address: int, num_bytes: int) -> None:
         self._ranges.append((address, address + num_bytes))
-        self._table = np.array(merged(self._ranges), dtype=np.uint64)
+        self._table = np.array(merge_ranges(self._ranges), dtype=np.uint64)
 
     def caller_event(self) -> torch.cuda.Event:
         try:

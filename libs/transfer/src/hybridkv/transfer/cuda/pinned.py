@@ -1,4 +1,4 @@
-"""Host memory that a GPU can read and write directly: mapped by us, registered with CUDA."""
+"""Pinned host memory for CUDA: registered by `cudaHostRegister`."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from hybridkv.transfer.cuda.device import CudaError
 from hybridkv.transfer.pinned import map_memory, numa_local_cpus, pin
 
 _PORTABLE = 1
-"""cudaHostRegisterPortable: pinned for every context of the process."""
+"""cudaHostRegisterPortable: pinned for all contexts of the process."""
 
 
 def pin_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
-    """Pinned memory, page-aligned, uint8, zeroed. It is given back when the array and all views of it are gone.
+    """Allocate pinned memory: page-aligned, uint8, zeroed. It is freed with the array and all its views.
 
-    Not torch's allocator, which rounds up to the next power of two and keeps what was given back. The operating system
-    commits all of it now. A GPU must be there and be current.
+    Needs a current GPU. The operating system commits all memory now. This is not torch's allocator, which rounds up to
+    a power of two and keeps freed memory.
 
     Raises:
-        TransferError: there is not so much, or the driver would not register it: a limit on locked memory.
+        TransferError: the memory is not available, or the driver cannot register it (limit of locked memory).
     """
     memory = map_memory(num_bytes)
     pin_existing(memory)
@@ -30,10 +30,10 @@ def pin_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
 
 
 def pin_existing(memory: npt.NDArray[np.uint8]) -> None:
-    """Pin memory that is there already, until the array and all its views are gone. A GPU must be there and be current.
+    """Pin existing memory until the array and all its views are freed. Needs a current GPU.
 
     Raises:
-        TransferError: the driver would not register it.
+        TransferError: the driver cannot register it.
     """
     cudart = _cudart()
     cpus = numa_local_cpus(torch.cuda.get_device_properties(torch.cuda.current_device()))
@@ -43,7 +43,7 @@ def pin_existing(memory: npt.NDArray[np.uint8]) -> None:
 def _cudart() -> Any:
     try:
         return torch.cuda.cudart()
-    except (AssertionError, RuntimeError) as error:  # the first: torch's word for a build without CUDA
+    except (AssertionError, RuntimeError) as error:  # AssertionError: torch was built without CUDA
         raise CudaError(f"torch {torch.__version__}: {error}") from error
 
 
