@@ -1,7 +1,6 @@
-"""Names and mergeable counts of everything that hybridkv measures."""
+"""Metrics of hybridkv: their declarations, counts that merge, and export to Prometheus."""
 
 from hybridkv.metrics.catalogue import CATALOGUE, DISK_ERRORS, MAX_CHILDREN
-from hybridkv.metrics.clamp import TokenClamp
 from hybridkv.metrics.counts import Counts
 from hybridkv.metrics.declaration import (
     Catalogue,
@@ -19,6 +18,7 @@ from hybridkv.metrics.peer_catalogue import PEER_FAILURES
 from hybridkv.metrics.prometheus import PrometheusSink
 from hybridkv.metrics.reuse import ReuseEstimator, ReuseReport
 from hybridkv.metrics.selection import ChildSelection, SelectionStats
+from hybridkv.metrics.selection import ChildSelection, SelectionStats, TokenClamp
 
 __all__ = [
     "CATALOGUE",

@@ -1,4 +1,4 @@
-"""Every metric of hybridkv, declared once, as data."""
+"""Catalogue: the declarations of all metrics of hybridkv."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _BYTES = tuple(float(1 << power) for power in (12, 14, 16, 18, 20, 22, 24, 26, 2
 _GROUP_KINDS = ("full", "window", "chunked", "recurrent")
 _FAILURES = ("missing", "wrong_key", "checksum", "io", "busy", "closed", "injected")
 DISK_ERRORS = ("enospc", "edquot", "eio", "eacces", "eperm", "erofs", "enoent", "estale", "other")
-"""What the system says, in lower case, and everything else."""
+"""Values of the label `reason`: names of errno in lower case, and `other`."""
 _DIRECTION = Label("direction", ("promote", "cascade"))
 _MOVE_RESULTS = (
     "done",
@@ -23,7 +23,7 @@ _MOVE_RESULTS = (
     "dropped_evicted",
     "dropped_late",
 )
-"""What became of a chunk between two tiers; docs/guides/disk.md explains each."""
+"""Results of moving a chunk between two tiers; docs/guides/disk.md explains each."""
 _TIERS = ("ram", "disk", "peer", "object")
 _TIER = Label("tier", _TIERS)
 _SLOWER = Label("tier", _TIERS[1:])
@@ -47,10 +47,10 @@ _REASON = Label(
         "asked",
     ),
 )
-"""Why a request was not offered more; docs/guides/observing.md explains each."""
+"""Reasons why a hit was not longer; docs/guides/observing.md explains each."""
 
 MAX_CHILDREN = 16
-"""Stores below one engine that can be told apart."""
+"""Limit of the stores of one engine: values of the label `connector`."""
 _CONNECTOR = ConfiguredLabel("connector", MAX_CHILDREN, "the stores in `connectors`")
 
 
@@ -83,7 +83,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_lookups_total",
             Kind.COUNTER,
             "lookups",
-            "Requests that were looked up in the tiers, by answer and by why it was not a longer hit.",
+            "Requests that were looked up in the tiers, by result and by the reason why the hit was not longer.",
             (Label("result", ("hit", "pending", "miss")), _REASON),
             panel=Panel(Section.HITS, "Lookups"),
         ),
@@ -91,7 +91,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_lookup_tokens_total",
             Kind.COUNTER,
             "tokens",
-            "Tokens of requests that were looked up, by where they came from: the engine, a tier, or computing.",
+            "Tokens of requests that were looked up, by source: the engine's prefix cache, a tier, or compute.",
             (Label("source", ("engine", *_TIERS, "lmcache", "compute")),),
             panel=Panel(Section.HITS, "Tokens by source"),
         ),
@@ -99,22 +99,22 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_hit_tokens_total",
             Kind.COUNTER,
             "tokens",
-            "Tokens that lookups found in the tiers beyond what GPU memory held.",
+            "Tokens that lookups found in the tiers beyond those in GPU memory.",
             panel=Panel(Section.HITS, "Tokens found in the tiers"),
         ),
         Metric(
             "vllm:hybridkv_resumable_tokens_total",
             Kind.COUNTER,
             "tokens",
-            "Tokens that the full groups held beyond what GPU memory held: what would be found with a state and a "
-            "window at every boundary.",
+            "Tokens of full groups in the tiers beyond those in GPU memory: the hits if every boundary had a state and "
+            "a window.",
             panel=Panel(Section.HITS, "Tokens that could be resumed"),
         ),
         Metric(
             "vllm:hybridkv_limited_lookups_total",
             Kind.COUNTER,
             "lookups",
-            "Lookups that one kind of group made shorter than what the full groups held.",
+            "Lookups with a hit shorter than the full groups allow, by the kind of group that limited it.",
             (Label("limiting_kind", _GROUP_KINDS),),
             panel=Panel(Section.HITS, "Lookups that a kind of group limited"),
         ),
@@ -122,7 +122,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_lost_tokens_total",
             Kind.COUNTER,
             "tokens",
-            "Tokens between where every group could resume and what the full groups held, by the kind that lacked it.",
+            "Tokens between the resume point and the end of the full groups, by the kind of group that lacked chunks.",
             (Label("limiting_kind", _GROUP_KINDS),),
             panel=Panel(Section.HITS, "Tokens lost to a kind of group"),
         ),
@@ -130,7 +130,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_junctions_total",
             Kind.COUNTER,
             "lookups",
-            "Requests that part from what the full groups hold, by whether every group could resume at that point.",
+            "Requests that diverge from a stored prefix, by whether every group could resume at that point.",
             (Label("outcome", ("resumed", "lost")),),
             panel=Panel(Section.HITS, "Junctions"),
         ),
@@ -138,7 +138,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_checkpoint_stops_total",
             Kind.COUNTER,
             "stops",
-            "Boundaries at which prompts were made to stop so that their recurrent states are stored, by why there.",
+            "Boundaries at which prefills were stopped to store recurrent states, by reason.",
             (Label("reason", ("junction", "branch", "spaced", "end")),),
             panel=Panel(Section.HITS, "Stops for states"),
         ),
@@ -146,8 +146,8 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_checkpoint_stops_left_out_total",
             Kind.COUNTER,
             "stops",
-            "Such stops that were considered and not made: too many steps, too dear beside the prompt, or not worth "
-            "their bytes.",
+            "Stops that were considered and not made: too many steps, too expensive for the prompt, or not worth their "
+            "bytes.",
             (Label("cause", ("stops", "share", "worth")),),
             panel=Panel(Section.HITS, "Stops left out"),
         ),
@@ -155,8 +155,8 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_states_stored_total",
             Kind.COUNTER,
             "states",
-            "Boundaries whose recurrent states were stored, by where they come from: a stop of ours, the prompt's end, "
-            "the answer, or wherever else the engine kept one.",
+            "Boundaries with stored recurrent states, by origin: a stop by hybridkv, the end of the prompt, the "
+            "answer, or any other state that the engine kept.",
             (Label("origin", ("stop", "prompt_end", "answer", "engine")),),
             panel=Panel(Section.HITS, "States stored"),
         ),
@@ -164,21 +164,21 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_superseded_states_total",
             Kind.COUNTER,
             "states",
-            "States of answers whose place in host memory a newer one of the same answer has taken.",
+            "States of answers that a newer state of the same answer replaced in host memory.",
             panel=Panel(Section.HITS, "States superseded"),
         ),
         Metric(
             "vllm:hybridkv_forgotten_prefixes_total",
             Kind.COUNTER,
             "prefixes",
-            "Prefixes of requests that were forgotten for others, so that nobody learns where prompts part from them.",
+            "Prefixes that were dropped for newer ones. Points where prompts diverge from them are no longer detected.",
             panel=Panel(Section.HITS, "Prefixes forgotten"),
         ),
         Metric(
             "vllm:hybridkv_kv_events_total",
             Kind.COUNTER,
             "events",
-            "Events that routers were sent about what tiers hold, by medium.",
+            "KV events about tiers that were sent to routers, by type and medium.",
             (Label("type", ("stored", "removed")), Label("medium", ("cpu", "storage"))),
             panel=Panel(Section.HITS, "Events for routers"),
         ),
@@ -186,21 +186,21 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_announced_tokens",
             Kind.GAUGE,
             "tokens",
-            "Tokens in tiers that routers were told of: up to boundaries at which every group can resume.",
+            "Tokens in tiers that were announced to routers: up to boundaries at which every group can resume.",
             panel=Panel(Section.HITS, "Announced tokens"),
         ),
         Metric(
             "vllm:hybridkv_unannounced_chunks",
             Kind.GAUGE,
             "chunks",
-            "Chunks in tiers that routers were not told of, because no request can resume with them.",
+            "Chunks in tiers that were not announced to routers, because no request can resume with them.",
             panel=Panel(Section.HITS, "Unannounced chunks"),
         ),
         Metric(
             "vllm:hybridkv_stores_total",
             Kind.COUNTER,
             "chunks",
-            "Chunks that were to be stored, by kind of group and by what became of them.",
+            "Chunks selected for storing, by kind of group and outcome.",
             (
                 Label("kind", _GROUP_KINDS),
                 Label(
@@ -223,9 +223,9 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_misled_requests_total",
             Kind.COUNTER,
             "requests",
-            "Requests that went on from a block which vLLM had left wrong, so that nothing of them is stored or "
-            "handed to a peer: it was copied in part, it was a copy of a copy not made yet, or it holds another state "
-            "than its hash says or was computed by such a request.",
+            "Requests that continued from a corrupt block of vLLM, so that they are neither stored nor offered to a "
+            "peer. Causes: a partial copy, a copy of a block before that block was copied, or a block with "
+            "another state than its hash says or computed by such a request.",
             (Label("cause", ("partial_copy", "copied_copy", "wrong_block")),),
             panel=Panel(Section.STORES, "Requests not stored"),
         ),
@@ -233,7 +233,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_hints_total",
             Kind.COUNTER,
             "requests",
-            "Requests with a hint about themselves, by hint; invalid ones were passed over.",
+            "Requests with a hint, by hint. Invalid hints were ignored.",
             (Label("hint", ("no_store", "no_load", "keep", "prefetch", "invalid")),),
             panel=Panel(Section.HITS, "Hints"),
         ),
@@ -241,7 +241,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_keeps_total",
             Kind.COUNTER,
             "requests",
-            "Prefixes that requests asked to be kept, by tier and whether there was room for it within `keep_share`.",
+            "Prefixes that requests asked to keep, by tier and by whether they fit into `keep_share`.",
             (_TIER, Label("outcome", ("kept", "refused"))),
             panel=Panel(Section.TIERS, "Prefixes to be kept"),
         ),
@@ -249,7 +249,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_kept_bytes",
             Kind.GAUGE,
             "bytes",
-            "What of a tier is kept for requests that asked for it.",
+            "Bytes of a tier that are kept because requests asked for it.",
             (_TIER,),
             panel=Panel(Section.TIERS, "Kept"),
         ),
@@ -257,9 +257,8 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_prefetches_total",
             Kind.COUNTER,
             "requests",
-            "Prefixes that requests asked to be brought into host memory, by what became of it: all came, there was "
-            "nothing to bring, `keep_share` had no room for it, it took too long, a chunk could not be had, or too "
-            "many waited.",
+            "Prefixes that requests asked to prefetch into host memory, by outcome: all chunks arrived, nothing to "
+            "fetch, no room within `keep_share`, too late, a chunk was lost, or too many prefetches waited.",
             (Label("outcome", ("brought", "nothing", "no_room", "late", "lost", "crowded")),),
             panel=Panel(Section.TIERS, "Prefixes to be prefetched"),
         ),
@@ -267,8 +266,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_prefetch_bytes_total",
             Kind.COUNTER,
             "bytes",
-            "What came into host memory because requests asked for it, and what of it was used by another, or gave "
-            "way to what was asked for later.",
+            "Prefetched bytes: brought into host memory, used by another request, or displaced by a later prefetch.",
             (Label("outcome", ("brought", "used", "displaced")),),
             panel=Panel(Section.TIERS, "Prefetched"),
         ),
@@ -276,14 +274,14 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_store_bytes_total",
             Kind.COUNTER,
             "bytes",
-            "Bytes that were stored in the tiers.",
+            "Bytes stored in the tiers.",
             panel=Panel(Section.STORES, "Bytes"),
         ),
         Metric(
             "vllm:hybridkv_store_size_bytes",
             Kind.HISTOGRAM,
             "bytes",
-            "Bytes of one store: what one request stored after one step, over all ranks.",
+            "Bytes that one request stored after one step, over all ranks.",
             buckets=_BYTES,
             panel=Panel(Section.STORES, "Size of a store"),
         ),
@@ -291,7 +289,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_store_failures_total",
             Kind.COUNTER,
             "stores",
-            "Stores that failed, by the reason that the tier gave, or because of an adapter whose files changed.",
+            "Failed stores, by the tier's reason, or `adapter` if the files of an adapter changed.",
             (Label("reason", (*_FAILURES, "adapter")),),
             panel=Panel(Section.STORES, "Failed stores"),
         ),
@@ -299,7 +297,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_loads_total",
             Kind.COUNTER,
             "loads",
-            "Loads from the tiers into GPU memory, by outcome. A failed load is a recompute.",
+            "Loads from the tiers into GPU memory, by outcome. After a failed load the tokens are recomputed.",
             (Label("outcome", ("loaded", "failed")),),
             panel=Panel(Section.LOADS, "Loads"),
         ),
@@ -307,15 +305,15 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_load_bytes_total",
             Kind.COUNTER,
             "bytes",
-            "Bytes that were loaded from the tiers.",
+            "Bytes loaded from the tiers.",
             panel=Panel(Section.LOADS, "Bytes"),
         ),
         Metric(
             "vllm:hybridkv_local_tokens_total",
             Kind.COUNTER,
             "tokens",
-            "Tokens found in the tiers of which nothing but states was read there, as the engine had their attention "
-            "in blocks of its own, by the slowest tier that had a part of the load.",
+            "Tokens found in the tiers for which only states were read there, because the engine had their attention "
+            "in its own blocks. By the slowest tier of the load.",
             (_SOURCE,),
             panel=Panel(Section.LOADS, "Tokens copied within the engine"),
         ),
@@ -323,8 +321,8 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_local_bytes_total",
             Kind.COUNTER,
             "bytes",
-            "Bytes that loads copied from the engine's own blocks and did not read from a tier, by the slowest tier "
-            "that had a part of the load. Of any but ram they were promoted all the same.",
+            "Bytes that loads copied from the engine's own blocks instead of a tier, by the slowest tier of the load. "
+            "Chunks of tiers other than ram were promoted nevertheless.",
             (_SOURCE,),
             panel=Panel(Section.LOADS, "Bytes"),
         ),
@@ -332,7 +330,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_load_size_bytes",
             Kind.HISTOGRAM,
             "bytes",
-            "Bytes of one load that worked, over all ranks.",
+            "Bytes of one successful load, over all ranks.",
             buckets=_BYTES,
             panel=Panel(Section.LOADS, "Size of a load"),
         ),
@@ -340,7 +338,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_load_failures_total",
             Kind.COUNTER,
             "loads",
-            "Failed loads, by the reason that the tier gave.",
+            "Failed loads, by the tier's reason.",
             (Label("reason", ("timeout", *_FAILURES)),),
             panel=Panel(Section.LOADS, "Failed loads"),
             starts_at_zero=True,
@@ -357,7 +355,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_asked_total",
             Kind.COUNTER,
             "chunks",
-            "Chunks that a tier which answers late was asked for, by what it said before its time was over.",
+            "Chunks in asynchronous lookups of secondary tiers, by the result within the time limit.",
             (_SLOWER, Label("outcome", ("held", "missing", "late"))),
             panel=Panel(Section.SLOW_TIER, "Chunks asked for"),
         ),
@@ -365,7 +363,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_moves_total",
             Kind.COUNTER,
             "chunks",
-            "Chunks that moved between the tiers, or were to, by direction and by what became of them.",
+            "Moves of chunks between tiers, by direction and result, including those that did not start.",
             (
                 _DIRECTION,
                 _SLOWER,
@@ -385,7 +383,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_move_failures_total",
             Kind.COUNTER,
             "chunks",
-            "Failed moves between the tiers, by the reason that the slower tier gave.",
+            "Failed moves between the tiers, by the slower tier's reason.",
             (Label("reason", _FAILURES), _SLOWER),
             panel=Panel(Section.SLOW_TIER, "Failed moves"),
             starts_at_zero=True,
@@ -394,7 +392,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_move_seconds",
             Kind.HISTOGRAM,
             "seconds",
-            "Time of one chunk between the tiers, with waiting in the queue.",
+            "Time of moving one chunk between the tiers, including its wait in the queue.",
             (_DIRECTION, _SLOWER),
             buckets=(*_SECONDS, 30.0, 100.0),
             panel=Panel(Section.SLOW_TIER, "Time of a move"),
@@ -403,7 +401,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_cascades_waiting",
             Kind.GAUGE,
             "chunks",
-            "Chunks that wait for their way down to a slower tier.",
+            "Chunks that wait for their move to a slower tier.",
             (_SLOWER,),
             panel=Panel(Section.SLOW_TIER, "Chunks waiting"),
         ),
@@ -411,7 +409,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_disk_errors_total",
             Kind.COUNTER,
             "operations",
-            "File work of the disk tier that the system refused, by what it said. Chunks are dropped meanwhile.",
+            "File operations of the disk tier that failed, by errno. Chunks are dropped meanwhile.",
             (Label("reason", DISK_ERRORS),),
             panel=Panel(Section.SLOW_TIER, "Disk errors"),
         ),
@@ -419,7 +417,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_quarantined_total",
             Kind.COUNTER,
             "chunks",
-            "Chunks of the disk tier that are never offered again, by what was wrong with them.",
+            "Chunks of the disk tier that are never offered again, by failure.",
             (Label("reason", (*_FAILURES, "unspecified")),),
             panel=Panel(Section.SLOW_TIER, "Quarantined chunks", view=View.INCREASE),
         ),
@@ -427,15 +425,15 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_compacted_bytes_total",
             Kind.COUNTER,
             "bytes",
-            "Bytes that the disk tier copied to make room in one piece; beside those stored, its write amplification.",
+            "Bytes that the disk tier copied to make contiguous room, for the write amplification.",
             panel=Panel(Section.SLOW_TIER, "Bytes moved"),
         ),
         Metric(
             "vllm:hybridkv_breaker_openings_total",
             Kind.COUNTER,
             "openings",
-            "Times that a slower tier was left alone: moves in that direction failed or did not end, or (promote) "
-            "nothing that it was asked was answered in time.",
+            "Times that the breaker of a slower tier opened: moves in that direction failed or did not end, or "
+            "(promote) no lookup was answered in time.",
             (_DIRECTION, _SLOWER),
             panel=Panel(Section.SLOW_TIER, "Breaker openings", view=View.INCREASE),
         ),
@@ -443,7 +441,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_breaker_open",
             Kind.GAUGE,
             "state",
-            "1 while a slower tier is left alone or only probed in that direction, else 0.",
+            "1 while a slower tier is not used or only probed in that direction, else 0.",
             (_DIRECTION, _SLOWER),
             panel=Panel(Section.SLOW_TIER, "Breaker open"),
         ),
@@ -451,7 +449,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_evictions_total",
             Kind.COUNTER,
             "chunks",
-            "Chunks that gave way to newer ones.",
+            "Chunks that were evicted to make room for newer ones.",
             (_TIER,),
             panel=Panel(Section.TIERS, "Evicted chunks"),
         ),
@@ -459,7 +457,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_evicted_bytes_total",
             Kind.COUNTER,
             "bytes",
-            "Space that evicted chunks gave up.",
+            "Bytes of evicted chunks.",
             (_TIER,),
             panel=Panel(Section.TIERS, "Evicted bytes"),
         ),
@@ -467,7 +465,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_invalidations_total",
             Kind.COUNTER,
             "chunks",
-            "Chunks that were dropped because their bytes are not to be trusted any more.",
+            "Chunks that were dropped because their bytes are no longer trusted.",
             (_TIER,),
             panel=Panel(Section.TIERS, "Invalidated chunks", view=View.INCREASE),
         ),
@@ -475,7 +473,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_load_seconds",
             Kind.HISTOGRAM,
             "seconds",
-            "Time of one load job, without its wait for the jobs before it.",
+            "Time of one load job, without its wait for earlier jobs.",
             buckets=_SECONDS,
             panel=Panel(Section.LOADS, "Time of a load"),
         ),
@@ -483,7 +481,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_store_seconds",
             Kind.HISTOGRAM,
             "seconds",
-            "Time of one store job, without its wait for the jobs before it.",
+            "Time of one store job, without its wait for earlier jobs.",
             buckets=_SECONDS,
             panel=Panel(Section.STORES, "Time of a store"),
         ),
@@ -491,7 +489,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_tier_used_bytes",
             Kind.GAUGE,
             "bytes",
-            "Space of the tier that is not free.",
+            "Used bytes of the tier.",
             (_TIER,),
             panel=Panel(Section.TIERS, "Space"),
         ),
@@ -499,7 +497,7 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_tier_capacity_bytes",
             Kind.GAUGE,
             "bytes",
-            "Space of the tier.",
+            "Capacity of the tier in bytes.",
             (_TIER,),
             panel=Panel(Section.TIERS, "Space"),
         ),
@@ -507,7 +505,7 @@ CATALOGUE = Catalogue(
             "queries_total",
             Kind.COUNTER,
             "requests",
-            "Admitted requests that the store was asked about: a hit, a miss, passed over, unanswered or an error.",
+            "Admitted requests that were looked up in the store: a hit, a miss, passed over, unanswered or an error.",
             "Requests",
         ),
         _of_child("hits_total", Kind.COUNTER, "requests", "Requests that the store was chosen to load.", "Requests"),
@@ -519,35 +517,35 @@ CATALOGUE = Catalogue(
             "passed_over_total",
             Kind.COUNTER,
             "requests",
-            "Requests for which the store had tokens that were not loaded: another scored higher, or computing did.",
+            "Requests for which the store had tokens that were not loaded: another store or compute scored higher.",
             "Requests",
         ),
         _of_child(
             "unanswered_total",
             Kind.COUNTER,
             "requests",
-            "Requests that were admitted before the store had answered, because another had or the time was over.",
+            "Requests that were admitted before the store answered: another store answered, or the time was over.",
             "Requests",
         ),
         _of_child(
             "errors_total",
             Kind.COUNTER,
             "requests",
-            "Requests for which the store raised when asked.",
+            "Requests for which the lookup of the store raised an exception.",
             "Requests",
         ),
         _of_child(
             "deferrals_total",
             Kind.COUNTER,
             "lookups",
-            "Lookups that were put off because the store needed more time.",
+            "Lookups that were deferred because the store needed more time.",
             "Deferrals and timeouts",
         ),
         _of_child(
             "timeouts_total",
             Kind.COUNTER,
             "requests",
-            "Requests that waited for the store in vain.",
+            "Requests that waited for the store until the timeout.",
             "Deferrals and timeouts",
         ),
         _of_child("failures_total", Kind.COUNTER, "loads", "Loads of the store that failed.", "Failed loads"),
@@ -555,28 +553,28 @@ CATALOGUE = Catalogue(
             "load_seconds_total",
             Kind.COUNTER,
             "seconds",
-            "Time from the start to the end of the store's loads that worked.",
+            "Time from the start to the end of the store's successful loads.",
             "Seconds of loading a second",
         ),
         _of_child(
             "load_bytes_total",
             Kind.COUNTER,
             "bytes",
-            "Engine memory that the store's loads filled, over all ranks.",
+            "Bytes of engine memory that the store's loads wrote, over all ranks.",
             "Bytes loaded",
         ),
         _of_child(
             "pending_loads",
             Kind.GAUGE,
             "loads",
-            "Loads of the store that have begun and not ended.",
+            "Loads of the store that have started and not ended.",
             "Loads on their way",
         ),
         _of_child(
             "clamped_tokens_total",
             Kind.COUNTER,
             "tokens",
-            "How far below zero counts of the store were before they were taken as zero. More than 0 is a bug in it.",
+            "Amount by which counts of the store were below zero; they count as 0. More than 0 is a bug in the store.",
             "Tokens below zero",
             starts_at_zero=True,
         ),

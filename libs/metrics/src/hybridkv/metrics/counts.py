@@ -1,7 +1,7 @@
-"""What happened, as a value that can be added up over steps, ranks and processes, and sent as plain data.
+"""Counts of metrics that merge over steps, ranks and processes and serialize as plain data. No exporter.
 
-A histogram keeps the count and the sum of each bucket, not the observations: its size is bounded by the catalogue, and
-an exporter that only knows `observe` still gets exact buckets and an exact sum. Talks to no exporter.
+A histogram keeps the count and the sum of each bucket, not the observations. So its size is bounded, and an exporter
+that has only `observe` still gets exact buckets and an exact sum.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from hybridkv.metrics.catalogue import CATALOGUE
 from hybridkv.metrics.declaration import Catalogue, Kind, Metric, MetricsError
 
 Series: TypeAlias = tuple[str, tuple[str, ...]]
-"""Name of a metric, values of its labels in their declared order."""
+"""Name of a metric, and values of its labels in declared order."""
 
 Bucket: TypeAlias = tuple[int, float]
-"""How many observations fell into it, and their sum."""
+"""Number of observations in the bucket, and their sum."""
 
 EMPTY_BUCKET: Bucket = (0, 0.0)
 
 
 class CountsData(msgspec.Struct, forbid_unknown_fields=True):
-    """The plain shape of `Counts`: [name, label values, value]; for a histogram one [count, sum] a bucket."""
+    """Serialized form of `Counts`: [name, label values, value]; a histogram has one [count, sum] per bucket."""
 
     counters: list[tuple[str, tuple[str, ...], int | float]] = []
     gauges: list[tuple[str, tuple[str, ...], int | float]] = []
@@ -34,9 +34,9 @@ class CountsData(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Counts:
-    """A mergeable accumulator over a catalogue.
+    """Accumulator of the metrics of a catalogue, which merges with others. For one thread.
 
-    `MetricsError` for a name, label or value that the catalogue does not allow; the counts are then as before.
+    Raises `MetricsError` for a name, label or value that the catalogue does not allow. The counts do not change then.
     """
 
     def __init__(self, catalogue: Catalogue = CATALOGUE) -> None:
@@ -45,18 +45,18 @@ class Counts:
         self._gauges: dict[Series, int | float] = {}
         self._histograms: dict[Series, tuple[Bucket, ...]] = {}
         self._known_series: dict[tuple[str, Kind, tuple[tuple[str, str], ...]], Series] = {}
-        """What has been checked, as it was asked for: the catalogue bounds how many there are."""
+        """Cache of checked series by name, kind and labels. The catalogue bounds its size."""
 
     def add(self, name: str, amount: int | float = 1, /, **labels: str) -> None:
-        """Count `amount` >= 0."""
+        """Add `amount` >= 0 to a counter."""
         self._add(self._series(name, Kind.COUNTER, labels), amount)
 
     def set(self, name: str, value: int | float, /, **labels: str) -> None:
-        """The value of a gauge from now on."""
+        """Set the value of a gauge."""
         self._set(self._series(name, Kind.GAUGE, labels), value)
 
     def observe(self, name: str, value: float, /, **labels: str) -> None:
-        """One observation >= 0 for a histogram."""
+        """Add one observation >= 0 to a histogram."""
         series = self._series(name, Kind.HISTOGRAM, labels)
         bounds = self._catalogue.metric(name, Kind.HISTOGRAM).buckets
         _require(name, value, is_negative_allowed=False)
@@ -66,10 +66,10 @@ class Counts:
         self._histograms[series] = (*buckets[:place], (count + 1, total + float(value)), *buckets[place + 1 :])
 
     def merge(self, other: Counts) -> None:
-        """Add what `other` counted, which stays as it is.
+        """Add the counts of `other`, which does not change.
 
-        Counters and histograms add up, in any order and grouping. A gauge takes the value of `other`: merge in order of
-        time. Both must have the same catalogue.
+        Counters and histograms add up, in any order and grouping. A gauge takes the value of `other`, so merge in order
+        of time. `MetricsError` if the catalogues differ.
         """
         if other._catalogue is not self._catalogue and other._catalogue != self._catalogue:
             raise MetricsError("merge", "counts of the same catalogue", "another catalogue")
@@ -81,11 +81,11 @@ class Counts:
             self._add_buckets(series, buckets)
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted, set or observed."""
+        """True if nothing was counted, set or observed."""
         return not (self._counters or self._gauges or self._histograms)
 
     def take(self) -> Counts:
-        """Everything so far; this one starts again from nothing."""
+        """Return all counts and reset this object."""
         taken = Counts(self._catalogue)
         taken._counters, self._counters = self._counters, {}
         taken._gauges, self._gauges = self._gauges, {}
@@ -93,14 +93,14 @@ class Counts:
         return taken
 
     def totals(self) -> dict[str, int | float]:
-        """Each counter and gauge that occurred, summed over its labels: for a line in the log."""
+        """Each counter and gauge that has a value, summed over its labels; for a log line."""
         totals: dict[str, int | float] = {}
         for (name, _), value in [*self._counters.items(), *self._gauges.items()]:
             totals[name] = totals.get(name, 0) + value
         return totals
 
     def data(self) -> CountsData:
-        """What was counted, series by series."""
+        """The counts by series."""
         return CountsData(
             [(name, values, amount) for (name, values), amount in self._counters.items()],
             [(name, values, value) for (name, values), value in self._gauges.items()],
@@ -108,13 +108,13 @@ class Counts:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, strings and numbers, as `CountsData` describes them."""
+        """Serialize to plain dicts, lists, strings and numbers, in the form of `CountsData`."""
         plain: dict[str, Any] = msgspec.to_builtins(self.data())
         return plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any], catalogue: Catalogue = CATALOGUE) -> Counts:
-        """The counts that `to_dict` described; {} is no counts."""
+        """Inverse of `to_dict`; {} gives empty counts. `MetricsError` if the data does not fit the catalogue."""
         try:
             data = msgspec.convert(plain, CountsData)
         except msgspec.ValidationError as error:
@@ -131,10 +131,10 @@ class Counts:
         return counts
 
     def _series(self, name: str, kind: Kind, labels: Mapping[str, str]) -> Series:
-        asked = (name, kind, tuple(labels.items()))
-        known = self._known_series.get(asked)
+        key = (name, kind, tuple(labels.items()))
+        known = self._known_series.get(key)
         if known is None:
-            known = self._known_series[asked] = self._check(name, kind, labels)
+            known = self._known_series[key] = self._check(name, kind, labels)
         return known
 
     def _check(self, name: str, kind: Kind, labels: Mapping[str, str]) -> Series:

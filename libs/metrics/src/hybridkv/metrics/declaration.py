@@ -1,4 +1,4 @@
-"""What a declaration of a metric says. Sinks, the dashboard, alert rules and the reference page are made from it."""
+"""Declaration of metrics. Sinks, the dashboard, alert rules and the reference page are generated from it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 
 class MetricsError(ValueError):
-    """A name, label or value that the catalogue does not allow. Says where, what was expected and what was found."""
+    """Invalid name, label or value. The text has its place, the expected value and the actual value."""
 
     def __init__(self, path: str, expected: str, got: object) -> None:
         self.path = path
@@ -21,16 +21,16 @@ class MetricsError(ValueError):
 
 class Kind(enum.StrEnum):
     COUNTER = "counter"
-    """Only grows."""
+    """Sum that only increases."""
     GAUGE = "gauge"
-    """The last value counts."""
+    """Last value."""
     HISTOGRAM = "histogram"
-    """Counts of observations by size."""
+    """Number and sum of observations per bucket."""
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A label and its only values: known beforehand, so that the number of series is bounded."""
+    """A label and all its values. So the number of series is bounded."""
 
     name: str
     values: tuple[str, ...]
@@ -38,8 +38,7 @@ class Label:
 
 @dataclass(frozen=True, slots=True)
 class ConfiguredLabel:
-    """A label whose values an operator names, at most `max_values` of them. Counts and sinks want them at start:
-    `Catalogue.configured`."""
+    """A label with at most `max_values` values, which the operator configures. `Catalogue.configured` sets them."""
 
     name: str
     max_values: int
@@ -47,7 +46,7 @@ class ConfiguredLabel:
 
 
 class Section(enum.StrEnum):
-    """A row of the dashboard, in this order."""
+    """Rows of the dashboard, in their order."""
 
     HITS = "Hits"
     LOADS = "Loads"
@@ -60,27 +59,27 @@ class Section(enum.StrEnum):
 
 
 class View(enum.StrEnum):
-    """What a panel shows of a metric."""
+    """Function that a panel shows of a metric."""
 
     RATE = "rate"
-    """Of a counter: how much a second."""
+    """Counter: increase per second."""
     INCREASE = "increase"
-    """Of a counter of rare events: how many in each interval shown."""
+    """Counter of rare events: increase per interval."""
     VALUE = "value"
-    """Of a gauge: its value."""
+    """Gauge: its value."""
     QUANTILES = "quantiles"
-    """Of a histogram: the median and the 99th percentile."""
+    """Histogram: median and 99th percentile."""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Where the dashboard shows a metric. Metrics with the same section and title share a panel.
+    """Dashboard panel of a metric. Metrics with the same section and title share a panel.
 
     Args:
-        section: the row.
-        title: of the panel.
-        by: labels that are told apart besides model and engine; None: all that the metric has.
-        view: None: a counter's rate, a gauge's value, a histogram's quantiles.
+        section: row of the dashboard.
+        title: title of the panel.
+        by: labels to show as separate series, besides model and engine. None: all labels of the metric.
+        view: None: rate of a counter, value of a gauge, quantiles of a histogram.
     """
 
     section: Section
@@ -94,18 +93,18 @@ _VIEWS = {
     Kind.GAUGE: (View.VALUE,),
     Kind.HISTOGRAM: (View.QUANTILES,),
 }
-"""What can be shown of each kind; the first is the usual."""
+"""Allowed views of each kind; the first is the default."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric.
+    """Declaration of one metric. Raises `MetricsError` if it is inconsistent.
 
     Args:
         buckets: upper bounds of a histogram, ascending, without infinity.
-        panel: where the dashboard shows it.
-        starts_at_zero: all its series are shown from the start. A series with labels appears with its first count
-            otherwise, and Prometheus sees no increase then: for alerts that fire on one event.
+        panel: its panel on the dashboard.
+        starts_at_zero: export all series from the start, for alerts on a single event. Otherwise a series with labels
+            appears with its first count, and Prometheus sees no increase.
     """
 
     name: str
@@ -119,24 +118,24 @@ class Metric:
 
     def __post_init__(self) -> None:
         if (self.kind is Kind.HISTOGRAM) != bool(self.buckets):
-            raise MetricsError(self.name, "buckets for a histogram and for nothing else", self.buckets)
+            raise MetricsError(self.name, "buckets for a histogram only", self.buckets)
         if list(self.buckets) != sorted(set(self.buckets)):
             raise MetricsError(self.name, "ascending buckets", self.buckets)
         for label in self.labels:
             if isinstance(label, ConfiguredLabel):
                 if label.max_values < 1:
-                    raise MetricsError(f"{self.name}.{label.name}", "room for one value at least", label.max_values)
+                    raise MetricsError(f"{self.name}.{label.name}", "max_values >= 1", label.max_values)
             elif not label.values or len(set(label.values)) != len(label.values):
                 raise MetricsError(f"{self.name}.{label.name}", "different values, at least one", label.values)
         if self.kind is Kind.COUNTER and not self.name.endswith("_total"):
             raise MetricsError(self.name, "a counter's name to end in _total", self.name)
-        self._require_panel_that_fits()
+        self._check_panel()
 
-    def _require_panel_that_fits(self) -> None:
+    def _check_panel(self) -> None:
         if self.panel is None:
             return
         if self.panel.view is not None and self.panel.view not in _VIEWS[self.kind]:
-            raise MetricsError(f"{self.name}.panel", f"what can be shown of a {self.kind}", str(self.panel.view))
+            raise MetricsError(f"{self.name}.panel", f"a view of a {self.kind}", str(self.panel.view))
         for label in self.panel.by or ():
             if label not in self.label_names:
                 raise MetricsError(f"{self.name}.panel", f"labels among {list(self.label_names)}", label)
@@ -147,24 +146,24 @@ class Metric:
 
     @property
     def view(self) -> View:
-        """What its panel shows."""
+        """View of its panel."""
         chosen = self.panel.view if self.panel is not None else None
         return chosen or _VIEWS[self.kind][0]
 
     @property
     def shown_labels(self) -> tuple[str, ...]:
-        """Its own labels that its panel tells apart."""
+        """Labels that its panel shows as separate series."""
         by = self.panel.by if self.panel is not None else None
         return self.label_names if by is None else by
 
     @property
     def series_labels(self) -> tuple[Label, ...] | None:
-        """Labels with their values, None while some have yet to be configured: then there is no series."""
+        """Labels with their values. None if a label is not configured yet; the metric has no series then."""
         fixed = tuple(label for label in self.labels if isinstance(label, Label))
         return fixed if len(fixed) == len(self.labels) else None
 
     def with_values(self, name: str, values: Sequence[str]) -> Metric:
-        """The metric with a configured label's values; `MetricsError` when they are too many, none or not different."""
+        """Copy with the values of a configured label. `MetricsError` if they are too many, none or not unique."""
         labels: list[Label | ConfiguredLabel] = []
         for label in self.labels:
             if isinstance(label, ConfiguredLabel) and label.name == name:
@@ -178,7 +177,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Catalogue:
-    """Metrics by name. Raises `MetricsError` when a name occurs twice."""
+    """Metrics by name. Raises `MetricsError` if a name occurs twice."""
 
     metrics: tuple[Metric, ...]
     _by_name: Mapping[str, Metric] = field(init=False, repr=False, compare=False)
@@ -190,30 +189,30 @@ class Catalogue:
         object.__setattr__(self, "_by_name", MappingProxyType(by_name))
 
     def configured(self, name: str, values: Sequence[str]) -> Catalogue:
-        """The metrics that have this configured label, and no others, with its values.
+        """Catalogue of only the metrics that have this configured label, with its values.
 
-        `MetricsError` when there is none, or the values are too many, none or not different.
+        `MetricsError` if no metric has it, or the values are too many, none or not unique.
         """
-        having = [
+        selected = [
             metric
             for metric in self.metrics
             if any(isinstance(label, ConfiguredLabel) and label.name == name for label in metric.labels)
         ]
-        if not having:
+        if not selected:
             raise MetricsError("label", "a configured label of some metric", name)
-        return Catalogue(tuple(metric.with_values(name, values) for metric in having))
+        return Catalogue(tuple(metric.with_values(name, values) for metric in selected))
 
     def named(self, name: str) -> Metric:
-        """The metric of this name; `MetricsError` when there is none."""
+        """The metric of this name. `MetricsError` if there is none."""
         metric = self._by_name.get(name)
         if metric is None:
-            near = difflib.get_close_matches(name, self._by_name, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            similar = difflib.get_close_matches(name, self._by_name, n=1)
+            hint = f"; did you mean {similar[0]}?" if similar else ""
             raise MetricsError("name", f"a metric of the catalogue{hint}", name)
         return metric
 
     def metric(self, name: str, kind: Kind) -> Metric:
-        """The metric of this name; `MetricsError` when there is none or it is of another kind."""
+        """The metric of this name and kind. `MetricsError` if there is none, or it has another kind."""
         metric = self.named(name)
         if metric.kind is not kind:
             raise MetricsError(name, f"a {kind}", str(metric.kind))

@@ -1,4 +1,4 @@
-"""What engines count that hand KV cache to each other: a part of the catalogue."""
+"""Metrics of KV transfer between engines (peers). Part of the catalogue."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ PEER_FAILURES = (
     "cancelled",
     "other",
 )
-"""Why a read from a peer failed; docs/guides/peers.md explains each."""
+"""Reasons of failed reads from a peer; docs/guides/peers.md explains each."""
 
 PEER_METRICS = (
     Metric(
         "vllm:hybridkv_peer_prompts_total",
         Kind.COUNTER,
         "requests",
-        "Requests whose prompt a peer had computed, by what became of it. What was refused or failed was computed.",
+        "Requests with a prompt that a peer has computed, by outcome. After `refused` or `failed`, the prompt is "
+        "computed here.",
         (Label("outcome", ("loaded", "held_already", "refused", "failed", "cancelled")),),
         panel=Panel(Section.PEERS, "Prompts from peers"),
     ),
@@ -33,21 +34,21 @@ PEER_METRICS = (
         "vllm:hybridkv_peer_read_bytes_total",
         Kind.COUNTER,
         "bytes",
-        "Bytes that were read from peers and believed.",
+        "Bytes that were read from peers and passed the checks.",
         panel=Panel(Section.PEERS, "Bytes read"),
     ),
     Metric(
         "vllm:hybridkv_peer_read_descriptors_total",
         Kind.COUNTER,
         "runs",
-        "Runs of bytes in which they were read: neighbours are joined.",
+        "Descriptors (runs of bytes) of reads from peers, after adjacent runs were joined.",
         panel=Panel(Section.PEERS, "Runs read"),
     ),
     Metric(
         "vllm:hybridkv_peer_read_seconds",
         Kind.HISTOGRAM,
         "seconds",
-        "Time of one request's read on one rank, from its plan to the end of its checks.",
+        "Time of one request's read on one rank, from the plan to the end of the checks.",
         buckets=_SECONDS,
         panel=Panel(Section.PEERS, "Time of a read"),
     ),
@@ -55,7 +56,7 @@ PEER_METRICS = (
         "vllm:hybridkv_peer_read_failures_total",
         Kind.COUNTER,
         "reads",
-        "Reads from peers that failed on a rank, by reason. Each but those that were cancelled is a recompute.",
+        "Reads from peers that failed on a rank, by reason. All but `cancelled` lead to a recompute.",
         (Label("reason", PEER_FAILURES),),
         panel=Panel(Section.PEERS, "Failed reads", view=View.INCREASE),
     ),
@@ -63,7 +64,7 @@ PEER_METRICS = (
         "vllm:hybridkv_peer_leases_total",
         Kind.COUNTER,
         "leases",
-        "Leases on blocks for peers that ended, by how, and requests for which there was no room for one.",
+        "Ended leases on blocks for peers, by outcome. `no_room`: requests that got no lease.",
         (Label("outcome", ("done", "expired", "dropped", "no_room")),),
         panel=Panel(Section.PEERS, "Leases"),
     ),
@@ -71,7 +72,7 @@ PEER_METRICS = (
         "vllm:hybridkv_peer_leases_held",
         Kind.GAUGE,
         "leases",
-        "Requests that have finished and whose blocks are held for a peer.",
+        "Finished requests with blocks that are leased to a peer.",
         panel=Panel(Section.PEERS, "Leases held"),
     ),
 )

@@ -1,6 +1,6 @@
-"""Shows counts to Prometheus. Gets the metric classes from its caller and imports no client library.
+"""Export of counts to Prometheus. The caller passes the metric classes; no client library is imported.
 
-vLLM hands over prometheus_client's classes or its wrappers around Ray's; both know `labels`, `inc`, `set`, `observe`.
+vLLM passes the classes of prometheus_client, or its wrappers of Ray's; both have `labels`, `inc`, `set`, `observe`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MetricClass: TypeAlias = Callable[..., Any]
 
 
 class PrometheusSink:
-    """One Prometheus metric for each one declared.
+    """Prometheus metrics of a catalogue, one per declaration.
 
-    `labelnames` (of the engine) come before the declared ones; `labelvalues_per_engine` gives their values by engine
-    index. Counters and histograms without labels start at zero, and so do those that are declared to. All other series
-    appear with their first count. Metrics with a label that has yet to be configured are left out.
+    The engine's `labelnames` come before the declared labels; `labelvalues_per_engine` has their values by engine
+    index. Counters and histograms without labels, or with `starts_at_zero`, start at zero. All other series appear with
+    their first count. Metrics with an unconfigured label are not exported.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class PrometheusSink:
                     self._child(metric.name, engine, values)
 
     def observe(self, counts: Mapping[str, Any], engine_idx: int = 0) -> None:
-        """Add `Counts.to_dict()` of one engine. `MetricsError` when it does not fit; then nothing is added."""
+        """Add `Counts.to_dict()` of one engine. `MetricsError` if it does not fit; nothing is added then."""
         if engine_idx not in self._labelvalues:
             raise MetricsError("engine_idx", f"one of {sorted(self._labelvalues)}", engine_idx)
         data = Counts.from_dict(counts, self._catalogue).data()
@@ -84,7 +84,7 @@ def _make(metric_cls: MetricClass, metric: Metric, labelnames: list[str]) -> Any
 
 
 def _mean_within(bounds: Sequence[float], position: int, mean: float) -> float:
-    """The mean of a bucket lies in it; rounding must not push it over the edge."""
+    """Move the mean of a bucket back into the bucket if rounding moved it out."""
     actual = bisect.bisect_left(bounds, mean)
     if actual > position:
         return bounds[position]

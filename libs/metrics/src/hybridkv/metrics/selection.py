@@ -1,4 +1,4 @@
-"""What a choice between several stores comes to, store by store: a value that merges over steps and ranks."""
+"""Statistics of the selection between several stores (child connectors). They merge over steps and ranks."""
 
 from __future__ import annotations
 
@@ -13,13 +13,53 @@ from hybridkv.metrics.declaration import Catalogue, MetricsError
 _PREFIX: Final = "vllm:kv_connector_mc_"
 
 Clamp: TypeAlias = Callable[[str, float], tuple[float, float]]
-"""Takes a store's name and a count; gives the count from zero on, and how far below zero it was."""
+"""`TokenClamp.clamp`: takes a source and a count; returns the count, at least 0, and its distance below zero."""
+
+WARNING_INTERVAL_S = 60.0
+
+
+class TokenClamp:
+    """Replaces negative counts by zero, and warns at most once per interval.
+
+    A counter that decreases would raise in the engine's metrics loop.
+
+    Args:
+        warn: logs a sentence.
+        clock: returns seconds; monotonic.
+        interval_s: minimum time between two warnings. A warning sums up the negative counts since the previous one.
+    """
+
+    def __init__(
+        self, warn: Callable[[str], None], clock: Callable[[], float], interval_s: float = WARNING_INTERVAL_S
+    ) -> None:
+        self._warn = warn
+        self._clock = clock
+        self._interval_s = interval_s
+        self._warned_at_s: float | None = None
+        self._num_clamped = 0
+        self._below_zero: float = 0
+
+    def clamp(self, source: str, value: float) -> tuple[float, float]:
+        """Return (`value`, 0) if `value` >= 0, else (0, -`value`)."""
+        if value >= 0:
+            return value, 0
+        self._num_clamped += 1
+        self._below_zero -= value
+        now_s = self._clock()
+        if self._warned_at_s is None or now_s - self._warned_at_s >= self._interval_s:
+            self._warned_at_s = now_s
+            self._warn(
+                f"{source} counted {value} tokens, taken as 0; {self._num_clamped} counts were below zero since the "
+                f"last such warning, {-self._below_zero} tokens together"
+            )
+            self._num_clamped, self._below_zero = 0, 0
+        return 0, -value
 
 
 class ChildSelection(msgspec.Struct, forbid_unknown_fields=True):
-    """One store. `queries` is the sum of `hits`, `misses`, `passed_over`, `unanswered` and `errors`.
+    """Counts of one store. `queries` is the sum of `hits`, `misses`, `passed_over`, `unanswered` and `errors`.
 
-    Each field but the last is the counter `vllm:kv_connector_mc_<field>_total`, whose help says what it counts.
+    Each field but the last is the counter `vllm:kv_connector_mc_<field>_total`; see its help text.
     """
 
     queries: int = 0
@@ -36,10 +76,10 @@ class ChildSelection(msgspec.Struct, forbid_unknown_fields=True):
     load_bytes: int = 0
     clamped_tokens: int = 0
     pending_loads: int | None = None
-    """Now; None: not known here. The last one that is known counts."""
+    """Current number; None if it is unknown in this process. A merge keeps the last known value."""
 
     def merge(self, other: ChildSelection) -> None:
-        """Add what `other` counted."""
+        """Add the counts of `other`."""
         for name in COUNTERS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         if other.pending_loads is not None:
@@ -51,34 +91,34 @@ _EMPTY: Final = ChildSelection()
 
 
 class SelectionStats(msgspec.Struct, forbid_unknown_fields=True):
-    """All stores by name. Merge in order of time, because of `pending_loads`; the rest adds up in any order."""
+    """Counts of all stores by name. They merge in any order, except `pending_loads`: merge in order of time."""
 
     children: dict[str, ChildSelection] = {}
 
     def child(self, name: str) -> ChildSelection:
-        """A store's counts, to be counted up."""
+        """Counts of one store, which the caller increments."""
         counts = self.children.get(name)
         if counts is None:
             counts = self.children[name] = ChildSelection()
         return counts
 
     def merge(self, other: SelectionStats) -> None:
-        """Add what `other` counted, which stays as it is."""
+        """Add the counts of `other`, which does not change."""
         for name, counts in other.children.items():
             self.child(name).merge(counts)
 
     def take(self) -> SelectionStats:
-        """Everything so far; this one starts again from nothing."""
+        """Return all counts and reset this object."""
         taken = SelectionStats(self.children)
         self.children = {}
         return taken
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """True if nothing was counted."""
         return all(counts == _EMPTY for counts in self.children.values())
 
     def totals(self) -> dict[str, int | float]:
-        """What is not zero, as `<store>.<field>`: for a line in the log."""
+        """Nonzero counts by `<store>.<field>`, for a log line."""
         return {
             f"{name}.{field}": value
             for name, counts in self.children.items()
@@ -87,22 +127,22 @@ class SelectionStats(msgspec.Struct, forbid_unknown_fields=True):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, strings and numbers."""
+        """Serialize to plain dicts, strings and numbers."""
         plain: dict[str, Any] = msgspec.to_builtins(self.children)
         return plain
 
     @classmethod
     def from_dict(cls, plain: Mapping[str, Any]) -> SelectionStats:
-        """What `to_dict` described; `MetricsError` when it did not."""
+        """Inverse of `to_dict`. `MetricsError` if the data is invalid."""
         try:
             return cls(msgspec.convert(plain, dict[str, ChildSelection]))
         except msgspec.ValidationError as error:
             raise MetricsError("selection", "what SelectionStats.to_dict gave", str(error)) from error
 
     def counts(self, catalogue: Catalogue, clamp: Clamp) -> Counts:
-        """The same under the catalogue's names, nothing below zero.
+        """Convert to `Counts` with the names of the catalogue. Negative counts become zero.
 
-        `MetricsError` for a store that the catalogue (`CATALOGUE.configured("connector", names)`) does not name.
+        `MetricsError` for a store that is not in the catalogue (`CATALOGUE.configured("connector", names)`).
         """
         counts = Counts(catalogue)
         for name, child in self.children.items():
