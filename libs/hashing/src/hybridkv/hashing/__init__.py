@@ -1,4 +1,4 @@
-"""The identity of hybrid KV content: fingerprints of caches, keys of chunks. No tensors, no engine, no I/O."""
+"""Identity of KV cache content: fingerprints of caches and keys of chunks. No tensors, no engine, no I/O."""
 
 from hybridkv.hashing.block_hashes import HashedRequest, HybridChunkBlockHashList, RequestBlockHashList
 from hybridkv.hashing.differences import diff

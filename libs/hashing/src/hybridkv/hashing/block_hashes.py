@@ -1,7 +1,7 @@
-"""Chained block hashes of a growing request at any granularity, made when they are first asked for.
+"""Lazy chained block hashes of a growing request, for any block size.
 
-The values are those of the engine's own chain when they are given its hash function and root, but for a block size
-that the engine may not have. `RequestBlockHashList` is one granularity; `HybridChunkBlockHashList` joins several.
+With the engine's hash function and root hash the values equal those of the engine's own chain, also for block sizes
+that the engine does not use. `RequestBlockHashList` has one block size; `HybridChunkBlockHashList` combines several.
 """
 
 import sys
@@ -15,8 +15,11 @@ _Hash_co = TypeVar("_Hash_co", covariant=True)
 
 
 class HashedRequest(Protocol):
-    """What is read of a request. It may also have `extra_keys(start, end)`: what those tokens depend on besides their
-    ids (LoRA, cache salt, multimodal input), in any form that the hash function takes, or None."""
+    """Protocol of a request.
+
+    It may also have `extra_keys(start, end)`: the other inputs of those tokens (LoRA, cache salt, multimodal input), in
+    any form that the hash function accepts, or None.
+    """
 
     @property
     def num_tokens(self) -> int: ...
@@ -26,14 +29,14 @@ class HashedRequest(Protocol):
 
 
 class _LazyHashes(Sequence[_Hash_co]):
-    """Indexes and slices over `__len__`, `_follow()` and `_at(index)`. What is read whole follows the request once."""
+    """Sequence over `__len__`, `_sync()` and `_at(index)`. A slice calls `_sync` once."""
 
-    def _follow(self) -> None:
-        """Forgets what is not of the request's present tokens."""
+    def _sync(self) -> None:
+        """Drop hashes of tokens that the request no longer has."""
         raise NotImplementedError
 
     def _at(self, index: int) -> _Hash_co:
-        """A hash below the length, after `_follow`."""
+        """The hash at an index below the length. Called after `_sync`."""
         raise NotImplementedError
 
     @overload
@@ -44,7 +47,7 @@ class _LazyHashes(Sequence[_Hash_co]):
 
     def __getitem__(self, index: int | slice) -> _Hash_co | list[_Hash_co]:
         length = len(self)
-        self._follow()
+        self._sync()
         if isinstance(index, slice):
             return [self._at(i) for i in range(*index.indices(length))]
         if not -length <= index < length:
@@ -62,19 +65,19 @@ class _LazyHashes(Sequence[_Hash_co]):
 
 
 class RequestBlockHashList(_LazyHashes[bytes]):
-    """The hash of every full block of a request, each chained to the one before.
+    """Chained hashes of the full blocks of a request, computed lazily.
 
-    Hash i is `hash_function((parent, token_ids, extra_keys))` of tokens [i * block_size, (i + 1) * block_size): the
-    tuple that vLLM hashes. A block is hashed when an index at or past it is first read; the length follows the request.
+    Hash i is `hash_function((parent, token_ids, extra_keys))` of tokens [i * block_size, (i + 1) * block_size), the
+    tuple that vLLM hashes. Reading an index hashes all blocks up to it. The length follows the request.
 
-    The request may lose tokens and get others in their place, seen here or not: every read compares the tokens that
-    were hashed with those of now, which costs some nanoseconds a token, so read many hashes by a slice. `extra_keys` of
-    a token that stayed must stay.
+    The request may lose tokens and get others. So every read compares the hashed tokens with the current ones, which
+    takes some nanoseconds per token: read many hashes with one slice. `extra_keys` of an unchanged token must not
+    change.
 
     Args:
         request: see `HashedRequest`.
-        block_size: tokens in a block.
-        hash_function: digest of such a tuple.
+        block_size: tokens per block.
+        hash_function: digest of the tuple.
         root_hash: parent of the first block.
 
     Raises:
@@ -98,10 +101,10 @@ class RequestBlockHashList(_LazyHashes[bytes]):
 
     @property
     def num_hashed(self) -> int:
-        """Blocks whose hashes are kept."""
+        """Number of blocks that are hashed."""
         return len(self._hashes)
 
-    def _follow(self) -> None:
+    def _sync(self) -> None:
         full = min(len(self), self._hashed.unchanged_blocks(self._request.all_token_ids))
         if full < len(self._hashes):
             del self._hashes[full:]
@@ -128,23 +131,22 @@ class RequestBlockHashList(_LazyHashes[bytes]):
 
 
 class HybridChunkBlockHashList(_LazyHashes[bytes | None]):
-    """One hash for every logical chunk of a request, for groups whose block sizes need not divide it.
+    """One hash per logical chunk of a request, for groups of any block sizes (they need not divide the chunk).
 
-    The hash of chunk i is `hash_function` of the tuple, in group order, of each group's last full block hash at or
-    below token (i + 1) * logical_chunk_size. Chunks before `first_hashable_chunk_idx` have none: there a group has no
-    full block yet, so nothing would tell two prompts apart in it. They are None, so that every index below the length
-    can be read and a chunk keeps its index; `chunks[chunks.first_hashable_chunk_idx:]` has hashes only.
+    The hash of chunk i is `hash_function` of a tuple with, for each group in order, the hash of its last full block at
+    or before token (i + 1) * logical_chunk_size. Chunks before `first_hashable_chunk_idx` are None, because a group has
+    no full block there that would distinguish two prompts. `chunks[chunks.first_hashable_chunk_idx:]` has only hashes.
 
-    Chunks of one prefix that end within the same block of every group have the same hash: they cover the same tokens.
-    Nothing is hashed twice, in whatever order chunks are read; groups of one block size share their block hashes.
-    Tokens may be lost and others come in their place, as with `RequestBlockHashList`.
+    Chunks that end within the same block of every group have the same hash: they cover the same tokens. Nothing is
+    hashed twice, in any order of reads; groups with the same block size share block hashes. Tokens may be replaced, as
+    with `RequestBlockHashList`.
 
     Args:
         request: see `HashedRequest`.
-        group_block_sizes: tokens in a block of each group.
-        logical_chunk_size: tokens in a chunk.
-        hash_function: digest of the tuples of blocks and of chunks.
-        root_hash: parent of every group's first block.
+        group_block_sizes: tokens per block of each group.
+        logical_chunk_size: tokens per chunk.
+        hash_function: digest of the tuples of blocks and chunks.
+        root_hash: parent of the first block of every group.
 
     Raises:
         ValueError: there is no group, or a size is not positive.
@@ -171,17 +173,17 @@ class HybridChunkBlockHashList(_LazyHashes[bytes | None]):
         }
         self._groups = [by_size[size] for size in group_block_sizes]
         self._dense: list[bytes] = []
-        """Hashes of the chunks from the first hashable one on, without a gap."""
+        """Hashes of the chunks from the first hashable one, without gaps."""
         self._ahead: dict[int, bytes] = {}
-        """Hashes of chunks beyond that, which were asked for out of order. Only chunks that bring a block are here."""
+        """Hashes of later chunks that were read out of order. Only chunks that complete a block are here."""
 
     def __len__(self) -> int:
         return self._request.num_tokens // self.logical_chunk_size
 
-    def _follow(self) -> None:
+    def _sync(self) -> None:
         for group in self._groups:
-            group._follow()
-        # A chunk stands on the blocks that are full at its end: up to this token all of them are there.
+            group._sync()
+        # The hash of a chunk uses the blocks that are full at its end. Up to this token they are all hashed.
         last_end = min((group.num_hashed + 1) * group.block_size for group in self._groups) - 1
         kept = last_end // self.logical_chunk_size
         del self._dense[max(0, kept - self.first_hashable_chunk_idx) :]
@@ -195,7 +197,7 @@ class HybridChunkBlockHashList(_LazyHashes[bytes | None]):
         if place < len(dense):
             return dense[place]
         end = (index + 1) * self.logical_chunk_size
-        # The first chunk that ends in the same blocks: where the last of them is full.
+        # The first chunk that ends in the same blocks: the one in which the last of them became full.
         full = max(end // group.block_size * group.block_size for group in self._groups)
         first = -(-full // self.logical_chunk_size) - 1
         if first < index:

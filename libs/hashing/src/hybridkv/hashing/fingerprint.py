@@ -1,26 +1,26 @@
-"""The identity of a cache: everything that must agree before stored bytes may be read back.
+"""Fingerprint of a cache: all facts that must be equal before stored bytes are read back.
 
-A fingerprint is written out canonically and digested; two engines share chunks exactly when their digests are equal.
-`hybridkv.hashing.differences` says in words where they are not.
+A fingerprint has a canonical encoding and a digest. Two engines share chunks exactly if their digests are equal.
+`hybridkv.hashing.differences` explains differences in words.
 """
 
 import msgspec
 from blake3 import blake3
 
 FORMAT_VERSION = 6
-"""Changes whenever the meaning of a key or the order of bytes in a chunk changes."""
+"""Increases when the meaning of a key or the order of bytes in a chunk changes."""
 
 _CONTEXT = "hybridkv 2026 cache fingerprint v3"
 _GROUP_CONTEXT = "hybridkv 2026 group v2"
 
 
 class LayerFingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """One layer's page.
+    """Page of one layer.
 
     Args:
-        name: of the layer in the model.
-        page_bytes: without padding.
-        facts: what else its bytes depend on, by name: element types, heads, state shapes.
+        name: name of the layer in the model.
+        page_bytes: bytes of the page without padding.
+        facts: other facts that determine its bytes, by name: element types, heads, state shapes.
     """
 
     name: str
@@ -29,7 +29,7 @@ class LayerFingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupFingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """One KV cache group: what it is and what its pages hold. Its index in the engine is not part of it."""
+    """Kind, block size and layers of one KV cache group. The group's index in the engine is not part of it."""
 
     kind: str
     block_tokens: int
@@ -40,22 +40,22 @@ class GroupFingerprint(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def group_digest(group: GroupFingerprint) -> bytes:
-    """32 bytes that stand for a group's kind, block and layers, wherever the group stands in an engine."""
+    """Digest of a group, 32 bytes. It does not depend on the group's index."""
     return blake3(msgspec.msgpack.encode(group, order="sorted"), derive_key_context=_GROUP_CONTEXT).digest()
 
 
 class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
-    """A model as its KV cache sees it.
+    """All facts of a model and its engine that determine the stored bytes.
 
     Args:
-        facts: what the stored bytes depend on, dotted name to canonical text. What is long or secret stands there as a
-            digest: facts are written beside the chunks, and into logs.
-        chunk_tokens: tokens in one chunk.
-        hash_algorithm: of the block hashes that keys are derived from.
-        tensor_parallel_size: how many ranks share a layer.
-        tensor_parallel_rank: which of them, or None for "this part on every rank".
-        groups: the stored groups, in any order: it is no part of the identity.
-        format_version: of this library's keys and chunks.
+        facts: dotted name to canonical text. Long or secret texts are replaced by digests, because facts are written
+            beside the chunks and into logs.
+        chunk_tokens: tokens per chunk.
+        hash_algorithm: algorithm of the block hashes from which keys are derived.
+        tensor_parallel_size: number of ranks that share a layer.
+        tensor_parallel_rank: the rank, or None if the bytes are the same on every rank.
+        groups: the stored groups. Their order is not part of the identity.
+        format_version: version of keys and chunks.
     """
 
     facts: dict[str, str]
@@ -67,16 +67,16 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
     format_version: int = FORMAT_VERSION
 
     def encode(self) -> bytes:
-        """The canonical bytes: MessagePack with sorted field names, and the groups in the order of their digests."""
+        """Canonical encoding: MessagePack with sorted field names, and with groups sorted by digest."""
         groups = tuple(sorted(self.groups, key=group_digest))
         return msgspec.msgpack.encode(msgspec.structs.replace(self, groups=groups), order="sorted")
 
     @staticmethod
     def decode(data: bytes) -> "Fingerprint":
-        """What `encode` wrote, for instance beside chunks on a disk. Groups are in the order of their digests.
+        """Inverse of `encode`. Groups are sorted by digest.
 
         Raises:
-            ValueError: the bytes are not a fingerprint, or one with fields that this release does not know.
+            ValueError: the bytes are not a fingerprint, or have fields that this release does not know.
         """
         try:
             found = msgspec.msgpack.decode(data, type=Fingerprint)
@@ -89,12 +89,12 @@ class Fingerprint(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def digest(self) -> bytes:
-        """32 bytes that stand for all of it, the same on every process and host."""
+        """Digest of the fingerprint, 32 bytes. Equal on all processes and hosts."""
         return blake3(self.encode(), derive_key_context=_CONTEXT).digest()
 
     def diff(self, other: "Fingerprint") -> tuple[str, ...]:
-        """`hybridkv.hashing.diff` of this one and another."""
-        # That module reads this one, so it cannot be imported above.
+        """Same as `hybridkv.hashing.diff(self, other)`."""
+        # Not at the top: that module imports this one.
         from hybridkv.hashing.differences import diff
 
         return diff(self, other)

@@ -1,18 +1,14 @@
-"""The tokens that a chain of hashes was made of, to see which of its hashes still hold.
+"""Copy of the tokens of a hash chain, to find which of its hashes are still valid. Does not hash.
 
-A request may be rolled back and grow again between two looks at it, to the same length and even to the same last
-tokens. Nothing but the tokens themselves tells, so they are kept and compared. It hashes nothing.
+Between two reads, a request can be rolled back and grow again to the same length, even with the same last tokens. Only
+a comparison of all tokens detects that.
 """
 
 from collections.abc import Iterable, Sequence
 
 
 class HashedTokens:
-    """A copy of the tokens of whole blocks.
-
-    Args:
-        block_tokens: tokens in a block.
-    """
+    """Tokens of hashed blocks. `block_tokens` is the number of tokens per block."""
 
     __slots__ = ("_block_tokens", "_tokens")
 
@@ -21,17 +17,17 @@ class HashedTokens:
         self._tokens: list[int] = []
 
     def add(self, token_ids: Iterable[int]) -> None:
-        """Whole blocks behind those that are there."""
+        """Append the tokens of whole blocks."""
         self._tokens.extend(token_ids)
 
     def cut(self, num_blocks: int) -> None:
-        """Only this many blocks are left."""
+        """Keep only the first `num_blocks` blocks."""
         del self._tokens[num_blocks * self._block_tokens :]
 
     def unchanged_blocks(self, token_ids: Sequence[int]) -> int:
-        """How many blocks from the beginning have the same tokens as those of a request now.
+        """Number of leading blocks that equal the request's current tokens.
 
-        Costs one comparison of lists, as Python compares them: some nanoseconds a token.
+        Compares two lists: some nanoseconds per token.
         """
         kept, size = self._tokens, self._block_tokens
         now = token_ids[: len(kept)]

@@ -1,9 +1,8 @@
-"""Keys of chunks: which bytes they are, for ever.
+"""Keys of chunks: permanent identity of their bytes.
 
-A key is the tag of its cache and group, and behind it the hash of the token prefix that the chunk ends, as it is: two
-keys are the same only if two tags or two prefix hashes are. The prefix comes in as the engine's own chained block
-hashes where those are stable, so no token is hashed twice; `ChunkKeys.token_hashes` makes such a chain where they are
-not.
+A key is the tag of the cache and group, followed by the hash of the token prefix that ends with the chunk. Two keys are
+equal only if their tags and prefix hashes are equal. The prefix hashes are the engine's own chained block hashes if
+those are stable, so that no token is hashed twice; otherwise `ChunkKeys.token_hashes` makes a chain.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,12 +23,12 @@ class ChunkKeys:
     """Derives the keys of one cache.
 
     Args:
-        fingerprint: the cache. A group is told from the others by its own fingerprint, never by its index.
-        hash_block_tokens: tokens that each of the prefix hashes given to `key` adds.
-        adapter: a digest of what was laid over the model, empty for the model as it is; see `for_adapter`.
+        fingerprint: fingerprint of the cache. Groups are identified by their own fingerprints, not by their indexes.
+        hash_block_tokens: tokens per prefix hash.
+        adapter: digest of the adapter; empty for the base model. See `for_adapter`.
 
     Raises:
-        ValueError: the hash block is not positive, does not divide the chunk, or two groups are the same.
+        ValueError: `hash_block_tokens` is not positive or does not divide the chunk, or two groups are equal.
     """
 
     def __init__(self, fingerprint: Fingerprint, hash_block_tokens: int, adapter: bytes = b"") -> None:
@@ -43,7 +42,7 @@ class ChunkKeys:
         self._digest = fingerprint.digest()
         if adapter:
             self._digest = blake3(self._digest + adapter, derive_key_context=_ADAPTER_CONTEXT).digest()
-        # By index: unlike a list, a dict takes no negative one, and a look-up costs the same.
+        # A dict by index, because a list accepts negative indexes. A lookup costs the same.
         self._groups = {
             i: (
                 _group_tag(self._digest, group),
@@ -51,15 +50,15 @@ class ChunkKeys:
             )
             for i, group in enumerate(fingerprint.groups)
         }
-        """Tag and tokens of lookahead of each group."""
+        """Tag and lookahead tokens of each group."""
         if len({tag for tag, _ in self._groups.values()}) != len(self._groups):
             raise ValueError("two groups have the same kind, block and layers; their chunks would share keys")
 
     def for_adapter(self, digest: bytes) -> "ChunkKeys":
-        """The keys of the same cache under an adapter with this content: no key of one is a key of the other.
+        """Keys of the same cache with an adapter. They differ from all keys of the base model.
 
         Args:
-            digest: of all that the adapter's weights are, at least one byte.
+            digest: digest of the adapter's weights, at least one byte.
 
         Raises:
             ValueError: the digest is empty.
@@ -69,28 +68,26 @@ class ChunkKeys:
         return ChunkKeys(self.fingerprint, self.hash_block_tokens, digest)
 
     def token_hashes(self, extra: ExtraBytes | None = None) -> TokenHashes:
-        """Prefix hashes of a request, for an engine whose own do not survive its process. They are this cache's alone.
+        """Prefix hashes of a request, for engines without stable block hashes. They are valid for this cache only.
 
         Args:
-            extra: content of tokens besides their ids, as `TokenHashes` takes it.
+            extra: other inputs of tokens besides their ids; see `TokenHashes`.
         """
         return TokenHashes(self.hash_block_tokens, extra, self._digest)
 
     def key(self, group: int, prefix_hashes: Sequence[bytes], end_token: int) -> bytes:
-        """The key of a group's part of the chunk that ends at `end_token`.
+        """Key of a group's part of the chunk that ends at `end_token`.
 
         Args:
             group: index into the fingerprint's groups.
-            prefix_hashes: entry i stands for the first (i + 1) * `hash_block_tokens` tokens of the request, and so for
-                their number too.
-            end_token: a positive multiple of the hash block.
+            prefix_hashes: entry i is the chained hash of the first (i + 1) * `hash_block_tokens` tokens.
+            end_token: a positive multiple of `hash_block_tokens`.
 
         Returns:
-            `TAG_BYTES` bytes for cache and group, and the prefix hash that stands for all that the chunk depends on.
+            The tag of cache and group (`TAG_BYTES` bytes), followed by the hash of the prefix.
 
         Raises:
-            ValueError: there is no such group, the boundary is off the hash grid, its prefix is not hashed yet, or its
-                hash is empty.
+            ValueError: there is no such group, `end_token` is not a multiple, or its hash is missing or empty.
         """
         try:
             tag, lookahead = self._groups[group]
@@ -105,17 +102,17 @@ class ChunkKeys:
         return tag + prefix_hashes[last - 1]
 
     def keys(self, group: int, prefix_hashes: Sequence[bytes], end_tokens: Iterable[int]) -> list[bytes]:
-        """The keys of many boundaries of one group, in their order; much cheaper than one by one for a range.
+        """Keys of many boundaries of one group, in order. For a range much cheaper than calls of `key`.
 
         Raises:
-            ValueError: as `key`, for the first boundary that it would refuse.
+            ValueError: like `key`, for the first invalid boundary.
         """
         try:
             tag, lookahead = self._groups[group]
         except KeyError:
             raise self._unknown(group) from None
         block = self.hash_block_tokens
-        # What is checked of the first end and the step holds for all of a range.
+        # In a range, the checks of the first end and of the step hold for all ends.
         if isinstance(end_tokens, range) and end_tokens.start > 0 and end_tokens.step > 0:
             start, step, count = end_tokens.start, end_tokens.step, len(end_tokens)
             if start % block == step % block == 0:

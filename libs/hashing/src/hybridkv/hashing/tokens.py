@@ -1,8 +1,7 @@
-"""A chain of prefix hashes over token ids, for where the engine has no stable one of its own.
+"""Chain of prefix hashes over token ids, for engines without stable block hashes.
 
-Token ids become bytes in one pass over all the new ones, then each block costs one BLAKE3 call. It hashes nothing
-twice: a prompt that grew by a block costs a block, and a comparison of the tokens before it.
-(`array` turns a list into bytes three times as fast as numpy.)
+New token ids are converted to bytes in one pass; each block then costs one BLAKE3 call. A prompt that grew by a block
+costs one hash, and a comparison of the earlier tokens. (`array` converts a list three times as fast as numpy.)
 """
 
 import sys
@@ -21,23 +20,24 @@ ExtraBytes = Callable[[int, int], bytes]
 
 
 def chain_key(identity: bytes, block_tokens: int) -> bytes:
-    """The BLAKE3 key of a chain: chains of other caches, or of other block sizes, share no hash."""
+    """BLAKE3 key of a chain. Chains of other caches or other block sizes have no hash in common."""
     message = len(identity).to_bytes(8, "little") + identity + block_tokens.to_bytes(8, "little")
     return blake3(message, derive_key_context=_CONTEXT).digest()
 
 
 class TokenHashes:
-    """A chain of prefix hashes over token ids, made as far as it is asked for and kept.
+    """Chain of prefix hashes over the token ids of a request. It keeps the hashes.
 
-    A hash is keyed BLAKE3 of its parent (zeros for the first), the block's token ids as 32-bit little-endian numbers
-    and, where there is any, the extra content behind its 64-bit length. The key binds `block_tokens`.
+    A hash is the keyed BLAKE3 of its parent (zeros for the first), the token ids of the block as 32-bit little-endian
+    numbers and, if present, the 64-bit length of the extra content and that content. The key includes `block_tokens`.
 
     Args:
-        block_tokens: tokens that each hash adds.
-        extra: `extra(start, end)` gives bytes that belong to those tokens besides their ids (adapter, cache salt,
-            multimodal input), b"" for none. It is called once for every block; None where no token has any. Of a token
-            that stays it must stay.
-        identity: what the tokens are read by; `ChunkKeys.token_hashes` gives the fingerprint's digest.
+        block_tokens: tokens per hash.
+        extra: `extra(start, end)` returns the other inputs of those tokens as bytes (adapter, cache salt, multimodal
+            input), or b"". It is called once per block, and must not change for unchanged tokens. None if no token has
+            other inputs.
+        identity: bytes that separate chains of different caches; `ChunkKeys.token_hashes` passes the fingerprint's
+            digest.
 
     Raises:
         ValueError: `block_tokens` is not positive.
@@ -53,21 +53,21 @@ class TokenHashes:
         self._hashed = HashedTokens(block_tokens)
 
     def upto(self, token_ids: Sequence[int], unchanged_tokens: int = 0) -> list[bytes]:
-        """The hash of every full block of `token_ids`.
+        """Hashes of all full blocks of `token_ids`.
 
-        Tokens may have come since the last call, and others may have gone or changed: those that were hashed are
-        compared, which costs some nanoseconds a token, and hashes of blocks that are not the same are made anew.
+        Tokens can be added, removed or changed between calls. The hashed tokens are compared, which takes some
+        nanoseconds per token, and changed blocks are hashed again.
 
         Args:
-            token_ids: of the request, from its beginning.
-            unchanged_tokens: that many are known to be, with their extra content, those of the last call; when that is
-                all that was hashed nothing is compared.
+            token_ids: all tokens of the request.
+            unchanged_tokens: number of leading tokens that, with their extra content, are known to be unchanged since
+                the last call. If it covers all hashed tokens, there is no comparison.
 
         Returns:
-            The kept list itself: later calls extend it and cut it.
+            The internal list: later calls extend or cut it.
 
         Raises:
-            OverflowError: a token id is negative or does not fit 32 bits. The blocks of this call are not hashed.
+            OverflowError: a token id is negative or does not fit into 32 bits. No block of this call is hashed.
         """
         hashes, block = self._hashes, self.block_tokens
         full = len(token_ids) // block
@@ -84,7 +84,7 @@ class TokenHashes:
         data = _token_bytes(new)
         parent = hashes[-1] if hashes else bytes(HASH_BYTES)
         hasher = blake3(key=self._key)
-        # One hasher for all blocks, by its bound methods: making one costs more than hashing a block.
+        # One hasher for all blocks: creating one costs more than hashing a block.
         update, digest, reset = hasher.update, hasher.digest, hasher.reset
         extra, width = self._extra, 4 * block
         for at in range(0, len(data), width):
