@@ -136,9 +136,9 @@ def test_plain_numbers_agree_with_the_views() -> None:
         ([], "a tensor or a list of them, got an empty list"),
         ({"a": 1}, "a tensor or a list of them, got dict"),
         ([torch.zeros(BLOCKS, 8), None], "tensors, got NoneType"),
-        (torch.zeros(BLOCKS, 8).to_sparse(), "at strides, got a torch.sparse_coo one"),
-        ([torch.eye(BLOCKS).to_sparse_csr()], "at strides, got a torch.sparse_csr one"),
-        (torch.nested.nested_tensor([torch.zeros(8)] * BLOCKS), "at strides, got a nested one"),
+        (torch.zeros(BLOCKS, 8).to_sparse(), "a strided tensor, got a torch.sparse_coo one"),
+        ([torch.eye(BLOCKS).to_sparse_csr()], "a strided tensor, got a torch.sparse_csr one"),
+        (torch.nested.nested_tensor([torch.zeros(8)] * BLOCKS), "a strided tensor, got a nested one"),
     ],
 )
 def test_what_is_no_plain_tensor_is_refused(cache: Any, words: str) -> None:

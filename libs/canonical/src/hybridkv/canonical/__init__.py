@@ -1,7 +1,7 @@
-"""The shape of hybrid KV cache content: where a block's pages lie in an engine's memory and in a chunk.
+"""Layout of KV cache content: addresses of a block's pages in the engine's memory, and their offsets in a chunk.
 
-Importing `hybridkv.canonical` needs no torch. Its views of an engine's tensors do; torch is loaded when one of their
-names is first asked for, which `from hybridkv.canonical import *` does.
+Importing `hybridkv.canonical` does not load torch. The first use of a name of `torch_view` does, and so does
+`from hybridkv.canonical import *`.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,10 +1,10 @@
-"""Where the pages of a group lie, in memory and in a stored chunk, as plain numbers: no tensors, so no torch.
+"""Pages of a group as numbers: addresses in memory and offsets in a stored chunk. No tensors, no torch.
 
-A layer's page is one region, or several where its bytes do not lie together; a region's pages lie a fixed stride apart.
-A stored chunk is block-major: all pages of its first block, layer after layer, then those of the next. So a part of its
-blocks is one stretch of it, and of an engine that keeps all layers of a block together a block is one run. Each page
-begins at a multiple of `PAGE_ALIGN_BYTES`; what lies between it and the next is zeros, which `GroupPages.padding` names
-and whoever writes a chunk writes. The engine's own padding is not stored.
+The page of a layer is one region, or several if its bytes are not contiguous. The pages of a region have a fixed
+stride. A stored chunk is block-major: all pages of its first block, layer by layer, then those of the next block. So
+some adjacent blocks of a chunk are one byte range, and a block is one run if the engine stores all its layers together.
+Each page starts at a multiple of `PAGE_ALIGN_BYTES`. The gap before the next page contains zeros, which the writer of
+the chunk writes (`GroupPages.padding`). The engine's own padding is not stored.
 """
 
 from collections.abc import Sequence
@@ -16,25 +16,25 @@ import numpy.typing as npt
 Int64Array = npt.NDArray[np.int64]
 
 PAGE_ALIGN_BYTES = 16
-"""Where pages of a stored chunk begin: the widest word that a lane of a GPU moves."""
+"""Alignment of pages in a stored chunk: the widest word that a GPU thread moves."""
 
 
 def aligned_page_bytes(page_bytes: int) -> int:
-    """What a layer's page takes up in a stored chunk, the zeros behind it included."""
+    """Bytes of a page in a stored chunk, including the zeros after it."""
     return -(-page_bytes // PAGE_ALIGN_BYTES) * PAGE_ALIGN_BYTES
 
 
 class LayerLayout(NamedTuple):
-    """What is known of a layer before its tensor is seen. Nothing of it is guessed from a shape.
+    """Layout facts of a layer, given by the caller and never inferred from a shape.
 
     Args:
-        name: as the engine registers it.
-        page_bytes: of one block, without padding.
-        block_dim: the dimension that counts blocks: 1 for split K/V, (2, blocks, ...). A size of 2 says nothing.
-        interleaved: within a block, other layers' bytes lie between this one's (blocks that hold heads before layers).
-            Without it such gaps are an error, since a sliced tensor looks the same.
-        token_dim: the dimension that counts a block's tokens. With it a page has one order of bytes, whether the engine
-            splits the manager's blocks for its kernels or not.
+        name: the engine's name of the layer.
+        page_bytes: bytes of one block without padding.
+        block_dim: dimension of blocks: 1 for split K/V, (2, blocks, ...). It is not inferred from a size of 2.
+        interleaved: True if bytes of other layers lie between those of this layer within a block (heads before layers).
+            Otherwise such gaps are an error, because a sliced tensor looks the same.
+        token_dim: dimension of the tokens of a block. With it the order of bytes in a page does not depend on whether
+            the engine splits blocks into kernel blocks.
     """
 
     name: str
@@ -45,12 +45,12 @@ class LayerLayout(NamedTuple):
 
 
 class PageRegion(NamedTuple):
-    """One page of every block.
+    """Region with one page of every block.
 
     Args:
-        address: of block 0's page.
-        stride_bytes: from one block's page to the next block's.
-        page_bytes: of content, without padding.
+        address: address of the page of block 0.
+        stride_bytes: distance between the pages of adjacent blocks.
+        page_bytes: bytes of a page without padding.
     """
 
     address: int
@@ -62,11 +62,11 @@ class GroupPages:
     """All pages of one group.
 
     Args:
-        pages: for each layer, in order, the regions that make up its page.
+        pages: for each layer, in order, the regions of its page.
         num_blocks: blocks in the engine's pool.
 
     Raises:
-        ValueError: there is no page, or none of a layer, or one does not fit its stride.
+        ValueError: there is no page, a layer has no region, or a page does not fit its stride.
     """
 
     def __init__(self, pages: Sequence[Sequence[PageRegion]], num_blocks: int) -> None:
@@ -80,11 +80,11 @@ class GroupPages:
         content = np.array([sum(region.page_bytes for region in page) for page in pages], dtype=np.int64)
         taken = np.array([aligned_page_bytes(int(num_bytes)) for num_bytes in content], dtype=np.int64)
         self.block_bytes = int(taken.sum())
-        """Bytes that one block of this group adds to a stored chunk, padding included."""
+        """Bytes of one block of this group in a stored chunk, including padding."""
         self._addresses = np.array([region.address for region in self.regions], dtype=np.int64)
         self._strides = np.array([region.stride_bytes for region in self.regions], dtype=np.int64)
         self._sizes = np.array([region.page_bytes for region in self.regions], dtype=np.int64)
-        # The regions of a page follow each other; each page begins where the zeros behind the one before it end.
+        # The regions of a page are contiguous in a chunk; each page starts after the zeros of the previous page.
         zeros_before = np.repeat(np.cumsum(taken - content) - (taken - content), [len(page) for page in pages])
         self._offsets = np.cumsum(self._sizes) - self._sizes + zeros_before
         is_padded = taken > content
@@ -92,19 +92,19 @@ class GroupPages:
         self._padding_sizes = (taken - content)[is_padded]
 
     def addresses(self, block_ids: Sequence[int]) -> tuple[Int64Array, Int64Array]:
-        """Addresses and sizes of the blocks' pages, in the order in which a chunk stores them.
+        """Addresses and sizes of the pages of some blocks, in the order of a stored chunk.
 
         Args:
             block_ids: n blocks of this group.
 
         Returns:
-            Two arrays of length n times the number of regions, block-major.
+            Two arrays of n times the number of regions, block-major.
 
         Raises:
-            ValueError: a block id is no integer, or outside the pool.
+            ValueError: a block id is not an integer, or is outside the pool.
         """
         given = np.asarray(block_ids)
-        # Not converted on the way in: that would make block 1 of 1.5 and of True. No ids make an array of floats.
+        # Not converted to int64 here: that would turn 1.5 and True into block 1. An empty list gives floats.
         if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise ValueError(f"block ids must be a list of integers, got {block_ids!r}")
         if given.size and (given.min() < 0 or given.max() >= self.num_blocks):
@@ -114,22 +114,22 @@ class GroupPages:
         return addresses.reshape(-1), np.tile(self._sizes, ids.size)
 
     def chunk_offsets(self, first_block: int, num_blocks: int, stored_blocks: int) -> Int64Array:
-        """Where those pages lie within a stored chunk, in the order of `addresses`: ascending.
+        """Offsets of the pages of some blocks within a stored chunk, ascending, in the order of `addresses`.
 
         Args:
-            first_block: the first wanted block, counted within the chunk's stored blocks.
-            num_blocks: how many are wanted.
-            stored_blocks: how many the chunk holds.
+            first_block: index of the first block among the stored blocks of the chunk.
+            num_blocks: number of blocks.
+            stored_blocks: number of blocks that the chunk stores.
 
         Raises:
-            ValueError: the wanted blocks are not all in the chunk.
+            ValueError: a block is not in the chunk.
         """
         return self._of_blocks(self._offsets, first_block, num_blocks, stored_blocks)
 
     def padding(self, first_block: int, num_blocks: int, stored_blocks: int) -> tuple[Int64Array, Int64Array]:
-        """Where zeros lie within a stored chunk, behind pages of those blocks, and how many: ascending.
+        """Offsets and sizes of the zeros after the pages of some blocks within a stored chunk, ascending.
 
-        They are none where pages are multiples of `PAGE_ALIGN_BYTES`. Arguments and errors as of `chunk_offsets`.
+        Empty if page sizes are multiples of `PAGE_ALIGN_BYTES`. Arguments and errors as for `chunk_offsets`.
         """
         offsets = self._of_blocks(self._padding_offsets, first_block, num_blocks, stored_blocks)
         return offsets, np.tile(self._padding_sizes, num_blocks)

@@ -1,8 +1,8 @@
-"""From a tensor's shape and strides to the regions of its pages: arithmetic on plain numbers, so no torch.
+"""Regions of a tensor's pages, computed from its shape and strides. No torch.
 
-A page is its bytes in memory order. Dimensions that do not lie densely within a block (K and V in halves of their own,
-heads outside of blocks) make a region each. Where a block is split for kernels and it is known which dimension counts
-tokens, the order is that of a block which is not split, and what that takes apart is a region each, too.
+A page is its bytes in memory order. Each entry of a dimension that is not contiguous within a block (separate halves
+for K and V, heads outside of blocks) is a region. If blocks are split into kernel blocks and `token_dim` is known, the
+order of bytes is that of an unsplit block; parts that are not contiguous in that order are regions too.
 """
 
 import itertools
@@ -15,22 +15,22 @@ import numpy as np
 from hybridkv.canonical.pages import LayerLayout, PageRegion
 
 MAX_REGIONS = 4096
-"""Regions that what a kernel block holds of one layer may fall apart into; more is a view that nobody meant to store.
-How many kernel blocks a block has is the engine's business, and no limit."""
+"""Limit of the regions of one layer in a kernel block. More regions mean a view that is not meant to be stored.
+The number of kernel blocks per block has no limit."""
 
 
 class LayoutError(ValueError):
-    """A KV tensor whose bytes cannot be addressed by block; nothing may be stored from it."""
+    """The bytes of a KV tensor cannot be addressed by block, so it cannot be stored."""
 
 
 class Strides(NamedTuple):
-    """A tensor as numbers.
+    """Address, shape and strides of a tensor.
 
     Args:
-        address: of its first element.
-        item_bytes: of an element.
-        shape: elements in every dimension.
-        strides: elements from one entry of a dimension to the next.
+        address: address of its first element.
+        item_bytes: bytes per element.
+        shape: size of each dimension.
+        strides: stride of each dimension, in elements.
     """
 
     address: int
@@ -40,29 +40,29 @@ class Strides(NamedTuple):
 
 
 def page_regions(layer: LayerLayout, tensor: Strides, num_blocks: int) -> list[PageRegion]:
-    """The regions that a tensor's pages make, outermost dimension first.
+    """Regions of a tensor's pages, outermost dimension first.
 
     Args:
-        layer: which dimension counts blocks, and whether pages may have gaps.
-        tensor: its block dimension may count several kernel blocks for each block.
+        layer: layout facts: the dimension of blocks, and whether pages can have gaps.
+        tensor: its block dimension counts blocks, or several kernel blocks per block.
         num_blocks: blocks in the engine's pool.
 
     Raises:
-        LayoutError: the block dimension is not a multiple of `num_blocks`, a page is not dense where it must be, or
-            bytes are shared between blocks or within one.
+        LayoutError: the size of the block dimension is not a multiple of `num_blocks`, a page has gaps without
+            `interleaved`, or blocks or regions share bytes.
     """
-    inner, block_stride = _inside_of_a_block(layer, tensor, num_blocks)
+    inner, block_stride = _dims_of_block(layer, tensor, num_blocks)
     run, rest = _dense_end(inner)
     inside = [dim for dim in rest if num_blocks == 1 or dim[1] < block_stride]
     if inside and not layer.interleaved:
         raise LayoutError(
             f"{layer.name}: the bytes of a block are not contiguous: shape {tensor.shape}, stride {tensor.strides}; "
-            "where other layers' bytes lie between them (BHLNC), say interleaved"
+            "if bytes of other layers lie between them (BHLNC), set interleaved"
         )
-    run, rest = _dense_end(_as_if_not_split(layer, tensor, num_blocks, inner))
+    run, rest = _dense_end(_without_kernel_blocks(layer, tensor, num_blocks, inner))
     split = (tensor.shape[layer.block_dim] // num_blocks, tensor.strides[layer.block_dim])
     if _count([dim for dim in rest if dim != split]) > MAX_REGIONS:
-        raise LayoutError(f"{layer.name}: a page falls apart into more than {MAX_REGIONS} regions: {tensor}")
+        raise LayoutError(f"{layer.name}: a page consists of more than {MAX_REGIONS} regions: {tensor}")
     regions = [
         PageRegion(
             tensor.address + offset * tensor.item_bytes, block_stride * tensor.item_bytes, run * tensor.item_bytes
@@ -81,30 +81,30 @@ class TokenRange(NamedTuple):
     block_tokens: int
 
     def share_of(self, page_bytes: int) -> int:
-        """Bytes of a page of so many that hold these tokens.
+        """Bytes of these tokens in a page of `page_bytes`.
 
         Raises:
-            ValueError: tokens do not take whole bytes of it, each as many as the next.
+            ValueError: `page_bytes` is not a multiple of the tokens per block.
         """
         if page_bytes % self.block_tokens:
-            raise ValueError(f"{page_bytes} bytes are no whole number for each of {self.block_tokens} tokens")
+            raise ValueError(f"{page_bytes} bytes are not a multiple of {self.block_tokens} tokens")
         return page_bytes // self.block_tokens * (self.end - self.start)
 
 
 def token_regions(layer: LayerLayout, tensor: Strides, num_blocks: int, tokens: TokenRange) -> list[PageRegion]:
-    """The regions in which some tokens of every block lie, in the order in which `page_regions` has their bytes.
+    """Regions of some tokens of every block, in the byte order of `page_regions`.
 
     Args:
-        layer: with the dimension that counts tokens.
-        tensor: as for `page_regions`, which has found nothing wrong with it.
+        layer: layout facts, with `token_dim`.
+        tensor: a tensor that `page_regions` accepts.
         num_blocks: blocks in the engine's pool.
-        tokens: which of them.
+        tokens: the tokens of each block.
 
     Raises:
-        LayoutError: it is not known which dimension counts tokens, a block has another number of them, or they fall
-            apart into too many regions. All of that is so of any tokens, or of none.
+        LayoutError: `token_dim` is None, the number of tokens per block differs, or there are too many regions. This
+            does not depend on which tokens are selected.
     """
-    inner, block_stride = _inside_of_a_block(layer, tensor, num_blocks)
+    inner, block_stride = _dims_of_block(layer, tensor, num_blocks)
     kernel_blocks = tensor.shape[layer.block_dim] // num_blocks
     dim = layer.token_dim
     if dim is None or (kernel_tokens := tensor.shape[dim]) * kernel_blocks != tokens.block_tokens:
@@ -118,9 +118,9 @@ def token_regions(layer: LayerLayout, tensor: Strides, num_blocks: int, tokens: 
     outer = [each for each in inner if each[1] > of_token]
     inside = [each for each in inner if each[1] < of_token]
     if _count(outer) * _count(_dense_end([(kernel_tokens, of_token), *inside])[1]) > MAX_REGIONS:
-        raise LayoutError(f"{layer.name}: tokens fall apart into more than {MAX_REGIONS} regions: {tensor}")
+        raise LayoutError(f"{layer.name}: tokens consist of more than {MAX_REGIONS} regions: {tensor}")
     if of_kernel == kernel_tokens * of_token:
-        kernel_tokens = tokens.block_tokens  # they follow each other as if the block were not split
+        kernel_tokens = tokens.block_tokens  # contiguous over all kernel blocks, as in an unsplit block
     regions = []
     for outer_offset in _offsets(outer):
         for offset, count in _token_runs(tokens, kernel_tokens, of_kernel, of_token):
@@ -137,7 +137,7 @@ def token_regions(layer: LayerLayout, tensor: Strides, num_blocks: int, tokens: 
 
 
 def _token_runs(tokens: TokenRange, kernel_tokens: int, of_kernel: int, of_token: int) -> Iterator[tuple[int, int]]:
-    """(elements from the block's first, tokens) for each kernel block that holds some of them."""
+    """(offset within the block in elements, number of tokens) for each kernel block with some of the tokens."""
     start = tokens.start
     while start < tokens.end:
         kernel_block, first = divmod(start, kernel_tokens)
@@ -147,28 +147,28 @@ def _token_runs(tokens: TokenRange, kernel_tokens: int, of_kernel: int, of_token
 
 
 def _count(dims: Sequence[tuple[int, int]]) -> int:
-    """Entries of some dimensions together."""
+    """Product of the sizes of some dimensions."""
     return math.prod(size for size, _ in dims)
 
 
 def _offsets(dims: Sequence[tuple[int, int]]) -> list[int]:
-    """Elements from the first entry of some dimensions to each, the outermost first."""
+    """Offsets in elements of all entries of some dimensions, outermost first."""
     steps = [range(0, size * stride, stride) if stride else [0] * size for size, stride in dims]
     return [sum(offsets) for offsets in itertools.product(*steps)]
 
 
 def _dense_end(inner: Sequence[tuple[int, int]]) -> tuple[int, list[tuple[int, int]]]:
-    """Elements in the run that the innermost dimensions make, and the dimensions outside of it, which repeat it."""
+    """Length in elements of the contiguous innermost dimensions, and the remaining outer dimensions."""
     run, rest = 1, list(inner)
     while rest and rest[-1][1] == run:
         run *= rest.pop()[0]
     return run, rest
 
 
-def _as_if_not_split(
+def _without_kernel_blocks(
     layer: LayerLayout, tensor: Strides, num_blocks: int, inner: Sequence[tuple[int, int]]
 ) -> Sequence[tuple[int, int]]:
-    """The same dimensions, with that of kernel blocks just outside of the tokens, of which they are a part."""
+    """Dimensions in the order of an unsplit block: the dimension of kernel blocks directly before the tokens."""
     kernel_blocks, kernel_stride = tensor.shape[layer.block_dim] // num_blocks, tensor.strides[layer.block_dim]
     if kernel_blocks == 1 or layer.token_dim is None:
         return inner
@@ -179,8 +179,8 @@ def _as_if_not_split(
     return [*others[:place], split, *others[place:]]
 
 
-def _inside_of_a_block(layer: LayerLayout, tensor: Strides, num_blocks: int) -> tuple[list[tuple[int, int]], int]:
-    """(size, stride) of what one block holds, outermost first, and the stride of blocks; in elements."""
+def _dims_of_block(layer: LayerLayout, tensor: Strides, num_blocks: int) -> tuple[list[tuple[int, int]], int]:
+    """(size, stride) of the dimensions within a block, outermost first, and the stride of blocks; in elements."""
     dims = list(zip(tensor.shape, tensor.strides, strict=True))
     blocks = tensor.shape[layer.block_dim] if 0 <= layer.block_dim < len(dims) else 0
     if len(dims) < 2 or blocks == 0 or blocks % num_blocks:
@@ -195,7 +195,7 @@ def _inside_of_a_block(layer: LayerLayout, tensor: Strides, num_blocks: int) -> 
     inner = sorted((dim for dim in dims if dim[0] != 1), key=lambda dim: -dim[1])
     block_stride = kernel_blocks * kernel_stride
     if num_blocks == 1:
-        # The stride of a single block means nothing, and engines leave anything there.
+        # The stride of a single block has no meaning; engines set any value.
         block_stride = max(block_stride, 1 + sum((size - 1) * stride for size, stride in inner))
     return inner, block_stride
 
@@ -211,19 +211,19 @@ def _check_apart(layer: LayerLayout, regions: Sequence[PageRegion], num_blocks: 
 
 
 def region_end(region: PageRegion, num_blocks: int) -> int:
-    """The address behind a region's last page."""
+    """Address after the last page of a region."""
     return region.address + (num_blocks - 1) * region.stride_bytes + region.page_bytes
 
 
 def first_overlap(regions: Sequence[PageRegion], num_blocks: int) -> tuple[int, int] | None:
-    """Indexes of two regions that share a byte, or None. A region's own pages are not looked at."""
+    """Indexes of two regions that share a byte, or None. Pages of the same region are not compared."""
     order = sorted(range(len(regions)), key=lambda i: regions[i].address)
     addresses, strides, sizes = np.array([regions[i] for i in order], dtype=np.int64).reshape(-1, 3).T
     for at, i in enumerate(order):
         region = regions[i]
         behind = slice(at + 1, int(np.searchsorted(addresses, region_end(region, num_blocks))))
-        # Of one stride, all at once: there may be thousands. Block i of this one and block i + k of the other share a
-        # byte for some k: the smallest shift that puts this one's end behind the other's start.
+        # All regions of the same stride at once: there can be thousands. Two regions overlap if they share a byte after
+        # a shift by k blocks. Only the smallest k that moves this page's end past the other's start is checked.
         ahead = addresses[behind] - region.address
         shifts = (ahead - region.page_bytes) // region.stride_bytes + 1
         shared = (np.abs(shifts) < num_blocks) & (shifts * region.stride_bytes < ahead + sizes[behind])
@@ -235,17 +235,17 @@ def first_overlap(regions: Sequence[PageRegion], num_blocks: int) -> tuple[int, 
 
 
 def _share_a_byte(a: PageRegion, b: PageRegion, num_blocks: int) -> bool:
-    """Whether two regions of different strides do."""
+    """True if two regions of different strides share a byte."""
     blocks = np.arange(num_blocks, dtype=np.int64)
     starts = a.address + blocks * a.stride_bytes
     others = b.address + blocks * b.stride_bytes
-    # The last page of a that starts before each page of b ends.
+    # For each page of b: the last page of a that starts before its end.
     before = np.searchsorted(starts, others + b.page_bytes) - 1
     return bool(((before >= 0) & (starts[before] + a.page_bytes > others)).any())
 
 
 def merge_adjacent(regions: Sequence[PageRegion]) -> list[PageRegion]:
-    """The same pages in fewer regions: one that begins where the one before it ends, in every block, joins it."""
+    """Join each region that starts, in every block, at the end of the previous region."""
     merged: list[PageRegion] = []
     for region in regions:
         last = merged[-1] if merged else None

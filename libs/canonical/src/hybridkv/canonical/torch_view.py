@@ -1,7 +1,7 @@
-"""The engine's KV tensors as canonical views: `(num_blocks, page_bytes)` bytes, nothing copied.
+"""Canonical views of the engine's KV tensors: int8 of shape `(num_blocks, page_bytes)`, without copies.
 
-Engines hand over KV caches in many shapes; all that a store needs to know is where the bytes of one block lie. This is
-the only module of the library that imports torch; `strides` does its arithmetic.
+The KV caches of engines have many shapes; a store needs only the bytes of each block. This is the only module of the
+library that imports torch; `strides` does the arithmetic.
 """
 
 import itertools
@@ -38,11 +38,11 @@ KVCache: TypeAlias = torch.Tensor | Sequence[torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheTensor:
-    """A region of KV memory.
+    """View of one region of KV memory.
 
     Args:
-        tensor: int8 of shape (num_blocks, page_size_bytes), a view of the engine's own storage.
-        page_size_bytes: of the widest page that a group keeps there.
+        tensor: int8 of shape (num_blocks, page_size_bytes), a view of the engine's storage.
+        page_size_bytes: bytes of the widest page of any group in this region.
     """
 
     tensor: torch.Tensor
@@ -51,13 +51,13 @@ class CanonicalKVCacheTensor:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCacheRef:
-    """A group's use of a region.
+    """Reference of a group to a region.
 
     Args:
-        tensor_idx: which one.
-        page_size_bytes: how many of a page's bytes are content.
-        layer_idx: the layer of the group whose page it belongs to, the first of those that share it. Uses by one layer
-            follow each other.
+        tensor_idx: index of the region in `CanonicalKVCaches.tensors`.
+        page_size_bytes: bytes of content in a page.
+        layer_idx: index within the group of the layer that owns the page; the first one if layers share it. References
+            of one layer are adjacent.
     """
 
     tensor_idx: int
@@ -67,19 +67,19 @@ class CanonicalKVCacheRef:
 
 @dataclass(frozen=True, slots=True)
 class CanonicalKVCaches:
-    """Every region once, and for each group the regions that it uses.
+    """All regions, each once, and the references of each group to them.
 
-    Groups overlay the same regions where the engine lets a block belong to one group at a time.
+    Groups share regions if the engine assigns each block to one group at a time.
     """
 
     tensors: tuple[CanonicalKVCacheTensor, ...]
     group_data_refs: tuple[tuple[CanonicalKVCacheRef, ...], ...]
 
     def pages(self, group_index: int) -> GroupPages:
-        """Where the pages of a group lie, as plain numbers.
+        """Pages of a group as numbers.
 
         Raises:
-            LayoutError: the group has no layers, and so no pages.
+            LayoutError: the group has no layers, so no pages.
         """
         refs = self.group_data_refs[group_index]
         if not refs:
@@ -98,19 +98,18 @@ class CanonicalKVCaches:
 def canonical_kv_caches(
     kv_caches: Mapping[str, KVCache], groups: Sequence[Sequence[LayerLayout]], num_blocks: int
 ) -> CanonicalKVCaches:
-    """Views of the KV caches of all groups.
+    """Make views of the KV caches of all groups.
 
     Args:
-        kv_caches: for each layer its tensor, or several (recurrent states, K and V apart). Of any rank from 2 on and
-            any element type; the dimension that its `LayerLayout` names counts blocks, or several kernel blocks for
-            each block. What else a dimension means does not matter: a page is its bytes in memory order.
-        groups: for each group, its layers; a group without layers gets no views. Layers that share a tensor count once.
+        kv_caches: one or several tensors per layer (recurrent states, separate K and V), of rank 2 or more and any
+            element type. The block dimension of its `LayerLayout` counts blocks, or several kernel blocks per block.
+            Other dimensions can have any meaning: a page is its bytes in memory order.
+        groups: the layers of each group. A group without layers gets no views. Layers that share a tensor count once.
         num_blocks: blocks in the engine's pool.
 
     Raises:
-        LayoutError: a layer is missing or has no plain tensor, its tensor has no place for `num_blocks` pages of its
-            bytes, a block's bytes are not contiguous, a group would hold a byte twice, or a view would leave the
-            tensor's storage.
+        LayoutError: a layer is missing or is not a strided tensor, its size does not match `num_blocks` pages, the
+            bytes of a block are not contiguous, a group would contain a byte twice, or a view would exceed the storage.
     """
     if num_blocks <= 0:
         raise LayoutError(f"num_blocks must be positive, got {num_blocks}")
@@ -137,16 +136,16 @@ def canonical_kv_caches(
 def token_pages(
     kv_caches: Mapping[str, KVCache], layers: Sequence[LayerLayout], num_blocks: int, tokens: TokenRange
 ) -> GroupPages:
-    """Where some tokens of every block of a group lie: its pages, as if blocks held nothing else.
+    """Pages of some tokens of every block of a group, as if blocks contained only these tokens.
 
     Args:
-        kv_caches: as for `canonical_kv_caches`, which has found nothing wrong with them.
-        layers: of the group, each with the dimension that counts tokens.
+        kv_caches: KV caches that `canonical_kv_caches` accepts.
+        layers: layers of the group, each with `token_dim`.
         num_blocks: blocks in the engine's pool.
-        tokens: which of them.
+        tokens: the tokens of each block.
 
     Raises:
-        LayoutError: the tokens of a block cannot be told apart, or do not take equal parts of its page.
+        LayoutError: the tokens of a block cannot be addressed, or have unequal sizes.
     """
     pages: list[list[PageRegion]] = []
     found: set[_PageBase] = set()
@@ -168,7 +167,7 @@ def token_pages(
 
 
 _PageBase = tuple[torch.device, int, int]
-"""Device, address and stride: what two layers have in common when they keep their pages in the same place."""
+"""Device, address and stride. Equal for two layers that share their pages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +207,7 @@ def _group_regions(
     regions = [use.region for use in found.values()]
     if pair := first_overlap([region.pages for region in regions], num_blocks):
         names = sorted({regions[i].layer_name for i in pair})
-        raise LayoutError(f"{' and '.join(names)}: a block of one group would hold the same bytes twice")
+        raise LayoutError(f"{' and '.join(names)}: a block of one group would contain the same bytes twice")
     return found
 
 
@@ -231,7 +230,7 @@ def _layer_regions(kv_caches: Mapping[str, KVCache], layer: LayerLayout, num_blo
 
 
 def _tensors(layer: LayerLayout, cache: KVCache) -> list[torch.Tensor]:
-    """Of a layer, each of which has a storage and strides. What an engine hands over is not ours to trust."""
+    """Tensors of a layer, after a check of their type. Each has a storage and strides."""
     if isinstance(cache, torch.Tensor):
         cache = [cache]
     if not isinstance(cache, Sequence) or isinstance(cache, str) or not cache:
@@ -244,12 +243,12 @@ def _tensors(layer: LayerLayout, cache: KVCache) -> list[torch.Tensor]:
             raise LayoutError(f"{layer.name}: expected tensors, got {type(tensor).__name__}")
         if tensor.layout is not torch.strided or tensor.is_nested:
             kind = "nested" if tensor.is_nested else tensor.layout
-            raise LayoutError(f"{layer.name}: expected a tensor whose elements lie at strides, got a {kind} one")
+            raise LayoutError(f"{layer.name}: expected a strided tensor, got a {kind} one")
     return list(cache)
 
 
 def _by_storage(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStorage, list[torch.Tensor]]]:
-    """Neighbours that lie in one storage together, in order."""
+    """Adjacent tensors of the same storage, grouped, in order."""
     found: list[tuple[torch.UntypedStorage, list[torch.Tensor]]] = []
     for tensor in tensors:
         storage = tensor.untyped_storage()
