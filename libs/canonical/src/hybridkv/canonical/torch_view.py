@@ -114,7 +114,7 @@ def canonical_kv_caches(
     if num_blocks <= 0:
         raise LayoutError(f"num_blocks must be positive, got {num_blocks}")
     used = [_group_regions(kv_caches, group, num_blocks) for group in groups]
-    widest: dict[_PageBase, _Region] = {}
+    widest: dict[_PageBase, _LayerRegion] = {}
     for region in (use.region for group in used for use in group.values()):
         if region.base not in widest or region.pages.page_bytes > widest[region.base].pages.page_bytes:
             widest[region.base] = region
@@ -171,7 +171,7 @@ _PageBase = tuple[torch.device, int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class _Region:
+class _LayerRegion:
     layer_name: str
     storage: torch.UntypedStorage
     pages: PageRegion
@@ -188,22 +188,22 @@ class _Region:
 
 
 @dataclass(frozen=True, slots=True)
-class _Use:
-    region: _Region
+class _RegionUse:
+    region: _LayerRegion
     layer_idx: int
 
 
 def _group_regions(
     kv_caches: Mapping[str, KVCache], layers: Sequence[LayerLayout], num_blocks: int
-) -> dict[_PageBase, _Use]:
-    found: dict[_PageBase, _Use] = {}
+) -> dict[_PageBase, _RegionUse]:
+    found: dict[_PageBase, _RegionUse] = {}
     for layer_idx, layer in enumerate(layers):
         for region in _layer_regions(kv_caches, layer, num_blocks):
             same = found.get(region.base)
             if same is None:
-                found[region.base] = _Use(region, layer_idx)
+                found[region.base] = _RegionUse(region, layer_idx)
             elif region.pages.page_bytes > same.region.pages.page_bytes:
-                found[region.base] = _Use(region, same.layer_idx)
+                found[region.base] = _RegionUse(region, same.layer_idx)
     regions = [use.region for use in found.values()]
     if pair := first_overlap([region.pages for region in regions], num_blocks):
         names = sorted({regions[i].layer_name for i in pair})
@@ -211,15 +211,15 @@ def _group_regions(
     return found
 
 
-def _layer_regions(kv_caches: Mapping[str, KVCache], layer: LayerLayout, num_blocks: int) -> list[_Region]:
+def _layer_regions(kv_caches: Mapping[str, KVCache], layer: LayerLayout, num_blocks: int) -> list[_LayerRegion]:
     cache = kv_caches.get(layer.name)
     if cache is None:
         raise LayoutError(f"{layer.name}: the engine registered no KV cache for this layer")
     tensors = _tensors(layer, cache)
-    regions: list[_Region] = []
+    regions: list[_LayerRegion] = []
     for storage, parts in _by_storage(tensors):
         pages = [page for part in parts for page in _tensor_pages(layer, part, num_blocks)]
-        regions += [_Region(layer.name, storage, page) for page in merge_adjacent(pages)]
+        regions += [_LayerRegion(layer.name, storage, page) for page in merge_adjacent(pages)]
     if pair := first_overlap([region.pages for region in regions], num_blocks):
         raise LayoutError(f"{layer.name}: a block holds the same bytes twice: {[regions[i].pages for i in pair]}")
     size = sum(region.pages.page_bytes for region in regions)

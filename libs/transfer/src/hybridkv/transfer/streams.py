@@ -30,7 +30,7 @@ from hybridkv.transfer.queued import JobQueue
 from hybridkv.transfer.runs import CopyRuns, Integers
 
 
-class Event(Protocol):
+class DeviceEvent(Protocol):
     """Like torch.cuda.Event."""
 
     def record(self, stream: Any) -> None:
@@ -42,7 +42,7 @@ class Event(Protocol):
         ...
 
 
-class Stream(Protocol):
+class DeviceStream(Protocol):
     """Like torch.cuda.Stream: work in one stream runs in order; only events order two streams."""
 
     def synchronize(self) -> None:
@@ -61,11 +61,11 @@ class CopyDevice(Protocol):
         """Make this the current device of the calling thread. Can be called again."""
         ...
 
-    def new_stream(self) -> Stream: ...
+    def new_stream(self) -> DeviceStream: ...
 
-    def new_event(self) -> Event: ...
+    def new_event(self) -> DeviceEvent: ...
 
-    def current_stream(self) -> Stream:
+    def current_stream(self) -> DeviceStream:
         """The stream of the calling thread's compute."""
         ...
 
@@ -99,11 +99,11 @@ class StreamCopies:
         if self.device.is_pinned(address):
             self._pinned = self._pinned.with_range(address, num_bytes)
 
-    def fence(self) -> Event:
+    def fence(self) -> DeviceEvent:
         """An event after all compute that the calling thread has enqueued."""
         return self._record(self.device.current_stream())
 
-    def enqueue(self, runs: CopyRuns, fence: Event) -> Event:
+    def enqueue(self, runs: CopyRuns, fence: DeviceEvent) -> DeviceEvent:
         """Enqueue a batch after `fence`. Returns the event after the batch. If it raises, no copy of the batch runs."""
         runs = runs.cut_at_multiples(REGISTRATION_BYTES)
         try:
@@ -130,7 +130,7 @@ class StreamCopies:
 
         return copy
 
-    def _record(self, stream: Stream) -> Event:
+    def _record(self, stream: DeviceStream) -> DeviceEvent:
         event = self.device.new_event()
         event.record(stream)
         return event
@@ -142,12 +142,12 @@ class _StartedJob:
 
     job: Job
     started_s: float
-    copied: Event | None
+    copied: DeviceEvent | None
     failure: str | None
     num_bytes: int
 
 
-class StreamCopyEngine(JobQueue[Event]):
+class StreamCopyEngine(JobQueue[DeviceEvent]):
     """A `CopyEngine` between GPU memory and pinned host memory, on its own stream and two threads. No digests.
 
     The copy thread makes the runs of a job, calls `before` and enqueues the batch. The second thread waits for batches
@@ -171,7 +171,7 @@ class StreamCopyEngine(JobQueue[Event]):
         super().register(address, num_bytes, name)
         self._copies.register(address, num_bytes)
 
-    def _run_job(self, job: Job, prepared: Event) -> None:
+    def _run_job(self, job: Job, prepared: DeviceEvent) -> None:
         started_s = self._clock()
         copied, num_bytes = None, 0
         try:
