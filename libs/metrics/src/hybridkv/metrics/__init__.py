@@ -17,7 +17,6 @@ from hybridkv.metrics.lmcache_catalogue import LMCACHE_FAILURES
 from hybridkv.metrics.peer_catalogue import PEER_FAILURES
 from hybridkv.metrics.prometheus import PrometheusSink
 from hybridkv.metrics.reuse import ReuseEstimator, ReuseReport
-from hybridkv.metrics.selection import ChildSelection, SelectionStats
 from hybridkv.metrics.selection import ChildSelection, SelectionStats, TokenClamp
 
 __all__ = [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridkv.metrics.declaration import Kind, Label, Metric, Panel, Section, View
 
-LMCACHE_TROUBLES = ("busy", "timeout", "lost", "unsent", "malformed", "refused", "closed")
+LMCACHE_FAILURES = ("busy", "timeout", "lost", "unsent", "malformed", "refused", "closed")
 """Failures of a request to a server; docs/guides/lmcache.md explains each."""
 
 LMCACHE_METRICS = (

@@ -65,7 +65,7 @@ def map_memory(num_bytes: int) -> npt.NDArray[np.uint8]:
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
-def near_cpus(properties: Any, devices: Path = _PCI_DEVICES) -> set[int]:
+def numa_local_cpus(properties: Any, devices: Path = _PCI_DEVICES) -> set[int]:
     """CPUs of this thread on the NUMA node of a GPU. All CPUs of this thread if the node is unknown.
 
     Args:
