@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
@@ -98,7 +100,18 @@ def test_clear_asks_and_deletes_what_was_named(path: Path) -> None:
     [left] = json.loads(run("inspect", path, "--json").stdout)
     assert left["name"] == second.name
     assert run("clear", path, answer="y\n").exit_code == 0
-    assert run("inspect", path).stdout == "no cache here\n"
+    assert run("inspect", path).stdout == "no cache\n"
+
+
+def test_clear_by_age(path: Path) -> None:
+    old, new = (Engine(path, model) for model in ("old", "new"))
+    old.close()
+    new.close()
+    ten_days_ago = time.time() - 10 * 86_400
+    os.utime(path / old.name / "LOCK", (ten_days_ago, ten_days_ago))
+    assert run("clear", path, "--older-than", 11, "--yes").stdout == "no cache\n"
+    assert run("clear", path, "--older-than", 9, "--yes").exit_code == 0
+    assert [left["name"] for left in json.loads(run("inspect", path, "--json").stdout)] == [new.name]
 
 
 def test_clear_leaves_a_cache_that_an_engine_has_open(path: Path) -> None:

@@ -122,8 +122,9 @@ def verify(path: str, as_json: bool) -> None:
 @main.command(help="Delete caches in the directory of a disk tier, unless an engine has them open.")
 @click.argument("path", type=click.Path())
 @click.option("--namespace", "names", multiple=True, help="Beginning of a cache's name; without it, all caches.")
+@click.option("--older-than", "days", type=click.FloatRange(min=0), help="Only caches not opened for so many days.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def clear(path: str, names: tuple[str, ...], yes: bool) -> None:
+def clear(path: str, names: tuple[str, ...], days: float | None, yes: bool) -> None:
     """Exit status: 0, 1 if nothing was deleted because of the answer, or 2 if a cache is open or cannot be deleted."""
     from hybridkv.cli import stores
     from hybridkv.cli.output import FAILED, WARNED
@@ -131,6 +132,8 @@ def clear(path: str, names: tuple[str, ...], yes: bool) -> None:
     where = str(Path(path).absolute())
     with _failing():
         reports = [each for each in stores.inspect(where) if not names or each.name.startswith(names)]
+    if days is not None:
+        reports = stores.not_opened_for(reports, days)
     click.echo(stores.text_of(reports))
     if not reports:
         return

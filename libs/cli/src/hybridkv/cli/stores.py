@@ -78,6 +78,12 @@ def verify(path: str, on_progress: Callable[[str, int, int], None]) -> list[Veri
         inspector.close()
 
 
+def not_opened_for(reports: Iterable[NamespaceReport], days: float) -> list[NamespaceReport]:
+    """Namespaces that no engine has opened for so many days, and that none has open."""
+    last_s = time.time() - days * 86_400
+    return [report for report in reports if report.opened_s < last_s and not report.holder]
+
+
 def clear(path: str, names: Iterable[str]) -> list[str]:
     """Deletes namespaces. Returns the names of those that were left, because an engine has them open.
 
@@ -94,7 +100,7 @@ def clear(path: str, names: Iterable[str]) -> list[str]:
 def text_of(reports: Sequence[NamespaceReport]) -> str:
     """Namespaces for people. Facts are shown where they differ."""
     if not reports:
-        return "no cache here"
+        return "no cache"
     differing = [fact for fact in reports[0].facts if len({report.facts.get(fact) for report in reports}) > 1]
     lines = []
     for report in reports:
