@@ -146,6 +146,25 @@ def clear(path: str, names: tuple[str, ...], days: float | None, yes: bool) -> N
     sys.exit(FAILED if left else 0)
 
 
+@main.command(help="Check this machine, and the tiers of a --kv-transfer-config if one is given.")
+@click.argument("config", required=False)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def doctor(config: str | None, as_json: bool) -> None:
+    """Exit status: 0, 1 for warnings alone, 2 if a check fails."""
+    from hybridkv.cli import checking, doctoring
+    from hybridkv.cli.output import FAILED, FINE, WARNED, print_json
+
+    with _failing():
+        raw = None if config is None else checking.parse_transfer(_read(config), _name_of(config))
+        findings = list(doctoring.examine(raw))
+    if as_json:
+        print_json(findings)
+    else:
+        click.echo("\n".join(finding.text() for finding in findings))
+    statuses = {finding.status for finding in findings}
+    sys.exit(FAILED if "fail" in statuses else WARNED if "warn" in statuses else FINE)
+
+
 @contextlib.contextmanager
 def _failing() -> Iterator[None]:
     """Prints an error of a setting or of the system, and ends with status 2."""

@@ -1,0 +1,153 @@
+"""Checks of a machine for an operator: installed parts, limits of the system, and the media that a configuration names.
+
+It imports neither torch nor vLLM. Of a disk it writes one temporary file, of an object store one temporary object.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import resource
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from hybridkv.connectors.config import format_size
+
+SLOW_FSYNC_S = 0.05
+_GIB = 1 << 30
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """One check.
+
+    Args:
+        status: "fail" if an engine would not start, "warn" if it starts and does less.
+        name: of the part that was checked.
+        words: the result.
+        hint: the next step, "" if there is none.
+    """
+
+    status: Literal["ok", "warn", "fail"]
+    name: str
+    words: str
+    hint: str = ""
+
+    def text(self) -> str:
+        """The line for people."""
+        return f"{self.status:4}  {self.name}: {self.words}" + (f"\n      hint: {self.hint}" if self.hint else "")
+
+
+def examine(raw: Mapping[str, Any] | None) -> Iterator[Finding]:
+    """Findings of this machine, and of the tiers of a --kv-transfer-config if there is one.
+
+    Raises:
+        ConfigurationError: an engine would refuse the configuration.
+    """
+    yield from _system()
+    if raw is None:
+        return
+    from hybridkv.connectors.config import DiskTierConfig, ObjectTierConfig, PeerTierConfig, decode_config
+
+    for tier in decode_config(raw.get("kv_connector_extra_config", {})).slower.values():
+        if isinstance(tier, DiskTierConfig):
+            yield from _disk(Path(tier.path), tier.capacity)
+        elif isinstance(tier, ObjectTierConfig):
+            yield _object(tier)
+        elif isinstance(tier, PeerTierConfig):
+            yield _installed("nixl", "peers", "pip install nixl")
+
+
+def _system() -> Iterator[Finding]:
+    is_new = tuple(map(int, platform.python_version_tuple()[:2])) >= (3, 11)
+    yield Finding(
+        "ok" if is_new else "fail", "Python", platform.python_version(), "" if is_new else "use 3.11 or newer"
+    )
+    yield _installed("vllm", "vLLM", "pip install vllm, in the environment of the engine")
+    try:
+        importlib.import_module("hybridkv.native")
+    except ImportError as error:
+        yield Finding("fail", "hybridkv.native", str(error), "pip install hybridkv-native")
+    else:
+        yield Finding("ok", "hybridkv.native", "can be imported")
+    try:
+        disabled = Path("/proc/sys/kernel/io_uring_disabled").read_text(encoding="ascii").strip()
+    except OSError:
+        disabled = ""
+    if disabled in ("", "0"):
+        yield Finding("ok", "io_uring", "not disabled by the kernel's setting")
+    else:
+        yield Finding(
+            "warn", "io_uring", f"kernel.io_uring_disabled is {disabled}", "sysctl kernel.io_uring_disabled=0"
+        )
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    words = "unlimited" if limit == resource.RLIM_INFINITY else format_size(limit)
+    yield Finding("ok", "locked memory", f"{words}; an engine on a GPU may need ulimit -l unlimited")
+    with contextlib.suppress(OSError):
+        size = shutil.disk_usage("/dev/shm").total
+        few = size < _GIB
+        hint = "docker run --shm-size=8g, or --ipc=host" if few else ""
+        yield Finding("warn" if few else "ok", "/dev/shm", format_size(size), hint)
+
+
+def _installed(package: str, name: str, hint: str) -> Finding:
+    if importlib.util.find_spec(package) is None:
+        return Finding("warn", name, f"{package} is not installed", hint)
+    for distribution in importlib.metadata.packages_distributions().get(package, ()):
+        return Finding("ok", name, f"{distribution} {importlib.metadata.version(distribution)}")
+    return Finding("ok", name, f"{package}, of an unknown version")
+
+
+def _disk(path: Path, capacity: int) -> Iterator[Finding]:
+    name, place = f"disk {path}", path if path.is_dir() else path.parent
+    try:
+        usage = shutil.disk_usage(place)
+        fits = usage.free >= capacity or path.is_dir()
+        words = f"{format_size(usage.free)} free for a capacity of {format_size(capacity)}"
+        yield Finding("ok" if fits else "warn", name, words, "" if fits else "lower capacity, or free some space")
+        with tempfile.NamedTemporaryFile(dir=place, prefix="hybridkv-doctor-") as file:
+            file.write(bytes(4096))
+            file.flush()
+            started_s = time.monotonic()
+            os.fsync(file.fileno())
+            took_s = time.monotonic() - started_s
+            slow = took_s > SLOW_FSYNC_S
+            hint = "a local disk is faster" if slow else ""
+            yield Finding("warn" if slow else "ok", name, f"fsync takes {1000 * took_s:.1f} ms", hint)
+            try:
+                os.close(os.open(file.name, os.O_RDONLY | os.O_DIRECT))
+            except OSError as error:
+                yield Finding("warn", name, f"O_DIRECT is refused: {error.strerror}", "use ext4 or xfs")
+            else:
+                yield Finding("ok", name, "O_DIRECT can be used")
+    except OSError as error:
+        yield Finding("fail", name, f"{place}: {error.strerror}", "it or its parent must exist and be writable")
+
+
+def _object(tier: Any) -> Finding:
+    from hybridkv.tiers.object.options import ObjectOptions
+    from hybridkv.tiers.object.store import describe, open_object_store, prove
+
+    name = f"object store {tier.url}"
+    given = {"endpoint": tier.endpoint, "region": tier.region}
+    settings = {key: value for key, value in given.items() if value is not None}
+    try:
+        if tier.credentials_file is not None:
+            settings |= msgspec.json.decode(Path(tier.credentials_file).read_bytes(), type=dict[str, str])
+        started_s = time.monotonic()
+        refusal = prove(open_object_store(tier.url, settings, ObjectOptions(), tier.secret_file is not None), "doctor")
+        took_s = time.monotonic() - started_s
+    except Exception as error:  # obstore's own, and those of what it is made of
+        return Finding("fail", name, describe(error), "see docs/guides/fleet.md")
+    if refusal is not None:
+        return Finding("warn", name, f"can be read only: {refusal}", "see docs/guides/fleet.md")
+    return Finding("ok", name, f"conditional put, range and delete work; together they take {1000 * took_s:.0f} ms")
