@@ -83,7 +83,7 @@ def test_blocks_that_cannot_be_cut_must_be_equal() -> None:
     """As of an engine that packs the tokens of a block its own way."""
     refusal = blocks(128, 64, (128, 64))
     assert isinstance(refusal, Refusal)
-    assert refusal.field == "groups[0].layer.pieces[0].unit_tokens (tokens that move only together)"
+    assert refusal.field == "groups[0].layer.pieces[0].unit_tokens (smallest number of tokens that can move)"
     assert "same block size" in refusal.hint
     assert isinstance(blocks(64, 64, (64, 64)), Agreement)
 

@@ -101,7 +101,7 @@ def test_what_a_handler_finds_wrong_is_the_reason(make_loop: MakeLoop, caplog: p
     assert "Traceback" not in caplog.text
 
 
-@pytest.mark.parametrize("method", ["_take", "_decode"])
+@pytest.mark.parametrize("method", ["_dispatch", "_decode"])
 def test_a_bug_over_one_connection_ends_it_and_no_other(
     make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:

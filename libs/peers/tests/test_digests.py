@@ -163,7 +163,7 @@ def test_a_run_that_leaves_its_region_is_not_digested() -> None:
     column = lambda *numbers: np.array(numbers, dtype=np.int64)  # noqa: E731
     digest = plain_digester([b"1234"], hashlib.sha256)
     assert digest(DigestRuns(column(0), column(1), column(3), column(1))) == [hashlib.sha256(b"234").digest()]
-    with pytest.raises(ValueError, match="leave region 0"):
+    with pytest.raises(ValueError, match="outside region 0"):
         digest(DigestRuns(column(0), column(1), column(4), column(1)))
 
 

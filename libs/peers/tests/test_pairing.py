@@ -154,7 +154,8 @@ def test_a_state_of_another_boundary_is_refused() -> None:
         offered([shape.spec(1) for shape in MIXED.shapes], MIXED.tables[1], 200),
         Resume(199),
     )
-    assert played == Refusal("groups[3]: the boundary of a state", "199", "200", "a state is of one boundary alone")
+    hint = "a state is valid at one boundary only"
+    assert played == Refusal("groups[3]: the boundary of a state", "199", "200", hint)
 
 
 def test_a_window_that_is_one_token_short_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

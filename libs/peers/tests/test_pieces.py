@@ -88,7 +88,7 @@ def test_what_does_not_lie_together_or_has_other_blocks_is_refused() -> None:
     piece = attention_piece("layer", gaps, AttentionDims(0, 1, 2, HEADS), BLOCKS, locate)
     assert (piece.rows, piece.item_bytes) == (Axis(CONTENT, 4), 2)
     twice = Strides(BASE, 2, (BLOCKS, 1, 2, 2, 3), (96, 96, 32, 8, 2))
-    with pytest.raises(LayoutError, match="lie together"):
+    with pytest.raises(LayoutError, match="not contiguous"):
         attention_piece("layer", twice, AttentionDims(0, 1, None, 1), BLOCKS, locate)
     with pytest.raises(LayoutError, match="multiple of 4"):
         attention_piece("layer", gaps, AttentionDims(0, 1, 2, HEADS), 4, locate)

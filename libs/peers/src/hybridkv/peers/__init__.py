@@ -1,1 +1,1 @@
-"""Engines that hand each other KV cache directly: what fits, which bytes move, how long they may be read."""
+"""Direct KV cache exchange between engines: compatibility, byte ranges, leases and reads."""

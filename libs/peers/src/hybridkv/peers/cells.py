@@ -1,7 +1,7 @@
-"""Cells: the grid on which two sides with different blocks meet. One is the smaller block of the two.
+"""Cells: the common grid of two sides with different block sizes. A cell is the smaller of the two blocks.
 
-Cell i of a group holds tokens from i times its size. A state is one cell, 0, and lies in the block that holds the last
-token before its boundary.
+Cell i of a group starts at token i times the cell size. A state is one cell, 0, in the block of the last token before
+its boundary.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from hybridkv.planner import GroupKind, TokenSpan
 
 
 class Side(enum.StrEnum):
-    """Of an agreement."""
+    """Side of an agreement."""
 
     OURS = "ours"
-    """The side that reads."""
+    """The reader."""
     THEIRS = "theirs"
 
     def of(self, pair: GroupPair) -> GroupDescription:
-        """This side's description of a group."""
+        """Description of the group on this side."""
         return pair.local if self is Side.OURS else pair.remote
 
 
 class CellPlace(NamedTuple):
-    """Where a cell lies within its blocks, counted in cells; one of the two is 0, for it is a whole block there.
+    """Position of a cell within its blocks, in cells. One of the two is 0, because the cell is a whole block there.
 
     Args:
-        local: within the local block.
-        remote: within the remote block.
-        num_tokens: of the cell that move, from its first.
+        local: position within the local block.
+        remote: position within the remote block.
+        num_tokens: number of tokens that move, from the start of the cell.
     """
 
     local: int
@@ -44,37 +44,37 @@ class CellPlace(NamedTuple):
 
 
 def cells_of(pair: GroupPair, span: TokenSpan) -> Int64Array:
-    """The cells that hold a span."""
+    """Cells that contain a span."""
     if pair.kind is GroupKind.RECURRENT:
         return np.zeros(1, dtype=np.int64)
     return np.arange(span.start // pair.cell_tokens, -(-span.end // pair.cell_tokens), dtype=np.int64)
 
 
 def ratio(pair: GroupPair, side: Side) -> int:
-    """Cells in a block of one side."""
+    """Number of cells in a block of one side."""
     if pair.kind is GroupKind.RECURRENT:
         return 1
     return side.of(pair).spec.block_tokens // pair.cell_tokens
 
 
 def cycle(pair: GroupPair) -> int:
-    """After how many cells places repeat."""
+    """Number of cells after which positions repeat."""
     return max(ratio(pair, Side.OURS), ratio(pair, Side.THEIRS))
 
 
 def place_of(pair: GroupPair, cell: int, num_tokens: int) -> CellPlace:
-    """Where a cell lies within its blocks."""
+    """Position of a cell within its blocks."""
     return CellPlace(cell % ratio(pair, Side.OURS), cell % ratio(pair, Side.THEIRS), num_tokens)
 
 
 def last_cell_tokens(pair: GroupPair, num_tokens: int) -> int:
-    """How much of the last cell moves before a boundary: all of it, but where fewer tokens are fewer bytes."""
+    """Tokens of the last cell that move: only those before the boundary if that saves bytes, else the whole cell."""
     rest = num_tokens % pair.cell_tokens
     return rest if rest and trims(pair, rest) else pair.cell_tokens
 
 
 def trims(pair: GroupPair, num_tokens: int) -> bool:
-    """Whether fewer bytes move for the first tokens of a cell than for all."""
+    """True if the first `num_tokens` tokens of a cell have fewer bytes than the whole cell."""
     if pair.kind is GroupKind.RECURRENT:
         return False
     units = (pair.local.unit_tokens(each.local) for each in pair.pieces)
@@ -82,7 +82,7 @@ def trims(pair: GroupPair, num_tokens: int) -> bool:
 
 
 def table_places(pair: GroupPair, side: Side, cells: Int64Array, num_tokens: int) -> Int64Array:
-    """Where the block of each cell stands in a side's block table."""
+    """Block-table index of each cell on one side."""
     block_tokens = side.of(pair).spec.block_tokens
     if pair.kind is GroupKind.RECURRENT:
         return np.array([(num_tokens - 1) // block_tokens], dtype=np.int64)
@@ -90,7 +90,7 @@ def table_places(pair: GroupPair, side: Side, cells: Int64Array, num_tokens: int
 
 
 def partial_blocks(pair: GroupPair, cells: Int64Array, local_ids: Int64Array, num_tokens: int) -> tuple[int, ...]:
-    """The local blocks that cells do not fill from their first token to their last."""
+    """Local blocks that the cells fill only in part."""
     if pair.kind is GroupKind.RECURRENT:
         return ()
     in_block = ratio(pair, Side.OURS)

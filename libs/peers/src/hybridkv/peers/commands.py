@@ -1,4 +1,4 @@
-"""What other threads want done on a thread that waits for sockets: a queue, and a socket that wakes it."""
+"""Command queue of a thread that polls sockets, with a socket that wakes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class Commands:
-    """`post` is for any thread, everything else for the one that waits until `woken` is readable."""
+    """Command queue. Any thread may call `post`; the rest is for the thread that polls `woken`."""
 
     def __init__(self) -> None:
         self._queue: deque[Callable[[], None]] = deque()
@@ -24,24 +24,24 @@ class Commands:
         return len(self._queue)
 
     def post(self, command: Callable[[], None]) -> None:
-        """Have something done, in order."""
+        """Queues a command. Commands run in order."""
         self._queue.append(command)
-        # A full socket pair has woken it already; a closed one has no thread to wake.
+        # If the socket is full, the thread is already woken. If it is closed, the thread has ended.
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
     def drain(self) -> None:
-        """`woken` was readable."""
+        """Empties `woken`. Call it when `woken` is readable."""
         with contextlib.suppress(OSError):
             self.woken.recv(4096)
 
     def obey(self) -> None:
-        """Do what was there when this began. A bug in one is logged, and the others are done."""
+        """Runs the commands queued before this call. Logs an exception and continues."""
         for _ in range(len(self._queue)):
             try:
                 self._queue.popleft()()
-            except Exception:  # what it was about has a deadline
-                logger.exception("what was to be done on a thread of peers' connections met a bug")
+            except Exception:  # the operation of the command has a deadline
+                logger.exception("a command on the thread of control connections failed")
 
     def close(self) -> None:
         self.woken.close()

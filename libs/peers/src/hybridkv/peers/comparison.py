@@ -1,7 +1,7 @@
-"""Whether two ranks can exchange KV, decided before the first byte; where they cannot, which field says so.
+"""Compatibility check of two ranks, before any bytes move. A refusal names the field that differs.
 
-What need not be equal: block sizes, if one divides the other and blocks can be cut; tensor-parallel sizes, if pages
-split by heads; numbers of blocks, regions, strides and the order of axes. Everything else must be.
+These may differ: block sizes, if one divides the other and tokens are addressable; tensor-parallel sizes, if pages are
+split by heads; numbers of blocks, regions, strides and the order of axes. Everything else must be equal.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from hybridkv.planner import GroupKind
 
 
 class PiecePair(NamedTuple):
-    """A piece of ours and the same of theirs.
+    """The same piece on both sides.
 
     Args:
-        local: ours.
-        remote: theirs.
-        local_head: the first head that is read, within ours.
-        remote_head: the same head within theirs.
-        heads: how many; 0 where this remote rank gives none of them.
+        local: piece of this side.
+        remote: piece of the other side.
+        local_head: first head to read, within the local piece.
+        remote_head: the same head within the remote piece.
+        heads: number of heads; 0 if this remote rank provides none.
     """
 
     local: Piece
@@ -39,10 +39,10 @@ class GroupPair:
     """One group on both sides.
 
     Args:
-        local: ours.
-        remote: theirs.
-        cell_tokens: the smaller block of the two: what moves is counted in these. A state is one cell.
-        pieces: of all layers, in order.
+        local: description of this side.
+        remote: description of the other side.
+        cell_tokens: the smaller of the two block sizes, the unit of moves. A state is one cell.
+        pieces: pieces of all layers, in order.
     """
 
     local: GroupDescription
@@ -57,7 +57,7 @@ class GroupPair:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """Two ranks that fit; `ours` reads from `theirs`."""
+    """Two compatible ranks; `ours` reads from `theirs`."""
 
     ours: Description
     theirs: Description
@@ -71,12 +71,12 @@ _LAYOUT = "use the same attention backend, KV cache type and layout on both side
 
 
 def compare(ours: Description, theirs: Description) -> Agreement | Refusal:
-    """What two ranks agree on, or the first field in which they do not.
+    """Agreement of two ranks, or a refusal for the first field that differs.
 
     Args:
-        ours: the side that reads.
-        theirs: the side that is read. Both may be swapped to ask for the way back, and a producer that asks with the
-            consumer's first gets the same agreement as that consumer.
+        ours: the reader.
+        theirs: the producer. A producer that passes the consumer's description first gets the same agreement as the
+            consumer. Swap both for the opposite direction.
     """
     if ours.protocol != PROTOCOL or ours.protocol != theirs.protocol:
         return _refused("protocol", ours.protocol, theirs.protocol, "run the same version of hybridkv on both sides")
@@ -98,7 +98,7 @@ def compare(ours: Description, theirs: Description) -> Agreement | Refusal:
                 if isinstance(pair, Refusal):
                     return pair
                 pieces.append(pair)
-        # A state is whole on either side, whatever block it is kept under.
+        # A state is whole on both sides, for any block size.
         cell_tokens = min(local.spec.block_tokens, remote.spec.block_tokens)
         pairs.append(GroupPair(local, remote, cell_tokens, tuple(pieces)))
     return Agreement(ours, theirs, tuple(pairs))
@@ -140,11 +140,11 @@ def _pair(path: str, ours: _Side, theirs: _Side) -> PiecePair | Refusal:
     if mine.total_heads != yours.total_heads:
         return _refused(f"{path}.total_heads", mine.total_heads, yours.total_heads, _LAYOUT)
     if local.spec.kind is not GroupKind.RECURRENT and local.unit_tokens(mine) != remote.unit_tokens(yours):
-        hint = _BLOCKS + ": tokens of these blocks cannot be told apart, or not alike"
+        hint = _BLOCKS + ": tokens of these blocks are not addressable on both sides in the same way"
         if local.spec.block_tokens == remote.spec.block_tokens:
             hint = _LAYOUT
         return _refused(
-            f"{path}.unit_tokens (tokens that move only together)",
+            f"{path}.unit_tokens (smallest number of tokens that can move)",
             f"{local.unit_tokens(mine)} in blocks of {local.spec.block_tokens}",
             f"{remote.unit_tokens(yours)} in blocks of {remote.spec.block_tokens}",
             hint,

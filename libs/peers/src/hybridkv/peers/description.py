@@ -1,10 +1,10 @@
-"""What one rank says of its KV cache before a byte moves: its groups, and where the bytes of a block lie.
+"""Description of the KV cache of one rank: its groups and the byte layout of a block. Exchanged before any bytes move.
 
-A page (one layer in one block) is one piece or several, each an array with strides: rows, heads, units of tokens, and
-in the middle an item, bytes in a row whose order both sides must keep alike. So layers or blocks outermost, heads
-before or after tokens, K apart from V, split kernel blocks, padded pages and latents need no word of their own. Offsets
-count from the start of a registered region; no address is in here. It comes from another process, so everything in it
-is bounded, and what contradicts itself is refused when it is decoded.
+A page (one layer in one block) has one or several pieces. A piece is a strided array of rows, heads and token units;
+its element is an item, contiguous bytes with the same order on both sides. This covers layers or blocks outermost,
+heads before or after tokens, separate K and V, split kernel blocks, padded pages and latents. Offsets count from the
+start of a registered region; a description contains no addresses. It comes from another process, so every field is
+bounded, and decoding refuses an inconsistent description.
 """
 
 from __future__ import annotations
@@ -18,49 +18,49 @@ from hybridkv.peers.refusal import Refusal
 from hybridkv.planner import GroupKind, GroupSpec
 
 PROTOCOL: Final = 1
-"""Changes whenever the meaning of a field changes."""
+"""Version of the description. Increase it when the meaning of a field changes."""
 NULL_BLOCK: Final = 0
-"""What an engine writes into a block table where there is no block."""
+"""Block-table entry for a missing block."""
 
 MAX_GROUPS: Final = 64
 MAX_LAYERS: Final = 1024
-"""In a group."""
+"""Per group."""
 MAX_PIECES: Final = 256
-"""In a layer."""
+"""Per layer."""
 MAX_REGIONS: Final = 4096
 MAX_FACTS: Final = 4096
 MAX_TEXT: Final = 4096
 """Characters in a name or a fact."""
 MAX_ENCODED_BYTES: Final = 8 << 20
 MAX_BYTES: Final = 1 << 50
-"""In a region, and so the largest offset: sums of a few stay far below 2**63."""
+"""Maximum region size and offset; sums of several stay far below 2**63."""
 MAX_ITEMS: Final = 1 << 22
-"""In all pieces of one block: what a comparison may have to look at one by one."""
+"""Maximum items in all pieces of one block; bounds the work of a comparison."""
 MAX_BLOCKS: Final = 1 << 31
 MAX_RANKS: Final = 1024
 
 
 class Axis(msgspec.Struct, frozen=True, array_like=True):
-    """So many of something, `stride_bytes` from one to the next."""
+    """Axis of `count` elements with a stride of `stride_bytes`."""
 
     count: int = 1
     stride_bytes: int = 0
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """An array of bytes in every block.
+    """Strided byte array in every block.
 
     Args:
-        region: in which registered region it lies.
-        offset_bytes: where block 0 of it begins there.
-        block_stride_bytes: from one block to the next.
-        item_bytes: in a row, for each row, head and unit.
-        heads: on this rank. One where nothing is split by heads.
-        kernels: kernel blocks in a block.
-        units: in a kernel block: the smallest runs of tokens that can be moved by themselves, all of as many tokens.
-            One for a state, and where a block's tokens cannot be told apart.
-        rows: whatever else repeats.
-        total_heads: of the model, over all ranks; 0 where the bytes are not split by heads, and each rank has its own.
+        region: registered region.
+        offset_bytes: offset of block 0 in the region.
+        block_stride_bytes: distance between blocks.
+        item_bytes: contiguous bytes of one row, head and unit.
+        heads: heads on this rank; one if the piece is not split by heads.
+        kernels: kernel blocks per block.
+        units: units per kernel block. A unit is the smallest run of tokens that can move alone; all have equal size.
+            One for a state, and for a block with tokens that cannot be addressed.
+        rows: any other repetition.
+        total_heads: heads of the model over all ranks. 0 if the bytes are not split by heads and each rank has its own;
             1 for latents, which every rank has.
     """
 
@@ -83,7 +83,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
             _bounded(f"{name}.count", axis.count, 1, MAX_BYTES)
             _bounded(f"{name}.stride_bytes", axis.stride_bytes, 0, MAX_BYTES)
         _bounded("items in a block", self.num_items, 1, MAX_ITEMS)
-        # Axes nest: entries of one do not reach into the next entry of a wider one.
+        # Axes must nest: elements of an inner axis do not overlap the next element of an outer axis.
         span = self.item_bytes
         for name, axis in sorted(self.axes, key=lambda named: named[1].stride_bytes):
             if axis.count > 1:
@@ -97,7 +97,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def page_bytes(self) -> int:
-        """Of content."""
+        """Content bytes of a block."""
         return self.item_bytes * self.num_items
 
     @property
@@ -110,7 +110,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def reach_bytes(self) -> int:
-        """From the first byte of a block to the last, and one more."""
+        """Extent of a block in bytes, with gaps."""
         return self.item_bytes + sum((axis.count - 1) * axis.stride_bytes for _, axis in self.axes)
 
 
@@ -119,9 +119,9 @@ class LayerDescription(msgspec.Struct, frozen=True):
 
     Args:
         name: as in the model.
-        item_format: the order of bytes within an item, in words that are equal where the bytes mean the same: element
-            type, quantisation, how K and V stand to each other, and the backend where that packs tokens its own way.
-        pieces: in an order that both sides keep.
+        item_format: byte format of an item: element type, quantisation, K/V order, and the backend if it packs tokens
+            in its own format. Equal strings mean equal formats.
+        pieces: in the same order on both sides.
     """
 
     name: str
@@ -139,9 +139,9 @@ class LayerDescription(msgspec.Struct, frozen=True):
 
 
 class GroupDescription(msgspec.Struct, frozen=True):
-    """One KV cache group: what it needs to resume, and its layers. A SCRATCH group names none.
+    """One KV cache group: its spec and its layers. A SCRATCH group has no layers.
 
-    Layers that share their pages are named once.
+    Layers that share pages are listed once.
     """
 
     spec: GroupSpec
@@ -162,12 +162,12 @@ class GroupDescription(msgspec.Struct, frozen=True):
                     )
 
     def unit_tokens(self, piece: Piece) -> int:
-        """Tokens in a unit. A state's is its block."""
+        """Tokens per unit. The unit of a state is its block."""
         return self.spec.block_tokens // piece.num_units
 
     @property
     def block_bytes(self) -> int:
-        """Of content in one block on this rank."""
+        """Content bytes of one block on this rank."""
         return sum(layer.page_bytes for layer in self.layers)
 
 
@@ -175,13 +175,13 @@ class Description(msgspec.Struct, frozen=True):
     """One rank of an engine.
 
     Args:
-        protocol: `PROTOCOL` of who wrote this.
-        engine: a name that no other engine, and no other start of this one, has.
-        facts: what the bytes depend on besides, by dotted names: all of them must be the same on both sides.
-        rank: tensor-parallel, from 0.
-        tp_size: ranks that share a layer.
-        num_blocks: ids of blocks are below it.
-        region_bytes: of each registered region, in the order of the transport.
+        protocol: `PROTOCOL` of the sender.
+        engine: unique name of this engine and of this start of it.
+        facts: other properties that the bytes depend on, by dotted name. All must be equal on both sides.
+        rank: tensor-parallel rank, from 0.
+        tp_size: tensor-parallel size.
+        num_blocks: number of blocks; block ids are smaller.
+        region_bytes: size of each registered region, in the order of the transport.
         groups: in the engine's order.
     """
 
@@ -229,22 +229,22 @@ class Description(msgspec.Struct, frozen=True):
 
     @property
     def total_heads(self) -> frozenset[int]:
-        """That any piece has; see `ranks.source_ranks`."""
+        """All values of `total_heads` of the pieces; see `ranks.source_ranks`."""
         return frozenset(p.total_heads for group in self.groups for layer in group.layers for p in layer.pieces)
 
     def share(self, piece: Piece) -> HeadShare:
-        """Which heads of the model a piece of this rank holds."""
+        """Heads of the model that a piece of this rank holds."""
         share = head_share(piece.total_heads, self.tp_size, self.rank) if piece.total_heads else None
         return share or HeadShare(0, piece.heads.count)
 
 
 def encode(description: Description) -> bytes:
-    """As it travels: JSON, in which no length stands before what it counts, so few bytes cannot ask for much."""
+    """Encodes as JSON. It has no length prefixes, so a short message cannot request a large allocation."""
     return msgspec.json.encode(description)
 
 
 def decode(data: bytes) -> Description | Refusal:
-    """What another process wrote, or why it is none."""
+    """Decodes bytes from another process. Returns a refusal for an invalid description."""
     if len(data) > MAX_ENCODED_BYTES:
         return Refusal("description", f"needed: at most {MAX_ENCODED_BYTES} bytes", f"{len(data)} bytes")
     try:

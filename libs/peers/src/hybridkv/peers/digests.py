@@ -1,9 +1,9 @@
-"""What is digested after a read: one digest for each group and cell, over all its layers, as they lie on both sides.
+"""Digests after a read: one per group and cell, over all layers of the cell.
 
-A cell is what a mismatch can be laid to, and 16 bytes for each are little beside what moves. Finer ones (a layer's
-page) would name nothing that anybody acts on, since a request whose groups do not all arrive is computed again; coarser
-ones would not say which block. The bytes of a cell are taken in the order of its template, which both sides derive from
-the same two descriptions: so a producer is sent a few numbers for each group, and need not know where the bytes went.
+A digest per cell (16 bytes) locates a mismatch at small cost. Finer digests would not help, because a request with any
+missing group is recomputed; coarser ones would not locate the block. The bytes of a cell are digested in the order of
+its template, which both sides derive from the same two descriptions. So the producer receives a few numbers per group
+and does not need the destination of the bytes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class DigestSpan(msgspec.Struct, frozen=True, array_like=True):
     """Cells of one group.
 
     Args:
-        group_index: of which.
-        first_cell: of them.
+        group_index: index of the group.
+        first_cell: first cell.
         num_cells: 1 or more.
     """
 
@@ -38,11 +38,11 @@ class DigestSpan(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DigestRequest(msgspec.Struct, frozen=True):
-    """What a reader asks to have digested.
+    """Cells that a reader wants digests of.
 
     Args:
-        num_tokens: the boundary: the last cell holds no more than these.
-        spans: of groups.
+        num_tokens: resume point; the last cell ends there at the latest.
+        spans: cells of each group.
     """
 
     num_tokens: int
@@ -54,18 +54,18 @@ class DigestRequest(msgspec.Struct, frozen=True):
 
     @property
     def columns(self) -> tuple[Int64Array, Int64Array, Int64Array]:
-        """Of the spans: group_index, first_cell, num_cells, as they travel."""
+        """Spans as columns for the wire: group_index, first_cell, num_cells."""
         table = np.array([msgspec.structs.astuple(span) for span in self.spans], dtype=np.int64).reshape(-1, 3)
         return table[:, 0], table[:, 1], table[:, 2]
 
     @staticmethod
     def of(num_tokens: int, columns: Sequence[Int64Array]) -> DigestRequest:
-        """From `columns`. They may be a stranger's: `digest_runs` looks at every number."""
+        """Inverse of `columns`. The numbers may be invalid: `digest_runs` checks them."""
         rows = zip(*(column.tolist() for column in columns), strict=True)
         return DigestRequest(num_tokens, tuple(DigestSpan(*row) for row in rows))
 
     def parts(self, max_digests: int) -> tuple[DigestRequest, ...]:
-        """The same cells in the same order, asked for in questions of at most so many, of few spans each."""
+        """Splits the request into requests of at most `max_digests` cells, in the same order."""
         parts: list[list[DigestSpan]] = []
         room = 0
         for span in self.spans:
@@ -82,13 +82,13 @@ class DigestRequest(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class DigestRuns:
-    """Runs of bytes in one side's regions, and which of them make a digest: those behind the end of the one before.
+    """Byte runs in the regions of one side, grouped by digest.
 
     Args:
-        regions: of each run.
-        offsets: in its region.
-        num_bytes: of it.
-        ends: ascending, one for each digest: after how many runs it ends.
+        regions: region of each run.
+        offsets: offset of each run in its region.
+        num_bytes: size of each run.
+        ends: for each digest, the index after its last run; ascending.
     """
 
     regions: Int64Array
@@ -98,18 +98,18 @@ class DigestRuns:
 
 
 Digester: TypeAlias = Callable[[DigestRuns], Sequence[bytes]]
-"""Digests the bytes where they lie: one digest for each of `ends`."""
+"""Computes one digest for each of `ends`."""
 
 
 class Mismatch(NamedTuple):
-    """A cell whose bytes are not those that were sent."""
+    """A cell with different digests."""
 
     group_index: int
     cell: int
 
 
 def digest_request(pairing: Pairing) -> DigestRequest:
-    """Everything that a pairing moves."""
+    """Digest request for all cells that a pairing moves."""
     return DigestRequest(
         pairing.num_tokens,
         tuple(
@@ -121,20 +121,20 @@ def digest_request(pairing: Pairing) -> DigestRequest:
 
 
 def digest_runs(exchange: Exchange, side: Side, tables: BlockTables, request: DigestRequest) -> DigestRuns | Refusal:
-    """Where the bytes lie on one side.
+    """Byte runs of a digest request on one side, or a refusal.
 
     Args:
-        exchange: under which they move; on the side that is read, of the agreement as its reader sees it.
-        side: whose regions.
-        tables: of the request on that side. On the side that is read, those that its lease holds: nothing else is
-            digested, whatever was asked for.
-        request: as the reader sent it.
+        exchange: as the reader sees it, on both sides.
+        side: side of the regions.
+        tables: blocks of the request on that side. On the producer these are the blocks that the lease holds, so no
+            other block is digested.
+        request: as received from the reader; may be invalid.
     """
     groups = exchange.agreement.groups
     if refusal := lists_refused(side, tables, len(groups)):
         return refusal
     if not 0 < request.num_tokens <= tables.num_tokens:
-        return Refusal("digests.num_tokens", str(tables.num_tokens), str(request.num_tokens), "it must hold as many")
+        return Refusal("digests.num_tokens", str(tables.num_tokens), str(request.num_tokens), "holds fewer tokens")
     columns: list[list[Int64Array]] = [[], [], [], []]
     seen: set[int] = set()
     room = MAX_RUNS
@@ -143,7 +143,8 @@ def digest_runs(exchange: Exchange, side: Side, tables: BlockTables, request: Di
             return Refusal("digests.group_index", f"each of {len(groups)} groups once", str(span.group_index))
         seen.add(span.group_index)
         if groups[span.group_index].kind is GroupKind.RECURRENT and request.num_tokens != tables.num_tokens:
-            return Refusal("digests.num_tokens", str(tables.num_tokens), str(request.num_tokens), "a state is of one")
+            hint = "a state is valid at one boundary only"
+            return Refusal("digests.num_tokens", str(tables.num_tokens), str(request.num_tokens), hint)
         found = _refused(exchange, side, tables, span) or _span_runs(
             exchange, side, tables, span, request.num_tokens, room
         )
@@ -161,7 +162,7 @@ _Columns: TypeAlias = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
 
 
 def _refused(exchange: Exchange, side: Side, tables: BlockTables, span: DigestSpan) -> Refusal | None:
-    """Before anything is made of a span: a table is as long as its request, and what is asked for may not be."""
+    """Checks a span against its block table before memory is allocated for it."""
     pair = exchange.agreement.groups[span.group_index]
     table_end = tables.first_blocks[span.group_index] + len(tables.block_ids[span.group_index])
     most = 1 if pair.kind is GroupKind.RECURRENT else table_end * side.of(pair).spec.block_tokens // pair.cell_tokens
@@ -174,7 +175,7 @@ def _refused(exchange: Exchange, side: Side, tables: BlockTables, span: DigestSp
 def _span_runs(
     exchange: Exchange, side: Side, tables: BlockTables, span: DigestSpan, num_tokens: int, room: int
 ) -> _Columns | Refusal:
-    """Regions, offsets and sizes of runs, cell after cell, and how many runs each cell has."""
+    """Regions, offsets and sizes of runs in cell order, and the number of runs of each cell."""
     cells = np.arange(span.first_cell, span.first_cell + span.num_cells, dtype=np.int64)
     ids = exchange.block_ids(span.group_index, side, tables, cells, num_tokens)
     if isinstance(ids, Refusal):
@@ -202,7 +203,7 @@ def _span_runs(
 
 
 def mismatches(request: DigestRequest, ours: Sequence[bytes], theirs: Sequence[bytes]) -> tuple[Mismatch, ...]:
-    """The cells whose digests differ; a digest that is missing differs."""
+    """Cells with different digests. If the counts differ, all cells."""
     cells = [
         Mismatch(span.group_index, cell)
         for span in request.spans
@@ -214,13 +215,13 @@ def mismatches(request: DigestRequest, ours: Sequence[bytes], theirs: Sequence[b
 
 
 def plain_digester(regions: Sequence[Any], new: Callable[[], Any]) -> Digester:
-    """A digester over buffers, a run at a time.
+    """Digester over buffers.
 
     Args:
-        regions: one buffer of bytes for each region.
-        new: makes a hash with `update` and `digest`, for instance `xxhash.xxh3_128`.
+        regions: one buffer per region.
+        new: creates a hash object with `update` and `digest`, for example `xxhash.xxh3_128`.
 
-    The digester raises ValueError for a run that leaves its region.
+    The digester raises ValueError for a run outside its region.
     """
     views = [memoryview(region).cast("B") for region in regions]
 
@@ -236,7 +237,7 @@ def plain_digester(regions: Sequence[Any], new: Callable[[], Any]) -> Digester:
             ):
                 part = views[region][offset : offset + size]
                 if len(part) != size:
-                    raise ValueError(f"{size} bytes at {offset} leave region {region}")
+                    raise ValueError(f"{size} bytes at {offset} are outside region {region}")
                 state.update(part)
             found.append(state.digest())
             start = end

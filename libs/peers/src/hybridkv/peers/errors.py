@@ -1,18 +1,18 @@
-"""What this library raises: the operator's mistakes and the caller's. What a peer did comes back as a value."""
+"""Exceptions of this library, for operator errors and caller errors. Failures of a peer are returned as values."""
 
 
 class PeersError(Exception):
-    """Base of everything that `hybridkv.peers` raises on purpose."""
+    """Base class of the exceptions of `hybridkv.peers`."""
 
 
 class PeersProtocolError(PeersError, RuntimeError):
-    """The caller used a transport or a link in a way that its contract excludes: a bug, not a broken network."""
+    """The caller violated the contract of a transport or a link: a bug, not a network failure."""
 
 
 class PeersConfigurationError(PeersError, ValueError):
-    """A value from the operator's configuration that cannot work.
+    """Invalid value in the operator's configuration.
 
-    `field` is the parameter, `expected` says what would do, `got` is what was given, `hint` what to try next.
+    `field` is the parameter, `expected` describes valid values, `got` is the value, `hint` suggests a fix.
     """
 
     def __init__(self, field: str, expected: str, got: object, hint: str = "") -> None:

@@ -1,13 +1,13 @@
-"""How long the blocks of a finished request may be read: one lease a request, and one slot of memory a lease.
+"""Leases on the blocks of finished requests: one lease per request, and one slot of registered memory per lease.
 
-A slot holds its lease's nonce from before the blocks may be read until before they are given back, and zero, or another
-lease's nonce, afterwards. A reader reads the blocks, then the slot, and compares: where the nonce still stands no block
-was given back while it read. So a block that two requests share needs nothing of its own, and a reader that comes late
-cannot take other tokens for its own.
+A slot holds the nonce of its lease from before the blocks may be read until before they are freed; afterwards it holds
+zero or the nonce of another lease. A reader reads the blocks, then the slot, and compares: an unchanged nonce proves
+that no block was freed during the read. Shared blocks need no extra state, and a late reader cannot accept blocks of
+another request.
 
-`LeaseSlots` stands where requests are scheduled, and gives a lease to a request before it can finish; `Leases` stands
-in each rank, writes the slots and decides when a rank has done with a request. Each lease ends once, by whichever comes
-first: every reader has said so, its time is up, or it is aborted. Neither has a clock.
+The scheduler owns `LeaseSlots` and assigns a lease to a request before it can finish. Each rank owns `Leases`, writes
+the slots and decides when it is done with a request. Each lease ends once: all readers are done, it expires, or it is
+aborted. Neither class has a clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 from hybridkv.peers.errors import PeersProtocolError
 
 SLOT_BYTES: Final = 16
-"""A slot in memory: the nonce, and as many bytes that are zero and kept for later, both little-endian."""
+"""Size of a slot in memory: 8 bytes of nonce, little-endian, then 8 reserved bytes that are zero."""
 NO_NONCE: Final = 0
 MAX_NONCE: Final = (1 << 63) - 1
 
@@ -32,11 +32,11 @@ Natural: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_NONCE)]
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
-    """What a reader shows and compares, also on the wire.
+    """Slot and nonce of one lease, also on the wire.
 
     Args:
-        slot: where it stands.
-        nonce: 1 to `MAX_NONCE`; no lease before it in this slot had the same.
+        slot: index of the slot.
+        nonce: 1 to `MAX_NONCE`; differs from that of the lease before in this slot.
     """
 
     slot: Natural
@@ -44,29 +44,29 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LeaseSlots:
-    """Gives out slots.
+    """Allocator of lease slots.
 
     Args:
-        max_leases: slots that there are.
-        nonces: draws a number from 1 to `MAX_NONCE` that nobody can guess.
+        max_leases: number of slots.
+        nonces: returns an unpredictable number from 1 to `MAX_NONCE`.
     """
 
     def __init__(self, max_leases: int, nonces: Callable[[], int]) -> None:
         if max_leases < 1:
             raise ValueError(f"max_leases must be 1 or more, got {max_leases}")
         self._nonces = nonces
-        # The slot that has rested longest comes next.
+        # The slot that is free for the longest time comes first.
         self._free = deque(range(max_leases))
         self._last = [NO_NONCE] * max_leases
         self._issued: dict[str, Lease] = {}
         self.refused = 0
-        """Requests that got none. Their blocks are not held, and nobody is told that they could be read."""
+        """Requests without a free slot. Their blocks are not held, and no peer is offered them."""
 
     def __len__(self) -> int:
         return len(self._issued)
 
     def issue(self, request_id: str) -> Lease | None:
-        """The request's lease, the same each time it is asked for; None, counted, where no slot is free."""
+        """The request's lease, the same on each call. None, and counted in `refused`, if no slot is free."""
         known = self._issued.get(request_id)
         if known is not None:
             return known
@@ -84,7 +84,7 @@ class LeaseSlots:
         return self._issued.get(request_id)
 
     def retire(self, request_id: str) -> bool:
-        """Every rank has ended the lease: its slot may be given to another. False where there is none to retire."""
+        """Frees the slot after every rank has ended the lease. False if the request has no lease."""
         lease = self._issued.pop(request_id, None)
         if lease is None:
             return False
@@ -96,26 +96,26 @@ class LeaseSlots:
             nonce = self._nonces()
             if NO_NONCE < nonce <= MAX_NONCE and nonce != other_than:
                 return nonce
-        raise PeersProtocolError("nonces() draws no number from 1 to 2**63 - 1, or always the same one")
+        raise PeersProtocolError("nonces() returned no new number from 1 to 2**63 - 1")
 
 
 class LeaseEnd(enum.StrEnum):
     """Why a lease ended."""
 
     DONE = "done"
-    """Every reader has said so."""
+    """Every reader is done."""
     EXPIRED = "expired"
     ABORTED = "aborted"
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A lease that has ended: its slot holds no nonce any more.
+    """A lease that has ended. Its slot holds no nonce.
 
     Args:
-        request_id: whose.
-        why: it ended.
-        was_held: the engine keeps the request's blocks for it, and is now to be told that it need not.
+        request_id: request of the lease.
+        why: reason.
+        was_held: the engine holds the request's blocks for this lease; tell it to free them.
     """
 
     request_id: str
@@ -125,12 +125,12 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class LeaseBounds:
-    """Times in seconds.
+    """Lease durations in seconds.
 
     Args:
-        hold_s: from when a request finishes.
-        renew_s: from when a reader asks for more.
-        longest_s: from when it finishes, however often it is renewed.
+        hold_s: from the end of the request.
+        renew_s: from a renewal.
+        longest_s: maximum from the end of the request, including renewals.
     """
 
     hold_s: float = 30.0
@@ -140,7 +140,7 @@ class LeaseBounds:
 
 @dataclass(slots=True)
 class _Open:
-    """The request runs. Nobody has been told the nonce."""
+    """The request is running. No peer has the nonce."""
 
     lease: Lease
 
@@ -156,12 +156,12 @@ class _Held:
 
 
 class Leases:
-    """The leases of one rank.
+    """Leases of one rank.
 
     Args:
-        max_leases: slots that there are.
-        bounds: how long leases live.
-        write: puts a nonce into a slot; it stands in memory when this returns.
+        max_leases: number of slots.
+        bounds: durations.
+        write: writes a nonce into a slot; the nonce is in memory when it returns.
     """
 
     def __init__(self, max_leases: int, bounds: LeaseBounds, write: Callable[[int, int], None]) -> None:
@@ -171,43 +171,43 @@ class Leases:
         self._states: dict[str, _Open | _Held] = {}
         self._requests: dict[int, str] = {}
         self.late = 0
-        """Renewals and ends that came for a lease which is no more, or never was."""
+        """Renewals and done messages for an ended or unknown lease."""
 
     def __len__(self) -> int:
         return len(self._states)
 
     @property
     def num_held(self) -> int:
-        """Requests whose blocks the engine keeps."""
+        """Number of requests with held blocks."""
         return sum(type(state) is _Held for state in self._states.values())
 
     @property
     def next_expiry_s(self) -> float | None:
-        """When `expire` will next have something to end."""
+        """Time of the next expiry; None if no lease is held."""
         return min((state.expires_s for state in self._states.values() if type(state) is _Held), default=None)
 
     def open(self, request_id: str, lease: Lease) -> None:
-        """The request runs: the nonce is written. Said twice it is the same.
+        """Opens the lease of a running request and writes the nonce. Repeatable.
 
         Raises:
-            PeersProtocolError: the slot is not there or has another lease, or the request has another one.
+            PeersProtocolError: the slot does not exist or has another lease, or the request has another lease.
         """
         known = self._states.get(request_id)
         if known is not None and known.lease == lease:
             return
         if known is not None or lease.slot in self._requests or not 0 <= lease.slot < self._max_leases:
             raise PeersProtocolError(
-                f"slot {lease.slot} cannot be opened for {request_id}: it, or the request, is taken"
+                f"slot {lease.slot} cannot be opened for {request_id}: the slot or the request has another lease"
             )
         self._write(lease.slot, lease.nonce)
         self._states[request_id] = _Open(lease)
         self._requests[lease.slot] = request_id
 
     def hold(self, request_id: str, now_s: float) -> bool:
-        """The request has finished and the engine keeps its blocks: the time begins.
+        """Starts the lease time of a finished request with held blocks.
 
         Returns:
-            False where it has no open lease: then its blocks may not be read, and must not be kept.
+            False if the request has no open lease: do not hold its blocks, because no peer may read them.
         """
         state = self._states.get(request_id)
         if type(state) is not _Open:
@@ -218,7 +218,7 @@ class Leases:
         return True
 
     def holds(self, lease: Lease, now_s: float) -> str | None:
-        """The request whose blocks a reader may be served, None where the lease is no more or its time is up."""
+        """Request of a held lease; None if the lease has ended or expired."""
         request_id = self._requests.get(lease.slot, "")
         state = self._states.get(request_id)
         if type(state) is _Held and state.lease == lease and now_s < state.expires_s:
@@ -226,7 +226,7 @@ class Leases:
         return None
 
     def renew(self, lease: Lease, now_s: float) -> bool:
-        """A reader needs more time. False, counted, where there is nothing to renew: what it reads may be gone."""
+        """Extends a lease. False, and counted in `late`, if it has ended: its blocks may be freed."""
         request_id = self.holds(lease, now_s)
         if request_id is None:
             self.late += 1
@@ -237,12 +237,14 @@ class Leases:
         return True
 
     def done(self, lease: Lease, reader: int, num_readers: int) -> Ended | None:
-        """A reader has what it wanted, or wants it no more. None, counted, for a lease that is no more.
+        """Records that a reader is done. Returns the ended lease if it was the last reader.
+
+        Returns None and counts in `late` for an ended lease and for a reader that was done before.
 
         Args:
-            lease: that it showed.
-            reader: its rank.
-            num_readers: ranks that read from this one; when all of them have said so the lease ends.
+            lease: sent by the reader.
+            reader: index of the reader.
+            num_readers: number of readers; the lease ends when all are done.
         """
         request_id = self._requests.get(lease.slot, "")
         state = self._states.get(request_id)
@@ -255,11 +257,11 @@ class Leases:
         return self._end(request_id, LeaseEnd.DONE)
 
     def abort(self, request_id: str) -> Ended | None:
-        """The request is no more, for whatever reason on this side. None where its lease has ended already."""
+        """Ends the lease of an aborted request. None if it has no lease."""
         return self._end(request_id, LeaseEnd.ABORTED) if request_id in self._states else None
 
     def expire(self, now_s: float) -> list[Ended]:
-        """Ends what has had its time."""
+        """Ends expired leases."""
         due = [
             request_id
             for request_id, state in self._states.items()
@@ -268,11 +270,11 @@ class Leases:
         return [self._end(request_id, LeaseEnd.EXPIRED) for request_id in due]
 
     def close(self) -> list[Ended]:
-        """Ends all of them."""
+        """Ends all leases."""
         return [self._end(request_id, LeaseEnd.ABORTED) for request_id in list(self._states)]
 
     def _end(self, request_id: str, why: LeaseEnd) -> Ended:
-        """The slot is emptied before anybody is told that the blocks may go."""
+        """Clears the slot before the caller frees the blocks."""
         state = self._states[request_id]
         self._write(state.lease.slot, NO_NONCE)
         del self._states[request_id]

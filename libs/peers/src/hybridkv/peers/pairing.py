@@ -1,8 +1,8 @@
-"""Which bytes of which local region come from which remote range, so that a request can go on after some tokens.
+"""Pairing of local and remote byte ranges, so that a request can resume at a token boundary.
 
-Tokens are paired by their number, never blocks by their place in a list: each side's ids come with the place in the
-block table at which they begin. So windows that are clipped, prefixes that the reader has itself, and blocks of
-different sizes need no case of their own. Nothing is moved where anything that a resume reads would be missing.
+Pairing goes by token number, not by position in a block list: each list of ids has the block-table index at which it
+begins. So clipped windows, locally computed prefixes and different block sizes need no special cases. Nothing moves if
+any byte that the resume reads is missing.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from hybridkv.peers.templates import cell_template
 from hybridkv.planner import GroupKind
 
 MAX_RUNS = 1 << 22
-"""Of one request, before neighbours are joined: two sides whose items lie in different orders have one for each item.
-It bounds what either makes of the other's description."""
+"""Maximum runs of one request, before adjacent runs are merged. Sides with different item orders have one run per item.
+It bounds the memory that the description of a peer can use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """At which boundary a request goes on, and what its engine has without being given it.
+    """Resume point of a request, and the prefix that its engine already has.
 
     Args:
-        num_tokens: the boundary.
-        computed_tokens: of them, those that the engine holds itself: whole blocks of every group but RECURRENT ones.
-        serves_blocks: see `moved_span`; False for an engine that caches no prefixes.
+        num_tokens: the resume point.
+        computed_tokens: prefix that the engine has: whole blocks of every group except RECURRENT ones.
+        serves_blocks: see `moved_span`; False for an engine without prefix caching.
     """
 
     num_tokens: int
@@ -43,16 +43,16 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class GroupMoves:
-    """What moves of one group.
+    """Moves of one group.
 
     Args:
         ranges: merged.
-        first_cell: the first cell that moves, counted from token 0; 0 for a state.
-        num_cells: how many do; 1 for a state.
-        num_blocks: local blocks that are written.
-        partial_blocks: those of them that are not written from their first byte to their last, by all remote ranks
-            together. An engine that does not zero what a load overwrites must zero these.
-        num_runs: before neighbours were joined.
+        first_cell: first moved cell, counted from token 0; 0 for a state.
+        num_cells: number of moved cells; 1 for a state.
+        num_blocks: local blocks written.
+        partial_blocks: written blocks that all remote ranks together do not fill completely. An engine that does not
+            zero blocks before a load must zero these.
+        num_runs: runs before merging.
     """
 
     ranges: Ranges
@@ -69,11 +69,11 @@ class GroupMoves:
 
 @dataclass(frozen=True, slots=True)
 class Pairing:
-    """What one rank reads from one remote rank for one request.
+    """Moves from one remote rank to one local rank for one request.
 
     Args:
-        num_tokens: after which the request goes on.
-        groups: in the engine's order.
+        num_tokens: resume point.
+        groups: moves of each group, in the engine's order.
     """
 
     num_tokens: int
@@ -81,7 +81,7 @@ class Pairing:
 
     @property
     def ranges(self) -> Ranges:
-        """Of all groups, group after group."""
+        """Ranges of all groups, in group order."""
         return joined([group.ranges for group in self.groups])
 
     @property
@@ -94,14 +94,14 @@ class Pairing:
 
 
 class Exchange:
-    """An agreement, and what it takes to pair requests under it quickly. Made once for each remote rank."""
+    """Agreement with one remote rank, with cached templates. Create it once per remote rank."""
 
     def __init__(self, agreement: Agreement) -> None:
         self.agreement = agreement
         self._whole_cells: dict[tuple[int, int], Template] = {}
 
     def template(self, group_index: int, cell: int, num_tokens: int) -> Template:
-        """What moves for the first tokens of a cell. Of whole cells a group has few, which are made once."""
+        """Template for the first `num_tokens` tokens of a cell. Templates of whole cells are cached."""
         pair = self.agreement.groups[group_index]
         if num_tokens != pair.cell_tokens:
             return cell_template(pair, place_of(pair, cell, num_tokens))
@@ -114,9 +114,9 @@ class Exchange:
     def chosen_templates(
         self, group_index: int, cells: Int64Array, num_tokens: int
     ) -> Iterator[tuple[Int64Array, Template]]:
-        """For cells up to a boundary, each template, and the indexes of the cells that have it.
+        """Yields each template with the indexes of the cells that use it.
 
-        Cells that lie alike in their blocks share one; the last may be filled in part.
+        Cells at equal positions within their blocks share a template; the last cell may be partial.
         """
         pair = self.agreement.groups[group_index]
         tail_tokens = last_cell_tokens(pair, num_tokens)
@@ -130,36 +130,36 @@ class Exchange:
             yield last, self.template(group_index, int(cells[last[0]]), tail_tokens)
 
     def num_runs(self, group_index: int, cells: Int64Array, num_tokens: int) -> int:
-        """Into how many runs of bytes cells fall apart. Takes no memory for them."""
+        """Number of byte runs of the cells, computed without building them."""
         chosen = self.chosen_templates(group_index, cells, num_tokens)
         return sum(part.size * template.num_bytes.size for part, template in chosen)
 
     def block_ids(
         self, group_index: int, side: Side, tables: BlockTables, cells: Int64Array, num_tokens: int
     ) -> Int64Array | Refusal:
-        """The block of each cell on one side. `tables` have one list for each group."""
-        whose = self.agreement.ours if side is Side.OURS else self.agreement.theirs
+        """Block id of each cell on one side. `tables` must have one list per group."""
+        description = self.agreement.ours if side is Side.OURS else self.agreement.theirs
         places = table_places(self.agreement.groups[group_index], side, cells, num_tokens)
-        return blocks_at(side, tables, group_index, places, whose.num_blocks)
+        return blocks_at(side, tables, group_index, places, description.num_blocks)
 
     def pair(self, local: BlockTables, remote: BlockTables, resume: Resume) -> Pairing | Refusal:
-        """The ranges that let a request go on.
+        """Pairs the ranges that one request needs to resume.
 
         Args:
-            local: what the request has been given here; how many tokens it holds does not matter.
-            remote: what the other side holds for it, as it said.
-            resume: where it goes on.
+            local: blocks allocated here; its `num_tokens` is ignored.
+            remote: blocks that the other side holds, as received.
+            resume: the resume point.
 
         Returns:
-            A pairing, in which nothing moves where all tokens are computed. A refusal where a list is not as it should
-            be, or what a resume reads is not there: both come from another process.
+            A pairing; it is empty if all tokens are computed. A refusal if a list is invalid or a block that the resume
+            reads is missing.
         """
         num_groups = len(self.agreement.groups)
         refusal = lists_refused(Side.OURS, local, num_groups) or lists_refused(Side.THEIRS, remote, num_groups)
         if refusal is not None:
             return refusal
         if not 0 <= resume.num_tokens <= remote.num_tokens:
-            return Refusal("num_tokens", str(resume.num_tokens), str(remote.num_tokens), "it must hold as many")
+            return Refusal("num_tokens", str(resume.num_tokens), str(remote.num_tokens), "the peer holds fewer")
         moves: list[GroupMoves] = []
         room = MAX_RUNS
         for index in range(num_groups):
@@ -170,7 +170,7 @@ class Exchange:
             room -= moved.num_runs
         pairing = Pairing(resume.num_tokens, tuple(moves))
         if pairing.ranges.overlap:
-            return Refusal("block_ids", "a block in two places", "needed: each block once")
+            return Refusal("block_ids", "a block that occurs twice", "needed: each block once")
         return pairing
 
     def _group_moves(
@@ -203,7 +203,7 @@ class Exchange:
 
 
 def too_many_runs(index: int, num_runs: int) -> Refusal:
-    hint = "use the same KV cache layout on both sides, so that neighbours lie together"
+    hint = "use the same KV cache layout on both sides, so that runs can be merged"
     return Refusal(f"groups[{index}]: runs of bytes", f"{num_runs} more", f"at most {MAX_RUNS} in all", hint)
 
 
@@ -211,7 +211,8 @@ def _boundary_refused(index: int, pair: GroupPair, remote: BlockTables, resume: 
     if pair.kind is GroupKind.RECURRENT:
         if remote.num_tokens != resume.num_tokens:
             field = f"groups[{index}]: the boundary of a state"
-            return Refusal(field, str(resume.num_tokens), str(remote.num_tokens), "a state is of one boundary alone")
+            hint = "a state is valid at one boundary only"
+            return Refusal(field, str(resume.num_tokens), str(remote.num_tokens), hint)
     elif resume.computed_tokens % pair.local.spec.block_tokens:
         got = f"{resume.computed_tokens} in blocks of {pair.local.spec.block_tokens}"
         return Refusal(f"groups[{index}].computed_tokens", got, "needed: whole blocks")

@@ -1,7 +1,7 @@
-"""From an engine's tensors, as numbers, to the pieces of a description.
+"""Conversion of an engine's tensors (shapes and strides) to the pieces of a description.
 
-What a dimension means is said by the caller, never guessed from its size. Where tokens of a block cannot be told apart,
-or an engine packs them its own way, a piece is a kernel block of one head at most, and nothing within is looked at.
+The caller gives the meaning of each dimension; it is never guessed from sizes. If tokens of a block are not
+addressable, or the engine packs them in its own format, an item is at most one head of one kernel block and is opaque.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from hybridkv.canonical.strides import LayoutError, Strides, page_regions
 from hybridkv.peers.description import Axis, Piece
 
 Locate = Callable[[int], tuple[int, int]]
-"""From an address to the registered region that it lies in, and the offset there."""
+"""Maps an address to its registered region and the offset in it."""
 
 
 class AttentionDims(NamedTuple):
-    """Which dimension of a tensor is which.
+    """Meaning of the dimensions of a tensor.
 
     Args:
-        block_dim: counts blocks, or kernel blocks.
-        head_dim: counts heads; None where there are none (latents).
-        token_dim: counts the tokens of a kernel block; None where they cannot be told apart.
-        total_heads: of the model; 1 for latents, 0 where bytes are not to be split by heads.
+        block_dim: blocks or kernel blocks.
+        head_dim: heads; None if there are none (latents).
+        token_dim: tokens of a kernel block; None if they are not addressable.
+        total_heads: heads of the model; 1 for latents, 0 if the bytes are not split by heads.
     """
 
     block_dim: int
@@ -34,19 +34,21 @@ class AttentionDims(NamedTuple):
 
 
 def attention_piece(name: str, tensor: Strides, dims: AttentionDims, num_blocks: int, locate: Locate) -> Piece:
-    """The piece of an attention layer. What `dims` does not name is the item, but for one dimension at most that lies
-    outside of it, as K and V in halves of their own do.
+    """Piece of an attention layer.
+
+    Dimensions that `dims` does not name form the item, except at most one outer dimension, such as separate K and V
+    halves.
 
     Args:
         name: of the layer, for errors.
-        tensor: its block dimension counts several kernel blocks for each block, maybe.
-        dims: what its dimensions mean.
+        tensor: its block dimension may count several kernel blocks per block.
+        dims: meaning of its dimensions.
         num_blocks: of the engine's pool.
         locate: see `Locate`.
 
     Raises:
-        LayoutError: the block dimension is not a multiple of `num_blocks`, or a head's bytes of a token do not lie
-            together.
+        LayoutError: the block dimension is not a multiple of `num_blocks`, or the bytes of a head and token are not
+            contiguous.
     """
     shape, strides = tensor.shape, tensor.strides
     width = tensor.item_bytes
@@ -63,7 +65,7 @@ def attention_piece(name: str, tensor: Strides, dims: AttentionDims, num_blocks:
         else:
             outer.append((size, stride))
     if len(outer) > 1:
-        raise LayoutError(f"{name}: the bytes of a head do not lie together: {tensor}")
+        raise LayoutError(f"{name}: the bytes of a head are not contiguous: {tensor}")
     rows = Axis(outer[0][0], outer[0][1] * width) if outer else Axis()
     kernels = blocks // num_blocks
     region, offset = locate(tensor.address)
@@ -81,9 +83,9 @@ def attention_piece(name: str, tensor: Strides, dims: AttentionDims, num_blocks:
 
 
 def opaque_pieces(layer: LayerLayout, tensor: Strides, num_blocks: int, locate: Locate) -> tuple[Piece, ...]:
-    """The pieces of a layer of which nothing is known but where its blocks lie: a state, a packed or a quantised page.
+    """Pieces of a layer with an opaque format: a state, a packed page or a quantised page.
 
-    Each region of `canonical.page_regions` is one. They move whole, between ranks that are the same on both sides.
+    Each region of `canonical.page_regions` is one piece. They move whole, between equal ranks.
 
     Raises:
         LayoutError: see `page_regions`.

@@ -1,6 +1,6 @@
-"""Ranges of bytes that move from a remote region into a local one, as columns of numbers, and how neighbours join.
+"""Byte ranges from remote to local regions, as columns of numbers, and merging of adjacent ranges.
 
-A `Template` is what moves for one block, wherever that block is; ranges are a template at some blocks.
+A `Template` holds the runs of one pair of blocks, independent of block ids; applied to block ids it gives ranges.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ COLUMNS = ("local_regions", "local_offsets", "remote_regions", "remote_offsets",
 class Ranges:
     """Range i: `num_bytes[i]` bytes at `remote_offsets[i]` of the peer's region, into ours at `local_offsets[i]`.
 
-    Five int64 arrays of one length, which become read-only and belong to this value. What they point to is checked by
-    who reads and by who is read, not here: the numbers of a peer may be anything.
+    Five int64 arrays of equal length; they become read-only and belong to this value. Bounds are not checked here: the
+    transport checks them, because a peer may send any numbers.
     """
 
     local_regions: Int64Array
@@ -44,7 +44,7 @@ class Ranges:
 
     @classmethod
     def of(cls, rows: Iterable[tuple[int, int, int, int, int]]) -> Ranges:
-        """From (local_region, local_offset, remote_region, remote_offset, num_bytes)."""
+        """Ranges from rows of (local_region, local_offset, remote_region, remote_offset, num_bytes)."""
         table = np.array(list(rows), dtype=np.int64).reshape(-1, 5)
         return cls(*(table[:, column].copy() for column in range(5)))
 
@@ -61,18 +61,18 @@ class Ranges:
 
     @property
     def overlap(self) -> bool:
-        """Whether two of them write the same local byte."""
+        """True if two ranges write the same local byte."""
         order = np.lexsort((self.local_offsets, self.local_regions))
         regions, offsets = self.local_regions[order], self.local_offsets[order]
         ends = offsets + self.num_bytes[order]
         return bool(((regions[1:] == regions[:-1]) & (offsets[1:] < ends[:-1])).any())
 
     def rows(self, first: int, last: int) -> Ranges:
-        """Some of them, in order."""
+        """Ranges [first, last), in order."""
         return Ranges(*(column[first:last] for column in self.columns))
 
     def cut(self, max_bytes: int) -> Ranges:
-        """The same bytes in the same order, no range longer than `max_bytes`."""
+        """The same bytes in the same order, with no range longer than `max_bytes`."""
         if not len(self) or int(self.num_bytes.max()) <= max_bytes:
             return self
         pieces = -(-self.num_bytes // max_bytes)
@@ -89,14 +89,14 @@ class Ranges:
 
 
 def joined(parts: Sequence[Ranges]) -> Ranges:
-    """One after the other; nothing is merged."""
+    """Concatenation, without merging."""
     if not parts:
         return Ranges(*(np.empty(0, dtype=np.int64) for _ in range(5)))
     return Ranges(*(np.concatenate(columns) for columns in zip(*(part.columns for part in parts), strict=True)))
 
 
 def merged(ranges: Ranges) -> Ranges:
-    """The same bytes in the fewest ranges, ordered by their local place: neighbours on both sides become one."""
+    """The same bytes in the fewest ranges, ordered by local position. Merges ranges that are adjacent on both sides."""
     order = np.lexsort((ranges.local_offsets, ranges.remote_regions, ranges.local_regions))
     lr, lo, rr, ro, size = (column[order] for column in ranges.columns)
     starts = _run_starts((lr, rr), ((lo, size), (ro, size)))
@@ -104,12 +104,12 @@ def merged(ranges: Ranges) -> Ranges:
 
 
 class Template(NamedTuple):
-    """What moves for one local and one remote block, without where those are. One entry a run of bytes.
+    """Byte runs of one local and one remote block, independent of block ids. One entry per run.
 
     Args:
-        local: columns of region, offset of block 0, bytes from block to block.
-        remote: the same.
-        num_bytes: of the run.
+        local: columns of region, offset of block 0, block stride in bytes.
+        remote: the same for the remote side.
+        num_bytes: size of each run.
     """
 
     local: Int64Array
@@ -118,11 +118,11 @@ class Template(NamedTuple):
 
     @property
     def total_bytes(self) -> int:
-        """For one pair of blocks."""
+        """Bytes of one pair of blocks."""
         return int(self.num_bytes.sum())
 
     def at(self, local_ids: Int64Array, remote_ids: Int64Array) -> Ranges:
-        """The ranges for pairs of blocks, block after block; nothing is merged."""
+        """Ranges for pairs of blocks, in block order, without merging."""
         count = local_ids.size
 
         def columns(side: Int64Array, ids: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -136,12 +136,12 @@ class Template(NamedTuple):
 
 
 def template(local: Sequence[Int64Array], remote: Sequence[Int64Array], num_bytes: Sequence[Int64Array]) -> Template:
-    """One of many parts, its neighbours merged where they are neighbours in every block.
+    """Template of several parts. Merges runs that are adjacent in every block.
 
     Args:
         local: for each part an array of shape (3, n), as in `Template`.
-        remote: the same.
-        num_bytes: for each part n numbers.
+        remote: the same for the remote side.
+        num_bytes: n sizes for each part.
     """
     if not num_bytes:
         empty = np.empty((3, 0), dtype=np.int64)
@@ -154,7 +154,7 @@ def template(local: Sequence[Int64Array], remote: Sequence[Int64Array], num_byte
 
 
 def _run_starts(same: Sequence[Int64Array], places: Sequence[tuple[Int64Array, Int64Array]]) -> Int64Array:
-    """Where a run begins: an entry that differs from the one before, or does not follow on where it ends."""
+    """Indexes of entries that start a run: they differ in `same` from the entry before, or are not adjacent to it."""
     begins = np.ones(same[0].size, dtype=bool)
     begins[1:] = False
     for column in same:

@@ -1,7 +1,7 @@
-"""Which rank reads from which, where tensor-parallel sizes differ: arithmetic on heads.
+"""Mapping between ranks of different tensor-parallel sizes: arithmetic on heads.
 
-Ranks share heads as engines do: as many each where there are at least as many heads as ranks; else every head lies on
-several ranks in a row. Latents are one head that lies on every rank.
+Heads are distributed as engines do it: equally if there are at least as many heads as ranks; otherwise each head is
+replicated on consecutive ranks. Latents are one head that every rank has.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class HeadShare(NamedTuple):
 
 
 class HeadSource(NamedTuple):
-    """Heads of the model that one remote rank gives."""
+    """Heads of the model that one remote rank provides."""
 
     rank: int
     first: int
@@ -27,7 +27,7 @@ class HeadSource(NamedTuple):
 
 
 def head_share(total_heads: int, tp_size: int, rank: int) -> HeadShare | None:
-    """The heads that a rank holds; None where they cannot be shared out equally."""
+    """Heads that a rank holds; None if they cannot be distributed equally."""
     if total_heads % tp_size == 0:
         num_heads = total_heads // tp_size
         return HeadShare(rank * num_heads, num_heads)
@@ -38,9 +38,9 @@ def head_share(total_heads: int, tp_size: int, rank: int) -> HeadShare | None:
 
 @functools.lru_cache(maxsize=4096)
 def head_sources(total_heads: int, tp_size: int, rank: int, remote_tp_size: int) -> tuple[HeadSource, ...] | None:
-    """From which remote ranks a rank reads which of its heads, each head once; None where heads are not shared equally.
+    """Remote ranks and heads that a rank reads, each head once; None if heads cannot be distributed equally.
 
-    Where several remote ranks have a head, the local ranks that have it are spread over them.
+    If several remote ranks have a head, the local ranks with that head are spread over them.
     """
     share = head_share(total_heads, tp_size, rank)
     if share is None or head_share(total_heads, remote_tp_size, 0) is None:
@@ -59,13 +59,13 @@ def head_sources(total_heads: int, tp_size: int, rank: int, remote_tp_size: int)
 
 
 def source_ranks(total_heads: Iterable[int], tp_size: int, rank: int, remote_tp_size: int) -> tuple[int, ...] | None:
-    """The remote ranks that a rank reads from, ascending; None where sizes do not fit.
+    """Remote ranks that a rank reads from, ascending; None if the sizes are incompatible.
 
     Args:
-        total_heads: of all pieces; 0 for what is not split by heads and so is read from the same rank alone.
-        tp_size: of the side that reads.
-        rank: of it.
-        remote_tp_size: of the side that is read.
+        total_heads: of all pieces; 0 for pieces that are not split by heads, which are read from the same rank.
+        tp_size: of the reader.
+        rank: of the reader.
+        remote_tp_size: of the producer.
     """
     ranks: set[int] = set()
     for total in set(total_heads):
@@ -79,7 +79,7 @@ def source_ranks(total_heads: Iterable[int], tp_size: int, rank: int, remote_tp_
 
 
 def reader_ranks(total_heads: Iterable[int], tp_size: int, rank: int, reader_tp_size: int) -> tuple[int, ...] | None:
-    """The ranks of a reader that read from this one: a lease has ended when all of them have said so."""
+    """Ranks of a reader that read from this rank. A lease ends when all of them are done."""
     totals = set(total_heads)
     readers = []
     for reader in range(reader_tp_size):
@@ -92,13 +92,13 @@ def reader_ranks(total_heads: Iterable[int], tp_size: int, rank: int, reader_tp_
 
 
 class RankLink(NamedTuple):
-    """What a rank of a reader has to do with one remote rank.
+    """Link from a rank of a reader to one remote rank.
 
     Args:
-        rank: the remote one.
-        reads: something is read from it. One that nobody reads from is only told that its lease may end.
-        reader: which of its readers this rank is, from 0.
-        num_readers: that it has, or is told by.
+        rank: the remote rank.
+        reads: bytes are read from it. A remote rank without readers is only released.
+        reader: index of this rank among the readers of the remote rank, from 0.
+        num_readers: number of ranks that send `Done` to the remote rank.
     """
 
     rank: int
@@ -108,10 +108,10 @@ class RankLink(NamedTuple):
 
 
 def rank_links(total_heads: Iterable[int], tp_size: int, rank: int, remote_tp_size: int) -> tuple[RankLink, ...] | None:
-    """The remote ranks that a rank of a reader speaks with, ascending; None where sizes do not fit.
+    """Remote ranks that a rank of a reader connects to, ascending; None if the sizes are incompatible.
 
-    Over all ranks of the reader every remote rank is linked to, and each of its readers has a number of its own: so its
-    lease ends when all of them are done. Arguments as for `source_ranks`.
+    The ranks of a reader together link to every remote rank, and each reader of a remote rank has its own index, so
+    its lease ends when all are done. Arguments as for `source_ranks`.
     """
     totals = set(total_heads)
     readers: list[list[int]] = [[] for _ in range(remote_tp_size)]
@@ -129,5 +129,5 @@ def rank_links(total_heads: Iterable[int], tp_size: int, rank: int, remote_tp_si
 
 
 def telling_links(tp_size: int, rank: int, remote_tp_size: int) -> tuple[RankLink, ...]:
-    """The same for sizes that do not fit: nothing is read, and each remote rank is told by one rank."""
+    """Links for incompatible sizes: nothing is read, and one rank releases each remote rank."""
     return tuple(RankLink(remote, False, 0, 1) for remote in range(rank, remote_tp_size, tp_size))

@@ -1,12 +1,12 @@
-"""The life of one request that reads from peers, over all ranks that it reads from: a value, and what follows.
+"""State machine of one request that reads from peers, over all remote ranks. A frozen value and a pure function.
 
-Every rank goes from CONNECTING over READING and CHECKING to DONE; the first that fails ends it for all. The engine is
-told once. Not before every transfer has really ended, though: what was cancelled may still write, and the engine would
-give the blocks to others. Whatever happens, each rank that was reached is told once that its lease may end.
+Each rank goes through CONNECTING, READING and CHECKING to DONE; the first failure ends the read for all ranks. The
+engine gets one report, after every transfer has ended: a cancelled transfer may still write, and the engine reuses the
+blocks after the report. Each rank that was reached is released once.
 
     life, commands = advance(life, event, now_s)
 
-Nothing here waits or reads: whoever drives it carries out the commands and tells what came of them.
+The module does no I/O: its driver executes the commands and reports the results as events.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ from typing import TypeAlias
 
 
 class Stage(enum.StrEnum):
-    """How far one rank is."""
+    """State of one remote rank."""
 
     CONNECTING = "connecting"
     READING = "reading"
     CHECKING = "checking"
-    """The bytes are here. Does the lease still stand, and are the digests equal?"""
+    """The bytes have arrived; the lease and the digests are compared."""
     ENDING = "ending"
-    """It is given up, and its transfer may still write."""
+    """Given up, but its transfer may still write."""
     DONE = "done"
     FAILED = "failed"
 
 
 class Reason(enum.StrEnum):
-    """Why a read failed: one word for a counter's label."""
+    """Reason of a failed read, for counter labels."""
 
     GONE = "gone"
-    """The peer went away, or cannot be reached."""
+    """The peer exited or cannot be reached."""
     REFUSED = "refused"
-    """The two sides do not fit, or the other one does not hold what is asked for."""
+    """The two sides are incompatible, or the peer does not hold the blocks."""
     TIMEOUT = "timeout"
-    """A stage, or the whole read, took longer than it may."""
+    """A stage or the whole read took too long."""
     LEASE = "lease"
-    """It ended while the bytes were read: they may be another request's."""
+    """The lease ended during the read: the bytes may belong to another request."""
     DIGEST = "digest"
-    """What arrived is not what was sent."""
+    """The digests of the bytes differ."""
     PAIRING = "pairing"
-    """The lists of blocks do not fit each other."""
+    """The block lists of the two sides do not match."""
     PROTOCOL = "protocol"
-    """The peer says what does not belong here."""
+    """The peer sent an unexpected message."""
     TRANSPORT = "transport"
     BUSY = "busy"
-    """One of the two sides has as much to do as it may have."""
+    """One side has reached a limit."""
     CANCELLED = "cancelled"
-    """By this side."""
+    """Cancelled by this side."""
     OTHER = "other"
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBounds:
-    """Times in seconds, all but the last for one rank.
+    """Timeouts in seconds; all but the last apply to one rank.
 
     Args:
-        connect_s: to be connected, agreed and ready to read.
+        connect_s: to connect, agree and pair.
         read_s: for the transfer.
-        check_s: for the lease and the digests.
-        end_s: for a transfer that was cancelled to end, before its connection is cut.
-        whole_s: from the beginning until every rank is checked, whatever the stages may take.
+        check_s: to compare the lease and the digests.
+        end_s: for a cancelled transfer to end, before its connection is severed.
+        whole_s: from the start until every rank is checked.
     """
 
     connect_s: float = 10.0
@@ -79,14 +79,14 @@ class ReadBounds:
 
 @dataclass(frozen=True, slots=True)
 class Connected:
-    """A rank agrees, and its part of the request has been paired."""
+    """A rank is connected and has agreed, and its part of the request is paired."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class TransferEnded:
-    """No byte of a rank's transfer will be written any more. `failure` says why it is not whole."""
+    """The transfer of a rank writes no more bytes. `failure` is set if it is incomplete."""
 
     peer: int
     failure: Reason | None = None
@@ -94,7 +94,7 @@ class TransferEnded:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """Lease and digests of a rank were compared. `failure` says what was wrong."""
+    """Lease and digests of a rank were compared. `failure` is set if they differ."""
 
     peer: int
     failure: Reason | None = None
@@ -102,7 +102,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """A rank cannot be reached, refuses, or has gone. It does not say that its transfer has ended."""
+    """A rank cannot be reached, refuses, or is lost. Its transfer may still write."""
 
     peer: int
     failure: Reason
@@ -110,14 +110,14 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """Nobody wants the request any more, or whoever drives it cannot."""
+    """The request is aborted, or its driver cannot continue."""
 
     failure: Reason = Reason.CANCELLED
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed."""
+    """Check the deadlines."""
 
 
 Event: TypeAlias = Connected | TransferEnded | Checked | Lost | Abort | Tick
@@ -128,42 +128,42 @@ Event: TypeAlias = Connected | TransferEnded | Checked | Lost | Abort | Tick
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Begin the rank's transfer. `TransferEnded` must follow, whatever happens."""
+    """Start the transfer of a rank. `TransferEnded` must always follow."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """End the rank's transfer early. `TransferEnded` must follow still."""
+    """Cancel the transfer of a rank. `TransferEnded` must follow."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Sever:
-    """It did not end: take its connection down, so that nothing can be written. `TransferEnded` must follow still."""
+    """Close the connection of a transfer that did not end, so that it cannot write. `TransferEnded` must follow."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Compare lease and digests of what arrived; `Checked` or `Lost` follows."""
+    """Compare the lease and the digests. `Checked` or `Lost` follows."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Tell the rank that its lease may end, if it can be told."""
+    """Send the rank that its lease may end, if it is connected."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Tell the engine, once: loaded where `failure` is None. The blocks are its own again."""
+    """Report to the engine, once; loaded if `failure` is None. The blocks belong to the engine again."""
 
     failure: Reason | None
 
@@ -173,13 +173,13 @@ Command: TypeAlias = Start | Cancel | Sever | Check | Release | Report
 
 @dataclass(frozen=True, slots=True)
 class PeerRead:
-    """One rank's part.
+    """State of one remote rank.
 
     Args:
-        stage: how far it is.
-        deadline_s: of the stage; None where it has none.
-        reads: bytes are to be read from it. A rank from which nothing is needed, or not any more, is only told so.
-        severed: it has been.
+        stage: current stage.
+        deadline_s: deadline of the stage, if any.
+        reads: bytes are read from this rank. A rank with False is only released.
+        severed: `Sever` was issued.
     """
 
     stage: Stage
@@ -190,15 +190,15 @@ class PeerRead:
 
 @dataclass(frozen=True, slots=True)
 class ReadLife:
-    """A request's read.
+    """State of the read of one request.
 
     Args:
-        peers: one for each remote rank.
-        bounds: of times.
-        latest_s: when all must be checked.
-        wanted: something was to be read: the engine waits for a report.
-        failure: the first one.
-        reported: the engine has been told.
+        peers: one entry per remote rank.
+        bounds: timeouts.
+        latest_s: deadline of the whole read.
+        wanted: there was something to read, so the engine waits for a report.
+        failure: first failure.
+        reported: `Report` was issued.
     """
 
     peers: tuple[PeerRead, ...]
@@ -210,38 +210,38 @@ class ReadLife:
 
     @property
     def over(self) -> bool:
-        """Nothing will follow any more."""
+        """True if every rank is DONE or FAILED."""
         return all(peer.stage in _OVER for peer in self.peers)
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When a `Tick` will next matter."""
+        """Time of the next deadline."""
         return min((peer.deadline_s for peer in self.peers if peer.deadline_s is not None), default=None)
 
 
 _OVER = frozenset((Stage.DONE, Stage.FAILED))
 _WRITING = frozenset((Stage.READING, Stage.ENDING))
-"""Stages in which a transfer may still write."""
+"""Stages with a transfer that may write."""
 
 _NOTHING: tuple[Command, ...] = ()
 _Step: TypeAlias = tuple[PeerRead, tuple[Command, ...], Reason | None]
 
 
 def begin(reads: tuple[bool, ...], bounds: ReadBounds, now_s: float) -> ReadLife:
-    """A request that needs bytes from the ranks where `reads` is True, and is known to all of them.
+    """Initial state. `reads` has one entry per remote rank: True if bytes are read from it.
 
     Raises:
-        ValueError: there is no rank.
+        ValueError: `reads` is empty.
     """
     if not reads:
-        raise ValueError("a read needs one remote rank at least")
+        raise ValueError("a read needs at least one remote rank")
     latest_s = now_s + bounds.whole_s
     peers = tuple(PeerRead(Stage.CONNECTING, min(now_s + bounds.connect_s, latest_s), each) for each in reads)
     return ReadLife(peers, bounds, latest_s, any(reads))
 
 
 def advance(life: ReadLife, event: Event, now_s: float) -> tuple[ReadLife, tuple[Command, ...]]:
-    """What follows from an event. One that comes too late, or twice, changes nothing."""
+    """New state and commands after an event. A late or repeated event changes nothing."""
     if life.over:
         return life, ()
     if isinstance(event, Abort):
@@ -273,7 +273,7 @@ def _ticked(life: ReadLife, now_s: float) -> tuple[ReadLife, tuple[Command, ...]
 
 
 def _peer_step(life: ReadLife, event: Connected | TransferEnded | Checked | Lost, now_s: float) -> _Step:
-    """One rank's next stage, what to do, and why it failed if it did."""
+    """New state of one rank, commands, and the failure if any."""
     index, bounds = event.peer, life.bounds
     peer = life.peers[index]
     stage = peer.stage
@@ -298,13 +298,13 @@ def _peer_step(life: ReadLife, event: Connected | TransferEnded | Checked | Lost
 
 
 def _given_up(index: int, peer: PeerRead, bounds: ReadBounds, now_s: float) -> tuple[PeerRead, tuple[Command, ...]]:
-    """A rank of which nothing more is wanted. One that may still write is not over."""
+    """Gives up a rank. A rank with a transfer that may still write goes to ENDING."""
     if peer.stage is Stage.READING:
         return _at(peer, Stage.ENDING, now_s + bounds.end_s), (Cancel(index),)
     if peer.stage is Stage.CHECKING:
         return _at(peer, Stage.FAILED), (Release(index),)
     if peer.stage is Stage.CONNECTING:
-        # Nobody there knows us; should the connection stand after all, whoever drives this ends it.
+        # The rank has no state for this read. If the connection succeeds later, the driver closes it.
         return _at(peer, Stage.FAILED), ()
     return peer, ()
 
@@ -312,9 +312,9 @@ def _given_up(index: int, peer: PeerRead, bounds: ReadBounds, now_s: float) -> t
 def _settled(
     life: ReadLife, commands: tuple[Command, ...], failure: Reason | None, now_s: float
 ) -> tuple[ReadLife, tuple[Command, ...]]:
-    """Ends the other ranks of a read that has failed, and tells the engine when that is safe.
+    """Gives up the other ranks of a failed read, and reports to the engine when no transfer can write.
 
-    Ranks that have not answered yet go on: they are told that their leases may end, once they do.
+    Ranks that are still connecting continue without reading, so that their leases are released when they answer.
     """
     life = replace(life, failure=failure)
     if failure is not None:

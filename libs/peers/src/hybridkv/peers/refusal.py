@@ -1,4 +1,4 @@
-"""Why two sides cannot exchange something: a value, because it comes of what another process said."""
+"""Reason why two sides cannot exchange KV. A value, not an exception: its cause is input from another process."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import msgspec
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """The first thing that is in the way.
+    """First incompatible field.
 
     Args:
-        field: of a description or of a request, as a path.
-        ours: its value on this side.
-        theirs: its value on the other.
-        hint: what an operator can do.
+        field: path of the field in a description or a request.
+        ours: value on this side.
+        theirs: value on the other side.
+        hint: advice for the operator.
     """
 
     field: str

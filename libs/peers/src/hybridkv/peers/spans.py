@@ -1,7 +1,7 @@
-"""Which tokens of a group move: what a resume reads of it that the reader has not computed, in whole cells.
+"""Token span of a group to move: the tokens that a resume reads and the reader has not computed, in whole cells.
 
-A cell is the smaller block of the two sides. Where both have the same block it is that block, and what moves is what
-`planner.load_start` says, to the end of the last block.
+A cell is the smaller block of the two sides. With equal blocks a cell is one block, and the span begins at
+`planner.load_start` and ends with the last block.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from hybridkv.planner import GroupKind, GroupSpec, TokenSpan, resume_start
 def moved_span(
     group: GroupSpec, cell_tokens: int, num_tokens: int, computed_tokens: int, serves_blocks: bool = True
 ) -> TokenSpan:
-    """The tokens that a group needs from elsewhere to resume at `num_tokens`; it begins with a cell.
+    """Tokens that a group must read from a peer to resume at `num_tokens`. The span begins at a cell.
 
     Args:
-        group: of the side that reads.
-        cell_tokens: divides its block.
-        num_tokens: the boundary. A state is there at exactly this.
-        computed_tokens: the prefix that the reader holds itself: whole blocks.
-        serves_blocks: the reader's engine may find its first block again, for a request that resumes where that block
-            ends and so reads more of it than this one does. That matters where cells are smaller than blocks.
+        group: of the reader.
+        cell_tokens: divides the reader's block size.
+        num_tokens: resume point. A state must be at exactly this boundary.
+        computed_tokens: prefix that the reader has: whole blocks.
+        serves_blocks: the reader's prefix cache may reuse the first block for a request that resumes at the end of that
+            block and so reads more of it. This matters if cells are smaller than blocks.
 
     Returns:
-        A span that ends with `num_tokens`, or an empty one.
+        A span that ends at `num_tokens`, or an empty one.
     """
     nothing = TokenSpan(num_tokens, num_tokens)
     if num_tokens <= computed_tokens or group.kind is GroupKind.SCRATCH:

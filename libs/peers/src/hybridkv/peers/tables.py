@@ -1,4 +1,4 @@
-"""The blocks of a request on one side: which block holds a token, whatever was clipped off the list."""
+"""Block tables of a request on one side. Lists may be clipped at the front."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hybridkv.planner import GroupSpec, clip_blocks
 
 
 class BlockTables(msgspec.Struct, frozen=True):
-    """The blocks of one request on one side. What came from another process is looked at by `lists_refused`.
+    """Blocks of one request on one side. `lists_refused` checks tables from another process.
 
     Args:
-        num_tokens: that the blocks hold: a state is the one after exactly so many.
-        first_blocks: for every group, where its ids begin in the group's block table.
-        block_ids: for every group, in the order of the table; `NULL_BLOCK` where there is none.
+        num_tokens: tokens in the blocks; a state is the state after exactly this many tokens.
+        first_blocks: for each group, the block-table index of its first id.
+        block_ids: for each group, ids in table order; `NULL_BLOCK` for a missing block.
     """
 
     num_tokens: int
@@ -29,48 +29,48 @@ class BlockTables(msgspec.Struct, frozen=True):
 
     @staticmethod
     def whole(num_tokens: int, block_ids: Sequence[Sequence[int]]) -> BlockTables:
-        """Of tables that are given from token 0."""
+        """Block tables that begin at token 0."""
         return BlockTables(num_tokens, (0,) * len(block_ids), tuple(map(tuple, block_ids)))
 
 
 def offered(groups: Sequence[GroupSpec], block_ids: Sequence[Sequence[int]], num_tokens: int) -> BlockTables:
-    """What a producer says of a request: of every group the blocks that are read when it goes on after `num_tokens`.
+    """Block tables that a producer offers: for each group, the blocks that a resume at `num_tokens` reads.
 
     Args:
         groups: of this engine.
         block_ids: whole tables, from token 0.
-        num_tokens: that they hold.
+        num_tokens: tokens in the tables.
 
     Raises:
-        ValueError: a table is too short for that many tokens.
+        ValueError: a table is too short for `num_tokens`.
     """
     clipped = clip_blocks(groups, block_ids, num_tokens)
     return BlockTables(num_tokens, clipped.first_blocks, clipped.block_ids)
 
 
 def lists_refused(side: Side, tables: BlockTables, num_groups: int) -> Refusal | None:
-    """Why tables cannot be those of so many groups; None where they can."""
+    """Checks the shape of block tables. None if they are valid for `num_groups` groups."""
     for field in ("first_blocks", "block_ids"):
         if len(getattr(tables, field)) != num_groups:
             got = f"{len(getattr(tables, field))} lists"
             return _lacks(side, field, got, f"one for each of {num_groups} groups")
     for index, first in enumerate(tables.first_blocks):
         if not 0 <= first <= MAX_BLOCKS:
-            return _lacks(side, f"first_blocks[{index}]", str(first), "the place of a block")
+            return _lacks(side, f"first_blocks[{index}]", str(first), "a block-table index")
     return None
 
 
 def blocks_at(
     side: Side, tables: BlockTables, group_index: int, places: Int64Array, num_blocks: int
 ) -> Int64Array | Refusal:
-    """The blocks at some places of a group's table, or why one of them is not there.
+    """Block ids at some indexes of a group's table, or a refusal if one is missing or invalid.
 
     Args:
-        side: whose tables they are.
-        tables: whose lists were looked at.
-        group_index: of which group.
-        places: ascending; one at least.
-        num_blocks: ids are below it.
+        side: side of the tables.
+        tables: checked by `lists_refused`.
+        group_index: index of the group.
+        places: table indexes, ascending; at least one.
+        num_blocks: valid ids are smaller.
     """
     first, ids = tables.first_blocks[group_index], tables.block_ids[group_index]
     path = f"block_ids[{group_index}]"
@@ -79,7 +79,7 @@ def blocks_at(
         return _lacks(side, path, got, f"blocks {places[0]} to {places[-1] + 1}")
     wanted = ids[int(places[0]) - first : int(places[-1]) - first + 1]
     if not all(type(each) is int and 0 <= each < num_blocks for each in wanted):
-        return _lacks(side, path, "an id outside of the pool", f"ids below {num_blocks}")
+        return _lacks(side, path, "an id outside the pool", f"ids below {num_blocks}")
     if NULL_BLOCK in wanted:
         return _lacks(side, path, "no block", f"block {places[0] + wanted.index(NULL_BLOCK)} of the table")
     found: Int64Array = np.array(wanted, dtype=np.int64)[places - places[0]]
@@ -87,6 +87,6 @@ def blocks_at(
 
 
 def _lacks(side: Side, field: str, got: str, expected: str) -> Refusal:
-    """A refusal for what one side's lists lack; the other column says what was needed."""
+    """Refusal for an invalid table of one side. The column of the other side shows the expected value."""
     needed = f"needed: {expected}"
     return Refusal(field, got, needed) if side is Side.OURS else Refusal(field, needed, got)

@@ -1,7 +1,7 @@
-"""From two pieces, which may order their axes differently, to the runs of bytes that both keep in one order.
+"""Byte runs that two pieces have in common, although their axes may be ordered differently.
 
-The runs are as long as both sides allow: a page that lies alike on both is one, a page that holds heads before tokens
-on one side and after them on the other falls apart into items.
+Runs are as long as possible: a page with the same layout on both sides is one run; a page with heads before tokens on
+one side and after them on the other has one run per item.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridkv.planner import GroupKind
 
 
 def cell_template(pair: GroupPair, place: CellPlace) -> Template:
-    """What moves for one cell of a group."""
+    """Template for one cell of a group."""
     local, remote, sizes = [], [], []
     for each in pair.pieces:
         if each.heads:
@@ -47,7 +47,7 @@ class _Dim(NamedTuple):
 
 
 def _piece_runs(pair: GroupPair, each: PiecePair, place: CellPlace) -> tuple[Int64Array, Int64Array, Int64Array]:
-    """Offsets within the local and the remote block, and sizes."""
+    """Offsets within the local and the remote block, and sizes of the runs."""
     mine, yours = each.local, each.remote
     dims = [
         _Dim(mine.rows.count, mine.rows.stride_bytes, yours.rows.stride_bytes),
@@ -80,7 +80,7 @@ def _piece_runs(pair: GroupPair, each: PiecePair, place: CellPlace) -> tuple[Int
 
 
 def _collapsed(run: int, dims: Sequence[_Dim]) -> tuple[int, list[_Dim]]:
-    """Takes into the run what repeats it without a gap on both sides."""
+    """Extends the run by each dimension that repeats it without a gap on both sides."""
     left = [dim for dim in dims if dim.size > 1]
     while (inner := next((dim for dim in left if dim.local_stride == dim.remote_stride == run), None)) is not None:
         left.remove(inner)
@@ -89,7 +89,7 @@ def _collapsed(run: int, dims: Sequence[_Dim]) -> tuple[int, list[_Dim]]:
 
 
 def _unit_offsets(piece: Piece, first: int, count: int) -> Int64Array:
-    """Of units [first, first + count) of a block, counted over its kernel blocks."""
+    """Offsets of units [first, first + count) of a block, counted over its kernel blocks."""
     kernel, within = np.divmod(np.arange(first, first + count, dtype=np.int64), piece.units.count)
     offsets: Int64Array = kernel * piece.kernels.stride_bytes + within * piece.units.stride_bytes
     return offsets

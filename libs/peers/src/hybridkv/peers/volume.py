@@ -1,7 +1,7 @@
-"""What a request costs on the wire, as a formula of the group table; `pairing` must come to the same.
+"""Bytes that a request moves, as a formula of the group table. `pairing` must give the same result.
 
-A group moves the blocks that hold the tokens from the first that a resume reads, and the reader has not computed, to
-the last: FULL all, WINDOW those of the window, rounded up to blocks, RECURRENT one state, SCRATCH none.
+A group moves the blocks of the tokens that a resume reads and the reader has not computed: FULL all, WINDOW those of
+the window, rounded up to blocks, RECURRENT one state, SCRATCH none.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hybridkv.planner import GroupKind, GroupSpec
 
 
 class GroupBytes(NamedTuple):
-    """A row of the table.
+    """Row of the group table.
 
     Args:
-        spec: of the group.
-        block_bytes: of content, all layers of one block.
+        spec: spec of the group.
+        block_bytes: content bytes of one block, all layers.
     """
 
     spec: GroupSpec
@@ -27,12 +27,12 @@ class GroupBytes(NamedTuple):
 
 
 def group_table(description: Description) -> tuple[GroupBytes, ...]:
-    """The table of one rank."""
+    """Group table of one rank."""
     return tuple(GroupBytes(group.spec, group.block_bytes) for group in description.groups)
 
 
 def moved_bytes(table: Sequence[GroupBytes], num_tokens: int, computed_tokens: int = 0) -> int:
-    """Bytes that one request moves, where both sides have the same blocks and move them whole."""
+    """Bytes that one request moves, for equal block sizes and whole blocks."""
     return sum(row.block_bytes * moved_blocks(row.spec, num_tokens, computed_tokens) for row in table)
 
 
@@ -45,7 +45,7 @@ def moved_blocks(spec: GroupSpec, num_tokens: int, computed_tokens: int = 0) -> 
 
 
 def full_attention_bytes(table: Sequence[GroupBytes], num_tokens: int, computed_tokens: int = 0) -> int:
-    """The same request if every group were taken for full attention: every block of every group moves."""
+    """Bytes that one request would move if every group used full attention."""
     return sum(
         row.block_bytes * max(0, -(-num_tokens // row.spec.block_tokens) - computed_tokens // row.spec.block_tokens)
         for row in table

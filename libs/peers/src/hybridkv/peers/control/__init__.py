@@ -1,12 +1,12 @@
-"""Control connections between engines, over ZeroMQ with CURVE: one thread a process, which never waits for a peer.
+"""Control connections between engines, over ZeroMQ with CURVE. One thread per process; it never waits for a peer.
 
-    curve.py      keys that the secret gives, and whom a listener admits
-    sockets.py    ZeroMQ's sockets with their bounds, and one connection
-    door.py       a listener, and a bound on strangers
-    dialing.py    connections that this process opens
+    curve.py      CURVE keys derived from the secret, and the ZAP handler
+    sockets.py    ZeroMQ sockets with their limits, and one connection
+    door.py       a listener, and its limit on unauthenticated connections
+    dialing.py    outgoing connections
     loop.py       the thread
 
-What a message means is its handler's. CONTRACT.md of this library names the test behind each promise.
+Handlers interpret the messages. CONTRACT.md of this library names the test of each claim.
 """
 
 from hybridkv.peers.control.handlers import ControlCounts, Handlers, LinkId

@@ -1,8 +1,9 @@
-"""Who is let in: CURVE keys that the shared secret gives, and the one client key that a listener admits.
+"""CURVE keys derived from the shared secret, and the ZAP handler that admits the one client key.
 
-Both key pairs are derived, so all who know the secret have the same, and nothing has to be handed out. A stranger does
-not know the server's public key either, and gets no further than the first command. What is said is encrypted with
-keys of the connection alone. Without a secret the keys are those of the empty one: they keep nobody out.
+Both key pairs are derived, so all processes with the same secret have the same keys, and no key is distributed. A
+client without the secret does not know the server's public key and fails at the first CURVE command. Messages are
+encrypted with keys of their connection. Without a secret the keys are derived from the empty secret and protect
+nothing.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ _CURVE_KEY_AT = 6
 
 
 class CurveKeys(msgspec.Struct, frozen=True):
-    """Of both sides of every connection, in Z85."""
+    """CURVE keys of both sides of every connection, in Z85."""
 
     server_public: bytes
     server_secret: bytes
     client_public: bytes
     client_secret: bytes
     has_secret: bool
-    """False: everybody knows these keys."""
+    """False: the keys are derived from the empty secret and are public."""
 
     @classmethod
     def of(cls, secret: Secret) -> CurveKeys:
@@ -39,21 +40,21 @@ class CurveKeys(msgspec.Struct, frozen=True):
         return "CurveKeys(...)"
 
     def serve(self, sock: zmq.Socket[bytes]) -> None:
-        """Make a socket that will listen admit whom `Doorkeeper` admits, and nobody where there is none."""
+        """Configures a listening socket to admit only clients that `Doorkeeper` admits. Without one, it admits none."""
         sock.curve_server = True
         sock.curve_secretkey = self.server_secret
         sock.zap_domain = ZAP_DOMAIN
         sock.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def ask(self, sock: zmq.Socket[bytes]) -> None:
-        """Make a socket that will connect prove the secret, and demand that the other side does."""
+        """Configures a connecting socket to prove the secret and to require the same proof from the server."""
         sock.curve_serverkey = self.server_public
         sock.curve_publickey = self.client_public
         sock.curve_secretkey = self.client_secret
 
 
 class Doorkeeper:
-    """Answers ZeroMQ's questions about who may come in (ZAP, https://rfc.zeromq.org/spec/27). For the loop's thread."""
+    """ZAP handler (https://rfc.zeromq.org/spec/27) that admits one client key. Only for the loop's thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:
         self._admitted = z85.decode(keys.client_public)
@@ -62,11 +63,11 @@ class Doorkeeper:
         self.socket.bind(ZAP_ADDRESS)
 
     def answer(self) -> None:
-        """One question, if there is one."""
+        """Answers one pending ZAP request, if any."""
         try:
-            question = self.socket.recv_multipart(zmq.DONTWAIT)
+            request = self.socket.recv_multipart(zmq.DONTWAIT)
         except zmq.Again:
             return
-        shown = question[_CURVE_KEY_AT] if len(question) > _CURVE_KEY_AT else b""
-        status = b"200" if hmac.compare_digest(shown, self._admitted) else b"400"
-        self.socket.send_multipart([question[0], question[1], status, b"", b"", b""], zmq.DONTWAIT)
+        client_key = request[_CURVE_KEY_AT] if len(request) > _CURVE_KEY_AT else b""
+        status = b"200" if hmac.compare_digest(client_key, self._admitted) else b"400"
+        self.socket.send_multipart([request[0], request[1], status, b"", b"", b""], zmq.DONTWAIT)

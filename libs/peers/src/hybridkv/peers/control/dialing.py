@@ -1,7 +1,7 @@
-"""Connections that this process opens: from a host's name to a socket that is being connected.
+"""Outgoing connections: from a host name to a socket that is connecting.
 
-Nothing waits for a name. Those that have not proven the secret give way to newer ones when there are too many, so an
-address that does not answer keeps nobody from another.
+Name resolution does not block. When there are too many connections, a new one replaces the oldest one that is not
+open, so an address that does not answer does not block connections to other addresses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EVENTS = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | FAILED
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """Who is to be connected to. `expected_peer` None: anybody who knows the secret."""
+    """Target of an outgoing connection. `expected_peer` None accepts any peer that has the secret."""
 
     host: str
     port: int
@@ -30,15 +30,15 @@ class Call:
 
 
 class Dialing:
-    """For the loop's thread.
+    """Outgoing connections of one loop. Only for the loop's thread.
 
     Args:
-        setup: of the loop. Without a secret only this host is connected to.
-        dialled: gives the lines of the loop that were begun here, the oldest first.
-        begun: told of each line that was begun.
-        give_way: ends a line for which there is no room any more.
-        end: tells why there will be no line.
-        post: has something done on the loop's thread.
+        setup: of the loop. Without a secret, only loopback addresses are dialled.
+        dialled: returns the outgoing connections of the loop, oldest first.
+        begun: called with each new connection.
+        give_way: closes a connection to make room for a newer one.
+        end: called with the reason when no connection is made.
+        post: runs a call on the loop's thread.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Dialing:
         self._waiting: dict[LinkId, tuple[Call, float]] = {}
 
     def __len__(self) -> int:
-        """Of those whose address is not known yet."""
+        """Number of connections that wait for name resolution."""
         return len(self._waiting)
 
     def begin(self, link: LinkId, call: Call) -> None:
@@ -107,7 +107,7 @@ class Dialing:
         self._begun(line)
 
     def _connecting(self, address: Address) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]] | None:
-        """A socket that is being connected, and what watches it; None where the system refuses at once."""
+        """A connecting socket and its monitor; None if the system refuses at once."""
         made: list[zmq.Socket[bytes]] = []
         try:
             sock = self._setup.socket(zmq.DEALER, ":" in address[1][0])
@@ -127,13 +127,13 @@ class Dialing:
         return sock, monitor
 
     def give_up(self, link: LinkId, reason: CloseReason) -> None:
-        """One whose address is not known yet; others are passed over."""
+        """Gives up a connection that waits for name resolution. Ignores any other link."""
         waiting = self._waiting.pop(link, None)
         if waiting is not None:
             self._end(link, waiting[0].handlers, reason)
 
     def give_up_late(self, now_s: float) -> None:
-        """Those whose address took too long."""
+        """Gives up connections that waited for name resolution longer than `handshake_timeout_s`."""
         for link, (_, began_s) in list(self._waiting.items()):
             if now_s - began_s > self._limits.handshake_timeout_s:
                 self.give_up(link, CloseReason.TOO_SLOW)

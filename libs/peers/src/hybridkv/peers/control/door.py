@@ -1,7 +1,7 @@
-"""Listener for control connections, and a bound on strangers: connections that have not said Hello.
+"""Listener for control connections, with a limit on strangers: connections that have not sent Hello.
 
-One more than `max_handshakes` ends another's (`who_gives_way`). ZeroMQ has no call that ends one connection, so its
-socket is shut down from here, by the number that ZeroMQ reports.
+A stranger above `max_handshakes` closes another stranger's connection (`who_gives_way`). ZeroMQ has no call that closes
+one connection, so this module shuts down the TCP socket by the file descriptor that ZeroMQ reports.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ UNBIND_S = 1.0
 
 
 class Door:
-    """Made by any thread; everything else is for the loop's thread.
+    """One listener. Any thread may construct it; all methods are for the loop's thread.
 
     Args:
         setup: of the loop.
-        address: in numbers. `OSError` where it cannot be bound.
-        handlers: of those who come.
-        count: told why each stranger left.
-        gone: told of each line whose connection has ended. Its last messages may still wait to be received.
+        address: numeric host and port. Raises `OSError` if it cannot be bound.
+        handlers: of the accepted connections.
+        count: called with the reason when a stranger leaves.
+        gone: called with each connection that ended. Its last messages may still be in the receive queue.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Door:
         self._clock = setup.clock
         self._count, self._gone = count, gone
         self._strangers: dict[int, Address] = {}
-        """By the number of the socket, the oldest first."""
+        """Peer address by file descriptor, oldest first."""
         self._by_fd: dict[int, Line] = {}
         self._failed: CloseReason | None = None
         self._is_unbound = False
@@ -72,23 +72,23 @@ class Door:
             unwatched(self.socket, self.monitor)
             self.socket.close()
             raise OSError(error.errno, os.strerror(error.errno or 0)) from None
-        said = str(self.socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0").removeprefix("tcp://")
-        host, _, port = said.rpartition(":")
+        bound = str(self.socket.get_string(zmq.LAST_ENDPOINT)).rstrip("\0").removeprefix("tcp://")
+        host, _, port = bound.rpartition(":")
         self.address = host.strip("[]"), int(port)
 
     def close(self) -> None:
-        """Let nobody in any more. `socket` stays, to send what waits."""
+        """Stops accepting connections. `socket` stays open to send queued messages."""
         with contextlib.suppress(zmq.ZMQError):
             self.socket.unbind(self.socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0"))
             until_s = self._clock() + UNBIND_S
-            # Events are read meanwhile: libzmq waits for room for them, and then hears of nothing.
+            # Read events meanwhile: libzmq blocks while the monitor's queue is full and then does not unbind.
             while not self._is_unbound and self._clock() < until_s:
                 self.monitor.poll(10)
                 self.look()
         unwatched(self.socket, self.monitor)
 
     def look(self) -> None:
-        """Take in who came and who left. A message that is received after this is of a connection that is known."""
+        """Processes connect and disconnect events. A message received after this call is from a known connection."""
         for event, value in events_of(self.monitor):
             if event == zmq.EVENT_ACCEPTED:
                 self._strangers[value] = _peer_of(value)
@@ -111,28 +111,31 @@ class Door:
             self._count(failed or CloseReason.MALFORMED)
 
     def let_in(self, line: Line) -> None:
-        """A stranger has said who it is."""
+        """Registers a connection that has sent Hello."""
         assert line.route is not None
         self.lines[line.route] = line
         address = self._strangers.pop(line.fd, None)
         if address is None:
-            self._gone(line)  # its end was heard of before its first word
+            self._gone(line)  # it ended before its first message was read
         else:
             line.address, self._by_fd[line.fd] = address, line
 
-    def see_off(self, line: Line, is_told: bool) -> None:
-        """It is a stranger again, who leaves by itself if it was told to, and is hung up on if not."""
+    def see_off(self, line: Line, bye_sent: bool) -> None:
+        """Removes a connection and shuts it down.
+
+        If `bye_sent`, the peer closes it itself, and it counts as a stranger until then.
+        """
         assert line.route is not None
         del self.lines[line.route]
         if self._by_fd.pop(line.fd, None) is None:
-            return  # it has gone already
-        if is_told:
+            return  # it has ended already
+        if bye_sent:
             self._strangers[line.fd] = line.address
         else:
             self._hang_up(line.fd, line.address)
 
     def _hang_up(self, fd: int, peer: Address) -> None:
-        """Shut the connection with `peer` down, if the number still stands for it."""
+        """Shuts down the TCP connection with `peer`, if the descriptor still belongs to it."""
         sock = _connection(fd)
         if sock is not None:
             with sock, contextlib.suppress(OSError):
@@ -141,7 +144,7 @@ class Door:
 
 
 def _peer_of(fd: int) -> Address:
-    """("", 0) of a connection that has ended."""
+    """Address of the peer; ("", 0) if the connection has ended."""
     sock = _connection(fd)
     if sock is not None:
         with sock, contextlib.suppress(OSError):
@@ -151,7 +154,7 @@ def _peer_of(fd: int) -> Address:
 
 
 def _connection(fd: int) -> socket.socket | None:
-    """A second handle of a TCP connection: its number may be another file's at any moment."""
+    """Duplicate of a TCP descriptor, because the original may be reused at any moment. None if it is not TCP."""
     with contextlib.suppress(OSError):
         number = os.dup(fd)
         try:

@@ -1,4 +1,4 @@
-"""What the owner of a control loop is told. Called on the loop's thread: it may not wait, and may call `send`."""
+"""Callbacks of a control loop. They run on the loop's thread, must not block, and may call `send`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from typing import NewType
 from hybridkv.peers.wire import CloseReason, Message
 
 LinkId = NewType("LinkId", int)
-"""One connection, for as long as the process lives: numbers are not used again."""
+"""Id of one connection. Never reused within the process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Handlers:
-    """An exception in one of them ends that connection, for HANDLER, and nothing else."""
+    """Callbacks of one listener or outgoing connection. An exception ends only its connection, with HANDLER."""
 
     opened: Callable[[LinkId, str], None]
-    """Both sides have proven the secret; the name is the peer's."""
+    """Both sides have proven the secret. The string is the peer's name."""
     received: Callable[[LinkId, Message], None]
     """One message, in the order of sending."""
     closed: Callable[[LinkId, CloseReason], None]
-    """The last call for a link of `connect`, and for one that was opened; a stranger at the port is only counted."""
+    """Last call for a link: one returned by `connect`, or one that was opened. Strangers are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class ControlCounts:
-    """Connections since the start of a loop: those that were opened, and by reason those that ended or failed."""
+    """Connections since the start of a loop: opened, and ended or failed by reason."""
 
     opened: int
     closed: dict[CloseReason, int]

@@ -1,9 +1,9 @@
-"""The thread that holds every control connection of a process: those that it accepts and those that it opens.
+"""Thread of all control connections of a process, accepted and outgoing.
 
-Sockets do not block, every wait has an end, and what a peer can make this side keep is bounded by `WireLimits`. Calls
-from other threads go into a queue that the loop empties. Nothing that a connection does ends the thread.
+Sockets do not block, every wait has a timeout, and `WireLimits` bounds the memory that a peer can use here. Calls from
+other threads go through a queue. No event of a connection ends the thread.
 
-Both sides have proven the secret before either hears the first word of the other, which is `Hello`.
+Both sides prove the secret before either reads the first message of the other, which is `Hello`.
 """
 
 from __future__ import annotations
@@ -54,18 +54,19 @@ from hybridkv.peers.wire import (
 logger = logging.getLogger(__name__)
 
 BYE_S = 1.0
-"""A Bye has so long to be sent."""
-_TOLD = frozenset(
+"""Timeout to send a Bye, in seconds."""
+_SENT_REASONS = frozenset(
     {CloseReason.DONE, CloseReason.VERSION, CloseReason.SELF, CloseReason.WRONG_PEER, CloseReason.TOO_MANY}
 )
-"""Reasons that the other side hears before its connection ends."""
-_SAID = {reason.value: reason for reason in _TOLD - {CloseReason.DONE}}
+"""Reasons that are sent to the peer before its connection ends."""
+_RECEIVED_REASONS = {reason.value: reason for reason in _SENT_REASONS - {CloseReason.DONE}}
 
 
 class ControlLoop:
-    """`name` is what this side calls itself: a fresh one for each process. `secret` may be `NO_SECRET`.
+    """Control connections of one process, on one thread.
 
-    Without a secret it listens and connects on loopback addresses alone.
+    `name` identifies this process; use a new one for each process. `secret` may be `NO_SECRET`: then the loop listens
+    and connects on loopback addresses only.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class ControlLoop:
         self._codec = MessageCodec(limits)
         self._hello = self._codec.encode(Hello(PROTOCOL_VERSION, name))
         self._context = zmq.Context()
-        # Each connection that is opened here takes a socket, and two for its events.
+        # Each outgoing connection uses one socket, and two for its events.
         self._context.set(zmq.MAX_SOCKETS, 3 * limits.max_connections + 64)
         self._setup = Setup(self._context, CurveKeys.of(secret), limits, clock)
         self._doorkeeper = Doorkeeper(self._context, self._setup.keys)
@@ -103,24 +104,25 @@ class ControlLoop:
         self._thread = threading.Thread(target=self._run, name="hybridkv-peer-control", daemon=True)
         self._thread.start()
 
-    # Called by any thread.
+    # For any thread.
 
     def listen(self, host: str, port: int, handlers: Handlers) -> tuple[str, int]:
-        """Accept peers; the address that was bound, so port 0 takes any. `OSError` where it cannot be bound.
+        """Accepts peers. Returns the bound address; port 0 takes any free port.
 
-        Without a secret `PeersConfigurationError` for an address that others reach. `PeersProtocolError` after `close`.
+        Raises `OSError` if the address cannot be bound, `PeersConfigurationError` for an address that other hosts can
+        reach if there is no secret, and `PeersProtocolError` after `close`.
         """
         demand_secret("host", host, self._secret)
         self._demand_open("listen")
         address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4]
         door = Door(self._setup, (str(address[0]), int(address[1])), handlers, self._count, self._gone.append)
-        self._commands.post(lambda: self._let_in(door))
+        self._commands.post(lambda: self._add_door(door))
         return door.address
 
     def connect(self, host: str, port: int, expected_peer: str | None, handlers: Handlers) -> LinkId:
-        """Begin a connection; `opened` or `closed` follows, within the time of a handshake.
+        """Starts a connection. `opened` or `closed` follows within `handshake_timeout_s`.
 
-        `expected_peer` is the name that must answer there; None: anybody who knows the secret.
+        `expected_peer` is the name that the peer must have; None accepts any peer that has the secret.
         """
         self._demand_open("connect")
         link = LinkId(next(self._links))
@@ -129,28 +131,28 @@ class ControlLoop:
         return link
 
     def send(self, link: LinkId, message: Message) -> bool:
-        """Say something. False, and nothing said, when the link is not open.
+        """Sends a message. Returns False and sends nothing if the link is not open.
 
-        A link on which more than `max_queued` messages wait ends, for BACKLOG: a peer that does not read holds up
-        nobody.
+        A link with more than `max_queued` unsent messages ends with BACKLOG, so a peer that does not read blocks no
+        other peer.
         """
         body = self._codec.encode(message)
         if link not in self._open:
             return False
-        self._commands.post(lambda: self._say(link, body))
+        self._commands.post(lambda: self._send_if_open(link, body))
         return True
 
     def end(self, link: LinkId, reason: CloseReason = CloseReason.DONE) -> None:
-        """Close a connection. A link that is no more is passed over."""
+        """Closes a connection. Ignores a link that has ended."""
         self._commands.post(lambda: self._end_link(link, reason))
 
     def counts(self) -> ControlCounts:
         return ControlCounts(self._num_opened, dict(self._ended))
 
     def close(self, timeout_s: float) -> bool:
-        """Send what waits, for at most `timeout_s`, then close everything. False when the thread is still in a handler.
+        """Sends queued messages for at most `timeout_s`, then closes everything. Repeatable.
 
-        Repeatable. Not for a handler: `PeersProtocolError`.
+        Returns False if the thread is still in a handler. Raises `PeersProtocolError` if a handler calls it.
         """
         if threading.current_thread() is self._thread:
             raise PeersProtocolError("close: called by a handler")
@@ -164,7 +166,7 @@ class ControlLoop:
         if self._is_closed:
             raise PeersProtocolError(f"{call}: called after close")
 
-    # Called on the loop's thread.
+    # On the loop's thread.
 
     def _run(self) -> None:
         while self._closing_until_s is None:
@@ -187,11 +189,11 @@ class ControlLoop:
                 self._close(line, CloseReason.RESET)
 
     def _safely(self, action: Callable[[], None]) -> None:
-        """A bug met over one connection is logged, and the others go on."""
+        """Runs `action` and logs an exception, so that a bug in one connection does not stop the others."""
         try:
             action()
         except Exception:
-            logger.exception("control connections met a bug")
+            logger.exception("unexpected error on the thread of control connections")
 
     def _pause_ms(self, is_ending: bool) -> int | None:
         if self._commands or is_ending:
@@ -200,7 +202,7 @@ class ControlLoop:
         return int(self._limits.handshake_timeout_s * 250) if is_waiting else None
 
     def _wait_for(self, source: object, call: Callable[[], None]) -> None:
-        """Have this done when there is something at a socket or a file's number."""
+        """Runs `call` whenever the socket or file descriptor is readable."""
         self._calls[source] = call
         self._poller.register(source, zmq.POLLIN)
 
@@ -218,16 +220,16 @@ class ControlLoop:
         # What waits is sent meanwhile.
         self._context.destroy(linger=max(0, int((until_s - self._clock()) * 1000)))
 
-    # Connections that begin.
+    # New connections.
 
-    def _let_in(self, door: Door) -> None:
+    def _add_door(self, door: Door) -> None:
         if self._closing_until_s is not None:
             door.close()
             door.socket.close()
             return
         self._doors.append(door)
         self._wait_for(door.monitor, door.look)
-        self._wait_for(door.socket, functools.partial(self._hear_at, door))
+        self._wait_for(door.socket, functools.partial(self._receive_at_door, door))
 
     def _begin(self, link: LinkId, call: Call) -> None:
         if self._closing_until_s is not None:
@@ -241,8 +243,8 @@ class ControlLoop:
     def _begun(self, line: Line) -> None:
         self._lines[line.link] = line
         self._wait_for(line.monitor, functools.partial(self._look_at_line, line))
-        self._wait_for(line.socket, functools.partial(self._hear_from, line))
-        # If this fails, the connection has failed already, and an event of its monitor gives the reason.
+        self._wait_for(line.socket, functools.partial(self._receive_dialled, line))
+        # If this fails, the connection has failed already and its monitor reports the reason.
         line.say(self._hello)
 
     def _look_at_line(self, line: Line) -> None:
@@ -257,9 +259,9 @@ class ControlLoop:
             else:
                 self._gone.append(line)
 
-    # What peers say.
+    # Received messages.
 
-    def _hear_at(self, door: Door) -> None:
+    def _receive_at_door(self, door: Door) -> None:
         for _ in range(RECEIVED_AT_A_TIME):
             try:
                 route, *frames = door.socket.recv_multipart(zmq.DONTWAIT, copy=False)
@@ -267,11 +269,11 @@ class ControlLoop:
                 return
             line = door.lines.get(route.bytes)
             if line is not None:
-                self._hear(line, frames)
+                self._handle(line, frames)
             else:
-                self._meet(door, route.bytes, frames)
+                self._handle_stranger(door, route.bytes, frames)
 
-    def _hear_from(self, line: Line) -> None:
+    def _receive_dialled(self, line: Line) -> None:
         for _ in range(RECEIVED_AT_A_TIME):
             if line.link not in self._lines:
                 return
@@ -279,38 +281,38 @@ class ControlLoop:
                 frames = line.socket.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 return
-            self._hear(line, frames)
+            self._handle(line, frames)
 
-    def _meet(self, door: Door, route: bytes, frames: list[zmq.Frame]) -> None:
-        """A stranger that knows the secret says something: Hello, or it stays a stranger."""
+    def _handle_stranger(self, door: Door, route: bytes, frames: list[zmq.Frame]) -> None:
+        """Handles a message of a stranger that has the secret. Without a valid Hello it stays a stranger."""
         try:
             hello = self._check_hello(self._decode(frames), None)
             if len(self._lines) - len(self._dialled()) >= self._limits.max_connections:
-                raise WireError(CloseReason.TOO_MANY, "as many peers as allowed")
+                raise WireError(CloseReason.TOO_MANY, "max_connections reached")
         except WireError as error:
             self._count(error.reason)
-            if error.reason in _TOLD:
-                self._say_bye(door.socket, route, error.reason)
+            if error.reason in _SENT_REASONS:
+                self._send_bye(door.socket, route, error.reason)
             return
         door.look()
         fd = int(frames[-1].get(zmq.SRCFD))
         line = Line(LinkId(next(self._links)), door.handlers, door.socket, self._clock(), route, fd)
         door.let_in(line)
         self._lines[line.link] = line
-        if self._whisper(line, self._hello):
-            self._try(line, lambda: self._opened(line, hello.name))
+        if self._send(line, self._hello):
+            self._run_for(line, lambda: self._opened(line, hello.name))
 
-    def _hear(self, line: Line, frames: list[zmq.Frame]) -> None:
-        self._try(line, lambda: self._take(line, self._decode(frames)))
+    def _handle(self, line: Line, frames: list[zmq.Frame]) -> None:
+        self._run_for(line, lambda: self._dispatch(line, self._decode(frames)))
 
-    def _try(self, line: Line, action: Callable[[], None]) -> None:
-        """A message that cannot be taken, or a handler that fails, ends its connection."""
+    def _run_for(self, line: Line, action: Callable[[], None]) -> None:
+        """Runs `action`; a bad message or a failing handler ends the connection."""
         try:
             action()
         except WireError as error:
             self._close(line, error.reason, error.detail)
         except Exception as error:
-            logger.warning("a message of a peer ends its connection: it met a bug", exc_info=True)
+            logger.warning("closing a control connection: handling its message failed", exc_info=True)
             self._close(line, CloseReason.HANDLER, type(error).__name__)
 
     def _decode(self, frames: list[zmq.Frame]) -> Word:
@@ -320,7 +322,7 @@ class ControlLoop:
 
     def _check_hello(self, word: Word, expected_peer: str | None) -> Hello:
         if isinstance(word, Bye):
-            raise WireError(_SAID.get(word.reason, CloseReason.ENDED), "said by the other side")
+            raise WireError(_RECEIVED_REASONS.get(word.reason, CloseReason.ENDED), "sent by the peer")
         if not isinstance(word, Hello):
             raise WireError(CloseReason.UNEXPECTED, f"{type(word).__name__} in place of Hello")
         if word.version != PROTOCOL_VERSION:
@@ -328,7 +330,7 @@ class ControlLoop:
         if not 0 < len(word.name.encode()) <= MAX_NAME_BYTES:
             raise WireError(CloseReason.OVERSIZED, f"a name of {len(word.name)} characters")
         if word.name == self._name:
-            raise WireError(CloseReason.SELF, "this side answers itself")
+            raise WireError(CloseReason.SELF, "connected to this process itself")
         if expected_peer not in (None, word.name):
             raise WireError(CloseReason.WRONG_PEER, f"{word.name!r} answers for {expected_peer!r}")
         return word
@@ -339,40 +341,40 @@ class ControlLoop:
         self._open.add(line.link)
         line.handlers.opened(line.link, peer_name)
 
-    def _take(self, line: Line, word: Word) -> None:
+    def _dispatch(self, line: Line, word: Word) -> None:
         if not line.is_open:
             self._opened(line, self._check_hello(word, line.expected_peer).name)
         elif isinstance(word, Bye):
-            raise WireError(CloseReason.ENDED, f"the other side ended it: {word.reason}")
+            raise WireError(CloseReason.ENDED, f"the peer closed it: {word.reason}")
         elif isinstance(word, Hello):
-            raise WireError(CloseReason.UNEXPECTED, "Hello once more")
+            raise WireError(CloseReason.UNEXPECTED, "a second Hello")
         else:
             line.handlers.received(line.link, word)
 
-    # What is said.
+    # Sent messages.
 
-    def _say(self, link: LinkId, body: bytes) -> None:
+    def _send_if_open(self, link: LinkId, body: bytes) -> None:
         line = self._lines.get(link)
         if line is not None and line.is_open:
-            self._whisper(line, body)
+            self._send(line, body)
 
-    def _whisper(self, line: Line, body: bytes) -> bool:
-        """Say something. False where the connection is no more: it is closed."""
+    def _send(self, line: Line, body: bytes) -> bool:
+        """Sends one message. If that fails, closes the connection and returns False."""
         why_not = line.say(body)
         if why_not is not None:
             self._close(line, why_not)
         return why_not is None
 
-    def _say_bye(self, sock: Socket, route: bytes | None, reason: CloseReason) -> None:
-        """Where it can be said still."""
-        said = self._codec.encode(Bye(reason.value))
+    def _send_bye(self, sock: Socket, route: bytes | None, reason: CloseReason) -> None:
+        """Sends Bye if the socket accepts it."""
+        bye = self._codec.encode(Bye(reason.value))
         with contextlib.suppress(zmq.ZMQError):
-            sock.send_multipart([said] if route is None else [route, said], zmq.DONTWAIT)
+            sock.send_multipart([bye] if route is None else [route, bye], zmq.DONTWAIT)
 
     # Connections that end.
 
     def _give_up_late(self) -> None:
-        """End connections that are not open in time."""
+        """Closes connections that are not open after `handshake_timeout_s`."""
         now_s = self._clock()
         self._dialing.give_up_late(now_s)
         for line in [*self._lines.values()]:
@@ -386,32 +388,32 @@ class ControlLoop:
             self._dialing.give_up(link, reason)
 
     def _close(self, line: Line, reason: CloseReason, detail: str = "") -> None:
-        """Repeatable."""
+        """Closes a connection. Does nothing if it is closed."""
         if line.link not in self._lines:
             return
-        logger.debug("a control connection ended: %s %s", reason, detail)
-        is_told = reason in _TOLD and line.is_open
-        if is_told:
-            self._say_bye(line.socket, line.route, reason)
+        logger.debug("control connection closed: %s %s", reason, detail)
+        bye_sent = reason in _SENT_REASONS and line.is_open
+        if bye_sent:
+            self._send_bye(line.socket, line.route, reason)
         if line.monitor is None:
-            next(door for door in self._doors if door.socket is line.socket).see_off(line, is_told)
+            next(door for door in self._doors if door.socket is line.socket).see_off(line, bye_sent)
         else:
             for source in (line.socket, line.monitor):
                 del self._calls[source]
                 self._poller.unregister(source)
             unwatched(line.socket, line.monitor)
-            line.socket.close(int(BYE_S * 1000) if is_told else 0)
+            line.socket.close(int(BYE_S * 1000) if bye_sent else 0)
         self._end(line.link, line.handlers, reason)
 
     def _end(self, link: LinkId, handlers: Handlers, reason: CloseReason) -> None:
-        """The last word on a link to its owner."""
+        """Forgets a link, counts its end and calls `closed`."""
         self._lines.pop(link, None)
         self._open.discard(link)
         self._count(reason)
         try:
             handlers.closed(link, reason)
         except Exception:
-            logger.warning("the handler of a connection's end failed", exc_info=True)
+            logger.warning("the closed() handler of a control connection failed", exc_info=True)
 
     def _count(self, reason: CloseReason) -> None:
         self._ended[reason] += 1

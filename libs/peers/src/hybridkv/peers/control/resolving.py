@@ -1,4 +1,4 @@
-"""Turns a host's name into an address while the loop goes on. Addresses take no thread, names a bounded number."""
+"""Resolves host names without blocking the loop. Numeric addresses need no thread; names use a few threads."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 Address: TypeAlias = tuple[int, "tuple[str, int] | tuple[str, int, int, int]"]
-"""(family, what connect takes)"""
+"""(family, address for `socket.connect`)"""
 
 MAX_NAMES = 4
 
 
 class Resolver:
-    """At most four names at a time: the system decides how long each takes, and nobody can stop it."""
+    """Resolves at most `MAX_NAMES` names at a time. A lookup by the system has no timeout and cannot be cancelled."""
 
     def __init__(self) -> None:
         self._places = threading.BoundedSemaphore(MAX_NAMES)
 
     def at_once(self, host: str, port: int) -> Address | None:
-        """The address, where `host` is one already. `ValueError` is for a text that the system takes for no name."""
+        """The address if `host` is numeric, else None. Catches the `ValueError` for a text that is not a host name."""
         try:
             return _first(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
         except (OSError, ValueError):
             return None
 
     def begin(self, host: str, port: int, then: Callable[[Address | None], None]) -> bool:
-        """Ask the system; `then` is called on a thread of its own, with None where there is no such host.
+        """Starts a lookup. Calls `then` on a new thread, with None if the host does not exist.
 
-        False, and nothing done, when as many names as allowed are being asked for, or there is no thread to be had.
+        Returns False and does nothing if `MAX_NAMES` lookups are running or no thread can be started.
         """
         if not self._places.acquire(blocking=False):
             return False
 
-        def ask() -> None:
+        def resolve() -> None:
             try:
                 then(_first(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
             except (OSError, ValueError):
@@ -43,8 +43,8 @@ class Resolver:
                 self._places.release()
 
         try:
-            threading.Thread(target=ask, name="hybridkv-peer-name", daemon=True).start()
-        except (RuntimeError, MemoryError):  # the process may have no more threads; later it may again
+            threading.Thread(target=resolve, name="hybridkv-peer-name", daemon=True).start()
+        except (RuntimeError, MemoryError):  # no thread available now; a later call may succeed
             self._places.release()
             return False
         return True

@@ -1,4 +1,4 @@
-"""ZeroMQ sockets for control connections, with their bounds, and the events of their connections."""
+"""ZeroMQ sockets of control connections, with their limits, and the events of their connections."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Socket: TypeAlias = "zmq.Socket[bytes]"
 Address: TypeAlias = tuple[str, int]
 
 RECEIVED_AT_A_TIME = 16
-"""Messages of one connection that wait to be received; behind them its sender is held up."""
+"""Receive queue of one connection, in messages. When it is full, the sender waits."""
 MAX_EVENTS = 1001
-"""Of connections, that wait to be looked at: libzmq's own bound, and one. Behind them libzmq accepts nobody."""
+"""Queue of connection events: libzmq's own limit plus one. When it is full, libzmq accepts no connection."""
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 _monitors = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What all connections of a loop are made with."""
+    """Shared settings of all connections of a loop."""
 
     context: Context
     keys: CurveKeys
@@ -52,7 +52,7 @@ class Setup:
 
 @dataclass(slots=True, eq=False)
 class Line:
-    """One connection. Those of a listener share its socket and have a `route`; one that was dialled has its own."""
+    """One connection. Accepted ones share a socket and have a `route`; dialled ones have their own socket."""
 
     link: LinkId
     handlers: Handlers
@@ -61,14 +61,14 @@ class Line:
     route: bytes | None = None
     fd: int = -1
     address: Address = ("", 0)
-    """Of the other side; as `fd`, of a connection to a listener."""
+    """Address of the peer. Set, like `fd`, only for an accepted connection."""
     monitor: Socket | None = None
-    """Of one that was dialled, as `expected_peer`."""
+    """Set, like `expected_peer`, only for a dialled connection."""
     expected_peer: str | None = None
     is_open: bool = False
 
     def say(self, body: bytes) -> CloseReason | None:
-        """None, or why it cannot be said."""
+        """Sends one message without blocking. None, or the reason why it cannot be sent."""
         try:
             self.socket.send_multipart([body] if self.route is None else [self.route, body], zmq.DONTWAIT)
         except zmq.Again:
@@ -79,13 +79,13 @@ class Line:
 
 
 def endpoint(address: tuple[Any, ...]) -> str:
-    """Of an address in numbers."""
+    """ZeroMQ endpoint of a numeric address."""
     host, port = address[:2]
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def watched(context: Context, sock: Socket, events: int) -> Socket:
-    """A socket that says what happens to the connections of another."""
+    """Monitor socket that reports connection events of `sock`."""
     address = f"inproc://monitor-{next(_monitors)}"
     sock.monitor(address, events)
     monitor = context.socket(zmq.PAIR)
@@ -96,25 +96,25 @@ def watched(context: Context, sock: Socket, events: int) -> Socket:
 
 
 def unwatched(sock: Socket, monitor: Socket) -> None:
-    """Before `sock` is closed: libzmq waits for the reader of its events."""
+    """Closes the monitor. Call it before `sock` is closed: libzmq waits for the reader of its events."""
     sock.disable_monitor()
     monitor.close()
 
 
 def events_of(monitor: Socket) -> list[tuple[int, int]]:
-    """(event, value): all that has happened before this call."""
+    """All pending events, as (event, value)."""
     events: list[tuple[int, int]] = []
     while len(events) < MAX_EVENTS:
         try:
-            said = parse_monitor_message(monitor.recv_multipart(zmq.DONTWAIT))
+            parsed = parse_monitor_message(monitor.recv_multipart(zmq.DONTWAIT))
         except zmq.Again:
             break
-        events.append((int(said["event"]), int(said["value"])))
+        events.append((int(parsed["event"]), int(parsed["value"])))
     return events
 
 
 def why_failed(event: int, value: int, hung_up: CloseReason) -> CloseReason:
-    """The meaning of one of `FAILED`. `hung_up`: that the other side ended the handshake, and did not say why."""
+    """Close reason of a `FAILED` event. `hung_up` is returned if the peer ended the handshake without a reason."""
     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
         return CloseReason.SECRET
     if event == zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL:

@@ -1,7 +1,7 @@
-"""What a transport promises: one side registers memory, the other reads it. CONTRACT.md names the tests.
+"""Transport contract: one side registers memory, the other reads it. CONTRACT.md names the tests.
 
-It knows regions and bytes; neither groups nor leases. Whether what was read was still what it should be is for
-`hybridkv.peers.leases` to say, which reads one slot more, behind the data.
+A transport handles regions and bytes, not groups or leases. `hybridkv.peers.leases` checks that the blocks were still
+valid, by reading the lease slot after the data.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ import msgspec
 from hybridkv.peers.ranges import Ranges
 
 RemoteId = NewType("RemoteId", int)
-"""One attached peer, for as long as the transport lives: numbers are not used again."""
+"""Id of one attached peer. Never reused by the transport."""
 
 TransferId = NewType("TransferId", int)
-"""One read, until it was released: numbers are not used again."""
+"""Id of one read, valid until the read is released. Never reused."""
 
 
 class Region(msgspec.Struct, frozen=True):
-    """Memory of the host, in this process. Its number is the count of regions that were registered before it."""
+    """Host memory of this process. Its number is the count of regions registered before it."""
 
     address: int
     num_bytes: int
 
 
 class FailureReason(enum.StrEnum):
-    """One word for a counter's label."""
+    """Reason of a failed read, for counter labels."""
 
     GONE = "gone"
-    """The peer, or the way to it, is no more."""
+    """The peer, or the connection to it, is lost."""
     REFUSED = "refused"
-    """A range does not lie in registered memory, of this side or of the other; or the capability is none."""
+    """A range is outside the registered memory of either side, or the capability is invalid."""
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
     BUSY = "busy"
-    """As many reads as allowed are not released. Nothing was done."""
+    """Too many unreleased reads. Nothing was read."""
     CLOSED = "closed"
-    """This transport was closed, or the peer was detached, or it was given up and must be attached anew."""
+    """The transport was closed, or the peer was detached or given up; attach it again."""
     BROKEN = "broken"
-    """The transport failed in a way of its own."""
+    """Any other failure of the transport."""
 
 
 class Pending(msgspec.Struct, frozen=True, tag=True):
-    """Not over. Local memory may be written at any time."""
+    """In flight. Local memory may be written at any time."""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -54,13 +54,13 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 
     num_bytes: int
     num_descriptors: int
-    """Pieces that were asked for, once neighbours were joined."""
+    """Descriptors posted, after adjacent ranges were merged."""
     seconds: float
-    """From `read` to the last byte, as far as the transport looked."""
+    """Time from `read` until the transport saw the last byte."""
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Any of the local ranges may hold anything, and may still be written until `release` says True."""
+    """The content of the local ranges is undefined. They may still be written until `release` returns True."""
 
     reason: FailureReason
     detail: str = ""
@@ -73,68 +73,68 @@ PENDING: Final = Pending()
 
 @runtime_checkable
 class Transport(Protocol):
-    """Reads of registered memory, one-sided: the other process is not asked to do anything.
+    """One-sided reads of registered memory: the other process takes no action.
 
-    One thread makes the calls, but for `register` and `deregister`, which any thread may make. What a peer, the network
-    or the system does comes back as a value. `PeersProtocolError` is for the caller's mistakes: a number that was never
-    given, memory that is none, a call after `close` other than `poll`, `cancel`, `release` and `close`.
+    One thread makes all calls except `register` and `deregister`, which any thread may call. Failures of a peer, the
+    network or the system are returned as values. Caller errors raise `PeersProtocolError`: an unknown number, an
+    invalid memory range, a call after `close` other than `poll`, `cancel`, `release` and `close`.
 
-    Local ranges of one read must not overlap, and belong to the transport until `release` has said True.
+    Local ranges of one read must not overlap. They belong to the transport until `release` returns True.
     """
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Memory that may be read from elsewhere, and read into, from now on. It must stay mapped until `deregister`.
+        """Registers memory that peers may read and that reads may write. It must stay mapped until `deregister`.
 
-        The capability to read everything that is registered now: for who has proven a right to it, and nobody else.
-        A peer that attached an earlier one does not know the regions that came later.
+        Returns the capability to read all memory registered so far. Give it only to peers that proved the secret. A
+        peer that attached an earlier capability cannot read regions registered later.
         """
         ...
 
     def deregister(self, regions: Sequence[int]) -> None:
-        """These numbers stand for nothing from now on; where the transport sees every read, none touches them any more.
+        """Removes regions. If the transport sees every read, no later read touches them.
 
-        None of them may be read into at the time. The numbers of the others stay.
+        No read may be writing to them. The numbers of the other regions do not change.
         """
         ...
 
     def attach(self, capability: bytes) -> RemoteId | Failed:
-        """Another process's memory. Does not wait for that process; a capability that is none is REFUSED."""
+        """Attaches the memory of another process without waiting for it. An invalid capability is REFUSED."""
         ...
 
     def detach(self, remote: RemoteId) -> None:
-        """Its reads fail, for CLOSED. Repeatable."""
+        """Detaches a peer. Its reads fail with CLOSED. Repeatable."""
         ...
 
     def read(self, remote: RemoteId, ranges: Ranges, timeout_s: float) -> TransferId:
-        """Begin to fetch; `poll` says how it goes, also where nothing could be begun. No ranges: done at once.
+        """Starts a read. `poll` returns its state, also if it could not start. A read without ranges is done at once.
 
-        A range outside of registered memory of this side fails before a byte moves.
+        A range outside the registered memory of this side fails the read before a byte moves.
         """
         ...
 
     def poll(self, transfer: TransferId) -> TransferState:
-        """How it goes. Once it is over, the same again until it is released. Does not wait."""
+        """State of a read. A final state does not change until `release`. Does not wait."""
         ...
 
     def cancel(self, transfer: TransferId) -> None:
-        """Stop it as soon as can be; `poll` says when that is, unless it is over already. Does not wait."""
+        """Stops a read as soon as possible; `poll` shows when. No effect on a finished read. Does not wait."""
         ...
 
     def release(self, transfer: TransferId) -> bool:
-        """Forget a read. True: no local memory is written for it any more. Repeatable; True for one that is forgotten.
+        """Releases a read. True: it writes no local memory any more. Repeatable; True for a released read.
 
-        False: it is still going on. It is cancelled by this, and the caller asks again later. Does not wait.
+        False: it is still in flight; this call cancels it, and the caller calls again later. Does not wait.
         """
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Come back when a read may have gone on, or a peer needs this process, and after `timeout_s` at the latest."""
+        """Waits until a read may have progressed or a peer needs this process, at most `timeout_s`."""
         ...
 
     def progress(self) -> None:
-        """Give the transport a moment. One without a thread of its own needs it on both sides. Does not wait."""
+        """Makes progress. A transport without its own thread needs this on both sides. Does not wait."""
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """End every read and serve nobody any more. Repeatable. False: memory may still be written, or read from."""
+        """Ends every read and stops serving peers. Repeatable. False: memory may still be written or read."""
         ...

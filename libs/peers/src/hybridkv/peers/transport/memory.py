@@ -1,4 +1,4 @@
-"""Memory of this process that may be read from elsewhere, or into. Private to the transports."""
+"""Table of registered memory. Private to the transports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_REGIONS = 65536
 
 
 class RegisteredMemory:
-    """An immutable table, so that one thread may check while another replaces it. A number is never used again."""
+    """Immutable table of regions: a thread may check ranges while another replaces it. Numbers are not reused."""
 
     __slots__ = ("addresses", "num_bytes", "regions")
 
@@ -24,7 +24,7 @@ class RegisteredMemory:
         self.num_bytes = np.array([each.num_bytes if each else 0 for each in regions], dtype=np.int64)
 
     def with_regions(self, regions: Sequence[Region]) -> RegisteredMemory:
-        """`PeersProtocolError` for what cannot be memory."""
+        """Table with more regions. Raises `PeersProtocolError` for an invalid memory range."""
         for region in regions:
             if region.address <= 0 or region.num_bytes <= 0 or region.address + region.num_bytes >= 1 << 63:
                 extent = f"[{region.address:#x}, +{region.num_bytes})"
@@ -34,7 +34,7 @@ class RegisteredMemory:
         return RegisteredMemory((*self.regions, *regions))
 
     def without(self, numbers: Sequence[int]) -> RegisteredMemory:
-        """`PeersProtocolError` for a number that stands for nothing."""
+        """Table without some regions. Raises `PeersProtocolError` for an unknown number."""
         for number in numbers:
             if not 0 <= number < len(self.regions) or self.regions[number] is None:
                 raise PeersProtocolError(f"deregister: there is no region {number}")
@@ -42,12 +42,12 @@ class RegisteredMemory:
         return RegisteredMemory(tuple(None if at in gone else each for at, each in enumerate(self.regions)))
 
     def why_not(self, side: str, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array) -> str | None:
-        """None when each range lies in one region. Safe for any numbers: they may be a stranger's."""
+        """None if each range lies in one region, else a text about the first that does not. Safe for any numbers."""
         if not len(num_bytes):
             return None
         is_wrong = (regions < 0) | (regions >= len(self.regions)) | (num_bytes <= 0) | (offsets < 0)
         known = ~is_wrong
-        # Not offset + num_bytes: that could overflow and look small.
+        # Do not compute offset + num_bytes: it could overflow.
         is_wrong[known] = num_bytes[known] > self.num_bytes[regions[known]] - offsets[known]
         if not is_wrong.any():
             return None
@@ -56,5 +56,5 @@ class RegisteredMemory:
         return f"range {at}: {side} {extent} does not lie in registered memory"
 
     def places(self, regions: Int64Array, offsets: Int64Array) -> Int64Array:
-        """Addresses of ranges that were checked."""
+        """Addresses of checked ranges."""
         return self.addresses[regions] + offsets

@@ -1,8 +1,8 @@
-"""`Transport` over NIXL: reads that need no processor of the other side where the fabric allows it.
+"""`Transport` over NIXL: reads that use no CPU of the other side if the fabric supports that.
 
-One agent, without its progress thread, which would keep a core busy; reads go on in `poll`, `wait` and `progress`, on
-the caller's thread. A post may block until its bytes are there (from memory of the same host it does), so a read is
-posted in pieces (`nixl_reads`).
+One agent without its progress thread, which would keep a core busy: reads progress in `poll`, `wait` and `progress`, on
+the caller's thread. A post may block until its bytes arrive (it does for memory of the same host), so a read is posted
+in pieces (`nixl_reads`).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BACKEND = "UCX"
 
 
 class NixlTransport:
-    """`agent_name`: fresh for each process and start, since NIXL takes no second one of a name that it knows."""
+    """`Transport` of one NIXL agent. `agent_name` must be new for each start: NIXL rejects a name that it knows."""
 
     def __init__(
         self, agent_name: str, options: NixlOptions | None = None, clock: Callable[[], float] = time.monotonic
@@ -56,7 +56,7 @@ class NixlTransport:
         self._agent = api.nixl_agent(agent_name, config)
         if BACKEND not in self._agent.backends:
             raise PeersConfigurationError("nixl", f"one with {BACKEND}", sorted(self._agent.backends))
-        # Every call of the agent is made under it: an agent without its own threads does not lock.
+        # Guards every call of the agent: an agent without its own threads does not lock.
         self._lock = threading.RLock()
         self._handles: dict[int, Any] = {}
         self._remote_numbers = itertools.count(1)
@@ -82,7 +82,7 @@ class NixlTransport:
             return encode_capability(self._agent_name, self._agent.get_agent_metadata(), memory)
 
     def deregister(self, regions: Sequence[int]) -> None:
-        """A peer that attached before may still read this memory while it is mapped: not every fabric looks twice."""
+        """On some fabrics, a peer that attached before can still read this memory while it is mapped."""
         self._demand_open("deregister")
         with self._lock:
             self._reads.memory = self._reads.memory.without(regions)
@@ -102,7 +102,7 @@ class NixlTransport:
                 added = self._agent.add_remote_agent(metadata)
             except Exception as error:
                 return Failed(reason_of(error), f"attach: {error}")
-            # The metadata has a name of its own, which may be any bytes.
+            # The metadata contains an agent name too, which may be any bytes.
             name = added.decode(errors="replace") if isinstance(added, bytes) else added
             if name != agent:
                 self._reads.forget_agent(added)
@@ -167,7 +167,7 @@ class NixlTransport:
             left_s = until_s - self._clock()
             if after < before or left_s <= 0:
                 return
-            # At first without a pause: what is near its end is waited for where it ends.
+            # The first pause is zero, so that a nearly finished read ends without delay.
             time.sleep(min(pause_s, left_s))
             pause_s = min(0.001, pause_s + (0.00001 if before else 0.0005))
 
@@ -177,7 +177,7 @@ class NixlTransport:
                 return
             self._reads.advance_all()
             try:
-                # What moves messages of peers to whom this side is the target. None of ours carries a notification.
+                # Progresses messages of peers that read from this side. Reads of this library send no notifications.
                 self._agent.get_new_notifs()
             except Exception:
                 logger.debug("NIXL could not make progress", exc_info=True)

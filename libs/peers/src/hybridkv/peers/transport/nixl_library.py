@@ -1,4 +1,4 @@
-"""Finds NIXL, sets what UCX must know before it is loaded, and gives its exceptions words. Imports it when asked."""
+"""Loads NIXL on demand, sets environment variables that UCX reads on load, and maps NIXL's exceptions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from hybridkv.peers.errors import PeersConfigurationError
 from hybridkv.peers.transport.contract import FailureReason
 
-# The first two do not import torch to find out which of them it is.
+# The first two do not import torch to select the variant.
 MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 
 _REASONS = {
@@ -25,7 +25,7 @@ _REASONS = {
 
 
 def require_nixl() -> None:
-    """`PeersConfigurationError` where NIXL is not installed. Looks without importing it."""
+    """Raises `PeersConfigurationError` if NIXL is not installed. Does not import it."""
     if not any(importlib.util.find_spec(name) for name in MODULES):
         raise _missing(f"none of {', '.join(MODULES)}")
 
@@ -35,7 +35,7 @@ def _missing(got: str) -> PeersConfigurationError:
 
 
 def load_nixl() -> Any:
-    """The module with `nixl_agent`. `PeersConfigurationError` where none is installed or none can be loaded."""
+    """The module with `nixl_agent`. Raises `PeersConfigurationError` if NIXL is not installed or cannot be loaded."""
     require_nixl()
     _prepare()
     failures = []
@@ -48,13 +48,13 @@ def load_nixl() -> Any:
 
 
 def _prepare() -> None:
-    """Settings that are read once. What the operator has set stays."""
+    """Sets defaults of environment variables that are read once, on load. Keeps values that are set."""
     if any(f"{name}._bindings" in sys.modules for name in MODULES):
         return
     if not _has_infiniband():
-        # Its module brings a libnl that crashes the process at exit. Without such a device nothing is lost.
+        # The ib module loads a libnl that crashes the process at exit. It is not needed without such a device.
         os.environ.setdefault("UCX_MODULES", "^ib")
-    # Else registrations that were given back pile up.
+    # Bound the cache of released registrations, which grows otherwise.
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
 
@@ -67,5 +67,5 @@ def _has_infiniband() -> bool:
 
 
 def reason_of(error: BaseException) -> FailureReason:
-    """What NIXL's exceptions mean here; BROKEN for what is not known."""
+    """Failure reason of a NIXL exception; BROKEN for an unknown one."""
     return _REASONS.get(type(error).__name__, FailureReason.BROKEN)

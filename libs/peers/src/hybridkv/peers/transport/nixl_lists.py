@@ -1,7 +1,6 @@
-"""Which descriptors a read needs. Only sums.
+"""Descriptors of a read. Arithmetic only.
 
-They are made anew for each post. With lists that are prepared once, and chosen from by number, reads were not faster:
-docs/reference/nixl.md has the numbers.
+They are built for each post. Prepared lists, indexed by number, did not make reads faster: see docs/reference/nixl.md.
 """
 
 from __future__ import annotations
@@ -16,19 +15,19 @@ from hybridkv.peers.ranges import Int64Array, Ranges
 from hybridkv.peers.transport.memory import RegisteredMemory
 
 HOST_DEVICE = 0
-"""As NIXL counts them."""
+"""Device id of host memory in NIXL."""
 
 
 def descriptors(
     memory: RegisteredMemory, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array
 ) -> npt.NDArray[np.uint64]:
-    """(address, bytes, device) of each range, which was checked."""
+    """(address, bytes, device) of each range. The ranges must be checked."""
     devices = np.full(len(num_bytes), HOST_DEVICE, dtype=np.int64)
     return np.stack([memory.places(regions, offsets), num_bytes, devices], axis=1).astype(np.uint64)
 
 
 def posts_of(ranges: Ranges, post_bytes: int) -> Iterator[Ranges]:
-    """The read in pieces of about so many bytes, in order. One range is cut where it is longer."""
+    """Splits a read into posts of about `post_bytes`, in order. Longer ranges are cut."""
     ranges = ranges.cut(post_bytes)
     begins = np.cumsum(ranges.num_bytes) - ranges.num_bytes
     share = begins // post_bytes

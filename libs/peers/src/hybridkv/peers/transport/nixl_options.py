@@ -1,4 +1,4 @@
-"""What an operator may choose about reads over NIXL, and what bounds them."""
+"""Options and limits of reads over NIXL."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from hybridkv.peers.errors import PeersConfigurationError
 
 
 class NixlOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """`PeersConfigurationError` for a value that cannot work."""
+    """Options of `NixlTransport`. Raises `PeersConfigurationError` for an invalid value."""
 
     post_bytes: int = 8 << 20
-    """Posted at once: what a call may block for."""
+    """Bytes per post. A call may block until a post is complete."""
     max_posts: int = 4
-    """Of one read, where posts do not block."""
+    """Maximum posts in flight of one read, if posts do not block."""
     max_transfers: int = 256
-    """Not released, at a time."""
+    """Maximum unreleased reads."""
     abandon_s: float = 2.0
-    """What was to be cancelled, and has not ended after so long, costs the connection to its peer."""
+    """If a failed or cancelled read has not ended after this time, its peer is given up."""
 
     def __post_init__(self) -> None:
         for name in ("post_bytes", "max_posts", "max_transfers"):

@@ -1,7 +1,7 @@
-"""What was posted to NIXL, and looks after it until it has ended. Errors become states of reads.
+"""Reads in flight on one NIXL agent. Errors become states of reads.
 
-A read that fails is over for its owner at once, but its memory only when NIXL says that each of its posts has ended: an
-RDMA read cannot be taken back. Where one does not end, the peer is given up, which ends all that was posted to it.
+A failed read is over for its owner at once, but its memory stays in use until NIXL reports the end of each of its
+posts: an RDMA read cannot be recalled. If a post does not end, the peer is given up, which ends all posts to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NixlRemote:
 
 
 class NixlRead:
-    """One transfer. `failure` is set once it cannot succeed, `handles` are the posts that have not ended."""
+    """One read. `state` is `Failed` once it cannot succeed; `handles` are the posts that have not ended."""
 
     def __init__(self, remote: NixlRemote, began_s: float, deadline_s: float) -> None:
         self.remote = remote
@@ -52,7 +52,7 @@ class NixlRead:
 
 
 class NixlReads:
-    """Every read that is not released, of one agent. Each call is made under the lock of who owns it."""
+    """All unreleased reads of one agent. The owner holds its lock during each call."""
 
     def __init__(self, agent: Any, options: NixlOptions, clock: Callable[[], float]) -> None:
         self._agent = agent
@@ -61,7 +61,7 @@ class NixlReads:
         self._reads: dict[TransferId, NixlRead] = {}
         self._attached: list[NixlRemote] = []
         self.memory = RegisteredMemory()
-        """What reads of this side write to. Replaced when it changes."""
+        """Registered memory of this side. Replaced when it changes."""
 
     def __len__(self) -> int:
         return len(self._reads)
@@ -73,15 +73,15 @@ class NixlReads:
         self._reads[number] = read
 
     def attach(self, remote: NixlRemote) -> None:
-        """A peer that NIXL knows; it may be attached several times."""
+        """Adds a peer that NIXL has added. An agent may be attached several times."""
         self._attached.append(remote)
 
     def begin(self, read: NixlRead, ranges: Ranges) -> None:
-        """What will be posted, when `advance` comes to it. The ranges were checked on both sides."""
+        """Queues the posts of a read; `advance` posts them. The ranges must be checked on both sides."""
         read.posts.extend(posts_of(ranges, self._options.post_bytes))
 
     def forget(self, number: TransferId) -> bool:
-        """Whether nothing is written for it any more; then it is no more."""
+        """Releases a read. False if one of its posts has not ended; such a read is cancelled."""
         read = self._reads[number]
         if read.handles or read.state is PENDING:
             read.fail(FailureReason.CANCELLED, "", self._clock())
@@ -92,7 +92,7 @@ class NixlReads:
         return True
 
     def num_waiting(self) -> int:
-        """Posts that are to be made, or have not ended, of reads that may still succeed."""
+        """Number of queued and unfinished posts of pending reads."""
         return sum(len(each.posts) + len(each.handles) for each in self._reads.values() if each.state is PENDING)
 
     def advance_all(self) -> None:
@@ -105,14 +105,14 @@ class NixlReads:
             read.fail(reason, detail, self._clock())
 
     def is_quiet(self) -> bool:
-        """Whether no post is under way."""
+        """True if no post is in flight."""
         for read in self._reads.values():
             if read.handles:
                 self.advance(read)
         return not any(read.handles for read in self._reads.values())
 
     def advance(self, read: NixlRead) -> None:
-        """Look after what was posted, and post the next. Errors become the state."""
+        """Checks the posts of a read and posts the next ones. Errors become the state."""
         now_s = self._clock()
         for handle in list(read.handles):
             self._look_at(read, handle, now_s)
@@ -127,12 +127,12 @@ class NixlReads:
             read.state = Done(read.num_bytes, read.num_descriptors, self._clock() - read.began_s)
 
     def _look_at_peer(self, read: NixlRead, failed: Failed, now_s: float) -> None:
-        """Whether anything can be read from it still, now that this read has failed."""
+        """Gives up the peer of a failed read if it is gone or a post does not end."""
         if failed.reason is FailureReason.GONE and not read.handles:
-            # NIXL keeps the broken way, and every later read would fail on it, though the peer may be there.
+            # NIXL keeps the broken connection, and every later read would fail, although the peer may be alive.
             self.give_up(read.remote, FailureReason.GONE, failed.detail)
         elif read.handles and now_s - read.failed_s > self._options.abandon_s:
-            self.give_up(read.remote, FailureReason.GONE, "a read of this peer could not be ended otherwise")
+            self.give_up(read.remote, FailureReason.GONE, "a read of this peer did not end after it was cancelled")
 
     def _look_at(self, read: NixlRead, handle: Any, now_s: float) -> None:
         try:
@@ -143,11 +143,11 @@ class NixlReads:
         if state == "PROC":
             return
         if state != "DONE":
-            read.fail(FailureReason.BROKEN, f"NIXL says {state}", now_s)
+            read.fail(FailureReason.BROKEN, f"NIXL returned {state}", now_s)
         self._end(read, handle)
 
     def _post(self, read: NixlRead, ranges: Ranges, now_s: float) -> bool:
-        """Whether it was over when it returned, so that the next call had better be the caller's."""
+        """Posts some ranges. True if the post completed at once; the caller then returns before the next post."""
         handle = None
         try:
             handle = self._make(read, ranges)
@@ -162,11 +162,11 @@ class NixlReads:
             if state != "PROC":
                 self._end(read, handle)
         if state not in ("DONE", "PROC"):
-            read.fail(FailureReason.BROKEN, f"NIXL says {state}", now_s)
+            read.fail(FailureReason.BROKEN, f"NIXL returned {state}", now_s)
         return bool(state == "DONE")
 
     def _end(self, read: NixlRead, handle: Any) -> None:
-        """A post that has ended is given back; one that NIXL keeps stays in the list, and its memory with it."""
+        """Releases the handle of a finished post. If NIXL refuses, the handle stays and the memory stays in use."""
         try:
             self._agent.release_xfer_handle(handle)
         except Exception as error:
@@ -177,15 +177,15 @@ class NixlReads:
     def _make(self, read: NixlRead, ranges: Ranges) -> Any:
         remote = read.remote
         local = descriptors(self.memory, ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
-        far = descriptors(remote.memory, ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes)
-        lists = [self._agent.get_xfer_descs(each, KIND) for each in (local, far)]
+        source = descriptors(remote.memory, ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes)
+        lists = [self._agent.get_xfer_descs(each, KIND) for each in (local, source)]
         return self._agent.initialize_xfer("READ", lists[0], lists[1], remote.agent)
 
     def give_up(self, remote: NixlRemote, reason: FailureReason, detail: str) -> None:
-        """Close the way to a peer: NIXL ends all that was posted to it.
+        """Closes the connection to a peer: NIXL ends all posts to it.
 
-        NIXL has one way to an agent, however often that is attached: it stays for the others while nothing that was
-        posted for this one is under way.
+        NIXL has one connection per agent, however often the agent is attached. It stays open for the other attachments
+        if no post of this one is in flight.
         """
         if not remote.is_attached:
             return

@@ -1,6 +1,6 @@
-"""Messages between two engines, their limits, and the secret that both know.
+"""Messages between two engines, their limits, and the shared secret.
 
-Holds no socket, no thread and no clock: `hybridkv.peers.control` sends and receives. FORMAT.md describes every byte.
+No socket, no thread and no clock: `hybridkv.peers.control` sends and receives. FORMAT.md describes every byte.
 """
 
 from hybridkv.peers.wire.addresses import demand_secret, is_loopback

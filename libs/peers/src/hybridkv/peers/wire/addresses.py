@@ -1,4 +1,4 @@
-"""Where a process without a secret may listen and connect: this host alone."""
+"""Address rule for a process without a secret: it may listen and connect on this host only."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ LOCAL_NAME = "localhost"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address reaches no other host. A name does not count, whatever it stands for: only `localhost`."""
+    """True for a loopback address and for `localhost`. False for every other name, whatever it resolves to."""
     if host == LOCAL_NAME:
         return True
     try:
@@ -23,7 +23,7 @@ def is_loopback(host: str) -> bool:
 
 
 def demand_secret(field: str, host: str, secret: Secret) -> None:
-    """`PeersConfigurationError` where `host` can be reached from elsewhere, or is elsewhere, and there is no secret."""
+    """Raises `PeersConfigurationError` if there is no secret and `host` is not a loopback address."""
     if not secret and not is_loopback(host):
-        hint = "give secret_file: without a secret anybody who reaches this address reads the cache"
-        raise PeersConfigurationError(field, "a loopback address, since there is no secret", host, hint)
+        hint = "set secret_file: without a secret, any process that reaches this address can read the cache"
+        raise PeersConfigurationError(field, "a loopback address, because there is no secret", host, hint)

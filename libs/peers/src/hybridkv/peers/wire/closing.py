@@ -1,4 +1,4 @@
-"""Why a connection ended. Each reason is counted, so what strangers try can be told from what networks do."""
+"""Reasons why a connection ended. Each is counted, which separates attacks from network failures."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ import enum
 
 
 class CloseReason(enum.StrEnum):
-    """One word for a log line and for the label of a counter."""
+    """Reason of an ended connection, for log lines and counter labels."""
 
     DONE = "done"
-    """This side ended it."""
+    """This side closed it."""
     ENDED = "ended"
-    """The other side ended it."""
+    """The peer closed it."""
     RESET = "reset"
-    """The network, the system or the other side ended it, without a word; or the other side answers no heartbeat."""
+    """The network, the system or the peer ended it without a Bye, or the peer answers no heartbeat."""
     UNREACHABLE = "unreachable"
-    """It never came to be."""
+    """It could not be established."""
     NO_SECRET = "no_secret"
-    """The address is another host's, and this side has no secret."""
+    """The address is on another host, and this side has no secret."""
     OVERSIZED = "oversized"
-    """A frame, a list or a text is longer than it may be."""
+    """A frame, a list or a text exceeds its limit."""
     MALFORMED = "malformed"
-    """Bytes that are no message."""
+    """The bytes are not a message."""
     VERSION = "version"
-    """The other side speaks another version."""
+    """The peer has another protocol version."""
     SECRET = "secret"
-    """The other side does not know the secret, or proved something else."""
+    """The peer does not have the secret."""
     HUNG_UP = "hung_up"
-    """The other side ended the handshake and did not say why: it is gone, or has another secret or another version."""
+    """The peer ended the handshake without a reason: it exited, or has another secret or another version."""
     UNEXPECTED = "unexpected"
-    """A message that does not belong here."""
+    """A message that is not allowed in this state."""
     WRONG_PEER = "wrong_peer"
-    """Somebody else answers at this address."""
+    """Another peer than the expected one answers at this address."""
     SELF = "self"
-    """This engine answers itself."""
+    """The address is that of this process."""
     TOO_SLOW = "too_slow"
-    """The handshake took too long."""
+    """The handshake took longer than `handshake_timeout_s`."""
     TOO_MANY = "too_many"
-    """More connections, or more handshakes at a time, than are allowed."""
+    """Too many connections, or too many handshakes at a time."""
     BACKLOG = "backlog"
-    """The other side does not take what is sent to it."""
+    """The peer does not read the messages sent to it."""
     HANDLER = "handler"
-    """This side failed over a message: a bug here, or a message that got through every check."""
+    """A handler on this side raised an exception: a bug, or an invalid message that passed every check."""
 
 
 class WireError(Exception):
-    """What was received cannot be accepted: its connection ends, for `reason`. Never leaves `hybridkv.peers`."""
+    """An unacceptable message; its connection ends with `reason`. Never raised to callers outside `hybridkv.peers`."""
 
     def __init__(self, reason: CloseReason, detail: str) -> None:
         super().__init__(f"{reason}: {detail}")

@@ -1,4 +1,4 @@
-"""Which of many strangers gives way to a newer one. Shared by all listeners."""
+"""Choice of the stranger that is closed when there are too many. Shared by all listeners."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 
 def who_gives_way(hosts: Sequence[str]) -> int:
-    """The oldest of the host that has most of them: whoever takes many places takes them from itself.
+    """Index of the oldest stranger of the host with the most strangers, so a flood from one host displaces itself.
 
-    An honest peer needs its place for milliseconds.
+    An honest peer is a stranger for milliseconds.
 
     Args:
-        hosts: of strangers, in the order in which they came; one at least.
+        hosts: hosts of the strangers, oldest first; at least one.
     """
     [(crowd, _)] = Counter(hosts).most_common(1)
     return hosts.index(crowd)

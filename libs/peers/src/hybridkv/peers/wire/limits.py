@@ -1,4 +1,4 @@
-"""The size of everything that a peer can make this side hold, and for how long. Each has a name and a default."""
+"""Limits on the memory and time that a peer can use on this side."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ from hybridkv.peers.errors import PeersConfigurationError
 
 MIN_FRAME_BYTES = 1024
 MAX_NAME_BYTES = 128
-"""Of the name of one side."""
+"""Maximum size of the name of one side."""
 
 
 class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What one process grants its peers. `PeersConfigurationError` for a value that cannot work."""
+    """Limits of one process for its peers. Raises `PeersConfigurationError` for an invalid value."""
 
     max_frame_bytes: int = 8 << 20
-    """Of one message."""
+    """Maximum size of one message."""
     max_queued: int = 10_000
-    """Messages that wait to be sent on one connection. One more ends it."""
+    """Maximum unsent messages of one connection. One more closes it."""
     max_items: int = 65536
-    """Of one list, and of one set of columns."""
+    """Maximum length of one list and of one set of columns."""
     max_text_bytes: int = 4096
-    """Of one text. Of a name: `MAX_NAME_BYTES`, whatever is written here."""
+    """Maximum size of one text. Names have their own limit, `MAX_NAME_BYTES`."""
     max_connections: int = 256
-    """That are established, of one listener, and as many that this process opened."""
+    """Maximum established connections of all listeners together; outgoing connections have the same limit."""
     max_handshakes: int = 32
-    """In flight at one listener. One more ends the oldest of the host that has most."""
+    """Maximum strangers at one listener. One more closes the oldest of the host that has the most."""
     handshake_timeout_s: float = 5.0
-    """From the connection to the proof, and where it was opened here to the other side's Hello."""
+    """Time from connecting to the proof of the secret; for an outgoing connection, to the peer's Hello."""
     heartbeat_s: float = 2.0
-    """ZeroMQ's, on every connection."""
+    """Interval of ZeroMQ's heartbeats on every connection."""
     silence_timeout_s: float = 10.0
-    """A connection whose other side does not answer heartbeats for so long ends."""
+    """A connection ends if its peer answers no heartbeat for this long."""
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -42,5 +42,5 @@ class WireLimits(msgspec.Struct, frozen=True, kw_only=True):
             raise PeersConfigurationError("max_frame_bytes", f"{MIN_FRAME_BYTES} to {1 << 30}", self.max_frame_bytes)
         if self.silence_timeout_s < 2 * self.heartbeat_s:
             expected = f"at least {2 * self.heartbeat_s}, twice heartbeat_s"
-            hint = "a peer that has nothing to say is heard once a heartbeat"
+            hint = "an idle peer answers once per heartbeat"
             raise PeersConfigurationError("silence_timeout_s", expected, self.silence_timeout_s, hint)

@@ -1,7 +1,7 @@
-"""What established peers say to each other, and the limits on it.
+"""Messages of established control connections, with their limits.
 
-No message holds a list: a header of five bytes could ask for the memory of four billion of them before the first is
-read. Many numbers travel as columns of eight bytes, whose size is that of the bytes that carry them.
+No message contains a list: a header of five bytes could make the decoder allocate four billion items before it reads
+the first. Long lists of numbers are sent as columns of eight bytes per number, inside a byte string.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Integers: TypeAlias = npt.NDArray[np.int64]
 PROTOCOL_VERSION = 2
 DIGEST_BYTES = 16
 MAX_SPANS = 64
-"""Of one question for digests: a group has one, and this is how many groups there may be."""
+"""Maximum spans in one digest request: one per group, and the maximum number of groups."""
 MAX_READERS = 1024
-"""Ranks of one engine that read from one rank."""
+"""Maximum ranks of one engine that read from one rank."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
@@ -33,19 +33,19 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
 
 
 class Describe(_Message, frozen=True, tag="describe"):
-    """What this side is, said once by either. `capability` is what its memory is read with."""
+    """Description of the sender, sent once by each side. `capability` lets the peer read the memory of the sender."""
 
     description: bytes
-    """`hybridkv.peers.description`, encoded."""
+    """Encoded by `hybridkv.peers.description`."""
     capability: bytes
 
 
 class Accepted(_Message, frozen=True, tag="accepted"):
-    """The two descriptions fit."""
+    """The two descriptions are compatible."""
 
 
 class Refused(_Message, frozen=True, tag="refused"):
-    """They do not: the field that differs, what this side has, and what the other has."""
+    """The descriptions are incompatible: the field that differs, with the sender's and the receiver's value."""
 
     field: str
     ours: str
@@ -54,9 +54,9 @@ class Refused(_Message, frozen=True, tag="refused"):
 
 
 class AskDigests(_Message, frozen=True, tag="ask_digests"):
-    """What are the digests of these cells of what the lease holds? `request` comes back with the answer.
+    """Request for the digests of some cells of a lease. The answer has the same `request`.
 
-    See `hybridkv.peers.digests.DigestRequest`. Nothing but what the lease holds is digested, whatever is asked for.
+    See `hybridkv.peers.digests.DigestRequest`. Only blocks that the lease holds are digested.
     """
 
     request: Natural
@@ -67,7 +67,7 @@ class AskDigests(_Message, frozen=True, tag="ask_digests"):
 
 
 class Digests(_Message, frozen=True, tag="digests"):
-    """16 bytes each, in order; none where `failure` says why."""
+    """Digests of 16 bytes each, in the order of the request. Empty if `failure` is set."""
 
     request: Natural
     digests: bytes
@@ -75,22 +75,22 @@ class Digests(_Message, frozen=True, tag="digests"):
 
 
 class Renew(_Message, frozen=True, tag="renew"):
-    """This lease is still needed."""
+    """Request to extend a lease."""
 
     lease: Lease
 
 
 class Renewed(_Message, frozen=True, tag="renewed"):
-    """For how long it holds from now on; 0 when it does not."""
+    """Answer to `Renew`: remaining time of the lease; 0 if it has ended."""
 
     lease: Lease
     remaining_s: Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Done(_Message, frozen=True, tag="done"):
-    """A reader needs this lease no more. `is_read`: it has read the blocks, and checked them.
+    """A reader no longer needs the lease. `is_read`: it has read and checked the blocks.
 
-    The lease ends when all of its `num_readers` have said so; `reader` counts them from 0.
+    The lease ends when all `num_readers` readers have sent this; `reader` is the index of the sender, from 0.
     """
 
     lease: Lease
@@ -100,34 +100,34 @@ class Done(_Message, frozen=True, tag="done"):
 
 
 class Question(_Message, frozen=True, tag="question"):
-    """What `body` asks is for the two owners of the connection to know, and so is what the answer says."""
+    """Request of the connection's owners. This layer does not interpret `body`."""
 
     request: Natural
     body: bytes
 
 
 class Reply(_Message, frozen=True, tag="reply"):
-    """To one question; its `request` comes back."""
+    """Answer to a `Question` with the same `request`."""
 
     request: Natural
     body: bytes
 
 
 class Notice(_Message, frozen=True, tag="notice"):
-    """As a question to which nobody replies."""
+    """One-way message of the connection's owners, without a reply."""
 
     body: bytes
 
 
 class Hello(_Message, frozen=True, tag="hello"):
-    """The first word of either side, which both sides must understand in every version: what follows may only grow."""
+    """First message of each side. Every version must understand it; fields may only be added at the end."""
 
     version: int
     name: str
 
 
 class Bye(_Message, frozen=True, tag="bye"):
-    """The last word: why this side ends the connection, in the words of `CloseReason`."""
+    """Last message: why the sender closes the connection, a `CloseReason`."""
 
     reason: str
 
@@ -135,18 +135,18 @@ class Bye(_Message, frozen=True, tag="bye"):
 Message: TypeAlias = (
     Describe | Accepted | Refused | AskDigests | Digests | Renew | Renewed | Done | Question | Reply | Notice
 )
-"""What owners of connections say to each other."""
+"""Messages between the owners of a connection."""
 
 Word: TypeAlias = Message | Hello | Bye
 
 
 def pack_columns(columns: Sequence[npt.ArrayLike]) -> bytes:
-    """Columns of one length, one behind the other, eight bytes a number."""
+    """Encodes columns of equal length, one after the other, as little-endian int64."""
     return b"".join(np.ascontiguousarray(column, dtype="<i8").tobytes() for column in columns)
 
 
 def unpack_columns(data: bytes, num_columns: int, max_items: int) -> tuple[Integers, ...]:
-    """The columns again, read-only. `WireError` when these are not so many columns of one length within the limit."""
+    """Decodes `pack_columns` as read-only arrays. Raises `WireError` for a wrong size or more than `max_items` rows."""
     rows, rest = divmod(len(data), 8 * num_columns)
     if rest:
         raise WireError(CloseReason.MALFORMED, f"{len(data)} bytes are not {num_columns} columns")
@@ -157,7 +157,7 @@ def unpack_columns(data: bytes, num_columns: int, max_items: int) -> tuple[Integ
 
 
 class MessageCodec:
-    """Between messages and the bodies of frames, within limits on both ways."""
+    """Encoder and decoder of messages, with limits in both directions."""
 
     def __init__(self, limits: WireLimits) -> None:
         self._limits = limits
@@ -165,18 +165,18 @@ class MessageCodec:
         self._decoder = msgspec.msgpack.Decoder(Word)
 
     def encode(self, message: Word) -> bytes:
-        """`PeersProtocolError` for what the other side would refuse: the caller has to cut it."""
+        """Raises `PeersProtocolError` if the message is larger than the peer accepts; the caller must split it."""
         body = self._encoder.encode(message)
         if len(body) > self._limits.max_frame_bytes:
             raise PeersProtocolError(f"a {type(message).__name__} of {len(body)} bytes does not fit into a frame")
         return body
 
     def decode(self, body: bytes) -> Word:
-        """`WireError` for anything that is no message, or one that is larger than it may be."""
+        """Raises `WireError` for bytes that are not a message and for a message that exceeds a limit."""
         try:
             message: Word = self._decoder.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-            raise WireError(CloseReason.MALFORMED, f"no message: {type(error).__name__}") from None
+            raise WireError(CloseReason.MALFORMED, f"not a message: {type(error).__name__}") from None
         self._check(message)
         return message
 
@@ -202,6 +202,6 @@ def _check_digest_spans(message: AskDigests, max_items: int) -> None:
     if any(len(column) and int(column.min()) < 0 for column in columns):
         raise WireError(CloseReason.MALFORMED, "spans: a number below 0")
     counts = columns[2]
-    # One that is too large by itself is found before their sum could turn around.
+    # Check the maximum first, so that the sum cannot overflow.
     if len(counts) and (int(counts.max()) > max_items or int(counts.sum()) > max_items):
         raise WireError(CloseReason.OVERSIZED, f"spans: more than {max_items} cells")

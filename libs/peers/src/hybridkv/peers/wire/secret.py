@@ -1,4 +1,4 @@
-"""The secret that engines share, and where it may be used without one. It is read from a file and never printed."""
+"""Shared secret of the engines. Read from a file and never printed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HINT = "head -c 32 /dev/urandom | base64 > FILE && chmod 600 FILE, and the same
 
 
 class Secret:
-    """Key of every proof. Has no representation and no length that could reach a log; cannot be pickled."""
+    """Shared secret. Its representation shows neither bytes nor length; it cannot be pickled."""
 
     __slots__ = ("_key",)
 
@@ -32,22 +32,22 @@ class Secret:
         return "Secret(...)" if self else "NO_SECRET"
 
     def __reduce__(self) -> str:
-        raise TypeError("a secret is not pickled")
+        raise TypeError("a Secret cannot be pickled")
 
     def derive(self, purpose: bytes) -> bytes:
-        """A key of 32 bytes for one purpose; others tell nothing about it."""
+        """Key of 32 bytes for one purpose. Keys of other purposes reveal nothing about it."""
         return hmac.digest(self._key, b"hybridkv.peers " + purpose, "sha256")
 
 
 NO_SECRET: Final = Secret(b"")
-"""Where none is configured. Proves nothing: good for peers on this host alone."""
+"""No secret is configured. Proves nothing; allowed only for peers on this host."""
 
 
 def read_secret(path: str | os.PathLike[str]) -> Secret:
-    """The secret in a file: its bytes without white space around them.
+    """Reads the secret from a file, without surrounding white space.
 
-    `PeersConfigurationError` when it cannot be read, when others than its owner may read or change it, and when it is
-    shorter than 16 bytes. No error says what is in it.
+    Raises `PeersConfigurationError` if the file cannot be read, is accessible by group or others, belongs to
+    neither this user nor root, or has fewer than 16 or more than 4096 bytes. No error shows its content.
     """
     field = "secret_file"
     try:
@@ -69,7 +69,7 @@ def read_secret(path: str | os.PathLike[str]) -> Secret:
     finally:
         os.close(fd)
     if not MIN_SECRET_BYTES <= len(key) <= MAX_SECRET_BYTES:
-        # Not the length itself: it is a part of the secret.
+        # Do not show the length: it is part of the secret.
         expected = f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes without white space around them"
         raise PeersConfigurationError(field, expected, f"fewer or more in {Path(path)}", _HINT)
     return Secret(key)
