@@ -79,7 +79,7 @@ def test_a_group_without_blocks_leaves_no_common_chunk_and_nothing_to_cut() -> N
 @pytest.mark.parametrize("cut", [(0, 100), (100, 256), (256, 256), (512, 256), (-256, 256)])
 def test_what_is_no_run_of_chunks_is_a_mistake_of_the_caller(cut: tuple[int, int]) -> None:
     geometry = Geometry(DEEPSEEK_V4, CHUNK)
-    with pytest.raises(LMCacheProtocolError, match="no run of chunks"):
+    with pytest.raises(LMCacheProtocolError, match="not a range of whole chunks"):
         cut_tables(geometry, _tables(geometry, 4), *cut)
 
 

@@ -368,7 +368,7 @@ def test_a_server_that_came_back_with_another_chunk_is_refused(server: ScriptedS
             return (
                 isinstance(state, Down)
                 and state.refusal is not None
-                and "as this engine has begun with" in str(state.refusal)
+                and "that this engine started with" in str(state.refusal)
             )
 
         assert eventually(is_refused)

@@ -1,1 +1,1 @@
-"""Speaks with LMCache's server: what it is asked, what may be believed, and the memory that it reads and writes."""
+"""Client of LMCache's server: calls, checks of its answers, and the shared memory that it reads and writes."""

@@ -1,4 +1,4 @@
-"""How a question to a server ends: values. A server has no word for an error, so most of these are about silence."""
+"""Results of calls to a server, as values. A server does not answer errors, so most failures are missing answers."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Trouble(enum.StrEnum):
-    """Why there is no answer, or none that helps."""
+    """Reason of a failed call."""
 
     BUSY = "busy"
-    """As much is under way as may be: nothing was sent."""
+    """Too many open calls. Nothing was sent."""
     TIMEOUT = "timeout"
-    """No answer by the deadline. What was asked may still happen."""
+    """No answer by the deadline. The server may still execute the call."""
     LOST = "lost"
-    """The connection was given up meanwhile. What was asked may still happen."""
+    """The connection was dropped. The server may still execute the call."""
     UNSENT = "unsent"
-    """There was no connection by the deadline: nothing was sent, and nothing will be."""
+    """No connection by the deadline. Nothing was or will be sent."""
     MALFORMED = "malformed"
-    """An answer that is none."""
+    """An invalid answer."""
     REFUSED = "refused"
-    """The server said that it did not do it."""
+    """The server answered that it did not execute the call."""
     CLOSED = "closed"
     """This side was closed."""
 
 
 NEVER_LEFT = frozenset({Trouble.BUSY, Trouble.UNSENT})
-"""Of these the server never hears."""
+"""The call was not sent."""
 MAY_HAPPEN = frozenset({Trouble.TIMEOUT, Trouble.LOST, Trouble.CLOSED})
-"""What was asked may be done yet, or be under way."""
+"""The server may still execute the call."""
 
 
 class Lack(msgspec.Struct, frozen=True):
-    """No answer, as a value."""
+    """Failed call, as a value."""
 
     trouble: Trouble
     detail: str = ""
@@ -49,7 +49,7 @@ class Lack(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[T_co]):
-    """What a server said."""
+    """Answer of a server."""
 
     value: T_co
 
@@ -58,15 +58,15 @@ Ended: TypeAlias = Answer[T] | Lack
 
 
 class ChannelCounts(msgspec.Struct, frozen=True):
-    """Since the start of a channel. Merging is addition."""
+    """Counts since the start of a channel. Mergeable by addition."""
 
     calls: int = 0
     answers: int = 0
     late_answers: int = 0
-    """After their deadline."""
+    """Answers after their deadline."""
     strange_frames: int = 0
-    """That answer nothing that was asked."""
+    """Frames that match no call."""
     drops: int = 0
-    """Connections that were given up."""
+    """Dropped connections."""
     lacks: dict[Trouble, int] = {}
-    """By reason. Only those that occurred."""
+    """Failed calls by reason. Only reasons that occurred."""

@@ -1,8 +1,7 @@
-"""The thread that speaks with one server: questions out, answers in, a deadline on each.
+"""Channel: the thread that sends calls to one server and receives answers, with a deadline for each call.
 
-Other threads leave calls in a bounded queue and never wait. Whatever a server does or leaves undone, each call ends
-once: by its answer, at its deadline, or when the connection is given up. What was late is still told to whoever wants
-to know, because until then its pages are not his.
+Other threads queue calls, up to a limit, and never wait. Each call ends once: with its answer, at its deadline, or when
+the connection is dropped. A late answer is still reported, because the pages of the call are in use until then.
 """
 
 from __future__ import annotations
@@ -31,20 +30,20 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_S = 1.0
-"""The longest wait without looking around."""
+"""Longest poll, in seconds."""
 _BATCH = 256
-"""Answers that are read before the clock is looked at again."""
+"""Maximum answers read before deadlines are checked."""
 _RECONNECT_S = 0.5
-"""Between two attempts to make a socket, where files or memory have run out."""
+"""Pause between attempts to create a socket, in seconds, if files or memory have run out."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChannelLimits:
-    """Bounds of one channel.
+    """Limits of one channel.
 
     Args:
-        max_calls: that wait for an answer or to be sent; more are BUSY.
-        max_late: answers that are waited for past their deadline; of more nothing is told.
+        max_calls: maximum open calls; more are BUSY.
+        max_late: maximum calls past their deadline with a pending `on_late`; the oldest is dropped.
     """
 
     max_calls: int = 4096
@@ -63,16 +62,16 @@ class _Asked:
 
 
 class Channel:
-    """One connection, and the next one after it was given up.
+    """ZMQ connection to a server, reopened when it is dropped.
 
-    `on_end` and `on_late` of calls, and what `after` is given, run on the channel's thread and must not wait.
+    Callbacks of calls and of `after` run on the channel's thread and must not block.
 
     Args:
         host: of the server's ZMQ side.
-        port: of the same.
-        limits: bounds.
+        port: of the server's ZMQ side.
+        limits: limits.
         clock: seconds.
-        on_cut: called on the channel's thread when the other side is gone. Whatever was under way is LOST by then.
+        on_cut: called on the channel's thread after a disconnect, when all calls in flight have ended with LOST.
     """
 
     def __init__(
@@ -95,9 +94,9 @@ class Channel:
         self._uids = itertools.count(1)
         self._asked: dict[bytes, _Asked] = {}
         self._late: dict[bytes, _Asked] = {}
-        """Past their deadline, the oldest first."""
+        """Calls past their deadline, oldest first."""
         self._due_s = math.inf
-        """Before this no call is past its deadline."""
+        """Earliest deadline."""
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -105,14 +104,14 @@ class Channel:
         """Calls that have not ended."""
         self._is_closing = False
         self._is_over = False
-        """The thread takes no command any more."""
+        """The thread runs no more commands."""
         self._tally: dict[str, int] = {}
         self._lacks: dict[Trouble, int] = {}
         self._socket, self._monitor = self._connect()
         self._thread = threading.Thread(target=self._run, name="hybridkv-lmcache", daemon=True)
         self._thread.start()
 
-    # Called by anybody.
+    # For any thread.
 
     def call(
         self,
@@ -121,9 +120,9 @@ class Channel:
         on_end: Callable[[Ended[T]], None],
         on_late: Callable[[], None] | None = None,
     ) -> None:
-        """Ask. `on_end` follows exactly once, on the channel's thread.
+        """Sends a call. `on_end` is called exactly once, on the channel's thread.
 
-        `on_late` follows, after an `on_end` that said TIMEOUT, if the answer comes yet.
+        `on_late` is called if the answer comes after an `on_end` with TIMEOUT.
         """
         trouble = self._begin()
         if trouble is not None:
@@ -133,12 +132,12 @@ class Channel:
         self._post(lambda: self._send(asked))
 
     def after(self, delay_s: float, action: Callable[[], None], *, is_open: bool = False) -> None:
-        """Have something done on the channel's thread, later, or when the channel is closed if that is earlier.
+        """Runs `action` on the channel's thread after `delay_s`, or when the channel closes if that is earlier.
 
         Args:
-            delay_s: until then.
-            action: what is done.
-            is_open: it goes on with a call, so that `drain` waits for it as for one.
+            delay_s: delay in seconds.
+            action: callback.
+            is_open: it continues a call, so `drain` waits for it.
         """
         due_s = self._clock() + delay_s
         if is_open:
@@ -161,7 +160,7 @@ class Channel:
         self._post(keep)
 
     def drop(self) -> None:
-        """Give up the connection and begin another: whatever is under way is LOST, and its late answers with it."""
+        """Drops the connection and opens another. Calls in flight end with LOST; late answers are discarded."""
         self._post(self._drop)
 
     @property
@@ -170,7 +169,7 @@ class Channel:
         return self._num_open
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until every call has ended, and what follows from it; False when `timeout_s` passed first."""
+        """Waits until every call and its callbacks have ended. False after `timeout_s`."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_open, timeout_s)
 
@@ -178,7 +177,7 @@ class Channel:
         return ChannelCounts(**self._tally, lacks=self._lacks.copy())
 
     def close(self, timeout_s: float) -> bool:
-        """End everything, for CLOSED. False when the thread is still in somebody's callback. Repeatable."""
+        """Ends all calls with CLOSED. False if the thread is still in a callback. Repeatable."""
         if threading.current_thread() is self._thread:
             raise LMCacheProtocolError("close: called on the channel's own thread")
         with self._lock:
@@ -202,12 +201,12 @@ class Channel:
             if not is_over:
                 self._commands.append(command)
         if is_over:
-            command()  # there is no thread for it any more
+            command()  # the thread has ended
         else:
             self._wake()
 
     def _wake(self) -> None:
-        # A full socket pair has woken it already; a closed one has no thread to wake.
+        # If the socket is full, the thread is already woken. If it is closed, the thread has ended.
         with contextlib.suppress(OSError):
             self._waker.send(b"\0")
 
@@ -239,7 +238,7 @@ class Channel:
         self._ring()
 
     def _hear(self) -> None:
-        """What the socket says of its connection. It says nothing but that it is cut."""
+        """Handles a monitor event. The only event is a disconnect."""
         self._monitor.recv_multipart(zmq.NOBLOCK)
         self._drop()
         self._on_cut()
@@ -262,16 +261,16 @@ class Channel:
             self._safely(heapq.heappop(self._timers)[2])
 
     def _safely(self, action: Callable[[], object]) -> object:
-        """A bug over one call is logged, and the others go on."""
+        """Runs `action` and logs an exception, so that a bug in one call does not stop the others."""
         try:
             return action()
         except Exception:
-            logger.exception("what speaks with LMCache's server met a bug")
+            logger.exception("unexpected error on the thread of LMCache's server")
             return None
 
     def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
         sock = self._context.socket(zmq.DEALER)
-        # What cannot be sent now is not sent later, when nobody waits for it and its pages are another's.
+        # Do not queue calls without a connection: a call sent later could access reused pages.
         sock.setsockopt(zmq.IMMEDIATE, 1)
         sock.setsockopt(zmq.LINGER, 0)
         sock.setsockopt(zmq.SNDHWM, self._limits.max_calls)
@@ -297,7 +296,7 @@ class Channel:
 
     def _drop(self) -> None:
         if self._is_closing:
-            return  # all of it ends for CLOSED
+            return  # `_finish` ends all calls with CLOSED
         self._count("drops")
         self._disconnect()
         asked, self._asked = self._asked, {}
@@ -307,18 +306,18 @@ class Channel:
         self._reconnect()
 
     def _reconnect(self) -> None:
-        """Another socket, as soon as there can be one."""
+        """Opens another socket; retries later if that fails."""
         if self._is_closing or not self._socket.closed:
             return
         try:
             self._socket, self._monitor = self._connect()
         except zmq.ZMQError as error:
-            logger.warning("no socket for LMCache's server, tried again soon: %s", error)
+            logger.warning("cannot create a socket for LMCache's server, retrying: %s", error)
             due_s = self._clock() + _RECONNECT_S
             heapq.heappush(self._timers, (due_s, next(self._uids), self._reconnect))
 
     def _send(self, asked: _Asked) -> None:
-        """Send, or try again soon: a connection may be on its way."""
+        """Sends a call, or retries soon if there is no connection yet."""
         if self._is_closing or self._clock() >= asked.until_s:
             self._end(asked, Lack(Trouble.CLOSED if self._is_closing else Trouble.UNSENT, asked.call.name))
             return
@@ -345,7 +344,7 @@ class Channel:
         self._due_s = min((asked.until_s for asked in self._asked.values()), default=math.inf)
 
     def _read(self) -> bool:
-        """Read one answer. False where there is none."""
+        """Reads one answer. False if there is none."""
         frames: list[bytes] = []
         num_frames = 0
         try:
@@ -385,7 +384,7 @@ class Channel:
         on_end, asked.on_end = asked.on_end, None
         if on_end is not None:
             self._safely(lambda: on_end(ended))
-        self._one_less()  # now, so that one who waits for the last call waits for what follows from it
+        self._one_less()  # after the callback, so that `drain` includes it
 
     def _one_less(self) -> None:
         with self._changed:
@@ -407,7 +406,7 @@ class Channel:
         for each in asked.values():
             self._end(each, Lack(Trouble.CLOSED, each.call.name))
         self._late.clear()
-        # Sends that wait are among both; each ends for CLOSED.
+        # Unsent calls are among commands and timers; each ends with CLOSED.
         self._obey()
         timers, self._timers = self._timers, []
         for _, _, action in timers:

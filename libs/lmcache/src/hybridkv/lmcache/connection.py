@@ -1,7 +1,7 @@
-"""Stays in touch with one server: finds out what it is, agrees on a chunk, registers, hears whether it lives.
+"""Connection to one server: detects its version, agrees on a chunk size, registers memory, and sends heartbeats.
 
-A server that is gone, slow or another one costs whoever asks an answer that says so, at once. What is found at the
-first connection is found again at each later one: a server that was replaced may be of another version or chunk.
+If the server is down or unusable, calls fail at once with the reason. Each reconnect repeats the detection, because a
+new server process may have another version or chunk size.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ T = TypeVar("T")
 
 MAX_ERRANDS = 256
 CLOSE_S = 2.0
-"""How long `Connection.close` takes."""
+"""Maximum duration of `Connection.close`, in seconds."""
 _END_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """Both sides of a server."""
+    """ZMQ and HTTP address of a server."""
 
     host: str
     port: int
@@ -43,15 +43,14 @@ class ServerAddress:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionOptions:
-    """Bounds of a connection.
+    """Timeouts and limits of a connection.
 
     Args:
-        call_timeout_s: of a call of the connection itself.
-        beat_s: between two looks at a server that lives.
-        max_missed_beats: in a row; then it is taken for gone.
-        retry_s: between two attempts to reach one; doubled each time, up to `retry_max_s`.
-        retry_max_s: the longest. A server is on this host, so an attempt costs little, and one that comes back is used
-            so soon.
+        call_timeout_s: timeout of the connection's own calls.
+        beat_s: heartbeat interval.
+        max_missed_beats: consecutive missed heartbeats after which the server is down.
+        retry_s: first pause between connection attempts; doubles up to `retry_max_s`.
+        retry_max_s: longest pause. Short, because the server is on this host and an attempt is cheap.
         limits: of the channel.
     """
 
@@ -68,13 +67,13 @@ DEFAULT_OPTIONS = ConnectionOptions()
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A server that can be asked.
+    """Usable server.
 
     Args:
-        facts: what it says of itself.
-        codec: how it is spoken with.
-        chunk_tokens: that were agreed on.
-        registration: of this process's memory; None where it has none.
+        facts: detected version and settings.
+        codec: codec of its version.
+        chunk_tokens: agreed chunk size.
+        registration: registered memory of this process, if any.
     """
 
     facts: ServerFacts
@@ -85,28 +84,28 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Down:
-    """A server that cannot be asked now, and why not. It is tried again."""
+    """Unusable server, with the reason. The connection retries."""
 
     reason: str
     refusal: LMCacheConfigurationError | None = None
-    """It was there, and is none that can be used. Tried again, because an operator may replace it."""
+    """Set if the server answers but is unsuitable. Retried, because an operator may replace the server."""
 
 
 ServerState: TypeAlias = Ready | Down
 
 
 class Member(Protocol):
-    """What a process has registered."""
+    """Registration of a process."""
 
     @property
     def alignment_tokens(self) -> int:
-        """The chunk must be a multiple of it."""
+        """The chunk size must be a multiple of it."""
         ...
 
     def joining(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
-        """What to register with this server; None for a process that only looks.
+        """Memory to register with this server; None for a lookup-only process.
 
-        Called on the connection's thread for each connection, nothing of an older one being under way.
+        Called on the connection's thread for each new connection, when no call of an older one is open.
 
         Raises:
             LMCacheConfigurationError: this server cannot be used.
@@ -115,16 +114,16 @@ class Member(Protocol):
 
 
 class _SilentError(Exception):
-    """A server that did not answer what every server answers."""
+    """The server did not answer a required call."""
 
 
 class Connection:
-    """Begins to connect at once.
+    """Connection to one server. Starts to connect at once.
 
     Args:
         address: of the server.
-        member: what is registered there.
-        options: bounds.
+        member: registration of this process.
+        options: timeouts and limits.
         clock: seconds.
     """
 
@@ -144,7 +143,7 @@ class Connection:
         self._was_ready = False
         self._errands: deque[Callable[[Ready], None]] = deque(maxlen=MAX_ERRANDS)
         self._registered: int | None = None
-        """What was registered last."""
+        """Instance of the last registration."""
         self._is_suspect = False
         self._is_cut = False
         self._is_closing = False
@@ -153,7 +152,7 @@ class Connection:
         self._thread = threading.Thread(target=self._run, name="hybridkv-lmcache-keeper", daemon=True)
         self._thread.start()
 
-    # Called by anybody.
+    # For any thread.
 
     @property
     def state(self) -> ServerState:
@@ -161,17 +160,17 @@ class Connection:
 
     @property
     def ready(self) -> Ready | None:
-        """The server, where it can be asked."""
+        """The server if it is usable, else None."""
         state = self._state
         return state if isinstance(state, Ready) else None
 
     @property
     def was_ready(self) -> bool:
-        """Whether the server could be asked at any time until now."""
+        """True if the server has been usable at any time."""
         return self._was_ready
 
     def wait_ready(self, timeout_s: float) -> ServerState:
-        """The state as soon as it is `Ready`, or a refusal, or after so long."""
+        """Waits until the server is ready or refused, at most `timeout_s`. Returns the state."""
 
         def is_settled() -> bool:
             state = self._state
@@ -182,15 +181,15 @@ class Connection:
         return self._state
 
     def suspect(self) -> None:
-        """Something makes one doubt that this process is registered: look now."""
+        """Checks the registration of this process now."""
         with self._changed:
             self._is_suspect = True
             self._changed.notify_all()
 
     def post(self, errand: Callable[[Ready], None]) -> None:
-        """Have something done that may wait, on the connection's thread, while the server can be asked.
+        """Queues a blocking task for the connection's thread. It runs while the server is usable.
 
-        Of more than `MAX_ERRANDS` the oldest are dropped.
+        If more than `MAX_ERRANDS` are queued, the oldest is dropped.
         """
         with self._changed:
             self._errands.append(errand)
@@ -201,12 +200,14 @@ class Connection:
         return self._address
 
     def doubt(self) -> None:
-        """Give up this connection, and begin another."""
+        """Drops this connection and starts another."""
         self._cut()
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """End in about `timeout_s`. Open calls have half of it; in what is left the server is told, and then all calls
-        end for CLOSED. Repeatable."""
+        """Closes within about `timeout_s`. Repeatable.
+
+        Open calls get half of that time. Then this process unregisters, and the remaining calls end with CLOSED.
+        """
         with self._changed:
             if self._is_closing:
                 return
@@ -219,7 +220,7 @@ class Connection:
             self._changed.notify_all()
         self._thread.join(max(0.0, ends_s - time.monotonic()))
         self.channel.close(timeout_s)
-        self._thread.join(_END_S)  # what the keeper waited for has ended, unless it is over HTTP
+        self._thread.join(_END_S)  # pending calls of this thread have ended, except over HTTP
 
     def _cut(self) -> None:
         with self._changed:
@@ -246,7 +247,7 @@ class Connection:
             if self._is_closed:
                 self._leave(ready)
             else:
-                logger.warning("LMCache's server at %s is gone (%s): nothing is read there", self._address, reason)
+                logger.warning("LMCache's server at %s is down (%s): it is not used", self._address, reason)
                 self.channel.drop()
 
     def _down(self, error: Exception) -> Down:
@@ -256,7 +257,7 @@ class Connection:
                 logger.warning("LMCache's server at %s cannot be used: %s", self._address, error)
             return Down("refused", error)
         if not isinstance(error, HttpError | _SilentError):
-            logger.exception("what stays in touch with LMCache's server met a bug")
+            logger.exception("unexpected error while connecting to LMCache's server")
         return Down(str(error))
 
     def _begin(self) -> Ready:
@@ -272,12 +273,12 @@ class Connection:
         if registration is not None:
             self._said(codec.register(registration))
             if self._registered not in (None, registration.instance):
-                # A server that was merely slow has it still; another one never had it.
+                # A server that was only slow still has the old registration; a new server does not.
                 self._ask(codec.unregister(self._registered))
             self._registered = registration.instance
         self._said(codec.ping(registration.instance if registration else None))
         logger.info(
-            "LMCache %s at %s, chunks of %d tokens (ours end where %d do)",
+            "LMCache %s at %s, chunks of %d tokens (a multiple of %d)",
             facts.version,
             self._address,
             chunk_tokens,
@@ -288,8 +289,8 @@ class Connection:
     def _agree(self, codec: Codec, alignment: int) -> int:
         ended = self._ask(codec.chunk_tokens(alignment))
         if isinstance(ended, Lack) and codec.negotiates and ended.trouble is Trouble.TIMEOUT:
-            # It says nothing to what it cannot do, as when another engine has settled a chunk. Which one, its
-            # configuration does not say.
+            # A server does not answer if another engine has settled another chunk size. Its configuration does not
+            # show which.
             ended = self._ask(codec.settled_chunk_tokens())
         if isinstance(ended, Lack):
             raise _SilentError(f"no answer about the chunk: {ended}")
@@ -298,14 +299,14 @@ class Connection:
             up = -(-max(1, chunk_tokens) // alignment) * alignment
             raise LMCacheConfigurationError(
                 "chunk_size",
-                f"a multiple of {alignment} tokens, which is what this engine's blocks have in common",
+                f"a multiple of {alignment} tokens, the alignment of this engine's blocks",
                 chunk_tokens,
                 f"start the server with --chunk-size {up}, or one of its own for this model",
             )
         return chunk_tokens
 
     def _watch(self, ready: Ready) -> str:
-        """Look at a server until it is gone; why it is taken for gone."""
+        """Sends heartbeats until the server is down. Returns the reason."""
         missed = 0
         while True:
             self._pause(self._options.beat_s, lambda: self._is_suspect or self._is_cut or bool(self._errands))
@@ -314,20 +315,20 @@ class Connection:
             if self._is_cut:
                 return "the connection is cut"
             self._is_suspect = False
-            if self._errands:  # one, however many there are: they take their time, and the server wants to be looked at
+            if self._errands:  # one per heartbeat: tasks are slow, and heartbeats must continue
                 self._run_errand(self._errands.popleft(), ready)
             missed = 0 if self._lives(ready) else missed + 1
             if missed >= self._options.max_missed_beats:
-                return f"{missed} looks without an answer"
+                return f"{missed} heartbeats without an answer"
 
     def _run_errand(self, errand: Callable[[Ready], None], ready: Ready) -> None:
         try:
             errand(ready)
         except Exception:
-            logger.exception("what was to be done at LMCache's server met a bug")
+            logger.exception("a task for LMCache's server failed")
 
     def _lives(self, ready: Ready) -> bool:
-        # Where it is done already, it does nothing. A server that heard nothing for long forgets it.
+        # Repeating a registration has no effect. A server drops the registration of an idle process.
         if ready.registration is not None and isinstance(self._ask(ready.codec.register(ready.registration)), Lack):
             return False
         instance = ready.registration.instance if ready.registration else None
@@ -344,7 +345,7 @@ class Connection:
         return ended.value
 
     def _ask(self, call: Call[T]) -> Ended[T]:
-        """Ask and wait."""
+        """Sends a call and waits for its result."""
         done = threading.Event()
         answers: list[Ended[T]] = []
 

@@ -1,4 +1,4 @@
-"""What kind of server this is, from what it says over HTTP. Whether it also speaks so is for the connection to try."""
+"""Detects the version and settings of a server over HTTP. The connection then probes its ZMQ side."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ GetJson = Callable[[HttpAddress, str, float], Any]
 
 
 class ServerFacts(msgspec.Struct, frozen=True):
-    """One server process.
+    """Version and settings of one server process.
 
     Args:
         version: of LMCache.
-        incarnation: another for each process that ever listens there.
-        chunk_tokens: as it was started with; what counts is what the connection is told.
-        separate_groups: windows and states are kept apart from whole attention, and looked up by laws of their own.
-        null_block: the block id that stands for nothing.
-        keeps_whole_windows: it stores every block of a window group, not only the end of each chunk.
-        transport: what it listens with.
-        hash_algorithm: that names of objects are derived with.
+        incarnation: unique id of the server process.
+        chunk_tokens: chunk size at its start; the one agreed on by the connection takes precedence.
+        separate_groups: windows and states are stored in separate objects, with their own lookup rules.
+        null_block: block id of the null block.
+        keeps_whole_windows: it stores every block of a window group, not only those at the end of each chunk.
+        transport: transport that it listens on.
+        hash_algorithm: hash of its object names.
     """
 
     version: str
@@ -58,11 +58,11 @@ class _Config(msgspec.Struct):
 
 
 def detect(address: HttpAddress, timeout_s: float, get: GetJson = get_json) -> ServerFacts:
-    """What listens there.
+    """Facts of the server at an address.
 
     Raises:
-        HttpError: nobody, or nobody who says what a server of LMCache says.
-        LMCacheConfigurationError: a server that cannot be spoken with.
+        HttpError: no answer, or not an answer of an LMCache server.
+        LMCacheConfigurationError: an unsupported version or transport.
     """
     version = get(address, "/lmc_version", timeout_s)
     if not isinstance(version, str) or len(version) > MAX_NAME_CHARS:
@@ -73,7 +73,7 @@ def detect(address: HttpAddress, timeout_s: float, get: GetJson = get_json) -> S
     except msgspec.ValidationError as error:
         raise HttpError(f"GET /config: {error}") from None
     if not 0 < mp.chunk_size < 1 << 32 or not 0 <= mp.null_block_id < 1 << 31 or len(mp.instance_id) > MAX_NAME_CHARS:
-        raise HttpError("GET /config: numbers that no server has")
+        raise HttpError("GET /config: values out of range")
     if mp.transport != "zmq":
         raise LMCacheConfigurationError(
             "url", "a server that listens with zmq", mp.transport, "start it without --transport"
@@ -84,7 +84,7 @@ def detect(address: HttpAddress, timeout_s: float, get: GetJson = get_json) -> S
         chunk_tokens=mp.chunk_size,
         separate_groups=mp.separate_object_groups,
         null_block=mp.null_block_id,
-        # An engine that blends keeps every block of a window; any other only the end of each chunk.
+        # A blending engine stores every block of a window; others only those at the end of each chunk.
         keeps_whole_windows=mp.engine_type != "default",
         transport=mp.transport,
         hash_algorithm=mp.hash_algorithm,

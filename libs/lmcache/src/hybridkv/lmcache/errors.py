@@ -1,18 +1,18 @@
-"""What this library raises: the operator's mistakes and the caller's. What a server did comes back as a value."""
+"""Exceptions of this library, for operator errors and caller errors. Failures of a server are returned as values."""
 
 
 class LMCacheError(Exception):
-    """Base of everything that `hybridkv.lmcache` raises on purpose."""
+    """Base class of the exceptions of `hybridkv.lmcache`."""
 
 
 class LMCacheProtocolError(LMCacheError, RuntimeError):
-    """The caller used something in a way that its contract excludes: a bug, not a broken server."""
+    """The caller violated a contract: a bug, not a server failure."""
 
 
 class LMCacheConfigurationError(LMCacheError, ValueError):
-    """A value from the operator's configuration, or a server's, that cannot work.
+    """Invalid value in the configuration of the operator or of a server.
 
-    `field` is the parameter, `expected` says what would do, `got` is what was given, `hint` what to try next.
+    `field` is the parameter, `expected` describes valid values, `got` is the value, `hint` suggests a fix.
     """
 
     def __init__(self, field: str, expected: str, got: object, hint: str = "") -> None:

@@ -1,8 +1,8 @@
-"""Groups as a server sees them: which pages, in which order, under which chunk; and what it would refuse in silence.
+"""Geometry: groups under a server's chunk size, their order, and checks of what a server would silently refuse.
 
-A server numbers groups by the order in which they are registered, and keeps together in one object those that follow
-one law of windows. A server on a CPU stores wrongly what it keeps together and what does not lie together (0.5.6). So
-groups are registered sorted by that law, and block ids are put into that order.
+A server numbers groups in registration order and stores groups with the same window rule in one object. A CPU server
+0.5.6 stores such groups wrongly if they are not adjacent. So groups are registered sorted by window rule, and block ids
+follow that order.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ MAX_GROUPS = 64
 
 
 class PageGroup(msgspec.Struct, frozen=True):
-    """One group that is stored: what it needs to resume, and the bytes of one of its blocks.
+    """One stored group.
 
     Args:
-        spec: SCRATCH groups are not stored, and have none.
-        payload_bytes: of all of its layers in one block.
+        spec: any kind except SCRATCH, which is not stored.
+        payload_bytes: bytes of all layers in one block.
     """
 
     spec: GroupSpec
@@ -38,10 +38,10 @@ class PageGroup(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Geometry:
-    """Groups under a server's chunk. Indexes are those of `groups`; `order` says in which a server has them.
+    """Groups under a server's chunk size. Indexes refer to `groups`; `order` is the server's order.
 
     Raises:
-        LMCacheConfigurationError: such groups cannot be stored under this chunk, and why.
+        LMCacheConfigurationError: the groups cannot be stored with this chunk size.
     """
 
     groups: tuple[PageGroup, ...]
@@ -65,7 +65,7 @@ class Geometry:
 
     @functools.cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The tokens before a boundary that each group needs there, in whole blocks; None where it needs all."""
+        """Tokens before a boundary that each group needs to resume there, in whole blocks; None: all tokens."""
         return tuple(_window_tokens(group.spec) for group in self.groups)
 
     @functools.cached_property
@@ -78,7 +78,7 @@ class Geometry:
 
     @functools.cached_property
     def kept_per_chunk(self) -> tuple[int, ...]:
-        """Blocks at the end of each chunk that a server reads and writes; it passes over those before them."""
+        """Blocks at the end of each chunk that a server reads and writes; it skips earlier ones."""
         return tuple(
             blocks if window is None else min(blocks, window // group.spec.block_tokens)
             for group, blocks, window in zip(self.groups, self.blocks_per_chunk, self.windows, strict=True)
@@ -86,51 +86,50 @@ class Geometry:
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
-        """Indexes of the groups as they are registered: neighbours follow one law."""
-
+        """Indexes of the groups in registration order: groups with the same window rule are adjacent."""
         return tuple(sorted(range(len(self.groups)), key=lambda index: (self._law(index), index)))
 
     def objects(self, *, separate: bool) -> tuple[tuple[int, ...], ...]:
-        """Indexes of the groups that a server keeps in one object of a chunk, whole or not at all.
+        """Groups of each object of a chunk. A server stores an object completely or not at all.
 
         Args:
-            separate: whether the server was told to keep laws apart (`ServerFacts.separate_groups`).
+            separate: the server separates window rules (`ServerFacts.separate_groups`).
         """
         if not separate:
             return (self.order,)
         return tuple(tuple(each) for _, each in itertools.groupby(self.order, self._law))
 
     def _law(self, index: int) -> tuple[bool, int]:
-        """Of a group: whether it has states, and how many chunks its window reaches into."""
+        """Window rule of a group: whether it has states, and how many chunks its window spans."""
         window = self.windows[index]
         chunks = _WHOLE if window is None else -(-window // self.chunk_tokens)
         return self.groups[index].spec.kind is GroupKind.RECURRENT, chunks
 
     @functools.cached_property
     def needs_separate_groups(self) -> bool:
-        """Whether a server that keeps all groups in one object could not say where one of them can resume."""
+        """True if a server with all groups in one object could not find the resume points of a group."""
         return any(group.spec.kind is GroupKind.RECURRENT for group in self.groups)
 
     def digest(self) -> bytes:
-        """Everything about the layout of objects that two clients must have alike."""
+        """Encoding of the layout. Clients that share a cache must have equal ones."""
         return msgspec.msgpack.encode((self.groups, self.chunk_tokens, self.order, self.windows))
 
 
 def chunk_alignment(groups: Sequence[PageGroup]) -> int:
-    """The chunk of a server is a multiple of this: whole blocks of every group."""
+    """Alignment of the chunk size: whole blocks of every group."""
     return math.lcm(*(group.spec.block_tokens for group in groups))
 
 
 def demand_server(geometry: Geometry, facts: ServerFacts) -> None:
-    """Refuse a server that would keep such groups wrongly.
+    """Checks that a server can store such groups.
 
     Raises:
-        LMCacheConfigurationError: what it was started with, and what it needs.
+        LMCacheConfigurationError: the server has an unsuitable setting.
     """
     if geometry.needs_separate_groups and not facts.separate_groups:
         raise LMCacheConfigurationError(
             "separate_object_groups",
-            "true, because a state stands at one boundary and not at others",
+            "true, because a state is valid at one boundary only",
             facts.separate_groups,
             "start the server with --separate-object-groups",
         )
@@ -149,10 +148,10 @@ def _window_tokens(spec: GroupSpec) -> int | None:
             return block
         case GroupKind.WINDOW:
             assert spec.window_tokens is not None
-            # The blocks that the last window before a boundary reaches back to; boundaries are ends of blocks.
+            # Blocks of the last window before a boundary; boundaries are ends of blocks.
             return max(1, -(-(spec.window_tokens - 1) // block)) * block
         case GroupKind.CHUNKED:
             assert spec.align_tokens is not None
-            # A boundary, which is the end of a block, may lie anywhere in an attention chunk: all of one at most.
+            # A boundary may be anywhere in an attention chunk, so at most one whole attention chunk is needed.
             return -(-spec.align_tokens // block) * block
     return None

@@ -1,4 +1,4 @@
-"""What a server says of itself over HTTP, read within a deadline and a bound. For a thread that may wait."""
+"""HTTP requests to a server, with a deadline and a size limit. Blocking."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from typing import Any
 import msgspec
 
 MAX_BODY_BYTES = 1 << 20
-"""Of one answer. `/status` of a busy server has some kilobytes."""
+"""Maximum size of an answer. `/status` of a busy server has some kilobytes."""
 _PIECE_BYTES = 16 << 10
 
 
 class HttpError(Exception):
-    """No answer that could be read, and why. It does not leave this library."""
+    """No valid answer. Never raised to callers outside this library."""
 
 
 @dataclass(frozen=True, slots=True)
 class HttpAddress:
-    """Where a server's HTTP side listens."""
+    """HTTP address of a server."""
 
     host: str
     port: int
 
 
 def get_json(address: HttpAddress, path: str, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> Any:
-    """What a GET answers, decoded. Waits for `timeout_s` at most, however slowly the answer comes.
+    """Sends a GET and decodes the JSON answer. Takes at most `timeout_s`, also if bytes arrive slowly.
 
     Raises:
-        HttpError: nobody answers in time, or not with JSON, or at a length that no such answer has.
+        HttpError: no answer in time, not JSON, or too long.
     """
     status, body = _ask(address, "GET", path, b"", timeout_s, clock)
     if status != http.client.OK:
@@ -48,10 +48,10 @@ def get_json(address: HttpAddress, path: str, timeout_s: float, clock: Callable[
 def delete(
     address: HttpAddress, path: str, body: object, timeout_s: float, clock: Callable[[], float] = time.monotonic
 ) -> tuple[int, bytes]:
-    """The status, and the body, that a DELETE with a body of JSON is answered with.
+    """Sends a DELETE with a JSON body. Returns status and body.
 
     Raises:
-        HttpError: nobody answers in time, or at a length that no such answer has.
+        HttpError: no answer in time, or too long.
     """
     return _ask(address, "DELETE", path, msgspec.json.encode(body), timeout_s, clock)
 
@@ -76,7 +76,7 @@ def _ask(
 
 @contextlib.contextmanager
 def _ended_in(sock: socket.socket, timeout_s: float) -> Iterator[None]:
-    """Ends what is read after so long. The timeout of a socket begins anew with each byte."""
+    """Shuts the socket down after `timeout_s`. The timeout of a socket restarts with each byte."""
 
     def end() -> None:
         with contextlib.suppress(OSError):
@@ -95,8 +95,8 @@ def _read(what: str, response: http.client.HTTPResponse, until_s: float, clock: 
     body = bytearray()
     while True:
         piece = response.read1(_PIECE_BYTES)
-        if clock() >= until_s:  # it may have been ended
-            raise HttpError(f"{what}: no whole answer in time")
+        if clock() >= until_s:  # the timer may have shut the socket down
+            raise HttpError(f"{what}: no complete answer in time")
         if not piece:
             return bytes(body)
         body += piece

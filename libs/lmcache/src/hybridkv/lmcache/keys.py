@@ -1,8 +1,7 @@
-"""Names: digests as the words that a server hashes, identities of pages, and the name that a cache goes by.
+"""Words that a server hashes, page identities, and cache names.
 
-A server derives its keys from words of 32 bits, a chunk at a time, each after what came before it. What the words mean
-is ours: tokens do not say which adapter, which image and which weights made the bytes, digests do, and a prompt stays
-where it was.
+A server derives its keys from 32-bit words, chunk by chunk, chained. It does not interpret the words. This library
+sends digests instead of tokens: digests identify the adapter, images and weights too, and the prompt is not sent.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ PAGE_FORMAT = 1
 
 
 def words_of(digests: Iterable[bytes], chunk_tokens: int) -> bytes:
-    """One chunk of words for each digest, the digest first and zeros behind it.
+    """One chunk of words for each digest: the digest, padded with zeros.
 
     Raises:
         LMCacheConfigurationError: the chunk has fewer words than a digest.
@@ -36,16 +35,16 @@ def words_of(digests: Iterable[bytes], chunk_tokens: int) -> bytes:
 
 
 def page_identity(digest: bytes, group: int, block: int) -> bytes:
-    """What the page of one block says that it is: `digest` names the prefix that its chunk ends."""
-    said = len(digest).to_bytes(2, "little") + digest + group.to_bytes(4, "little") + block.to_bytes(8, "little")
-    return hashlib.blake2b(said, digest_size=IDENTITY_BYTES, person=b"hybridkv page 1").digest()
+    """Identity of the page of one block. `digest` identifies the prefix that ends with its chunk."""
+    content = len(digest).to_bytes(2, "little") + digest + group.to_bytes(4, "little") + block.to_bytes(8, "little")
+    return hashlib.blake2b(content, digest_size=IDENTITY_BYTES, person=b"hybridkv page 1").digest()
 
 
 def cache_name(fingerprint: bytes, geometry: bytes) -> str:
-    """The name under which a server keeps a cache: equal where both content and layout are, and for no other client.
+    """Name of a cache at a server. Equal only for equal content and layout.
 
-    Letters, digits and "-" alone: servers put it into names of files.
+    Only letters, digits and "-", because servers use it in file names.
     """
-    said = len(fingerprint).to_bytes(2, "little") + fingerprint + geometry
-    digest = hashlib.blake2b(said, digest_size=20, person=b"hybridkv cache 1").hexdigest()
+    content = len(fingerprint).to_bytes(2, "little") + fingerprint + geometry
+    digest = hashlib.blake2b(content, digest_size=20, person=b"hybridkv cache 1").hexdigest()
     return f"hybridkv-{PAGE_FORMAT}-{digest}"

@@ -1,4 +1,4 @@
-"""What a process registers at a server: a rank its pool, one that only looks nothing."""
+"""Registration of a process at a server: a rank registers its pool, a lookup-only process nothing."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hybridkv.lmcache.wire import Registration
 logger = logging.getLogger(__name__)
 
 
-class LMCacheSession:
-    """A `Member`, of one cache.
+class CacheMember:
+    """`Member` of one cache.
 
     Args:
-        groups: that are stored.
+        groups: stored groups.
         fingerprint: of the content.
-        world_size: ranks that each have a part.
-        num_chunks: of the pool; 0 for a process that only looks.
-        chunk_tokens: the only chunk that will do; None: that of the first server.
+        world_size: number of ranks; each stores its own part.
+        num_chunks: size of the pool; 0 for a lookup-only process.
+        chunk_tokens: required chunk size; None accepts that of the first server.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class LMCacheSession:
 
     @property
     def geometry(self) -> Geometry:
-        """Since the first server that could be used; `AttributeError` before."""
+        """Geometry, set by the first usable server. Raises `AttributeError` before."""
         if self._geometry is None:
-            raise AttributeError("no server has said its chunk yet")
+            raise AttributeError("no usable server yet")
         return self._geometry
 
     @property
     def pool(self) -> Pool:
-        """The same."""
+        """Pool, set by the first usable server. Raises `AttributeError` before."""
         if self._pool is None:
-            raise AttributeError("no server has said its chunk yet, or this process only looks")
+            raise AttributeError("no usable server yet, or this process is lookup-only")
         return self._pool
 
     @property
@@ -67,12 +67,12 @@ class LMCacheSession:
 
     def joining(self, facts: ServerFacts, chunk_tokens: int) -> Registration | None:
         if self._chunk_tokens not in (None, chunk_tokens):
-            # Pages lie in memory, and plans are made, for one chunk.
+            # Memory and plans are laid out for one chunk size.
             raise LMCacheConfigurationError(
                 "chunk_size",
-                f"{self._chunk_tokens} tokens, as this engine has begun with",
+                f"{self._chunk_tokens} tokens, the chunk size that this engine started with",
                 chunk_tokens,
-                f"start the server with --chunk-size {self._chunk_tokens}, or the engine anew",
+                f"start the server with --chunk-size {self._chunk_tokens}, or restart the engine",
             )
         geometry = Geometry(self._groups, chunk_tokens)
         demand_server(geometry, facts)
@@ -83,13 +83,13 @@ class LMCacheSession:
         if self._pool is None:
             self._pool = Pool(geometry, self._num_chunks)
         elif self._pool.num_taken:
-            # Somebody whom no answer reaches any more may still write there.
-            logger.info("the pool is made anew: %d pages were under way", self._pool.num_taken)
+            # A server that this process lost may still write to the taken pages.
+            logger.info("recreating the pool: %d pages were in flight", self._pool.num_taken)
             self._pool.renew()
         self._geometry = geometry
         return Registration(self._pool.instance, self.model, self._world_size, self._pool.wire_groups())
 
     def close(self) -> None:
-        """Give up the pool. Close the connection first."""
+        """Frees the pool. Close the connection first."""
         if self._pool is not None:
             self._pool.close()

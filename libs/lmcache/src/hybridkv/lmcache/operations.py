@@ -1,8 +1,7 @@
-"""What is done with prefixes: looked up, stored, retrieved. Each is a few calls in a row, and ends once.
+"""Operations on prefixes: lookup, store, retrieve. Each is a sequence of calls and ends once.
 
-A lookup that found something holds locks, until it is retrieved to its end or given back. A store that was answered is
-not readable yet; only a lookup says so. Sessions are never used twice: a server remembers the names that it derived
-for one, whatever tokens come with it later.
+A successful lookup holds locks until it is retrieved to its end or released. A completed store may not be readable yet;
+only a lookup shows that. A session is used once: a server caches the hashes of a session and ignores later tokens.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ from hybridkv.lmcache.pool import Taken
 from hybridkv.lmcache.wire import Call, Key, Moved
 
 POLL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
-"""How long between two looks at a lookup or a store; the last one for all later ones."""
+"""Pauses between polls of a lookup or a store, in seconds; the last one repeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """Tokens from the first, in whole chunks of a server.
+    """Prefix of whole chunks.
 
     Args:
-        model: the name of the cache.
-        world_size: ranks that each have a part.
-        words: as `keys` makes them, of the whole prefix.
+        model: name of the cache.
+        world_size: number of ranks; each stores its own part.
+        words: words of the whole prefix, see `keys`.
     """
 
     model: str
@@ -47,13 +46,13 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a lookup found, locked: to be retrieved to its end, or given back.
+    """Result of a lookup. It holds locks: retrieve it to its end, or release it.
 
     Args:
-        prefix: what was looked for.
-        rank: whose part; None for all.
-        num_chunks: from the first, that every group can be resumed behind.
-        session: that holds the locks. Empty where nothing was found, and nothing is to be given back.
+        prefix: requested prefix.
+        rank: rank of the part; None for all ranks.
+        num_chunks: length of the prefix that every group can resume after, in chunks.
+        session: session that holds the locks. No locks are held if `num_chunks` is 0.
     """
 
     prefix: Prefix
@@ -63,23 +62,23 @@ class Found:
 
 
 class Lookup:
-    """A lookup, from the question until its locks are given back. For any thread; nobody need wait for the answer.
+    """Lookup, from its start until its locks are released. For any thread; it may be dropped before the answer.
 
     Args:
-        until_s: when it has ended at the latest, by the clock of the operations.
-        give_back: gives back the locks of an answer.
+        until_s: deadline, by the clock of the operations.
+        give_back: releases the locks of a result.
     """
 
     def __init__(self, until_s: float, give_back: Callable[[Found], None]) -> None:
         self.until_s = until_s
         self.ended: Ended[Found] | None = None
-        """None until there is an answer."""
+        """Result; None until the answer."""
         self.is_dropped = False
         self._give_back = give_back
         self._lock = threading.Lock()
 
     def end(self, ended: Ended[Found]) -> None:
-        """The answer."""
+        """Records the result."""
         with self._lock:
             self.ended = ended
             is_dropped = self.is_dropped
@@ -87,7 +86,7 @@ class Lookup:
             self._release(ended)
 
     def drop(self) -> None:
-        """Gives back the locks, now or as soon as the server has them. Repeatable."""
+        """Releases the locks, now or after the answer. Repeatable."""
         with self._lock:
             if self.is_dropped:
                 return
@@ -102,28 +101,28 @@ class Lookup:
 
 
 class OperationCounts(msgspec.Struct, frozen=True):
-    """What was asked of a server since the start, and what became of it."""
+    """Counts of operations since the start."""
 
     lookups: int = 0
     found: int = 0
-    """Lookups that found something."""
+    """Lookups that found at least one chunk."""
     stores: int = 0
     stored_chunks: int = 0
-    """That a server took. Whether they can be read is another question."""
+    """Chunks that a server accepted; they may not be readable."""
     retrieves: int = 0
     retrieved_chunks: int = 0
-    """That a server says it wrote. Whether they are what they should be is for their headers to say."""
+    """Chunks that a server reported as written; the page headers show whether they are valid."""
     lacks: dict[str, int] = {}
-    """By operation and trouble, as "lookup timeout"; only those that occurred."""
+    """Failures by operation and reason, as "lookup timeout". Only those that occurred."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """What an operation reads or writes.
+    """Pages that an operation reads or writes.
 
     Args:
-        taken: for it.
-        block_ids: one list a group in the order of registration, for whole chunks, as `block_ids` makes them.
+        taken: pages taken from the pool.
+        block_ids: one list per group in registration order, for whole chunks; see module `block_ids`.
     """
 
     taken: Taken
@@ -131,10 +130,10 @@ class Pages:
 
 
 class Operations:
-    """For any thread; what was given as `on_end` and `on_settled` is called on the channel's and must not wait.
+    """Operations at one server. For any thread. Callbacks run on the channel's thread and must not block.
 
     Args:
-        connection: to the server. Whoever made it closes it.
+        connection: to the server; not closed by this class.
     """
 
     def __init__(self, connection: Connection, clock: Callable[[], float]) -> None:
@@ -158,7 +157,7 @@ class Operations:
         timeout_s: float,
         on_end: Callable[[Ended[Found]], None] = lambda ended: None,
     ) -> Lookup:
-        """Find how much of a prefix the server has, and lock it."""
+        """Finds the longest stored part of a prefix and locks it."""
         lookup = Lookup(self._clock() + timeout_s, self.release)
 
         def end(ended: Ended[Found]) -> None:
@@ -170,7 +169,7 @@ class Operations:
         return lookup
 
     def release(self, found: Found, timeout_s: float = 5.0) -> None:
-        """Give back what a lookup locked, all of it, and end its session."""
+        """Releases all locks of a lookup and ends its session."""
         self._free(found, (0, found.num_chunks), timeout_s)
 
     def retrieve(
@@ -182,13 +181,12 @@ class Operations:
         on_end: Callable[[Ended[None]], None],
         on_settled: Callable[[], None],
     ) -> None:
-        """Have the pages of [start_chunk, the end of what was found) written, give the locks back, and end the session.
+        """Reads chunks [start_chunk, end of `found`) into the pages, releases the locks and ends the session.
 
-        It was found for one rank.
+        `found` must be of one rank.
 
-        `on_settled` follows once, as soon as the server certainly writes no more and has the locks back: at the end, or
-        behind a late answer. It does not follow where no answer comes: then the pages are nobody's until another
-        process is the server.
+        `on_settled` is called once, when the server writes no more and the locks are released: at the end, or after a
+        late answer. Without an answer it is not called, and the pages stay in use until the server is replaced.
         """
         ready = self._mover(pages)
         if isinstance(ready, Lack):
@@ -220,9 +218,9 @@ class Operations:
         on_end: Callable[[Ended[None]], None],
         on_settled: Callable[[], None],
     ) -> None:
-        """Have the pages of the chunks [start, end) read. At the end they are taken, and not readable yet.
+        """Stores the pages of chunks [start, end). At the end they are accepted, but may not be readable yet.
 
-        `on_settled` is as for `retrieve`.
+        `on_settled`: see `retrieve`.
         """
         ready = self._mover(pages)
         if isinstance(ready, Lack):
@@ -246,7 +244,7 @@ class Operations:
     def confirm(
         self, prefix: Prefix, rank: int | None, timeout_s: float, on_end: Callable[[Ended[None]], None]
     ) -> None:
-        """Whether the whole of a prefix can be read. Looks again until it can be, or the time is up."""
+        """Polls until the whole prefix is readable or the time is up."""
         until_s = self._clock() + timeout_s
         pauses = itertools.chain(POLL_S, itertools.repeat(POLL_S[-1]))
 
@@ -262,7 +260,7 @@ class Operations:
             if ready is not None and ended.value.num_chunks * ready.chunk_tokens == prefix.num_tokens:
                 on_end(Answer(None))
             elif self._clock() >= until_s:
-                on_end(Lack(Trouble.REFUSED, "what was stored cannot be read"))
+                on_end(Lack(Trouble.REFUSED, "the stored prefix is not readable"))
             else:
                 self._channel.after(next(pauses), look)
 
@@ -283,7 +281,7 @@ class Operations:
         pauses = itertools.chain(POLL_S, itertools.repeat(POLL_S[-1]))
 
         def give_up(lack: Lack) -> None:
-            # What it locks later is given back by the server itself, after a while; what it has locked, now.
+            # Release the current locks. The server itself expires locks that it takes later.
             everything = Found(prefix, rank, num_chunks, session)
             self.release(everything, self._left_s(until_s, 1.0))
             on_end(lack)
@@ -341,7 +339,7 @@ class Operations:
     def _free(
         self, found: Found, chunks: tuple[int, int], timeout_s: float, then: Callable[[], None] = lambda: None
     ) -> None:
-        """Give back the locks of these chunks, and then end the session."""
+        """Releases the locks of some chunks, then ends the session."""
         ready = self._connection.ready
         if ready is None or not found.num_chunks:
             then()
@@ -377,9 +375,9 @@ class Operations:
         if isinstance(ready, Lack):
             return ready
         if ready.registration is None:
-            raise LMCacheProtocolError("a process that registered no memory moves nothing")
+            raise LMCacheProtocolError("a process without registered memory cannot move pages")
         if pages.taken.instance != ready.registration.instance:
-            return Lack(Trouble.UNSENT, "these pages are void: the pool was made anew")
+            return Lack(Trouble.UNSENT, "the pages are void: the pool was recreated")
         return ready
 
     def _key(self, ready: Ready, prefix: Prefix, rank: int | None, chunks: tuple[int, int], session: str) -> Key:

@@ -1,8 +1,8 @@
-"""Pages in shared memory, between an engine's blocks and a server: who has which, until when.
+"""Pool of pages in shared memory, between an engine's blocks and a server.
 
-A page is taken for one operation and given back when the server certainly touches it no more. That an operation was
-given up says nothing of the sort: until its answer comes its pages are nobody's. Where no answer can come any more, the
-pool is made anew, in other memory and under another name, and what was taken of the old one is void.
+A page is taken for one operation and given back when the server can no longer access it. An operation that timed out
+keeps its pages until its late answer. If no answer can come any more, the pool is recreated in new memory under a new
+name, and pages taken from the old memory are void.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hybridkv.lmcache.wire import TensorPlace, WireGroup
 from hybridkv.planner import GroupKind
 
 ALIGNMENT_BYTES = 4096
-"""Where the pages of each group begin."""
+"""Alignment of the first page of each group."""
 _INSTANCE_BITS = 62
 
 
@@ -28,8 +28,8 @@ class Taken:
     """Pages of one operation.
 
     Args:
-        instance: the pool's when they were taken. Of another they are void.
-        blocks: of each group.
+        instance: instance of the pool at the time. If the pool has another instance, the pages are void.
+        blocks: page numbers of each group.
     """
 
     instance: int
@@ -37,14 +37,14 @@ class Taken:
 
 
 class Pool:
-    """The pages of one rank. Any thread may use it.
+    """Pages of one rank. For any thread.
 
     Args:
-        geometry: which groups, and how large their pages.
-        num_chunks: that can be under way at one time.
+        geometry: groups and page sizes.
+        num_chunks: maximum chunks in flight.
 
     Raises:
-        LMCacheConfigurationError: there is no room for it.
+        LMCacheConfigurationError: not enough shared memory.
     """
 
     def __init__(self, geometry: Geometry, num_chunks: int) -> None:
@@ -64,34 +64,34 @@ class Pool:
 
     @property
     def instance(self) -> int:
-        """What a server calls this memory. Changes with it."""
+        """Id of this memory at the server. Changes with the memory."""
         return self._instance
 
     @property
     def view(self) -> memoryview:
-        """All of it: what a copy engine registers, anew for each `instance`."""
+        """The whole memory. A copy engine registers it again for each `instance`."""
         return self._memory.view
 
     @property
     def num_blocks(self) -> tuple[int, ...]:
-        """Pages of each group, with the one that stands for nothing."""
+        """Pages of each group, including the null block."""
         return self._num_blocks
 
     def current(self) -> tuple[int, memoryview]:
-        """`instance` and `view`, as they are together."""
+        """Consistent pair of `instance` and `view`."""
         with self._lock:
             return self._instance, self._memory.view
 
     @property
     def num_taken(self) -> int:
-        """Pages that were not given back."""
+        """Number of taken pages."""
         with self._lock:
             return sum(self._num_blocks) - len(self._num_blocks) - sum(map(len, self._free))
 
     def renew(self) -> None:
-        """Other memory, of the same size, in place of this one. What was taken is void.
+        """Replaces the memory with new memory of the same size. Taken pages become void.
 
-        Whoever still has a view of the old memory may go on using it; nobody else will.
+        A view of the old memory stays usable, but nothing else uses that memory.
         """
         memory = SharedMemory(self.num_bytes)
         with self._lock:
@@ -101,7 +101,7 @@ class Pool:
         old.close()
 
     def wire_groups(self) -> tuple[WireGroup, ...]:
-        """What a server is told, in its order."""
+        """Groups for the registration, in the server's order."""
         geometry = self.geometry
         return tuple(
             WireGroup(
@@ -121,15 +121,15 @@ class Pool:
         )
 
     def offset(self, group: int, block: int) -> int:
-        """Where a page begins in `view`."""
+        """Offset of a page in `view`."""
         if not 0 <= block < self._num_blocks[group]:
             raise LMCacheProtocolError(f"group {group} has no page {block}")
         return self._offsets[group] + block * self.geometry.page_bytes[group]
 
     def page(self, group: int, block: int) -> memoryview:
-        """Header and bytes of one page."""
+        """Header and payload of one page."""
         offset = self.offset(group, block)
-        with self._lock:  # or `renew` takes the memory away that is being looked at
+        with self._lock:  # `renew` must not replace the memory meanwhile
             return self._memory.view[offset : offset + self.geometry.page_bytes[group]]
 
     def num_free(self, group: int) -> int:
@@ -137,7 +137,7 @@ class Pool:
             return len(self._free[group])
 
     def take(self, numbers: Mapping[int, int]) -> Taken | None:
-        """So many pages of each group; None, and nothing taken, where one has not as many."""
+        """Takes pages of each group. None, and nothing taken, if a group has too few free pages."""
         with self._lock:
             if any(number > len(self._free[group]) for group, number in numbers.items()):
                 return None
@@ -145,7 +145,7 @@ class Pool:
             return Taken(self._instance, blocks)
 
     def give_back(self, taken: Taken) -> None:
-        """Pages that no server touches any more. Void ones are passed over."""
+        """Returns pages that no server can access any more. Ignores void pages."""
         with self._lock:
             if taken.instance == self._instance:
                 for group, blocks in taken.blocks.items():

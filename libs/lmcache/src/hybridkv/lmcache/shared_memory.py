@@ -1,7 +1,7 @@
-"""A named piece of memory that a server maps: removed when it is given up, and by the next start after a crash.
+"""Named shared memory that a server maps. Removed on close, or by the next start after a crash.
 
-The name must stay while a server may come to map it, so it cannot be removed early. Its owner holds a lock on it,
-which no crash leaves behind: whatever of ours has no lock belongs to nobody.
+The name must exist while a server may map it, so it cannot be unlinked early. The owner holds a file lock, which ends
+with the process: a segment of this library without a lock has no owner.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class SharedMemory:
     """One segment.
 
     Args:
-        num_bytes: of it; zeros.
-        directory: where names of shared memory lie.
+        num_bytes: size; the content is zeros.
+        directory: directory of shared memory names.
 
     Raises:
-        LMCacheConfigurationError: there is no room for it.
+        LMCacheConfigurationError: not enough shared memory.
     """
 
     def __init__(self, num_bytes: int, directory: Path = DIRECTORY) -> None:
@@ -39,8 +39,8 @@ class SharedMemory:
         self._path = directory / f"{PREFIX}{os.getpid()}-{secrets.token_hex(8)}"
         self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX)  # who sweeps may have it for a moment
-            # Not sparse: a page that cannot be had later would end the process that touches it.
+            fcntl.flock(self._file, fcntl.LOCK_EX)  # a sweep may hold it briefly
+            # Allocate now: a failed page allocation later would kill the process that touches it.
             os.posix_fallocate(self._file, 0, num_bytes)
             self._map = mmap.mmap(self._file, num_bytes)
         except OSError as error:
@@ -55,11 +55,11 @@ class SharedMemory:
 
     @property
     def name(self) -> str:
-        """As a server opens it."""
+        """Name for `shm_open`."""
         return f"/{self._path.name}"
 
     def close(self) -> None:
-        """Remove the name and give up the mapping, unless somebody still holds a view of it. Repeatable."""
+        """Removes the name, and unmaps the memory unless a view of it is in use. Repeatable."""
         if self._file < 0:
             return
         self._remove()
@@ -75,20 +75,20 @@ class SharedMemory:
 
 
 def sweep(directory: Path = DIRECTORY) -> int:
-    """Remove what crashed processes left; how many there were. Nothing that anybody holds is touched."""
+    """Removes segments of crashed processes and returns their number. Skips locked segments."""
     removed = 0
     for path in directory.glob(f"{PREFIX}*"):
         try:
             file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
         except OSError:
-            continue  # another's, or gone
+            continue  # another user's, or removed
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A segment that was made a moment ago and is not locked yet has no bytes yet.
+            # A new segment that is not locked yet is still empty.
             if os.fstat(file).st_size:
                 path.unlink()
                 removed += 1
-                logger.info("removed %s, which a process that crashed had left", path)
+                logger.info("removed %s, left by a crashed process", path)
         except OSError:
             pass
         finally:

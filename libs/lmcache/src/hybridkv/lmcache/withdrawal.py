@@ -1,7 +1,7 @@
-"""Takes back what turned out to be wrong, so that it can be stored anew: a server never overwrites what it has.
+"""Deletes corrupt objects from a server, so that they can be stored again: a server never overwrites an object.
 
-Its ZMQ side has no word for it. Its HTTP side deletes objects by the names that it derived for them, so these are
-derived here once more: BLAKE3 of the name of what lies before and the words of the chunk.
+Its ZMQ side has no call for this. Its HTTP side deletes objects by hash, so this module computes the hashes: BLAKE3 of
+the hash of the previous chunk and the words of the chunk.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hybridkv.lmcache.operations import Prefix
 logger = logging.getLogger(__name__)
 
 _BEFORE_ALL = blake3(bytes(8) + bytes(4)).digest()
-"""What the first chunk is hashed behind: the number 0 in eight bytes, and one token 0."""
+"""Hash before the first chunk: over the number 0 in eight bytes and one token 0."""
 _NO_DISK = 503
-"""Of a server without a slower tier, whose host memory is dealt with by itself."""
+"""Status for tier "l2" of a server without that tier."""
 TIMEOUT_S = 3.0
-"""Of one question. The connection looks after nothing else meanwhile."""
+"""Timeout of one request, in seconds. It blocks the connection's thread."""
 MAX_ATTEMPTS, RETRY_S = 50, 0.2
-"""What somebody reads just now is not deleted, so it is tried again."""
+"""Objects that are being read are skipped, so the deletion is retried."""
 
 
 class _Deleted(msgspec.Struct):
@@ -34,14 +34,14 @@ class _Deleted(msgspec.Struct):
 
 
 def withdraw(connection: Connection, prefix: Prefix, rank: int, chunk: int, num_groups: int) -> None:
-    """Have one rank's part of a chunk deleted, soon. Nobody is told how that ended.
+    """Deletes one rank's part of a chunk in the background. Reports no result.
 
     Args:
         connection: to the server.
-        prefix: that has the chunk.
-        rank: whose part.
-        chunk: from 0.
-        num_groups: of the cache.
+        prefix: prefix with the chunk.
+        rank: rank of the part.
+        chunk: index of the chunk, from 0.
+        num_groups: number of groups of the cache.
     """
     _begin(connection, _Withdrawal(prefix, rank, chunk, num_groups), 1)
 
@@ -67,14 +67,14 @@ def _begin(connection: Connection, withdrawal: _Withdrawal, attempt: int) -> Non
 
     def errand(ready: Ready) -> None:
         if ready.facts.hash_algorithm != "blake3":
-            return  # it stays until it is evicted
+            return  # the object stays until it is evicted
         keys = withdrawal.keys(ready.chunk_tokens)
         address = HttpAddress(connection.address.host, connection.address.http_port)
         try:
             has_skipped = _delete(address, keys, "l1")
             _delete(address, keys, "l2")
         except HttpError as error:
-            logger.warning("what LMCache's server has wrong could not be withdrawn: %s", error)
+            logger.warning("could not delete corrupt objects from LMCache's server: %s", error)
             return
         if has_skipped and attempt < MAX_ATTEMPTS:
             connection.channel.after(RETRY_S, again)
@@ -83,7 +83,7 @@ def _begin(connection: Connection, withdrawal: _Withdrawal, attempt: int) -> Non
 
 
 def _delete(address: HttpAddress, keys: list[dict[str, object]], tier: str) -> bool:
-    """Delete objects of one of a server's tiers; whether some are in use. `HttpError` where it does not."""
+    """Deletes objects of one tier of a server. True if some were skipped. Raises `HttpError` on failure."""
     status, body = delete(address, "/cache/objects", {"keys": keys, "tier": tier, "force": False}, TIMEOUT_S)
     if status == _NO_DISK and tier == "l2":
         return False
@@ -92,12 +92,12 @@ def _delete(address: HttpAddress, keys: list[dict[str, object]], tier: str) -> b
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise HttpError(f"DELETE /cache/objects: status {status}: {error}") from None
     if not deleted.ok:
-        raise HttpError("DELETE /cache/objects: the server could not")
+        raise HttpError("DELETE /cache/objects: the server failed")
     return deleted.skipped > 0
 
 
 def object_names(words: bytes, chunk_tokens: int) -> list[bytes]:
-    """How a server calls each chunk."""
+    """Hash of each chunk, as a server computes it."""
     names, name, chunk_bytes = [], _BEFORE_ALL, 4 * chunk_tokens
     for at in range(0, len(words), chunk_bytes):
         name = blake3(name + words[at : at + chunk_bytes]).digest()

@@ -1,4 +1,4 @@
-"""The server's words, one codec for each of its versions. FORMAT.md describes every field that is sent or read."""
+"""Wire format of LMCache's server, one codec per version. FORMAT.md describes every field that is sent or read."""
 
 from hybridkv.lmcache.wire.codec import (
     MAX_FRAME_BYTES,

@@ -1,8 +1,8 @@
-"""What is said to a server of any version: values, the calls made of them, and how its answers are read.
+"""Calls to a server of any version and decoding of its answers.
 
-Between versions the server changes names and numbers of fields without telling, and never answers what it does not
-understand. So each version has a codec of its own, which is a subclass that says what differs, and an answer that is
-not exactly what was asked for is `MalformedError`.
+Versions of the server differ in names and numbers of fields, without a version on the wire, and a server does not
+answer a call that it cannot decode. So each version has its own codec, a subclass with the differences, and an answer
+of an unexpected form raises `MalformedError`.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from hybridkv.lmcache.errors import LMCacheProtocolError
 T = TypeVar("T")
 
 MAX_FRAME_BYTES = 64 << 10
-"""No answer to anything that is asked here comes near it."""
+"""Maximum size of a frame; expected answers are far smaller."""
 MAX_FRAMES = 3
-"""Of an answer: whose it is, to what, and the value. A server that says nothing leaves the last one out."""
+"""Frames of an answer: call id, operation, value. The value may be missing."""
 _ENGINE = "vllm"
-"""The format detector that takes a tensor of three dimensions for what it is: blocks, slots, bytes."""
+"""Engine name for which the server reads a tensor of three dimensions as blocks, slots, bytes."""
 _SHM_EXTENSION = 1
 _WORD, _WORD_BYTES = "int32", 4
-"""What a server without a GPU moves pages in: by bytes its copies into them take up to nine times as long."""
+"""Element type of pages. With bytes, copies of a server without a GPU take up to nine times as long."""
 
 _encode = msgspec.msgpack.encode
 
 
 class MalformedError(ValueError):
-    """An answer that does not fit its question. Of a server, so a value for whoever asked, never raised to him."""
+    """Invalid answer to a call. Callers of a channel get it as a value, never as an exception."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """Which tokens, of whom. A server derives the names of its objects from it.
+    """Key of a token range. A server derives its object names from it.
 
     Args:
-        model: name that everybody shares whose pages are the same; without "@" and "/".
+        model: cache name, shared by all clients with equal pages; without "@" and "/".
         world_size: ranks that each hold a part.
-        rank: whose part; None for that of all, which only lookups may ask for.
-        tokens: words of 32 bits, big-endian: the whole prefix, whatever part of it is meant.
+        rank: rank of the part; None for all ranks, allowed only in lookups.
+        tokens: words of 32 bits, big-endian: always the whole prefix.
         start_token: a multiple of the server's chunk.
-        end_token: another.
-        session: names the question and whatever is locked for it.
+        end_token: a multiple of the server's chunk.
+        session: id of the request and of its locks.
     """
 
     model: str
@@ -59,7 +59,7 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Where pages of one group lie: `num_blocks` of `page_bytes`, tight, from `offset` of a segment."""
+    """Location of the pages of one group: `num_blocks` contiguous pages from `offset` of a segment."""
 
     segment: str
     segment_bytes: int
@@ -70,13 +70,13 @@ class TensorPlace:
 
 @dataclass(frozen=True, slots=True)
 class WireGroup:
-    """One group as the server is told of it. Its position among the groups is the position of its block ids.
+    """One group of a registration. Its position among the groups is the position of its block ids.
 
     Args:
         engine_group: groups with the same number share block ids.
-        place: of its pages.
-        tokens_per_block: that one page covers.
-        window_tokens: None where every token is needed.
+        place: location of its pages.
+        tokens_per_block: tokens per page.
+        window_tokens: None if every token is needed.
         is_recurrent: a page is a state, and only the last one is needed.
     """
 
@@ -89,7 +89,7 @@ class WireGroup:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """One rank's memory."""
+    """Registered memory of one rank."""
 
     instance: int
     model: str
@@ -102,11 +102,11 @@ class Moved(NamedTuple):
 
     is_done: bool
     is_registered: bool
-    """A server that does not know the instance says so by an empty handle."""
+    """False if the server returned an empty handle: it does not know the instance."""
 
 
 class Call(NamedTuple, Generic[T]):
-    """One question: frames, and what its answer is made of."""
+    """One call: its frames and the type of its answer."""
 
     operation: bytes
     payloads: tuple[bytes, ...]
@@ -115,7 +115,7 @@ class Call(NamedTuple, Generic[T]):
 
 
 class Codec:
-    """The calls of one version. Subclasses say what differs.
+    """Calls of one version. Subclasses define the differences.
 
     Attributes:
         version: as the server's `/lmc_version` says it.
@@ -128,24 +128,24 @@ class Codec:
     negotiates = False
 
     def key_fields(self, key: Key) -> dict[str, Any]:
-        """The fields of a key that this version has in its own way."""
+        """Version-specific fields of a key."""
         raise NotImplementedError
 
-    # Once a connection.
+    # Once per connection.
 
     def noop(self) -> Call[str]:
         return _call("noop", 24, (), str)
 
     def probe(self) -> Call[None]:
-        """A call without effect that only a server of this wire answers: keys and arity have their form in it."""
+        """A call without effect. Only a server of this version answers it, because it depends on the key format."""
         return self.free_locks(Key("hybridkv-probe", 1, None, b"", 0, 0, "hybridkv-probe"))
 
     def chunk_tokens(self, alignment_tokens: int) -> Call[int]:
-        """The server's chunk; one that negotiates settles it now, or says nothing where it cannot."""
+        """The server's chunk size. A negotiating server settles it now, or does not answer if it cannot."""
         raise NotImplementedError
 
     def settled_chunk_tokens(self) -> Call[int]:
-        """The server's chunk as it is, whomever it suits. One that negotiates keeps to it from then on."""
+        """The server's current chunk size. A negotiating server keeps it from then on."""
         return _call("get_chunk_size", 21, (), int)
 
     def register(self, registration: Registration) -> Call[None]:
@@ -182,7 +182,7 @@ class Codec:
         return _call("lookup", 8, (self._key(key), key.world_size), None)
 
     def found_chunks(self, session: str) -> Call[int | None]:
-        """What a lookup found; None while it is looking. To be asked again until it says, then no more."""
+        """Result of a lookup; None while it runs. Poll until it returns a number, then stop."""
         return _call("query_prefetch_status", 9, (session,), int | None)
 
     def free_locks(self, key: Key) -> Call[None]:
@@ -210,10 +210,10 @@ class Codec:
 
 
 def read_answer(call: Call[T], frames: Sequence[bytes]) -> T:
-    """The value in an answer's frames, without the one that says whose it is.
+    """Value of an answer. `frames` excludes the call id.
 
     Raises:
-        MalformedError: it is none to this call.
+        MalformedError: not a valid answer to this call.
     """
     if not 1 <= len(frames) < MAX_FRAMES or frames[0] != call.operation:
         raise MalformedError(f"{call.name}: {len(frames)} frames, or those of another call")
@@ -241,7 +241,7 @@ def _call(name: str, number: int | None, payloads: Sequence[Any], expected: Any)
 
 
 def named_call(name: str, payloads: Sequence[Any], expected: Any) -> Call[Any]:
-    """A call that has a name in place of a number, as every one has that is younger than the numbers."""
+    """Call that is identified by name instead of number, as newer calls are."""
     return _call(name, None, payloads, expected)
 
 
@@ -254,7 +254,7 @@ def _tensor(place: TensorPlace) -> msgspec.msgpack.Ext:
         "version": 1,
         "metadata": {
             "dtype": _WORD,
-            # One slot a block, whatever tokens it covers: so a page is any run of bytes.
+            # One slot per block, so a page can be any run of bytes.
             "shape": (place.num_blocks, 1, page),
             "stride": (page, page, 1),
             "storage_offset": place.offset // _WORD_BYTES,

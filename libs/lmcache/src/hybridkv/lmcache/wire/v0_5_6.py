@@ -1,4 +1,4 @@
-"""LMCache 0.5.6: tokens as a list of numbers; the chunk is what the server was started with."""
+"""LMCache 0.5.6: tokens as a list of numbers; the chunk size is set at server start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""LMCache 0.5.7rc2: packed tokens; the first who asks settles the chunk; locks are freed with further ranges."""
+"""LMCache 0.5.7rc2: packed tokens; the first client settles the chunk size; lock release takes further ranges."""
 
 from __future__ import annotations
 

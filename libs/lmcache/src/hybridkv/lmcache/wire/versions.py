@@ -1,4 +1,4 @@
-"""Which codec speaks with a server, by the version that it says of itself. An unknown one is refused."""
+"""Codec of each server version. An unknown version is refused."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def codec_of(version: str) -> Codec:
     """The codec of a server's version.
 
     Raises:
-        LMCacheConfigurationError: there is none. Its wire has no version of its own, and what it does not understand it
-            does not answer, so a codec that is nearly right would show as calls that never end.
+        LMCacheConfigurationError: unknown version. The wire has no version and a server does not answer calls that it
+            cannot decode, so with a nearly correct codec calls would time out.
     """
     codec = CODECS.get(version)
     if codec is None:
@@ -23,6 +23,6 @@ def codec_of(version: str) -> Codec:
             "url",
             f"an LMCache server of version {' or '.join(CODECS)}",
             version,
-            "start that server, or use a hybridkv that knows this one",
+            "start a supported server, or use a hybridkv that supports this version",
         )
     return codec

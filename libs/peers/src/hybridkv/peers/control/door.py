@@ -81,7 +81,7 @@ class Door:
         with contextlib.suppress(zmq.ZMQError):
             self.socket.unbind(self.socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0"))
             until_s = self._clock() + UNBIND_S
-            # Read events meanwhile: libzmq blocks while the monitor's queue is full and then does not unbind.
+            # Read events meanwhile: while the monitor's queue is full, libzmq blocks and handles nothing else.
             while not self._is_unbound and self._clock() < until_s:
                 self.monitor.poll(10)
                 self.look()
