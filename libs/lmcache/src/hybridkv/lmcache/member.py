@@ -15,7 +15,7 @@ from hybridkv.lmcache.wire import Registration
 logger = logging.getLogger(__name__)
 
 
-class CacheMember:
+class LMCacheSession:
     """`Member` of one cache.
 
     Args:
