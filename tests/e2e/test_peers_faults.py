@@ -18,7 +18,7 @@ from relay import Gate
 from strangers import Stranger, rubbish, shout
 
 from hybridkv.peers.leases import Lease
-from hybridkv.peers.wire import AskDigests, Describe, Digests, Done, Notice, Refused, Renew, Renewed, pack_columns
+from hybridkv.peers.wire import Describe, Digests, Done, Notice, Refused, Renew, Renewed, RequestDigests, pack_columns
 
 LAST = NUM_TOKENS - 1
 
@@ -246,7 +246,7 @@ def test_words_about_leases_that_are_none_change_nothing(faults: Faults) -> None
         assert stranger.ask(Renew(each)) == Renewed(each, 0.0)
     assert isinstance(stranger.ask(Describe(b"rubbish", b"")), Refused)
     # Digests are given to those who have described themselves, and who is asked is not told any.
-    for unexpected in (AskDigests(1, lease, 1, pack_columns([[0], [0], [1]])), Digests(1, b""), Notice(b"hello")):
+    for unexpected in (RequestDigests(1, lease, 1, pack_columns([[0], [0], [1]])), Digests(1, b""), Notice(b"hello")):
         stranger.say(unexpected)
         stranger.wait_until_thrown_out()
         stranger = Stranger(port)

@@ -141,7 +141,7 @@ MUTANTS: Final = (
     Mutant(
         "a peer without the secret that is let in",
         f"{_PEERS}/control/curve.py",
-        'status = b"200" if hmac.compare_digest(shown, self._admitted) else b"400"',
+        'status = b"200" if hmac.compare_digest(client_key, self._admitted) else b"400"',
         'status = b"200"',
         "//libs/peers:peers_test",
     ),

@@ -27,7 +27,7 @@ from hybridkv.connectors.vllm.lmcache.saves import Saves
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
 from hybridkv.connectors.vllm.lmcache.site import page_groups
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
-from hybridkv.lmcache.calls import Answer, Lack, Trouble
+from hybridkv.lmcache.calls import Answer, CallFailure, Trouble
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.keys import words_of
 from hybridkv.lmcache.operations import Found, Lookup, Prefix
@@ -82,7 +82,7 @@ class PlayedServer:
         asked.lookup.end(Answer(found))
 
     def fail(self, trouble: Trouble = Trouble.LOST, which: int = 0) -> None:
-        self.asked.pop(which).lookup.end(Lack(trouble))
+        self.asked.pop(which).lookup.end(CallFailure(trouble))
 
 
 def layout_of(groups: Sequence[GroupSpec], world_size: int = 1) -> CacheLayout:

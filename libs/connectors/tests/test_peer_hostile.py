@@ -34,12 +34,12 @@ from hybridkv.peers.transport import Transport
 from hybridkv.peers.wire import (
     NO_SECRET,
     Accepted,
-    AskDigests,
     Describe,
     Digests,
     Message,
     Question,
     Renew,
+    RequestDigests,
     WireLimits,
     pack_columns,
 )
@@ -136,13 +136,13 @@ def test_who_describes_itself_twice_is_left(pair: tuple[Engine, Engine], rogue: 
     require_loads(pair, "p")
 
 
-@pytest.mark.parametrize("message", [Question(1, b"x"), Accepted(), Digests(1, b""), AskDigests(1, None, 1, b"")])  # type: ignore[arg-type]
+@pytest.mark.parametrize("message", [Question(1, b"x"), Accepted(), Digests(1, b""), RequestDigests(1, None, 1, b"")])  # type: ignore[arg-type]
 def test_what_does_not_belong_here_ends_its_connection(
     pair: tuple[Engine, Engine], rogue: Rogue, message: Message
 ) -> None:
-    if isinstance(message, AskDigests):
+    if isinstance(message, RequestDigests):
         lease = hand_over(pair[0], "other", TABLES, NUM_TOKENS).lease
-        message = AskDigests(1, lease, NUM_TOKENS, pack_columns([[0], [0], [1]]))
+        message = RequestDigests(1, lease, NUM_TOKENS, pack_columns([[0], [0], [1]]))
     rogue.say(message)
     rogue.until(lambda: rogue.is_closed)
 
@@ -165,7 +165,7 @@ def test_more_questions_than_allowed_are_answered_at_once(
     lease = hand_over(pair[0], "late", TABLES, NUM_TOKENS, is_planned=False).lease
     rogue.say(Renew(lease))
     spans = pack_columns([[0], [0], [1]])
-    rogue.say(*(AskDigests(number, lease, NUM_TOKENS, spans) for number in range(6)))
+    rogue.say(*(RequestDigests(number, lease, NUM_TOKENS, spans) for number in range(6)))
     rogue.until(lambda: sum(isinstance(each, Digests) for each in rogue.heard) == 2)
     assert [each for each in rogue.heard if isinstance(each, Digests)] == [
         Digests(number, b"", lease_server.BUSY) for number in (4, 5)

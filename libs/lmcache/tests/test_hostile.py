@@ -18,7 +18,7 @@ import pytest
 import zmq
 from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
 
-from hybridkv.lmcache.calls import Answer, Ended, Lack, Trouble
+from hybridkv.lmcache.calls import Answer, CallFailure, Ended, Trouble
 from hybridkv.lmcache.channel import DEFAULT_LIMITS, Channel, ChannelLimits
 from hybridkv.lmcache.connection import CLOSE_S, Connection, ConnectionOptions, Down, Ready
 from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
@@ -81,7 +81,7 @@ def test_a_server_that_never_answers_is_down_and_costs_nobody_anything(server: S
     try:
         assert eventually(lambda: len(server.calls) >= 2)
         ended = rig.ask_when_down(digests_of("silence", 1), timeout_s=3600.0)
-        assert isinstance(ended, Lack) and ended.trouble is Trouble.UNSENT
+        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.UNSENT
     finally:
         rig.close()
 
@@ -100,7 +100,7 @@ def test_a_call_without_an_answer_ends_at_its_deadline_and_is_told_of_a_late_one
         first: Ended[bool] = wait(
             lambda end: channel.call(CODEC_0_5_7RC2.ping(1), QUICK_S, end, lambda: late.append(True))
         )
-        assert isinstance(first, Lack) and first.trouble is Trouble.TIMEOUT
+        assert isinstance(first, CallFailure) and first.trouble is Trouble.TIMEOUT
         assert not late
         assert _ping(channel) == Answer(True)
         assert eventually(lambda: late == [True])
@@ -117,7 +117,7 @@ def test_a_call_that_was_answered_takes_up_nothing_until_its_deadline(server: Sc
         assert not channel._asked and not channel._timers
         server.script = silent
         ended = _ping(channel, QUICK_S)
-        assert isinstance(ended, Lack) and ended.trouble is Trouble.TIMEOUT, "a deadline before all that were"
+        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.TIMEOUT, "a deadline before all that were"
     finally:
         channel.close(TIMEOUT_S)
 
@@ -130,11 +130,11 @@ def test_more_calls_than_may_wait_are_busy(server: ScriptedServer) -> None:
         for _ in range(3):
             channel.call(CODEC_0_5_7RC2.ping(1), TIMEOUT_S, ended.append)
         assert eventually(lambda: len(ended) == 1)
-        assert ended == [Lack(Trouble.BUSY, "ping")]
+        assert ended == [CallFailure(Trouble.BUSY, "ping")]
     finally:
         channel.close(TIMEOUT_S)
-    assert ended[1:] == [Lack(Trouble.CLOSED, "ping")] * 2
-    assert isinstance(_ping(channel), Lack)
+    assert ended[1:] == [CallFailure(Trouble.CLOSED, "ping")] * 2
+    assert isinstance(_ping(channel), CallFailure)
 
 
 def test_what_was_not_sent_by_its_deadline_is_never_sent() -> None:
@@ -143,7 +143,7 @@ def test_what_was_not_sent_by_its_deadline_is_never_sent() -> None:
     channel = Channel(address.host, address.port)
     try:
         ended = _ping(channel, 0.2)
-        assert isinstance(ended, Lack) and ended.trouble is Trouble.UNSENT
+        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.UNSENT
     finally:
         channel.close(TIMEOUT_S)
 
@@ -157,7 +157,7 @@ def test_a_connection_that_is_given_up_ends_what_is_under_way_and_begins_anew(se
         assert eventually(lambda: server.calls == ["ping"])
         channel.drop()
         assert eventually(lambda: len(ended) == 1)
-        assert ended == [Lack(Trouble.LOST, "ping")]
+        assert ended == [CallFailure(Trouble.LOST, "ping")]
         server.script = polite
         assert _ping(channel) == Answer(True)
     finally:
@@ -184,7 +184,7 @@ def test_an_answer_that_is_none_is_malformed_and_the_next_one_counts(server: Scr
     channel = _channel(server)
     try:
         ended = _ping(channel)
-        assert isinstance(ended, Lack) and ended.trouble is Trouble.MALFORMED
+        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.MALFORMED
         server.script = polite
         assert _ping(channel) == Answer(True)
     finally:
@@ -209,7 +209,7 @@ def test_a_frame_that_is_too_long_ends_the_connection_and_takes_no_memory(server
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         bytes(64 << 20)  # what the script takes itself
         ended = _ping(channel)
-        assert isinstance(ended, Lack) and ended.trouble in {Trouble.LOST, Trouble.TIMEOUT}
+        assert isinstance(ended, CallFailure) and ended.trouble in {Trouble.LOST, Trouble.TIMEOUT}
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
     finally:
         channel.close(TIMEOUT_S)
@@ -242,7 +242,7 @@ def test_a_server_that_finds_more_than_was_looked_for_is_not_believed(server: Sc
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x05"]])
         ended = rig.lookup(digests_of("more", 4))
-        assert isinstance(ended, Lack) and ended.trouble is Trouble.MALFORMED
+        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.MALFORMED
         assert rig.operations.counts().lacks == {"lookup malformed": 1}
 
 
@@ -250,7 +250,7 @@ def test_a_lookup_that_never_ends_ends_at_its_deadline(server: ScriptedServer) -
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         server.script = _after("query_prefetch_status", lambda name, frames: [frames[:3]])
         ended = rig.lookup(digests_of("endless", 4), timeout_s=0.3)
-        assert isinstance(ended, Lack) and ended.trouble is Trouble.TIMEOUT
+        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.TIMEOUT
         assert eventually(lambda: "free_lookup_locks" in server.calls and "end_session" in server.calls)
 
 
@@ -265,7 +265,7 @@ def test_pages_that_are_void_are_not_written_and_the_locks_are_given_back(server
         ended: Ended[None] = wait(
             lambda end: rig.operations.retrieve(found.value, 0, pages, TIMEOUT_S, end, lambda: settled.append(True))
         )
-        assert isinstance(ended, Lack) and ended.trouble is Trouble.UNSENT
+        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.UNSENT
         assert eventually(lambda: settled == [True] and {"free_lookup_locks", "end_session"} <= set(server.calls))
         assert "retrieve" not in server.calls
 
@@ -463,7 +463,7 @@ def test_a_channel_without_a_socket_makes_one_when_it_can(
         channel.drop()
         assert eventually(lambda: num_failures[0] >= 1)
         unsent = _ping(channel, 0.1)
-        assert isinstance(unsent, Lack) and unsent.trouble is Trouble.UNSENT
+        assert isinstance(unsent, CallFailure) and unsent.trouble is Trouble.UNSENT
         assert eventually(lambda: num_failures[0] >= 2)
         may_connect.set()
         assert _ping(channel) == Answer(True)
@@ -485,7 +485,7 @@ def test_a_channel_that_has_no_socket_closes(server: ScriptedServer, monkeypatch
     ended: list[Ended[bool]] = []
     channel.call(CODEC_0_5_7RC2.ping(1), TIMEOUT_S, ended.append)
     assert channel.close(TIMEOUT_S)
-    assert ended == [Lack(Trouble.CLOSED, "ping")]
+    assert ended == [CallFailure(Trouble.CLOSED, "ping")]
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["half-open", "silent"])

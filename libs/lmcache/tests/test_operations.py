@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from caches import digests_of
 
-from hybridkv.lmcache.calls import Answer, Ended, Lack, Trouble
+from hybridkv.lmcache.calls import Answer, CallFailure, Ended, Trouble
 from hybridkv.lmcache.connection import Ready
 from hybridkv.lmcache.detection import ServerFacts
 from hybridkv.lmcache.keys import words_of
@@ -51,14 +51,14 @@ def _looked_up(channel: PlayedChannel) -> Ended[Found]:
 @pytest.mark.parametrize(
     ("poll", "lookup"),
     [
-        (Lack(Trouble.UNSENT), Lack(Trouble.TIMEOUT, "lookup")),
-        (Lack(Trouble.BUSY), Lack(Trouble.BUSY)),
-        (Lack(Trouble.TIMEOUT), Lack(Trouble.TIMEOUT)),
-        (Lack(Trouble.MALFORMED), Lack(Trouble.MALFORMED)),
+        (CallFailure(Trouble.UNSENT), CallFailure(Trouble.TIMEOUT, "lookup")),
+        (CallFailure(Trouble.BUSY), CallFailure(Trouble.BUSY)),
+        (CallFailure(Trouble.TIMEOUT), CallFailure(Trouble.TIMEOUT)),
+        (CallFailure(Trouble.MALFORMED), CallFailure(Trouble.MALFORMED)),
     ],
     ids=["unsent", "busy", "timeout", "malformed"],
 )
-def test_a_lookup_that_was_sent_is_given_back_however_its_poll_ends(poll: Lack, lookup: Lack) -> None:
+def test_a_lookup_that_was_sent_is_given_back_however_its_poll_ends(poll: CallFailure, lookup: CallFailure) -> None:
     channel = PlayedChannel({"query_prefetch_status": poll})
     assert _looked_up(channel) == lookup
     assert channel.calls == ["lookup", "query_prefetch_status", "free_lookup_locks", "end_session"]
@@ -66,8 +66,8 @@ def test_a_lookup_that_was_sent_is_given_back_however_its_poll_ends(poll: Lack, 
 
 @pytest.mark.parametrize("trouble", [Trouble.UNSENT, Trouble.BUSY])
 def test_of_a_lookup_that_never_left_nothing_is_given_back(trouble: Trouble) -> None:
-    channel = PlayedChannel({"lookup": Lack(trouble)})
-    assert _looked_up(channel) == Lack(trouble)
+    channel = PlayedChannel({"lookup": CallFailure(trouble)})
+    assert _looked_up(channel) == CallFailure(trouble)
     assert channel.calls == ["lookup"]
 
 

@@ -5,7 +5,7 @@ import uuid
 import pytest
 from caches import DEEPSEEK_V4, INTERLEAVED, QWEN3_NEXT, content_of, digests_of
 
-from hybridkv.lmcache.calls import Answer, Lack, Trouble
+from hybridkv.lmcache.calls import Answer, CallFailure, Trouble
 from hybridkv.lmcache.geometry import PageGroup
 from hybridkv.lmcache.page import PageState
 from hybridkv.lmcache.withdrawal import withdraw
@@ -195,7 +195,7 @@ def test_a_server_that_forgot_the_pool_is_told_again(server: ServerProcess) -> N
         assert ready is not None
         rig.ask(ready.codec.unregister(rig.pool.instance))
         ended = rig.store(digests, content)
-        assert isinstance(ended, Lack) and ended.trouble is Trouble.REFUSED
+        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.REFUSED
         assert eventually(lambda: rig.store(digests, content) == Answer(None))
         assert eventually(lambda: rig.num_found(digests) == 1)
 

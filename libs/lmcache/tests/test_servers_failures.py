@@ -12,7 +12,7 @@ import pytest
 from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
 from real_servers import lmcache_of
 
-from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, Answer, Ended, Lack, Trouble
+from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, Answer, CallFailure, Ended, Trouble
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
 from hybridkv.lmcache.page import PageState
 from hybridkv.lmcache.withdrawal import withdraw
@@ -73,7 +73,7 @@ def test_what_is_on_a_servers_disk_is_read_by_the_next_one_and_a_changed_byte_is
         site.server.kill()
         assert eventually(lambda: isinstance(rig.connection.state, Down))
         ended = rig.lookup(digests)
-        assert isinstance(ended, Lack) and ended.trouble in NEVER_LEFT
+        assert isinstance(ended, CallFailure) and ended.trouble in NEVER_LEFT
         site.start()
         rig.ready()
         _, found, states = rig.retrieve(digests)
@@ -118,7 +118,7 @@ def test_a_server_that_is_killed_in_mid_flight_ends_every_call_and_serves_again(
         for thread in threads:
             thread.join(patience.seconds(30.0))
         assert len(ended) == 4
-        assert all(isinstance(each, Lack) and each.trouble in MAY_HAPPEN | NEVER_LEFT for each in ended), ended
+        assert all(isinstance(each, CallFailure) and each.trouble in MAY_HAPPEN | NEVER_LEFT for each in ended), ended
         instance = rig.pool.instance
         site.start()
         rig.ready()
@@ -136,11 +136,11 @@ def test_a_server_that_answers_no_more_costs_the_deadline(site: Site) -> None:
         content = content_of("stopped", rig.geometry, 1)
         site.server.signal(signal.SIGSTOP)
         ended = rig.store(digests, content, timeout_s=patience.seconds(0.05))
-        assert isinstance(ended, Lack) and ended.trouble in MAY_HAPPEN
+        assert isinstance(ended, CallFailure) and ended.trouble in MAY_HAPPEN
         assert rig.pool.num_taken == 4, "the server may read them yet"
         assert eventually(lambda: isinstance(rig.connection.state, Down))
         lookup = rig.lookup(digests, timeout_s=0.5)
-        assert isinstance(lookup, Lack) and lookup.trouble is Trouble.UNSENT
+        assert isinstance(lookup, CallFailure) and lookup.trouble is Trouble.UNSENT
         site.server.signal(signal.SIGCONT)
         assert eventually(lambda: isinstance(rig.connection.state, Ready))
         assert rig.pool.num_taken == 0

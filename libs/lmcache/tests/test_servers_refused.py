@@ -8,7 +8,7 @@ import pytest
 from caches import DEEPSEEK_V4, FULL, QWEN3_NEXT, RECURRENT, content_of, digests_of
 from real_servers import lmcache_of
 
-from hybridkv.lmcache.calls import Answer, Lack, Trouble
+from hybridkv.lmcache.calls import Answer, CallFailure, Trouble
 from hybridkv.lmcache.connection import Down
 from hybridkv.lmcache.geometry import PageGroup
 from hybridkv.lmcache.page import PageState
@@ -40,7 +40,7 @@ def test_a_state_is_refused_by_a_server_that_keeps_everything_together(plain_ser
     try:
         assert "--separate-object-groups" in _refusal(rig)
         ended = rig.ask_when_down(digests_of("refused", 1))
-        assert isinstance(ended, Lack) and ended.trouble is Trouble.UNSENT
+        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.UNSENT
     finally:
         rig.close()
 

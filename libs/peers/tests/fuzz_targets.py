@@ -21,7 +21,6 @@ from hybridkv.peers.transport.nixl_capability import decode_capability as decode
 from hybridkv.peers.transport.nixl_capability import encode_capability as encode_nixl
 from hybridkv.peers.wire import (
     Accepted,
-    AskDigests,
     Describe,
     Digests,
     Done,
@@ -32,6 +31,7 @@ from hybridkv.peers.wire import (
     Renew,
     Renewed,
     Reply,
+    RequestDigests,
     WireError,
     WireLimits,
     pack_columns,
@@ -49,7 +49,7 @@ MEMORY = RegisteredMemory((Region(1 << 20, 4096), None, Region(1 << 30, 64 << 10
 
 MESSAGES = (
     *(Describe(b"a description", b"a capability"), Accepted(), Refused("field", "ours", "theirs", "hint")),
-    AskDigests(1, LEASE, 20, pack_columns([[0, 1], [0, 2], [3, 1]])),
+    RequestDigests(1, LEASE, 20, pack_columns([[0, 1], [0, 2], [3, 1]])),
     *(Digests(1, bytes(32)), Digests(2, b"", "busy"), Renew(LEASE), Renewed(LEASE, 3.5), Done(LEASE, True, 1, 2)),
     *(Question(1, b"body"), Reply(1, b"body"), Notice(b"body")),
 )
@@ -59,7 +59,7 @@ def _message(data: bytes) -> None:
     message = CODEC.decode(data)
     if not isinstance(message, Renewed) or message.remaining_s == message.remaining_s:
         assert CODEC.decode(CODEC.encode(message)) == message
-    if isinstance(message, AskDigests):
+    if isinstance(message, RequestDigests):
         _digested(message)
 
 
@@ -102,7 +102,7 @@ def _description(data: bytes) -> None:
             digest_runs(exchange, side, LOCAL if side is Side.OURS else REMOTE, digest_request(pairing))
 
 
-def _digested(message: AskDigests) -> None:
+def _digested(message: RequestDigests) -> None:
     agreement = compare(OURS, THEIRS)
     assert not isinstance(agreement, Refusal)
     request = DigestRequest.of(message.num_tokens, unpack_columns(message.spans, 3, LIMITS.max_items))

@@ -10,7 +10,7 @@ from control_pair import TIMEOUT_S, Recorder, Stranger, counted
 
 from hybridkv.peers.control import ControlLoop, LinkId
 from hybridkv.peers.leases import Lease
-from hybridkv.peers.wire import CloseReason, Message, Renew, Secret, WireError, WireLimits, who_gives_way
+from hybridkv.peers.wire import CloseReason, Message, Renew, Secret, WireError, WireLimits, stranger_to_close
 
 SECRET = Secret(b"a secret that both sides know")
 TIMES = {"handshake_timeout_s": TIMEOUT_S, "heartbeat_s": TIMEOUT_S / 3, "silence_timeout_s": TIMEOUT_S}
@@ -43,7 +43,7 @@ def require_heard(loop: ControlLoop, heard_here: Recorder, heard_there: Recorder
     ("hosts", "gone"), [("a", 0), ("aab", 0), ("baa", 1), ("abab", 0), ("baba", 0), ("abbab", 1), ("cabb", 2)]
 )
 def test_the_oldest_of_the_host_that_has_most_gives_way(hosts: str, gone: int) -> None:
-    assert who_gives_way(list(hosts)) == gone
+    assert stranger_to_close(list(hosts)) == gone
 
 
 def test_a_crowd_of_one_host_leaves_a_stranger_of_another_its_place(make_loop: MakeLoop) -> None:

@@ -15,7 +15,6 @@ from hybridkv.peers.errors import PeersConfigurationError, PeersProtocolError
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.wire import (
     Accepted,
-    AskDigests,
     Bye,
     CloseReason,
     Describe,
@@ -30,6 +29,7 @@ from hybridkv.peers.wire import (
     Renew,
     Renewed,
     Reply,
+    RequestDigests,
     WireError,
     WireLimits,
     Word,
@@ -49,10 +49,10 @@ lease = st.builds(Lease, natural, natural)
 
 
 @st.composite
-def asks(draw: st.DrawFn) -> AskDigests:
+def asks(draw: st.DrawFn) -> RequestDigests:
     rows = draw(st.lists(st.tuples(natural, natural, st.integers(0, LIMITS.max_items // 8)), max_size=8))
     table = np.array(rows, dtype=np.int64).reshape(-1, 3)
-    return AskDigests(draw(natural), draw(lease), draw(natural), pack_columns(list(table.T)))
+    return RequestDigests(draw(natural), draw(lease), draw(natural), pack_columns(list(table.T)))
 
 
 messages = st.one_of(
@@ -121,13 +121,13 @@ def test_a_header_that_promises_billions_takes_no_memory(body: bytes) -> None:
 
 def test_a_list_that_is_too_long_is_refused() -> None:
     zeros = [0] * (LIMITS.max_items + 1)
-    ask = AskDigests(1, LEASE, 5, pack_columns([zeros] * 3))
+    ask = RequestDigests(1, LEASE, 5, pack_columns([zeros] * 3))
     assert reason_of(msgspec.msgpack.encode(ask)) is CloseReason.OVERSIZED
     for counts in ([LIMITS.max_items, 1], [(1 << 62), (1 << 62)], [(1 << 63) - 1] * 2):
-        ask = AskDigests(1, LEASE, 5, pack_columns([[0, 1], [0, 0], counts]))
+        ask = RequestDigests(1, LEASE, 5, pack_columns([[0, 1], [0, 0], counts]))
         assert reason_of(msgspec.msgpack.encode(ask)) is CloseReason.OVERSIZED
     # However many numbers a list may have: a group has one span.
-    many = AskDigests(1, LEASE, 5, pack_columns([[0] * 65] * 3))
+    many = RequestDigests(1, LEASE, 5, pack_columns([[0] * 65] * 3))
     with pytest.raises(WireError, match="oversized"):
         MessageCodec(WireLimits()).decode(msgspec.msgpack.encode(many))
     answer = Digests(1, bytes(16 * len(zeros)))
@@ -142,10 +142,10 @@ def test_a_text_that_is_too_long_is_refused() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        AskDigests(1, LEASE, 5, pack_columns([[0], [-1], [8]])),
-        AskDigests(1, LEASE, 5, pack_columns([[0], [0], [-1]])),
-        AskDigests(1, LEASE, -1, pack_columns([[0], [0], [8]])),
-        AskDigests(1, LEASE, 5, b"1234567"),
+        RequestDigests(1, LEASE, 5, pack_columns([[0], [-1], [8]])),
+        RequestDigests(1, LEASE, 5, pack_columns([[0], [0], [-1]])),
+        RequestDigests(1, LEASE, -1, pack_columns([[0], [0], [8]])),
+        RequestDigests(1, LEASE, 5, b"1234567"),
         Done(LEASE, True, 2, 2),
         Done(LEASE, True, 0, 0),
         Done(LEASE, True, 0, 1025),

@@ -12,8 +12,8 @@ from hybridkv.peers.ranks import (
     head_sources,
     rank_links,
     reader_ranks,
+    release_links,
     source_ranks,
-    telling_links,
 )
 
 SIZES = [1, 2, 4, 8]
@@ -90,6 +90,6 @@ def test_every_remote_rank_hears_from_all_of_its_readers_and_from_nobody_else(
 def test_sizes_that_do_not_fit_are_not_linked_and_each_rank_is_still_told_once() -> None:
     assert rank_links([0, 8], 2, 0, 4) is None
     assert rank_links([0, 8], 4, 3, 4) == (RankLink(3, True, 0, 1),)
-    told = [link.rank for rank in range(3) for link in telling_links(3, rank, 5)]
+    told = [link.rank for rank in range(3) for link in release_links(3, rank, 5)]
     assert sorted(told) == [0, 1, 2, 3, 4]
-    assert telling_links(3, 2, 2) == ()
+    assert release_links(3, 2, 2) == ()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from hybridkv.lmcache.block_ids import NULL_BLOCK
-from hybridkv.lmcache.calls import MAY_HAPPEN, Answer, Ended, Lack
+from hybridkv.lmcache.calls import MAY_HAPPEN, Answer, CallFailure, Ended
 from hybridkv.lmcache.connection import DEFAULT_OPTIONS, Connection, ConnectionOptions, Down, ServerAddress
 from hybridkv.lmcache.geometry import Geometry, PageGroup
 from hybridkv.lmcache.keys import page_identity, words_of
@@ -145,8 +145,8 @@ class Rig:
     ) -> tuple[Ended[None], Blocks, dict[PageState, int]]:
         """What a resume at the end of what is found needs: how it ended, what is good, and how pages turned out."""
         ended = self.lookup(digests)
-        if isinstance(ended, Lack) or not ended.value.num_chunks:
-            return ended if isinstance(ended, Lack) else Answer(None), {}, {}
+        if isinstance(ended, CallFailure) or not ended.value.num_chunks:
+            return ended if isinstance(ended, CallFailure) else Answer(None), {}, {}
         return self.retrieve_found(digests, ended.value, start_chunk, timeout_s)
 
     def retrieve_found(

@@ -37,7 +37,7 @@ MAY_HAPPEN = frozenset({Trouble.TIMEOUT, Trouble.LOST, Trouble.CLOSED})
 """The server may still execute the call."""
 
 
-class Lack(msgspec.Struct, frozen=True):
+class CallFailure(msgspec.Struct, frozen=True):
     """Failed call, as a value."""
 
     trouble: Trouble
@@ -54,7 +54,7 @@ class Answer(Generic[T_co]):
     value: T_co
 
 
-Ended: TypeAlias = Answer[T] | Lack
+Ended: TypeAlias = Answer[T] | CallFailure
 
 
 class ChannelCounts(msgspec.Struct, frozen=True):

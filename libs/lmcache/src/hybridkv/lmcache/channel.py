@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from hybridkv.lmcache.calls import Answer, ChannelCounts, Ended, Lack, Trouble
+from hybridkv.lmcache.calls import Answer, CallFailure, ChannelCounts, Ended, Trouble
 from hybridkv.lmcache.errors import LMCacheProtocolError
 from hybridkv.lmcache.wire import MAX_FRAME_BYTES, MAX_FRAMES, Call, MalformedError, read_answer
 
@@ -302,7 +302,7 @@ class Channel:
         asked, self._asked = self._asked, {}
         self._late.clear()
         for each in asked.values():
-            self._end(each, Lack(Trouble.LOST, each.call.name))
+            self._end(each, CallFailure(Trouble.LOST, each.call.name))
         self._reconnect()
 
     def _reconnect(self) -> None:
@@ -319,7 +319,7 @@ class Channel:
     def _send(self, asked: _Asked) -> None:
         """Sends a call, or retries soon if there is no connection yet."""
         if self._is_closing or self._clock() >= asked.until_s:
-            self._end(asked, Lack(Trouble.CLOSED if self._is_closing else Trouble.UNSENT, asked.call.name))
+            self._end(asked, CallFailure(Trouble.CLOSED if self._is_closing else Trouble.UNSENT, asked.call.name))
             return
         uid = next(self._uids).to_bytes(8, "big")
         try:
@@ -340,7 +340,7 @@ class Channel:
                 if len(self._late) >= self._limits.max_late:
                     del self._late[next(iter(self._late))]
                 self._late[uid] = asked
-            self._end(asked, Lack(Trouble.TIMEOUT, asked.call.name))
+            self._end(asked, CallFailure(Trouble.TIMEOUT, asked.call.name))
         self._due_s = min((asked.until_s for asked in self._asked.values()), default=math.inf)
 
     def _read(self) -> bool:
@@ -374,12 +374,12 @@ class Channel:
                 raise MalformedError(f"{call.name}: {num_frames} frames")
             value = read_answer(call, frames[1:])
         except MalformedError as error:
-            return Lack(Trouble.MALFORMED, str(error))
+            return CallFailure(Trouble.MALFORMED, str(error))
         self._count("answers")
         return Answer(value)
 
     def _end(self, asked: _Asked, ended: Ended[Any]) -> None:
-        if isinstance(ended, Lack):
+        if isinstance(ended, CallFailure):
             self._lacks[ended.trouble] = self._lacks.get(ended.trouble, 0) + 1
         on_end, asked.on_end = asked.on_end, None
         if on_end is not None:
@@ -391,9 +391,9 @@ class Channel:
             self._num_open -= 1
             self._changed.notify_all()
 
-    def _lacking(self, trouble: Trouble, name: str) -> Lack:
+    def _lacking(self, trouble: Trouble, name: str) -> CallFailure:
         self._lacks[trouble] = self._lacks.get(trouble, 0) + 1
-        return Lack(trouble, name)
+        return CallFailure(trouble, name)
 
     def _count(self, name: str) -> None:
         self._tally[name] = self._tally.get(name, 0) + 1
@@ -404,7 +404,7 @@ class Channel:
         self._disconnect()
         asked, self._asked = self._asked, {}
         for each in asked.values():
-            self._end(each, Lack(Trouble.CLOSED, each.call.name))
+            self._end(each, CallFailure(Trouble.CLOSED, each.call.name))
         self._late.clear()
         # Unsent calls are among commands and timers; each ends with CLOSED.
         self._obey()

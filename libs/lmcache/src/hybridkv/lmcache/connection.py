@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
-from hybridkv.lmcache.calls import Answer, Ended, Lack, Trouble
+from hybridkv.lmcache.calls import Answer, CallFailure, Ended, Trouble
 from hybridkv.lmcache.channel import DEFAULT_LIMITS, Channel, ChannelLimits
 from hybridkv.lmcache.detection import ServerFacts, detect
 from hybridkv.lmcache.errors import LMCacheConfigurationError
@@ -288,11 +288,11 @@ class Connection:
 
     def _agree(self, codec: Codec, alignment: int) -> int:
         ended = self._ask(codec.chunk_tokens(alignment))
-        if isinstance(ended, Lack) and codec.negotiates and ended.trouble is Trouble.TIMEOUT:
+        if isinstance(ended, CallFailure) and codec.negotiates and ended.trouble is Trouble.TIMEOUT:
             # A server does not answer if another engine has settled another chunk size. Its configuration does not
             # show which.
             ended = self._ask(codec.settled_chunk_tokens())
-        if isinstance(ended, Lack):
+        if isinstance(ended, CallFailure):
             raise _SilentError(f"no answer about the chunk: {ended}")
         chunk_tokens = ended.value
         if chunk_tokens <= 0 or chunk_tokens % alignment:
@@ -329,7 +329,9 @@ class Connection:
 
     def _lives(self, ready: Ready) -> bool:
         # Repeating a registration has no effect. A server drops the registration of an idle process.
-        if ready.registration is not None and isinstance(self._ask(ready.codec.register(ready.registration)), Lack):
+        if ready.registration is not None and isinstance(
+            self._ask(ready.codec.register(ready.registration)), CallFailure
+        ):
             return False
         instance = ready.registration.instance if ready.registration else None
         return isinstance(self._ask(ready.codec.ping(instance)), Answer)
@@ -340,7 +342,7 @@ class Connection:
 
     def _said(self, call: Call[T]) -> T:
         ended = self._ask(call)
-        if isinstance(ended, Lack):
+        if isinstance(ended, CallFailure):
             raise _SilentError(f"no answer: {ended}")
         return ended.value
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, Answer, Ended, Lack, Trouble
+from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, Answer, CallFailure, Ended, Trouble
 from hybridkv.lmcache.connection import Connection, Ready
 from hybridkv.lmcache.errors import LMCacheProtocolError
 from hybridkv.lmcache.pool import Taken
@@ -189,7 +189,7 @@ class Operations:
         late answer. Without an answer it is not called, and the pages stay in use until the server is replaced.
         """
         ready = self._mover(pages)
-        if isinstance(ready, Lack):
+        if isinstance(ready, CallFailure):
             self.release(found, timeout_s)
             on_end(ready)
             on_settled()
@@ -223,7 +223,7 @@ class Operations:
         `on_settled`: see `retrieve`.
         """
         ready = self._mover(pages)
-        if isinstance(ready, Lack):
+        if isinstance(ready, CallFailure):
             on_end(ready)
             on_settled()
             return
@@ -252,7 +252,7 @@ class Operations:
             self._lookup(prefix, rank, self._session(), until_s, hear)
 
         def hear(ended: Ended[Found]) -> None:
-            if isinstance(ended, Lack):
+            if isinstance(ended, CallFailure):
                 on_end(ended)
                 return
             self.release(ended.value)
@@ -260,7 +260,7 @@ class Operations:
             if ready is not None and ended.value.num_chunks * ready.chunk_tokens == prefix.num_tokens:
                 on_end(Answer(None))
             elif self._clock() >= until_s:
-                on_end(Lack(Trouble.REFUSED, "the stored prefix is not readable"))
+                on_end(CallFailure(Trouble.REFUSED, "the stored prefix is not readable"))
             else:
                 self._channel.after(next(pauses), look)
 
@@ -272,7 +272,7 @@ class Operations:
         self, prefix: Prefix, rank: int | None, session: str, until_s: float, on_end: Callable[[Ended[Found]], None]
     ) -> None:
         ready = self._ready()
-        if isinstance(ready, Lack):
+        if isinstance(ready, CallFailure):
             on_end(ready)
             return
         num_chunks = prefix.num_tokens // ready.chunk_tokens
@@ -280,14 +280,14 @@ class Operations:
         nothing = Found(prefix, rank, 0, session)
         pauses = itertools.chain(POLL_S, itertools.repeat(POLL_S[-1]))
 
-        def give_up(lack: Lack) -> None:
+        def give_up(lack: CallFailure) -> None:
             # Release the current locks. The server itself expires locks that it takes later.
             everything = Found(prefix, rank, num_chunks, session)
             self.release(everything, self._left_s(until_s, 1.0))
             on_end(lack)
 
         def asked(ended: Ended[None]) -> None:
-            if not isinstance(ended, Lack):
+            if not isinstance(ended, CallFailure):
                 look()
             elif ended.trouble in NEVER_LEFT:
                 on_end(ended)
@@ -296,18 +296,18 @@ class Operations:
 
         def look() -> None:
             if self._clock() >= until_s:
-                give_up(Lack(Trouble.TIMEOUT, "lookup"))
+                give_up(CallFailure(Trouble.TIMEOUT, "lookup"))
                 return
             self._channel.call(ready.codec.found_chunks(session), self._left_s(until_s), seen)
 
         def seen(ended: Ended[int | None]) -> None:
-            if isinstance(ended, Lack):
+            if isinstance(ended, CallFailure):
                 # The lookup was sent, so the server may hold locks, even if this poll was not sent before the deadline.
-                give_up(Lack(Trouble.TIMEOUT, "lookup") if ended.trouble is Trouble.UNSENT else ended)
+                give_up(CallFailure(Trouble.TIMEOUT, "lookup") if ended.trouble is Trouble.UNSENT else ended)
             elif ended.value is None:
                 self._channel.after(next(pauses), look, is_open=True)
             elif ended.value > num_chunks:
-                give_up(Lack(Trouble.MALFORMED, f"{ended.value} of {num_chunks} chunks"))
+                give_up(CallFailure(Trouble.MALFORMED, f"{ended.value} of {num_chunks} chunks"))
             elif ended.value == 0:
                 self._forget(ready, session, self._left_s(until_s, 1.0))
                 on_end(Answer(nothing))
@@ -327,7 +327,7 @@ class Operations:
             if isinstance(ended, Answer):
                 if not ended.value.is_registered:
                     self._connection.suspect()
-                on_end(Answer(None) if ended.value.is_done else Lack(Trouble.REFUSED, call.name))
+                on_end(Answer(None) if ended.value.is_done else CallFailure(Trouble.REFUSED, call.name))
                 finish()
             else:
                 on_end(ended)
@@ -361,23 +361,23 @@ class Operations:
     def _count(self, operation: str, ended: Ended[object], **done: int) -> None:
         with self._lock:
             self._tally[f"{operation}s"] += 1
-            if isinstance(ended, Lack):
+            if isinstance(ended, CallFailure):
                 self._lacks[f"{operation} {ended.trouble}"] += 1
             else:
                 self._tally.update(done)
 
-    def _ready(self) -> Ready | Lack:
+    def _ready(self) -> Ready | CallFailure:
         state = self._connection.state
-        return state if isinstance(state, Ready) else Lack(Trouble.UNSENT, state.reason)
+        return state if isinstance(state, Ready) else CallFailure(Trouble.UNSENT, state.reason)
 
-    def _mover(self, pages: Pages) -> Ready | Lack:
+    def _mover(self, pages: Pages) -> Ready | CallFailure:
         ready = self._ready()
-        if isinstance(ready, Lack):
+        if isinstance(ready, CallFailure):
             return ready
         if ready.registration is None:
             raise LMCacheProtocolError("a process without registered memory cannot move pages")
         if pages.taken.instance != ready.registration.instance:
-            return Lack(Trouble.UNSENT, "the pages are void: the pool was recreated")
+            return CallFailure(Trouble.UNSENT, "the pages are void: the pool was recreated")
         return ready
 
     def _key(self, ready: Ready, prefix: Prefix, rank: int | None, chunks: tuple[int, int], session: str) -> Key:

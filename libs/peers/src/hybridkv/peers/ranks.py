@@ -128,6 +128,6 @@ def rank_links(total_heads: Iterable[int], tp_size: int, rank: int, remote_tp_si
     )
 
 
-def telling_links(tp_size: int, rank: int, remote_tp_size: int) -> tuple[RankLink, ...]:
+def release_links(tp_size: int, rank: int, remote_tp_size: int) -> tuple[RankLink, ...]:
     """Links for incompatible sizes: nothing is read, and one rank releases each remote rank."""
     return tuple(RankLink(remote, False, 0, 1) for remote in range(rank, remote_tp_size, tp_size))

@@ -40,7 +40,7 @@ class CurveKeys(msgspec.Struct, frozen=True):
         return "CurveKeys(...)"
 
     def serve(self, sock: zmq.Socket[bytes]) -> None:
-        """Configures a listening socket to admit only clients that `Doorkeeper` admits. Without one, it admits none."""
+        """Configures a listening socket to admit only clients that `ZapHandler` admits. Without one, it admits none."""
         sock.curve_server = True
         sock.curve_secretkey = self.server_secret
         sock.zap_domain = ZAP_DOMAIN
@@ -53,7 +53,7 @@ class CurveKeys(msgspec.Struct, frozen=True):
         sock.curve_secretkey = self.client_secret
 
 
-class Doorkeeper:
+class ZapHandler:
     """ZAP handler (https://rfc.zeromq.org/spec/27) that admits one client key. Only for the loop's thread."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: CurveKeys) -> None:

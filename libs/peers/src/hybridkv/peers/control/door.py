@@ -1,7 +1,7 @@
 """Listener for control connections, with a limit on strangers: connections that have not sent Hello.
 
-A stranger above `max_handshakes` closes another stranger's connection (`who_gives_way`). ZeroMQ has no call that closes
-one connection, so this module shuts down the TCP socket by the file descriptor that ZeroMQ reports.
+A stranger above `max_handshakes` closes another stranger's connection (`stranger_to_close`). ZeroMQ has no call that
+closes one connection, so this module shuts down the TCP socket by the file descriptor that ZeroMQ reports.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridkv.peers.control.sockets import (
     watched,
     why_failed,
 )
-from hybridkv.peers.wire import CloseReason, who_gives_way
+from hybridkv.peers.wire import CloseReason, stranger_to_close
 
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILED
 BACKLOG = 128
@@ -99,7 +99,7 @@ class Door:
             else:
                 self._failed = why_failed(event, value, CloseReason.ENDED)
         while len(self._strangers) > self._max_strangers:
-            fd = list(self._strangers)[who_gives_way([host for host, _ in self._strangers.values()])]
+            fd = list(self._strangers)[stranger_to_close([host for host, _ in self._strangers.values()])]
             self._count(CloseReason.TOO_MANY)
             self._hang_up(fd, self._strangers.pop(fd))
 

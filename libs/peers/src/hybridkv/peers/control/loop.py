@@ -21,7 +21,7 @@ from collections.abc import Callable
 import zmq
 
 from hybridkv.peers.commands import Commands
-from hybridkv.peers.control.curve import CurveKeys, Doorkeeper
+from hybridkv.peers.control.curve import CurveKeys, ZapHandler
 from hybridkv.peers.control.dialing import Call, Dialing
 from hybridkv.peers.control.door import Door
 from hybridkv.peers.control.handlers import ControlCounts, Handlers, LinkId
@@ -84,7 +84,7 @@ class ControlLoop:
         # Each outgoing connection uses one socket, and two for its events.
         self._context.set(zmq.MAX_SOCKETS, 3 * limits.max_connections + 64)
         self._setup = Setup(self._context, CurveKeys.of(secret), limits, clock)
-        self._doorkeeper = Doorkeeper(self._context, self._setup.keys)
+        self._doorkeeper = ZapHandler(self._context, self._setup.keys)
         self._commands = Commands()
         self._poller = zmq.Poller()
         self._calls: dict[object, Callable[[], None]] = {}

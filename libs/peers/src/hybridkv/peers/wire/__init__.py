@@ -5,12 +5,11 @@ No socket, no thread and no clock: `hybridkv.peers.control` sends and receives. 
 
 from hybridkv.peers.wire.addresses import demand_secret, is_loopback
 from hybridkv.peers.wire.closing import CloseReason, WireError
-from hybridkv.peers.wire.crowding import who_gives_way
+from hybridkv.peers.wire.crowding import stranger_to_close
 from hybridkv.peers.wire.limits import MAX_NAME_BYTES, WireLimits
 from hybridkv.peers.wire.messages import (
     PROTOCOL_VERSION,
     Accepted,
-    AskDigests,
     Bye,
     Describe,
     Digests,
@@ -24,6 +23,7 @@ from hybridkv.peers.wire.messages import (
     Renew,
     Renewed,
     Reply,
+    RequestDigests,
     Word,
     pack_columns,
     unpack_columns,
@@ -35,7 +35,6 @@ __all__ = [
     "NO_SECRET",
     "PROTOCOL_VERSION",
     "Accepted",
-    "AskDigests",
     "Bye",
     "CloseReason",
     "Describe",
@@ -50,6 +49,7 @@ __all__ = [
     "Renew",
     "Renewed",
     "Reply",
+    "RequestDigests",
     "Secret",
     "WireError",
     "WireLimits",
@@ -58,6 +58,6 @@ __all__ = [
     "is_loopback",
     "pack_columns",
     "read_secret",
+    "stranger_to_close",
     "unpack_columns",
-    "who_gives_way",
 ]

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 
-def who_gives_way(hosts: Sequence[str]) -> int:
+def stranger_to_close(hosts: Sequence[str]) -> int:
     """Index of the oldest stranger of the host with the most strangers, so a flood from one host displaces itself.
 
     An honest peer is a stranger for milliseconds.

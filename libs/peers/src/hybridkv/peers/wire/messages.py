@@ -53,7 +53,7 @@ class Refused(_Message, frozen=True, tag="refused"):
     hint: str = ""
 
 
-class AskDigests(_Message, frozen=True, tag="ask_digests"):
+class RequestDigests(_Message, frozen=True, tag="ask_digests"):
     """Request for the digests of some cells of a lease. The answer has the same `request`.
 
     See `hybridkv.peers.digests.DigestRequest`. Only blocks that the lease holds are digested.
@@ -133,7 +133,7 @@ class Bye(_Message, frozen=True, tag="bye"):
 
 
 Message: TypeAlias = (
-    Describe | Accepted | Refused | AskDigests | Digests | Renew | Renewed | Done | Question | Reply | Notice
+    Describe | Accepted | Refused | RequestDigests | Digests | Renew | Renewed | Done | Question | Reply | Notice
 )
 """Messages between the owners of a connection."""
 
@@ -185,7 +185,7 @@ class MessageCodec:
             value = getattr(message, name)
             if isinstance(value, str) and len(value) > self._limits.max_text_bytes:
                 raise WireError(CloseReason.OVERSIZED, f"{name}: a text of {len(value)} characters")
-        if isinstance(message, AskDigests):
+        if isinstance(message, RequestDigests):
             _check_digest_spans(message, self._limits.max_items)
         elif isinstance(message, Done):
             if message.reader >= message.num_readers:
@@ -197,7 +197,7 @@ class MessageCodec:
                 raise WireError(CloseReason.OVERSIZED, f"digests: {len(message.digests)} bytes")
 
 
-def _check_digest_spans(message: AskDigests, max_items: int) -> None:
+def _check_digest_spans(message: RequestDigests, max_items: int) -> None:
     columns = unpack_columns(message.spans, 3, MAX_SPANS)
     if any(len(column) and int(column.min()) < 0 for column in columns):
         raise WireError(CloseReason.MALFORMED, "spans: a number below 0")

@@ -22,7 +22,7 @@ from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import LMCACHE, Recorder
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageLoad
 from hybridkv.lmcache.block_ids import cut_tables
-from hybridkv.lmcache.calls import Answer, Lack, Trouble
+from hybridkv.lmcache.calls import Answer, CallFailure, Trouble
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.operations import Lookup
 from hybridkv.planner import (
@@ -267,7 +267,7 @@ class Lives:
             if self._clock() >= lookup.until_s:
                 self._recorder.wait_timeout("lookup")
                 self._end(life, Reason.TIMEOUT, "the server did not answer in time")
-        elif isinstance(ended, Lack):
+        elif isinstance(ended, CallFailure):
             if ended.trouble is Trouble.TIMEOUT:
                 self._recorder.wait_timeout("lookup")
             reason = Reason.TIMEOUT if ended.trouble is Trouble.TIMEOUT else Reason.NOT_STORED

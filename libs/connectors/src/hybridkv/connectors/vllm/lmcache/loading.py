@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of
 from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, Station, bad_pages, engine_runs
-from hybridkv.lmcache.calls import Ended, Lack, Trouble
+from hybridkv.lmcache.calls import CallFailure, Ended, Trouble
 from hybridkv.lmcache.operations import Found, Prefix
 from hybridkv.lmcache.page import PageState
 from hybridkv.tiers import FailureReason
@@ -167,7 +167,7 @@ class Loading:
 
     def _found(self, loading: _Loading, hold: Hold, ended: Ended[Found]) -> None:
         station, wanted = self._station, loading.parts.chunks.end
-        if isinstance(ended, Lack):
+        if isinstance(ended, CallFailure):
             hold.drop(SERVER)
             self._post_lack(loading, ended)
         elif ended.value.num_chunks < wanted or loading.is_over:
@@ -185,7 +185,7 @@ class Loading:
                 lambda: hold.drop(SERVER),
             )
 
-    def _post_lack(self, loading: _Loading, lack: Lack) -> None:
+    def _post_lack(self, loading: _Loading, lack: CallFailure) -> None:
         self._post_failure(loading, REASONS.get(lack.trouble, FailureReason.IO), f"LMCache's server: {lack}")
 
     def _post_failure(self, loading: _Loading, reason: str, detail: str) -> None:
@@ -197,7 +197,7 @@ class Loading:
     # The engine's thread.
 
     def _read(self, loading: _Loading, hold: Hold, ended: Ended[None]) -> None:
-        if isinstance(ended, Lack):
+        if isinstance(ended, CallFailure):
             self._fail(loading, REASONS.get(ended.trouble, FailureReason.IO), f"LMCache's server: {ended}")
         elif not loading.is_over:
             loading.is_copying = True

@@ -20,7 +20,7 @@ from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.lmcache.messages import PageStore, Release
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of
 from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, Station, engine_runs, seal_pages
-from hybridkv.lmcache.calls import Ended, Lack
+from hybridkv.lmcache.calls import CallFailure, Ended
 from hybridkv.tiers import FailureReason
 from hybridkv.transfer import CopyRuns
 
@@ -177,7 +177,7 @@ class Storing:
         hold.until_s = self._clock() + timeout_s
 
         def ended(ended: Ended[None]) -> None:
-            if isinstance(ended, Lack):
+            if isinstance(ended, CallFailure):
                 logger.debug("store %d: LMCache's server: %s", store.store_id, ended)
 
         station.operations.store(

@@ -13,7 +13,7 @@ from hybridkv.peers.comparison import compare
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.description import Description, decode, encode
 from hybridkv.peers.pairing import Exchange
-from hybridkv.peers.ranks import RankLink, rank_links, telling_links
+from hybridkv.peers.ranks import RankLink, rank_links, release_links
 from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.transport import Failed, RemoteId, Transport
 from hybridkv.peers.wire import Accepted, CloseReason, Describe, Message, Refused, WireLimits
@@ -117,7 +117,7 @@ class ProducerConnections:
 
     def links_for_done(self, num_ranks: int) -> tuple[RankLink, ...]:
         """Like `links_to`. If the sizes are incompatible: the ranks to which this rank only sends `Done`."""
-        return self.links_to(num_ranks) or telling_links(self._ours.tp_size, self._ours.rank, num_ranks)
+        return self.links_to(num_ranks) or release_links(self._ours.tp_size, self._ours.rank, num_ranks)
 
     def explain_no_links(self, num_ranks: int) -> str:
         """Text that explains why `links_to` is None."""

@@ -26,7 +26,6 @@ from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.tables import BlockTables
 from hybridkv.peers.wire import (
     Accepted,
-    AskDigests,
     CloseReason,
     Describe,
     Digests,
@@ -35,6 +34,7 @@ from hybridkv.peers.wire import (
     Refused,
     Renew,
     Renewed,
+    RequestDigests,
     unpack_columns,
 )
 
@@ -199,7 +199,7 @@ class LeaseServer:
                 ended = self._leases.done(message.lease, message.reader, message.num_readers)
                 if ended is not None:
                     self._end(ended)
-            case AskDigests():
+            case RequestDigests():
                 self._on_ask_digests(link, message)
             case _:
                 self._control.end(link, CloseReason.UNEXPECTED)
@@ -236,7 +236,7 @@ class LeaseServer:
             self._held_before_plan.add(request_id)
         return self._leases.holds(lease, now_s)
 
-    def _on_ask_digests(self, link: LinkId, message: AskDigests) -> None:
+    def _on_ask_digests(self, link: LinkId, message: RequestDigests) -> None:
         exchange = self._exchanges.get(link)
         if exchange is None:
             self._control.end(link, CloseReason.UNEXPECTED)

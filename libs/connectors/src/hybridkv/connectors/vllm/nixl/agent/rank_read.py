@@ -21,7 +21,7 @@ from hybridkv.peers.reads import Checked, Connected, Event, Lost, Reason, Stage,
 from hybridkv.peers.refusal import Refusal
 from hybridkv.peers.tables import BlockTables
 from hybridkv.peers.transport import Failed, FailureReason, Pending, Ranges, TransferId, Transport
-from hybridkv.peers.wire import AskDigests, Digests, pack_columns
+from hybridkv.peers.wire import Digests, RequestDigests, pack_columns
 from hybridkv.peers.wire.messages import DIGEST_BYTES
 
 CELLS_PER_REQUEST = 16384
@@ -285,7 +285,7 @@ class RankRead:
             number = next(self._tools.numbers)
             requested.theirs[number] = None
             spans = pack_columns(part.columns)
-            question = AskDigests(number, self._load.prompt.lease, part.num_tokens, spans)
+            question = RequestDigests(number, self._load.prompt.lease, part.num_tokens, spans)
             self._tools.control.send(self.peer.link, question)
 
     def _look_at_digests(self, check: _ReadCheck) -> Reason | None:
