@@ -93,3 +93,16 @@ def test_prompts_that_share_nothing_need_nothing(heard: Heard, monkeypatch: pyte
     monkeypatch.setattr(reuse, "RECORD_S", 0.0)
     shares, needed_bytes = Run(QWEN3_NEXT, 1 << 20, prompts(QWEN3_NEXT, again=False)).estimate(heard)
     assert set(shares.values()) == {0} and needed_bytes == 0
+
+
+def test_an_error_switches_the_estimate_off_and_fails_no_request(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr(reuse.ReuseEstimator, "ask", fail)
+    with caplog.at_level(logging.ERROR, logger="vllm.hybridkv.scheduler"):
+        run = Run(QWEN3_NEXT, 64 << 20, prompts(QWEN3_NEXT, again=True))
+    assert run.restored_share > 0.6
+    assert caplog.text.count("the estimate of reuse failed and is switched off") == 1

@@ -29,7 +29,8 @@ LOG_S: Final = 3600.0
 class ReuseMeter:
     """Feeds the estimator with the requests of one engine.
 
-    It counts whole chunks of the prompt. States at boundaries inside a chunk do not count.
+    It counts whole chunks of the prompt. States at boundaries inside a chunk do not count. An error switches it off and
+    never reaches the engine.
 
     Args:
         layout: the model's groups.
@@ -54,11 +55,36 @@ class ReuseMeter:
         self._capacity_bytes = stack.near.capacity_bytes
         self._estimator = ReuseEstimator(self._capacity_bytes, size(attention), chunk_tokens, size(states))
         self._admitted: set[str] = set()
+        self._is_on = True
         self._is_changed = False
         self._recorded_s = self._logged_s = clock()
 
     def on_admitted(self, tracked: TrackedRequest) -> None:
         """Measures a prompt at its first admission."""
+        self._try(lambda: self._measure(tracked))
+
+    def on_request_finished(self, tracked: TrackedRequest) -> None:
+        """Makes the chunks of a request recent when it ends."""
+        self._try(lambda: self._use(tracked))
+
+    def record(self) -> None:
+        """Updates the gauges and the log, from time to time."""
+        self._try(self._record)
+
+    def log(self) -> None:
+        """Logs the estimate, if any prompt was seen."""
+        self._try(self._log)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        if not self._is_on:
+            return
+        try:
+            action()
+        except Exception:
+            self._is_on = False
+            logger.exception("the estimate of reuse failed and is switched off")
+
+    def _measure(self, tracked: TrackedRequest) -> None:
         if tracked.request_id in self._admitted:
             return
         self._admitted.add(tracked.request_id)
@@ -70,8 +96,7 @@ class ReuseMeter:
         )
         self._estimator.ask(num_tokens, chunks, states)
 
-    def on_request_finished(self, tracked: TrackedRequest) -> None:
-        """Makes the chunks of a request recent when it ends."""
+    def _use(self, tracked: TrackedRequest) -> None:
         self._admitted.discard(tracked.request_id)
         chunk_tokens, keys = self._spec.chunk_tokens, tracked.path.keys
         if keys:
@@ -80,8 +105,7 @@ class ReuseMeter:
             self._estimator.use(chunks, [key for group, key in whole if group == self._states])
             self._is_changed = True
 
-    def record(self) -> None:
-        """Updates the gauges and the log, from time to time."""
+    def _record(self) -> None:
         now_s = self._clock()
         if self._is_changed and now_s - self._recorded_s >= RECORD_S:
             self._is_changed, self._recorded_s = False, now_s
@@ -90,11 +114,10 @@ class ReuseMeter:
                 self._recorder.reuse(self._shares(report), self._needed_bytes(report))
         if now_s - self._logged_s >= LOG_S:
             self._logged_s = now_s
-            self.log()
+            self._log()
             self._estimator.fade()
 
-    def log(self) -> None:
-        """Logs the estimate, if any prompt was seen."""
+    def _log(self) -> None:
         report = self._estimator.report()
         if not report.prompt_tokens:
             return
