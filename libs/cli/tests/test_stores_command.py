@@ -103,6 +103,21 @@ def test_clear_asks_and_deletes_what_was_named(path: Path) -> None:
     assert run("inspect", path).stdout == "no cache\n"
 
 
+def test_an_empty_name_deletes_nothing(path: Path) -> None:
+    Engine(path, "tiny").close()
+    assert run("clear", path, "--namespace", "", "--yes").exit_code == 2
+    assert len(json.loads(run("inspect", path, "--json").stdout)) == 1
+
+
+def test_verify_names_a_segment_whose_header_is_damaged(path: Path) -> None:
+    engine = Engine(path, "tiny")
+    engine.close()
+    for file in path.glob(f"{engine.name}/rank-0/segment-*"):
+        file.write_bytes(b"\xff" * 100 + file.read_bytes()[100:])
+    result = run("verify", path)
+    assert result.exit_code == 1 and "segments are damaged, cleared or unreadable" in result.stdout
+
+
 def test_clear_by_age(path: Path) -> None:
     old, new = (Engine(path, model) for model in ("old", "new"))
     old.close()

@@ -97,7 +97,7 @@ def inspect(path: str, as_json: bool) -> None:
 @click.argument("path", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def verify(path: str, as_json: bool) -> None:
-    """Exit status: 0, 1 if a record is damaged, or 2 if the directory cannot be read."""
+    """Exit status: 0, 1 if something is damaged or unreadable, or 2 if the directory cannot be used."""
     from hybridkv.cli import stores
     from hybridkv.cli.output import FINE, WARNED, print_json
 
@@ -114,9 +114,13 @@ def verify(path: str, as_json: bool) -> None:
     else:
         for report in reports:
             click.echo(f"{report.name[:12]}: {report.num_records:,} records, {report.num_damaged:,} damaged")
+            if report.num_lost_segments:
+                click.echo(f"  {report.num_lost_segments} segments are damaged, cleared or unreadable")
+            if report.problem:
+                click.echo(f"  cannot be read: {report.problem}")
             for damage in report.damages:
                 click.echo(f"  {damage.key} on rank {damage.rank}: {damage.reason}: {damage.detail}")
-    sys.exit(WARNED if any(report.num_damaged for report in reports) else FINE)
+    sys.exit(FINE if all(report.is_whole for report in reports) else WARNED)
 
 
 @main.command(help="Delete caches in the directory of a disk tier, unless an engine has them open.")
@@ -129,6 +133,8 @@ def clear(path: str, names: tuple[str, ...], days: float | None, yes: bool) -> N
     from hybridkv.cli import stores
     from hybridkv.cli.output import FAILED, WARNED
 
+    if "" in names:
+        raise click.BadParameter("expected the beginning of a name, got nothing", param_hint="--namespace")
     where = str(Path(path).absolute())
     with _failing():
         reports = [each for each in stores.inspect(where) if not names or each.name.startswith(names)]

@@ -56,6 +56,9 @@ def examine(raw: Mapping[str, Any] | None) -> Iterator[Finding]:
     yield from _system()
     if raw is None:
         return
+    if raw.get("kv_connector") != "HybridOffloadConnector":
+        yield Finding("warn", "tiers", "only those of HybridOffloadConnector are tried")
+        return
     from hybridkv.connectors.config import DiskTierConfig, ObjectTierConfig, PeerTierConfig, decode_config
 
     for tier in decode_config(raw.get("kv_connector_extra_config", {})).slower.values():

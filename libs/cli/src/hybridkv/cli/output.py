@@ -66,6 +66,8 @@ def as_problem(error: Exception) -> Problem | None:
     """The problem that an error of a setting or of the system describes; None for any other error."""
     if isinstance(error, ReportError):
         return error.problem
+    if isinstance(error, UnicodeDecodeError):
+        return Problem("error", "the file", "text in UTF-8", str(error))
     if isinstance(error, OSError):
         return Problem("error", str(error.filename or "?"), "a readable file", error.strerror or str(error))
     fields = [getattr(error, name, None) for name in ("path", "expected", "got", "hint")]

@@ -26,12 +26,27 @@ class DamagedRecord(msgspec.Struct, frozen=True):
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
-    """Result for one namespace. `damages` lists at most `MAX_DAMAGES` of `num_damaged`."""
+    """Result for one namespace.
+
+    Args:
+        name: digest of its fingerprint, in hexadecimal.
+        num_records: records that were read.
+        num_damaged: records that a load would refuse.
+        damages: these, at most `MAX_DAMAGES`.
+        num_lost_segments: segments that are damaged, cleared or unreadable; their records were not read.
+        problem: why the namespace cannot be read; "" if it can.
+    """
 
     name: str
     num_records: int
     num_damaged: int
     damages: list[DamagedRecord]
+    num_lost_segments: int = 0
+    problem: str = ""
+
+    @property
+    def is_whole(self) -> bool:
+        return not (self.num_damaged or self.num_lost_segments or self.problem)
 
 
 def inspect(path: str) -> list[NamespaceReport]:
@@ -56,7 +71,6 @@ def verify(path: str, on_progress: Callable[[str, int, int], None]) -> list[Veri
 
     Raises:
         TierConfigurationError: the directory cannot be used.
-        OSError: a namespace cannot be read.
     """
     inspector = StoreInspector(path)
     try:
@@ -64,15 +78,20 @@ def verify(path: str, on_progress: Callable[[str, int, int], None]) -> list[Veri
         for name in inspector.names():
             num_records = num_damaged = 0
             damages = []
-            for done, total, damage in inspector.verify(name):
-                num_records = total
-                if damage is not None:
-                    num_damaged += 1
-                    if num_damaged <= MAX_DAMAGES:
-                        why = damage.failure
-                        damages.append(DamagedRecord(damage.key.hex(), damage.rank, str(why.reason), why.detail))
-                on_progress(name, done, total)
-            reports.append(VerifyReport(name, num_records, num_damaged, damages))
+            state = inspector.report(name)
+            problem, num_lost = state.problem, state.num_useless_segments + state.num_unreadable_segments
+            try:
+                for done, total, damage in inspector.verify(name):
+                    num_records = total
+                    if damage is not None:
+                        num_damaged += 1
+                        if num_damaged <= MAX_DAMAGES:
+                            why = damage.failure
+                            damages.append(DamagedRecord(damage.key.hex(), damage.rank, str(why.reason), why.detail))
+                    on_progress(name, done, total)
+            except OSError as error:
+                problem = str(error)
+            reports.append(VerifyReport(name, num_records, num_damaged, damages, num_lost, problem))
         return reports
     finally:
         inspector.close()

@@ -26,6 +26,8 @@ EPOCHS_PER_DISTANCE: Final = 32
 """A merged epoch has at most this part of its distance in bytes."""
 MAX_EPOCHS: Final = 384
 """With more epochs, neighbours are merged."""
+MAX_NEW_EPOCHS: Final = UNITS
+"""Limit for the epochs that one request begins, so that a long prompt costs a bounded time."""
 
 
 class _Epoch:
@@ -105,6 +107,7 @@ class ReuseEstimator:
         self._chunks: dict[bytes, _Epoch] = {}
         self._states: OrderedDict[bytes, _Epoch] = OrderedDict()
         self._mask = 0
+        self._new_epochs = 0
         self._epochs: list[_Epoch] = [_Epoch()]
         num_buckets = UNITS * MAX_MULTIPLE + 1
         self._by_chunk = [0.0] * num_buckets
@@ -134,6 +137,7 @@ class ReuseEstimator:
             chunks: keys of its stored chunks of attention, from the first on.
             states: keys of its stored states.
         """
+        self._new_epochs = 0
         for key in states:
             self._use_state(key)
         kept, num_bytes = self._chunks, self._chunk_bytes * (self._mask + 1)
@@ -142,7 +146,9 @@ class ReuseEstimator:
             if epoch is not None:
                 _root(epoch).num_bytes -= num_bytes
             kept[key] = self._add_to_newest(num_bytes)
-        while len(self._chunks) > MAX_CHUNKS:
+        if len(self._chunks) > MAX_CHUNKS:
+            self._drop_old()
+        while len(self._chunks) > MAX_CHUNKS * 3 // 4 and len(self._chunks) + len(chunks) > MAX_CHUNKS:
             self._sample_fewer()
 
     def report(self) -> ReuseReport:
@@ -158,6 +164,7 @@ class ReuseEstimator:
         self._chunks.clear()
         self._states.clear()
         self._epochs = [_Epoch()]
+        self._mask = 0
 
     def fade(self) -> None:
         """Halves all counts, so that newer requests count more."""
@@ -205,7 +212,8 @@ class ReuseEstimator:
     def _add_to_newest(self, num_bytes: int) -> _Epoch:
         newest = self._epochs[-1]
         newest.num_bytes += num_bytes
-        if newest.num_bytes >= self._unit_bytes:
+        if newest.num_bytes >= self._unit_bytes and self._new_epochs < MAX_NEW_EPOCHS:
+            self._new_epochs += 1
             self._begin_epoch()
         return newest
 
@@ -243,6 +251,18 @@ class ReuseEstimator:
             for key, epoch in table.items():
                 table[key] = _root(epoch)
 
+    def _drop_old(self) -> None:
+        """Drops chunks at distances above all sizes. A later use of one counts as no reuse."""
+        limit, num_bytes = self._unit_bytes * UNITS * MAX_MULTIPLE, self._chunk_bytes * (self._mask + 1)
+        kept: dict[bytes, _Epoch] = {}
+        for key, epoch in self._chunks.items():
+            root = _root(epoch)
+            if root.newer_bytes > limit:
+                root.num_bytes -= num_bytes
+            else:
+                kept[key] = root
+        self._chunks = kept
+
     def _sample_fewer(self) -> None:
         """Halves the share of sampled chunks. Each one left stands for twice as many."""
         num_bytes, mask = self._chunk_bytes * (self._mask + 1), 2 * self._mask + 1
@@ -260,5 +280,8 @@ class ReuseEstimator:
         by_units = list(counts)
         if counts is self._by_chunk:
             # Requests share few chunks, so the sample may hold too many or too few of those that are used most.
-            by_units[0] = max(0.0, by_units[0] + (self._asked_chunks - self._sampled_chunks) * self._chunk_tokens)
+            missing = (self._asked_chunks - self._sampled_chunks) * self._chunk_tokens
+            for place, tokens in enumerate(by_units):
+                by_units[place] = max(0.0, tokens + missing)
+                missing = min(0.0, tokens + missing)
         return ReuseReport(self._prompt_tokens, self._unit_bytes, tuple(by_units))

@@ -142,9 +142,11 @@ class StoreInspector:
         except OSError as error:
             return NamespaceReport(name, "", {}, opened_s, 0, problem=str(error))
         try:
-            disk_bytes = namespace.directory.disk_bytes()
-            facts, holder = _facts(namespace), self._holder(name, namespace)
+            disk_bytes, holder = 0, ""
+            facts = _facts(namespace)
             try:
+                holder = self._holder(name, namespace)
+                disk_bytes = namespace.directory.disk_bytes()
                 found = recover(namespace, MAX_METADATA_BYTES, MAX_RECORDS)
             except OSError as error:
                 return NamespaceReport(name, holder, facts, opened_s, disk_bytes, problem=str(error))
