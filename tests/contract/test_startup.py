@@ -79,7 +79,7 @@ def test_the_start_line_says_the_role_and_a_role_that_is_of_no_use_is_warned_of(
         started.append(opened(make_configs(GPT_OSS, EngineSettings(num_blocks=64, connector=connector))))
         assert started[-1].stores_only is (role == "kv_producer")
         assert any(words in record.getMessage() for record in caplog.records)
-        is_warned = any("is of no use" in record.getMessage() for record in caplog.records)
+        is_warned = any("or a tier that outlives" in record.getMessage() for record in caplog.records)
         assert is_warned is (len(config["tiers"]) == 1 and not is_of_use_alone)
         started.pop().shutdown()
     logger.removeHandler(caplog.handler)

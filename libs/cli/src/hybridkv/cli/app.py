@@ -38,8 +38,8 @@ def check(config: str, as_json: bool) -> None:
 
     Exit status: 0 if there is nothing to say, 1 for warnings alone, 2 for an error.
     """
-    from hybridkv.cli import checking
     from hybridkv.cli.output import FAILED, as_problem, print_json, status_of
+    from hybridkv.connectors import checking
 
     try:
         report = checking.check(checking.parse_transfer(_read(config), _name_of(config)))
@@ -157,8 +157,9 @@ def clear(path: str, names: tuple[str, ...], days: float | None, yes: bool) -> N
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
 def doctor(config: str | None, as_json: bool) -> None:
     """Exit status: 0, 1 for warnings alone, 2 if a check fails."""
-    from hybridkv.cli import checking, doctoring
+    from hybridkv.cli import doctoring
     from hybridkv.cli.output import FAILED, FINE, WARNED, print_json
+    from hybridkv.connectors import checking
 
     with _failing():
         raw = None if config is None else checking.parse_transfer(_read(config), _name_of(config))

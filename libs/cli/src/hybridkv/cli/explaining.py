@@ -8,7 +8,8 @@ from typing import Final
 
 import msgspec
 
-from hybridkv.cli.output import Problem, ReportError
+from hybridkv.cli.output import ReportError
+from hybridkv.connectors.errors import ConfigurationProblem
 from hybridkv.connectors.vllm.common.explain import Explanation, Reason
 
 _START: Final = '{"request_id":'
@@ -106,7 +107,7 @@ def summarize(lines: Iterable[str], name: str) -> ExplainReport:
             lost[record.limiting_kind] += record.lost_tokens
     if not requests:
         raise ReportError(
-            Problem(
+            ConfigurationProblem(
                 "error",
                 name,
                 "lines of the logger vllm.hybridkv.explain",

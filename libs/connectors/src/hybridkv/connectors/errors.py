@@ -1,7 +1,12 @@
 """Errors in an operator's configuration."""
 
+from __future__ import annotations
+
 import difflib
 from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
 
 
 class ConfigurationError(ValueError):
@@ -24,6 +29,34 @@ class ConfigurationError(ValueError):
 
 class ManagerError(ConfigurationError, TypeError):
     """The engine's hybrid KV cache manager cannot work with a connector of this type."""
+
+
+class ConfigurationProblem(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One finding about a setting.
+
+    Args:
+        severity: "error" if an engine refuses, "warning" if it starts and does less than the operator expects.
+        path: the setting or the file.
+        expected: a valid value, in words.
+        got: the value that was found.
+        hint: the next step.
+    """
+
+    severity: Literal["error", "warning"]
+    path: str
+    expected: str
+    got: str
+    hint: str = ""
+
+    @classmethod
+    def of(cls, error: ConfigurationError) -> ConfigurationProblem:
+        """The problem of a refused setting."""
+        return cls("error", error.path, error.expected, str(error.got), error.hint)
+
+    def text(self) -> str:
+        """The problem for people, in the form of a ConfigurationError."""
+        line = f"{self.severity}: {self.path}: expected {self.expected}, got {self.got}"
+        return f"{line}\nhint: {self.hint}" if self.hint else line
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -42,6 +43,13 @@ def share_log() -> None:
         ours.addHandler(handler)
     ours.setLevel(engine.level)
     ours.propagate = False
+
+
+def transfer_keys() -> list[str]:
+    """Keys of vLLM's KVTransferConfig."""
+    from vllm.config.kv_transfer import KVTransferConfig
+
+    return [field.name for field in dataclasses.fields(KVTransferConfig)]  # type: ignore[arg-type]
 
 
 def require_supported_engine() -> None:

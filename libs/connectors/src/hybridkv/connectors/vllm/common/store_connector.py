@@ -21,11 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from hybridkv.connectors.checking import require_valid
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.messages import StepOutcome, WorkerFacts
 from hybridkv.connectors.vllm.common.prefill_stops import current_child
 from hybridkv.connectors.vllm.common.role import role_of
+from hybridkv.connectors.vllm.common.start_checks import check_start
 from hybridkv.connectors.vllm.common.stats import OffloadPromMetrics, OffloadStats, Recorder
 
 if TYPE_CHECKING:
@@ -175,8 +177,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
     _layout: CacheLayout
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        compat.require_supported_engine()
-        compat.share_log()
+        check_start(vllm_config, role)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         self._child_place = current_child()
@@ -219,6 +220,16 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
     def stores_only(self) -> bool:
         """Whether the connector never loads, so that a parent connector can skip its lookup."""
         return not self._kv_role.loads
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Checks the configuration: on GPUs vLLM calls this before it starts an engine process. The result is False.
+
+        Raises:
+            ConfigurationError: the configuration cannot work.
+        """
+        require_valid(cls.__name__, extra_config, compat.transfer_keys())
+        return False
 
     # The halves.
 

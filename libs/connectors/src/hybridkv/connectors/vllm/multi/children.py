@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError, ManagerError, did_you_mean
+from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.prefill_stops import ChildPlace, PrefillStops, as_child
 from hybridkv.connectors.vllm.multi.config import ChildConfig, MultiConfig, decode_multi_config
 from hybridkv.planner import LoadAdmission
@@ -59,11 +59,6 @@ class Child:
         return bool(getattr(self.connector, "has_bounded_lookups", False))
 
 
-def transfer_keys() -> list[str]:
-    """Keys of vLLM's KVTransferConfig."""
-    return [field.name for field in dataclasses.fields(KVTransferConfig)]  # type: ignore[arg-type]
-
-
 def class_of(config: ChildConfig, transfer: KVTransferConfig) -> Any:
     """Class of a child.
 
@@ -88,7 +83,7 @@ def resolve_children(vllm_config: VllmConfig) -> tuple[MultiConfig, tuple[ChildC
     """
     outer = vllm_config.kv_transfer_config
     inherited = {key: getattr(outer, key) for key in _INHERITED if getattr(outer, key, None) is not None}
-    config = decode_multi_config(outer.kv_connector_extra_config, inherited, transfer_keys())
+    config = decode_multi_config(outer.kv_connector_extra_config, inherited, compat.transfer_keys())
     classes = []
     for child in config.children:
         if child.connector in _PREPARED_BY_NAME:
@@ -110,7 +105,7 @@ def resolve_without_engine(extra_config: Mapping[str, Any]) -> list[tuple[Any, K
     Raises:
         ConfigurationError: the configuration is wrong.
     """
-    config = decode_multi_config(extra_config, {"kv_role": "kv_both"}, transfer_keys())
+    config = decode_multi_config(extra_config, {"kv_role": "kv_both"}, compat.transfer_keys())
     transfers = [KVTransferConfig(**child.transfer) for child in config.children]
     return [(class_of(child, own), own) for child, own in zip(config.children, transfers, strict=True)]
 

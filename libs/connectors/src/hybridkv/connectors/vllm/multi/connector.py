@@ -20,12 +20,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from hybridkv.connectors.checking import require_valid
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import CONNECTOR
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.events import AnnouncedBlocks
 from hybridkv.connectors.vllm.common.specs.resumable import warn_other_connectors
+from hybridkv.connectors.vllm.common.start_checks import check_start
 from hybridkv.connectors.vllm.multi.children import (
     Child,
     build_children,
@@ -62,7 +64,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        compat.require_supported_engine()
+        check_start(vllm_config, role)
         super().__init__(vllm_config, role, kv_cache_config)
         config, classes = resolve_children(vllm_config)
         require_groups(vllm_config, kv_cache_config, classes)
@@ -282,6 +284,8 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
+        """Whether a child needs it. Checks the configuration too: see `StoreConnector`."""
+        require_valid(cls.__name__, extra_config, compat.transfer_keys())
         return any(
             connector_class.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
             for connector_class, transfer in resolve_without_engine(extra_config)

@@ -28,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from hybridkv.connectors.checking import require_valid
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.corrupt_blocks import suspect_groups
 from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_groups
@@ -35,6 +36,7 @@ from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.prefill_stops import current_child
 from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
+from hybridkv.connectors.vllm.common.start_checks import check_start
 from hybridkv.connectors.vllm.common.stats import OffloadPromMetrics, OffloadStats
 from hybridkv.connectors.vllm.nixl.config import NixlConfig, decode_config, require_ports
 from hybridkv.connectors.vllm.nixl.memory.host_buffer import needs_host_buffer
@@ -69,8 +71,7 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     """
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        compat.require_supported_engine()
-        compat.share_log()
+        check_start(vllm_config, role)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         self._config = decode_config(transfer.kv_connector_extra_config)
@@ -104,6 +105,16 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def _require_resumable(self) -> None:
         is_excepted = self._config.without_prefix_caching
         require_resumable(self._vllm_config, self._kv_cache_config, is_excepted=is_excepted)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Checks the configuration: on GPUs vLLM calls this before it starts an engine process. The result is False.
+
+        Raises:
+            ConfigurationError: the configuration cannot work.
+        """
+        require_valid(cls.__name__, extra_config, compat.transfer_keys())
+        return False
 
     # Worker side.
 

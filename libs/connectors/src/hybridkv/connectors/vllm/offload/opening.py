@@ -100,15 +100,6 @@ def _say_what_is_unusual(vllm_config: VllmConfig, layout: CacheLayout) -> None:
 
 
 def _warn(vllm_config: VllmConfig, config: OffloadConfig) -> None:
-    transfer = vllm_config.kv_transfer_config
-    kv_role = role_of(transfer)
-    if not config.slower and not (kv_role.loads and kv_role.stores):
-        logger.warning(
-            "HybridOffloadConnector: kv_role %s without a disk tier is of no use: host memory ends with the engine, so "
-            "what it %s; add a disk tier, or say kv_both",
-            transfer.kv_role,
-            "stores nobody loads" if kv_role.stores else "could load nobody stores",
-        )
     if config.disk is not None and compat.is_killed_on_shutdown(vllm_config):
         logger.warning(
             "HybridOffloadConnector: shutdown_timeout is 0, so a server kills its engine as soon as it is to end: "

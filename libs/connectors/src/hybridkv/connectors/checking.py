@@ -1,6 +1,7 @@
-"""Checks a --kv-transfer-config with the engine's own decoders, and warns of settings that engines accept silently.
+"""Checks a --kv-transfer-config with the connectors' own decoders, and warns of valid settings that are rarely meant.
 
-It starts no engine, opens no tier and reads no model, so an engine may still refuse for these.
+`hybridkv check` and the connectors share it. It imports no vLLM, opens no tier and reads no model, so an engine may
+still refuse for these.
 """
 
 from __future__ import annotations
@@ -10,10 +11,9 @@ from typing import Any, Final
 
 import msgspec
 
-from hybridkv.cli.output import Problem, as_problem
 from hybridkv.connectors import config as offload
 from hybridkv.connectors.config import ROOT, OffloadConfig, format_size, name_of
-from hybridkv.connectors.errors import ConfigurationError, did_you_mean
+from hybridkv.connectors.errors import ConfigurationError, ConfigurationProblem, did_you_mean
 from hybridkv.connectors.vllm import CONNECTOR, LMCACHE_CONNECTOR, MODULES, MULTI_CONNECTOR, PEER_CONNECTOR
 from hybridkv.connectors.vllm.lmcache import config as lmcache
 from hybridkv.connectors.vllm.multi.config import MULTI_CONNECTORS, decode_multi_config
@@ -44,7 +44,7 @@ class CheckReport(msgspec.Struct, frozen=True):
     """
 
     connectors: list[str]
-    problems: list[Problem]
+    problems: list[ConfigurationProblem]
 
 
 def parse_transfer(text: str, source: str) -> dict[str, Any]:
@@ -67,56 +67,93 @@ def parse_transfer(text: str, source: str) -> dict[str, Any]:
     return raw
 
 
-def check(raw: Mapping[str, Any]) -> CheckReport:
-    """Checks a decoded --kv-transfer-config."""
-    problems = [*_transfer_errors(raw)]
+def check(raw: Mapping[str, Any], transfer_keys: Sequence[str] = TRANSFER_KEYS) -> CheckReport:
+    """Checks a decoded --kv-transfer-config.
+
+    Args:
+        raw: the configuration.
+        transfer_keys: keys of the engine's KVTransferConfig.
+    """
+    problems = [*_transfer_errors(raw, transfer_keys)]
     connectors: list[str] = []
-    name, extra = raw.get("kv_connector"), raw.get("kv_connector_extra_config", {})
+    name, extra = raw.get("kv_connector"), raw.get(ROOT, {})
     if isinstance(name, str) and isinstance(extra, Mapping):
-        for path, connector, transfer in _connectors(raw, name, extra, problems):
+        for path, connector, transfer in _connectors(raw, name, extra, problems, transfer_keys):
             connectors.append(connector)
             problems += _of_connector(path, connector, transfer)
-    if "kv_load_failure_policy" not in raw and connectors:
+    policy = raw.get("kv_load_failure_policy", "fail")
+    if policy == "fail" and connectors:
         problems.append(
-            Problem(
+            ConfigurationProblem(
                 "warning",
                 "kv_load_failure_policy",
                 '"recompute"',
-                'nothing, for which vLLM takes "fail"',
+                '"fail", vLLM\'s default',
                 'with "fail" a request ends with an error when its load fails; with "recompute" it is computed',
             )
         )
     return CheckReport(connectors, sorted(problems, key=lambda problem: problem.severity))
 
 
-def _transfer_errors(raw: Mapping[str, Any]) -> Iterator[Problem]:
+def require_valid(connector: str, extra: Mapping[str, Any], transfer_keys: Sequence[str] = TRANSFER_KEYS) -> None:
+    """Checks one connector's `kv_connector_extra_config`, and those of its children.
+
+    Args:
+        connector: class name of the connector.
+        extra: its extra configuration.
+        transfer_keys: keys of the engine's KVTransferConfig.
+
+    Raises:
+        ConfigurationError: the first error, with its path from the top of the configuration.
+    """
+    raise_first(check({"kv_connector": connector, "kv_role": ROLES[0], ROOT: extra}, transfer_keys).problems)
+
+
+def raise_first(problems: Sequence[ConfigurationProblem]) -> None:
+    """Raises the first problem if it is an error.
+
+    Raises:
+        ConfigurationError: the problem.
+    """
+    if problems and problems[0].severity == "error":
+        first = problems[0]
+        raise ConfigurationError(first.path, first.expected, first.got, first.hint)
+
+
+def _transfer_errors(raw: Mapping[str, Any], transfer_keys: Sequence[str]) -> Iterator[ConfigurationProblem]:
     """Errors in the fields of vLLM's KVTransferConfig."""
     for key in raw:
-        if key not in TRANSFER_KEYS:
+        if key not in transfer_keys:
             is_inner = key in OffloadConfig.__struct_fields__
-            hint = f'put it into "{ROOT}"' if is_inner else did_you_mean(str(key), TRANSFER_KEYS)
-            yield Problem("error", str(key), "a known key", "an unknown one", hint)
+            hint = f'put it into "{ROOT}"' if is_inner else did_you_mean(str(key), transfer_keys)
+            yield ConfigurationProblem("error", str(key), "a known key", "an unknown one", hint)
     known = ", ".join(MODULES)
     if not isinstance(raw.get("kv_connector"), str):
-        yield Problem("error", "kv_connector", f"one of {known}", repr(raw.get("kv_connector", "nothing")), "")
+        yield ConfigurationProblem(
+            "error", "kv_connector", f"one of {known}", repr(raw.get("kv_connector", "nothing")), ""
+        )
     for key, values, is_needed in (("kv_role", ROLES, True), ("kv_load_failure_policy", POLICIES, False)):
         if (key in raw or is_needed) and raw.get(key) not in values:
             expected = "one of " + ", ".join(f'"{value}"' for value in values)
-            yield Problem("error", key, expected, repr(raw.get(key, "nothing")), f'"{values[0]}" is usual')
+            yield ConfigurationProblem("error", key, expected, repr(raw.get(key, "nothing")), f'"{values[0]}" is usual')
     if not isinstance(raw.get(ROOT, {}), Mapping):
-        yield Problem("error", ROOT, "an object", repr(raw[ROOT]), "")
+        yield ConfigurationProblem("error", ROOT, "an object", repr(raw[ROOT]), "")
 
 
 def _connectors(
-    raw: Mapping[str, Any], name: str, extra: Mapping[str, Any], problems: list[Problem]
+    raw: Mapping[str, Any],
+    name: str,
+    extra: Mapping[str, Any],
+    problems: list[ConfigurationProblem],
+    transfer_keys: Sequence[str],
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Path, name and KVTransferConfig of each of hybridkv's connectors. Adds errors of the list to `problems`."""
     if name == MULTI_CONNECTOR:
         inherited = {key: raw[key] for key in ("engine_id", "kv_role", "kv_load_failure_policy") if key in raw}
         try:
-            children = decode_multi_config(extra, inherited, TRANSFER_KEYS).children
+            children = decode_multi_config(extra, inherited, transfer_keys).children
         except ConfigurationError as error:
-            problems.extend(filter(None, [as_problem(error)]))
+            problems.append(ConfigurationProblem.of(error))
             return
         yield f"{ROOT}.", name, raw
         entries = [(child.connector, child.transfer) for child in children]
@@ -129,14 +166,16 @@ def _connectors(
         return
     else:
         words = "a connector of hybridkv: other keys are not known here"
-        problems.append(Problem("warning", "kv_connector", words, repr(name), did_you_mean(name, list(MODULES))))
+        problems.append(
+            ConfigurationProblem("warning", "kv_connector", words, repr(name), did_you_mean(name, list(MODULES)))
+        )
         return
     for i, (connector, transfer) in enumerate(entries):
         if connector in MODULES:
             yield f"{ROOT}.connectors[{i}].{ROOT}.", connector, transfer
 
 
-def _of_connector(path: str, connector: str, transfer: Mapping[str, Any]) -> list[Problem]:
+def _of_connector(path: str, connector: str, transfer: Mapping[str, Any]) -> list[ConfigurationProblem]:
     extra = transfer.get(ROOT, {})
     try:
         if connector == CONNECTOR:
@@ -147,24 +186,22 @@ def _of_connector(path: str, connector: str, transfer: Mapping[str, Any]) -> lis
         elif connector == LMCACHE_CONNECTOR:
             lmcache.decode_config(extra)
     except ConfigurationError as error:
-        problem = as_problem(error)
-        assert problem is not None
-        return [_below(path, problem)]
+        return [_below(path, ConfigurationProblem.of(error))]
     return []
 
 
-def _below(path: str, problem: Problem) -> Problem:
+def _below(path: str, problem: ConfigurationProblem) -> ConfigurationProblem:
     """The problem with its path from the top of the configuration."""
     if problem.path == "kv_role":  # a field of the connector, not of its extra configuration
         return msgspec.structs.replace(problem, path=path.removesuffix(f"{ROOT}.") + problem.path)
     return msgspec.structs.replace(problem, path=path + problem.path.removeprefix(f"{ROOT}."))
 
 
-def _silent(config: OffloadConfig, role: object) -> Iterator[Problem]:
+def _silent(config: OffloadConfig, role: object) -> Iterator[ConfigurationProblem]:
     """Warnings for settings that an engine accepts and an operator hardly means."""
     names = [name_of(tier) for tier in config.tiers]
     if config.disk is not None and config.disk.capacity <= config.ram.capacity:
-        yield Problem(
+        yield ConfigurationProblem(
             "warning",
             f"{config.path_of('disk')}.capacity",
             f"more than the {format_size(config.ram.capacity)} of host memory",
@@ -172,7 +209,7 @@ def _silent(config: OffloadConfig, role: object) -> Iterator[Problem]:
             "the disk holds chunks that host memory has evicted; a disk this small helps only after a restart",
         )
     if "disk" in names and "object" in names and names.index("object") < names.index("disk"):
-        yield Problem(
+        yield ConfigurationProblem(
             "warning",
             config.path_of("object"),
             "the disk before the object store",
@@ -181,7 +218,7 @@ def _silent(config: OffloadConfig, role: object) -> Iterator[Problem]:
         )
     if not config.slower and role in ("kv_producer", "kv_consumer"):
         lost = "no engine loads its chunks" if role == "kv_producer" else "it has no chunks to load"
-        yield Problem(
+        yield ConfigurationProblem(
             "warning",
             "kv_role",
             "kv_both, or a tier that outlives the engine",
