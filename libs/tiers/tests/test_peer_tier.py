@@ -263,6 +263,16 @@ def test_another_model_is_refused_and_what_differs_is_said(
     assert other.index.lookup(A) is MISS
 
 
+def test_an_engine_skips_its_own_address_in_the_list_of_peers(
+    engine: MakeEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    port = peer_engines.free_port()
+    own = engine([port], port=port)
+    until(lambda: own.client.ready() == [] and "is this engine itself: skipped" in caplog.text)
+    assert "the connection ended" not in caplog.text
+
+
 def test_who_does_not_know_the_secret_hears_nothing(engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     holder = engine()
     stranger = engine([holder.port], secret=Secret(b"a secret that nobody else knows"))

@@ -9,6 +9,7 @@ loop's thread.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -209,8 +210,10 @@ class Node:
             was_ready, was_misfit = peer.is_ready, peer.is_misfit
             pause_s = self._retry_s * (MISFIT_RETRIES if was_misfit else 1)
             peer.link, peer.is_ready, peer.is_misfit = None, False, False
-            peer.retry_s = self._clock() + pause_s
-        if not was_misfit and reason is not CloseReason.DONE:
+            peer.retry_s = math.inf if reason is CloseReason.SELF else self._clock() + pause_s
+        if reason is CloseReason.SELF:
+            logger.info("peer %s:%d is this engine itself: skipped", *self._addresses[number])
+        elif not was_misfit and reason is not CloseReason.DONE:
             hint = "; it has another secret or another version, or is ending" if reason is CloseReason.HUNG_UP else ""
             self._complain(number, f"the connection ended: {reason}{hint}")
         if was_ready:
