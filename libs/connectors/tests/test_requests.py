@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,7 +37,8 @@ from hybridkv.hashing import TokenHashes
 from hybridkv.planner import Hit, LoadAdmission
 from hybridkv.planner.stages import NEW, Compute, Holding, Searched, Stage
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import TierStack
+from hybridkv.tiers.stack import SecondaryTier, TierStack
+from kits.tiers.reference import RemoteIndex, RemoteStore
 
 BLOCK = 4
 FOUND = Searched(NEW.past, 1, 20, 0, Hit(16))
@@ -135,18 +137,35 @@ def test_what_was_concluded_from_tokens_that_are_gone_is_forgotten(
     assert (forgotten == (NEW, None, 0, (0, 0))) is is_lost
 
 
-def new_scheduler(kv_role: Role = BOTH) -> OffloadScheduler:
+def new_scheduler(kv_role: Role = BOTH, slower: Sequence[SecondaryTier] = ()) -> OffloadScheduler:
     """Scheduler's half of an engine with one FULL group, nothing stored, and adapter files that are an hour old."""
     made, later_ns = make_layout((FULL,)), time.time_ns() + 3600 * 10**9
     return OffloadScheduler(
         dataclasses.replace(made.layout, layers=((LayerLayout("layer0", 64),),)),
         Identity(made.keys, Adapters(made.keys, later_ns, lambda: later_ns)),
-        TierStack(RamIndex(1 << 20, 4096), (), 1, lambda: 0.0),
+        TierStack(RamIndex(1 << 20, 4096), slower, 1, lambda: 0.0),
         LoadAdmission(made.spec, 64),
         Deadlines(1.0, 1.0, lambda: 0.0),
         Recorder(),
         kv_role,
     )
+
+
+@pytest.mark.parametrize(
+    ("kv_role", "hints", "is_sent"),
+    [(BOTH, {}, True), (BOTH, {"load": False}, False), (dataclasses.replace(BOTH, loads=False), {}, False)],
+)
+def test_lookups_are_sent_when_a_request_enters_the_engines_queue(kv_role: Role, hints: Any, is_sent: bool) -> None:
+    world = RemoteStore(1, lambda: 0.0, answer_s=0.01)
+    scheduler = new_scheduler(kv_role, [SecondaryTier("peer", RemoteIndex(world, 1 << 20))])
+    request = new_request()
+    request.kv_transfer_params = {"hybridkv_hints": hints}
+    scheduler.track(request)
+    num_sent = world.num_asked
+    assert num_sent == (2 if is_sent else 0), "chunks of 8 tokens, of 20"
+    scheduler.track(request)
+    scheduler.matched_tokens(request, 0)
+    assert world.num_asked == num_sent, "they are open"
 
 
 def first_key(tracked: TrackedRequest) -> bytes:

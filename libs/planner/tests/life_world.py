@@ -18,6 +18,7 @@ from hybridkv.planner.stages import (
     Errand,
     Facts,
     HoldState,
+    LookupWait,
     Offer,
     Reply,
     Search,
@@ -42,7 +43,7 @@ class World:
     """What a tier that answers late has not said yet, neither that it is there nor that it is not."""
     asked: set[int] = field(default_factory=set)
     """What it was asked about, by anybody."""
-    lookup_wait_s: float = 0.0
+    lookup: LookupWait | None = None
     fitting_tokens: int = 1 << 20
     """What the fast tier can take at once."""
     is_busy: bool = False
@@ -96,7 +97,7 @@ def ask(stage: Stage, world: World, bounds: Bounds, num_tokens: int, computed: i
 
 def facts_of(world: World, num_tokens: int, computed: int) -> Facts:
     """What is so now."""
-    return Facts(num_tokens, computed, world.generation, world.now_s, True, world.hold, world.room, world.lookup_wait_s)
+    return Facts(num_tokens, computed, world.generation, world.now_s, True, world.hold, world.room, world.lookup)
 
 
 def run(

@@ -1,21 +1,36 @@
-"""What may be elsewhere is asked for, and waited for, only where that is worth what the engine computes meanwhile."""
+"""Lookups that a tier answers later are always sent, and waited for only while the wait is expected to save time."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from hybridkv.planner import Hit, Miss, Pending, life
-from hybridkv.planner.stages import NEW, Ask, AskAgain, Bounds, Bring, Compute, Facts, Offer, Search, Searched, Stage
+from hybridkv.planner.stages import (
+    NEW,
+    Ask,
+    AskAgain,
+    Bounds,
+    Bring,
+    Compute,
+    Facts,
+    LookupWait,
+    Offer,
+    Search,
+    Searched,
+    Stage,
+)
 
-BOUNDS = Bounds(lookup_s=10.0, load_s=30.0, tokens_per_s=1000.0)
+BOUNDS = Bounds(lookup_s=10.0, load_s=30.0, boundary_tokens=1000)
 MISS = Miss(None, "nothing")
 ASK_S = 2.0
+WAIT = LookupWait(timeout_s=ASK_S, answer_s=ASK_S, read_s=0.0, saved_s_per_token=0.001)
 
 
-def facts(now_s: float = 0.0, num_tokens: int = 10_000, lookup_wait_s: float = ASK_S) -> Facts:
-    return Facts(num_tokens, 0, int(now_s * 1000), now_s, has_slower=True, lookup_wait_s=lookup_wait_s)
+def facts(now_s: float = 0.0, num_tokens: int = 10_000, lookup: LookupWait | None = WAIT) -> Facts:
+    return Facts(num_tokens, 0, round(now_s * 1000), now_s, has_slower=True, lookup=lookup)
 
 
 def searched(
@@ -36,9 +51,49 @@ def asked(possible: int, settled: int | None, num_tokens: int = 10_000) -> tuple
     return life.searched(stage, facts(num_tokens=num_tokens), BOUNDS, again, Pending(possible), found)
 
 
-def test_a_short_prompt_that_nobody_has_seen_asks_nobody() -> None:
-    _, step = searched(NEW, facts(num_tokens=2000), MISS)
-    assert isinstance(step, Compute), "two seconds of computing, and up to two of waiting"
+def test_a_short_prompt_asks_and_does_not_wait() -> None:
+    _, step = asked(2000, None, 2001)
+    assert isinstance(step, Compute), "two seconds of computing, and two of waiting"
+    _, step = asked(2001, None, 2002)
+    assert isinstance(step, AskAgain)
+
+
+def test_a_prompt_without_a_further_boundary_does_not_ask() -> None:
+    _, step = searched(NEW, facts(num_tokens=1000), MISS)
+    assert isinstance(step, Compute), "its last token is computed in any case"
+    _, step = searched(NEW, facts(num_tokens=1001), MISS)
+    assert isinstance(step, Ask)
+
+
+def first_wait_s(wait: LookupWait, possible: int = 8000) -> float:
+    """How long a request waits for a tier that does not answer."""
+    stage, errand = searched(NEW, facts(lookup=wait), MISS)
+    assert isinstance(errand, Ask)
+    stage, again = life.asked(stage, facts(lookup=wait), BOUNDS, errand)
+    assert isinstance(again, Search)
+    stage, step = life.searched(stage, facts(lookup=wait), BOUNDS, again, Pending(possible), MISS)
+    for milliseconds in range(1, 5000):
+        if not isinstance(step, AskAgain):
+            return (milliseconds - 1) / 1000
+        stage, step = searched(stage, facts(milliseconds / 1000, lookup=wait), Pending(possible), MISS)
+    raise AssertionError("it waits for ever")
+
+
+def test_an_overdue_answer_is_waited_for_as_long_as_it_may_still_save_time() -> None:
+    quick = replace(WAIT, answer_s=0.01)
+    assert first_wait_s(quick, 100) == pytest.approx(0.1, abs=0.002), "100 tokens take 0.1 s"
+    assert first_wait_s(quick, 8000) == pytest.approx(ASK_S / 2, abs=0.002), "after that an answer comes too late"
+
+
+def test_a_tier_that_answers_after_the_deadline_is_not_waited_for() -> None:
+    assert first_wait_s(replace(WAIT, answer_s=ASK_S * 1.01)) == 0.0
+
+
+@pytest.mark.parametrize(
+    "wait", [replace(WAIT, answer_s=0.0, saved_s_per_token=0.0), replace(WAIT, answer_s=0.0, read_s=8.0)]
+)
+def test_a_tier_that_reads_as_slowly_as_the_engine_computes_is_not_waited_for(wait: LookupWait) -> None:
+    assert first_wait_s(wait) == 0.0
 
 
 def test_a_long_prompt_asks_once() -> None:
@@ -61,7 +116,8 @@ def test_a_request_that_is_searched_anew_after_it_had_blocks_asks_anew(boundary:
     stage = life.load_ended(stage, failed=failed, is_explained=True)
     stage, step = searched(life.start_over(stage), facts(1000.0), MISS)
     assert isinstance(step, Ask) and isinstance(stage, Searched)
-    assert (stage.past.asked_until_s, stage.past.tier_since_s) == (1000.0 + ASK_S, 1000.0), "its wait begins anew too"
+    past = stage.past
+    assert (past.asked_s, past.asked_until_s, past.tier_since_s) == (1000.0, 1000.0 + ASK_S, None), "its wait is new"
 
 
 def test_a_request_that_finds_no_blocks_asks_no_second_time() -> None:
@@ -79,7 +135,7 @@ def test_a_long_hit_leaves_too_little_to_ask_for() -> None:
 
 
 def test_where_no_tier_answers_late_nobody_is_asked() -> None:
-    _, step = searched(NEW, facts(lookup_wait_s=0.0), MISS)
+    _, step = searched(NEW, facts(lookup=None), MISS)
     assert isinstance(step, Compute)
 
 
@@ -105,8 +161,6 @@ def test_after_the_deadline_what_is_pending_is_being_stored_and_waited_for_as_ev
 
 
 def test_what_others_asked_is_not_waited_for() -> None:
-    stage, step = searched(NEW, facts(num_tokens=1500), Pending(1400), MISS)
-    assert isinstance(step, Compute), "a short prompt, part of which a long one has asked for"
     stage, _ = asked(8000, None)
     stage, step = searched(stage, facts(2.0), Pending(8000), MISS)
     assert isinstance(step, Compute), "somebody asked again when this request's time was over"
@@ -116,7 +170,7 @@ def test_what_is_being_stored_is_waited_for_while_others_ask() -> None:
     stage, _ = asked(8000, None)
     stage, step = searched(stage, facts(0.1), Pending(1500), None)
     assert isinstance(step, AskAgain), "the tiers have answered; a store is about to end"
-    stage, step = searched(NEW, facts(num_tokens=1500), Pending(1400), Pending(1200))
+    stage, step = searched(NEW, facts(num_tokens=1500, lookup=None), Pending(1400), Pending(1200))
     assert isinstance(step, AskAgain) and isinstance(stage, Searched) and stage.answer == Pending(1200)
 
 

@@ -16,12 +16,31 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from life_world import World, ask
 
 from hybridkv.planner import Hit, Miss, Pending, Room, RoomBounds, life
-from hybridkv.planner.stages import NEW, AskAgain, Bounds, Brought, Compute, GivenUp, HoldState, Loading, Offer, Stage
+from hybridkv.planner.stages import (
+    NEW,
+    AskAgain,
+    Bounds,
+    Brought,
+    Compute,
+    GivenUp,
+    HoldState,
+    Loading,
+    LookupWait,
+    Offer,
+    Stage,
+)
 
 NUM_TOKENS = 101
 BOUNDARIES = range(8, 100, 8)
 LOOKUP_S, LOAD_S, GATE_S, GATE_POLLS = 10.0, 30.0, 60.0, 5
-TOKENS_PER_S = 10.0
+BOUNDARY_TOKENS = 8
+WAITS = [
+    None,
+    LookupWait(timeout_s=1.0, answer_s=1.0, read_s=0.0, saved_s_per_token=0.125),
+    LookupWait(timeout_s=4.0, answer_s=0.25, read_s=0.5, saved_s_per_token=0.125),
+    LookupWait(timeout_s=4.0, answer_s=5.0, read_s=0.0, saved_s_per_token=1.0),
+    LookupWait(timeout_s=4.0, answer_s=0.0, read_s=0.0, saved_s_per_token=0.0),
+]
 boundaries = st.sets(st.sampled_from(list(BOUNDARIES)), max_size=5)
 blocks = st.integers(0, 20)
 
@@ -41,6 +60,7 @@ class Twin:
         self.held: tuple[int, int] | None = None
         self.hopeless: set[tuple[int, int, int]] = set()
         """Questions for which stores were waited for in vain."""
+        self.asked_at: float | None = None
         self.asked_until: float | None = None
         self.resigned: tuple[int, int, int] | None = None
         """The question for which answers were not worth waiting any more."""
@@ -120,19 +140,23 @@ class Twin:
         asked = (world.generation, limit, computed)
         is_hopeless = asked in self.hopeless
         found = world.search(computed, limit, self.near_only, is_hopeless, True)
-        may_ask = world.lookup_wait_s and self.asked_until is None and not self.near_only
-        if may_ask and limit - resumes_at(found, computed) > world.lookup_wait_s * TOKENS_PER_S:
-            self.asked_until = world.now_s + world.lookup_wait_s
-            if self.tier_since is None:
-                self.tier_since = world.now_s
+        wait = world.lookup
+        may_ask = wait is not None and self.asked_until is None and not self.near_only
+        if wait is not None and may_ask and limit - resumes_at(found, computed) > BOUNDARY_TOKENS:
+            self.asked_at, self.asked_until = world.now_s, world.now_s + wait.timeout_s
             world.ask()
             return self.longest(world, computed)
         possible = world.search(computed, limit, self.near_only, is_hopeless)
         if possible != found and self.resigned != asked:
-            left_s = 0.0 if self.asked_until is None else self.asked_until - world.now_s
             more = resumes_at(possible, computed) - resumes_at(found, computed)
-            if left_s > 0 and more > left_s * TOKENS_PER_S:
-                return None
+            if wait is not None and self.asked_at is not None and self.asked_until is not None:
+                waited_s = world.now_s - self.asked_at
+                answered_s = self.asked_at + (wait.answer_s if waited_s < wait.answer_s else 2 * waited_s)
+                gain_s = more * wait.saved_s_per_token - wait.read_s
+                if world.now_s < self.asked_until >= answered_s and gain_s > answered_s - world.now_s:
+                    if self.tier_since is None:
+                        self.tier_since = world.now_s
+                    return None
             self.resigned = asked
         if isinstance(found, Pending):
             if self.stores_since is None:
@@ -170,7 +194,7 @@ class Life(RuleBasedStateMachine):
         self.world, self.other_world = World(), World()
         self.stage: Stage = NEW
         self.twin = Twin()
-        self.bounds = Bounds(LOOKUP_S, LOAD_S, RoomBounds(GATE_POLLS, GATE_S, self.loads_end), TOKENS_PER_S)
+        self.bounds = Bounds(LOOKUP_S, LOAD_S, RoomBounds(GATE_POLLS, GATE_S, self.loads_end), BOUNDARY_TOKENS)
         self.offered: tuple[int, int] | None = None
         """(boundary, tokens) that the engine may give blocks for now."""
 
@@ -184,11 +208,11 @@ class Life(RuleBasedStateMachine):
     def store_and_evict(self, near: set[int], far: set[int], arriving: set[int]) -> None:
         self.change(near=near, far=far, arriving=arriving, generation=self.world.generation + 1)
 
-    @rule(elsewhere=boundaries, asked=boundaries, lookup_wait_s=st.sampled_from([0.0, 1.0, 4.0]))
-    def be_elsewhere(self, elsewhere: set[int], asked: set[int], lookup_wait_s: float) -> None:
+    @rule(elsewhere=boundaries, asked=boundaries, lookup=st.sampled_from(WAITS))
+    def be_elsewhere(self, elsewhere: set[int], asked: set[int], lookup: LookupWait | None) -> None:
         """Others ask too, and tiers answer."""
         generation = self.world.generation + 1
-        self.change(elsewhere=elsewhere, asked=asked, lookup_wait_s=lookup_wait_s, generation=generation)
+        self.change(elsewhere=elsewhere, asked=asked, lookup=lookup, generation=generation)
 
     @rule(later_s=st.sampled_from([0.0, 0.5, 9.0, 25.0, 61.0]))
     def pass_time(self, later_s: float) -> None:
@@ -226,7 +250,7 @@ class Life(RuleBasedStateMachine):
         self.stage = life.allocated(self.stage, self.offered[0] if is_taken else None)
         self.world.hold = self.other_world.hold = None
         self.twin.hopeless.clear()
-        self.twin.resigned = self.twin.asked_until = None
+        self.twin.resigned = self.twin.asked_at = self.twin.asked_until = None
         self.offered = None
 
     @precondition(lambda self: isinstance(self.stage, Loading))

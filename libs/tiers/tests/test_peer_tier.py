@@ -270,7 +270,7 @@ def test_an_engine_skips_its_own_address_in_the_list_of_peers(
     port = peer_engines.free_port()
     own = engine([port], port=port)
     until(lambda: own.client.ready() == [] and "is this engine itself: skipped" in caplog.text)
-    assert "the connection ended" not in caplog.text
+    assert "ended: self" not in caplog.text
 
 
 def test_who_does_not_know_the_secret_hears_nothing(engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:

@@ -183,6 +183,21 @@ class LateAnswersConformance(TierSuite):
         index.take_counts()
         assert index.heard == (0, 3), "it is not taken"
 
+    def test_the_expected_time_of_an_answer_follows_the_answers(self) -> None:
+        index = self.make_late()
+        for number in range(20):
+            index.ask([b"missing %d" % number], self.now_s() + 2.0)
+            self.pass_time(2.1)
+            assert index.heard.num_timed_out == number + 1
+        assert 3.5 < index.answer_s <= 4.01, "a lookup that was not answered counts with twice its time"
+        longest_s = 0.0
+        for number in range(20):
+            asked_s = self.now_s()
+            index.ask([b"answered %d" % number], asked_s + 60.0)
+            self.answer_all()
+            longest_s = max(longest_s, self.now_s() - asked_s)
+        assert index.answer_s <= longest_s + 0.1
+
 
 class LateConformance(LateAnswersConformance):
     """The same, and more, of one that chunks are stored to as well."""

@@ -47,6 +47,10 @@ class FaultInjectingIndex:
     def heard(self) -> Heard:
         return self._inner.heard
 
+    @property
+    def answer_s(self) -> float:
+        return self._inner.answer_s
+
     def lacks(self, key: Key) -> bool:
         return self._inner.lacks(key)
 

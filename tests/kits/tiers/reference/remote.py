@@ -90,6 +90,7 @@ class RemoteStore:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
+    asked_s: float
     answers_s: float
     deadline_s: float
 
@@ -112,6 +113,7 @@ class RemoteIndex:
         self._changes = 0
         self._answers: dict[Answer, int] = {}
         self._heard = Heard()
+        self._answer_s: float | None = None
 
     # What is not known yet.
 
@@ -128,7 +130,7 @@ class RemoteIndex:
                 # It is being found out: to ask once more would put the answer off.
                 later_s = max(asked.deadline_s, deadline_s)
                 self._changes += later_s != asked.deadline_s
-                self._asked[key] = _Asked(asked.answers_s, later_s)
+                self._asked[key] = _Asked(asked.asked_s, asked.answers_s, later_s)
             elif self._known.lacks(key) and not self._known.is_doomed(key):
                 if len(self._asked) >= MAX_ASKED:
                     self._count(Answer.LATE)
@@ -136,7 +138,7 @@ class RemoteIndex:
                 self._store.num_asked += 1
                 self._changes += 1
                 answers_s = _NEVER_S if self._store.is_silent else now_s + self._store.answer_s
-                self._asked[key] = _Asked(answers_s, deadline_s)
+                self._asked[key] = _Asked(now_s, answers_s, deadline_s)
         self._hear()
 
     def _hear(self) -> None:
@@ -152,22 +154,24 @@ class RemoteIndex:
                     self._forget_slots()
                 if asked.deadline_s != _OVER_S:
                     num_answered = Answer.HELD if is_known else Answer.MISSING
-                    self._end(num_answered if asked.answers_s <= asked.deadline_s else Answer.LATE)
+                    self._end(asked, num_answered if asked.answers_s <= asked.deadline_s else Answer.LATE)
             elif now_s < asked.deadline_s or asked.deadline_s == _OVER_S:
                 continue
             else:
-                self._end(Answer.LATE)
+                self._end(asked, Answer.LATE)
             if now_s < asked.answers_s < _NEVER_S:
                 # An answer may still come. Until then it is a MISS.
-                self._asked[key] = _Asked(asked.answers_s, _OVER_S)
+                self._asked[key] = _Asked(asked.asked_s, asked.answers_s, _OVER_S)
                 self._changes += 1
                 continue
             del self._asked[key]
             self._changes += 1
 
-    def _end(self, answer: Answer) -> None:
+    def _end(self, asked: _Asked, answer: Answer) -> None:
         self._count(answer)
         is_late = answer is Answer.LATE
+        took_s = 2 * (asked.deadline_s - asked.asked_s) if is_late else asked.answers_s - asked.asked_s
+        self._answer_s = took_s if self._answer_s is None else (3 * self._answer_s + took_s) / 4
         self._heard = Heard(self._heard.num_answered + (not is_late), self._heard.num_timed_out + is_late)
 
     def _count(self, answer: Answer) -> None:
@@ -177,6 +181,11 @@ class RemoteIndex:
     def heard(self) -> Heard:
         self._hear()
         return self._heard
+
+    @property
+    def answer_s(self) -> float:
+        self._hear()
+        return self._answer_s or 0.0
 
     def lacks(self, key: Key) -> bool:
         self._hear()

@@ -138,8 +138,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         local_copies: copy blocks that the engine still holds from GPU memory in place of a tier.
         load_timeout_seconds: how long a request waits for a load before it is computed instead.
         lookup_timeout_seconds: how long a request waits for chunks that another request is storing.
-        compute_tokens_per_second: prefill speed of the engine. A request waits for a lookup only if that is expected to
-            be faster than computing.
+        compute_tokens_per_second: prefill speed of the engine; measured if it is not set. A request waits for a lookup
+            only while that is expected to be faster than computing.
         checkpoints: "auto" stops prefills where a recurrent state is worth storing, while the store has room; "off"
             stores only the states that the engine hands over on its own.
         checkpoint_stops: maximum of additional steps that one request may take for such stops.
@@ -158,7 +158,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     local_copies: bool = True
     load_timeout_seconds: float = 30.0
     lookup_timeout_seconds: float = 10.0
-    compute_tokens_per_second: float = 10_000.0
+    compute_tokens_per_second: float | None = None
     checkpoints: Literal["auto", "off"] = "auto"
     checkpoint_stops: int = 8
     checkpoint_answers: bool = True
@@ -238,12 +238,13 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
     for name in ("load_timeout_seconds", "lookup_timeout_seconds"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), "30 is usual")
-    if not 0 < config.compute_tokens_per_second < math.inf:
+    speed = config.compute_tokens_per_second
+    if speed is not None and not 0 < speed < math.inf:
         raise ConfigurationError(
             f"{ROOT}.compute_tokens_per_second",
             "tokens above 0",
-            config.compute_tokens_per_second,
-            "10000 is the default; vLLM logs its prompt throughput",
+            speed,
+            "leave it out to measure it; vLLM logs its prompt throughput",
         )
     if not 0 <= config.keep_share <= 1:
         raise ConfigurationError(

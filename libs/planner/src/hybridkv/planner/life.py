@@ -11,9 +11,12 @@ functions are total. None does I/O, waits or counts; the caller does.
 First a boundary is found at which every group can resume. Then its chunks that only secondary tiers hold are promoted,
 and no others. Meanwhile the engine is told to ask again, and the request holds no blocks. Every wait has a deadline.
 Where a tier answers lookups later, there are two boundaries: a settled one and a possible one. A request sends async
-lookups and waits for the answers only if the difference is worth more tokens than the engine computes in that time. So
-a short new prompt pays for no round trip.
+lookups for all that no nearer tier holds. It waits only while a hit up to the possible boundary is expected to save
+more time than the rest of the wait takes. So a short new prompt pays for no round trip, and a request does not wait for
+a tier that answers after the deadline.
 """
+
+from math import inf
 
 from msgspec.structs import replace
 
@@ -37,6 +40,7 @@ from hybridkv.planner.stages import (
     Holding,
     HoldState,
     Loading,
+    LookupWait,
     Offer,
     Past,
     Reply,
@@ -111,9 +115,21 @@ def asked(stage: Stage, facts: Facts, bounds: Bounds, errand: Ask) -> tuple[Stag
     return stage, Search(errand.limit_tokens, stage.past.near_only, num_shrinks=errand.num_shrinks)
 
 
-def is_worth_waiting(settled_tokens: int, possible_tokens: int, left_s: float, tokens_per_s: float) -> bool:
-    """True if a wait of `left_s` for the possible boundary is better than to compute from the settled one."""
-    return possible_tokens - settled_tokens > left_s * tokens_per_s
+def is_worth_waiting(num_tokens: int, rest_s: float, wait: LookupWait) -> bool:
+    """True if a hit of `num_tokens` more saves more time than the rest of the wait takes."""
+    return num_tokens * wait.saved_s_per_token > rest_s + wait.read_s
+
+
+def expected_rest_s(past: Past, now_s: float, wait: LookupWait) -> float:
+    """Expected time until the lookups of a request are answered; infinity if that is after their deadline.
+
+    Answers that are overdue are expected after as long again.
+    """
+    if past.asked_s is None or past.asked_until_s is None:
+        return inf
+    waited_s = now_s - past.asked_s
+    rest_s = wait.answer_s - waited_s if waited_s < wait.answer_s else waited_s
+    return rest_s if now_s < past.asked_until_s and now_s + rest_s <= past.asked_until_s else inf
 
 
 def brought(
@@ -151,7 +167,7 @@ def allocated(stage: Stage, boundary: int | None) -> Stage:
     past = stage.past
     if past.asked_until_s is not None:
         # A later search means that the blocks were lost or the load failed: by then the answers are old.
-        past = replace(past, asked_until_s=None)
+        past = replace(past, asked_s=None, asked_until_s=None)
     return _begin(past) if boundary is None else Loading(past, boundary)
 
 
@@ -212,17 +228,18 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
     """Next step after a valid search result."""
     past, answer = found.past, found.answer
     settled = found.settled
-    if facts.lookup_wait_s and past.asked_until_s is None and not past.near_only:
+    wait = facts.lookup
+    if wait is not None and past.asked_until_s is None and not past.near_only:
         known_tokens = _resumes_at(answer if settled is None else settled, found)
-        if is_worth_waiting(known_tokens, found.limit_tokens, facts.lookup_wait_s, bounds.tokens_per_s):
-            # All waits for tiers share one deadline, which starts with the lookups.
-            since_s = facts.now_s if past.tier_since_s is None else past.tier_since_s
-            past = replace(past, asked_until_s=facts.now_s + facts.lookup_wait_s, tier_since_s=since_s)
+        if found.limit_tokens - known_tokens > bounds.boundary_tokens:
+            past = replace(past, asked_s=facts.now_s, asked_until_s=facts.now_s + wait.timeout_s)
             return replace(found, past=past), Ask(found.limit_tokens, num_shrinks)
     if settled is not None:
-        left_s = 0.0 if past.asked_until_s is None else past.asked_until_s - facts.now_s
-        possible_tokens = _resumes_at(answer, found)
-        if left_s > 0 and is_worth_waiting(_resumes_at(settled, found), possible_tokens, left_s, bounds.tokens_per_s):
+        more_tokens = _resumes_at(answer, found) - _resumes_at(settled, found)
+        if wait is not None and is_worth_waiting(more_tokens, expected_rest_s(past, facts.now_s, wait), wait):
+            if past.tier_since_s is None:
+                # All waits for tiers share one deadline.
+                found = replace(found, past=replace(past, tier_since_s=facts.now_s))
             return found, ASK_AGAIN
         # Lookups of other requests may still be in flight. This request does not wait for them.
         found, answer = replace(found, answer=settled, settled=None), settled

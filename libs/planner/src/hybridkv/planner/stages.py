@@ -29,9 +29,10 @@ class Past(msgspec.Struct, frozen=True):
         waited_in_vain: chunks in flight into a tier did not arrive in time.
         stores_since_s: start of the wait for chunks in flight into a tier; None if there is no such wait.
         tier_since_s: start of the wait for secondary tiers; None if there is no such wait.
-        asked_until_s: deadline of the async lookups for this request; None if there were none. A request sends them
-            once until it gets blocks, so that waits do not follow each other. If it is searched anew after that, it
-            sends them anew.
+        asked_s: time at which the async lookups for this request were sent; None if there were none. A request sends
+            them once until it gets blocks, so that waits do not follow each other. If it is searched anew after that,
+            it sends them anew.
+        asked_until_s: deadline of these lookups; None if there were none.
         room: wait for room beside other loads.
     """
 
@@ -42,6 +43,7 @@ class Past(msgspec.Struct, frozen=True):
     waited_in_vain: bool = False
     stores_since_s: float | None = None
     tier_since_s: float | None = None
+    asked_s: float | None = None
     asked_until_s: float | None = None
     room: RoomWait = NOT_WAITED
 
@@ -132,6 +134,23 @@ class HoldState(enum.Enum):
     """A chunk is gone or could not be read."""
 
 
+class LookupWait(msgspec.Struct, frozen=True, gc=False):
+    """Cost of the wait for async lookups, and gain by a hit, as measured so far.
+
+    Args:
+        timeout_s: deadline of a lookup, from when it is sent.
+        answer_s: expected time until a lookup is answered, from when it is sent.
+        read_s: expected time to load the part of a hit that does not grow with it: states and windows.
+        saved_s_per_token: time to compute a token, less the time to load it. A hit is slower than computing if it is
+            not above 0.
+    """
+
+    timeout_s: float
+    answer_s: float
+    read_s: float
+    saved_s_per_token: float
+
+
 class Facts(msgspec.Struct, frozen=True, gc=False):
     """Inputs of a decision.
 
@@ -143,7 +162,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
         has_slower: there is a secondary tier, whose chunks are promoted before a load.
         hold: state of the chunks that the tiers hold for the request; None if they hold none.
         room: blocks as this request sees them; None if no other request holds blocks and no load failed.
-        lookup_wait_s: time-out of async lookups; 0 if no tier needs one.
+        lookup: wait for async lookups; None if no tier accepts one now.
     """
 
     num_tokens: int
@@ -153,7 +172,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     has_slower: bool = False
     hold: HoldState | None = None
     room: Room | None = None
-    lookup_wait_s: float = 0.0
+    lookup: LookupWait | None = None
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -163,13 +182,13 @@ class Bounds(msgspec.Struct, frozen=True):
         lookup_s: wait for chunks in flight into a tier.
         load_s: wait for secondary tiers.
         room: wait for room beside other loads.
-        tokens_per_s: rate of prefill. A request waits for an answer only if the expected hit is worth more tokens.
+        boundary_tokens: distance of boundaries. Lookups are sent if a boundary may be found beyond the known hit.
     """
 
     lookup_s: float
     load_s: float
     room: RoomBounds = RoomBounds()
-    tokens_per_s: float = 10_000.0
+    boundary_tokens: int = 1
 
 
 # Replies to the engine.

@@ -218,6 +218,12 @@ class TierIndex(Protocol):
         """
         ...
 
+    @property
+    def answer_s(self) -> float:
+        """Expected seconds from an async lookup to its answer: a moving average. A lookup without an answer by its
+        deadline counts with twice its time. 0 in a tier that knows all its keys."""
+        ...
+
     def lacks(self, key: Key) -> bool:
         """True if the key is worth storing: neither committed nor reserved, nor known to be stored. Open lookups do not
         count."""
@@ -332,6 +338,11 @@ class SyncLookups:
     def heard(self) -> Heard:
         """No lookups."""
         return NO_LOOKUPS
+
+    @property
+    def answer_s(self) -> float:
+        """No wait."""
+        return 0.0
 
 
 @runtime_checkable

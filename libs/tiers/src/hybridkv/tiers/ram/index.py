@@ -82,6 +82,11 @@ class RamIndex(_Ledger):
         """No lookups."""
         return NO_LOOKUPS
 
+    @property
+    def answer_s(self) -> float:
+        """No wait."""
+        return 0.0
+
     def cost(self, num_bytes: int) -> int:
         return in_granules(self.granule_bytes, num_bytes)
 

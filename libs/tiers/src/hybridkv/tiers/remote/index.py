@@ -145,7 +145,7 @@ class RemoteIndex(Generic[P]):
             return
         self._number += 1
         if self._send(self._number, keys, self._tracker.given_up_s(deadline_s)):
-            self._tracker.begin(self._number, keys, deadline_s)
+            self._tracker.begin(self._number, keys, self._clock(), deadline_s)
             self._poll_events()
         else:
             self._tracker.not_sent(len(keys))
@@ -154,6 +154,11 @@ class RemoteIndex(Generic[P]):
     def heard(self) -> Heard:
         self._poll_events()
         return self._tracker.heard
+
+    @property
+    def answer_s(self) -> float:
+        self._poll_events()
+        return self._tracker.answer_s
 
     def lacks(self, key: Key) -> bool:
         """Whether a key should be stored. An expired key that was not looked up again counts as present."""

@@ -16,14 +16,21 @@ from hybridkv.tiers.contract import Answer, Heard, Key
 
 _OVER_S = -math.inf
 """Deadline of a lookup that timed out already."""
+FIRST_ANSWER_S = 0.02
+"""Expected time of an answer before the first one."""
+_NEW_SHARE = 0.25
+"""Share of the newest answer in the moving average."""
 
 
 @dataclass(slots=True, eq=False)
 class _Lookup:
     open_keys: dict[Key, None]
     """Keys without an answer that were not withdrawn."""
+    sent_s: float
     deadline_s: float
     given_up_s: float
+    is_timed: bool = False
+    """Its first answer is part of the average."""
 
 
 class LookupTracker:
@@ -47,6 +54,8 @@ class LookupTracker:
         self.changes = 0
         """Number of changes. Part of the index's `generation`."""
         self.heard = Heard()
+        self.answer_s = FIRST_ANSWER_S
+        """Moving average of the time from a lookup to its first answer."""
         self._missing: dict[Key, float] = {}
         """Time until which a key counts as missing. The oldest first."""
         self._answers: dict[Answer, int] = {}
@@ -100,10 +109,10 @@ class LookupTracker:
         """Time at which a lookup with this deadline is forgotten."""
         return deadline_s + self._given_up_s
 
-    def begin(self, number: int, keys: Iterable[Key], deadline_s: float) -> None:
+    def begin(self, number: int, keys: Iterable[Key], sent_s: float, deadline_s: float) -> None:
         """Record a lookup that was sent."""
         open_keys = dict.fromkeys(keys)
-        self._lookups[number] = _Lookup(open_keys, deadline_s, self.given_up_s(deadline_s))
+        self._lookups[number] = _Lookup(open_keys, sent_s, deadline_s, self.given_up_s(deadline_s))
         self._number_of.update(dict.fromkeys(open_keys, number))
         self.changes += 1
         self.due_s = min(self.due_s, deadline_s)
@@ -191,6 +200,10 @@ class LookupTracker:
             return
         if heard_s > lookup.deadline_s:
             answer = Answer.LATE
+        if num_keys and not lookup.is_timed:
+            lookup.is_timed = True
+            took_s = 2 * (lookup.deadline_s - lookup.sent_s) if answer is Answer.LATE else heard_s - lookup.sent_s
+            self.answer_s += (max(took_s, 0.0) - self.answer_s) * _NEW_SHARE
         self._count(answer, num_keys)
         is_late = answer is Answer.LATE
         num_answered, num_timed_out = self.heard

@@ -23,6 +23,10 @@ from hybridkv.tiers.stack.order import UseOrder
 from hybridkv.tiers.stack.path import PathPosition
 
 _PROMOTE, _DONE, _FAILED = Direction.PROMOTE, MoveResult.DONE, MoveResult.FAILED
+FIRST_READ_S_PER_BYTE = 1e-9
+"""Expected time to promote a byte before the first promotion."""
+NEW_SHARE = 0.25
+"""Share of the newest measurement in a moving average."""
 _KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)
 """Failures that say nothing about the chunk itself."""
 
@@ -90,6 +94,11 @@ class SecondaryTierState:
         self._lookups: deque[_OpenLookup] = deque()
         """Lookups without an answer, the oldest first."""
         self._promoting_bytes = tier.options.promoting_share * context.primary.capacity_bytes
+        self.read_s_per_byte = FIRST_READ_S_PER_BYTE
+        """Moving average over busy periods of promotions."""
+        self._reading_since_s = 0.0
+        self._num_read_bytes = 0
+        """Start of the busy period of promotions, and bytes that have arrived in it."""
         self._checked_s = context.clock()
         """Time of the last check of deadlines outside `tick`."""
         self.queue: CascadeQueue | None = None
@@ -143,6 +152,12 @@ class SecondaryTierState:
         self._lookups.append(_OpenLookup(deadline_s, before))
         self._context.wake_at(deadline_s)
 
+    def has_open_lookups(self) -> bool:
+        """True if the tier has not answered every lookup that was sent."""
+        if self._lookups:
+            self._check_lookups(self._clock())
+        return bool(self._lookups)
+
     def _check_lookups(self, now_s: float) -> None:
         """Report answered and timed-out lookups to the breaker.
 
@@ -192,6 +207,8 @@ class SecondaryTierState:
     def plan(self, direction: Direction, key: Key, primary: Slot, secondary: Slot, is_prefetch: bool = False) -> None:
         """Plan a move between two slots."""
         now_s = self._clock()
+        if direction is _PROMOTE and not self.in_flight.num_live[_PROMOTE]:
+            self._reading_since_s, self._num_read_bytes = now_s, 0
         self.in_flight.plan(direction, key, primary, secondary, now_s, is_prefetch)
         self._context.wake_at(now_s + self._options.load_timeout_s)
 
@@ -265,6 +282,8 @@ class SecondaryTierState:
             self._context.wake_at(health.next_change_s)
         if direction is _PROMOTE:
             self.timeout_changes += in_flight.is_timed_out
+            if failure is None:
+                self._measure_read(in_flight.num_bytes)
             self.index.unpin(move.key)
             if failure is not None and failure.reason not in _KEEPS_KEY:
                 self.index.invalidate(move.key, failure.reason)
@@ -274,6 +293,13 @@ class SecondaryTierState:
         if failure is not None and direction is not _PROMOTE:
             self.pump()
         return in_flight
+
+    def _measure_read(self, num_bytes: int) -> None:
+        """Count the bytes of a promotion. The last one of a busy period measures the speed."""
+        self._num_read_bytes += num_bytes
+        if not self.in_flight.num_live[_PROMOTE]:
+            took_s = (self._clock() - self._reading_since_s) / self._num_read_bytes
+            self.read_s_per_byte += (took_s - self.read_s_per_byte) * NEW_SHARE
 
     def _end_cascade(self, key: Key, failure: Failure | None) -> bool:
         """True if the cascade is retried."""

@@ -152,6 +152,11 @@ class TierStack:
         self._check_deadlines()
         return self._view.lookup_wait_s
 
+    def expected_answer(self) -> tuple[float, float]:
+        """Expected seconds from an async lookup to its answer, and seconds to promote one byte of one rank, at the tier
+        that answers next. Both are measured."""
+        return self._view.expected_answer()
+
     def ask(self, keys: Sequence[Key]) -> None:
         """Send an async lookup for the keys that no tier holds, to all tiers that accept one. Each tier has its own
         deadline; keys it has not answered by then count as missing."""

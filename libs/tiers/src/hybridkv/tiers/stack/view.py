@@ -111,6 +111,13 @@ class StackView:
         timeouts = (tier.async_lookup_timeout_s for tier in self._tiers if tier.accepts_lookup())
         return max(timeouts, default=0.0)
 
+    def expected_answer(self) -> tuple[float, float]:
+        """Expected seconds from a lookup to its answer, and seconds to promote one byte, at the tier that answers
+        next: of those with open lookups, or of all that accept one."""
+        tiers = [tier for tier in self._tiers if tier.accepts_lookup()]
+        tiers = [tier for tier in tiers if tier.has_open_lookups()] or tiers
+        return min(((tier.index.answer_s, tier.read_s_per_byte) for tier in tiers), default=(0.0, 0.0))
+
     def ask(self, keys: Sequence[Key], now_s: float) -> None:
         """Send an async lookup for the keys that no tier holds to each tier that accepts one. Each tier has its own
         deadline; keys it has not answered by then count as missing."""

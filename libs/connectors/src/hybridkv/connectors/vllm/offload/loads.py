@@ -25,7 +25,9 @@ from hybridkv.connectors.vllm.common.messages import CopyTable, Load, LoadFailur
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import RAM, Recorder
 from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
+from hybridkv.connectors.vllm.offload.prefill_speed import PrefillSpeed
 from hybridkv.planner import (
+    GroupKind,
     Hit,
     LoadAdmission,
     LocalCopies,
@@ -55,6 +57,7 @@ from hybridkv.planner.stages import (
     Facts,
     Holding,
     HoldState,
+    LookupWait,
     Offer,
     Release,
     Reply,
@@ -324,6 +327,20 @@ _READY, _WAITING = HoldState.READY, HoldState.WAITING
 _FAILED_HOLDS = {LeaseFailure.TIMEOUT: HoldState.LATE, LeaseFailure.LOST: HoldState.LOST}
 
 
+_MANY_CHUNKS = 1024
+"""A hit of so many chunks needs as much of windows and states as any longer one."""
+
+
+def _bytes_of_hit(layout: CacheLayout) -> tuple[float, int]:
+    """Bytes of one rank that a hit loads: for each token, and for windows and states."""
+    spec = layout.spec
+    size, full = layout.largest_chunk_bytes, GroupKind.FULL
+    parts = needed_parts(spec, _MANY_CHUNKS * spec.chunk_tokens, 0)
+    fixed = sum(size(group) for group, _ in parts if spec.groups[group].kind is not full)
+    growing = sum(size(group) for group in spec.stored_groups if spec.groups[group].kind is full)
+    return growing / spec.chunk_tokens, fixed
+
+
 @dataclass(frozen=True, slots=True)
 class Deadlines:
     """Limits on the waits of a request, in seconds from its first wait.
@@ -332,13 +349,13 @@ class Deadlines:
         lookup_s: limit for chunks that are being stored.
         load_s: limit for secondary tiers.
         clock: time in seconds.
-        tokens_per_s: tokens that the engine computes in a second.
+        tokens_per_s: tokens that the engine computes in a second; None if it is measured.
     """
 
     lookup_s: float
     load_s: float
     clock: Callable[[], float]
-    tokens_per_s: float = 10_000.0
+    tokens_per_s: float | None = None
 
 
 class LoadPlanner:
@@ -366,7 +383,9 @@ class LoadPlanner:
         self._stack = stack
         self._admission = admission
         self._clock = deadlines.clock
-        self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s, tokens_per_s=deadlines.tokens_per_s)
+        self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s, boundary_tokens=layout.spec.boundary_tokens)
+        self.prefill_speed = PrefillSpeed(deadlines.clock, deadlines.tokens_per_s)
+        self._bytes_per_token, self._fixed_bytes = _bytes_of_hit(layout)
         self._recorder = recorder
         self._has_secondary, self._has_async_lookups = bool(stack.slower), stack.has_async_lookups
         self._pool: BlockPool | None = None
@@ -413,7 +432,6 @@ class LoadPlanner:
             if self._pool is not None:
                 pool_blocks, free_blocks = self._pool.num_gpu_blocks - 1, self._pool.get_num_free_blocks()
             room = self._admission.room(tracked.request_id, num_tokens, pool_blocks, free_blocks)
-        lookup_wait_s = self._stack.lookup_wait_s if self._has_async_lookups else 0.0
         return Facts(
             num_tokens,
             tracked.computed_tokens,
@@ -422,8 +440,16 @@ class LoadPlanner:
             self._has_secondary,
             held,
             room,
-            lookup_wait_s,
+            self._lookup_wait() if self._has_async_lookups else None,
         )
+
+    def _lookup_wait(self) -> LookupWait | None:
+        timeout_s = self._stack.lookup_wait_s
+        if not timeout_s:
+            return None
+        answer_s, read_s_per_byte = self._stack.expected_answer()
+        saved_s = self.prefill_speed.seconds_per_token - self._bytes_per_token * read_s_per_byte
+        return LookupWait(timeout_s, answer_s, self._fixed_bytes * read_s_per_byte, saved_s)
 
     def _run_errand(
         self, tracked: TrackedRequest, stage: Stage, facts: Facts, errand: Errand

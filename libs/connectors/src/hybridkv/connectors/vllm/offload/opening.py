@@ -30,6 +30,7 @@ from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.connectors.vllm.offload.checkpoints import STEP_S, CheckpointOptions, Checkpoints, has_states
 from hybridkv.connectors.vllm.offload.loads import Deadlines
+from hybridkv.connectors.vllm.offload.prefill_speed import FIRST_TOKENS_PER_S
 from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.offload.tiers import ArenaSizes
 from hybridkv.hashing import Fingerprint
@@ -222,7 +223,7 @@ class Opening:
         options = CheckpointOptions(
             max_stops=config.checkpoint_stops,
             has_answers=config.checkpoint_answers and not compat.drafts(plan.vllm_config),
-            step_tokens=max(1, round(STEP_S * config.compute_tokens_per_second)),
+            step_tokens=max(1, round(STEP_S * (config.compute_tokens_per_second or FIRST_TOKENS_PER_S))),
             cut_tokens=compat.prefill_cut_tokens(plan.vllm_config),
             has_drafts=compat.drafts(plan.vllm_config),
         )

@@ -117,12 +117,22 @@ class OffloadScheduler:
     # Called before the engine admits a request.
 
     def track(self, request: Request) -> TrackedRequest:
-        """State of a request. The first call creates it, and starts a prefetch if the request's hints want one."""
+        """State of a request. The first call creates it, sends its async lookups, so that they may be answered while it
+        waits in the engine's queue, and starts a prefetch if the request's hints want one."""
         known = self._requests.get(request.request_id)
         tracked = self._requests.track(request)
-        if tracked is not known and tracked.hints.prefetch and self._kv_role.loads:
-            self._prefetcher.begin(request, self._keeper.near_bytes_left)
+        if tracked is not known and self._kv_role.loads:
+            if tracked.hints.prefetch:
+                self._prefetcher.begin(request, self._keeper.near_bytes_left)
+            elif self._may_look_up(tracked):
+                self._loads.lookup_chunks(tracked, request.num_tokens)
         return tracked
+
+    def _may_look_up(self, tracked: TrackedRequest) -> bool:
+        """Whether a tier accepts async lookups for this request."""
+        if not self._stack.lookup_wait_s or not tracked.hints.load or compat.skips_prefix_cache(tracked.request):
+            return False
+        return self._requests.identify(tracked)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
         """Number of tokens after `computed_tokens` that can be loaded; None if the engine must call again.
@@ -173,6 +183,7 @@ class OffloadScheduler:
     def plan_step(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Plan of one step: its loads and moves, and the stores that follow its forward pass."""
         self._stack.tick()
+        self._loads.prefill_speed.on_planned(scheduler_output.num_scheduled_tokens)
         preempted = scheduler_output.preempted_req_ids or ()
         for request_id in preempted:
             if tracked := self._requests.get(request_id):
@@ -308,6 +319,7 @@ class OffloadScheduler:
 
     def on_output(self, output: KVConnectorOutput) -> None:
         """Applies the outputs of one step. After a failed load, the retry of the request loads less."""
+        self._loads.prefill_speed.on_output()
         outcome = output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
             self.on_outcome(outcome)

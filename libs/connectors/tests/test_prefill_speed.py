@@ -1,0 +1,73 @@
+"""The speed of the engine is measured from its own steps, and no single step changes it much."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridkv.connectors.vllm.offload.prefill_speed import FIRST_TOKENS_PER_S, MAX_IN_FLIGHT, PrefillSpeed
+
+
+class Engine:
+    """Steps of an engine that computes a token in `token_s`, and needs `step_s` for each step."""
+
+    def __init__(self, tokens_per_s: float | None = None) -> None:
+        self.now_s = 100.0
+        self.speed = PrefillSpeed(lambda: self.now_s, tokens_per_s)
+
+    def step(self, took_s: float, **tokens: int) -> None:
+        self.speed.on_planned(tokens)
+        self.now_s += took_s
+        self.speed.on_output()
+        self.now_s += 5.0  # idle
+
+
+def test_the_first_step_is_already_measured() -> None:
+    engine = Engine()
+    assert engine.speed.seconds_per_token == 1 / FIRST_TOKENS_PER_S
+    engine.step(0.5, a=1000)
+    assert engine.speed.seconds_per_token == pytest.approx(0.0005)
+
+
+def test_one_slow_step_changes_nothing() -> None:
+    engine = Engine()
+    for took_s in (30.0, 0.1, 0.1, 0.1):
+        engine.step(took_s, a=1000)
+    assert engine.speed.seconds_per_token == pytest.approx(0.0001)
+
+
+@pytest.mark.parametrize("tokens", [{"a": 63}, {f"r{i}": 1 for i in range(256)}, {f"r{i}": 15 for i in range(256)}, {}])
+def test_decodes_and_short_steps_are_not_measured(tokens: dict[str, int]) -> None:
+    engine = Engine()
+    engine.step(1.0, **tokens)
+    assert engine.speed.seconds_per_token == 1 / FIRST_TOKENS_PER_S
+
+
+def test_decodes_beside_a_prompt_do_not_count_as_prompt_tokens() -> None:
+    engine = Engine()
+    engine.step(0.2, a=1000, **{f"r{i}": 1 for i in range(256)})
+    assert engine.speed.seconds_per_token == pytest.approx(0.0002)
+
+
+def test_steps_that_are_planned_ahead_begin_when_the_step_before_ends() -> None:
+    engine = Engine()
+    engine.speed.on_planned({"a": 1000})
+    engine.speed.on_planned({"b": 1000})
+    for _ in range(2):
+        engine.now_s += 0.1
+        engine.speed.on_output()
+    assert engine.speed.seconds_per_token == pytest.approx(0.0001)
+
+
+def test_lost_outputs_do_not_shift_later_steps_for_ever() -> None:
+    engine = Engine()
+    for _ in range(MAX_IN_FLIGHT):
+        engine.speed.on_planned({"a": 1000})
+    for _ in range(15):
+        engine.step(0.1, a=1000)
+    assert engine.speed.seconds_per_token == pytest.approx(0.0001)
+
+
+def test_a_speed_that_the_operator_set_is_not_measured() -> None:
+    engine = Engine(tokens_per_s=500.0)
+    engine.step(0.1, a=1000)
+    assert engine.speed.seconds_per_token == 0.002
