@@ -214,7 +214,7 @@ def test_a_load_that_comes_to_its_turn_too_late_fails(
     is_free.set()
     ended = worker.finish(1, 0)
     assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
-    assert "turn" in ended.failures["r"][0].detail
+    assert "copy thread" in ended.failures["r"][0].detail
     assert worker.everything() == before
     assert worker.all_pages_are_free()
 

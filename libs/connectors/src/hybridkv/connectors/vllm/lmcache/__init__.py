@@ -1,1 +1,1 @@
-"""HybridLMCacheConnector: a prefix goes to an `lmcache server` of a fleet and comes back, with nothing in between."""
+"""HybridLMCacheConnector: stores and loads prefixes directly at an `lmcache server`."""

@@ -1,4 +1,4 @@
-"""What an operator says to HybridLMCacheConnector in `kv_connector_extra_config`: decoded strictly, nothing ignored."""
+"""Configuration of HybridLMCacheConnector: strict decoding of `kv_connector_extra_config`."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _PAGE = "docs/guides/lmcache.md"
 
 
 class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an operator says to HybridLMCacheConnector.
+    """Configuration of HybridLMCacheConnector.
 
     Args:
-        url: "tcp://HOST:PORT", where `lmcache server` listens: its --host and --port.
-        http_port: where it answers over HTTP: its --http-port.
-        pool: bytes of shared memory, over all ranks of the engine, through which pages come and go. A request restores
-            no more than fits.
-        chunk_tokens: the server's chunk. None: it is asked, so it must be there when the engine starts.
-        connect_timeout_seconds: how long the start waits for the server.
-        lookup_timeout_seconds: how long a request waits for the answer to what of it is stored.
-        load_timeout_seconds: how long a request waits for its load before it is computed instead.
-        store_timeout_seconds: how long a store waits for room in the pool, and then for its answer.
-        heartbeat_seconds: between two looks at a server that lives.
-        without_prefix_caching: prefix caching was switched off on purpose, and this model resumes prefixes.
-        weights_digest: how weights are told apart, as for HybridOffloadConnector.
-        identity_ignores: names of facts that the operator knows to change nothing in what is stored.
-        copies: who copies on a GPU, as for HybridOffloadConnector.
+        url: "tcp://HOST:PORT" of `lmcache server`: its --host and --port.
+        http_port: HTTP port of the server: its --http-port.
+        pool: bytes of shared memory for pages in transit, over all ranks of the engine. A request restores no more
+            than fits into it.
+        chunk_tokens: the server's chunk size. None: read from the server, which must then run when the engine starts.
+        connect_timeout_seconds: timeout of the first connection.
+        lookup_timeout_seconds: timeout of a lookup.
+        load_timeout_seconds: timeout of a load; the request is recomputed after it.
+        store_timeout_seconds: timeout for free pages, and again for the answer of the server.
+        heartbeat_seconds: interval between two heartbeats.
+        without_prefix_caching: prefix caching was switched off on purpose, and this model can resume prefixes.
+        weights_digest: identification of the weights, as for HybridOffloadConnector.
+        identity_ignores: names of facts that do not change the stored bytes.
+        copies: copy engine on a GPU, as for HybridOffloadConnector.
     """
 
     url: str
@@ -67,7 +67,7 @@ def decode_config(raw: Mapping[str, Any]) -> LMCacheConfig:
     """Decodes `kv_connector_extra_config`.
 
     Raises:
-        ConfigurationError: a key or value is not understood, or a value cannot work.
+        ConfigurationError: unknown key, or invalid value.
     """
     refuse_unknown_keys(ROOT, raw, LMCacheConfig)
     plain = dict(raw)
@@ -110,6 +110,6 @@ def _require_server(url: str, http_port: int) -> None:
 
 
 def parse_url(text: str) -> tuple[str, int] | None:
-    """The host and the port of "tcp://HOST:PORT"; None where it is not that."""
+    """Host and port of "tcp://HOST:PORT". None for any other text."""
     scheme, mark, address = text.strip().partition("://")
     return parse_address(address) if mark and scheme == "tcp" and "/" not in address else None

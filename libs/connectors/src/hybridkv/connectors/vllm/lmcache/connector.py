@@ -1,6 +1,6 @@
-"""HybridLMCacheConnector: the engine's prefixes at an `lmcache server` that a fleet runs already.
+"""HybridLMCacheConnector: stores and loads the engine's prefixes at an existing `lmcache server`.
 
-What is loaded and stored is decided in `scheduler.py`; bytes move in `worker.py`, through memory that the server maps.
+`scheduler.py` plans loads and stores; `worker.py` moves bytes through shared memory that the server maps.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 
 class HybridLMCacheConnector(StoreConnector):
-    """Keeps the KV cache of hybrid models at a server of LMCache, and restores prefixes from there.
+    """vLLM connector that stores the KV cache of hybrid models at a server of LMCache, and loads prefixes from it.
 
     Raises:
-        ConfigurationError: the configuration, the model or the server cannot work; the engine does not start.
+        ConfigurationError: unusable configuration, model or server; the engine does not start.
     """
 
     _plan_type = LMCachePlan
     has_bounded_lookups = True
-    """A question to the server is over in milliseconds, or at `lookup_timeout_seconds`, or at once where it is gone."""
+    """A lookup ends within milliseconds, at `lookup_timeout_seconds`, or at once if the server is down."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -82,7 +82,7 @@ class HybridLMCacheConnector(StoreConnector):
         return self._scheduler
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
-        # Once more: whatever was switched off in this process since the connector was built.
+        # Checked again: settings of this process may have changed since the constructor.
         self._require_resumable()
         if self._worker is None:
             raise RuntimeError(f"a worker's method was called on the scheduler's half of {NAME}")

@@ -1,9 +1,9 @@
-"""What a request can load from a server, when, and what becomes of it.
+"""Load tracker: lookups and loads of each request, on the scheduler's side.
 
-One question for all groups: the server answers with the longest prefix behind which every group can be resumed, and
-keeps it until it is given back. It is kept until the load has ended on every rank, so what was promised stays.
-A request is asked about once; after a failed load that names a chunk, once more for what lies before that chunk. Other
-requests are not offered that prefix for a while.
+One lookup covers all groups: the server returns the longest prefix that every group can resume after, and locks it. The
+lock is released when the load has ended on every rank. Each request has one lookup. After a failed load that names a
+bad chunk, a second lookup covers the chunks before the bad one, and other requests are not offered that prefix for
+`DOUBT_S` seconds.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ if TYPE_CHECKING:
 
 
 def attention_tables(spec: CacheSpec, table: Sequence[Sequence[int]], num_tokens: int) -> dict[int, list[int]]:
-    """Block ids of each stored group, by its place among the stored ones, as far as `num_tokens` fill them.
+    """Block table of each stored group over the first `num_tokens` tokens, by position among the stored groups.
 
-    Running states move in their table, so that of a group of states says nothing: it is all null.
+    Blocks are null for groups of recurrent states: their states move within the table.
     """
     tables = {}
     for place, index in enumerate(spec.stored_groups):
@@ -65,14 +65,14 @@ def store_copies(
     *,
     separate: bool,
 ) -> list[PageCopy]:
-    """The pages of whole objects in a run of chunks.
+    """Copies of the complete objects in a run of chunks.
 
     Args:
         geometry: of the stored groups.
-        group_indexes: the engine's, of each of them.
-        tables: block ids of each, from token 0.
-        span: whole chunks, of which every group has a table.
-        separate: whether the server keeps windows and states apart from whole attention.
+        group_indexes: engine's index of each stored group.
+        tables: block ids of each stored group, from token 0.
+        span: whole chunks that every table covers.
+        separate: the server stores windows and states in objects of their own.
     """
     if not span.num_tokens:
         return []
@@ -91,15 +91,17 @@ def store_copies(
 
 
 def _kept(geometry: Geometry, place: int, blocks: Sequence[int], chunk: int) -> tuple[int, ...]:
-    """Of a group's blocks in one of the chunks, those that a server keeps."""
+    """Blocks of one chunk that the server keeps for a group."""
     per_chunk, kept = geometry.blocks_per_chunk[place], geometry.kept_per_chunk[place]
     end = (chunk + 1) * per_chunk
     return tuple(blocks[end - kept : end])
 
 
 def state_copies(spec: CacheSpec, states: Sequence[State], num_tokens: int) -> list[PageCopy]:
-    """The pages of states that lie at the end of a chunk whose tokens are final, where all groups of states have one
-    there: a server keeps them together."""
+    """Copies of recurrent states at chunk boundaries within the first `num_tokens` (final) tokens.
+
+    A boundary counts only if every recurrent group has a state at it: the server stores them as one object.
+    """
     chunk = spec.chunk_tokens
     recurrent = {index for index in spec.stored_groups if spec.groups[index].kind is GroupKind.RECURRENT}
     by_end: dict[int, dict[int, int]] = {}
@@ -116,7 +118,7 @@ def state_copies(spec: CacheSpec, states: Sequence[State], num_tokens: int) -> l
 
 
 def load_copies(spec: CacheSpec, transfers: Sequence[Transfer]) -> tuple[PageCopy, ...]:
-    """What a resume needs, page by page."""
+    """Copies that load these transfers."""
     copies = []
     for transfer in transfers:
         chunk = transfer.end_token // spec.chunk_tokens - 1
@@ -130,23 +132,23 @@ logger = logging.getLogger("vllm.hybridkv.lmcache")
 
 
 DOUBT_S = 30.0
-"""How long other requests are not offered a prefix over which a load failed. Its bad chunks are deleted meanwhile."""
+"""Seconds during which no other request is offered a prefix with a bad chunk. The chunk is deleted meanwhile."""
 MAX_DOUBTED = 4096
-"""Chunks that are in doubt at one time; of more the oldest are forgotten."""
+"""Maximum number of suspect chunks; the oldest are dropped."""
 
 
 class Stage(enum.Enum):
-    """How far a request is with what the server has."""
+    """Stage of a request."""
 
-    NEW = "nobody was asked"
-    ASKED = "the server was asked"
-    FOUND = "the server keeps what it found"
-    LOADING = "it has blocks, into which it loads"
-    OVER = "it loads nothing more"
+    NEW = "no lookup yet"
+    ASKED = "lookup is open"
+    FOUND = "lookup found chunks; the server locks them"
+    LOADING = "load is in flight"
+    OVER = "nothing more to load"
 
 
 class Question(NamedTuple):
-    """A prefix that the server was asked for, by the digests that name its chunks."""
+    """Lookup of a prefix, with the digests of its chunks."""
 
     digests: tuple[bytes, ...]
     lookup: Lookup
@@ -154,27 +156,27 @@ class Question(NamedTuple):
 
 @dataclass(slots=True)
 class Life:
-    """One request. Times are seconds of the connector's clock."""
+    """State of one request."""
 
     stage: Stage = Stage.NEW
     question: Question | None = None
     known_chunks: int = 0
-    """That the server had, when it was asked."""
+    """Chunks that the lookup found."""
     limit_chunks: int | None = None
-    """A load failed over the chunk behind these."""
+    """Number of chunks before the first bad one, after a failed load."""
     failed_loads: int = 0
     steps_back: bool = False
-    """Its load has failed, and the engine has not asked since."""
+    """The load has failed, and `matched_tokens` was not called since."""
     reason: Reason = Reason.NOT_STORED
-    """Why it loads no more."""
+    """Reason of stage `OVER`."""
     detail: str = ""
     is_told: bool = False
-    """The engine was told something that it has not acted on."""
+    """`matched_tokens` has replied, and the reply is not explained yet."""
     has_waited: bool = False
 
     @property
     def found_chunks(self) -> int:
-        """That are kept for it."""
+        """Chunks that the server locks for this request."""
         ended = self.question.lookup.ended if self.question is not None else None
         return ended.value.num_chunks if isinstance(ended, Answer) else 0
 
@@ -182,21 +184,21 @@ class Life:
 @dataclass(slots=True)
 class _LoadInFlight:
     question: Question | None
-    """None where nothing was offered."""
+    """None if no prefix was offered."""
     num_tokens: int
     num_bytes: int
     failures: list[LoadFailure] = field(default_factory=list)
 
 
 class Lives:
-    """Loads by request.
+    """Load tracker: the state of each request, from its lookup to the end of its load.
 
     Args:
         layout: of the engine's groups.
-        ask: looks chunks up at the server, by their digests.
-        max_chunks: that a request may load: as many as have room on their way.
-        room: for loads, beside each other.
-        recorder: counts what happens.
+        ask: starts a lookup of chunks, by their digests.
+        max_chunks: maximum length of a load, in chunks; limited by the pool of a rank.
+        room: admits concurrent loads.
+        recorder: metrics.
         clock: seconds.
     """
 
@@ -218,22 +220,22 @@ class Lives:
         self._lives: dict[str, Life] = {}
         self._loads: dict[str, _LoadInFlight] = {}
         self._doubted: dict[bytes, float] = {}
-        """Until when a chunk is in doubt, by its digest."""
+        """End of the suspicion of a chunk, in seconds of the clock, by digest; oldest first."""
         stored = self._spec.stored_groups
         self._naming_group = max(stored, key=lambda index: self._spec.groups[index].lookahead_tokens)
-        """Whose keys name chunks. What a drafter keeps of a chunk depends on tokens behind it, so its keys name more
-        than others do, and one name must be true of all groups."""
+        """Index of the group that names chunks: the one with the longest lookahead. A drafter's part of a chunk depends
+        on later tokens, so its keys cover more tokens, and one name must hold for all groups."""
 
     def of(self, tracked: TrackedRequest) -> Life:
-        """What is known of a request."""
+        """Returns the state of a request; creates it if needed."""
         return self._lives.setdefault(tracked.request_id, Life())
 
     def digests(self, tracked: TrackedRequest, num_chunks: int) -> Sequence[bytes]:
-        """What names the first chunks of a request. It has keys, and so many whole chunks."""
+        """Digests of the first `num_chunks` chunks. The request must have keys and that many whole chunks."""
         return tracked.keys().between(self._naming_group, 0, num_chunks) if num_chunks else ()
 
     def ask(self, tracked: TrackedRequest) -> None:
-        """Ask the server, if it was not asked. It has keys."""
+        """Starts the lookup of a request, once. The request must have keys."""
         life = self.of(tracked)
         if life.stage is not Stage.NEW:
             return
@@ -250,14 +252,14 @@ class Lives:
             return
         try:
             life.question = Question(tuple(digests), self._ask(digests))
-        except Exception as error:  # a bug costs this question, and not the engine
-            logger.exception("LMCache's server could not be asked")
+        except Exception as error:  # a bug fails this lookup, not the engine
+            logger.exception("a lookup at LMCache's server could not start")
             life.stage, life.detail = Stage.OVER, f"{type(error).__name__}: {error}"
         else:
             life.stage = Stage.ASKED
 
     def hear(self, tracked: TrackedRequest) -> Life:
-        """A request, with its answer if there is one."""
+        """Returns the state of a request after polling its lookup."""
         life = self.of(tracked)
         if life.stage is not Stage.ASKED or life.question is None:
             return life
@@ -281,9 +283,9 @@ class Lives:
         return life
 
     def matched_tokens(self, tracked: TrackedRequest, computed_tokens: int) -> int | None:
-        """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again.
+        """Number of tokens beyond `computed_tokens` that can be loaded; None: ask again later.
 
-        A request whose load has failed is passed over once, for those behind it that hold blocks.
+        After a failed load the first reply is None, so that waiting requests that hold blocks go first.
         """
         life = self.of(tracked)
         if life.steps_back:
@@ -299,13 +301,13 @@ class Lives:
             return 0
         boundary = life.found_chunks * self._spec.chunk_tokens
         if boundary <= computed_tokens:
-            self._end(life, Reason.PREFIX_ENDS, "the engine holds as much")
+            self._end(life, Reason.PREFIX_ENDS, "the engine's own prefix cache has as many tokens")
             return 0
         if not self._is_still_so(tracked, life):
-            self._end(life, Reason.NOT_STORED, "the request has other tokens by now")
+            self._end(life, Reason.NOT_STORED, "the request's tokens have changed")
             return 0
         if life.limit_chunks is None and self._is_in_doubt(life):
-            self._end(life, Reason.NOT_STORED, "a load of this prefix has failed since")
+            self._end(life, Reason.NOT_STORED, "another load of this prefix has failed")
             return 0
         verdict = self._room.verdict(tracked.request_id, tracked.request.num_tokens)
         if verdict is Verdict.REFUSE:
@@ -313,13 +315,16 @@ class Lives:
         return boundary - computed_tokens if verdict is Verdict.ADMIT else 0 if verdict is Verdict.REFUSE else None
 
     def known_chunks(self, tracked: TrackedRequest) -> int | None:
-        """What the server had of a request that runs; None as long as it may still say so. Nothing is kept for it."""
+        """Number of chunks that the server has of a running request; None while the lookup is open.
+
+        Releases the locks of the lookup.
+        """
         life = self.hear(tracked)
         self.let_go(tracked.request_id)
         return None if life.stage is Stage.ASKED else life.known_chunks
 
     def let_go(self, request_id: str) -> None:
-        """The request loads nothing now: what the server locks for it is given back. What it says is still heard."""
+        """Releases the locks of a request that loads nothing. An open lookup still delivers its result."""
         life = self._lives.get(request_id)
         if life is None or life.question is None:
             return
@@ -331,7 +336,7 @@ class Lives:
     def _while_asked(self, tracked: TrackedRequest, life: Life) -> int | None:
         assert life.question is not None
         if len(life.question.digests) * self._spec.chunk_tokens <= tracked.computed_tokens:
-            # There is nothing to wait for; the answer says what need not be stored.
+            # Nothing to load. The result only shows which chunks need no store.
             life.reason, life.detail = Reason.NO_BOUNDARY, ""
             return 0
         if not life.has_waited:
@@ -340,7 +345,7 @@ class Lives:
         return None
 
     def _num_trusted(self, digests: Sequence[bytes]) -> int:
-        """How many chunks, from the first, are not in doubt."""
+        """Number of leading chunks that are not suspect."""
         doubted, now_s = self._doubted, self._clock()
         while doubted and doubted[oldest := next(iter(doubted))] <= now_s:
             del doubted[oldest]
@@ -349,14 +354,17 @@ class Lives:
         return next((number for number, digest in enumerate(digests) if digest in doubted), len(digests))
 
     def _is_in_doubt(self, life: Life) -> bool:
-        """Whether a load has failed over a chunk that was found for a request."""
+        """True if a chunk that the lookup found became suspect since."""
         if not self._doubted or life.question is None:
             return False
         return self._num_trusted(life.question.digests[: life.found_chunks]) < life.found_chunks
 
     def _doubt(self, digests: Sequence[bytes]) -> None:
-        """A load of this prefix met a bad chunk. All of it is in doubt: a shorter load reads windows and states that
-        this one did not, and with `kv_load_failure_policy: fail` each further bad chunk would end one more request."""
+        """Marks all chunks of a prefix as suspect, after a load with a bad chunk.
+
+        All of them, because a shorter load reads windows and states that this load did not read, and with
+        `kv_load_failure_policy: fail` each further bad chunk would end one more request.
+        """
         until_s = self._clock() + DOUBT_S
         for digest in digests[:MAX_DOUBTED]:
             self._doubted.pop(digest, None)
@@ -381,7 +389,7 @@ class Lives:
     # Loads.
 
     def on_allocated(self, tracked: TrackedRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> PageLoad | None:
-        """The engine has given the request blocks; the load of its external tokens into them."""
+        """Returns the load of the external tokens into the allocated blocks; None if there are none."""
         life = self.of(tracked)
         is_offered = life.stage is Stage.FOUND and life.question is not None
         self._explain(tracked, life, num_external_tokens if is_offered else 0)
@@ -393,9 +401,9 @@ class Lives:
         copies: tuple[PageCopy, ...] = ()
         refused = None
         if life.stage is not Stage.FOUND or question is None:
-            refused = f"the engine loads up to token {boundary}, and was offered nothing"
+            refused = f"the engine loads up to token {boundary}, but no prefix was offered"
         elif boundary != life.found_chunks * self._spec.chunk_tokens:
-            refused = f"the engine loads up to token {boundary}, and was offered another boundary"
+            refused = f"the engine loads up to token {boundary}, but another boundary was offered"
         else:
             try:
                 copies = load_copies(
@@ -404,7 +412,7 @@ class Lives:
             except PlanError as error:
                 refused = str(error)
         if refused is not None:
-            # The engine waits for this load, so it is told that it failed; nothing was written.
+            # The engine waits for this load, so it is sent to the workers, which fail it without a copy.
             logger.error("request %s cannot load %d tokens: %s", tracked.request_id, num_external_tokens, refused)
         num_bytes = sum(len(copy.block_ids) * self._layout.content_bytes(copy.group_index) for copy in copies)
         self._loads[tracked.request_id] = _LoadInFlight(question, num_external_tokens, num_bytes)
@@ -446,12 +454,12 @@ class Lives:
         return bool(self._loads)
 
     def on_failures(self, request_id: str, failures: Sequence[LoadFailure]) -> None:
-        """Why a load failed on some rank; that it ended comes by `on_ended`."""
+        """Records why a load failed on some rank. `on_ended` follows."""
         if in_flight := self._loads.get(request_id):
             in_flight.failures += failures
 
     def on_ended(self, request_id: str, tracked: TrackedRequest | None, failed: bool) -> None:
-        """A load has ended on every rank. After a failure the request's retry asks for less."""
+        """Ends a load that all ranks have ended. After a failure, a retry looks up a shorter prefix."""
         in_flight = self._loads.pop(request_id, None)
         if in_flight is None:
             return
@@ -480,7 +488,7 @@ class Lives:
             life.stage, life.limit_chunks = Stage.NEW, min(bad)
         reasons = "; ".join(sorted({f"{f.reason}: {f.detail}" for f in in_flight.failures})) or "no reason given"
         logger.warning(
-            "request %s: loading %d tokens failed; kv_load_failure_policy says what becomes of it (%s)",
+            "request %s: a load of %d tokens failed; kv_load_failure_policy applies (%s)",
             request_id,
             in_flight.num_tokens,
             reasons,
@@ -489,7 +497,7 @@ class Lives:
     # Ends.
 
     def restart(self, tracked: TrackedRequest) -> None:
-        """The engine starts this request over, or what was known of it holds no more."""
+        """Resets a request after a preemption, or if its lookup is void. Keeps the number of failed loads."""
         life = self._lives.pop(tracked.request_id, None)
         if life is None:
             return
@@ -501,7 +509,7 @@ class Lives:
         )
 
     def on_request_finished(self, request_id: str) -> None:
-        """The request has ended. A load that is under way is followed to its end."""
+        """Forgets a finished request. A load in flight is tracked to its end."""
         life = self._lives.get(request_id)
         if life is not None and life.question is not None:
             life.question.lookup.drop()
@@ -511,7 +519,7 @@ class Lives:
             self._room.give_back((request_id,))
 
     def close(self) -> None:
-        """Give everything back."""
+        """Releases all locks."""
         for life in self._lives.values():
             if life.question is not None:
                 life.question.lookup.drop()

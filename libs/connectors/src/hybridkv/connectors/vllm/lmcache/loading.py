@@ -1,7 +1,7 @@
-"""Loads of one rank: room, lookup, retrieve, check, copy. Each ends once, at its deadline unless its bytes are copied.
+"""Loads of one rank: take pages, look up, retrieve, check, copy.
 
-What a server does with a page when nobody waits for it any more, it does in shared memory alone: of a load that failed
-not a byte was written to the engine's blocks.
+Each load ends once: when its bytes are copied, on a failure, or at its deadline. A late server writes to shared memory
+only: a failed load has not changed the engine's blocks.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ REASONS = {
     Trouble.TIMEOUT: TIMEOUT,
     Trouble.REFUSED: str(FailureReason.MISSING),
 }
-"""Others are of the line."""
+"""Failure reason by trouble. All others are I/O errors."""
 _STATES = {
-    PageState.ABSENT: (str(FailureReason.MISSING), "the server gave nothing"),
-    PageState.FOREIGN: (str(FailureReason.WRONG_KEY), "the server gave another page"),
-    PageState.CORRUPT: (str(FailureReason.CHECKSUM), "these are not the bytes that were sealed"),
+    PageState.ABSENT: (str(FailureReason.MISSING), "the server wrote no page"),
+    PageState.FOREIGN: (str(FailureReason.WRONG_KEY), "the server wrote another page"),
+    PageState.CORRUPT: (str(FailureReason.CHECKSUM), "checksum mismatch"),
 }
 
 
@@ -53,15 +53,15 @@ class _Loading:
 
 
 class Loading:
-    """For the engine's thread. Nothing here waits.
+    """Loads of one rank. For the engine's thread; no method waits.
 
     Args:
-        station: the server and the pages.
-        pages: of the engine's blocks.
-        copies: carried out here.
-        timeout_s: of one load.
+        station: session at the server.
+        pages: engine's blocks by group.
+        copies: queue of copy jobs.
+        timeout_s: timeout of a load.
         clock: seconds.
-        on_ended: told of each load by its request, and why it failed, nothing where it did not.
+        on_ended: called once for each load, with its request and its failures; no failures mean success.
     """
 
     def __init__(
@@ -85,16 +85,16 @@ class Loading:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether some load waits for room."""
+        """True if a load waits for free pages."""
         return bool(self._waiting)
 
     def begin(self, load: PageLoad) -> None:
-        """Carry out, when there is room."""
+        """Queues a load. It starts when enough pages are free."""
         parts = parts_of(self._station.site, self._station.geometry, load.copies, _chunks(load))
         loading = _Loading(load, parts, self._clock() + self._timeout_s)
         self._open.append(loading)
         if parts.num_unkept:
-            detail = f"{parts.num_unkept} blocks of which a server keeps none"
+            detail = f"{parts.num_unkept} blocks that a server does not keep"
             self._fail(loading, FailureReason.MISSING, detail)
         elif not parts.parts:
             self._end(loading, ())
@@ -104,7 +104,7 @@ class Loading:
             self._waiting.append(loading)
 
     def step(self) -> None:
-        """Go on with whatever can."""
+        """Starts queued loads, handles results of the server, and fails late loads."""
         while self._inbox:
             self._inbox.popleft()()
         self._start()
@@ -113,7 +113,7 @@ class Loading:
             self._fail(loading, TIMEOUT, "the server took too long")
 
     def end(self, reason: str, detail: str) -> None:
-        """Fail whatever is not over."""
+        """Fails all open loads."""
         self._waiting.clear()
         for loading in list(self._open):
             self._fail(loading, reason, detail)
@@ -135,14 +135,14 @@ class Loading:
                 return
 
     def _take(self, loading: _Loading) -> bool:
-        """Begin a load for which there is room. False where there is none."""
+        """Starts a load. False if too few pages are free."""
         try:
             loading.hold = self._station.take(loading.parts, loading.until_s, is_store=False)
             if loading.hold is None:
                 return False
             self._ask(loading, loading.hold)
-        except Exception as error:  # whatever it was, it is this load's failure and not the engine's
-            logger.exception("a load could not begin")
+        except Exception as error:  # any error fails this load, not the engine
+            logger.exception("a load could not start")
             if loading.hold is not None:
                 loading.hold.drop(SERVER)
             self._fail(loading, FailureReason.IO, f"{type(error).__name__}: {error}")
@@ -157,7 +157,7 @@ class Loading:
         def found(ended: Ended[Found]) -> None:
             try:
                 self._found(loading, hold, ended)
-            except Exception as error:  # a bug costs this load
+            except Exception as error:  # a bug fails this load only
                 hold.drop(SERVER)
                 self._post_failure(loading, FailureReason.IO, f"{type(error).__name__}: {error}")
 
@@ -173,7 +173,7 @@ class Loading:
         elif ended.value.num_chunks < wanted or loading.is_over:
             station.operations.release(ended.value)
             hold.drop(SERVER)
-            detail = f"the server holds {ended.value.num_chunks} chunks of {wanted}"
+            detail = f"the server has {ended.value.num_chunks} of {wanted} chunks"
             self._post_failure(loading, FailureReason.MISSING, detail)
         else:
             station.operations.retrieve(
@@ -210,9 +210,9 @@ class Loading:
         return engine_runs(loading.parts, self._station.site, hold, self._pages, None)
 
     def _check(self, loading: _Loading, hold: Hold, job: CopyJob) -> str | None:
-        """Before the first byte is copied."""
+        """Checks pages and deadline before the copy. Returns the failure, if any."""
         if self._clock() >= loading.until_s:
-            job.failures.append(LoadFailure(TIMEOUT, "the load waited too long for its turn"))
+            job.failures.append(LoadFailure(TIMEOUT, "the load waited too long for the copy thread"))
             return job.failures[0].detail
         digests = loading.load.digests
         for bad in bad_pages(loading.parts, self._station.site, hold, digests):

@@ -1,4 +1,4 @@
-"""What travels between the connector's two halves: plans to the workers. Outcomes come back as `StepOutcome`."""
+"""Messages from the scheduler to the workers. Results come back as `StepOutcome`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 
 class PageCopy(msgspec.Struct, frozen=True, array_like=True):
-    """Blocks of one group in one chunk of the server, each of which is one page.
+    """Copy of blocks of one group in one chunk. Each block is one page.
 
     Args:
-        group_index: the engine's group.
-        chunk: of the prefix, from 0.
-        first_block: where `block_ids` begin among the group's blocks in the chunk.
-        block_ids: the engine's blocks, in token order.
+        group_index: engine's index of the group.
+        chunk: index of the chunk in the prefix, from 0.
+        first_block: index of the first of `block_ids` among the group's blocks in the chunk.
+        block_ids: engine's blocks, in token order.
     """
 
     group_index: int
@@ -25,14 +25,14 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageLoad(msgspec.Struct, frozen=True, array_like=True):
-    """Everything that one request loads.
+    """Load of one request.
 
     Args:
-        request_id: of the request.
-        digests: what names each chunk of the prefix that is resumed, from the first.
-        start_chunk: from which on chunks are retrieved.
-        copies: which blocks are written.
-        refused: why it must fail without a byte moved.
+        request_id: vLLM's id of the request.
+        digests: digest of each chunk of the resumed prefix, from chunk 0.
+        start_chunk: first chunk to retrieve.
+        copies: blocks to write.
+        refused: set if the load must fail without a copy, with the reason.
     """
 
     request_id: str
@@ -43,16 +43,16 @@ class PageLoad(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PageStore(msgspec.Struct, frozen=True, array_like=True):
-    """What one request stores after a step: chunks from `start_chunk` to the end of `digests`.
+    """Store of one request after a step: chunks from `start_chunk` to the end of `digests`.
 
-    A group that has no copy in a chunk has nothing there: a window that was given up, a state that never was.
+    A group without a copy in a chunk has no bytes for it: a freed window, or a boundary without a state.
 
     Args:
-        store_id: of the store.
-        digests: what names each chunk of the prefix, from the first.
-        start_chunk: the first that is stored.
-        copies: which blocks are read. Of each group all or none that a server keeps of a chunk.
-        is_held: it is copied, and handed over only when a `Release` says so.
+        store_id: number of the store.
+        digests: digest of each chunk of the prefix, from chunk 0.
+        start_chunk: first chunk to store.
+        copies: blocks to read. For each group and chunk, all blocks that a server keeps, or none.
+        is_held: the worker copies the pages, but sends them to the server only after a `Release`.
     """
 
     store_id: int
@@ -63,7 +63,7 @@ class PageStore(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Release(msgspec.Struct, frozen=True, array_like=True):
-    """Of a store that is held: it may be handed over, or must be dropped."""
+    """Decision on a held store: send it to the server, or drop it."""
 
     store_id: int
     is_good: bool
@@ -71,14 +71,14 @@ class Release(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class LMCachePlan(KVConnectorMetadata):
-    """Scheduler to workers, once a step. A worker in the scheduler's process is given the same one, so it is frozen."""
+    """Plan of one step for the workers. Frozen: a worker in the scheduler's process gets the same object."""
 
     loads: tuple[PageLoad, ...] = ()
     stores: tuple[PageStore, ...] = ()
     namespace: bytes = b""
-    """Whose content it is, with the first plan and with whatever needs it."""
+    """Namespace of the cache; set in the first plan and in each plan with work."""
     payload_bytes: tuple[int, ...] = ()
-    """Of one page of each stored group, as the scheduler knows them, beside the namespace: a worker knows layers that
-    it was not told, and the name of a cache is made of these. None: the worker's own are the same."""
+    """Page size of each stored group, in bytes, as the scheduler computed it. The name of the cache contains these
+    sizes, and a worker may see other layers. Empty: the worker uses its own sizes."""
     releases: tuple[Release, ...] = ()
-    """Of stores that are held."""
+    """Decisions on held stores."""

@@ -1,4 +1,4 @@
-"""From facts to an open connection: which chunk a server has, and what the scheduler's half does with it."""
+"""Builder of the scheduler's half: agrees on a chunk size with the server, then connects."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ logger = logging.getLogger("vllm.hybridkv.lmcache")
 
 NAME = "HybridLMCacheConnector"
 _NAME_BYTES = TAG_BYTES + 32
-"""Of a chunk's key, with the longest hash of an engine in it."""
+"""Length of a chunk's key with the longest block hash of vLLM, in bytes."""
 
 
 def agreed_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: LMCacheConfig) -> CacheLayout:
-    """The engine's groups under the server's chunk, which is asked for; each half does so by itself.
+    """Layout of the engine's groups for the server's chunk size. Connects to the server; each half calls it.
 
     Raises:
-        ConfigurationError: no server answers and no chunk is configured, or the server cannot keep such groups.
+        ConfigurationError: no server answers and no chunk size is configured, or the server cannot store these groups.
     """
     num_hosts = getattr(vllm_config.parallel_config, "nnodes", 1)
     if num_hosts != 1:
-        raise ConfigurationError("nnodes", "1", num_hosts, "a server maps the memory of ranks on its own host alone")
+        raise ConfigurationError("nnodes", "1", num_hosts, "a server maps only the memory of ranks on its own host")
     specs = resolve_groups(vllm_config, kv_cache_config).specs
-    # What a server is asked for depends on blocks and windows alone, not on bytes.
+    # The requirements on a server depend on blocks and windows, not on bytes.
     groups = tuple(PageGroup(plain_spec(spec), 1) for spec in specs if spec.kind is not GroupKind.SCRATCH)
     asked = _ask(config, groups)
     chunk_tokens = config.chunk_tokens if isinstance(asked, Down) else asked
@@ -58,12 +58,12 @@ def agreed_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, confi
             f"{ROOT}.url",
             f"a server that answers within {config.connect_timeout_seconds:g} s",
             f"{config.url} ({asked})",
-            "start `lmcache server` first, or say its --chunk-size as chunk_tokens: then the engine starts without it",
+            "start `lmcache server` first, or set chunk_tokens to its --chunk-size: then the engine starts without it",
         )
     if config.chunk_tokens not in (None, chunk_tokens):
         raise ConfigurationError(
             f"{ROOT}.chunk_tokens",
-            f"{chunk_tokens}, as the server at {config.url} has it",
+            f"{chunk_tokens}, the chunk size of the server at {config.url}",
             config.chunk_tokens,
             "leave it out, or start the server with another --chunk-size",
         )
@@ -72,26 +72,26 @@ def agreed_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, confi
 
 
 def require_fit(chunk_tokens: int, groups: Sequence[PageGroup]) -> None:
-    """A chunk is whole blocks of every group, and has as many tokens as its name has words.
+    """Checks a chunk size: whole blocks of every group, and at least as many tokens as a chunk's key has words.
 
     Raises:
-        ConfigurationError: it is not so.
+        ConfigurationError: the chunk size does not fit.
     """
     unit, least = chunk_alignment(groups), -(-_NAME_BYTES // WORD_BYTES)
     if chunk_tokens % unit or chunk_tokens < least:
         raise ConfigurationError(
             f"{ROOT}.chunk_tokens",
-            f"a multiple of {unit} tokens, which is what the groups' blocks have in common, and {least} or more",
+            f"a multiple of {unit} tokens, the common multiple of the groups' blocks, and {least} or more",
             chunk_tokens,
             f"use {-(-max(chunk_tokens, least) // unit) * unit}, for the server's --chunk-size too",
         )
 
 
 def _ask(config: LMCacheConfig, groups: Sequence[PageGroup]) -> int | Down:
-    """The server's chunk, or why there is none.
+    """Chunk size of the server, or why it is unknown.
 
     Raises:
-        ConfigurationError: there is a server, and it cannot keep such groups.
+        ConfigurationError: the server cannot store these groups.
     """
     connection = Connection(address_of(config), LMCacheSession(groups, b"", 1, 0), ConnectionOptions())
     try:
@@ -109,17 +109,17 @@ def _ask(config: LMCacheConfig, groups: Sequence[PageGroup]) -> int | Down:
 
 
 class LMCacheOpening:
-    """What remains to be known before anything is stored, and the scheduler's half.
+    """Builder of the scheduler's half.
 
     Args:
-        vllm_config: final.
-        config: of the operator.
-        layout: of the engine's groups.
-        room: for loads, beside each other.
-        recorder: counts what happens.
+        vllm_config: final configuration of vLLM.
+        config: configuration of the connector.
+        layout: layout of the engine's groups.
+        room: admits concurrent loads.
+        recorder: metrics.
 
     Raises:
-        ConfigurationError: the engine's own facts cannot be gathered.
+        ConfigurationError: a fact of the engine cannot be read.
     """
 
     def __init__(
@@ -133,28 +133,28 @@ class LMCacheOpening:
         self._site = site_of(config, layout)
         self._identification = IdentityBuilder(vllm_config, config, layout, NAME, is_shared=True)
         self.connection: Connection | None = None
-        """To the server, since `open`."""
+        """Connection to the server; None before `open`."""
 
     @property
     def num_ranks(self) -> int:
-        """How many workers must say what they know."""
+        """Number of workers that must report their facts."""
         return self._identification.num_ranks
 
     def open(self, ranks: Mapping[int, Mapping[str, str]]) -> LMCacheScheduler:
-        """The scheduler's half, connecting.
+        """Builds the scheduler's half and starts to connect.
 
         Args:
-            ranks: what each worker said.
+            ranks: facts of each worker.
 
         Raises:
-            ConfigurationError: what is to be ignored is no fact.
+            ConfigurationError: `identity_ignores` has an unknown name.
         """
         site, layout, clock = self._site, self._layout, time.monotonic
         identity = self._identification.identity(ranks)
         geometry = Geometry(site.groups, site.chunk_tokens)
         name = cache_name(identity.namespace, geometry.digest())
-        # Nothing comes through its memory, which so is never filled: a server finds nothing of a cache whose groups
-        # nobody has registered, and ranks register when they have been told whose cache it is, by the first step.
+        # The memory registered here is never used. It makes the server know the groups of the cache, so that lookups
+        # work before the ranks register: they get the namespace with the first step.
         member = LMCacheSession(site.groups, identity.namespace, site.world_size, 1, site.chunk_tokens)
         self.connection = connection = Connection(site.address, member, site.connection, clock)
         operations = Operations(connection, clock)
@@ -186,8 +186,8 @@ class LMCacheOpening:
         spec, config, transfer = self._layout.spec, self._config, self._vllm_config.kv_transfer_config
         num_tokens = self._site.num_chunks * spec.chunk_tokens
         logger.info(
-            "%s: groups %s; chunk %d tokens, as the server at %s has it; %s of shared memory, so that a request "
-            "restores up to %d tokens; loads given up after %.3g s; kv_load_failure_policy %s; kv_role %s, so it %s; "
+            "%s: groups %s; chunk of %d tokens from the server at %s; %s of shared memory, so a request "
+            "restores up to %d tokens; load timeout %.3g s; kv_load_failure_policy %s; kv_role %s, so it %s; "
             "cache %s",
             NAME,
             ", ".join(f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(spec.groups)),
@@ -204,8 +204,8 @@ class LMCacheOpening:
         unit = chunk_alignment(self._site.groups)
         if unit < spec.chunk_tokens and any(group.kind is GroupKind.RECURRENT for group in spec.groups):
             logger.warning(
-                "%s: the engine leaves states at multiples of %d tokens, and the server keeps those at multiples of "
-                "%d: start it with --chunk-size %d, or few prompts are found",
+                "%s: the engine saves states at multiples of %d tokens, but the server stores only those at multiples "
+                "of %d: start it with --chunk-size %d, or few prompts are found",
                 NAME,
                 unit,
                 spec.chunk_tokens,
@@ -214,8 +214,8 @@ class LMCacheOpening:
         longest = self._vllm_config.model_config.max_model_len
         if num_tokens < longest:
             logger.warning(
-                "%s: of a prompt of %d tokens only the first %d can be restored, because no more fits into the shared "
-                'memory: raise "pool"',
+                "%s: a prompt of %d tokens is restored up to token %d, because no more fits into the shared memory: "
+                'raise "pool"',
                 NAME,
                 longest,
                 num_tokens,

@@ -1,4 +1,4 @@
-"""From copies of engine blocks to pages of the server: which there are, and in which order it wants to hear of them."""
+"""Pages of one operation: from copies of engine blocks to the block tables that the server expects."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hybridkv.lmcache.geometry import Geometry
 
 
 class ChunkSpan(NamedTuple):
-    """The half-open run of chunks [start, end) of a prefix."""
+    """Half-open range of chunks [start, end) of a prefix."""
 
     start: int
     end: int
@@ -21,12 +21,12 @@ class ChunkSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Blocks of one group, each of which is one page.
+    """Blocks of one group. Each block is one page.
 
     Args:
-        group: among the site's.
-        positions: of each block, counted from the first of the chunks that move.
-        block_ids: of the engine.
+        group: index among the site's groups.
+        positions: position of each block, from the first block of the first chunk.
+        block_ids: engine's blocks.
     """
 
     group: int
@@ -39,9 +39,9 @@ class Parts:
     """All pages of one operation.
 
     Args:
-        chunks: that move.
-        parts: of each group that has a page.
-        num_unkept: blocks of which a server keeps none.
+        chunks: chunks of the operation.
+        parts: one per group with a page.
+        num_unkept: number of blocks that a server does not keep.
     """
 
     chunks: ChunkSpan
@@ -50,15 +50,15 @@ class Parts:
 
     @property
     def numbers(self) -> dict[int, int]:
-        """Pages of each group."""
+        """Number of pages of each group."""
         return {part.group: len(part.positions) for part in self.parts}
 
 
 def parts_of(site: Site, geometry: Geometry, copies: Iterable[PageCopy], chunks: ChunkSpan) -> Parts:
-    """The pages of the copies that lie in these chunks; others are passed over.
+    """Pages of the copies in these chunks. Other copies are skipped.
 
     Raises:
-        ValueError: a copy is of a group that is not stored, or leaves its chunk, or two have a block in common.
+        ValueError: a copy has a group that is not stored or blocks outside its chunk, or two copies share a block.
     """
     found: dict[int, dict[int, int]] = {}
     num_unkept = 0
@@ -85,12 +85,12 @@ def parts_of(site: Site, geometry: Geometry, copies: Iterable[PageCopy], chunks:
 
 
 def tables_of(geometry: Geometry, parts: Parts, pages: Mapping[int, Sequence[int]]) -> list[list[int]]:
-    """What the server is told: for each group, in its order, a page for every block of the chunks.
+    """Block tables for the server: per group in registration order, the page of every block of the chunks.
 
     Args:
-        geometry: of the groups.
-        parts: of the operation.
-        pages: that were taken for it, one for each block of each part.
+        geometry: geometry of the groups.
+        parts: pages of the operation.
+        pages: taken pages by group, one for each block.
     """
     num_chunks = parts.chunks.end - parts.chunks.start
     tables = [[NULL_BLOCK] * (num_chunks * blocks) for blocks in geometry.blocks_per_chunk]

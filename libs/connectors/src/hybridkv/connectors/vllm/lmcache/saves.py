@@ -1,7 +1,8 @@
-"""What a request leaves at a server after a step, and what becomes of it.
+"""Store tracker: stores of each request, on the scheduler's side.
 
-Blocks stay pinned in the engine's pool until every rank has copied them; nothing of the engine waits for the server.
-What an adapter had a part in is handed over when it is certain that its files are what they were.
+Blocks stay pinned in the engine's pool until every rank has copied them. The engine never waits for the server.
+Stores of a request with an adapter are held: they go to the server only after a check that the adapter's files have
+not changed.
 """
 
 from __future__ import annotations
@@ -47,15 +48,15 @@ class _StoreInFlight:
 
 
 class Saves:
-    """Stores by number.
+    """Store tracker: plans stores and follows them to their end.
 
     Args:
-        layout: of the engine's groups.
-        geometry: of those that are stored.
-        keeps_apart: whether the server keeps windows and states apart from whole attention; None while there is none.
-        lives: what the server has of each request.
-        adapters: whether what an adapter had a part in is what it was stored for.
-        recorder: counts what happens.
+        layout: layout of the engine's groups.
+        geometry: geometry of the stored groups.
+        keeps_apart: True if the server stores windows and states in objects of their own; None without a server.
+        lives: lookup results of each request.
+        adapters: checks that the files of an adapter are unchanged.
+        recorder: metrics.
     """
 
     def __init__(
@@ -79,21 +80,24 @@ class Saves:
         self._releases: list[Release] = []
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """The pool whose blocks are pinned while they are read."""
+        """Sets the engine's pool, where blocks are pinned while a store reads them."""
         self._pins.bind(pool)
 
     def plan(
         self, tracked: TrackedRequest, num_scheduled: int, states: Sequence[State], tables: compat.BlockTables
     ) -> PageStore | None:
-        """What can be stored of a request after the forward pass of this step. It has keys."""
+        """Store of a request after the forward pass of this step; None if there is nothing to store.
+
+        The request must have keys.
+        """
         spec, request, chunk = self._spec, tracked.request, self._spec.chunk_tokens
         hashed = len(tracked.prefix_hashes()) * self._layout.hash_block_tokens
-        # As for every store: drafts, and tokens that an asynchronous scheduler has not seen yet, are not final.
+        # Draft tokens, and tokens that an asynchronous scheduler has not seen yet, are not final.
         final = min(request.num_computed_tokens + num_scheduled, request.num_tokens, hashed)
         known = self._lives.known_chunks(tracked)
-        # What the server has already it will say in a moment; until then only states are stored, which are given once.
+        # While the lookup is open, only states are stored: the engine offers each state once.
         copies = self._attention(tracked, known, final, tables) if known is not None else []
-        # A state is written by now, and has a name as soon as the tokens behind it are known that a drafter needs.
+        # A state's key needs the lookahead tokens of a drafter after it.
         named = min(final, hashed - spec.lookahead_tokens)
         copies += state_copies(spec, [state for state in states if state.num_tokens != (known or 0) * chunk], named)
         for _ in range(sum(state.num_tokens % chunk != 0 for state in states)):
@@ -111,16 +115,16 @@ class Saves:
         return PageStore(store_id, digests, start, tuple(copies), is_held=tracked.adapter_version is not None)
 
     def _attention(self, tracked: TrackedRequest, known: int, final: int, tables: compat.BlockTables) -> list[PageCopy]:
-        """Whole chunks that every group with tokens has, behind what the server has and what was stored before."""
+        """Copies of whole attention chunks after the known and the stored ones."""
         chunk = self._spec.chunk_tokens
         complete = max(0, final - self._spec.lookahead_tokens)
         begins = max(tracked.stored_tokens, known * chunk)
         separate = self._keeps_apart()
         if separate is None or complete // chunk * chunk <= begins:
-            # Without a server: what it would want together nobody knows, and what was seen to is not looked at again.
+            # Without a server, its objects are unknown.
             return []
         if tracked.adapter_version is not None:
-            # It is held until all of it is copied, so all of it must have room at once. The rest follows.
+            # A held store keeps all its pages at once, so it must fit. The rest follows in a later step.
             complete = min(complete, begins + chunks_at_once(self._lives.max_chunks) * chunk)
         blocks = attention_tables(self._spec, tables(tracked.request_id), complete)
         span = storable(self._geometry, blocks, begins, complete)
@@ -128,23 +132,23 @@ class Saves:
         return store_copies(self._geometry, self._spec.stored_groups, blocks, span, separate=separate)
 
     def take_releases(self) -> tuple[Release, ...]:
-        """What the workers hold, and may hand over or must drop."""
+        """Returns and clears the decisions on held stores."""
         releases, self._releases = tuple(self._releases), []
         return releases
 
     def holds_freed_blocks(self) -> bool:
-        """Whether a store that ends will give blocks back to the engine's pool."""
+        """True if the end of a store will return blocks to the engine's pool."""
         return any(frees_on_end(in_flight.blocks) for in_flight in self._stores.values())
 
     def has_work(self) -> bool:
         return bool(self._stores or self._releases)
 
     def on_ended(self, outcomes: Mapping[int, StoreOutcome]) -> None:
-        """Ranks have copied what they store, or never will."""
+        """Records stores that ranks have ended: copied or failed."""
 
         @functools.cache
         def holds(adapter_version: AdapterVersion | None) -> bool:
-            """One look at an adapter's files is good for all stores that ended before it."""
+            """Cached: one check of an adapter's files covers all stores of this call."""
             return self._adapters.holds(adapter_version)
 
         for store_id, ended in outcomes.items():
@@ -160,12 +164,12 @@ class Saves:
         if in_flight.adapter_version is not None:
             is_good = in_flight.failure is None and holds(in_flight.adapter_version)
             if in_flight.failure is None and not is_good:
-                in_flight.failure, in_flight.reason = "the adapter's files changed meanwhile", "adapter"
+                in_flight.failure, in_flight.reason = "the adapter's files changed during the store", "adapter"
             self._releases.append(Release(store_id, is_good))
         outcome = "stored"
         if in_flight.failure is not None:
             outcome = "failed"
-            # A server finds nothing behind a hole.
+            # A lookup ends at the first missing chunk, so later chunks are useless.
             in_flight.tracked.is_storable = False
             logger.warning("%d pages were not stored: %s", len(in_flight.blocks), in_flight.failure)
             self._recorder.store_failed(in_flight.reason or "io")
@@ -176,7 +180,7 @@ class Saves:
         self._pins.free(in_flight.blocks)
 
     def close(self) -> None:
-        """Gives back what is still pinned in the engine's pool."""
+        """Unpins all blocks."""
         for in_flight in self._stores.values():
             self._pins.free(in_flight.blocks)
         self._stores.clear()

@@ -1,6 +1,6 @@
-"""The scheduler's half of HybridLMCacheConnector: what the engine asks and tells, handed to those who decide.
+"""Scheduler's half of HybridLMCacheConnector: forwards the engine's calls to the load and the store tracker.
 
-It moves no bytes, and it never waits: what it asks the server, the server answers on another thread.
+Moves no bytes and never waits: lookups run on another thread.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Who decides.
+    """Parts of the scheduler's half.
 
     Args:
-        lives: what requests load.
-        saves: what they store.
-        room: for loads, beside each other.
+        lives: load tracker.
+        saves: store tracker.
+        room: admits concurrent loads.
     """
 
     lives: Lives
@@ -47,16 +47,16 @@ class Work:
 
 
 class LMCacheScheduler:
-    """Decides what is loaded and stored.
+    """Scheduler's half: plans loads and stores.
 
     Args:
-        layout: of the engine's groups.
-        identity: whose content it is.
-        payload_bytes: of one page of each stored group, as this half knows it.
-        work: who decides.
-        kv_role: whether it stores, loads, or does both.
-        recorder: counts what happens.
-        close: gives up the connection to the server.
+        layout: layout of the engine's groups.
+        identity: identity of the content.
+        payload_bytes: page size of each stored group, in bytes.
+        work: trackers.
+        kv_role: stores, loads, or both.
+        recorder: metrics.
+        close: closes the connection to the server.
     """
 
     def __init__(
@@ -81,28 +81,28 @@ class LMCacheScheduler:
         self._has_told_namespace = False
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """The engine's blocks."""
+        """Sets the engine's block pool."""
         self._wrong.bind(pool)
         self._room.pool = pool
         self._saves.bind_block_pool(pool)
 
     def distrust(self, groups: SuspectGroups) -> None:
-        """Blocks of these groups the engine may leave wrong."""
+        """Sets the groups in which the engine may leave corrupt blocks."""
         self._wrong.suspects = groups
 
-    # What the engine asks before it admits a request.
+    # Before a request is admitted.
 
     def track(self, request: Request) -> TrackedRequest:
-        """What is remembered of a request, from when it is first seen. The server is asked then."""
+        """Returns the state of a request. Starts its lookup on the first call."""
         before = self._requests.get(request.request_id)
         tracked = self._requests.track(request)
         if before is not None and before is not tracked:
-            # Another request has taken the id of one that has ended.
+            # A new request has the id of a finished one.
             self._lives.on_request_finished(before.request_id)
         if tracked.request_keys is not None:
             self._lives.ask(tracked)
             if not self._loads(request):
-                # What it has need not be stored, and nothing of it be kept while the request waits for its turn.
+                # The lookup only shows which chunks need no store, so its locks are not needed.
                 self._lives.let_go(tracked.request_id)
         return tracked
 
@@ -110,14 +110,14 @@ class LMCacheScheduler:
         return self._kv_role.loads and not compat.skips_prefix_cache(request)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
-        """Tokens beyond `computed_tokens` that can be loaded, or None to be asked again."""
+        """Number of tokens beyond `computed_tokens` that can be loaded; None: ask again later."""
         tracked = self.track(request)
         if self._has_other_tokens(tracked):
             self._lives.restart(tracked)
         keys = tracked.request_keys
         is_identified = self._requests.identify(tracked)
         if tracked.request_keys is not keys:
-            # What was asked for was another adapter's, or nobody knows whose.
+            # The lookup was for another version of the adapter.
             self._lives.restart(tracked)
         if not self._loads(request):
             return 0
@@ -131,15 +131,15 @@ class LMCacheScheduler:
 
     @staticmethod
     def _has_other_tokens(tracked: TrackedRequest) -> bool:
-        """Whether the engine took back some of what the request had."""
+        """True if the engine removed tokens of the request."""
         had = tracked.followed[0]
         return tracked.follow() < had
 
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """The engine has given the request blocks; plan the load of its external tokens into them."""
+        """Plans the load of the external tokens into the allocated blocks."""
         tracked = self.track(request)
         if tracked.request_keys is None and not num_external_tokens and request.num_computed_tokens == 0:
-            # Nobody asks what can be loaded for a request that may load nothing here, yet it may leave something.
+            # vLLM did not call `matched_tokens` for this request, but it may store.
             self._requests.identify(tracked)
         if tracked.request_keys is None and not num_external_tokens:
             return
@@ -148,10 +148,10 @@ class LMCacheScheduler:
             self._wrong.mark_loaded(blocks, tracked.computed_tokens)
             self._planned_loads.append(load)
 
-    # What the engine tells once a step.
+    # Once per step.
 
     def plan_step(self, scheduler_output: SchedulerOutput) -> LMCachePlan:
-        """Takes the step's loads, and plans what becomes storable after its forward pass."""
+        """Plan of the step: its loads, and the stores after its forward pass."""
         preempted = set(scheduler_output.preempted_req_ids or ())
         for request_id in preempted:
             if tracked := self._requests.get(request_id):
@@ -162,7 +162,7 @@ class LMCacheScheduler:
         for request_id in scheduler_output.finished_req_ids or ():
             tracked = self._requests.get(request_id)
             if tracked is not None and not tracked.request.is_finished():
-                continue  # a new request has taken the id
+                continue  # a new request has this id
             self._requests.forget(request_id)
             self._lives.on_request_finished(request_id)
         loads, self._planned_loads = self._planned_loads, []
@@ -192,7 +192,7 @@ class LMCacheScheduler:
             ):
                 continue
             if request_id in preempted and request_id not in scheduled:
-                # Its blocks are somebody else's by now.
+                # Its blocks may belong to another request.
                 continue
             states = self._wrong.correct_states(handed_over.get(request_id, ()), self._recorder)
             store = self._saves.plan(tracked, scheduled.get(request_id, 0), states, tables)
@@ -201,17 +201,17 @@ class LMCacheScheduler:
         return stores
 
     def holds_freed_blocks(self) -> bool:
-        """Whether a store that ends will give blocks back to the engine's pool."""
+        """True if the end of a store will return blocks to the engine's pool."""
         return self._saves.holds_freed_blocks()
 
     def has_work_in_flight(self) -> bool:
-        """Whether the engine must keep stepping although it has no request to run."""
+        """True if the engine must keep stepping without a running request."""
         return self._saves.has_work() or self._lives.has_work()
 
-    # What the workers report.
+    # Reports of the workers.
 
     def on_output(self, output: KVConnectorOutput) -> None:
-        """What was copied, and which loads have ended."""
+        """Handles ended stores and loads."""
         outcome = output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
             self._saves.on_ended(outcome.stores)
@@ -221,14 +221,14 @@ class LMCacheScheduler:
             self._lives.on_ended(request_id, self._requests.get(request_id), request_id in output.failed_recving)
 
     def record_tiers(self) -> None:
-        """What there is to count is counted where it happens."""
+        """Does nothing: metrics are counted where events occur."""
 
     # Ends.
 
     def reset(self) -> bool:
-        """Nothing that was stored is found any more by this engine; others that share the server keep it.
+        """Makes this engine find nothing that was stored before. Other engines at the server still find it.
 
-        What is stored from now on may be of weights that no file has, so its names are such as no other process makes.
+        New keys are unique to this process, because its weights may differ from any file.
         """
         self._requests.begin_anew(self._identity.begin_anew())
         for tracked in self._requests.all():
@@ -236,7 +236,7 @@ class LMCacheScheduler:
         return True
 
     def close(self) -> None:
-        """Gives back what is still pinned in the engine's pool and locked at the server."""
+        """Unpins all blocks, releases all locks at the server, and closes the connection."""
         self._saves.close()
         self._lives.close()
         self._identity.adapters.close()

@@ -1,4 +1,4 @@
-"""A server, and what of a cache lies there: what both halves of the connector must say of it alike."""
+"""Parameters of the session at a server that both halves of the connector must share."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from hybridkv.lmcache.pool import ALIGNMENT_BYTES
 from hybridkv.planner import GroupSpec
 
 SPARE_SHARE = 4
-"""Stores leave one part in so many of a pool to loads."""
+"""Stores leave 1/`SPARE_SHARE` of the pool to loads."""
 _CHUNK_HINT = "raise pool, or start the server with a smaller --chunk-size"
 
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One server of one engine.
+    """Parameters of one engine's sessions at one server.
 
     Args:
-        address: of the server, on this host: it maps the ranks' memory.
-        groups: the engine's stored ones, in the engine's order.
-        group_indexes: which of the engine's groups these are.
-        chunk_tokens: of the server, and of the engine.
-        world_size: ranks that each have a part of every page.
-        pool_bytes: of shared memory, of one rank.
-        connect_timeout_s: how long what comes first waits for the server.
-        store_timeout_s: how long a store waits for room, and then for its answer.
-        connection: how the server is kept in touch with.
-        rank: whose part of every page is meant.
+        address: address of the server. It must be on this host, because it maps the ranks' memory.
+        groups: stored groups, in the engine's order.
+        group_indexes: engine's index of each of `groups`.
+        chunk_tokens: chunk size of the server and of the engine.
+        world_size: number of ranks; each stores its own part of every page.
+        pool_bytes: shared memory of one rank, in bytes.
+        connect_timeout_s: timeout of the first connection.
+        store_timeout_s: timeout of a store for free pages, and again for the answer of the server.
+        connection: options of the connection.
+        rank: rank of this process.
     """
 
     address: ServerAddress
@@ -52,34 +52,40 @@ class Site:
 
     @property
     def num_chunks(self) -> int:
-        """Chunks that are under way at one time at most."""
+        """Maximum number of chunks in transit."""
         return num_chunks(self.groups, self.chunk_tokens, self.pool_bytes)
 
     @property
     def payload_bytes(self) -> tuple[int, ...]:
-        """Of one page of each group."""
+        """Page size of each group, in bytes."""
         return tuple(group.payload_bytes for group in self.groups)
 
     def with_payload_bytes(self, payload_bytes: tuple[int, ...]) -> Site:
-        """The same with pages of these sizes: the halves may know their layers in different words, and one name of a
-        cache is made of one size."""
+        """Copy with these page sizes. Both halves must use the same ones, because the name of the cache contains
+        them."""
         groups = tuple(PageGroup(group.spec, size) for group, size in zip(self.groups, payload_bytes, strict=True))
         return replace(self, groups=groups)
 
     def words(self, digests: Iterable[bytes]) -> bytes:
-        """What the server hashes for a prefix."""
+        """Words that the server hashes for a prefix."""
         return words_of(digests, self.chunk_tokens)
 
     def identity(self, digest: bytes, group: int, block: int) -> bytes:
-        """Of this rank's page: `digest` names its chunk, `group` counts among `groups`, `block` in the chunk."""
+        """Identity of this rank's page.
+
+        Args:
+            digest: digest of the chunk.
+            group: index in `groups`.
+            block: index of the block in the chunk.
+        """
         return page_identity(digest + self.rank.to_bytes(2, "little"), group, block)
 
 
 def site_of(config: LMCacheConfig, layout: CacheLayout) -> Site:
-    """What an operator says of a server, and an engine of its groups.
+    """Site of a configuration and a layout.
 
     Raises:
-        ConfigurationError: the pool has no room for a chunk.
+        ConfigurationError: the pool is too small for one chunk.
     """
     site = Site(
         address_of(config),
@@ -96,36 +102,36 @@ def site_of(config: LMCacheConfig, layout: CacheLayout) -> Site:
         geometry = Geometry(site.groups, site.chunk_tokens)
         needed = (_rest_bytes(geometry) + _chunk_bytes(geometry)) * layout.world_size
         raise ConfigurationError(
-            f"{ROOT}.pool", f"at least {needed} bytes, which one chunk takes", config.pool, _CHUNK_HINT
+            f"{ROOT}.pool", f"at least {needed} bytes, the size of one chunk", config.pool, _CHUNK_HINT
         )
     return site
 
 
 def chunks_at_once(num_chunks: int) -> int:
-    """Chunks of one store that are under way at one time at most, of a pool for so many: several are beside loads."""
+    """Maximum number of chunks of one store in transit, for a pool of `num_chunks`."""
     return max(1, num_chunks // SPARE_SHARE)
 
 
 def address_of(config: LMCacheConfig) -> ServerAddress:
-    """Where the server listens."""
+    """Address of the server."""
     address = parse_url(config.url)
     assert address is not None, "the configuration was decoded"
     return ServerAddress(*address, config.http_port)
 
 
 def plain_spec(spec: GroupSpec) -> GroupSpec:
-    """Without what does not change what a server keeps: whether a block can be cut, which here never is."""
+    """Copy of a spec without `part_tokens`: blocks are never cut here."""
     return msgspec.structs.replace(spec, part_tokens=None)
 
 
 def page_groups(layout: CacheLayout) -> tuple[PageGroup, ...]:
-    """The stored groups, each with the bytes of one block on one rank."""
+    """Stored groups, each with the size of one block on one rank, in bytes."""
     groups = layout.spec.groups
     return tuple(PageGroup(plain_spec(groups[index]), layout.block_bytes(index)) for index in layout.spec.stored_groups)
 
 
 def num_chunks(groups: tuple[PageGroup, ...], chunk_tokens: int, pool_bytes: int) -> int:
-    """Chunks that a pool of so many bytes has room for; 0 where it has none."""
+    """Number of chunks that fit into a pool of `pool_bytes`; 0 if none fits."""
     geometry = Geometry(groups, chunk_tokens)
     return max(0, pool_bytes - _rest_bytes(geometry)) // _chunk_bytes(geometry)
 
@@ -135,5 +141,5 @@ def _chunk_bytes(geometry: Geometry) -> int:
 
 
 def _rest_bytes(geometry: Geometry) -> int:
-    """What is no chunk's: of each group the page that stands for nothing, and what it ends with."""
+    """Bytes outside chunks: a null page and the alignment of each group."""
     return sum(page + ALIGNMENT_BYTES for page in geometry.page_bytes)

@@ -1,7 +1,7 @@
-"""Pages of shared memory on the worker's side: who needs them still, and what their headers say.
+"""Session of one rank at a server: connection, pool of pages in shared memory, and page headers.
 
-A page is free again when both are done with it: the server that reads or writes it, and the copy between it and the
-engine. Which of them ends first nobody knows.
+A page has two users: the server, and the copy between the page and the engine's blocks. It is free when both have
+ended, in any order.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _NO_SLOT = Slot(())
 HERE, SERVER = "here", "server"
-"""Who needs pages."""
+"""Users of a page."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMemory:
-    """The memory of a pool until it is made anew. Whoever has this may use it for as long.
+    """Memory of a pool, up to its next renewal. The memory stays mapped as long as this object lives.
 
     Args:
-        instance: of the pool.
-        memory: all of it.
-        groups: of each, its pages as rows.
+        instance: instance of the pool.
+        memory: whole memory.
+        groups: one array per group, with one row per page.
     """
 
     instance: int
@@ -62,33 +62,33 @@ class PoolMemory:
 
     @property
     def address(self) -> int:
-        """Of the first byte."""
+        """Address of the first byte."""
         return int(self.memory.ctypes.data)
 
     def page(self, group: int, page: int) -> memoryview:
-        """Header and bytes of one page."""
+        """Header and payload of one page."""
         return memoryview(self.groups[group][page])
 
     def extents(self, group: int, pages: Sequence[int], num_bytes: int) -> list[Extent]:
-        """Where that much of each page's bytes lies."""
+        """Extents of the first `num_bytes` payload bytes of each page."""
         rows = self.groups[group]
         first, stride = int(rows.ctypes.data) + HEADER_BYTES, rows.strides[0]
         return [(first + page * stride, num_bytes) for page in pages]
 
     def blank(self, taken: Taken) -> None:
-        """Let pages say that they are none, so that what a server leaves out shows."""
+        """Clears the headers of pages, so that pages that the server does not write are detected."""
         for group, pages in taken.blocks.items():
             self.groups[group][np.asarray(pages, dtype=np.int64), :HEADER_BYTES] = 0
 
 
 class Hold:
-    """Pages of one operation until nobody needs them. Any thread may drop it.
+    """Lease of the pages of one operation, until both users have dropped it. For any thread.
 
     Args:
-        taken: which.
-        memory: in which they lie.
-        until_s: when the server should be done with them.
-        give_back: takes them when both are done.
+        taken: pages.
+        memory: memory of the pages.
+        until_s: deadline of the server, in seconds of the clock.
+        give_back: returns the pages to the pool.
     """
 
     def __init__(self, taken: Taken, memory: PoolMemory, until_s: float, give_back: Callable[[Hold], None]) -> None:
@@ -100,7 +100,7 @@ class Hold:
         self._lock = threading.Lock()
 
     def drop(self, user: str) -> None:
-        """One of the two needs them no more. Repeatable."""
+        """Ends the use by one user. Repeatable."""
         with self._lock:
             is_last = self._users == {user}
             self._users.discard(user)
@@ -108,13 +108,13 @@ class Hold:
             self._give_back(self)
 
     def drop_all(self) -> None:
-        """Neither ever needed them."""
+        """Ends the use by both users."""
         self.drop(HERE)
         self.drop(SERVER)
 
 
 def engine_runs(parts: Parts, site: Site, hold: Hold, pages: Mapping[int, GroupPages], zeros: Zeros | None) -> CopyRuns:
-    """The runs between the engine's blocks and the pages: into the engine's, or, given zeros, out of them.
+    """Copy runs between the engine's blocks and the pages: a load without `zeros`, a store with them.
 
     Raises:
         ValueError: a block is outside the engine's pool.
@@ -127,7 +127,7 @@ def _part_runs(part: Part, site: Site, hold: Hold, pages: Mapping[int, GroupPage
     number = len(part.block_ids)
     copy = ChunkCopy(group_index, b"", _NO_SLOT, 0, number, tuple(part.block_ids))
     of_group = pages[group_index]
-    # A chunk is block after block, so what lies in each page is one block's.
+    # One page holds one block.
     extents = hold.memory.extents(part.group, hold.taken.blocks[part.group], of_group.block_bytes)
     if zeros is None:
         return load_runs(copy, of_group, extents)
@@ -135,7 +135,7 @@ def _part_runs(part: Part, site: Site, hold: Hold, pages: Mapping[int, GroupPage
 
 
 class BadPage(NamedTuple):
-    """A page that is not what it should be: the first of its chunk."""
+    """First invalid page of a chunk."""
 
     chunk: int
     group: int
@@ -144,7 +144,15 @@ class BadPage(NamedTuple):
 
 
 def seal_pages(parts: Parts, site: Site, hold: Hold, digests: Sequence[bytes], pages: Mapping[int, GroupPages]) -> None:
-    """Write the headers of pages whose bytes are in place. `digests` name the chunks of the prefix, from the first."""
+    """Writes the headers of pages after the copy of their bytes.
+
+    Args:
+        parts: pages of the operation.
+        site: session parameters.
+        hold: lease of the pages.
+        digests: digest of each chunk of the prefix, from chunk 0.
+        pages: engine's blocks by group.
+    """
     for part in parts.parts:
         size = site.groups[part.group].payload_bytes
         filled = HEADER_BYTES + pages[site.group_indexes[part.group]].block_bytes
@@ -156,7 +164,7 @@ def seal_pages(parts: Parts, site: Site, hold: Hold, digests: Sequence[bytes], p
 
 
 def bad_pages(parts: Parts, site: Site, hold: Hold, digests: Sequence[bytes]) -> list[BadPage]:
-    """What of the pages is not to be believed, one of each chunk."""
+    """Invalid pages: the first one of each chunk."""
     found: dict[int, BadPage] = {}
     for part in parts.parts:
         size = site.groups[part.group].payload_bytes
@@ -170,7 +178,7 @@ def bad_pages(parts: Parts, site: Site, hold: Hold, digests: Sequence[bytes]) ->
 
 
 def _named(parts: Parts, part: Part, site: Site, hold: Hold) -> list[tuple[int, int, int]]:
-    """Of each page its number, the chunk of the prefix that it lies in, and its place there."""
+    """Per page: its number, its chunk in the prefix, and its block index in the chunk."""
     blocks = site.chunk_tokens // site.groups[part.group].spec.block_tokens
     pages = hold.taken.blocks[part.group]
     return [
@@ -180,13 +188,13 @@ def _named(parts: Parts, part: Part, site: Site, hold: Hold) -> list[tuple[int, 
 
 
 class Station:
-    """For the engine's thread, but for what says otherwise.
+    """Session of one rank at a server. For the engine's thread, unless a method says otherwise.
 
     Args:
-        site: of the server.
-        rank: of this process.
-        namespace: digest of whose content is kept.
-        register: makes shared memory known to whoever copies.
+        site: session parameters.
+        rank: rank of this process.
+        namespace: digest of the content's identity.
+        register: registers shared memory at the copy engines.
         clock: seconds.
     """
 
@@ -214,24 +222,24 @@ class Station:
 
     @property
     def ready(self) -> Ready | None:
-        """The server, where it can be asked. Any thread."""
+        """Usable server; None if there is none. Any thread."""
         return self.connection.ready
 
     @property
     def is_coming(self) -> bool:
-        """Whether the server was not reached yet, and may be soon."""
+        """True before the first connection, until `connect_timeout_s` or a refusal."""
         state = self.connection.state
         is_refused = isinstance(state, Down) and state.refusal is not None
         return not self.connection.was_ready and not is_refused and self._clock() < self._reach_until_s
 
     @property
     def chunks_at_once(self) -> int:
-        """Chunks of one store at most: several are under way beside loads."""
+        """Maximum number of chunks of one store in transit."""
         return chunks_at_once(self._num_chunks)
 
     @property
     def used_bytes(self) -> int:
-        """Of pages that are taken."""
+        """Bytes of taken pages."""
         if self._memory is None:
             return 0
         free = (self._member.pool.num_free(group) for group in range(len(self.site.groups)))
@@ -240,22 +248,22 @@ class Station:
 
     @property
     def capacity_bytes(self) -> int:
-        """Of all pages."""
+        """Bytes of all pages."""
         geometry = self.geometry
         kept = zip(geometry.kept_per_chunk, geometry.page_bytes, strict=True)
         return self._num_chunks * sum(blocks * size for blocks, size in kept)
 
     def prefix(self, digests: Sequence[bytes]) -> Prefix:
-        """The prefix that ends with the last of these chunks. Where the server was reached once."""
+        """Prefix of these chunks. Only after the first connection."""
         return Prefix(self._member.model, self.site.world_size, self.site.words(digests))
 
     def has_room(self, parts: Parts) -> bool:
-        """Whether the pool would hold these pages if nothing else were in it."""
+        """True if the pages fit into an empty pool."""
         kept = self.geometry.kept_per_chunk
         return all(number <= self._num_chunks * kept[group] for group, number in parts.numbers.items())
 
     def take(self, parts: Parts, until_s: float, *, is_store: bool) -> Hold | None:
-        """Pages for an operation that should be over by then; None where too few are free. The server is ready."""
+        """Takes pages for an operation with this deadline; None if too few are free. The server must be ready."""
         pool, numbers = self._member.pool, parts.numbers
         memory = self._current_memory()
         if is_store:
@@ -270,22 +278,25 @@ class Station:
         with self._lock:
             self._held.add(hold)
         if taken.instance != memory.instance:
-            # Made anew a moment ago; the next look sees the other one.
+            # The pool was recreated meanwhile; the next call reads the new memory.
             hold.drop_all()
             return None
         return hold
 
     def pages(self, parts: Parts, hold: Hold) -> Pages:
-        """As an operation wants them."""
+        """Pages of a lease, as an operation needs them."""
         return Pages(hold.taken, tables_of(self.geometry, parts, hold.taken.blocks))
 
     def withdraw(self, prefix: Prefix, chunk: int) -> None:
-        """What this rank has of a chunk is wrong: have it deleted, so that it can be stored anew. Any thread."""
+        """Deletes this rank's corrupt part of a chunk, so that it can be stored again. Any thread."""
         withdraw(self.connection, prefix, self.rank, chunk, len(self.site.groups))
 
     def starved(self) -> None:
-        """Somebody found no room for long. Where pages should have come back by now, nothing is heard of them: a server
-        that passes over a question says nothing, and lives. Another connection has other memory."""
+        """Reports an operation that got no pages until its deadline.
+
+        If a lease is past its deadline, the server may have ignored a call; it sends no error. Then the connection is
+        replaced, and the pool with it.
+        """
         with self._lock:
             now_s, instance = self._clock(), self._memory.instance if self._memory is not None else None
             is_overdue = any(hold.until_s <= now_s and hold.taken.instance == instance for hold in self._held)
@@ -293,7 +304,7 @@ class Station:
             self.connection.doubt()
 
     def close(self) -> None:
-        """End what is under way within a bounded time; nothing is shared any more."""
+        """Closes the connection within a bounded time, then frees the shared memory."""
         self.connection.close()
         self._memory = None
         self._member.close()
@@ -309,7 +320,6 @@ class Station:
         return self._memory
 
     def _give_back(self, hold: Hold) -> None:
-        """Any thread."""
         with self._lock:
             self._held.discard(hold)
         self._member.pool.give_back(hold.taken)

@@ -1,8 +1,7 @@
-"""Stores of one rank: room, copy, seal, and the server. The engine's blocks are free again as soon as they are copied.
+"""Stores of one rank: take pages, copy, seal, send to the server. The engine's blocks are free after the copy.
 
-A store of more chunks than should be under way at one time goes in several runs of chunks, one behind the other: what
-comes later in a prefix is worth nothing without what came before. What a server does with pages is its affair by then;
-that it did not take them is counted.
+A large store is split into ranges of chunks that run in prefix order, because later chunks are useless without earlier
+ones. A store ends with its copies; failures at the server are only counted.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ class _Storing:
     store: PageStore
     until_s: float
     waiting: deque[Parts]
-    """Runs of chunks that have no pages yet."""
+    """Ranges of chunks without pages yet."""
     num_copying: int = 0
     failure: tuple[str, str] | None = None
-    """Reason and words."""
+    """Reason and detail."""
 
 
 class Storing:
-    """For the engine's thread. Nothing here waits.
+    """Stores of one rank. For the engine's thread; no method waits.
 
     Args:
-        station: the server and the pages.
-        pages: of the engine's blocks.
-        zeros: what lies between pages of a stored block.
-        copies: carried out here.
+        station: session at the server.
+        pages: engine's blocks by group.
+        zeros: zero bytes for the gaps within a stored block.
+        copies: queue of copy jobs.
         clock: seconds.
-        on_ended: told of each store by its id, the reason of its failure and its words, or None and None.
+        on_ended: called once for each store, with its id, and reason and detail of a failure or None and None.
     """
 
     def __init__(
@@ -68,10 +67,10 @@ class Storing:
         self._waiting: deque[_Storing] = deque()
         self._open: list[_Storing] = []
         self._held: dict[int, list[tuple[PageStore, Parts, Hold]]] = {}
-        """Copied, and not handed over, by store."""
+        """Copied pages of held stores, by store."""
 
     def begin(self, store: PageStore) -> None:
-        """Carry out, when there is room."""
+        """Queues a store. It starts when enough pages are free."""
         if store.is_held:
             self._held[store.store_id] = []
         station = self._station
@@ -88,7 +87,7 @@ class Storing:
         self._waiting.append(storing)
 
     def release(self, release: Release) -> None:
-        """Hand over what a store that is held has copied, or drop it. The store has ended."""
+        """Sends the copied pages of a held store to the server, or drops them. The store must have ended."""
         for store, parts, hold in self._held.pop(release.store_id, ()):
             if release.is_good:
                 self._send(store, parts, hold)
@@ -96,7 +95,7 @@ class Storing:
                 hold.drop(SERVER)
 
     def step(self, *, may_begin: bool) -> None:
-        """Go on with whatever can. Where nothing may begin, because loads wait for room, what waited too long ends."""
+        """Starts queued stores and fails late ones. With `may_begin` False no store starts: loads wait for pages."""
         while self._waiting:
             storing = self._waiting[0]
             if storing.waiting and storing.failure is None and not self._start(storing, may_begin):
@@ -106,7 +105,7 @@ class Storing:
                 self._end_if_over(storing)
 
     def end(self, reason: str, detail: str) -> None:
-        """Fail whatever is not over."""
+        """Fails all open stores and drops held ones."""
         self._waiting.clear()
         for storing in list(self._open):
             self._fail(storing, reason, detail)
@@ -116,7 +115,7 @@ class Storing:
             self.release(Release(store_id, False))
 
     def _start(self, storing: _Storing, may_begin: bool) -> bool:
-        """Begin the next run of chunks, or give up. False where it is too early for either."""
+        """Starts the next range of chunks, or fails the store. False if it must wait."""
         station = self._station
         if self._clock() >= storing.until_s:
             station.starved()
@@ -132,8 +131,8 @@ class Storing:
         parts = storing.waiting[0]
         try:
             hold = station.take(parts, self._clock() + station.site.store_timeout_s, is_store=True)
-        except Exception as error:  # whatever it was, it is this store's failure and not the engine's
-            logger.exception("a store could not begin")
+        except Exception as error:  # any error fails this store, not the engine
+            logger.exception("a store could not start")
             self._fail(storing, FailureReason.IO, f"{type(error).__name__}: {error}")
             return True
         if hold is None:
@@ -153,10 +152,10 @@ class Storing:
         def seal_and_send(_: CopyJob) -> None:
             seal_pages(parts, station.site, hold, digests, self._pages)
             if storing.store.is_held:
-                hold.until_s = math.inf  # the server is asked for nothing yet
+                hold.until_s = math.inf  # not sent to the server yet
                 self._held[storing.store.store_id].append((storing.store, parts, hold))
                 return
-            # From here, and not when the engine looks next: it may be idle by then.
+            # Sent from the copy thread: the engine may be idle, so that no step follows.
             self._send(storing.store, parts, hold)
 
         def copied(failures: tuple[LoadFailure, ...]) -> None:
@@ -171,7 +170,7 @@ class Storing:
         self._copies.submit(CopyJob(False, make_runs, copied, after=seal_and_send))
 
     def _send(self, store: PageStore, parts: Parts, hold: Hold) -> None:
-        """Have the server take sealed pages. Any thread."""
+        """Sends sealed pages to the server. Any thread."""
         station = self._station
         timeout_s = station.site.store_timeout_s
         hold.until_s = self._clock() + timeout_s

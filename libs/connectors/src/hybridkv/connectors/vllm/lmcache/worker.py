@@ -1,7 +1,7 @@
-"""A worker's half of HybridLMCacheConnector: carries out plans. It decides nothing and raises nothing in the engine.
+"""Worker's half of HybridLMCacheConnector: executes plans. Decides nothing, and raises nothing in the engine.
 
-Between the engine's blocks and a server lies a pool of pages in shared memory. A copy engine moves bytes between blocks
-and pages, the server between pages and its own memory; each page says what it is and is believed for no more.
+Bytes pass through a pool of pages in shared memory. A copy engine moves them between blocks and pages, the server
+between pages and its own memory. Each page has a header that is checked before a load.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _NOTHING = OperationCounts()
 
 
 class ServerCounts:
-    """Hands the recorder what changed.
+    """Reports changes of the server's state and counts to the metrics.
 
     Args:
-        recorder: of this half.
+        recorder: metrics.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -44,7 +44,7 @@ class ServerCounts:
         self._pool: tuple[int, int] | None = None
 
     def operations(self, now: OperationCounts) -> None:
-        """What was asked of the server, since its connection was opened."""
+        """Reports operations since the last call. `now` counts from the start of the connection."""
         before, self._counted = self._counted, now
         if now == before:
             return
@@ -71,13 +71,13 @@ class ServerCounts:
                 self._recorder.lmcache_chunks(operation, chunks)
 
     def state(self, is_up: bool) -> None:
-        """Whether the server can be asked."""
+        """Reports whether the server is usable."""
         if is_up != self._is_up:
             self._is_up = is_up
             self._recorder.lmcache_state(is_up)
 
     def pool(self, used_bytes: int, capacity_bytes: int) -> None:
-        """The memory that is shared."""
+        """Reports the use of the shared memory."""
         if (used_bytes, capacity_bytes) != self._pool:
             self._pool = (used_bytes, capacity_bytes)
             self._recorder.lmcache_pool(used_bytes, capacity_bytes)
@@ -88,20 +88,22 @@ class ServerCounts:
 
 
 PROOF_BLOCKS = 8
-"""Of the largest group, that are copied at the start on a GPU."""
+"""Number of blocks of the largest group that the copy proof on a GPU copies."""
 
 logger = logging.getLogger("vllm.hybridkv.worker")
 
 
 class LMCacheWorker(RankWorker):
-    """Moves pages between this rank's KV memory and a server. One thread calls, and never waits but in `close`.
+    """Worker's half: moves pages between this rank's KV memory and a server.
+
+    For one thread. Only `close` waits.
 
     Args:
-        layout: the model's groups.
-        rank: of this process.
-        site: the server, and what lies there.
-        paths: carry out copies.
-        recorder: counts what happens.
+        layout: layout of the model's groups.
+        rank: rank of this process.
+        site: session parameters.
+        paths: copy engines.
+        recorder: metrics.
     """
 
     def __init__(self, layout: CacheLayout, rank: int, site: Site, paths: CopyPaths, recorder: Recorder) -> None:
@@ -118,11 +120,11 @@ class LMCacheWorker(RankWorker):
         self._is_refused = False
 
     def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device: Device | None = None) -> None:
-        """Takes the engine's KV tensors.
+        """Registers the engine's KV tensors.
 
         Raises:
-            ConfigurationError: their bytes are not where the engine's own description says, or not on this device, or
-                in an order that an engine which reads them later might not have; or this GPU copies wrongly.
+            ConfigurationError: the tensors do not match vLLM's description, are on another device, or have a byte order
+                that a later engine may not have; or this GPU copies wrongly.
         """
         self._device = device or self._device
         self._memory = take_kv_memory(self._layout, kv_caches, num_blocks, self._device, outlives_engine=True)
@@ -130,7 +132,7 @@ class LMCacheWorker(RankWorker):
         self._prove(self._memory)
 
     def _prove(self, memory: KVMemory) -> None:
-        """The pool comes with the server, and is reached as other pinned memory is."""
+        """Proves the copies with pinned memory of the same kind: the pool exists only after the connection."""
         proof_bytes = max(pages.block_bytes for pages in memory.pages.values())
         pinned = self._device.arena_memory(PROOF_BLOCKS * proof_bytes)
         if pinned is None:
@@ -141,14 +143,14 @@ class LMCacheWorker(RankWorker):
         prove_at_start(memory, arena, self._paths, self._device)
 
     def start_loads(self, plan: LMCachePlan) -> None:
-        """Begins the step's loads."""
+        """Starts the step's loads."""
         self._open_once(plan)
         for load in plan.loads:
             self._begin_load(load)
         self._step()
 
     def start_stores(self, plan: LMCachePlan) -> None:
-        """Begins the step's stores. The forward pass that wrote their blocks is over."""
+        """Starts the step's stores, after the forward pass that wrote their blocks."""
         self._open_once(plan)
         for release in plan.releases:
             if self._storing is not None:
@@ -156,16 +158,16 @@ class LMCacheWorker(RankWorker):
         for store in plan.stores:
             try:
                 if self._storing is None:
-                    self._outcomes.stored(store.store_id, "there is no server", str(FailureReason.CLOSED))
+                    self._outcomes.stored(store.store_id, "no server", str(FailureReason.CLOSED))
                 else:
                     self._storing.begin(store)
-            except Exception as error:  # whatever it was, it is this store's failure and not the engine's
-                logger.exception("a store could not begin")
+            except Exception as error:  # any error fails this store, not the engine
+                logger.exception("a store could not start")
                 self._outcomes.stored(store.store_id, f"{type(error).__name__}: {error}", str(FailureReason.IO))
         self._step()
 
     def results(self) -> LoadResults:
-        """Loads that ended since the last call."""
+        """Returns the loads that ended since the last call."""
         self._step()
         if self._station is not None:
             self._counts.operations(self._station.operations.counts())
@@ -174,7 +176,7 @@ class LMCacheWorker(RankWorker):
         return self._outcomes.take_results()
 
     def close(self) -> None:
-        """Ends what is under way, here and at the server, within a bounded time; gives up what was shared."""
+        """Fails open loads and stores, and closes the session. Takes a bounded time."""
         self._copies.close()
         for each in (self._loading, self._storing):
             if each is not None:
@@ -188,11 +190,11 @@ class LMCacheWorker(RankWorker):
             if load.refused is not None:
                 failure = LoadFailure(str(FailureReason.IO), load.refused)
             elif self._loading is None:
-                failure = LoadFailure(str(FailureReason.CLOSED), "there is no server")
+                failure = LoadFailure(str(FailureReason.CLOSED), "no server")
             else:
                 self._loading.begin(load)
-        except Exception as error:  # whatever it was, it is this load's failure and not the engine's
-            logger.exception("a load could not begin")
+        except Exception as error:  # any error fails this load, not the engine
+            logger.exception("a load could not start")
             failure = LoadFailure(str(FailureReason.IO), f"{type(error).__name__}: {error}")
         if failure is not None:
             self._outcomes.loaded(load.request_id, (failure,))
@@ -203,7 +205,7 @@ class LMCacheWorker(RankWorker):
             return
         self._loading.step()
         self._storing.step(may_begin=not self._loading.is_waiting)
-        # What a copy engine did in `submit` has ended.
+        # Some copy engines finish within `submit`.
         self._copies.poll()
 
     def _open_once(self, plan: LMCachePlan) -> None:
@@ -211,12 +213,12 @@ class LMCacheWorker(RankWorker):
             return
         try:
             self._open(plan)
-        except Exception as error:  # threads, memory or descriptors have run out, or sizes do not fit
+        except Exception as error:  # no threads, memory or descriptors left, or sizes do not fit
             self._is_refused = True
             logger.warning("LMCache's server cannot be used: %s: %s", type(error).__name__, error)
 
     def _open(self, plan: LMCachePlan) -> None:
-        assert self._memory is not None, "registered before the first step"
+        assert self._memory is not None, "KV tensors are registered before the first step"
         site = self._site.with_payload_bytes(plan.payload_bytes) if plan.payload_bytes else self._site
         for group, group_index in zip(site.groups, site.group_indexes, strict=True):
             needed = self._memory.pages[group_index].block_bytes
