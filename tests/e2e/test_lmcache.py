@@ -19,7 +19,7 @@ from lmcache_site import CHUNK_TOKENS, ENGINE_ARGUMENTS, LMCacheSite, flip_a_byt
 from lmcache_witness import Link, LMCacheAudit, PageName
 from noise import Noise, own_cache_only
 
-from hybridkv.connectors.vllm.lmcache import lives
+from hybridkv.connectors.vllm.lmcache import load_tracker
 from hybridkv.planner import GroupKind
 
 _SEEDS = itertools.count(1000, 1000)
@@ -278,7 +278,7 @@ def test_a_changed_byte_in_a_servers_file_is_found_computed_and_stored_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of each prompt other files, so that what the server keeps of each kind of group is found by itself."""
-    monkeypatch.setattr(lives, "DOUBT_S", 1.0)
+    monkeypatch.setattr(load_tracker, "DOUBT_S", 1.0)
     prompts = [*prompts, make_prompt(len(prompts[0]), seed=next(_SEEDS))]
     cold, files = [], []
     for prompt in prompts:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import LMCACHE_CONNECTOR
 from hybridkv.connectors.vllm.common.layout import resolve_layout
-from hybridkv.connectors.vllm.lmcache.site import num_chunks, page_groups
+from hybridkv.connectors.vllm.lmcache.session_spec import num_chunks, page_groups
 from hybridkv.lmcache.connection import Ready
 from kits.lmcache.segments import segments_of
 from kits.lmcache.server_process import eventually

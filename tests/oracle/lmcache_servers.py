@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import patience
 import pytest
 
-from hybridkv.connectors.vllm.lmcache import site
+from hybridkv.connectors.vllm.lmcache import session_spec
 from hybridkv.lmcache.connection import ConnectionOptions
 from hybridkv.lmcache.wire import CODECS
 from kits.lmcache.server_process import ServerProcess, command, eventually, variable
@@ -135,4 +135,4 @@ def impatient(patch: pytest.MonkeyPatch) -> None:
             call_timeout_s=patience.seconds(0.2), max_missed_beats=2, retry_s=0.05, retry_max_s=0.2, **bounds
         )
 
-    patch.setattr(site, "ConnectionOptions", options)
+    patch.setattr(session_spec, "ConnectionOptions", options)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import register
 from hybridkv.connectors.vllm.common.store_connector import StoreConnector
-from hybridkv.connectors.vllm.lmcache import storing
+from hybridkv.connectors.vllm.lmcache import store_handler
 from oracle.engine import OracleEngine
 from oracle.lmcache_runs import Play, Played, at, played, reach, require_idle, until_idle
 from oracle.lmcache_servers import VERSIONS, Fleet, Sort, fleet_of
@@ -118,7 +118,7 @@ def test_pages_that_change_at_the_server_are_computed_again_and_never_read(
 ) -> None:
     tally = Tally()
     server = fleet[Sort.APART]
-    seal = storing.seal_pages
+    seal = store_handler.seal_pages
     random = Random(0)
 
     def seal_and_damage(parts: Any, site: Any, hold: Any, *rest: Any) -> None:
@@ -129,7 +129,7 @@ def test_pages_that_change_at_the_server_are_computed_again_and_never_read(
             row = hold.memory.groups[part.group][random.choice(hold.taken.blocks[part.group])]
             row[random.randrange(len(row))] ^= 1 << random.randrange(8)
 
-    monkeypatch.setattr(storing, "seal_pages", seal_and_damage)
+    monkeypatch.setattr(store_handler, "seal_pages", seal_and_damage)
 
     @profile(24, whole=True)
     @given(played(mix, server))

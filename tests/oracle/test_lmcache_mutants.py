@@ -14,10 +14,18 @@ import pytest
 
 from hybridkv.connectors.vllm import register
 from hybridkv.connectors.vllm.common.blocks import BlockPins
-from hybridkv.connectors.vllm.lmcache import lives, loading, pages, saves, site, staging, storing
-from hybridkv.connectors.vllm.lmcache.loading import Loading
-from hybridkv.connectors.vllm.lmcache.saves import Saves
-from hybridkv.connectors.vllm.lmcache.staging import Hold
+from hybridkv.connectors.vllm.lmcache import (
+    load_handler,
+    load_tracker,
+    pages,
+    session,
+    session_spec,
+    store_handler,
+    store_tracker,
+)
+from hybridkv.connectors.vllm.lmcache.load_handler import Loading
+from hybridkv.connectors.vllm.lmcache.session import Hold
+from hybridkv.connectors.vllm.lmcache.store_tracker import Saves
 from hybridkv.lmcache.operations import Lookup
 from hybridkv.planner import GroupKind, Transfer
 from oracle import lmcache_runs
@@ -85,20 +93,20 @@ Patch = pytest.MonkeyPatch
 
 def damage(patch: Patch) -> None:
     """Half of what is stored changes at the server."""
-    seal, random = staging.seal_pages, Random(0)
+    seal, random = session.seal_pages, Random(0)
 
-    def seal_and_damage(parts: Any, site: Any, hold: Hold, *rest: Any) -> None:
-        seal(parts, site, hold, *rest)
+    def seal_and_damage(parts: Any, session_spec: Any, hold: Hold, *rest: Any) -> None:
+        seal(parts, session_spec, hold, *rest)
         if random.random() < 0.5:
             part = random.choice(parts.parts)
             row = hold.memory.groups[part.group][random.choice(hold.taken.blocks[part.group])]
-            row[staging.HEADER_BYTES + 1] ^= 1
+            row[session.HEADER_BYTES + 1] ^= 1
 
-    patch.setattr(storing, "seal_pages", seal_and_damage)
+    patch.setattr(store_handler, "seal_pages", seal_and_damage)
 
 
 def headers_are_not_read(patch: Patch) -> None:
-    patch.setattr(loading, "bad_pages", lambda *_: [])
+    patch.setattr(load_handler, "bad_pages", lambda *_: [])
 
 
 def answers_are_of_other_groups(patch: Patch) -> None:
@@ -136,25 +144,25 @@ def answers_are_of_other_blocks(patch: Patch) -> None:
             is_load.pop()
 
     patch.setattr(Loading, "_found", finding)
-    patch.setattr(staging, "tables_of", rotated)
+    patch.setattr(session, "tables_of", rotated)
 
 
 def answers_are_of_other_prompts(patch: Patch) -> None:
     """To the server every prompt is the same."""
-    patch.setattr(site, "words_of", lambda digests, chunk: b"".join(bytes(4 * chunk) for _ in digests))
+    patch.setattr(session_spec, "words_of", lambda digests, chunk: b"".join(bytes(4 * chunk) for _ in digests))
 
 
 def identities_leave_out(patch: Patch, digest: bool = False, group: bool = False, block: bool = False) -> None:
-    identify = site.page_identity
+    identify = session_spec.page_identity
 
     def identity(of: bytes, index: int, at: int) -> bytes:
         return identify(b"" if digest else of, 0 if group else index, 0 if block else at)
 
-    patch.setattr(site, "page_identity", identity)
+    patch.setattr(session_spec, "page_identity", identity)
 
 
 def window_is_one_block_short(patch: Patch) -> None:
-    plan = lives.plan_load
+    plan = load_tracker.plan_load
 
     def short(spec: Any, *rest: Any) -> list[Transfer]:
         found = list(plan(spec, *rest))
@@ -164,16 +172,16 @@ def window_is_one_block_short(patch: Patch) -> None:
                 break
         return found
 
-    patch.setattr(lives, "plan_load", short)
+    patch.setattr(load_tracker, "plan_load", short)
 
 
 def loads_write_what_the_engine_has(patch: Patch) -> None:
-    plan = lives.plan_load
-    patch.setattr(lives, "plan_load", lambda spec, boundary, computed, *rest: plan(spec, boundary, 0, *rest))
+    plan = load_tracker.plan_load
+    patch.setattr(load_tracker, "plan_load", lambda spec, boundary, computed, *rest: plan(spec, boundary, 0, *rest))
 
 
 def stores_of_equal_groups_are_swapped(patch: Patch) -> None:
-    plan = saves.store_copies
+    plan = store_tracker.store_copies
 
     def swapped(*arguments: Any, **more: Any) -> Any:
         return [
@@ -181,7 +189,7 @@ def stores_of_equal_groups_are_swapped(patch: Patch) -> None:
             for copy in plan(*arguments, **more)
         ]
 
-    patch.setattr(saves, "store_copies", swapped)
+    patch.setattr(store_tracker, "store_copies", swapped)
 
 
 def stores_begin_a_chunk_too_early(patch: Patch) -> None:
@@ -197,12 +205,12 @@ def stores_begin_a_chunk_too_early(patch: Patch) -> None:
 
 
 def states_are_stored_a_chunk_too_early(patch: Patch) -> None:
-    plan = saves.state_copies
+    plan = store_tracker.state_copies
 
     def early(*arguments: Any) -> Any:
         return [msgspec.structs.replace(copy, chunk=max(0, copy.chunk - 1)) for copy in plan(*arguments)]
 
-    patch.setattr(saves, "state_copies", early)
+    patch.setattr(store_tracker, "state_copies", early)
 
 
 def blocks_are_not_pinned(patch: Patch) -> None:

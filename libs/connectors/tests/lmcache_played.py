@@ -21,11 +21,11 @@ from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StepOutcome, StoreOutcome
 from hybridkv.connectors.vllm.common.role import BOTH, Role
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.lmcache.lives import Lives
+from hybridkv.connectors.vllm.lmcache.load_tracker import Lives
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan
-from hybridkv.connectors.vllm.lmcache.saves import Saves
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
-from hybridkv.connectors.vllm.lmcache.site import page_groups
+from hybridkv.connectors.vllm.lmcache.session_spec import page_groups
+from hybridkv.connectors.vllm.lmcache.store_tracker import Saves
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
 from hybridkv.lmcache.calls import Answer, CallFailure, Trouble
 from hybridkv.lmcache.geometry import Geometry

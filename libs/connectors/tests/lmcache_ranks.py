@@ -21,8 +21,8 @@ from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, Release
-from hybridkv.connectors.vllm.lmcache.site import Site, num_chunks, page_groups, site_of
-from hybridkv.connectors.vllm.lmcache.staging import Station
+from hybridkv.connectors.vllm.lmcache.session import Station
+from hybridkv.connectors.vllm.lmcache.session_spec import Site, num_chunks, page_groups, site_of
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
 from hybridkv.lmcache.calls import Answer, Ended
 from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress

@@ -29,7 +29,7 @@ from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
-from hybridkv.connectors.vllm.lmcache.site import site_of
+from hybridkv.connectors.vllm.lmcache.session_spec import site_of
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
 from hybridkv.connectors.vllm.offload.worker import OffloadWorker
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec

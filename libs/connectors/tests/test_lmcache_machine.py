@@ -14,7 +14,7 @@ from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW
 
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
 from hybridkv.connectors.vllm.common.role import Role
-from hybridkv.connectors.vllm.lmcache.lives import Stage
+from hybridkv.connectors.vllm.lmcache.load_tracker import Stage
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad, PageStore
 from hybridkv.lmcache.calls import Answer, Trouble
 from hybridkv.planner import last_boundary

@@ -14,8 +14,8 @@ from lmcache_ranks import DEEPSEEK_V4, MODELS, POOL_BYTES, digests_of, layout_of
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of, tables_of
-from hybridkv.connectors.vllm.lmcache.site import Site, site_of
-from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, PoolMemory, bad_pages
+from hybridkv.connectors.vllm.lmcache.session import HERE, SERVER, Hold, PoolMemory, bad_pages
+from hybridkv.connectors.vllm.lmcache.session_spec import Site, site_of
 from hybridkv.lmcache.block_ids import cut_tables
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.page import PageState, payload_of, seal

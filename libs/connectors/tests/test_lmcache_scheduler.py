@@ -11,8 +11,8 @@ from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
 from hybridkv.connectors.vllm.common.role import Role
-from hybridkv.connectors.vllm.lmcache import lives
-from hybridkv.connectors.vllm.lmcache.lives import DOUBT_S
+from hybridkv.connectors.vllm.lmcache import load_tracker
+from hybridkv.connectors.vllm.lmcache.load_tracker import DOUBT_S
 from hybridkv.hashing import ChunkKeys
 from hybridkv.lmcache.calls import Trouble
 from hybridkv.planner.stages import MAX_FAILED_LOADS
@@ -375,7 +375,7 @@ def test_a_prefix_over_which_a_load_failed_is_offered_to_nobody_else_for_a_while
 
 
 def test_no_more_is_in_doubt_than_may_be(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lives, "MAX_DOUBTED", 2)
+    monkeypatch.setattr(load_tracker, "MAX_DOUBTED", 2)
     planned = load(engine, new_request("r", PROMPT))
     engine.tell(failures={"r": [LoadFailure("checksum", "bad", planned.digests[0])]})
     assert list(engine.lives._doubted) == list(planned.digests[:2])

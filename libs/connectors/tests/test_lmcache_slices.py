@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm.lmcache.lives import attention_tables, load_copies, state_copies, store_copies
+from hybridkv.connectors.vllm.lmcache.load_tracker import attention_tables, load_copies, state_copies, store_copies
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy
-from hybridkv.connectors.vllm.lmcache.site import plain_spec
+from hybridkv.connectors.vllm.lmcache.session_spec import plain_spec
 from hybridkv.lmcache.block_ids import storable
 from hybridkv.lmcache.geometry import Geometry, PageGroup
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, State, TokenSpan, plan_load, plan_store

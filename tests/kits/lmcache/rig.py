@@ -12,10 +12,10 @@ from hybridkv.lmcache.calls import MAY_HAPPEN, Answer, CallFailure, Ended
 from hybridkv.lmcache.connection import DEFAULT_OPTIONS, Connection, ConnectionOptions, Down, ServerAddress
 from hybridkv.lmcache.geometry import Geometry, PageGroup
 from hybridkv.lmcache.keys import page_identity, words_of
-from hybridkv.lmcache.member import LMCacheSession
 from hybridkv.lmcache.operations import Found, Operations, Pages, Prefix
 from hybridkv.lmcache.page import PageState, blank, check, payload_of, seal
 from hybridkv.lmcache.pool import Pool, Taken
+from hybridkv.lmcache.session import LMCacheSession
 from hybridkv.lmcache.wire import Call
 
 T = TypeVar("T")

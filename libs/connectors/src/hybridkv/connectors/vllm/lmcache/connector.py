@@ -19,11 +19,11 @@ from hybridkv.connectors.vllm.common.identity.worker_facts import worker_facts
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
 from hybridkv.connectors.vllm.common.store_connector import StoreConnector, WaitingScheduler, mark_live, mark_shut_down
+from hybridkv.connectors.vllm.lmcache.builder import NAME, LMCacheOpening, agreed_layout
 from hybridkv.connectors.vllm.lmcache.config import decode_config
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan
-from hybridkv.connectors.vllm.lmcache.opening import NAME, LMCacheOpening, agreed_layout
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler
-from hybridkv.connectors.vllm.lmcache.site import site_of
+from hybridkv.connectors.vllm.lmcache.session_spec import site_of
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
 from hybridkv.planner import LoadAdmission
 

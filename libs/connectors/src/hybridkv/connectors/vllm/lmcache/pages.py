@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy
-from hybridkv.connectors.vllm.lmcache.site import Site
+from hybridkv.connectors.vllm.lmcache.session_spec import Site
 from hybridkv.lmcache.block_ids import NULL_BLOCK
 from hybridkv.lmcache.geometry import Geometry
 

@@ -19,9 +19,9 @@ from hybridkv.connectors.vllm.common.messages import StepOutcome
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.lmcache.lives import Lives
+from hybridkv.connectors.vllm.lmcache.load_tracker import Lives
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageLoad, PageStore
-from hybridkv.connectors.vllm.lmcache.saves import Saves
+from hybridkv.connectors.vllm.lmcache.store_tracker import Saves
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

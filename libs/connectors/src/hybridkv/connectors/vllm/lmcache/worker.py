@@ -18,11 +18,11 @@ from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths, LoadRe
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.lmcache.loading import Loading
+from hybridkv.connectors.vllm.lmcache.load_handler import Loading
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageLoad
-from hybridkv.connectors.vllm.lmcache.site import Site
-from hybridkv.connectors.vllm.lmcache.staging import PoolMemory, Station
-from hybridkv.connectors.vllm.lmcache.storing import Storing
+from hybridkv.connectors.vllm.lmcache.session import PoolMemory, Station
+from hybridkv.connectors.vllm.lmcache.session_spec import Site
+from hybridkv.connectors.vllm.lmcache.store_handler import Storing
 from hybridkv.lmcache.operations import OperationCounts
 from hybridkv.tiers import FailureReason
 from hybridkv.tiers.ram import RamArena

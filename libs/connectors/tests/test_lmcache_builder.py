@@ -15,9 +15,9 @@ from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.identity.identification import Identity
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.lmcache import opening as module
+from hybridkv.connectors.vllm.lmcache import builder as module
+from hybridkv.connectors.vllm.lmcache.builder import LMCacheOpening, require_fit
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
-from hybridkv.connectors.vllm.lmcache.opening import LMCacheOpening, require_fit
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler
 from hybridkv.hashing import ChunkKeys
 from hybridkv.lmcache.geometry import PageGroup

@@ -18,13 +18,13 @@ from hybridkv.canonical import GroupPages
 from hybridkv.connectors.vllm.common.copies.lowering import Zeros, load_runs, store_runs
 from hybridkv.connectors.vllm.common.messages import ChunkCopy
 from hybridkv.connectors.vllm.lmcache.pages import Part, Parts, tables_of
-from hybridkv.connectors.vllm.lmcache.site import SPARE_SHARE, Site, chunks_at_once
+from hybridkv.connectors.vllm.lmcache.session_spec import SPARE_SHARE, Site, chunks_at_once
 from hybridkv.lmcache.connection import Connection, Down, Ready
 from hybridkv.lmcache.geometry import Geometry
-from hybridkv.lmcache.member import LMCacheSession
 from hybridkv.lmcache.operations import Operations, Pages, Prefix
 from hybridkv.lmcache.page import HEADER_BYTES, PageState, check, seal
 from hybridkv.lmcache.pool import Pool, Taken
+from hybridkv.lmcache.session import LMCacheSession
 from hybridkv.lmcache.withdrawal import withdraw
 from hybridkv.tiers import Slot
 from hybridkv.transfer import CopyRuns, Extent

@@ -15,7 +15,7 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig, decode_config
-from hybridkv.connectors.vllm.lmcache.site import address_of, num_chunks, page_groups, site_of
+from hybridkv.connectors.vllm.lmcache.session_spec import address_of, num_chunks, page_groups, site_of
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.keys import words_of
 from hybridkv.lmcache.pool import Pool

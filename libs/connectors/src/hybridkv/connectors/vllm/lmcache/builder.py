@@ -16,16 +16,16 @@ from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
-from hybridkv.connectors.vllm.lmcache.lives import Lives
-from hybridkv.connectors.vllm.lmcache.saves import Saves
+from hybridkv.connectors.vllm.lmcache.load_tracker import Lives
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
-from hybridkv.connectors.vllm.lmcache.site import address_of, plain_spec, site_of
+from hybridkv.connectors.vllm.lmcache.session_spec import address_of, plain_spec, site_of
+from hybridkv.connectors.vllm.lmcache.store_tracker import Saves
 from hybridkv.hashing import TAG_BYTES
 from hybridkv.lmcache.connection import Connection, ConnectionOptions, Down
 from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment
 from hybridkv.lmcache.keys import WORD_BYTES, cache_name
-from hybridkv.lmcache.member import LMCacheSession
 from hybridkv.lmcache.operations import Lookup, Operations, Prefix
+from hybridkv.lmcache.session import LMCacheSession
 from hybridkv.planner import GroupKind
 
 if TYPE_CHECKING:

@@ -21,9 +21,9 @@ from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.lmcache.lives import Lives, attention_tables, state_copies, store_copies
+from hybridkv.connectors.vllm.lmcache.load_tracker import Lives, attention_tables, state_copies, store_copies
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageStore, Release
-from hybridkv.connectors.vllm.lmcache.site import chunks_at_once
+from hybridkv.connectors.vllm.lmcache.session_spec import chunks_at_once
 from hybridkv.lmcache.block_ids import storable
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.planner import GroupKind, State

@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob, CopyJobs
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.lmcache.messages import PageStore, Release
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of
-from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, Station, engine_runs, seal_pages
+from hybridkv.connectors.vllm.lmcache.session import HERE, SERVER, Hold, Station, engine_runs, seal_pages
 from hybridkv.lmcache.calls import CallFailure, Ended
 from hybridkv.tiers import FailureReason
 from hybridkv.transfer import CopyRuns

@@ -17,7 +17,7 @@ from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob, CopyJobs
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of
-from hybridkv.connectors.vllm.lmcache.staging import HERE, SERVER, Hold, Station, bad_pages, engine_runs
+from hybridkv.connectors.vllm.lmcache.session import HERE, SERVER, Hold, Station, bad_pages, engine_runs
 from hybridkv.lmcache.calls import CallFailure, Ended, Trouble
 from hybridkv.lmcache.operations import Found, Prefix
 from hybridkv.lmcache.page import PageState
