@@ -64,7 +64,7 @@ class LMCacheSite:
         self.start()
 
     @property
-    def keeps_apart(self) -> bool:
+    def separate_objects(self) -> bool:
         """Whether whole attention and what is not whole are kept apart. States need it; without them both ways are
         tried, each with one version."""
         return self._kind == "qwen3-next" or NEGOTIATES[self.version]
@@ -78,7 +78,7 @@ class LMCacheSite:
     def start(self) -> None:
         """Where the one before was, with what is on its disk. Returns when it answers."""
         disk = json.dumps({"type": "fs_native", "base_path": str(self.disk)})
-        arguments = ["--l2-adapter", disk, *(["--separate-object-groups"] if self.keeps_apart else [])]
+        arguments = ["--l2-adapter", disk, *(["--separate-object-groups"] if self.separate_objects else [])]
         chunk_tokens = 256 if NEGOTIATES[self.version] else CHUNK_TOKENS[self._kind]
         arguments += ["--chunk-size", str(chunk_tokens)]
         lmcache = command(self.version)

@@ -79,12 +79,12 @@ class LMCacheAudit(Audit):
 def may_ask(engine: Engine, child: int | None = None) -> bool:
     """Whether the scheduler's half has found the server. What is asked before is computed."""
     connector = engine.connector if child is None else engine.connector.sub_connectors[child]
-    return isinstance(connector._opening.connection.state, Ready)
+    return isinstance(connector._builder.connection.state, Ready)
 
 
 def num_pages_under_way(worker: Any) -> int:
     """Of a worker's half: that the server, or a copy, may still touch."""
-    taken: int = worker._station._member.pool.num_taken
+    taken: int = worker._session._registration.pool.num_taken
     return taken
 
 
@@ -113,8 +113,8 @@ class Link:
     @property
     def states(self) -> tuple[bool, bool]:
         """Whether its halves may ask the server."""
-        station = self.worker._station
-        return may_ask(self.engine, self.child), station is not None and station.ready is not None
+        session = self.worker._session
+        return may_ask(self.engine, self.child), session is not None and session.ready is not None
 
     @property
     def num_pages_under_way(self) -> int:
@@ -123,7 +123,7 @@ class Link:
 
     def require_up(self) -> None:
         """Return when both halves may ask the server that is there now. The worker's begins to with the first step."""
-        if self.worker._station is None:
+        if self.worker._session is None:
             self.engine.generate([make_prompt(1, seed=0)])
         assert eventually(lambda: all(self.states) and self._is_known()), "the server was not found again"
 
@@ -131,7 +131,7 @@ class Link:
         """Whether the server has heard of both halves: one that was killed a moment ago may not be missed yet."""
         status = self.site.server.status()
         known = {*status["registered_gpu_ids"], *status["registered_non_cuda_instance_ids"]}
-        connections = (self._half(self.engine.connector)._opening.connection, self.worker._station.connection)
+        connections = (self._half(self.engine.connector)._builder.connection, self.worker._session.connection)
         registrations = [state.registration for each in connections if (state := each.ready) is not None]
         return len(registrations) == 2 and {each.instance for each in registrations if each is not None} <= known
 

@@ -278,7 +278,7 @@ def test_a_changed_byte_in_a_servers_file_is_found_computed_and_stored_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of each prompt other files, so that what the server keeps of each kind of group is found by itself."""
-    monkeypatch.setattr(load_tracker, "DOUBT_S", 1.0)
+    monkeypatch.setattr(load_tracker, "SUSPECT_S", 1.0)
     prompts = [*prompts, make_prompt(len(prompts[0]), seed=next(_SEEDS))]
     cold, files = [], []
     for prompt in prompts:
@@ -286,7 +286,7 @@ def test_a_changed_byte_in_a_servers_file_is_found_computed_and_stored_anew(
         cold += stored(link, [prompt])
         files.append(set(site.files()) - before)
     kinds = sorted({site.object_group(path) for path in files[0]})
-    assert len(kinds) == 1 + site.keeps_apart, "what is read from the first chunk, and what is read of the last"
+    assert len(kinds) == 1 + site.separate_objects, "what is read from the first chunk, and what is read of the last"
     site.kill()
     for number, new in enumerate(files):
         for path in new:

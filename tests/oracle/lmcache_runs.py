@@ -133,8 +133,8 @@ def halves_that_move(engine: OracleEngine) -> list[LMCacheWorker]:
 
 def watch_loads(engine: OracleEngine) -> None:
     """What a load writes belongs to its request alone: bytes of others, the same or not, it must not touch."""
-    lives = half_that_decides(engine)._lives
-    allocated, pool = lives.on_allocated, engine.scheduler.kv_cache_manager.block_pool
+    tracker = half_that_decides(engine)._load_tracker
+    allocated, pool = tracker.on_allocated, engine.scheduler.kv_cache_manager.block_pool
 
     def on_allocated(*arguments: Any) -> Any:
         load = allocated(*arguments)
@@ -144,13 +144,13 @@ def watch_loads(engine: OracleEngine) -> None:
                 raise OracleError(f"{load.request_id} loads into blocks {shared} of group {copy.group_index}")
         return load
 
-    lives.on_allocated = on_allocated  # type: ignore[method-assign]
+    tracker.on_allocated = on_allocated  # type: ignore[method-assign]
 
 
 def reach(engine: OracleEngine) -> bool:
     """Whether both halves can ask the server, if need be after a while."""
-    connections = [engine.scheduler_connector._opening.connection]  # type: ignore[union-attr]
-    connections += [worker._station.connection for worker in halves_that_move(engine) if worker._station is not None]
+    connections = [engine.scheduler_connector._builder.connection]  # type: ignore[union-attr]
+    connections += [worker._session.connection for worker in halves_that_move(engine) if worker._session is not None]
     return all(isinstance(connection.wait_ready(SETTLED_S), Ready) for connection in connections)
 
 
@@ -204,8 +204,8 @@ class Play:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        stations = [worker._station for engine in self.engines for worker in halves_that_move(engine)]
-        self.stored_chunks = sum(each.operations.counts().stored_chunks for each in stations if each is not None)
+        sessions = [worker._session for engine in self.engines for worker in halves_that_move(engine)]
+        self.stored_chunks = sum(each.operations.counts().stored_chunks for each in sessions if each is not None)
         for engine in self.engines:
             engine.close()
 
@@ -282,8 +282,8 @@ def until_idle(engines: Sequence[OracleEngine]) -> None:
 def require_idle(engine: OracleEngine) -> None:
     """An engine that has nothing to do keeps nothing, and its connector nothing for it, nor the memory before both."""
     require_nothing_open(engine)
-    stations = [worker._station for worker in halves_that_move(engine)]
-    if not eventually(lambda: not any(station.used_bytes for station in stations if station is not None), SETTLED_S):
+    sessions = [worker._session for worker in halves_that_move(engine)]
+    if not eventually(lambda: not any(session.used_bytes for session in sessions if session is not None), SETTLED_S):
         raise LeakError("pages of the shared memory are never given back")
 
 
@@ -293,7 +293,7 @@ def require_nothing_open(engine: OracleEngine) -> None:
     scheduler = half_that_decides(engine)
     if scheduler.has_work_in_flight():
         raise LeakError("the connector has work in flight, and no step will come for it")
-    kept = [*scheduler._lives._lives, *scheduler._lives._loads, *scheduler._saves._stores]
+    kept = [*scheduler._load_tracker._requests, *scheduler._load_tracker._loads, *scheduler._saves._stores]
     kept += [tracked.request_id for tracked in scheduler._requests.all()]
     if kept:
         raise LeakError(f"the connector remembers {kept}")

@@ -121,12 +121,12 @@ def test_pages_that_change_at_the_server_are_computed_again_and_never_read(
     seal = store_handler.seal_pages
     random = Random(0)
 
-    def seal_and_damage(parts: Any, site: Any, hold: Any, *rest: Any) -> None:
-        seal(parts, site, hold, *rest)
+    def seal_and_damage(parts: Any, session_spec: Any, lease: Any, *rest: Any) -> None:
+        seal(parts, session_spec, lease, *rest)
         for part in parts.parts:
             if random.random() < 0.5:
                 continue
-            row = hold.memory.groups[part.group][random.choice(hold.taken.blocks[part.group])]
+            row = lease.memory.groups[part.group][random.choice(lease.taken.blocks[part.group])]
             row[random.randrange(len(row))] ^= 1 << random.randrange(8)
 
     monkeypatch.setattr(store_handler, "seal_pages", seal_and_damage)

@@ -107,9 +107,9 @@ class Town:
 
     def until_moving(self) -> None:
         """Steps until something is on its way in the memory of half of them."""
-        stations = [worker._station for engine in self.engines for worker in halves_that_move(engine)]
+        sessions = [worker._session for engine in self.engines for worker in halves_that_move(engine)]
         until_s = time.monotonic() + patience.seconds(6.0)
-        while sum(station is not None and station.used_bytes > 0 for station in stations) < len(self.engines) // 2:
+        while sum(session is not None and session.used_bytes > 0 for session in sessions) < len(self.engines) // 2:
             assert time.monotonic() < until_s, "nothing moves"
             if not any(engine.scheduler.has_requests() for engine in self.engines):
                 self.ask(OLD, NEW)  # all of it was over between two looks

@@ -23,9 +23,9 @@ from hybridkv.connectors.vllm.lmcache import (
     store_handler,
     store_tracker,
 )
-from hybridkv.connectors.vllm.lmcache.load_handler import Loading
-from hybridkv.connectors.vllm.lmcache.session import Hold
-from hybridkv.connectors.vllm.lmcache.store_tracker import Saves
+from hybridkv.connectors.vllm.lmcache.load_handler import LoadHandler
+from hybridkv.connectors.vllm.lmcache.session import PageLease
+from hybridkv.connectors.vllm.lmcache.store_tracker import StoreTracker
 from hybridkv.lmcache.operations import Lookup
 from hybridkv.planner import GroupKind, Transfer
 from oracle import lmcache_runs
@@ -95,11 +95,11 @@ def damage(patch: Patch) -> None:
     """Half of what is stored changes at the server."""
     seal, random = session.seal_pages, Random(0)
 
-    def seal_and_damage(parts: Any, session_spec: Any, hold: Hold, *rest: Any) -> None:
-        seal(parts, session_spec, hold, *rest)
+    def seal_and_damage(parts: Any, session_spec: Any, lease: PageLease, *rest: Any) -> None:
+        seal(parts, session_spec, lease, *rest)
         if random.random() < 0.5:
             part = random.choice(parts.parts)
-            row = hold.memory.groups[part.group][random.choice(hold.taken.blocks[part.group])]
+            row = lease.memory.groups[part.group][random.choice(lease.taken.blocks[part.group])]
             row[session.HEADER_BYTES + 1] ^= 1
 
     patch.setattr(store_handler, "seal_pages", seal_and_damage)
@@ -111,20 +111,20 @@ def headers_are_not_read(patch: Patch) -> None:
 
 def answers_are_of_other_groups(patch: Patch) -> None:
     """The server writes the pages of the first group where those of the second belong; their specs are equal."""
-    check = Loading._check
+    check = LoadHandler._check
 
-    def swap_and_check(self: Loading, load: Any, hold: Hold, job: Any) -> str | None:
-        ours, theirs = hold.memory.groups[:2]
-        for first, second in zip(hold.taken.blocks.get(0, ()), hold.taken.blocks.get(1, ()), strict=False):
+    def swap_and_check(self: LoadHandler, load: Any, lease: PageLease, job: Any) -> str | None:
+        ours, theirs = lease.memory.groups[:2]
+        for first, second in zip(lease.taken.blocks.get(0, ()), lease.taken.blocks.get(1, ()), strict=False):
             ours[first], theirs[second] = theirs[second].copy(), ours[first].copy()
-        return check(self, load, hold, job)
+        return check(self, load, lease, job)
 
-    patch.setattr(Loading, "_check", swap_and_check)
+    patch.setattr(LoadHandler, "_check", swap_and_check)
 
 
 def answers_are_of_other_blocks(patch: Patch) -> None:
     """The server writes each page of a chunk one place further on."""
-    tables, found, is_load = pages.tables_of, Loading._found, []
+    tables, found, is_load = pages.block_tables, LoadHandler._found, []
 
     def rotated(geometry: Any, parts: Any, taken: Any) -> list[list[int]]:
         told: list[list[int]] = tables(geometry, parts, taken)
@@ -136,15 +136,15 @@ def answers_are_of_other_blocks(patch: Patch) -> None:
                     table[first : first + size] = [*chunk[1:], chunk[0]]
         return told
 
-    def finding(self: Loading, *arguments: Any) -> None:
+    def finding(self: LoadHandler, *arguments: Any) -> None:
         is_load.append(True)
         try:
             found(self, *arguments)
         finally:
             is_load.pop()
 
-    patch.setattr(Loading, "_found", finding)
-    patch.setattr(session, "tables_of", rotated)
+    patch.setattr(LoadHandler, "_found", finding)
+    patch.setattr(session, "block_tables", rotated)
 
 
 def answers_are_of_other_prompts(patch: Patch) -> None:
@@ -193,15 +193,15 @@ def stores_of_equal_groups_are_swapped(patch: Patch) -> None:
 
 
 def stores_begin_a_chunk_too_early(patch: Patch) -> None:
-    plan = Saves._attention
+    plan = StoreTracker._attention
 
-    def early(self: Saves, tracked: Any, known: int, final: int, tables: Any) -> Any:
+    def early(self: StoreTracker, tracked: Any, known: int, final: int, tables: Any) -> Any:
         chunk, request = self._spec.chunk_tokens, tracked.request
         tracked.stored_tokens = min(tracked.stored_tokens, final)
         ahead = min(final + chunk, request.num_tokens)
         return plan(self, tracked, known, ahead, lambda name: [[*table, 1, 1, 1, 1, 1, 1] for table in tables(name)])
 
-    patch.setattr(Saves, "_attention", early)
+    patch.setattr(StoreTracker, "_attention", early)
 
 
 def states_are_stored_a_chunk_too_early(patch: Patch) -> None:
@@ -219,15 +219,15 @@ def blocks_are_not_pinned(patch: Patch) -> None:
 
 
 def loads_end_when_they_begin(patch: Patch) -> None:
-    begin = Loading.begin
+    begin = LoadHandler.begin
 
-    def early(self: Loading, load: Any) -> None:
+    def early(self: LoadHandler, load: Any) -> None:
         tell = self.__dict__.setdefault("_tell", self._on_ended)
         self._on_ended = lambda *_: None
         tell(load.request_id, ())
         begin(self, load)
 
-    patch.setattr(Loading, "begin", early)
+    patch.setattr(LoadHandler, "begin", early)
 
 
 def answers_are_not_given_back(patch: Patch) -> None:
@@ -236,7 +236,7 @@ def answers_are_not_given_back(patch: Patch) -> None:
 
 
 def pages_are_not_given_back(patch: Patch) -> None:
-    patch.setattr(Hold, "drop", lambda *_: None)
+    patch.setattr(PageLease, "drop", lambda *_: None)
     patch.setattr(lmcache_runs, "SETTLED_S", SOON_S)
 
 

@@ -21,11 +21,11 @@ from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StepOutcome, StoreOutcome
 from hybridkv.connectors.vllm.common.role import BOTH, Role
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.lmcache.load_tracker import Lives
+from hybridkv.connectors.vllm.lmcache.load_tracker import LoadTracker
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan
-from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
+from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Trackers
 from hybridkv.connectors.vllm.lmcache.session_spec import page_groups
-from hybridkv.connectors.vllm.lmcache.store_tracker import Saves
+from hybridkv.connectors.vllm.lmcache.store_tracker import StoreTracker
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
 from hybridkv.lmcache.calls import Answer, CallFailure, Trouble
 from hybridkv.lmcache.geometry import Geometry
@@ -145,14 +145,16 @@ class PlayedEngine:
         def ask(digests: Sequence[bytes]) -> Lookup:
             return self.server.lookup(Prefix("cache", world_size, words_of(digests, CHUNK)))
 
-        self.lives = Lives(layout, ask, max_chunks, room, self.recorder, self.clock)
+        self.load_tracker = LoadTracker(layout, ask, max_chunks, room, self.recorder, self.clock)
         geometry = Geometry(page_groups(layout), CHUNK)
-        self.saves = Saves(layout, geometry, lambda: self.separate, self.lives, self.adapters, self.recorder)
+        self.store_tracker = StoreTracker(
+            layout, geometry, lambda: self.separate, self.load_tracker, self.adapters, self.recorder
+        )
         self.half = LMCacheScheduler(
             layout,
             Identity(keys, self.adapters),
             (),
-            Work(self.lives, self.saves, room),
+            Trackers(self.load_tracker, self.store_tracker, room),
             kv_role,
             self.recorder,
             self.end,

@@ -20,9 +20,9 @@ from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
-from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, Release
-from hybridkv.connectors.vllm.lmcache.session import Station
-from hybridkv.connectors.vllm.lmcache.session_spec import Site, num_chunks, page_groups, site_of
+from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, StoreRelease
+from hybridkv.connectors.vllm.lmcache.session import RankSession
+from hybridkv.connectors.vllm.lmcache.session_spec import SessionSpec, num_chunks, page_groups, session_spec_of
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
 from hybridkv.lmcache.calls import Answer, Ended
 from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress
@@ -129,10 +129,10 @@ class Rank:
         url = f"tcp://{address.host}:{address.port}"
         known = {"pool": POOL_BYTES * world_size, "store_timeout_seconds": WAIT_S, **keys}
         config = LMCacheConfig(url=url, http_port=address.http_port, **known)
-        self.site: Site = replace(site_of(config, self.layout), connection=connection)
+        self.session_spec: SessionSpec = replace(session_spec_of(config, self.layout), connection=connection)
         self.recorder = Recorder()
         paths = CopyPaths(self.engine, self.engine, load_timeout_s, clock)
-        self.worker = LMCacheWorker(self.layout, self.rank, self.site, paths, self.recorder)
+        self.worker = LMCacheWorker(self.layout, self.rank, self.session_spec, paths, self.recorder)
         self.caches = self._tensors()
         self.worker.register(self.caches, self.num_blocks)
         self._store_ids = 0
@@ -153,13 +153,13 @@ class Rank:
 
     @property
     def geometry(self) -> Geometry:
-        return Geometry(self.site.groups, self.site.chunk_tokens)
+        return Geometry(self.session_spec.groups, self.session_spec.chunk_tokens)
 
     @property
-    def station(self) -> Station:
-        station = self.worker._station
-        assert station is not None
-        return station
+    def session(self) -> RankSession:
+        session = self.worker._session
+        assert session is not None
+        return session
 
     def tables(self, seed: int, num_chunks: int) -> dict[int, list[int]]:
         """Blocks for a prompt, scattered; none is the null block."""
@@ -235,7 +235,7 @@ class Rank:
         *,
         loads: Sequence[PageLoad] = (),
         stores: Sequence[PageStore] = (),
-        releases: Sequence[Release] = (),
+        releases: Sequence[StoreRelease] = (),
     ) -> None:
         plan = LMCachePlan(tuple(loads), tuple(stores), self.namespace, releases=tuple(releases))
         self.worker.start_loads(plan)
@@ -271,9 +271,9 @@ class Rank:
 
     def is_readable(self, digests: Sequence[bytes], timeout_s: float = WAIT_S) -> bool:
         """Whether the whole of a prefix can be read of this rank, now or soon."""
-        station = self.station
+        session = self.session
         ended: Ended[None] = wait(
-            lambda end: station.operations.confirm(station.prefix(digests), self.rank, timeout_s, end)
+            lambda end: session.operations.confirm(session.prefix(digests), self.rank, timeout_s, end)
         )
         return ended == Answer(None)
 
@@ -282,7 +282,7 @@ class Rank:
 
         def is_free() -> bool:
             self.worker.results()
-            return self.station.used_bytes == 0
+            return self.session.used_bytes == 0
 
         return eventually(is_free, WAIT_S)
 

@@ -29,7 +29,7 @@ from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
-from hybridkv.connectors.vllm.lmcache.session_spec import site_of
+from hybridkv.connectors.vllm.lmcache.session_spec import session_spec_of
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
 from hybridkv.connectors.vllm.offload.worker import OffloadWorker
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
@@ -221,7 +221,7 @@ def test_a_digest_of_other_bytes_is_refused(make: Callable[..., Rig], monkeypatc
 LAYOUT = CacheLayout(
     CacheSpec((GroupSpec(GroupKind.FULL, 16),), 16), ((LayerLayout("layer 0", 64),),), (), 16, "sha256", 1
 )
-SITE = site_of(LMCacheConfig(url="tcp://127.0.0.1:5555"), LAYOUT)
+SITE = session_spec_of(LMCacheConfig(url="tcp://127.0.0.1:5555"), LAYOUT)
 
 
 def register_offload(gpu: LazyGpu, paths: CopyPaths, caches: dict[str, torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW
 
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
 from hybridkv.connectors.vllm.common.role import Role
-from hybridkv.connectors.vllm.lmcache.load_tracker import Stage
+from hybridkv.connectors.vllm.lmcache.load_tracker import LoadStage
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad, PageStore
 from hybridkv.lmcache.calls import Answer, Trouble
 from hybridkv.planner import last_boundary
@@ -129,7 +129,7 @@ class Machine(RuleBasedStateMachine):
         request.num_computed_tokens = computed + offered
         running.load = PageLoad(running.name, (), -1, ())
         running.offered = computed, offered
-        running.names = tuple(engine.lives.digests(engine.half.track(request), (computed + offered) // CHUNK))
+        running.names = tuple(engine.load_tracker.digests(engine.half.track(request), (computed + offered) // CHUNK))
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
@@ -172,13 +172,13 @@ class Machine(RuleBasedStateMachine):
             assert not load.copies and (computed + offered) % CHUNK
             return
         assert len(load.digests) * CHUNK == computed + offered
-        lives = self.engine.lives
+        tracker = self.engine.load_tracker
         assert tuple(load.digests) == running.names
         assert len({block for copy in load.copies for block in copy.block_ids} & {0}) == 0
-        question = lives._loads[load.request_id].question
-        assert question is not None
+        prefix = tracker._loads[load.request_id].prefix
+        assert prefix is not None
         held = self.engine.server.locked.values()
-        answer = question.lookup.ended
+        answer = prefix.lookup.ended
         assert isinstance(answer, Answer)
         assert any(found is answer.value for found in held), "what is loaded is kept"
 
@@ -259,13 +259,13 @@ class Machine(RuleBasedStateMachine):
     def nothing_is_locked_for_nobody(self) -> None:
         if not hasattr(self, "engine"):
             return
-        lives = self.engine.lives
+        tracker = self.engine.load_tracker
         for name, running in self.requests.items():
-            life = lives._lives.get(name)
-            if running.has_blocks and running.load is None and life is not None:
-                assert life.stage is not Stage.FOUND
-        kept = [life.question for life in lives._lives.values() if life.question is not None]
-        kept += [load.question for load in lives._loads.values() if load.question is not None]
+            state = tracker._requests.get(name)
+            if running.has_blocks and running.load is None and state is not None:
+                assert state.stage is not LoadStage.FOUND
+        kept = [state.prefix for state in tracker._requests.values() if state.prefix is not None]
+        kept += [load.prefix for load in tracker._loads.values() if load.prefix is not None]
         answers = [each.lookup.ended for each in kept if not each.lookup.is_dropped]
         needed = {id(answer.value) for answer in answers if isinstance(answer, Answer)}
         assert {id(found) for found in self.engine.server.locked.values()} <= needed
@@ -293,7 +293,7 @@ class Machine(RuleBasedStateMachine):
         engine.step()
         assert not engine.server.locked
         assert not engine.half.has_work_in_flight() and not engine.half.holds_freed_blocks()
-        assert not engine.lives._lives and not engine.half._requests.all()
+        assert not engine.load_tracker._requests and not engine.half._requests.all()
         assert engine.num_pinned == 0
         assert engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1
         assert engine.room_is_idle

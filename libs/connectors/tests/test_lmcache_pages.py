@@ -13,9 +13,9 @@ from lmcache_ranks import DEEPSEEK_V4, MODELS, POOL_BYTES, digests_of, layout_of
 
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy
-from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of, tables_of
-from hybridkv.connectors.vllm.lmcache.session import HERE, SERVER, Hold, PoolMemory, bad_pages
-from hybridkv.connectors.vllm.lmcache.session_spec import Site, site_of
+from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, PageTransfer, block_tables, page_transfer
+from hybridkv.connectors.vllm.lmcache.session import SERVER, WORKER, PageLease, PoolMemory, bad_pages
+from hybridkv.connectors.vllm.lmcache.session_spec import SessionSpec, session_spec_of
 from hybridkv.lmcache.block_ids import cut_tables
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.page import PageState, payload_of, seal
@@ -23,13 +23,13 @@ from hybridkv.lmcache.pool import Pool, Taken
 from kits.lmcache.rig import kept_blocks
 
 
-def site(name: str) -> Site:
+def session_spec(name: str) -> SessionSpec:
     config = LMCacheConfig(url="tcp://127.0.0.1:1", pool=POOL_BYTES)
-    return site_of(config, layout_of(MODELS[name]))
+    return session_spec_of(config, layout_of(MODELS[name]))
 
 
-def geometry_of(site: Site) -> Geometry:
-    return Geometry(site.groups, site.chunk_tokens)
+def geometry_of(session_spec: SessionSpec) -> Geometry:
+    return Geometry(session_spec.groups, session_spec.chunk_tokens)
 
 
 @given(st.sampled_from(sorted(MODELS)), st.integers(0, 5), st.integers(1, 4), st.randoms(use_true_random=False))
@@ -37,7 +37,7 @@ def test_what_the_server_is_told_is_what_it_is_told_of_whole_tables(
     name: str, start: int, number: int, chance: random.Random
 ) -> None:
     """The rule is that of `cut_tables`; here pages stand for blocks, and those that no server keeps are none."""
-    model, where = MODELS[name], site(name)
+    model, where = MODELS[name], session_spec(name)
     geometry, chunks = geometry_of(where), ChunkSpan(start, start + number)
     tables = {
         group: list(range(1000, 1000 + chunks.end * blocks)) for group, blocks in enumerate(geometry.blocks_per_chunk)
@@ -50,24 +50,24 @@ def test_what_the_server_is_told_is_what_it_is_told_of_whole_tables(
             for low, high in ((0, cut), (cut, blocks)):
                 copies.append(PageCopy(group, chunk, low, tuple(tables[group][first + low : first + high])))
     chance.shuffle(copies)
-    parts = parts_of(where, geometry, copies, chunks)
+    parts = page_transfer(where, geometry, copies, chunks)
     kept = {group: kept_blocks(geometry, group, number) for group in range(len(model.groups))}
     assert parts.numbers == {group: len(each) for group, each in kept.items()}
     assert parts.num_unkept == sum(
         number * blocks - len(kept[group]) for group, blocks in enumerate(geometry.blocks_per_chunk)
     )
-    told = tables_of(geometry, parts, {part.group: part.block_ids for part in parts.parts})
+    told = block_tables(geometry, parts, {part.group: part.block_ids for part in parts.parts})
     whole = cut_tables(geometry, tables, chunks.start * model.chunk_tokens, chunks.end * model.chunk_tokens)
     for group, mine, theirs in zip(geometry.order, told, whole, strict=True):
         assert mine == [block if at in kept[group] else 0 for at, block in enumerate(theirs)]
 
 
 def test_a_group_without_a_copy_has_nothing_in_a_chunk() -> None:
-    where = site("qwen3-next")
+    where = session_spec("qwen3-next")
     geometry = geometry_of(where)
     full = [PageCopy(1, chunk, 0, tuple(range(1, 17))) for chunk in (0, 1)]
-    parts = parts_of(where, geometry, [*full, PageCopy(0, 1, 0, (5,))], ChunkSpan(0, 2))
-    told = tables_of(geometry, parts, {0: [7], 1: list(range(1, 33))})
+    parts = page_transfer(where, geometry, [*full, PageCopy(0, 1, 0, (5,))], ChunkSpan(0, 2))
+    told = block_tables(geometry, parts, {0: [7], 1: list(range(1, 33))})
     assert told[geometry.order.index(0)] == [0, 7]
     assert told[geometry.order.index(1)] == list(range(1, 33))
 
@@ -83,18 +83,18 @@ def test_a_group_without_a_copy_has_nothing_in_a_chunk() -> None:
     ],
 )
 def test_copies_that_cannot_be_are_refused(copies: list[PageCopy], words: str) -> None:
-    where = site("deepseek-v4")
-    assert parts_of(where, geometry_of(where), [PageCopy(3, 0, 62, (1, 2))], ChunkSpan(0, 1)).numbers == {3: 2}
+    where = session_spec("deepseek-v4")
+    assert page_transfer(where, geometry_of(where), [PageCopy(3, 0, 62, (1, 2))], ChunkSpan(0, 1)).numbers == {3: 2}
     with pytest.raises(ValueError, match=words):
-        parts_of(where, geometry_of(where), copies, ChunkSpan(0, 1))
+        page_transfer(where, geometry_of(where), copies, ChunkSpan(0, 1))
 
 
 class Shelf:
     """Sealed pages of three chunks of DeepSeek-V4, of which the first is not moved."""
 
     def __init__(self) -> None:
-        self.site = site("deepseek-v4")
-        geometry = geometry_of(self.site)
+        self.session_spec = session_spec("deepseek-v4")
+        geometry = geometry_of(self.session_spec)
         self.pool = Pool(geometry, 3)
         self.digests = digests_of("pages", 3)
         copies = [
@@ -102,27 +102,29 @@ class Shelf:
             for chunk in (1, 2)
             for group, blocks in enumerate(geometry.blocks_per_chunk)
         ]
-        self.parts: Parts = parts_of(self.site, geometry, copies, ChunkSpan(1, 3))
+        self.parts: PageTransfer = page_transfer(self.session_spec, geometry, copies, ChunkSpan(1, 3))
         taken = self.pool.take(self.parts.numbers)
         assert taken is not None
-        self.given: list[Hold] = []
+        self.given: list[PageLease] = []
         self.memory = PoolMemory.of(self.pool)
-        self.hold = Hold(taken, self.memory, 0.0, self.given.append)
+        self.lease = PageLease(taken, self.memory, 0.0, self.given.append)
         for part in self.parts.parts:
-            size, blocks = self.site.groups[part.group].payload_bytes, geometry.blocks_per_chunk[part.group]
+            size, blocks = self.session_spec.groups[part.group].payload_bytes, geometry.blocks_per_chunk[part.group]
             for page, position in zip(taken.blocks[part.group], part.positions, strict=True):
-                identity = self.site.identity(self.digests[1 + position // blocks], part.group, position % blocks)
+                identity = self.session_spec.identity(
+                    self.digests[1 + position // blocks], part.group, position % blocks
+                )
                 payload_of(self.pool.page(part.group, page), size)[:] = random.Random(page).randbytes(size)
                 seal(self.pool.page(part.group, page), identity, size)
 
     def bad(self) -> list[tuple[int, int, int, PageState]]:
-        return [tuple(each) for each in bad_pages(self.parts, self.site, self.hold, self.digests)]
+        return [tuple(each) for each in bad_pages(self.parts, self.session_spec, self.lease, self.digests)]
 
 
 def test_pages_that_are_what_they_should_be_are_good_and_others_are_named_once_a_chunk() -> None:
     shelf = Shelf()
     assert shelf.bad() == []
-    pages = shelf.hold.taken.blocks[3]
+    pages = shelf.lease.taken.blocks[3]
     for at in (5, 64 + 9, 64 + 11):
         shelf.pool.page(3, pages[at])[70] ^= 1
     assert shelf.bad() == [(1, 3, 5, PageState.CORRUPT), (2, 3, 9, PageState.CORRUPT)]
@@ -130,7 +132,7 @@ def test_pages_that_are_what_they_should_be_are_good_and_others_are_named_once_a
 
 def test_pages_of_another_prefix_or_of_a_group_of_the_same_spec_are_foreign() -> None:
     shelf = Shelf()
-    blocks = shelf.hold.taken.blocks
+    blocks = shelf.lease.taken.blocks
     for group, other in ((1, 2), (2, 1)):
         assert DEEPSEEK_V4.groups[group] == DEEPSEEK_V4.groups[other]
     one, two = shelf.pool.page(1, blocks[1][0]), shelf.pool.page(2, blocks[2][0])
@@ -143,12 +145,12 @@ def test_pages_of_another_prefix_or_of_a_group_of_the_same_spec_are_foreign() ->
 
 def test_blank_pages_say_that_they_are_none_and_no_other_page_changes() -> None:
     shelf = Shelf()
-    rest = Taken(shelf.pool.instance, {0: shelf.hold.taken.blocks[0][:1]})
-    before = bytes(shelf.pool.page(0, shelf.hold.taken.blocks[0][1]))
+    rest = Taken(shelf.pool.instance, {0: shelf.lease.taken.blocks[0][:1]})
+    before = bytes(shelf.pool.page(0, shelf.lease.taken.blocks[0][1]))
     shelf.memory.blank(rest)
     assert shelf.bad() == [(1, 0, 0, PageState.ABSENT)]
-    assert bytes(shelf.pool.page(0, shelf.hold.taken.blocks[0][1])) == before
-    shelf.memory.blank(shelf.hold.taken)
+    assert bytes(shelf.pool.page(0, shelf.lease.taken.blocks[0][1])) == before
+    shelf.memory.blank(shelf.lease.taken)
     assert [state for *_, state in shelf.bad()] == [PageState.ABSENT] * 2
 
 
@@ -161,15 +163,15 @@ def test_extents_are_the_payloads_of_pages() -> None:
             assert (address, num_bytes) == (np.frombuffer(view, dtype=np.uint8).ctypes.data, size)
 
 
-@pytest.mark.parametrize("order", [(HERE, SERVER), (SERVER, HERE)])
+@pytest.mark.parametrize("order", [(WORKER, SERVER), (SERVER, WORKER)])
 def test_pages_are_given_back_once_both_are_done_with_them(order: tuple[str, str]) -> None:
     shelf = Shelf()
     for _ in range(2):
-        shelf.hold.drop(order[0])
+        shelf.lease.drop(order[0])
         assert shelf.given == []
     for _ in range(2):
-        shelf.hold.drop(order[1])
-        assert shelf.given == [shelf.hold]
+        shelf.lease.drop(order[1])
+        assert shelf.given == [shelf.lease]
 
 
 def test_memory_of_a_pool_that_is_made_anew_stays_what_it_was() -> None:
@@ -178,11 +180,11 @@ def test_memory_of_a_pool_that_is_made_anew_stays_what_it_was() -> None:
     now = PoolMemory.of(shelf.pool)
     assert now.instance != shelf.memory.instance and now.address != shelf.memory.address
     assert shelf.bad() == []
-    hold = Hold(shelf.hold.taken, now, 0.0, shelf.given.append)
-    assert bad_pages(shelf.parts, shelf.site, hold, shelf.digests) != []
+    lease = PageLease(shelf.lease.taken, now, 0.0, shelf.given.append)
+    assert bad_pages(shelf.parts, shelf.session_spec, lease, shelf.digests) != []
 
 
-def test_a_site_of_other_pages_has_another_geometry() -> None:
-    where = site("deepseek-v4")
+def test_a_session_of_other_pages_has_another_geometry() -> None:
+    where = session_spec("deepseek-v4")
     assert geometry_of(where).digest() == geometry_of(replace(where)).digest()
     assert geometry_of(where).digest() != geometry_of(where.with_payload_bytes((1, 2, 3, 4, 5))).digest()

@@ -12,7 +12,7 @@ from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
 from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.lmcache import load_tracker
-from hybridkv.connectors.vllm.lmcache.load_tracker import DOUBT_S
+from hybridkv.connectors.vllm.lmcache.load_tracker import SUSPECT_S
 from hybridkv.hashing import ChunkKeys
 from hybridkv.lmcache.calls import Trouble
 from hybridkv.planner.stages import MAX_FAILED_LOADS
@@ -48,8 +48,8 @@ def end(engine: PlayedEngine, *requests: Any) -> None:
 
 def is_clean(engine: PlayedEngine) -> bool:
     """Whether nothing is left of anybody."""
-    lives = engine.lives
-    return not (lives._lives or lives._loads or engine.server.locked or engine.half.has_work_in_flight())
+    tracker = engine.load_tracker
+    return not (tracker._requests or tracker._loads or engine.server.locked or engine.half.has_work_in_flight())
 
 
 def test_a_request_waits_for_the_answer_and_loads_what_was_found(engine: PlayedEngine) -> None:
@@ -367,7 +367,7 @@ def test_a_prefix_over_which_a_load_failed_is_offered_to_nobody_else_for_a_while
     engine.half.track(other)
     engine.server.answer(3)
     assert engine.half.matched_tokens(other, 0) == 3 * CHUNK
-    engine.now_s += DOUBT_S
+    engine.now_s += SUSPECT_S
     again = new_request("again", PROMPT)
     engine.half.track(again)
     engine.server.answer(3)
@@ -375,10 +375,10 @@ def test_a_prefix_over_which_a_load_failed_is_offered_to_nobody_else_for_a_while
 
 
 def test_no_more_is_in_doubt_than_may_be(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_tracker, "MAX_DOUBTED", 2)
+    monkeypatch.setattr(load_tracker, "MAX_SUSPECTS", 2)
     planned = load(engine, new_request("r", PROMPT))
     engine.tell(failures={"r": [LoadFailure("checksum", "bad", planned.digests[0])]})
-    assert list(engine.lives._doubted) == list(planned.digests[:2])
+    assert list(engine.load_tracker._suspects) == list(planned.digests[:2])
 
 
 def test_a_request_whose_loads_keep_failing_is_computed(engine: PlayedEngine) -> None:
@@ -584,7 +584,7 @@ def adapter_version(engine: PlayedEngine, name: str, oath: Any) -> Any:
     tracked = engine.half.track(request)
     tracked.adapter_version = oath
     engine.server.answer(0)
-    assert engine.half._lives.matched_tokens(tracked, 0) == 0
+    assert engine.half._load_tracker.matched_tokens(tracked, 0) == 0
     engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
     return request
 

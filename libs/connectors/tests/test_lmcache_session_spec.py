@@ -15,7 +15,7 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig, decode_config
-from hybridkv.connectors.vllm.lmcache.session_spec import address_of, num_chunks, page_groups, site_of
+from hybridkv.connectors.vllm.lmcache.session_spec import address_of, num_chunks, page_groups, session_spec_of
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.keys import words_of
 from hybridkv.lmcache.pool import Pool
@@ -47,7 +47,7 @@ def test_pages_are_the_stored_groups_blocks_on_one_rank() -> None:
     assert (first.payload_bytes, second.payload_bytes) == (112 + 32, 512)
     assert first.spec == msgspec.structs.replace(GROUPS[0], part_tokens=None) != GROUPS[0]
     assert second.spec == GROUPS[2]
-    assert site_of(config(), layout()).group_indexes == (0, 2)
+    assert session_spec_of(config(), layout()).group_indexes == (0, 2)
 
 
 @given(st.integers(1, 64), st.integers(0, 100_000))
@@ -65,15 +65,15 @@ def test_a_pool_of_the_chunks_that_have_room_fits(chunks: int, spare_bytes: int)
 
 
 def test_ranks_share_the_pool_and_one_without_room_for_a_chunk_is_refused() -> None:
-    alone, beside = site_of(config(pool=1 << 20), layout()), site_of(config(pool=1 << 20), layout(2))
+    alone, beside = session_spec_of(config(pool=1 << 20), layout()), session_spec_of(config(pool=1 << 20), layout(2))
     assert 0 < beside.num_chunks <= alone.num_chunks // 2
     with pytest.raises(ConfigurationError) as caught:
-        site_of(config(pool=4096), layout(2))
+        session_spec_of(config(pool=4096), layout(2))
     assert caught.value.path.endswith(".pool")
     needed = int(caught.value.expected.split()[2])
-    assert site_of(config(pool=needed), layout(2)).num_chunks == 1
+    assert session_spec_of(config(pool=needed), layout(2)).num_chunks == 1
     with pytest.raises(ConfigurationError):
-        site_of(config(pool=needed - 2), layout(2))
+        session_spec_of(config(pool=needed - 2), layout(2))
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:5555", "http://127.0.0.1:5555", "tcp://127.0.0.1", ""])
@@ -96,22 +96,22 @@ def test_a_key_that_is_none_is_refused() -> None:
 
 
 def test_what_the_scheduler_says_of_pages_counts() -> None:
-    site = site_of(config(), layout())
-    larger = site.with_payload_bytes((1000, 2000))
-    assert larger.payload_bytes == (1000, 2000) != site.payload_bytes
-    assert [group.spec for group in larger.groups] == [group.spec for group in site.groups]
-    assert larger.num_chunks < site.num_chunks
+    spec = session_spec_of(config(), layout())
+    larger = spec.with_payload_bytes((1000, 2000))
+    assert larger.payload_bytes == (1000, 2000) != spec.payload_bytes
+    assert [group.spec for group in larger.groups] == [group.spec for group in spec.groups]
+    assert larger.num_chunks < spec.num_chunks
 
 
 def test_words_and_identities_are_those_of_the_prefix_alone() -> None:
-    site = site_of(config(), layout())
-    assert site.words([b"one", b"two"]) == words_of([b"one", b"two"], 256) != site.words([b"two", b"one"])
+    spec = session_spec_of(config(), layout())
+    assert spec.words([b"one", b"two"]) == words_of([b"one", b"two"], 256) != spec.words([b"two", b"one"])
     pages = itertools.product((b"a", b"b"), (0, 1), (0, 1))
-    identities = {site.identity(*page) for page in pages}
+    identities = {spec.identity(*page) for page in pages}
     assert len(identities) == 8
 
 
 def test_pages_of_two_ranks_are_not_taken_for_each_other() -> None:
-    sites = [replace(site_of(config(), layout(world_size=2)), rank=rank) for rank in (0, 1)]
-    assert sites[0].words([b"one"]) == sites[1].words([b"one"])
-    assert sites[0].identity(b"one", 0, 0) != sites[1].identity(b"one", 0, 0)
+    specs = [replace(session_spec_of(config(), layout(world_size=2)), rank=rank) for rank in (0, 1)]
+    assert specs[0].words([b"one"]) == specs[1].words([b"one"])
+    assert specs[0].identity(b"one", 0, 0) != specs[1].identity(b"one", 0, 0)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm.lmcache.load_tracker import attention_tables, load_copies, state_copies, store_copies
+from hybridkv.connectors.vllm.lmcache.load_tracker import load_copies
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy
 from hybridkv.connectors.vllm.lmcache.session_spec import plain_spec
+from hybridkv.connectors.vllm.lmcache.store_tracker import attention_tables, state_copies, store_copies
 from hybridkv.lmcache.block_ids import storable
 from hybridkv.lmcache.geometry import Geometry, PageGroup
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, State, TokenSpan, plan_load, plan_store
@@ -41,7 +42,7 @@ def geometry_of(spec: CacheSpec) -> Geometry:
     return Geometry(tuple(PageGroup(plain_spec(spec.groups[index]), 8) for index in spec.stored_groups), CHUNK)
 
 
-def tables_of(spec: CacheSpec, num_tokens: int) -> list[list[int]]:
+def block_tables(spec: CacheSpec, num_tokens: int) -> list[list[int]]:
     numbers = itertools.count(1)
     return [[next(numbers) for _ in range(-(-num_tokens // group.block_tokens))] for group in spec.groups]
 
@@ -61,7 +62,7 @@ def places(spec: CacheSpec, copies: Sequence[PageCopy]) -> dict[tuple[int, int],
 def test_what_is_stored_is_what_the_planner_stores_of_objects_that_are_whole(
     spec: CacheSpec, data: st.DataObject
 ) -> None:
-    geometry, tables = geometry_of(spec), tables_of(spec, NUM_CHUNKS * CHUNK)
+    geometry, tables = geometry_of(spec), block_tables(spec, NUM_CHUNKS * CHUNK)
     for index in spec.stored_groups:
         for at in data.draw(st.sets(st.integers(0, len(tables[index]) - 1), max_size=3)):
             tables[index][at] = 0
@@ -98,7 +99,7 @@ def kept(geometry: Geometry, place: int, table: Sequence[int], chunk: int) -> Se
 def test_what_is_loaded_lies_where_it_is_needed_and_is_a_page_of_the_server(
     spec: CacheSpec, num_chunks: int, computed: int
 ) -> None:
-    geometry, tables, boundary = geometry_of(spec), tables_of(spec, NUM_CHUNKS * CHUNK), num_chunks * CHUNK
+    geometry, tables, boundary = geometry_of(spec), block_tables(spec, NUM_CHUNKS * CHUNK), num_chunks * CHUNK
     largest = max(group.block_tokens for group in spec.groups)
     computed = min(computed, boundary - 1) // largest * largest
     needed = plan_load(spec, boundary, computed, _as_allocated(spec, tables, boundary, computed))

@@ -13,7 +13,7 @@ from lmcache_ranks import DEEPSEEK_V4, GEMMA, QWEN3_NEXT, WAIT_S, Model, Rank, d
 
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
-from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, Release
+from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, StoreRelease
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
 from hybridkv.lmcache.page import HEADER_BYTES
 from hybridkv.transfer import CopyRuns, CpuCopyEngine
@@ -63,10 +63,10 @@ class Stubborn:
         answers = [answer for each in late for answer in polite("store", each)]
         return [*polite(name, frames), *answers]
 
-    def let_go(self, rank: Rank) -> None:
+    def release_lookup(self, rank: Rank) -> None:
         """Answer what was kept, late."""
         self.kept.clear()
-        rank.station.connection.suspect()
+        rank.session.connection.suspect()
 
 
 @pytest.fixture
@@ -95,9 +95,9 @@ def ready(rank: Rank, clock: Clock | None = None) -> Rank:
     """Open, and return when the server can be asked. What is not sent at once is sent again a little later."""
     rank.begin()
     if clock is None:
-        assert isinstance(rank.station.connection.wait_ready(WAIT_S), Ready)
+        assert isinstance(rank.session.connection.wait_ready(WAIT_S), Ready)
     else:
-        assert eventually(lambda: clock.advance(0.02) is None and rank.station.ready is not None)
+        assert eventually(lambda: clock.advance(0.02) is None and rank.session.ready is not None)
     return rank
 
 
@@ -157,9 +157,9 @@ def test_a_retrieve_without_an_answer_fails_its_load_at_the_deadline_and_keeps_i
     clock.advance(1.5)
     ended = worker.finish(1, 0)
     assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
-    assert worker.station.used_bytes > 0, "the server may write there yet"
+    assert worker.session.used_bytes > 0, "the server may write there yet"
     assert worker.everything() == before
-    stubborn.let_go(worker)
+    stubborn.release_lookup(worker)
     assert worker.all_pages_are_free()
     assert worker.everything() == before
 
@@ -276,7 +276,7 @@ def test_without_a_server_loads_and_stores_end(rank: MakeRank) -> None:
     worker = rank(address, clock=clock, connect_timeout_seconds=5.0)
     tables = worker.tables(1, 2)
     worker.begin(loads=[worker.load_of("first", DIGESTS, tables)], stores=[worker.store_of(DIGESTS, tables)])
-    assert eventually(lambda: isinstance(worker.station.connection.state, Down))
+    assert eventually(lambda: isinstance(worker.session.connection.state, Down))
     assert worker.worker.results().finished == set(), "it may come yet"
     clock.advance(5.0)
     ended = worker.finish(1, 1)
@@ -290,7 +290,7 @@ def test_without_a_server_loads_and_stores_end(rank: MakeRank) -> None:
 def test_a_server_that_was_there_once_and_is_gone_is_not_waited_for(rank: MakeRank) -> None:
     with ScriptedServer() as server:
         worker = ready(rank(server.address, connect_timeout_seconds=3600.0))
-    assert eventually(lambda: isinstance(worker.station.connection.state, Down))
+    assert eventually(lambda: isinstance(worker.session.connection.state, Down))
     tables = worker.tables(1, 2)
     worker.begin(loads=[worker.load_of("r", DIGESTS, tables)], stores=[worker.store_of(DIGESTS, tables)])
     ended = worker.finish(1, 1)
@@ -319,7 +319,7 @@ def test_a_server_of_another_chunk_is_not_used(rank: MakeRank) -> None:
     with ScriptedServer(other_chunk) as server:
         worker = rank(server.address)
         worker.begin()
-        state = worker.station.connection.wait_ready(WAIT_S)
+        state = worker.session.connection.wait_ready(WAIT_S)
         assert isinstance(state, Down) and state.refusal is not None
         assert (state.refusal.field, state.refusal.got) == ("chunk_size", 512)
         assert reasons(worker, worker.load_of("r", DIGESTS, worker.tables(1, 2))) == ["io"]
@@ -330,7 +330,7 @@ def test_pages_that_the_scheduler_says_are_smaller_than_blocks_are_refused(
 ) -> None:
     worker = rank(server.address)
     tables = worker.tables(1, 2)
-    sizes = worker.site.payload_bytes
+    sizes = worker.session_spec.payload_bytes
     larger, smaller = (sizes[0] + 64, *sizes[1:]), (sizes[0] - 64, *sizes[1:])
     plan = LMCachePlan((worker.load_of("r", DIGESTS, tables),), (), NAMESPACE, smaller)
     worker.worker.start_loads(plan)
@@ -342,7 +342,7 @@ def test_pages_that_the_scheduler_says_are_smaller_than_blocks_are_refused(
 
 def test_each_rank_names_pages_as_its_own(server: ScriptedServer, rank: MakeRank) -> None:
     ranks = [ready(rank(server.address, rank=number, world_size=2)) for number in (0, 1)]
-    assert len({each.station.site.identity(DIGESTS[0], 0, 0) for each in ranks}) == 2
+    assert len({each.session.spec.identity(DIGESTS[0], 0, 0) for each in ranks}) == 2
 
 
 # Stores and room.
@@ -351,16 +351,16 @@ def test_each_rank_names_pages_as_its_own(server: ScriptedServer, rank: MakeRank
 def test_what_a_block_leaves_of_a_page_is_zero(server: ScriptedServer, rank: MakeRank) -> None:
     """The page had other bytes before, which the server would be given with it."""
     worker = rank(server.address)
-    sizes = tuple(size + 64 for size in worker.site.payload_bytes)
+    sizes = tuple(size + 64 for size in worker.session_spec.payload_bytes)
     plan = LMCachePlan((), (), NAMESPACE, sizes)
     worker.worker.start_stores(plan)
-    assert isinstance(worker.station.connection.wait_ready(WAIT_S), Ready)
-    pool = worker.station._member.pool
+    assert isinstance(worker.session.connection.wait_ready(WAIT_S), Ready)
+    pool = worker.session._registration.pool
     pool.view[:] = b"\xee" * len(pool.view)
     Stubborn(server, 0, "store")
     worker.run(stores=[worker.store_of(DIGESTS, worker.tables(1, 2))])
-    [hold] = worker.station._held
-    for group, blocks in hold.taken.blocks.items():
+    [lease] = worker.session._leases
+    for group, blocks in lease.taken.blocks.items():
         for block in blocks:
             page = bytes(pool.page(group, block))
             assert page[: HEADER_BYTES + 1] != b"\xee" * (HEADER_BYTES + 1)
@@ -373,8 +373,8 @@ def test_a_store_is_over_when_its_bytes_are_out_of_the_engine(server: ScriptedSe
     ended = worker.run(stores=[worker.store_of(DIGESTS, worker.tables(1, 2))])
     assert list(ended.stores.values()) == [StoreOutcome(1)]
     assert eventually(lambda: bool(stubborn.held))
-    assert worker.station.used_bytes > 0
-    stubborn.let_go(worker)
+    assert worker.session.used_bytes > 0
+    stubborn.release_lookup(worker)
     assert worker.all_pages_are_free()
     counted = worker.counted()
     assert (counted["lmcache_operations_total store done"], counted["lmcache_chunks_total store"]) == (1, 2)
@@ -389,7 +389,7 @@ def test_a_store_without_an_answer_keeps_its_pages_until_another_connection_has_
     Stubborn(server, 0, "store")
     tables = worker.tables(1, 16)
     digests = digests_of("long", 3)
-    instance = worker.station.connection.ready.registration.instance  # type: ignore[union-attr]
+    instance = worker.session.connection.ready.registration.instance  # type: ignore[union-attr]
     ended = worker.run(stores=[worker.store_of(digests, tables)])
     assert list(ended.stores.values()) == [StoreOutcome(1)], "three of four chunks; the last is left to loads"
     worker.begin(stores=[worker.store_of(digests, tables)])
@@ -401,7 +401,7 @@ def test_a_store_without_an_answer_keeps_its_pages_until_another_connection_has_
     assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
     server.script = polite
     assert eventually(lambda: clock.advance(0.02) is None and is_another(worker, instance))
-    assert worker.station.used_bytes == 0
+    assert worker.session.used_bytes == 0
     ended = worker.run(stores=[worker.store_of(digests, tables)])
     assert list(ended.stores.values()) == [StoreOutcome(1)], "copied into the other memory"
     assert worker.all_pages_are_free()
@@ -413,7 +413,7 @@ def test_loads_that_find_no_room_because_of_questions_without_an_answer_get_othe
     clock = Clock()
     pool = pool_of(GEMMA, 2)
     worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, load_timeout_s=30.0), clock)
-    instance = worker.station.connection.ready.registration.instance  # type: ignore[union-attr]
+    instance = worker.session.connection.ready.registration.instance  # type: ignore[union-attr]
     stubborn = Stubborn(server, 2, "retrieve")
     tables = worker.tables(1, 2)
     worker.begin(loads=[worker.load_of("first", DIGESTS, tables)])
@@ -433,7 +433,7 @@ def test_loads_that_find_no_room_because_of_questions_without_an_answer_get_othe
 
 def is_another(worker: Rank, instance: int) -> bool:
     """Whether the server knows other memory of this rank."""
-    now = worker.station.ready
+    now = worker.session.ready
     return now is not None and now.registration is not None and now.registration.instance != instance
 
 
@@ -459,12 +459,12 @@ def test_loads_that_wait_for_room_come_before_stores(server: ScriptedServer, ran
     tables = worker.tables(1, 4)
     worker.begin(loads=[worker.load_of("first", digests, tables, 2)])
     assert eventually(lambda: len(stubborn.held) == 1)
-    used_bytes = worker.station.used_bytes
-    assert 0 < used_bytes < worker.station.capacity_bytes
+    used_bytes = worker.session.used_bytes
+    assert 0 < used_bytes < worker.session.capacity_bytes
     worker.begin(loads=[worker.load_of("second", digests, tables)], stores=[worker.store_of(digests[:1], tables)])
     assert worker.worker.results().finished == set()
-    assert worker.station.used_bytes == used_bytes, "the load has no room, and the store must not take what there is"
-    stubborn.let_go(worker)
+    assert worker.session.used_bytes == used_bytes, "the load has no room, and the store must not take what there is"
+    stubborn.release_lookup(worker)
     ended = worker.finish(2, 1)
     assert ended.finished == {"first", "second"}
     names = [name for name in server.calls if name in ("retrieve", "store")]
@@ -484,13 +484,13 @@ def test_a_store_ends_in_its_time_while_loads_wait_and_ends_none_of_them(
     tables = worker.tables(1, 4)
     worker.begin(loads=[worker.load_of(name, digests, tables) for name in ("first", "second")])
     assert eventually(lambda: len(stubborn.held) == 1)
-    instance = worker.station.connection.ready.registration.instance  # type: ignore[union-attr]
+    instance = worker.session.connection.ready.registration.instance  # type: ignore[union-attr]
     worker.begin(stores=[worker.store_of(digests[:1], tables)])
     clock.advance(11.0)
     ended = worker.finish(0, 1)
     assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
     assert not ended.finished
-    stubborn.let_go(worker)
+    stubborn.release_lookup(worker)
     ended = worker.finish(2, 0)
     assert {failure.reason for each in ended.failures.values() for failure in each} == {"missing"}
     assert not is_another(worker, instance)
@@ -518,11 +518,13 @@ def test_a_store_that_is_held_is_handed_over_when_it_is_let_go_or_never(server: 
     for store in (good, bad):
         assert worker.run(stores=[store]).stores[store.store_id] == StoreOutcome(1), "its bytes are out of the engine"
     assert "store" not in server.calls
-    used_bytes = worker.station.used_bytes
-    worker.begin(releases=[Release(bad.store_id, False)])
-    assert worker.station.used_bytes == used_bytes // 2
+    used_bytes = worker.session.used_bytes
+    worker.begin(releases=[StoreRelease(bad.store_id, False)])
+    assert worker.session.used_bytes == used_bytes // 2
     assert "store" not in server.calls
-    worker.begin(releases=[Release(good.store_id, True), Release(good.store_id, True), Release(77, True)])
+    worker.begin(
+        releases=[StoreRelease(good.store_id, True), StoreRelease(good.store_id, True), StoreRelease(77, True)]
+    )
     assert worker.all_pages_are_free()
     # In runs of two chunks, as it was copied; each once.
     assert server.calls.count("store") == 2
@@ -534,7 +536,7 @@ def test_pages_that_are_held_are_not_taken_for_lost(server: ScriptedServer, rank
     pool = pool_of(GEMMA, 2)
     timeouts = {"load_timeout_s": 30.0, "store_timeout_seconds": 10.0}
     worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, **timeouts), clock)
-    instance = worker.station.connection.ready.registration.instance  # type: ignore[union-attr]
+    instance = worker.session.connection.ready.registration.instance  # type: ignore[union-attr]
     tables = worker.tables(1, 2)
     store = held(worker.store_of(DIGESTS[:1], tables))
     worker.run(stores=[store])
@@ -545,7 +547,7 @@ def test_pages_that_are_held_are_not_taken_for_lost(server: ScriptedServer, rank
     clock.advance(2.0)
     assert [failure.reason for failure in worker.finish(1, 0).failures["too large"]] == ["timeout"]
     assert reasons(worker, other) == ["missing"]
-    worker.begin(releases=[Release(store.store_id, True)])
+    worker.begin(releases=[StoreRelease(store.store_id, True)])
     assert worker.all_pages_are_free()
     assert "store" in server.calls and not is_another(worker, instance)
 
@@ -555,7 +557,7 @@ def test_what_is_under_way_ends_when_the_worker_is_closed(server: ScriptedServer
     stubborn = Stubborn(server, 2, "query_prefetch_status")
     worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
     assert eventually(lambda: bool(stubborn.held))
-    stubborn.let_go(worker)
+    stubborn.release_lookup(worker)
     worker.close()
     results = worker.worker._outcomes.take_results()
     assert results.finished == results.failed == {"r"}

@@ -16,7 +16,7 @@ from examples import thinned
 from lmcache_ranks import DEEPSEEK_V4, GEMMA, MODELS, QWEN3_NEXT, WAIT_S, Model, Rank, digests_of, loaded, pool_of
 
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
-from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, parts_of, tables_of
+from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, block_tables, page_transfer
 from hybridkv.lmcache.calls import Answer
 from hybridkv.lmcache.connection import ConnectionOptions
 from hybridkv.lmcache.operations import Operations, Pages
@@ -102,9 +102,9 @@ def test_a_prompt_of_deepseek_v4_has_the_blocks_that_its_groups_have_and_equal_g
     stored, wanted = first.tables(1, 16), second.tables(2, 16)
     assert [len(stored[group]) for group in range(5)] == [16, 64, 64, 1024, 512]
     store = first.store_of(digests, stored)
-    parts = parts_of(first.site, first.geometry, store.copies, ChunkSpan(0, 16))
+    parts = page_transfer(first.session_spec, first.geometry, store.copies, ChunkSpan(0, 16))
     pages = {part.group: range(1, 1 + len(part.positions)) for part in parts.parts}
-    tables = tables_of(first.geometry, parts, pages)
+    tables = block_tables(first.geometry, parts, pages)
     # In the server's order, and of windows the two of four blocks that it keeps of each chunk.
     assert [len(table) for table in tables] == [16, 1024, 512, 64, 64]
     assert [sum(page > 0 for page in table) for table in tables] == [16, 1024, 512, 32, 32]
@@ -164,8 +164,8 @@ def test_ranks_load_their_own_part_of_what_all_of_them_have(server: ServerProces
     assert not changed(ranks[1], before)
     ranks[1].store(digests, stored)
     # What the scheduler does: one lookup for all ranks, whose locks stay until each of them has its part.
-    operations = ranks[0].station.operations
-    everybody = wait(lambda end: operations.lookup(ranks[0].station.prefix(digests), None, WAIT_S, end))
+    operations = ranks[0].session.operations
+    everybody = wait(lambda end: operations.lookup(ranks[0].session.prefix(digests), None, WAIT_S, end))
     assert isinstance(everybody, Answer) and everybody.value.num_chunks == 3
     for each in ranks:
         assert each.run(loads=[each.load_of("r", digests, wanted)]).failed == set()
@@ -238,7 +238,7 @@ def test_a_page_that_is_wrong_fails_its_load_is_withdrawn_and_stored_anew(
         """Damages a page of the chunk at 2 on its way to the server, behind the seal."""
         if chunks[0] <= 2 < chunks[1]:
             group, page = 3, pages.taken.blocks[3][(2 - chunks[0]) * 64 + 7]
-            damage(first.station._member.pool.page(group, page), first.site.groups[group].payload_bytes)
+            damage(first.session._registration.pool.page(group, page), first.session_spec.groups[group].payload_bytes)
         real(self, prefix, rank, chunks, pages, *rest)
 
     with monkeypatch.context() as patched:
@@ -312,20 +312,20 @@ def test_a_server_that_is_killed_in_mid_flight_fails_what_is_under_way_and_serve
     worker.begin(loads=[worker.load_of("r", digests, wanted)])
     assert is_asked.wait(WAIT_S)
     worker.begin(stores=[worker.store_of(others, stored)])
-    assert eventually(lambda: worker.station.connection.channel.num_open >= 2)
+    assert eventually(lambda: worker.session.connection.channel.num_open >= 2)
     server.kill()
     ended = worker.finish(1, 1)
     assert [failure.reason for failure in ended.failures["r"]] == ["io"]
     assert list(ended.stores.values()) == [StoreOutcome(1)], "its bytes are out of the engine's blocks"
     assert not changed(worker, before)
-    assert eventually(lambda: worker.station.ready is None)
+    assert eventually(lambda: worker.session.ready is None)
     ended = worker.run(loads=[worker.load_of("gone", digests, wanted)], stores=[worker.store_of(others, stored)])
     assert ended.failures["gone"][0].reason == "io"
     assert [outcome.reason for outcome in ended.stores.values()] == ["io"]
     counted = worker.counted()
     assert (counted["lmcache_up"], counted["lmcache_operations_total retrieve lost"]) == (0, 1)
     mortal(server)
-    assert eventually(lambda: worker.station.ready is not None)
+    assert eventually(lambda: worker.session.ready is not None)
     ended = worker.run(loads=[worker.load_of("back", digests, wanted)])
     assert [failure.reason for failure in ended.failures["back"]] == ["missing"], "its memory is gone"
     worker.store(digests, stored)
@@ -363,7 +363,7 @@ def test_a_server_that_stands_still_fails_a_load_at_its_deadline_and_writes_to_n
     skipped[0] = FOREVER_S
     ended = worker.finish(1, 0)
     assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
-    assert worker.station.used_bytes > 0, "the server will write there yet"
+    assert worker.session.used_bytes > 0, "the server will write there yet"
     server.signal(signal.SIGCONT)
     assert worker.all_pages_are_free()
     assert not changed(worker, before)

@@ -94,8 +94,8 @@ class Down:
 ServerState: TypeAlias = Ready | Down
 
 
-class Member(Protocol):
-    """Registration of a process."""
+class ServerSession(Protocol):
+    """Registration of a process at a server."""
 
     @property
     def alignment_tokens(self) -> int:
@@ -122,7 +122,7 @@ class Connection:
 
     Args:
         address: of the server.
-        member: registration of this process.
+        session: registration of this process.
         options: timeouts and limits.
         clock: seconds.
     """
@@ -130,12 +130,12 @@ class Connection:
     def __init__(
         self,
         address: ServerAddress,
-        member: Member,
+        session: ServerSession,
         options: ConnectionOptions = DEFAULT_OPTIONS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._address = address
-        self._member = member
+        self._session = session
         self._options = options
         self._clock = clock
         self._changed = threading.Condition()
@@ -267,9 +267,9 @@ class Connection:
         codec = facts.codec
         self._said(codec.noop())
         self._said(codec.probe())
-        alignment = self._member.alignment_tokens
+        alignment = self._session.alignment_tokens
         chunk_tokens = self._agree(codec, alignment)
-        registration = self._member.joining(facts, chunk_tokens)
+        registration = self._session.joining(facts, chunk_tokens)
         if registration is not None:
             self._said(codec.register(registration))
             if self._registered not in (None, registration.instance):

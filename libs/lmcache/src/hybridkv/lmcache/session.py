@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class LMCacheSession:
-    """`Member` of one cache.
+    """`ServerSession` of one cache.
 
     Args:
         groups: stored groups.

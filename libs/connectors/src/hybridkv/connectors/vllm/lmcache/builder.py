@@ -16,10 +16,10 @@ from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.connectors.vllm.common.stats import Recorder
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
-from hybridkv.connectors.vllm.lmcache.load_tracker import Lives
-from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Work
-from hybridkv.connectors.vllm.lmcache.session_spec import address_of, plain_spec, site_of
-from hybridkv.connectors.vllm.lmcache.store_tracker import Saves
+from hybridkv.connectors.vllm.lmcache.load_tracker import LoadTracker
+from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Trackers
+from hybridkv.connectors.vllm.lmcache.session_spec import address_of, plain_spec, session_spec_of
+from hybridkv.connectors.vllm.lmcache.store_tracker import StoreTracker
 from hybridkv.hashing import TAG_BYTES
 from hybridkv.lmcache.connection import Connection, ConnectionOptions, Down
 from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment
@@ -39,7 +39,7 @@ _NAME_BYTES = TAG_BYTES + 32
 """Length of a chunk's key with the longest block hash of vLLM, in bytes."""
 
 
-def agreed_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: LMCacheConfig) -> CacheLayout:
+def agree_on_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: LMCacheConfig) -> CacheLayout:
     """Layout of the engine's groups for the server's chunk size. Connects to the server; each half calls it.
 
     Raises:
@@ -51,13 +51,13 @@ def agreed_layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, confi
     specs = resolve_groups(vllm_config, kv_cache_config).specs
     # The requirements on a server depend on blocks and windows, not on bytes.
     groups = tuple(PageGroup(plain_spec(spec), 1) for spec in specs if spec.kind is not GroupKind.SCRATCH)
-    asked = _ask(config, groups)
-    chunk_tokens = config.chunk_tokens if isinstance(asked, Down) else asked
+    answer = _server_chunk_tokens(config, groups)
+    chunk_tokens = config.chunk_tokens if isinstance(answer, Down) else answer
     if chunk_tokens is None:
         raise ConfigurationError(
             f"{ROOT}.url",
             f"a server that answers within {config.connect_timeout_seconds:g} s",
-            f"{config.url} ({asked})",
+            f"{config.url} ({answer})",
             "start `lmcache server` first, or set chunk_tokens to its --chunk-size: then the engine starts without it",
         )
     if config.chunk_tokens not in (None, chunk_tokens):
@@ -87,7 +87,7 @@ def require_fit(chunk_tokens: int, groups: Sequence[PageGroup]) -> None:
         )
 
 
-def _ask(config: LMCacheConfig, groups: Sequence[PageGroup]) -> int | Down:
+def _server_chunk_tokens(config: LMCacheConfig, groups: Sequence[PageGroup]) -> int | Down:
     """Chunk size of the server, or why it is unknown.
 
     Raises:
@@ -108,7 +108,7 @@ def _ask(config: LMCacheConfig, groups: Sequence[PageGroup]) -> int | Down:
     return state
 
 
-class LMCacheOpening:
+class LMCacheBuilder:
     """Builder of the scheduler's half.
 
     Args:
@@ -130,17 +130,17 @@ class LMCacheOpening:
         self._layout = layout
         self._room = room
         self._recorder = recorder
-        self._site = site_of(config, layout)
+        self._session_spec = session_spec_of(config, layout)
         self._identification = IdentityBuilder(vllm_config, config, layout, NAME, is_shared=True)
         self.connection: Connection | None = None
-        """Connection to the server; None before `open`."""
+        """Connection to the server; None before `build`."""
 
     @property
     def num_ranks(self) -> int:
         """Number of workers that must report their facts."""
         return self._identification.num_ranks
 
-    def open(self, ranks: Mapping[int, Mapping[str, str]]) -> LMCacheScheduler:
+    def build(self, ranks: Mapping[int, Mapping[str, str]]) -> LMCacheScheduler:
         """Builds the scheduler's half and starts to connect.
 
         Args:
@@ -149,42 +149,48 @@ class LMCacheOpening:
         Raises:
             ConfigurationError: `identity_ignores` has an unknown name.
         """
-        site, layout, clock = self._site, self._layout, time.monotonic
+        session_spec, layout, clock = self._session_spec, self._layout, time.monotonic
         identity = self._identification.identity(ranks)
-        geometry = Geometry(site.groups, site.chunk_tokens)
+        geometry = Geometry(session_spec.groups, session_spec.chunk_tokens)
         name = cache_name(identity.namespace, geometry.digest())
         # The memory registered here is never used. It makes the server know the groups of the cache, so that lookups
         # work before the ranks register: they get the namespace with the first step.
-        member = LMCacheSession(site.groups, identity.namespace, site.world_size, 1, site.chunk_tokens)
-        self.connection = connection = Connection(site.address, member, site.connection, clock)
+        session = LMCacheSession(
+            session_spec.groups, identity.namespace, session_spec.world_size, 1, session_spec.chunk_tokens
+        )
+        self.connection = connection = Connection(session_spec.address, session, session_spec.connection, clock)
         operations = Operations(connection, clock)
 
-        def ask(digests: Sequence[bytes]) -> Lookup:
-            prefix = Prefix(name, site.world_size, site.words(digests))
+        def lookup(digests: Sequence[bytes]) -> Lookup:
+            prefix = Prefix(name, session_spec.world_size, session_spec.words(digests))
             return operations.lookup(prefix, None, self._config.lookup_timeout_seconds)
 
-        lives = Lives(layout, ask, site.num_chunks, self._room, self._recorder, clock)
+        load_tracker = LoadTracker(layout, lookup, session_spec.num_chunks, self._room, self._recorder, clock)
 
-        def keeps_apart() -> bool | None:
+        def separate_objects() -> bool | None:
             ready = connection.ready
             return ready.facts.separate_groups if ready is not None else None
 
-        saves = Saves(layout, geometry, keeps_apart, lives, identity.adapters, self._recorder)
+        store_tracker = StoreTracker(
+            layout, geometry, separate_objects, load_tracker, identity.adapters, self._recorder
+        )
         kv_role = role_of(self._vllm_config.kv_transfer_config)
         self._announce(name)
-        work = Work(lives, saves, self._room)
+        trackers = Trackers(load_tracker, store_tracker, self._room)
 
         def close() -> None:
             connection.close()
-            member.close()
+            session.close()
 
-        scheduler = LMCacheScheduler(layout, identity, site.payload_bytes, work, kv_role, self._recorder, close)
+        scheduler = LMCacheScheduler(
+            layout, identity, session_spec.payload_bytes, trackers, kv_role, self._recorder, close
+        )
         scheduler.distrust(suspect_groups(NAME, self._vllm_config, layout))
         return scheduler
 
     def _announce(self, name: str) -> None:
         spec, config, transfer = self._layout.spec, self._config, self._vllm_config.kv_transfer_config
-        num_tokens = self._site.num_chunks * spec.chunk_tokens
+        num_tokens = self._session_spec.num_chunks * spec.chunk_tokens
         logger.info(
             "%s: groups %s; chunk of %d tokens from the server at %s; %s of shared memory, so a request "
             "restores up to %d tokens; load timeout %.3g s; kv_load_failure_policy %s; kv_role %s, so it %s; "
@@ -201,7 +207,7 @@ class LMCacheOpening:
             role_of(transfer).words(),
             name,
         )
-        unit = chunk_alignment(self._site.groups)
+        unit = chunk_alignment(self._session_spec.groups)
         if unit < spec.chunk_tokens and any(group.kind is GroupKind.RECURRENT for group in spec.groups):
             logger.warning(
                 "%s: the engine saves states at multiples of %d tokens, but the server stores only those at multiples "

@@ -19,11 +19,11 @@ from hybridkv.connectors.vllm.common.identity.worker_facts import worker_facts
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
 from hybridkv.connectors.vllm.common.store_connector import StoreConnector, WaitingScheduler, mark_live, mark_shut_down
-from hybridkv.connectors.vllm.lmcache.builder import NAME, LMCacheOpening, agreed_layout
+from hybridkv.connectors.vllm.lmcache.builder import NAME, LMCacheBuilder, agree_on_layout
 from hybridkv.connectors.vllm.lmcache.config import decode_config
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler
-from hybridkv.connectors.vllm.lmcache.session_spec import site_of
+from hybridkv.connectors.vllm.lmcache.session_spec import session_spec_of
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
 from hybridkv.planner import LoadAdmission
 
@@ -47,7 +47,7 @@ class HybridLMCacheConnector(StoreConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = config = decode_config(self._kv_transfer_config.kv_connector_extra_config)
         self._require_resumable()
-        self._layout = layout = agreed_layout(vllm_config, kv_cache_config, config)
+        self._layout = layout = agree_on_layout(vllm_config, kv_cache_config, config)
         self._scheduler: LMCacheScheduler | WaitingScheduler | None = None
         self._worker: LMCacheWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -55,15 +55,15 @@ class HybridLMCacheConnector(StoreConnector):
             if self._child_place.admission is None:
                 admission = LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
             room = LoadRoom(admission, time.monotonic)
-            self._opening = LMCacheOpening(vllm_config, config, layout, room, self._recorder)
-            self._scheduler = WaitingScheduler(self._opening.num_ranks, NAME, LMCachePlan())
+            self._builder = LMCacheBuilder(vllm_config, config, layout, room, self._recorder)
+            self._scheduler = WaitingScheduler(self._builder.num_ranks, NAME, LMCachePlan())
         else:
             device_type = vllm_config.device_config.device_type
             self._device = devices.open_device(device_type, config.copies)
             stores, loads = self._device.copy_engines("async")
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, time.monotonic)
             self._worker = LMCacheWorker(
-                layout, compat.rank(vllm_config), site_of(config, layout), paths, self._recorder
+                layout, compat.rank(vllm_config), session_spec_of(config, layout), paths, self._recorder
             )
         mark_live(self)
 
@@ -78,7 +78,7 @@ class HybridLMCacheConnector(StoreConnector):
         return self._worker
 
     def _open_store(self, waiting: WaitingScheduler) -> LMCacheScheduler:
-        self._scheduler = self._opening.open(waiting.facts)
+        self._scheduler = self._builder.build(waiting.facts)
         return self._scheduler
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:

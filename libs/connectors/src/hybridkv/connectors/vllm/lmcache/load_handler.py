@@ -16,8 +16,8 @@ from hybridkv.canonical import GroupPages
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob, CopyJobs
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad
-from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of
-from hybridkv.connectors.vllm.lmcache.session import HERE, SERVER, Hold, Station, bad_pages, engine_runs
+from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, PageTransfer, page_transfer
+from hybridkv.connectors.vllm.lmcache.session import SERVER, WORKER, PageLease, RankSession, bad_pages, copy_runs
 from hybridkv.lmcache.calls import CallFailure, Ended, Trouble
 from hybridkv.lmcache.operations import Found, Prefix
 from hybridkv.lmcache.page import PageState
@@ -42,21 +42,21 @@ _STATES = {
 
 
 @dataclass(slots=True, eq=False)
-class _Loading:
+class _LoadOperation:
     load: PageLoad
-    parts: Parts
+    transfer: PageTransfer
     until_s: float
     prefix: Prefix | None = None
-    hold: Hold | None = None
+    lease: PageLease | None = None
     is_copying: bool = False
     is_over: bool = False
 
 
-class Loading:
+class LoadHandler:
     """Loads of one rank. For the engine's thread; no method waits.
 
     Args:
-        station: session at the server.
+        session: session at the server.
         pages: engine's blocks by group.
         copies: queue of copy jobs.
         timeout_s: timeout of a load.
@@ -66,22 +66,22 @@ class Loading:
 
     def __init__(
         self,
-        station: Station,
+        session: RankSession,
         pages: Mapping[int, GroupPages],
         copies: CopyJobs,
         timeout_s: float,
         clock: Callable[[], float],
         on_ended: Callable[[str, tuple[LoadFailure, ...]], None],
     ) -> None:
-        self._station = station
+        self._session = session
         self._pages = pages
         self._copies = copies
         self._timeout_s = timeout_s
         self._clock = clock
         self._on_ended = on_ended
         self._inbox: deque[Callable[[], None]] = deque()
-        self._waiting: deque[_Loading] = deque()
-        self._open: list[_Loading] = []
+        self._waiting: deque[_LoadOperation] = deque()
+        self._open: list[_LoadOperation] = []
 
     @property
     def is_waiting(self) -> bool:
@@ -90,18 +90,20 @@ class Loading:
 
     def begin(self, load: PageLoad) -> None:
         """Queues a load. It starts when enough pages are free."""
-        parts = parts_of(self._station.site, self._station.geometry, load.copies, _chunks(load))
-        loading = _Loading(load, parts, self._clock() + self._timeout_s)
-        self._open.append(loading)
-        if parts.num_unkept:
-            detail = f"{parts.num_unkept} blocks that a server does not keep"
-            self._fail(loading, FailureReason.MISSING, detail)
-        elif not parts.parts:
-            self._end(loading, ())
-        elif not self._station.has_room(parts):
-            self._fail(loading, FailureReason.BUSY, f"the pool is too small for {sum(parts.numbers.values())} pages")
+        transfer = page_transfer(self._session.spec, self._session.geometry, load.copies, _chunks(load))
+        operation = _LoadOperation(load, transfer, self._clock() + self._timeout_s)
+        self._open.append(operation)
+        if transfer.num_unkept:
+            detail = f"{transfer.num_unkept} blocks that a server does not keep"
+            self._fail(operation, FailureReason.MISSING, detail)
+        elif not transfer.parts:
+            self._end(operation, ())
+        elif not self._session.has_room(transfer):
+            self._fail(
+                operation, FailureReason.BUSY, f"the pool is too small for {sum(transfer.numbers.values())} pages"
+            )
         else:
-            self._waiting.append(loading)
+            self._waiting.append(operation)
 
     def step(self) -> None:
         """Starts queued loads, handles results of the server, and fails late loads."""
@@ -109,133 +111,135 @@ class Loading:
             self._inbox.popleft()()
         self._start()
         now_s = self._clock()
-        for loading in [each for each in self._open if not each.is_copying and now_s >= each.until_s]:
-            self._fail(loading, TIMEOUT, "the server took too long")
+        for operation in [each for each in self._open if not each.is_copying and now_s >= each.until_s]:
+            self._fail(operation, TIMEOUT, "the server took too long")
 
     def end(self, reason: str, detail: str) -> None:
         """Fails all open loads."""
         self._waiting.clear()
-        for loading in list(self._open):
-            self._fail(loading, reason, detail)
+        for operation in list(self._open):
+            self._fail(operation, reason, detail)
 
     def _start(self) -> None:
         while self._waiting:
-            loading = self._waiting[0]
-            if loading.is_over:
+            operation = self._waiting[0]
+            if operation.is_over:
                 self._waiting.popleft()
-            elif self._clock() >= loading.until_s:
-                self._station.starved()
+            elif self._clock() >= operation.until_s:
+                self._session.report_starvation()
                 self._fail(self._waiting.popleft(), TIMEOUT, "no page was free in time")
-            elif self._station.ready is None:
-                if self._station.is_coming:
+            elif self._session.ready is None:
+                if self._session.is_connecting:
                     return
-                state = self._station.connection.state
+                state = self._session.connection.state
                 self._fail(self._waiting.popleft(), FailureReason.IO, f"no server: {state}")
-            elif not self._take(loading):
+            elif not self._take(operation):
                 return
 
-    def _take(self, loading: _Loading) -> bool:
+    def _take(self, operation: _LoadOperation) -> bool:
         """Starts a load. False if too few pages are free."""
         try:
-            loading.hold = self._station.take(loading.parts, loading.until_s, is_store=False)
-            if loading.hold is None:
+            operation.lease = self._session.take(operation.transfer, operation.until_s, is_store=False)
+            if operation.lease is None:
                 return False
-            self._ask(loading, loading.hold)
+            self._look_up(operation, operation.lease)
         except Exception as error:  # any error fails this load, not the engine
             logger.exception("a load could not start")
-            if loading.hold is not None:
-                loading.hold.drop(SERVER)
-            self._fail(loading, FailureReason.IO, f"{type(error).__name__}: {error}")
+            if operation.lease is not None:
+                operation.lease.drop(SERVER)
+            self._fail(operation, FailureReason.IO, f"{type(error).__name__}: {error}")
         self._waiting.popleft()
         return True
 
-    def _ask(self, loading: _Loading, hold: Hold) -> None:
-        station = self._station
-        hold.memory.blank(hold.taken)
-        loading.prefix = station.prefix(loading.load.digests)
+    def _look_up(self, operation: _LoadOperation, lease: PageLease) -> None:
+        session = self._session
+        lease.memory.blank(lease.taken)
+        operation.prefix = session.prefix(operation.load.digests)
 
         def found(ended: Ended[Found]) -> None:
             try:
-                self._found(loading, hold, ended)
+                self._found(operation, lease, ended)
             except Exception as error:  # a bug fails this load only
-                hold.drop(SERVER)
-                self._post_failure(loading, FailureReason.IO, f"{type(error).__name__}: {error}")
+                lease.drop(SERVER)
+                self._post_failure(operation, FailureReason.IO, f"{type(error).__name__}: {error}")
 
-        station.operations.lookup(loading.prefix, station.rank, self._left_s(loading), found)
+        session.operations.lookup(operation.prefix, session.rank, self._left_s(operation), found)
 
     # Any thread.
 
-    def _found(self, loading: _Loading, hold: Hold, ended: Ended[Found]) -> None:
-        station, wanted = self._station, loading.parts.chunks.end
+    def _found(self, operation: _LoadOperation, lease: PageLease, ended: Ended[Found]) -> None:
+        session, wanted = self._session, operation.transfer.chunks.end
         if isinstance(ended, CallFailure):
-            hold.drop(SERVER)
-            self._post_lack(loading, ended)
-        elif ended.value.num_chunks < wanted or loading.is_over:
-            station.operations.release(ended.value)
-            hold.drop(SERVER)
+            lease.drop(SERVER)
+            self._post_call_failure(operation, ended)
+        elif ended.value.num_chunks < wanted or operation.is_over:
+            session.operations.release(ended.value)
+            lease.drop(SERVER)
             detail = f"the server has {ended.value.num_chunks} of {wanted} chunks"
-            self._post_failure(loading, FailureReason.MISSING, detail)
+            self._post_failure(operation, FailureReason.MISSING, detail)
         else:
-            station.operations.retrieve(
+            session.operations.retrieve(
                 ended.value,
-                loading.parts.chunks.start,
-                station.pages(loading.parts, hold),
-                self._left_s(loading),
-                lambda read: self._inbox.append(lambda: self._read(loading, hold, read)),
-                lambda: hold.drop(SERVER),
+                operation.transfer.chunks.start,
+                session.pages(operation.transfer, lease),
+                self._left_s(operation),
+                lambda read: self._inbox.append(lambda: self._read(operation, lease, read)),
+                lambda: lease.drop(SERVER),
             )
 
-    def _post_lack(self, loading: _Loading, lack: CallFailure) -> None:
-        self._post_failure(loading, REASONS.get(lack.trouble, FailureReason.IO), f"LMCache's server: {lack}")
+    def _post_call_failure(self, operation: _LoadOperation, failure: CallFailure) -> None:
+        self._post_failure(operation, REASONS.get(failure.trouble, FailureReason.IO), f"LMCache's server: {failure}")
 
-    def _post_failure(self, loading: _Loading, reason: str, detail: str) -> None:
-        self._inbox.append(lambda: self._fail(loading, reason, detail))
+    def _post_failure(self, operation: _LoadOperation, reason: str, detail: str) -> None:
+        self._inbox.append(lambda: self._fail(operation, reason, detail))
 
-    def _left_s(self, loading: _Loading) -> float:
-        return max(0.0, loading.until_s - self._clock())
+    def _left_s(self, operation: _LoadOperation) -> float:
+        return max(0.0, operation.until_s - self._clock())
 
     # The engine's thread.
 
-    def _read(self, loading: _Loading, hold: Hold, ended: Ended[None]) -> None:
+    def _read(self, operation: _LoadOperation, lease: PageLease, ended: Ended[None]) -> None:
         if isinstance(ended, CallFailure):
-            self._fail(loading, REASONS.get(ended.trouble, FailureReason.IO), f"LMCache's server: {ended}")
-        elif not loading.is_over:
-            loading.is_copying = True
-            runs = partial(self._runs, loading, hold)
-            self._copies.submit(CopyJob(True, runs, partial(self._end, loading), partial(self._check, loading, hold)))
+            self._fail(operation, REASONS.get(ended.trouble, FailureReason.IO), f"LMCache's server: {ended}")
+        elif not operation.is_over:
+            operation.is_copying = True
+            runs = partial(self._runs, operation, lease)
+            self._copies.submit(
+                CopyJob(True, runs, partial(self._end, operation), partial(self._check, operation, lease))
+            )
 
     # The copy thread.
 
-    def _runs(self, loading: _Loading, hold: Hold, _: CopyJob) -> CopyRuns:
-        return engine_runs(loading.parts, self._station.site, hold, self._pages, None)
+    def _runs(self, operation: _LoadOperation, lease: PageLease, _: CopyJob) -> CopyRuns:
+        return copy_runs(operation.transfer, self._session.spec, lease, self._pages, None)
 
-    def _check(self, loading: _Loading, hold: Hold, job: CopyJob) -> str | None:
+    def _check(self, operation: _LoadOperation, lease: PageLease, job: CopyJob) -> str | None:
         """Checks pages and deadline before the copy. Returns the failure, if any."""
-        if self._clock() >= loading.until_s:
+        if self._clock() >= operation.until_s:
             job.failures.append(LoadFailure(TIMEOUT, "the load waited too long for the copy thread"))
             return job.failures[0].detail
-        digests = loading.load.digests
-        for bad in bad_pages(loading.parts, self._station.site, hold, digests):
+        digests = operation.load.digests
+        for bad in bad_pages(operation.transfer, self._session.spec, lease, digests):
             reason, words = _STATES[bad.state]
             detail = f"{words} for block {bad.block} of group {bad.group} in chunk {bad.chunk}"
             job.failures.append(LoadFailure(reason, detail, digests[bad.chunk]))
-            assert loading.prefix is not None
-            self._station.withdraw(loading.prefix, bad.chunk)
+            assert operation.prefix is not None
+            self._session.withdraw(operation.prefix, bad.chunk)
         return job.failures[0].detail if job.failures else None
 
     # The engine's thread.
 
-    def _fail(self, loading: _Loading, reason: str, detail: str) -> None:
-        self._end(loading, (LoadFailure(str(reason), detail),))
+    def _fail(self, operation: _LoadOperation, reason: str, detail: str) -> None:
+        self._end(operation, (LoadFailure(str(reason), detail),))
 
-    def _end(self, loading: _Loading, failures: tuple[LoadFailure, ...]) -> None:
-        if loading.is_over:
+    def _end(self, operation: _LoadOperation, failures: tuple[LoadFailure, ...]) -> None:
+        if operation.is_over:
             return
-        loading.is_over = True
-        self._open.remove(loading)
-        if loading.hold is not None:
-            loading.hold.drop(HERE)
-        self._on_ended(loading.load.request_id, failures)
+        operation.is_over = True
+        self._open.remove(operation)
+        if operation.lease is not None:
+            operation.lease.drop(WORKER)
+        self._on_ended(operation.load.request_id, failures)
 
 
 def _chunks(load: PageLoad) -> ChunkSpan:

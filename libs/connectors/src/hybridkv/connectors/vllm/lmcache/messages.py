@@ -52,7 +52,7 @@ class PageStore(msgspec.Struct, frozen=True, array_like=True):
         digests: digest of each chunk of the prefix, from chunk 0.
         start_chunk: first chunk to store.
         copies: blocks to read. For each group and chunk, all blocks that a server keeps, or none.
-        is_held: the worker copies the pages, but sends them to the server only after a `Release`.
+        is_held: the worker copies the pages, but sends them to the server only after a `StoreRelease`.
     """
 
     store_id: int
@@ -62,7 +62,7 @@ class PageStore(msgspec.Struct, frozen=True, array_like=True):
     is_held: bool = False
 
 
-class Release(msgspec.Struct, frozen=True, array_like=True):
+class StoreRelease(msgspec.Struct, frozen=True, array_like=True):
     """Decision on a held store: send it to the server, or drop it."""
 
     store_id: int
@@ -80,5 +80,5 @@ class LMCachePlan(KVConnectorMetadata):
     payload_bytes: tuple[int, ...] = ()
     """Page size of each stored group, in bytes, as the scheduler computed it. The name of the cache contains these
     sizes, and a worker may see other layers. Empty: the worker uses its own sizes."""
-    releases: tuple[Release, ...] = ()
+    releases: tuple[StoreRelease, ...] = ()
     """Decisions on held stores."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy
-from hybridkv.connectors.vllm.lmcache.session_spec import Site
+from hybridkv.connectors.vllm.lmcache.session_spec import SessionSpec
 from hybridkv.lmcache.block_ids import NULL_BLOCK
 from hybridkv.lmcache.geometry import Geometry
 
@@ -20,11 +20,11 @@ class ChunkSpan(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TransferPart:
     """Blocks of one group. Each block is one page.
 
     Args:
-        group: index among the site's groups.
+        group: index among the session's groups.
         positions: position of each block, from the first block of the first chunk.
         block_ids: engine's blocks.
     """
@@ -35,7 +35,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class PageTransfer:
     """All pages of one operation.
 
     Args:
@@ -45,7 +45,7 @@ class Parts:
     """
 
     chunks: ChunkSpan
-    parts: tuple[Part, ...]
+    parts: tuple[TransferPart, ...]
     num_unkept: int
 
     @property
@@ -54,7 +54,7 @@ class Parts:
         return {part.group: len(part.positions) for part in self.parts}
 
 
-def parts_of(site: Site, geometry: Geometry, copies: Iterable[PageCopy], chunks: ChunkSpan) -> Parts:
+def page_transfer(spec: SessionSpec, geometry: Geometry, copies: Iterable[PageCopy], chunks: ChunkSpan) -> PageTransfer:
     """Pages of the copies in these chunks. Other copies are skipped.
 
     Raises:
@@ -65,9 +65,9 @@ def parts_of(site: Site, geometry: Geometry, copies: Iterable[PageCopy], chunks:
     for copy in copies:
         if not chunks.start <= copy.chunk < chunks.end:
             continue
-        if copy.group_index not in site.group_indexes:
+        if copy.group_index not in spec.group_indexes:
             raise ValueError(f"group {copy.group_index} is not stored")
-        group = site.group_indexes.index(copy.group_index)
+        group = spec.group_indexes.index(copy.group_index)
         blocks, kept = geometry.blocks_per_chunk[group], geometry.kept_per_chunk[group]
         if not 0 <= copy.first_block <= copy.first_block + len(copy.block_ids) <= blocks:
             raise ValueError(f"{len(copy.block_ids)} blocks from {copy.first_block} are not in a chunk of {blocks}")
@@ -80,21 +80,21 @@ def parts_of(site: Site, geometry: Geometry, copies: Iterable[PageCopy], chunks:
             if position in pages:
                 raise ValueError(f"group {copy.group_index} has block {block} of chunk {copy.chunk} twice")
             pages[position] = block_id
-    parts = (Part(group, list(pages), list(pages.values())) for group, pages in sorted(found.items()) if pages)
-    return Parts(chunks, tuple(parts), num_unkept)
+    parts = (TransferPart(group, list(pages), list(pages.values())) for group, pages in sorted(found.items()) if pages)
+    return PageTransfer(chunks, tuple(parts), num_unkept)
 
 
-def tables_of(geometry: Geometry, parts: Parts, pages: Mapping[int, Sequence[int]]) -> list[list[int]]:
+def block_tables(geometry: Geometry, transfer: PageTransfer, pages: Mapping[int, Sequence[int]]) -> list[list[int]]:
     """Block tables for the server: per group in registration order, the page of every block of the chunks.
 
     Args:
         geometry: geometry of the groups.
-        parts: pages of the operation.
+        transfer: pages of the operation.
         pages: taken pages by group, one for each block.
     """
-    num_chunks = parts.chunks.end - parts.chunks.start
+    num_chunks = transfer.chunks.end - transfer.chunks.start
     tables = [[NULL_BLOCK] * (num_chunks * blocks) for blocks in geometry.blocks_per_chunk]
-    for part in parts.parts:
+    for part in transfer.parts:
         table = tables[part.group]
         for position, page in zip(part.positions, pages[part.group], strict=True):
             table[position] = page

@@ -19,9 +19,9 @@ from hybridkv.connectors.vllm.common.messages import StepOutcome
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.lmcache.load_tracker import Lives
+from hybridkv.connectors.vllm.lmcache.load_tracker import LoadTracker
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageLoad, PageStore
-from hybridkv.connectors.vllm.lmcache.store_tracker import Saves
+from hybridkv.connectors.vllm.lmcache.store_tracker import StoreTracker
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Trackers:
     """Parts of the scheduler's half.
 
     Args:
-        lives: load tracker.
-        saves: store tracker.
+        load_tracker: load tracker.
+        store_tracker: store tracker.
         room: admits concurrent loads.
     """
 
-    lives: Lives
-    saves: Saves
+    load_tracker: LoadTracker
+    store_tracker: StoreTracker
     room: LoadRoom
 
 
@@ -53,7 +53,7 @@ class LMCacheScheduler:
         layout: layout of the engine's groups.
         identity: identity of the content.
         payload_bytes: page size of each stored group, in bytes.
-        work: trackers.
+        trackers: trackers.
         kv_role: stores, loads, or both.
         recorder: metrics.
         close: closes the connection to the server.
@@ -64,14 +64,18 @@ class LMCacheScheduler:
         layout: CacheLayout,
         identity: Identity,
         payload_bytes: tuple[int, ...],
-        work: Work,
+        trackers: Trackers,
         kv_role: Role,
         recorder: Recorder,
         close: Callable[[], None],
     ) -> None:
         self._identity = identity
         self._payload_bytes = payload_bytes
-        self._lives, self._saves, self._room = work.lives, work.saves, work.room
+        self._load_tracker, self._store_tracker, self._room = (
+            trackers.load_tracker,
+            trackers.store_tracker,
+            trackers.room,
+        )
         self._kv_role = kv_role
         self._recorder = recorder
         self._close = close
@@ -84,7 +88,7 @@ class LMCacheScheduler:
         """Sets the engine's block pool."""
         self._wrong.bind(pool)
         self._room.pool = pool
-        self._saves.bind_block_pool(pool)
+        self._store_tracker.bind_block_pool(pool)
 
     def distrust(self, groups: SuspectGroups) -> None:
         """Sets the groups in which the engine may leave corrupt blocks."""
@@ -98,12 +102,12 @@ class LMCacheScheduler:
         tracked = self._requests.track(request)
         if before is not None and before is not tracked:
             # A new request has the id of a finished one.
-            self._lives.on_request_finished(before.request_id)
+            self._load_tracker.on_request_finished(before.request_id)
         if tracked.request_keys is not None:
-            self._lives.ask(tracked)
+            self._load_tracker.start_lookup(tracked)
             if not self._loads(request):
                 # The lookup only shows which chunks need no store, so its locks are not needed.
-                self._lives.let_go(tracked.request_id)
+                self._load_tracker.release_lookup(tracked.request_id)
         return tracked
 
     def _loads(self, request: Request) -> bool:
@@ -113,12 +117,12 @@ class LMCacheScheduler:
         """Number of tokens beyond `computed_tokens` that can be loaded; None: ask again later."""
         tracked = self.track(request)
         if self._has_other_tokens(tracked):
-            self._lives.restart(tracked)
+            self._load_tracker.restart(tracked)
         keys = tracked.request_keys
         is_identified = self._requests.identify(tracked)
         if tracked.request_keys is not keys:
             # The lookup was for another version of the adapter.
-            self._lives.restart(tracked)
+            self._load_tracker.restart(tracked)
         if not self._loads(request):
             return 0
         if not is_identified:
@@ -127,7 +131,7 @@ class LMCacheScheduler:
             self._recorder.lookup(explanation)
             log(explanation)
             return 0
-        return self._lives.matched_tokens(tracked, computed_tokens)
+        return self._load_tracker.matched_tokens(tracked, computed_tokens)
 
     @staticmethod
     def _has_other_tokens(tracked: TrackedRequest) -> bool:
@@ -143,7 +147,7 @@ class LMCacheScheduler:
             self._requests.identify(tracked)
         if tracked.request_keys is None and not num_external_tokens:
             return
-        load = self._lives.on_allocated(tracked, blocks, num_external_tokens)
+        load = self._load_tracker.on_allocated(tracked, blocks, num_external_tokens)
         if load is not None:
             self._wrong.mark_loaded(blocks, tracked.computed_tokens)
             self._planned_loads.append(load)
@@ -156,7 +160,7 @@ class LMCacheScheduler:
         for request_id in preempted:
             if tracked := self._requests.get(request_id):
                 tracked.forget_progress()
-                self._lives.restart(tracked)
+                self._load_tracker.restart(tracked)
         stores = self._plan_stores(scheduler_output, preempted) if self._kv_role.stores else []
         self._room.give_back(scheduler_output.num_scheduled_tokens)
         for request_id in scheduler_output.finished_req_ids or ():
@@ -164,9 +168,9 @@ class LMCacheScheduler:
             if tracked is not None and not tracked.request.is_finished():
                 continue  # a new request has this id
             self._requests.forget(request_id)
-            self._lives.on_request_finished(request_id)
+            self._load_tracker.on_request_finished(request_id)
         loads, self._planned_loads = self._planned_loads, []
-        releases = self._saves.take_releases()
+        releases = self._store_tracker.take_releases()
         is_needed = bool(loads or stores or releases) or not self._has_told_namespace
         self._has_told_namespace = True
         if not is_needed:
@@ -195,18 +199,18 @@ class LMCacheScheduler:
                 # Its blocks may belong to another request.
                 continue
             states = self._wrong.correct_states(handed_over.get(request_id, ()), self._recorder)
-            store = self._saves.plan(tracked, scheduled.get(request_id, 0), states, tables)
+            store = self._store_tracker.plan(tracked, scheduled.get(request_id, 0), states, tables)
             if store is not None:
                 stores.append(store)
         return stores
 
     def holds_freed_blocks(self) -> bool:
         """True if the end of a store will return blocks to the engine's pool."""
-        return self._saves.holds_freed_blocks()
+        return self._store_tracker.holds_freed_blocks()
 
     def has_work_in_flight(self) -> bool:
         """True if the engine must keep stepping without a running request."""
-        return self._saves.has_work() or self._lives.has_work()
+        return self._store_tracker.has_work() or self._load_tracker.has_work()
 
     # Reports of the workers.
 
@@ -214,11 +218,11 @@ class LMCacheScheduler:
         """Handles ended stores and loads."""
         outcome = output.kv_connector_worker_meta
         if isinstance(outcome, StepOutcome):
-            self._saves.on_ended(outcome.stores)
+            self._store_tracker.on_ended(outcome.stores)
             for request_id, failures in outcome.load_failures.items():
-                self._lives.on_failures(request_id, failures)
+                self._load_tracker.on_failures(request_id, failures)
         for request_id in output.finished_recving or ():
-            self._lives.on_ended(request_id, self._requests.get(request_id), request_id in output.failed_recving)
+            self._load_tracker.on_ended(request_id, self._requests.get(request_id), request_id in output.failed_recving)
 
     def record_tiers(self) -> None:
         """Does nothing: metrics are counted where events occur."""
@@ -232,13 +236,13 @@ class LMCacheScheduler:
         """
         self._requests.begin_anew(self._identity.begin_anew())
         for tracked in self._requests.all():
-            self._lives.restart(tracked)
+            self._load_tracker.restart(tracked)
         return True
 
     def close(self) -> None:
         """Unpins all blocks, releases all locks at the server, and closes the connection."""
-        self._saves.close()
-        self._lives.close()
+        self._store_tracker.close()
+        self._load_tracker.close()
         self._identity.adapters.close()
         self._requests.clear()
         self._close()

@@ -17,8 +17,8 @@ import numpy.typing as npt
 from hybridkv.canonical import GroupPages
 from hybridkv.connectors.vllm.common.copies.lowering import Zeros, load_runs, store_runs
 from hybridkv.connectors.vllm.common.messages import ChunkCopy
-from hybridkv.connectors.vllm.lmcache.pages import Part, Parts, tables_of
-from hybridkv.connectors.vllm.lmcache.session_spec import SPARE_SHARE, Site, chunks_at_once
+from hybridkv.connectors.vllm.lmcache.pages import PageTransfer, TransferPart, block_tables
+from hybridkv.connectors.vllm.lmcache.session_spec import SPARE_SHARE, SessionSpec, chunks_at_once
 from hybridkv.lmcache.connection import Connection, Down, Ready
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.operations import Operations, Pages, Prefix
@@ -32,7 +32,7 @@ from hybridkv.transfer import CopyRuns, Extent
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 
 _NO_SLOT = Slot(())
-HERE, SERVER = "here", "server"
+WORKER, SERVER = "worker", "server"
 """Users of a page."""
 
 
@@ -81,7 +81,7 @@ class PoolMemory:
             self.groups[group][np.asarray(pages, dtype=np.int64), :HEADER_BYTES] = 0
 
 
-class Hold:
+class PageLease:
     """Lease of the pages of one operation, until both users have dropped it. For any thread.
 
     Args:
@@ -91,12 +91,14 @@ class Hold:
         give_back: returns the pages to the pool.
     """
 
-    def __init__(self, taken: Taken, memory: PoolMemory, until_s: float, give_back: Callable[[Hold], None]) -> None:
+    def __init__(
+        self, taken: Taken, memory: PoolMemory, until_s: float, give_back: Callable[[PageLease], None]
+    ) -> None:
         self.taken = taken
         self.memory = memory
         self.until_s = until_s
         self._give_back = give_back
-        self._users = {HERE, SERVER}
+        self._users = {WORKER, SERVER}
         self._lock = threading.Lock()
 
     def drop(self, user: str) -> None:
@@ -109,26 +111,38 @@ class Hold:
 
     def drop_all(self) -> None:
         """Ends the use by both users."""
-        self.drop(HERE)
+        self.drop(WORKER)
         self.drop(SERVER)
 
 
-def engine_runs(parts: Parts, site: Site, hold: Hold, pages: Mapping[int, GroupPages], zeros: Zeros | None) -> CopyRuns:
+def copy_runs(
+    transfer: PageTransfer,
+    spec: SessionSpec,
+    lease: PageLease,
+    pages: Mapping[int, GroupPages],
+    zeros: Zeros | None,
+) -> CopyRuns:
     """Copy runs between the engine's blocks and the pages: a load without `zeros`, a store with them.
 
     Raises:
         ValueError: a block is outside the engine's pool.
     """
-    return CopyRuns.concatenate([_part_runs(part, site, hold, pages, zeros) for part in parts.parts]).coalesce()
+    return CopyRuns.concatenate([_part_runs(part, spec, lease, pages, zeros) for part in transfer.parts]).coalesce()
 
 
-def _part_runs(part: Part, site: Site, hold: Hold, pages: Mapping[int, GroupPages], zeros: Zeros | None) -> CopyRuns:
-    group_index = site.group_indexes[part.group]
+def _part_runs(
+    part: TransferPart,
+    spec: SessionSpec,
+    lease: PageLease,
+    pages: Mapping[int, GroupPages],
+    zeros: Zeros | None,
+) -> CopyRuns:
+    group_index = spec.group_indexes[part.group]
     number = len(part.block_ids)
     copy = ChunkCopy(group_index, b"", _NO_SLOT, 0, number, tuple(part.block_ids))
     of_group = pages[group_index]
     # One page holds one block.
-    extents = hold.memory.extents(part.group, hold.taken.blocks[part.group], of_group.block_bytes)
+    extents = lease.memory.extents(part.group, lease.taken.blocks[part.group], of_group.block_bytes)
     if zeros is None:
         return load_runs(copy, of_group, extents)
     return store_runs(copy, of_group, extents, zeros)
@@ -143,55 +157,63 @@ class BadPage(NamedTuple):
     state: PageState
 
 
-def seal_pages(parts: Parts, site: Site, hold: Hold, digests: Sequence[bytes], pages: Mapping[int, GroupPages]) -> None:
+def seal_pages(
+    transfer: PageTransfer,
+    spec: SessionSpec,
+    lease: PageLease,
+    digests: Sequence[bytes],
+    pages: Mapping[int, GroupPages],
+) -> None:
     """Writes the headers of pages after the copy of their bytes.
 
     Args:
-        parts: pages of the operation.
-        site: session parameters.
-        hold: lease of the pages.
+        transfer: pages of the operation.
+        spec: session parameters.
+        lease: lease of the pages.
         digests: digest of each chunk of the prefix, from chunk 0.
         pages: engine's blocks by group.
     """
-    for part in parts.parts:
-        size = site.groups[part.group].payload_bytes
-        filled = HEADER_BYTES + pages[site.group_indexes[part.group]].block_bytes
-        rows = hold.memory.groups[part.group]
-        for page, chunk, block in _named(parts, part, site, hold):
+    for part in transfer.parts:
+        size = spec.groups[part.group].payload_bytes
+        filled = HEADER_BYTES + pages[spec.group_indexes[part.group]].block_bytes
+        rows = lease.memory.groups[part.group]
+        for page, chunk, block in _page_places(transfer, part, spec, lease):
             row = rows[page]
             row[filled:] = 0
-            seal(memoryview(row), site.identity(digests[chunk], part.group, block), size)
+            seal(memoryview(row), spec.identity(digests[chunk], part.group, block), size)
 
 
-def bad_pages(parts: Parts, site: Site, hold: Hold, digests: Sequence[bytes]) -> list[BadPage]:
+def bad_pages(transfer: PageTransfer, spec: SessionSpec, lease: PageLease, digests: Sequence[bytes]) -> list[BadPage]:
     """Invalid pages: the first one of each chunk."""
     found: dict[int, BadPage] = {}
-    for part in parts.parts:
-        size = site.groups[part.group].payload_bytes
-        for page, chunk, block in _named(parts, part, site, hold):
+    for part in transfer.parts:
+        size = spec.groups[part.group].payload_bytes
+        for page, chunk, block in _page_places(transfer, part, spec, lease):
             if chunk not in found:
-                identity = site.identity(digests[chunk], part.group, block)
-                state = check(hold.memory.page(part.group, page), identity, size)
+                identity = spec.identity(digests[chunk], part.group, block)
+                state = check(lease.memory.page(part.group, page), identity, size)
                 if state is not PageState.GOOD:
                     found[chunk] = BadPage(chunk, part.group, block, state)
     return [found[chunk] for chunk in sorted(found)]
 
 
-def _named(parts: Parts, part: Part, site: Site, hold: Hold) -> list[tuple[int, int, int]]:
+def _page_places(
+    transfer: PageTransfer, part: TransferPart, spec: SessionSpec, lease: PageLease
+) -> list[tuple[int, int, int]]:
     """Per page: its number, its chunk in the prefix, and its block index in the chunk."""
-    blocks = site.chunk_tokens // site.groups[part.group].spec.block_tokens
-    pages = hold.taken.blocks[part.group]
+    blocks = spec.chunk_tokens // spec.groups[part.group].spec.block_tokens
+    pages = lease.taken.blocks[part.group]
     return [
-        (page, parts.chunks.start + position // blocks, position % blocks)
+        (page, transfer.chunks.start + position // blocks, position % blocks)
         for page, position in zip(pages, part.positions, strict=True)
     ]
 
 
-class Station:
+class RankSession:
     """Session of one rank at a server. For the engine's thread, unless a method says otherwise.
 
     Args:
-        site: session parameters.
+        spec: session parameters.
         rank: rank of this process.
         namespace: digest of the content's identity.
         register: registers shared memory at the copy engines.
@@ -200,24 +222,26 @@ class Station:
 
     def __init__(
         self,
-        site: Site,
+        spec: SessionSpec,
         rank: int,
         namespace: bytes,
         register: Callable[[PoolMemory], None],
         clock: Callable[[], float],
     ) -> None:
-        self.site = site
+        self.spec = spec
         self.rank = rank
-        self.geometry = Geometry(site.groups, site.chunk_tokens)
+        self.geometry = Geometry(spec.groups, spec.chunk_tokens)
         self._register = register
         self._clock = clock
-        self._num_chunks = site.num_chunks
-        self._reach_until_s = clock() + site.connect_timeout_s
+        self._num_chunks = spec.num_chunks
+        self._connect_until_s = clock() + spec.connect_timeout_s
         self._memory: PoolMemory | None = None
         self._lock = threading.Lock()
-        self._held: set[Hold] = set()
-        self._member = LMCacheSession(site.groups, namespace, site.world_size, self._num_chunks, site.chunk_tokens)
-        self.connection = Connection(site.address, self._member, site.connection, clock)
+        self._leases: set[PageLease] = set()
+        self._registration = LMCacheSession(
+            spec.groups, namespace, spec.world_size, self._num_chunks, spec.chunk_tokens
+        )
+        self.connection = Connection(spec.address, self._registration, spec.connection, clock)
         self.operations = Operations(self.connection, clock)
 
     @property
@@ -226,11 +250,11 @@ class Station:
         return self.connection.ready
 
     @property
-    def is_coming(self) -> bool:
+    def is_connecting(self) -> bool:
         """True before the first connection, until `connect_timeout_s` or a refusal."""
         state = self.connection.state
         is_refused = isinstance(state, Down) and state.refusal is not None
-        return not self.connection.was_ready and not is_refused and self._clock() < self._reach_until_s
+        return not self.connection.was_ready and not is_refused and self._clock() < self._connect_until_s
 
     @property
     def chunks_at_once(self) -> int:
@@ -242,8 +266,8 @@ class Station:
         """Bytes of taken pages."""
         if self._memory is None:
             return 0
-        free = (self._member.pool.num_free(group) for group in range(len(self.site.groups)))
-        pages = zip(self._member.pool.num_blocks, free, self.geometry.page_bytes, strict=True)
+        free = (self._registration.pool.num_free(group) for group in range(len(self.spec.groups)))
+        pages = zip(self._registration.pool.num_blocks, free, self.geometry.page_bytes, strict=True)
         return sum((number - 1 - left) * size for number, left, size in pages)
 
     @property
@@ -255,16 +279,16 @@ class Station:
 
     def prefix(self, digests: Sequence[bytes]) -> Prefix:
         """Prefix of these chunks. Only after the first connection."""
-        return Prefix(self._member.model, self.site.world_size, self.site.words(digests))
+        return Prefix(self._registration.model, self.spec.world_size, self.spec.words(digests))
 
-    def has_room(self, parts: Parts) -> bool:
+    def has_room(self, transfer: PageTransfer) -> bool:
         """True if the pages fit into an empty pool."""
         kept = self.geometry.kept_per_chunk
-        return all(number <= self._num_chunks * kept[group] for group, number in parts.numbers.items())
+        return all(number <= self._num_chunks * kept[group] for group, number in transfer.numbers.items())
 
-    def take(self, parts: Parts, until_s: float, *, is_store: bool) -> Hold | None:
+    def take(self, transfer: PageTransfer, until_s: float, *, is_store: bool) -> PageLease | None:
         """Takes pages for an operation with this deadline; None if too few are free. The server must be ready."""
-        pool, numbers = self._member.pool, parts.numbers
+        pool, numbers = self._registration.pool, transfer.numbers
         memory = self._current_memory()
         if is_store:
             spare = self._num_chunks // SPARE_SHARE
@@ -274,24 +298,24 @@ class Station:
         taken = pool.take(numbers)
         if taken is None:
             return None
-        hold = Hold(taken, memory, until_s, self._give_back)
+        lease = PageLease(taken, memory, until_s, self._give_back)
         with self._lock:
-            self._held.add(hold)
+            self._leases.add(lease)
         if taken.instance != memory.instance:
             # The pool was recreated meanwhile; the next call reads the new memory.
-            hold.drop_all()
+            lease.drop_all()
             return None
-        return hold
+        return lease
 
-    def pages(self, parts: Parts, hold: Hold) -> Pages:
+    def pages(self, transfer: PageTransfer, lease: PageLease) -> Pages:
         """Pages of a lease, as an operation needs them."""
-        return Pages(hold.taken, tables_of(self.geometry, parts, hold.taken.blocks))
+        return Pages(lease.taken, block_tables(self.geometry, transfer, lease.taken.blocks))
 
     def withdraw(self, prefix: Prefix, chunk: int) -> None:
         """Deletes this rank's corrupt part of a chunk, so that it can be stored again. Any thread."""
-        withdraw(self.connection, prefix, self.rank, chunk, len(self.site.groups))
+        withdraw(self.connection, prefix, self.rank, chunk, len(self.spec.groups))
 
-    def starved(self) -> None:
+    def report_starvation(self) -> None:
         """Reports an operation that got no pages until its deadline.
 
         If a lease is past its deadline, the server may have ignored a call; it sends no error. Then the connection is
@@ -299,7 +323,7 @@ class Station:
         """
         with self._lock:
             now_s, instance = self._clock(), self._memory.instance if self._memory is not None else None
-            is_overdue = any(hold.until_s <= now_s and hold.taken.instance == instance for hold in self._held)
+            is_overdue = any(lease.until_s <= now_s and lease.taken.instance == instance for lease in self._leases)
         if is_overdue:
             self.connection.doubt()
 
@@ -307,19 +331,19 @@ class Station:
         """Closes the connection within a bounded time, then frees the shared memory."""
         self.connection.close()
         self._memory = None
-        self._member.close()
+        self._registration.close()
 
     def _current_memory(self) -> PoolMemory:
-        pool = self._member.pool
+        pool = self._registration.pool
         if self._memory is None or self._memory.instance != pool.instance:
             memory = PoolMemory.of(pool)
             self._register(memory)
             self._memory = memory
             with self._lock:
-                self._held = {hold for hold in self._held if hold.taken.instance == self._memory.instance}
+                self._leases = {lease for lease in self._leases if lease.taken.instance == self._memory.instance}
         return self._memory
 
-    def _give_back(self, hold: Hold) -> None:
+    def _give_back(self, lease: PageLease) -> None:
         with self._lock:
-            self._held.discard(hold)
-        self._member.pool.give_back(hold.taken)
+            self._leases.discard(lease)
+        self._registration.pool.give_back(lease.taken)

@@ -23,7 +23,7 @@ _CHUNK_HINT = "raise pool, or start the server with a smaller --chunk-size"
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class SessionSpec:
     """Parameters of one engine's sessions at one server.
 
     Args:
@@ -60,7 +60,7 @@ class Site:
         """Page size of each group, in bytes."""
         return tuple(group.payload_bytes for group in self.groups)
 
-    def with_payload_bytes(self, payload_bytes: tuple[int, ...]) -> Site:
+    def with_payload_bytes(self, payload_bytes: tuple[int, ...]) -> SessionSpec:
         """Copy with these page sizes. Both halves must use the same ones, because the name of the cache contains
         them."""
         groups = tuple(PageGroup(group.spec, size) for group, size in zip(self.groups, payload_bytes, strict=True))
@@ -81,13 +81,13 @@ class Site:
         return page_identity(digest + self.rank.to_bytes(2, "little"), group, block)
 
 
-def site_of(config: LMCacheConfig, layout: CacheLayout) -> Site:
-    """Site of a configuration and a layout.
+def session_spec_of(config: LMCacheConfig, layout: CacheLayout) -> SessionSpec:
+    """Session parameters for a configuration and a layout.
 
     Raises:
         ConfigurationError: the pool is too small for one chunk.
     """
-    site = Site(
+    spec = SessionSpec(
         address_of(config),
         page_groups(layout),
         layout.spec.stored_groups,
@@ -98,13 +98,13 @@ def site_of(config: LMCacheConfig, layout: CacheLayout) -> Site:
         config.store_timeout_seconds,
         ConnectionOptions(beat_s=config.heartbeat_seconds),
     )
-    if not site.num_chunks:
-        geometry = Geometry(site.groups, site.chunk_tokens)
+    if not spec.num_chunks:
+        geometry = Geometry(spec.groups, spec.chunk_tokens)
         needed = (_rest_bytes(geometry) + _chunk_bytes(geometry)) * layout.world_size
         raise ConfigurationError(
             f"{ROOT}.pool", f"at least {needed} bytes, the size of one chunk", config.pool, _CHUNK_HINT
         )
-    return site
+    return spec
 
 
 def chunks_at_once(num_chunks: int) -> int:

@@ -16,9 +16,9 @@ from hybridkv.canonical import GroupPages
 from hybridkv.connectors.vllm.common.copies.lowering import Zeros
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob, CopyJobs
 from hybridkv.connectors.vllm.common.messages import LoadFailure
-from hybridkv.connectors.vllm.lmcache.messages import PageStore, Release
-from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, Parts, parts_of
-from hybridkv.connectors.vllm.lmcache.session import HERE, SERVER, Hold, Station, engine_runs, seal_pages
+from hybridkv.connectors.vllm.lmcache.messages import PageStore, StoreRelease
+from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, PageTransfer, page_transfer
+from hybridkv.connectors.vllm.lmcache.session import SERVER, WORKER, PageLease, RankSession, copy_runs, seal_pages
 from hybridkv.lmcache.calls import CallFailure, Ended
 from hybridkv.tiers import FailureReason
 from hybridkv.transfer import CopyRuns
@@ -27,21 +27,21 @@ logger = logging.getLogger("vllm.hybridkv.worker")
 
 
 @dataclass(slots=True, eq=False)
-class _Storing:
+class _StoreOperation:
     store: PageStore
     until_s: float
-    waiting: deque[Parts]
+    waiting: deque[PageTransfer]
     """Ranges of chunks without pages yet."""
     num_copying: int = 0
     failure: tuple[str, str] | None = None
     """Reason and detail."""
 
 
-class Storing:
+class StoreHandler:
     """Stores of one rank. For the engine's thread; no method waits.
 
     Args:
-        station: session at the server.
+        session: session at the server.
         pages: engine's blocks by group.
         zeros: zero bytes for the gaps within a stored block.
         copies: queue of copy jobs.
@@ -51,151 +51,151 @@ class Storing:
 
     def __init__(
         self,
-        station: Station,
+        session: RankSession,
         pages: Mapping[int, GroupPages],
         zeros: Zeros,
         copies: CopyJobs,
         clock: Callable[[], float],
         on_ended: Callable[[int, str | None, str | None], None],
     ) -> None:
-        self._station = station
+        self._session = session
         self._pages = pages
         self._zeros = zeros
         self._copies = copies
         self._clock = clock
         self._on_ended = on_ended
-        self._waiting: deque[_Storing] = deque()
-        self._open: list[_Storing] = []
-        self._held: dict[int, list[tuple[PageStore, Parts, Hold]]] = {}
+        self._waiting: deque[_StoreOperation] = deque()
+        self._open: list[_StoreOperation] = []
+        self._held: dict[int, list[tuple[PageStore, PageTransfer, PageLease]]] = {}
         """Copied pages of held stores, by store."""
 
     def begin(self, store: PageStore) -> None:
         """Queues a store. It starts when enough pages are free."""
         if store.is_held:
             self._held[store.store_id] = []
-        station = self._station
-        at_once = station.chunks_at_once
+        session = self._session
+        at_once = session.chunks_at_once
         runs = [
             ChunkSpan(start, min(start + at_once, len(store.digests)))
             for start in range(store.start_chunk, len(store.digests), at_once)
         ]
-        parts = (parts_of(station.site, station.geometry, store.copies, chunks) for chunks in runs)
-        storing = _Storing(
-            store, self._clock() + station.site.store_timeout_s, deque(part for part in parts if part.parts)
+        transfers = (page_transfer(session.spec, session.geometry, store.copies, chunks) for chunks in runs)
+        operation = _StoreOperation(
+            store, self._clock() + session.spec.store_timeout_s, deque(each for each in transfers if each.parts)
         )
-        self._open.append(storing)
-        self._waiting.append(storing)
+        self._open.append(operation)
+        self._waiting.append(operation)
 
-    def release(self, release: Release) -> None:
+    def release(self, release: StoreRelease) -> None:
         """Sends the copied pages of a held store to the server, or drops them. The store must have ended."""
-        for store, parts, hold in self._held.pop(release.store_id, ()):
+        for store, transfer, lease in self._held.pop(release.store_id, ()):
             if release.is_good:
-                self._send(store, parts, hold)
+                self._send(store, transfer, lease)
             else:
-                hold.drop(SERVER)
+                lease.drop(SERVER)
 
     def step(self, *, may_begin: bool) -> None:
         """Starts queued stores and fails late ones. With `may_begin` False no store starts: loads wait for pages."""
         while self._waiting:
-            storing = self._waiting[0]
-            if storing.waiting and storing.failure is None and not self._start(storing, may_begin):
+            operation = self._waiting[0]
+            if operation.waiting and operation.failure is None and not self._start(operation, may_begin):
                 return
-            if not storing.waiting or storing.failure is not None:
+            if not operation.waiting or operation.failure is not None:
                 self._waiting.popleft()
-                self._end_if_over(storing)
+                self._end_if_over(operation)
 
     def end(self, reason: str, detail: str) -> None:
         """Fails all open stores and drops held ones."""
         self._waiting.clear()
-        for storing in list(self._open):
-            self._fail(storing, reason, detail)
-            storing.num_copying = 0
-            self._end_if_over(storing)
+        for operation in list(self._open):
+            self._fail(operation, reason, detail)
+            operation.num_copying = 0
+            self._end_if_over(operation)
         for store_id in list(self._held):
-            self.release(Release(store_id, False))
+            self.release(StoreRelease(store_id, False))
 
-    def _start(self, storing: _Storing, may_begin: bool) -> bool:
+    def _start(self, operation: _StoreOperation, may_begin: bool) -> bool:
         """Starts the next range of chunks, or fails the store. False if it must wait."""
-        station = self._station
-        if self._clock() >= storing.until_s:
-            station.starved()
-            self._fail(storing, FailureReason.BUSY, "no page was free in time")
+        session = self._session
+        if self._clock() >= operation.until_s:
+            session.report_starvation()
+            self._fail(operation, FailureReason.BUSY, "no page was free in time")
             return True
-        if station.ready is None:
-            if station.is_coming:
+        if session.ready is None:
+            if session.is_connecting:
                 return False
-            self._fail(storing, FailureReason.IO, f"no server: {station.connection.state}")
+            self._fail(operation, FailureReason.IO, f"no server: {session.connection.state}")
             return True
         if not may_begin:
             return False
-        parts = storing.waiting[0]
+        transfer = operation.waiting[0]
         try:
-            hold = station.take(parts, self._clock() + station.site.store_timeout_s, is_store=True)
+            lease = session.take(transfer, self._clock() + session.spec.store_timeout_s, is_store=True)
         except Exception as error:  # any error fails this store, not the engine
             logger.exception("a store could not start")
-            self._fail(storing, FailureReason.IO, f"{type(error).__name__}: {error}")
+            self._fail(operation, FailureReason.IO, f"{type(error).__name__}: {error}")
             return True
-        if hold is None:
+        if lease is None:
             return False
-        storing.waiting.popleft()
-        self._copy(storing, parts, hold)
+        operation.waiting.popleft()
+        self._copy(operation, transfer, lease)
         return True
 
-    def _copy(self, storing: _Storing, parts: Parts, hold: Hold) -> None:
-        station, digests = self._station, storing.store.digests
+    def _copy(self, operation: _StoreOperation, transfer: PageTransfer, lease: PageLease) -> None:
+        session, digests = self._session, operation.store.digests
 
         def make_runs(job: CopyJob) -> CopyRuns:
-            runs = engine_runs(parts, station.site, hold, self._pages, self._zeros)
+            runs = copy_runs(transfer, session.spec, lease, self._pages, self._zeros)
             job.zero_bytes = self._zeros.num_bytes_in(runs)
             return runs
 
         def seal_and_send(_: CopyJob) -> None:
-            seal_pages(parts, station.site, hold, digests, self._pages)
-            if storing.store.is_held:
-                hold.until_s = math.inf  # not sent to the server yet
-                self._held[storing.store.store_id].append((storing.store, parts, hold))
+            seal_pages(transfer, session.spec, lease, digests, self._pages)
+            if operation.store.is_held:
+                lease.until_s = math.inf  # not sent to the server yet
+                self._held[operation.store.store_id].append((operation.store, transfer, lease))
                 return
             # Sent from the copy thread: the engine may be idle, so that no step follows.
-            self._send(storing.store, parts, hold)
+            self._send(operation.store, transfer, lease)
 
         def copied(failures: tuple[LoadFailure, ...]) -> None:
-            storing.num_copying -= 1
-            hold.drop(HERE)
+            operation.num_copying -= 1
+            lease.drop(WORKER)
             if failures:
-                hold.drop(SERVER)
-                self._fail(storing, failures[0].reason, failures[0].detail)
-            self._end_if_over(storing)
+                lease.drop(SERVER)
+                self._fail(operation, failures[0].reason, failures[0].detail)
+            self._end_if_over(operation)
 
-        storing.num_copying += 1
+        operation.num_copying += 1
         self._copies.submit(CopyJob(False, make_runs, copied, after=seal_and_send))
 
-    def _send(self, store: PageStore, parts: Parts, hold: Hold) -> None:
+    def _send(self, store: PageStore, transfer: PageTransfer, lease: PageLease) -> None:
         """Sends sealed pages to the server. Any thread."""
-        station = self._station
-        timeout_s = station.site.store_timeout_s
-        hold.until_s = self._clock() + timeout_s
+        session = self._session
+        timeout_s = session.spec.store_timeout_s
+        lease.until_s = self._clock() + timeout_s
 
         def ended(ended: Ended[None]) -> None:
             if isinstance(ended, CallFailure):
                 logger.debug("store %d: LMCache's server: %s", store.store_id, ended)
 
-        station.operations.store(
-            station.prefix(store.digests[: parts.chunks.end]),
-            station.rank,
-            parts.chunks,
-            station.pages(parts, hold),
+        session.operations.store(
+            session.prefix(store.digests[: transfer.chunks.end]),
+            session.rank,
+            transfer.chunks,
+            session.pages(transfer, lease),
             timeout_s,
             ended,
-            lambda: hold.drop(SERVER),
+            lambda: lease.drop(SERVER),
         )
 
-    def _fail(self, storing: _Storing, reason: str, detail: str) -> None:
-        storing.failure = storing.failure or (str(reason), detail)
-        storing.waiting.clear()
+    def _fail(self, operation: _StoreOperation, reason: str, detail: str) -> None:
+        operation.failure = operation.failure or (str(reason), detail)
+        operation.waiting.clear()
 
-    def _end_if_over(self, storing: _Storing) -> None:
-        if storing.waiting or storing.num_copying or storing not in self._open:
+    def _end_if_over(self, operation: _StoreOperation) -> None:
+        if operation.waiting or operation.num_copying or operation not in self._open:
             return
-        self._open.remove(storing)
-        reason, detail = storing.failure or (None, None)
-        self._on_ended(storing.store.store_id, reason, detail)
+        self._open.remove(operation)
+        reason, detail = operation.failure or (None, None)
+        self._on_ended(operation.store.store_id, reason, detail)

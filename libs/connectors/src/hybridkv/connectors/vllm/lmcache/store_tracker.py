@@ -19,14 +19,14 @@ from hybridkv.connectors.vllm.common.blocks import BlockPins, frees_on_end
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
-from hybridkv.connectors.vllm.common.requests import TrackedRequest
+from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.lmcache.load_tracker import Lives, attention_tables, state_copies, store_copies
-from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageStore, Release
+from hybridkv.connectors.vllm.lmcache.load_tracker import LoadTracker
+from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageStore, StoreRelease
 from hybridkv.connectors.vllm.lmcache.session_spec import chunks_at_once
-from hybridkv.lmcache.block_ids import storable
+from hybridkv.lmcache.block_ids import cut_tables, storable
 from hybridkv.lmcache.geometry import Geometry
-from hybridkv.planner import GroupKind, State
+from hybridkv.planner import CacheSpec, GroupKind, State, TokenSpan
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -35,8 +35,82 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hybridkv.lmcache")
 
 
+def attention_tables(spec: CacheSpec, table: Sequence[Sequence[int]], num_tokens: int) -> dict[int, list[int]]:
+    """Block table of each stored group over the first `num_tokens` tokens, by position among the stored groups.
+
+    Blocks are null for groups of recurrent states: their states move within the table.
+    """
+    tables = {}
+    for place, index in enumerate(spec.stored_groups):
+        group = spec.groups[index]
+        num_blocks = num_tokens // group.block_tokens
+        is_recurrent = group.kind is GroupKind.RECURRENT
+        tables[place] = [NULL_BLOCK] * num_blocks if is_recurrent else list(table[index][:num_blocks])
+    return tables
+
+
+def store_copies(
+    geometry: Geometry,
+    group_indexes: Sequence[int],
+    tables: Mapping[int, Sequence[int]],
+    span: TokenSpan,
+    *,
+    separate: bool,
+) -> list[PageCopy]:
+    """Copies of the complete objects in a run of chunks.
+
+    Args:
+        geometry: of the stored groups.
+        group_indexes: engine's index of each stored group.
+        tables: block ids of each stored group, from token 0.
+        span: whole chunks that every table covers.
+        separate: the server stores windows and states in objects of their own.
+    """
+    if not span.num_tokens:
+        return []
+    cut = dict(zip(geometry.order, cut_tables(geometry, tables, span.start, span.end), strict=True))
+    first, num_chunks = span.start // geometry.chunk_tokens, span.num_tokens // geometry.chunk_tokens
+    copies = []
+    for chunk in range(num_chunks):
+        for together in geometry.objects(separate=separate):
+            parts = {place: _kept(geometry, place, cut[place], chunk) for place in together}
+            if any(NULL_BLOCK in ids for ids in parts.values()):
+                continue
+            for place, ids in parts.items():
+                before = geometry.blocks_per_chunk[place] - len(ids)
+                copies.append(PageCopy(group_indexes[place], first + chunk, before, ids))
+    return copies
+
+
+def _kept(geometry: Geometry, place: int, blocks: Sequence[int], chunk: int) -> tuple[int, ...]:
+    """Blocks of one chunk that the server keeps for a group."""
+    per_chunk, kept = geometry.blocks_per_chunk[place], geometry.kept_per_chunk[place]
+    end = (chunk + 1) * per_chunk
+    return tuple(blocks[end - kept : end])
+
+
+def state_copies(spec: CacheSpec, states: Sequence[State], num_tokens: int) -> list[PageCopy]:
+    """Copies of recurrent states at chunk boundaries within the first `num_tokens` (final) tokens.
+
+    A boundary counts only if every recurrent group has a state at it: the server stores them as one object.
+    """
+    chunk = spec.chunk_tokens
+    recurrent = {index for index in spec.stored_groups if spec.groups[index].kind is GroupKind.RECURRENT}
+    by_end: dict[int, dict[int, int]] = {}
+    for state in states:
+        end = state.num_tokens
+        if end % chunk == 0 and 0 < end <= num_tokens and state.block_id != NULL_BLOCK:
+            by_end.setdefault(end, {})[state.group_index] = state.block_id
+    return [
+        PageCopy(index, end // chunk - 1, chunk // spec.groups[index].block_tokens - 1, (blocks[index],))
+        for end, blocks in by_end.items()
+        if blocks.keys() >= recurrent
+        for index in sorted(recurrent)
+    ]
+
+
 @dataclass(slots=True)
-class _StoreInFlight:
+class _LMCacheStore:
     tracked: TrackedRequest
     copies: list[PageCopy]
     blocks: list[KVCacheBlock]
@@ -47,14 +121,14 @@ class _StoreInFlight:
     reason: str | None = None
 
 
-class Saves:
+class StoreTracker:
     """Store tracker: plans stores and follows them to their end.
 
     Args:
         layout: layout of the engine's groups.
         geometry: geometry of the stored groups.
-        keeps_apart: True if the server stores windows and states in objects of their own; None without a server.
-        lives: lookup results of each request.
+        separate_objects: True if the server stores windows and states in objects of their own; None without a server.
+        load_tracker: lookup results of each request.
         adapters: checks that the files of an adapter are unchanged.
         recorder: metrics.
     """
@@ -63,21 +137,21 @@ class Saves:
         self,
         layout: CacheLayout,
         geometry: Geometry,
-        keeps_apart: Callable[[], bool | None],
-        lives: Lives,
+        separate_objects: Callable[[], bool | None],
+        load_tracker: LoadTracker,
         adapters: Adapters,
         recorder: Recorder,
     ) -> None:
         self._layout, self._spec = layout, layout.spec
         self._geometry = geometry
-        self._keeps_apart = keeps_apart
-        self._lives = lives
+        self._separate_objects = separate_objects
+        self._load_tracker = load_tracker
         self._adapters = adapters
         self._recorder = recorder
         self._pins = BlockPins()
-        self._stores: dict[int, _StoreInFlight] = {}
+        self._stores: dict[int, _LMCacheStore] = {}
         self._store_ids = itertools.count(1)
-        self._releases: list[Release] = []
+        self._releases: list[StoreRelease] = []
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Sets the engine's pool, where blocks are pinned while a store reads them."""
@@ -94,7 +168,7 @@ class Saves:
         hashed = len(tracked.prefix_hashes()) * self._layout.hash_block_tokens
         # Draft tokens, and tokens that an asynchronous scheduler has not seen yet, are not final.
         final = min(request.num_computed_tokens + num_scheduled, request.num_tokens, hashed)
-        known = self._lives.known_chunks(tracked)
+        known = self._load_tracker.known_chunks(tracked)
         # While the lookup is open, only states are stored: the engine offers each state once.
         copies = self._attention(tracked, known, final, tables) if known is not None else []
         # A state's key needs the lookahead tokens of a drafter after it.
@@ -108,10 +182,10 @@ class Saves:
         block_ids = [block_id for copy in copies for block_id in copy.block_ids]
         num_bytes = sum(len(copy.block_ids) * self._layout.content_bytes(copy.group_index) for copy in copies)
         store_id = next(self._store_ids)
-        self._stores[store_id] = _StoreInFlight(
+        self._stores[store_id] = _LMCacheStore(
             tracked, copies, self._pins.pin(block_ids), num_bytes, self._layout.world_size, tracked.adapter_version
         )
-        digests = tuple(self._lives.digests(tracked, end))
+        digests = tuple(self._load_tracker.digests(tracked, end))
         return PageStore(store_id, digests, start, tuple(copies), is_held=tracked.adapter_version is not None)
 
     def _attention(self, tracked: TrackedRequest, known: int, final: int, tables: compat.BlockTables) -> list[PageCopy]:
@@ -119,19 +193,19 @@ class Saves:
         chunk = self._spec.chunk_tokens
         complete = max(0, final - self._spec.lookahead_tokens)
         begins = max(tracked.stored_tokens, known * chunk)
-        separate = self._keeps_apart()
+        separate = self._separate_objects()
         if separate is None or complete // chunk * chunk <= begins:
             # Without a server, its objects are unknown.
             return []
         if tracked.adapter_version is not None:
             # A held store keeps all its pages at once, so it must fit. The rest follows in a later step.
-            complete = min(complete, begins + chunks_at_once(self._lives.max_chunks) * chunk)
+            complete = min(complete, begins + chunks_at_once(self._load_tracker.max_chunks) * chunk)
         blocks = attention_tables(self._spec, tables(tracked.request_id), complete)
         span = storable(self._geometry, blocks, begins, complete)
         tracked.stored_tokens = span.end
         return store_copies(self._geometry, self._spec.stored_groups, blocks, span, separate=separate)
 
-    def take_releases(self) -> tuple[Release, ...]:
+    def take_releases(self) -> tuple[StoreRelease, ...]:
         """Returns and clears the decisions on held stores."""
         releases, self._releases = tuple(self._releases), []
         return releases
@@ -160,12 +234,12 @@ class Saves:
                 del self._stores[store_id]
                 self._settle(store_id, in_flight, holds)
 
-    def _settle(self, store_id: int, in_flight: _StoreInFlight, holds: Callable[[AdapterVersion | None], bool]) -> None:
+    def _settle(self, store_id: int, in_flight: _LMCacheStore, holds: Callable[[AdapterVersion | None], bool]) -> None:
         if in_flight.adapter_version is not None:
             is_good = in_flight.failure is None and holds(in_flight.adapter_version)
             if in_flight.failure is None and not is_good:
                 in_flight.failure, in_flight.reason = "the adapter's files changed during the store", "adapter"
-            self._releases.append(Release(store_id, is_good))
+            self._releases.append(StoreRelease(store_id, is_good))
         outcome = "stored"
         if in_flight.failure is not None:
             outcome = "failed"

@@ -18,11 +18,11 @@ from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths, LoadRe
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.common.stats import Recorder
-from hybridkv.connectors.vllm.lmcache.load_handler import Loading
+from hybridkv.connectors.vllm.lmcache.load_handler import LoadHandler
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageLoad
-from hybridkv.connectors.vllm.lmcache.session import PoolMemory, Station
-from hybridkv.connectors.vllm.lmcache.session_spec import Site
-from hybridkv.connectors.vllm.lmcache.store_handler import Storing
+from hybridkv.connectors.vllm.lmcache.session import PoolMemory, RankSession
+from hybridkv.connectors.vllm.lmcache.session_spec import SessionSpec
+from hybridkv.connectors.vllm.lmcache.store_handler import StoreHandler
 from hybridkv.lmcache.operations import OperationCounts
 from hybridkv.tiers import FailureReason
 from hybridkv.tiers.ram import RamArena
@@ -50,19 +50,19 @@ class ServerCounts:
             return
         lacks = {name: number - before.lacks.get(name, 0) for name, number in now.lacks.items()}
         found = now.found - before.found
-        asked = {
+        done = {
             "lookup": now.lookups - before.lookups,
             "retrieve": now.retrieves - before.retrieves,
             "store": now.stores - before.stores,
         }
         for name, number in lacks.items():
             operation, _, trouble = name.partition(" ")
-            asked[operation] -= number
+            done[operation] -= number
             self._count(operation, trouble, number)
         self._count("lookup", "done", found)
-        self._count("lookup", "nothing", asked["lookup"] - found)
-        self._count("retrieve", "done", asked["retrieve"])
-        self._count("store", "done", asked["store"])
+        self._count("lookup", "nothing", done["lookup"] - found)
+        self._count("retrieve", "done", done["retrieve"])
+        self._count("store", "done", done["store"])
         for operation, chunks in (
             ("retrieve", now.retrieved_chunks - before.retrieved_chunks),
             ("store", now.stored_chunks - before.stored_chunks),
@@ -101,22 +101,24 @@ class LMCacheWorker(RankWorker):
     Args:
         layout: layout of the model's groups.
         rank: rank of this process.
-        site: session parameters.
+        session_spec: session parameters.
         paths: copy engines.
         recorder: metrics.
     """
 
-    def __init__(self, layout: CacheLayout, rank: int, site: Site, paths: CopyPaths, recorder: Recorder) -> None:
+    def __init__(
+        self, layout: CacheLayout, rank: int, session_spec: SessionSpec, paths: CopyPaths, recorder: Recorder
+    ) -> None:
         super().__init__(paths, recorder)
         self._layout = layout
         self._rank = rank
-        self._site = replace(site, rank=rank)
+        self._session_spec = replace(session_spec, rank=rank)
         self._counts = ServerCounts(recorder)
         self._memory: KVMemory | None = None
         self._device: Device = CpuDevice()
-        self._station: Station | None = None
-        self._loading: Loading | None = None
-        self._storing: Storing | None = None
+        self._session: RankSession | None = None
+        self._loads: LoadHandler | None = None
+        self._stores: StoreHandler | None = None
         self._is_refused = False
 
     def register(self, kv_caches: Mapping[str, KVCache], num_blocks: int, device: Device | None = None) -> None:
@@ -153,14 +155,14 @@ class LMCacheWorker(RankWorker):
         """Starts the step's stores, after the forward pass that wrote their blocks."""
         self._open_once(plan)
         for release in plan.releases:
-            if self._storing is not None:
-                self._storing.release(release)
+            if self._stores is not None:
+                self._stores.release(release)
         for store in plan.stores:
             try:
-                if self._storing is None:
+                if self._stores is None:
                     self._outcomes.stored(store.store_id, "no server", str(FailureReason.CLOSED))
                 else:
-                    self._storing.begin(store)
+                    self._stores.begin(store)
             except Exception as error:  # any error fails this store, not the engine
                 logger.exception("a store could not start")
                 self._outcomes.stored(store.store_id, f"{type(error).__name__}: {error}", str(FailureReason.IO))
@@ -169,30 +171,30 @@ class LMCacheWorker(RankWorker):
     def results(self) -> LoadResults:
         """Returns the loads that ended since the last call."""
         self._step()
-        if self._station is not None:
-            self._counts.operations(self._station.operations.counts())
-            self._counts.state(self._station.ready is not None)
-            self._counts.pool(self._station.used_bytes, self._station.capacity_bytes)
+        if self._session is not None:
+            self._counts.operations(self._session.operations.counts())
+            self._counts.state(self._session.ready is not None)
+            self._counts.pool(self._session.used_bytes, self._session.capacity_bytes)
         return self._outcomes.take_results()
 
     def close(self) -> None:
         """Fails open loads and stores, and closes the session. Takes a bounded time."""
         self._copies.close()
-        for each in (self._loading, self._storing):
+        for each in (self._loads, self._stores):
             if each is not None:
                 each.end(str(FailureReason.CLOSED), "the worker was closed")
-        if self._station is not None:
-            self._station.close()
+        if self._session is not None:
+            self._session.close()
 
     def _begin_load(self, load: PageLoad) -> None:
         failure: LoadFailure | None = None
         try:
             if load.refused is not None:
                 failure = LoadFailure(str(FailureReason.IO), load.refused)
-            elif self._loading is None:
+            elif self._loads is None:
                 failure = LoadFailure(str(FailureReason.CLOSED), "no server")
             else:
-                self._loading.begin(load)
+                self._loads.begin(load)
         except Exception as error:  # any error fails this load, not the engine
             logger.exception("a load could not start")
             failure = LoadFailure(str(FailureReason.IO), f"{type(error).__name__}: {error}")
@@ -201,15 +203,15 @@ class LMCacheWorker(RankWorker):
 
     def _step(self) -> None:
         self._copies.poll()
-        if self._station is None or self._loading is None or self._storing is None:
+        if self._session is None or self._loads is None or self._stores is None:
             return
-        self._loading.step()
-        self._storing.step(may_begin=not self._loading.is_waiting)
+        self._loads.step()
+        self._stores.step(may_begin=not self._loads.is_waiting)
         # Some copy engines finish within `submit`.
         self._copies.poll()
 
     def _open_once(self, plan: LMCachePlan) -> None:
-        if self._station is not None or self._is_refused or not plan.namespace:
+        if self._session is not None or self._is_refused or not plan.namespace:
             return
         try:
             self._open(plan)
@@ -219,16 +221,18 @@ class LMCacheWorker(RankWorker):
 
     def _open(self, plan: LMCachePlan) -> None:
         assert self._memory is not None, "KV tensors are registered before the first step"
-        site = self._site.with_payload_bytes(plan.payload_bytes) if plan.payload_bytes else self._site
-        for group, group_index in zip(site.groups, site.group_indexes, strict=True):
+        session_spec = (
+            self._session_spec.with_payload_bytes(plan.payload_bytes) if plan.payload_bytes else self._session_spec
+        )
+        for group, group_index in zip(session_spec.groups, session_spec.group_indexes, strict=True):
             needed = self._memory.pages[group_index].block_bytes
             if needed > group.payload_bytes:
                 raise ValueError(f"a block of group {group_index} has {needed} bytes, a page {group.payload_bytes}")
         clock, pages = self._paths.clock, self._memory.pages
-        station = Station(site, self._rank, plan.namespace, self._register_pages, clock)
-        self._loading = Loading(station, pages, self._copies, self._paths.load_timeout_s, clock, self._loaded)
-        self._storing = Storing(station, pages, zeros_in(self._memory.zeros), self._copies, clock, self._stored)
-        self._station = station
+        session = RankSession(session_spec, self._rank, plan.namespace, self._register_pages, clock)
+        self._loads = LoadHandler(session, pages, self._copies, self._paths.load_timeout_s, clock, self._loaded)
+        self._stores = StoreHandler(session, pages, zeros_in(self._memory.zeros), self._copies, clock, self._stored)
+        self._session = session
 
     def _register_pages(self, memory: PoolMemory) -> None:
         self._device.pin_pool(memory.memory)
