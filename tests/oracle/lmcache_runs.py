@@ -293,7 +293,7 @@ def require_nothing_open(engine: OracleEngine) -> None:
     scheduler = half_that_decides(engine)
     if scheduler.has_work_in_flight():
         raise LeakError("the connector has work in flight, and no step will come for it")
-    kept = [*scheduler._load_tracker._requests, *scheduler._load_tracker._loads, *scheduler._saves._stores]
+    kept = [*scheduler._load_tracker._requests, *scheduler._load_tracker._loads, *scheduler._store_tracker._stores]
     kept += [tracked.request_id for tracked in scheduler._requests.all()]
     if kept:
         raise LeakError(f"the connector remembers {kept}")

@@ -27,7 +27,7 @@ from hybridkv.connectors.vllm.common.specs import cuts
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
 from hybridkv.connectors.vllm.common.store_connector import StoreConnector, WaitingScheduler, mark_live, mark_shut_down
 from hybridkv.connectors.vllm.offload import tiers
-from hybridkv.connectors.vllm.offload.opening import Opening, Plan
+from hybridkv.connectors.vllm.offload.builder import Opening, Plan
 from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.offload.worker import DRAIN_S, OffloadWorker
 from hybridkv.planner import LoadAdmission
