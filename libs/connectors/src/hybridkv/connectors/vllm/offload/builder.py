@@ -44,14 +44,14 @@ logger = logging.getLogger("vllm.hybridkv")
 
 
 def announce(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint) -> None:
-    """Says what was understood in one line, then what else an operator should know."""
-    _say_what_was_understood(vllm_config, config, layout, fingerprint)
-    _say_what_is_unusual(vllm_config, layout)
+    """Logs the settings in one line, then special cases and warnings."""
+    _log_settings(vllm_config, config, layout, fingerprint)
+    _log_special_cases(vllm_config, layout)
     _warn(vllm_config, config)
     _warn_of_partial_copies(vllm_config, layout)
 
 
-def _say_what_was_understood(
+def _log_settings(
     vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint
 ) -> None:
     spec, transfer = layout.spec, vllm_config.kv_transfer_config
@@ -79,7 +79,7 @@ def _say_what_was_understood(
     )
 
 
-def _say_what_is_unusual(vllm_config: VllmConfig, layout: CacheLayout) -> None:
+def _log_special_cases(vllm_config: VllmConfig, layout: CacheLayout) -> None:
     spec = layout.spec
     if not vllm_config.cache_config.enable_prefix_caching:
         logger.info(
@@ -133,17 +133,17 @@ def _slower_words(name: str, tier: SecondaryTierConfig, per_chunk: int, chunk: i
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What is settled when the scheduler's half is built.
+class BuilderInputs:
+    """Inputs of the builder that are known when the connector is constructed.
 
     Args:
-        vllm_config: final.
-        config: of the operator.
-        layout: of the engine's groups.
-        sizes: of host memory.
-        admission: of loads.
-        recorder: counts what happens.
-        prefill_stops: of all children's prefills, None for a connector that stands alone.
+        vllm_config: final configuration of vLLM.
+        config: configuration of the connector.
+        layout: layout of the engine's groups.
+        sizes: sizes of host memory.
+        admission: admission of loads.
+        recorder: metrics.
+        prefill_stops: prefill stops that all children share. None for a connector without siblings.
     """
 
     vllm_config: VllmConfig
@@ -155,84 +155,88 @@ class Plan:
     prefill_stops: PrefillStops | None = None
 
 
-class Opening:
-    """What remains to be known before the store opens, and the opening.
+class OffloadBuilder:
+    """Builder of the scheduler's half.
 
     Args:
-        plan: what is settled.
+        inputs: inputs that are known from the start.
 
     Raises:
-        ConfigurationError: the engine's own facts cannot be gathered.
+        ConfigurationError: a fact of the engine cannot be read.
     """
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, inputs: BuilderInputs) -> None:
+        self._inputs = inputs
         self._identification = IdentityBuilder(
-            plan.vllm_config, plan.config, plan.layout, "HybridOffloadConnector", is_shared=bool(plan.config.slower)
+            inputs.vllm_config,
+            inputs.config,
+            inputs.layout,
+            "HybridOffloadConnector",
+            is_shared=bool(inputs.config.slower),
         )
 
     @property
     def needs_no_worker(self) -> bool:
-        """Whether nothing that is stored outlives the engine."""
+        """True if no stored byte outlives the engine."""
         return self._identification.needs_no_worker
 
     @property
     def num_ranks(self) -> int:
-        """How many workers must say what they know."""
+        """Number of workers that must report their facts."""
         return self._identification.num_ranks
 
-    def open(self, ranks: Mapping[int, Mapping[str, str]]) -> OffloadScheduler:
-        """Opens the store.
+    def build(self, ranks: Mapping[int, Mapping[str, str]]) -> OffloadScheduler:
+        """Opens the tiers and builds the scheduler's half.
 
         Args:
-            ranks: what each worker said.
+            ranks: facts of each worker.
 
         Raises:
-            ConfigurationError: a tier cannot be opened, or what is to be ignored is no fact.
+            ConfigurationError: a tier cannot be opened, or `identity_ignores` has an unknown name.
         """
-        plan = self._plan
+        inputs = self._inputs
         identity = self._identification.identity(ranks)
         fingerprint = identity.keys.fingerprint
-        stack = tiers.build_stack(plan.config, plan.layout, fingerprint, plan.sizes)
+        stack = tiers.build_stack(inputs.config, inputs.layout, fingerprint, inputs.sizes)
         scheduler = OffloadScheduler(
-            plan.layout,
+            inputs.layout,
             identity,
             stack,
-            plan.admission,
+            inputs.admission,
             Deadlines(
-                plan.config.lookup_timeout_seconds,
-                plan.config.load_timeout_seconds,
+                inputs.config.lookup_timeout_seconds,
+                inputs.config.load_timeout_seconds,
                 tiers.clock,
-                plan.config.compute_tokens_per_second,
+                inputs.config.compute_tokens_per_second,
             ),
-            plan.recorder,
+            inputs.recorder,
             dataclasses.replace(
-                role_of(plan.vllm_config.kv_transfer_config),
-                copies_locally=plan.config.local_copies and not compat.hashes_before_computing(plan.vllm_config),
+                role_of(inputs.vllm_config.kv_transfer_config),
+                copies_locally=inputs.config.local_copies and not compat.hashes_before_computing(inputs.vllm_config),
             ),
         )
-        if plan.config.checkpoints != "off" and has_states(plan.layout):
+        if inputs.config.checkpoints != "off" and has_states(inputs.layout):
             scheduler.bind_checkpoints(self._checkpoints(stack))
-        scheduler.distrust(suspect_groups("HybridOffloadConnector", plan.vllm_config, plan.layout))
-        scheduler.set_keep_share(plan.config.keep_share)
-        announce(plan.vllm_config, plan.config, plan.layout, fingerprint)
+        scheduler.distrust(suspect_groups("HybridOffloadConnector", inputs.vllm_config, inputs.layout))
+        scheduler.set_keep_share(inputs.config.keep_share)
+        announce(inputs.vllm_config, inputs.config, inputs.layout, fingerprint)
         return scheduler
 
     def _checkpoints(self, stack: TierStack) -> Checkpoints:
-        plan, config = self._plan, self._plan.config
+        inputs, config = self._inputs, self._inputs.config
         options = CheckpointOptions(
             max_stops=config.checkpoint_stops,
-            has_answers=config.checkpoint_answers and not compat.drafts(plan.vllm_config),
+            has_answers=config.checkpoint_answers and not compat.drafts(inputs.vllm_config),
             step_tokens=max(1, round(STEP_S * (config.compute_tokens_per_second or FIRST_TOKENS_PER_S))),
-            cut_tokens=compat.prefill_cut_tokens(plan.vllm_config),
-            has_drafts=compat.drafts(plan.vllm_config),
+            cut_tokens=compat.prefill_cut_tokens(inputs.vllm_config),
+            has_drafts=compat.drafts(inputs.vllm_config),
         )
         return Checkpoints(
-            plan.layout,
+            inputs.layout,
             stack,
             [name for name, tier in config.slower.items() if tier.cascade == "all"],
             options,
-            plan.prefill_stops or PrefillStops(compat.max_chunk_tokens(plan.vllm_config)),
-            plan.recorder,
-            is_alone=plan.prefill_stops is None,
+            inputs.prefill_stops or PrefillStops(compat.max_chunk_tokens(inputs.vllm_config)),
+            inputs.recorder,
+            is_alone=inputs.prefill_stops is None,
         )

@@ -27,7 +27,7 @@ from hybridkv.connectors.vllm.common.specs import cuts
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
 from hybridkv.connectors.vllm.common.store_connector import StoreConnector, WaitingScheduler, mark_live, mark_shut_down
 from hybridkv.connectors.vllm.offload import tiers
-from hybridkv.connectors.vllm.offload.builder import Opening, Plan
+from hybridkv.connectors.vllm.offload.builder import BuilderInputs, OffloadBuilder
 from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.offload.worker import DRAIN_S, OffloadWorker
 from hybridkv.planner import LoadAdmission
@@ -67,11 +67,13 @@ class HybridOffloadConnector(StoreConnector):
             admission = self._child_place.admission or LoadAdmission(
                 layout.spec, compat.max_in_flight_tokens(vllm_config)
             )
-            self._opening = Opening(
-                Plan(vllm_config, config, layout, sizes, admission, self._recorder, self._child_place.prefill_stops)
+            self._builder = OffloadBuilder(
+                BuilderInputs(
+                    vllm_config, config, layout, sizes, admission, self._recorder, self._child_place.prefill_stops
+                )
             )
-            self._scheduler = WaitingScheduler(self._opening.num_ranks, "HybridOffloadConnector", StepPlan())
-            if self._opening.needs_no_worker:
+            self._scheduler = WaitingScheduler(self._builder.num_ranks, "HybridOffloadConnector", StepPlan())
+            if self._builder.needs_no_worker:
                 self._open()
         else:
             device_type = vllm_config.device_config.device_type
@@ -99,7 +101,7 @@ class HybridOffloadConnector(StoreConnector):
         return self._worker
 
     def _open_store(self, waiting: WaitingScheduler) -> OffloadScheduler:
-        self._scheduler = self._opening.open(waiting.facts)
+        self._scheduler = self._builder.build(waiting.facts)
         if compat.publishes_kv_events(self._vllm_config):
             self._scheduler.enable_kv_events(compat.event_groups(self._kv_cache_config))
         return self._scheduler
