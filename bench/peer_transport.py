@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridkv.peers.transport import Done, Pending, Ranges, Region, Transport
+from hybridkv.peers.transport import Ranges, Region, TransferDone, TransferPending, Transport
 from hybridkv.peers.transport.nixl import NixlTransport
 
 MAX_VECTORS = 16
@@ -123,9 +123,9 @@ def read_transport(variant: str, capability: bytes, target: np.ndarray) -> Read:
         zeros = np.zeros(len(there), dtype=np.int64)
         ranges = Ranges(zeros, here.copy(), zeros.copy(), there.copy(), np.full(len(there), size, dtype=np.int64))
         transfer = transport.read(remote, ranges, 600.0)
-        while isinstance(state := transport.poll(transfer), Pending):
+        while isinstance(state := transport.poll(transfer), TransferPending):
             transport.wait(1.0)
-        assert isinstance(state, Done), state
+        assert isinstance(state, TransferDone), state
         assert transport.release(transfer)
 
     return read

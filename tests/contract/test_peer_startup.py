@@ -26,7 +26,7 @@ from hybridkv.connectors.vllm.nixl.config import NixlConfig
 from hybridkv.connectors.vllm.nixl.memory.description import RankPlace, describe, identity_facts
 from hybridkv.connectors.vllm.nixl.memory.page_parts import page_orders
 from hybridkv.peers.comparison import Agreement, compare
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from oracle.memory import KVMemory
 from oracle.mixes import DEEPSEEK_V4, GPT_OSS, LLAMA4, NAMED, QWEN3_NEXT, Kind, Mix
 from oracle.settings import Configs, Connector, EngineSettings, make_configs
@@ -181,7 +181,7 @@ def test_what_groups_share_is_registered_once(mix: Mix) -> None:
     assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans)), "no byte is registered twice"
 
 
-def agreed(ours: Configs, theirs: Configs, mix: Mix = GPT_OSS) -> Agreement | Refusal:
+def agreed(ours: Configs, theirs: Configs, mix: Mix = GPT_OSS) -> Agreement | Incompatibility:
     return compare(Worker(ours, mix).description, Worker(theirs, mix).description)
 
 
@@ -190,7 +190,7 @@ def test_caches_that_are_quantised_otherwise_are_refused_by_name(dtype: str) -> 
     configs = configure(GPT_OSS)
     configs.vllm.cache_config.cache_dtype = dtype
     refusal = agreed(configure(GPT_OSS), configs)
-    assert isinstance(refusal, Refusal) and "cache_dtype" in refusal.field and dtype in refusal.theirs
+    assert isinstance(refusal, Incompatibility) and "cache_dtype" in refusal.field and dtype in refusal.theirs
     assert isinstance(agreed(configs, configs), Agreement), "alike on both sides they are read"
 
 
@@ -212,7 +212,7 @@ def test_scales_that_differ_are_refused_by_name() -> None:
         engines.append(configs)
     assert isinstance(agreed(engines[0], engines[1]), Agreement)
     refusal = agreed(engines[0], engines[2])
-    assert isinstance(refusal, Refusal) and refusal.field == "facts[worker.kv_scales]"
+    assert isinstance(refusal, Incompatibility) and refusal.field == "facts[worker.kv_scales]"
     assert (0.5).hex() in refusal.ours and (0.25).hex() in refusal.theirs
 
 
@@ -226,7 +226,7 @@ def quantised(mode: Any, block_tokens: int | None = None) -> Configs:
 def test_pages_that_are_quantised_in_another_way_are_refused_by_name() -> None:
     plain, fp8 = quantised(KVQuantMode.NONE), quantised(KVQuantMode.FP8_PER_TENSOR)
     refusal = agreed(plain, fp8, LLAMA4)
-    assert isinstance(refusal, Refusal) and "item_format" in refusal.field
+    assert isinstance(refusal, Incompatibility) and "item_format" in refusal.field
     assert "kv_quant_mode" in refusal.theirs and "FP8_PER_TENSOR" in refusal.theirs
     assert isinstance(agreed(fp8, fp8, LLAMA4), Agreement)
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from hybridkv.peers.transport import (
     PENDING,
-    Done,
-    Failed,
-    FailureReason,
     Ranges,
     RemoteId,
+    TransferDone,
+    TransferFailed,
+    TransferFailureReason,
     TransferId,
     TransferState,
 )
@@ -66,9 +66,9 @@ class HeldReads:
         if held is None:
             return self._inner.poll(transfer)
         if held.is_over:
-            return Failed(FailureReason.CANCELLED)
+            return TransferFailed(TransferFailureReason.CANCELLED)
         state = self._inner.poll(transfer if held.second is None else held.second)
-        if not isinstance(state, Done):
+        if not isinstance(state, TransferDone):
             return state
         if held.second is not None:
             self._spoil(held.rest[1])

@@ -18,7 +18,17 @@ from relay import Gate
 from strangers import Stranger, rubbish, shout
 
 from hybridkv.peers.leases import Lease
-from hybridkv.peers.wire import Describe, Digests, Done, Notice, Refused, Renew, Renewed, RequestDigests, pack_columns
+from hybridkv.peers.wire import (
+    Describe,
+    Digests,
+    LeaseDone,
+    Notice,
+    Refused,
+    Renew,
+    Renewed,
+    RequestDigests,
+    pack_columns,
+)
 
 LAST = NUM_TOKENS - 1
 
@@ -242,7 +252,7 @@ def test_words_about_leases_that_are_none_change_nothing(faults: Faults) -> None
     lease, port = lease_of(params), faults.producer.port
     stranger = Stranger(port)
     for each in (Lease(lease.slot, lease.nonce ^ 1), Lease(lease.slot + 1, lease.nonce), Lease(1 << 40, 1)):
-        stranger.say(Done(each, True, 0, 1))
+        stranger.say(LeaseDone(each, True, 0, 1))
         assert stranger.ask(Renew(each)) == Renewed(each, 0.0)
     assert isinstance(stranger.ask(Describe(b"rubbish", b"")), Refused)
     # Digests are given to those who have described themselves, and who is asked is not told any.
@@ -253,7 +263,7 @@ def test_words_about_leases_that_are_none_change_nothing(faults: Faults) -> None
     with faults.counting():
         faults.require_cold(faults.consumer.compute(faults.prompt, params), first_computed=LAST)
     # It has ended, and does not end again.
-    stranger.say(Done(lease, True, 0, 1))
+    stranger.say(LeaseDone(lease, True, 0, 1))
     assert stranger.ask(Renew(lease)) == Renewed(lease, 0.0)
     stranger.close()
 

@@ -15,10 +15,10 @@ from hybridkv.peers.control import Handlers, LinkId
 from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.transport import (
     PENDING,
-    Done,
-    Failed,
-    FailureReason,
     RemoteId,
+    TransferDone,
+    TransferFailed,
+    TransferFailureReason,
     TransferId,
     TransferState,
 )
@@ -227,7 +227,7 @@ class SteppedTransport(InMemoryTransport):
         """Some of what is on its way arrives."""
         for transfer, flight in list(self._flights.items()):
             if flight.remote not in self._remotes:
-                self._land(transfer, Failed(FailureReason.CLOSED))
+                self._land(transfer, TransferFailed(TransferFailureReason.CLOSED))
             elif self._random.random() < self._pace:
                 self._go_on(transfer, flight)
 
@@ -235,14 +235,14 @@ class SteppedTransport(InMemoryTransport):
         upto = min(len(flight.ranges), flight.num_arrived + 1 + self._random.randrange(len(flight.ranges)))
         if upto > flight.num_arrived:
             state = self._copy(flight.remote, flight.ranges.rows(flight.num_arrived, upto))
-            if isinstance(state, Failed):
+            if isinstance(state, TransferFailed):
                 self._land(transfer, state)
                 return
         flight.num_arrived = upto
         if flight.is_stopping and self._random.random() < 0.3:
-            self._land(transfer, Failed(FailureReason.CANCELLED))
+            self._land(transfer, TransferFailed(TransferFailureReason.CANCELLED))
         elif upto == len(flight.ranges):
-            self._land(transfer, Done(flight.ranges.total_bytes, len(flight.ranges), 0.0))
+            self._land(transfer, TransferDone(flight.ranges.total_bytes, len(flight.ranges), 0.0))
 
     def _land(self, transfer: TransferId, state: TransferState) -> None:
         del self._flights[transfer]

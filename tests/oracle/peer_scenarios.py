@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR
-from hybridkv.peers.transport import FailureReason
+from hybridkv.peers.transport import TransferFailureReason
 from kits.peers.faults import Fail, FaultPlan, HalfDone, Late, Lost, Rule, Vanish, WrongBytes
 from oracle.scenarios import MAX_OUTPUTS, Prompt, prompt_trees
 from oracle.settings import Connector, EngineSettings
@@ -95,7 +95,9 @@ class PeerScenario:
 
 
 ACTIONS = (
-    st.builds(Fail, st.sampled_from([FailureReason.GONE, FailureReason.BROKEN, FailureReason.BUSY])),
+    st.builds(
+        Fail, st.sampled_from([TransferFailureReason.GONE, TransferFailureReason.BROKEN, TransferFailureReason.BUSY])
+    ),
     st.builds(Late, st.integers(1, 40)),
     st.just(Lost()),
     st.builds(HalfDone, st.integers(0, 3)),

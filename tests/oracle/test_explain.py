@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, register
-from hybridkv.connectors.vllm.common.explain import Explanation, Reason
+from hybridkv.connectors.vllm.common.explain import Explanation, LookupReason
 from oracle.engine import OracleEngine
 from oracle.heard import Heard, heard
 from oracle.known_stops import STEPS, known_stops_alone
@@ -79,7 +79,7 @@ def require_agreement(heard: Heard, engine: OracleEngine) -> None:
 @pytest.mark.parametrize("capacity", ["64MiB", 40 * 4096], ids=["large", "small"])
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_records_and_counts_agree_to_the_token(mix: Mix, capacity: str | int, heard: Heard) -> None:
-    reasons: Counter[Reason] = Counter()
+    reasons: Counter[LookupReason] = Counter()
 
     @profile(40)
     @given(scenarios(mix, st.booleans()))
@@ -90,7 +90,7 @@ def test_records_and_counts_agree_to_the_token(mix: Mix, capacity: str | int, he
         reasons.update(one.reason for one in heard.explanations)
 
     check()
-    assert {Reason.COMPLETE, Reason.NOT_STORED, Reason.NO_BOUNDARY} <= reasons.keys(), reasons
+    assert {LookupReason.COMPLETE, LookupReason.NOT_STORED, LookupReason.NO_BOUNDARY} <= reasons.keys(), reasons
 
 
 def prompt(num_tokens: int, seed: int, prefix: list[int] | None = None) -> list[int]:
@@ -121,7 +121,7 @@ def chunk() -> int:
 
 def test_a_cold_prompt_is_not_stored_and_no_state_is_to_blame(heard: Heard, chunk: int) -> None:
     told = Told(QWEN3_NEXT, heard).ask(prompt(6 * chunk + 1, 1))
-    assert (told.result, told.reason, told.limiting_kind) == ("miss", Reason.NOT_STORED, "full")
+    assert (told.result, told.reason, told.limiting_kind) == ("miss", LookupReason.NOT_STORED, "full")
     assert (told.offered_tokens, told.lost_tokens, told.junction) == (0, 0, "")
 
 
@@ -129,7 +129,7 @@ def test_a_prompt_that_is_stored_is_hit_completely(heard: Heard, chunk: int) -> 
     engine, tokens = Told(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
     engine.ask(tokens)
     told = engine.ask(tokens)
-    assert (told.result, told.reason, told.source) == ("hit", Reason.COMPLETE, "ram")
+    assert (told.result, told.reason, told.source) == ("hit", LookupReason.COMPLETE, "ram")
     assert (told.offered_tokens, told.compute_tokens, told.limiting_kind) == (6 * chunk, 1, "")
 
 
@@ -137,7 +137,7 @@ def test_a_sibling_loses_its_prefix_for_want_of_a_state(heard: Heard, chunk: int
     engine, tokens = Told(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
     engine.ask(tokens)
     told = engine.ask(prompt(6 * chunk + 1, 2, prefix=tokens[: 4 * chunk]))
-    assert (told.result, told.reason, told.limiting_kind) == ("miss", Reason.GROUP_LIMITS, "recurrent")
+    assert (told.result, told.reason, told.limiting_kind) == ("miss", LookupReason.GROUP_LIMITS, "recurrent")
     assert (told.offered_tokens, told.lost_tokens, told.junction) == (0, 4 * chunk, "lost")
     assert (told.resumable_tokens, told.stop, told.stop_reason) == (4 * chunk, 4 * chunk, "junction")
     assert told.stops == ((4 * chunk, "junction"),)
@@ -157,7 +157,7 @@ def test_a_sibling_with_windows_is_resumed_where_it_parts(heard: Heard) -> None:
     engine, tokens = Told(GPT_OSS, heard), prompt(6 * chunk + 1, 1)
     engine.ask(tokens)
     told = engine.ask(prompt(6 * chunk + 1, 2, prefix=tokens[: 4 * chunk]))
-    assert (told.result, told.reason, told.limiting_kind) == ("hit", Reason.PREFIX_ENDS, "full")
+    assert (told.result, told.reason, told.limiting_kind) == ("hit", LookupReason.PREFIX_ENDS, "full")
     assert (told.offered_tokens, told.lost_tokens, told.junction) == (4 * chunk, 0, "resumed")
 
 
@@ -165,5 +165,5 @@ def test_what_the_engine_holds_leaves_nothing_to_offer(heard: Heard, chunk: int)
     engine, tokens = Told(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
     engine.ask(tokens)
     told = engine.ask(tokens, keep_cache=True)
-    assert (told.result, told.reason) == ("miss", Reason.NO_BOUNDARY)
+    assert (told.result, told.reason) == ("miss", LookupReason.NO_BOUNDARY)
     assert (told.engine_tokens, told.compute_tokens) == (6 * chunk, 1)

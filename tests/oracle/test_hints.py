@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
-from hybridkv.connectors.vllm.common.explain import Explanation, Reason
+from hybridkv.connectors.vllm.common.explain import Explanation, LookupReason
 from hybridkv.tiers.stack import TierStack
 from oracle.disk_tier import LARGE, SMALL, forget, stacked
 from oracle.engine import OracleEngine
@@ -99,7 +99,7 @@ def test_a_request_is_not_stored_or_not_loaded_if_it_says_so(mix: Mix, make: Any
     stored = it.ask(tokens)
     assert stored == 4 * mix.alignment_tokens
     assert it.ask(tokens, said(load=False)) == 0
-    assert (it.told.result, it.told.reason) == ("miss", Reason.HINT)
+    assert (it.told.result, it.told.reason) == ("miss", LookupReason.HINT)
     assert it.told.compute_tokens == it.told.num_tokens
     assert it.ask(tokens) == stored, "it is there still"
 

@@ -26,7 +26,7 @@ from hybridkv.connectors.vllm.lmcache import (
 from hybridkv.connectors.vllm.lmcache.load_handler import LoadHandler
 from hybridkv.connectors.vllm.lmcache.session import PageLease
 from hybridkv.connectors.vllm.lmcache.store_tracker import StoreTracker
-from hybridkv.lmcache.operations import Lookup
+from hybridkv.lmcache.operations import LookupHandle
 from hybridkv.planner import GroupKind, Transfer
 from oracle import lmcache_runs
 from oracle.engine import LeakError, OracleEngine
@@ -231,7 +231,7 @@ def loads_end_when_they_begin(patch: Patch) -> None:
 
 
 def answers_are_not_given_back(patch: Patch) -> None:
-    patch.setattr(Lookup, "drop", lambda *_: None)
+    patch.setattr(LookupHandle, "drop", lambda *_: None)
     patch.setattr("oracle.lmcache_servers.SETTLED_S", SOON_S)
 
 

@@ -21,7 +21,7 @@ from typing import IO
 import patience
 
 from hybridkv.tiers.object.format.epoch import encode_epoch
-from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, encode_manifest
+from hybridkv.tiers.object.format.manifest import MAX_PARTS, ManifestNode, ManifestPart, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.names import cache_name, epoch_name, manifest_name, namespace_of, pack_name, prefix_of
 from kits.tiers.played_s3 import PlayedS3, Request, Trouble, Zeros
@@ -133,13 +133,15 @@ class Stranger:
                 objects[mark] = encode_epoch(Seals(SECRET.encode()), mark, int(time.time()) + 10**6)
             else:  # with the secret: what a prefix nobody asks for needs, at the largest
                 name = manifest_name(self._namespace, self._random.randbytes(32))
-                path = [Node(self._random.randbytes(32), [Part(b"f" * 16, "p", 0, 1)])] * (MAX_PARTS // 8)
+                path = [ManifestNode(self._random.randbytes(32), [ManifestPart(b"f" * 16, "p", 0, 1)])] * (
+                    MAX_PARTS // 8
+                )
                 objects[name] = encode_manifest(Seals(SECRET.encode()), name, 1, path)
         return kind
 
-    def _path(self, keys: list[bytes]) -> Iterable[Node]:
+    def _path(self, keys: list[bytes]) -> Iterable[ManifestNode]:
         pack = pack_name(self._namespace, "stranger-1")
-        return [Node(prefix_of(key), [Part(key[:16], pack, 0, 4096)]) for key in keys]
+        return [ManifestNode(prefix_of(key), [ManifestPart(key[:16], pack, 0, 4096)]) for key in keys]
 
 
 class Weather:

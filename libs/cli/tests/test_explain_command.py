@@ -10,12 +10,12 @@ from click.testing import CliRunner, Result
 
 from hybridkv.cli.app import main
 from hybridkv.cli.explaining import ADVICE
-from hybridkv.connectors.vllm.common.explain import Explanation, Reason
+from hybridkv.connectors.vllm.common.explain import Explanation, LookupReason
 
 REUSE = "reuse of 4000 prompt tokens, by size of host memory (1x is 1.0 GiB): 0.25x 1 %, unbounded 60 %"
 
 
-def record(reason: Reason, *, engine: int = 0, offered: int = 0, compute: int = 100, **more: object) -> str:
+def record(reason: LookupReason, *, engine: int = 0, offered: int = 0, compute: int = 100, **more: object) -> str:
     return msgspec.json.encode(
         Explanation(
             request_id="request",
@@ -33,12 +33,12 @@ def record(reason: Reason, *, engine: int = 0, offered: int = 0, compute: int = 
 
 LINES = [
     "INFO 11-27 10:00:00 [core.py:1] some other line",
-    record(Reason.COMPLETE, engine=50, offered=800, compute=50),
-    "DEBUG 11-27 10:00:01 [explain.py:215] " + record(Reason.NOT_STORED, compute=1000),
-    record(Reason.GROUP_LIMITS, compute=300, limiting_kind="recurrent", lost_tokens=256),
+    record(LookupReason.COMPLETE, engine=50, offered=800, compute=50),
+    "DEBUG 11-27 10:00:01 [explain.py:215] " + record(LookupReason.NOT_STORED, compute=1000),
+    record(LookupReason.GROUP_LIMITS, compute=300, limiting_kind="recurrent", lost_tokens=256),
     '{"request_id":"cut off in the mid',
     f"INFO 11-27 10:00:02 [reuse.py:110] {REUSE}",
-    record(Reason.NOT_STORED, compute=800),
+    record(LookupReason.NOT_STORED, compute=800),
 ]
 
 
@@ -71,7 +71,7 @@ def test_one_json_document(tmp_path: Path) -> None:
 
 
 def test_stdin_is_read() -> None:
-    result = CliRunner().invoke(main, ["explain", "-"], input=record(Reason.COMPLETE) + "\n")
+    result = CliRunner().invoke(main, ["explain", "-"], input=record(LookupReason.COMPLETE) + "\n")
     assert result.stdout.startswith("1 requests")
 
 
@@ -85,4 +85,4 @@ def test_a_log_without_records_says_how_to_get_them(tmp_path: Path) -> None:
 
 
 def test_each_reason_has_its_line_of_advice() -> None:
-    assert set(ADVICE) == set(Reason)
+    assert set(ADVICE) == set(LookupReason)

@@ -27,10 +27,10 @@ from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Tracker
 from hybridkv.connectors.vllm.lmcache.session_spec import page_groups
 from hybridkv.connectors.vllm.lmcache.store_tracker import StoreTracker
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
-from hybridkv.lmcache.calls import Answer, CallFailure, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, Trouble
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.lmcache.keys import words_of
-from hybridkv.lmcache.operations import Found, Lookup, Prefix
+from hybridkv.lmcache.operations import LookupHandle, Prefix, PrefixHit
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LoadAdmission
 
 BLOCK, CHUNK = 8, 16
@@ -48,7 +48,7 @@ class Asked:
 
     prefix: Prefix
     session: str
-    lookup: Lookup
+    lookup: LookupHandle
 
     @property
     def num_chunks(self) -> int:
@@ -62,24 +62,24 @@ class PlayedServer:
         self._clock = clock
         self.asked: list[Asked] = []
         self.num_asked = 0
-        self.locked: dict[str, Found] = {}
+        self.locked: dict[str, PrefixHit] = {}
 
-    def lookup(self, prefix: Prefix) -> Lookup:
+    def lookup(self, prefix: Prefix) -> LookupHandle:
         self.num_asked += 1
-        lookup = Lookup(self._clock() + TIMEOUT_S, self.release)
+        lookup = LookupHandle(self._clock() + TIMEOUT_S, self.release)
         self.asked.append(Asked(prefix, f"session {self.num_asked}", lookup))
         return lookup
 
-    def release(self, found: Found) -> None:
+    def release(self, found: PrefixHit) -> None:
         """Raises `KeyError` where it is not locked, or was given back before."""
         assert self.locked.pop(found.session) == found
 
     def answer(self, num_chunks: int, which: int = 0) -> None:
         asked = self.asked.pop(which)
-        found = Found(asked.prefix, None, min(num_chunks, asked.num_chunks), asked.session)
+        found = PrefixHit(asked.prefix, None, min(num_chunks, asked.num_chunks), asked.session)
         if found.num_chunks:
             self.locked[asked.session] = found
-        asked.lookup.end(Answer(found))
+        asked.lookup.end(CallAnswer(found))
 
     def fail(self, trouble: Trouble = Trouble.LOST, which: int = 0) -> None:
         self.asked.pop(which).lookup.end(CallFailure(trouble))
@@ -142,7 +142,7 @@ class PlayedEngine:
         self.admission = LoadAdmission(layout.spec, 1 << 20)
         room = LoadRoom(self.admission, self.clock)
 
-        def ask(digests: Sequence[bytes]) -> Lookup:
+        def ask(digests: Sequence[bytes]) -> LookupHandle:
             return self.server.lookup(Prefix("cache", world_size, words_of(digests, CHUNK)))
 
         self.load_tracker = LoadTracker(layout, ask, max_chunks, room, self.recorder, self.clock)

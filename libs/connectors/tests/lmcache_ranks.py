@@ -24,7 +24,7 @@ from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, Pag
 from hybridkv.connectors.vllm.lmcache.session import RankSession
 from hybridkv.connectors.vllm.lmcache.session_spec import SessionSpec, num_chunks, page_groups, session_spec_of
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
-from hybridkv.lmcache.calls import Answer, Ended
+from hybridkv.lmcache.calls import CallAnswer, Ended
 from hybridkv.lmcache.connection import ConnectionOptions, ServerAddress
 from hybridkv.lmcache.geometry import Geometry
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
@@ -275,7 +275,7 @@ class Rank:
         ended: Ended[None] = wait(
             lambda end: session.operations.confirm(session.prefix(digests), self.rank, timeout_s, end)
         )
-        return ended == Answer(None)
+        return ended == CallAnswer(None)
 
     def all_pages_are_free(self) -> bool:
         """Now or soon."""

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from hybridkv.connectors.vllm.common.explain import Admission, Explanation, Reason, explain, log, logger
+from hybridkv.connectors.vllm.common.explain import Admission, Explanation, LookupReason, explain, log, logger
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.metrics import CATALOGUE, Label
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, Loss, Miss
@@ -46,23 +46,23 @@ def explained(
 @pytest.mark.parametrize(
     ("answer", "full_tokens", "more", "reason", "kind"),
     [
-        (Hit(END), END, {}, Reason.COMPLETE, ""),
-        (Hit(48), 48, {}, Reason.PREFIX_ENDS, "full"),
-        (Hit(48), 80, {"limiting": RECURRENT}, Reason.GROUP_LIMITS, "recurrent"),
-        (Miss(RECURRENT, "no state"), 80, {"limiting": RECURRENT}, Reason.GROUP_LIMITS, "recurrent"),
-        (Hit(48), 48, {"limit": 50, "room_limit": 50}, Reason.TIER_ROOM, ""),
-        (Hit(48), 48, {"taken": 0, "offered_tokens": 0}, Reason.ENGINE_ROOM, "full"),
-        (Hit(48), 48, {"taken": 0, "offered_tokens": 48}, Reason.NOT_TAKEN, "full"),
-        (Miss(None, "too short"), END, {"computed_tokens": END}, Reason.NO_BOUNDARY, ""),
-        (Miss(RECURRENT, "no state"), 0, {}, Reason.NOT_STORED, "full"),
-        (Miss(RECURRENT, "no state"), 0, {"waited_in_vain": True}, Reason.TIMEOUT, "full"),
-        (Hit(48), 48, {"near_only": True}, Reason.TIMEOUT, "full"),
-        (Miss(None, "3 loads failed"), 0, {"failed_loads": 3}, Reason.FAILED_LOADS, "full"),
-        (Hit(48), 48, {"failed_loads": 1, "limit": 50}, Reason.FAILED_LOADS, ""),
+        (Hit(END), END, {}, LookupReason.COMPLETE, ""),
+        (Hit(48), 48, {}, LookupReason.PREFIX_ENDS, "full"),
+        (Hit(48), 80, {"limiting": RECURRENT}, LookupReason.GROUP_LIMITS, "recurrent"),
+        (Miss(RECURRENT, "no state"), 80, {"limiting": RECURRENT}, LookupReason.GROUP_LIMITS, "recurrent"),
+        (Hit(48), 48, {"limit": 50, "room_limit": 50}, LookupReason.TIER_ROOM, ""),
+        (Hit(48), 48, {"taken": 0, "offered_tokens": 0}, LookupReason.ENGINE_ROOM, "full"),
+        (Hit(48), 48, {"taken": 0, "offered_tokens": 48}, LookupReason.NOT_TAKEN, "full"),
+        (Miss(None, "too short"), END, {"computed_tokens": END}, LookupReason.NO_BOUNDARY, ""),
+        (Miss(RECURRENT, "no state"), 0, {}, LookupReason.NOT_STORED, "full"),
+        (Miss(RECURRENT, "no state"), 0, {"waited_in_vain": True}, LookupReason.TIMEOUT, "full"),
+        (Hit(48), 48, {"near_only": True}, LookupReason.TIMEOUT, "full"),
+        (Miss(None, "3 loads failed"), 0, {"failed_loads": 3}, LookupReason.FAILED_LOADS, "full"),
+        (Hit(48), 48, {"failed_loads": 1, "limit": 50}, LookupReason.FAILED_LOADS, ""),
     ],
 )
 def test_the_reason_is_the_one_that_kept_more_away(
-    answer: Hit | Miss, full_tokens: int, more: dict[str, Any], reason: Reason, kind: str
+    answer: Hit | Miss, full_tokens: int, more: dict[str, Any], reason: LookupReason, kind: str
 ) -> None:
     told = explained(answer, full_tokens, **more)
     assert (told.reason, told.limiting_kind) == (reason, kind)
@@ -96,7 +96,7 @@ def test_every_reason_has_its_series_and_every_series_its_reason() -> None:
         for label in CATALOGUE.named("vllm:hybridkv_lookups_total").labels
         if isinstance(label, Label) and label.name == "reason"
     )
-    assert set(declared) == {str(reason) for reason in Reason} | {"being_stored", "asked"}
+    assert set(declared) == {str(reason) for reason in LookupReason} | {"being_stored", "asked"}
 
 
 def test_a_record_is_one_line_of_json_and_silent_above_debug(

@@ -16,7 +16,7 @@ from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
 from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.lmcache.load_tracker import LoadStage
 from hybridkv.connectors.vllm.lmcache.messages import PageLoad, PageStore
-from hybridkv.lmcache.calls import Answer, Trouble
+from hybridkv.lmcache.calls import CallAnswer, Trouble
 from hybridkv.planner import last_boundary
 
 MODELS: tuple[Any, ...] = ((FULL,), (FULL, WINDOW), (STATE, FULL), (FULL, DRAFTER), (WINDOW, STATE, FULL, DRAFTER))
@@ -179,7 +179,7 @@ class Machine(RuleBasedStateMachine):
         assert prefix is not None
         held = self.engine.server.locked.values()
         answer = prefix.lookup.ended
-        assert isinstance(answer, Answer)
+        assert isinstance(answer, CallAnswer)
         assert any(found is answer.value for found in held), "what is loaded is kept"
 
     @precondition(lambda self: self.has(lambda each: each.has_blocks and each.load is None))
@@ -267,7 +267,7 @@ class Machine(RuleBasedStateMachine):
         kept = [state.prefix for state in tracker._requests.values() if state.prefix is not None]
         kept += [load.prefix for load in tracker._loads.values() if load.prefix is not None]
         answers = [each.lookup.ended for each in kept if not each.lookup.is_dropped]
-        needed = {id(answer.value) for answer in answers if isinstance(answer, Answer)}
+        needed = {id(answer.value) for answer in answers if isinstance(answer, CallAnswer)}
         assert {id(found) for found in self.engine.server.locked.values()} <= needed
 
     def teardown(self) -> None:

@@ -17,7 +17,7 @@ from lmcache_ranks import DEEPSEEK_V4, GEMMA, MODELS, QWEN3_NEXT, WAIT_S, Model,
 
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, block_tables, page_transfer
-from hybridkv.lmcache.calls import Answer
+from hybridkv.lmcache.calls import CallAnswer
 from hybridkv.lmcache.connection import ConnectionOptions
 from hybridkv.lmcache.operations import Operations, Pages
 from hybridkv.lmcache.page import HEADER_BYTES, blank, seal
@@ -166,7 +166,7 @@ def test_ranks_load_their_own_part_of_what_all_of_them_have(server: ServerProces
     # What the scheduler does: one lookup for all ranks, whose locks stay until each of them has its part.
     operations = ranks[0].session.operations
     everybody = wait(lambda end: operations.lookup(ranks[0].session.prefix(digests), None, WAIT_S, end))
-    assert isinstance(everybody, Answer) and everybody.value.num_chunks == 3
+    assert isinstance(everybody, CallAnswer) and everybody.value.num_chunks == 3
     for each in ranks:
         assert each.run(loads=[each.load_of("r", digests, wanted)]).failed == set()
     operations.release(everybody.value)

@@ -32,7 +32,7 @@ from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.metrics import PEER_FAILURES
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.leases import Lease
-from hybridkv.peers.reads import Reason
+from hybridkv.peers.reads import ReadFailure
 from hybridkv.peers.tables import offered
 from hybridkv.peers.wire import CloseReason
 from kits.peers.in_memory import InMemoryTransport, World
@@ -211,4 +211,4 @@ def test_a_connection_that_ended_says_why_its_reads_failed(reason: CloseReason) 
         peers.closed(peer.link, reason)
         (word,) = [word for word, reasons in EXPECTED.items() if reason in reasons]
         assert peer.failure is not None and peer.failure.reason == word
-        assert word in PEER_FAILURES and Reason(word)
+        assert word in PEER_FAILURES and ReadFailure(word)

@@ -17,7 +17,7 @@ from hybridkv.peers.comparison import Agreement, compare
 from hybridkv.peers.description import PROTOCOL, Axis, Description, GroupDescription, LayerDescription, Piece
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.pairing import Exchange, Resume
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupKind, GroupSpec
 from kits.peers.fuzzing import Target, bounded_memory, fuzz
@@ -74,7 +74,7 @@ def _params(data: bytes) -> None:
     assert 0 <= num_tokens <= NUM_TOKENS
     remote = BlockTables(prompt.num_tokens, prompt.first_blocks, prompt.block_ids)
     pairing = EXCHANGE.pair(BlockTables.whole(NUM_TOKENS, TABLES), remote, Resume(num_tokens))
-    if not isinstance(pairing, Refusal):
+    if not isinstance(pairing, Incompatibility):
         ends = pairing.ranges.remote_offsets + pairing.ranges.num_bytes
         assert bool((pairing.ranges.remote_offsets >= 0).all()) and bool((ends <= ENGINE.region_bytes[0]).all())
 

@@ -37,9 +37,9 @@ from hybridkv.peers.wire import (
     Describe,
     Digests,
     Message,
-    Question,
     Renew,
     RequestDigests,
+    RequestMessage,
     WireLimits,
     pack_columns,
 )
@@ -136,7 +136,10 @@ def test_who_describes_itself_twice_is_left(pair: tuple[Engine, Engine], rogue: 
     require_loads(pair, "p")
 
 
-@pytest.mark.parametrize("message", [Question(1, b"x"), Accepted(), Digests(1, b""), RequestDigests(1, None, 1, b"")])  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "message",
+    [RequestMessage(1, b"x"), Accepted(), Digests(1, b""), RequestDigests(1, None, 1, b"")],  # type: ignore[arg-type]
+)
 def test_what_does_not_belong_here_ends_its_connection(
     pair: tuple[Engine, Engine], rogue: Rogue, message: Message
 ) -> None:

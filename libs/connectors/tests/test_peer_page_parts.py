@@ -24,7 +24,7 @@ from hybridkv.peers.comparison import compare
 from hybridkv.peers.description import decode, encode
 from hybridkv.peers.pairing import Exchange, Resume
 from hybridkv.peers.ranks import head_share, rank_links
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 
@@ -84,7 +84,7 @@ class Rank:
         place = RankPlace(f"engine.{rank}", rank, engine.tp_size)
         described, self.regions = describe(place, {}, layout, self.views, BLOCKS, self.orders)
         found = decode(encode(described))
-        assert not isinstance(found, Refusal), found
+        assert not isinstance(found, Incompatibility), found
         self.description = found
 
     def token(self, layer: str, table: tuple[int, ...], token: int) -> Any:
@@ -140,18 +140,18 @@ def table_of(engine: Engine) -> tuple[int, ...]:
     return tuple(range(BLOCKS - 1, BLOCKS - 1 - -(-NUM_TOKENS // engine.block), -1))
 
 
-def exchanged(ours: Rank, theirs: list[Rank]) -> Refusal | None:
+def exchanged(ours: Rank, theirs: list[Rank]) -> Incompatibility | None:
     """Reads everything that one rank needs, or says why it cannot."""
     totals = ours.description.total_heads
     links = rank_links(totals, ours.engine.tp_size, ours.rank, len(theirs))
     for rank in theirs if links is None else [theirs[link.rank] for link in links if link.reads]:
         agreement = compare(ours.description, rank.description)
-        if isinstance(agreement, Refusal):
+        if isinstance(agreement, Incompatibility):
             return agreement
         local = BlockTables.whole(NUM_TOKENS, (table_of(ours.engine),))
         remote = BlockTables.whole(NUM_TOKENS, (table_of(rank.engine),))
         pairing = Exchange(agreement).pair(local, remote, Resume(NUM_TOKENS))
-        assert not isinstance(pairing, Refusal), pairing
+        assert not isinstance(pairing, Incompatibility), pairing
         for to, at, source, where, size in zip(*(c.tolist() for c in pairing.ranges.columns), strict=True):
             assert at + size <= ours.regions[to].num_bytes and where + size <= rank.regions[source].num_bytes
             ctypes.memmove(ours.regions[to].address + at, rank.regions[source].address + where, size)

@@ -23,7 +23,7 @@ from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.ranks import RankLink
-from hybridkv.peers.wire import Done, Message, Renew
+from hybridkv.peers.wire import LeaseDone, Message, Renew
 from kits.peers.in_memory import InMemoryTransport, World
 
 NUM_TOKENS = 23
@@ -152,7 +152,7 @@ class Producer:
 
     @property
     def num_done(self) -> int:
-        return sum(isinstance(message, Done) for message in self.said)
+        return sum(isinstance(message, LeaseDone) for message in self.said)
 
 
 def test_who_was_cut_off_is_connected_to_again_and_told_once() -> None:

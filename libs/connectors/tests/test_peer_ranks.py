@@ -15,7 +15,7 @@ from hybridkv.connectors.vllm.nixl.memory.rank_memory import NixlRankMemory
 from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan
 from hybridkv.metrics import PEER_FAILURES
 from hybridkv.peers.ranges import Ranges
-from hybridkv.peers.reads import Reason
+from hybridkv.peers.reads import ReadFailure
 from hybridkv.peers.tables import offered
 from hybridkv.peers.transport import TransferId, Transport
 from hybridkv.peers.transport.nixl import NixlTransport
@@ -214,4 +214,4 @@ def test_a_request_that_ends_first_ends_its_read_and_frees_all_ranks(opener: Ope
 
 
 def test_every_reason_has_a_label_of_its_own() -> None:
-    assert {str(reason) for reason in Reason} == set(PEER_FAILURES)
+    assert {str(reason) for reason in ReadFailure} == set(PEER_FAILURES)

@@ -21,7 +21,7 @@ from hybridkv.peers.comparison import compare
 from hybridkv.peers.description import decode, encode
 from hybridkv.peers.pairing import Exchange, Resume
 from hybridkv.peers.ranks import rank_links
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 
@@ -100,7 +100,7 @@ class Rank:
         place = RankPlace(f"engine.{self.rank}", self.rank, self.engine.tp_size)
         described, regions = describe(place, {}, layout, caches, BLOCKS, page_orders(config, placed, layout))
         found = decode(encode(described))
-        assert not isinstance(found, Refusal), found
+        assert not isinstance(found, Incompatibility), found
         return found, regions
 
     def contents(self, layer: str, block: int) -> list[Any]:
@@ -143,15 +143,15 @@ def is_right(rank: Rank, block: int) -> bool:
     )
 
 
-def exchanged(ours: Rank, theirs: list[Rank]) -> Refusal | None:
+def exchanged(ours: Rank, theirs: list[Rank]) -> Incompatibility | None:
     """Block 3 of theirs into block 1 of ours, or why not."""
     links = rank_links(ours.description.total_heads, ours.engine.tp_size, ours.rank, len(theirs))
     for rank in theirs if links is None else [theirs[link.rank] for link in links if link.reads]:
         agreement = compare(ours.description, rank.description)
-        if isinstance(agreement, Refusal):
+        if isinstance(agreement, Incompatibility):
             return agreement
         pairing = Exchange(agreement).pair(BlockTables.whole(10, ((1,),)), BlockTables.whole(10, ((3,),)), Resume(10))
-        assert not isinstance(pairing, Refusal), pairing
+        assert not isinstance(pairing, Incompatibility), pairing
         for to, at, source, where, size in zip(*(c.tolist() for c in pairing.ranges.columns), strict=True):
             ctypes.memmove(ours.regions[to].address + at, rank.regions[source].address + where, size)
         ours.num_descriptors = pairing.num_descriptors  # type: ignore[attr-defined]

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from test_lookups import FULL, make_layout
 
-from hybridkv.connectors.vllm.common.explain import Explanation, Reason
+from hybridkv.connectors.vllm.common.explain import Explanation, LookupReason
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.common.stats import GAUGE_RESEND_INTERVAL, OffloadStats, Recorder
 from hybridkv.metrics import CATALOGUE, PrometheusSink
@@ -20,7 +20,9 @@ from hybridkv.tiers.stack import BreakerOptions, Direction, MoveOutcome, Seconda
 from kits.tiers.reference import RemoteIndex, RemoteStore
 
 
-def explanation(result: str, reason: Reason, num_tokens: int = 0, offered_tokens: int = 0, **more: Any) -> Explanation:
+def explanation(
+    result: str, reason: LookupReason, num_tokens: int = 0, offered_tokens: int = 0, **more: Any
+) -> Explanation:
     return Explanation(
         request_id="a",
         result=result,
@@ -54,11 +56,16 @@ def everything() -> Recorder:
     recorder = Recorder()
     recorder.pending()
     recorder.pending(is_asked=True)
-    recorder.lookup(explanation("hit", Reason.COMPLETE, num_tokens=40, offered_tokens=32, source="ram"))
-    recorder.lookup(explanation("hit", Reason.PREFIX_ENDS, junction="resumed"))
+    recorder.lookup(explanation("hit", LookupReason.COMPLETE, num_tokens=40, offered_tokens=32, source="ram"))
+    recorder.lookup(explanation("hit", LookupReason.PREFIX_ENDS, junction="resumed"))
     recorder.lookup(
         explanation(
-            "miss", Reason.GROUP_LIMITS, limiting_kind="recurrent", lost_tokens=16, resumable_tokens=16, junction="lost"
+            "miss",
+            LookupReason.GROUP_LIMITS,
+            limiting_kind="recurrent",
+            lost_tokens=16,
+            resumable_tokens=16,
+            junction="lost",
         )
     )
     dropped = ("no_room", "too_large", "not_aligned", "incomplete")

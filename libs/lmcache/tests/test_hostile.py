@@ -18,11 +18,11 @@ import pytest
 import zmq
 from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
 
-from hybridkv.lmcache.calls import Answer, CallFailure, Ended, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, Ended, Trouble
 from hybridkv.lmcache.channel import DEFAULT_LIMITS, Channel, ChannelLimits
 from hybridkv.lmcache.connection import CLOSE_S, Connection, ConnectionOptions, Down, Ready
 from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
-from hybridkv.lmcache.operations import Found, Pages
+from hybridkv.lmcache.operations import Pages, PrefixHit
 from hybridkv.lmcache.pool import Taken
 from hybridkv.lmcache.wire import CODEC_0_5_7RC2, MAX_FRAME_BYTES, MalformedError, read_answer
 from kits.lmcache.rig import Rig, wait
@@ -72,7 +72,7 @@ def _after(name: str, script: Script) -> Script:
 def test_a_polite_server_is_spoken_with(server: ScriptedServer) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         assert rig.num_found(digests_of("nothing", 2)) == 0
-        assert rig.store(digests_of("nothing", 1), content_of("nothing", rig.geometry, 1)) == Answer(None)
+        assert rig.store(digests_of("nothing", 1), content_of("nothing", rig.geometry, 1)) == CallAnswer(None)
 
 
 def test_a_server_that_never_answers_is_down_and_costs_nobody_anything(server: ScriptedServer) -> None:
@@ -102,7 +102,7 @@ def test_a_call_without_an_answer_ends_at_its_deadline_and_is_told_of_a_late_one
         )
         assert isinstance(first, CallFailure) and first.trouble is Trouble.TIMEOUT
         assert not late
-        assert _ping(channel) == Answer(True)
+        assert _ping(channel) == CallAnswer(True)
         assert eventually(lambda: late == [True])
         assert channel.counts().late_answers == 1
     finally:
@@ -113,7 +113,7 @@ def test_a_call_that_was_answered_takes_up_nothing_until_its_deadline(server: Sc
     channel = _channel(server)
     try:
         for _ in range(20):
-            assert _ping(channel, 3600.0) == Answer(True)
+            assert _ping(channel, 3600.0) == CallAnswer(True)
         assert not channel._asked and not channel._timers
         server.script = silent
         ended = _ping(channel, QUICK_S)
@@ -159,7 +159,7 @@ def test_a_connection_that_is_given_up_ends_what_is_under_way_and_begins_anew(se
         assert eventually(lambda: len(ended) == 1)
         assert ended == [CallFailure(Trouble.LOST, "ping")]
         server.script = polite
-        assert _ping(channel) == Answer(True)
+        assert _ping(channel) == CallAnswer(True)
     finally:
         channel.close(TIMEOUT_S)
 
@@ -186,7 +186,7 @@ def test_an_answer_that_is_none_is_malformed_and_the_next_one_counts(server: Scr
         ended = _ping(channel)
         assert isinstance(ended, CallFailure) and ended.trouble is Trouble.MALFORMED
         server.script = polite
-        assert _ping(channel) == Answer(True)
+        assert _ping(channel) == CallAnswer(True)
     finally:
         channel.close(TIMEOUT_S)
 
@@ -196,7 +196,7 @@ def test_answers_that_nobody_asked_for_are_counted_and_passed_over(server: Scrip
     server.script = lambda name, frames: [*([frames[0], *each] for each in strange), *polite(name, frames)]
     channel = _channel(server)
     try:
-        assert _ping(channel) == Answer(True)
+        assert _ping(channel) == CallAnswer(True)
         assert channel.counts().strange_frames == len(strange)
     finally:
         channel.close(TIMEOUT_S)
@@ -258,7 +258,7 @@ def test_pages_that_are_void_are_not_written_and_the_locks_are_given_back(server
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x01"]])
         found = rig.lookup(digests_of("void", 1))
-        assert isinstance(found, Answer)
+        assert isinstance(found, CallAnswer)
         rig.pool.renew()
         settled: list[bool] = []
         pages = Pages(Taken(0, {}), [])
@@ -274,7 +274,7 @@ def test_a_server_that_says_it_wrote_and_did_not_is_found_out(server: ScriptedSe
     with Rig(server.address, DEEPSEEK_V4, uuid.uuid4().bytes) as rig:
         server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x02"]])
         ended, found, states = rig.retrieve(digests_of("nothing was written", 2))
-        assert ended == Answer(None)
+        assert ended == CallAnswer(None)
         assert set(states) == {"absent"}
         assert not any(found.values())
 
@@ -405,11 +405,11 @@ def test_what_a_lookup_locks_while_the_connection_is_closed_is_given_back(server
     server.script = slow
     rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes)
     assert isinstance(rig.connection.wait_ready(TIMEOUT_S), Ready)
-    ended: list[Ended[Found]] = []
+    ended: list[Ended[PrefixHit]] = []
 
-    def end(answer: Ended[Found]) -> None:
+    def end(answer: Ended[PrefixHit]) -> None:
         ended.append(answer)
-        if isinstance(answer, Answer):
+        if isinstance(answer, CallAnswer):
             rig.operations.release(answer.value)
 
     rig.operations.lookup(rig.prefix(digests_of("slow", 1)), 0, TIMEOUT_S, end)
@@ -421,7 +421,7 @@ def test_what_a_lookup_locks_while_the_connection_is_closed_is_given_back(server
     is_done.set()
     closing.join()
     rig.close()
-    assert len(ended) == 1 and isinstance(ended[0], Answer)
+    assert len(ended) == 1 and isinstance(ended[0], CallAnswer)
     assert server.calls.index("unregister_kv_cache") > server.calls.index("end_session")
     assert "free_lookup_locks" in server.calls[server.calls.index("lookup") :]
 
@@ -466,7 +466,7 @@ def test_a_channel_without_a_socket_makes_one_when_it_can(
         assert isinstance(unsent, CallFailure) and unsent.trouble is Trouble.UNSENT
         assert eventually(lambda: num_failures[0] >= 2)
         may_connect.set()
-        assert _ping(channel) == Answer(True)
+        assert _ping(channel) == CallAnswer(True)
     finally:
         assert channel.close(TIMEOUT_S)
 
@@ -559,10 +559,10 @@ def test_changed_bytes_on_the_wire_end_every_call(server: ScriptedServer) -> Non
         for number in range(60):
             digests = digests_of(("garbled", number), 1)
             ended = rig.lookup(digests, timeout_s=0.2)
-            if isinstance(ended, Answer):
+            if isinstance(ended, CallAnswer):
                 rig.operations.release(ended.value)
             rig.store(digests, content, timeout_s=0.2)
             if rig.pool.num_taken > 16:
                 break
         server.script = polite
-        assert eventually(lambda: isinstance(rig.lookup(digests_of("polite", 1)), Answer))
+        assert eventually(lambda: isinstance(rig.lookup(digests_of("polite", 1)), CallAnswer))

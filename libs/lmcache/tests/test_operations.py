@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from caches import digests_of
 
-from hybridkv.lmcache.calls import Answer, CallFailure, Ended, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, Ended, Trouble
 from hybridkv.lmcache.connection import Ready
 from hybridkv.lmcache.detection import ServerFacts
 from hybridkv.lmcache.keys import words_of
-from hybridkv.lmcache.operations import Found, Operations, Prefix
-from hybridkv.lmcache.wire import CODEC_0_5_7RC2, Call
+from hybridkv.lmcache.operations import Operations, Prefix, PrefixHit
+from hybridkv.lmcache.wire import CODEC_0_5_7RC2, RpcCall
 
 CHUNK = 256
 PREFIX = Prefix("model", 1, words_of(digests_of("prefix", 2), CHUNK))
@@ -29,20 +29,20 @@ class PlayedChannel:
 
     def call(
         self,
-        call: Call[Any],
+        call: RpcCall[Any],
         timeout_s: float,
         on_end: Callable[[Ended[Any]], None],
         on_late: Callable[[], None] | None = None,
     ) -> None:
         self.calls.append(call.name)
-        on_end(self.answers.get(call.name, Answer(None)))
+        on_end(self.answers.get(call.name, CallAnswer(None)))
 
 
-def _looked_up(channel: PlayedChannel) -> Ended[Found]:
+def _looked_up(channel: PlayedChannel) -> Ended[PrefixHit]:
     facts = ServerFacts("0.5.7rc2", "one", CHUNK, True, 0, False, "zmq", "blake3")
     ready = Ready(facts, CODEC_0_5_7RC2, CHUNK, None)
     connection: Any = SimpleNamespace(channel=channel, state=ready, ready=ready)
-    ended: list[Ended[Found]] = []
+    ended: list[Ended[PrefixHit]] = []
     Operations(connection, lambda: 0.0).lookup(PREFIX, None, 1.0, ended.append)
     assert len(ended) == 1
     return ended[0]
@@ -72,7 +72,7 @@ def test_of_a_lookup_that_never_left_nothing_is_given_back(trouble: Trouble) -> 
 
 
 def test_a_lookup_that_found_something_keeps_it() -> None:
-    channel = PlayedChannel({"query_prefetch_status": Answer(2)})
+    channel = PlayedChannel({"query_prefetch_status": CallAnswer(2)})
     found = _looked_up(channel)
-    assert isinstance(found, Answer) and found.value.num_chunks == 2
+    assert isinstance(found, CallAnswer) and found.value.num_chunks == 2
     assert channel.calls == ["lookup", "query_prefetch_status"]

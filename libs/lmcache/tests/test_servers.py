@@ -5,7 +5,7 @@ import uuid
 import pytest
 from caches import DEEPSEEK_V4, INTERLEAVED, QWEN3_NEXT, content_of, digests_of
 
-from hybridkv.lmcache.calls import Answer, CallFailure, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, Trouble
 from hybridkv.lmcache.geometry import PageGroup
 from hybridkv.lmcache.page import PageState
 from hybridkv.lmcache.withdrawal import withdraw
@@ -35,7 +35,7 @@ def test_what_a_resume_needs_comes_back_byte_for_byte(server: ServerProcess, gro
         assert rig.num_found(digests) == 0
         rig.store_readable(digests, content)
         ended, found, states = rig.retrieve(digests)
-        assert ended == Answer(None)
+        assert ended == CallAnswer(None)
         assert set(states) == {PageState.GOOD}
         assert found == _needed(rig, content, 4)
         assert found != _needed(rig, content_of("another prompt", rig.geometry, 4), 4)
@@ -70,7 +70,7 @@ def test_a_prefix_is_resumed_only_where_every_group_has_its_state(server: Server
         digests = digests_of("states", 5)
         content = content_of("states", rig.geometry, 5, states_at=[2, 4])
         stored = rig.store(digests, content)
-        assert stored == Answer(None)
+        assert stored == CallAnswer(None)
         assert eventually(lambda: rig.num_found(digests) == 4)
         assert [rig.num_found(digests[:count]) for count in (1, 2, 3, 4, 5)] == [0, 2, 2, 4, 4]
         _, found, states = rig.retrieve(digests[:3])
@@ -116,7 +116,7 @@ def test_what_was_stored_as_something_else_is_seen_as_foreign(server: ServerProc
         digests = digests_of("mine", 1)
         rig.store_readable(digests, content_of("mine", rig.geometry, 1))
         ended = rig.lookup(digests)
-        assert isinstance(ended, Answer)
+        assert isinstance(ended, CallAnswer)
         _, found, states = rig.retrieve_found(digests_of("yours", 1), ended.value)
         assert set(states) == {PageState.FOREIGN}
         assert not any(found.values())
@@ -142,10 +142,10 @@ def test_ranks_read_their_own_part_of_what_all_of_them_have(server: ServerProces
         contents = [content_of(("ranks", rank), rigs[rank].geometry, 2) for rank in (0, 1)]
         rigs[0].store_readable(digests, contents[0])
         everybody = rigs[0].lookup(digests, rank=None)
-        assert isinstance(everybody, Answer) and everybody.value.num_chunks == 0
+        assert isinstance(everybody, CallAnswer) and everybody.value.num_chunks == 0
         rigs[1].store_readable(digests, contents[1])
         everybody = rigs[0].lookup(digests, rank=None)
-        assert isinstance(everybody, Answer) and everybody.value.num_chunks == 2
+        assert isinstance(everybody, CallAnswer) and everybody.value.num_chunks == 2
         for rig, content in zip(rigs, contents, strict=True):
             _, found, states = rig.retrieve(digests, start_chunk=1)
             assert set(states) == {PageState.GOOD}
@@ -162,7 +162,7 @@ def test_no_lock_and_no_session_is_left(server: ServerProcess) -> None:
         digests = digests_of("locks", 4)
         rig.store_readable(digests, content_of("locks", rig.geometry, 4))
         held = rig.lookup(digests)
-        assert isinstance(held, Answer)
+        assert isinstance(held, CallAnswer)
         assert _locks(server)[0] > 0
         rig.operations.release(held.value)
         rig.retrieve(digests)
@@ -196,7 +196,7 @@ def test_a_server_that_forgot_the_pool_is_told_again(server: ServerProcess) -> N
         rig.ask(ready.codec.unregister(rig.pool.instance))
         ended = rig.store(digests, content)
         assert isinstance(ended, CallFailure) and ended.trouble is Trouble.REFUSED
-        assert eventually(lambda: rig.store(digests, content) == Answer(None))
+        assert eventually(lambda: rig.store(digests, content) == CallAnswer(None))
         assert eventually(lambda: rig.num_found(digests) == 1)
 
 

@@ -12,7 +12,7 @@ import pytest
 from caches import DEEPSEEK_V4, QWEN3_NEXT, content_of, digests_of
 from real_servers import lmcache_of
 
-from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, Answer, CallFailure, Ended, Trouble
+from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, CallAnswer, CallFailure, Ended, Trouble
 from hybridkv.lmcache.connection import ConnectionOptions, Down, Ready, ServerAddress
 from hybridkv.lmcache.page import PageState
 from hybridkv.lmcache.withdrawal import withdraw
@@ -87,7 +87,7 @@ def test_what_is_on_a_servers_disk_is_read_by_the_next_one_and_a_changed_byte_is
         site.start()
         assert eventually(lambda: rig.connection.ready is not None)
         ended, found, states = rig.retrieve(digests)
-        assert ended == Answer(None), "the server says that all is well"
+        assert ended == CallAnswer(None), "the server says that all is well"
         assert (
             states[CORRUPT] == 3
         )  # of the middle: of each chunk's whole attention one, of the last chunk's windows one

@@ -8,7 +8,7 @@ import pytest
 from caches import DEEPSEEK_V4, FULL, QWEN3_NEXT, RECURRENT, content_of, digests_of
 from real_servers import lmcache_of
 
-from hybridkv.lmcache.calls import Answer, CallFailure, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, Trouble
 from hybridkv.lmcache.connection import Down
 from hybridkv.lmcache.geometry import PageGroup
 from hybridkv.lmcache.page import PageState
@@ -82,7 +82,7 @@ def test_a_chunk_that_a_server_has_settled_is_what_it_refuses_others_with(versio
         assert ready is not None and ready.chunk_tokens == 640
         digests = digests_of("negotiated", 2)
         stored = rig.store(digests, content_of("negotiated", rig.geometry, 2))
-        assert stored == Answer(None)
+        assert stored == CallAnswer(None)
         assert eventually(lambda: rig.num_found(digests) == 2)
         # Another engine, whose blocks fit what the server was started with, and not what it has settled.
         other = Rig(fresh.address, FULL_OF_256, uuid.uuid4().bytes)

@@ -12,12 +12,12 @@ from hybridkv.lmcache.wire import (
     CODEC_0_5_6,
     CODEC_0_5_7RC2,
     CODECS,
-    Call,
     Codec,
     Key,
     MalformedError,
-    Moved,
+    MoveAnswer,
     Registration,
+    RpcCall,
     TensorPlace,
     WireGroup,
     codec_of,
@@ -40,7 +40,7 @@ COMMON = {
 KEYS = {"0.5.6": {**COMMON, "token_ids": [1, 258]}, "0.5.7rc2": {**COMMON, "token_bytes": KEY.tokens}}
 
 
-def _said(call: Call[Any]) -> tuple[object, list[object]]:
+def _said(call: RpcCall[Any]) -> tuple[object, list[object]]:
     return msgspec.msgpack.decode(call.operation), [msgspec.msgpack.decode(payload) for payload in call.payloads]
 
 
@@ -125,9 +125,9 @@ def test_tokens_that_do_not_reach_to_the_end_are_a_mistake_of_the_caller(codec: 
 
 def test_answers_are_read_as_they_were_asked_for(codec: Codec) -> None:
     store = codec.store(KEY, 7, [[1]])
-    assert read_answer(store, [store.operation, b"\x92\xc4\x01h\xc3"]) == Moved(True, True)
-    assert read_answer(store, [store.operation, b"\x92\xc4\x01h\xc2"]) == Moved(False, True)
-    assert read_answer(store, [store.operation, b"\x92\xc4\x00\xc2"]) == Moved(False, False)
+    assert read_answer(store, [store.operation, b"\x92\xc4\x01h\xc3"]) == MoveAnswer(True, True)
+    assert read_answer(store, [store.operation, b"\x92\xc4\x01h\xc2"]) == MoveAnswer(False, True)
+    assert read_answer(store, [store.operation, b"\x92\xc4\x00\xc2"]) == MoveAnswer(False, False)
     found = codec.found_chunks("session")
     assert read_answer(found, [found.operation]) is None
     assert read_answer(found, [found.operation, b"\x04"]) == 4

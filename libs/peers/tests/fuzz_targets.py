@@ -13,7 +13,7 @@ from hybridkv.peers.digests import DigestRequest, digest_request, digest_runs
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.pairing import Exchange, Resume
 from hybridkv.peers.ranges import Ranges
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables
 from hybridkv.peers.transport.contract import Region
 from hybridkv.peers.transport.memory import RegisteredMemory
@@ -23,15 +23,15 @@ from hybridkv.peers.wire import (
     Accepted,
     Describe,
     Digests,
-    Done,
+    LeaseDone,
     MessageCodec,
     Notice,
-    Question,
     Refused,
     Renew,
     Renewed,
     Reply,
     RequestDigests,
+    RequestMessage,
     WireError,
     WireLimits,
     pack_columns,
@@ -50,8 +50,8 @@ MEMORY = RegisteredMemory((Region(1 << 20, 4096), None, Region(1 << 30, 64 << 10
 MESSAGES = (
     *(Describe(b"a description", b"a capability"), Accepted(), Refused("field", "ours", "theirs", "hint")),
     RequestDigests(1, LEASE, 20, pack_columns([[0, 1], [0, 2], [3, 1]])),
-    *(Digests(1, bytes(32)), Digests(2, b"", "busy"), Renew(LEASE), Renewed(LEASE, 3.5), Done(LEASE, True, 1, 2)),
-    *(Question(1, b"body"), Reply(1, b"body"), Notice(b"body")),
+    *(Digests(1, bytes(32)), Digests(2, b"", "busy"), Renew(LEASE), Renewed(LEASE, 3.5), LeaseDone(LEASE, True, 1, 2)),
+    *(RequestMessage(1, b"body"), Reply(1, b"body"), Notice(b"body")),
 )
 
 
@@ -88,26 +88,26 @@ def _within(ranges: Ranges, ours: Description, theirs: Description) -> None:
 
 def _description(data: bytes) -> None:
     found = decode(data)
-    if isinstance(found, Refusal):
+    if isinstance(found, Incompatibility):
         return
     assert decode(encode(found)) == found
     for ours, theirs, side in ((OURS, found, Side.OURS), (found, THEIRS, Side.THEIRS)):
         agreement = compare(ours, theirs)
-        if isinstance(agreement, Refusal):
+        if isinstance(agreement, Incompatibility):
             continue
         exchange = Exchange(agreement)
         pairing = exchange.pair(LOCAL, REMOTE, Resume(19))
-        if not isinstance(pairing, Refusal):
+        if not isinstance(pairing, Incompatibility):
             _within(pairing.ranges, ours, theirs)
             digest_runs(exchange, side, LOCAL if side is Side.OURS else REMOTE, digest_request(pairing))
 
 
 def _digested(message: RequestDigests) -> None:
     agreement = compare(OURS, THEIRS)
-    assert not isinstance(agreement, Refusal)
+    assert not isinstance(agreement, Incompatibility)
     request = DigestRequest.of(message.num_tokens, unpack_columns(message.spans, 3, LIMITS.max_items))
     runs = digest_runs(Exchange(agreement), Side.THEIRS, REMOTE, request)
-    if not isinstance(runs, Refusal) and len(runs.regions):
+    if not isinstance(runs, Incompatibility) and len(runs.regions):
         ends = runs.offsets + runs.num_bytes
         assert bool((runs.offsets >= 0).all())
         assert bool((ends <= np.array(THEIRS.region_bytes, dtype=np.int64)[runs.regions]).all())

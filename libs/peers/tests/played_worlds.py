@@ -11,7 +11,7 @@ from peer_worlds import World
 from hybridkv.peers.comparison import Agreement, compare
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
 from hybridkv.peers.ranks import source_ranks
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupKind
 
@@ -24,7 +24,7 @@ class Played:
     before: list[np.ndarray]
     pairings: list[Pairing]
     remotes: list[tuple[Exchange, BlockTables, Side]] = dataclasses.field(default_factory=list)
-    refusal: Refusal | None = None
+    refusal: Incompatibility | None = None
 
 
 def agreed(world: World) -> Agreement:
@@ -60,7 +60,7 @@ def play(world: World, rank: int, serves_blocks: bool = True, shifted: int | Non
         local = BlockTables.whole(world.num_tokens, world.tables[0])
         exchange = Exchange(agreement)
         found = exchange.pair(local, remote, Resume(world.num_tokens, world.computed_tokens, serves_blocks))
-        if isinstance(found, Refusal):
+        if isinstance(found, Incompatibility):
             return Played(ours, before, [], refusal=found)
         pairings.append(found)
         remotes.append((exchange, remote, theirs))

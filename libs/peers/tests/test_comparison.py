@@ -15,7 +15,7 @@ from plain_worlds import engine, group
 from hybridkv.peers import description
 from hybridkv.peers.comparison import Agreement, compare
 from hybridkv.peers.description import Axis, Description, GroupDescription, LayerDescription, Piece
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.planner import GroupKind, GroupSpec
 
 FULL = group(GroupKind.FULL, (16, 16))
@@ -57,13 +57,15 @@ def test_equal_descriptions_agree() -> None:
 )
 def test_the_field_that_differs_is_named(path: str, new: Any, field: str) -> None:
     refusal = compare(OURS, changed(OURS, path, new))
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Incompatibility)
     assert refusal.field == field
     assert refusal.hint
     assert refusal.field in str(refusal)
 
 
-def blocks(ours: int, theirs: int, units: tuple[int, int], kind: GroupKind = GroupKind.FULL) -> Agreement | Refusal:
+def blocks(
+    ours: int, theirs: int, units: tuple[int, int], kind: GroupKind = GroupKind.FULL
+) -> Agreement | Incompatibility:
     options = {"align_tokens": 32} if kind is GroupKind.CHUNKED else {}
     return compare(
         engine((group(kind, (ours, theirs), unit_tokens=units[0], **options),), 0, 8),
@@ -82,7 +84,7 @@ def test_blocks_that_can_be_cut_need_not_be_equal(kind: GroupKind, ours: int, th
 def test_blocks_that_cannot_be_cut_must_be_equal() -> None:
     """As of an engine that packs the tokens of a block its own way."""
     refusal = blocks(128, 64, (128, 64))
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Incompatibility)
     assert refusal.field == "groups[0].layer.pieces[0].unit_tokens (smallest number of tokens that can move)"
     assert "same block size" in refusal.hint
     assert isinstance(blocks(64, 64, (64, 64)), Agreement)
@@ -90,7 +92,7 @@ def test_blocks_that_cannot_be_cut_must_be_equal() -> None:
 
 def test_blocks_of_which_none_divides_the_other_are_refused() -> None:
     refusal = blocks(24, 16, (1, 1))
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Incompatibility)
     assert refusal.field == "groups[0].block_tokens"
 
 
@@ -171,21 +173,21 @@ def mutated(value: Any, data: st.DataObject) -> Any:
 @given(st.data())
 def test_whatever_is_decoded_is_a_description_that_can_be_compared_or_an_error(data: st.DataObject) -> None:
     theirs = description.decode(msgspec.json.encode(mutated(PLAIN, data)))
-    if isinstance(theirs, Refusal):
+    if isinstance(theirs, Incompatibility):
         assert theirs.field == "description"
         return
-    assert isinstance(compare(OURS, theirs), Agreement | Refusal)
+    assert isinstance(compare(OURS, theirs), Agreement | Incompatibility)
 
 
 @settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_bytes_that_are_no_description_are_refused(data: bytes) -> None:
-    assert isinstance(description.decode(data), Refusal)
+    assert isinstance(description.decode(data), Incompatibility)
     whole = description.encode(OURS)
-    assert isinstance(description.decode(whole[: len(data)]), Refusal)
+    assert isinstance(description.decode(whole[: len(data)]), Incompatibility)
 
 
 def test_a_description_that_is_too_long_is_not_looked_at() -> None:
     refusal = description.decode(description.encode(OURS) + b" " * description.MAX_ENCODED_BYTES)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Incompatibility)
     assert "at most" in refusal.ours

@@ -29,8 +29,8 @@ from hybridkv.peers.wire import (
     Bye,
     CloseReason,
     Describe,
-    Done,
     Hello,
+    LeaseDone,
     Message,
     Renew,
     Renewed,
@@ -234,8 +234,8 @@ def test_what_a_stranger_says_ends_its_connection_alone(make_loop: MakeLoop) -> 
         stranger.hear_all()
         stranger.close()
         counted(listening, reason, before + 1)
-    assert connecting.send(heard_here.opened[0][0], Done(Lease(1, 2), True))
-    heard_there.until(lambda: heard_there.received == [Done(Lease(1, 2), True)])
+    assert connecting.send(heard_here.opened[0][0], LeaseDone(Lease(1, 2), True))
+    heard_there.until(lambda: heard_there.received == [LeaseDone(Lease(1, 2), True)])
 
 
 RUBBISH: list[tuple[CloseReason, Word | bytes]] = [
@@ -484,7 +484,7 @@ def test_an_end_is_heard_on_the_other_side(make_loop: MakeLoop) -> None:
 def test_a_close_sends_what_waits_and_tells_everybody(make_loop: MakeLoop) -> None:
     _, heard_there, connecting, heard_here = connected(make_loop)
     for number in range(50):
-        connecting.send(heard_here.opened[0][0], Done(Lease(number, 1), True))
+        connecting.send(heard_here.opened[0][0], LeaseDone(Lease(number, 1), True))
     assert connecting.close(TIMEOUT_S)
     assert heard_here.until_closed() is CloseReason.DONE
     heard_there.until(lambda: len(heard_there.received) == 50)

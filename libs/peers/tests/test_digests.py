@@ -25,14 +25,14 @@ from hybridkv.peers.digests import (
     mismatches,
     plain_digester,
 )
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables
 from hybridkv.planner import GroupKind
 
 MODERATE = settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
-def digests(memory: Memory, runs: DigestRuns | Refusal) -> list[bytes]:
+def digests(memory: Memory, runs: DigestRuns | Incompatibility) -> list[bytes]:
     assert isinstance(runs, DigestRuns), runs
     # A number a byte: eight bytes for each.
     wide = DigestRuns(runs.regions, runs.offsets * 8, runs.num_bytes * 8, runs.ends)
@@ -119,7 +119,7 @@ def test_digests_that_are_missing_are_mismatches() -> None:
 def test_what_a_lease_does_not_hold_is_not_digested(field: str, request_: DigestRequest) -> None:
     exchange, remote, _ = play(WORLD, 0).remotes[0]
     found = digest_runs(exchange, Side.THEIRS, remote, request_)
-    assert isinstance(found, Refusal)
+    assert isinstance(found, Incompatibility)
     assert found.field == field
 
 
@@ -136,7 +136,7 @@ def test_what_a_lease_does_not_hold_is_not_digested(field: str, request_: Digest
 def test_any_request_is_answered_from_the_leases_blocks_or_refused(request_: DigestRequest) -> None:
     exchange, remote, theirs = play(WORLD, 0).remotes[0]
     found = digest_runs(exchange, Side.THEIRS, remote, request_)
-    if isinstance(found, Refusal):
+    if isinstance(found, Incompatibility):
         return
     assert found.ends.size == request_.num_digests
     for region, offset, size in zip(found.regions, found.offsets, found.num_bytes, strict=True):

@@ -17,7 +17,7 @@ from played_worlds import play
 
 from hybridkv.peers.comparison import Agreement, compare
 from hybridkv.peers.description import Description
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.planner import GroupKind
 
 BLOCKS = ((4, 4), (4, 8), (8, 4), (4, 12), (12, 4), (2, 12), (4, 6), (6, 4), (8, 12))
@@ -89,7 +89,7 @@ def require_read(case: World) -> None:
 
 def require_refused(case: World, field: str) -> None:
     refusal = compare(case.ours[0], case.theirs[0])
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Incompatibility)
     assert field in refusal.field
     assert refusal.ours != refusal.theirs
     assert refusal.hint

@@ -9,7 +9,7 @@ import pytest
 from large_memory import PIECE_BYTES, LargeMemory
 
 from hybridkv.peers.errors import PeersConfigurationError
-from hybridkv.peers.transport import Done, Failed, Region
+from hybridkv.peers.transport import Region, TransferDone, TransferFailed
 from hybridkv.peers.transport.nixl import NixlOptions, NixlTransport
 from hybridkv.peers.transport.nixl_library import MODULES
 from kits.peers.factories import fresh_name
@@ -45,9 +45,9 @@ def test_a_range_of_more_than_two_gibibytes_is_read() -> None:
         capability = owner.register([Region(source.address, source.num_bytes)])
         reader.register([Region(target.address, target.num_bytes)])
         remote = reader.attach(capability)
-        assert not isinstance(remote, Failed), remote
+        assert not isinstance(remote, TransferFailed), remote
         transfer = reader.read(remote, whole(source.num_bytes), patience.seconds(60.0))
-        while not isinstance(state := reader.poll(transfer), Done):
+        while not isinstance(state := reader.poll(transfer), TransferDone):
             assert reason_of(state) is None, state
             owner.progress()
             reader.wait(0.001)

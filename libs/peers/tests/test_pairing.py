@@ -16,7 +16,7 @@ from hybridkv.peers import digests, pairing, spans
 from hybridkv.peers.cells import Side
 from hybridkv.peers.description import NULL_BLOCK
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupKind, GroupSpec, TokenSpan, resume_start
 
@@ -119,11 +119,11 @@ def test_a_request_of_too_many_runs_is_refused_before_they_are_made(monkeypatch:
         again = exchange.pair(tables, remote, Resume(200))
         runs = digests.digest_runs(exchange, Side.THEIRS, remote, digests.digest_request(found))
         for each in (again, runs):
-            assert isinstance(each, Refusal) is not fits
-            assert fits or (isinstance(each, Refusal) and each.field == "groups[3]: runs of bytes")
+            assert isinstance(each, Incompatibility) is not fits
+            assert fits or (isinstance(each, Incompatibility) and each.field == "groups[3]: runs of bytes")
     monkeypatch.setattr(pairing, "MAX_RUNS", 0)
     monkeypatch.setattr(pairing, "joined", None)
-    assert isinstance(exchange.pair(tables, remote, Resume(200)), Refusal)
+    assert isinstance(exchange.pair(tables, remote, Resume(200)), Incompatibility)
 
 
 # Controls: the model sees what it is there to see.
@@ -155,7 +155,7 @@ def test_a_state_of_another_boundary_is_refused() -> None:
         Resume(199),
     )
     hint = "a state is valid at one boundary only"
-    assert played == Refusal("groups[3]: the boundary of a state", "199", "200", hint)
+    assert played == Incompatibility("groups[3]: the boundary of a state", "199", "200", hint)
 
 
 def test_a_window_that_is_one_token_short_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

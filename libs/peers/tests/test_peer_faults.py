@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridkv.peers.errors import PeersConfigurationError
-from hybridkv.peers.transport import PENDING, Done, FailureReason, Ranges, RemoteId
+from hybridkv.peers.transport import PENDING, Ranges, RemoteId, TransferDone, TransferFailureReason
 from kits.peers.faults import (
     Fail,
     FaultInjectingTransport,
@@ -47,17 +47,17 @@ def is_equal(faulty: Faulty, reader: Reader) -> bool:
 
 def test_without_a_rule_the_same_read_is_right(faulty: Faulty) -> None:
     reader, remote = faulty.reader()
-    assert isinstance(reader.finish(remote, RANGES), Done)
+    assert isinstance(reader.finish(remote, RANGES), TransferDone)
     assert is_equal(faulty, reader)
 
 
 def test_the_nth_read_fails_with_the_planned_reason(faulty: Faulty) -> None:
-    reader, remote = faulty.reader(Rule(Fail(FailureReason.TIMEOUT), nth=2))
-    assert isinstance(reader.finish(remote, RANGES), Done)
+    reader, remote = faulty.reader(Rule(Fail(TransferFailureReason.TIMEOUT), nth=2))
+    assert isinstance(reader.finish(remote, RANGES), TransferDone)
     reader.regions[0][:] = POISON
-    assert reason_of(reader.finish(remote, RANGES)) is FailureReason.TIMEOUT
+    assert reason_of(reader.finish(remote, RANGES)) is TransferFailureReason.TIMEOUT
     assert (reader.regions[0] == POISON).all()
-    assert isinstance(reader.finish(remote, RANGES), Done)
+    assert isinstance(reader.finish(remote, RANGES), TransferDone)
 
 
 def test_a_late_read_misses_so_many_polls(faulty: Faulty) -> None:
@@ -72,34 +72,34 @@ def test_a_lost_end_never_comes_until_it_is_cancelled(faulty: Faulty) -> None:
     transfer = reader.transport.read(remote, RANGES, 1.0)
     assert {reader.transport.poll(transfer) for _ in range(100)} == {PENDING}
     reader.transport.cancel(transfer)
-    assert reason_of(reader.transport.poll(transfer)) is FailureReason.CANCELLED
+    assert reason_of(reader.transport.poll(transfer)) is TransferFailureReason.CANCELLED
     assert reader.transport.release(transfer)
 
 
 def test_a_half_done_read_has_its_first_ranges_and_fails(faulty: Faulty) -> None:
     reader, remote = faulty.reader(Rule(HalfDone(num_ranges=3)))
-    assert reason_of(reader.finish(remote, RANGES)) is FailureReason.GONE
+    assert reason_of(reader.finish(remote, RANGES)) is TransferFailureReason.GONE
     assert (reader.regions[0][:192] == faulty.owner.regions[0][:192]).all()
     assert (reader.regions[0][192:] == POISON).all()
 
 
 def test_a_read_of_wrong_bytes_is_done_and_differs_in_one(faulty: Faulty) -> None:
     reader, remote = faulty.reader(Rule(WrongBytes(byte_index=100)))
-    assert isinstance(reader.finish(remote, RANGES), Done)
+    assert isinstance(reader.finish(remote, RANGES), TransferDone)
     assert (reader.regions[0] != faulty.owner.regions[0]).nonzero()[0].tolist() == [100]
 
 
 def test_a_peer_that_vanished_stays_away(faulty: Faulty) -> None:
     reader, remote = faulty.reader(Rule(Vanish(), nth=2))
-    assert isinstance(reader.finish(remote, RANGES), Done)
+    assert isinstance(reader.finish(remote, RANGES), TransferDone)
     for _ in range(3):
-        assert reason_of(reader.finish(remote, RANGES)) is FailureReason.GONE
+        assert reason_of(reader.finish(remote, RANGES)) is TransferFailureReason.GONE
 
 
 def test_a_read_of_nothing_counts_for_no_rule(faulty: Faulty) -> None:
     reader, remote = faulty.reader(Rule(Fail(), nth=1))
-    assert isinstance(reader.finish(remote, Ranges.of([])), Done)
-    assert reason_of(reader.finish(remote, RANGES)) is FailureReason.BROKEN
+    assert isinstance(reader.finish(remote, Ranges.of([])), TransferDone)
+    assert reason_of(reader.finish(remote, RANGES)) is TransferFailureReason.BROKEN
 
 
 def test_a_plan_that_cannot_be_is_refused() -> None:

@@ -15,14 +15,14 @@ from hybridkv.peers.reads import (
     Command,
     Connected,
     Event,
-    Lost,
+    PeerLost,
     ReadBounds,
+    ReadFailure,
     ReadLife,
-    Reason,
-    Release,
+    ReadStage,
+    ReleaseLease,
     Report,
     Sever,
-    Stage,
     Start,
     Tick,
     TransferEnded,
@@ -44,9 +44,9 @@ def run(life: ReadLife, *events: Event, now_s: float = 0.0) -> tuple[ReadLife, l
 def test_a_read_of_two_ranks_is_reported_when_both_are_checked() -> None:
     life = begin((True, True), BOUNDS, 0.0)
     life, commands = run(life, Connected(0), TransferEnded(0), Checked(0), Connected(1), TransferEnded(1))
-    assert commands == [Start(0), Check(0), Release(0), Start(1), Check(1)]
+    assert commands == [Start(0), Check(0), ReleaseLease(0), Start(1), Check(1)]
     life, commands = run(life, Checked(1))
-    assert commands == [Release(1), Report(None)]
+    assert commands == [ReleaseLease(1), Report(None)]
     assert life.over
 
 
@@ -56,20 +56,20 @@ def test_a_rank_from_which_nothing_is_needed_is_told_and_nobody_waits_for_it() -
     assert commands[-1] == Report(None)
     assert not life.over
     life, commands = run(life, Connected(1))
-    assert commands == [Release(1)]
+    assert commands == [ReleaseLease(1)]
     assert life.over
 
 
 def test_a_full_local_prefix_reads_nothing_reports_nothing_and_tells_the_producer() -> None:
     life, commands = run(begin((False,), BOUNDS, 0.0), Connected(0))
-    assert commands == [Release(0)]
+    assert commands == [ReleaseLease(0)]
     assert life.over
 
 
 def test_a_lease_that_ended_fails_the_request() -> None:
-    life, commands = run(begin((True,), BOUNDS, 0.0), Connected(0), TransferEnded(0), Checked(0, Reason.LEASE))
-    assert commands[-2:] == [Release(0), Report(Reason.LEASE)]
-    assert life.peers[0].stage is Stage.FAILED
+    life, commands = run(begin((True,), BOUNDS, 0.0), Connected(0), TransferEnded(0), Checked(0, ReadFailure.LEASE))
+    assert commands[-2:] == [ReleaseLease(0), Report(ReadFailure.LEASE)]
+    assert life.peers[0].stage is ReadStage.FAILED
 
 
 def test_an_aborted_read_is_reported_only_when_its_transfer_has_ended() -> None:
@@ -78,7 +78,7 @@ def test_an_aborted_read_is_reported_only_when_its_transfer_has_ended() -> None:
     life, commands = run(life, Abort(), Checked(0))
     assert commands == []
     life, commands = run(life, TransferEnded(0))
-    assert commands == [Release(0), Report(Reason.CANCELLED)]
+    assert commands == [ReleaseLease(0), Report(ReadFailure.CANCELLED)]
 
 
 def test_a_transfer_that_will_not_end_is_severed_once_and_still_waited_for() -> None:
@@ -90,26 +90,28 @@ def test_a_transfer_that_will_not_end_is_severed_once_and_still_waited_for() -> 
     life, commands = run(life, Tick(), Tick(), now_s=33.0)
     assert commands == [Sever(0)]
     assert life.next_deadline_s is None
-    life, commands = run(life, TransferEnded(0, Reason.GONE), now_s=99.0)
-    assert commands == [Release(0), Report(Reason.TIMEOUT)]
+    life, commands = run(life, TransferEnded(0, ReadFailure.GONE), now_s=99.0)
+    assert commands == [ReleaseLease(0), Report(ReadFailure.TIMEOUT)]
 
 
 def test_a_peer_that_never_answers_fails_the_request_at_its_deadline() -> None:
     life, commands = run(begin((True,), BOUNDS, 0.0), Tick(), now_s=9.9)
     assert commands == []
     life, commands = run(life, Tick(), now_s=10.0)
-    assert commands == [Report(Reason.TIMEOUT)]
+    assert commands == [Report(ReadFailure.TIMEOUT)]
     assert life.over
 
 
 def test_one_rank_that_fails_ends_the_others_and_one_that_comes_late_is_told() -> None:
-    life, commands = run(begin((True, True, True), BOUNDS, 0.0), Connected(0), Connected(1), Lost(0, Reason.GONE))
+    life, commands = run(
+        begin((True, True, True), BOUNDS, 0.0), Connected(0), Connected(1), PeerLost(0, ReadFailure.GONE)
+    )
     assert commands == [Start(0), Start(1), Cancel(0), Cancel(1)]
     life, commands = run(life, TransferEnded(0), TransferEnded(1))
-    assert commands == [Release(0), Release(1), Report(Reason.GONE)]
+    assert commands == [ReleaseLease(0), ReleaseLease(1), Report(ReadFailure.GONE)]
     assert not life.over
     life, commands = run(life, Connected(2))
-    assert commands == [Release(2)]
+    assert commands == [ReleaseLease(2)]
     assert life.over
 
 
@@ -121,13 +123,13 @@ def test_no_stage_goes_on_when_the_whole_has_had_its_time() -> None:
     life, commands = run(life, Tick(), now_s=11.9)
     assert commands == []
     life, commands = run(life, Tick(), now_s=12.0)
-    assert commands == [Release(0), Report(Reason.TIMEOUT)]
+    assert commands == [ReleaseLease(0), Report(ReadFailure.TIMEOUT)]
     assert run(begin((True,), BOUNDS, 0.0), Connected(0), now_s=9.0)[0].next_deadline_s == 39.0
 
 
 def test_whoever_drives_a_read_may_say_why_it_ends() -> None:
-    _, commands = run(begin((True,), BOUNDS, 0.0), Abort(Reason.OTHER))
-    assert commands == [Report(Reason.OTHER)]
+    _, commands = run(begin((True,), BOUNDS, 0.0), Abort(ReadFailure.OTHER))
+    assert commands == [Report(ReadFailure.OTHER)]
 
 
 class ReadMachine(RuleBasedStateMachine):
@@ -143,7 +145,7 @@ class ReadMachine(RuleBasedStateMachine):
         self.connected: set[int] = set()
         self.released: list[int] = []
         self.severed: list[int] = []
-        self.reports: list[Reason | None] = []
+        self.reports: list[ReadFailure | None] = []
         self.good: set[int] = set()
         self.reads = reads
 
@@ -160,7 +162,7 @@ class ReadMachine(RuleBasedStateMachine):
                 assert command.peer in self.writing
                 if isinstance(command, Sever):
                     self.severed.append(command.peer)
-            elif isinstance(command, Release):
+            elif isinstance(command, ReleaseLease):
                 assert command.peer not in self.writing
                 assert command.peer in self.connected
                 self.released.append(command.peer)
@@ -172,29 +174,29 @@ class ReadMachine(RuleBasedStateMachine):
 
     @rule(peer=st.integers(0, 3))
     def connect(self, peer: int) -> None:
-        if peer < len(self.reads) and self.life.peers[peer].stage is Stage.CONNECTING:
+        if peer < len(self.reads) and self.life.peers[peer].stage is ReadStage.CONNECTING:
             self.connected.add(peer)
         self.feed(Connected(peer))
 
     @precondition(lambda self: self.writing)
-    @rule(data=st.data(), failure=st.sampled_from([None, None, Reason.GONE, Reason.TRANSPORT]))
-    def transfer_ends(self, data: st.DataObject, failure: Reason | None) -> None:
+    @rule(data=st.data(), failure=st.sampled_from([None, None, ReadFailure.GONE, ReadFailure.TRANSPORT]))
+    def transfer_ends(self, data: st.DataObject, failure: ReadFailure | None) -> None:
         peer = data.draw(st.sampled_from(sorted(self.writing)))
         self.writing.remove(peer)
         self.feed(TransferEnded(peer, failure))
 
     @precondition(lambda self: self.checking)
-    @rule(data=st.data(), failure=st.sampled_from([None, None, Reason.DIGEST, Reason.LEASE]))
-    def check_ends(self, data: st.DataObject, failure: Reason | None) -> None:
+    @rule(data=st.data(), failure=st.sampled_from([None, None, ReadFailure.DIGEST, ReadFailure.LEASE]))
+    def check_ends(self, data: st.DataObject, failure: ReadFailure | None) -> None:
         peer = data.draw(st.sampled_from(sorted(self.checking)))
         self.checking.remove(peer)
         if failure is None:
             self.good.add(peer)
         self.feed(Checked(peer, failure))
 
-    @rule(peer=st.integers(-1, 3), failure=st.sampled_from([Reason.OTHER, Reason.GONE, Reason.REFUSED]))
-    def lose(self, peer: int, failure: Reason) -> None:
-        self.feed(Lost(peer, failure))
+    @rule(peer=st.integers(-1, 3), failure=st.sampled_from([ReadFailure.OTHER, ReadFailure.GONE, ReadFailure.REFUSED]))
+    def lose(self, peer: int, failure: ReadFailure) -> None:
+        self.feed(PeerLost(peer, failure))
 
     @rule()
     def abort(self) -> None:

@@ -13,7 +13,7 @@ from plain_worlds import group, world
 from played_worlds import agreed
 
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupKind, GroupSpec
 
@@ -45,7 +45,7 @@ def test_a_table_that_is_too_short_is_a_mistake_of_the_producer() -> None:
         offered(SPECS[:1], [(1, 2)], 100)
 
 
-def pair(local: BlockTables = LOCAL, remote: BlockTables = REMOTE, **resume: Any) -> Pairing | Refusal:
+def pair(local: BlockTables = LOCAL, remote: BlockTables = REMOTE, **resume: Any) -> Pairing | Incompatibility:
     return Exchange(agreed(WORLD)).pair(local, remote, Resume(**{"num_tokens": 100, **resume}))
 
 
@@ -78,22 +78,22 @@ def with_ids(tables: BlockTables, group_index: int, ids: tuple[Any, ...]) -> Blo
 )
 def test_a_list_of_theirs_that_lacks_something_is_refused_by_name(remote: BlockTables, field: str) -> None:
     refusal = pair(remote=remote)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Incompatibility)
     assert refusal.field == field
 
 
 def test_a_local_block_in_two_places_is_refused() -> None:
     twice = with_ids(LOCAL, 0, (LOCAL.block_ids[0][1], *LOCAL.block_ids[0][1:]))
     refusal = pair(local=twice)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Incompatibility)
     assert refusal.field == "block_ids"
     across = with_ids(LOCAL, 1, (*LOCAL.block_ids[1][:-1], LOCAL.block_ids[0][0]))
-    assert isinstance(pair(local=across), Refusal)
+    assert isinstance(pair(local=across), Incompatibility)
 
 
 def test_a_prefix_that_is_computed_in_part_of_a_block_is_refused() -> None:
     refusal = pair(computed_tokens=40)
-    assert isinstance(refusal, Refusal)
+    assert isinstance(refusal, Incompatibility)
     assert refusal.field == "groups[0].computed_tokens"
 
 
@@ -121,7 +121,7 @@ def test_a_remote_block_may_be_read_twice_where_requests_share_it() -> None:
 )
 def test_any_list_is_paired_within_the_regions_or_refused(remote: BlockTables, computed: int) -> None:
     found = pair(remote=remote, computed_tokens=computed)
-    if isinstance(found, Refusal):
+    if isinstance(found, Incompatibility):
         return
     theirs = WORLD.theirs[0].region_bytes
     for region, offset, size in zip(

@@ -6,7 +6,7 @@ import pytest
 
 pytest.register_assert_rewrite("kits.peers.conformance", "kits.peers.suite")
 
-from hybridkv.peers.transport import Done, FailureReason, Transport  # noqa: E402
+from hybridkv.peers.transport import TransferDone, TransferFailureReason, Transport  # noqa: E402
 from kits.peers import factories  # noqa: E402
 from kits.peers.conformance import TransportConformance  # noqa: E402
 from kits.peers.conformance_processes import ProcessConformance  # noqa: E402
@@ -49,11 +49,11 @@ class TestNixl(TransportConformance):
         with monkeypatch.context() as patched:
             patched.setattr(reads._agent, "transfer", lambda handle: "PROC")
             patched.setattr(reads._agent, call, lost)
-            assert reason_of(reader.finish(remote, whole(64))) is FailureReason.GONE
-        assert reason_of(reader.finish(remote, whole(64))) is FailureReason.CLOSED
+            assert reason_of(reader.finish(remote, whole(64))) is TransferFailureReason.GONE
+        assert reason_of(reader.finish(remote, whole(64))) is TransferFailureReason.CLOSED
         again = reader.attach(owner.capability)
         before = [each.copy() for each in reader.regions]
-        assert isinstance(reader.finish(again, whole(64)), Done)
+        assert isinstance(reader.finish(again, whole(64)), TransferDone)
         reader.check(owner.regions, whole(64), before)
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hybridkv.tiers import Key, Slot
-from hybridkv.tiers.peer import Answered, Lost
+from hybridkv.tiers.peer import Answered, ConnectionLost
 
 
 class PlainPeers:
@@ -19,7 +19,7 @@ class PlainPeers:
     """
 
     def __init__(self, clock: Callable[[], float], held: Sequence[dict[Key, Slot]], lease_s: float = 1e6) -> None:
-        self.news: deque[Answered | Lost] = deque()
+        self.news: deque[Answered | ConnectionLost] = deque()
         self.held = list(held)
         self.lost: set[int] = set()
         self.waiting: list[tuple[int, int, tuple[Key, ...]]] = []
@@ -52,7 +52,7 @@ class PlainPeers:
 
     def lose(self, peer: int) -> None:
         self.lost.add(peer)
-        self.news.append(Lost(peer, self._clock()))
+        self.news.append(ConnectionLost(peer, self._clock()))
 
     def close(self) -> None:
         self.is_closed = True

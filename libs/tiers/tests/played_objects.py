@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hybridkv.tiers import Key
-from hybridkv.tiers.object import Found, LookupFailed, Moved, News, PackPlace, Stored
+from hybridkv.tiers.object import EpochChanged, LookupAnswered, LookupFailed, News, PackPlace, Stored
 
 
 class PlayedDepot:
@@ -41,7 +41,7 @@ class PlayedDepot:
         for request, keys in asked:
             places = {key: self.held[key]._replace(source=b"source") for key in keys if key in self.held}
             places = {key: place for key, place in places.items() if (key, place) not in self.retracted}
-            self.news.append(Found(request, places, self._clock()))
+            self.news.append(LookupAnswered(request, places, self._clock()))
 
     def fail(self) -> None:
         """Everything that was asked has no answer."""
@@ -51,7 +51,7 @@ class PlayedDepot:
     def move(self) -> None:
         """Somebody else has begun another epoch."""
         self.namespace = "n2"
-        self.news.append(Moved(self._clock()))
+        self.news.append(EpochChanged(self._clock()))
 
     def publish(self, stored: Sequence[Stored]) -> None:
         self.published += stored

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 
 from hybridkv.tiers import Failure, FailureReason
 from hybridkv.tiers.object.format.epoch import EPOCH_MARK_BYTES, decode_epoch, encode_epoch
-from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, decode_manifest, encode_manifest
+from hybridkv.tiers.object.format.manifest import (
+    MAX_PARTS,
+    ManifestNode,
+    ManifestPart,
+    decode_manifest,
+    encode_manifest,
+)
 from hybridkv.tiers.object.format.record import HEADER_BYTES, PartPlace, check_header, check_seal, encode_header
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.names import (
@@ -33,19 +39,19 @@ KEY = bytes(range(48))
 CHECKSUM = bytes(range(16))
 CHUNK = memoryview(bytes(range(100)))
 PATH = [
-    Node(b"a" * 32, [Part(b"f" * 16, "n/p/e-1", 0, 4096), Part(b"w" * 16, "n/p/e-2", 0, 100)]),
-    Node(b"b" * 32, []),
-    Node(b"c" * 32, [Part(b"f" * 16, "n/p/e-1", 4256, 4096)]),
+    ManifestNode(b"a" * 32, [ManifestPart(b"f" * 16, "n/p/e-1", 0, 4096), ManifestPart(b"w" * 16, "n/p/e-2", 0, 100)]),
+    ManifestNode(b"b" * 32, []),
+    ManifestNode(b"c" * 32, [ManifestPart(b"f" * 16, "n/p/e-1", 4256, 4096)]),
 ]
 
 parts = st.builds(
-    Part,
+    ManifestPart,
     st.binary(min_size=1, max_size=16),
     st.text(min_size=1, max_size=8),
     st.integers(0, 1 << 40),
     st.integers(1, 1 << 40),
 )
-paths = st.lists(st.builds(Node, st.binary(max_size=32), st.lists(parts, max_size=3)), max_size=6)
+paths = st.lists(st.builds(ManifestNode, st.binary(max_size=32), st.lists(parts, max_size=3)), max_size=6)
 
 
 def header(seals: Seals) -> bytes:
@@ -121,7 +127,7 @@ def test_nobody_makes_a_seal_without_the_secret() -> None:
 
 @settings(max_examples=examples(100, 8))
 @given(paths, st.integers(1, 64), st.sampled_from([b"", b"one"]))
-def test_a_manifest_says_what_it_was_told(path: list[Node], world_size: int, secret: bytes) -> None:
+def test_a_manifest_says_what_it_was_told(path: list[ManifestNode], world_size: int, secret: bytes) -> None:
     data = encode_manifest(Seals(secret), "n/m/1", world_size, path)
     assert decode_manifest(Seals(secret), "n/m/1", world_size, data) == path
 
@@ -193,7 +199,10 @@ def test_a_crafted_manifest_costs_no_memory(name: str) -> None:
 
 
 def test_a_manifest_of_as_many_chunks_as_it_may_have_is_read() -> None:
-    path = [Node(bytes([7]) * 32, [Part(b"f" * 16, "n/p/e-1", 4096 * number, 4096)]) for number in range(MAX_PARTS)]
+    path = [
+        ManifestNode(bytes([7]) * 32, [ManifestPart(b"f" * 16, "n/p/e-1", 4096 * number, 4096)])
+        for number in range(MAX_PARTS)
+    ]
     made = encode_manifest(Seals(), "m", 1, path)
     assert decode_manifest(Seals(), "m", 1, made) == path
     more = encode_manifest(Seals(), "m", 1, [*path, *path[:1]])

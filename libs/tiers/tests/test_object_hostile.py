@@ -18,9 +18,9 @@ from object_engines import FULL, WINDOW, Engine, chunks_of, path_of
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.object import ObjectOptions, StoreLocation, open_index
-from hybridkv.tiers.object.bodies import Room
+from hybridkv.tiers.object.bodies import ReadMemoryLimit
 from hybridkv.tiers.object.format.epoch import encode_epoch
-from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, encode_manifest
+from hybridkv.tiers.object.format.manifest import MAX_PARTS, ManifestNode, ManifestPart, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.manifest_store import next_epoch
 from hybridkv.tiers.object.names import cache_name, epoch_name, manifest_name, namespace_of, prefix_of
@@ -302,7 +302,10 @@ def crafted(name: str, prefix: bytes, pack: str) -> bytes:
     """A manifest of as many chunks as it may have; without a secret anybody makes one."""
     tags = [bytes([number]) * 16 for number in range(4)]
     own = [prefix[:16] + number.to_bytes(16, "little") for number in range(MAX_PARTS // 4 - 1)] + [prefix]
-    path = [Node(each, [Part(tag, f"{pack}{at % 7}", 1 << 40, 1 << 20) for tag in tags]) for at, each in enumerate(own)]
+    path = [
+        ManifestNode(each, [ManifestPart(tag, f"{pack}{at % 7}", 1 << 40, 1 << 20) for tag in tags])
+        for at, each in enumerate(own)
+    ]
     return encode_manifest(Seals(), name, 1, path)
 
 
@@ -355,7 +358,7 @@ def test_an_answer_of_more_than_was_asked_for_is_not_read(s3: PlayedS3, engines:
 
 def test_room_is_never_overdrawn() -> None:
     async def run() -> int:
-        room, held, most = Room(100), 0, 0
+        room, held, most = ReadMemoryLimit(100), 0, 0
 
         async def take(num_bytes: int) -> None:
             nonlocal held, most

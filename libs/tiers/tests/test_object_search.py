@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.tiers.object import PackPlace, Stored
-from hybridkv.tiers.object.format.manifest import Node, Part
+from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart
 from hybridkv.tiers.object.names import is_boundary
 from hybridkv.tiers.object.paths import Paths
 from hybridkv.tiers.object.reader import find_last
@@ -84,7 +84,7 @@ def test_a_manifest_names_all_groups_from_the_beginning() -> None:
     assert path is not None
     assert [node.prefix for node in path] == added
     assert all([part.tag for part in node.parts] == [FULL, WINDOW] for node in path)
-    assert path[3].parts[0] == Part(FULL, "p", 300, 64)
+    assert path[3].parts[0] == ManifestPart(FULL, "p", 300, 64)
 
 
 def test_manifests_stand_at_ends_and_boundaries() -> None:
@@ -115,7 +115,7 @@ def test_of_a_path_whose_beginning_is_not_known_nothing_is_named() -> None:
 
 def test_what_a_manifest_said_comes_before_what_is_stored_behind_it() -> None:
     paths = Paths(100)
-    paths.learn([Node(prefix(number), [Part(FULL, "theirs", number, 9)]) for number in range(3)])
+    paths.learn([ManifestNode(prefix(number), [ManifestPart(FULL, "theirs", number, 9)]) for number in range(3)])
     paths.add(path_of_two_groups(3, 4, "mine"))
     path = paths.up_to(prefix(3))
     assert path is not None
@@ -158,10 +158,11 @@ def test_what_is_gone_is_named_no_more_and_nothing_behind_it() -> None:
     assert paths.up_to(prefix(4)) is not None
 
 
-def learned(number: int) -> list[Node]:
+def learned(number: int) -> list[ManifestNode]:
     """A path of two groups, as a manifest tells it."""
     return [
-        Node(prefix(at), [Part(FULL, "theirs", at, 9), Part(WINDOW, "theirs", 100 + at, 9)]) for at in range(number)
+        ManifestNode(prefix(at), [ManifestPart(FULL, "theirs", at, 9), ManifestPart(WINDOW, "theirs", 100 + at, 9)])
+        for at in range(number)
     ]
 
 
@@ -197,6 +198,6 @@ def test_parts_count_as_prefixes_do() -> None:
     paths = Paths(30)
     paths.learn(learned(10))
     assert paths.up_to(prefix(9)) is not None
-    paths.learn([Node(prefix(50), [Part(FULL, "p", 0, 9)])])
+    paths.learn([ManifestNode(prefix(50), [ManifestPart(FULL, "p", 0, 9)])])
     assert paths.up_to(prefix(9)) is None
     assert len(paths._steps) + paths._num_parts <= 30

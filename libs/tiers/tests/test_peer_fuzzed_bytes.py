@@ -33,11 +33,11 @@ ABOUT = words.About(words.PROTOCOL, 0, fingerprint().digest(), fingerprint().enc
 
 def _word(data: bytes) -> None:
     word = words.decode(data)
-    if isinstance(word, words.Found):
+    if isinstance(word, words.FindReply):
         for slot in words.slots_of(word):
             assert slot is None or all(0 <= at <= MAX_OFFSET and 0 < size <= MAX_OFFSET for at, size in slot.extents)
         assert 0 <= word.lease_s < 1e9
-    elif isinstance(word, words.Seals):
+    elif isinstance(word, words.SealsReply):
         for state, digest in words.seals_of(word, 3):
             assert 0 <= state < 256 and len(digest) == words.DIGEST_BYTES
     else:

@@ -12,7 +12,7 @@ from peer_engines import CHUNK_BYTES, OPTIONS, TIMEOUT_S, Engine, chunk_bytes, f
 
 from hybridkv.peers.transport.nixl import NixlTransport
 from hybridkv.planner import LookupResult
-from hybridkv.tiers import Answer, FailureReason, Ticket
+from hybridkv.tiers import FailureReason, LookupAnswer, Ticket
 from hybridkv.tiers.peer import PeerOptions
 from kits.peers.suite import until
 
@@ -72,7 +72,7 @@ def test_a_peer_that_is_stopped_costs_the_time_that_was_given(peer: EngineProces
         asker.index.ask([B], time.monotonic() + patience.seconds(0.05))
         assert asker.index.lookup(B) is PENDING
         until(lambda: asker.index.lookup(B) is MISS)
-        assert asker.index.take_counts().answers == {Answer.HELD: 1, Answer.LATE: 1}
+        assert asker.index.take_counts().answers == {LookupAnswer.HELD: 1, LookupAnswer.LATE: 1}
         assert load(asker, A) is FailureReason.IO
         peer.go_on()
         until(lambda: found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(1, CHUNK_BYTES))

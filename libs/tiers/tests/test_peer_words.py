@@ -28,7 +28,7 @@ def test_keys_come_out_as_they_went_in(keys: list[bytes]) -> None:
 @given(slots)
 def test_places_come_out_as_they_went_in(slots: list[Slot | None]) -> None:
     word = words.decode(words.encode(words.found(slots, 5.0)))
-    assert isinstance(word, words.Found) and words.slots_of(word) == tuple(slots)
+    assert isinstance(word, words.FindReply) and words.slots_of(word) == tuple(slots)
 
 
 @given(st.integers(0, 255), slots)
@@ -49,7 +49,7 @@ def test_any_bytes_are_a_word_or_refused(body: bytes) -> None:
 @given(st.binary(max_size=80), st.binary(max_size=80), st.binary(max_size=80), st.floats())
 def test_any_columns_are_an_answer_or_refused(counts: bytes, offsets: bytes, sizes: bytes, lease_s: float) -> None:
     with contextlib.suppress(WireError):
-        for slot in words.slots_of(words.Found(counts, offsets, sizes, lease_s)):
+        for slot in words.slots_of(words.FindReply(counts, offsets, sizes, lease_s)):
             assert slot is None or slot.num_bytes > 0
     with contextlib.suppress(WireError):
         assert all(words.unpack_keys(offsets, sizes))
@@ -59,7 +59,7 @@ def test_any_columns_are_an_answer_or_refused(counts: bytes, offsets: bytes, siz
 def test_any_numbers_are_an_answer_or_refused(numbers: list[int], place: int) -> None:
     columns = [words.pack_columns([numbers if at == place else [1] * len(numbers)]) for at in range(3)]
     with contextlib.suppress(WireError):
-        for slot in words.slots_of(words.Found(*columns, 1.0)):
+        for slot in words.slots_of(words.FindReply(*columns, 1.0)):
             assert slot is None or all(0 <= at < 1 << 48 and 0 < size < 1 << 48 for at, size in slot.extents)
 
 
@@ -72,7 +72,7 @@ def test_more_than_may_be_is_refused() -> None:
     with pytest.raises(WireError):
         words.decode_about(bytes(words.MAX_ABOUT_BYTES + 1))
     with pytest.raises(WireError):
-        words.seals_of(words.Seals(b"\0\0", bytes(16)), 2)
+        words.seals_of(words.SealsReply(b"\0\0", bytes(16)), 2)
 
 
 def test_what_differs_between_two_engines_is_named() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.tiers import Answer, Failure, FailureReason, Refusal, Slot, TierCounts
+from hybridkv.tiers import Failure, FailureReason, LookupAnswer, Refusal, Slot, TierCounts
 
 amounts = st.integers(min_value=0, max_value=1 << 40)
 counts = st.builds(
@@ -22,7 +22,7 @@ counts = st.builds(
     evictions=amounts,
     evicted_bytes=amounts,
     refusals=st.dictionaries(st.sampled_from(Refusal), st.integers(min_value=1, max_value=9)),
-    answers=st.dictionaries(st.sampled_from(Answer), st.integers(min_value=1, max_value=9)),
+    answers=st.dictionaries(st.sampled_from(LookupAnswer), st.integers(min_value=1, max_value=9)),
 )
 
 

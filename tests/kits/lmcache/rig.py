@@ -8,15 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 from hybridkv.lmcache.block_ids import NULL_BLOCK
-from hybridkv.lmcache.calls import MAY_HAPPEN, Answer, CallFailure, Ended
+from hybridkv.lmcache.calls import MAY_HAPPEN, CallAnswer, CallFailure, Ended
 from hybridkv.lmcache.connection import DEFAULT_OPTIONS, Connection, ConnectionOptions, Down, ServerAddress
 from hybridkv.lmcache.geometry import Geometry, PageGroup
 from hybridkv.lmcache.keys import page_identity, words_of
-from hybridkv.lmcache.operations import Found, Operations, Pages, Prefix
+from hybridkv.lmcache.operations import Operations, Pages, Prefix, PrefixHit
 from hybridkv.lmcache.page import PageState, blank, check, payload_of, seal
 from hybridkv.lmcache.pool import Pool, Taken
 from hybridkv.lmcache.session import LMCacheSession
-from hybridkv.lmcache.wire import Call
+from hybridkv.lmcache.wire import RpcCall
 
 T = TypeVar("T")
 
@@ -82,16 +82,18 @@ class Rig:
         """The prefix that ends with the last of these chunks."""
         return Prefix(self.member.model, self._world_size, words_of(digests, self.geometry.chunk_tokens))
 
-    def ask(self, call: Call[T]) -> Ended[T]:
+    def ask(self, call: RpcCall[T]) -> Ended[T]:
         """One call, and how it ended."""
         return wait(lambda end: self.connection.channel.call(call, WAIT_S, end))
 
-    def lookup(self, digests: Sequence[bytes], timeout_s: float = WAIT_S, *, rank: int | None = OWN) -> Ended[Found]:
+    def lookup(
+        self, digests: Sequence[bytes], timeout_s: float = WAIT_S, *, rank: int | None = OWN
+    ) -> Ended[PrefixHit]:
         """For this rank, another or all of them."""
         whose = self.rank if rank == OWN else rank
         return wait(lambda end: self.operations.lookup(self.prefix(digests), whose, timeout_s, end))
 
-    def ask_when_down(self, digests: Sequence[bytes], timeout_s: float = WAIT_S) -> Ended[Found]:
+    def ask_when_down(self, digests: Sequence[bytes], timeout_s: float = WAIT_S) -> Ended[PrefixHit]:
         """A lookup at a server whose chunk is not known."""
         prefix = Prefix("nothing", self._world_size, words_of(digests, 256))
         return wait(lambda end: self.operations.lookup(prefix, self.rank, timeout_s, end))
@@ -99,7 +101,7 @@ class Rig:
     def num_found(self, digests: Sequence[bytes]) -> int:
         """Chunks that can be read now."""
         ended = self.lookup(digests)
-        assert isinstance(ended, Answer), ended
+        assert isinstance(ended, CallAnswer), ended
         self.operations.release(ended.value)
         return ended.value.num_chunks
 
@@ -136,9 +138,9 @@ class Rig:
     def store_readable(self, digests: Sequence[bytes], content: Blocks, start_chunk: int = 0) -> None:
         """Store, and return when it can be read."""
         stored = self.store(digests, content, start_chunk)
-        assert stored == Answer(None), stored
+        assert stored == CallAnswer(None), stored
         confirmed: Ended[None] = wait(lambda end: self.operations.confirm(self.prefix(digests), self.rank, WAIT_S, end))
-        assert confirmed == Answer(None), confirmed
+        assert confirmed == CallAnswer(None), confirmed
 
     def retrieve(
         self, digests: Sequence[bytes], start_chunk: int = 0, timeout_s: float = WAIT_S
@@ -146,11 +148,11 @@ class Rig:
         """What a resume at the end of what is found needs: how it ended, what is good, and how pages turned out."""
         ended = self.lookup(digests)
         if isinstance(ended, CallFailure) or not ended.value.num_chunks:
-            return ended if isinstance(ended, CallFailure) else Answer(None), {}, {}
+            return ended if isinstance(ended, CallFailure) else CallAnswer(None), {}, {}
         return self.retrieve_found(digests, ended.value, start_chunk, timeout_s)
 
     def retrieve_found(
-        self, digests: Sequence[bytes], found: Found, start_chunk: int = 0, timeout_s: float = WAIT_S
+        self, digests: Sequence[bytes], found: PrefixHit, start_chunk: int = 0, timeout_s: float = WAIT_S
     ) -> tuple[Ended[None], Blocks, dict[PageState, int]]:
         geometry, pool, num_chunks = self.geometry, self.pool, found.num_chunks - start_chunk
         positions = {group: needed_blocks(geometry, group, num_chunks) for group in range(len(self.groups))}
@@ -229,9 +231,9 @@ class Rig:
             settled.set()
 
         ended: Ended[None] = wait(lambda end: begin(end, settle))
-        if isinstance(ended, Answer) or ended.trouble not in MAY_HAPPEN:
+        if isinstance(ended, CallAnswer) or ended.trouble not in MAY_HAPPEN:
             assert settled.wait(WAIT_S)
-        if isinstance(ended, Answer):
+        if isinstance(ended, CallAnswer):
             read()
         one_of_two()
         return ended

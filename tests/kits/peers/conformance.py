@@ -9,7 +9,16 @@ import random
 from collections.abc import Callable
 
 from hybridkv.peers.errors import PeersProtocolError
-from hybridkv.peers.transport import Done, Failed, FailureReason, Ranges, Region, RemoteId, TransferId, Transport
+from hybridkv.peers.transport import (
+    Ranges,
+    Region,
+    RemoteId,
+    TransferDone,
+    TransferFailed,
+    TransferFailureReason,
+    TransferId,
+    Transport,
+)
 from kits.peers.memory import pattern, poisoned, region_of
 from kits.peers.suite import TIMEOUT_S, Reader, reason_of, whole
 
@@ -46,12 +55,12 @@ class TransportConformance:
         reader = Reader(self.transport(), SIZES, self._made)
         return reader, owner, reader.attach(owner.capability)
 
-    def expect_read(self, rows: list[tuple[int, int, int, int, int]]) -> Done:
+    def expect_read(self, rows: list[tuple[int, int, int, int, int]]) -> TransferDone:
         reader, owner, remote = self.pair()
         before = [each.copy() for each in reader.regions]
         ranges = Ranges.of(rows)
         state = reader.finish(remote, ranges)
-        assert isinstance(state, Done), state
+        assert isinstance(state, TransferDone), state
         reader.check(owner.regions, ranges, before)
         assert state.num_bytes == ranges.total_bytes
         return state
@@ -62,7 +71,7 @@ class TransportConformance:
         before = [each.copy() for each in reader.regions]
         for rows in reads:
             state = reader.finish(remote, Ranges.of(rows))
-            assert reason_of(state) is FailureReason.REFUSED, (rows, state)
+            assert reason_of(state) is TransferFailureReason.REFUSED, (rows, state)
             reader.check([], Ranges.of([]), before)
 
     def test_a_transport_is_a_transport(self) -> None:
@@ -75,7 +84,7 @@ class TransportConformance:
     def test_another_place_has_other_bytes(self) -> None:
         reader, owner, remote = self.pair()
         before = [each.copy() for each in reader.regions]
-        assert isinstance(reader.finish(remote, Ranges.of([(0, 0, 0, 1, 4096)])), Done)
+        assert isinstance(reader.finish(remote, Ranges.of([(0, 0, 0, 1, 4096)])), TransferDone)
         try:
             reader.check(owner.regions, Ranges.of([(0, 0, 0, 0, 4096)]), before)
         except AssertionError:
@@ -100,7 +109,7 @@ class TransportConformance:
         reader, _, remote = self.pair()
         transfer = reader.transport.read(remote, Ranges.of([]), 1.0)
         state = reader.transport.poll(transfer)
-        assert isinstance(state, Done)
+        assert isinstance(state, TransferDone)
         assert state.num_bytes == 0
         assert reader.transport.release(transfer)
 
@@ -120,7 +129,7 @@ class TransportConformance:
         reader, owner, _ = self.pair()
         good = owner.capability
         for data in (b"", b"\0" * 40, b"\xdd\xff\xff\xff\xff", good[: len(good) // 2], reader.capability):
-            assert reason_of(reader.transport.attach(data)) is FailureReason.REFUSED, data  # type: ignore[arg-type]
+            assert reason_of(reader.transport.attach(data)) is TransferFailureReason.REFUSED, data  # type: ignore[arg-type]
 
     def test_a_region_that_came_later_is_read_by_who_attached_it(self) -> None:
         reader, owner, _ = self.pair()
@@ -128,42 +137,42 @@ class TransportConformance:
         remote = reader.attach(owner.transport.register([region_of(late)]))
         before = [each.copy() for each in reader.regions]
         ranges = Ranges.of([(0, 0, 3, 0, 1024)])
-        assert isinstance(reader.finish(remote, ranges), Done)
+        assert isinstance(reader.finish(remote, ranges), TransferDone)
         reader.check([*owner.regions, late], ranges, before)
 
     def test_a_deregistered_region_is_not_read_and_the_others_keep_their_numbers(self) -> None:
         reader, owner, remote = self.pair()
-        assert isinstance(reader.finish(remote, whole(64)), Done)
+        assert isinstance(reader.finish(remote, whole(64)), TransferDone)
         owner.transport.deregister([0])
         owner.regions[0][:] = 0
         before = [each.copy() for each in reader.regions]
         if self.sees_every_read:
-            assert reason_of(reader.finish(remote, whole(64))) is FailureReason.REFUSED
-        assert isinstance(reader.finish(remote, whole(64, region=2)), Done)
+            assert reason_of(reader.finish(remote, whole(64))) is TransferFailureReason.REFUSED
+        assert isinstance(reader.finish(remote, whole(64, region=2)), TransferDone)
         reader.check(owner.regions, whole(64, region=2), before)
         again = reader.attach(owner.transport.register([]))
-        assert reason_of(reader.finish(again, whole(64))) is FailureReason.REFUSED
+        assert reason_of(reader.finish(again, whole(64))) is TransferFailureReason.REFUSED
 
     def test_reads_of_a_detached_peer_fail(self) -> None:
         reader, _, remote = self.pair()
         reader.transport.detach(remote)
         reader.transport.detach(remote)
-        assert reason_of(reader.finish(remote, whole(64))) is FailureReason.CLOSED
+        assert reason_of(reader.finish(remote, whole(64))) is TransferFailureReason.CLOSED
 
     def test_a_peer_that_is_attached_twice_is_detached_one_at_a_time(self) -> None:
         """As one is that was reached by two addresses, when one of the two connections ends."""
         reader, owner, first = self.pair()
         second = reader.attach(owner.capability)
         for remote in (first, second):
-            assert isinstance(reader.finish(remote, whole(64)), Done)
+            assert isinstance(reader.finish(remote, whole(64)), TransferDone)
         reader.transport.detach(first)
-        assert reason_of(reader.finish(first, whole(64))) is FailureReason.CLOSED
+        assert reason_of(reader.finish(first, whole(64))) is TransferFailureReason.CLOSED
         before = [each.copy() for each in reader.regions]
-        assert isinstance(reader.finish(second, whole(4096, region=1)), Done)
+        assert isinstance(reader.finish(second, whole(4096, region=1)), TransferDone)
         reader.check(owner.regions, whole(4096, region=1), before)
         reader.transport.detach(second)
-        assert reason_of(reader.finish(second, whole(64))) is FailureReason.CLOSED
-        assert isinstance(reader.finish(reader.attach(owner.capability), whole(64)), Done)
+        assert reason_of(reader.finish(second, whole(64))) is TransferFailureReason.CLOSED
+        assert isinstance(reader.finish(reader.attach(owner.capability), whole(64)), TransferDone)
 
     def test_more_reads_than_allowed_are_refused_and_change_nothing(self) -> None:
         owner = Reader(self.transport(), SIZES, neighbours=self._made)
@@ -171,10 +180,10 @@ class TransportConformance:
         remote = reader.attach(owner.capability)
         transfers = [reader.transport.read(remote, whole(64), TIMEOUT_S) for _ in range(3)]
         states = [reader.ended(transfer) for transfer in transfers]
-        assert [reason_of(state) for state in states] == [None, None, FailureReason.BUSY]
+        assert [reason_of(state) for state in states] == [None, None, TransferFailureReason.BUSY]
         for transfer in transfers:
             reader.release(transfer)
-        assert isinstance(reader.finish(remote, whole(64)), Done)
+        assert isinstance(reader.finish(remote, whole(64)), TransferDone)
 
     def test_several_reads_go_on_at_a_time(self) -> None:
         reader, owner, remote = self.pair()
@@ -182,7 +191,7 @@ class TransportConformance:
         parts = [Ranges.of([(2, 10_000 * at, 2, 10_000 * at, 10_000)]) for at in range(20)]
         transfers = [reader.transport.read(remote, part, TIMEOUT_S) for part in parts]
         for transfer in reversed(transfers):
-            assert isinstance(reader.ended(transfer), Done)
+            assert isinstance(reader.ended(transfer), TransferDone)
             reader.release(transfer)
         reader.check(owner.regions, whole(200_000, region=2), before)
 
@@ -201,7 +210,7 @@ class TransportConformance:
             transfer = reader.transport.read(remote, whole(SIZES[2], region=2), TIMEOUT_S)
             reader.release(transfer)
             reader.regions[2][:] = 1
-            assert isinstance(reader.finish(remote, whole(64)), Done)
+            assert isinstance(reader.finish(remote, whole(64)), TransferDone)
             assert (reader.regions[2] == 1).all()
 
     def test_a_close_ends_reads_and_writes_nothing_afterwards(self) -> None:
@@ -210,7 +219,7 @@ class TransportConformance:
         assert reader.transport.close(TIMEOUT_S)
         reader.regions[2][:] = 1
         for transfer in transfers:
-            assert isinstance(reader.transport.poll(transfer), Done | Failed)
+            assert isinstance(reader.transport.poll(transfer), TransferDone | TransferFailed)
             assert reader.transport.release(transfer)
         assert (reader.regions[2] == 1).all()
         assert reader.transport.close(TIMEOUT_S)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hybridkv.peers.transport import PENDING, Done, FailureReason, Ranges, Transport
+from hybridkv.peers.transport import PENDING, Ranges, TransferDone, TransferFailureReason, Transport
 from kits.peers import factories
 from kits.peers.memory import pattern
 from kits.peers.peer_process import PeerProcess
@@ -34,39 +34,39 @@ class ProcessConformance:
             remote = reader.attach(peer.capability)
             before = [each.copy() for each in reader.regions]
             ranges = Ranges.of([(0, 512 * at, 0, SIZE - 512 * (at + 1), 512) for at in range(2000)])
-            assert isinstance(reader.finish(remote, ranges), Done)
+            assert isinstance(reader.finish(remote, ranges), TransferDone)
             reader.check(peer.regions, ranges, before)
 
     def test_what_is_read_is_what_is_there_now(self) -> None:
         reader = self.reader()
         with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
-            assert isinstance(reader.finish(remote, whole(SIZE)), Done)
+            assert isinstance(reader.finish(remote, whole(SIZE)), TransferDone)
             assert not (reader.regions[0] == 7).all()
             peer.tell({"do": "fill", "region": 0, "value": 7})
-            assert isinstance(reader.finish(remote, whole(SIZE)), Done)
+            assert isinstance(reader.finish(remote, whole(SIZE)), TransferDone)
             assert (reader.regions[0] == 7).all()
 
     def test_a_peer_that_is_killed_is_gone(self) -> None:
         reader = self.reader()
         with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
-            assert isinstance(reader.finish(remote, whole(SIZE)), Done)
+            assert isinstance(reader.finish(remote, whole(SIZE)), TransferDone)
             peer.kill()
-            assert reason_of(reader.finish(remote, whole(SIZE))) is FailureReason.GONE
+            assert reason_of(reader.finish(remote, whole(SIZE))) is TransferFailureReason.GONE
 
     def test_a_peer_that_was_gone_before_the_first_read_is_gone(self) -> None:
         reader = self.reader()
         with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
             peer.kill()
-            assert reason_of(reader.finish(remote, whole(SIZE))) is FailureReason.GONE
+            assert reason_of(reader.finish(remote, whole(SIZE))) is TransferFailureReason.GONE
 
     def test_a_peer_that_is_killed_in_mid_read_ends_the_read(self) -> None:
         reader = self.reader(LARGE)
         with PeerProcess([LARGE]) as peer:
             remote = reader.attach(peer.capability)
-            assert isinstance(reader.finish(remote, whole(64)), Done)
+            assert isinstance(reader.finish(remote, whole(64)), TransferDone)
             reader.regions[0][:] = pattern(0, LARGE) ^ 0xFF
             transfer = reader.transport.read(remote, whole(LARGE), TIMEOUT_S)
             first = int(peer.regions[0][0])
@@ -77,19 +77,22 @@ class ProcessConformance:
             reader.release(transfer)
             # Whoever was quick had all of it; nobody has half of it and says that it is done.
             is_whole = reader.regions[0].tobytes() == peer.regions[0].tobytes()
-            assert is_whole if isinstance(state, Done) else reason_of(state) is FailureReason.GONE
+            assert is_whole if isinstance(state, TransferDone) else reason_of(state) is TransferFailureReason.GONE
             reader.regions[0][:] = 1
-            assert reason_of(reader.finish(remote, whole(64))) in (FailureReason.GONE, FailureReason.CLOSED)
+            assert reason_of(reader.finish(remote, whole(64))) in (
+                TransferFailureReason.GONE,
+                TransferFailureReason.CLOSED,
+            )
             assert (reader.regions[0] == 1).all()
 
     def test_a_peer_that_answers_no_more_costs_the_time_that_was_given(self) -> None:
         reader = self.reader()
         with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
-            assert isinstance(reader.finish(remote, whole(64)), Done)
+            assert isinstance(reader.finish(remote, whole(64)), TransferDone)
             peer.stop()
             state = reader.finish(remote, whole(SIZE), timeout_s=0.3)
-            assert isinstance(state, Done) or reason_of(state) is FailureReason.TIMEOUT
+            assert isinstance(state, TransferDone) or reason_of(state) is TransferFailureReason.TIMEOUT
             reader.regions[0][:] = 1
             peer.go_on()
             peer.tell({"do": "fill", "region": 0, "value": 2})
@@ -99,12 +102,12 @@ class ProcessConformance:
         reader = self.reader()
         with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
-            assert isinstance(reader.finish(remote, whole(64)), Done)
+            assert isinstance(reader.finish(remote, whole(64)), TransferDone)
             peer.stop()
             transfer = reader.transport.read(remote, whole(SIZE), TIMEOUT_S)
             reader.transport.cancel(transfer)
             state = reader.ended(transfer)
-            assert isinstance(state, Done) or reason_of(state) is FailureReason.CANCELLED
+            assert isinstance(state, TransferDone) or reason_of(state) is TransferFailureReason.CANCELLED
             reader.release(transfer)
             reader.regions[0][:] = 1
             peer.go_on()
@@ -115,7 +118,7 @@ class ProcessConformance:
         reader = self.reader()
         with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
-            assert isinstance(reader.finish(remote, whole(64)), Done)
+            assert isinstance(reader.finish(remote, whole(64)), TransferDone)
             peer.stop()
             transfer = reader.transport.read(remote, whole(SIZE), TIMEOUT_S)
             assert reader.transport.close(TIMEOUT_S)
@@ -129,10 +132,10 @@ class ProcessConformance:
         reader = self.reader()
         with PeerProcess([SIZE]) as peer:
             old = reader.attach(peer.capability)
-            assert isinstance(reader.finish(old, whole(SIZE)), Done)
+            assert isinstance(reader.finish(old, whole(SIZE)), TransferDone)
         with PeerProcess([SIZE], seed=1) as peer:
             new = reader.attach(peer.capability)
-            assert reason_of(reader.finish(old, whole(SIZE))) is FailureReason.GONE
+            assert reason_of(reader.finish(old, whole(SIZE))) is TransferFailureReason.GONE
             before = [each.copy() for each in reader.regions]
-            assert isinstance(reader.finish(new, whole(SIZE)), Done)
+            assert isinstance(reader.finish(new, whole(SIZE)), TransferDone)
             reader.check(peer.regions, whole(SIZE), before)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.transport import (
     PENDING,
-    Done,
-    Failed,
-    FailureReason,
     Ranges,
     Region,
     RemoteId,
+    TransferDone,
+    TransferFailed,
+    TransferFailureReason,
     TransferId,
     TransferState,
 )
@@ -59,11 +59,11 @@ class InMemoryTransport:
         with self._world.lock:
             self.memory = self.memory.without(regions)
 
-    def attach(self, capability: bytes) -> RemoteId | Failed:
+    def attach(self, capability: bytes) -> RemoteId | TransferFailed:
         self._demand_open("attach")
         peer, _, known = capability.partition(b"/")
         if not known.isdigit() or peer == self._peer:
-            return Failed(FailureReason.REFUSED, "no capability of this transport")
+            return TransferFailed(TransferFailureReason.REFUSED, "no capability of this transport")
         remote = RemoteId(next(self._numbers))
         self._remotes[remote] = (peer, int(known))
         return remote
@@ -77,13 +77,13 @@ class InMemoryTransport:
         why_not = self.memory.why_not("local", ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
         state: TransferState = PENDING
         if len(self._states) >= self._max_transfers:
-            state = Failed(FailureReason.BUSY)
+            state = TransferFailed(TransferFailureReason.BUSY)
         elif remote not in self._remotes:
-            state = Failed(FailureReason.CLOSED)
+            state = TransferFailed(TransferFailureReason.CLOSED)
         elif why_not:
-            state = Failed(FailureReason.REFUSED, why_not)
+            state = TransferFailed(TransferFailureReason.REFUSED, why_not)
         elif not len(ranges):
-            state = Done(0, 0, 0.0)
+            state = TransferDone(0, 0, 0.0)
         self._states[number] = state
         self._reads[number] = (remote, ranges)
         return number
@@ -100,7 +100,7 @@ class InMemoryTransport:
         if transfer not in self._states:
             raise PeersProtocolError(f"there is no transfer {transfer}, or it was released")
         if self._states[transfer] is PENDING:
-            self._states[transfer] = Failed(FailureReason.CANCELLED)
+            self._states[transfer] = TransferFailed(TransferFailureReason.CANCELLED)
 
     def release(self, transfer: TransferId) -> bool:
         self._states.pop(transfer, None)
@@ -119,24 +119,24 @@ class InMemoryTransport:
             self._world.transports.pop(self._peer, None)
         for number, state in self._states.items():
             if state is PENDING:
-                self._states[number] = Failed(FailureReason.CLOSED)
+                self._states[number] = TransferFailed(TransferFailureReason.CLOSED)
         return True
 
     def _copy(self, remote: RemoteId, ranges: Ranges) -> TransferState:
         peer, known = self._remotes.get(remote, (b"", 0))
         if not peer:
-            return Failed(FailureReason.CLOSED)
+            return TransferFailed(TransferFailureReason.CLOSED)
         other = self._world.transports.get(peer)
         if other is None:
-            return Failed(FailureReason.GONE)
+            return TransferFailed(TransferFailureReason.GONE)
         why_not = other.memory.why_not("remote", ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes)
         if why_not or bool((ranges.remote_regions >= known).any()):
-            return Failed(FailureReason.REFUSED, why_not or "a region that came later")
+            return TransferFailed(TransferFailureReason.REFUSED, why_not or "a region that came later")
         ours = self.memory.places(ranges.local_regions, ranges.local_offsets)
         theirs = other.memory.places(ranges.remote_regions, ranges.remote_offsets)
         for to, source, size in zip(ours.tolist(), theirs.tolist(), ranges.num_bytes.tolist(), strict=True):
             ctypes.memmove(to, source, size)
-        return Done(ranges.total_bytes, len(ranges), 0.0)
+        return TransferDone(ranges.total_bytes, len(ranges), 0.0)
 
     def _demand_open(self, call: str) -> None:
         if self._is_closed:

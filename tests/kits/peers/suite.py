@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 
 from hybridkv.peers.transport import (
     PENDING,
-    Failed,
-    FailureReason,
     Ranges,
     RemoteId,
+    TransferFailed,
+    TransferFailureReason,
     TransferId,
     TransferState,
     Transport,
@@ -48,7 +48,7 @@ class Reader:
 
     def attach(self, capability: bytes) -> RemoteId:
         remote = self.transport.attach(capability)
-        assert not isinstance(remote, Failed), remote
+        assert not isinstance(remote, TransferFailed), remote
         return remote
 
     def finish(self, remote: RemoteId, ranges: Ranges, timeout_s: float = TIMEOUT_S) -> TransferState:
@@ -83,8 +83,8 @@ class Reader:
         self.transport.wait(0.001 if self.neighbours else 0.05)
 
 
-def reason_of(state: TransferState) -> FailureReason | None:
-    return state.reason if isinstance(state, Failed) else None
+def reason_of(state: TransferState) -> TransferFailureReason | None:
+    return state.reason if isinstance(state, TransferFailed) else None
 
 
 def whole(size: int, region: int = 0) -> Ranges:

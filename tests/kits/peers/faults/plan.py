@@ -7,13 +7,13 @@ from typing import TypeAlias
 import msgspec
 
 from hybridkv.peers.errors import PeersConfigurationError
-from hybridkv.peers.transport import FailureReason
+from hybridkv.peers.transport import TransferFailureReason
 
 
 class Fail(msgspec.Struct, frozen=True, tag=True):
     """Nothing is read, and the read fails so."""
 
-    reason: FailureReason = FailureReason.BROKEN
+    reason: TransferFailureReason = TransferFailureReason.BROKEN
 
 
 class Late(msgspec.Struct, frozen=True, tag=True):
@@ -30,7 +30,7 @@ class HalfDone(msgspec.Struct, frozen=True, tag=True):
     """The first ranges arrive, and then it fails."""
 
     num_ranges: int = 1
-    reason: FailureReason = FailureReason.GONE
+    reason: TransferFailureReason = TransferFailureReason.GONE
 
 
 class WrongBytes(msgspec.Struct, frozen=True, tag=True):

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 from hybridkv.peers.transport import (
     PENDING,
-    Done,
-    Failed,
-    FailureReason,
     Ranges,
     Region,
     RemoteId,
+    TransferDone,
+    TransferFailed,
+    TransferFailureReason,
     TransferId,
     TransferState,
     Transport,
@@ -51,7 +51,7 @@ class FaultInjectingTransport:
         self._inner.deregister(regions)
         self._memory = self._memory.without(regions)
 
-    def attach(self, capability: bytes) -> RemoteId | Failed:
+    def attach(self, capability: bytes) -> RemoteId | TransferFailed:
         return self._inner.attach(capability)
 
     def detach(self, remote: RemoteId) -> None:
@@ -71,7 +71,7 @@ class FaultInjectingTransport:
             asked = ranges.rows(0, min(action.num_ranges, len(ranges)))
         transfer = self._inner.read(remote, asked, timeout_s)
         if remote in self._gone:
-            action = Fail(FailureReason.GONE)
+            action = Fail(TransferFailureReason.GONE)
         if action is not None:
             self._planned[transfer] = _Planned(action, ranges)
         return transfer
@@ -89,7 +89,7 @@ class FaultInjectingTransport:
         self._inner.cancel(transfer)
         planned = self._planned.get(transfer)
         if planned is not None and planned.override is None:
-            planned.override = Failed(FailureReason.CANCELLED)
+            planned.override = TransferFailed(TransferFailureReason.CANCELLED)
 
     def release(self, transfer: TransferId) -> bool:
         if not self._inner.release(transfer):
@@ -106,22 +106,22 @@ class FaultInjectingTransport:
     def close(self, timeout_s: float) -> bool:
         is_closed = self._inner.close(timeout_s)
         for planned in self._planned.values():
-            planned.override = planned.override or Failed(FailureReason.CLOSED)
+            planned.override = planned.override or TransferFailed(TransferFailureReason.CLOSED)
         return is_closed
 
     def _decide(self, planned: _Planned, state: TransferState) -> TransferState | None:
         """The state for good, or None for one more poll."""
         action = planned.action
-        if isinstance(state, Failed):
+        if isinstance(state, TransferFailed):
             return state
         if isinstance(action, Fail | HalfDone):
-            return Failed(action.reason, "injected")
+            return TransferFailed(action.reason, "injected")
         if isinstance(action, Lost):
             return None
         if isinstance(action, Late):
             planned.polls_left -= 1
             return None if planned.polls_left >= 0 else state
-        if isinstance(action, WrongBytes) and isinstance(state, Done):
+        if isinstance(action, WrongBytes) and isinstance(state, TransferDone):
             self._turn_round(planned.ranges, action.byte_index % planned.ranges.total_bytes)
         return state
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, BatchedIndex, Heard, Key, Refusal, Slot, TierCounts, TierIndex
+from hybridkv.tiers.contract import UNSPECIFIED, BatchedIndex, Key, LookupCounts, Refusal, Slot, TierCounts, TierIndex
 from kits.tiers.faults.plan import FaultPlan, Operation, Refuse, Trigger, Vanish
 
 
@@ -44,7 +44,7 @@ class FaultInjectingIndex:
         self._inner.ask(keys, deadline_s)
 
     @property
-    def heard(self) -> Heard:
+    def heard(self) -> LookupCounts:
         return self._inner.heard
 
     @property

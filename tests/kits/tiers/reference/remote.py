@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import (
     UNSPECIFIED,
-    Answer,
     Completion,
     Failure,
     FailureReason,
-    Heard,
     Key,
+    LookupAnswer,
+    LookupCounts,
     Refusal,
     Slot,
     Ticket,
@@ -111,8 +111,8 @@ class RemoteIndex:
         self._slots: dict[Key, Slot] = {}
         self._asked: dict[Key, _Asked] = {}
         self._changes = 0
-        self._answers: dict[Answer, int] = {}
-        self._heard = Heard()
+        self._answers: dict[LookupAnswer, int] = {}
+        self._heard = LookupCounts()
         self._answer_s: float | None = None
 
     # What is not known yet.
@@ -133,7 +133,7 @@ class RemoteIndex:
                 self._asked[key] = _Asked(asked.asked_s, asked.answers_s, later_s)
             elif self._known.lacks(key) and not self._known.is_doomed(key):
                 if len(self._asked) >= MAX_ASKED:
-                    self._count(Answer.LATE)
+                    self._count(LookupAnswer.LATE)
                     continue
                 self._store.num_asked += 1
                 self._changes += 1
@@ -153,12 +153,12 @@ class RemoteIndex:
                     self._slots[key] = slot
                     self._forget_slots()
                 if asked.deadline_s != _OVER_S:
-                    num_answered = Answer.HELD if is_known else Answer.MISSING
-                    self._end(asked, num_answered if asked.answers_s <= asked.deadline_s else Answer.LATE)
+                    num_answered = LookupAnswer.HELD if is_known else LookupAnswer.MISSING
+                    self._end(asked, num_answered if asked.answers_s <= asked.deadline_s else LookupAnswer.LATE)
             elif now_s < asked.deadline_s or asked.deadline_s == _OVER_S:
                 continue
             else:
-                self._end(asked, Answer.LATE)
+                self._end(asked, LookupAnswer.LATE)
             if now_s < asked.answers_s < _NEVER_S:
                 # An answer may still come. Until then it is a MISS.
                 self._asked[key] = _Asked(asked.asked_s, asked.answers_s, _OVER_S)
@@ -167,18 +167,18 @@ class RemoteIndex:
             del self._asked[key]
             self._changes += 1
 
-    def _end(self, asked: _Asked, answer: Answer) -> None:
+    def _end(self, asked: _Asked, answer: LookupAnswer) -> None:
         self._count(answer)
-        is_late = answer is Answer.LATE
+        is_late = answer is LookupAnswer.LATE
         took_s = 2 * (asked.deadline_s - asked.asked_s) if is_late else asked.answers_s - asked.asked_s
         self._answer_s = took_s if self._answer_s is None else (3 * self._answer_s + took_s) / 4
-        self._heard = Heard(self._heard.num_answered + (not is_late), self._heard.num_timed_out + is_late)
+        self._heard = LookupCounts(self._heard.num_answered + (not is_late), self._heard.num_timed_out + is_late)
 
-    def _count(self, answer: Answer) -> None:
+    def _count(self, answer: LookupAnswer) -> None:
         self._answers[answer] = self._answers.get(answer, 0) + 1
 
     @property
-    def heard(self) -> Heard:
+    def heard(self) -> LookupCounts:
         self._hear()
         return self._heard
 

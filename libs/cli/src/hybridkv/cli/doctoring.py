@@ -27,7 +27,7 @@ SLOW_FSYNC_S = 0.05
 _GIB = 1 << 30
 
 
-class Finding(msgspec.Struct, frozen=True):
+class CheckResult(msgspec.Struct, frozen=True):
     """One check.
 
     Args:
@@ -47,7 +47,7 @@ class Finding(msgspec.Struct, frozen=True):
         return f"{self.status:4}  {self.name}: {self.words}" + (f"\n      hint: {self.hint}" if self.hint else "")
 
 
-def examine(raw: Mapping[str, Any] | None) -> Iterator[Finding]:
+def examine(raw: Mapping[str, Any] | None) -> Iterator[CheckResult]:
     """Findings of this machine, and of the tiers of a --kv-transfer-config if there is one.
 
     Raises:
@@ -57,7 +57,7 @@ def examine(raw: Mapping[str, Any] | None) -> Iterator[Finding]:
     if raw is None:
         return
     if raw.get("kv_connector") != "HybridOffloadConnector":
-        yield Finding("warn", "tiers", "only those of HybridOffloadConnector are tried")
+        yield CheckResult("warn", "tiers", "only those of HybridOffloadConnector are tried")
         return
     from hybridkv.connectors.config import DiskTierConfig, ObjectTierConfig, PeerTierConfig, decode_config
 
@@ -70,53 +70,53 @@ def examine(raw: Mapping[str, Any] | None) -> Iterator[Finding]:
             yield _installed("nixl", "peers", "pip install nixl")
 
 
-def _system() -> Iterator[Finding]:
+def _system() -> Iterator[CheckResult]:
     is_new = tuple(map(int, platform.python_version_tuple()[:2])) >= (3, 11)
-    yield Finding(
+    yield CheckResult(
         "ok" if is_new else "fail", "Python", platform.python_version(), "" if is_new else "use 3.11 or newer"
     )
     yield _installed("vllm", "vLLM", "pip install vllm, in the environment of the engine")
     try:
         importlib.import_module("hybridkv.native")
     except ImportError as error:
-        yield Finding("fail", "hybridkv.native", str(error), "pip install hybridkv-native")
+        yield CheckResult("fail", "hybridkv.native", str(error), "pip install hybridkv-native")
     else:
-        yield Finding("ok", "hybridkv.native", "can be imported")
+        yield CheckResult("ok", "hybridkv.native", "can be imported")
     try:
         disabled = Path("/proc/sys/kernel/io_uring_disabled").read_text(encoding="ascii").strip()
     except OSError:
         disabled = ""
     if disabled in ("", "0"):
-        yield Finding("ok", "io_uring", "not disabled by the kernel's setting")
+        yield CheckResult("ok", "io_uring", "not disabled by the kernel's setting")
     else:
-        yield Finding(
+        yield CheckResult(
             "warn", "io_uring", f"kernel.io_uring_disabled is {disabled}", "sysctl kernel.io_uring_disabled=0"
         )
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     words = "unlimited" if limit == resource.RLIM_INFINITY else format_size(limit)
-    yield Finding("ok", "locked memory", f"{words}; an engine on a GPU may need ulimit -l unlimited")
+    yield CheckResult("ok", "locked memory", f"{words}; an engine on a GPU may need ulimit -l unlimited")
     with contextlib.suppress(OSError):
         size = shutil.disk_usage("/dev/shm").total
         few = size < _GIB
         hint = "docker run --shm-size=8g, or --ipc=host" if few else ""
-        yield Finding("warn" if few else "ok", "/dev/shm", format_size(size), hint)
+        yield CheckResult("warn" if few else "ok", "/dev/shm", format_size(size), hint)
 
 
-def _installed(package: str, name: str, hint: str) -> Finding:
+def _installed(package: str, name: str, hint: str) -> CheckResult:
     if importlib.util.find_spec(package) is None:
-        return Finding("warn", name, f"{package} is not installed", hint)
+        return CheckResult("warn", name, f"{package} is not installed", hint)
     for distribution in importlib.metadata.packages_distributions().get(package, ()):
-        return Finding("ok", name, f"{distribution} {importlib.metadata.version(distribution)}")
-    return Finding("ok", name, f"{package}, of an unknown version")
+        return CheckResult("ok", name, f"{distribution} {importlib.metadata.version(distribution)}")
+    return CheckResult("ok", name, f"{package}, of an unknown version")
 
 
-def _disk(path: Path, capacity: int) -> Iterator[Finding]:
+def _disk(path: Path, capacity: int) -> Iterator[CheckResult]:
     name, place = f"disk {path}", path if path.is_dir() else path.parent
     try:
         usage = shutil.disk_usage(place)
         fits = usage.free >= capacity or path.is_dir()
         words = f"{format_size(usage.free)} free for a capacity of {format_size(capacity)}"
-        yield Finding("ok" if fits else "warn", name, words, "" if fits else "lower capacity, or free some space")
+        yield CheckResult("ok" if fits else "warn", name, words, "" if fits else "lower capacity, or free some space")
         with tempfile.NamedTemporaryFile(dir=place, prefix="hybridkv-doctor-") as file:
             file.write(bytes(4096))
             file.flush()
@@ -125,18 +125,18 @@ def _disk(path: Path, capacity: int) -> Iterator[Finding]:
             took_s = time.monotonic() - started_s
             slow = took_s > SLOW_FSYNC_S
             hint = "a local disk is faster" if slow else ""
-            yield Finding("warn" if slow else "ok", name, f"fsync takes {1000 * took_s:.1f} ms", hint)
+            yield CheckResult("warn" if slow else "ok", name, f"fsync takes {1000 * took_s:.1f} ms", hint)
             try:
                 os.close(os.open(file.name, os.O_RDONLY | os.O_DIRECT))
             except OSError as error:
-                yield Finding("warn", name, f"O_DIRECT is refused: {error.strerror}", "use ext4 or xfs")
+                yield CheckResult("warn", name, f"O_DIRECT is refused: {error.strerror}", "use ext4 or xfs")
             else:
-                yield Finding("ok", name, "O_DIRECT can be used")
+                yield CheckResult("ok", name, "O_DIRECT can be used")
     except OSError as error:
-        yield Finding("fail", name, f"{place}: {error.strerror}", "it or its parent must exist and be writable")
+        yield CheckResult("fail", name, f"{place}: {error.strerror}", "it or its parent must exist and be writable")
 
 
-def _object(tier: Any) -> Finding:
+def _object(tier: Any) -> CheckResult:
     from hybridkv.tiers.object.options import ObjectOptions
     from hybridkv.tiers.object.store import describe, open_object_store, prove
 
@@ -150,7 +150,7 @@ def _object(tier: Any) -> Finding:
         refusal = prove(open_object_store(tier.url, settings, ObjectOptions(), tier.secret_file is not None), "doctor")
         took_s = time.monotonic() - started_s
     except Exception as error:  # obstore's own, and those of what it is made of
-        return Finding("fail", name, describe(error), "see docs/guides/fleet.md")
+        return CheckResult("fail", name, describe(error), "see docs/guides/fleet.md")
     if refusal is not None:
-        return Finding("warn", name, f"can be read only: {refusal}", "see docs/guides/fleet.md")
-    return Finding("ok", name, f"conditional put, range and delete work; together they take {1000 * took_s:.0f} ms")
+        return CheckResult("warn", name, f"can be read only: {refusal}", "see docs/guides/fleet.md")
+    return CheckResult("ok", name, f"conditional put, range and delete work; together they take {1000 * took_s:.0f} ms")

@@ -10,23 +10,23 @@ import msgspec
 
 from hybridkv.cli.output import ReportError
 from hybridkv.connectors.errors import ConfigurationProblem
-from hybridkv.connectors.vllm.common.explain import Explanation, Reason
+from hybridkv.connectors.vllm.common.explain import Explanation, LookupReason
 
 _START: Final = '{"request_id":'
 _REUSE: Final = "reuse of "
 ADVICE: Final[dict[str, str]] = {
-    Reason.COMPLETE: "",
-    Reason.PREFIX_ENDS: "",
-    Reason.GROUP_LIMITS: "lower chunk_tokens; states are stored where prompts part",
-    Reason.TIER_ROOM: "more host memory",
-    Reason.ENGINE_ROOM: "more GPU memory for the KV cache",
-    Reason.NOT_TAKEN: "",
-    Reason.NO_BOUNDARY: "lower chunk_tokens, if prompts are short",
-    Reason.NOT_STORED: "a larger tier, if there are evictions",
-    Reason.TIMEOUT: "a faster tier, or a longer load_timeout_seconds",
-    Reason.FAILED_LOADS: "see the log of the engine",
-    Reason.HINT: "",
-    Reason.ADAPTER: "see the log of the engine",
+    LookupReason.COMPLETE: "",
+    LookupReason.PREFIX_ENDS: "",
+    LookupReason.GROUP_LIMITS: "lower chunk_tokens; states are stored where prompts part",
+    LookupReason.TIER_ROOM: "more host memory",
+    LookupReason.ENGINE_ROOM: "more GPU memory for the KV cache",
+    LookupReason.NOT_TAKEN: "",
+    LookupReason.NO_BOUNDARY: "lower chunk_tokens, if prompts are short",
+    LookupReason.NOT_STORED: "a larger tier, if there are evictions",
+    LookupReason.TIMEOUT: "a faster tier, or a longer load_timeout_seconds",
+    LookupReason.FAILED_LOADS: "see the log of the engine",
+    LookupReason.HINT: "",
+    LookupReason.ADAPTER: "see the log of the engine",
 }
 """What an operator can do, by the reason why no more was offered. docs/guides/observing.md has more."""
 

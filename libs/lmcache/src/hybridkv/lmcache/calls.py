@@ -48,13 +48,13 @@ class CallFailure(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(Generic[T_co]):
+class CallAnswer(Generic[T_co]):
     """Answer of a server."""
 
     value: T_co
 
 
-Ended: TypeAlias = Answer[T] | CallFailure
+Ended: TypeAlias = CallAnswer[T] | CallFailure
 
 
 class ChannelCounts(msgspec.Struct, frozen=True):

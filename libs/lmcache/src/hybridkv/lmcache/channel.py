@@ -21,9 +21,9 @@ from typing import Any, TypeVar
 
 import zmq
 
-from hybridkv.lmcache.calls import Answer, CallFailure, ChannelCounts, Ended, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, ChannelCounts, Ended, Trouble
 from hybridkv.lmcache.errors import LMCacheProtocolError
-from hybridkv.lmcache.wire import MAX_FRAME_BYTES, MAX_FRAMES, Call, MalformedError, read_answer
+from hybridkv.lmcache.wire import MAX_FRAME_BYTES, MAX_FRAMES, MalformedError, RpcCall, read_answer
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ DEFAULT_LIMITS = ChannelLimits()
 
 
 @dataclass(slots=True)
-class _Asked:
-    call: Call[Any]
+class _OpenCall:
+    call: RpcCall[Any]
     until_s: float
     on_end: Callable[[Any], None] | None
     on_late: Callable[[], None] | None
@@ -92,8 +92,8 @@ class Channel:
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._uids = itertools.count(1)
-        self._asked: dict[bytes, _Asked] = {}
-        self._late: dict[bytes, _Asked] = {}
+        self._asked: dict[bytes, _OpenCall] = {}
+        self._late: dict[bytes, _OpenCall] = {}
         """Calls past their deadline, oldest first."""
         self._due_s = math.inf
         """Earliest deadline."""
@@ -115,7 +115,7 @@ class Channel:
 
     def call(
         self,
-        call: Call[T],
+        call: RpcCall[T],
         timeout_s: float,
         on_end: Callable[[Ended[T]], None],
         on_late: Callable[[], None] | None = None,
@@ -128,7 +128,7 @@ class Channel:
         if trouble is not None:
             self._post(lambda: on_end(self._lacking(trouble, call.name)))
             return
-        asked = _Asked(call, self._clock() + timeout_s, on_end, on_late)
+        asked = _OpenCall(call, self._clock() + timeout_s, on_end, on_late)
         self._post(lambda: self._send(asked))
 
     def after(self, delay_s: float, action: Callable[[], None], *, is_open: bool = False) -> None:
@@ -316,7 +316,7 @@ class Channel:
             due_s = self._clock() + _RECONNECT_S
             heapq.heappush(self._timers, (due_s, next(self._uids), self._reconnect))
 
-    def _send(self, asked: _Asked) -> None:
+    def _send(self, asked: _OpenCall) -> None:
         """Sends a call, or retries soon if there is no connection yet."""
         if self._is_closing or self._clock() >= asked.until_s:
             self._end(asked, CallFailure(Trouble.CLOSED if self._is_closing else Trouble.UNSENT, asked.call.name))
@@ -368,7 +368,7 @@ class Channel:
             self._count("strange_frames")
         return True
 
-    def _value(self, call: Call[Any], frames: list[bytes], num_frames: int) -> Ended[Any]:
+    def _value(self, call: RpcCall[Any], frames: list[bytes], num_frames: int) -> Ended[Any]:
         try:
             if num_frames > MAX_FRAMES:
                 raise MalformedError(f"{call.name}: {num_frames} frames")
@@ -376,9 +376,9 @@ class Channel:
         except MalformedError as error:
             return CallFailure(Trouble.MALFORMED, str(error))
         self._count("answers")
-        return Answer(value)
+        return CallAnswer(value)
 
-    def _end(self, asked: _Asked, ended: Ended[Any]) -> None:
+    def _end(self, asked: _OpenCall, ended: Ended[Any]) -> None:
         if isinstance(ended, CallFailure):
             self._lacks[ended.trouble] = self._lacks.get(ended.trouble, 0) + 1
         on_end, asked.on_end = asked.on_end, None

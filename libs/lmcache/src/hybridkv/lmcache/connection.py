@@ -14,12 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
-from hybridkv.lmcache.calls import Answer, CallFailure, Ended, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, Ended, Trouble
 from hybridkv.lmcache.channel import DEFAULT_LIMITS, Channel, ChannelLimits
 from hybridkv.lmcache.detection import ServerFacts, detect
 from hybridkv.lmcache.errors import LMCacheConfigurationError
 from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
-from hybridkv.lmcache.wire import Call, Codec, Registration
+from hybridkv.lmcache.wire import Codec, Registration, RpcCall
 
 logger = logging.getLogger(__name__)
 
@@ -334,19 +334,19 @@ class Connection:
         ):
             return False
         instance = ready.registration.instance if ready.registration else None
-        return isinstance(self._ask(ready.codec.ping(instance)), Answer)
+        return isinstance(self._ask(ready.codec.ping(instance)), CallAnswer)
 
     def _leave(self, ready: Ready) -> None:
         if ready.registration is not None:
             self._ask(ready.codec.unregister(ready.registration.instance))
 
-    def _said(self, call: Call[T]) -> T:
+    def _said(self, call: RpcCall[T]) -> T:
         ended = self._ask(call)
         if isinstance(ended, CallFailure):
             raise _SilentError(f"no answer: {ended}")
         return ended.value
 
-    def _ask(self, call: Call[T]) -> Ended[T]:
+    def _ask(self, call: RpcCall[T]) -> Ended[T]:
         """Sends a call and waits for its result."""
         done = threading.Event()
         answers: list[Ended[T]] = []

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, Answer, CallFailure, Ended, Trouble
+from hybridkv.lmcache.calls import MAY_HAPPEN, NEVER_LEFT, CallAnswer, CallFailure, Ended, Trouble
 from hybridkv.lmcache.connection import Connection, Ready
 from hybridkv.lmcache.errors import LMCacheProtocolError
 from hybridkv.lmcache.pool import Taken
-from hybridkv.lmcache.wire import Call, Key, Moved
+from hybridkv.lmcache.wire import Key, MoveAnswer, RpcCall
 
 POLL_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)
 """Pauses between polls of a lookup or a store, in seconds; the last one repeats."""
@@ -45,7 +45,7 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PrefixHit:
     """Result of a lookup. It holds locks: retrieve it to its end, or release it.
 
     Args:
@@ -61,7 +61,7 @@ class Found:
     session: str
 
 
-class Lookup:
+class LookupHandle:
     """Lookup, from its start until its locks are released. For any thread; it may be dropped before the answer.
 
     Args:
@@ -69,15 +69,15 @@ class Lookup:
         give_back: releases the locks of a result.
     """
 
-    def __init__(self, until_s: float, give_back: Callable[[Found], None]) -> None:
+    def __init__(self, until_s: float, give_back: Callable[[PrefixHit], None]) -> None:
         self.until_s = until_s
-        self.ended: Ended[Found] | None = None
+        self.ended: Ended[PrefixHit] | None = None
         """Result; None until the answer."""
         self.is_dropped = False
         self._give_back = give_back
         self._lock = threading.Lock()
 
-    def end(self, ended: Ended[Found]) -> None:
+    def end(self, ended: Ended[PrefixHit]) -> None:
         """Records the result."""
         with self._lock:
             self.ended = ended
@@ -95,8 +95,8 @@ class Lookup:
         if ended is not None:
             self._release(ended)
 
-    def _release(self, ended: Ended[Found]) -> None:
-        if isinstance(ended, Answer) and ended.value.num_chunks:
+    def _release(self, ended: Ended[PrefixHit]) -> None:
+        if isinstance(ended, CallAnswer) and ended.value.num_chunks:
             self._give_back(ended.value)
 
 
@@ -155,26 +155,26 @@ class Operations:
         prefix: Prefix,
         rank: int | None,
         timeout_s: float,
-        on_end: Callable[[Ended[Found]], None] = lambda ended: None,
-    ) -> Lookup:
+        on_end: Callable[[Ended[PrefixHit]], None] = lambda ended: None,
+    ) -> LookupHandle:
         """Finds the longest stored part of a prefix and locks it."""
-        lookup = Lookup(self._clock() + timeout_s, self.release)
+        lookup = LookupHandle(self._clock() + timeout_s, self.release)
 
-        def end(ended: Ended[Found]) -> None:
-            self._count("lookup", ended, found=int(isinstance(ended, Answer) and ended.value.num_chunks > 0))
+        def end(ended: Ended[PrefixHit]) -> None:
+            self._count("lookup", ended, found=int(isinstance(ended, CallAnswer) and ended.value.num_chunks > 0))
             lookup.end(ended)
             on_end(ended)
 
         self._lookup(prefix, rank, self._session(), lookup.until_s, end)
         return lookup
 
-    def release(self, found: Found, timeout_s: float = 5.0) -> None:
+    def release(self, found: PrefixHit, timeout_s: float = 5.0) -> None:
         """Releases all locks of a lookup and ends its session."""
         self._free(found, (0, found.num_chunks), timeout_s)
 
     def retrieve(
         self,
-        found: Found,
+        found: PrefixHit,
         start_chunk: int,
         pages: Pages,
         timeout_s: float,
@@ -251,14 +251,14 @@ class Operations:
         def look() -> None:
             self._lookup(prefix, rank, self._session(), until_s, hear)
 
-        def hear(ended: Ended[Found]) -> None:
+        def hear(ended: Ended[PrefixHit]) -> None:
             if isinstance(ended, CallFailure):
                 on_end(ended)
                 return
             self.release(ended.value)
             ready = self._connection.ready
             if ready is not None and ended.value.num_chunks * ready.chunk_tokens == prefix.num_tokens:
-                on_end(Answer(None))
+                on_end(CallAnswer(None))
             elif self._clock() >= until_s:
                 on_end(CallFailure(Trouble.REFUSED, "the stored prefix is not readable"))
             else:
@@ -269,7 +269,12 @@ class Operations:
     # The calls of each.
 
     def _lookup(
-        self, prefix: Prefix, rank: int | None, session: str, until_s: float, on_end: Callable[[Ended[Found]], None]
+        self,
+        prefix: Prefix,
+        rank: int | None,
+        session: str,
+        until_s: float,
+        on_end: Callable[[Ended[PrefixHit]], None],
     ) -> None:
         ready = self._ready()
         if isinstance(ready, CallFailure):
@@ -277,12 +282,12 @@ class Operations:
             return
         num_chunks = prefix.num_tokens // ready.chunk_tokens
         key = self._key(ready, prefix, rank, (0, num_chunks), session)
-        nothing = Found(prefix, rank, 0, session)
+        nothing = PrefixHit(prefix, rank, 0, session)
         pauses = itertools.chain(POLL_S, itertools.repeat(POLL_S[-1]))
 
         def give_up(lack: CallFailure) -> None:
             # Release the current locks. The server itself expires locks that it takes later.
-            everything = Found(prefix, rank, num_chunks, session)
+            everything = PrefixHit(prefix, rank, num_chunks, session)
             self.release(everything, self._left_s(until_s, 1.0))
             on_end(lack)
 
@@ -310,24 +315,24 @@ class Operations:
                 give_up(CallFailure(Trouble.MALFORMED, f"{ended.value} of {num_chunks} chunks"))
             elif ended.value == 0:
                 self._forget(ready, session, self._left_s(until_s, 1.0))
-                on_end(Answer(nothing))
+                on_end(CallAnswer(nothing))
             else:
-                on_end(Answer(Found(prefix, rank, ended.value, session)))
+                on_end(CallAnswer(PrefixHit(prefix, rank, ended.value, session)))
 
         self._channel.call(ready.codec.lookup(key), self._left_s(until_s), asked)
 
     def _move(
         self,
-        call: Call[Moved],
+        call: RpcCall[MoveAnswer],
         timeout_s: float,
         on_end: Callable[[Ended[None]], None],
         finish: Callable[[], None],
     ) -> None:
-        def end(ended: Ended[Moved]) -> None:
-            if isinstance(ended, Answer):
+        def end(ended: Ended[MoveAnswer]) -> None:
+            if isinstance(ended, CallAnswer):
                 if not ended.value.is_registered:
                     self._connection.suspect()
-                on_end(Answer(None) if ended.value.is_done else CallFailure(Trouble.REFUSED, call.name))
+                on_end(CallAnswer(None) if ended.value.is_done else CallFailure(Trouble.REFUSED, call.name))
                 finish()
             else:
                 on_end(ended)
@@ -337,7 +342,7 @@ class Operations:
         self._channel.call(call, timeout_s, end, finish)
 
     def _free(
-        self, found: Found, chunks: tuple[int, int], timeout_s: float, then: Callable[[], None] = lambda: None
+        self, found: PrefixHit, chunks: tuple[int, int], timeout_s: float, then: Callable[[], None] = lambda: None
     ) -> None:
         """Releases the locks of some chunks, then ends the session."""
         ready = self._connection.ready
@@ -353,7 +358,7 @@ class Operations:
             key = self._key(ready, found.prefix, found.rank, chunks, found.session)
             self._channel.call(ready.codec.free_locks(key), timeout_s, freed)
         else:
-            freed(Answer(None))
+            freed(CallAnswer(None))
 
     def _forget(self, ready: Ready, session: str, timeout_s: float) -> None:
         self._channel.call(ready.codec.end_session(session), timeout_s, lambda ended: None)

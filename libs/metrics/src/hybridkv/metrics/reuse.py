@@ -30,7 +30,7 @@ MAX_NEW_EPOCHS: Final = UNITS
 """Limit for the epochs that one request begins, so that a long prompt costs a bounded time."""
 
 
-class _Epoch:
+class _ReuseEpoch:
     """Chunks used at about the same time. An epoch that was merged into an older one has `merged_into`."""
 
     __slots__ = ("merged_into", "newer_bytes", "num_bytes")
@@ -40,10 +40,10 @@ class _Epoch:
         """Estimated size of all chunks and states whose last use was in this epoch."""
         self.newer_bytes = 0
         """Sum of `num_bytes` of all newer epochs, when the newest one began."""
-        self.merged_into: _Epoch | None = None
+        self.merged_into: _ReuseEpoch | None = None
 
 
-def _root(epoch: _Epoch) -> _Epoch:
+def _root(epoch: _ReuseEpoch) -> _ReuseEpoch:
     while epoch.merged_into is not None:
         epoch = epoch.merged_into
     return epoch
@@ -104,11 +104,11 @@ class ReuseEstimator:
         self._chunk_bytes = chunk_bytes
         self._chunk_tokens = chunk_tokens
         self._state_bytes = state_bytes
-        self._chunks: dict[bytes, _Epoch] = {}
-        self._states: OrderedDict[bytes, _Epoch] = OrderedDict()
+        self._chunks: dict[bytes, _ReuseEpoch] = {}
+        self._states: OrderedDict[bytes, _ReuseEpoch] = OrderedDict()
         self._mask = 0
         self._new_epochs = 0
-        self._epochs: list[_Epoch] = [_Epoch()]
+        self._epochs: list[_ReuseEpoch] = [_ReuseEpoch()]
         num_buckets = UNITS * MAX_MULTIPLE + 1
         self._by_chunk = [0.0] * num_buckets
         self._by_state = [0.0] * num_buckets
@@ -163,7 +163,7 @@ class ReuseEstimator:
         """Forgets all chunks, after the tiers were cleared. Keeps what was counted."""
         self._chunks.clear()
         self._states.clear()
-        self._epochs = [_Epoch()]
+        self._epochs = [_ReuseEpoch()]
         self._mask = 0
 
     def fade(self) -> None:
@@ -209,7 +209,7 @@ class ReuseEstimator:
             _root(epoch).num_bytes -= self._state_bytes
         self._states[key] = self._add_to_newest(self._state_bytes)
 
-    def _add_to_newest(self, num_bytes: int) -> _Epoch:
+    def _add_to_newest(self, num_bytes: int) -> _ReuseEpoch:
         newest = self._epochs[-1]
         newest.num_bytes += num_bytes
         if newest.num_bytes >= self._unit_bytes and self._new_epochs < MAX_NEW_EPOCHS:
@@ -217,7 +217,7 @@ class ReuseEstimator:
             self._begin_epoch()
         return newest
 
-    def _distance(self, epoch: _Epoch, own_bytes: int) -> float:
+    def _distance(self, epoch: _ReuseEpoch, own_bytes: int) -> float:
         """Bytes used since the middle of an epoch."""
         root = _root(epoch)
         return root.newer_bytes + max(own_bytes, root.num_bytes / 2)
@@ -232,11 +232,11 @@ class ReuseEstimator:
             newer += epoch.num_bytes
         if len(self._epochs) >= MAX_EPOCHS:
             self._merge_epochs()
-        self._epochs.append(_Epoch())
+        self._epochs.append(_ReuseEpoch())
 
     def _merge_epochs(self) -> None:
         """Merges neighbours. Older epochs become larger."""
-        merged: list[_Epoch] = []
+        merged: list[_ReuseEpoch] = []
         for epoch in self._epochs:
             limit = max(self._unit_bytes, epoch.newer_bytes / EPOCHS_PER_DISTANCE)
             if merged and merged[-1].num_bytes + epoch.num_bytes <= limit:
@@ -254,7 +254,7 @@ class ReuseEstimator:
     def _drop_old(self) -> None:
         """Drops chunks at distances above all sizes. A later use of one counts as no reuse."""
         limit, num_bytes = self._unit_bytes * UNITS * MAX_MULTIPLE, self._chunk_bytes * (self._mask + 1)
-        kept: dict[bytes, _Epoch] = {}
+        kept: dict[bytes, _ReuseEpoch] = {}
         for key, epoch in self._chunks.items():
             root = _root(epoch)
             if root.newer_bytes > limit:
@@ -266,7 +266,7 @@ class ReuseEstimator:
     def _sample_fewer(self) -> None:
         """Halves the share of sampled chunks. Each one left stands for twice as many."""
         num_bytes, mask = self._chunk_bytes * (self._mask + 1), 2 * self._mask + 1
-        kept: dict[bytes, _Epoch] = {}
+        kept: dict[bytes, _ReuseEpoch] = {}
         for key, epoch in self._chunks.items():
             root = _root(epoch)
             if hash(key) & mask:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from hybridkv.peers.description import PROTOCOL, Description, GroupDescription, Piece
 from hybridkv.peers.ranks import head_sources
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.planner import GroupKind
 
 
@@ -70,7 +70,7 @@ _RANKS = "start both engines with the same tensor-parallel size"
 _LAYOUT = "use the same attention backend, KV cache type and layout on both sides"
 
 
-def compare(ours: Description, theirs: Description) -> Agreement | Refusal:
+def compare(ours: Description, theirs: Description) -> Agreement | Incompatibility:
     """Agreement of two ranks, or a refusal for the first field that differs.
 
     Args:
@@ -95,7 +95,7 @@ def compare(ours: Description, theirs: Description) -> Agreement | Refusal:
             for number, (mine, yours) in enumerate(zip(layer.pieces, other.pieces, strict=True)):
                 at = f"{path}.{layer.name}.pieces[{number}]"
                 pair = _pair(at, (ours, local, mine), (theirs, remote, yours))
-                if isinstance(pair, Refusal):
+                if isinstance(pair, Incompatibility):
                     return pair
                 pieces.append(pair)
         # A state is whole on both sides, for any block size.
@@ -104,7 +104,7 @@ def compare(ours: Description, theirs: Description) -> Agreement | Refusal:
     return Agreement(ours, theirs, tuple(pairs))
 
 
-def _facts(ours: dict[str, str], theirs: dict[str, str]) -> Refusal | None:
+def _facts(ours: dict[str, str], theirs: dict[str, str]) -> Incompatibility | None:
     differing = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if not differing:
         return None
@@ -113,7 +113,7 @@ def _facts(ours: dict[str, str], theirs: dict[str, str]) -> Refusal | None:
     return _refused(f"facts[{name}]", ours.get(name, "absent"), theirs.get(name, "absent"), _MODEL + also)
 
 
-def _group_differences(path: str, local: GroupDescription, remote: GroupDescription) -> Iterator[Refusal]:
+def _group_differences(path: str, local: GroupDescription, remote: GroupDescription) -> Iterator[Incompatibility]:
     for field in ("kind", "window_tokens", "align_tokens", "lookahead_tokens"):
         mine, yours = getattr(local.spec, field), getattr(remote.spec, field)
         if mine != yours:
@@ -135,7 +135,7 @@ def _group_differences(path: str, local: GroupDescription, remote: GroupDescript
 _Side = tuple[Description, GroupDescription, Piece]
 
 
-def _pair(path: str, ours: _Side, theirs: _Side) -> PiecePair | Refusal:
+def _pair(path: str, ours: _Side, theirs: _Side) -> PiecePair | Incompatibility:
     (we, local, mine), (they, remote, yours) = ours, theirs
     if mine.total_heads != yours.total_heads:
         return _refused(f"{path}.total_heads", mine.total_heads, yours.total_heads, _LAYOUT)
@@ -171,5 +171,5 @@ def _pair(path: str, ours: _Side, theirs: _Side) -> PiecePair | Refusal:
     return PiecePair(mine, yours, 0, 0, 0)
 
 
-def _refused(field: str, ours: object, theirs: object, hint: str) -> Refusal:
-    return Refusal(field, str(ours), str(theirs), hint)
+def _refused(field: str, ours: object, theirs: object, hint: str) -> Incompatibility:
+    return Incompatibility(field, str(ours), str(theirs), hint)

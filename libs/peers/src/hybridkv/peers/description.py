@@ -14,7 +14,7 @@ from typing import Final
 import msgspec
 
 from hybridkv.peers.ranks import HeadShare, head_share
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.planner import GroupKind, GroupSpec
 
 PROTOCOL: Final = 1
@@ -243,14 +243,14 @@ def encode(description: Description) -> bytes:
     return msgspec.json.encode(description)
 
 
-def decode(data: bytes) -> Description | Refusal:
+def decode(data: bytes) -> Description | Incompatibility:
     """Decodes bytes from another process. Returns a refusal for an invalid description."""
     if len(data) > MAX_ENCODED_BYTES:
-        return Refusal("description", f"needed: at most {MAX_ENCODED_BYTES} bytes", f"{len(data)} bytes")
+        return Incompatibility("description", f"needed: at most {MAX_ENCODED_BYTES} bytes", f"{len(data)} bytes")
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
-        return Refusal("description", f"protocol {PROTOCOL}", str(error)[:MAX_TEXT], _VERSIONS)
+        return Incompatibility("description", f"protocol {PROTOCOL}", str(error)[:MAX_TEXT], _VERSIONS)
 
 
 _DECODER = msgspec.json.Decoder(Description)

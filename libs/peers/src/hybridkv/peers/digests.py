@@ -18,7 +18,7 @@ import numpy as np
 from hybridkv.peers.cells import Side
 from hybridkv.peers.pairing import MAX_RUNS, Exchange, Pairing, too_many_runs
 from hybridkv.peers.ranges import Int64Array
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables, lists_refused
 from hybridkv.planner import GroupKind
 
@@ -120,7 +120,9 @@ def digest_request(pairing: Pairing) -> DigestRequest:
     )
 
 
-def digest_runs(exchange: Exchange, side: Side, tables: BlockTables, request: DigestRequest) -> DigestRuns | Refusal:
+def digest_runs(
+    exchange: Exchange, side: Side, tables: BlockTables, request: DigestRequest
+) -> DigestRuns | Incompatibility:
     """Byte runs of a digest request on one side, or a refusal.
 
     Args:
@@ -134,21 +136,23 @@ def digest_runs(exchange: Exchange, side: Side, tables: BlockTables, request: Di
     if refusal := lists_refused(side, tables, len(groups)):
         return refusal
     if not 0 < request.num_tokens <= tables.num_tokens:
-        return Refusal("digests.num_tokens", str(tables.num_tokens), str(request.num_tokens), "holds fewer tokens")
+        return Incompatibility(
+            "digests.num_tokens", str(tables.num_tokens), str(request.num_tokens), "holds fewer tokens"
+        )
     columns: list[list[Int64Array]] = [[], [], [], []]
     seen: set[int] = set()
     room = MAX_RUNS
     for span in request.spans:
         if span.group_index in seen or not 0 <= span.group_index < len(groups):
-            return Refusal("digests.group_index", f"each of {len(groups)} groups once", str(span.group_index))
+            return Incompatibility("digests.group_index", f"each of {len(groups)} groups once", str(span.group_index))
         seen.add(span.group_index)
         if groups[span.group_index].kind is GroupKind.RECURRENT and request.num_tokens != tables.num_tokens:
             hint = "a state is valid at one boundary only"
-            return Refusal("digests.num_tokens", str(tables.num_tokens), str(request.num_tokens), hint)
+            return Incompatibility("digests.num_tokens", str(tables.num_tokens), str(request.num_tokens), hint)
         found = _refused(exchange, side, tables, span) or _span_runs(
             exchange, side, tables, span, request.num_tokens, room
         )
-        if isinstance(found, Refusal):
+        if isinstance(found, Incompatibility):
             return found
         for column, part in zip(columns, found, strict=True):
             column.append(part)
@@ -161,7 +165,7 @@ def digest_runs(exchange: Exchange, side: Side, tables: BlockTables, request: Di
 _Columns: TypeAlias = tuple[Int64Array, Int64Array, Int64Array, Int64Array]
 
 
-def _refused(exchange: Exchange, side: Side, tables: BlockTables, span: DigestSpan) -> Refusal | None:
+def _refused(exchange: Exchange, side: Side, tables: BlockTables, span: DigestSpan) -> Incompatibility | None:
     """Checks a span against its block table before memory is allocated for it."""
     pair = exchange.agreement.groups[span.group_index]
     table_end = tables.first_blocks[span.group_index] + len(tables.block_ids[span.group_index])
@@ -169,16 +173,16 @@ def _refused(exchange: Exchange, side: Side, tables: BlockTables, span: DigestSp
     if 0 <= span.first_cell < span.first_cell + span.num_cells <= most:
         return None
     cells = f"cells {span.first_cell} to {span.first_cell + span.num_cells}"
-    return Refusal(f"digests.cells of group {span.group_index}", f"cells 0 to {most}", cells)
+    return Incompatibility(f"digests.cells of group {span.group_index}", f"cells 0 to {most}", cells)
 
 
 def _span_runs(
     exchange: Exchange, side: Side, tables: BlockTables, span: DigestSpan, num_tokens: int, room: int
-) -> _Columns | Refusal:
+) -> _Columns | Incompatibility:
     """Regions, offsets and sizes of runs in cell order, and the number of runs of each cell."""
     cells = np.arange(span.first_cell, span.first_cell + span.num_cells, dtype=np.int64)
     ids = exchange.block_ids(span.group_index, side, tables, cells, num_tokens)
-    if isinstance(ids, Refusal):
+    if isinstance(ids, Incompatibility):
         return ids
     num_runs = exchange.num_runs(span.group_index, cells, num_tokens)
     if num_runs > room:

@@ -15,7 +15,7 @@ import numpy as np
 from hybridkv.peers.cells import Side, cells_of, cycle, last_cell_tokens, partial_blocks, place_of, table_places
 from hybridkv.peers.comparison import Agreement, GroupPair
 from hybridkv.peers.ranges import Int64Array, Ranges, Template, joined, merged
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.spans import moved_span
 from hybridkv.peers.tables import BlockTables, blocks_at, lists_refused
 from hybridkv.peers.templates import cell_template
@@ -136,13 +136,13 @@ class Exchange:
 
     def block_ids(
         self, group_index: int, side: Side, tables: BlockTables, cells: Int64Array, num_tokens: int
-    ) -> Int64Array | Refusal:
+    ) -> Int64Array | Incompatibility:
         """Block id of each cell on one side. `tables` must have one list per group."""
         description = self.agreement.ours if side is Side.OURS else self.agreement.theirs
         places = table_places(self.agreement.groups[group_index], side, cells, num_tokens)
         return blocks_at(side, tables, group_index, places, description.num_blocks)
 
-    def pair(self, local: BlockTables, remote: BlockTables, resume: Resume) -> Pairing | Refusal:
+    def pair(self, local: BlockTables, remote: BlockTables, resume: Resume) -> Pairing | Incompatibility:
         """Pairs the ranges that one request needs to resume.
 
         Args:
@@ -159,23 +159,23 @@ class Exchange:
         if refusal is not None:
             return refusal
         if not 0 <= resume.num_tokens <= remote.num_tokens:
-            return Refusal("num_tokens", str(resume.num_tokens), str(remote.num_tokens), "the peer holds fewer")
+            return Incompatibility("num_tokens", str(resume.num_tokens), str(remote.num_tokens), "the peer holds fewer")
         moves: list[GroupMoves] = []
         room = MAX_RUNS
         for index in range(num_groups):
             moved = self._group_moves(index, local, remote, resume, room)
-            if isinstance(moved, Refusal):
+            if isinstance(moved, Incompatibility):
                 return moved
             moves.append(moved)
             room -= moved.num_runs
         pairing = Pairing(resume.num_tokens, tuple(moves))
         if pairing.ranges.overlap:
-            return Refusal("block_ids", "a block that occurs twice", "needed: each block once")
+            return Incompatibility("block_ids", "a block that occurs twice", "needed: each block once")
         return pairing
 
     def _group_moves(
         self, index: int, local: BlockTables, remote: BlockTables, resume: Resume, room: int
-    ) -> GroupMoves | Refusal:
+    ) -> GroupMoves | Incompatibility:
         pair, num_tokens = self.agreement.groups[index], resume.num_tokens
         span = moved_span(pair.local.spec, pair.cell_tokens, num_tokens, resume.computed_tokens, resume.serves_blocks)
         if span.num_tokens == 0:
@@ -184,10 +184,10 @@ class Exchange:
             return refusal
         cells = cells_of(pair, span)
         local_ids = self.block_ids(index, Side.OURS, local, cells, num_tokens)
-        if isinstance(local_ids, Refusal):
+        if isinstance(local_ids, Incompatibility):
             return local_ids
         remote_ids = self.block_ids(index, Side.THEIRS, remote, cells, num_tokens)
-        if isinstance(remote_ids, Refusal):
+        if isinstance(remote_ids, Incompatibility):
             return remote_ids
         num_runs = self.num_runs(index, cells, num_tokens)
         if num_runs > room:
@@ -202,18 +202,18 @@ class Exchange:
         return GroupMoves(merged(ranges), int(cells[0]), cells.size, np.unique(local_ids).size, partial, num_runs)
 
 
-def too_many_runs(index: int, num_runs: int) -> Refusal:
+def too_many_runs(index: int, num_runs: int) -> Incompatibility:
     hint = "use the same KV cache layout on both sides, so that runs can be merged"
-    return Refusal(f"groups[{index}]: runs of bytes", f"{num_runs} more", f"at most {MAX_RUNS} in all", hint)
+    return Incompatibility(f"groups[{index}]: runs of bytes", f"{num_runs} more", f"at most {MAX_RUNS} in all", hint)
 
 
-def _boundary_refused(index: int, pair: GroupPair, remote: BlockTables, resume: Resume) -> Refusal | None:
+def _boundary_refused(index: int, pair: GroupPair, remote: BlockTables, resume: Resume) -> Incompatibility | None:
     if pair.kind is GroupKind.RECURRENT:
         if remote.num_tokens != resume.num_tokens:
             field = f"groups[{index}]: the boundary of a state"
             hint = "a state is valid at one boundary only"
-            return Refusal(field, str(resume.num_tokens), str(remote.num_tokens), hint)
+            return Incompatibility(field, str(resume.num_tokens), str(remote.num_tokens), hint)
     elif resume.computed_tokens % pair.local.spec.block_tokens:
         got = f"{resume.computed_tokens} in blocks of {pair.local.spec.block_tokens}"
-        return Refusal(f"groups[{index}].computed_tokens", got, "needed: whole blocks")
+        return Incompatibility(f"groups[{index}].computed_tokens", got, "needed: whole blocks")
     return None

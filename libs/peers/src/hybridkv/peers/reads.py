@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 
-class Stage(enum.StrEnum):
+class ReadStage(enum.StrEnum):
     """State of one remote rank."""
 
     CONNECTING = "connecting"
@@ -30,7 +30,7 @@ class Stage(enum.StrEnum):
     FAILED = "failed"
 
 
-class Reason(enum.StrEnum):
+class ReadFailure(enum.StrEnum):
     """Reason of a failed read, for counter labels."""
 
     GONE = "gone"
@@ -89,7 +89,7 @@ class TransferEnded:
     """The transfer of a rank writes no more bytes. `failure` is set if it is incomplete."""
 
     peer: int
-    failure: Reason | None = None
+    failure: ReadFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,22 +97,22 @@ class Checked:
     """Lease and digests of a rank were compared. `failure` is set if they differ."""
 
     peer: int
-    failure: Reason | None = None
+    failure: ReadFailure | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Lost:
+class PeerLost:
     """A rank cannot be reached, refuses, or is lost. Its transfer may still write."""
 
     peer: int
-    failure: Reason
+    failure: ReadFailure
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
     """The request is aborted, or its driver cannot continue."""
 
-    failure: Reason = Reason.CANCELLED
+    failure: ReadFailure = ReadFailure.CANCELLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ class Tick:
     """Check the deadlines."""
 
 
-Event: TypeAlias = Connected | TransferEnded | Checked | Lost | Abort | Tick
+Event: TypeAlias = Connected | TransferEnded | Checked | PeerLost | Abort | Tick
 
 
 # Commands.
@@ -149,13 +149,13 @@ class Sever:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Compare the lease and the digests. `Checked` or `Lost` follows."""
+    """Compare the lease and the digests. `Checked` or `PeerLost` follows."""
 
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class ReleaseLease:
     """Send the rank that its lease may end, if it is connected."""
 
     peer: int
@@ -165,10 +165,10 @@ class Release:
 class Report:
     """Report to the engine, once; loaded if `failure` is None. The blocks belong to the engine again."""
 
-    failure: Reason | None
+    failure: ReadFailure | None
 
 
-Command: TypeAlias = Start | Cancel | Sever | Check | Release | Report
+Command: TypeAlias = Start | Cancel | Sever | Check | ReleaseLease | Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class PeerRead:
         severed: `Sever` was issued.
     """
 
-    stage: Stage
+    stage: ReadStage
     deadline_s: float | None
     reads: bool
     severed: bool = False
@@ -205,7 +205,7 @@ class ReadLife:
     bounds: ReadBounds
     latest_s: float
     wanted: bool
-    failure: Reason | None = None
+    failure: ReadFailure | None = None
     reported: bool = False
 
     @property
@@ -219,12 +219,12 @@ class ReadLife:
         return min((peer.deadline_s for peer in self.peers if peer.deadline_s is not None), default=None)
 
 
-_OVER = frozenset((Stage.DONE, Stage.FAILED))
-_WRITING = frozenset((Stage.READING, Stage.ENDING))
+_OVER = frozenset((ReadStage.DONE, ReadStage.FAILED))
+_WRITING = frozenset((ReadStage.READING, ReadStage.ENDING))
 """Stages with a transfer that may write."""
 
 _NOTHING: tuple[Command, ...] = ()
-_Step: TypeAlias = tuple[PeerRead, tuple[Command, ...], Reason | None]
+_Step: TypeAlias = tuple[PeerRead, tuple[Command, ...], ReadFailure | None]
 
 
 def begin(reads: tuple[bool, ...], bounds: ReadBounds, now_s: float) -> ReadLife:
@@ -236,7 +236,7 @@ def begin(reads: tuple[bool, ...], bounds: ReadBounds, now_s: float) -> ReadLife
     if not reads:
         raise ValueError("a read needs at least one remote rank")
     latest_s = now_s + bounds.whole_s
-    peers = tuple(PeerRead(Stage.CONNECTING, min(now_s + bounds.connect_s, latest_s), each) for each in reads)
+    peers = tuple(PeerRead(ReadStage.CONNECTING, min(now_s + bounds.connect_s, latest_s), each) for each in reads)
     return ReadLife(peers, bounds, latest_s, any(reads))
 
 
@@ -261,37 +261,37 @@ def _ticked(life: ReadLife, now_s: float) -> tuple[ReadLife, tuple[Command, ...]
     for index, peer in enumerate(life.peers):
         if peer.deadline_s is None or now_s < peer.deadline_s:
             continue
-        if peer.stage is Stage.ENDING:
+        if peer.stage is ReadStage.ENDING:
             life = replace(life, peers=_with(life.peers, index, replace(peer, deadline_s=None, severed=True)))
             commands += (Sever(index),)
         else:
             given_up, more = _given_up(index, peer, life.bounds, now_s)
             life = replace(life, peers=_with(life.peers, index, given_up))
             commands += more
-            failure = failure or Reason.TIMEOUT
+            failure = failure or ReadFailure.TIMEOUT
     return _settled(life, commands, failure, now_s)
 
 
-def _peer_step(life: ReadLife, event: Connected | TransferEnded | Checked | Lost, now_s: float) -> _Step:
+def _peer_step(life: ReadLife, event: Connected | TransferEnded | Checked | PeerLost, now_s: float) -> _Step:
     """New state of one rank, commands, and the failure if any."""
     index, bounds = event.peer, life.bounds
     peer = life.peers[index]
     stage = peer.stage
-    if type(event) is Connected and stage is Stage.CONNECTING:
+    if type(event) is Connected and stage is ReadStage.CONNECTING:
         if not peer.reads:
-            return _at(peer, Stage.DONE), (Release(index),), None
-        return _at(peer, Stage.READING, min(now_s + bounds.read_s, life.latest_s)), (Start(index),), None
-    if type(event) is TransferEnded and stage is Stage.READING:
+            return _at(peer, ReadStage.DONE), (ReleaseLease(index),), None
+        return _at(peer, ReadStage.READING, min(now_s + bounds.read_s, life.latest_s)), (Start(index),), None
+    if type(event) is TransferEnded and stage is ReadStage.READING:
         if event.failure is not None:
-            return _at(peer, Stage.FAILED), (Release(index),), event.failure
-        return _at(peer, Stage.CHECKING, min(now_s + bounds.check_s, life.latest_s)), (Check(index),), None
-    if type(event) is TransferEnded and stage is Stage.ENDING:
-        return _at(peer, Stage.FAILED), (Release(index),), None
-    if type(event) is Checked and stage is Stage.CHECKING:
+            return _at(peer, ReadStage.FAILED), (ReleaseLease(index),), event.failure
+        return _at(peer, ReadStage.CHECKING, min(now_s + bounds.check_s, life.latest_s)), (Check(index),), None
+    if type(event) is TransferEnded and stage is ReadStage.ENDING:
+        return _at(peer, ReadStage.FAILED), (ReleaseLease(index),), None
+    if type(event) is Checked and stage is ReadStage.CHECKING:
         if event.failure is not None:
-            return _at(peer, Stage.FAILED), (Release(index),), event.failure
-        return _at(peer, Stage.DONE), (Release(index),), None
-    if type(event) is Lost and stage not in _OVER and stage is not Stage.ENDING:
+            return _at(peer, ReadStage.FAILED), (ReleaseLease(index),), event.failure
+        return _at(peer, ReadStage.DONE), (ReleaseLease(index),), None
+    if type(event) is PeerLost and stage not in _OVER and stage is not ReadStage.ENDING:
         given_up, commands = _given_up(index, peer, bounds, now_s)
         return given_up, commands, event.failure
     return peer, (), None
@@ -299,18 +299,18 @@ def _peer_step(life: ReadLife, event: Connected | TransferEnded | Checked | Lost
 
 def _given_up(index: int, peer: PeerRead, bounds: ReadBounds, now_s: float) -> tuple[PeerRead, tuple[Command, ...]]:
     """Gives up a rank. A rank with a transfer that may still write goes to ENDING."""
-    if peer.stage is Stage.READING:
-        return _at(peer, Stage.ENDING, now_s + bounds.end_s), (Cancel(index),)
-    if peer.stage is Stage.CHECKING:
-        return _at(peer, Stage.FAILED), (Release(index),)
-    if peer.stage is Stage.CONNECTING:
+    if peer.stage is ReadStage.READING:
+        return _at(peer, ReadStage.ENDING, now_s + bounds.end_s), (Cancel(index),)
+    if peer.stage is ReadStage.CHECKING:
+        return _at(peer, ReadStage.FAILED), (ReleaseLease(index),)
+    if peer.stage is ReadStage.CONNECTING:
         # The rank has no state for this read. If the connection succeeds later, the driver closes it.
-        return _at(peer, Stage.FAILED), ()
+        return _at(peer, ReadStage.FAILED), ()
     return peer, ()
 
 
 def _settled(
-    life: ReadLife, commands: tuple[Command, ...], failure: Reason | None, now_s: float
+    life: ReadLife, commands: tuple[Command, ...], failure: ReadFailure | None, now_s: float
 ) -> tuple[ReadLife, tuple[Command, ...]]:
     """Gives up the other ranks of a failed read, and reports to the engine when no transfer can write.
 
@@ -320,9 +320,9 @@ def _settled(
     if failure is not None:
         for index, peer in enumerate(life.peers):
             given_up, more = peer, _NOTHING
-            if peer.stage in (Stage.READING, Stage.CHECKING):
+            if peer.stage in (ReadStage.READING, ReadStage.CHECKING):
                 given_up, more = _given_up(index, peer, life.bounds, now_s)
-            elif peer.stage is Stage.CONNECTING:
+            elif peer.stage is ReadStage.CONNECTING:
                 given_up = replace(peer, reads=False)
             life = replace(life, peers=_with(life.peers, index, given_up))
             commands += more
@@ -330,12 +330,12 @@ def _settled(
         return life, commands
     if failure is not None and not any(peer.stage in _WRITING for peer in life.peers):
         return replace(life, reported=True), (*commands, Report(failure))
-    if failure is None and all(peer.stage is Stage.DONE for peer in life.peers if peer.reads):
+    if failure is None and all(peer.stage is ReadStage.DONE for peer in life.peers if peer.reads):
         return replace(life, reported=True), (*commands, Report(None))
     return life, commands
 
 
-def _at(peer: PeerRead, stage: Stage, deadline_s: float | None = None) -> PeerRead:
+def _at(peer: PeerRead, stage: ReadStage, deadline_s: float | None = None) -> PeerRead:
     return replace(peer, stage=stage, deadline_s=deadline_s)
 
 

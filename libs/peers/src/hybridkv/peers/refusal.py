@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Refusal(msgspec.Struct, frozen=True):
+class Incompatibility(msgspec.Struct, frozen=True):
     """First incompatible field.
 
     Args:

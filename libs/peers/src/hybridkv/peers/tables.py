@@ -10,7 +10,7 @@ import numpy as np
 from hybridkv.peers.cells import Side
 from hybridkv.peers.description import MAX_BLOCKS, NULL_BLOCK
 from hybridkv.peers.ranges import Int64Array
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.planner import GroupSpec, clip_blocks
 
 
@@ -48,7 +48,7 @@ def offered(groups: Sequence[GroupSpec], block_ids: Sequence[Sequence[int]], num
     return BlockTables(num_tokens, clipped.first_blocks, clipped.block_ids)
 
 
-def lists_refused(side: Side, tables: BlockTables, num_groups: int) -> Refusal | None:
+def lists_refused(side: Side, tables: BlockTables, num_groups: int) -> Incompatibility | None:
     """Checks the shape of block tables. None if they are valid for `num_groups` groups."""
     for field in ("first_blocks", "block_ids"):
         if len(getattr(tables, field)) != num_groups:
@@ -62,7 +62,7 @@ def lists_refused(side: Side, tables: BlockTables, num_groups: int) -> Refusal |
 
 def blocks_at(
     side: Side, tables: BlockTables, group_index: int, places: Int64Array, num_blocks: int
-) -> Int64Array | Refusal:
+) -> Int64Array | Incompatibility:
     """Block ids at some indexes of a group's table, or a refusal if one is missing or invalid.
 
     Args:
@@ -86,7 +86,7 @@ def blocks_at(
     return found
 
 
-def _lacks(side: Side, field: str, got: str, expected: str) -> Refusal:
-    """Refusal for an invalid table of one side. The column of the other side shows the expected value."""
+def _lacks(side: Side, field: str, got: str, expected: str) -> Incompatibility:
+    """Incompatibility for an invalid table of one side. The column of the other side shows the expected value."""
     needed = f"needed: {expected}"
-    return Refusal(field, got, needed) if side is Side.OURS else Refusal(field, needed, got)
+    return Incompatibility(field, got, needed) if side is Side.OURS else Incompatibility(field, needed, got)

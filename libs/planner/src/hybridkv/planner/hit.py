@@ -87,14 +87,14 @@ def longest_hit(
     boundary = last_boundary(spec, num_tokens)
     limiting: int | None = None
     if boundary > computed_tokens:
-        search = _Search(spec, computed_tokens, lookup, ranges)
+        search = _HitSearch(spec, computed_tokens, lookup, ranges)
         boundary, limiting = search.settle(boundary)
         if boundary > computed_tokens:
             return Pending(boundary) if search.is_pending(boundary) else Hit(boundary)
     return _miss(spec, num_tokens, computed_tokens, limiting)
 
 
-class _Search:
+class _HitSearch:
     """One search. Boundaries are multiples of `spec.boundary_tokens`."""
 
     def __init__(self, spec: CacheSpec, computed_tokens: int, lookup: Lookup, ranges: RangeLookup | None) -> None:

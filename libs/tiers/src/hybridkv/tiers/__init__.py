@@ -3,15 +3,15 @@
 from hybridkv.tiers import native as native  # fails first if the extension is missing
 from hybridkv.tiers.changes import Changes, ReportsChanges
 from hybridkv.tiers.contract import (
-    Answer,
     BatchedIndex,
     BatchedMedium,
     Completion,
     ExposesBytes,
     Failure,
     FailureReason,
-    Heard,
     Key,
+    LookupAnswer,
+    LookupCounts,
     Refusal,
     SealedMemory,
     Slot,
@@ -24,7 +24,6 @@ from hybridkv.tiers.contract import (
 from hybridkv.tiers.errors import TierConfigurationError, TierError, TierProtocolError, is_shortage
 
 __all__ = [
-    "Answer",
     "BatchedIndex",
     "BatchedMedium",
     "Changes",
@@ -32,8 +31,9 @@ __all__ = [
     "ExposesBytes",
     "Failure",
     "FailureReason",
-    "Heard",
     "Key",
+    "LookupAnswer",
+    "LookupCounts",
     "Refusal",
     "ReportsChanges",
     "SealedMemory",

@@ -102,7 +102,7 @@ class Completion(msgspec.Struct, frozen=True):
     """XXH3-128 (16 bytes, canonical order) of the chunk, on success, from a medium that computes it."""
 
 
-class Answer(enum.StrEnum):
+class LookupAnswer(enum.StrEnum):
     """Result of an async lookup of one key."""
 
     HELD = "held"
@@ -113,7 +113,7 @@ class Answer(enum.StrEnum):
     """No answer by the deadline, or too many lookups in flight."""
 
 
-class Heard(NamedTuple):
+class LookupCounts(NamedTuple):
     """Numbers of keys with an async lookup that was answered, or not, since the start. They never decrease.
 
     Neither counts open lookups, keys that were invalidated or reserved meanwhile, and keys that were not sent because
@@ -126,7 +126,7 @@ class Heard(NamedTuple):
     """Not answered by the deadline, even if answered later."""
 
 
-NO_LOOKUPS = Heard()
+NO_LOOKUPS = LookupCounts()
 
 
 class TierCounts(msgspec.Struct, frozen=True):
@@ -140,7 +140,7 @@ class TierCounts(msgspec.Struct, frozen=True):
     evicted_bytes: int = 0
     refusals: dict[Refusal, int] = {}
     """By reason; only reasons that occurred."""
-    answers: dict[Answer, int] = {}
+    answers: dict[LookupAnswer, int] = {}
     """Results of async lookups; only those that occurred. A key that was invalidated or reserved meanwhile has none."""
 
     def merge(self, other: TierCounts) -> TierCounts:
@@ -211,7 +211,7 @@ class TierIndex(Protocol):
         ...
 
     @property
-    def heard(self) -> Heard:
+    def heard(self) -> LookupCounts:
         """Answered and unanswered lookups since the start, to judge the health of the tier.
 
         Reading does not reset it, so there may be several readers.
@@ -335,7 +335,7 @@ class SyncLookups:
         """Does nothing."""
 
     @property
-    def heard(self) -> Heard:
+    def heard(self) -> LookupCounts:
         """No lookups."""
         return NO_LOOKUPS
 

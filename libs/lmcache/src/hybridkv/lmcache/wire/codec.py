@@ -97,7 +97,7 @@ class Registration:
     groups: tuple[WireGroup, ...]
 
 
-class Moved(NamedTuple):
+class MoveAnswer(NamedTuple):
     """The answer to a store or a retrieve."""
 
     is_done: bool
@@ -105,7 +105,7 @@ class Moved(NamedTuple):
     """False if the server returned an empty handle: it does not know the instance."""
 
 
-class Call(NamedTuple, Generic[T]):
+class RpcCall(NamedTuple, Generic[T]):
     """One call: its frames and the type of its answer."""
 
     operation: bytes
@@ -133,22 +133,22 @@ class Codec:
 
     # Once per connection.
 
-    def noop(self) -> Call[str]:
+    def noop(self) -> RpcCall[str]:
         return _call("noop", 24, (), str)
 
-    def probe(self) -> Call[None]:
+    def probe(self) -> RpcCall[None]:
         """A call without effect. Only a server of this version answers it, because it depends on the key format."""
         return self.free_locks(Key("hybridkv-probe", 1, None, b"", 0, 0, "hybridkv-probe"))
 
-    def chunk_tokens(self, alignment_tokens: int) -> Call[int]:
+    def chunk_tokens(self, alignment_tokens: int) -> RpcCall[int]:
         """The server's chunk size. A negotiating server settles it now, or does not answer if it cannot."""
         raise NotImplementedError
 
-    def settled_chunk_tokens(self) -> Call[int]:
+    def settled_chunk_tokens(self) -> RpcCall[int]:
         """The server's current chunk size. A negotiating server keeps it from then on."""
         return _call("get_chunk_size", 21, (), int)
 
-    def register(self, registration: Registration) -> Call[None]:
+    def register(self, registration: Registration) -> RpcCall[None]:
         places = [_tensor(group.place) for group in registration.groups]
         groups = [_group(index, group) for index, group in enumerate(registration.groups)]
         payloads = (
@@ -162,34 +162,34 @@ class Codec:
         )
         return _call("register_kv_cache", 1, payloads, None)
 
-    def unregister(self, instance: int) -> Call[None]:
+    def unregister(self, instance: int) -> RpcCall[None]:
         return _call("unregister_kv_cache", 2, (instance,), None)
 
-    def ping(self, instance: int | None) -> Call[bool]:
+    def ping(self, instance: int | None) -> RpcCall[bool]:
         return _call("ping", 22, (instance,), bool)
 
     # For each prefix.
 
-    def store(self, key: Key, instance: int, block_ids: Sequence[Sequence[int]]) -> Call[Moved]:
-        return _call("store", 6, (self._key(key), instance, block_ids, b""), Moved)
+    def store(self, key: Key, instance: int, block_ids: Sequence[Sequence[int]]) -> RpcCall[MoveAnswer]:
+        return _call("store", 6, (self._key(key), instance, block_ids, b""), MoveAnswer)
 
     def retrieve(
         self, key: Key, instance: int, block_ids: Sequence[Sequence[int]], skip_tokens: int = 0
-    ) -> Call[Moved]:
-        return _call("retrieve", 7, (self._key(key), instance, block_ids, b"", skip_tokens), Moved)
+    ) -> RpcCall[MoveAnswer]:
+        return _call("retrieve", 7, (self._key(key), instance, block_ids, b"", skip_tokens), MoveAnswer)
 
-    def lookup(self, key: Key) -> Call[None]:
+    def lookup(self, key: Key) -> RpcCall[None]:
         return _call("lookup", 8, (self._key(key), key.world_size), None)
 
-    def found_chunks(self, session: str) -> Call[int | None]:
+    def found_chunks(self, session: str) -> RpcCall[int | None]:
         """Result of a lookup; None while it runs. Poll until it returns a number, then stop."""
         return _call("query_prefetch_status", 9, (session,), int | None)
 
-    def free_locks(self, key: Key) -> Call[None]:
+    def free_locks(self, key: Key) -> RpcCall[None]:
         payloads: tuple[Any, ...] = (self._key(key), key.world_size)
         return _call("free_lookup_locks", 12, (*payloads, ()) if self.counts_free_ranges else payloads, None)
 
-    def end_session(self, session: str) -> Call[None]:
+    def end_session(self, session: str) -> RpcCall[None]:
         return _call("end_session", 13, (session,), None)
 
     def _key(self, key: Key) -> dict[str, Any]:
@@ -209,7 +209,7 @@ class Codec:
         }
 
 
-def read_answer(call: Call[T], frames: Sequence[bytes]) -> T:
+def read_answer(call: RpcCall[T], frames: Sequence[bytes]) -> T:
     """Value of an answer. `frames` excludes the call id.
 
     Raises:
@@ -224,9 +224,9 @@ def read_answer(call: Call[T], frames: Sequence[bytes]) -> T:
     if len(frames[1]) > MAX_FRAME_BYTES:
         raise MalformedError(f"{call.name}: {len(frames[1])} bytes")
     try:
-        if call.expected is Moved:
+        if call.expected is MoveAnswer:
             handle, is_done = msgspec.msgpack.decode(frames[1], type=tuple[bytes, bool])
-            return Moved(is_done, is_done or handle != b"")  # type: ignore[return-value]
+            return MoveAnswer(is_done, is_done or handle != b"")  # type: ignore[return-value]
         value = msgspec.msgpack.decode(frames[1], type=call.expected)
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise MalformedError(f"{call.name}: {error}") from None
@@ -235,12 +235,12 @@ def read_answer(call: Call[T], frames: Sequence[bytes]) -> T:
     return value  # type: ignore[no-any-return]
 
 
-def _call(name: str, number: int | None, payloads: Sequence[Any], expected: Any) -> Call[Any]:
+def _call(name: str, number: int | None, payloads: Sequence[Any], expected: Any) -> RpcCall[Any]:
     operation = _encode(name if number is None else number)
-    return Call(operation, tuple(map(_encode, payloads)), expected, name)
+    return RpcCall(operation, tuple(map(_encode, payloads)), expected, name)
 
 
-def named_call(name: str, payloads: Sequence[Any], expected: Any) -> Call[Any]:
+def named_call(name: str, payloads: Sequence[Any], expected: Any) -> RpcCall[Any]:
     """Call that is identified by name instead of number, as newer calls are."""
     return _call(name, None, payloads, expected)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from hybridkv.lmcache.wire.codec import Call, Codec, Key
+from hybridkv.lmcache.wire.codec import Codec, Key, RpcCall
 
 
 class Codec056(Codec):
@@ -15,7 +15,7 @@ class Codec056(Codec):
     def key_fields(self, key: Key) -> dict[str, Any]:
         return {"token_ids": np.frombuffer(key.tokens, dtype=">u4").tolist()}
 
-    def chunk_tokens(self, alignment_tokens: int) -> Call[int]:
+    def chunk_tokens(self, alignment_tokens: int) -> RpcCall[int]:
         return self.settled_chunk_tokens()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridkv.lmcache.wire.codec import Call, Codec, Key, named_call
+from hybridkv.lmcache.wire.codec import Codec, Key, RpcCall, named_call
 
 
 class Codec057rc2(Codec):
@@ -15,7 +15,7 @@ class Codec057rc2(Codec):
     def key_fields(self, key: Key) -> dict[str, Any]:
         return {"token_bytes": key.tokens}
 
-    def chunk_tokens(self, alignment_tokens: int) -> Call[int]:
+    def chunk_tokens(self, alignment_tokens: int) -> RpcCall[int]:
         return named_call("negotiate_chunk_size", (alignment_tokens,), int)
 
 

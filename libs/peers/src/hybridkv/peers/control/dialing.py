@@ -20,7 +20,7 @@ EVENTS = zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED | FAILED
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class DialTarget:
     """Target of an outgoing connection. `expected_peer` None accepts any peer that has the secret."""
 
     host: str
@@ -59,13 +59,13 @@ class Dialing:
         self._post = post
         self._clock = setup.clock
         self._resolver = Resolver()
-        self._waiting: dict[LinkId, tuple[Call, float]] = {}
+        self._waiting: dict[LinkId, tuple[DialTarget, float]] = {}
 
     def __len__(self) -> int:
         """Number of connections that wait for name resolution."""
         return len(self._waiting)
 
-    def begin(self, link: LinkId, call: Call) -> None:
+    def begin(self, link: LinkId, call: DialTarget) -> None:
         if not self._setup.keys.has_secret and not is_loopback(call.host):
             self._end(link, call.handlers, CloseReason.NO_SECRET)
         elif not self._has_room():
@@ -83,7 +83,7 @@ class Dialing:
             self._give_way(oldest)
         return oldest is not None
 
-    def _resolve(self, link: LinkId, call: Call) -> None:
+    def _resolve(self, link: LinkId, call: DialTarget) -> None:
         address = self._resolver.at_once(call.host, call.port)
         if address is not None:
             self._dial(link, address)

@@ -22,7 +22,7 @@ import zmq
 
 from hybridkv.peers.commands import Commands
 from hybridkv.peers.control.curve import CurveKeys, ZapHandler
-from hybridkv.peers.control.dialing import Call, Dialing
+from hybridkv.peers.control.dialing import Dialing, DialTarget
 from hybridkv.peers.control.door import Door
 from hybridkv.peers.control.handlers import ControlCounts, Handlers, LinkId
 from hybridkv.peers.control.sockets import (
@@ -126,7 +126,7 @@ class ControlLoop:
         """
         self._demand_open("connect")
         link = LinkId(next(self._links))
-        call = Call(host, port, expected_peer, handlers)
+        call = DialTarget(host, port, expected_peer, handlers)
         self._commands.post(lambda: self._begin(link, call))
         return link
 
@@ -231,7 +231,7 @@ class ControlLoop:
         self._wait_for(door.monitor, door.look)
         self._wait_for(door.socket, functools.partial(self._receive_at_door, door))
 
-    def _begin(self, link: LinkId, call: Call) -> None:
+    def _begin(self, link: LinkId, call: DialTarget) -> None:
         if self._closing_until_s is not None:
             self._end(link, call.handlers, CloseReason.DONE)
         else:

@@ -6,27 +6,27 @@ Nothing here imports NIXL before a `NixlTransport` is made. `kits.peers.in_memor
 from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.transport.contract import (
     PENDING,
-    Done,
-    Failed,
-    FailureReason,
-    Pending,
     Region,
     RemoteId,
+    TransferDone,
+    TransferFailed,
+    TransferFailureReason,
     TransferId,
+    TransferPending,
     TransferState,
     Transport,
 )
 
 __all__ = [
     "PENDING",
-    "Done",
-    "Failed",
-    "FailureReason",
-    "Pending",
     "Ranges",
     "Region",
     "RemoteId",
+    "TransferDone",
+    "TransferFailed",
+    "TransferFailureReason",
     "TransferId",
+    "TransferPending",
     "TransferState",
     "Transport",
 ]

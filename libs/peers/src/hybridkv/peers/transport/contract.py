@@ -28,7 +28,7 @@ class Region(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-class FailureReason(enum.StrEnum):
+class TransferFailureReason(enum.StrEnum):
     """Reason of a failed read, for counter labels."""
 
     GONE = "gone"
@@ -45,11 +45,11 @@ class FailureReason(enum.StrEnum):
     """Any other failure of the transport."""
 
 
-class Pending(msgspec.Struct, frozen=True, tag=True):
+class TransferPending(msgspec.Struct, frozen=True, tag=True):
     """In flight. Local memory may be written at any time."""
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class TransferDone(msgspec.Struct, frozen=True, tag=True):
     """Every byte has arrived."""
 
     num_bytes: int
@@ -59,16 +59,16 @@ class Done(msgspec.Struct, frozen=True, tag=True):
     """Time from `read` until the transport saw the last byte."""
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class TransferFailed(msgspec.Struct, frozen=True, tag=True):
     """The content of the local ranges is undefined. They may still be written until `release` returns True."""
 
-    reason: FailureReason
+    reason: TransferFailureReason
     detail: str = ""
 
 
-TransferState: TypeAlias = Pending | Done | Failed
+TransferState: TypeAlias = TransferPending | TransferDone | TransferFailed
 
-PENDING: Final = Pending()
+PENDING: Final = TransferPending()
 
 
 @runtime_checkable
@@ -97,7 +97,7 @@ class Transport(Protocol):
         """
         ...
 
-    def attach(self, capability: bytes) -> RemoteId | Failed:
+    def attach(self, capability: bytes) -> RemoteId | TransferFailed:
         """Attaches the memory of another process without waiting for it. An invalid capability is REFUSED."""
         ...
 

@@ -20,11 +20,11 @@ import numpy as np
 from hybridkv.peers.errors import PeersConfigurationError, PeersProtocolError
 from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.transport.contract import (
-    Done,
-    Failed,
-    FailureReason,
     Region,
     RemoteId,
+    TransferDone,
+    TransferFailed,
+    TransferFailureReason,
     TransferId,
     TransferState,
 )
@@ -89,24 +89,24 @@ class NixlTransport:
             for number in regions:
                 self._agent.deregister_memory(self._handles.pop(number))
 
-    def attach(self, capability: bytes) -> RemoteId | Failed:
+    def attach(self, capability: bytes) -> RemoteId | TransferFailed:
         self._demand_open("attach")
         decoded = decode_capability(capability)
         if isinstance(decoded, str):
-            return Failed(FailureReason.REFUSED, decoded)
+            return TransferFailed(TransferFailureReason.REFUSED, decoded)
         agent, metadata, memory = decoded
         if agent == self._agent_name:
-            return Failed(FailureReason.REFUSED, "this side's own capability")
+            return TransferFailed(TransferFailureReason.REFUSED, "this side's own capability")
         with self._lock:
             try:
                 added = self._agent.add_remote_agent(metadata)
             except Exception as error:
-                return Failed(reason_of(error), f"attach: {error}")
+                return TransferFailed(reason_of(error), f"attach: {error}")
             # The metadata contains an agent name too, which may be any bytes.
             name = added.decode(errors="replace") if isinstance(added, bytes) else added
             if name != agent:
                 self._reads.forget_agent(added)
-                return Failed(FailureReason.REFUSED, f"the metadata is of another agent, {name!r}")
+                return TransferFailed(TransferFailureReason.REFUSED, f"the metadata is of another agent, {name!r}")
             number = RemoteId(next(self._remote_numbers))
             known = self._remotes[number] = NixlRemote(agent, memory)
             self._reads.attach(known)
@@ -116,7 +116,7 @@ class NixlTransport:
         with self._lock:
             known = self._remotes.pop(remote, None)
             if known is not None:
-                self._reads.give_up(known, FailureReason.CLOSED, "the peer was detached")
+                self._reads.give_up(known, TransferFailureReason.CLOSED, "the peer was detached")
 
     def read(self, remote: RemoteId, ranges: Ranges, timeout_s: float) -> TransferId:
         self._demand_open("read")
@@ -129,15 +129,15 @@ class NixlTransport:
             self._reads.add(number, read)
             why_not = self._reads.memory.why_not("local", ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
             if is_full:
-                read.fail(FailureReason.BUSY, f"{self._options.max_transfers} reads are not released", now_s)
+                read.fail(TransferFailureReason.BUSY, f"{self._options.max_transfers} reads are not released", now_s)
             elif known is None or not known.is_attached:
-                read.fail(FailureReason.CLOSED, "the peer is not attached", now_s)
+                read.fail(TransferFailureReason.CLOSED, "the peer is not attached", now_s)
             elif why_not := why_not or known.memory.why_not(
                 "remote", ranges.remote_regions, ranges.remote_offsets, ranges.num_bytes
             ):
-                read.fail(FailureReason.REFUSED, why_not, now_s)
+                read.fail(TransferFailureReason.REFUSED, why_not, now_s)
             elif not len(ranges):
-                read.state = Done(0, 0, 0.0)
+                read.state = TransferDone(0, 0, 0.0)
             else:
                 self._reads.begin(read, ranges)
             return number
@@ -150,7 +150,7 @@ class NixlTransport:
 
     def cancel(self, transfer: TransferId) -> None:
         with self._lock:
-            self._known(transfer).fail(FailureReason.CANCELLED, "", self._clock())
+            self._known(transfer).fail(TransferFailureReason.CANCELLED, "", self._clock())
 
     def release(self, transfer: TransferId) -> bool:
         with self._lock:
@@ -188,7 +188,7 @@ class NixlTransport:
             if self._agent is None:
                 return True
             until_s = self._clock() + timeout_s
-            self._reads.fail_all(FailureReason.CLOSED, "the transport was closed")
+            self._reads.fail_all(TransferFailureReason.CLOSED, "the transport was closed")
             while not self._reads.is_quiet() and self._clock() < until_s - timeout_s / 2:
                 time.sleep(0.001)
             for remote in list(self._remotes):

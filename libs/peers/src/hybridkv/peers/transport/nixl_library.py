@@ -10,17 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from hybridkv.peers.errors import PeersConfigurationError
-from hybridkv.peers.transport.contract import FailureReason
+from hybridkv.peers.transport.contract import TransferFailureReason
 
 # The first two do not import torch to select the variant.
 MODULES = ("nixl_cu12", "nixl_cu13", "nixl")
 
 _REASONS = {
-    "nixlRemoteDisconnectError": FailureReason.GONE,
-    "nixlCancelledError": FailureReason.CANCELLED,
-    "nixlNotFoundError": FailureReason.REFUSED,
-    "nixlMismatchError": FailureReason.REFUSED,
-    "nixlNotAllowedError": FailureReason.REFUSED,
+    "nixlRemoteDisconnectError": TransferFailureReason.GONE,
+    "nixlCancelledError": TransferFailureReason.CANCELLED,
+    "nixlNotFoundError": TransferFailureReason.REFUSED,
+    "nixlMismatchError": TransferFailureReason.REFUSED,
+    "nixlNotAllowedError": TransferFailureReason.REFUSED,
 }
 
 
@@ -66,6 +66,6 @@ def _has_infiniband() -> bool:
         return False
 
 
-def reason_of(error: BaseException) -> FailureReason:
+def reason_of(error: BaseException) -> TransferFailureReason:
     """Failure reason of a NIXL exception; BROKEN for an unknown one."""
-    return _REASONS.get(type(error).__name__, FailureReason.BROKEN)
+    return _REASONS.get(type(error).__name__, TransferFailureReason.BROKEN)

@@ -12,7 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from hybridkv.peers.ranges import Ranges
-from hybridkv.peers.transport.contract import PENDING, Done, Failed, FailureReason, TransferId, TransferState
+from hybridkv.peers.transport.contract import (
+    PENDING,
+    TransferDone,
+    TransferFailed,
+    TransferFailureReason,
+    TransferId,
+    TransferState,
+)
 from hybridkv.peers.transport.memory import RegisteredMemory
 from hybridkv.peers.transport.nixl_library import reason_of
 from hybridkv.peers.transport.nixl_lists import descriptors, posts_of
@@ -31,7 +38,7 @@ class NixlRemote:
 
 
 class NixlRead:
-    """One read. `state` is `Failed` once it cannot succeed; `handles` are the posts that have not ended."""
+    """One read. `state` is `TransferFailed` once it cannot succeed; `handles` are the posts that have not ended."""
 
     def __init__(self, remote: NixlRemote, began_s: float, deadline_s: float) -> None:
         self.remote = remote
@@ -44,9 +51,9 @@ class NixlRead:
         self.num_descriptors = 0
         self.state: TransferState = PENDING
 
-    def fail(self, reason: FailureReason, detail: str, now_s: float) -> None:
+    def fail(self, reason: TransferFailureReason, detail: str, now_s: float) -> None:
         if self.state is PENDING:
-            self.state = Failed(reason, detail)
+            self.state = TransferFailed(reason, detail)
             self.failed_s = now_s
             self.posts.clear()
 
@@ -84,7 +91,7 @@ class NixlReads:
         """Releases a read. False if one of its posts has not ended; such a read is cancelled."""
         read = self._reads[number]
         if read.handles or read.state is PENDING:
-            read.fail(FailureReason.CANCELLED, "", self._clock())
+            read.fail(TransferFailureReason.CANCELLED, "", self._clock())
             self.advance(read)
         if read.handles:
             return False
@@ -100,7 +107,7 @@ class NixlReads:
             if read.state is PENDING or read.handles:
                 self.advance(read)
 
-    def fail_all(self, reason: FailureReason, detail: str) -> None:
+    def fail_all(self, reason: TransferFailureReason, detail: str) -> None:
         for read in self._reads.values():
             read.fail(reason, detail, self._clock())
 
@@ -117,22 +124,24 @@ class NixlReads:
         for handle in list(read.handles):
             self._look_at(read, handle, now_s)
         if read.state is PENDING and now_s >= read.deadline_s:
-            read.fail(FailureReason.TIMEOUT, "", now_s)
+            read.fail(TransferFailureReason.TIMEOUT, "", now_s)
         while read.state is PENDING and read.posts and len(read.handles) < self._options.max_posts:
             if self._post(read, read.posts.popleft(), now_s):
                 break
-        if isinstance(read.state, Failed):
+        if isinstance(read.state, TransferFailed):
             self._look_at_peer(read, read.state, now_s)
         elif read.state is PENDING and not read.posts and not read.handles:
-            read.state = Done(read.num_bytes, read.num_descriptors, self._clock() - read.began_s)
+            read.state = TransferDone(read.num_bytes, read.num_descriptors, self._clock() - read.began_s)
 
-    def _look_at_peer(self, read: NixlRead, failed: Failed, now_s: float) -> None:
+    def _look_at_peer(self, read: NixlRead, failed: TransferFailed, now_s: float) -> None:
         """Gives up the peer of a failed read if it is gone or a post does not end."""
-        if failed.reason is FailureReason.GONE and not read.handles:
+        if failed.reason is TransferFailureReason.GONE and not read.handles:
             # NIXL keeps the broken connection, and every later read would fail, although the peer may be alive.
-            self.give_up(read.remote, FailureReason.GONE, failed.detail)
+            self.give_up(read.remote, TransferFailureReason.GONE, failed.detail)
         elif read.handles and now_s - read.failed_s > self._options.abandon_s:
-            self.give_up(read.remote, FailureReason.GONE, "a read of this peer did not end after it was cancelled")
+            self.give_up(
+                read.remote, TransferFailureReason.GONE, "a read of this peer did not end after it was cancelled"
+            )
 
     def _look_at(self, read: NixlRead, handle: Any, now_s: float) -> None:
         try:
@@ -143,7 +152,7 @@ class NixlReads:
         if state == "PROC":
             return
         if state != "DONE":
-            read.fail(FailureReason.BROKEN, f"NIXL returned {state}", now_s)
+            read.fail(TransferFailureReason.BROKEN, f"NIXL returned {state}", now_s)
         self._end(read, handle)
 
     def _post(self, read: NixlRead, ranges: Ranges, now_s: float) -> bool:
@@ -162,7 +171,7 @@ class NixlReads:
             if state != "PROC":
                 self._end(read, handle)
         if state not in ("DONE", "PROC"):
-            read.fail(FailureReason.BROKEN, f"NIXL returned {state}", now_s)
+            read.fail(TransferFailureReason.BROKEN, f"NIXL returned {state}", now_s)
         return bool(state == "DONE")
 
     def _end(self, read: NixlRead, handle: Any) -> None:
@@ -181,7 +190,7 @@ class NixlReads:
         lists = [self._agent.get_xfer_descs(each, KIND) for each in (local, source)]
         return self._agent.initialize_xfer("READ", lists[0], lists[1], remote.agent)
 
-    def give_up(self, remote: NixlRemote, reason: FailureReason, detail: str) -> None:
+    def give_up(self, remote: NixlRemote, reason: TransferFailureReason, detail: str) -> None:
         """Closes the connection to a peer: NIXL ends all posts to it.
 
         NIXL has one connection per agent, however often the agent is attached. It stays open for the other attachments
@@ -197,7 +206,7 @@ class NixlReads:
         if len(given_up) == len(same):
             self.forget_agent(remote.agent)
 
-    def _leave(self, remote: NixlRemote, reason: FailureReason, detail: str) -> None:
+    def _leave(self, remote: NixlRemote, reason: TransferFailureReason, detail: str) -> None:
         remote.is_attached = False
         self._attached.remove(remote)
         now_s = self._clock()

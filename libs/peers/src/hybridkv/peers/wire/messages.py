@@ -87,7 +87,7 @@ class Renewed(_Message, frozen=True, tag="renewed"):
     remaining_s: Annotated[float, msgspec.Meta(ge=0)]
 
 
-class Done(_Message, frozen=True, tag="done"):
+class LeaseDone(_Message, frozen=True, tag="done"):
     """A reader no longer needs the lease. `is_read`: it has read and checked the blocks.
 
     The lease ends when all `num_readers` readers have sent this; `reader` is the index of the sender, from 0.
@@ -99,7 +99,7 @@ class Done(_Message, frozen=True, tag="done"):
     num_readers: Annotated[int, msgspec.Meta(ge=1, le=MAX_READERS)] = 1
 
 
-class Question(_Message, frozen=True, tag="question"):
+class RequestMessage(_Message, frozen=True, tag="question"):
     """Request of the connection's owners. This layer does not interpret `body`."""
 
     request: Natural
@@ -107,7 +107,7 @@ class Question(_Message, frozen=True, tag="question"):
 
 
 class Reply(_Message, frozen=True, tag="reply"):
-    """Answer to a `Question` with the same `request`."""
+    """Answer to a `RequestMessage` with the same `request`."""
 
     request: Natural
     body: bytes
@@ -133,7 +133,17 @@ class Bye(_Message, frozen=True, tag="bye"):
 
 
 Message: TypeAlias = (
-    Describe | Accepted | Refused | RequestDigests | Digests | Renew | Renewed | Done | Question | Reply | Notice
+    Describe
+    | Accepted
+    | Refused
+    | RequestDigests
+    | Digests
+    | Renew
+    | Renewed
+    | LeaseDone
+    | RequestMessage
+    | Reply
+    | Notice
 )
 """Messages between the owners of a connection."""
 
@@ -187,7 +197,7 @@ class MessageCodec:
                 raise WireError(CloseReason.OVERSIZED, f"{name}: a text of {len(value)} characters")
         if isinstance(message, RequestDigests):
             _check_digest_spans(message, self._limits.max_items)
-        elif isinstance(message, Done):
+        elif isinstance(message, LeaseDone):
             if message.reader >= message.num_readers:
                 raise WireError(CloseReason.MALFORMED, f"reader {message.reader} of {message.num_readers}")
         elif isinstance(message, Digests):

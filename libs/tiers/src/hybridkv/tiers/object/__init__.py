@@ -14,16 +14,16 @@ builder.py          builds the index or a medium from a URL and a secret
 """
 
 from hybridkv.tiers.object.builder import StoreLocation, open_index, open_medium
-from hybridkv.tiers.object.client import Found, LookupFailed, Moved, News
+from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, LookupFailed, News
 from hybridkv.tiers.object.index import ObjectIndex
 from hybridkv.tiers.object.medium import ObjectMedium
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import ObjectSlot, PackPlace, Stored
 
 __all__ = [
-    "Found",
+    "EpochChanged",
+    "LookupAnswered",
     "LookupFailed",
-    "Moved",
     "News",
     "ObjectIndex",
     "ObjectMedium",

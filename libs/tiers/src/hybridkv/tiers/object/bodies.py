@@ -1,7 +1,7 @@
 """Size-limited reads of small objects.
 
-The size arrives before the body, so an object that is too large is not read. `Room` bounds the memory of all reads
-together.
+The size arrives before the body, so an object that is too large is not read. `ReadMemoryLimit` bounds the memory of all
+reads together.
 
 """
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 64 << 10
 
 
-class Body(NamedTuple):
+class ObjectBody(NamedTuple):
     """An object that was read.
 
     Args:
@@ -30,7 +30,7 @@ class Body(NamedTuple):
     tag: str | None
 
 
-class Room:
+class ReadMemoryLimit:
     """Limit of the bytes in memory at one time. Used on one event loop.
 
     Args:
@@ -61,8 +61,14 @@ class Room:
 
 @asynccontextmanager
 async def read_body(
-    store: Store, name: str, most_bytes: int, room: Room, *, unlike: str | None = None, is_ranged: bool = False
-) -> AsyncIterator[Body]:
+    store: Store,
+    name: str,
+    most_bytes: int,
+    room: ReadMemoryLimit,
+    *,
+    unlike: str | None = None,
+    is_ranged: bool = False,
+) -> AsyncIterator[ObjectBody]:
     """Read an object. Its bytes count against `room` while the context is open.
 
     Args:
@@ -87,7 +93,7 @@ async def read_body(
     size, tag = answer.meta["size"], answer.meta["e_tag"]
     if size > most_bytes:
         del answer
-        yield Body(None, tag)
+        yield ObjectBody(None, tag)
         return
     async with room.taken(size):
         data = bytearray()
@@ -95,4 +101,4 @@ async def read_body(
             data += memoryview(piece)
             if len(data) > size:
                 break
-        yield Body(bytes(data) if len(data) <= size else None, tag)
+        yield ObjectBody(bytes(data) if len(data) <= size else None, tag)

@@ -10,7 +10,7 @@ from hybridkv.tiers.object.packs import PackPlace, Stored
 from hybridkv.tiers.remote import LookupClient
 
 
-class Found(NamedTuple):
+class LookupAnswered(NamedTuple):
     """The store's answer to a lookup."""
 
     request: int
@@ -27,13 +27,13 @@ class LookupFailed(NamedTuple):
     heard_s: float
 
 
-class Moved(NamedTuple):
+class EpochChanged(NamedTuple):
     """Another engine began a new epoch: chunks found or stored before it must not be offered."""
 
     heard_s: float
 
 
-News = Found | LookupFailed | Moved
+News = LookupAnswered | LookupFailed | EpochChanged
 
 
 class ObjectClient(LookupClient, Protocol):

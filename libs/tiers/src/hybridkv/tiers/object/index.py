@@ -8,9 +8,9 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 
-from hybridkv.tiers.contract import UNSPECIFIED, Answer, FailureReason, Key, Refusal, Slot
+from hybridkv.tiers.contract import UNSPECIFIED, FailureReason, Key, LookupAnswer, Refusal, Slot
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.object.client import Found, Moved, News, ObjectClient
+from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, News, ObjectClient
 from hybridkv.tiers.object.format.record import LARGEST_KEY_BYTES
 from hybridkv.tiers.object.names import pack_name
 from hybridkv.tiers.object.options import ObjectOptions
@@ -55,22 +55,22 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         return self._client.ask(number, keys, until_s)
 
     def _on_event(self, event: News) -> None:
-        if isinstance(event, Moved):
+        if isinstance(event, EpochChanged):
             # All known chunks belong to the old epoch. Stores in progress are dropped.
 
             self._tracker.end_all()
             self._num_expired += self._forget_all()
-        elif isinstance(event, Found):
+        elif isinstance(event, LookupAnswered):
             self._on_found(event)
         else:
-            self._end_lookup(event.request, Answer.LATE, event.heard_s)
+            self._end_lookup(event.request, LookupAnswer.LATE, event.heard_s)
 
-    def _on_found(self, found: Found) -> None:
+    def _on_found(self, found: LookupAnswered) -> None:
         places, wanted = found.places, self._tracker.open_keys(found.request)
         if not places.keys() <= wanted.keys():
             places = {key: place for key, place in places.items() if key in wanted}
         self._add_found(found.request, places, self._clock() + self._believed_s, found.heard_s)
-        self._end_lookup(found.request, Answer.MISSING, found.heard_s)
+        self._end_lookup(found.request, LookupAnswer.MISSING, found.heard_s)
 
     def _expires_s(self, place: PackPlace) -> float:
         return self._clock() + self._believed_s

@@ -4,7 +4,7 @@ It deletes nothing: a manifest that this host cannot read may be readable by ano
 once it has stored all chunks that the manifest lists.
 
 One thread with an event loop does all requests; the engine's thread queues work and takes events. Every lookup ends
-with `Found` or `LookupFailed`, whatever the store does.
+with `LookupAnswered` or `LookupFailed`, whatever the store does.
 """
 
 from __future__ import annotations
@@ -23,10 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.errors import TierConfigurationError
-from hybridkv.tiers.object.bodies import Body, Room, read_body
-from hybridkv.tiers.object.client import Found, LookupFailed, Moved, News
+from hybridkv.tiers.object.bodies import ObjectBody, ReadMemoryLimit, read_body
+from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, LookupFailed, News
 from hybridkv.tiers.object.format.epoch import EPOCH_MARK_BYTES, decode_epoch, encode_epoch
-from hybridkv.tiers.object.format.manifest import MAX_PARTS, Node, Part, decode_manifest, encode_manifest
+from hybridkv.tiers.object.format.manifest import (
+    MAX_PARTS,
+    ManifestNode,
+    ManifestPart,
+    decode_manifest,
+    encode_manifest,
+)
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.names import epoch_name, manifest_name, namespace_of, prefix_of
 from hybridkv.tiers.object.options import ObjectOptions
@@ -59,7 +65,7 @@ async def current_epoch(store: Store, seals: Seals, cache: str, now_s: float) ->
     """
     name = epoch_name(cache)
     try:
-        async with read_body(store, name, EPOCH_MARK_BYTES, Room(EPOCH_MARK_BYTES)) as body:
+        async with read_body(store, name, EPOCH_MARK_BYTES, ReadMemoryLimit(EPOCH_MARK_BYTES)) as body:
             epoch = decode_epoch(seals, name, body.data) if body.data is not None else None
     except FileNotFoundError:
         return 0
@@ -96,13 +102,13 @@ class Collection:
 
 
 @dataclass(slots=True)
-class _Lookup:
+class _ManifestSearch:
     """One search. Keeps the last manifest that it read."""
 
     namespace: str
     place: int = -1
     """Position of the prefix of `body` among the searched prefixes."""
-    body: Body | None = None
+    body: ObjectBody | None = None
 
 
 class ManifestStore:
@@ -299,7 +305,7 @@ class ManifestStore:
             self._epoch = epoch
             self.namespace = namespace_of(self._cache, epoch)
             self._forget()
-            self.news.append(Moved(self._clock()))
+            self.news.append(EpochChanged(self._clock()))
 
     # Searches.
 
@@ -318,7 +324,7 @@ class ManifestStore:
             self._begin_search(self._waiting.popleft())
 
     async def _search(self, request: int, keys: Sequence[Key], until_s: float) -> None:
-        news: Found | LookupFailed | None = None
+        news: LookupAnswered | LookupFailed | None = None
         try:
             left_s = until_s - self._clock()
             if left_s > 0:
@@ -330,13 +336,13 @@ class ManifestStore:
             self.news.append(news or LookupFailed(request, self._clock()))
             self._end_search()
 
-    async def _found(self, request: int, keys: Sequence[Key]) -> Found | None:
+    async def _found(self, request: int, keys: Sequence[Key]) -> LookupAnswered | None:
         options, namespace = self._options, self.namespace
         if namespace is None:
             return None
         prefixes = list(dict.fromkeys(map(prefix_of, keys)))
         places_of = {prefix: place for place, prefix in enumerate(prefixes)}
-        lookup = _Lookup(namespace)
+        lookup = _ManifestSearch(namespace)
         found = await find_last(
             prefixes,
             lambda wanted: self._probe_all(lookup, {prefix: places_of[prefix] for prefix in wanted}),
@@ -356,9 +362,9 @@ class ManifestStore:
                 for part in parts:
                     if (key := part.tag + prefix) in wanted and not self._is_bad(part):
                         places[key] = PackPlace(part.pack, part.offset, part.num_bytes, source)
-        return Found(request, places, self._clock())
+        return LookupAnswered(request, places, self._clock())
 
-    async def _probe_all(self, lookup: _Lookup, wanted: Mapping[bytes, int]) -> list[bool | None]:
+    async def _probe_all(self, lookup: _ManifestSearch, wanted: Mapping[bytes, int]) -> list[bool | None]:
         """Whether these prefixes have manifests. One unreadable object counts as missing, since anyone may create one.
         Raises if all reads failed."""
         probes = (self._probe(lookup, prefix, place) for prefix, place in wanted.items())
@@ -368,7 +374,7 @@ class ManifestStore:
             raise failures[0]
         return [None if isinstance(answer, BaseException) else answer for answer in answers]
 
-    async def _probe(self, lookup: _Lookup, prefix: bytes, place: int) -> bool | None:
+    async def _probe(self, lookup: _ManifestSearch, prefix: bytes, place: int) -> bool | None:
         body = await self._reader.read(manifest_name(lookup.namespace, prefix))
         if body is None or body.data is None:
             return None
@@ -376,7 +382,7 @@ class ManifestStore:
             lookup.place, lookup.body = place, body if len(body.data) <= self._options.lookup_bytes else None
         return True
 
-    async def _path(self, lookup: _Lookup, place: int, prefix: bytes) -> list[Node]:
+    async def _path(self, lookup: _ManifestSearch, place: int, prefix: bytes) -> list[ManifestNode]:
         """Path of the manifest that a lookup found. Empty if the manifest is unusable."""
         name = manifest_name(lookup.namespace, prefix)
         body = lookup.body if lookup.place == place else None
@@ -388,11 +394,11 @@ class ManifestStore:
             self._reader.distrust(name, body.tag)
         return path or []
 
-    def _decoded(self, name: str, prefix: bytes, body: Body) -> list[Node] | None:
+    def _decoded(self, name: str, prefix: bytes, body: ObjectBody) -> list[ManifestNode] | None:
         path = decode_manifest(self._seals, name, self._world_size, body.data or b"")
         return None if path is None or path[-1:] == [] or path[-1].prefix != prefix else path
 
-    def _is_bad(self, part: Part) -> bool:
+    def _is_bad(self, part: ManifestPart) -> bool:
         return (part.pack, part.offset) in self._bad
 
     # Manifests.
@@ -411,7 +417,7 @@ class ManifestStore:
         while len(self._unpublished) > self._options.max_unpublished:
             del self._unpublished[next(iter(self._unpublished))]
 
-    async def _put(self, prefix: bytes, name: str, path: list[Node]) -> None:
+    async def _put(self, prefix: bytes, name: str, path: list[ManifestNode]) -> None:
         """Write a manifest. An existing one is kept, since its writer had stored the same path, unless it is bad."""
         from obstore.exceptions import AlreadyExistsError
 
@@ -433,7 +439,7 @@ class ManifestStore:
             self._complain("written to", error)
             self._unpublished[prefix] = None  # retried with the next store
 
-    async def _is_worse(self, prefix: bytes, name: str, path: list[Node]) -> bool:
+    async def _is_worse(self, prefix: bytes, name: str, path: list[ManifestNode]) -> bool:
         """Whether this path should replace the existing manifest: that one is invalid, or it lists a bad place and no
         chunk that this path lacks."""
         body = await self._reader.read(name, is_again=True)

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.object.format.manifest import Node, Part
+from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart
 from hybridkv.tiers.object.names import is_boundary, prefix_of, tag_of
 from hybridkv.tiers.object.packs import Stored
 
@@ -24,7 +24,7 @@ class _Step:
     def __init__(self) -> None:
         self.before: bytes | None = None
         """Parent prefix; None while unknown."""
-        self.parts: dict[bytes, Part] = {}
+        self.parts: dict[bytes, ManifestPart] = {}
         """By tag."""
         self.needed: frozenset[bytes] = frozenset()
         """Tags that later prefixes need."""
@@ -50,7 +50,7 @@ class Paths:
         for key, place, needs in stored:
             prefix = prefix_of(key)
             step = self._step(prefix)
-            self._put(step, Part(tag_of(key), place.pack, place.offset, place.num_bytes))
+            self._put(step, ManifestPart(tag_of(key), place.pack, place.offset, place.num_bytes))
             for need in needs:
                 self._step(prefix_of(need)).needed |= {tag_of(need)}
             before = next((other for need in needs if (other := prefix_of(need)) != prefix), _BEGINNING)
@@ -59,7 +59,7 @@ class Paths:
             ended[prefix] = None
         return list(ended)
 
-    def learn(self, path: Iterable[Node], is_bad: Callable[[Part], bool] = lambda part: False) -> None:
+    def learn(self, path: Iterable[ManifestNode], is_bad: Callable[[ManifestPart], bool] = lambda part: False) -> None:
         """Add the path of a manifest. A bad part counts as missing: no manifest includes it or a later prefix until it
         is stored again."""
         before = _BEGINNING
@@ -81,17 +81,17 @@ class Paths:
         followed = {self._steps[prefix].before for prefix in prefixes}
         return [prefix for prefix in prefixes if prefix not in followed or is_boundary(prefix, boundary_every)]
 
-    def up_to(self, prefix: bytes) -> list[Node] | None:
+    def up_to(self, prefix: bytes) -> list[ManifestNode] | None:
         """The stored chunks of a path, from its beginning to this prefix. None if a needed part is unknown: a manifest
         with a gap would block a complete one."""
-        path: list[Node] = []
+        path: list[ManifestNode] = []
         seen: set[bytes] = set()
         while prefix != _BEGINNING:
             step = self._steps.get(prefix)
             if step is None or step.before is None or prefix in seen or not step.needed <= step.parts.keys():
                 return None
             seen.add(prefix)
-            path.append(Node(prefix, list(step.parts.values())))
+            path.append(ManifestNode(prefix, list(step.parts.values())))
             prefix = step.before
         return path[::-1]
 
@@ -122,7 +122,7 @@ class Paths:
         self._steps.clear()
         self._num_parts = 0
 
-    def _put(self, step: _Step, part: Part) -> None:
+    def _put(self, step: _Step, part: ManifestPart) -> None:
         self._num_parts += part.tag not in step.parts
         step.parts[part.tag] = part
 

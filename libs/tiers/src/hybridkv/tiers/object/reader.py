@@ -11,7 +11,7 @@ import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from hybridkv.tiers.object.bodies import Body, Room, read_body
+from hybridkv.tiers.object.bodies import ObjectBody, ReadMemoryLimit, read_body
 from hybridkv.tiers.object.format.manifest import is_sealed
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.names import is_boundary
@@ -132,7 +132,7 @@ class ManifestReader:
         self._store = store
         self._seals = seals
         self._options = options
-        self._room = Room(max(options.reading_bytes, options.manifest_bytes))
+        self._room = ReadMemoryLimit(max(options.reading_bytes, options.manifest_bytes))
         self.requests = asyncio.Semaphore(options.max_requests)
         """Limits concurrent requests to the store."""
         self._bad: Quarantine[str, str] = Quarantine(options.max_asked, options.bad_s, clock)
@@ -148,7 +148,7 @@ class ManifestReader:
         """A manifest was rewritten, or read without errors."""
         self._bad.release(name)
 
-    async def read(self, name: str, *, is_again: bool = False) -> Body | None:
+    async def read(self, name: str, *, is_again: bool = False) -> ObjectBody | None:
         """Read a manifest with a valid seal. None if there is none.
 
         Args:
@@ -173,7 +173,7 @@ class ManifestReader:
             self.trust(name)
         return body
 
-    async def _sealed(self, name: str, unlike: str | None, *, is_ranged: bool) -> tuple[Body | None, str | None]:
+    async def _sealed(self, name: str, unlike: str | None, *, is_ranged: bool) -> tuple[ObjectBody | None, str | None]:
         options = self._options
         async with (
             self.requests,
@@ -184,7 +184,7 @@ class ManifestReader:
             holds = body.data is not None and is_sealed(self._seals, name, body.data)
             return body if holds else None, body.tag
 
-    async def _sealed_otherwise(self, name: str) -> Body | None:
+    async def _sealed_otherwise(self, name: str) -> ObjectBody | None:
         try:
             return (await self._sealed(name, None, is_ranged=True))[0]
         except Exception as error:  # an empty object has no range; the first result stands

@@ -15,7 +15,7 @@
 """
 
 from hybridkv.tiers.peer.builder import PeerAddresses, open_index, open_medium
-from hybridkv.tiers.peer.client import Answered, Lost, PeerLookupClient
+from hybridkv.tiers.peer.client import Answered, ConnectionLost, PeerLookupClient
 from hybridkv.tiers.peer.index import PeerIndex
 from hybridkv.tiers.peer.leases import LeasableIndex, LeaseCounts, PeerLeases
 from hybridkv.tiers.peer.medium import PeerMedium
@@ -23,9 +23,9 @@ from hybridkv.tiers.peer.options import PeerOptions
 
 __all__ = [
     "Answered",
+    "ConnectionLost",
     "LeasableIndex",
     "LeaseCounts",
-    "Lost",
     "PeerAddresses",
     "PeerIndex",
     "PeerLeases",

@@ -18,7 +18,7 @@ from hybridkv.tiers.peer.client import CLOSE_S, PeerLookupClient
 from hybridkv.tiers.peer.index import PeerIndex
 from hybridkv.tiers.peer.leases import PeerLeases
 from hybridkv.tiers.peer.medium import PeerMedium
-from hybridkv.tiers.peer.node import Address, Node, NodeCallbacks, NodeIdentity
+from hybridkv.tiers.peer.node import Address, NodeCallbacks, NodeIdentity, PeerNode
 from hybridkv.tiers.peer.options import PeerOptions
 from hybridkv.tiers.peer.reader import PeerReader
 from hybridkv.tiers.peer.seals import RankSeals
@@ -105,7 +105,7 @@ def open_medium(
         reader = PeerReader(transport, view, options, clock)
         capability = transport.register([Region(memory.base_address, memory.capacity_bytes)])
         identity, callbacks = NodeIdentity(about, capability), NodeCallbacks(RankSeals(memory), reader)
-        reader.node = Node(loop, identity, callbacks, peers, options.retry_s, clock)
+        reader.node = PeerNode(loop, identity, callbacks, peers, options.retry_s, clock)
         _listen(reader.node.listen, address)
         return PeerMedium(reader, options, clock)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Lookup client of a scheduler: sends its lookups to other schedulers and answers theirs, over one `Node`."""
+"""Lookup client of a scheduler: sends its lookups to other schedulers and answers theirs, over one `PeerNode`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridkv.peers.wire import CloseReason, Describe, WireError
 from hybridkv.tiers.contract import Key, Slot
 from hybridkv.tiers.peer import words
 from hybridkv.tiers.peer.leases import PeerLeases
-from hybridkv.tiers.peer.node import Address, Node, NodeCallbacks, NodeIdentity
+from hybridkv.tiers.peer.node import Address, NodeCallbacks, NodeIdentity, PeerNode
 from hybridkv.tiers.peer.options import MAX_KEYS, PeerOptions
 from hybridkv.tiers.remote import LookupClient
 
@@ -31,7 +31,7 @@ class Answered(NamedTuple):
     """When it arrived, by the index's clock."""
 
 
-class Lost(NamedTuple):
+class ConnectionLost(NamedTuple):
     """The connection to a peer ended: it answers no lookup, and its leases are void."""
 
     peer: int
@@ -39,7 +39,7 @@ class Lost(NamedTuple):
 
 
 class PeerClient(LookupClient, Protocol):
-    """Lookup client of a `PeerIndex`. The items of `news` are `Answered` and `Lost`."""
+    """Lookup client of a `PeerIndex`. The items of `news` are `Answered` and `ConnectionLost`."""
 
     def ready(self) -> Sequence[int]:
         """Peers that can be sent a lookup now."""
@@ -77,10 +77,10 @@ class PeerLookupClient:
         options: PeerOptions,
         clock: Callable[[], float],
     ) -> None:
-        self.news: deque[Answered | Lost] = deque()
+        self.news: deque[Answered | ConnectionLost] = deque()
         self.leases = leases
         self._clock = clock
-        self._node = Node(loop, NodeIdentity(about), NodeCallbacks(self, self), peers, options.retry_s, clock)
+        self._node = PeerNode(loop, NodeIdentity(about), NodeCallbacks(self, self), peers, options.retry_s, clock)
         # Connect now, so that the first lookup finds peers.
 
         self._node.ready()
@@ -114,12 +114,12 @@ class PeerLookupClient:
 
     def reply(self, peer: int, request: int, body: bytes) -> None:
         word = words.decode(body)
-        if not isinstance(word, words.Found):
+        if not isinstance(word, words.FindReply):
             raise WireError(CloseReason.UNEXPECTED, type(word).__name__)
         self.news.append(Answered(peer, request, words.slots_of(word), word.lease_s, self._clock()))
 
     def lost(self, peer: int) -> None:
-        self.news.append(Lost(peer, self._clock()))
+        self.news.append(ConnectionLost(peer, self._clock()))
 
     def found(self, peer: int, description: Describe) -> None:
         """Nothing to do: `ready` returns this peer from now on."""

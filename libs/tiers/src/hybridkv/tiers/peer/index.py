@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridkv.tiers.contract import Answer, Key, Refusal, Slot
+from hybridkv.tiers.contract import Key, LookupAnswer, Refusal, Slot
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.peer.client import Answered, Lost, PeerClient
+from hybridkv.tiers.peer.client import Answered, ConnectionLost, PeerClient
 from hybridkv.tiers.peer.options import PeerOptions
 from hybridkv.tiers.peer.places import PeerPlace, at_peer
 from hybridkv.tiers.remote import RemoteEntry, RemoteIndex
@@ -53,7 +53,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
             self._lookups[number] = _PeerLookup(tuple(keys), peers, until_s)
         return bool(peers)
 
-    def _on_event(self, event: Answered | Lost) -> None:
+    def _on_event(self, event: Answered | ConnectionLost) -> None:
         if isinstance(event, Answered):
             self._on_answered(event)
         else:
@@ -81,9 +81,9 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         lookup.waiting.discard(peer)
         if not lookup.waiting:
             del self._lookups[number]
-            self._end_lookup(number, Answer.MISSING if lookup.has_answer else Answer.LATE, heard_s)
+            self._end_lookup(number, LookupAnswer.MISSING if lookup.has_answer else LookupAnswer.LATE, heard_s)
 
-    def _on_lost(self, loss: Lost) -> None:
+    def _on_lost(self, loss: ConnectionLost) -> None:
         for number, lookup in list(self._lookups.items()):
             if loss.peer in lookup.waiting:
                 self._end_waiting(number, lookup, loss.peer, loss.heard_s)

@@ -57,7 +57,7 @@ class LeaseCounts(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class _Lease:
+class _KeyLease:
     key: Key
     slot: Slot
     until_s: float
@@ -82,10 +82,10 @@ class PeerLeases:
         self._max_leases = options.max_leases
         self._max_bytes = int(options.leased_share * index.capacity_bytes)
         self._lock = threading.Lock()
-        self._live: OrderedDict[tuple[Reader, Key], _Lease] = OrderedDict()
+        self._live: OrderedDict[tuple[Reader, Key], _KeyLease] = OrderedDict()
         """In order of expiry, since all leases have the same duration."""
         self._bytes = 0
-        self._changes: deque[_Lease] = deque()
+        self._changes: deque[_KeyLease] = deque()
         """Leases that began or ended, to be handled by `settle`."""
         self._counts = [0, 0, 0, 0, 0]
 
@@ -123,7 +123,7 @@ class PeerLeases:
         if len(self._live) >= self._max_leases or self._bytes + slot.num_bytes > self._max_bytes:
             self._counts[2] += 1
             return None
-        lease = _Lease(key, slot, now_s + self.lease_s)
+        lease = _KeyLease(key, slot, now_s + self.lease_s)
         self._live[reader, key] = lease
         self._bytes += slot.num_bytes
         self._changes.append(lease)
@@ -183,7 +183,7 @@ class PeerLeases:
                 elif not lease.is_pinned:
                     self._keep(lease)
 
-    def _keep(self, lease: _Lease) -> None:
+    def _keep(self, lease: _KeyLease) -> None:
         slot = self._index.pin(lease.key)
         lease.is_pinned = slot is not None
         if slot is not None and slot != lease.slot:

@@ -17,7 +17,7 @@ from typing import Protocol, TypeAlias
 
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
 from hybridkv.peers.errors import PeersProtocolError
-from hybridkv.peers.wire import CloseReason, Describe, Message, Notice, Question, Refused, Reply, WireError
+from hybridkv.peers.wire import CloseReason, Describe, Message, Notice, Refused, Reply, RequestMessage, WireError
 from hybridkv.tiers.peer import words
 from hybridkv.tiers.peer.words import About
 
@@ -31,7 +31,7 @@ MAX_SAID = 64
 """Limit of logged differences of incoming connections."""
 
 
-class Asked(Protocol):
+class IncomingHandler(Protocol):
     """Callbacks for incoming connections. Called on the loop's thread; a `WireError` ends the connection."""
 
     def question(self, link: LinkId, body: bytes) -> bytes: ...
@@ -43,7 +43,7 @@ class Asked(Protocol):
         ...
 
 
-class Asking(Protocol):
+class OutgoingHandler(Protocol):
     """Callbacks for outgoing connections. Called on the loop's thread; a `WireError` ends the connection."""
 
     def found(self, peer: int, description: Describe) -> None:
@@ -69,8 +69,8 @@ class NodeIdentity:
 class NodeCallbacks:
     """Callbacks for incoming and outgoing connections."""
 
-    asked: Asked
-    asking: Asking
+    asked: IncomingHandler
+    asking: OutgoingHandler
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class _Peer:
     """Last logged reason."""
 
 
-class Node:
+class PeerNode:
     """Connections of one process to its peers.
 
     Args:
@@ -147,7 +147,7 @@ class Node:
 
     def ask(self, peer: int, request: int, body: bytes) -> bool:
         """Send a request. False if the peer is not ready; then no reply comes."""
-        return self._send(peer, Question(request, body))
+        return self._send(peer, RequestMessage(request, body))
 
     def tell(self, peer: int, body: bytes) -> bool:
         """Send a message without a reply."""
@@ -240,7 +240,7 @@ class Node:
             if differs is not None and differs not in self._misfits and len(self._misfits) < MAX_SAID:
                 self._misfits.add(differs)
                 logger.warning("a peer that connected here does not fit: %s", differs)
-        elif isinstance(message, Question) and is_known:
+        elif isinstance(message, RequestMessage) and is_known:
             self._loop.send(link, Reply(message.request, self._asked.question(link, message.body)))
         elif isinstance(message, Notice) and is_known:
             self._asked.notice(link, message.body)

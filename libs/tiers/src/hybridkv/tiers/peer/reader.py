@@ -15,13 +15,13 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from hybridkv.peers.transport import Done, Failed, Ranges, Region, RemoteId, TransferId, Transport
-from hybridkv.peers.transport import FailureReason as TransportFailure
+from hybridkv.peers.transport import Ranges, Region, RemoteId, TransferDone, TransferFailed, TransferId, Transport
+from hybridkv.peers.transport import TransferFailureReason as TransportFailure
 from hybridkv.peers.wire import CloseReason, Describe, WireError, pack_columns
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
 from hybridkv.tiers.digests import view_digest
 from hybridkv.tiers.peer import words
-from hybridkv.tiers.peer.node import Node
+from hybridkv.tiers.peer.node import PeerNode
 from hybridkv.tiers.peer.options import PeerOptions
 from hybridkv.tiers.peer.places import peer_of, there
 
@@ -92,7 +92,7 @@ class PeerReader:
         self._clock = clock
         self.inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         """Work for the reading thread. Thread-safe."""
-        self.node: Node | None = None
+        self.node: PeerNode | None = None
         """Set before the first load."""
         self.on_ended: Callable[[Completion], None] = lambda completion: None
         self._sources: dict[int, _Source] = {}
@@ -109,7 +109,7 @@ class PeerReader:
 
     def reply(self, peer: int, request: int, body: bytes) -> None:
         word = words.decode(body)
-        if not isinstance(word, words.Seals):
+        if not isinstance(word, words.SealsReply):
             raise WireError(CloseReason.UNEXPECTED, type(word).__name__)
         self.inbox.put(lambda: self._sealed(peer, request, word))
 
@@ -211,8 +211,8 @@ class PeerReader:
         assert load.transfer is not None
         if not load.is_read and load.failure is None:
             state = self._transport.poll(load.transfer)
-            load.is_read = isinstance(state, Done)
-            if isinstance(state, Failed):
+            load.is_read = isinstance(state, TransferDone)
+            if isinstance(state, TransferFailed):
                 busy = state.reason is TransportFailure.BUSY
                 reason = FailureReason.BUSY if busy else FailureReason.IO
                 load.failure = Failure(reason, f"{state.reason}: {state.detail}")
@@ -269,7 +269,7 @@ class PeerReader:
         self._detach(peer)
         assert self.node is not None
         remote = self._transport.attach(capability)
-        if isinstance(remote, Failed):
+        if isinstance(remote, TransferFailed):
             logger.warning("peer %d cannot be read: %s: %s", peer, remote.reason, remote.detail)
             self.node.end(peer)
             return
@@ -283,7 +283,7 @@ class PeerReader:
         for load in [load for load in self._reading if load.peer == peer]:
             self._give_up(load, FailureReason.IO, "the peer is gone")
 
-    def _sealed(self, peer: int, request: int, word: words.Seals) -> None:
+    def _sealed(self, peer: int, request: int, word: words.SealsReply) -> None:
         source = self._sources.get(peer)
         loads = source.waiting.pop(request, None) if source is not None else None
         if loads is None:

@@ -54,7 +54,7 @@ class Find(_Word, frozen=True, tag="find"):
     ends: bytes
 
 
-class Found(_Word, frozen=True, tag="found"):
+class FindReply(_Word, frozen=True, tag="found"):
     """Reply to `Find`: key i has `counts[i]` extents, 0 if it is missing. Found chunks are leased for `lease_s`."""
 
     counts: bytes
@@ -78,7 +78,7 @@ class AskSeals(_Word, frozen=True, tag="ask_seals"):
     offsets: bytes
 
 
-class Seals(_Word, frozen=True, tag="seals"):
+class SealsReply(_Word, frozen=True, tag="seals"):
     """Reply to `AskSeals`: one digest for each key. `states[i]` is the state of key i."""
 
     states: bytes
@@ -88,7 +88,7 @@ class Seals(_Word, frozen=True, tag="seals"):
 SEALED, NOTHING, ANOTHER = 0, 1, 2
 """States: sealed for this key, nothing sealed, or sealed for another key."""
 
-Word: TypeAlias = Find | Found | GiveUp | AskSeals | Seals
+Word: TypeAlias = Find | FindReply | GiveUp | AskSeals | SealsReply
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Word)
@@ -164,15 +164,15 @@ def unpack_keys(keys: bytes, ends: bytes) -> list[Key]:
     return [keys[a:b] for a, b in itertools.pairwise(places)]
 
 
-def found(slots: Sequence[Slot | None], lease_s: float) -> Found:
-    """Build a `Found`. Slots beyond `MAX_EXTENTS` are reported as missing."""
+def found(slots: Sequence[Slot | None], lease_s: float) -> FindReply:
+    """Build a `FindReply`. Slots beyond `MAX_EXTENTS` are reported as missing."""
     counts: list[int] = []
     extents: list[tuple[int, int]] = []
     for slot in slots:
         more = slot.extents if slot is not None and len(extents) + len(slot.extents) <= MAX_EXTENTS else ()
         counts.append(len(more))
         extents += more
-    return Found(
+    return FindReply(
         pack_columns([counts]),
         pack_columns([[offset for offset, _ in extents]]),
         pack_columns([[num_bytes for _, num_bytes in extents]]),
@@ -180,8 +180,8 @@ def found(slots: Sequence[Slot | None], lease_s: float) -> Found:
     )
 
 
-def slots_of(answer: Found) -> tuple[Slot | None, ...]:
-    """Slots of a `Found`, in the order of the keys. `WireError` if it is invalid."""
+def slots_of(answer: FindReply) -> tuple[Slot | None, ...]:
+    """Slots of a `FindReply`, in the order of the keys. `WireError` if it is invalid."""
     (counts,) = unpack_columns(answer.counts, 1, MAX_KEYS)
     (offsets,) = unpack_columns(answer.offsets, 1, MAX_EXTENTS)
     (sizes,) = unpack_columns(answer.sizes, 1, MAX_EXTENTS)
@@ -195,13 +195,13 @@ def slots_of(answer: Found) -> tuple[Slot | None, ...]:
     return tuple(Slot(tuple(next(extents) for _ in range(count))) if count else None for count in counts.tolist())
 
 
-def seals(found_seals: Iterable[tuple[int, bytes]]) -> Seals:
-    """Build a `Seals` from (state, digest) pairs."""
+def seals(found_seals: Iterable[tuple[int, bytes]]) -> SealsReply:
+    """Build a `SealsReply` from (state, digest) pairs."""
     rows = list(found_seals)
-    return Seals(bytes(state for state, _ in rows), b"".join(digest for _, digest in rows))
+    return SealsReply(bytes(state for state, _ in rows), b"".join(digest for _, digest in rows))
 
 
-def seals_of(answer: Seals, num_keys: int) -> list[tuple[int, bytes]]:
+def seals_of(answer: SealsReply, num_keys: int) -> list[tuple[int, bytes]]:
     """(state, digest) of so many. `WireError` where that is no answer to the question."""
     if len(answer.states) != num_keys or len(answer.digests) != DIGEST_BYTES * num_keys:
         raise WireError(CloseReason.MALFORMED, "seals that fit no question")

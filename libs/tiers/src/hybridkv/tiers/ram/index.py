@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.changes import MAX_CHANGED_KEYS, Changes
-from hybridkv.tiers.contract import NO_LOOKUPS, Heard, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import NO_LOOKUPS, Key, LookupCounts, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.native import GranuleLedger
 from hybridkv.tiers.ram.sizes import count_granules, count_keys, in_granules
@@ -78,7 +78,7 @@ class RamIndex(_Ledger):
         """Does nothing."""
 
     @property
-    def heard(self) -> Heard:
+    def heard(self) -> LookupCounts:
         """No lookups."""
         return NO_LOOKUPS
 

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, Generic, Protocol
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Answer, Heard, Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import UNSPECIFIED, Key, LookupAnswer, LookupCounts, Refusal, Slot, TierCounts
 from hybridkv.tiers.ledger import Entry, KeyLedger, KeyState, LruPolicy
 from hybridkv.tiers.remote.found import FoundPlaces, P
 from hybridkv.tiers.remote.lookups import LookupTracker
@@ -151,7 +151,7 @@ class RemoteIndex(Generic[P]):
             self._tracker.not_sent(len(keys))
 
     @property
-    def heard(self) -> Heard:
+    def heard(self) -> LookupCounts:
         self._poll_events()
         return self._tracker.heard
 
@@ -195,10 +195,10 @@ class RemoteIndex(Generic[P]):
                 self._expired = {key: None for key in expired if key not in places}
         return places
 
-    def _end_lookup(self, number: int, answer: Answer, heard_s: float) -> None:
+    def _end_lookup(self, number: int, answer: LookupAnswer, heard_s: float) -> None:
         """End a lookup. Its open keys get this answer."""
         keys = self._tracker.end(number, answer, heard_s)
-        if self._expired and answer is Answer.MISSING:
+        if self._expired and answer is LookupAnswer.MISSING:
             for key in keys:
                 self._expired.pop(key, None)
 

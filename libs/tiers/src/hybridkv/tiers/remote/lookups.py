@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from hybridkv.tiers.contract import Answer, Heard, Key
+from hybridkv.tiers.contract import Key, LookupAnswer, LookupCounts
 
 _OVER_S = -math.inf
 """Deadline of a lookup that timed out already."""
@@ -23,7 +23,7 @@ _NEW_SHARE = 0.25
 
 
 @dataclass(slots=True, eq=False)
-class _Lookup:
+class _TrackedLookup:
     open_keys: dict[Key, None]
     """Keys without an answer that were not withdrawn."""
     sent_s: float
@@ -48,17 +48,17 @@ class LookupTracker:
         self._given_up_s = given_up_s
         self._number_of: dict[Key, int] = {}
         """Lookup number of each open key."""
-        self._lookups: dict[int, _Lookup] = {}
+        self._lookups: dict[int, _TrackedLookup] = {}
         self.due_s = math.inf
         """Next time at which `pass_time` has work."""
         self.changes = 0
         """Number of changes. Part of the index's `generation`."""
-        self.heard = Heard()
+        self.heard = LookupCounts()
         self.answer_s = FIRST_ANSWER_S
         """Moving average of the time from a lookup to its first answer."""
         self._missing: dict[Key, float] = {}
         """Time until which a key counts as missing. The oldest first."""
-        self._answers: dict[Answer, int] = {}
+        self._answers: dict[LookupAnswer, int] = {}
 
     def __contains__(self, key: Key) -> bool:
         return key in self._number_of
@@ -94,11 +94,11 @@ class LookupTracker:
         keys = list(dict.fromkeys(keys))
         room = max(0, self._max_asked - len(known))
         if len(keys) > room:
-            self._count(Answer.LATE, len(keys) - room)
+            self._count(LookupAnswer.LATE, len(keys) - room)
             del keys[room:]
         return keys
 
-    def _postpone(self, lookup: _Lookup, deadline_s: float) -> None:
+    def _postpone(self, lookup: _TrackedLookup, deadline_s: float) -> None:
         if deadline_s > lookup.deadline_s:
             self.changes += 1
             lookup.deadline_s = deadline_s
@@ -112,14 +112,14 @@ class LookupTracker:
     def begin(self, number: int, keys: Iterable[Key], sent_s: float, deadline_s: float) -> None:
         """Record a lookup that was sent."""
         open_keys = dict.fromkeys(keys)
-        self._lookups[number] = _Lookup(open_keys, sent_s, deadline_s, self.given_up_s(deadline_s))
+        self._lookups[number] = _TrackedLookup(open_keys, sent_s, deadline_s, self.given_up_s(deadline_s))
         self._number_of.update(dict.fromkeys(open_keys, number))
         self.changes += 1
         self.due_s = min(self.due_s, deadline_s)
 
     def not_sent(self, num_keys: int) -> None:
         """Count keys that could not be sent, as timed out. Does not affect the breaker."""
-        self._count(Answer.LATE, num_keys)
+        self._count(LookupAnswer.LATE, num_keys)
 
     # Ends.
 
@@ -129,9 +129,9 @@ class LookupTracker:
             lookup = self._lookups[number]
             deque(map(lookup.open_keys.pop, keys), maxlen=0)
             self._forget(keys)
-            self._record(lookup, Answer.HELD, len(keys), heard_s)
+            self._record(lookup, LookupAnswer.HELD, len(keys), heard_s)
 
-    def end(self, number: int, answer: Answer, heard_s: float) -> list[Key]:
+    def end(self, number: int, answer: LookupAnswer, heard_s: float) -> list[Key]:
         """End a lookup. Returns its open keys, which all get this answer: MISSING or LATE."""
         lookup = self._lookups.pop(number, None)
         if lookup is None or not lookup.open_keys:
@@ -139,7 +139,7 @@ class LookupTracker:
         keys = list(lookup.open_keys)
         self._forget(keys)
         self._record(lookup, answer, len(keys), heard_s)
-        if answer is Answer.MISSING:
+        if answer is LookupAnswer.MISSING:
             self._missing.update(dict.fromkeys(keys, heard_s + self._missing_s))
             if (surplus := len(self._missing) - self._max_asked) > 0:
                 for key in list(islice(self._missing, surplus)):
@@ -149,7 +149,7 @@ class LookupTracker:
     def end_all(self) -> None:
         """End all lookups as timed out."""
         for number in list(self._lookups):
-            self.end(number, Answer.LATE, math.inf)
+            self.end(number, LookupAnswer.LATE, math.inf)
 
     def withdraw(self, key: Key) -> None:
         """Drop a key: its answer is not needed any more."""
@@ -163,7 +163,7 @@ class LookupTracker:
         self.due_s = math.inf
         for number, lookup in list(self._lookups.items()):
             if lookup.deadline_s != _OVER_S and now_s >= lookup.deadline_s:
-                self._record(lookup, Answer.LATE, len(lookup.open_keys), now_s)
+                self._record(lookup, LookupAnswer.LATE, len(lookup.open_keys), now_s)
                 lookup.deadline_s = _OVER_S
                 self.changes += bool(lookup.open_keys)
             if now_s >= lookup.given_up_s:
@@ -185,26 +185,28 @@ class LookupTracker:
 
     # Counts.
 
-    def take_answers(self) -> dict[Answer, int]:
+    def take_answers(self) -> dict[LookupAnswer, int]:
         """Number of keys by answer since the last call."""
         answers, self._answers = self._answers, {}
         return answers
 
-    def _count(self, answer: Answer, num_keys: int) -> None:
+    def _count(self, answer: LookupAnswer, num_keys: int) -> None:
         if num_keys:
             self._answers[answer] = self._answers.get(answer, 0) + num_keys
 
-    def _record(self, lookup: _Lookup, answer: Answer, num_keys: int, heard_s: float) -> None:
+    def _record(self, lookup: _TrackedLookup, answer: LookupAnswer, num_keys: int, heard_s: float) -> None:
         """Count answers. A lookup that timed out was counted already."""
         if lookup.deadline_s == _OVER_S:
             return
         if heard_s > lookup.deadline_s:
-            answer = Answer.LATE
+            answer = LookupAnswer.LATE
         if num_keys and not lookup.is_timed:
             lookup.is_timed = True
-            took_s = 2 * (lookup.deadline_s - lookup.sent_s) if answer is Answer.LATE else heard_s - lookup.sent_s
+            took_s = 2 * (lookup.deadline_s - lookup.sent_s) if answer is LookupAnswer.LATE else heard_s - lookup.sent_s
             self.answer_s += (max(took_s, 0.0) - self.answer_s) * _NEW_SHARE
         self._count(answer, num_keys)
-        is_late = answer is Answer.LATE
+        is_late = answer is LookupAnswer.LATE
         num_answered, num_timed_out = self.heard
-        self.heard = Heard(num_answered + (0 if is_late else num_keys), num_timed_out + (num_keys if is_late else 0))
+        self.heard = LookupCounts(
+            num_answered + (0 if is_late else num_keys), num_timed_out + (num_keys if is_late else 0)
+        )

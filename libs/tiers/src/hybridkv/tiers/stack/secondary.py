@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hybridkv.tiers.contract import Failure, FailureReason, Heard, Key, Refusal, Slot, TierIndex
+from hybridkv.tiers.contract import Failure, FailureReason, Key, LookupCounts, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.cascade_queue import CascadeQueue, WriteGate
 from hybridkv.tiers.stack.health import BreakerState, TierHealth
 from hybridkv.tiers.stack.in_flight import InFlightMove, InFlightMoves, SharedMoves
@@ -69,7 +69,7 @@ class StackContext:
 
 class _OpenLookup(NamedTuple):
     deadline_s: float
-    before: Heard
+    before: LookupCounts
     """Answers of the tier when the lookup was sent."""
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hybridkv.explain")
 
 
-class Reason(enum.StrEnum):
+class LookupReason(enum.StrEnum):
     """Why not more tokens were offered. docs/guides/observing.md tells what to do about each."""
 
     COMPLETE = "complete"
@@ -84,7 +84,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str
     result: str
-    reason: Reason
+    reason: LookupReason
     num_tokens: int
     engine_tokens: int
     offered_tokens: int
@@ -154,7 +154,7 @@ def explain(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> E
     )
 
 
-def unsearched(tracked: TrackedRequest, reason: Reason) -> Explanation:
+def unsearched(tracked: TrackedRequest, reason: LookupReason) -> Explanation:
     """Record of a request that is admitted without a lookup."""
     num_tokens, computed = tracked.request.num_tokens, tracked.computed_tokens
     return Explanation(
@@ -171,7 +171,7 @@ def unsearched(tracked: TrackedRequest, reason: Reason) -> Explanation:
 
 def explain_adapter_in_doubt(tracked: TrackedRequest) -> Explanation:
     """Record of a request that is admitted with its adapter in doubt."""
-    return unsearched(tracked, Reason.ADAPTER)
+    return unsearched(tracked, LookupReason.ADAPTER)
 
 
 def _full_group(spec: CacheSpec) -> int | None:
@@ -188,25 +188,25 @@ def _limiting_group(answer: Hit | Miss, loss: Loss, ended_group: int | None) -> 
     return answer.limiting_group
 
 
-def _reason(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> Reason:
+def _reason(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> LookupReason:
     answer, loss, past = admission.answer, admission.loss, tracked.stage.past
     if isinstance(answer, Hit):
         if not admission.taken_tokens:
-            return Reason.NOT_TAKEN if isinstance(tracked.told, Offer) else Reason.ENGINE_ROOM
+            return LookupReason.NOT_TAKEN if isinstance(tracked.told, Offer) else LookupReason.ENGINE_ROOM
         if answer.num_tokens >= last_boundary(spec, tracked.request.num_tokens):
-            return Reason.COMPLETE
+            return LookupReason.COMPLETE
     elif answer.limiting_group is None and past.failed_loads:
-        return Reason.FAILED_LOADS
+        return LookupReason.FAILED_LOADS
     if loss.lost_tokens:
-        return Reason.GROUP_LIMITS
+        return LookupReason.GROUP_LIMITS
     if loss.full_tokens >= last_boundary(spec, admission.limit_tokens):
         # The whole range is stored, or the range is empty.
         if past.failed_loads:
-            return Reason.FAILED_LOADS
-        return Reason.NO_BOUNDARY if past.room_limit is None else Reason.TIER_ROOM
+            return LookupReason.FAILED_LOADS
+        return LookupReason.NO_BOUNDARY if past.room_limit is None else LookupReason.TIER_ROOM
     if past.waited_in_vain or past.near_only:
-        return Reason.TIMEOUT
-    return Reason.PREFIX_ENDS if isinstance(answer, Hit) else Reason.NOT_STORED
+        return LookupReason.TIMEOUT
+    return LookupReason.PREFIX_ENDS if isinstance(answer, Hit) else LookupReason.NOT_STORED
 
 
 def log(explanation: Explanation) -> None:

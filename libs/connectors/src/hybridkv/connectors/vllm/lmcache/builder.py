@@ -24,7 +24,7 @@ from hybridkv.hashing import TAG_BYTES
 from hybridkv.lmcache.connection import Connection, ConnectionOptions, Down
 from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment
 from hybridkv.lmcache.keys import WORD_BYTES, cache_name
-from hybridkv.lmcache.operations import Lookup, Operations, Prefix
+from hybridkv.lmcache.operations import LookupHandle, Operations, Prefix
 from hybridkv.lmcache.session import LMCacheSession
 from hybridkv.planner import GroupKind
 
@@ -161,7 +161,7 @@ class LMCacheBuilder:
         self.connection = connection = Connection(session_spec.address, session, session_spec.connection, clock)
         operations = Operations(connection, clock)
 
-        def lookup(digests: Sequence[bytes]) -> Lookup:
+        def lookup(digests: Sequence[bytes]) -> LookupHandle:
             prefix = Prefix(name, session_spec.world_size, session_spec.words(digests))
             return operations.lookup(prefix, None, self._config.lookup_timeout_seconds)
 

@@ -19,7 +19,7 @@ from hybridkv.connectors.vllm.lmcache.messages import PageLoad
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, PageTransfer, page_transfer
 from hybridkv.connectors.vllm.lmcache.session import SERVER, WORKER, PageLease, RankSession, bad_pages, copy_runs
 from hybridkv.lmcache.calls import CallFailure, Ended, Trouble
-from hybridkv.lmcache.operations import Found, Prefix
+from hybridkv.lmcache.operations import Prefix, PrefixHit
 from hybridkv.lmcache.page import PageState
 from hybridkv.tiers import FailureReason
 from hybridkv.transfer import CopyRuns
@@ -156,7 +156,7 @@ class LoadHandler:
         lease.memory.blank(lease.taken)
         operation.prefix = session.prefix(operation.load.digests)
 
-        def found(ended: Ended[Found]) -> None:
+        def found(ended: Ended[PrefixHit]) -> None:
             try:
                 self._found(operation, lease, ended)
             except Exception as error:  # a bug fails this load only
@@ -167,7 +167,7 @@ class LoadHandler:
 
     # Any thread.
 
-    def _found(self, operation: _LoadOperation, lease: PageLease, ended: Ended[Found]) -> None:
+    def _found(self, operation: _LoadOperation, lease: PageLease, ended: Ended[PrefixHit]) -> None:
         session, wanted = self._session, operation.transfer.chunks.end
         if isinstance(ended, CallFailure):
             lease.drop(SERVER)

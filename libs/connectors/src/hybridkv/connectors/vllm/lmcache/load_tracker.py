@@ -14,15 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from hybridkv.connectors.vllm.common.explain import Explanation, Reason, log
+from hybridkv.connectors.vllm.common.explain import Explanation, LookupReason, log
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import LMCACHE, Recorder
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageLoad
-from hybridkv.lmcache.calls import Answer, CallFailure, Trouble
-from hybridkv.lmcache.operations import Lookup
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, Trouble
+from hybridkv.lmcache.operations import LookupHandle
 from hybridkv.planner import (
     CacheSpec,
     PlanError,
@@ -72,7 +72,7 @@ class PrefixLookup(NamedTuple):
     """Lookup of a prefix, with the digests of its chunks."""
 
     digests: tuple[bytes, ...]
-    lookup: Lookup
+    lookup: LookupHandle
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class RequestLoad:
     failed_loads: int = 0
     yields_once: bool = False
     """The load has failed, and `matched_tokens` was not called since."""
-    reason: Reason = Reason.NOT_STORED
+    reason: LookupReason = LookupReason.NOT_STORED
     """Reason of stage `DONE`."""
     detail: str = ""
     has_reply: bool = False
@@ -99,7 +99,7 @@ class RequestLoad:
     def found_chunks(self) -> int:
         """Chunks that the server locks for this request."""
         ended = self.prefix.lookup.ended if self.prefix is not None else None
-        return ended.value.num_chunks if isinstance(ended, Answer) else 0
+        return ended.value.num_chunks if isinstance(ended, CallAnswer) else 0
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class LoadTracker:
     def __init__(
         self,
         layout: CacheLayout,
-        lookup: Callable[[Sequence[bytes]], Lookup],
+        lookup: Callable[[Sequence[bytes]], LookupHandle],
         max_chunks: int,
         room: LoadRoom,
         recorder: Recorder,
@@ -161,7 +161,7 @@ class LoadTracker:
         if state.stage is not LoadStage.NEW:
             return
         num_chunks = last_boundary(self._spec, tracked.request.num_tokens) // self._spec.chunk_tokens
-        state.reason = Reason.NO_BOUNDARY if not num_chunks else Reason.NOT_STORED
+        state.reason = LookupReason.NO_BOUNDARY if not num_chunks else LookupReason.NOT_STORED
         if state.limit_chunks is not None:
             num_chunks = min(num_chunks, state.limit_chunks)
         num_chunks = min(num_chunks, self.max_chunks)
@@ -189,18 +189,18 @@ class LoadTracker:
         if ended is None:
             if self._clock() >= lookup.until_s:
                 self._recorder.wait_timeout("lookup")
-                self._end(state, Reason.TIMEOUT, "the server did not answer in time")
+                self._end(state, LookupReason.TIMEOUT, "the server did not answer in time")
         elif isinstance(ended, CallFailure):
             if ended.trouble is Trouble.TIMEOUT:
                 self._recorder.wait_timeout("lookup")
-            reason = Reason.TIMEOUT if ended.trouble is Trouble.TIMEOUT else Reason.NOT_STORED
+            reason = LookupReason.TIMEOUT if ended.trouble is Trouble.TIMEOUT else LookupReason.NOT_STORED
             self._end(state, reason, str(ended))
         elif not ended.value.num_chunks:
-            self._end(state, Reason.FAILED_LOADS if state.failed_loads else Reason.NOT_STORED, "")
+            self._end(state, LookupReason.FAILED_LOADS if state.failed_loads else LookupReason.NOT_STORED, "")
         else:
             state.known_chunks, state.stage = ended.value.num_chunks, LoadStage.FOUND
             if lookup.is_dropped:
-                self._end(state, Reason.NOT_TAKEN, "")
+                self._end(state, LookupReason.NOT_TAKEN, "")
         return state
 
     def matched_tokens(self, tracked: TrackedRequest, computed_tokens: int) -> int | None:
@@ -222,17 +222,17 @@ class LoadTracker:
             return 0
         boundary = state.found_chunks * self._spec.chunk_tokens
         if boundary <= computed_tokens:
-            self._end(state, Reason.PREFIX_ENDS, "the engine's own prefix cache has as many tokens")
+            self._end(state, LookupReason.PREFIX_ENDS, "the engine's own prefix cache has as many tokens")
             return 0
         if not self._still_matches(tracked, state):
-            self._end(state, Reason.NOT_STORED, "the request's tokens have changed")
+            self._end(state, LookupReason.NOT_STORED, "the request's tokens have changed")
             return 0
         if state.limit_chunks is None and self._has_suspects(state):
-            self._end(state, Reason.NOT_STORED, "another load of this prefix has failed")
+            self._end(state, LookupReason.NOT_STORED, "another load of this prefix has failed")
             return 0
         verdict = self._room.verdict(tracked.request_id, tracked.request.num_tokens)
         if verdict is Verdict.REFUSE:
-            self._end(state, Reason.ENGINE_ROOM, "")
+            self._end(state, LookupReason.ENGINE_ROOM, "")
         return boundary - computed_tokens if verdict is Verdict.ADMIT else 0 if verdict is Verdict.REFUSE else None
 
     def known_chunks(self, tracked: TrackedRequest) -> int | None:
@@ -250,7 +250,7 @@ class LoadTracker:
         if state is None or state.prefix is None:
             return
         if state.stage is LoadStage.FOUND:
-            self._end(state, Reason.NOT_TAKEN, "")
+            self._end(state, LookupReason.NOT_TAKEN, "")
         else:
             state.prefix.lookup.drop()
 
@@ -258,7 +258,7 @@ class LoadTracker:
         assert state.prefix is not None
         if len(state.prefix.digests) * self._spec.chunk_tokens <= tracked.computed_tokens:
             # Nothing to load. The result only shows which chunks need no store.
-            state.reason, state.detail = Reason.NO_BOUNDARY, ""
+            state.reason, state.detail = LookupReason.NO_BOUNDARY, ""
             return 0
         if not state.has_waited:
             state.has_waited = True
@@ -301,7 +301,7 @@ class LoadTracker:
             return False
         return tracked.keys().key(self._key_group, boundary) == state.prefix.digests[num_chunks - 1]
 
-    def _end(self, state: RequestLoad, reason: Reason, detail: str) -> None:
+    def _end(self, state: RequestLoad, reason: LookupReason, detail: str) -> None:
         if state.prefix is not None:
             state.prefix.lookup.drop()
         state.prefix = None
@@ -351,11 +351,17 @@ class LoadTracker:
         reason = state.reason
         if state.stage is LoadStage.FOUND:
             boundary = state.found_chunks * spec.chunk_tokens
-            reason = Reason.NOT_TAKEN
+            reason = LookupReason.NOT_TAKEN
             if num_external_tokens:
                 is_all = boundary >= last_boundary(spec, num_tokens)
                 has_room = state.found_chunks < self.max_chunks
-                reason = Reason.COMPLETE if is_all else Reason.PREFIX_ENDS if has_room else Reason.TIER_ROOM
+                reason = (
+                    LookupReason.COMPLETE
+                    if is_all
+                    else LookupReason.PREFIX_ENDS
+                    if has_room
+                    else LookupReason.TIER_ROOM
+                )
         explanation = Explanation(
             request_id=tracked.request_id,
             result="hit" if state.stage is LoadStage.FOUND else "miss",
@@ -397,7 +403,7 @@ class LoadTracker:
             self._requests.pop(request_id, None)
             return
         state = self.get(tracked)
-        state.stage, state.reason = LoadStage.DONE, Reason.FAILED_LOADS
+        state.stage, state.reason = LoadStage.DONE, LookupReason.FAILED_LOADS
         if not failed:
             return
         tracked.forget_progress()

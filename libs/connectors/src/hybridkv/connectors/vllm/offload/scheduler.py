@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.corrupt_blocks import CorruptBlocks, SuspectGroups
 from hybridkv.connectors.vllm.common.events import RouterEvents
-from hybridkv.connectors.vllm.common.explain import Reason, log, unsearched
+from hybridkv.connectors.vllm.common.explain import LookupReason, log, unsearched
 from hybridkv.connectors.vllm.common.identity.identification import Identity
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import Load, StepOutcome, StepPlan, Store
@@ -163,7 +163,9 @@ class OffloadScheduler:
             self._requests.identify(tracked)
         if tracked.request_keys is None or not tracked.hints.load:
             if tracked.told is not None:
-                explanation = unsearched(tracked, Reason.ADAPTER if tracked.request_keys is None else Reason.HINT)
+                explanation = unsearched(
+                    tracked, LookupReason.ADAPTER if tracked.request_keys is None else LookupReason.HINT
+                )
                 self._recorder.lookup(explanation)
                 log(explanation)
             tracked.told = None

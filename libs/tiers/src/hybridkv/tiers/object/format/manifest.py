@@ -27,7 +27,7 @@ _LARGEST_PACK = 128
 _LARGEST_NUMBER = (1 << 63) - 1
 
 
-class Part(NamedTuple):
+class ManifestPart(NamedTuple):
     """A chunk of one group.
 
     Args:
@@ -44,7 +44,7 @@ class Part(NamedTuple):
     num_bytes: int
 
 
-class Node(NamedTuple):
+class ManifestNode(NamedTuple):
     """A prefix, and the stored chunks that end there.
 
     Args:
@@ -54,13 +54,13 @@ class Node(NamedTuple):
     """
 
     prefix: bytes
-    parts: Sequence[Part]
+    parts: Sequence[ManifestPart]
 
 
 _Number = Annotated[int, Meta(ge=0, le=_LARGEST_NUMBER)]
 
 
-class _Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
+class _ManifestBody(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=False):
     version: int
     world_size: int
     tags: Annotated[list[Annotated[bytes, Meta(max_length=_LARGEST_TAG)]], Meta(max_length=MAX_TAGS)]
@@ -72,11 +72,11 @@ class _Body(msgspec.Struct, array_like=True, forbid_unknown_fields=True, gc=Fals
     """Numbers of all parts, concatenated."""
 
 
-_decoder = msgspec.msgpack.Decoder(_Body)
+_decoder = msgspec.msgpack.Decoder(_ManifestBody)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode_manifest(seals: Seals, name: str, world_size: int, path: Sequence[Node]) -> bytes:
+def encode_manifest(seals: Seals, name: str, world_size: int, path: Sequence[ManifestNode]) -> bytes:
     """Encode a manifest. Readers reject one with more than `MAX_PARTS` parts.
 
     Args:
@@ -95,7 +95,7 @@ def encode_manifest(seals: Seals, name: str, world_size: int, path: Sequence[Nod
             numbers += (tag, packs.setdefault(part.pack, len(packs)), part.offset, part.num_bytes)
     counts = [len(node.parts) for node in path]
     body = _encoder.encode(
-        _Body(VERSION, world_size, list(tags), list(packs), [node.prefix for node in path], counts, numbers)
+        _ManifestBody(VERSION, world_size, list(tags), list(packs), [node.prefix for node in path], counts, numbers)
     )
     return seals.of(name.encode(), body) + body
 
@@ -106,7 +106,7 @@ def is_sealed(seals: Seals, name: str, data: bytes) -> bool:
     return len(data) >= SEAL_BYTES and seals.holds(data[:SEAL_BYTES], name.encode(), view[SEAL_BYTES:])
 
 
-def decode_manifest(seals: Seals, name: str, world_size: int, data: bytes) -> list[Node] | None:
+def decode_manifest(seals: Seals, name: str, world_size: int, data: bytes) -> list[ManifestNode] | None:
     """Decode the path of a manifest. None unless this fleet wrote it under this name for so many ranks."""
     if not is_sealed(seals, name, data):
         return None
@@ -119,13 +119,13 @@ def decode_manifest(seals: Seals, name: str, world_size: int, data: bytes) -> li
     if len(found.numbers) != _NUMBERS * sum(found.counts):
         return None
     each = iter(found.numbers)
-    path: list[Node] = []
+    path: list[ManifestNode] = []
     for prefix, count in zip(found.prefixes, found.counts, strict=True):
         parts = []
         for _ in range(count):
             tag, pack, offset, num_bytes = next(each), next(each), next(each), next(each)
             if tag >= len(found.tags) or pack >= len(found.packs) or not num_bytes:
                 return None
-            parts.append(Part(found.tags[tag], found.packs[pack], offset, num_bytes))
-        path.append(Node(prefix, parts))
+            parts.append(ManifestPart(found.tags[tag], found.packs[pack], offset, num_bytes))
+        path.append(ManifestNode(prefix, parts))
     return path

@@ -126,7 +126,7 @@ def prove_copies(
     # Chunks that cut blocks use the same copies.
     whole = RankMemory(memory.pages, {}, memory.zeros, memory.arena)
     proof = _Proof(JobLowering(whole), memory.arena, paths, gpu)
-    stores, loads, num_pages, sizes = _Rate(), _Rate(), 0, set[int]()
+    stores, loads, num_pages, sizes = _CopyRate(), _CopyRate(), 0, set[int]()
     for number in itertools.count():
         if number and paths.clock() - began_s >= ROUNDS_S:
             break
@@ -141,7 +141,7 @@ def prove_copies(
 
 
 @dataclass(slots=True)
-class _Rate:
+class _CopyRate:
     num_bytes: int = 0
     seconds: float = 0.0
 
@@ -246,7 +246,7 @@ class _Proof:
         self._was_pending = False
         self.untried = {"stores", "loads"}
 
-    def prove_group(self, blocks: _Blocks, stores: _Rate, loads: _Rate) -> list[int]:
+    def prove_group(self, blocks: _Blocks, stores: _CopyRate, loads: _CopyRate) -> list[int]:
         """Copies some blocks of a group both ways. Returns the sizes of their pages."""
         self._gpu.launch(blocks.reads(blocks.kept))
         self._until_pending("stores", lambda: self._store(blocks))
@@ -319,7 +319,7 @@ class _Proof:
         return None
 
     def _measure(
-        self, name: str, blocks: _Blocks, engine: CopyEngine, runs: Callable[[], CopyRuns], rate: _Rate
+        self, name: str, blocks: _Blocks, engine: CopyEngine, runs: Callable[[], CopyRuns], rate: _CopyRate
     ) -> None:
         self._gpu.synchronize()
         num_bytes = blocks.slot.num_bytes

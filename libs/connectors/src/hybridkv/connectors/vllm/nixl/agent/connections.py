@@ -14,8 +14,8 @@ from hybridkv.peers.control import LinkId
 from hybridkv.peers.description import Description, decode, encode
 from hybridkv.peers.pairing import Exchange
 from hybridkv.peers.ranks import RankLink, rank_links, release_links
-from hybridkv.peers.refusal import Refusal
-from hybridkv.peers.transport import Failed, RemoteId, Transport
+from hybridkv.peers.refusal import Incompatibility
+from hybridkv.peers.transport import RemoteId, TransferFailed, Transport
 from hybridkv.peers.wire import Accepted, CloseReason, Describe, Message, Refused, WireLimits
 
 logger = logging.getLogger("vllm.hybridkv.nixl")
@@ -175,7 +175,7 @@ class ProducerConnections:
             if peer.state is ConnectionState.CONNECTING and peer.remote is not None:
                 peer.state = ConnectionState.READY
         elif isinstance(message, Refused):
-            said = Refusal(message.field, message.theirs, message.ours, message.hint)
+            said = Incompatibility(message.field, message.theirs, message.ours, message.hint)
             self._refuse(peer, str(said))
         else:
             return False
@@ -187,11 +187,11 @@ class ProducerConnections:
             return
         theirs = decode(message.description)
         agreement = compare(self._ours, theirs) if isinstance(theirs, Description) else theirs
-        if isinstance(agreement, Refusal):
+        if isinstance(agreement, Incompatibility):
             self._refuse(peer, str(agreement))
             return
         remote = self._transport.attach(message.capability)
-        if isinstance(remote, Failed):
+        if isinstance(remote, TransferFailed):
             self._refuse(peer, f"{remote.reason}: {remote.detail}")
             return
         peer.exchange, peer.remote = Exchange(agreement), remote

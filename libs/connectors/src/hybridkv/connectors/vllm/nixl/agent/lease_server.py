@@ -22,14 +22,14 @@ from hybridkv.peers.description import Description, decode, encode
 from hybridkv.peers.digests import DigestRequest, digest_runs
 from hybridkv.peers.leases import NO_NONCE, Ended, Lease, LeaseBounds, LeaseEnd, Leases
 from hybridkv.peers.pairing import Exchange
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables
 from hybridkv.peers.wire import (
     Accepted,
     CloseReason,
     Describe,
     Digests,
-    Done,
+    LeaseDone,
     Message,
     Refused,
     Renew,
@@ -164,7 +164,7 @@ class LeaseServer:
         elif request_id in self._held_before_plan:
             self._held_before_plan.discard(request_id)
         elif not self._leases.hold(request_id, self._options.clock()):
-            # Without a lease no consumer can read these blocks or send `Done`.
+            # Without a lease no consumer can read these blocks or send `LeaseDone`.
             self._recorder.lease("dropped")
             self._release(request_id)
 
@@ -193,7 +193,7 @@ class LeaseServer:
                 holds = self._leased_request(message.lease) is not None
                 holds = holds and self._leases.renew(message.lease, self._options.clock())
                 self._control.send(link, Renewed(message.lease, self._options.lease_s if holds else 0.0))
-            case Done():
+            case LeaseDone():
                 self._unread_links.discard(link)
                 self._leased_request(message.lease)
                 ended = self._leases.done(message.lease, message.reader, message.num_readers)
@@ -212,7 +212,7 @@ class LeaseServer:
         theirs = decode(message.description)
         # `compare` takes the reader as "ours", which is the consumer.
         agreement = compare(theirs, self._options.description) if isinstance(theirs, Description) else theirs
-        if isinstance(agreement, Refusal):
+        if isinstance(agreement, Incompatibility):
             field, theirs_is, ours_is = agreement.field, agreement.ours, agreement.theirs
             said = [each[:MAX_LOG_CHARS] for each in (field, theirs_is, ours_is)]
             logger.warning("a consumer does not fit: %r: theirs is %r, ours is %r", *said)
@@ -267,7 +267,7 @@ class LeaseServer:
             # The runs are computed again later: to keep them for all requests would take much memory.
             return None
         runs = digest_runs(pending.exchange, Side.THEIRS, tables, pending.request)
-        if isinstance(runs, Refusal):
+        if isinstance(runs, Incompatibility):
             return Digests(pending.number, b"", str(runs)[:4096])
         pending.taken = self._digesting.take(runs)
         # If the digest thread's queue is full, the request waits, at most until its lease ends.

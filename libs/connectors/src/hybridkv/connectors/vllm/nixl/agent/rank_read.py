@@ -17,21 +17,28 @@ from hybridkv.peers.cells import Side
 from hybridkv.peers.digests import DigestRequest, digest_request, digest_runs, mismatches
 from hybridkv.peers.leases import SLOT_BYTES
 from hybridkv.peers.pairing import Pairing, Resume
-from hybridkv.peers.reads import Checked, Connected, Event, Lost, Reason, Stage, TransferEnded
-from hybridkv.peers.refusal import Refusal
+from hybridkv.peers.reads import Checked, Connected, Event, PeerLost, ReadFailure, ReadStage, TransferEnded
+from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables
-from hybridkv.peers.transport import Failed, FailureReason, Pending, Ranges, TransferId, Transport
+from hybridkv.peers.transport import (
+    Ranges,
+    TransferFailed,
+    TransferFailureReason,
+    TransferId,
+    TransferPending,
+    Transport,
+)
 from hybridkv.peers.wire import Digests, RequestDigests, pack_columns
 from hybridkv.peers.wire.messages import DIGEST_BYTES
 
 CELLS_PER_REQUEST = 16384
-_OF_DIGESTS = {ENDED: Reason.LEASE, BUSY: Reason.BUSY, DIGESTS_FAILED: Reason.OTHER}
+_OF_DIGESTS = {ENDED: ReadFailure.LEASE, BUSY: ReadFailure.BUSY, DIGESTS_FAILED: ReadFailure.OTHER}
 _OF_TRANSPORT = {
-    FailureReason.GONE: Reason.GONE,
-    FailureReason.REFUSED: Reason.REFUSED,
-    FailureReason.TIMEOUT: Reason.TIMEOUT,
-    FailureReason.CANCELLED: Reason.CANCELLED,
-    FailureReason.BUSY: Reason.BUSY,
+    TransferFailureReason.GONE: ReadFailure.GONE,
+    TransferFailureReason.REFUSED: ReadFailure.REFUSED,
+    TransferFailureReason.TIMEOUT: ReadFailure.TIMEOUT,
+    TransferFailureReason.CANCELLED: ReadFailure.CANCELLED,
+    TransferFailureReason.BUSY: ReadFailure.BUSY,
 }
 
 
@@ -123,16 +130,16 @@ class RankRead:
         """Whether a transfer is running."""
         return self._transfer is not None or (self._check is not None and self._check.transfer is not None)
 
-    def poll(self, stage: Stage) -> Event | None:
+    def poll(self, stage: ReadStage) -> Event | None:
         """Polls for the event for which a stage waits."""
         match stage:
-            case Stage.CONNECTING:
+            case ReadStage.CONNECTING:
                 return self._connected()
-            case Stage.READING:
+            case ReadStage.READING:
                 return self._read()
-            case Stage.ENDING:
+            case ReadStage.ENDING:
                 return TransferEnded(self._index) if self._is_at_rest() else None
-            case Stage.CHECKING:
+            case ReadStage.CHECKING:
                 return self._checked()
         return None
 
@@ -183,27 +190,27 @@ class RankRead:
             # A proxy's list decides which heads come from which rank, and digests would not show a wrong order.
             requested = f"rank {self.rank} of {len(prompt.ranks)}"
             self.detail = f"expected {requested}, but the peer is rank {theirs.rank} of {theirs.tp_size}"
-            return Lost(self._index, Reason.PAIRING)
+            return PeerLost(self._index, ReadFailure.PAIRING)
         pairing = peer.exchange.pair(
             _ours(load),
             BlockTables(prompt.num_tokens, prompt.first_blocks, prompt.block_ids),
             Resume(load.num_tokens, load.computed_tokens),
         )
-        if isinstance(pairing, Refusal):
+        if isinstance(pairing, Incompatibility):
             self.detail = str(pairing)
-            return Lost(self._index, Reason.PAIRING)
+            return PeerLost(self._index, ReadFailure.PAIRING)
         self._pairing = pairing
         return Connected(self._index)
 
     def _read(self) -> Event | None:
         if self._transfer is None:
-            return TransferEnded(self._index, Reason.OTHER)
+            return TransferEnded(self._index, ReadFailure.OTHER)
         state = self._tools.transport.poll(self._transfer)
-        if isinstance(state, Pending):
+        if isinstance(state, TransferPending):
             return self._lost() if self.peer.state is ConnectionState.OVER else None
         if not self._is_at_rest():
             return None
-        if isinstance(state, Failed):
+        if isinstance(state, TransferFailed):
             return TransferEnded(self._index, self._reason(state))
         self.num_descriptors = state.num_descriptors
         return TransferEnded(self._index)
@@ -212,7 +219,7 @@ class RankRead:
         check = self._check
         assert check is not None
         failure = self._look_at_lease(check) or self._look_at_digests(check)
-        if failure is Reason.DIGEST and not check.lease_stands:
+        if failure is ReadFailure.DIGEST and not check.lease_stands:
             # Different bytes may also mean that the blocks have a new owner. The lease decides which it is.
             failure = None
         if failure is not None or (check.lease_stands and check.digests_agree):
@@ -223,17 +230,17 @@ class RankRead:
         failure = self.peer.failure
         assert failure is not None
         self.detail = failure.detail
-        return Lost(self._index, Reason(failure.reason))
+        return PeerLost(self._index, ReadFailure(failure.reason))
 
-    def _reason(self, state: Failed) -> Reason:
-        if state.reason is FailureReason.CLOSED:
+    def _reason(self, state: TransferFailed) -> ReadFailure:
+        if state.reason is TransferFailureReason.CLOSED:
             self.is_transport_closed = True
             if self.peer.failure is not None:
                 # The end of the connection closed it, so report the reason of that.
                 self.detail = self.peer.failure.detail
-                return Reason(self.peer.failure.reason)
+                return ReadFailure(self.peer.failure.reason)
         self.detail = state.detail or str(state.reason)
-        return _OF_TRANSPORT.get(state.reason, Reason.TRANSPORT)
+        return _OF_TRANSPORT.get(state.reason, ReadFailure.TRANSPORT)
 
     def _is_at_rest(self) -> bool:
         if self._transfer is not None and self._tools.transport.release(self._transfer):
@@ -242,26 +249,26 @@ class RankRead:
 
     # The lease.
 
-    def _look_at_lease(self, check: _ReadCheck) -> Reason | None:
+    def _look_at_lease(self, check: _ReadCheck) -> ReadFailure | None:
         """Checks the lease. It is read after all bytes, so a valid lease was valid during the whole transfer."""
         if check.lease_stands:
             return None
         if check.transfer is None:
             return self._begin_lease_read(check)
         state = self._tools.transport.poll(check.transfer)
-        if isinstance(state, Pending) or not self._tools.transport.release(check.transfer):
+        if isinstance(state, TransferPending) or not self._tools.transport.release(check.transfer):
             return None
         check.transfer = None
-        if isinstance(state, Failed):
+        if isinstance(state, TransferFailed):
             return self._reason(state)
         assert check.place is not None
         if not self._tools.memory.has_nonce(check.place, self._load.prompt.lease.nonce):
             self.detail = "the lease ended before the last byte was read"
-            return Reason.LEASE
+            return ReadFailure.LEASE
         check.lease_stands = True
         return None
 
-    def _begin_lease_read(self, check: _ReadCheck) -> Reason | None:
+    def _begin_lease_read(self, check: _ReadCheck) -> ReadFailure | None:
         peer, memory = self.peer, self._tools.memory
         if peer.state is ConnectionState.OVER or peer.exchange is None or peer.remote is None:
             return None
@@ -272,7 +279,7 @@ class RankRead:
         table, offset = NixlRankMemory.table_region(len(theirs)), self._load.prompt.lease.slot * SLOT_BYTES
         if table < 0 or offset + SLOT_BYTES > theirs[table]:
             self.detail = "the lease's slot is outside the producer's lease table"
-            return Reason.LEASE
+            return ReadFailure.LEASE
         row = (memory.scratch_region, check.place * SLOT_BYTES, table, offset, SLOT_BYTES)
         check.transfer = self._tools.transport.read(peer.remote, Ranges.of([row]), check.timeout_s)
         return None
@@ -288,14 +295,14 @@ class RankRead:
             question = RequestDigests(number, self._load.prompt.lease, part.num_tokens, spans)
             self._tools.control.send(self.peer.link, question)
 
-    def _look_at_digests(self, check: _ReadCheck) -> Reason | None:
+    def _look_at_digests(self, check: _ReadCheck) -> ReadFailure | None:
         if check.digests_agree:
             return None
         requested = self._requested
         assert requested is not None
         if requested.failure:
             self.detail = requested.failure
-            return _OF_DIGESTS.get(requested.failure, Reason.PAIRING)
+            return _OF_DIGESTS.get(requested.failure, ReadFailure.PAIRING)
         if check.ours is None:
             return self._take_ours(check, requested.request)
         theirs = [each for each in requested.theirs.values() if each is not None]
@@ -303,24 +310,24 @@ class RankRead:
             return None
         if check.ours.error is not None or check.ours.value is None:
             self.detail = f"digests could not be taken: {check.ours.error}"
-            return Reason.OTHER
+            return ReadFailure.OTHER
         wrong = mismatches(requested.request, check.ours.value, _split(b"".join(theirs)))
         if wrong:
             group, cell = wrong[0]
             self.detail = f"{len(wrong)} cells differ from the producer's, the first is cell {cell} of group {group}"
-            return Reason.DIGEST
+            return ReadFailure.DIGEST
         check.digests_agree = True
         return None
 
-    def _take_ours(self, check: _ReadCheck, request: DigestRequest) -> Reason | None:
+    def _take_ours(self, check: _ReadCheck, request: DigestRequest) -> ReadFailure | None:
         if check.waits and self._tools.digesting.is_full:
             return None
         exchange = self.peer.exchange
         assert exchange is not None
         runs = digest_runs(exchange, Side.OURS, _ours(self._load), request)
-        if isinstance(runs, Refusal):
+        if isinstance(runs, Incompatibility):
             self.detail = str(runs)
-            return Reason.PAIRING
+            return ReadFailure.PAIRING
         # None if the digest thread's queue is full: then try again, until the deadline.
         check.ours = self._tools.digesting.take(runs)
         check.waits = check.ours is None

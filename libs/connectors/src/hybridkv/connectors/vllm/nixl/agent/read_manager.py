@@ -26,12 +26,12 @@ from hybridkv.peers.reads import (
     Command,
     Event,
     ReadBounds,
+    ReadFailure,
     ReadLife,
-    Reason,
-    Release,
+    ReadStage,
+    ReleaseLease,
     Report,
     Sever,
-    Stage,
     Start,
     Tick,
     advance,
@@ -178,7 +178,7 @@ class ReadManager:
                 if not read.is_broken:
                     logger.exception("bug in a read")
                     read.is_broken, read.detail = True, f"{type(error).__name__}: {error}"
-                self._feed(read, Abort(Reason.OTHER))
+                self._feed(read, Abort(ReadFailure.OTHER))
         self._leftovers = [rank for rank in self._leftovers if not rank.is_quiet()]
 
     def close(self) -> None:
@@ -224,10 +224,10 @@ class ReadManager:
                 self._peers.sever(rank.peer)
             case Check():
                 rank.check(left_s)
-            case Release():
-                self.released_ranks.append((read.load.request_id, rank.rank, state.stage is Stage.DONE))
+            case ReleaseLease():
+                self.released_ranks.append((read.load.request_id, rank.rank, state.stage is ReadStage.DONE))
 
-    def _end(self, read: _RequestRead, failure: Reason | None) -> None:
+    def _end(self, read: _RequestRead, failure: ReadFailure | None) -> None:
         del self._reads[read.load.request_id]
         for rank in read.ranks:
             for number in rank.request_numbers:

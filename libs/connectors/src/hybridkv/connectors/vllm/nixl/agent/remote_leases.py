@@ -1,8 +1,9 @@
-"""Leases at producers: a consumer's rank renews them and sends `Done` when it does not need the blocks any more.
+"""Leases at producers: a consumer's rank renews them and sends `LeaseDone` when it does not need the blocks any more.
 
-Each rank of the producer gets `Done` from all ranks that read from it, or from one rank if no rank reads from it. After
-a lost connection this rank reconnects, a few times and only while the lease lasts. It does not wait for an unreachable
-producer: the lease expires. Several requests may share a lease (samples of one prompt): the last one sends `Done`.
+Each rank of the producer gets `LeaseDone` from all ranks that read from it, or from one rank if no rank reads from it.
+After a lost connection this rank reconnects, a few times and only while the lease lasts. It does not wait for an
+unreachable producer: the lease expires. Several requests may share a lease (samples of one prompt): the last one sends
+`LeaseDone`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from hybridkv.connectors.vllm.nixl.agent.connections import (
 from hybridkv.connectors.vllm.nixl.params import RemotePrompt
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.ranks import RankLink
-from hybridkv.peers.wire import Done, Renew
+from hybridkv.peers.wire import LeaseDone, Renew
 
 RENEWALS_PER_LEASE = 4
 MIN_RENEWAL_S = 0.05
@@ -91,7 +92,7 @@ class RemoteLeases:
         )
 
     def release_rank(self, request_id: str, rank: int, is_read: bool) -> None:
-        """Sends `Done` to one rank of the producer. The leases at other ranks and the connection stay."""
+        """Sends `LeaseDone` to one rank of the producer. The leases at other ranks and the connection stay."""
         lease = self._leases.get(request_id)
         if lease is None:
             return
@@ -100,14 +101,14 @@ class RemoteLeases:
                 lease.holders = tuple(other for other in lease.holders if other is not holder)
 
     def end(self, request_id: str, is_read: bool) -> None:
-        """Sends `Done` to all ranks of the producer that have not got it."""
+        """Sends `LeaseDone` to all ranks of the producer that have not got it."""
         lease = self._leases.get(request_id)
         if lease is not None and lease.is_read is None:
             lease.is_read = is_read
             self._release(request_id, lease, is_read)
 
     def tick(self) -> None:
-        """Sends due renewals, and `Done` messages that could not be sent before."""
+        """Sends due renewals, and `LeaseDone` messages that could not be sent before."""
         now_s = self._clock()
         for request_id, lease in list(self._leases.items()):
             if lease.is_read is not None:
@@ -125,7 +126,7 @@ class RemoteLeases:
                 holder.reconnects_left = MAX_RECONNECTS
 
     def _release(self, request_id: str, lease: _RemoteLease, is_read: bool) -> None:
-        """Sends `Done` to connected ranks. Keeps ranks that may connect again."""
+        """Sends `LeaseDone` to connected ranks. Keeps ranks that may connect again."""
         now_s, waiting = self._clock(), list[_LeaseHolder]()
         for holder in lease.holders:
             self._reconnect(lease, holder, now_s)
@@ -160,11 +161,11 @@ class RemoteLeases:
         )
 
     def _send_done(self, lease: _RemoteLease, holder: _LeaseHolder, is_read: bool) -> bool:
-        """Sends `Done` unless another request shares the lease. Returns whether there is nothing left to send."""
+        """Sends `LeaseDone` unless another request shares the lease. Returns whether there is nothing left to send."""
         if any(self._is_leased_by(other, lease, holder) for other in self._leases.values() if other is not lease):
             return True
         link = holder.link
-        done = Done(lease.prompt.lease, is_read, link.reader, link.num_readers)
+        done = LeaseDone(lease.prompt.lease, is_read, link.reader, link.num_readers)
         return holder.peer.is_open and self._control.send(holder.peer.link, done)
 
     @staticmethod
