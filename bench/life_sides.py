@@ -16,7 +16,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 
 from hybridkv.connectors.vllm.common.messages import StepOutcome, StepPlan, StoreOutcome
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.hashing import ChunkKeys
 from hybridkv.planner import GroupKind
 from hybridkv.tiers.ram import RamIndex, choose_granule_bytes
@@ -76,9 +76,9 @@ class Ours:
         sizes = [num_bytes for _, _, num_bytes in self._parts(room_tokens)]
         capacity_bytes = sum(-(-num_bytes // granule_bytes) * granule_bytes for num_bytes in sizes)
         self.index = RamIndex(capacity_bytes, granule_bytes)
-        self._recorder = Recorder()
+        self._metrics = ConnectorMetrics()
         self._scheduler = open_scheduler(
-            self.layout, self.keys, TierStack(self.index, (), 1, time.monotonic), self._recorder
+            self.layout, self.keys, TierStack(self.index, (), 1, time.monotonic), self._metrics
         )
         self._scheduler.bind_block_pool(engine.pool)
         self._full = _full_groups(preset)
@@ -115,7 +115,7 @@ class Ours:
 
     def report(self) -> None:
         self._scheduler.record_tiers()
-        self._recorder.take()
+        self._metrics.take()
         self._scheduler.take_events()
 
     def finish(self, request: Any, block_ids: tuple[list[int], ...]) -> None:

@@ -47,7 +47,7 @@ class Offload:
     def __init__(self, hashes: list[bytes]) -> None:
         from hybridkv.connectors.vllm.common.identity.adapters import Adapters
         from hybridkv.connectors.vllm.common.layout import CacheLayout
-        from hybridkv.connectors.vllm.common.stats import Recorder
+        from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
         from hybridkv.connectors.vllm.offload.loads import Deadlines
         from hybridkv.connectors.vllm.offload.scheduler import Identity, OffloadScheduler
         from hybridkv.hashing import ChunkKeys, GroupFingerprint
@@ -69,7 +69,7 @@ class Offload:
         stack = TierStack(index, (), 1, time.monotonic)
         deadlines = Deadlines(lookup_s=10.0, load_s=30.0, clock=time.monotonic)
         self._scheduler = OffloadScheduler(
-            layout, Identity(keys, Adapters(keys, 0)), stack, LoadAdmission(spec, 2048), deadlines, Recorder()
+            layout, Identity(keys, Adapters(keys, 0)), stack, LoadAdmission(spec, 2048), deadlines, ConnectorMetrics()
         )
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:

@@ -46,7 +46,7 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.layout import AUTO_CHUNK_TOKENS, CacheLayout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys, TierLookup
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.loads import Deadlines
 from hybridkv.connectors.vllm.offload.scheduler import Identity, OffloadScheduler
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
@@ -111,11 +111,13 @@ def make_layout(preset: str) -> CacheLayout:
     return CacheLayout(spec, layers, prints, HASH_TOKENS[preset], "sha256", 1)
 
 
-def open_scheduler(layout: CacheLayout, keys: ChunkKeys, stack: TierStack, recorder: Recorder) -> OffloadScheduler:
+def open_scheduler(
+    layout: CacheLayout, keys: ChunkKeys, stack: TierStack, metrics: ConnectorMetrics
+) -> OffloadScheduler:
     """The connector's scheduler half over these tiers."""
     deadlines = Deadlines(lookup_s=10.0, load_s=30.0, clock=time.monotonic)
     identity = Identity(keys, Adapters(keys, 0))
-    return OffloadScheduler(layout, identity, stack, LoadAdmission(layout.spec, 2048), deadlines, recorder)
+    return OffloadScheduler(layout, identity, stack, LoadAdmission(layout.spec, 2048), deadlines, metrics)
 
 
 class Ours:
@@ -135,7 +137,7 @@ class Ours:
                 self.index.reserve(key, GRANULE_BYTES)
                 self.index.commit(key)
         self.stack = TierStack(self.index, (), 1, time.monotonic)
-        self.scheduler = open_scheduler(self.layout, self.keys, self.stack, Recorder())
+        self.scheduler = open_scheduler(self.layout, self.keys, self.stack, ConnectorMetrics())
         self._ids = count()
 
     def new_request(self) -> Any:

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from hybridkv.connectors.vllm.common.explain import Explanation
-from hybridkv.connectors.vllm.common.stats import OffloadStats, Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics, OffloadStats
 from hybridkv.metrics import Counts
 
 if TYPE_CHECKING:
@@ -48,14 +48,14 @@ class Heard(logging.Handler):
 
 def _counting(monkeypatch: pytest.MonkeyPatch) -> Heard:
     handler = Heard()
-    take = Recorder.take
+    take = ConnectorMetrics.take
 
-    def taking(recorder: Recorder) -> OffloadStats | None:
-        stats = take(recorder)
+    def taking(metrics: ConnectorMetrics) -> OffloadStats | None:
+        stats = take(metrics)
         handler.add(stats)
         return stats
 
-    monkeypatch.setattr(Recorder, "take", taking)
+    monkeypatch.setattr(ConnectorMetrics, "take", taking)
     return handler
 
 

@@ -11,7 +11,7 @@ import pytest
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.prefill_stops import PrefillStops
-from hybridkv.connectors.vllm.common.stats import OffloadStats, Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics, OffloadStats
 from hybridkv.connectors.vllm.offload import checkpoints
 from hybridkv.connectors.vllm.offload.checkpoints import Answers, Checkpoints
 from hybridkv.metrics import Counts
@@ -314,15 +314,15 @@ def test_wherever_an_answer_ends_the_next_turn_resumes_at_the_last_boundary_that
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counts:
     """Everything that was counted."""
-    counts, take = Counts(), Recorder.take
+    counts, take = Counts(), ConnectorMetrics.take
 
-    def taking(recorder: Recorder) -> OffloadStats | None:
-        stats = take(recorder)
+    def taking(metrics: ConnectorMetrics) -> OffloadStats | None:
+        stats = take(metrics)
         if stats is not None:
             counts.merge(Counts.from_dict(stats.data))
         return stats
 
-    monkeypatch.setattr(Recorder, "take", taking)
+    monkeypatch.setattr(ConnectorMetrics, "take", taking)
     return counts
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
 from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
 from hybridkv.tiers.ram import RamIndex
@@ -57,21 +57,21 @@ class Seen:
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
     found = Seen()
-    load, local = Recorder.load, Recorder.local
+    load, local = ConnectorMetrics.load, ConnectorMetrics.local
 
-    def loading(recorder: Recorder, num_tokens: int, num_bytes: int, failed: bool, failures: Any) -> None:
+    def loading(metrics: ConnectorMetrics, num_tokens: int, num_bytes: int, failed: bool, failures: Any) -> None:
         found.loads += not failed
         found.tier_bytes += num_bytes * (not failed)
-        load(recorder, num_tokens, num_bytes, failed, failures)
+        load(metrics, num_tokens, num_bytes, failed, failures)
 
-    def copying(recorder: Recorder, source: str, num_tokens: int, num_bytes: int) -> None:
+    def copying(metrics: ConnectorMetrics, source: str, num_tokens: int, num_bytes: int) -> None:
         found.local_tokens += num_tokens
         found.local_bytes += num_bytes
         found.sources |= {source} if num_bytes else set()
-        local(recorder, source, num_tokens, num_bytes)
+        local(metrics, source, num_tokens, num_bytes)
 
-    monkeypatch.setattr(Recorder, "load", loading)
-    monkeypatch.setattr(Recorder, "local", copying)
+    monkeypatch.setattr(ConnectorMetrics, "load", loading)
+    monkeypatch.setattr(ConnectorMetrics, "local", copying)
     return found
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
-from hybridkv.connectors.vllm.common.stats import OffloadStats, Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics, OffloadStats
 from hybridkv.connectors.vllm.offload.loads import LoadPlanner
 from hybridkv.metrics import Counts
 from oracle import disk_tier
@@ -42,19 +42,19 @@ class Seen:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.searches = 0
         self._counts = Counts()
-        search, take = LoadPlanner._longest_hit, Recorder.take
+        search, take = LoadPlanner._longest_hit, ConnectorMetrics.take
 
         def searching(planner: LoadPlanner, *arguments: Any, **more: Any) -> Any:
             self.searches += 1
             return search(planner, *arguments, **more)
 
-        def taking(recorder: Recorder) -> OffloadStats | None:
-            if (stats := take(recorder)) is not None:
+        def taking(metrics: ConnectorMetrics) -> OffloadStats | None:
+            if (stats := take(metrics)) is not None:
                 self._counts.merge(Counts.from_dict(stats.data))
             return stats
 
         monkeypatch.setattr(LoadPlanner, "_longest_hit", searching)
-        monkeypatch.setattr(Recorder, "take", taking)
+        monkeypatch.setattr(ConnectorMetrics, "take", taking)
 
     def total(self, name: str, *labels: str) -> float:
         """A counter's sum over all values of its labels, or over those with these among them."""

@@ -20,7 +20,7 @@ from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StepOutcome, StoreOutcome
 from hybridkv.connectors.vllm.common.role import BOTH, Role
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.load_tracker import LoadTracker
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Trackers
@@ -138,17 +138,17 @@ class PlayedEngine:
         """What the server is known to keep apart."""
         keys = ChunkKeys(layout.fingerprint({"model": "m"}), BLOCK)
         self.adapters = Adapters(keys, 0)
-        self.recorder = Recorder()
+        self.metrics = ConnectorMetrics()
         self.admission = LoadAdmission(layout.spec, 1 << 20)
         room = LoadRoom(self.admission, self.clock)
 
         def ask(digests: Sequence[bytes]) -> LookupHandle:
             return self.server.lookup(Prefix("cache", world_size, words_of(digests, CHUNK)))
 
-        self.load_tracker = LoadTracker(layout, ask, max_chunks, room, self.recorder, self.clock)
+        self.load_tracker = LoadTracker(layout, ask, max_chunks, room, self.metrics, self.clock)
         geometry = Geometry(page_groups(layout), CHUNK)
         self.store_tracker = StoreTracker(
-            layout, geometry, lambda: self.separate, self.load_tracker, self.adapters, self.recorder
+            layout, geometry, lambda: self.separate, self.load_tracker, self.adapters, self.metrics
         )
         self.half = LMCacheScheduler(
             layout,
@@ -156,7 +156,7 @@ class PlayedEngine:
             (),
             Trackers(self.load_tracker, self.store_tracker, room),
             kv_role,
-            self.recorder,
+            self.metrics,
             self.end,
         )
         self.pool = BlockPool(pool_blocks + 1, True, BLOCK)

@@ -18,7 +18,7 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageCopy, PageLoad, PageStore, StoreRelease
 from hybridkv.connectors.vllm.lmcache.session import RankSession
@@ -130,9 +130,9 @@ class Rank:
         known = {"pool": POOL_BYTES * world_size, "store_timeout_seconds": WAIT_S, **keys}
         config = LMCacheConfig(url=url, http_port=address.http_port, **known)
         self.session_spec: SessionSpec = replace(session_spec_of(config, self.layout), connection=connection)
-        self.recorder = Recorder()
+        self.metrics = ConnectorMetrics()
         paths = CopyPaths(self.engine, self.engine, load_timeout_s, clock)
-        self.worker = LMCacheWorker(self.layout, self.rank, self.session_spec, paths, self.recorder)
+        self.worker = LMCacheWorker(self.layout, self.rank, self.session_spec, paths, self.metrics)
         self.caches = self._tensors()
         self.worker.register(self.caches, self.num_blocks)
         self._store_ids = 0
@@ -288,7 +288,7 @@ class Rank:
 
     def counted(self) -> dict[str, float]:
         """What was counted since the last call, by name and labels."""
-        stats = self.recorder.take()
+        stats = self.metrics.take()
         if stats is None:
             return {}
         numbers = [*stats.data["counters"], *stats.data["gauges"]]

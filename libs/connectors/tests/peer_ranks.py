@@ -89,7 +89,7 @@ class Rank:
         shape = (NUM_BLOCKS, heads, tokens) if side.heads_first else (NUM_BLOCKS, tokens, heads)
         self.pages = [np.full((*shape, ITEM_BYTES), 0xEE, dtype=np.uint8) for _ in side.groups]
         memory = NixlRankMemory([MemoryRegion(page.ctypes.data, page.nbytes) for page in self.pages], MAX_LEASES)
-        self.recorder = NixlMetrics()
+        self.metrics = NixlMetrics()
         self.transport = open_transport(self.name)
         capability = self.transport.register([Registered(each.address, each.num_bytes) for each in memory.regions])
         limits = WireLimits(max_connections=self.max_links, handshake_timeout_s=WAIT_S, silence_timeout_s=WAIT_S)
@@ -105,7 +105,7 @@ class Rank:
                 clock=time.monotonic,
             ),
             ReadOptions(bounds, verify, time.monotonic, self.max_links),
-            self.recorder,
+            self.metrics,
         )
         self.results = AgentResults()
 

@@ -10,7 +10,7 @@ from test_lookups import FULL, HASHES, STATE, make_layout
 
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
 from hybridkv.planner import LoadAdmission, LookupResult
 from hybridkv.tiers.ram import RamIndex
@@ -34,9 +34,9 @@ class Bench:
         self.stack = TierStack(RamIndex(1 << 22, 4096), [peer], 1, lambda: self.now_s)
         waits = Deadlines(10.0, 30.0, lambda: self.now_s, **deadlines)
         admission = LoadAdmission(self.layout.spec, 64)
-        layout, recorder = self.layout.layout, Recorder()
-        in_flight = LoadsInFlight(layout, self.stack, admission, recorder)
-        self.planner = LoadPlanner(layout, self.stack, admission, waits, recorder, in_flight)
+        layout, metrics = self.layout.layout, ConnectorMetrics()
+        in_flight = LoadsInFlight(layout, self.stack, admission, metrics)
+        self.planner = LoadPlanner(layout, self.stack, admission, waits, metrics, in_flight)
 
     def ask(self, computed_tokens: int = 0, more_tokens: int = 1) -> bool:
         """As a request does that has as many chunks as there are, and some tokens. Whether it is to wait."""

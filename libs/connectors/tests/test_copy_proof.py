@@ -27,7 +27,7 @@ from hybridkv.connectors.vllm.common.copies.lowering import RankMemory
 from hybridkv.connectors.vllm.common.copies.proof import CopyRates, prove_copies
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.session_spec import session_spec_of
 from hybridkv.connectors.vllm.lmcache.worker import LMCacheWorker
@@ -226,11 +226,11 @@ SITE = session_spec_of(LMCacheConfig(url="tcp://127.0.0.1:5555"), LAYOUT)
 
 def register_offload(gpu: LazyGpu, paths: CopyPaths, caches: dict[str, torch.Tensor]) -> None:
     arena = RamArena(1 << 16, 4096, gpu.arena_memory(1 << 16))
-    OffloadWorker(LAYOUT, arena, paths, Recorder()).register(caches, BLOCKS, gpu)
+    OffloadWorker(LAYOUT, arena, paths, ConnectorMetrics()).register(caches, BLOCKS, gpu)
 
 
 def register_lmcache(gpu: LazyGpu, paths: CopyPaths, caches: dict[str, torch.Tensor]) -> None:
-    LMCacheWorker(LAYOUT, 0, SITE, paths, Recorder()).register(caches, BLOCKS, gpu)
+    LMCacheWorker(LAYOUT, 0, SITE, paths, ConnectorMetrics()).register(caches, BLOCKS, gpu)
 
 
 @pytest.mark.parametrize("register", [register_offload, register_lmcache])

@@ -20,7 +20,7 @@ from hybridkv.canonical.torch_view import canonical_kv_caches, token_pages
 from hybridkv.connectors.vllm.common.copies.lowering import GroupBlocks, JobLowering, RankMemory, StoreRuns, Zeros
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Transfer, chunk_blocks, chunk_span
 from hybridkv.tiers import Slot
@@ -214,7 +214,7 @@ def test_a_worker_cuts_blocks_of_thousands_of_kernel_blocks(order: str) -> None:
     layer = LayerLayout("layer 0", HEADS * block_tokens)
     layout = CacheLayout(spec, ((layer,),), (), 2, "sha256", 1)
     engine = InlineCopyEngine()
-    worker = OffloadWorker(layout, RamArena(1 << 20), CopyPaths(engine, engine, 30.0, lambda: 0.0), Recorder())
+    worker = OffloadWorker(layout, RamArena(1 << 20), CopyPaths(engine, engine, 30.0, lambda: 0.0), ConnectorMetrics())
     worker.register({"layer 0": cache}, num_blocks)
     before, chunk_bytes = cache.clone(), layout.chunk_bytes(0, 2 * spec.chunk_tokens)
     chunk_copy = copy_of(spec, Transfer(0, 2 * spec.chunk_tokens, 0, (1, 2)), b"key", Slot(((0, chunk_bytes),)))

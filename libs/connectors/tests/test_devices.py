@@ -22,7 +22,7 @@ from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.copies import devices
 from hybridkv.connectors.vllm.common.copies.devices import MAX_BATCH_COPIES, EngineCopies, EngineDevice
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 from hybridkv.tiers.ram import RamArena
@@ -168,7 +168,7 @@ def test_a_worker_asks_for_amx_when_it_gets_the_kv_caches(monkeypatch: pytest.Mo
     spec = CacheSpec((GroupSpec(GroupKind.FULL, 16),), 16)
     layout = CacheLayout(spec, ((LayerLayout("layer 0", 64),),), (), 16, "sha256", 1)
     engine = InlineCopyEngine()
-    worker = OffloadWorker(layout, RamArena(1 << 20), CopyPaths(engine, engine, 30.0, lambda: 0.0), Recorder())
+    worker = OffloadWorker(layout, RamArena(1 << 20), CopyPaths(engine, engine, 30.0, lambda: 0.0), ConnectorMetrics())
     assert asked == []
     worker.register({"layer 0": torch.zeros(4, 64, dtype=torch.int8)}, 4)
     assert asked == [True]

@@ -17,7 +17,7 @@ from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.events import RouterEvents
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.requests import Requests
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.tiers import Slot
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import TierStack
@@ -62,7 +62,7 @@ def test_a_state_is_announced_for_the_last_hash_block_of_its_chunk_alone() -> No
     """A request that shares half of the chunk cannot resume from this state."""
     made, near = make_layout((FULL, STATE)), RamIndex(1 << 20, 4096)
     events = RouterEvents(
-        made.layout, TierStack(near, (), 1, lambda: 0.0), [{"group_idx": 0}, {"group_idx": 1}], Recorder()
+        made.layout, TierStack(near, (), 1, lambda: 0.0), [{"group_idx": 0}, {"group_idx": 1}], ConnectorMetrics()
     )
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK, sha256)

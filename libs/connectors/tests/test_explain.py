@@ -24,7 +24,7 @@ END = 96
 def request(offered_tokens: int = 0, computed_tokens: int = 0, **past: Any) -> TrackedRequest:
     tracked = TrackedRequest(SimpleNamespace(request_id="a", num_tokens=NUM_TOKENS), None, None)  # type: ignore[arg-type]
     tracked.stage, tracked.computed_tokens = Unsearched(Past(**past)), computed_tokens
-    tracked.told = Offer(offered_tokens) if offered_tokens else COMPUTE
+    tracked.last_reply = Offer(offered_tokens) if offered_tokens else COMPUTE
     return tracked
 
 

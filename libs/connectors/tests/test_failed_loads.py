@@ -12,7 +12,7 @@ from test_lookups import BLOCK, FULL, HASHES, STATE, make_layout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
 from hybridkv.planner import GroupKind, GroupSpec, LoadAdmission, resume_start
 from hybridkv.tiers import Slot
@@ -33,10 +33,10 @@ class Engine:
         self.keyed = make_layout([FULL, other])
         self.near = RamIndex(1 << 22, 4096)
         self.stack = TierStack(self.near, [], 1, lambda: 0.0)
-        admission, recorder = LoadAdmission(self.keyed.spec, 64), Recorder()
-        self.in_flight = LoadsInFlight(self.keyed.layout, self.stack, admission, recorder)
+        admission, metrics = LoadAdmission(self.keyed.spec, 64), ConnectorMetrics()
+        self.in_flight = LoadsInFlight(self.keyed.layout, self.stack, admission, metrics)
         deadlines = Deadlines(10.0, 10.0, lambda: 0.0)
-        self.planner = LoadPlanner(self.keyed.layout, self.stack, admission, deadlines, recorder, self.in_flight)
+        self.planner = LoadPlanner(self.keyed.layout, self.stack, admission, deadlines, metrics, self.in_flight)
         self.damaged: set[bytes] = set()
         self.blames = True
         """Whether the worker says which chunks are damaged."""

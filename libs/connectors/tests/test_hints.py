@@ -14,7 +14,7 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common.compat import MAX_HINT_ACTIONS
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.hints import MAX_KEEP_SECONDS, WARNING_EVERY_S, HintReader, parse
 from hybridkv.metrics import Counts
 from hybridkv.planner.hints import NO_HINTS, Hints
@@ -34,14 +34,14 @@ class Reader:
 
     def __init__(self) -> None:
         self.now_s = 0.0
-        self.recorder = Recorder()
-        self.reader = HintReader(self.recorder, lambda: self.now_s)
+        self.metrics = ConnectorMetrics()
+        self.reader = HintReader(self.metrics, lambda: self.now_s)
 
     def read(self, params: object = None, hints: object = None) -> Hints:
         return self.reader.read(SimpleNamespace(request_id="r", kv_transfer_params=params, kv_hints=hints))
 
     def counted(self) -> dict[str, float]:
-        stats = self.recorder.take()
+        stats = self.metrics.take()
         if stats is None:
             return {}
         counters = Counts.from_dict(stats.data).data().counters

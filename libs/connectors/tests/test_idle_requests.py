@@ -11,7 +11,7 @@ from test_lookups import BLOCK, DRAFTER, FULL, STATE, make_layout
 from test_prefix_chain import CHUNK, MIXES, MOST_CHUNKS, World
 
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.checkpoints import CheckpointOptions, Checkpoints
 from hybridkv.planner import GroupKind, GroupSpec
 
@@ -75,7 +75,7 @@ def checkpoints(*, has_answers: bool) -> Checkpoints:
     world = World([FULL, STATE], 60, 0, looks_at_each=True)
     options = CheckpointOptions(1, has_answers, CHUNK, cut_tokens=CHUNK, has_drafts=False)
     prefill_stops = cast(Any, SimpleNamespace())
-    return Checkpoints(made.layout, world.stack, (), options, prefill_stops, Recorder(), is_alone=False)
+    return Checkpoints(made.layout, world.stack, (), options, prefill_stops, ConnectorMetrics(), is_alone=False)
 
 
 @given(st.integers(0, 5 * CHUNK), st.integers(0, 2 * CHUNK), st.integers(0, 2 * CHUNK))

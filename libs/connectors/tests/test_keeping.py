@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_store_bursts import CHUNK_TOKENS, MIB, PAIR_BYTES, Engine
 
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.keeping import Keeper
 from hybridkv.metrics import Counts
 from hybridkv.planner.hints import Hints, keep_in
@@ -24,9 +24,9 @@ class Kept:
     def __init__(self, path: Path) -> None:
         self.engine = Engine(path / "store", NEAR_BYTES)
         self.now_s = 0.0
-        self.recorder = Recorder()
+        self.metrics = ConnectorMetrics()
         engine = self.engine
-        self.keeper = Keeper(engine.planner._layout, engine.stack, lambda: self.now_s, self.recorder)
+        self.keeper = Keeper(engine.planner._layout, engine.stack, lambda: self.now_s, self.metrics)
         engine.planner._keeper = self.keeper
 
     def ask(self, name: str, num_chunks: int, keep_seconds: float = 0.0) -> None:
@@ -44,7 +44,7 @@ class Kept:
         return self.engine.resumable(name, self.engine.near) // CHUNK_TOKENS
 
     def counted(self) -> dict[tuple[str, ...], float]:
-        stats = self.recorder.take()
+        stats = self.metrics.take()
         assert stats is not None
         counters = Counts.from_dict(stats.data).data().counters
         return {labels: value for name, labels, value in counters if name == "vllm:hybridkv_keeps_total"}

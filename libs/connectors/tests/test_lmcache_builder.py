@@ -14,7 +14,7 @@ from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.identity.identification import Identity
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache import builder as module
 from hybridkv.connectors.vllm.lmcache.builder import LMCacheBuilder, require_fit
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
@@ -55,7 +55,7 @@ def start(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> LMCacheSch
     url = f"tcp://{server.address.host}:{server.address.port}"
     config = LMCacheConfig(url=url, http_port=server.address.http_port, pool=1 << 20)
     room = LoadRoom(None, lambda: 0.0)
-    return LMCacheBuilder(vllm_config, config, layout_of((FULL,)), room, Recorder()).build({})
+    return LMCacheBuilder(vllm_config, config, layout_of((FULL,)), room, ConnectorMetrics()).build({})
 
 
 @pytest.mark.parametrize(

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.worker import ServerCounts
 from hybridkv.lmcache.calls import Trouble
 from hybridkv.lmcache.operations import OperationCounts
 from hybridkv.metrics import LMCACHE_FAILURES
 
 
-def taken(recorder: Recorder) -> dict[str, Any]:
-    stats = recorder.take()
+def taken(metrics: ConnectorMetrics) -> dict[str, Any]:
+    stats = metrics.take()
     numbers = [] if stats is None else [*stats.data["counters"], *stats.data["gauges"]]
     return {" ".join((name.removeprefix("vllm:hybridkv_lmcache_"), *labels)): value for name, labels, value in numbers}
 
 
 def test_what_is_new_is_counted_and_nothing_twice() -> None:
-    recorder = Recorder()
-    counts = ServerCounts(recorder)
+    metrics = ConnectorMetrics()
+    counts = ServerCounts(metrics)
     counts.operations(
         OperationCounts(
             lookups=7,
@@ -31,7 +31,7 @@ def test_what_is_new_is_counted_and_nothing_twice() -> None:
             lacks={"lookup timeout": 1, "store refused": 1, "retrieve lost": 1},
         )
     )
-    assert taken(recorder) == {
+    assert taken(metrics) == {
         "operations_total lookup timeout": 1,
         "operations_total store refused": 1,
         "operations_total retrieve lost": 1,
@@ -52,26 +52,26 @@ def test_what_is_new_is_counted_and_nothing_twice() -> None:
         lacks={"lookup timeout": 2, "store refused": 1, "retrieve lost": 1},
     )
     counts.operations(later)
-    assert taken(recorder) == {"operations_total lookup timeout": 1}
+    assert taken(metrics) == {"operations_total lookup timeout": 1}
     counts.operations(later)
-    assert taken(recorder) == {}
+    assert taken(metrics) == {}
 
 
 def test_every_trouble_has_a_name_in_the_catalogue() -> None:
     assert set(LMCACHE_FAILURES) == {str(trouble) for trouble in Trouble}
-    recorder = Recorder()
+    metrics = ConnectorMetrics()
     lacks = {f"store {trouble}": 1 for trouble in Trouble}
-    ServerCounts(recorder).operations(OperationCounts(stores=len(lacks), lacks=lacks))
-    assert len(taken(recorder)) == len(Trouble)
+    ServerCounts(metrics).operations(OperationCounts(stores=len(lacks), lacks=lacks))
+    assert len(taken(metrics)) == len(Trouble)
 
 
 def test_a_state_is_told_when_it_changes() -> None:
-    recorder = Recorder()
-    counts = ServerCounts(recorder)
+    metrics = ConnectorMetrics()
+    counts = ServerCounts(metrics)
     for is_up, told in ((False, {"up": 0}), (False, {}), (True, {"up": 1}), (True, {})):
         counts.state(is_up)
-        assert taken(recorder) == told
+        assert taken(metrics) == told
     counts.pool(0, 100)
-    assert taken(recorder) == {"pool_used_bytes": 0, "pool_capacity_bytes": 100}
+    assert taken(metrics) == {"pool_used_bytes": 0, "pool_capacity_bytes": 100}
     counts.pool(0, 100)
-    assert taken(recorder) == {}
+    assert taken(metrics) == {}

@@ -10,7 +10,7 @@ from test_lookups import FULL, HASHES, STATE, make_layout
 
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
 from hybridkv.metrics import Counts
 from hybridkv.planner import LoadAdmission
@@ -39,10 +39,10 @@ class Bench:
         self.stack = TierStack(self.near, [SecondaryTier("disk", self.far, options)], 1, lambda: self.now_s)
         deadlines = Deadlines(10.0, LOAD_TIMEOUT_S, lambda: self.now_s)
         self.admission = LoadAdmission(self.layout.spec, 64)
-        self.recorder = Recorder()
+        self.metrics = ConnectorMetrics()
         layout, admission = self.layout.layout, self.admission
-        self.in_flight = LoadsInFlight(layout, self.stack, admission, self.recorder)
-        self.planner = LoadPlanner(layout, self.stack, admission, deadlines, self.recorder, self.in_flight)
+        self.in_flight = LoadsInFlight(layout, self.stack, admission, self.metrics)
+        self.planner = LoadPlanner(layout, self.stack, admission, deadlines, self.metrics, self.in_flight)
         self.hashes = HASHES[: CHUNKS * 2]
         for group in (0, 1):
             for end in range(CHUNK_TOKENS, CHUNKS * CHUNK_TOKENS + 1, CHUNK_TOKENS):
@@ -166,6 +166,6 @@ def test_only_a_request_that_was_looked_up_is_counted_as_one(is_asked: bool) -> 
     blocks = cast(Any, SimpleNamespace(blocks=()))
     for _ in range(2):
         assert bench.planner.on_allocated(tracked, blocks, 0) is None
-    stats = bench.recorder.take()
+    stats = bench.metrics.take()
     totals = {} if stats is None else Counts.from_dict(stats.data).totals()
     assert totals.get("vllm:hybridkv_lookups_total", 0) == int(is_asked), totals

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from vllm.distributed.kv_events import KVConnectorKVEvents
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorWorkerMetadata
 
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.multi.children import Child, ChildClass
 from hybridkv.connectors.vllm.multi.config import ChildConfig
 from hybridkv.connectors.vllm.multi.messages import (
@@ -152,33 +152,33 @@ def test_only_children_that_load_within_the_step_are_timed() -> None:
 # Statistics.
 
 
-def counted(recorder: Recorder, num_bytes: int) -> None:
-    recorder.stored_bytes(num_bytes)
+def counted(metrics: ConnectorMetrics, num_bytes: int) -> None:
+    metrics.stored_bytes(num_bytes)
 
 
-def children_of(*recorders: Recorder) -> list[Child]:
+def children_of(*all_metrics: ConnectorMetrics) -> list[Child]:
     """HybridOffloadConnectors as far as statistics go."""
     children = []
-    for number, recorder in enumerate(recorders):
+    for number, metrics in enumerate(all_metrics):
         connector = HybridOffloadConnector.__new__(HybridOffloadConnector)
-        connector.__dict__ |= {"_recorder": recorder, "_scheduler": None}
+        connector.__dict__ |= {"_metrics": metrics, "_scheduler": None}
         children.append(Child(ChildConfig(f"HybridOffloadConnector-{number}", "", 1.0, {}), connector, True))
     return children
 
 
 def test_nothing_counted_by_anyone_is_nothing_sent() -> None:
-    assert MultiStats.collect(None, children_of(Recorder())) is None
+    assert MultiStats.collect(None, children_of(ConnectorMetrics())) is None
     assert MultiStats().is_empty() and MultiStats.build(None).is_empty()
 
 
 def test_statistics_of_two_ranks_and_two_steps_add_up_and_survive_the_wire() -> None:
-    recorders = Recorder(), Recorder()
+    all_metrics = ConnectorMetrics(), ConnectorMetrics()
     parts = []
     for num_tokens in (16, 32):
-        counted(recorders[0], num_tokens)
-        counted(recorders[1], 100)
+        counted(all_metrics[0], num_tokens)
+        counted(all_metrics[1], 100)
         selection = SelectionStats({"HybridOffloadConnector-0": ChildSelection(hits=1, hit_tokens=num_tokens)})
-        stats = MultiStats.collect(selection, children_of(*recorders))
+        stats = MultiStats.collect(selection, children_of(*all_metrics))
         assert stats is not None
         parts.append(pickle.loads(pickle.dumps(stats)))
     total = parts[0].aggregate(parts[1])
@@ -215,13 +215,13 @@ def test_children_of_one_class_are_shown_apart_in_every_engine() -> None:
     registry = CollectorRegistry()
     metrics = make_metrics(registry, {0: ["tiny", "0"], 1: ["tiny", "1"]})
     for engine in (0, 1):
-        recorders = Recorder(), Recorder()
-        for number, recorder in enumerate(recorders):
-            recorder._counts.set("vllm:hybridkv_tier_used_bytes", 10 * engine + number, tier="ram")
+        all_metrics = ConnectorMetrics(), ConnectorMetrics()
+        for number, child_metrics in enumerate(all_metrics):
+            child_metrics._counts.set("vllm:hybridkv_tier_used_bytes", 10 * engine + number, tier="ram")
         selection = SelectionStats(
             {f"HybridOffloadConnector-{engine}": ChildSelection(queries=1, hits=1, hit_tokens=5)}
         )
-        stats = MultiStats.collect(selection, children_of(*recorders))
+        stats = MultiStats.collect(selection, children_of(*all_metrics))
         assert stats is not None
         metrics.observe(msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict())), engine)
     for engine, child in itertools.product((0, 1), (0, 1)):

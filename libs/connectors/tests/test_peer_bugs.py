@@ -79,7 +79,7 @@ def test_blocks_of_a_request_without_a_lease_are_given_back_at_once() -> None:
     with engines() as (producer, consumer):
         offer(producer, "p", KEPT)
         producer.ranks[0].until(lambda results: results.released == {"p"})
-        counted = producer.ranks[0].recorder.take()
+        counted = producer.ranks[0].metrics.take()
         assert counted is not None and "dropped" in str(counted.data)
         require_handed_over(producer, consumer, "q")
 

@@ -101,7 +101,7 @@ def test_what_is_counted_is_what_the_table_says_and_what_is_copied(num_tokens: i
         assert failures(consumer, "d") == [None]
         assert all((page[ids[-1]] == n).all() for n, (page, ids) in enumerate(zip(ours.pages, here, strict=True)))
 
-        counted = ours.recorder.take()
+        counted = ours.metrics.take()
         assert counted is not None
         totals = {name: value for name, _, value in counted.data["counters"]}
         formula = moved_bytes(ours.table, num_tokens, computed_tokens)

@@ -19,28 +19,28 @@ from hybridkv.planner import CacheSpec
 from hybridkv.planner.admission import LoadAdmission
 
 
-def asked(host: str, recorder: NixlMetrics) -> NixlStepPlan:
+def asked(host: str, metrics: NixlMetrics) -> NixlStepPlan:
     """What the workers are told when a request comes that names a host."""
     params = compose(msgspec.structs.replace(held((FULL,), 9), host=host))
     # It reads no cache, so that its tokens are not looked at.
     request: Any = SimpleNamespace(request_id="r", kv_transfer_params=params, skip_reading_prefix_cache=True)
     plan = NixlStepPlan()
     room = LoadRoom(LoadAdmission(CacheSpec((FULL,), FULL.block_tokens), 64), lambda: 0.0)
-    Consumer((FULL,), 0, AllowedHosts(["10.0.0.0/8", "kv-1"]), room, recorder).begin(request, plan)
+    Consumer((FULL,), 0, AllowedHosts(["10.0.0.0/8", "kv-1"]), room, metrics).begin(request, plan)
     return plan
 
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "kv-1"])
 def test_a_host_that_was_named_is_connected_to(host: str) -> None:
-    recorder = NixlMetrics()
-    (found,) = asked(host, recorder).waiting
+    metrics = NixlMetrics()
+    (found,) = asked(host, metrics).waiting
     assert found.prompt.host == host
-    assert recorder.take() is None
+    assert metrics.take() is None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "169.254.169.254", "kv-2", "10.1"])
 def test_no_rank_hears_of_another_one_and_it_is_counted(host: str) -> None:
-    recorder = NixlMetrics()
-    assert asked(host, recorder).is_empty
-    stats = recorder.take()
+    metrics = NixlMetrics()
+    assert asked(host, metrics).is_empty
+    stats = metrics.take()
     assert stats is not None and "refused" in str(stats.data)

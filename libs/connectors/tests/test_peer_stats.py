@@ -20,21 +20,21 @@ LEASES = ("done", "expired", "dropped", "no_room")
 
 
 def everything() -> NixlMetrics:
-    recorder = NixlMetrics()
+    metrics = NixlMetrics()
     for prompt in PROMPTS:
-        recorder.prompt(prompt)
+        metrics.prompt(prompt)
     for lease in LEASES:
-        recorder.lease(lease)
-    recorder.misled("partial_copy")
-    recorder.held(3)
-    recorder.read(0.02, 4096, 5)
+        metrics.lease(lease)
+    metrics.misled("partial_copy")
+    metrics.held(3)
+    metrics.read(0.02, 4096, 5)
     for reason in (*PEER_FAILURES, "what nobody has heard of"):
-        recorder.failure(reason)
-    return recorder
+        metrics.failure(reason)
+    return metrics
 
 
-def taken(recorder: NixlMetrics) -> OffloadStats:
-    stats = recorder.take()
+def taken(metrics: NixlMetrics) -> OffloadStats:
+    stats = metrics.take()
     assert stats is not None
     return stats
 
@@ -85,24 +85,24 @@ def test_stats_of_both_halves_and_of_two_ranks_add_up() -> None:
 
 def test_what_is_taken_while_it_is_counted_is_counted_once() -> None:
     """A rank's thread counts, and the engine's takes: between a look at the old count and the new one, at worst."""
-    recorder = NixlMetrics()
+    metrics = NixlMetrics()
     taken_away: list[OffloadStats | None] = []
     threads: list[threading.Thread] = []
 
     class Overtaken(dict[Any, Any]):
         def get(self, key: Any, default: Any = None) -> Any:
             found = super().get(key, default)
-            threads.append(threading.Thread(target=lambda: taken_away.append(recorder.take())))
+            threads.append(threading.Thread(target=lambda: taken_away.append(metrics.take())))
             threads[-1].start()
             # It may have to wait until this has been counted.
             threads[-1].join(0.2)
             return found
 
-    recorder.lease("done")
-    recorder._counts._counters = Overtaken(recorder._counts._counters)
-    recorder.lease("done")
+    metrics.lease("done")
+    metrics._counts._counters = Overtaken(metrics._counts._counters)
+    metrics.lease("done")
     for thread in threads:
         thread.join()
-    taken_away.append(recorder.take())
+    taken_away.append(metrics.take())
     found = [stats.reduce()["vllm:hybridkv_peer_leases_total"] for stats in taken_away if stats is not None]
     assert threads and sum(found) == 2

@@ -14,7 +14,7 @@ from test_store_bursts import CHUNK_TOKENS, MIB, PAIR_BYTES, Engine
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.requests import Requests
 from hybridkv.connectors.vllm.common.role import BOTH, Role
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload import prefetching
 from hybridkv.connectors.vllm.offload.keeping import Keeper
 from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
@@ -34,8 +34,8 @@ SHARE_BYTES = NEAR_BYTES // 4
 HINT = {"hybridkv_hints": {"prefetch": True}}
 
 
-def counted(recorder: Recorder, name: str = "prefetches_total") -> dict[str, float]:
-    stats = recorder.take()
+def counted(metrics: ConnectorMetrics, name: str = "prefetches_total") -> dict[str, float]:
+    stats = metrics.take()
     if stats is None:
         return {}
     counters = Counts.from_dict(stats.data).data().counters
@@ -47,15 +47,15 @@ class Disk:
 
     def __init__(self, path: Path) -> None:
         self.engine = engine = Engine(path / "store", NEAR_BYTES)
-        self.now_s, self.recorder = 0.0, Recorder()
+        self.now_s, self.metrics = 0.0, ConnectorMetrics()
         layout = engine.planner._layout
         requests = Requests(layout, engine._keys, Adapters(engine._keys, 0))
         clock = lambda: self.now_s  # noqa: E731
         waits, admission = Deadlines(10.0, 30.0, clock), LoadAdmission(engine.spec, 64)
-        in_flight = LoadsInFlight(layout, engine.stack, admission, self.recorder)
-        loads = LoadPlanner(layout, engine.stack, admission, waits, self.recorder, in_flight)
-        self.keeper = engine.planner._keeper = Keeper(layout, engine.stack, clock, self.recorder)
-        self.prefetcher = Prefetcher(layout, requests, engine.stack, loads.lookup_chunks, clock, self.recorder)
+        in_flight = LoadsInFlight(layout, engine.stack, admission, self.metrics)
+        loads = LoadPlanner(layout, engine.stack, admission, waits, self.metrics, in_flight)
+        self.keeper = engine.planner._keeper = Keeper(layout, engine.stack, clock, self.metrics)
+        self.prefetcher = Prefetcher(layout, requests, engine.stack, loads.lookup_chunks, clock, self.metrics)
 
     def ask(self, name: str, num_chunks: int, keep_seconds: float = 0.0) -> None:
         self.engine._begin(name).hints = Hints(keep_seconds=keep_seconds)
@@ -73,8 +73,8 @@ class Disk:
         return self.engine.resumable(name, self.engine.near) // CHUNK_TOKENS
 
     def outcomes(self) -> dict[str, float]:
-        self.recorder.tiers(self.engine.stack, 1)
-        return counted(self.recorder)
+        self.metrics.tiers(self.engine.stack, 1)
+        return counted(self.metrics)
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
@@ -166,7 +166,7 @@ class Late:
     """Host memory over a store elsewhere that says what it holds when it is asked."""
 
     def __init__(self, is_silent: bool = False) -> None:
-        self.now_s, self.recorder = 100.0, Recorder()
+        self.now_s, self.metrics = 100.0, ConnectorMetrics()
         made = make_layout([FULL])
         clock = lambda: self.now_s  # noqa: E731
         self.world = RemoteStore(1, clock, answer_s=0.5, is_silent=is_silent)
@@ -174,9 +174,9 @@ class Late:
         self.stack = TierStack(RamIndex(1 << 22, 4096), [peer], 1, clock)
         requests = Requests(made.layout, made.keys, Adapters(made.keys, 0))
         waits, admission = Deadlines(10.0, 30.0, clock), LoadAdmission(made.spec, 64)
-        in_flight = LoadsInFlight(made.layout, self.stack, admission, self.recorder)
-        loads = LoadPlanner(made.layout, self.stack, admission, waits, self.recorder, in_flight)
-        self.prefetcher = Prefetcher(made.layout, requests, self.stack, loads.lookup_chunks, clock, self.recorder)
+        in_flight = LoadsInFlight(made.layout, self.stack, admission, self.metrics)
+        loads = LoadPlanner(made.layout, self.stack, admission, waits, self.metrics, in_flight)
+        self.prefetcher = Prefetcher(made.layout, requests, self.stack, loads.lookup_chunks, clock, self.metrics)
         self.request = new_request()
         self.keys = [requests.beside(self.request).keys().key(0, end) for end in (8, 16)]
 
@@ -205,7 +205,7 @@ def test_one_that_does_not_answer_is_not_waited_for_after_its_time() -> None:
     it.now_s += 0.5
     it.stack.ask(it.keys)  # for another, who waits longer
     assert it.advance(0.0) == [] and not it.prefetcher.has_work()
-    assert counted(it.recorder) == {"nothing": 1}
+    assert counted(it.metrics) == {"nothing": 1}
 
 
 def many(it: Late, monkeypatch: pytest.MonkeyPatch) -> list[int]:
@@ -243,7 +243,7 @@ def test_few_are_looked_for_in_one_step_and_all_in_turn(monkeypatch: pytest.Monk
     it.now_s += 1.0
     while it.prefetcher.has_work():
         assert it.advance(0.0) == []
-    assert counted(it.recorder) == {"nothing": len(waiting)}
+    assert counted(it.metrics) == {"nothing": len(waiting)}
 
 
 def test_an_adapter_that_is_in_doubt_again_is_waited_for_no_longer_than_any(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ def test_no_more_wait_than_may_and_the_rest_is_counted(monkeypatch: pytest.Monke
     it = Late()
     for _ in range(5):
         it.prefetcher.begin(it.request, 1 << 22)
-    assert counted(it.recorder) == {"crowded": 3}
+    assert counted(it.metrics) == {"crowded": 3}
 
 
 def test_an_end_waits_for_nobody() -> None:
@@ -270,7 +270,7 @@ def test_an_end_waits_for_nobody() -> None:
     it.prefetcher.begin(it.request, 1 << 22)
     it.prefetcher.end()
     assert it.advance(0.75) == [] and not it.prefetcher.has_work()
-    assert counted(it.recorder) == {"lost": 1}
+    assert counted(it.metrics) == {"lost": 1}
 
 
 def scheduler_over(*slower: TierIndex, kv_role: Role = BOTH) -> OffloadScheduler:
@@ -283,7 +283,7 @@ def scheduler_over(*slower: TierIndex, kv_role: Role = BOTH) -> OffloadScheduler
         TierStack(RamIndex(1 << 20, 4096), below, 1, lambda: 0.0),
         LoadAdmission(made.spec, 64),
         Deadlines(1.0, 1.0, lambda: 0.0),
-        Recorder(),
+        ConnectorMetrics(),
         kv_role,
     )
 
@@ -330,7 +330,7 @@ def test_it_comes_as_soon_as_its_request_is_heard_of_where_it_is_loaded(
 def test_without_a_tier_below_host_memory_there_is_nothing_to_bring() -> None:
     scheduler = scheduler_over()
     assert brought(scheduler, hinting(new_request())) == 0
-    assert counted(scheduler._recorder) == {"nothing": 1}
+    assert counted(scheduler._metrics) == {"nothing": 1}
 
 
 def test_a_reset_waits_for_nothing_of_before() -> None:
@@ -338,7 +338,7 @@ def test_a_reset_waits_for_nothing_of_before() -> None:
     scheduler.track(hinting(new_request()))
     assert scheduler.has_work_in_flight()
     scheduler.reset()
-    assert not scheduler.has_work_in_flight() and counted(scheduler._recorder) == {"lost": 1}
+    assert not scheduler.has_work_in_flight() and counted(scheduler._metrics) == {"lost": 1}
 
 
 def test_an_end_begins_no_prefetch() -> None:

@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import Store, StoreOutcome
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload import stores
 from hybridkv.connectors.vllm.offload.prefix_chain import StoredPrefix, find_stored_prefix
 from hybridkv.connectors.vllm.offload.stores import StorePlanner
@@ -50,7 +50,7 @@ class World:
         self.far = RamIndex(max(1, far_chunks) * 2 * GRANULE_BYTES, GRANULE_BYTES)
         slower = [SecondaryTier("disk", self.far)] if far_chunks else []
         self.stack = TierStack(self.near, slower, 1, lambda: 0.0)
-        self.recorder = Recorder()
+        self.recorder = ConnectorMetrics()
         self.planner = StorePlanner(self.layout, self.stack, Adapters(made.keys, 0), self.recorder)
         self.planner.bind_block_pool(cast(Any, Pool()))
         self.tracked: dict[int, TrackedRequest] = {}

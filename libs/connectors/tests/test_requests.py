@@ -29,7 +29,7 @@ from hybridkv.connectors.vllm.common.identity.files import Signature
 from hybridkv.connectors.vllm.common.messages import Store, StoreOutcome
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.common.role import BOTH, Role
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.loads import Deadlines
 from hybridkv.connectors.vllm.offload.scheduler import Identity, OffloadScheduler
 from hybridkv.connectors.vllm.offload.stores import _StoreInFlight as StoreInFlight
@@ -128,12 +128,12 @@ def test_what_was_concluded_from_tokens_that_are_gone_is_forgotten(
     request = new_request()
     tracked = track(request, reuses_hashes)
     tracked.follow()
-    tracked.stage, tracked.told = stage, Compute()
+    tracked.stage, tracked.last_reply = stage, Compute()
     tracked.stored_tokens, tracked.seen = 16, (2, 2)
     change(request, kept, [0] * (20 - kept))
     assert request.num_tokens == 20
     tracked.follow()
-    forgotten = (tracked.stage, tracked.told, tracked.stored_tokens, tracked.seen)
+    forgotten = (tracked.stage, tracked.last_reply, tracked.stored_tokens, tracked.seen)
     assert (forgotten == (NEW, None, 0, (0, 0))) is is_lost
 
 
@@ -146,7 +146,7 @@ def new_scheduler(kv_role: Role = BOTH, slower: Sequence[SecondaryTier] = ()) ->
         TierStack(RamIndex(1 << 20, 4096), slower, 1, lambda: 0.0),
         LoadAdmission(made.spec, 64),
         Deadlines(1.0, 1.0, lambda: 0.0),
-        Recorder(),
+        ConnectorMetrics(),
         kv_role,
     )
 

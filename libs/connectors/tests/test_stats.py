@@ -10,7 +10,7 @@ from test_lookups import FULL, make_layout
 
 from hybridkv.connectors.vllm.common.explain import Explanation, LookupReason
 from hybridkv.connectors.vllm.common.messages import LoadFailure
-from hybridkv.connectors.vllm.common.stats import GAUGE_RESEND_INTERVAL, OffloadStats, Recorder
+from hybridkv.connectors.vllm.common.stats import GAUGE_RESEND_INTERVAL, ConnectorMetrics, OffloadStats
 from hybridkv.metrics import CATALOGUE, PrometheusSink
 from hybridkv.planner.checkpoints import LeftOut, Placement, Stop, StopReason
 from hybridkv.tiers import Failure, FailureReason, Refusal, Slot
@@ -52,13 +52,13 @@ def used_stack() -> TierStack:
     return stack
 
 
-def everything() -> Recorder:
-    recorder = Recorder()
-    recorder.pending()
-    recorder.pending(is_asked=True)
-    recorder.lookup(explanation("hit", LookupReason.COMPLETE, num_tokens=40, offered_tokens=32, source="ram"))
-    recorder.lookup(explanation("hit", LookupReason.PREFIX_ENDS, junction="resumed"))
-    recorder.lookup(
+def everything() -> ConnectorMetrics:
+    metrics = ConnectorMetrics()
+    metrics.pending()
+    metrics.pending(is_asked=True)
+    metrics.lookup(explanation("hit", LookupReason.COMPLETE, num_tokens=40, offered_tokens=32, source="ram"))
+    metrics.lookup(explanation("hit", LookupReason.PREFIX_ENDS, junction="resumed"))
+    metrics.lookup(
         explanation(
             "miss",
             LookupReason.GROUP_LIMITS,
@@ -70,34 +70,34 @@ def everything() -> Recorder:
     )
     dropped = ("no_room", "too_large", "not_aligned", "incomplete")
     for outcome in ("stored", "present", *(f"dropped_{why}" for why in dropped), "failed"):
-        recorder.store("recurrent", outcome)
-    recorder.placed(Placement((Stop(16, StopReason.JUNCTION), Stop(32, StopReason.SPACED)), LeftOut(stops=2, worth=1)))
-    recorder.state_stored("stop")
-    recorder.superseded()
-    recorder.prefixes_forgotten(3)
-    recorder.misled("copied_copy")
+        metrics.store("recurrent", outcome)
+    metrics.placed(Placement((Stop(16, StopReason.JUNCTION), Stop(32, StopReason.SPACED)), LeftOut(stops=2, worth=1)))
+    metrics.state_stored("stop")
+    metrics.superseded()
+    metrics.prefixes_forgotten(3)
+    metrics.misled("copied_copy")
     for hint in ("no_store", "no_load", "keep", "prefetch", "invalid"):
-        recorder.hint(hint)
-    recorder.prefetch("crowded")
-    recorder.kept("ram", True)
-    recorder.kept("disk", False)
-    recorder.kept_bytes("ram", 4096)
-    recorder.stored_bytes(1000)
-    recorder.store_failed("busy")
-    recorder.load(32, 500, False, [])
-    recorder.load(32, 500, True, [LoadFailure("checksum", ""), LoadFailure("io", "")])
-    recorder.local("ram", 0, 0)
-    recorder.local("disk", 16, 700)
-    recorder.copied(True, 0.01, 4096)
-    recorder.copied(False, 0.02, 8192)
-    recorder.tiers(used_stack(), 1)
-    recorder.moved(Direction.PROMOTE, "disk", 0.01)
-    recorder.wait_timeout("load")
-    recorder.announced("BlockStored", "CPU")
-    recorder.announced("BlockRemoved", "STORAGE")
-    recorder.announcements(128, 3)
-    recorder.reuse({"1x": 0.25, "unbounded": 0.5}, 4096)
-    return recorder
+        metrics.hint(hint)
+    metrics.prefetch("crowded")
+    metrics.kept("ram", True)
+    metrics.kept("disk", False)
+    metrics.kept_bytes("ram", 4096)
+    metrics.stored_bytes(1000)
+    metrics.store_failed("busy")
+    metrics.load(32, 500, False, [])
+    metrics.load(32, 500, True, [LoadFailure("checksum", ""), LoadFailure("io", "")])
+    metrics.local("ram", 0, 0)
+    metrics.local("disk", 16, 700)
+    metrics.copied(True, 0.01, 4096)
+    metrics.copied(False, 0.02, 8192)
+    metrics.tiers(used_stack(), 1)
+    metrics.moved(Direction.PROMOTE, "disk", 0.01)
+    metrics.wait_timeout("load")
+    metrics.announced("BlockStored", "CPU")
+    metrics.announced("BlockRemoved", "STORAGE")
+    metrics.announcements(128, 3)
+    metrics.reuse({"1x": 0.25, "unbounded": 0.5}, 4096)
+    return metrics
 
 
 def exposed(stats: OffloadStats) -> str:
@@ -173,9 +173,9 @@ def test_a_breaker_that_opened_is_told_by_its_direction() -> None:
         [move] = stack.take_moves()
         stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.IO)))
         stack.invalidate(b"%d" % number)
-    recorder = Recorder()
-    recorder.tiers(stack, 1)
-    stats = recorder.take()
+    metrics = ConnectorMetrics()
+    metrics.tiers(stack, 1)
+    stats = metrics.take()
     assert stats is not None
     text = exposed(stats)
     for line in (
@@ -193,10 +193,10 @@ def test_what_the_disk_withdrew_is_counted_by_what_was_wrong_with_it(tmp_path: P
     for key, reason in ((b"a", FailureReason.CHECKSUM), (b"b", FailureReason.IO), (b"c", FailureReason.CHECKSUM)):
         assert not isinstance(disk.reserve(key, 100), Refusal) and disk.commit(key)
         assert disk.invalidate(key, reason)
-    recorder = Recorder()
+    metrics = ConnectorMetrics()
     stack = TierStack(RamIndex(4096, 4096), [SecondaryTier("disk", disk)], 1, lambda: 0.0)
-    recorder.tiers(stack, 1)
-    stats = recorder.take()
+    metrics.tiers(stack, 1)
+    stats = metrics.take()
     stack.close()
     assert stats is not None
     for line in (
@@ -214,9 +214,9 @@ def test_what_a_tier_was_asked_for_is_counted_by_tier_and_answer() -> None:
     stack = TierStack(RamIndex(4096, 4096), below, 1, lambda: now_s)
     stack.ask([b"a", b"b"])
     now_s = 2.0
-    recorder = Recorder()
-    recorder.tiers(stack, 1)
-    stats = recorder.take()
+    metrics = ConnectorMetrics()
+    metrics.tiers(stack, 1)
+    stats = metrics.take()
     stack.close()
     assert stats is not None
     text = exposed(stats)
@@ -236,17 +236,17 @@ def test_stats_of_two_steps_add_up_and_are_not_changed_by_it() -> None:
 
 
 def test_nothing_counted_is_nothing_sent() -> None:
-    recorder = Recorder()
-    assert recorder.take() is None
+    metrics = ConnectorMetrics()
+    assert metrics.take() is None
     assert OffloadStats().is_empty()
 
 
 def test_a_gauge_is_handed_over_when_it_changes_and_again_after_a_while() -> None:
-    recorder, stack = Recorder(), TierStack(RamIndex(8192, 4096), [], 1, lambda: 0.0)
+    metrics, stack = ConnectorMetrics(), TierStack(RamIndex(8192, 4096), [], 1, lambda: 0.0)
 
     def gauges() -> dict[str, float]:
-        recorder.tiers(stack, 2)
-        stats = recorder.take()
+        metrics.tiers(stack, 2)
+        stats = metrics.take()
         return {} if stats is None else {name: value for name, _, value in stats.data["gauges"]}
 
     both = {"vllm:hybridkv_tier_used_bytes": 0, "vllm:hybridkv_tier_capacity_bytes": 16384}
@@ -260,10 +260,10 @@ def test_a_gauge_is_handed_over_when_it_changes_and_again_after_a_while() -> Non
 
 @pytest.mark.parametrize("num_front_ends", range(1, 13))
 def test_front_ends_that_take_turns_all_hear_of_a_gauge_that_stays(num_front_ends: int) -> None:
-    recorder, stack = Recorder(), TierStack(RamIndex(8192, 4096), [], 1, lambda: 0.0)
+    metrics, stack = ConnectorMetrics(), TierStack(RamIndex(8192, 4096), [], 1, lambda: 0.0)
     have_heard = set()
     for step in range(num_front_ends * GAUGE_RESEND_INTERVAL):
-        recorder.tiers(stack, 1)
-        if recorder.take() is not None:
+        metrics.tiers(stack, 1)
+        if metrics.take() is not None:
             have_heard.add(step % num_front_ends)
     assert have_heard == set(range(num_front_ends))

@@ -20,7 +20,7 @@ from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
 from hybridkv.connectors.vllm.common.requests import StoredChunk, TrackedRequest, add
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.stores import StorePlanner
 from hybridkv.planner import Hit, LookupResult, State, longest_hit
 from hybridkv.tiers import Refusal, Ticket
@@ -74,7 +74,7 @@ class Engine:
         )
         later_ns = time.time_ns()
         adapters = Adapters(made.keys, later_ns, lambda: later_ns)
-        self.planner = StorePlanner(layout, self.stack, adapters, Recorder())
+        self.planner = StorePlanner(layout, self.stack, adapters, ConnectorMetrics())
         self.planner.bind_block_pool(cast(Any, Pool()))
         self._pool = bytes(range(256)) * 1024
         self._tickets = itertools.count(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 from hybridkv.connectors.vllm.common.messages import StepPlan
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.ram import RamArena
@@ -19,7 +19,7 @@ SLOT = Slot(((0, 100),))
 def test_moves_fail_while_the_slow_tier_cannot_be_reached_and_succeed_when_it_can() -> None:
     engine = InlineCopyEngine()
     arena = RamArena(1 << 16)
-    worker = OffloadWorker(cast(Any, None), arena, CopyPaths(engine, engine, 30.0, lambda: 0.0), Recorder())
+    worker = OffloadWorker(cast(Any, None), arena, CopyPaths(engine, engine, 30.0, lambda: 0.0), ConnectorMetrics())
     num_tries = 0
 
     def open_medium(namespace: bytes) -> ReferenceMedium:

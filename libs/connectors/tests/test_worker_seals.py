@@ -14,7 +14,7 @@ import xxhash
 from hybridkv.canonical import GroupPages, PageRegion
 from hybridkv.connectors.vllm.common.copies import devices
 from hybridkv.connectors.vllm.common.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
 from hybridkv.tiers.ram import RamArena
@@ -38,8 +38,8 @@ class Rig:
         self.arena = RamArena(128 * 1024)
         engine = engine or InlineCopyEngine(copier=lambda: copier)
         paths = CopyPaths(engine, engine, 30.0, lambda: 0.0)
-        self.recorder = Recorder()
-        self.worker = OffloadWorker(cast(Any, None), self.arena, paths, self.recorder)
+        self.metrics = ConnectorMetrics()
+        self.worker = OffloadWorker(cast(Any, None), self.arena, paths, self.metrics)
         base = self.memory.ctypes.data
         regions = [PageRegion(base + i * BLOCKS * STRIDE, STRIDE, num_bytes) for i, num_bytes in enumerate(PAGES)]
         self.worker._pages = {0: GroupPages([[region] for region in regions], BLOCKS)}
@@ -108,7 +108,7 @@ def test_the_same_chunk_counts_the_same_stored_and_loaded(rig: Rig) -> None:
     """Its pages: neither the zeros behind them nor those behind the chunk."""
     [copy] = rig.store(Slot(((20_480, CHUNK_BYTES + 100),)))
     assert rig.load(copy) is None
-    stats = rig.recorder.take()
+    stats = rig.metrics.take()
     assert stats is not None
     counted = {name: sum(total for _, total in buckets) for name, _, buckets in stats.data["histograms"]}
     sizes = [counted[f"vllm:hybridkv_{job}_size_bytes"] for job in ("store", "load")]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from hybridkv.connectors.vllm.common.corrupt_blocks import CorruptBlocks, SuspectGroups
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 
 STATES, ATTENTION = 0, 1
 BLOCK = 16
@@ -38,8 +38,8 @@ class Bench:
     """An engine of one RECURRENT and one FULL group."""
 
     def __init__(self, *, is_partial: bool) -> None:
-        self.recorder = Recorder()
-        self.wrong = CorruptBlocks([BLOCK, BLOCK], self.recorder)
+        self.metrics = ConnectorMetrics()
+        self.wrong = CorruptBlocks([BLOCK, BLOCK], self.metrics)
         self.wrong.suspects = SuspectGroups(frozenset({ATTENTION} if is_partial else ()))
         self.pool = Pool()
         self.wrong.bind(self.pool)  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ class Bench:
         return set(self.wrong.misled)
 
     def causes(self) -> dict[str, float]:
-        stats = self.recorder.take()
+        stats = self.metrics.take()
         return {} if stats is None else {str(key): value for key, value in stats.reduce().items()}
 
 
@@ -149,7 +149,7 @@ def test_a_state_is_misfiled_whose_boundary_a_chunk_passes(
     assert misled == set()
     is_kept = is_right or not is_larger
     assert bench.pool.evicted == (set() if is_kept else {4})
-    assert len(bench.wrong.correct_states(states, bench.recorder)) == is_kept
+    assert len(bench.wrong.correct_states(states, bench.metrics)) == is_kept
     assert sum(bench.causes().values()) == (not is_kept)
 
 

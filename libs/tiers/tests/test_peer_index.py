@@ -84,7 +84,7 @@ def test_one_peer_that_lacks_a_key_answers_for_nobody_else() -> None:
     world.peers.answer(0)
     assert world.lookups(C) == [PENDING]
     world.peers.answer(1)
-    assert world.lookups(C) == [HIT] and world.index.take_counts().answers == {LookupAnswer.HELD: 1}
+    assert world.lookups(C) == [HIT] and world.index.take_counts().answers == {LookupAnswer.FOUND: 1}
 
 
 def test_the_first_that_holds_a_key_is_enough_and_the_others_get_theirs_back() -> None:
@@ -161,7 +161,7 @@ def test_where_no_peer_can_be_asked_nobody_waits_and_nobody_is_blamed() -> None:
     world.peers.lose(1)
     world.ask(A)
     assert world.lookups(A) == [MISS]
-    assert world.index.take_counts().answers == {LookupAnswer.LATE: 1} and world.index.heard == (0, 0)
+    assert world.index.take_counts().answers == {LookupAnswer.TIMED_OUT: 1} and world.index.heard == (0, 0)
 
 
 def test_a_peer_that_is_lost_is_waited_for_no_more_and_believed_no_more() -> None:
@@ -247,7 +247,7 @@ def test_what_was_heard_of_is_counted_as_no_store() -> None:
     world.peers.answer()
     world.index.generation  # noqa: B018
     counts = world.index.take_counts()
-    assert (counts.reservations, counts.commits, counts.answers) == (0, 0, {LookupAnswer.HELD: 1})
+    assert (counts.reservations, counts.commits, counts.answers) == (0, 0, {LookupAnswer.FOUND: 1})
 
 
 @pytest.mark.parametrize("field", ["lease_s", "max_asked", "leased_share"])

@@ -72,7 +72,7 @@ def test_a_peer_that_is_stopped_costs_the_time_that_was_given(peer: EngineProces
         asker.index.ask([B], time.monotonic() + patience.seconds(0.05))
         assert asker.index.lookup(B) is PENDING
         until(lambda: asker.index.lookup(B) is MISS)
-        assert asker.index.take_counts().answers == {LookupAnswer.HELD: 1, LookupAnswer.LATE: 1}
+        assert asker.index.take_counts().answers == {LookupAnswer.FOUND: 1, LookupAnswer.TIMED_OUT: 1}
         assert load(asker, A) is FailureReason.IO
         peer.go_on()
         until(lambda: found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(1, CHUNK_BYTES))

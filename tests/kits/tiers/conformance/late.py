@@ -110,19 +110,19 @@ class LateAnswersConformance(TierSuite):
         index.ask([A, C], self.now_s() + DEADLINE_S)
         assert index.take_counts().answers == {}
         self.answer_all()
-        assert index.take_counts().answers == {LookupAnswer.HELD: 1, LookupAnswer.MISSING: 1}
+        assert index.take_counts().answers == {LookupAnswer.FOUND: 1, LookupAnswer.MISSING: 1}
         assert index.take_counts().answers == {}
 
     def test_a_question_that_is_over_counts_as_late_and_its_answer_no_more(self) -> None:
         index = self.asked(A, C)
         self.pass_time(2.1)
-        assert index.take_counts().answers == {LookupAnswer.LATE: 2}
+        assert index.take_counts().answers == {LookupAnswer.TIMED_OUT: 2}
         self.answer_all()
         assert index.lookup(A) is LookupResult.HIT and index.take_counts().answers == {}
         index = self.asked(A, C)
         self.pass_time(2.1)
         self.answer_all()
-        assert index.take_counts().answers == {LookupAnswer.LATE: 2}, "though nobody looked meanwhile"
+        assert index.take_counts().answers == {LookupAnswer.TIMED_OUT: 2}, "though nobody looked meanwhile"
 
     def test_asking_again_puts_no_answer_off_and_keeps_the_later_deadline(self) -> None:
         index = self.asked(A)

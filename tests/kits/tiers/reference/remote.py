@@ -133,7 +133,7 @@ class RemoteIndex:
                 self._asked[key] = _Asked(asked.asked_s, asked.answers_s, later_s)
             elif self._known.lacks(key) and not self._known.is_doomed(key):
                 if len(self._asked) >= MAX_ASKED:
-                    self._count(LookupAnswer.LATE)
+                    self._count(LookupAnswer.TIMED_OUT)
                     continue
                 self._store.num_asked += 1
                 self._changes += 1
@@ -153,12 +153,12 @@ class RemoteIndex:
                     self._slots[key] = slot
                     self._forget_slots()
                 if asked.deadline_s != _OVER_S:
-                    num_answered = LookupAnswer.HELD if is_known else LookupAnswer.MISSING
-                    self._end(asked, num_answered if asked.answers_s <= asked.deadline_s else LookupAnswer.LATE)
+                    num_answered = LookupAnswer.FOUND if is_known else LookupAnswer.MISSING
+                    self._end(asked, num_answered if asked.answers_s <= asked.deadline_s else LookupAnswer.TIMED_OUT)
             elif now_s < asked.deadline_s or asked.deadline_s == _OVER_S:
                 continue
             else:
-                self._end(asked, LookupAnswer.LATE)
+                self._end(asked, LookupAnswer.TIMED_OUT)
             if now_s < asked.answers_s < _NEVER_S:
                 # An answer may still come. Until then it is a MISS.
                 self._asked[key] = _Asked(asked.asked_s, asked.answers_s, _OVER_S)
@@ -169,7 +169,7 @@ class RemoteIndex:
 
     def _end(self, asked: _Asked, answer: LookupAnswer) -> None:
         self._count(answer)
-        is_late = answer is LookupAnswer.LATE
+        is_late = answer is LookupAnswer.TIMED_OUT
         took_s = 2 * (asked.deadline_s - asked.asked_s) if is_late else asked.answers_s - asked.asked_s
         self._answer_s = took_s if self._answer_s is None else (3 * self._answer_s + took_s) / 4
         self._heard = LookupCounts(self._heard.num_answered + (not is_late), self._heard.num_timed_out + is_late)

@@ -105,11 +105,11 @@ class Completion(msgspec.Struct, frozen=True):
 class LookupAnswer(enum.StrEnum):
     """Result of an async lookup of one key."""
 
-    HELD = "held"
+    FOUND = "held"
     """In time: the tier holds the key, and the index offers it."""
     MISSING = "missing"
     """In time: the tier does not hold the key, or the index has no room for its entry."""
-    LATE = "late"
+    TIMED_OUT = "late"
     """No answer by the deadline, or too many lookups in flight."""
 
 

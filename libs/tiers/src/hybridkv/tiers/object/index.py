@@ -63,7 +63,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         elif isinstance(event, LookupAnswered):
             self._on_found(event)
         else:
-            self._end_lookup(event.request, LookupAnswer.LATE, event.heard_s)
+            self._end_lookup(event.request, LookupAnswer.TIMED_OUT, event.heard_s)
 
     def _on_found(self, found: LookupAnswered) -> None:
         places, wanted = found.places, self._tracker.open_keys(found.request)

@@ -81,7 +81,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         lookup.waiting.discard(peer)
         if not lookup.waiting:
             del self._lookups[number]
-            self._end_lookup(number, LookupAnswer.MISSING if lookup.has_answer else LookupAnswer.LATE, heard_s)
+            self._end_lookup(number, LookupAnswer.MISSING if lookup.has_answer else LookupAnswer.TIMED_OUT, heard_s)
 
     def _on_lost(self, loss: ConnectionLost) -> None:
         for number, lookup in list(self._lookups.items()):

@@ -94,7 +94,7 @@ class LookupTracker:
         keys = list(dict.fromkeys(keys))
         room = max(0, self._max_asked - len(known))
         if len(keys) > room:
-            self._count(LookupAnswer.LATE, len(keys) - room)
+            self._count(LookupAnswer.TIMED_OUT, len(keys) - room)
             del keys[room:]
         return keys
 
@@ -119,7 +119,7 @@ class LookupTracker:
 
     def not_sent(self, num_keys: int) -> None:
         """Count keys that could not be sent, as timed out. Does not affect the breaker."""
-        self._count(LookupAnswer.LATE, num_keys)
+        self._count(LookupAnswer.TIMED_OUT, num_keys)
 
     # Ends.
 
@@ -129,10 +129,10 @@ class LookupTracker:
             lookup = self._lookups[number]
             deque(map(lookup.open_keys.pop, keys), maxlen=0)
             self._forget(keys)
-            self._record(lookup, LookupAnswer.HELD, len(keys), heard_s)
+            self._record(lookup, LookupAnswer.FOUND, len(keys), heard_s)
 
     def end(self, number: int, answer: LookupAnswer, heard_s: float) -> list[Key]:
-        """End a lookup. Returns its open keys, which all get this answer: MISSING or LATE."""
+        """End a lookup. Returns its open keys, which all get this answer: MISSING or TIMED_OUT."""
         lookup = self._lookups.pop(number, None)
         if lookup is None or not lookup.open_keys:
             return []
@@ -149,7 +149,7 @@ class LookupTracker:
     def end_all(self) -> None:
         """End all lookups as timed out."""
         for number in list(self._lookups):
-            self.end(number, LookupAnswer.LATE, math.inf)
+            self.end(number, LookupAnswer.TIMED_OUT, math.inf)
 
     def withdraw(self, key: Key) -> None:
         """Drop a key: its answer is not needed any more."""
@@ -163,7 +163,7 @@ class LookupTracker:
         self.due_s = math.inf
         for number, lookup in list(self._lookups.items()):
             if lookup.deadline_s != _OVER_S and now_s >= lookup.deadline_s:
-                self._record(lookup, LookupAnswer.LATE, len(lookup.open_keys), now_s)
+                self._record(lookup, LookupAnswer.TIMED_OUT, len(lookup.open_keys), now_s)
                 lookup.deadline_s = _OVER_S
                 self.changes += bool(lookup.open_keys)
             if now_s >= lookup.given_up_s:
@@ -199,13 +199,15 @@ class LookupTracker:
         if lookup.deadline_s == _OVER_S:
             return
         if heard_s > lookup.deadline_s:
-            answer = LookupAnswer.LATE
+            answer = LookupAnswer.TIMED_OUT
         if num_keys and not lookup.is_timed:
             lookup.is_timed = True
-            took_s = 2 * (lookup.deadline_s - lookup.sent_s) if answer is LookupAnswer.LATE else heard_s - lookup.sent_s
+            took_s = (
+                2 * (lookup.deadline_s - lookup.sent_s) if answer is LookupAnswer.TIMED_OUT else heard_s - lookup.sent_s
+            )
             self.answer_s += (max(took_s, 0.0) - self.answer_s) * _NEW_SHARE
         self._count(answer, num_keys)
-        is_late = answer is LookupAnswer.LATE
+        is_late = answer is LookupAnswer.TIMED_OUT
         num_answered, num_timed_out = self.heard
         self.heard = LookupCounts(
             num_answered + (0 if is_late else num_keys), num_timed_out + (num_keys if is_late else 0)

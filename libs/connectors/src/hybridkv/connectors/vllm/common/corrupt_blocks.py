@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
 
     from hybridkv.connectors.vllm.common.layout import CacheLayout
-    from hybridkv.connectors.vllm.common.stats import Recorder
+    from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 
 logger = logging.getLogger("vllm.hybridkv.scheduler")
 
@@ -108,12 +108,12 @@ class CorruptBlocks:
 
     Args:
         block_tokens: block size of each of the engine's groups.
-        recorder: counts misled requests.
+        metrics: counts misled requests.
     """
 
-    def __init__(self, block_tokens: Sequence[int], recorder: MisledCounter) -> None:
+    def __init__(self, block_tokens: Sequence[int], metrics: MisledCounter) -> None:
         self._block_tokens = tuple(block_tokens)
-        self._recorder = recorder
+        self._metrics = metrics
         self.suspects = SuspectGroups()
         self._pool: BlockPool | None = None
         self._corrupt: dict[int, Any] = {}
@@ -136,11 +136,11 @@ class CorruptBlocks:
         """Whether a block is corrupt. A block with a new hash was reused by another request, so it is not."""
         return block_id in self._corrupt and self._corrupt[block_id] == self._hash(block_id)
 
-    def correct_states(self, handed_over: Sequence[tuple[int, int, int]], recorder: Recorder) -> list[State]:
-        """Handed-over states of one request without corrupt ones, which `recorder` counts."""
+    def correct_states(self, handed_over: Sequence[tuple[int, int, int]], metrics: ConnectorMetrics) -> list[State]:
+        """Handed-over states of one request without corrupt ones, which `metrics` counts."""
         states = [State(*state) for state in handed_over if not self.holds(state[1])]
         if len(states) < len(handed_over):
-            recorder.store("recurrent", "dropped_wrong", len(handed_over) - len(states))
+            metrics.store("recurrent", "dropped_wrong", len(handed_over) - len(states))
         return states
 
     def mark_loaded(self, blocks: KVCacheBlocks, computed_tokens: int) -> None:
@@ -232,7 +232,7 @@ class CorruptBlocks:
             return
         self._misled[request_id] = [computed_tokens // block_tokens for block_tokens in self._block_tokens]
         self._record(request_id, table)
-        self._recorder.misled(cause)
+        self._metrics.misled(cause)
         self._warn(request_id, cause)
 
     def _cause(

@@ -18,7 +18,7 @@ import msgspec
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
-from hybridkv.connectors.vllm.common.stats import DISK, RAM, Recorder
+from hybridkv.connectors.vllm.common.stats import DISK, RAM, ConnectorMetrics
 from hybridkv.planner import Announcement, Announcer, ChunkNode, GroupKind, chunk_span
 from hybridkv.planner.paths import Part
 from hybridkv.tiers import ReportsChanges, TierIndex
@@ -164,13 +164,13 @@ class RouterEvents:
         layout: the model's groups.
         stack: the tiers.
         groups: event fields of each group; see `compat.event_groups`.
-        recorder: counts events.
+        metrics: counts events.
     """
 
     def __init__(
-        self, layout: CacheLayout, stack: TierStack, groups: Sequence[Mapping[str, Any]], recorder: Recorder
+        self, layout: CacheLayout, stack: TierStack, groups: Sequence[Mapping[str, Any]], metrics: ConnectorMetrics
     ) -> None:
-        self._layout, self._groups, self._recorder = layout, groups, recorder
+        self._layout, self._groups, self._metrics = layout, groups, metrics
         spec = layout.spec
         self._tiers: list[_Watched] = []
         for name, index in {RAM: stack.near, **stack.slower}.items():
@@ -265,11 +265,11 @@ class RouterEvents:
             events += [self._stored(each) for each in everything]
         new_events = self._announced_blocks.filter_new(events)
         for event in new_events:
-            self._recorder.announced(type(event).__name__, event.medium)
+            self._metrics.announced(type(event).__name__, event.medium)
         if events:
             announcer = self._announcer
             num_tokens = announcer.num_on_paths * self._layout.spec.chunk_tokens
-            self._recorder.announcements(num_tokens, announcer.num_held - announcer.num_told)
+            self._metrics.announcements(num_tokens, announcer.num_held - announcer.num_told)
         return new_events
 
     def _read_changes(self) -> None:

@@ -192,7 +192,7 @@ def _reason(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> L
     answer, loss, past = admission.answer, admission.loss, tracked.stage.past
     if isinstance(answer, Hit):
         if not admission.taken_tokens:
-            return LookupReason.NOT_TAKEN if isinstance(tracked.told, Offer) else LookupReason.ENGINE_ROOM
+            return LookupReason.NOT_TAKEN if isinstance(tracked.last_reply, Offer) else LookupReason.ENGINE_ROOM
         if answer.num_tokens >= last_boundary(spec, tracked.request.num_tokens):
             return LookupReason.COMPLETE
     elif answer.limiting_group is None and past.failed_loads:

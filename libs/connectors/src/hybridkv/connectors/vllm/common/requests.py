@@ -231,7 +231,7 @@ class TrackedRequest:
     """Tokens that the engine itself held at its last lookup."""
     stage: Stage = NEW
     """Progress of its load."""
-    told: Reply | None = None
+    last_reply: Reply | None = None
     """Reply to the engine's last lookup; None before the first one, and after the engine has acted on the reply."""
     measured: tuple[Hit | Miss, int, Loss] | None = None
     """Last measured (answer, computed tokens, loss): tokens that more states or windows would have made a hit."""
@@ -275,7 +275,7 @@ class TrackedRequest:
         self.stored_tokens, self.seen, self.path = 0, (0, 0), PrefixChain()
         self.idle_below_tokens = 0
         self.checkpoint_state = self.checkpoint_state.started_over()
-        self.stage, self.told = life.forget_search(self.stage), None
+        self.stage, self.last_reply = life.forget_search(self.stage), None
         return 0
 
     def keys(self) -> RequestKeys:
@@ -296,7 +296,7 @@ class TrackedRequest:
         self.is_storable = True
         self.seen, self.idle_below_tokens = (0, 0), 0
         self.measured, self.checkpoint_state = None, self.checkpoint_state.started_over()
-        self.stage, self.told = life.start_over(self.stage), None
+        self.stage, self.last_reply = life.start_over(self.stage), None
         if self.adapter_version is not None:
             # The engine may load the adapter again before the request restarts.
             self.request_keys = self.hashes = self.adapter_version = None

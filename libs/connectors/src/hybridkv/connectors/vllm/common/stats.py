@@ -24,7 +24,7 @@ GAUGE_RESEND_INTERVAL = 17
 them."""
 
 
-class Recorder:
+class ConnectorMetrics:
     """Counts events under the catalogue's metric names. Each half has one; vLLM merges their statistics.
 
     A gauge is sent when it has changed. All gauges are also resent from time to time, as the counts of a step go to

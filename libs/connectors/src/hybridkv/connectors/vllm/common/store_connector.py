@@ -28,7 +28,7 @@ from hybridkv.connectors.vllm.common.messages import StepOutcome, WorkerFacts
 from hybridkv.connectors.vllm.common.prefill_stops import current_child
 from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.connectors.vllm.common.start_checks import check_start
-from hybridkv.connectors.vllm.common.stats import OffloadPromMetrics, OffloadStats, Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics, OffloadPromMetrics, OffloadStats
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -184,7 +184,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine_id = transfer.engine_id
         self._refuse_second()
         self._kv_role = role_of(transfer)
-        self._recorder = Recorder()
+        self._metrics = ConnectorMetrics()
         self._has_failed_to_open = False
 
     def _refuse_second(self) -> None:
@@ -375,7 +375,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         scheduler = self._scheduler_half()
         if scheduler is not None:
             scheduler.record_tiers()
-        return self._recorder.take()
+        return self._metrics.take()
 
     # In the API process.
 

@@ -14,7 +14,7 @@ from hybridkv.connectors.vllm.common.identity.identification import IdentityBuil
 from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_groups, resolve_layout
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.role import role_of
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig
 from hybridkv.connectors.vllm.lmcache.load_tracker import LoadTracker
 from hybridkv.connectors.vllm.lmcache.scheduler import LMCacheScheduler, Trackers
@@ -116,20 +116,25 @@ class LMCacheBuilder:
         config: configuration of the connector.
         layout: layout of the engine's groups.
         room: admits concurrent loads.
-        recorder: metrics.
+        metrics: metrics.
 
     Raises:
         ConfigurationError: a fact of the engine cannot be read.
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, config: LMCacheConfig, layout: CacheLayout, room: LoadRoom, recorder: Recorder
+        self,
+        vllm_config: VllmConfig,
+        config: LMCacheConfig,
+        layout: CacheLayout,
+        room: LoadRoom,
+        metrics: ConnectorMetrics,
     ) -> None:
         self._vllm_config = vllm_config
         self._config = config
         self._layout = layout
         self._room = room
-        self._recorder = recorder
+        self._metrics = metrics
         self._session_spec = session_spec_of(config, layout)
         self._identification = IdentityBuilder(vllm_config, config, layout, NAME, is_shared=True)
         self.connection: Connection | None = None
@@ -165,15 +170,13 @@ class LMCacheBuilder:
             prefix = Prefix(name, session_spec.world_size, session_spec.words(digests))
             return operations.lookup(prefix, None, self._config.lookup_timeout_seconds)
 
-        load_tracker = LoadTracker(layout, lookup, session_spec.num_chunks, self._room, self._recorder, clock)
+        load_tracker = LoadTracker(layout, lookup, session_spec.num_chunks, self._room, self._metrics, clock)
 
         def separate_objects() -> bool | None:
             ready = connection.ready
             return ready.facts.separate_groups if ready is not None else None
 
-        store_tracker = StoreTracker(
-            layout, geometry, separate_objects, load_tracker, identity.adapters, self._recorder
-        )
+        store_tracker = StoreTracker(layout, geometry, separate_objects, load_tracker, identity.adapters, self._metrics)
         kv_role = role_of(self._vllm_config.kv_transfer_config)
         self._announce(name)
         trackers = Trackers(load_tracker, store_tracker, self._room)
@@ -183,7 +186,7 @@ class LMCacheBuilder:
             session.close()
 
         scheduler = LMCacheScheduler(
-            layout, identity, session_spec.payload_bytes, trackers, kv_role, self._recorder, close
+            layout, identity, session_spec.payload_bytes, trackers, kv_role, self._metrics, close
         )
         scheduler.distrust(suspect_groups(NAME, self._vllm_config, layout))
         return scheduler

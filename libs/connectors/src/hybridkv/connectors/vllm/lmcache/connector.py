@@ -55,7 +55,7 @@ class HybridLMCacheConnector(StoreConnector):
             if self._child_place.admission is None:
                 admission = LoadAdmission(layout.spec, compat.max_in_flight_tokens(vllm_config))
             room = LoadRoom(admission, time.monotonic)
-            self._builder = LMCacheBuilder(vllm_config, config, layout, room, self._recorder)
+            self._builder = LMCacheBuilder(vllm_config, config, layout, room, self._metrics)
             self._scheduler = WaitingScheduler(self._builder.num_ranks, NAME, LMCachePlan())
         else:
             device_type = vllm_config.device_config.device_type
@@ -63,7 +63,7 @@ class HybridLMCacheConnector(StoreConnector):
             stores, loads = self._device.copy_engines("async")
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, time.monotonic)
             self._worker = LMCacheWorker(
-                layout, compat.rank(vllm_config), session_spec_of(config, layout), paths, self._recorder
+                layout, compat.rank(vllm_config), session_spec_of(config, layout), paths, self._metrics
             )
         mark_live(self)
 

@@ -19,7 +19,7 @@ from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
-from hybridkv.connectors.vllm.common.stats import LMCACHE, Recorder
+from hybridkv.connectors.vllm.common.stats import LMCACHE, ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageLoad
 from hybridkv.lmcache.calls import CallAnswer, CallFailure, Trouble
 from hybridkv.lmcache.operations import LookupHandle
@@ -119,7 +119,7 @@ class LoadTracker:
         lookup: starts a lookup of chunks, by their digests.
         max_chunks: maximum length of a load, in chunks; limited by the pool of a rank.
         room: admits concurrent loads.
-        recorder: metrics.
+        metrics: metrics.
         clock: seconds.
     """
 
@@ -129,14 +129,14 @@ class LoadTracker:
         lookup: Callable[[Sequence[bytes]], LookupHandle],
         max_chunks: int,
         room: LoadRoom,
-        recorder: Recorder,
+        metrics: ConnectorMetrics,
         clock: Callable[[], float],
     ) -> None:
         self._layout, self._spec = layout, layout.spec
         self._lookup = lookup
         self.max_chunks = max_chunks
         self._room = room
-        self._recorder = recorder
+        self._metrics = metrics
         self._clock = clock
         self._requests: dict[str, RequestLoad] = {}
         self._loads: dict[str, _LMCacheLoad] = {}
@@ -188,11 +188,11 @@ class LoadTracker:
         ended = lookup.ended
         if ended is None:
             if self._clock() >= lookup.until_s:
-                self._recorder.wait_timeout("lookup")
+                self._metrics.wait_timeout("lookup")
                 self._end(state, LookupReason.TIMEOUT, "the server did not answer in time")
         elif isinstance(ended, CallFailure):
             if ended.trouble is Trouble.TIMEOUT:
-                self._recorder.wait_timeout("lookup")
+                self._metrics.wait_timeout("lookup")
             reason = LookupReason.TIMEOUT if ended.trouble is Trouble.TIMEOUT else LookupReason.NOT_STORED
             self._end(state, reason, str(ended))
         elif not ended.value.num_chunks:
@@ -262,7 +262,7 @@ class LoadTracker:
             return 0
         if not state.has_waited:
             state.has_waited = True
-            self._recorder.pending(is_asked=True)
+            self._metrics.pending(is_asked=True)
         return None
 
     def _num_unsuspected(self, digests: Sequence[bytes]) -> int:
@@ -374,7 +374,7 @@ class LoadTracker:
             asked=True if state.has_waited or state.stage is LoadStage.FOUND else None,
             detail=state.detail,
         )
-        self._recorder.lookup(explanation)
+        self._metrics.lookup(explanation)
         log(explanation)
 
     def has_work(self) -> bool:
@@ -394,7 +394,7 @@ class LoadTracker:
         if in_flight.prefix is not None:
             in_flight.prefix.lookup.drop()
         num_bytes = in_flight.num_bytes * self._layout.world_size
-        self._recorder.load(in_flight.num_tokens, num_bytes, failed, in_flight.failures)
+        self._metrics.load(in_flight.num_tokens, num_bytes, failed, in_flight.failures)
         bad = [digests.index(failure.key) for failure in in_flight.failures if failure.key in digests]
         if bad:
             self._mark_suspect(digests)

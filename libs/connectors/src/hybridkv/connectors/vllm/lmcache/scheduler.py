@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.messages import StepOutcome
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.common.role import Role
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.load_tracker import LoadTracker
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageLoad, PageStore
 from hybridkv.connectors.vllm.lmcache.store_tracker import StoreTracker
@@ -55,7 +55,7 @@ class LMCacheScheduler:
         payload_bytes: page size of each stored group, in bytes.
         trackers: trackers.
         kv_role: stores, loads, or both.
-        recorder: metrics.
+        metrics: metrics.
         close: closes the connection to the server.
     """
 
@@ -66,7 +66,7 @@ class LMCacheScheduler:
         payload_bytes: tuple[int, ...],
         trackers: Trackers,
         kv_role: Role,
-        recorder: Recorder,
+        metrics: ConnectorMetrics,
         close: Callable[[], None],
     ) -> None:
         self._identity = identity
@@ -77,10 +77,10 @@ class LMCacheScheduler:
             trackers.room,
         )
         self._kv_role = kv_role
-        self._recorder = recorder
+        self._metrics = metrics
         self._close = close
         self._requests = Requests(layout, identity.keys, identity.adapters)
-        self._wrong = CorruptBlocks([group.block_tokens for group in layout.spec.groups], recorder)
+        self._wrong = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
         self._planned_loads: list[PageLoad] = []
         self._has_told_namespace = False
 
@@ -128,7 +128,7 @@ class LMCacheScheduler:
         if not is_identified:
             tracked.computed_tokens = computed_tokens
             explanation = explain_adapter_in_doubt(tracked)
-            self._recorder.lookup(explanation)
+            self._metrics.lookup(explanation)
             log(explanation)
             return 0
         return self._load_tracker.matched_tokens(tracked, computed_tokens)
@@ -198,7 +198,7 @@ class LMCacheScheduler:
             if request_id in preempted and request_id not in scheduled:
                 # Its blocks may belong to another request.
                 continue
-            states = self._wrong.correct_states(handed_over.get(request_id, ()), self._recorder)
+            states = self._wrong.correct_states(handed_over.get(request_id, ()), self._metrics)
             store = self._store_tracker.plan(tracked, scheduled.get(request_id, 0), states, tables)
             if store is not None:
                 stores.append(store)

@@ -20,7 +20,7 @@ from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterV
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.load_tracker import LoadTracker
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageStore, StoreRelease
 from hybridkv.connectors.vllm.lmcache.session_spec import chunks_at_once
@@ -130,7 +130,7 @@ class StoreTracker:
         separate_objects: True if the server stores windows and states in objects of their own; None without a server.
         load_tracker: lookup results of each request.
         adapters: checks that the files of an adapter are unchanged.
-        recorder: metrics.
+        metrics: metrics.
     """
 
     def __init__(
@@ -140,14 +140,14 @@ class StoreTracker:
         separate_objects: Callable[[], bool | None],
         load_tracker: LoadTracker,
         adapters: Adapters,
-        recorder: Recorder,
+        metrics: ConnectorMetrics,
     ) -> None:
         self._layout, self._spec = layout, layout.spec
         self._geometry = geometry
         self._separate_objects = separate_objects
         self._load_tracker = load_tracker
         self._adapters = adapters
-        self._recorder = recorder
+        self._metrics = metrics
         self._pins = BlockPins()
         self._stores: dict[int, _LMCacheStore] = {}
         self._store_ids = itertools.count(1)
@@ -175,7 +175,7 @@ class StoreTracker:
         named = min(final, hashed - spec.lookahead_tokens)
         copies += state_copies(spec, [state for state in states if state.num_tokens != (known or 0) * chunk], named)
         for _ in range(sum(state.num_tokens % chunk != 0 for state in states)):
-            self._recorder.store(GroupKind.RECURRENT, "dropped_not_aligned")
+            self._metrics.store(GroupKind.RECURRENT, "dropped_not_aligned")
         if not copies:
             return None
         start, end = min(copy.chunk for copy in copies), max(copy.chunk for copy in copies) + 1
@@ -246,11 +246,11 @@ class StoreTracker:
             # A lookup ends at the first missing chunk, so later chunks are useless.
             in_flight.tracked.is_storable = False
             logger.warning("%d pages were not stored: %s", len(in_flight.blocks), in_flight.failure)
-            self._recorder.store_failed(in_flight.reason or "io")
+            self._metrics.store_failed(in_flight.reason or "io")
         else:
-            self._recorder.stored_bytes(in_flight.num_bytes * self._layout.world_size)
+            self._metrics.stored_bytes(in_flight.num_bytes * self._layout.world_size)
         for copy in in_flight.copies:
-            self._recorder.store(self._spec.groups[copy.group_index].kind, outcome)
+            self._metrics.store(self._spec.groups[copy.group_index].kind, outcome)
         self._pins.free(in_flight.blocks)
 
     def close(self) -> None:

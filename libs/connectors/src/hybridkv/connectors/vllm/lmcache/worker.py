@@ -17,7 +17,7 @@ from hybridkv.connectors.vllm.common.copies.proof import prove_at_start
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths, LoadResults, RankWorker
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import LoadFailure
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.load_handler import LoadHandler
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan, PageLoad
 from hybridkv.connectors.vllm.lmcache.session import PoolMemory, RankSession
@@ -34,11 +34,11 @@ class ServerCounts:
     """Reports changes of the server's state and counts to the metrics.
 
     Args:
-        recorder: metrics.
+        metrics: metrics.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, metrics: ConnectorMetrics) -> None:
+        self._metrics = metrics
         self._counted = _NOTHING
         self._is_up: bool | None = None
         self._pool: tuple[int, int] | None = None
@@ -68,23 +68,23 @@ class ServerCounts:
             ("store", now.stored_chunks - before.stored_chunks),
         ):
             if chunks:
-                self._recorder.lmcache_chunks(operation, chunks)
+                self._metrics.lmcache_chunks(operation, chunks)
 
     def state(self, is_up: bool) -> None:
         """Reports whether the server is usable."""
         if is_up != self._is_up:
             self._is_up = is_up
-            self._recorder.lmcache_state(is_up)
+            self._metrics.lmcache_state(is_up)
 
     def pool(self, used_bytes: int, capacity_bytes: int) -> None:
         """Reports the use of the shared memory."""
         if (used_bytes, capacity_bytes) != self._pool:
             self._pool = (used_bytes, capacity_bytes)
-            self._recorder.lmcache_pool(used_bytes, capacity_bytes)
+            self._metrics.lmcache_pool(used_bytes, capacity_bytes)
 
     def _count(self, operation: str, outcome: str, number: int) -> None:
         if number:
-            self._recorder.lmcache_operations(operation, outcome, number)
+            self._metrics.lmcache_operations(operation, outcome, number)
 
 
 PROOF_BLOCKS = 8
@@ -103,17 +103,17 @@ class LMCacheWorker(RankWorker):
         rank: rank of this process.
         session_spec: session parameters.
         paths: copy engines.
-        recorder: metrics.
+        metrics: metrics.
     """
 
     def __init__(
-        self, layout: CacheLayout, rank: int, session_spec: SessionSpec, paths: CopyPaths, recorder: Recorder
+        self, layout: CacheLayout, rank: int, session_spec: SessionSpec, paths: CopyPaths, metrics: ConnectorMetrics
     ) -> None:
-        super().__init__(paths, recorder)
+        super().__init__(paths, metrics)
         self._layout = layout
         self._rank = rank
         self._session_spec = replace(session_spec, rank=rank)
-        self._counts = ServerCounts(recorder)
+        self._counts = ServerCounts(metrics)
         self._memory: KVMemory | None = None
         self._device: Device = CpuDevice()
         self._session: RankSession | None = None
@@ -242,7 +242,7 @@ class LMCacheWorker(RankWorker):
     def _loaded(self, request_id: str, failures: tuple[LoadFailure, ...]) -> None:
         withdrawn = {failure.key for failure in failures} - {None}
         if withdrawn:
-            self._recorder.lmcache_withdrawals(len(withdrawn))
+            self._metrics.lmcache_withdrawals(len(withdrawn))
         self._outcomes.loaded(request_id, failures)
 
     def _stored(self, store_id: int, reason: str | None, detail: str | None) -> None:

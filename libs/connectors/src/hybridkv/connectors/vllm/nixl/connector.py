@@ -81,14 +81,14 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         self._layout = _layout(vllm_config, kv_cache_config)
         if self._kv_role.stores:
             require_ports(self._config.listen, self._layout.world_size)
-        self._recorder = NixlMetrics()
+        self._metrics = NixlMetrics()
         self._scheduler: NixlScheduler | None = None
         self._worker: NixlWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
             terms = _terms(vllm_config, self._config, self._layout, uses_host_buffer)
             room = _room(vllm_config, self._layout)
             hosts = self._config.hosts
-            self._scheduler = NixlScheduler(self._layout, terms, self._kv_role, hosts, room, self._recorder)
+            self._scheduler = NixlScheduler(self._layout, terms, self._kv_role, hosts, room, self._metrics)
             self._scheduler.distrust(suspect_groups("HybridNixlConnector", vllm_config, self._layout))
             _announce(vllm_config, self._config, terms, self._layout)
         else:
@@ -100,7 +100,7 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
                 self._kv_role,
                 uses_host_buffer,
             )
-            self._worker = NixlWorker(settings, self._layout, self._recorder)
+            self._worker = NixlWorker(settings, self._layout, self._metrics)
 
     def _require_resumable(self) -> None:
         is_excepted = self._config.without_prefix_caching
@@ -200,7 +200,7 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         if self._scheduler is not None:
             self._scheduler.record_leases()
-        return self._recorder.take()
+        return self._metrics.take()
 
     # In the API process.
 

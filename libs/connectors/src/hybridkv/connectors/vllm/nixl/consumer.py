@@ -59,7 +59,7 @@ class Consumer:
         withheld_tokens: tokens at the end of a prompt that this engine always computes.
         hosts: hosts of producers that a request may name.
         room: admission of concurrent loads.
-        recorder: metrics.
+        metrics: metrics.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class Consumer:
         withheld_tokens: int,
         hosts: AllowedHosts,
         room: LoadRoom,
-        recorder: NixlMetrics,
+        metrics: NixlMetrics,
     ) -> None:
         self._groups = tuple(groups)
         self._withheld_tokens = withheld_tokens
         self._hosts = hosts
         self._room = room
-        self._recorder = recorder
+        self._metrics = metrics
         self._loads: dict[str, _RemoteLoad] = {}
 
     def begin(self, request: Request, plan: NixlStepPlan) -> None:
@@ -106,7 +106,7 @@ class Consumer:
         return num_tokens
 
     def _refuse(self, request: Request, why: ParamsError | str) -> None:
-        self._recorder.prompt("refused")
+        self._metrics.prompt("refused")
         logger.warning("request %s is computed instead of loaded: %s", request.request_id, why)
 
     def matched_tokens(self, request: Request, computed_tokens: int) -> int | None:
@@ -143,7 +143,7 @@ class Consumer:
         if num_external_tokens == 0:
             self._end(read, plan)
             if read.usable_tokens:
-                self._recorder.prompt("held_already")
+                self._metrics.prompt("held_already")
             return None
         read.stage = RemoteLoadStage.LOADING
         self._room.take(request.request_id, request.num_tokens)
@@ -164,7 +164,7 @@ class Consumer:
                 continue
             read.stage = RemoteLoadStage.OVER
             read.skip_once = name in failed
-            self._recorder.prompt(_outcome(read.request, name in failed))
+            self._metrics.prompt(_outcome(read.request, name in failed))
             if read.request.is_finished():
                 self._room.give_back((name,))
                 del self._loads[name]

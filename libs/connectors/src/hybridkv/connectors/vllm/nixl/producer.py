@@ -59,19 +59,19 @@ class Producer:
     Args:
         groups: groups of the model.
         terms: settings.
-        recorder: metrics.
+        metrics: metrics.
     """
 
-    def __init__(self, groups: Sequence[GroupSpec], terms: ProducerTerms, recorder: NixlMetrics) -> None:
+    def __init__(self, groups: Sequence[GroupSpec], terms: ProducerTerms, metrics: NixlMetrics) -> None:
         self._groups = tuple(groups)
         self._terms = terms
-        self._recorder = recorder
+        self._metrics = metrics
         self._slots = LeaseSlots(terms.max_leases, terms.new_nonce)
         self._offered: set[str] = set()
         self._shortened: set[str] = set()
         self.saving = HostCopyTracker(groups) if terms.saves else None
         """Tracks copies to host memory; None if peers read the engine's memory."""
-        self.wrong = CorruptBlocks([group.block_tokens for group in groups], recorder)
+        self.wrong = CorruptBlocks([group.block_tokens for group in groups], metrics)
         """Tracks corrupt blocks of the engine and requests that resumed from them."""
         self.ranks: tuple[RankAddress, ...] = ()
         """Addresses of this engine's ranks; empty until all are known."""
@@ -98,7 +98,7 @@ class Producer:
             return
         lease = self._slots.issue(name)
         if lease is None:
-            self._recorder.lease("no_room")
+            self._metrics.lease("no_room")
             return
         plan.opened.append(OpenedLease(name, lease))
         if self.saving is not None:
@@ -124,7 +124,7 @@ class Producer:
         if not (_has_ended_well(request) and num_tokens and is_saved and is_correct and self.ranks):
             self._slots.retire(name)
             plan.dropped.append(name)
-            self._recorder.lease("dropped")
+            self._metrics.lease("dropped")
             return False, None
         self._offered.add(name)
         tables = offered(self._groups, block_ids, num_tokens)

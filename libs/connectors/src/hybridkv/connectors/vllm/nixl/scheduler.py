@@ -37,7 +37,7 @@ class NixlScheduler:
         kv_role: whether the engine produces, consumes, or both.
         hosts: hosts of producers that a request may name.
         room: admission of concurrent loads.
-        recorder: metrics.
+        metrics: metrics.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class NixlScheduler:
         kv_role: Role,
         hosts: AllowedHosts,
         room: LoadRoom,
-        recorder: NixlMetrics,
+        metrics: NixlMetrics,
     ) -> None:
         groups = layout.spec.groups
         self._num_ranks = layout.world_size
         self._room = room
-        self._recorder = recorder
+        self._metrics = metrics
         self._addresses: dict[int, WorkerAddress] = {}
-        self._producer = Producer(groups, terms, recorder) if kv_role.stores else None
-        self._consumer = Consumer(groups, terms.withheld_tokens, hosts, room, recorder) if kv_role.loads else None
+        self._producer = Producer(groups, terms, metrics) if kv_role.stores else None
+        self._consumer = Consumer(groups, terms.withheld_tokens, hosts, room, metrics) if kv_role.loads else None
         self._plan = NixlStepPlan()
 
     def bind_addresses(self, addresses: Mapping[int, WorkerAddress]) -> None:
@@ -133,4 +133,4 @@ class NixlScheduler:
     def record_leases(self) -> None:
         """Records the number of requests with held blocks."""
         if self._producer is not None:
-            self._recorder.held(self._producer.num_offered)
+            self._metrics.held(self._producer.num_offered)

@@ -79,16 +79,16 @@ class NixlWorker:
     Args:
         settings: settings of the rank.
         layout: groups of the model.
-        recorder: metrics.
+        metrics: metrics.
 
     Raises:
         ConfigurationError: the secret file cannot be used.
     """
 
-    def __init__(self, settings: WorkerSettings, layout: CacheLayout, recorder: NixlMetrics) -> None:
+    def __init__(self, settings: WorkerSettings, layout: CacheLayout, metrics: NixlMetrics) -> None:
         self._settings = settings
         self._layout = layout
-        self._recorder = recorder
+        self._metrics = metrics
         self._secret = _secret(settings.config)
         self._agent: Agent | None = None
         self._address: WorkerAddress | None = None
@@ -134,7 +134,7 @@ class NixlWorker:
             memory,
             ServerOptions(description, capability, config.max_leases, config.lease_seconds, clock),
             ReadOptions(_bounds(config), config.verify, clock, limits.max_connections),
-            self._recorder,
+            self._metrics,
         )
         if settings.kv_role.stores:
             self._address = WorkerAddress(self._listen(self._agent), name)

@@ -26,7 +26,7 @@ from hybridkv.connectors.vllm.common.identity.identification import IdentityBuil
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.prefill_stops import PrefillStops
 from hybridkv.connectors.vllm.common.role import role_of
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.connectors.vllm.offload.checkpoints import STEP_S, CheckpointOptions, Checkpoints, has_states
 from hybridkv.connectors.vllm.offload.loads import Deadlines
@@ -142,7 +142,7 @@ class BuilderInputs:
         layout: layout of the engine's groups.
         sizes: sizes of host memory.
         admission: admission of loads.
-        recorder: metrics.
+        metrics: metrics.
         prefill_stops: prefill stops that all children share. None for a connector without siblings.
     """
 
@@ -151,7 +151,7 @@ class BuilderInputs:
     layout: CacheLayout
     sizes: ArenaSizes
     admission: LoadAdmission
-    recorder: Recorder
+    metrics: ConnectorMetrics
     prefill_stops: PrefillStops | None = None
 
 
@@ -209,7 +209,7 @@ class OffloadBuilder:
                 tiers.clock,
                 inputs.config.compute_tokens_per_second,
             ),
-            inputs.recorder,
+            inputs.metrics,
             dataclasses.replace(
                 role_of(inputs.vllm_config.kv_transfer_config),
                 copies_locally=inputs.config.local_copies and not compat.hashes_before_computing(inputs.vllm_config),
@@ -237,6 +237,6 @@ class OffloadBuilder:
             [name for name, tier in config.slower.items() if tier.cascade == "all"],
             options,
             inputs.prefill_stops or PrefillStops(compat.max_chunk_tokens(inputs.vllm_config)),
-            inputs.recorder,
+            inputs.metrics,
             is_alone=inputs.prefill_stops is None,
         )

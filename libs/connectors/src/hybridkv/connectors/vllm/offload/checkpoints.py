@@ -17,7 +17,7 @@ from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.prefill_stops import PrefillStops
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, CheckpointState, state_groups, state_step_tokens
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.planner import LookupResult, Loss, State
 from hybridkv.planner.checkpoints import (
     NO_EXPERIENCE,
@@ -52,14 +52,14 @@ class Answers:
         layout: the engine's groups; one of them is RECURRENT.
         stack: the tiers.
         costs: costs of a state.
-        recorder: counts what happens.
+        metrics: counts what happens.
     """
 
-    def __init__(self, layout: CacheLayout, stack: TierStack, costs: Costs, recorder: Recorder) -> None:
+    def __init__(self, layout: CacheLayout, stack: TierStack, costs: Costs, metrics: ConnectorMetrics) -> None:
         self._layout = layout
         self._stack = stack
         self._costs = costs
-        self._recorder = recorder
+        self._metrics = metrics
         self._groups = state_groups(layout.spec)
         self._step_tokens = state_step_tokens(layout.spec)
         self._awaited = AwaitedStates(MAX_REMEMBERED)
@@ -124,7 +124,7 @@ class Answers:
             tracked.path.drop([(group, before) for group in self._groups])
             for key in self._keys(tracked, before):
                 self._stack.withdraw(key)
-            self._recorder.superseded()
+            self._metrics.superseded()
 
     def _is_stored(self, tracked: TrackedRequest, num_tokens: int) -> bool:
         """Whether the states of all groups are stored or being stored."""
@@ -183,7 +183,7 @@ class Checkpoints:
         options: options of checkpoints.
         prefill_stops: makes the engine stop.
         is_alone: no other connector uses `prefill_stops`.
-        recorder: counts what happens.
+        metrics: counts what happens.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class Checkpoints:
         kept_in: Sequence[str],
         options: CheckpointOptions,
         prefill_stops: PrefillStops,
-        recorder: Recorder,
+        metrics: ConnectorMetrics,
         *,
         is_alone: bool,
     ) -> None:
@@ -201,7 +201,7 @@ class Checkpoints:
         self._stack = stack
         self._prefill_stops = prefill_stops
         self._is_alone = is_alone
-        self._recorder = recorder
+        self._metrics = metrics
         self._options = options
         self._limits = Limits(options.max_stops, EXTRA_SHARE)
         self._states = state_groups(layout.spec)
@@ -214,7 +214,7 @@ class Checkpoints:
         self._seen = SeenPrefixes(MAX_SEEN)
         self._num_forgotten = 0
         self._num_bytes = 0
-        self._answers = Answers(layout, stack, self._costs, recorder) if options.has_answers else None
+        self._answers = Answers(layout, stack, self._costs, metrics) if options.has_answers else None
 
     def begin(self, request: Request) -> None:
         """Called when the engine looks a request up."""
@@ -305,9 +305,9 @@ class Checkpoints:
         prompt, placement = checkpoint_state.prompt, checkpoint_state.placement
         self._seen.note(self._step_tokens, self._prefixes(tracked), prompt, placement, self._market())
         self._experience = learn_request(self._experience, prompt, placement)
-        self._recorder.prefixes_forgotten(self._seen.num_forgotten - self._num_forgotten)
+        self._metrics.prefixes_forgotten(self._seen.num_forgotten - self._num_forgotten)
         self._num_forgotten = self._seen.num_forgotten
-        self._recorder.placed(checkpoint_state.placement)
+        self._metrics.placed(checkpoint_state.placement)
         checkpoint_state.was_admitted = True
 
     def states(

@@ -69,7 +69,7 @@ class HybridOffloadConnector(StoreConnector):
             )
             self._builder = OffloadBuilder(
                 BuilderInputs(
-                    vllm_config, config, layout, sizes, admission, self._recorder, self._child_place.prefill_stops
+                    vllm_config, config, layout, sizes, admission, self._metrics, self._child_place.prefill_stops
                 )
             )
             self._scheduler = WaitingScheduler(self._builder.num_ranks, "HybridOffloadConnector", StepPlan())
@@ -83,7 +83,7 @@ class HybridOffloadConnector(StoreConnector):
             arena = RamArena(sizes.rank_bytes, sizes.granule_bytes, memory, digest_threads)
             stores, loads = self._device.copy_engines(config.load)
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, tiers.clock)
-            self._worker = OffloadWorker(layout, arena, paths, self._recorder)
+            self._worker = OffloadWorker(layout, arena, paths, self._metrics)
             if config.slower:
                 self._worker.bind_secondary_tiers(
                     tiers.media(config, compat.rank(vllm_config), arena), tiers.opened_at_once(config)

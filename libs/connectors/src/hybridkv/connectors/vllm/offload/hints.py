@@ -16,7 +16,7 @@ import msgspec
 from hybridkv.connectors.decoding import as_configuration_error
 from hybridkv.connectors.errors import ConfigurationError, did_you_mean
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.planner.hints import NO_HINTS, Hints
 
 logger = logging.getLogger("vllm.hybridkv.scheduler")
@@ -51,12 +51,12 @@ class HintReader:
     """Reads the hints of requests.
 
     Args:
-        recorder: counts hints.
+        metrics: counts hints.
         clock: seconds.
     """
 
-    def __init__(self, recorder: Recorder, clock: Callable[[], float]) -> None:
-        self._recorder = recorder
+    def __init__(self, metrics: ConnectorMetrics, clock: Callable[[], float]) -> None:
+        self._metrics = metrics
         self._clock = clock
         self._quiet_until_s = float("-inf")
 
@@ -81,11 +81,11 @@ class HintReader:
             ("prefetch", hints.prefetch),
         ):
             if is_said:
-                self._recorder.hint(name)
+                self._metrics.hint(name)
         return hints
 
     def _refuse(self, request: Any, error: ConfigurationError) -> None:
-        self._recorder.hint("invalid")
+        self._metrics.hint("invalid")
         now_s = self._clock()
         if now_s < self._quiet_until_s:
             return

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from hybridkv.connectors.config import KEEP_SHARE
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.requests import PrefixChain
-from hybridkv.connectors.vllm.common.stats import RAM, Recorder
+from hybridkv.connectors.vllm.common.stats import RAM, ConnectorMetrics
 from hybridkv.planner import path_order
 from hybridkv.planner.hints import keep_in
 from hybridkv.planner.paths import Part
@@ -42,7 +42,7 @@ class Keeper:
         layout: the model's groups.
         stack: the tiers. Nothing is kept in remote ones.
         clock: seconds.
-        recorder: counts what happens.
+        metrics: counts what happens.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class Keeper:
         layout: CacheLayout,
         stack: TierStack,
         clock: Callable[[], float],
-        recorder: Recorder,
+        metrics: ConnectorMetrics,
     ) -> None:
         self._layout = layout
         self._stack = stack
         self.keep_share = KEEP_SHARE
         """Share of each tier for kept chunks."""
         self._clock = clock
-        self._recorder = recorder
+        self._metrics = metrics
         own = {name: index for name, index in stack.slower.items() if not index.has_async_lookups}
         self._tiers = {RAM: stack.primary_only, **own}
         self._kept: dict[bytes, _Kept] = {}
@@ -81,7 +81,7 @@ class Keeper:
         if len(self._kept) + len(new) > MAX_KEPT:
             fits = (False,) * len(fits)
         for name, is_kept in zip(self._tiers, fits, strict=True):
-            self._recorder.kept(name, is_kept)
+            self._metrics.kept(name, is_kept)
         until_s = self._clock() + seconds
         for part, key in keys.items():
             known = self._kept.get(key)
@@ -145,7 +145,7 @@ class Keeper:
     def record(self, num_ranks: int) -> None:
         """Updates the metrics."""
         for name, num_bytes in zip(self._tiers, self._kept_bytes, strict=True):
-            self._recorder.kept_bytes(name, num_bytes * num_ranks)
+            self._metrics.kept_bytes(name, num_bytes * num_ranks)
 
     def forget(self) -> None:
         """Drops all kept chunks, after the tiers were cleared."""

@@ -23,7 +23,7 @@ from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.lookups import TierLookup, UnansweredIsMiss
 from hybridkv.connectors.vllm.common.messages import CopyTable, Load, LoadFailure
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
-from hybridkv.connectors.vllm.common.stats import RAM, Recorder
+from hybridkv.connectors.vllm.common.stats import RAM, ConnectorMetrics
 from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
 from hybridkv.connectors.vllm.offload.prefill_speed import PrefillSpeed
 from hybridkv.planner import (
@@ -102,7 +102,7 @@ class LoadsInFlight:
         layout: the model's groups.
         stack: the tiers.
         admission: limits the loads that hold blocks at the same time.
-        recorder: the connector's metrics.
+        metrics: the connector's metrics.
         local: finds blocks of the engine that loads may copy from; by default none.
     """
 
@@ -111,14 +111,14 @@ class LoadsInFlight:
         layout: CacheLayout,
         stack: TierStack,
         admission: LoadAdmission,
-        recorder: Recorder,
+        metrics: ConnectorMetrics,
         local: LocalBlocks | None = None,
     ) -> None:
         self._layout = layout
         self._local = local or LocalBlocks(layout, is_wanted=False)
         self._stack = stack
         self._admission = admission
-        self._recorder = recorder
+        self._metrics = metrics
         self._loads: dict[str, _LoadInFlight] = {}
 
     def bind_block_pool(self, pool: BlockPool) -> None:
@@ -274,9 +274,9 @@ class LoadsInFlight:
         self._stack.unpin_all(reversed(in_flight.keys))
         self._local.free(request_id)
         num_ranks = self._layout.world_size
-        self._recorder.load(in_flight.num_tokens, in_flight.num_bytes * num_ranks, failed, in_flight.failures)
+        self._metrics.load(in_flight.num_tokens, in_flight.num_bytes * num_ranks, failed, in_flight.failures)
         if not failed:
-            self._recorder.local(in_flight.source, in_flight.local_tokens, in_flight.local_bytes * num_ranks)
+            self._metrics.local(in_flight.source, in_flight.local_tokens, in_flight.local_bytes * num_ranks)
         if tracked is not None:
             tracked.load_ended(failed=failed, is_explained=bool(culprits))
         if failed and tracked is not None:
@@ -366,7 +366,7 @@ class LoadPlanner:
         stack: the tiers.
         admission: limits the loads that hold blocks at the same time.
         deadlines: limits on the waits of a request.
-        recorder: the connector's metrics.
+        metrics: the connector's metrics.
         in_flight: plans and tracks the loads that start.
     """
 
@@ -376,7 +376,7 @@ class LoadPlanner:
         stack: TierStack,
         admission: LoadAdmission,
         deadlines: Deadlines,
-        recorder: Recorder,
+        metrics: ConnectorMetrics,
         in_flight: LoadsInFlight,
     ) -> None:
         self._layout = layout
@@ -386,7 +386,7 @@ class LoadPlanner:
         self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s, boundary_tokens=layout.spec.boundary_tokens)
         self.prefill_speed = PrefillSpeed(deadlines.clock, deadlines.tokens_per_s)
         self._bytes_per_token, self._fixed_bytes = _bytes_of_hit(layout)
-        self._recorder = recorder
+        self._metrics = metrics
         self._has_secondary, self._has_async_lookups = bool(stack.slower), stack.has_async_lookups
         self._pool: BlockPool | None = None
         self._in_flight = in_flight
@@ -405,13 +405,13 @@ class LoadPlanner:
         stage, step = life.resume(tracked.stage, facts, self._bounds)
         while True:
             if type(step) is Offer:
-                tracked.stage, tracked.told = stage, step
+                tracked.stage, tracked.last_reply = stage, step
                 return step.num_tokens
             if type(step) is AskAgain:
-                tracked.stage, tracked.told = stage, step
+                tracked.stage, tracked.last_reply = stage, step
                 return None
             if type(step) is Compute:
-                tracked.stage, tracked.told = stage, step
+                tracked.stage, tracked.last_reply = stage, step
                 if facts.hold is not None or type(stage) is Holding:
                     self._stack.release(tracked.request_id)
                 return 0
@@ -478,7 +478,7 @@ class LoadPlanner:
         return stage, facts, step
 
     def _log_timeout(self, request_id: str) -> None:
-        self._recorder.wait_timeout("load")
+        self._metrics.wait_timeout("load")
         hold = self._stack.hold(request_id)
         why = "no promotion could start in time" if hold is None else f"{hold.source} timed out"
         logger.warning("request %s loads nothing from secondary tiers: %s", request_id, why)
@@ -487,11 +487,11 @@ class LoadPlanner:
 
     def _search(self, tracked: TrackedRequest, stage: Stage, errand: Search, now_s: float) -> Hit | Pending | Miss:
         if errand.is_last:
-            self._recorder.wait_timeout("lookup")
+            self._metrics.wait_timeout("lookup")
         answer = self._longest_hit(tracked, errand)
         if type(answer) is Pending and not (type(stage) is Searched and type(stage.answer) is Pending):
             asked_until_s = stage.past.asked_until_s
-            self._recorder.pending(is_asked=asked_until_s is not None and now_s < asked_until_s)
+            self._metrics.pending(is_asked=asked_until_s is not None and now_s < asked_until_s)
         return answer
 
     def _longest_hit(self, tracked: TrackedRequest, errand: Search) -> Hit | Pending | Miss:
@@ -545,12 +545,12 @@ class LoadPlanner:
         """Plans the load of the external tokens into the allocated blocks; None if there are none."""
         request_id = tracked.request_id
         # A request that continues without a new lookup is not explained again, even if an old answer is known.
-        answer = None if tracked.told is None else life.answer_of(tracked.stage)
+        answer = None if tracked.last_reply is None else life.answer_of(tracked.stage)
         explained = None
         if answer is not None and not isinstance(answer, Pending):
             explained = self._explain(tracked, answer, num_external_tokens)
         boundary = tracked.computed_tokens + num_external_tokens if num_external_tokens else None
-        tracked.stage, tracked.told = life.allocated(tracked.stage, boundary), None
+        tracked.stage, tracked.last_reply = life.allocated(tracked.stage, boundary), None
         load = None
         if boundary is not None:
             load = self._in_flight.begin(tracked, boundary, blocks)
@@ -559,7 +559,7 @@ class LoadPlanner:
                 explained = msgspec.structs.replace(explained, local_tokens=local_tokens)
         self._stack.release(request_id)
         if explained is not None:
-            self._recorder.lookup(explained)
+            self._metrics.lookup(explained)
             log(explained)
         return load
 

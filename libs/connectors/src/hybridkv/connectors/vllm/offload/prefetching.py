@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.lookups import LookupIndex, TierLookup, UnansweredIsMiss
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.planner.hints import Prefetch, plan_prefetch
 from hybridkv.tiers.stack import PrefetchResult, TierStack
 
@@ -47,7 +47,7 @@ class Prefetcher:
         stack: the tiers.
         ask: sends async lookups for so many tokens of a request.
         clock: seconds.
-        recorder: counts what happens.
+        metrics: counts what happens.
     """
 
     def __init__(
@@ -57,22 +57,22 @@ class Prefetcher:
         stack: TierStack,
         ask: Callable[[TrackedRequest, int], None],
         clock: Callable[[], float],
-        recorder: Recorder,
+        metrics: ConnectorMetrics,
     ) -> None:
         self._spec = layout.spec
         self._requests = requests
         self._stack = stack
         self._ask = ask
         self._clock = clock
-        self._recorder = recorder
+        self._metrics = metrics
         self._waiting: list[_Waiting] = []
 
     def begin(self, request: Request, most_bytes: int) -> None:
         """Begins the prefetch of a new request. `most_bytes`: see `TierStack.prefetch`."""
         if not self._stack.slower:
-            self._recorder.prefetch(PrefetchResult.NOTHING)
+            self._metrics.prefetch(PrefetchResult.NOTHING)
         elif len(self._waiting) >= MAX_WAITING:
-            self._recorder.prefetch(PrefetchResult.CROWDED)
+            self._metrics.prefetch(PrefetchResult.CROWDED)
         else:
             waiting = _Waiting(self._requests.beside(request), self._clock())
             if not self._try(waiting, most_bytes):
@@ -101,7 +101,7 @@ class Prefetcher:
             waiting.generation = waiting.asked_until_s = None
             if now_s - waiting.since_s < self._stack.load_timeout_s:
                 return False
-            self._recorder.prefetch(PrefetchResult.LATE)
+            self._metrics.prefetch(PrefetchResult.LATE)
             return True
         waiting.generation = self._stack.generation
         found = self._find(tracked, UnansweredIsMiss(self._stack) if self._stack.has_async_lookups else self._stack)
@@ -111,7 +111,7 @@ class Prefetcher:
             keys = tracked.keys()
             self._stack.prefetch([keys.key(*part) for part in found.parts], most_bytes)
         else:
-            self._recorder.prefetch(PrefetchResult.NOTHING)
+            self._metrics.prefetch(PrefetchResult.NOTHING)
         return True
 
     def _may_hear_of_more(self, waiting: _Waiting, found: Prefetch, now_s: float) -> bool:
@@ -135,6 +135,6 @@ class Prefetcher:
     def end(self) -> None:
         """Ends all prefetches."""
         for _ in self._waiting:
-            self._recorder.prefetch(PrefetchResult.LOST)
+            self._metrics.prefetch(PrefetchResult.LOST)
         self._waiting.clear()
         self._stack.end_prefetches()

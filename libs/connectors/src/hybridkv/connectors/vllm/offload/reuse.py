@@ -9,7 +9,7 @@ from typing import Final
 from hybridkv.connectors.config import format_size
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.requests import TrackedRequest, state_groups
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.metrics import ReuseEstimator, ReuseReport
 from hybridkv.planner import GroupKind, last_boundary
 from hybridkv.tiers.stack import TierStack
@@ -35,13 +35,15 @@ class ReuseMeter:
     Args:
         layout: the model's groups.
         stack: the tiers.
-        recorder: takes the gauges.
+        metrics: takes the gauges.
         clock: seconds.
     """
 
-    def __init__(self, layout: CacheLayout, stack: TierStack, recorder: Recorder, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, layout: CacheLayout, stack: TierStack, metrics: ConnectorMetrics, clock: Callable[[], float]
+    ) -> None:
         self._spec, self._num_ranks = layout.spec, layout.world_size
-        self._recorder = recorder
+        self._metrics = metrics
         self._clock = clock
         chunk_tokens, states = self._spec.chunk_tokens, state_groups(self._spec)
         attention = [index for index in self._spec.stored_groups if index not in states]
@@ -111,7 +113,7 @@ class ReuseMeter:
             self._is_changed, self._recorded_s = False, now_s
             report = self._estimator.report()
             if report.prompt_tokens:
-                self._recorder.reuse(self._shares(report), self._needed_bytes(report))
+                self._metrics.reuse(self._shares(report), self._needed_bytes(report))
         if now_s - self._logged_s >= LOG_S:
             self._logged_s = now_s
             self._log()

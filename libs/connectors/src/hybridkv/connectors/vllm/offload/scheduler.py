@@ -17,7 +17,7 @@ from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import Load, StepOutcome, StepPlan, Store
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.common.role import BOTH, Role
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.checkpoints import Checkpoints
 from hybridkv.connectors.vllm.offload.hints import HintReader
 from hybridkv.connectors.vllm.offload.keeping import Keeper
@@ -47,7 +47,7 @@ class OffloadScheduler:
         stack: the tiers; used by this object alone.
         admission: limits the loads that hold blocks at the same time.
         deadlines: limits on the waits of a request.
-        recorder: the connector's metrics.
+        metrics: the connector's metrics.
         kv_role: whether the connector stores, loads, or does both.
     """
 
@@ -58,7 +58,7 @@ class OffloadScheduler:
         stack: TierStack,
         admission: LoadAdmission,
         deadlines: Deadlines,
-        recorder: Recorder,
+        metrics: ConnectorMetrics,
         kv_role: Role = BOTH,
     ) -> None:
         self._layout = layout
@@ -67,20 +67,20 @@ class OffloadScheduler:
         self._kv_role = kv_role
         self._checkpoints: Checkpoints | None = None
         self._admission = admission
-        self._recorder = recorder
-        hints = HintReader(recorder, deadlines.clock)
+        self._metrics = metrics
+        hints = HintReader(metrics, deadlines.clock)
         self._requests = Requests(layout, identity.keys, identity.adapters, hints.read)
-        self._keeper = Keeper(layout, stack, deadlines.clock, recorder)
-        self._corrupt_blocks = CorruptBlocks([group.block_tokens for group in layout.spec.groups], recorder)
+        self._keeper = Keeper(layout, stack, deadlines.clock, metrics)
+        self._corrupt_blocks = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
         local = LocalBlocks(layout, kv_role.copies_locally)
         local.is_wrong = self._corrupt_blocks.holds
-        self._in_flight = LoadsInFlight(layout, stack, admission, recorder, local)
-        self._loads = LoadPlanner(layout, stack, admission, deadlines, recorder, self._in_flight)
-        self._stores = StorePlanner(layout, stack, identity.adapters, recorder, self._keeper)
+        self._in_flight = LoadsInFlight(layout, stack, admission, metrics, local)
+        self._loads = LoadPlanner(layout, stack, admission, deadlines, metrics, self._in_flight)
+        self._stores = StorePlanner(layout, stack, identity.adapters, metrics, self._keeper)
         self._prefetcher = Prefetcher(
-            layout, self._requests, stack, self._loads.lookup_chunks, deadlines.clock, recorder
+            layout, self._requests, stack, self._loads.lookup_chunks, deadlines.clock, metrics
         )
-        self._reuse = ReuseMeter(layout, stack, recorder, deadlines.clock)
+        self._reuse = ReuseMeter(layout, stack, metrics, deadlines.clock)
         self._planned_loads: list[Load] = []
         self._planned_stores: list[Store] = []
         """Stores of requests that have ended since the last `plan_step`."""
@@ -90,7 +90,7 @@ class OffloadScheduler:
 
     def enable_kv_events(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Enables KV events; see `take_events`. `groups`: see `RouterEvents`."""
-        self._events = self._stores.events = RouterEvents(self._layout, self._stack, groups, self._recorder)
+        self._events = self._stores.events = RouterEvents(self._layout, self._stack, groups, self._metrics)
 
     def bind_checkpoints(self, checkpoints: Checkpoints) -> None:
         """Sets the planner of prefill stops, for models with recurrent states. Without it only states that the engine
@@ -145,7 +145,7 @@ class OffloadScheduler:
             return 0
         if not is_identified or not tracked.hints.load:
             self._stack.release(tracked.request_id)
-            tracked.computed_tokens, tracked.told = computed_tokens, COMPUTE
+            tracked.computed_tokens, tracked.last_reply = computed_tokens, COMPUTE
             return 0
         if self._checkpoints is None:
             return self._loads.matched_tokens(tracked, computed_tokens)
@@ -158,19 +158,19 @@ class OffloadScheduler:
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load of the request's external tokens into the blocks that the engine has allocated."""
         tracked = self.track(request)
-        if tracked.told is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
+        if tracked.last_reply is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
             # There was no lookup, since the request must not load, but it may still store.
             self._requests.identify(tracked)
         if tracked.request_keys is None or not tracked.hints.load:
-            if tracked.told is not None:
+            if tracked.last_reply is not None:
                 explanation = unsearched(
                     tracked, LookupReason.ADAPTER if tracked.request_keys is None else LookupReason.HINT
                 )
-                self._recorder.lookup(explanation)
+                self._metrics.lookup(explanation)
                 log(explanation)
-            tracked.told = None
+            tracked.last_reply = None
             return
-        if self._checkpoints is not None and tracked.told is not None:
+        if self._checkpoints is not None and tracked.last_reply is not None:
             self._checkpoints.on_admitted(tracked, num_external_tokens)
         if self._events is not None:
             self._events.met(tracked)
@@ -256,7 +256,7 @@ class OffloadScheduler:
             if request_id in preempted and request_id not in scheduled:
                 # Its blocks may belong to another request now.
                 continue
-            states = self._corrupt_blocks.correct_states(handed_over.get(request_id, ()), self._recorder)
+            states = self._corrupt_blocks.correct_states(handed_over.get(request_id, ()), self._metrics)
             store = self._plan_store(tracked, num_scheduled, states, tables)
             if store is not None:
                 stores.append(store)
@@ -338,7 +338,7 @@ class OffloadScheduler:
 
     def record_tiers(self) -> None:
         """Updates the metrics of the tiers."""
-        self._recorder.tiers(self._stack, self._layout.world_size)
+        self._metrics.tiers(self._stack, self._layout.world_size)
         self._keeper.record(self._layout.world_size)
         self._reuse.record()
 

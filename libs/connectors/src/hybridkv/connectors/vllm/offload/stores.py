@@ -33,7 +33,7 @@ from hybridkv.connectors.vllm.common.requests import (
     add,
     state_groups,
 )
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.keeping import Keeper
 from hybridkv.connectors.vllm.offload.lru_refresh import RefreshQueue
 from hybridkv.connectors.vllm.offload.prefix_chain import NO_PREFIX, ChainBuilder, PrefixInAllTiers, find_stored_prefix
@@ -85,7 +85,7 @@ class StorePlanner:
         layout: the model's groups.
         stack: the tiers.
         adapters: checks that the files of an adapter did not change during a store.
-        recorder: the connector's metrics.
+        metrics: the connector's metrics.
         keeper: keeps the prefixes of requests with a keep hint; None keeps none.
     """
 
@@ -94,13 +94,13 @@ class StorePlanner:
         layout: CacheLayout,
         stack: TierStack,
         adapters: Adapters,
-        recorder: Recorder,
+        metrics: ConnectorMetrics,
         keeper: Keeper | None = None,
     ) -> None:
         self._layout = layout
         self._stack = stack
         self._adapters = adapters
-        self._recorder = recorder
+        self._metrics = metrics
         self._keeper = keeper
         self._chains = ChainBuilder(layout, stack)
         self._first_state_group = next(iter(state_groups(layout.spec)), None)
@@ -191,11 +191,11 @@ class StorePlanner:
 
     def _count(self, plan: StorePlan, present: Sequence[Part]) -> None:
         for group_index, number in Counter(map(itemgetter(0), present)).items():
-            self._recorder.store(self._layout.spec.groups[group_index].kind, "present", number)
+            self._metrics.store(self._layout.spec.groups[group_index].kind, "present", number)
         if plan.unaligned_states:
-            self._recorder.store("recurrent", "dropped_not_aligned", plan.unaligned_states)
+            self._metrics.store("recurrent", "dropped_not_aligned", plan.unaligned_states)
         if plan.incomplete_tails:
-            self._recorder.store("recurrent", "dropped_incomplete", plan.incomplete_tails)
+            self._metrics.store("recurrent", "dropped_incomplete", plan.incomplete_tails)
 
     def _reserve(
         self, in_flight: _StoreInFlight, runs: Sequence[TransferRun], request_keys: RequestKeys, keys: dict[Part, bytes]
@@ -231,7 +231,7 @@ class StorePlanner:
         refused = Counter((part[0], slot) for part, slot in zip(parts, slots, strict=True) if isinstance(slot, Refusal))
         for (group_index, why), number in refused.items():
             kind = self._layout.spec.groups[group_index].kind
-            self._recorder.store(kind, _OUTCOMES.get(why, "dropped_no_room"), number)
+            self._metrics.store(kind, _OUTCOMES.get(why, "dropped_no_room"), number)
         each = [one for run in runs for one in run.single(self._layout.spec.chunk_tokens)]
         kept = [place for place, slot in enumerate(slots) if isinstance(slot, Slot)]
         return [each[place] for place in kept], [parts[place] for place in kept], [slots[place] for place in kept]
@@ -286,7 +286,7 @@ class StorePlanner:
                 if self._stack.in_primary(chunk.key):
                     self._stack.cascade(chunk.key, chunk.on_path)
         for (group_index, outcome), number in ended.items():
-            self._recorder.store(spec.groups[group_index].kind, outcome, number)
+            self._metrics.store(spec.groups[group_index].kind, outcome, number)
         if path.is_complete:
             if path.keep_seconds and self._keeper is not None:
                 self._keeper.keep(path, path.keep_seconds)
@@ -409,13 +409,13 @@ class StorePlanner:
         if in_flight.failure is not None:
             num_lost = sum(chunk.is_new for chunk in in_flight.chunks)
             logger.warning("%d chunks were not stored: %s", num_lost, in_flight.failure)
-            self._recorder.store_failed(in_flight.reason or "io")
+            self._metrics.store_failed(in_flight.reason or "io")
         in_flight.path.num_storing -= 1
         self._publish(in_flight.path, in_flight.chunks, in_flight.in_all_tiers, is_stored=in_flight.failure is None)
         if in_flight.failure is None:
             for origin in in_flight.origins.values():
-                self._recorder.state_stored(origin)
-            self._recorder.stored_bytes(in_flight.num_bytes * self._layout.world_size)
+                self._metrics.state_stored(origin)
+            self._metrics.stored_bytes(in_flight.num_bytes * self._layout.world_size)
         self._pins.free(in_flight.blocks)
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from hybridkv.connectors.vllm.common.copies.proof import prove_at_start
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob, CopyPaths, LoadResults, RankWorker
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import Load, LoadFailure, StepPlan, Store
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.tiers import Failure, FailureReason, Key, SealedMemory, Slot, TierMedium, is_shortage
 from hybridkv.tiers.stack import MoveOutcome, TierMover
 from hybridkv.transfer import CopyRuns, RecordDigests
@@ -48,11 +48,11 @@ class OffloadWorker(RankWorker):
         layout: the model's groups.
         arena: this rank's part of the primary tier.
         paths: copy engines for loads and stores.
-        recorder: the connector's metrics.
+        metrics: the connector's metrics.
     """
 
-    def __init__(self, layout: CacheLayout, arena: SealedMemory, paths: CopyPaths, recorder: Recorder) -> None:
-        super().__init__(paths, recorder)
+    def __init__(self, layout: CacheLayout, arena: SealedMemory, paths: CopyPaths, metrics: ConnectorMetrics) -> None:
+        super().__init__(paths, metrics)
         self._layout = layout
         self._arena = arena
         self._mover = TierMover(arena, {}, paths.clock)
@@ -216,7 +216,7 @@ class OffloadWorker(RankWorker):
             self._copies.wait_for_loads(IDLE_WAIT_S)
         self._copies.poll()
         for move, failure, seconds in self._mover.poll():
-            self._recorder.moved(move.direction, move.tier, seconds)
+            self._metrics.moved(move.direction, move.tier, seconds)
             self._outcomes.moved({move.move_id: MoveOutcome(1, failure)})
         return self._outcomes.take_results()
 

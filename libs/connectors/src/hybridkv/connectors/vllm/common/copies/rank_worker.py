@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StepOutcome, StoreOutcome
-from hybridkv.connectors.vllm.common.stats import Recorder
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.tiers.stack import MoveOutcome
 from hybridkv.transfer import CopyEngine, CopyRuns, JobId, RecordDigests
 
@@ -119,12 +119,12 @@ class CopyJobs:
 
     Args:
         paths: the copy engines.
-        recorder: counts the copies.
+        metrics: counts the copies.
     """
 
-    def __init__(self, paths: CopyPaths, recorder: Recorder) -> None:
+    def __init__(self, paths: CopyPaths, metrics: ConnectorMetrics) -> None:
         self._paths = paths
-        self._recorder = recorder
+        self._metrics = metrics
         self._job_ids = itertools.count(1)
         self._open: dict[JobId, CopyJob] = {}
 
@@ -151,7 +151,7 @@ class CopyJobs:
             for copied in engine.poll():
                 job = self._open.pop(copied.job_id)
                 num_bytes = copied.num_bytes and copied.num_bytes - job.zero_bytes
-                self._recorder.copied(job.is_load, copied.seconds, num_bytes)
+                self._metrics.copied(job.is_load, copied.seconds, num_bytes)
                 if copied.failure is None:
                     job.on_end(())
                 else:
@@ -174,13 +174,13 @@ class RankWorker:
 
     Args:
         paths: the copy engines.
-        recorder: counts the copies.
+        metrics: counts the copies.
     """
 
-    def __init__(self, paths: CopyPaths, recorder: Recorder) -> None:
+    def __init__(self, paths: CopyPaths, metrics: ConnectorMetrics) -> None:
         self._paths = paths
-        self._recorder = recorder
-        self._copies = CopyJobs(paths, recorder)
+        self._metrics = metrics
+        self._copies = CopyJobs(paths, metrics)
         self._outcomes = Outcomes()
 
     def tell(self, facts: dict[str, str]) -> None:

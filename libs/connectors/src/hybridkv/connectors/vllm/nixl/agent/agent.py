@@ -105,7 +105,7 @@ class Agent:
         memory: registered memory.
         server_options: options of the server for consumers.
         options: options of reads.
-        recorder: metrics.
+        metrics: metrics.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Agent:
         memory: NixlRankMemory,
         server_options: ServerOptions,
         options: ReadOptions,
-        recorder: NixlMetrics,
+        metrics: NixlMetrics,
     ) -> None:
         self._loop = loop
         self._transport = transport
@@ -126,9 +126,9 @@ class Agent:
             lambda: self._inbox.put(lambda: None),
         )
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._server = LeaseServer(server_options, memory, control, recorder)
+        self._server = LeaseServer(server_options, memory, control, metrics)
         self._connections = ProducerConnections(server_options.description, transport, control, options.max_links)
-        self._reads = ReadManager(memory, self._connections, transport, control, recorder, options)
+        self._reads = ReadManager(memory, self._connections, transport, control, metrics, options)
         self._remote_leases = RemoteLeases(self._connections, control, options.clock)
         self._connections.in_use = lambda: self._reads.links | self._remote_leases.links
         self._backlog = Backlog()

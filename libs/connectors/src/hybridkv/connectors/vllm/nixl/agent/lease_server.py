@@ -91,16 +91,16 @@ class LeaseServer:
         options: options.
         memory: memory of this rank.
         control: sends messages to consumers.
-        recorder: metrics.
+        metrics: metrics.
     """
 
     def __init__(
-        self, options: ServerOptions, memory: NixlRankMemory, control: ControlChannel, recorder: NixlMetrics
+        self, options: ServerOptions, memory: NixlRankMemory, control: ControlChannel, metrics: NixlMetrics
     ) -> None:
         self._options = options
         self._memory = memory
         self._control = control
-        self._recorder = recorder
+        self._metrics = metrics
         self._encoded = encode(options.description)
         bounds = LeaseBounds(options.lease_s, options.lease_s, MAX_LEASE_LENGTHS * options.lease_s)
         self._leases = Leases(options.max_leases, bounds, memory.write_slot)
@@ -165,7 +165,7 @@ class LeaseServer:
             self._held_before_plan.discard(request_id)
         elif not self._leases.hold(request_id, self._options.clock()):
             # Without a lease no consumer can read these blocks or send `LeaseDone`.
-            self._recorder.lease("dropped")
+            self._metrics.lease("dropped")
             self._release(request_id)
 
     def _forget(self, request_id: str) -> None:
@@ -311,7 +311,7 @@ class LeaseServer:
         return self._digesting.has_ended(timeout_s)
 
     def _end(self, ended: Ended) -> None:
-        self._recorder.lease("expired" if ended.why is LeaseEnd.EXPIRED else "done")
+        self._metrics.lease("expired" if ended.why is LeaseEnd.EXPIRED else "done")
         if ended.request_id in self._held_before_plan:
             self._held_before_plan.discard(ended.request_id)
             self._ended_before_plan.add(ended.request_id)

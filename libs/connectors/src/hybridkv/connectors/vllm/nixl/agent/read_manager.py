@@ -84,7 +84,7 @@ class ReadManager:
         peers: connections to producers.
         transport: moves bytes.
         control: sends requests for digests.
-        recorder: metrics.
+        metrics: metrics.
         options: options of reads.
     """
 
@@ -94,11 +94,11 @@ class ReadManager:
         peers: ProducerConnections,
         transport: Transport,
         control: ControlChannel,
-        recorder: NixlMetrics,
+        metrics: NixlMetrics,
         options: ReadOptions,
     ) -> None:
         self._peers = peers
-        self._recorder = recorder
+        self._metrics = metrics
         self._options = options
         self._digesting = DigestThread(memory, control.wake)
         self._tools = ReadTools(memory, transport, control, self._digesting, itertools.count(1), options.verify)
@@ -240,11 +240,11 @@ class ReadManager:
         self.ended.append((read.load.request_id, None))
         num_bytes = sum(rank.num_bytes for rank in read.ranks)
         num_descriptors = sum(rank.num_descriptors for rank in read.ranks)
-        self._recorder.read(self._options.clock() - read.began_s, num_bytes, num_descriptors)
+        self._metrics.read(self._options.clock() - read.began_s, num_bytes, num_descriptors)
 
     def _report(self, load: PromptLoad, failure: NixlLoadFailure) -> None:
         self.ended.append((load.request_id, failure))
-        self._recorder.failure(failure.reason)
+        self._metrics.failure(failure.reason)
         if failure.reason != "cancelled":
             logger.warning("load of request %s failed: %s", load.request_id, failure.detail)
 
