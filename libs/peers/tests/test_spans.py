@@ -12,7 +12,7 @@ from played_worlds import play
 
 from hybridkv.peers.spans import moved_span
 from hybridkv.peers.volume import GroupBytes, full_attention_bytes, group_table, moved_blocks, moved_bytes
-from hybridkv.planner import GroupKind, GroupSpec, read_blocks, window_blocks
+from hybridkv.planner import GroupKind, GroupSpec, read_blocks
 from hybridkv.planner.coverage import load_start
 
 
@@ -49,7 +49,7 @@ def test_blocks_that_move_to_an_engine_without_a_prefix_are_those_that_a_resume_
 
 def test_a_window_is_rounded_up_to_blocks() -> None:
     spec = GroupSpec(GroupKind.WINDOW, 16, window_tokens=24)
-    assert moved_blocks(spec, 160) == window_blocks(24, 16) == 2
+    assert moved_blocks(spec, 160) == 2
     assert moved_blocks(spec, 161) == 3  # 24 tokens before token 161 begin in the third block from the end
 
 

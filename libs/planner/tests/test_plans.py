@@ -178,9 +178,9 @@ def test_a_store_of_less_than_nothing_is_refused_by_name() -> None:
         plan_store(SPEC, 0, -1, [[], [], []], [], everything)
 
 
-def test_a_state_whose_content_is_not_final_is_counted_and_left_out() -> None:
+def test_a_state_whose_content_is_not_final_is_left_out() -> None:
     early = State(2, 31, 16)
-    assert plan_store(SPEC, 8, 15, [[], [], []], [early], everything) == StorePlan((), early_states=1)
+    assert plan_store(SPEC, 8, 15, [[], [], []], [early], everything) == StorePlan(())
     assert plan_store(SPEC, 16, 16, [[], [], []], [early], everything).transfers(SPEC.chunk_tokens) == (
         Transfer(2, 16, 0, (31,)),
     )
@@ -190,7 +190,7 @@ def test_a_state_whose_content_is_not_final_is_counted_and_left_out() -> None:
 def test_a_state_waits_for_the_tokens_that_it_depends_on(end_token: int) -> None:
     spec = CacheSpec((GroupSpec(GroupKind.RECURRENT, 8, lookahead_tokens=4),), 8, tail_tokens=4)
     state = State(0, 31, end_token)
-    assert plan_store(spec, 0, end_token + 3, [[]], [state], everything) == StorePlan((), early_states=1)
+    assert plan_store(spec, 0, end_token + 3, [[]], [state], everything) == StorePlan(())
     assert plan_store(spec, 0, end_token + 4, [[]], [state], everything).transfers(spec.chunk_tokens) == (
         Transfer(0, end_token, 0, (31,)),
     )

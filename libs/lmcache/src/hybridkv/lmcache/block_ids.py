@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from hybridkv.lmcache.errors import LMCacheProtocolError
 from hybridkv.lmcache.geometry import Geometry
-from hybridkv.planner import TokenSpan, common_block_count, slice_group_blocks
+from hybridkv.planner import TokenSpan
 
 NULL_BLOCK = 0
 """The null block: never stored, and never read."""
@@ -14,9 +14,8 @@ NULL_BLOCK = 0
 
 def common_chunks(geometry: Geometry, tables: Mapping[int, Sequence[int]]) -> int:
     """Number of leading chunks with all blocks of every group. A group without a table has none."""
-    blocks = {index: group.spec.block_tokens for index, group in enumerate(geometry.groups)}
-    lengths = {index: len(table) for index, table in tables.items() if index in blocks}
-    return common_block_count(lengths, blocks, geometry.chunk_tokens)
+    tokens = (len(tables.get(index, ())) * group.spec.block_tokens for index, group in enumerate(geometry.groups))
+    return min(tokens, default=0) // geometry.chunk_tokens
 
 
 def cut_tables(
@@ -39,9 +38,10 @@ def cut_tables(
         raise LMCacheProtocolError(f"[{start_token}, {end_token}) is not a range of whole chunks of {chunk} tokens")
     if end_token // chunk > common_chunks(geometry, tables):
         raise LMCacheProtocolError(f"a group has no blocks up to token {end_token}")
+    blocks = [geometry.groups[index].spec.block_tokens for index in geometry.order]
     return [
-        list(tables[index][slice_group_blocks(start_token, end_token, 1, geometry.groups[index].spec.block_tokens)])
-        for index in geometry.order
+        list(tables[index][start_token // tokens : end_token // tokens])
+        for index, tokens in zip(geometry.order, blocks, strict=True)
     ]
 
 

@@ -18,7 +18,6 @@ from hybridkv.planner.admission import (
     gate_lookup,
 )
 from hybridkv.planner.announcements import Announcement, Announcer, ChunkNode, News
-from hybridkv.planner.block_slices import common_block_count, slice_group_blocks
 from hybridkv.planner.checkpoints import (
     NO_EXPERIENCE,
     AwaitedStates,
@@ -51,7 +50,7 @@ from hybridkv.planner.choice import (
     choose,
     is_weight,
 )
-from hybridkv.planner.clipping import ClippedBlocks, clip_blocks, read_blocks, window_blocks
+from hybridkv.planner.clipping import ClippedBlocks, clip_blocks, read_blocks
 from hybridkv.planner.coverage import (
     chunk_blocks,
     chunk_span,
@@ -60,7 +59,14 @@ from hybridkv.planner.coverage import (
     resume_start,
 )
 from hybridkv.planner.diagnosis import Finding, Problem, diagnose
-from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan, chunk_unit, whole_chunk_unit
+from hybridkv.planner.groups import (
+    CacheSpec,
+    GroupKind,
+    GroupSpec,
+    TokenSpan,
+    chunk_unit,
+    whole_chunk_unit,
+)
 from hybridkv.planner.hit import Hit, Loss, Miss, Pending, last_boundary, longest_hit, measure_loss
 from hybridkv.planner.local import LocalCopies, find_local_copies, has_local_copies
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
@@ -133,7 +139,6 @@ __all__ = [
     "chunk_span",
     "chunk_unit",
     "clip_blocks",
-    "common_block_count",
     "coverage",
     "diagnose",
     "find_local_copies",
@@ -161,10 +166,8 @@ __all__ = [
     "read_blocks",
     "resume_start",
     "seconds_per_token",
-    "slice_group_blocks",
     "stages",
     "storable_ends",
     "transfers_of",
     "whole_chunk_unit",
-    "window_blocks",
 ]

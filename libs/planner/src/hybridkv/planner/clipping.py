@@ -21,26 +21,6 @@ class ClippedBlocks(msgspec.Struct, frozen=True):
     first_blocks: tuple[int, ...]
     unclipped: tuple[tuple[int, ...], ...]
 
-    @property
-    def num_clipped(self) -> int:
-        """Blocks that need not be moved."""
-        return sum(map(len, self.unclipped)) - sum(map(len, self.block_ids))
-
-
-def window_blocks(window_tokens: int, block_tokens: int) -> int:
-    """Blocks that a window fills, rounded up: 24 tokens on blocks of 16 need 2.
-
-    This is what a window needs when it ends where a block ends. One that ends inside a block may read one more;
-    `read_blocks` knows.
-
-    Raises:
-        ValueError: a size is not positive.
-    """
-    for field, value in (("window_tokens", window_tokens), ("block_tokens", block_tokens)):
-        if value <= 0:
-            raise ValueError(f"{field} must be a positive number of tokens, got {value}")
-    return -(-window_tokens // block_tokens)
-
 
 def read_blocks(group: GroupSpec, num_tokens: int) -> range:
     """The blocks of a group, by their place in its table, that are read when a request goes on after `num_tokens`."""

@@ -146,11 +146,6 @@ class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what 
         return tuple(i for i, group in enumerate(self.groups) if group.kind is not GroupKind.SCRATCH)
 
     @functools.cached_property
-    def recurrent_groups(self) -> tuple[int, ...]:
-        """Indices of those that can be resumed only where there is a state."""
-        return tuple(i for i in self.stored_groups if self.groups[i].kind is GroupKind.RECURRENT)
-
-    @functools.cached_property
     def cut_groups(self) -> tuple[int, ...]:
         """Indices of the stored groups in which chunks end inside a block."""
         return tuple(i for i in self.stored_groups if self.chunk_tokens % self.groups[i].block_tokens)

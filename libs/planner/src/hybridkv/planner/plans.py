@@ -162,14 +162,14 @@ def plan_store(
         ends = storable_ends(spec, group_index, first_token, last, block_ids, null_block)
         if ends and (ends := wanted(group_index, ends)):
             runs += _store_runs(spec, group_index, ends, block_ids[group_index])
-    unaligned, early, incomplete = 0, 0, 0
+    unaligned, incomplete = 0, 0
     tails: dict[int, list[State]] = {}
     for index, state in enumerate(states):
         _require_state(spec, index, state)
         if state.num_tokens % spec.boundary_tokens or state.block_id == null_block:
             unaligned += 1
         elif state.num_tokens + spec.groups[state.group_index].lookahead_tokens > num_tokens:
-            early += 1
+            continue  # its content is not final yet
         elif state.num_tokens % spec.chunk_tokens:
             tails.setdefault(state.num_tokens, []).append(state)
         elif wanted(state.group_index, (state.num_tokens,)):
@@ -178,7 +178,7 @@ def plan_store(
         tail = plan_tail(spec, end_token, num_tokens, block_ids, its_states, wanted, null_block)
         runs += tail.runs
         incomplete += tail.incomplete_tails
-    return StorePlan(tuple(runs), unaligned, incomplete, early)
+    return StorePlan(tuple(runs), unaligned, incomplete)
 
 
 def _store_runs(spec: CacheSpec, group_index: int, ends: Sequence[int], table: Sequence[int]) -> Iterator[TransferRun]:

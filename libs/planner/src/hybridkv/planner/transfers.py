@@ -95,14 +95,12 @@ class StorePlan(msgspec.Struct, frozen=True):
     Args:
         runs: the transfers.
         unaligned_states: number of states left out because they lie on no boundary.
-        early_states: number of states left out because their content is not final yet.
         incomplete_tails: number of tails left out because a group lacks its part: no hit could use them.
     """
 
     runs: tuple[TransferRun, ...]
     unaligned_states: int = 0
     incomplete_tails: int = 0
-    early_states: int = 0
 
     def transfers(self, chunk_tokens: int) -> tuple[Transfer, ...]:
         """The transfers, one for each chunk."""

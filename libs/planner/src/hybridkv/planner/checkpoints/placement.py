@@ -155,11 +155,6 @@ def _affordable(
     return int(min(max(0.0, allowed), num_wanted))
 
 
-def next_stop(placement: Placement, start_tokens: int, engine_junction_tokens: int = 0) -> Stop | None:
-    """The first stop above `start_tokens`, or None. The engine's own junction is one of them, and never lost."""
-    planned = next((stop for stop in placement.stops if stop.num_tokens > start_tokens), None)
-    if engine_junction_tokens <= start_tokens:
-        return planned
-    if planned is not None and planned.num_tokens < engine_junction_tokens:
-        return planned
-    return Stop(engine_junction_tokens, StopReason.ENGINE)
+def next_stop(placement: Placement, start_tokens: int) -> Stop | None:
+    """The first stop above `start_tokens`, or None."""
+    return next((stop for stop in placement.stops if stop.num_tokens > start_tokens), None)

@@ -12,8 +12,6 @@ from hybridkv.planner.checkpoints.experience import NO_EXPERIENCE, Experience
 class StopReason(enum.StrEnum):
     """Why a prefill stops at a boundary, so that the state there can be stored."""
 
-    ENGINE = "engine"
-    """The engine's own junction."""
     JUNCTION = "junction"
     """The store holds every FULL group to there but no state: the request parts from what is stored."""
     BRANCH = "branch"
