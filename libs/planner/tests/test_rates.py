@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.planner import UNKNOWN_RATE, Rate, observe, seconds_per_token
-from hybridkv.planner.rates import FORGET_AFTER_S, KEPT_SHARE, MAX_SECONDS_PER_TOKEN, MIN_SECONDS_PER_TOKEN
+from hybridkv.planner.choice import FORGET_AFTER_S, KEPT_SHARE, MAX_SECONDS_PER_TOKEN, MIN_SECONDS_PER_TOKEN
 
 sights = st.tuples(st.integers(1, 1 << 20), st.floats(min_value=0.0, max_value=1e9), st.floats(0.0, FORGET_AFTER_S))
 

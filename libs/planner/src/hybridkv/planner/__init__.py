@@ -38,10 +38,12 @@ from hybridkv.planner.checkpoints import (
 )
 from hybridkv.planner.choice import (
     AUTO,
+    UNKNOWN_RATE,
     UNKNOWN_RATES,
     Answer,
     Choice,
     Pass,
+    Rate,
     Rates,
     Take,
     Unusable,
@@ -49,13 +51,17 @@ from hybridkv.planner.choice import (
     Weight,
     choose,
     is_weight,
+    observe,
+    seconds_per_token,
 )
-from hybridkv.planner.clipping import ClippedBlocks, clip_blocks, read_blocks
 from hybridkv.planner.coverage import (
+    ClippedBlocks,
     chunk_blocks,
     chunk_span,
+    clip_blocks,
     coverage,
     needed_ends,
+    read_blocks,
     resume_start,
 )
 from hybridkv.planner.diagnosis import Finding, Problem, diagnose
@@ -68,13 +74,22 @@ from hybridkv.planner.groups import (
     whole_chunk_unit,
 )
 from hybridkv.planner.hit import Hit, Loss, Miss, Pending, last_boundary, longest_hit, measure_loss
-from hybridkv.planner.local import LocalCopies, find_local_copies, has_local_copies
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
 from hybridkv.planner.offload_units import HybridOffloadPlanner
 from hybridkv.planner.paths import needed_before, needed_parts, path_order
 from hybridkv.planner.plans import plan_load, plan_load_runs, plan_store, plan_tail, storable_ends
-from hybridkv.planner.rates import UNKNOWN_RATE, Rate, observe, seconds_per_token
-from hybridkv.planner.transfers import PlanError, State, StorePlan, Transfer, TransferRun, Wanted, transfers_of
+from hybridkv.planner.transfers import (
+    LocalCopies,
+    PlanError,
+    State,
+    StorePlan,
+    Transfer,
+    TransferRun,
+    Wanted,
+    find_local_copies,
+    has_local_copies,
+    transfers_of,
+)
 
 __all__ = [
     "AUTO",

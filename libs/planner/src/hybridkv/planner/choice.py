@@ -1,6 +1,7 @@
 """Choice between several stores for one request: a pure function of answers, weights and learned rates.
 
-It does no I/O, reads no clock and keeps no state. `rates.py` learns the rates.
+It does no I/O, reads no clock and keeps no state. A rate is seconds per token, learned from observations; older ones
+count less.
 """
 
 from __future__ import annotations
@@ -148,3 +149,38 @@ def net_tokens(tokens: int, child: int, rates: Rates) -> float:
     if load is None or prefill is None or not prefill > 0:
         return float(tokens)
     return tokens * (1.0 - load / prefill)
+
+
+KEPT_SHARE: Final = 0.8
+"""What an observation leaves of the weight of all before it."""
+FORGET_AFTER_S: Final = 120.0
+"""A rate that was not seen for so long is not known any more: what it ruled out is tried again."""
+MIN_SECONDS_PER_TOKEN: Final = 1e-9
+MAX_SECONDS_PER_TOKEN: Final = 1.0
+
+
+class Rate(msgspec.Struct, frozen=True):
+    """Tokens and the seconds that they took, older ones counting less."""
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    seen_at_s: float = -math.inf
+
+
+UNKNOWN_RATE: Final = Rate()
+
+
+def observe(rate: Rate, num_tokens: int, seconds: float, now_s: float) -> Rate:
+    """The rate after `num_tokens` took `seconds`. What cannot be (no token, no finite time) changes nothing."""
+    if num_tokens <= 0 or not math.isfinite(seconds) or not math.isfinite(now_s):
+        return rate
+    bounded = min(max(seconds, num_tokens * MIN_SECONDS_PER_TOKEN), num_tokens * MAX_SECONDS_PER_TOKEN)
+    kept = KEPT_SHARE if seconds_per_token(rate, now_s) is not None else 0.0
+    return Rate(rate.tokens * kept + num_tokens, rate.seconds * kept + bounded, now_s)
+
+
+def seconds_per_token(rate: Rate, now_s: float) -> float | None:
+    """What a token takes, or None: never seen, or too long ago."""
+    if rate.tokens <= 0 or now_s - rate.seen_at_s > FORGET_AFTER_S:
+        return None
+    return min(max(rate.seconds / rate.tokens, MIN_SECONDS_PER_TOKEN), MAX_SECONDS_PER_TOKEN)
