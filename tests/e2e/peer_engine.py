@@ -22,7 +22,7 @@ from told_process import PAUSE_S, Serving, take_answers
 
 from hybridkv.connectors.vllm import register
 from hybridkv.connectors.vllm.common.layout import resolve_groups
-from hybridkv.peers.volume import GroupBytes, full_attention_bytes, moved_bytes
+from kits.peers.volume import GroupBytes, full_attention_bytes, moved_bytes
 
 LAST_PRIORITY = 19
 WORDS = {

@@ -16,9 +16,9 @@ from hybridkv.peers.description import PROTOCOL, Description, GroupDescription, 
 from hybridkv.peers.leases import SLOT_BYTES
 from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.transport import RemoteId, TransferState
-from hybridkv.peers.volume import full_attention_bytes, group_table, moved_bytes
 from hybridkv.planner import GroupKind, GroupSpec
 from kits.peers.in_memory import InMemoryTransport, World
+from kits.peers.volume import full_attention_bytes, group_table, moved_bytes
 
 BLOCK_TOKENS, WINDOW_TOKENS = 16, 64
 NUM_BLOCKS = 2048

@@ -154,7 +154,7 @@ def exchanged(ours: Rank, theirs: list[Rank]) -> Incompatibility | None:
         assert not isinstance(pairing, Incompatibility), pairing
         for to, at, source, where, size in zip(*(c.tolist() for c in pairing.ranges.columns), strict=True):
             ctypes.memmove(ours.regions[to].address + at, rank.regions[source].address + where, size)
-        ours.num_descriptors = pairing.num_descriptors  # type: ignore[attr-defined]
+        ours.num_descriptors = len(pairing.ranges)  # type: ignore[attr-defined]
     return None
 
 

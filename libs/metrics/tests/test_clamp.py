@@ -19,7 +19,7 @@ class Clock:
 def test_nothing_below_zero_comes_out_and_nothing_else_changes(seen: list[tuple[int, float]]) -> None:
     clock = Clock()
     warned_at_s: list[float] = []
-    clamp = TokenClamp(lambda text: warned_at_s.append(clock.now_s), clock, interval_s=60.0)
+    clamp = TokenClamp(lambda text: warned_at_s.append(clock.now_s), clock)
     for value, later_s in seen:
         clock.now_s += later_s
         assert clamp.clamp("ram", value) == (max(value, 0), max(-value, 0))
@@ -29,7 +29,7 @@ def test_nothing_below_zero_comes_out_and_nothing_else_changes(seen: list[tuple[
 
 def test_a_warning_names_the_source_and_the_numbers_of_all_that_it_stands_for() -> None:
     clock, texts = Clock(), list[str]()
-    clamp = TokenClamp(texts.append, clock, interval_s=60.0)
+    clamp = TokenClamp(texts.append, clock)
     clamp.clamp("ram", -7)
     clamp.clamp("ram", -100)
     clock.now_s = 61.0

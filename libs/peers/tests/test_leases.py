@@ -79,7 +79,7 @@ def test_the_slot_is_empty_before_anybody_hears_that_the_lease_has_ended() -> No
     rank = Rank()
     lease = rank.held()
     seen.append(rank.leases.done(lease, 0, 1))
-    assert seen == [Ended("a", LeaseEnd.DONE, True)]
+    assert seen == [Ended("a", LeaseEnd.DONE)]
     assert rank.slots == [NO_NONCE, NO_NONCE]
 
 
@@ -90,13 +90,13 @@ def test_a_lease_ends_when_every_reader_has_said_so_and_none_counts_twice() -> N
     assert rank.leases.done(lease, 0, 2) is None
     assert rank.leases.late == 1
     assert rank.slots[0] == 7
-    assert rank.leases.done(lease, 1, 2) == Ended("a", LeaseEnd.DONE, True)
+    assert rank.leases.done(lease, 1, 2) == Ended("a", LeaseEnd.DONE)
 
 
 def test_what_comes_after_the_end_is_counted_and_changes_nothing() -> None:
     rank = Rank()
     lease = rank.held()
-    assert rank.leases.expire(30.0) == [Ended("a", LeaseEnd.EXPIRED, True)]
+    assert rank.leases.expire(30.0) == [Ended("a", LeaseEnd.EXPIRED)]
     assert rank.leases.done(lease, 0, 1) is None
     assert not rank.leases.renew(lease, 31.0)
     assert rank.leases.abort("a") is None
@@ -122,13 +122,13 @@ def test_renewals_carry_a_lease_on_but_not_for_ever() -> None:
     assert rank.leases.next_expiry_s == 100.0
     assert rank.leases.expire(99.0) == []
     assert not rank.leases.renew(lease, 100.0)
-    assert rank.leases.expire(100.0) == [Ended("a", LeaseEnd.EXPIRED, True)]
+    assert rank.leases.expire(100.0) == [Ended("a", LeaseEnd.EXPIRED)]
 
 
 def test_a_lease_that_was_aborted_before_the_request_finished_keeps_no_blocks() -> None:
     rank = Rank()
     rank.leases.open("a", Lease(0, 7))
-    assert rank.leases.abort("a") == Ended("a", LeaseEnd.ABORTED, False)
+    assert rank.leases.abort("a") == Ended("a", LeaseEnd.ABORTED)
     assert not rank.leases.hold("a", 0.0)
 
 
@@ -160,8 +160,7 @@ class LeaseMachine(RuleBasedStateMachine):
 
     def ended(self, rank: int, ends: list[Ended]) -> None:
         for end in ends:
-            assert end.was_held == (end.request_id in self.expiry[rank])
-            if end.was_held:
+            if end.request_id in self.expiry[rank]:
                 self.given_back[rank][end.request_id] = self.given_back[rank].get(end.request_id, 0) + 1
             assert self.leases[end.request_id].nonce not in self.ranks[rank].slots
             self.expiry[rank].pop(end.request_id, None)
@@ -205,7 +204,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.readers[rank][name].add(reader)
         assert (end is not None) == (len(self.readers[rank][name]) >= count)
         if end is not None:
-            assert end == Ended(name, LeaseEnd.DONE, True)
+            assert end == Ended(name, LeaseEnd.DONE)
             self.ended(rank, [end])
 
     @precondition(lambda self: self.leases)

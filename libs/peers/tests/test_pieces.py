@@ -10,7 +10,7 @@ import pytest
 
 from hybridkv.canonical import LayerLayout, LayoutError, Strides, page_regions
 from hybridkv.peers.description import Axis, Piece
-from hybridkv.peers.pieces import AttentionDims, attention_piece, opaque_pieces
+from hybridkv.peers.pieces import AttentionDims, attention_piece
 
 BASE = 4096
 BLOCKS, HEADS, TOKENS, CONTENT = 6, 3, 4, 5
@@ -76,11 +76,6 @@ def test_tokens_that_cannot_be_told_apart_are_one_unit_of_a_head() -> None:
     tensor = strided((BLOCKS, HEADS, TOKENS, CONTENT), (0, 1, 2, 3))
     piece = attention_piece("layer", tensor, AttentionDims(0, 1, None, HEADS), BLOCKS // 2, locate)
     assert (piece.kernels.count, piece.units.count, piece.item_bytes) == (2, 1, TOKENS * CONTENT * 2)
-
-
-def test_a_padded_state_is_one_piece_without_the_padding() -> None:
-    state = Strides(BASE + 64, 1, (BLOCKS, 1, 1, 3000), (4096, 3000, 3000, 1))
-    assert opaque_pieces(LayerLayout("state", 3000), state, BLOCKS, locate) == (Piece(0, 64, 4096, 3000),)
 
 
 def test_what_does_not_lie_together_or_has_other_blocks_is_refused() -> None:

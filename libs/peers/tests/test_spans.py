@@ -11,9 +11,9 @@ from plain_worlds import group, world
 from played_worlds import play
 
 from hybridkv.peers.spans import moved_span
-from hybridkv.peers.volume import GroupBytes, full_attention_bytes, group_table, moved_blocks, moved_bytes
 from hybridkv.planner import GroupKind, GroupSpec, read_blocks
 from hybridkv.planner.coverage import load_start
+from kits.peers.volume import GroupBytes, full_attention_bytes, group_table, moved_blocks, moved_bytes
 
 
 @st.composite
@@ -79,7 +79,7 @@ def test_whole_blocks_move_as_the_formula_says(num_tokens: int) -> None:
     pairing = play(case, 0).pairings[0]
     table = group_table(case.ours[0])
     assert pairing.num_bytes == moved_bytes(table, num_tokens)
-    assert [moves.num_blocks for moves in pairing.groups] == [moved_blocks(row.spec, num_tokens) for row in table]
+    assert [moves.num_cells for moves in pairing.groups] == [moved_blocks(row.spec, num_tokens) for row in table]
 
 
 def test_five_windows_at_4096_tokens_are_a_small_part_of_full_attention() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.transfer import CopyRuns, RunsError, zip_extents
+from hybridkv.transfer import CopyRuns, RunsError
 
 lengths = st.lists(st.integers(min_value=1, max_value=9), max_size=12)
 
@@ -35,20 +33,6 @@ def copy_runs(draw: st.DrawFn) -> CopyRuns:
         source += num_bytes
         destination += num_bytes
     return CopyRuns.of(triples)
-
-
-@st.composite
-def extents(draw: st.DrawFn, total: int) -> list[tuple[int, int]]:
-    """Extents, some empty, of `total` bytes at scattered addresses."""
-    cuts = sorted(draw(st.lists(st.integers(min_value=0, max_value=total), max_size=6)))
-    bounds = [0, *cuts, total]
-    return [
-        (draw(st.integers(min_value=0, max_value=1 << 40)), last - first) for first, last in itertools.pairwise(bounds)
-    ]
-
-
-def extent_bytes(parts: list[tuple[int, int]]) -> list[int]:
-    return [address + position for address, num_bytes in parts for position in range(num_bytes)]
 
 
 @given(copy_runs())
@@ -77,20 +61,6 @@ def test_no_piece_crosses_a_multiple_at_which_runs_are_cut(runs: CopyRuns, step:
     assert (pieces is runs) == (len(pieces) == len(runs))
 
 
-@given(st.data())
-def test_zipped_extents_pair_the_nth_byte_with_the_nth_byte(data: st.DataObject) -> None:
-    total = data.draw(st.integers(min_value=0, max_value=60))
-    sources = data.draw(extents(total))
-    destinations = data.draw(extents(total))
-    expected = list(zip(extent_bytes(sources), extent_bytes(destinations), strict=True))
-    assert byte_pairs(zip_extents(sources, destinations)) == expected
-
-
-def test_zipped_extents_are_cut_only_where_one_side_is_cut() -> None:
-    runs = zip_extents([(0, 4), (100, 4)], [(1000, 6), (2000, 2)])
-    assert runs.triples() == [(0, 1000, 4), (100, 1004, 2), (102, 2000, 2)]
-
-
 @given(copy_runs())
 def test_reversing_twice_changes_nothing(runs: CopyRuns) -> None:
     assert byte_pairs(runs.reversed()) == [(destination, source) for source, destination in byte_pairs(runs)]
@@ -107,7 +77,7 @@ def test_concatenation_keeps_the_order(parts: list[CopyRuns]) -> None:
 def test_no_runs_are_a_valid_copy_of_nothing() -> None:
     empty = CopyRuns.empty()
     assert (len(empty), empty.total_bytes, empty.split(3)) == (0, 0, [])
-    assert zip_extents([], [(5, 0)]).triples() == empty.coalesce().triples() == []
+    assert empty.coalesce().triples() == []
 
 
 @pytest.mark.parametrize("triple", [(0, 0, 0), (0, 0, -1), (-1, 0, 1), (0, -1, 1)])
@@ -127,13 +97,3 @@ def test_runs_cannot_be_changed() -> None:
     runs = CopyRuns.of([(1, 2, 3)])
     with pytest.raises(ValueError, match="read-only"):
         runs.sources[0] = 7
-
-
-def test_extents_of_different_totals_are_refused() -> None:
-    with pytest.raises(RunsError, match="expected 4 bytes, as in sources, got 5"):
-        zip_extents([(0, 4)], [(0, 5)])
-
-
-def test_extents_of_negative_size_are_refused() -> None:
-    with pytest.raises(RunsError, match="sources: expected sizes >= 0"):
-        zip_extents([(0, 4), (0, -1)], [(0, 3)])

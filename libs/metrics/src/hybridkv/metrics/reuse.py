@@ -155,10 +155,6 @@ class ReuseEstimator:
         """Tokens that the model can resume: with states, only at a state."""
         return self._report(self._by_state if self._state_bytes else self._by_chunk)
 
-    def attention_report(self) -> ReuseReport:
-        """The same for attention alone, as if there were a state at each boundary."""
-        return self._report(self._by_chunk)
-
     def forget(self) -> None:
         """Forgets all chunks, after the tiers were cleared. Keeps what was counted."""
         self._chunks.clear()

@@ -16,6 +16,7 @@ Clamp: TypeAlias = Callable[[str, float], tuple[float, float]]
 """`TokenClamp.clamp`: takes a source and a count; returns the count, at least 0, and its distance below zero."""
 
 WARNING_INTERVAL_S = 60.0
+"""Minimum time between two warnings. A warning sums up the negative counts since the previous one."""
 
 
 class TokenClamp:
@@ -26,15 +27,11 @@ class TokenClamp:
     Args:
         warn: logs a sentence.
         clock: returns seconds; monotonic.
-        interval_s: minimum time between two warnings. A warning sums up the negative counts since the previous one.
     """
 
-    def __init__(
-        self, warn: Callable[[str], None], clock: Callable[[], float], interval_s: float = WARNING_INTERVAL_S
-    ) -> None:
+    def __init__(self, warn: Callable[[str], None], clock: Callable[[], float]) -> None:
         self._warn = warn
         self._clock = clock
-        self._interval_s = interval_s
         self._warned_at_s: float | None = None
         self._num_clamped = 0
         self._below_zero: float = 0
@@ -46,7 +43,7 @@ class TokenClamp:
         self._num_clamped += 1
         self._below_zero -= value
         now_s = self._clock()
-        if self._warned_at_s is None or now_s - self._warned_at_s >= self._interval_s:
+        if self._warned_at_s is None or now_s - self._warned_at_s >= WARNING_INTERVAL_S:
             self._warned_at_s = now_s
             self._warn(
                 f"{source} counted {value} tokens, taken as 0; {self._num_clamped} counts were below zero since the "

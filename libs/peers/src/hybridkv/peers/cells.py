@@ -87,16 +87,3 @@ def table_places(pair: GroupPair, side: Side, cells: Int64Array, num_tokens: int
     if pair.kind is GroupKind.RECURRENT:
         return np.array([(num_tokens - 1) // block_tokens], dtype=np.int64)
     return cells * pair.cell_tokens // block_tokens
-
-
-def partial_blocks(pair: GroupPair, cells: Int64Array, local_ids: Int64Array, num_tokens: int) -> tuple[int, ...]:
-    """Local blocks that the cells fill only in part."""
-    if pair.kind is GroupKind.RECURRENT:
-        return ()
-    in_block = ratio(pair, Side.OURS)
-    found = []
-    if cells[0] % in_block:
-        found.append(int(local_ids[0]))
-    if (cells[-1] + 1) % in_block or last_cell_tokens(pair, num_tokens) != pair.cell_tokens:
-        found.append(int(local_ids[-1]))
-    return tuple(dict.fromkeys(found))

@@ -49,10 +49,6 @@ class DigestRequest(msgspec.Struct, frozen=True):
     spans: tuple[DigestSpan, ...]
 
     @property
-    def num_digests(self) -> int:
-        return sum(span.num_cells for span in self.spans)
-
-    @property
     def columns(self) -> tuple[Int64Array, Int64Array, Int64Array]:
         """Spans as columns for the wire: group_index, first_cell, num_cells."""
         table = np.array([msgspec.structs.astuple(span) for span in self.spans], dtype=np.int64).reshape(-1, 3)

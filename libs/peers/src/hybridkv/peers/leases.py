@@ -115,12 +115,10 @@ class Ended:
     Args:
         request_id: request of the lease.
         why: reason.
-        was_held: the engine holds the request's blocks for this lease; tell it to free them.
     """
 
     request_id: str
     why: LeaseEnd
-    was_held: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,4 +277,4 @@ class Leases:
         self._write(state.lease.slot, NO_NONCE)
         del self._states[request_id]
         del self._requests[state.lease.slot]
-        return Ended(request_id, why, type(state) is _Held)
+        return Ended(request_id, why)

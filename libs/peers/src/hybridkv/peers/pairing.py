@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridkv.peers.cells import Side, cells_of, cycle, last_cell_tokens, partial_blocks, place_of, table_places
+from hybridkv.peers.cells import Side, cells_of, cycle, last_cell_tokens, place_of, table_places
 from hybridkv.peers.comparison import Agreement, GroupPair
 from hybridkv.peers.ranges import Int64Array, Ranges, Template, joined, merged
 from hybridkv.peers.refusal import Incompatibility
@@ -49,17 +49,12 @@ class GroupMoves:
         ranges: merged.
         first_cell: first moved cell, counted from token 0; 0 for a state.
         num_cells: number of moved cells; 1 for a state.
-        num_blocks: local blocks written.
-        partial_blocks: written blocks that all remote ranks together do not fill completely. An engine that does not
-            zero blocks before a load must zero these.
         num_runs: runs before merging.
     """
 
     ranges: Ranges
     first_cell: int = 0
     num_cells: int = 0
-    num_blocks: int = 0
-    partial_blocks: tuple[int, ...] = ()
     num_runs: int = 0
 
     @property
@@ -87,10 +82,6 @@ class Pairing:
     @property
     def num_bytes(self) -> int:
         return sum(group.num_bytes for group in self.groups)
-
-    @property
-    def num_descriptors(self) -> int:
-        return sum(len(group.ranges) for group in self.groups)
 
 
 class Exchange:
@@ -198,8 +189,7 @@ class Exchange:
                 for chosen, template in self.chosen_templates(index, cells, num_tokens)
             ]
         )
-        partial = partial_blocks(pair, cells, local_ids, num_tokens)
-        return GroupMoves(merged(ranges), int(cells[0]), cells.size, np.unique(local_ids).size, partial, num_runs)
+        return GroupMoves(merged(ranges), int(cells[0]), cells.size, num_runs)
 
 
 def too_many_runs(index: int, num_runs: int) -> Incompatibility:

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hybridkv.canonical.pages import LayerLayout
-from hybridkv.canonical.strides import LayoutError, Strides, page_regions
+from hybridkv.canonical.strides import LayoutError, Strides
 from hybridkv.peers.description import Axis, Piece
 
 Locate = Callable[[int], tuple[int, int]]
@@ -80,21 +79,6 @@ def attention_piece(name: str, tensor: Strides, dims: AttentionDims, num_blocks:
         rows=rows,
         total_heads=dims.total_heads,
     )
-
-
-def opaque_pieces(layer: LayerLayout, tensor: Strides, num_blocks: int, locate: Locate) -> tuple[Piece, ...]:
-    """Pieces of a layer with an opaque format: a state, a packed page or a quantised page.
-
-    Each region of `canonical.page_regions` is one piece. They move whole, between equal ranks.
-
-    Raises:
-        LayoutError: see `page_regions`.
-    """
-    pieces = []
-    for region in page_regions(layer, tensor, num_blocks):
-        where, offset = locate(region.address)
-        pieces.append(Piece(where, offset, region.stride_bytes, region.page_bytes))
-    return tuple(pieces)
 
 
 def _axis(tensor: Strides, dim: int | None) -> Axis:

@@ -116,11 +116,6 @@ class Template(NamedTuple):
     remote: Int64Array
     num_bytes: Int64Array
 
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of one pair of blocks."""
-        return int(self.num_bytes.sum())
-
     def at(self, local_ids: Int64Array, remote_ids: Int64Array) -> Ranges:
         """Ranges for pairs of blocks, in block order, without merging."""
         count = local_ids.size

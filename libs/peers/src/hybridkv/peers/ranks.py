@@ -78,19 +78,6 @@ def source_ranks(total_heads: Iterable[int], tp_size: int, rank: int, remote_tp_
     return tuple(sorted(ranks))
 
 
-def reader_ranks(total_heads: Iterable[int], tp_size: int, rank: int, reader_tp_size: int) -> tuple[int, ...] | None:
-    """Ranks of a reader that read from this rank. A lease ends when all of them are done."""
-    totals = set(total_heads)
-    readers = []
-    for reader in range(reader_tp_size):
-        sources = source_ranks(totals, reader_tp_size, reader, tp_size)
-        if sources is None:
-            return None
-        if rank in sources:
-            readers.append(reader)
-    return tuple(readers)
-
-
 class RankLink(NamedTuple):
     """Link from a rank of a reader to one remote rank.
 

@@ -179,13 +179,11 @@ class PeerRead:
         stage: current stage.
         deadline_s: deadline of the stage, if any.
         reads: bytes are read from this rank. A rank with False is only released.
-        severed: `Sever` was issued.
     """
 
     stage: ReadStage
     deadline_s: float | None
     reads: bool
-    severed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +260,7 @@ def _ticked(life: ReadLife, now_s: float) -> tuple[ReadLife, tuple[Command, ...]
         if peer.deadline_s is None or now_s < peer.deadline_s:
             continue
         if peer.stage is ReadStage.ENDING:
-            life = replace(life, peers=_with(life.peers, index, replace(peer, deadline_s=None, severed=True)))
+            life = replace(life, peers=_with(life.peers, index, replace(peer, deadline_s=None)))
             commands += (Sever(index),)
         else:
             given_up, more = _given_up(index, peer, life.bounds, now_s)

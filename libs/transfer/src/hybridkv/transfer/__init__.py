@@ -4,7 +4,7 @@ from hybridkv.transfer.cpu import CpuCopyEngine
 from hybridkv.transfer.engine import CopyEngine, CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.inline import InlineCopyEngine
 from hybridkv.transfer.jobs import Lowering
-from hybridkv.transfer.runs import CopyEngineError, CopyRuns, Extent, RunsError, TransferError, zip_extents
+from hybridkv.transfer.runs import CopyEngineError, CopyRuns, Extent, RunsError, TransferError
 from hybridkv.transfer.streams import CopyDevice, InlineStreamCopyEngine, StreamCopyEngine
 
 __all__ = [
@@ -25,5 +25,4 @@ __all__ = [
     "RunsSource",
     "StreamCopyEngine",
     "TransferError",
-    "zip_extents",
 ]

@@ -16,7 +16,7 @@ class TransferError(Exception):
 
 
 class RunsError(TransferError, ValueError):
-    """Invalid arrays or extents: lengths differ, or sizes are not positive."""
+    """Invalid arrays: lengths differ, or sizes are not positive."""
 
 
 class CopyEngineError(TransferError, RuntimeError):
@@ -142,36 +142,3 @@ class CopyRuns:
         run = np.searchsorted(ends, bounds[:-1], side="right")
         into_run = bounds[:-1] - (ends - self.num_bytes)[run]
         return CopyRuns(self.sources[run] + into_run, self.destinations[run] + into_run, np.diff(bounds))
-
-
-def zip_extents(sources: Sequence[Extent], destinations: Sequence[Extent]) -> CopyRuns:
-    """Runs that copy the concatenated `sources` to the concatenated `destinations`.
-
-    Both are sequences of (address, num_bytes), of any sizes; empty extents are skipped. `RunsError` if the totals
-    differ.
-    """
-    source_addresses, source_bytes = _columns("sources", sources)
-    destination_addresses, destination_bytes = _columns("destinations", destinations)
-    source_ends = np.cumsum(source_bytes)
-    destination_ends = np.cumsum(destination_bytes)
-    if int(source_bytes.sum()) != int(destination_bytes.sum()):
-        raise RunsError(
-            f"destinations: expected {int(source_bytes.sum())} bytes, as in sources, got {int(destination_bytes.sum())}"
-        )
-    bounds = np.union1d(np.concatenate(([0], source_ends)), destination_ends)
-    starts = bounds[:-1]
-    source = np.searchsorted(source_ends, starts, side="right")
-    destination = np.searchsorted(destination_ends, starts, side="right")
-    return CopyRuns(
-        source_addresses[source] + starts - (source_ends - source_bytes)[source],
-        destination_addresses[destination] + starts - (destination_ends - destination_bytes)[destination],
-        np.diff(bounds),
-    )
-
-
-def _columns(name: str, extents: Sequence[Extent]) -> tuple[Integers, Integers]:
-    table = np.array(extents, dtype=np.int64).reshape(-1, 2)
-    if len(table) and int(table[:, 1].min()) < 0:
-        raise RunsError(f"{name}: expected sizes >= 0, got {int(table[:, 1].min())}")
-    table = table[table[:, 1] > 0]
-    return table[:, 0], table[:, 1]
