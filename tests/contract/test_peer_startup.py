@@ -26,7 +26,7 @@ from hybridkv.connectors.vllm.nixl.config import NixlConfig
 from hybridkv.connectors.vllm.nixl.memory.description import RankPlace, describe, identity_facts
 from hybridkv.connectors.vllm.nixl.memory.page_parts import page_orders
 from hybridkv.peers.comparison import Agreement, compare
-from hybridkv.peers.refusal import Incompatibility
+from hybridkv.peers.errors import Incompatibility
 from oracle.memory import KVMemory
 from oracle.mixes import DEEPSEEK_V4, GPT_OSS, LLAMA4, NAMED, QWEN3_NEXT, Kind, Mix
 from oracle.settings import Configs, Connector, EngineSettings, make_configs

@@ -299,7 +299,7 @@ class Play:
         if not any(isinstance(rule.action, WrongBytes) for rule in self.scenario.plan.rules):
             wrong.add("digest")
         if self.sides.has_equal_blocks:
-            # What a larger block would lack is refused: see `hybridkv.peers.spans`.
+            # What a larger block would lack is refused: see `hybridkv.peers.cells`.
             wrong.add("pairing")
         if self.scenario.is_calm:
             wrong |= set(found) - {"refused" if self.sides.refused else "pairing"}

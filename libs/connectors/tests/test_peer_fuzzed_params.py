@@ -15,9 +15,9 @@ from hybridkv.connectors.vllm.nixl.params import ParamsError, RankAddress, Remot
 from hybridkv.connectors.vllm.nixl.prompts import usable_tokens
 from hybridkv.peers.comparison import Agreement, compare
 from hybridkv.peers.description import PROTOCOL, Axis, Description, GroupDescription, LayerDescription, Piece
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.pairing import Exchange, Resume
-from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupKind, GroupSpec
 from kits.peers.fuzzing import Target, bounded_memory, fuzz

@@ -22,9 +22,9 @@ from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.hashing import GroupFingerprint, LayerFingerprint
 from hybridkv.peers.comparison import compare
 from hybridkv.peers.description import decode, encode
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.pairing import Exchange, Resume
 from hybridkv.peers.ranks import head_share, rank_links
-from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 

@@ -10,13 +10,12 @@ from caches import DEEPSEEK_V4, QWEN3_NEXT
 
 from hybridkv.lmcache.errors import LMCacheConfigurationError, LMCacheProtocolError
 from hybridkv.lmcache.geometry import Geometry
-from hybridkv.lmcache.pool import Pool
-from hybridkv.lmcache.shared_memory import PREFIX, SharedMemory, sweep
+from hybridkv.lmcache.pool import PREFIX, Pool, SharedMemory, sweep
 
 CRASHES = """
 import os, sys
 from pathlib import Path
-from hybridkv.lmcache.shared_memory import SharedMemory
+from hybridkv.lmcache.pool import SharedMemory
 memory = SharedMemory(8192, Path(sys.argv[1]))
 print(memory.name, flush=True)
 os.kill(os.getpid(), 9)

@@ -10,10 +10,10 @@ from hybridkv.peers.cells import Side
 from hybridkv.peers.comparison import compare
 from hybridkv.peers.description import Description, decode, encode
 from hybridkv.peers.digests import DigestRequest, digest_request, digest_runs
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.pairing import Exchange, Resume
 from hybridkv.peers.ranges import Ranges
-from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables
 from hybridkv.peers.transport.contract import Region
 from hybridkv.peers.transport.memory import RegisteredMemory

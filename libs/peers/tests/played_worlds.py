@@ -9,9 +9,9 @@ from byte_model import Names, Side, apply
 from peer_worlds import World
 
 from hybridkv.peers.comparison import Agreement, compare
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
 from hybridkv.peers.ranks import source_ranks
-from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupKind
 

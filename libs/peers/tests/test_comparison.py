@@ -15,7 +15,7 @@ from plain_worlds import engine, group
 from hybridkv.peers import description
 from hybridkv.peers.comparison import Agreement, compare
 from hybridkv.peers.description import Axis, Description, GroupDescription, LayerDescription, Piece
-from hybridkv.peers.refusal import Incompatibility
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.planner import GroupKind, GroupSpec
 
 FULL = group(GroupKind.FULL, (16, 16))

@@ -18,8 +18,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from hybridkv.peers.control import ControlLoop, LinkId
 from hybridkv.peers.control.curve import CurveKeys
-from hybridkv.peers.control.dialing import Dialing
-from hybridkv.peers.control.resolving import MAX_NAMES, Address, Resolver
+from hybridkv.peers.control.dialing import MAX_NAMES, Address, Dialing, Resolver
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.wire import (

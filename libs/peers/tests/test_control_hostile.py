@@ -9,8 +9,9 @@ import pytest
 from control_pair import TIMEOUT_S, Recorder, Stranger, counted
 
 from hybridkv.peers.control import ControlLoop, LinkId
+from hybridkv.peers.control.door import stranger_to_close
 from hybridkv.peers.leases import Lease
-from hybridkv.peers.wire import CloseReason, Message, Renew, Secret, WireError, WireLimits, stranger_to_close
+from hybridkv.peers.wire import CloseReason, Message, Renew, Secret, WireError, WireLimits
 
 SECRET = Secret(b"a secret that both sides know")
 TIMES = {"handshake_timeout_s": TIMEOUT_S, "heartbeat_s": TIMEOUT_S / 3, "silence_timeout_s": TIMEOUT_S}

@@ -25,7 +25,7 @@ from hybridkv.peers.digests import (
     mismatches,
     plain_digester,
 )
-from hybridkv.peers.refusal import Incompatibility
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.tables import BlockTables
 from hybridkv.planner import GroupKind
 

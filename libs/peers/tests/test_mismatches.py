@@ -17,7 +17,7 @@ from played_worlds import play
 
 from hybridkv.peers.comparison import Agreement, compare
 from hybridkv.peers.description import Description
-from hybridkv.peers.refusal import Incompatibility
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.planner import GroupKind
 
 BLOCKS = ((4, 4), (4, 8), (8, 4), (4, 12), (12, 4), (2, 12), (4, 6), (6, 4), (8, 12))

@@ -15,8 +15,8 @@ from played_worlds import Played, agreed, play
 from hybridkv.peers import digests, pairing, spans
 from hybridkv.peers.cells import Side
 from hybridkv.peers.description import NULL_BLOCK
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
-from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupKind, GroupSpec, TokenSpan, resume_start
 

@@ -10,7 +10,7 @@ from peer_worlds import World, worlds
 from plain_worlds import group, world
 from played_worlds import play
 
-from hybridkv.peers.spans import moved_span
+from hybridkv.peers.cells import moved_span
 from hybridkv.planner import GroupKind, GroupSpec, read_blocks
 from hybridkv.planner.coverage import load_start
 from kits.peers.volume import GroupBytes, full_attention_bytes, group_table, moved_blocks, moved_bytes

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from plain_worlds import group, world
 from played_worlds import agreed
 
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
-from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables, offered
 from hybridkv.planner import GroupKind, GroupSpec
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hybridkv.lmcache.shared_memory import DIRECTORY, PREFIX
+from hybridkv.lmcache.pool import DIRECTORY, PREFIX
 
 
 def segments_of(process: int) -> set[Path]:

@@ -12,8 +12,9 @@ def fresh_name() -> str:
 
 
 def nixl(max_transfers: int = 64) -> Transport:
-    """Posts are small, so reads are several of them."""
-    from hybridkv.peers.transport.nixl import NixlOptions, NixlTransport
+    """Posts are small in this process from now on, so reads are several of them."""
+    from hybridkv.peers.transport import nixl_reads
+    from hybridkv.peers.transport.nixl import NixlTransport
 
-    options = NixlOptions(post_bytes=1 << 16, max_transfers=max_transfers, abandon_s=0.5)
-    return NixlTransport(fresh_name(), options)
+    nixl_reads.POST_BYTES, nixl_reads.ABANDON_S = 1 << 16, 0.5
+    return NixlTransport(fresh_name(), max_transfers)

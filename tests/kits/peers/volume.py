@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hybridkv.peers.cells import moved_span
 from hybridkv.peers.description import Description
-from hybridkv.peers.spans import moved_span
 from hybridkv.planner import GroupKind, GroupSpec
 
 

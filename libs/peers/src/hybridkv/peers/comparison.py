@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from hybridkv.peers.description import PROTOCOL, Description, GroupDescription, Piece
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.ranks import head_sources
-from hybridkv.peers.refusal import Incompatibility
 from hybridkv.planner import GroupKind
 
 

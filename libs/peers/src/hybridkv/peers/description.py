@@ -13,8 +13,8 @@ from typing import Final
 
 import msgspec
 
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.ranks import HeadShare, head_share
-from hybridkv.peers.refusal import Incompatibility
 from hybridkv.planner import GroupKind, GroupSpec
 
 PROTOCOL: Final = 1

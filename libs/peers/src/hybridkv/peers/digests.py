@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 
 from hybridkv.peers.cells import Side
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.pairing import MAX_RUNS, Exchange, Pairing, too_many_runs
 from hybridkv.peers.ranges import Int64Array
-from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables, lists_refused
 from hybridkv.planner import GroupKind
 

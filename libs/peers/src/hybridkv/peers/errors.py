@@ -1,4 +1,6 @@
-"""Exceptions of this library, for operator errors and caller errors. Failures of a peer are returned as values."""
+"""Exceptions for operator errors and caller errors, and `Incompatibility`. Failures of a peer are returned as values."""
+
+import msgspec
 
 
 class PeersError(Exception):
@@ -22,3 +24,23 @@ class PeersConfigurationError(PeersError, ValueError):
         self.hint = hint
         text = f"{field}: expected {expected}, got {got!r}"
         super().__init__(f"{text}\nhint: {hint}" if hint else text)
+
+
+class Incompatibility(msgspec.Struct, frozen=True):
+    """Why two sides cannot exchange KV: the first incompatible field. Its cause is input from another process.
+
+    Args:
+        field: path of the field in a description or a request.
+        ours: value on this side.
+        theirs: value on the other side.
+        hint: advice for the operator.
+    """
+
+    field: str
+    ours: str
+    theirs: str
+    hint: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.field}: ours is {self.ours}, theirs is {self.theirs}"
+        return f"{text}\nhint: {self.hint}" if self.hint else text

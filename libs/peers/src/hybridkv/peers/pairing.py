@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hybridkv.peers.cells import Side, cells_of, cycle, last_cell_tokens, place_of, table_places
+from hybridkv.peers.cells import Side, cells_of, cycle, last_cell_tokens, moved_span, place_of, table_places
 from hybridkv.peers.comparison import Agreement, GroupPair
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.ranges import Int64Array, Ranges, Template, joined, merged
-from hybridkv.peers.refusal import Incompatibility
-from hybridkv.peers.spans import moved_span
 from hybridkv.peers.tables import BlockTables, blocks_at, lists_refused
 from hybridkv.peers.templates import cell_template
 from hybridkv.planner import GroupKind

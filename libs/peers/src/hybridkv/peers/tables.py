@@ -9,8 +9,8 @@ import numpy as np
 
 from hybridkv.peers.cells import Side
 from hybridkv.peers.description import MAX_BLOCKS, NULL_BLOCK
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.ranges import Int64Array
-from hybridkv.peers.refusal import Incompatibility
 from hybridkv.planner import GroupSpec, clip_blocks
 
 

@@ -13,9 +13,7 @@ from hybridkv.lmcache.wire.codec import (
     WireGroup,
     read_answer,
 )
-from hybridkv.lmcache.wire.v0_5_6 import CODEC_0_5_6
-from hybridkv.lmcache.wire.v0_5_7rc2 import CODEC_0_5_7RC2
-from hybridkv.lmcache.wire.versions import CODECS, codec_of
+from hybridkv.lmcache.wire.versions import CODEC_0_5_6, CODEC_0_5_7RC2, CODECS, codec_of
 
 __all__ = [
     "CODECS",

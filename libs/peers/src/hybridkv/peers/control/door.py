@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import zmq
 
@@ -25,7 +26,7 @@ from hybridkv.peers.control.sockets import (
     watched,
     why_failed,
 )
-from hybridkv.peers.wire import CloseReason, stranger_to_close
+from hybridkv.peers.wire import CloseReason
 
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILED
 BACKLOG = 128
@@ -166,3 +167,15 @@ def _connection(fd: int) -> socket.socket | None:
             return sock
         sock.close()
     return None
+
+
+def stranger_to_close(hosts: Sequence[str]) -> int:
+    """Index of the oldest stranger of the host with the most strangers, so a flood from one host displaces itself.
+
+    An honest peer is a stranger for milliseconds.
+
+    Args:
+        hosts: hosts of the strangers, oldest first; at least one.
+    """
+    [(crowd, _)] = Counter(hosts).most_common(1)
+    return hosts.index(crowd)

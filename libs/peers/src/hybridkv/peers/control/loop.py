@@ -20,7 +20,6 @@ from collections.abc import Callable
 
 import zmq
 
-from hybridkv.peers.commands import Commands
 from hybridkv.peers.control.curve import CurveKeys, ZapHandler
 from hybridkv.peers.control.dialing import Dialing, DialTarget
 from hybridkv.peers.control.door import Door
@@ -28,6 +27,7 @@ from hybridkv.peers.control.handlers import ControlCounts, Handlers, LinkId
 from hybridkv.peers.control.sockets import (
     FAILED,
     RECEIVED_AT_A_TIME,
+    Commands,
     Line,
     Setup,
     Socket,

@@ -31,24 +31,22 @@ from hybridkv.peers.transport.contract import (
 from hybridkv.peers.transport.memory import RegisteredMemory
 from hybridkv.peers.transport.nixl_capability import decode_capability, encode_capability
 from hybridkv.peers.transport.nixl_library import load_nixl, reason_of
-from hybridkv.peers.transport.nixl_lists import HOST_DEVICE
-from hybridkv.peers.transport.nixl_options import NixlOptions
-from hybridkv.peers.transport.nixl_reads import KIND, NixlRead, NixlReads, NixlRemote
-
-__all__ = ["NixlOptions", "NixlTransport"]
+from hybridkv.peers.transport.nixl_reads import HOST_DEVICE, KIND, NixlRead, NixlReads, NixlRemote
 
 logger = logging.getLogger(__name__)
 
 BACKEND = "UCX"
+MAX_TRANSFERS = 256
+"""Maximum unreleased reads."""
 
 
 class NixlTransport:
     """`Transport` of one NIXL agent. `agent_name` must be new for each start: NIXL rejects a name that it knows."""
 
     def __init__(
-        self, agent_name: str, options: NixlOptions | None = None, clock: Callable[[], float] = time.monotonic
+        self, agent_name: str, max_transfers: int = MAX_TRANSFERS, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._options = options or NixlOptions()
+        self._max_transfers = max_transfers
         self._clock = clock
         api = load_nixl()
         config = api.nixl_agent_config(enable_prog_thread=False, backends=[BACKEND])
@@ -62,7 +60,7 @@ class NixlTransport:
         self._remote_numbers = itertools.count(1)
         self._transfer_numbers = itertools.count(1)
         self._remotes: dict[RemoteId, NixlRemote] = {}
-        self._reads = NixlReads(self._agent, self._options, clock)
+        self._reads = NixlReads(self._agent, clock)
         self._is_closed = False
 
     def register(self, regions: Sequence[Region]) -> bytes:
@@ -125,11 +123,11 @@ class NixlTransport:
             now_s = self._clock()
             known = self._remotes.get(remote)
             read = NixlRead(known or NixlRemote("", RegisteredMemory()), now_s, now_s + timeout_s)
-            is_full = len(self._reads) >= self._options.max_transfers
+            is_full = len(self._reads) >= self._max_transfers
             self._reads.add(number, read)
             why_not = self._reads.memory.why_not("local", ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
             if is_full:
-                read.fail(TransferFailureReason.BUSY, f"{self._options.max_transfers} reads are not released", now_s)
+                read.fail(TransferFailureReason.BUSY, f"{self._max_transfers} reads are not released", now_s)
             elif known is None or not known.is_attached:
                 read.fail(TransferFailureReason.CLOSED, "the peer is not attached", now_s)
             elif why_not := why_not or known.memory.why_not(

@@ -6,12 +6,16 @@ posts: an RDMA read cannot be recalled. If a post does not end, the peer is give
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from hybridkv.peers.ranges import Ranges
+import numpy as np
+import numpy.typing as npt
+
+from hybridkv.peers.ranges import Int64Array, Ranges
 from hybridkv.peers.transport.contract import (
     PENDING,
     TransferDone,
@@ -22,12 +26,18 @@ from hybridkv.peers.transport.contract import (
 )
 from hybridkv.peers.transport.memory import RegisteredMemory
 from hybridkv.peers.transport.nixl_library import reason_of
-from hybridkv.peers.transport.nixl_lists import descriptors, posts_of
-from hybridkv.peers.transport.nixl_options import NixlOptions
 
 logger = logging.getLogger(__name__)
 
 KIND = "DRAM"
+HOST_DEVICE = 0
+"""Device id of host memory in NIXL."""
+POST_BYTES = 8 << 20
+"""Bytes per post. A call may block until a post is complete."""
+MAX_POSTS = 4
+"""Maximum posts in flight of one read, if posts do not block."""
+ABANDON_S = 2.0
+"""If a failed or cancelled read has not ended after this time, its peer is given up."""
 
 
 class NixlRemote:
@@ -61,9 +71,8 @@ class NixlRead:
 class NixlReads:
     """All unreleased reads of one agent. The owner holds its lock during each call."""
 
-    def __init__(self, agent: Any, options: NixlOptions, clock: Callable[[], float]) -> None:
+    def __init__(self, agent: Any, clock: Callable[[], float]) -> None:
         self._agent = agent
-        self._options = options
         self._clock = clock
         self._reads: dict[TransferId, NixlRead] = {}
         self._attached: list[NixlRemote] = []
@@ -85,7 +94,7 @@ class NixlReads:
 
     def begin(self, read: NixlRead, ranges: Ranges) -> None:
         """Queues the posts of a read; `advance` posts them. The ranges must be checked on both sides."""
-        read.posts.extend(posts_of(ranges, self._options.post_bytes))
+        read.posts.extend(posts_of(ranges, POST_BYTES))
 
     def forget(self, number: TransferId) -> bool:
         """Releases a read. False if one of its posts has not ended; such a read is cancelled."""
@@ -125,7 +134,7 @@ class NixlReads:
             self._look_at(read, handle, now_s)
         if read.state is PENDING and now_s >= read.deadline_s:
             read.fail(TransferFailureReason.TIMEOUT, "", now_s)
-        while read.state is PENDING and read.posts and len(read.handles) < self._options.max_posts:
+        while read.state is PENDING and read.posts and len(read.handles) < MAX_POSTS:
             if self._post(read, read.posts.popleft(), now_s):
                 break
         if isinstance(read.state, TransferFailed):
@@ -138,10 +147,8 @@ class NixlReads:
         if failed.reason is TransferFailureReason.GONE and not read.handles:
             # NIXL keeps the broken connection, and every later read would fail, although the peer may be alive.
             self.give_up(read.remote, TransferFailureReason.GONE, failed.detail)
-        elif read.handles and now_s - read.failed_s > self._options.abandon_s:
-            self.give_up(
-                read.remote, TransferFailureReason.GONE, "a read of this peer did not end after it was cancelled"
-            )
+        elif read.handles and now_s - read.failed_s > ABANDON_S:
+            self.give_up(read.remote, TransferFailureReason.GONE, "a read of this peer did not end after it was cancelled")
 
     def _look_at(self, read: NixlRead, handle: Any, now_s: float) -> None:
         try:
@@ -222,3 +229,24 @@ class NixlReads:
             call()
         except Exception as error:
             logger.debug("NIXL refused to clean up: %s", error)
+
+
+def descriptors(
+    memory: RegisteredMemory, regions: Int64Array, offsets: Int64Array, num_bytes: Int64Array
+) -> npt.NDArray[np.uint64]:
+    """(address, bytes, device) of each range. The ranges must be checked.
+
+    Built for each post. Prepared lists, indexed by number, did not make reads faster: see docs/reference/nixl.md.
+    """
+    devices = np.full(len(num_bytes), HOST_DEVICE, dtype=np.int64)
+    return np.stack([memory.places(regions, offsets), num_bytes, devices], axis=1).astype(np.uint64)
+
+
+def posts_of(ranges: Ranges, post_bytes: int) -> Iterator[Ranges]:
+    """Splits a read into posts of about `post_bytes`, in order. Longer ranges are cut."""
+    ranges = ranges.cut(post_bytes)
+    begins = np.cumsum(ranges.num_bytes) - ranges.num_bytes
+    share = begins // post_bytes
+    bounds = [0, *(np.flatnonzero(share[1:] != share[:-1]) + 1).tolist(), len(ranges)]
+    for first, last in itertools.pairwise(bounds):
+        yield ranges.rows(first, last)

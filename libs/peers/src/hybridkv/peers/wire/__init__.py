@@ -3,9 +3,7 @@
 No socket, no thread and no clock: `hybridkv.peers.control` sends and receives. FORMAT.md describes every byte.
 """
 
-from hybridkv.peers.wire.addresses import demand_secret, is_loopback
 from hybridkv.peers.wire.closing import CloseReason, WireError
-from hybridkv.peers.wire.crowding import stranger_to_close
 from hybridkv.peers.wire.limits import MAX_NAME_BYTES, WireLimits
 from hybridkv.peers.wire.messages import (
     PROTOCOL_VERSION,
@@ -28,7 +26,7 @@ from hybridkv.peers.wire.messages import (
     pack_columns,
     unpack_columns,
 )
-from hybridkv.peers.wire.secret import NO_SECRET, Secret, read_secret
+from hybridkv.peers.wire.secret import NO_SECRET, Secret, demand_secret, is_loopback, read_secret
 
 __all__ = [
     "MAX_NAME_BYTES",
@@ -58,6 +56,5 @@ __all__ = [
     "is_loopback",
     "pack_columns",
     "read_secret",
-    "stranger_to_close",
     "unpack_columns",
 ]

@@ -1,8 +1,12 @@
-"""Shared secret of the engines. Read from a file and never printed."""
+"""Shared secret of the engines. Read from a file and never printed.
+
+A process without a secret may listen and connect on this host only.
+"""
 
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import os
 import stat
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Final
 
 from hybridkv.peers.errors import PeersConfigurationError
 
+LOCAL_NAME = "localhost"
 MIN_SECRET_BYTES = 16
 MAX_SECRET_BYTES = 4096
 
@@ -73,3 +78,22 @@ def read_secret(path: str | os.PathLike[str]) -> Secret:
         expected = f"{MIN_SECRET_BYTES} to {MAX_SECRET_BYTES} bytes without white space around them"
         raise PeersConfigurationError(field, expected, f"fewer or more in {Path(path)}", _HINT)
     return Secret(key)
+
+
+def is_loopback(host: str) -> bool:
+    """True for a loopback address and for `localhost`. False for every other name, whatever it resolves to."""
+    if host == LOCAL_NAME:
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    mapped = getattr(address, "ipv4_mapped", None)
+    return bool((mapped or address).is_loopback)
+
+
+def demand_secret(field: str, host: str, secret: Secret) -> None:
+    """Raises `PeersConfigurationError` if there is no secret and `host` is not a loopback address."""
+    if not secret and not is_loopback(host):
+        hint = "set secret_file: without a secret, any process that reaches this address can read the cache"
+        raise PeersConfigurationError(field, "a loopback address, because there is no secret", host, hint)

@@ -12,9 +12,9 @@ from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.peers.comparison import compare
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.description import Description, decode, encode
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.pairing import Exchange
 from hybridkv.peers.ranks import RankLink, rank_links, release_links
-from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.transport import RemoteId, TransferFailed, Transport
 from hybridkv.peers.wire import Accepted, CloseReason, Describe, Message, Refused, WireLimits
 

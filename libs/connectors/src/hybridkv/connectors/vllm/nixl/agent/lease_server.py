@@ -20,9 +20,9 @@ from hybridkv.peers.comparison import compare
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.description import Description, decode, encode
 from hybridkv.peers.digests import DigestRequest, digest_runs
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.leases import NO_NONCE, Ended, Lease, LeaseBounds, LeaseEnd, Leases
 from hybridkv.peers.pairing import Exchange
-from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables
 from hybridkv.peers.wire import (
     Accepted,

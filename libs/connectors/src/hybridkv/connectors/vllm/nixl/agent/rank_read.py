@@ -15,10 +15,10 @@ from hybridkv.connectors.vllm.nixl.memory.rank_memory import DigestThread, NixlR
 from hybridkv.connectors.vllm.nixl.messages import PromptLoad
 from hybridkv.peers.cells import Side
 from hybridkv.peers.digests import DigestRequest, digest_request, digest_runs, mismatches
+from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.leases import SLOT_BYTES
 from hybridkv.peers.pairing import Pairing, Resume
 from hybridkv.peers.reads import Checked, Connected, Event, PeerLost, ReadFailure, ReadStage, TransferEnded
-from hybridkv.peers.refusal import Incompatibility
 from hybridkv.peers.tables import BlockTables
 from hybridkv.peers.transport import (
     Ranges,

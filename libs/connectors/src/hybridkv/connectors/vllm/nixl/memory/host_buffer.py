@@ -17,7 +17,7 @@ from hybridkv.canonical.torch_view import CanonicalKVCaches, KVCache, LayoutErro
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.nixl.messages import HostCopy, PromptLoad
-from hybridkv.peers.spans import moved_span
+from hybridkv.peers.cells import moved_span
 from hybridkv.peers.tables import offered
 from hybridkv.planner import GroupKind, GroupSpec
 
