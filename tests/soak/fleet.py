@@ -23,9 +23,17 @@ import patience
 from hybridkv.tiers.object.format.epoch import encode_epoch
 from hybridkv.tiers.object.format.manifest import MAX_PARTS, ManifestNode, ManifestPart, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
-from hybridkv.tiers.object.names import cache_name, epoch_name, manifest_name, namespace_of, pack_name, prefix_of
+from hybridkv.tiers.object.names import (
+    BOUNDARY_EVERY,
+    cache_name,
+    epoch_name,
+    manifest_name,
+    namespace_of,
+    pack_name,
+    prefix_of,
+)
 from kits.tiers.played_s3 import PlayedS3, Request, Trouble, Zeros
-from soak.fleet_engine import FINGERPRINT, NUM_PATHS, OPTIONS, path_of
+from soak.fleet_engine import FINGERPRINT, NUM_PATHS, path_of
 
 MIB = 1 << 20
 NUM_HEALTHY = 3
@@ -106,7 +114,7 @@ class Stranger:
     def __init__(self, s3: PlayedS3, random: Random) -> None:
         self._s3 = s3
         self._random = random
-        self._cache = cache_name(SECRET.encode(), FINGERPRINT, OPTIONS.boundary_every)
+        self._cache = cache_name(SECRET.encode(), FINGERPRINT, BOUNDARY_EVERY)
         self._namespace = namespace_of(self._cache, 0)
 
     def act(self) -> str:

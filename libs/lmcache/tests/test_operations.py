@@ -39,7 +39,7 @@ class PlayedChannel:
 
 
 def _looked_up(channel: PlayedChannel) -> Ended[PrefixHit]:
-    facts = ServerFacts("0.5.7rc2", "one", CHUNK, True, 0, False, "zmq", "blake3")
+    facts = ServerFacts("0.5.7rc2", True, 0, False, "blake3")
     ready = Ready(facts, CODEC_0_5_7RC2, CHUNK, None)
     connection: Any = SimpleNamespace(channel=channel, state=ready, ready=ready)
     ended: list[Ended[PrefixHit]] = []

@@ -52,7 +52,7 @@ def codec(request: pytest.FixtureRequest) -> Codec:
 def test_a_key_has_the_form_of_the_version(codec: Codec) -> None:
     key = KEYS[codec.version]
     assert _said(codec.store(KEY, 7, [[1, 2], [3]])) == (6, [key, 7, [[1, 2], [3]], b""])
-    assert _said(codec.retrieve(KEY, 7, [[1], []], 0)) == (7, [key, 7, [[1], []], b"", 0])
+    assert _said(codec.retrieve(KEY, 7, [[1], []])) == (7, [key, 7, [[1], []], b"", 0])
     assert _said(codec.lookup(KEY)) == (8, [key, 2])
 
 

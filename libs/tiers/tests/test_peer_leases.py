@@ -7,7 +7,7 @@ import threading
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Key, Refusal, Slot
-from hybridkv.tiers.peer import LeaseCounts, PeerLeases, PeerOptions
+from hybridkv.tiers.peer import PeerLeases, PeerOptions
 from hybridkv.tiers.ram import RamIndex
 
 GRANULE = 1024
@@ -49,7 +49,6 @@ def test_what_a_peer_was_told_of_stays_and_the_rest_goes() -> None:
     assert slots == [world.ram.find(a), None, world.ram.find(b)] and None not in (slots[0], slots[2])
     world.churn()
     assert world.has(a) and world.has(b) and not world.has(world.keys[2])
-    assert world.leases.take_counts() == LeaseCounts(asked=3, held=2)
 
 
 def test_what_is_given_up_may_go() -> None:
@@ -72,7 +71,6 @@ def test_a_lease_ends_by_itself_and_a_question_renews_it() -> None:
     world.time_s = 60.0
     world.churn()
     assert not world.has(a) and world.has(b)
-    assert world.leases.take_counts().expired == 1
     world.time_s = 100.0
     world.churn()
     assert not world.has(b) and len(world.leases) == world.leases.num_bytes == 0
@@ -95,7 +93,6 @@ def test_a_peer_that_leaves_holds_nothing_up_and_another_keeps_its_own() -> None
 def test_no_more_bytes_are_promised_than_may_be() -> None:
     world = World(leased_share=0.25)
     assert sum(slot is not None for slot in world.leases.answer(ONE, world.keys)) == 2
-    assert world.leases.take_counts() == LeaseCounts(asked=8, held=2, refused=6)
     assert world.leases.num_bytes == 2 * GRANULE
     world.churn()
     assert sum(map(world.has, world.keys)) == 2
@@ -116,7 +113,7 @@ def test_leases_that_ended_count_no_more_though_the_engine_sleeps() -> None:
     assert world.leases.answer(ONE, world.keys[:2]).count(None) == 0
 
 
-def test_what_left_before_it_was_pinned_is_counted_and_pins_nothing() -> None:
+def test_what_left_before_it_was_pinned_pins_nothing() -> None:
     world = World()
     a, b = world.keys[:2]
     world.leases.answer(ONE, [a, b])
@@ -127,7 +124,7 @@ def test_what_left_before_it_was_pinned_is_counted_and_pins_nothing() -> None:
         world.put(key)
     world.leases.settle()
     moved = world.ram.find(b) != world.leases.answer(OTHER, [a])[0]
-    assert moved and world.leases.take_counts().lost >= 1
+    assert moved
     world.leases.leave(ONE)
     world.leases.settle()
     assert not world.ram.num_pinned

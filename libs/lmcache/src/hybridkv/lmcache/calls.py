@@ -55,18 +55,3 @@ class CallAnswer(Generic[T_co]):
 
 
 Ended: TypeAlias = CallAnswer[T] | CallFailure
-
-
-class ChannelCounts(msgspec.Struct, frozen=True):
-    """Counts since the start of a channel. Mergeable by addition."""
-
-    calls: int = 0
-    answers: int = 0
-    late_answers: int = 0
-    """Answers after their deadline."""
-    strange_frames: int = 0
-    """Frames that match no call."""
-    drops: int = 0
-    """Dropped connections."""
-    lacks: dict[Trouble, int] = {}
-    """Failed calls by reason. Only reasons that occurred."""

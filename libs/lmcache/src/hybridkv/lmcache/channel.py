@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import zmq
 
-from hybridkv.lmcache.calls import CallAnswer, CallFailure, ChannelCounts, Ended, Trouble
+from hybridkv.lmcache.calls import CallAnswer, CallFailure, Ended, Trouble
 from hybridkv.lmcache.errors import LMCacheProtocolError
 from hybridkv.lmcache.wire import MAX_FRAME_BYTES, MAX_FRAMES, MalformedError, RpcCall, read_answer
 
@@ -35,22 +35,10 @@ _BATCH = 256
 """Maximum answers read before deadlines are checked."""
 _RECONNECT_S = 0.5
 """Pause between attempts to create a socket, in seconds, if files or memory have run out."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelLimits:
-    """Limits of one channel.
-
-    Args:
-        max_calls: maximum open calls; more are BUSY.
-        max_late: maximum calls past their deadline with a pending `on_late`; the oldest is dropped.
-    """
-
-    max_calls: int = 4096
-    max_late: int = 4096
-
-
-DEFAULT_LIMITS = ChannelLimits()
+MAX_CALLS = 4096
+"""Maximum open calls; more are BUSY."""
+MAX_LATE = 4096
+"""Maximum calls past their deadline with a pending `on_late`; the oldest is dropped."""
 
 
 @dataclass(slots=True)
@@ -69,7 +57,6 @@ class Channel:
     Args:
         host: of the server's ZMQ side.
         port: of the server's ZMQ side.
-        limits: limits.
         clock: seconds.
         on_cut: called on the channel's thread after a disconnect, when all calls in flight have ended with LOST.
     """
@@ -78,12 +65,10 @@ class Channel:
         self,
         host: str,
         port: int,
-        limits: ChannelLimits = DEFAULT_LIMITS,
         clock: Callable[[], float] = time.monotonic,
         on_cut: Callable[[], None] = lambda: None,
     ) -> None:
         self._address = f"tcp://{f'[{host}]' if ':' in host else host}:{port}"
-        self._limits = limits
         self._clock = clock
         self._on_cut = on_cut
         self._context = zmq.Context(io_threads=1)
@@ -105,8 +90,6 @@ class Channel:
         self._is_closing = False
         self._is_over = False
         """The thread runs no more commands."""
-        self._tally: dict[str, int] = {}
-        self._lacks: dict[Trouble, int] = {}
         self._socket, self._monitor = self._connect()
         self._thread = threading.Thread(target=self._run, name="hybridkv-lmcache", daemon=True)
         self._thread.start()
@@ -126,7 +109,7 @@ class Channel:
         """
         trouble = self._begin()
         if trouble is not None:
-            self._post(lambda: on_end(self._lacking(trouble, call.name)))
+            self._post(lambda: on_end(CallFailure(trouble, call.name)))
             return
         asked = _OpenCall(call, self._clock() + timeout_s, on_end, on_late)
         self._post(lambda: self._send(asked))
@@ -173,9 +156,6 @@ class Channel:
         with self._changed:
             return self._changed.wait_for(lambda: not self._num_open, timeout_s)
 
-    def counts(self) -> ChannelCounts:
-        return ChannelCounts(**self._tally, lacks=self._lacks.copy())
-
     def close(self, timeout_s: float) -> bool:
         """Ends all calls with CLOSED. False if the thread is still in a callback. Repeatable."""
         if threading.current_thread() is self._thread:
@@ -190,7 +170,7 @@ class Channel:
         with self._lock:
             if self._is_closing:
                 return Trouble.CLOSED
-            if self._num_open >= self._limits.max_calls:
+            if self._num_open >= MAX_CALLS:
                 return Trouble.BUSY
             self._num_open += 1
             return None
@@ -273,8 +253,8 @@ class Channel:
         # Do not queue calls without a connection: a call sent later could access reused pages.
         sock.setsockopt(zmq.IMMEDIATE, 1)
         sock.setsockopt(zmq.LINGER, 0)
-        sock.setsockopt(zmq.SNDHWM, self._limits.max_calls)
-        sock.setsockopt(zmq.RCVHWM, self._limits.max_calls)
+        sock.setsockopt(zmq.SNDHWM, MAX_CALLS)
+        sock.setsockopt(zmq.RCVHWM, MAX_CALLS)
         sock.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         sock.setsockopt(zmq.RECONNECT_IVL, 100)
         sock.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
@@ -297,7 +277,6 @@ class Channel:
     def _drop(self) -> None:
         if self._is_closing:
             return  # `_finish` ends all calls with CLOSED
-        self._count("drops")
         self._disconnect()
         asked, self._asked = self._asked, {}
         self._late.clear()
@@ -329,7 +308,6 @@ class Channel:
         except zmq.Again:
             heapq.heappush(self._timers, (self._clock() + 0.02, next(self._uids), lambda: self._send(asked)))
             return
-        self._count("calls")
         self._asked[uid] = asked
         self._due_s = min(self._due_s, asked.until_s)
 
@@ -337,7 +315,7 @@ class Channel:
         for uid in [uid for uid, asked in self._asked.items() if asked.until_s <= now_s]:
             asked = self._asked.pop(uid)
             if asked.on_late is not None:
-                if len(self._late) >= self._limits.max_late:
+                if len(self._late) >= MAX_LATE:
                     del self._late[next(iter(self._late))]
                 self._late[uid] = asked
             self._end(asked, CallFailure(Trouble.TIMEOUT, asked.call.name))
@@ -360,13 +338,9 @@ class Channel:
         asked = self._asked.pop(frames[0], None)
         if asked is not None:
             self._end(asked, self._value(asked.call, frames, num_frames))
-        elif (asked := self._late.pop(frames[0], None)) is not None:
-            self._count("late_answers")
-            if asked.on_late is not None:
-                self._safely(asked.on_late)
-        else:
-            self._count("strange_frames")
-        return True
+        elif (asked := self._late.pop(frames[0], None)) is not None and asked.on_late is not None:
+            self._safely(asked.on_late)
+        return True  # frames of no call are ignored
 
     def _value(self, call: RpcCall[Any], frames: list[bytes], num_frames: int) -> Ended[Any]:
         try:
@@ -375,12 +349,9 @@ class Channel:
             value = read_answer(call, frames[1:])
         except MalformedError as error:
             return CallFailure(Trouble.MALFORMED, str(error))
-        self._count("answers")
         return CallAnswer(value)
 
     def _end(self, asked: _OpenCall, ended: Ended[Any]) -> None:
-        if isinstance(ended, CallFailure):
-            self._lacks[ended.trouble] = self._lacks.get(ended.trouble, 0) + 1
         on_end, asked.on_end = asked.on_end, None
         if on_end is not None:
             self._safely(lambda: on_end(ended))
@@ -390,13 +361,6 @@ class Channel:
         with self._changed:
             self._num_open -= 1
             self._changed.notify_all()
-
-    def _lacking(self, trouble: Trouble, name: str) -> CallFailure:
-        self._lacks[trouble] = self._lacks.get(trouble, 0) + 1
-        return CallFailure(trouble, name)
-
-    def _count(self, name: str) -> None:
-        self._tally[name] = self._tally.get(name, 0) + 1
 
     def _finish(self) -> None:
         with self._lock:

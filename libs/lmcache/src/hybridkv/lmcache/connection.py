@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, TypeVar
 
 from hybridkv.lmcache.calls import CallAnswer, CallFailure, Ended, Trouble
-from hybridkv.lmcache.channel import DEFAULT_LIMITS, Channel, ChannelLimits
+from hybridkv.lmcache.channel import Channel
 from hybridkv.lmcache.detection import ServerFacts, detect
 from hybridkv.lmcache.errors import LMCacheConfigurationError
 from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
@@ -51,7 +51,6 @@ class ConnectionOptions:
         max_missed_beats: consecutive missed heartbeats after which the server is down.
         retry_s: first pause between connection attempts; doubles up to `retry_max_s`.
         retry_max_s: longest pause. Short, because the server is on this host and an attempt is cheap.
-        limits: of the channel.
     """
 
     call_timeout_s: float = 5.0
@@ -59,7 +58,6 @@ class ConnectionOptions:
     max_missed_beats: int = 3
     retry_s: float = 0.5
     retry_max_s: float = 2.0
-    limits: ChannelLimits = DEFAULT_LIMITS
 
 
 DEFAULT_OPTIONS = ConnectionOptions()
@@ -137,7 +135,6 @@ class Connection:
         self._address = address
         self._session = session
         self._options = options
-        self._clock = clock
         self._changed = threading.Condition()
         self._state: ServerState = Down("not tried yet")
         self._was_ready = False
@@ -148,7 +145,7 @@ class Connection:
         self._is_cut = False
         self._is_closing = False
         self._is_closed = False
-        self.channel = Channel(address.host, address.port, options.limits, clock, self._cut)
+        self.channel = Channel(address.host, address.port, clock, self._cut)
         self._thread = threading.Thread(target=self._run, name="hybridkv-lmcache-keeper", daemon=True)
         self._thread.start()
 

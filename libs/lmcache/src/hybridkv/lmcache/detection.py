@@ -20,22 +20,16 @@ class ServerFacts(msgspec.Struct, frozen=True):
 
     Args:
         version: of LMCache.
-        incarnation: unique id of the server process.
-        chunk_tokens: chunk size at its start; the one agreed on by the connection takes precedence.
         separate_groups: windows and states are stored in separate objects, with their own lookup rules.
         null_block: block id of the null block.
         keeps_whole_windows: it stores every block of a window group, not only those at the end of each chunk.
-        transport: transport that it listens on.
         hash_algorithm: hash of its object names.
     """
 
     version: str
-    incarnation: str
-    chunk_tokens: int
     separate_groups: bool
     null_block: int
     keeps_whole_windows: bool
-    transport: str
     hash_algorithm: str
 
     @property
@@ -80,12 +74,9 @@ def detect(address: HttpAddress, timeout_s: float, get: GetJson = get_json) -> S
         )
     return ServerFacts(
         version=version,
-        incarnation=mp.instance_id,
-        chunk_tokens=mp.chunk_size,
         separate_groups=mp.separate_object_groups,
         null_block=mp.null_block_id,
         # A blending engine stores every block of a window; others only those at the end of each chunk.
         keeps_whole_windows=mp.engine_type != "default",
-        transport=mp.transport,
         hash_algorithm=mp.hash_algorithm,
     )

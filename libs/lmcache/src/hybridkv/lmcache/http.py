@@ -45,15 +45,13 @@ def get_json(address: HttpAddress, path: str, timeout_s: float, clock: Callable[
         raise HttpError(f"GET {path}: {error}") from None
 
 
-def delete(
-    address: HttpAddress, path: str, body: object, timeout_s: float, clock: Callable[[], float] = time.monotonic
-) -> tuple[int, bytes]:
+def delete(address: HttpAddress, path: str, body: object, timeout_s: float) -> tuple[int, bytes]:
     """Sends a DELETE with a JSON body. Returns status and body.
 
     Raises:
         HttpError: no answer in time, or too long.
     """
-    return _ask(address, "DELETE", path, msgspec.json.encode(body), timeout_s, clock)
+    return _ask(address, "DELETE", path, msgspec.json.encode(body), timeout_s, time.monotonic)
 
 
 def _ask(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Callable
 
 import xxhash
 
@@ -23,9 +22,6 @@ _FIELDS = struct.Struct("<8sQ16s16s")
 _REST = bytes(HEADER_BYTES - _FIELDS.size)
 _UNSEALED = struct.Struct("<8sQ16s")
 _UNIT_BYTES = 64
-
-Digest = Callable[[memoryview, bytes], bytes]
-"""Digest of 16 bytes over a view followed by bytes."""
 
 
 class PageState(enum.StrEnum):
@@ -47,8 +43,8 @@ def page_bytes(payload_bytes: int) -> int:
     return HEADER_BYTES + -(-payload_bytes // _UNIT_BYTES) * _UNIT_BYTES
 
 
-def xxh3_128(view: memoryview, more: bytes) -> bytes:
-    """Default digest of pages."""
+def _digest(view: memoryview, more: bytes) -> bytes:
+    """XXH3-128 of a view followed by bytes."""
     digest = xxhash.xxh3_128(view)
     digest.update(more)
     return digest.digest()
@@ -59,12 +55,12 @@ def payload_of(page: memoryview, payload_bytes: int) -> memoryview:
     return page[HEADER_BYTES : HEADER_BYTES + payload_bytes]
 
 
-def seal(page: memoryview, identity: bytes, payload_bytes: int, digest: Digest = xxh3_128) -> None:
+def seal(page: memoryview, identity: bytes, payload_bytes: int) -> None:
     """Writes the header of a page. The payload must be complete."""
     if len(identity) != IDENTITY_BYTES or HEADER_BYTES + payload_bytes > len(page):
         raise LMCacheProtocolError(f"{payload_bytes} bytes under {identity!r} do not fit a page of {len(page)}")
     unsealed = _UNSEALED.pack(MAGIC, payload_bytes, identity)
-    checksum = digest(payload_of(page, payload_bytes), unsealed)
+    checksum = _digest(payload_of(page, payload_bytes), unsealed)
     page[:HEADER_BYTES] = unsealed + checksum + _REST
 
 
@@ -73,13 +69,13 @@ def blank(page: memoryview) -> None:
     page[:HEADER_BYTES] = bytes(HEADER_BYTES)
 
 
-def check(page: memoryview, identity: bytes, payload_bytes: int, digest: Digest = xxh3_128) -> PageState:
+def check(page: memoryview, identity: bytes, payload_bytes: int) -> PageState:
     """Checks that a page holds exactly the bytes sealed as `identity`."""
     magic, length, found, checksum = _FIELDS.unpack_from(page)
     if magic != MAGIC:
         return PageState.ABSENT if not any(page[:HEADER_BYTES]) else PageState.CORRUPT
     if bytes(page[_FIELDS.size : HEADER_BYTES]) != _REST or HEADER_BYTES + length > len(page):
         return PageState.CORRUPT
-    if digest(payload_of(page, length), _UNSEALED.pack(magic, length, found)) != checksum:
+    if _digest(payload_of(page, length), _UNSEALED.pack(magic, length, found)) != checksum:
         return PageState.CORRUPT
     return PageState.GOOD if (found, length) == (identity, payload_bytes) else PageState.FOREIGN

@@ -173,10 +173,8 @@ class Codec:
     def store(self, key: Key, instance: int, block_ids: Sequence[Sequence[int]]) -> RpcCall[MoveAnswer]:
         return _call("store", 6, (self._key(key), instance, block_ids, b""), MoveAnswer)
 
-    def retrieve(
-        self, key: Key, instance: int, block_ids: Sequence[Sequence[int]], skip_tokens: int = 0
-    ) -> RpcCall[MoveAnswer]:
-        return _call("retrieve", 7, (self._key(key), instance, block_ids, b"", skip_tokens), MoveAnswer)
+    def retrieve(self, key: Key, instance: int, block_ids: Sequence[Sequence[int]]) -> RpcCall[MoveAnswer]:
+        return _call("retrieve", 7, (self._key(key), instance, block_ids, b"", 0), MoveAnswer)
 
     def lookup(self, key: Key) -> RpcCall[None]:
         return _call("lookup", 8, (self._key(key), key.world_size), None)

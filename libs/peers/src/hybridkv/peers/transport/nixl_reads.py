@@ -148,7 +148,9 @@ class NixlReads:
             # NIXL keeps the broken connection, and every later read would fail, although the peer may be alive.
             self.give_up(read.remote, TransferFailureReason.GONE, failed.detail)
         elif read.handles and now_s - read.failed_s > ABANDON_S:
-            self.give_up(read.remote, TransferFailureReason.GONE, "a read of this peer did not end after it was cancelled")
+            self.give_up(
+                read.remote, TransferFailureReason.GONE, "a read of this peer did not end after it was cancelled"
+            )
 
     def _look_at(self, read: NixlRead, handle: Any, now_s: float) -> None:
         try:

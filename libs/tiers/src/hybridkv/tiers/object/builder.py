@@ -11,7 +11,7 @@ from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.index import ObjectIndex
 from hybridkv.tiers.object.manifest_store import Collection, ManifestStore
 from hybridkv.tiers.object.medium import ObjectMedium
-from hybridkv.tiers.object.names import cache_name
+from hybridkv.tiers.object.names import BOUNDARY_EVERY, cache_name
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.store import is_directory, open_object_store
 
@@ -79,7 +79,7 @@ def open_index(
             "the same secret_file",
             depot.url,
         )
-    cache = cache_name(depot.secret, fingerprint, options.boundary_every)
+    cache = cache_name(depot.secret, fingerprint, BOUNDARY_EVERY)
     client = ManifestStore(Collection(depot.open(options), depot.seals, cache, world_size), options, clock)
     try:
         client.open()

@@ -34,7 +34,7 @@ from hybridkv.tiers.object.format.manifest import (
     encode_manifest,
 )
 from hybridkv.tiers.object.format.seals import Seals
-from hybridkv.tiers.object.names import epoch_name, manifest_name, namespace_of, prefix_of
+from hybridkv.tiers.object.names import BOUNDARY_EVERY, epoch_name, manifest_name, namespace_of, prefix_of
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import PackPlace, Stored
 from hybridkv.tiers.object.paths import Paths
@@ -47,6 +47,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_SEARCHING = 32
+"""Concurrent searches; others wait."""
+MAX_PROBES = 16
+"""Manifests read in one round of a search for the last boundary with a manifest."""
+MAX_TAIL_PROBES = 32
+"""Manifests read after that boundary, where a path may have ended at any prefix."""
+MAX_NODES = 131_072
+"""Prefixes and chunks in the prefix graph, from which manifests are built."""
+MAX_UNPUBLISHED = 1024
+"""Path ends without a manifest yet, because an earlier part is unknown."""
 # An epoch is the second in which it began, by the clock of the host that began it.
 FARTHEST_AHEAD_S = 86_400
 """A mark further in the future is ignored. Clocks of hosts differ by less."""
@@ -132,7 +142,7 @@ class ManifestStore:
         self.takes_objects = False
         self.news: deque[News] = deque()
         self._opened: Future[None] = Future()
-        self._paths = Paths(options.max_nodes)
+        self._paths = Paths(MAX_NODES)
         self._reader = ManifestReader(collection.store, collection.seals, options, clock)
         self._bad: Quarantine[tuple[str, int], bool] = Quarantine(options.max_asked, options.bad_s, clock)
         """Places with wrong or missing bytes."""
@@ -310,7 +320,7 @@ class ManifestStore:
     # Searches.
 
     def _begin_search(self, search: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        if self._num_searching >= self._options.max_searching:
+        if self._num_searching >= MAX_SEARCHING:
             self._waiting.append(search)
             return
         self._num_searching += 1
@@ -337,7 +347,7 @@ class ManifestStore:
             self._end_search()
 
     async def _found(self, request: int, keys: Sequence[Key]) -> LookupAnswered | None:
-        options, namespace = self._options, self.namespace
+        namespace = self.namespace
         if namespace is None:
             return None
         prefixes = list(dict.fromkeys(map(prefix_of, keys)))
@@ -346,9 +356,9 @@ class ManifestStore:
         found = await find_last(
             prefixes,
             lambda wanted: self._probe_all(lookup, {prefix: places_of[prefix] for prefix in wanted}),
-            options.boundary_every,
-            options.max_probes,
-            options.max_tail_probes,
+            BOUNDARY_EVERY,
+            MAX_PROBES,
+            MAX_TAIL_PROBES,
         )
         self._has_complained = False
         places: dict[Key, PackPlace] = {}
@@ -406,7 +416,7 @@ class ManifestStore:
     def _publish(self, stored: Sequence[Stored]) -> None:
         if self.namespace is None:
             return
-        ends = self._paths.ends(self._paths.add(stored), self._options.boundary_every)
+        ends = self._paths.ends(self._paths.add(stored), BOUNDARY_EVERY)
         waiting, self._unpublished = self._unpublished, {}
         for prefix in (*waiting, *ends):
             path = self._paths.up_to(prefix)
@@ -414,7 +424,7 @@ class ManifestStore:
                 self._unpublished[prefix] = None
             else:
                 self._do(self._put(prefix, manifest_name(self.namespace, prefix), path))
-        while len(self._unpublished) > self._options.max_unpublished:
+        while len(self._unpublished) > MAX_UNPUBLISHED:
             del self._unpublished[next(iter(self._unpublished))]
 
     async def _put(self, prefix: bytes, name: str, path: list[ManifestNode]) -> None:
@@ -457,7 +467,7 @@ class ManifestStore:
         self._paths.forget(key, place.pack)
         if not place.source:
             return
-        for end in self._paths.behind(prefix_of(key), place.source, self._options.boundary_every):
+        for end in self._paths.behind(prefix_of(key), place.source, BOUNDARY_EVERY):
             self._unpublished[end] = None
 
     async def _begin_epoch(self, epoch: int) -> None:

@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+READ_BYTES = 16 << 20
+"""Adjacent chunks are read together up to this size."""
+GAP_BYTES = 64 << 10
+"""Chunks with a gap up to this size count as adjacent."""
+NUM_THREADS = 4
+"""Concurrent pack reads and writes of one rank."""
 _MAX_WRITTEN = 4096
 """Limit of the remembered names of written packs."""
 
@@ -80,7 +86,7 @@ class ObjectMedium(RemoteMedium):
         self._written: OrderedDict[str, None] = OrderedDict()
         self._loads: list[_PackMove] = []
         """Queued loads, until `flush`."""
-        self._pool = DaemonPool(options.num_threads, "hybridkv-object")
+        self._pool = DaemonPool(NUM_THREADS, "hybridkv-object")
 
     def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
         move = self._begun(ticket, key, slot, source, is_store=True)
@@ -149,8 +155,7 @@ class ObjectMedium(RemoteMedium):
         run: list[_PackMove] = []
         for move in sorted(moves, key=lambda each: each.slot.offset):
             if run and (
-                not 0 <= move.slot.offset - run[-1].end <= self._options.gap_bytes
-                or move.end - run[0].slot.offset > self._options.read_bytes
+                not 0 <= move.slot.offset - run[-1].end <= GAP_BYTES or move.end - run[0].slot.offset > READ_BYTES
             ):
                 yield run
                 run = []
@@ -211,7 +216,7 @@ class ObjectMedium(RemoteMedium):
         cache on the way is faulty."""
         bad = self._read_from(pack, run, run[0].slot.offset, is_last=False)
         if bad:
-            first = 0 if bad[-1].end <= self._options.read_bytes else bad[0].slot.offset
+            first = 0 if bad[-1].end <= READ_BYTES else bad[0].slot.offset
             self._read_from(pack, bad, first, is_last=True)
 
     def _read_from(self, pack: str, run: list[_PackMove], first: int, *, is_last: bool) -> list[_PackMove]:

@@ -18,6 +18,9 @@ _CACHE_CONTEXT = "hybridkv 2026 cache in an object store v2"
 _NAMESPACE_CONTEXT = "hybridkv 2026 epoch of a cache in an object store v1"
 _PREFIX_CONTEXT = "hybridkv 2026 prefix in an object store v1"
 _NAME_BYTES = 20
+BOUNDARY_EVERY = 8
+"""On average one prefix of so many is a boundary, which always has a manifest. Equal in all engines of a fleet, since
+it is part of the namespace."""
 
 
 def cache_name(secret: bytes, fingerprint: bytes, boundary_every: int) -> str:

@@ -11,25 +11,10 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     # Packs and manifests.
     pack_bytes: int = 16 << 20
     """Size limit of a pack. A larger chunk is a pack of its own."""
-    boundary_every: int = 8
-    """On average one prefix of so many is a boundary, which always has a manifest. It must be equal in all engines of a
-    fleet, since it is part of the namespace."""
 
     # The scheduler's half.
-    max_searching: int = 32
-    """Concurrent searches; others wait."""
-    max_probes: int = 16
-    """Manifests read in one round of a search for the last boundary with a manifest."""
-    max_tail_probes: int = 32
-    """Manifests read after that boundary, where a path may have ended at any prefix."""
-    max_requests: int = 64
-    """Concurrent requests of the scheduler to the store."""
     max_known: int = 262_144
     known_bytes: int = 1 << 44
-    max_nodes: int = 131_072
-    """Prefixes and chunks in the prefix graph, from which manifests are built."""
-    max_unpublished: int = 1024
-    """Path ends without a manifest yet, because an earlier part is unknown."""
     missing_s: float = 5.0
     believed_s: float = 600.0
     """A chunk is offered for so long after it was found or stored. Then it is looked up again, since packs expire."""
@@ -43,12 +28,6 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     """A lookup keeps the last manifest it found up to this size, and reads a larger one again."""
 
     # Bytes.
-    read_bytes: int = 16 << 20
-    """Adjacent chunks are read together up to this size."""
-    gap_bytes: int = 64 << 10
-    """Chunks with a gap up to this size count as adjacent."""
-    num_threads: int = 4
-    """Concurrent pack reads and writes of one rank."""
     request_timeout_s: float = 10.0
     """Timeout of a request, which is then retried once."""
     connect_timeout_s: float = 2.0

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+MAX_REQUESTS = 64
+"""Concurrent requests of the scheduler to the store."""
+
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -133,7 +136,7 @@ class ManifestReader:
         self._seals = seals
         self._options = options
         self._room = ReadMemoryLimit(max(options.reading_bytes, options.manifest_bytes))
-        self.requests = asyncio.Semaphore(options.max_requests)
+        self.requests = asyncio.Semaphore(MAX_REQUESTS)
         """Limits concurrent requests to the store."""
         self._bad: Quarantine[str, str] = Quarantine(options.max_asked, options.bad_s, clock)
         """ETag of the version that is not read again, by object name. No store has empty ETags."""

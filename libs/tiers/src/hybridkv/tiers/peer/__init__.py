@@ -5,8 +5,7 @@
     index.py     the scheduler's index of chunks at peers, built on remote/
     client.py    lookup client: sends lookups and answers those of peers
     leases.py    leases: chunks kept for peers, on the scheduler
-    medium.py    each rank's medium: reads and checks chunks, with reader.py
-    seals.py     answers peers' requests for digests of a rank's chunks
+    medium.py    a rank's half: reads chunks, and answers peers' requests for digests of its own
     node.py      connections to peers
     words.py     messages of these connections
     builder.py   builds the index or a medium from addresses and a secret
@@ -17,7 +16,7 @@
 from hybridkv.tiers.peer.builder import PeerAddresses, open_index, open_medium
 from hybridkv.tiers.peer.client import Answered, ConnectionLost, PeerLookupClient
 from hybridkv.tiers.peer.index import PeerIndex
-from hybridkv.tiers.peer.leases import LeasableIndex, LeaseCounts, PeerLeases
+from hybridkv.tiers.peer.leases import LeasableIndex, PeerLeases
 from hybridkv.tiers.peer.medium import PeerMedium
 from hybridkv.tiers.peer.options import PeerOptions
 
@@ -25,7 +24,6 @@ __all__ = [
     "Answered",
     "ConnectionLost",
     "LeasableIndex",
-    "LeaseCounts",
     "PeerAddresses",
     "PeerIndex",
     "PeerLeases",

@@ -17,11 +17,10 @@ from hybridkv.tiers.peer import words
 from hybridkv.tiers.peer.client import CLOSE_S, PeerLookupClient
 from hybridkv.tiers.peer.index import PeerIndex
 from hybridkv.tiers.peer.leases import PeerLeases
-from hybridkv.tiers.peer.medium import PeerMedium
+from hybridkv.tiers.peer.medium import PeerMedium, RankSeals
 from hybridkv.tiers.peer.node import Address, NodeCallbacks, NodeIdentity, PeerNode
 from hybridkv.tiers.peer.options import PeerOptions
 from hybridkv.tiers.peer.reader import PeerReader
-from hybridkv.tiers.peer.seals import RankSeals
 from hybridkv.tiers.ram import RamIndex
 
 SCHEDULER = -1

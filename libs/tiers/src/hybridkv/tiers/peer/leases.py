@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-import msgspec
-
 from hybridkv.tiers.contract import Key, Slot
 from hybridkv.tiers.peer.options import PeerOptions
 
@@ -40,20 +38,6 @@ class LeasableIndex(Protocol):
         ...
 
     def unpin(self, key: Key) -> None: ...
-
-
-class LeaseCounts(msgspec.Struct, frozen=True):
-    """Counts since the last call. Merge by addition."""
-
-    asked: int = 0
-    """Keys looked up by peers."""
-    held: int = 0
-    refused: int = 0
-    """Keys present but not leased, because a limit was reached."""
-    expired: int = 0
-    """Leases that ended by time."""
-    lost: int = 0
-    """Leases of chunks that were evicted before the pin."""
 
 
 @dataclass(slots=True)
@@ -87,7 +71,6 @@ class PeerLeases:
         self._bytes = 0
         self._changes: deque[_KeyLease] = deque()
         """Leases that began or ended, to be handled by `settle`."""
-        self._counts = [0, 0, 0, 0, 0]
 
     @property
     def num_bytes(self) -> int:
@@ -104,10 +87,7 @@ class PeerLeases:
         with self._lock:
             now_s = self._clock()
             self._expire(now_s)
-            slots = [self._lease(reader, key, now_s) for key in keys]
-            self._counts[0] += len(slots)
-            self._counts[1] += sum(slot is not None for slot in slots)
-        return slots
+            return [self._lease(reader, key, now_s) for key in keys]
 
     def _lease(self, reader: Reader, key: Key, now_s: float) -> Slot | None:
         slot = self._index.find(key)
@@ -121,7 +101,6 @@ class PeerLeases:
         if known is not None:
             self._end((reader, key))
         if len(self._live) >= self._max_leases or self._bytes + slot.num_bytes > self._max_bytes:
-            self._counts[2] += 1
             return None
         lease = _KeyLease(key, slot, now_s + self.lease_s)
         self._live[reader, key] = lease
@@ -156,13 +135,6 @@ class PeerLeases:
             if now_s < lease.until_s:
                 return
             self._end(name)
-            self._counts[3] += 1
-
-    def take_counts(self) -> LeaseCounts:
-        """Counts since the last call."""
-        with self._lock:
-            counts, self._counts = self._counts, [0, 0, 0, 0, 0]
-        return LeaseCounts(*counts)
 
     # The index's thread.
 
@@ -191,7 +163,6 @@ class PeerLeases:
 
             self._index.unpin(lease.key)
             lease.is_pinned = False
-        self._counts[4] += not lease.is_pinned
 
     def close(self) -> None:
         """End every lease and grant no more. On the index's thread; peers may still send lookups."""
