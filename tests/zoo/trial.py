@@ -101,11 +101,21 @@ def running_engine(
     family: Family, directory: Path, kv_transfer_config: Mapping[str, Any] | None, arguments: Mapping[str, Any]
 ) -> Iterator[tuple[Engine, mamba2_cpu.SavedStates | None]]:
     """The same with any connector, or with none, and without a witness."""
-    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
-
     model = directory / family.name
     family.write(model)
     options = family.arguments | family.needs | dict(arguments)
+    with running_with(family, model, kv_transfer_config, options) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def running_with(
+    family: Family, model: Path, kv_transfer_config: Mapping[str, Any] | None, arguments: Mapping[str, Any]
+) -> Iterator[tuple[Engine, mamba2_cpu.SavedStates | None]]:
+    """The same with a checkpoint that is written, and with these arguments alone."""
+    from vllm.distributed import destroy_distributed_environment, destroy_model_parallel
+
+    options = dict(arguments)
     if kv_transfer_config is not None:
         options["kv_transfer_config"] = dict(kv_transfer_config)
     with contextlib.ExitStack() as stack:

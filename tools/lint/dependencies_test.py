@@ -11,8 +11,8 @@ import sys
 import tomllib
 from typing import Any
 
-# Given by the process that loads us, and named by no distribution of ours.
-ENGINE = {"connectors": {"huggingface_hub", "torch", "vllm"}}
+# Given by the process that loads us or by the operator's environment, and named by no distribution of ours.
+ENGINE = {"cli": {"torch", "vllm"}, "connectors": {"huggingface_hub", "torch", "vllm"}}
 
 # Distributions that are not called as what they bring.
 DISTRIBUTIONS = {"zmq": "pyzmq"}

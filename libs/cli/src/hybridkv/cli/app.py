@@ -58,6 +58,52 @@ def check(config: str, as_json: bool) -> None:
     sys.exit(status_of(report.problems) if report.connectors or not report.problems else FAILED)
 
 
+@main.command(
+    help="Plan an engine for MODEL: its groups and chunk, what each tier holds, and the value of --kv-transfer-config. "
+    "No engine starts and no weights are read. OPTIONS of `vllm serve` may follow.",
+    context_settings={"ignore_unknown_options": True},
+    options_metavar="[OPTIONS] [OPTIONS OF VLLM SERVE]",
+)
+@click.argument("model")
+@click.option("--tiers", help="JSON list of tiers; without it and --config, 4 GiB of host memory.")
+@click.option("--config", help='File with the object of --kv-transfer-config, "-" for stdin, or the object itself.')
+@click.option("--max-model-len", help="As for vllm serve.")
+@click.option("--tensor-parallel-size", "-tp", help="As for vllm serve. No GPU but one is needed for the plan.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED, metavar="")
+def plan(
+    model: str,
+    tiers: str | None,
+    config: str | None,
+    max_model_len: str | None,
+    tensor_parallel_size: str | None,
+    as_json: bool,
+    options: tuple[str, ...],
+) -> None:
+    """`model` is a directory with config.json, or a name, as for `vllm serve`.
+
+    Exit status: 0, 1 for warnings, 2 if the engine would refuse.
+    """
+    from hybridkv.cli import planning
+    from hybridkv.cli.output import FINE, WARNED, print_json
+    from hybridkv.connectors import checking
+
+    if tiers is not None and config is not None:
+        raise click.UsageError("--tiers and --config exclude each other: the object of --config has tiers")
+    given = {"--max-model-len": max_model_len, "--tensor-parallel-size": tensor_parallel_size}
+    engine_options = [*options, *(word for name, value in given.items() if value for word in (name, value))]
+    with _failing():
+        transfer = (
+            planning.transfer_of(tiers) if config is None else checking.parse_transfer(_read(config), _name_of(config))
+        )
+        report = planning.plan(model, transfer, engine_options)
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(planning.text_of(report))
+    sys.exit(WARNED if report.warnings else FINE)
+
+
 @main.command(help="Summarize the explain log of an engine: why requests did not hit, and what helps.")
 @click.argument("log")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")

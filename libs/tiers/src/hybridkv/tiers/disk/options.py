@@ -19,6 +19,8 @@ from hybridkv.tiers.disk.format.withdrawals import JOURNAL_ENTRY_BYTES
 from hybridkv.tiers.errors import TierConfigurationError
 
 MIB = 1 << 20
+MAX_RECORDS = 4_000_000
+"""Default of `max_records`."""
 SMALLEST_SEGMENT_BYTES = MIB
 LARGEST_DEFAULT_SEGMENT_BYTES = 256 * MIB
 SEGMENTS_IN_CAPACITY = 64
@@ -86,7 +88,7 @@ class DiskOptions(msgspec.Struct, frozen=True, kw_only=True):
     segment_bytes: int | None = None
     largest_chunk_bytes: int = 0
     spare_share: float = 0.1
-    max_records: int = 4_000_000
+    max_records: int = MAX_RECORDS
     max_quarantined: int = 1024
     burst_bytes: int = 0
     ready_segments: int | None = None

@@ -82,19 +82,25 @@ def suspect_groups(connector: str, vllm_config: VllmConfig, layout: CacheLayout)
         vllm_config: configuration of the engine's scheduler.
         layout: layout of its groups.
     """
+    warning = misfiled_warning(connector, vllm_config, layout)
+    if warning:
+        logger.warning("%s", warning)
+    return SuspectGroups(partly_copied_groups(vllm_config, layout), misfiled_groups(vllm_config, layout))
+
+
+def misfiled_warning(connector: str, vllm_config: VllmConfig, layout: CacheLayout) -> str:
+    """Warning about misfiled states; "" if this engine has none. Arguments as for `suspect_groups`."""
     misfiled = misfiled_groups(vllm_config, layout)
-    if misfiled:
-        logger.warning(
-            "%s: RECURRENT groups %s have larger blocks (%s tokens) than another group (%d), and this version of vLLM "
-            "ends prefill inside them and keeps such states under the end of the block (vllm-project/vllm#54076): "
-            "they are not stored, and are evicted from vLLM's cache, so fewer prompts resume; without a connector vLLM "
-            "may resume requests from them and answer wrongly; use a vLLM with that fixed, or blocks of one size",
-            connector,
-            sorted(misfiled),
-            ", ".join(str(layout.spec.groups[index].block_tokens) for index in sorted(misfiled)),
-            compat.prefill_cut_tokens(vllm_config),
-        )
-    return SuspectGroups(partly_copied_groups(vllm_config, layout), misfiled)
+    if not misfiled:
+        return ""
+    sizes = ", ".join(str(layout.spec.groups[index].block_tokens) for index in sorted(misfiled))
+    return (
+        f"{connector}: RECURRENT groups {sorted(misfiled)} have larger blocks ({sizes} tokens) than another group "
+        f"({compat.prefill_cut_tokens(vllm_config)}), and this version of vLLM ends prefill inside them and keeps such "
+        "states under the end of the block (vllm-project/vllm#54076): they are not stored, and are evicted from vLLM's "
+        "cache, so fewer prompts resume; without a connector vLLM may resume requests from them and answer wrongly; "
+        "use a vLLM with that fixed, or blocks of one size"
+    )
 
 
 class MisledCounter(Protocol):

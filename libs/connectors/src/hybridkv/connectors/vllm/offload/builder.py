@@ -1,4 +1,4 @@
-"""Builder of the scheduler's half, from the facts about the content to an open store, and its lines in the log.
+"""Builder of the scheduler's half, from checked settings and the facts about the content to an open store.
 
 Host memory lives as long as the engine, so no other process reads its keys, and it opens at once. A store that outlives
 the engine opens when the workers have reported the facts that they alone know.
@@ -7,129 +7,63 @@ the engine opens when the workers have reported the facts that they alone know.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from hybridkv.connectors.config import (
-    DiskTierConfig,
-    ObjectTierConfig,
-    OffloadConfig,
-    PeerTierConfig,
-    SecondaryTierConfig,
-    format_size,
-)
+from hybridkv.connectors.config import OffloadConfig, decode_config
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.corrupt_blocks import partly_copied_groups, suspect_groups
+from hybridkv.connectors.vllm.common.corrupt_blocks import suspect_groups
 from hybridkv.connectors.vllm.common.identity.identification import IdentityBuilder
-from hybridkv.connectors.vllm.common.layout import CacheLayout
+from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.common.prefill_stops import PrefillStops
 from hybridkv.connectors.vllm.common.role import role_of
+from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.connectors.vllm.offload.checkpoints import STEP_S, CheckpointOptions, Checkpoints, has_states
 from hybridkv.connectors.vllm.offload.loads import Deadlines
 from hybridkv.connectors.vllm.offload.prefill_speed import FIRST_TOKENS_PER_S
 from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
+from hybridkv.connectors.vllm.offload.startup_log import log_startup
 from hybridkv.connectors.vllm.offload.tiers import ArenaSizes
-from hybridkv.hashing import Fingerprint
-from hybridkv.planner import GroupKind, LoadAdmission
+from hybridkv.planner import LoadAdmission
 from hybridkv.tiers.stack import TierStack
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-
-logger = logging.getLogger("vllm.hybridkv")
-
-
-def announce(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint) -> None:
-    """Logs the settings in one line, then special cases and warnings."""
-    _log_settings(vllm_config, config, layout, fingerprint)
-    _log_special_cases(vllm_config, layout)
-    _warn(vllm_config, config)
-    _warn_of_partial_copies(vllm_config, layout)
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
-def _log_settings(
-    vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint
-) -> None:
-    spec, transfer = layout.spec, vllm_config.kv_transfer_config
-    chunk = spec.chunk_tokens
-    per_chunk = sum(layout.largest_chunk_bytes(i) for i in spec.stored_groups) * layout.world_size
-    capacity = config.ram.capacity
-    logger.info(
-        "HybridOffloadConnector: groups %s; chunk %d tokens, %s (%.0f bytes per token); "
-        "ram %s holds about %d tokens; %ssmallest prompt that can hit %d tokens; loads %s, given up after %.3g s; "
-        "kv_load_failure_policy %s; kv_role %s, so it %s; cache %s",
-        ", ".join(f"{i} {group.kind.name} blocks of {group.block_tokens}" for i, group in enumerate(spec.groups)),
-        chunk,
-        format_size(per_chunk),
-        per_chunk / chunk,
-        format_size(capacity),
-        capacity // per_chunk * chunk,
-        "".join(_slower_words(name, tier, per_chunk, chunk) for name, tier in config.slower.items()),
-        spec.boundary_tokens + 1,
-        config.load,
-        config.load_timeout_seconds,
-        getattr(transfer, "kv_load_failure_policy", "unknown"),
-        transfer.kv_role,
-        role_of(transfer).words(),
-        fingerprint.digest().hex()[:12],
-    )
+class CheckedSettings(NamedTuple):
+    """Checked settings of one engine.
+
+    Args:
+        config: of the operator.
+        layout: of the engine's groups.
+        sizes: of host memory.
+    """
+
+    config: OffloadConfig
+    layout: CacheLayout
+    sizes: ArenaSizes
 
 
-def _log_special_cases(vllm_config: VllmConfig, layout: CacheLayout) -> None:
-    spec = layout.spec
-    if not vllm_config.cache_config.enable_prefix_caching:
-        logger.info(
-            "HybridOffloadConnector: prefix caching is off, as without_prefix_caching says: the engine keeps nothing "
-            "of its own, so every shared prefix is copied in again"
-        )
-    if any(group.lookahead_tokens for group in spec.groups):
-        logger.info("HybridOffloadConnector: drafter groups are stored with the token after each chunk in their key")
-    if not layout.reuses_hashes:
-        logger.info("HybridOffloadConnector: block hashes change with the process, so tokens are hashed anew")
-    if spec.tail_tokens is not None:
-        logger.info(
-            "HybridOffloadConnector: prompts resume inside blocks too, at multiples of %d tokens, where one ended",
-            spec.tail_tokens,
-        )
-    scratch = [i for i, group in enumerate(spec.groups) if group.kind is GroupKind.SCRATCH]
-    if scratch:
-        logger.info("HybridOffloadConnector: groups %s are scratch and are not stored", scratch)
+def check_settings(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CheckedSettings:
+    """Checks the settings and the engine that both halves of the connector start with. Opens nothing.
 
+    Args:
+        vllm_config: final.
+        kv_cache_config: of either half.
 
-def _warn(vllm_config: VllmConfig, config: OffloadConfig) -> None:
-    if config.disk is not None and compat.is_killed_on_shutdown(vllm_config):
-        logger.warning(
-            "HybridOffloadConnector: shutdown_timeout is 0, so a server kills its engine as soon as it is to end: "
-            "what is on its way to %s then is lost, and the next start looks on disk for what the last seconds wrote; "
-            "start the server with --shutdown-timeout 30, and let whoever stops it wait longer than that "
-            "(an engine without a server has 5 s)",
-            config.disk.path,
-        )
-
-
-def _warn_of_partial_copies(vllm_config: VllmConfig, layout: CacheLayout) -> None:
-    if layout.spec.tail_tokens is not None and partly_copied_groups(vllm_config, layout):
-        logger.warning(
-            "HybridOffloadConnector: with this prefix_match_unit vLLM's own cache hits end inside blocks, and this "
-            "version of it copies such a block in part (vllm-project/vllm#55112): requests that it resumes there may "
-            "be answered wrongly, and nothing of them is stored; use a vLLM with that fixed, or unset "
-            "prefix_match_unit"
-        )
-
-
-def _slower_words(name: str, tier: SecondaryTierConfig, per_chunk: int, chunk: int) -> str:
-    if isinstance(tier, PeerTierConfig):
-        return f"peer asks {len(tier.peers)} engines and is asked at {tier.listen}; "
-    if isinstance(tier, ObjectTierConfig):
-        who = "is trusted" if tier.secret_file is None else "needs the fleet's secret to be believed"
-        return f"object finds and stores at {tier.url}, where whoever writes {who}; "
-    if not isinstance(tier, DiskTierConfig):
-        return f"{name}; "
-    return f"disk {format_size(tier.capacity)} at {tier.path} holds about {tier.capacity // per_chunk * chunk} tokens; "
+    Raises:
+        ConfigurationError: the configuration or the model is not supported.
+    """
+    config = decode_config(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    require_resumable(vllm_config, kv_cache_config, is_excepted=config.without_prefix_caching)
+    layout = resolve_layout(vllm_config, kv_cache_config, config.chunk_tokens, with_tails=True)
+    tiers.require_own_directory(config, vllm_config)
+    return CheckedSettings(config, layout, tiers.arena_sizes(config, layout))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +153,7 @@ class OffloadBuilder:
             scheduler.bind_checkpoints(self._checkpoints(stack))
         scheduler.distrust(suspect_groups("HybridOffloadConnector", inputs.vllm_config, inputs.layout))
         scheduler.set_keep_share(inputs.config.keep_share)
-        announce(inputs.vllm_config, inputs.config, inputs.layout, fingerprint)
+        log_startup(inputs.vllm_config, inputs.config, inputs.layout, fingerprint)
         return scheduler
 
     def _checkpoints(self, stack: TierStack) -> Checkpoints:

@@ -16,18 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
-from hybridkv.connectors.config import decode_config
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.copies import devices
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 from hybridkv.connectors.vllm.common.identity.worker_facts import worker_facts
-from hybridkv.connectors.vllm.common.layout import resolve_layout
 from hybridkv.connectors.vllm.common.messages import StepPlan
 from hybridkv.connectors.vllm.common.specs import cuts
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
 from hybridkv.connectors.vllm.common.store_connector import StoreConnector, WaitingScheduler, mark_live, mark_shut_down
 from hybridkv.connectors.vllm.offload import tiers
-from hybridkv.connectors.vllm.offload.builder import BuilderInputs, OffloadBuilder
+from hybridkv.connectors.vllm.offload.builder import BuilderInputs, OffloadBuilder, check_settings
 from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.offload.worker import DRAIN_S, OffloadWorker
 from hybridkv.planner import LoadAdmission
@@ -56,11 +54,8 @@ class HybridOffloadConnector(StoreConnector):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._config = config = decode_config(self._kv_transfer_config.kv_connector_extra_config)
-        self._require_resumable()
-        self._layout = layout = resolve_layout(vllm_config, kv_cache_config, config.chunk_tokens, with_tails=True)
-        tiers.require_own_directory(config, vllm_config)
-        sizes = tiers.arena_sizes(config, layout)
+        config, layout, sizes = check_settings(vllm_config, kv_cache_config)
+        self._config, self._layout = config, layout
         self._scheduler: OffloadScheduler | WaitingScheduler | None = None
         self._worker: OffloadWorker | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -90,10 +85,6 @@ class HybridOffloadConnector(StoreConnector):
                 )
         mark_live(self)
 
-    def _require_resumable(self) -> None:
-        is_excepted = self._config.without_prefix_caching
-        require_resumable(self._vllm_config, self._kv_cache_config, is_excepted=is_excepted)
-
     def _scheduler_half(self) -> OffloadScheduler | WaitingScheduler | None:
         return self._scheduler
 
@@ -108,7 +99,8 @@ class HybridOffloadConnector(StoreConnector):
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any]) -> None:
         # Checked again, since features may have been switched off in this process after the connector was built.
-        self._require_resumable()
+        is_excepted = self._config.without_prefix_caching
+        require_resumable(self._vllm_config, self._kv_cache_config, is_excepted=is_excepted)
         cuts.require_divisible(self._vllm_config, self._layout)
         if self._worker is None:
             raise RuntimeError("a worker's method was called on the scheduler side of HybridOffloadConnector")

@@ -1,0 +1,211 @@
+"""KV cache groups of an engine that is not started, from vLLM's own configuration, model class and grouping.
+
+The model is built on torch's meta device, so a model of any size takes almost no memory. Nothing is computed and no GPU
+memory is measured, so it is not known how many blocks the engine will have. This module is the only one of this package
+that imports vLLM, and it does so when a function runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from hybridkv.cli.output import Problem, ReportError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+AVAILABLE_BYTES = 1 << 50
+"""Memory of the KV cache that vLLM's grouping is given. No group depends on it."""
+
+
+class PlannedEngine(NamedTuple):
+    """Configuration of an engine, as its scheduler would see it after the model is loaded.
+
+    Args:
+        vllm_config: final.
+        kv_cache_config: its groups; the number of blocks has no meaning.
+        version: of vLLM.
+        device: type of the device for which vLLM configured it.
+    """
+
+    vllm_config: VllmConfig
+    kv_cache_config: KVCacheConfig
+    version: str
+    device: str
+
+
+def plan_engine(model: str, transfer: Mapping[str, Any], options: Sequence[str]) -> PlannedEngine:
+    """Configures an engine as `vllm serve` does, and builds its groups as the engine's core does.
+
+    Args:
+        model: directory or name, as for `vllm serve`.
+        transfer: the object of --kv-transfer-config.
+        options: further options of `vllm serve`.
+
+    Raises:
+        ReportError: vLLM is not installed, an option is unknown, or vLLM refuses the model or the options.
+    """
+    if find_spec("vllm") is None:
+        raise ReportError(
+            Problem(
+                "error",
+                "vllm",
+                "an installed vLLM, as it decides the groups",
+                "none in this Python environment",
+                "install hybridkv-cli where the engine is, or vllm here: pip install vllm",
+            )
+        )
+    # Read when vLLM is imported: stdout has the report alone.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
+    with _refusing(model):
+        import vllm
+
+        vllm_config = _configure(model, transfer, options)
+        if vllm_config.speculative_config is not None:
+            raise ReportError(
+                Problem(
+                    "error",
+                    "speculative_config",
+                    "an engine without a drafter: its layers are not planned",
+                    str(getattr(vllm_config.speculative_config, "method", "one")),
+                    "leave it out; an engine with one logs its groups at its start",
+                )
+            )
+        kv_cache_config = _groups(vllm_config)
+    return PlannedEngine(vllm_config, kv_cache_config, vllm.__version__, vllm_config.device_config.device_type)
+
+
+@contextlib.contextmanager
+def _refusing(model: str) -> Iterator[None]:
+    """Turns an error of vLLM or of a library below it into a problem."""
+    try:
+        yield
+    except ReportError:
+        raise
+    except Exception as error:  # vLLM has no common class of errors
+        if getattr(error, "expected", None) is not None:
+            raise
+        hint = "the engine would stop with the same error; start with a model and options that vLLM serves"
+        words = f"{type(error).__name__}: {error}"
+        raise ReportError(Problem("error", model, "a model and options that vLLM accepts", words, hint)) from error
+
+
+def _configure(model: str, transfer: Mapping[str, Any], options: Sequence[str]) -> VllmConfig:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.plugins import load_general_plugins
+    from vllm.usage.usage_lib import UsageContext
+
+    try:
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError:
+        from vllm.utils import FlexibleArgumentParser
+
+    from hybridkv.connectors.vllm import register
+
+    load_general_plugins()
+    register()  # also where the plugin is not installed
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="hybridkv plan MODEL", add_help=False))
+    arguments = AsyncEngineArgs.from_cli_args(parser.parse_args([*options, "--model", model]))
+    arguments.kv_transfer_config = _transfer_config(transfer)
+    return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
+
+
+def _transfer_config(transfer: Mapping[str, Any]) -> Any:
+    from vllm.config import KVTransferConfig
+
+    return KVTransferConfig(**transfer)
+
+
+def _groups(vllm_config: VllmConfig) -> KVCacheConfig:
+    from vllm.config import set_current_vllm_config
+    from vllm.platforms import current_platform
+    from vllm.v1.engine.core import EngineCore
+
+    with set_current_vllm_config(vllm_config), _process_groups(vllm_config):
+        _build_model(vllm_config)
+        current_platform.update_block_size_for_backend(vllm_config)
+        core: Any = SimpleNamespace(
+            model_executor=_PlannedExecutor(vllm_config), collective_rpc=lambda *args, **kwargs: []
+        )
+        found: KVCacheConfig = EngineCore._initialize_kv_caches(core, vllm_config)
+    return found
+
+
+def _build_model(vllm_config: VllmConfig) -> None:
+    """Builds the model, so that its layers register themselves in the configuration."""
+    import torch
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(vllm_config.model_config.dtype)
+    try:
+        with torch.device("meta"):
+            initialize_model(vllm_config)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _process_groups(vllm_config: VllmConfig) -> Iterator[None]:
+    """The process groups of rank 0, for one process alone. Layers read their size and never communicate."""
+    from vllm.config import ParallelConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+
+    if parallel_state.model_parallel_is_initialized():
+        raise RuntimeError("an engine runs in this process")
+    alone = copy.copy(vllm_config)
+    alone.parallel_config = ParallelConfig()
+    size = vllm_config.parallel_config.tensor_parallel_size
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with set_current_vllm_config(alone):
+                parallel_state.init_distributed_environment(1, 0, f"file://{folder}/store", 0, "gloo")
+                parallel_state.initialize_model_parallel(1, 1)
+            group = parallel_state.get_tp_group()
+            group.world_size, group.ranks = size, list(range(size))
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
+            parallel_state.destroy_distributed_environment()
+
+
+class _PlannedExecutor:
+    """The part of vLLM's executor that the engine's core calls to find its groups, for a model that was only built."""
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        self._worker: Any = SimpleNamespace(vllm_config=vllm_config, shared_kv_cache_layers={})
+
+    def get_kv_cache_specs(self) -> list[dict[str, Any]]:
+        if getattr(self._worker.vllm_config, "use_v2_model_runner", False):
+            from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+
+            return [get_kv_cache_spec(self._worker.vllm_config)]
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        return [GPUModelRunner.get_kv_cache_spec(self._worker)]
+
+    def get_supported_kv_cache_layouts(self) -> list[list[str]]:
+        from vllm.v1.worker.worker_base import WorkerBase
+
+        return [WorkerBase.get_supported_kv_cache_layouts(self._worker)]
+
+    def set_kv_cache_layout(self, layout_name: str) -> None:
+        """Does nothing: the engine's core has set it in the configuration, which there is once."""
+
+    def determine_available_memory(self) -> list[int]:
+        return [AVAILABLE_BYTES]
+
+    def initialize_from_config(self, kv_cache_configs: list[KVCacheConfig]) -> None:
+        """Does nothing: there is no memory."""
+
+    def compile_or_warm_up_model(self) -> None:
+        """Does nothing: nothing is computed."""
