@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import resource
 from pathlib import Path
 from typing import Any
 
 import harness
+import pytest
 from plans import planned, start_lines
 
 import tiny_models
+from hybridkv.cli.output import ReportError
+from hybridkv.cli.planning import transfer_of
 
 
 def test_the_plan_is_what_the_engine_logs_at_its_start(
@@ -29,3 +34,58 @@ def test_the_plan_is_what_the_engine_logs_at_its_start(
     assert "disk 1 GiB at" in line
     assert [line for line in lines if line in startup.warnings] == list(startup.warnings)
     assert len(startup.warnings) == 1 and "shutdown_timeout" in startup.warnings[0]
+
+
+@pytest.fixture
+def settled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = harness.scratch_directory(tmp_path_factory.mktemp("large"))
+    harness.prepare_environment(directory / "environment")
+    return directory
+
+
+def write_config(directory: Path, model_type: str, architecture: str, **settings: Any) -> Path:
+    """A model of the hub's size, without weights."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(model_type, **settings).to_dict()
+    model = directory / model_type
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps(config | {"architectures": [architecture], "dtype": "bfloat16"}))
+    return model
+
+
+def test_a_model_that_is_larger_than_the_machine_takes_no_memory(settled: Path) -> None:
+    """Llama 405B on eight ranks: 126 layers, 8 heads of keys and values with 128 numbers of two bytes each."""
+    model = write_config(
+        settled,
+        "llama",
+        "LlamaForCausalLM",
+        hidden_size=16384,
+        intermediate_size=53248,
+        num_hidden_layers=126,
+        num_attention_heads=128,
+        num_key_value_heads=8,
+        max_position_embeddings=131072,
+        vocab_size=128256,
+    )
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    report = planned(model, {"tensor_parallel_size": 8}, transfer_of(None))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20, "KiB"
+    assert (report.ranks, report.max_model_len) == (8, 131072)
+    assert report.bytes_per_token == {"FULL": 126 * 2 * 8 * 128 * 2}
+
+
+def test_a_layer_that_reads_a_number_while_it_is_built_stops_no_plan(settled: Path) -> None:
+    report = planned(write_config(settled, "gemma3n_text", "Gemma3nForCausalLM"), {}, transfer_of(None))
+    assert {group.kind for group in report.startup.groups} == {"FULL", "WINDOW"}
+
+
+def test_an_option_that_vllm_does_not_know_and_a_drafter_are_refused(settled: Path) -> None:
+    model = write_config(settled, "llama", "LlamaForCausalLM", num_hidden_layers=2)
+    with pytest.raises(ReportError, match="unrecognized arguments: --blok-size 32"):
+        planned(model, {"blok_size": 32}, transfer_of(None))
+    ngram = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}
+    with pytest.raises(ReportError, match="speculative_config: expected an engine without a drafter"):
+        planned(model, {"speculative_config": ngram}, transfer_of(None))
+    with pytest.raises(ReportError, match="must be divisible by tensor parallel size"):
+        planned(model, {"tensor_parallel_size": 3}, transfer_of(None))

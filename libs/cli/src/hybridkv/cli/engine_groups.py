@@ -13,8 +13,9 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from hybridkv.cli.output import Problem, ReportError
 
@@ -63,6 +64,12 @@ def plan_engine(model: str, transfer: Mapping[str, Any], options: Sequence[str])
                 "install hybridkv-cli where the engine is, or vllm here: pip install vllm",
             )
         )
+    if not _has_config(model):
+        raise ReportError(
+            Problem(
+                "error", model, "a directory with config.json, or a name for vllm serve", "no config.json there", ""
+            )
+        )
     # Read when vLLM is imported: stdout has the report alone.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
@@ -84,6 +91,12 @@ def plan_engine(model: str, transfer: Mapping[str, Any], options: Sequence[str])
     return PlannedEngine(vllm_config, kv_cache_config, vllm.__version__, vllm_config.device_config.device_type)
 
 
+def _has_config(model: str) -> bool:
+    """False if the model is a path without a configuration. A name is looked up by vLLM."""
+    path = Path(model)
+    return (path / "config.json").is_file() or not (path.exists() or model.startswith((".", "/", "~")))
+
+
 @contextlib.contextmanager
 def _refusing(model: str) -> Iterator[None]:
     """Turns an error of vLLM or of a library below it into a problem."""
@@ -94,9 +107,18 @@ def _refusing(model: str) -> Iterator[None]:
     except Exception as error:  # vLLM has no common class of errors
         if getattr(error, "expected", None) is not None:
             raise
-        hint = "the engine would stop with the same error; start with a model and options that vLLM serves"
-        words = f"{type(error).__name__}: {error}"
-        raise ReportError(Problem("error", model, "a model and options that vLLM accepts", words, hint)) from error
+        if "meta" in str(error) and "tensor" in str(error):
+            expected, hint = "a model that can be built without memory", "start an engine to see its groups"
+        else:
+            expected, hint = "a model and options that vLLM accepts", "an engine would stop with this error too"
+        raise ReportError(Problem("error", model, expected, _words(error), hint)) from error
+
+
+def _words(error: Exception) -> str:
+    """Name and text of an error; of an error of pydantic its messages alone."""
+    errors = getattr(error, "errors", None)
+    text = "; ".join(each["msg"] for each in errors()) if callable(errors) else str(error)
+    return f"{type(error).__name__}: {text}"
 
 
 def _configure(model: str, transfer: Mapping[str, Any], options: Sequence[str]) -> VllmConfig:
@@ -113,7 +135,12 @@ def _configure(model: str, transfer: Mapping[str, Any], options: Sequence[str]) 
 
     load_general_plugins()
     register()  # also where the plugin is not installed
-    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(prog="hybridkv plan MODEL", add_help=False))
+
+    class OptionParser(FlexibleArgumentParser):
+        def error(self, message: str) -> NoReturn:
+            raise ReportError(Problem("error", "options", "options of vllm serve for its engine", message, ""))
+
+    parser = AsyncEngineArgs.add_cli_args(OptionParser(add_help=False))
     arguments = AsyncEngineArgs.from_cli_args(parser.parse_args([*options, "--model", model]))
     arguments.kv_transfer_config = _transfer_config(transfer)
     return arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
@@ -141,14 +168,28 @@ def _groups(vllm_config: VllmConfig) -> KVCacheConfig:
 
 
 def _build_model(vllm_config: VllmConfig) -> None:
-    """Builds the model, so that its layers register themselves in the configuration."""
+    """Builds the model, so that its layers register themselves in the configuration.
+
+    Some layers read a number from a tensor while they are built, or check one. A meta tensor has none; here it reads as
+    1, which is true. That changes no group: groups follow from shapes and settings.
+    """
     import torch
+    from torch.overrides import TorchFunctionMode
     from vllm.model_executor.model_loader.utils import initialize_model
+
+    names = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+    reads = {getattr(torch.Tensor, name) for name in names}
+
+    class ReadAsOne(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in reads and args[0].is_meta:
+                args = (torch.ones_like(args[0], device="cpu"), *args[1:])
+            return func(*args, **(kwargs or {}))
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(vllm_config.model_config.dtype)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), ReadAsOne():
             initialize_model(vllm_config)
     finally:
         torch.set_default_dtype(before)
