@@ -191,7 +191,8 @@ def life(engine: Engine, kind: str, number: int, fault: Callable[[], object]) ->
     fault()
     warm = restart_process.run(engine, stored, drain=True)
     restart_process.run(engine, [make_prompt(len(stored[-1]), seed=100 * number + 99)], drain=True)
-    disk_bytes = stack.slower["disk"].disk_bytes if isinstance(stack.slower["disk"], DiskIndex) else None
+    disk = stack.slower["disk"]
+    disk_bytes = disk._segments.allocated_bytes if isinstance(disk, DiskIndex) else None
     return {"cold": cold, "warm": warm, "before": before, "disk_bytes": disk_bytes, **take_counts_of(stack)}
 
 

@@ -45,7 +45,6 @@ def report(**fields: object) -> PlanReport:
         "ranks": 1,
         "startup": STARTUP,
         "bytes_per_token": planning._bytes_per_token(STARTUP),
-        "lookup_tokens": 2501,
         "never_asked": {},
         "warnings": [],
         "kv_transfer_config": planning.transfer_of(None),
@@ -135,27 +134,16 @@ def test_warnings_are_shown_and_change_the_exit_status(monkeypatch: pytest.Monke
     assert "warning: host memory holds 2,863,232 tokens of one prompt, fewer than max_model_len" in result.stdout
 
 
-def test_the_lookup_rule_is_that_of_the_planner() -> None:
-    config = decode_config({"tiers": [RAM, OBJECT], "weights_digest": "model-1"})
-    assert planning._lookup_tokens(config, 8192) == 2501  # more than 0.25 s at 10,000 tokens a second
-    assert planning._lookup_tokens(config, 2500) == 2501
-    assert planning._lookup_tokens(decode_config({"tiers": [RAM, DISK]}), 8192) is None
-
-
 @pytest.mark.parametrize(
-    ("tiers", "role", "max_model_len", "expected"),
+    ("tiers", "role", "expected"),
     [
-        ([RAM, DISK, PEER, OBJECT], "kv_both", 16384, {}),
-        ([RAM, DISK, OBJECT], "kv_both", 2500, {"object": "computes the longest prompt (2,500 tokens)"}),
-        ([RAM, DISK, OBJECT], "kv_producer", 8192, {"disk": "stores only", "object": "stores only"}),
-        ([RAM, PEER | {"peers": ["10.0.0.1:7300"]}], "kv_both", 16384, {"peer": "names no other engine"}),
+        ([RAM, DISK, PEER, OBJECT], "kv_both", {}),
+        ([RAM, DISK, OBJECT], "kv_producer", {"disk": "stores only", "object": "stores only"}),
+        ([RAM, PEER | {"peers": ["10.0.0.1:7300"]}], "kv_both", {"peer": "names no other engine"}),
     ],
 )
-def test_tiers_that_are_never_asked(
-    tiers: list[object], role: str, max_model_len: int, expected: dict[str, str]
-) -> None:
+def test_tiers_that_are_never_asked(tiers: list[object], role: str, expected: dict[str, str]) -> None:
     config = decode_config({"tiers": tiers, "weights_digest": "model-1"})
-    lookup_tokens = planning._lookup_tokens(config, max_model_len)
-    found = dict(planning._never_asked(config, role, lookup_tokens, max_model_len))
+    found = dict(planning._never_asked(config, role))
     assert found.keys() == expected.keys()
     assert all(words in found[name] for name, words in expected.items())

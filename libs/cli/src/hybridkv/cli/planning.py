@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import json
 import shlex
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from hybridkv.cli.output import Problem, ReportError
+from hybridkv.cli.output import ReportError
 from hybridkv.connectors import checking
-from hybridkv.connectors.config import ROOT, DiskTierConfig, OffloadConfig, PeerTierConfig, format_size
+from hybridkv.connectors.config import ROOT, OffloadConfig, PeerTierConfig, format_size
+from hybridkv.connectors.errors import ConfigurationProblem
 from hybridkv.connectors.vllm import CONNECTOR
-from hybridkv.planner.life import is_worth_waiting
 
 if TYPE_CHECKING:
     from hybridkv.connectors.vllm.offload.startup_log import StartupReport
@@ -37,8 +36,6 @@ class PlanReport(msgspec.Struct, frozen=True):
         ranks: number of workers; each holds its own part of every chunk.
         startup: the startup log and its facts.
         bytes_per_token: bytes that a token takes in a tier, by kind of group, over all ranks.
-        lookup_tokens: tokens by which a prompt must exceed its known prefix, before tiers without a local index are
-            looked up; None if there is no such tier.
         never_asked: tiers in which no request looks up a chunk, with the reason.
         warnings: findings with which an engine starts.
         kv_transfer_config: value of --kv-transfer-config.
@@ -51,9 +48,8 @@ class PlanReport(msgspec.Struct, frozen=True):
     ranks: int
     startup: StartupReport
     bytes_per_token: dict[str, float]
-    lookup_tokens: int | None
     never_asked: dict[str, str]
-    warnings: list[Problem | str]
+    warnings: list[ConfigurationProblem | str]
     kv_transfer_config: dict[str, Any]
 
 
@@ -67,7 +63,7 @@ def transfer_of(tiers: str | None) -> dict[str, Any]:
         found = list(DEFAULT_TIERS) if tiers is None else msgspec.json.decode(tiers)
     except msgspec.DecodeError as error:
         hint = '[{"type": "ram", "capacity": "4GiB"}]'
-        raise ReportError(Problem("error", "--tiers", "a list in JSON", str(error), hint)) from None
+        raise ReportError(ConfigurationProblem("error", "--tiers", "a list in JSON", str(error), hint)) from None
     return {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",
@@ -91,7 +87,9 @@ def plan(model: str, transfer: Mapping[str, Any], options: Sequence[str]) -> Pla
     if transfer.get("kv_connector") != CONNECTOR:
         got = repr(transfer.get("kv_connector", "nothing"))
         raise ReportError(
-            Problem("error", "kv_connector", f"{CONNECTOR}, the connector with tiers", got, "hybridkv check knows all")
+            ConfigurationProblem(
+                "error", "kv_connector", f"{CONNECTOR}, the connector with tiers", got, "hybridkv check knows all"
+            )
         )
     found = checking.check(transfer).problems
     for problem in found:
@@ -119,9 +117,8 @@ def plan(model: str, transfer: Mapping[str, Any], options: Sequence[str]) -> Pla
         startup = startup_report(vllm_config, config, layout)
         misfiled = misfiled_warning(CONNECTOR, vllm_config, layout)
     max_model_len = vllm_config.model_config.max_model_len
-    warnings: list[Problem | str] = [*found, *filter(None, [misfiled]), *startup.warnings]
+    warnings: list[ConfigurationProblem | str] = [*found, *filter(None, [misfiled]), *startup.warnings]
     warnings += _room_warnings(startup, max_model_len)
-    lookup_tokens = _lookup_tokens(config, max_model_len)
     return PlanReport(
         model=model,
         vllm=engine.version,
@@ -130,8 +127,7 @@ def plan(model: str, transfer: Mapping[str, Any], options: Sequence[str]) -> Pla
         ranks=layout.world_size,
         startup=startup,
         bytes_per_token=_bytes_per_token(startup),
-        lookup_tokens=lookup_tokens,
-        never_asked=dict(_never_asked(config, str(transfer.get("kv_role")), lookup_tokens, max_model_len)),
+        never_asked=dict(_never_asked(config, str(transfer.get("kv_role")))),
         warnings=warnings,
         kv_transfer_config=dict(transfer),
     )
@@ -153,31 +149,12 @@ def _room_warnings(startup: StartupReport, max_model_len: int) -> Iterator[str]:
         )
 
 
-def _lookup_tokens(config: OffloadConfig, max_model_len: int) -> int | None:
-    """Fewest new tokens of a prompt with which a request waits for a lookup, by the planner's own rule. More than
-    `max_model_len` if no prompt has as many."""
-    asked = [config.ask_timeout_of(tier) for tier in config.slower.values() if not isinstance(tier, DiskTierConfig)]
-    if not asked:
-        return None
-    wait_s, rate = max(asked), config.compute_tokens_per_second
-    return bisect_left(range(max_model_len + 1), True, key=lambda more: is_worth_waiting(0, more, wait_s, rate))
-
-
-def _never_asked(
-    config: OffloadConfig, role: str, lookup_tokens: int | None, max_model_len: int
-) -> Iterator[tuple[str, str]]:
+def _never_asked(config: OffloadConfig, role: str) -> Iterator[tuple[str, str]]:
     for name, tier in config.slower.items():
         if role == "kv_producer":
             yield name, "kv_role kv_producer stores only"
         elif isinstance(tier, PeerTierConfig) and not set(tier.peers) - {tier.listen}:
             yield name, "peers names no other engine"
-        elif not isinstance(tier, DiskTierConfig) and lookup_tokens is not None and lookup_tokens > max_model_len:
-            yield (
-                name,
-                f"an engine that computes {config.compute_tokens_per_second:g} tokens a second computes the longest "
-                f"prompt ({max_model_len:,} tokens) in less than ask_timeout_seconds; lower that, or correct "
-                "compute_tokens_per_second",
-            )
 
 
 def text_of(report: PlanReport) -> str:
@@ -212,7 +189,9 @@ def text_of(report: PlanReport) -> str:
     lines += ["", "An engine logs at its start:", "", startup.line, *startup.notes]
     if report.warnings:
         lines.append("")
-        lines += (each.text() if isinstance(each, Problem) else f"warning: {each}" for each in report.warnings)
+        lines += (
+            each.text() if isinstance(each, ConfigurationProblem) else f"warning: {each}" for each in report.warnings
+        )
     return "\n".join([*lines, "", f"--kv-transfer-config {shlex.quote(json.dumps(report.kv_transfer_config))}"])
 
 
@@ -221,7 +200,7 @@ def _tier_text(report: PlanReport, name: str, tokens: int | None) -> str:
         return f"is never asked: {report.never_asked[name]}"
     if tokens is not None:
         return f"holds {tokens:,} tokens"
-    return f"is asked about prompts with at least {report.lookup_tokens:,} tokens beyond the known prefix"
+    return "is looked up for each prompt; a request waits while that is expected to save time"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

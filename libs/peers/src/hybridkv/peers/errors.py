@@ -1,4 +1,4 @@
-"""Exceptions for operator errors and caller errors, and `Incompatibility`. Failures of a peer are returned as values."""
+"""Exceptions for errors of operators and callers, and `Incompatibility`. A peer's failures are return values."""
 
 import msgspec
 
