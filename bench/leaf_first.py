@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from reuse_files import Trace, read_all
-from reuse_simulation import CostModel, unique_chunks
+from reuse_files import read_all
 
+from hybridkv.cli.simulation.store import CostModel, unique_chunks
+from hybridkv.cli.simulation.traces import Trace
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Refusal
 from hybridkv.tiers.ram import RamIndex

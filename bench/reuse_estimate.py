@@ -13,10 +13,11 @@ import time
 from pathlib import Path
 from typing import Final
 
-from reuse_files import Trace, read_all
-from reuse_policies import PromptEnds
-from reuse_simulation import CostModel, simulate, unique_chunks
+from reuse_files import read_all
 
+from hybridkv.cli.simulation.policies import PromptEnds
+from hybridkv.cli.simulation.store import CostModel, simulate, unique_chunks
+from hybridkv.cli.simulation.traces import Trace
 from hybridkv.metrics import ReuseEstimator, ReuseReport
 
 COSTS: Final = CostModel()

@@ -1,44 +1,13 @@
-"""Reads traces of requests, as prefixes that can be told apart: what `reuse_traces.py` simulates."""
+"""Traces that figures are recorded for, parts of them, and traces that are made up."""
 
 from __future__ import annotations
 
 import enum
-import json
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count, islice
 from pathlib import Path
-from typing import Final
 
-MOONCAKE_TOKENS: Final = 512
-"""Of one of Mooncake's hash ids."""
-AGENT_TOKENS: Final = 128
-CHARACTERS_PER_TOKEN: Final = 4
-"""Of the agents' text, for which no tokenizer is at hand."""
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt.
-
-    Args:
-        num_tokens: its length; positive.
-        chunks: of each whole chunk a number that stands for the prompt up to its end.
-        answered: the same of the prompt and its answer together; empty where answers are not modelled.
-    """
-
-    num_tokens: int
-    chunks: tuple[int, ...]
-    answered: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Trace:
-    """Requests in order of time."""
-
-    name: str
-    chunk_tokens: int
-    requests: tuple[Request, ...]
+from hybridkv.cli.simulation.traces import Trace, chained, read_agents, read_mooncake
 
 
 class Part(enum.StrEnum):
@@ -81,43 +50,6 @@ def chats(num: int, turns: int, first: int, more: int, answer: int, *, keeps: in
     paths = chained("chats", chunk, prompts).requests
     pairs = zip(paths[::2], paths[1::2], strict=True)
     return Trace("chats", chunk, tuple(replace(said, answered=both.chunks) for said, both in pairs))
-
-
-def chained(name: str, chunk_tokens: int, prompts: Iterable[tuple[int, Iterable[Hashable]]]) -> Trace:
-    """A trace of (length, content of each whole chunk): equal content behind equal prefixes is the same."""
-    numbers: dict[tuple[int, Hashable], int] = {}
-    requests = []
-    for num_tokens, contents in prompts:
-        chunks: list[int] = []
-        for content in contents:
-            before = chunks[-1] if chunks else -1
-            chunks.append(numbers.setdefault((before, content), len(numbers)))
-        requests.append(Request(num_tokens, tuple(chunks)))
-    return Trace(name, chunk_tokens, tuple(requests))
-
-
-def read_mooncake(path: Path, name: str) -> Trace:
-    """One of Mooncake's traces (FAST25): a line each with `timestamp`, `input_length` and `hash_ids`."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines.sort(key=lambda line: line["timestamp"])
-    prompts = [(line["input_length"], line["hash_ids"][: line["input_length"] // MOONCAKE_TOKENS]) for line in lines]
-    return chained(name, MOONCAKE_TOKENS, prompts)
-
-
-def read_agents(folder: Path, name: str) -> Trace:
-    """LMCache's agent traces: files of lines with `timestamp` and `input`, all sessions in one order of time.
-
-    Lines without a prompt are left out."""
-    lines = [json.loads(line) for path in sorted(folder.glob("*.jsonl")) for line in path.read_text().splitlines()]
-    lines.sort(key=lambda line: line["timestamp"])
-    size = AGENT_TOKENS * CHARACTERS_PER_TOKEN
-    prompts = []
-    for line in lines:
-        text, num_tokens = line["input"], len(line["input"]) // CHARACTERS_PER_TOKEN
-        if num_tokens:
-            ends = range(size, num_tokens * CHARACTERS_PER_TOKEN + 1, size)
-            prompts.append((num_tokens, [text[end - size : end] for end in ends]))
-    return chained(name, AGENT_TOKENS, prompts)
 
 
 def read_all(folder: Path) -> list[Trace]:

@@ -1,45 +1,18 @@
-"""Who chooses stops in the simulation: nobody, the store's junctions, a ladder, the planner, and hindsight."""
+"""Further policies that choose stops in a simulation: the store's junctions, a ladder, and hindsight."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from optimal_placement import optimal_stops
-from reuse_files import Trace
-from reuse_simulation import CostModel, Moment
 
-from hybridkv.planner import (
-    AwaitedStates,
-    Costs,
-    Experience,
-    Limits,
-    Market,
-    Prompt,
-    SeenPrefixes,
-    learn_request,
-    learn_stored,
-    plan_stops,
-)
-from hybridkv.planner.checkpoints import experience
+from hybridkv.cli.simulation.policies import PromptEnds
+from hybridkv.cli.simulation.store import CostModel, Moment
+from hybridkv.cli.simulation.traces import Trace
 
 MAX_FUTURES = 64
 """Later requests that hindsight looks at for one prompt."""
 MAX_HINDSIGHT_STOPS = 32
-MAX_REMEMBERED = 4096
-"""States of answers of which the planner's policy knows: as many as the connector."""
-
-
-class PromptEnds:
-    """What the engine hands over by itself."""
-
-    def stops(self, moment: Moment) -> Sequence[int]:
-        return ()
-
-    def keeps_end(self, moment: Moment) -> bool:
-        return True
-
-    def keeps_answer(self, moment: Moment) -> bool:
-        return False
 
 
 class Junctions(PromptEnds):
@@ -57,59 +30,6 @@ class Ladder(PromptEnds):
 
     def stops(self, moment: Moment) -> Sequence[int]:
         return sorted({moment.held, *range(self._chunks, moment.end, self._chunks)})
-
-
-class Budgeted(PromptEnds):
-    """The planner's: all that it is told is what a connector knows.
-
-    Args:
-        has_answers: states of answers are stored, where the trace has answers.
-    """
-
-    def __init__(
-        self,
-        trace: Trace,
-        capacity_chunks: int,
-        costs: CostModel,
-        max_seen_chunks: int,
-        *,
-        has_answers: bool = True,
-    ) -> None:
-        self._chunk = trace.chunk_tokens
-        self._capacity = capacity_chunks * self._chunk
-        self._costs = Costs(costs.state_chunks * self._chunk, 1, costs.step_tokens)
-        self._limits = Limits()
-        self._seen = SeenPrefixes(max_seen_chunks)
-        self._experience = Experience(partings=(experience.DOUBTED_PARTINGS,) * len(experience.RUNGS))
-        self._stored = 0
-        self._has_answers = has_answers
-        self._awaited = AwaitedStates(MAX_REMEMBERED)
-
-    def _market(self) -> Market:
-        return Market(self._capacity, min(self._capacity, self._stored), self._experience)
-
-    def stops(self, moment: Moment) -> Sequence[int]:
-        chunk, keys = self._chunk, moment.request.chunks
-        self._experience = learn_stored(self._experience, moment.stored_tokens - self._stored)
-        self._stored = moment.stored_tokens
-        market = self._market()
-        prompt = Prompt(moment.request.num_tokens, moment.resumed * chunk, moment.held * chunk)
-        prompt = self._seen.look(chunk, keys, prompt, market)
-        placement = plan_stops(chunk, prompt, market, self._costs, self._limits)
-        self._experience = learn_request(self._experience, prompt, placement)
-        self._seen.note(chunk, keys, prompt, placement, market)
-        self._awaited.meet(keys[place - 1] for place in range(max(1, moment.resumed), moment.end + 1))
-        return [stop.num_tokens // chunk for stop in placement.stops]
-
-    def _is_unproven(self, moment: Moment) -> bool:
-        gained = (len(moment.request.answered) - moment.end) * self._chunk
-        return self._awaited.is_unproven(gained, self._market(), self._costs)
-
-    def keeps_answer(self, moment: Moment) -> bool:
-        if not self._has_answers:
-            return False
-        self._awaited.note(moment.request.answered[-1])
-        return self._market().has_room(self._costs) or not self._is_unproven(moment)
 
 
 class Hindsight:

@@ -31,11 +31,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from reuse_files import Part, Trace, part_of, read_all
+from reuse_files import Part, part_of, read_all
 from reuse_plot import draw
-from reuse_policies import Budgeted, Hindsight, Junctions, Ladder, PromptEnds
-from reuse_simulation import CostModel, Outcome, Policy, simulate, unique_chunks
+from reuse_policies import Hindsight, Junctions, Ladder
 
+from hybridkv.cli.simulation.policies import Budgeted, PromptEnds
+from hybridkv.cli.simulation.store import CostModel, SimulationResult, StopPolicy, simulate, unique_chunks
+from hybridkv.cli.simulation.traces import Trace
 from hybridkv.planner.checkpoints import awaited, experience, placement, seen
 
 SIZES: Final = (5, 10, 30, 100)
@@ -49,10 +51,10 @@ WITHIN_BOUND: Final = 0.01
 CONSTANTS: Final = ("KEPT_SHARE", "OLD_SHARE", "DOUBTED_PARTINGS", "DOUBTED_PROMPTS", "EXTRA_RETURN")
 
 
-def run_size(trace: Trace, size: int, costs: CostModel) -> dict[str, Outcome]:
+def run_size(trace: Trace, size: int, costs: CostModel) -> dict[str, SimulationResult]:
     """All placements over one store."""
     capacity = unique_chunks(trace, costs) * size // 100
-    policies: dict[str, Policy | None] = {
+    policies: dict[str, StopPolicy | None] = {
         "ends": PromptEnds(),
         "junctions": Junctions(),
         "ladder": Ladder(LADDER_CHUNKS),
@@ -76,7 +78,7 @@ def goal(rates: dict[str, float], size: int) -> float:
     return (rates["ends"] + rates["optimal"]) / 2
 
 
-def row_of(trace: Trace, size: int, outcomes: dict[str, Outcome]) -> dict[str, Any]:
+def row_of(trace: Trace, size: int, outcomes: dict[str, SimulationResult]) -> dict[str, Any]:
     rates = {name: outcome.hit_rate for name, outcome in outcomes.items()}
     return {
         "trace": trace.name,

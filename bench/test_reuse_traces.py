@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from reuse_files import Part, Trace, chained, part_of, read_agents, read_mooncake
+from reuse_files import Part, part_of
 from reuse_files import chats as conversations
 from reuse_plot import draw
-from reuse_policies import Budgeted, Hindsight, Junctions, Ladder, PromptEnds
-from reuse_simulation import CostModel, Moment, simulate, unique_chunks
+from reuse_policies import Hindsight, Junctions, Ladder
 from reuse_traces import row_of, run_size
+
+from hybridkv.cli.simulation.policies import Budgeted, PromptEnds
+from hybridkv.cli.simulation.store import CostModel, Moment, simulate
+from hybridkv.cli.simulation.traces import Trace, chained
 
 COSTS = CostModel(step_tokens=8)
 ROOM = 100_000
@@ -25,15 +26,6 @@ def siblings(num: int = 40, shared: int = 20, own: int = 6) -> Trace:
         for number in range(num)
     ]
     return chained("siblings", 64, prompts)
-
-
-def test_what_a_trace_stores_is_counted_by_hand() -> None:
-    trace = chained("two", 10, [(31, "abc"), (31, "abd")])
-    outcome = simulate(trace, ROOM, COSTS, PromptEnds())
-    assert (outcome.total_tokens, outcome.hit_tokens) == (62, 0)
-    assert outcome.stored_tokens == 10 * (4 + 2 * 4)
-    assert simulate(trace, ROOM, COSTS, None).hit_tokens == 20
-    assert unique_chunks(trace, COSTS) == 4 + 2 * 4
 
 
 def test_a_junction_serves_the_third_sibling_and_hindsight_the_second() -> None:
@@ -72,22 +64,6 @@ def test_no_placement_beats_attention_alone_and_the_ends_alone_beat_none_with_ro
 def test_a_store_that_holds_nothing_hits_nothing() -> None:
     for policy in (PromptEnds(), Junctions(), Ladder(2), None):
         assert simulate(siblings(), 1, COSTS, policy).hit_tokens == 0
-
-
-def test_traces_are_read_as_prefixes(tmp_path: Path) -> None:
-    mooncake = tmp_path / "trace.jsonl"
-    lines = [
-        {"timestamp": 2, "input_length": 1_030, "hash_ids": [0, 7, 9]},
-        {"timestamp": 1, "input_length": 1_024, "hash_ids": [0, 7]},
-    ]
-    mooncake.write_text("\n".join(json.dumps(line) for line in lines))
-    first, second = read_mooncake(mooncake, "m").requests
-    assert (first.num_tokens, second.num_tokens) == (1_024, 1_030) and first.chunks == second.chunks == (0, 1)
-    lines = [{"timestamp": 1, "input": "a" * 1_030}, {"timestamp": 2, "input": ""}]
-    (tmp_path / "s.openai_chat.jsonl").write_text("\n".join(json.dumps(line) for line in lines))
-    mooncake.unlink()
-    (only,) = read_agents(tmp_path, "a").requests
-    assert only.num_tokens == 257 and only.chunks == (0, 1)
 
 
 def test_the_picture_is_xml_with_a_panel_for_each_trace() -> None:

@@ -104,6 +104,30 @@ def plan(
     sys.exit(WARNED if report.warnings else FINE)
 
 
+@main.command(help="Simulate a trace of requests: hit rates by size of host memory, without an engine.")
+@click.argument("trace", type=click.Path())
+@click.option(
+    "--plan", "plan_file", help='The document of `hybridkv plan --json`, for the sizes of the model; "-" for stdin.'
+)
+@click.option("--capacity", "capacities", multiple=True, help="Size of host memory, such as 16GiB; may be repeated.")
+@click.option("--svg", type=click.Path(dir_okay=False), help="Write a chart to this file.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def simulate(trace: str, plan_file: str | None, capacities: tuple[str, ...], svg: str | None, as_json: bool) -> None:
+    """`trace` is a file of JSON lines, or a folder of them. Exit status: 0, or 2 if it cannot be simulated."""
+    from hybridkv.cli import simulating
+    from hybridkv.cli.output import print_json
+
+    with _failing():
+        sizes = None if plan_file is None else simulating.sizes_of_plan(_read(plan_file), _name_of(plan_file))
+        report = simulating.simulate_trace(Path(trace), sizes, capacities)
+        if svg is not None:
+            Path(svg).write_text(simulating.chart_of(report), encoding="utf-8")
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(simulating.text_of(report))
+
+
 @main.command(help="Summarize the explain log of an engine: why requests did not hit, and what helps.")
 @click.argument("log")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")

@@ -1,63 +1,68 @@
-"""One trace through one store: requests one after the other, the repository's RAM index, no engine and no bytes.
+"""Simulation of one trace with one store: requests one after the other, the RAM tier's index, no engine and no bytes.
 
 A request resumes at its deepest state below which all attention is held, computes the rest, and stores all chunks of
-attention and the states of its stops and of its end. A token of attention counts for one byte and a state for
-`state_tokens`; what does not fit evicts what was used longest ago, of a request's path its end first.
+attention and the states of its stops and of its end. A token of attention counts as one byte. What does not fit evicts
+the least recently used; of the path of one request its end first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
-from reuse_files import Request, Trace
-
+from hybridkv.cli.simulation.traces import Trace, TraceRequest
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import Refusal
 from hybridkv.tiers.ram import RamIndex
 
+GRANULES: Final = 8
+"""Parts of a chunk to which the size of a state is rounded up, if it is not a whole number of chunks."""
+
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Args:
-    state_chunks: what the states of one boundary take up, in chunks of attention.
-    step_tokens: what one more step costs, in tokens of prefill.
+    """Sizes and prices of a model.
+
+    Args:
+        state_chunks: size of the states of one boundary, in chunks of attention.
+        step_tokens: price of one more step, in tokens of prefill.
     """
 
-    state_chunks: int = 4
+    state_chunks: float = 4
     step_tokens: int = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What is known when a request's stops are chosen, in chunks.
+    """Facts with which the stops of a request are chosen, in chunks.
 
     Args:
         number: the request's place in the trace.
-        held: the deepest boundary of which all attention is held.
-        resumed: the deepest of those with a state.
-        end: the last boundary of the prompt, whose state is stored in any case.
-        stored_tokens: that were stored ever before.
+        request: the request.
+        held: deepest boundary below which all attention is held.
+        resumed: deepest of these boundaries that has a state.
+        end: last boundary of the prompt.
+        stored_tokens: tokens that all requests before have stored.
     """
 
     number: int
-    request: Request
+    request: TraceRequest
     held: int
     resumed: int
     end: int
     stored_tokens: int
 
 
-class Policy(Protocol):
-    """Chooses stops."""
+class StopPolicy(Protocol):
+    """Chooses the boundaries at which states are stored."""
 
     def stops(self, moment: Moment) -> Sequence[int]:
         """Boundaries in chunks, above `resumed` and below `end`."""
         ...
 
     def keeps_end(self, moment: Moment) -> bool:
-        """Whether the state of the prompt's end is stored."""
+        """Whether the state at the prompt's end is stored."""
         ...
 
     def keeps_answer(self, moment: Moment) -> bool:
@@ -66,8 +71,8 @@ class Policy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """Of one trace through one store. Tokens; `hit_rate` and `extra_share` are shares of 1."""
+class SimulationResult:
+    """Result of one trace with one store. Tokens; `hit_rate` and `extra_share` are shares of 1."""
 
     total_tokens: int
     hit_tokens: int
@@ -81,6 +86,7 @@ class Outcome:
 
     @property
     def extra_share(self) -> float:
+        """Price of all stops, as a share of the computed tokens."""
         return self.extra_tokens / (self.total_tokens - self.hit_tokens)
 
     @property
@@ -89,10 +95,12 @@ class Outcome:
         return self.stored_tokens / max(1, self.hit_tokens)
 
 
-def simulate(trace: Trace, capacity_chunks: int, costs: CostModel, policy: Policy | None) -> Outcome:
-    """A trace through a store of so many chunks; without a policy as if attention were all that a model has."""
+def simulate(trace: Trace, capacity_chunks: int, costs: CostModel, policy: StopPolicy | None) -> SimulationResult:
+    """Simulates a trace with a store of so many chunks of attention. Without a policy the model has no states."""
     chunk = trace.chunk_tokens
-    index = RamIndex(capacity_chunks * chunk, chunk)
+    state_bytes = max(1, round(chunk * costs.state_chunks))
+    granule = chunk if float(costs.state_chunks).is_integer() else max(1, chunk // GRANULES)
+    index = RamIndex(capacity_chunks * chunk, granule)
     total = hits = stored = num_stops = 0
     for number, request in enumerate(trace.requests):
         attention = [b"f%d" % name for name in request.chunks]
@@ -110,16 +118,16 @@ def simulate(trace: Trace, capacity_chunks: int, costs: CostModel, policy: Polic
             kept = {*stops, *([end] if end > resumed and policy.keeps_end(moment) else [])}
         path = _path(attention, states, kept | ({resumed} if policy is not None and resumed else set()))
         index.touch(reversed(path))
-        stored += sum(_store(index, key, chunk * (costs.state_chunks if key[:1] == b"s" else 1)) for key in path)
+        stored += sum(_store(index, key, state_bytes if key[:1] == b"s" else chunk) for key in path)
         index.touch(reversed(path))
         if request.answered:
             if policy is not None and len(both) > end and policy.keeps_answer(moment):
                 kept.add(len(both))
             path = _path(*whole, kept | ({resumed} if resumed else set()))
-            stored += sum(_store(index, key, chunk * (costs.state_chunks if key[:1] == b"s" else 1)) for key in path)
+            stored += sum(_store(index, key, state_bytes if key[:1] == b"s" else chunk) for key in path)
             index.touch(reversed(path))
         total, hits = total + request.num_tokens, hits + resumed * chunk
-    return Outcome(total, hits, stored, num_stops, num_stops * costs.step_tokens)
+    return SimulationResult(total, hits, stored, num_stops, num_stops * costs.step_tokens)
 
 
 def _deepest_state(index: RamIndex, states: Sequence[bytes], held: int) -> int:
@@ -128,7 +136,7 @@ def _deepest_state(index: RamIndex, states: Sequence[bytes], held: int) -> int:
 
 
 def _path(attention: Sequence[bytes], states: Sequence[bytes], with_state: set[int]) -> list[bytes]:
-    """From the beginning on, each state behind the chunk that it needs."""
+    """Keys of a path, from its beginning, each state after the chunk at its boundary."""
     path = []
     for place, key in enumerate(attention, 1):
         path.append(key)
@@ -138,7 +146,7 @@ def _path(attention: Sequence[bytes], states: Sequence[bytes], with_state: set[i
 
 
 def _store(index: RamIndex, key: bytes, num_bytes: int) -> int:
-    """What was stored, 0 where it was there or does not fit."""
+    """Stores a key. Returns its bytes; 0 if it is held already or does not fit."""
     if index.lookup(key) is not LookupResult.MISS or isinstance(index.reserve(key, num_bytes), Refusal):
         return 0
     index.commit(key)
@@ -146,10 +154,11 @@ def _store(index: RamIndex, key: bytes, num_bytes: int) -> int:
 
 
 def unique_chunks(trace: Trace, costs: CostModel) -> int:
-    """What a trace would store today without a bound, in chunks: its attention, and a state at each prompt's end."""
+    """Chunks that a store without a limit would hold after a trace: attention, and a state at each prompt's end."""
     ends = {
         request.chunks[(request.num_tokens - 1) // trace.chunk_tokens - 1]
         for request in trace.requests
         if request.num_tokens > trace.chunk_tokens
     }
-    return len({name for request in trace.requests for name in request.chunks}) + costs.state_chunks * len(ends)
+    attention = len({name for request in trace.requests for name in request.chunks})
+    return attention + round(costs.state_chunks * len(ends))

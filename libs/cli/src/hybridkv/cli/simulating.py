@@ -1,0 +1,184 @@
+"""Hit rates of a trace of requests by size of host memory: the planner and the RAM tier's index, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from hybridkv.cli.output import Problem, ReportError
+from hybridkv.cli.simulation.chart import Curve, Panel, draw
+from hybridkv.cli.simulation.policies import Budgeted, PromptEnds
+from hybridkv.cli.simulation.store import CostModel, StopPolicy, simulate, unique_chunks
+from hybridkv.cli.simulation.traces import Trace, in_chunks, read_trace
+from hybridkv.connectors.config import format_size, parse_size
+
+MULTIPLES: Final = (0.25, 0.5, 1, 2, 4, 8)
+"""Simulated sizes of host memory, as multiples of that of a plan."""
+PERCENTS: Final = (5, 10, 30, 100)
+"""Simulated sizes without a plan, in percent of what the trace stores."""
+SEEN_CHUNKS: Final = 1 << 18
+"""Prefixes that the planner remembers."""
+CURVES: Final = {
+    "attention": Curve("attention alone (bound)", "#999999", "4 3"),
+    "planner": Curve("the planner", "#b8405e"),
+    "ends": Curve("prompt ends only", "#3b7dd8"),
+}
+"""Columns of a model with recurrent states. One without has the first alone."""
+
+
+class ModelSizes(msgspec.Struct, frozen=True):
+    """Sizes of a model, over all ranks.
+
+    Args:
+        chunk_tokens: tokens in a chunk.
+        token_bytes: bytes of attention that a token takes.
+        state_bytes: bytes of the states of one boundary; 0 without recurrent groups.
+        capacity_bytes: host memory.
+    """
+
+    chunk_tokens: int
+    token_bytes: float
+    state_bytes: int
+    capacity_bytes: int
+
+
+class SimulationRow(msgspec.Struct, frozen=True):
+    """Result for one size of host memory.
+
+    Args:
+        size: the size, for people.
+        percent: of everything that the trace stores.
+        hit_rate: restored tokens as a share of all; "planner": as the connector; "ends": with states of the ends of
+            prompts alone; "attention": if each boundary could be resumed.
+        extra_prefill: price of the planner's stops, as a share of the computed tokens.
+    """
+
+    size: str
+    percent: float
+    hit_rate: dict[str, float]
+    extra_prefill: float
+
+
+class SimulationReport(msgspec.Struct, frozen=True):
+    """Result of a trace.
+
+    Args:
+        trace: its name.
+        requests: number of requests.
+        tokens: tokens of all prompts.
+        chunk_tokens: tokens in a simulated chunk.
+        state_chunks: size of the states of one boundary, in chunks of attention; 0 without recurrent groups.
+        rows: by size, ascending.
+    """
+
+    trace: str
+    requests: int
+    tokens: int
+    chunk_tokens: int
+    state_chunks: float
+    rows: list[SimulationRow]
+
+
+def sizes_of_plan(text: str, name: str) -> ModelSizes:
+    """Sizes from the JSON document of `hybridkv plan`.
+
+    Raises:
+        ReportError: the text is another document, or the model has no attention.
+    """
+    from hybridkv.connectors.vllm.offload.startup_log import StartupReport
+
+    try:
+        document = msgspec.json.decode(text, type=dict[str, Any])
+        startup = msgspec.convert(document.get("startup"), StartupReport)
+    except msgspec.DecodeError as error:  # of ValidationError too
+        raise ReportError(
+            Problem("error", name, "the document of hybridkv plan --json", str(error), "hybridkv plan MODEL --json")
+        ) from None
+    states = sum(group.chunk_bytes for group in startup.groups if group.kind == "RECURRENT")
+    if states == startup.chunk_bytes:
+        raise ReportError(Problem("error", name, "a model with attention", "recurrent groups alone", ""))
+    token_bytes = (startup.chunk_bytes - states) / startup.chunk_tokens
+    return ModelSizes(startup.chunk_tokens, token_bytes, states, startup.tiers[0].capacity_bytes or 0)
+
+
+def simulate_trace(path: Path, sizes: ModelSizes | None, capacities: Sequence[str]) -> SimulationReport:
+    """Simulates a trace.
+
+    Args:
+        path: file or folder.
+        sizes: of the model; None for states of four chunks, and sizes in percent of the trace.
+        capacities: sizes of host memory, such as "16GiB"; by default multiples of that of the plan.
+
+    Raises:
+        OSError: the trace cannot be read.
+        ReportError: the trace has another format, or capacities are given without sizes.
+        ConfigurationError: a capacity is no size.
+    """
+    trace = read_trace(path)
+    if sizes is None:
+        if capacities:
+            got = "--capacity without --plan"
+            raise ReportError(Problem("error", "--plan", "the sizes of the model", got, "hybridkv plan MODEL --json"))
+        costs = CostModel()
+        whole = unique_chunks(trace, costs)
+        stores = [(f"{percent} %", whole * percent // 100) for percent in PERCENTS]
+    else:
+        trace = in_chunks(trace, sizes.chunk_tokens)
+        chunk_bytes = sizes.token_bytes * trace.chunk_tokens
+        costs = CostModel(state_chunks=_rounded(sizes.state_bytes / chunk_bytes))
+        whole = unique_chunks(trace, costs)
+        given = sorted(parse_size("--capacity", text) for text in capacities)
+        given = given or [int(sizes.capacity_bytes * multiple) for multiple in MULTIPLES]
+        stores = [(format_size(num_bytes), int(num_bytes / chunk_bytes)) for num_bytes in given]
+    rows = [_row(trace, size, max(1, chunks), whole, costs) for size, chunks in stores]
+    num_tokens = sum(request.num_tokens for request in trace.requests)
+    return SimulationReport(
+        trace.name, len(trace.requests), num_tokens, trace.chunk_tokens, float(costs.state_chunks), rows
+    )
+
+
+def _rounded(state_chunks: float) -> float:
+    """Whole chunks where that is near, since parts of chunks are rounded up."""
+    return float(round(state_chunks)) if state_chunks > 8 else state_chunks
+
+
+def _row(trace: Trace, size: str, chunks: int, whole: int, costs: CostModel) -> SimulationRow:
+    attention = simulate(trace, chunks, costs, None)
+    rates, extra = {"attention": attention.hit_rate}, 0.0
+    if costs.state_chunks:
+        policies: dict[str, StopPolicy] = {
+            "planner": Budgeted(trace, chunks, costs, SEEN_CHUNKS),
+            "ends": PromptEnds(),
+        }
+        found = {name: simulate(trace, chunks, costs, policy) for name, policy in policies.items()}
+        rates |= {name: outcome.hit_rate for name, outcome in found.items()}
+        extra = found["planner"].extra_share
+    return SimulationRow(size, 100 * chunks / max(1, whole), rates, extra)
+
+
+def text_of(report: SimulationReport) -> str:
+    """The report for people."""
+    has_states = report.state_chunks > 0
+    states = f"; the states of a boundary take as much as {report.state_chunks:.3g} chunks" if has_states else ""
+    counts = f"{report.requests:,} requests, {report.tokens:,} tokens, chunks of {report.chunk_tokens} tokens"
+    columns = ["planner", "ends", "attention"] if has_states else ["attention"]
+    titles = {"planner": "hit rate", "ends": "prompt ends only", "attention": "attention alone"}
+    header = ["host memory", "of the trace"] + [titles[name] if has_states else "hit rate" for name in columns]
+    table = [header + (["extra prefill"] if has_states else [])]
+    for row in report.rows:
+        cells = [row.size, f"{row.percent:.1f} %", *(f"{100 * row.hit_rate[name]:.1f} %" for name in columns)]
+        table.append(cells + ([f"{100 * row.extra_prefill:.2f} %"] if has_states else []))
+    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
+    lines = ["  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)) for row in table]
+    return "\n".join([f"{report.trace}: {counts}{states}", "", *lines])
+
+
+def chart_of(report: SimulationReport) -> str:
+    """The hit rates as an SVG."""
+    curves = CURVES if report.state_chunks else {"attention": Curve("hit rate", "#b8405e")}
+    rates = {name: [row.hit_rate[name] for row in report.rows] for name in curves}
+    panel = Panel(report.trace, [row.percent for row in report.rows], [row.size for row in report.rows], rates)
+    return draw([panel], curves)

@@ -1,0 +1,94 @@
+"""Policies that choose stops in a simulation: none beside the ends of prompts, and the planner's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hybridkv.cli.simulation.store import CostModel, Moment
+from hybridkv.cli.simulation.traces import Trace
+from hybridkv.planner import (
+    AwaitedStates,
+    Costs,
+    Experience,
+    Limits,
+    Market,
+    Prompt,
+    SeenPrefixes,
+    learn_request,
+    learn_stored,
+    plan_stops,
+)
+from hybridkv.planner.checkpoints import experience
+
+MAX_REMEMBERED = 4096
+"""States of answers that the planner's policy remembers: as many as in a connector."""
+
+
+class PromptEnds:
+    """Stores the states that an engine hands over by itself, at the ends of prompts."""
+
+    def stops(self, moment: Moment) -> Sequence[int]:
+        return ()
+
+    def keeps_end(self, moment: Moment) -> bool:
+        return True
+
+    def keeps_answer(self, moment: Moment) -> bool:
+        return False
+
+
+class Budgeted(PromptEnds):
+    """Stores the states that the planner chooses, from the facts that a connector has.
+
+    Args:
+        trace: the trace.
+        capacity_chunks: size of the store, in chunks of attention.
+        costs: of the model.
+        max_seen_chunks: prefixes that the planner's table holds.
+        has_answers: states of answers are stored, where the trace has answers.
+    """
+
+    def __init__(
+        self,
+        trace: Trace,
+        capacity_chunks: int,
+        costs: CostModel,
+        max_seen_chunks: int,
+        *,
+        has_answers: bool = True,
+    ) -> None:
+        self._chunk = trace.chunk_tokens
+        self._capacity = capacity_chunks * self._chunk
+        self._costs = Costs(max(1, round(costs.state_chunks * self._chunk)), 1, costs.step_tokens)
+        self._limits = Limits()
+        self._seen = SeenPrefixes(max_seen_chunks)
+        self._experience = Experience(partings=(experience.DOUBTED_PARTINGS,) * len(experience.RUNGS))
+        self._stored = 0
+        self._has_answers = has_answers
+        self._awaited = AwaitedStates(MAX_REMEMBERED)
+
+    def _market(self) -> Market:
+        return Market(self._capacity, min(self._capacity, self._stored), self._experience)
+
+    def stops(self, moment: Moment) -> Sequence[int]:
+        chunk, keys = self._chunk, moment.request.chunks
+        self._experience = learn_stored(self._experience, moment.stored_tokens - self._stored)
+        self._stored = moment.stored_tokens
+        market = self._market()
+        prompt = Prompt(moment.request.num_tokens, moment.resumed * chunk, moment.held * chunk)
+        prompt = self._seen.look(chunk, keys, prompt, market)
+        placement = plan_stops(chunk, prompt, market, self._costs, self._limits)
+        self._experience = learn_request(self._experience, prompt, placement)
+        self._seen.note(chunk, keys, prompt, placement, market)
+        self._awaited.meet(keys[place - 1] for place in range(max(1, moment.resumed), moment.end + 1))
+        return [stop.num_tokens // chunk for stop in placement.stops]
+
+    def _is_unproven(self, moment: Moment) -> bool:
+        gained = (len(moment.request.answered) - moment.end) * self._chunk
+        return self._awaited.is_unproven(gained, self._market(), self._costs)
+
+    def keeps_answer(self, moment: Moment) -> bool:
+        if not self._has_answers:
+            return False
+        self._awaited.note(moment.request.answered[-1])
+        return self._market().has_room(self._costs) or not self._is_unproven(moment)

@@ -1,0 +1,133 @@
+"""Traces of requests: each prompt as a path of numbers, one for each prefix that ends with a chunk."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from hybridkv.cli.output import Problem, ReportError
+
+MOONCAKE_TOKENS: Final = 512
+"""Tokens of one of Mooncake's hash ids."""
+AGENT_TOKENS: Final = 128
+CHARACTERS_PER_TOKEN: Final = 4
+"""Characters that count as a token where a trace has text and no token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """A prompt.
+
+    Args:
+        num_tokens: its length; positive.
+        chunks: for each whole chunk a number that identifies the prompt up to the chunk's end.
+        answered: the same for prompt and answer together; empty where answers are not modelled.
+    """
+
+    num_tokens: int
+    chunks: tuple[int, ...]
+    answered: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """Requests in order of time."""
+
+    name: str
+    chunk_tokens: int
+    requests: tuple[TraceRequest, ...]
+
+
+def chained(name: str, chunk_tokens: int, prompts: Iterable[tuple[int, Iterable[Hashable]]]) -> Trace:
+    """A trace from pairs of a prompt's length and the content of its whole chunks. Equal content after equal prefixes
+    gets the same number."""
+    numbers: dict[tuple[int, Hashable], int] = {}
+    requests = []
+    for num_tokens, contents in prompts:
+        chunks: list[int] = []
+        for content in contents:
+            before = chunks[-1] if chunks else -1
+            chunks.append(numbers.setdefault((before, content), len(numbers)))
+        requests.append(TraceRequest(num_tokens, tuple(chunks)))
+    return Trace(name, chunk_tokens, tuple(requests))
+
+
+def in_chunks(trace: Trace, chunk_tokens: int) -> Trace:
+    """The trace in the smallest chunks of at least so many tokens that are whole chunks of it."""
+    factor = -(-chunk_tokens // trace.chunk_tokens)
+    if factor <= 1:
+        return trace
+    requests = (
+        TraceRequest(request.num_tokens, request.chunks[factor - 1 :: factor], request.answered[factor - 1 :: factor])
+        for request in trace.requests
+    )
+    return Trace(trace.name, trace.chunk_tokens * factor, tuple(requests))
+
+
+def read_mooncake(path: Path, name: str) -> Trace:
+    """A trace of Mooncake (FAST25): lines with `timestamp`, `input_length` and `hash_ids` of 512 tokens each."""
+    return _from_hashes(name, _lines([path]))
+
+
+def read_agents(folder: Path, name: str) -> Trace:
+    """LMCache's agent traces: files of lines with `timestamp` and `input`, all sessions in one order of time.
+
+    Lines without a prompt are left out.
+    """
+    return _from_text(name, _lines(sorted(folder.glob("*.jsonl"))))
+
+
+def read_trace(path: Path) -> Trace:
+    """A trace of either format: a file, or a folder with files that belong together.
+
+    Raises:
+        OSError: a file cannot be read.
+        ReportError: the lines have another format.
+    """
+    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+    try:
+        lines = _lines(files)
+        first = lines[0] if lines else {}
+        if "hash_ids" in first:
+            return _from_hashes(path.name, lines)
+        if "input" in first:
+            return _from_text(path.name, lines)
+        got = f"lines with {', '.join(first)}" if first else "no lines"
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        got = f"{type(error).__name__}: {error}"
+    raise ReportError(
+        Problem(
+            "error",
+            str(path),
+            "JSON lines with timestamp, input_length and hash_ids, or with timestamp and input",
+            got,
+            "see libs/cli/README.md, hybridkv simulate",
+        )
+    )
+
+
+def _lines(files: Iterable[Path]) -> list[dict[str, Any]]:
+    """All lines, in order of time."""
+    lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines() if line]
+    lines.sort(key=lambda line: line["timestamp"])
+    return lines
+
+
+def _from_hashes(name: str, lines: Iterable[Mapping[str, Any]]) -> Trace:
+    prompts = [(line["input_length"], line["hash_ids"][: line["input_length"] // MOONCAKE_TOKENS]) for line in lines]
+    return chained(name, MOONCAKE_TOKENS, prompts)
+
+
+def _from_text(name: str, lines: Iterable[Mapping[str, Any]]) -> Trace:
+    def prompts() -> Iterator[tuple[int, list[str]]]:
+        size = AGENT_TOKENS * CHARACTERS_PER_TOKEN
+        for line in lines:
+            text, num_tokens = line["input"], len(line["input"]) // CHARACTERS_PER_TOKEN
+            if num_tokens:
+                ends = range(size, num_tokens * CHARACTERS_PER_TOKEN + 1, size)
+                yield num_tokens, [text[end - size : end] for end in ends]
+
+    return chained(name, AGENT_TOKENS, prompts())
