@@ -128,6 +128,26 @@ def simulate(trace: str, plan_file: str | None, capacities: tuple[str, ...], svg
         click.echo(simulating.text_of(report))
 
 
+@main.command(help="Measure the time to first token of a running server: cold, again, and restored from the tiers.")
+@click.argument("url")
+@click.option("--model", help="A model that the server serves; by default its first one.")
+@click.option("--tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Tokens of each prompt.")
+@click.option("--prompts", type=click.IntRange(min=1), default=4, show_default=True, help="Prompts of each kind.")
+@click.option("--seed", type=int, help="Seed of the prompts; by default each run has new ones.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def bench(url: str, model: str | None, tokens: int, prompts: int, seed: int | None, as_json: bool) -> None:
+    """`url` is the address of a server of OpenAI's API. Exit status: 0, or 2 if it cannot be measured."""
+    from hybridkv.cli import measuring
+    from hybridkv.cli.output import print_json
+
+    with _failing():
+        report = measuring.measure(url, model, tokens, prompts, lambda line: click.echo(line, err=True), seed)
+    if as_json:
+        print_json(report)
+    else:
+        click.echo(measuring.text_of(report))
+
+
 @main.command(help="Summarize the explain log of an engine: why requests did not hit, and what helps.")
 @click.argument("log")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")

@@ -1,0 +1,143 @@
+"""`hybridkv bench` against a played server, which knows which prompts it has seen. A real one is in //tests/e2e."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from hybridkv.cli import measuring
+from hybridkv.cli.app import main
+from hybridkv.cli.measuring import Measurement
+
+COLD_S, OWN_S, RESTORED_S = 0.09, 0.01, 0.03
+
+
+class PlayedServer(ThreadingHTTPServer):
+    """A server with a cache of its own and a tier below it."""
+
+    def __init__(self, *, can_reset: bool) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.can_reset = can_reset
+        self.own: set[str] = set()
+        self.stored: set[str] = set()
+        self.paths: list[str] = []
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: PlayedServer
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self._reply({"data": [{"id": "tiny", "max_model_len": 2048}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.paths.append(self.path)
+        if self.path.startswith("/reset_prefix_cache"):
+            if not self.server.can_reset:
+                self.send_error(404)
+                return
+            self.server.own.clear()
+            self._reply({"success": True})
+            return
+        prompt = json.dumps(body["prompt"])
+        seconds = OWN_S if prompt in self.server.own else RESTORED_S if prompt in self.server.stored else COLD_S
+        self.server.own.add(prompt)
+        self.server.stored.add(prompt)
+        time.sleep(seconds)
+        self.send_response(200)
+        self.end_headers()
+        cached = 0 if seconds == COLD_S else len(body["prompt"]) - 1
+        for event in (
+            {"choices": [{"text": "a"}]},
+            {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": cached}}},
+        ):
+            self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def _reply(self, value: object) -> None:
+        text = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+@pytest.fixture(autouse=True)
+def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "COPY_S", 0.0)
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[PlayedServer]:
+    played = PlayedServer(can_reset=getattr(request, "param", True))
+    thread = threading.Thread(target=played.serve_forever, daemon=True)
+    thread.start()
+    yield played
+    played.shutdown()
+    played.server_close()
+    thread.join()
+
+
+def benched(url: str, *options: str) -> Result:
+    return CliRunner().invoke(main, ["bench", url, *options])
+
+
+def test_cold_own_and_restored_are_told_apart(server: PlayedServer) -> None:
+    result = benched(server.url + "/v1/", "--tokens", "600", "--prompts", "2", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    kinds = {each["kind"]: each for each in report["measurements"]}
+    assert list(kinds) == ["cold", "own", "restored"]
+    assert min(kinds["cold"]["seconds"]) >= COLD_S and min(kinds["restored"]["seconds"]) >= RESTORED_S
+    assert [kinds[kind]["cached_tokens"] for kind in kinds] == [0, 599, 599]
+    assert [len(each["seconds"]) for each in kinds.values()] == [2, 2, 2]
+    assert report["tokens_per_second"] <= 600 / COLD_S
+    assert "cold: prompt 2 of 2" in result.stderr
+    assert server.paths.count("/reset_prefix_cache?reset_external=false") == 1
+
+
+@pytest.mark.parametrize("server", [False], indirect=True)
+def test_a_server_that_cannot_reset_its_cache_has_two_kinds(server: PlayedServer) -> None:
+    result = benched(server.url, "--tokens", "600", "--prompts", "1")
+    assert result.exit_code == 0 and "restored from the tiers" not in result.stdout
+    assert "VLLM_SERVER_DEV_MODE=1" in result.stdout and "no restore is measured" in result.stderr
+
+
+def test_the_table_and_the_paragraph(server: PlayedServer) -> None:
+    lines = benched(server.url, "--tokens", "600", "--prompts", "1").stdout.splitlines()
+    assert lines[0] == "tiny: 1 prompts of 600 tokens, one after the other; median of each kind"
+    assert lines[2].split() == ["time", "to", "first", "token", "fastest", "slowest", "cached", "tokens"]
+    assert [line.split()[0] for line in lines[3:6]] == ["cold", "again,", "restored"]
+    assert lines[-1].startswith("A new prompt of 600 tokens takes ")
+
+
+@pytest.mark.parametrize(
+    ("restored_s", "words"), [(0.5, "4.0 times as fast as to compute it"), (1.9, "save little or nothing")]
+)
+def test_the_verdict(restored_s: float, words: str) -> None:
+    found = [Measurement("cold", [2.0], 0), Measurement("own", [0.1], 99), Measurement("restored", [restored_s], 99)]
+    said = measuring.verdict(8000, found, 4000.0)
+    assert "takes 2.00 s to its first token, and 100 ms" in said and words in said
+    assert "compute_tokens_per_second" in said and "4,000 tokens a second" in said
+
+
+def test_what_cannot_be_measured_is_refused(server: PlayedServer) -> None:
+    assert "less than the 2048 tokens of tiny" in benched(server.url, "--tokens", "2048").stderr
+    assert "--model: expected one of tiny" in benched(server.url, "--model", "other").stderr
+    assert "URL: expected http://HOST:PORT" in benched("ftp://host").stderr
+    result = benched("http://127.0.0.1:1")
+    assert result.exit_code == 2 and "is the server up" in result.stderr
