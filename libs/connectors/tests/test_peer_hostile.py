@@ -175,9 +175,11 @@ def test_more_questions_than_allowed_are_answered_at_once(
     ]
 
 
-def test_who_says_more_than_may_wait_is_left_and_nobody_else(pair: tuple[Engine, Engine], rogue: Rogue) -> None:
+def test_who_says_more_than_may_wait_is_left_and_nobody_else(
+    pair: tuple[Engine, Engine], rogue: Rogue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.agent.MAX_LINK_BYTES", 1 << 20)
     agent = pair[0].ranks[0].agent
-    agent._backlog = Backlog(max_link_bytes=1 << 20)
     begun, go_on = threading.Event(), threading.Event()
 
     def occupied() -> None:
@@ -194,8 +196,10 @@ def test_who_says_more_than_may_wait_is_left_and_nobody_else(pair: tuple[Engine,
     assert agent._backlog.num_bytes == 0
 
 
-def test_what_waits_is_counted_by_peer_and_in_all() -> None:
-    backlog, (one, other) = Backlog(100, 150), (LinkId(1), LinkId(2))
+def test_what_waits_is_counted_by_peer_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.agent.MAX_LINK_BYTES", 100)
+    monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.agent.MAX_BYTES", 150)
+    backlog, (one, other) = Backlog(), (LinkId(1), LinkId(2))
     assert backlog.add(one, 100) and not backlog.add(one, 1)
     assert backlog.add(other, 50) and not backlog.add(other, 1)
     backlog.remove(one, 100)

@@ -127,17 +127,15 @@ def needed_ends(spec: CacheSpec, group_index: int, num_tokens: int, computed_tok
 
 
 class ClippedBlocks(msgspec.Struct, frozen=True):
-    """What a transfer moves of each group, and what there was.
+    """Blocks that a transfer moves.
 
     Args:
-        block_ids: for every group the blocks to move, in token order.
-        first_blocks: for every group where its `block_ids` begin within `unclipped`.
-        unclipped: every group's block ids as they were given: what an engine frees, and what it is charged for.
+        block_ids: for each group, the blocks to move, in token order.
+        first_blocks: for each group, the index of the first of them in its block table.
     """
 
     block_ids: tuple[tuple[int, ...], ...]
     first_blocks: tuple[int, ...]
-    unclipped: tuple[tuple[int, ...], ...]
 
 
 def read_blocks(group: GroupSpec, num_tokens: int) -> range:
@@ -175,4 +173,4 @@ def clip_blocks(
             )
         kept.append(tuple(ids[wanted.start : wanted.stop]))
         first.append(wanted.start)
-    return ClippedBlocks(tuple(kept), tuple(first), tuple(map(tuple, block_ids)))
+    return ClippedBlocks(tuple(kept), tuple(first))

@@ -6,7 +6,6 @@ Credentials come from the usual places of those clouds (environment, files) and 
 
 from __future__ import annotations
 
-import logging
 import re
 import uuid
 from datetime import timedelta
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
 
     Store = ObjectStore | DirectoryStore
 
-logger = logging.getLogger(__name__)
 
 _RETRIES = 1
 _STATUS = " - Server returned non-2xx status code: "

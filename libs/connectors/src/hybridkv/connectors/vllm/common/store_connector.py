@@ -1,7 +1,7 @@
-"""Base class of the connectors that store KV: vLLM's connector interface, forwarded to this process' half.
+"""Base class of the connectors that store KV.
 
-The scheduler's half decides what is loaded and stored; the worker's half moves bytes. Methods that vLLM calls and that
-are not defined here keep vLLM's default. `WaitingScheduler` is the scheduler's half until the store is open.
+Methods that vLLM calls and that are not defined here or in `half_connector` keep vLLM's default. `WaitingScheduler` is
+the scheduler's half until the store is open.
 """
 
 from __future__ import annotations
@@ -9,26 +9,23 @@ from __future__ import annotations
 import logging
 import weakref
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
 
-from hybridkv.connectors.checking import require_valid
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.half_connector import HalfConnector
 from hybridkv.connectors.vllm.common.messages import StepOutcome, WorkerFacts
 from hybridkv.connectors.vllm.common.prefill_stops import current_child
 from hybridkv.connectors.vllm.common.role import role_of
-from hybridkv.connectors.vllm.common.start_checks import check_start
-from hybridkv.connectors.vllm.common.stats import ConnectorMetrics, OffloadPromMetrics, OffloadStats
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -165,19 +162,17 @@ class StoreWorker(Protocol):
     def take_facts(self) -> dict[str, str] | None: ...
 
 
-class StoreConnector(KVConnectorBase_V1, SupportsHMA):
-    """Connector of vLLM without the halves. A subclass sets `_layout` and the half of this process.
+class StoreConnector(HalfConnector["StoreScheduler | WaitingScheduler", StoreWorker]):
+    """Connector that stores KV. A subclass sets `_layout` and the half of this process.
 
     Raises:
         ConfigurationError: the engine already has a connector of this class at this place.
     """
 
     _cache_hit_source = compat.HOST_HIT
-    _plan_type: ClassVar[type[KVConnectorMetadata]]
     _layout: CacheLayout
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        check_start(vllm_config, role)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         self._child_place = current_child()
@@ -221,25 +216,7 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         """Whether the connector never loads, so that a parent connector can skip its lookup."""
         return not self._kv_role.loads
 
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Checks the configuration: on GPUs vLLM calls this before it starts an engine process. The result is False.
-
-        Raises:
-            ConfigurationError: the configuration cannot work.
-        """
-        require_valid(cls.__name__, extra_config, compat.transfer_keys())
-        return False
-
     # The halves.
-
-    @abstractmethod
-    def _scheduler_half(self) -> StoreScheduler | WaitingScheduler | None:
-        """The scheduler's half; None in a worker's process."""
-
-    @abstractmethod
-    def _worker_half(self) -> StoreWorker | None:
-        """The worker's half; None in the scheduler's process."""
 
     @abstractmethod
     def _open_store(self, waiting: WaitingScheduler) -> StoreScheduler:
@@ -257,9 +234,6 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._require_worker().start_loads(self._step_plan())
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: no request runs before its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing: vLLM never calls it for recurrent layers, so all groups are stored after the forward pass."""
@@ -311,21 +285,10 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduler is not None:
             scheduler.bind_block_pool(gpu_block_pool)
 
-    def on_new_request(self, request: Request) -> None:
-        self._require_scheduler().track(request)
-
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        num_tokens = self._require_scheduler().matched_tokens(request, num_computed_tokens)
-        # Every load ends in get_transfer_results, also one that copies at once: only there can it fail safely.
-        return num_tokens, bool(num_tokens)
-
     def get_loaded_kv_cache_group_ids(self, request: Request) -> tuple[int, ...]:
         # If a chunk ends inside a block, a load fills only a part of the block, so the engine must zero the rest.
         spec = self._layout.spec
         return tuple(index for index in spec.stored_groups if index not in spec.cut_groups)
-
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._require_scheduler().on_allocated(request, blocks, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._require_scheduler().plan_step(scheduler_output)
@@ -376,40 +339,6 @@ class StoreConnector(KVConnectorBase_V1, SupportsHMA):
         if scheduler is not None:
             scheduler.record_tiers()
         return self._metrics.take()
-
-    # In the API process.
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return OffloadStats(data=data) if data is not None else OffloadStats()
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> OffloadPromMetrics:
-        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def _step_plan(self) -> KVConnectorMetadata:
-        plan = self._get_connector_metadata()
-        if not isinstance(plan, self._plan_type):
-            raise TypeError(f"expected {self._plan_type.__name__}, got {type(plan).__name__}")
-        return plan
-
-    def _require_scheduler(self) -> StoreScheduler | WaitingScheduler:
-        scheduler = self._scheduler_half()
-        if scheduler is None:
-            raise RuntimeError(f"a scheduler's method was called on the worker's half of {type(self).__name__}")
-        return scheduler
-
-    def _require_worker(self) -> StoreWorker:
-        worker = self._worker_half()
-        if worker is None:
-            raise RuntimeError(f"a worker's method was called on the scheduler's half of {type(self).__name__}")
-        return worker
 
 
 def mark_live(connector: StoreConnector) -> None:

@@ -19,25 +19,21 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
-    SupportsHMA,
 )
 
-from hybridkv.connectors.checking import require_valid
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.corrupt_blocks import suspect_groups
+from hybridkv.connectors.vllm.common.half_connector import HalfConnector
 from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_groups
 from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.prefill_stops import current_child
 from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
-from hybridkv.connectors.vllm.common.start_checks import check_start
-from hybridkv.connectors.vllm.common.stats import OffloadPromMetrics, OffloadStats
 from hybridkv.connectors.vllm.nixl.config import NixlConfig, decode_config, require_ports
 from hybridkv.connectors.vllm.nixl.memory.host_buffer import needs_host_buffer
 from hybridkv.connectors.vllm.nixl.messages import NixlStepOutcome, NixlStepPlan, WorkerAddress
@@ -54,7 +50,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
@@ -63,15 +58,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vllm.hybridkv.nixl")
 
 
-class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
+class HybridNixlConnector(HalfConnector[NixlScheduler, NixlWorker]):
     """Connector that hands a prompt's KV cache from the engine that computed it to the engine that decodes.
 
     Raises:
         ConfigurationError: the configuration or the model cannot work. The engine does not start.
     """
 
+    _plan_type = NixlStepPlan
+
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
-        check_start(vllm_config, role)
         super().__init__(vllm_config, role, kv_cache_config)
         transfer = self._kv_transfer_config
         self._config = decode_config(transfer.kv_connector_extra_config)
@@ -102,19 +98,15 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
             )
             self._worker = NixlWorker(settings, self._layout, self._metrics)
 
+    def _scheduler_half(self) -> NixlScheduler | None:
+        return self._scheduler
+
+    def _worker_half(self) -> NixlWorker | None:
+        return self._worker
+
     def _require_resumable(self) -> None:
         is_excepted = self._config.without_prefix_caching
         require_resumable(self._vllm_config, self._kv_cache_config, is_excepted=is_excepted)
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Checks the configuration: on GPUs vLLM calls this before it starts an engine process. The result is False.
-
-        Raises:
-            ConfigurationError: the configuration cannot work.
-        """
-        require_valid(cls.__name__, extra_config, compat.transfer_keys())
-        return False
 
     # Worker side.
 
@@ -128,9 +120,6 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._require_worker().start(self._step_plan())
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        """Does nothing: no request runs before its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Does nothing: peers read blocks in place after their request has finished."""
@@ -162,17 +151,6 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._require_scheduler().bind_block_pool(gpu_block_pool)
 
-    def on_new_request(self, request: Request) -> None:
-        self._require_scheduler().track(request)
-
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        num_tokens = self._require_scheduler().matched_tokens(request, num_computed_tokens)
-        # Always asynchronous: only then can a load fail without failing other requests.
-        return num_tokens, bool(num_tokens)
-
-    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        self._require_scheduler().on_allocated(request, blocks, num_external_tokens)
-
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         return self._require_scheduler().take_plan(scheduler_output)
 
@@ -201,38 +179,6 @@ class HybridNixlConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.record_leases()
         return self._metrics.take()
-
-    # In the API process.
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
-        return OffloadStats(data=data) if data is not None else OffloadStats()
-
-    @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> OffloadPromMetrics:
-        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-
-    def _step_plan(self) -> NixlStepPlan:
-        plan = self._get_connector_metadata()
-        if not isinstance(plan, NixlStepPlan):
-            raise TypeError(f"expected StepPlan, got {type(plan).__name__}")
-        return plan
-
-    def _require_scheduler(self) -> NixlScheduler:
-        if self._scheduler is None:
-            raise RuntimeError("a scheduler method was called on the worker half of HybridNixlConnector")
-        return self._scheduler
-
-    def _require_worker(self) -> NixlWorker:
-        if self._worker is None:
-            raise RuntimeError("a worker method was called on the scheduler half of HybridNixlConnector")
-        return self._worker
 
 
 def _layout(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CacheLayout:

@@ -39,11 +39,9 @@ class HostCopy(msgspec.Struct, frozen=True, array_like=True):
     """Blocks to copy to host memory after the step, because peers cannot read device memory.
 
     Args:
-        request_id: id of the request.
         block_ids: blocks of each group; 0 for no block.
     """
 
-    request_id: str
     block_ids: tuple[tuple[int, ...], ...]
 
 

@@ -6,7 +6,6 @@ request can finish. The lease time starts when the request finishes. Ranks repor
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -24,8 +23,6 @@ from hybridkv.planner import GroupSpec
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
-
-logger = logging.getLogger("vllm.hybridkv.nixl")
 
 
 @dataclass(frozen=True, slots=True)

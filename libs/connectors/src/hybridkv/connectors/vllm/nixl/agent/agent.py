@@ -32,16 +32,9 @@ MESSAGE_OVERHEAD_BYTES = 512
 
 
 class Backlog:
-    """Bytes of messages that wait for the agent's thread, by connection. Thread-safe.
+    """Bytes of messages that wait for the agent's thread, by connection, with a limit. Thread-safe."""
 
-    Args:
-        max_link_bytes: limit for one peer.
-        max_bytes: limit for all peers.
-    """
-
-    def __init__(self, max_link_bytes: int = MAX_LINK_BYTES, max_bytes: int = MAX_BYTES) -> None:
-        self._max_link_bytes = max_link_bytes
-        self._max_bytes = max_bytes
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._by_link: dict[LinkId, int] = {}
         self._total = 0
@@ -55,7 +48,7 @@ class Backlog:
         """Adds a message unless it exceeds a limit. Returns whether it did."""
         with self._lock:
             waiting = self._by_link.get(link, 0) + num_bytes
-            if waiting > self._max_link_bytes or self._total + num_bytes > self._max_bytes:
+            if waiting > MAX_LINK_BYTES or self._total + num_bytes > MAX_BYTES:
                 return False
             self._by_link[link] = waiting
             self._total += num_bytes

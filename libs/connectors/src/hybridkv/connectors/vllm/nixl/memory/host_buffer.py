@@ -174,7 +174,7 @@ class HostCopyTracker:
             saved = self._saved_tokens.get(name, 0)
             # Fewer tokens than were saved: the request started again, with other blocks.
             kept = saved if saved <= before else 0
-            plans.append(HostCopy(name, self._blocks(tables(name), kept, before + count)))
+            plans.append(HostCopy(self._blocks(tables(name), kept, before + count)))
             self._saved_tokens[name] = before + count
         return plans
 

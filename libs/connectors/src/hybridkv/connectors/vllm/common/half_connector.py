@@ -1,0 +1,126 @@
+"""Base class of the connectors with one half in each process: vLLM's connector interface, forwarded to that half.
+
+The scheduler's half decides what is loaded and stored; the worker's half moves bytes.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from hybridkv.connectors.checking import require_valid
+from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.start_checks import check_start
+from hybridkv.connectors.vllm.common.stats import OffloadPromMetrics, OffloadStats
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+class SchedulerHalf(Protocol):
+    """Part of a scheduler's half that all connectors have."""
+
+    def track(self, request: Request) -> object: ...
+
+    def matched_tokens(self, request: Request, computed_tokens: int) -> int | None: ...
+
+    def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None: ...
+
+
+Scheduler = TypeVar("Scheduler", bound=SchedulerHalf)
+Worker = TypeVar("Worker")
+
+
+class HalfConnector(KVConnectorBase_V1, SupportsHMA, Generic[Scheduler, Worker]):
+    """Connector of vLLM without the halves. A subclass has the half of this process.
+
+    Raises:
+        ConfigurationError: the engine or the configuration cannot work.
+    """
+
+    _plan_type: ClassVar[type[KVConnectorMetadata]]
+
+    def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
+        check_start(vllm_config, role)
+        super().__init__(vllm_config, role, kv_cache_config)
+
+    @abstractmethod
+    def _scheduler_half(self) -> Scheduler | None:
+        """The scheduler's half; None in a worker's process."""
+
+    @abstractmethod
+    def _worker_half(self) -> Worker | None:
+        """The worker's half; None in the scheduler's process."""
+
+    # Worker side.
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Does nothing: no request runs before its load has ended."""
+
+    # Scheduler side.
+
+    def on_new_request(self, request: Request) -> None:
+        self._require_scheduler().track(request)
+
+    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        num_tokens = self._require_scheduler().matched_tokens(request, num_computed_tokens)
+        # Always asynchronous, also for a load that copies at once: only then can it fail without other requests.
+        return num_tokens, bool(num_tokens)
+
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        self._require_scheduler().on_allocated(request, blocks, num_external_tokens)
+
+    # In the API process.
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Checks the configuration: on GPUs vLLM calls this before it starts an engine process. The result is False.
+
+        Raises:
+            ConfigurationError: the configuration cannot work.
+        """
+        require_valid(cls.__name__, extra_config, compat.transfer_keys())
+        return False
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
+        return OffloadStats(data=data) if data is not None else OffloadStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> OffloadPromMetrics:
+        return OffloadPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def _step_plan(self) -> KVConnectorMetadata:
+        plan = self._get_connector_metadata()
+        if not isinstance(plan, self._plan_type):
+            raise TypeError(f"expected {self._plan_type.__name__}, got {type(plan).__name__}")
+        return plan
+
+    def _require_scheduler(self) -> Scheduler:
+        scheduler = self._scheduler_half()
+        if scheduler is None:
+            raise RuntimeError(f"a scheduler's method was called on the worker's half of {type(self).__name__}")
+        return scheduler
+
+    def _require_worker(self) -> Worker:
+        worker = self._worker_half()
+        if worker is None:
+            raise RuntimeError(f"a worker's method was called on the scheduler's half of {type(self).__name__}")
+        return worker
