@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from hybridkv.cli.output import ReportError
-from hybridkv.connectors.errors import ConfigurationProblem
+from hybridkv.connectors.errors import SettingProblem
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -57,7 +57,7 @@ def plan_engine(model: str, transfer: Mapping[str, Any], options: Sequence[str])
     """
     if find_spec("vllm") is None:
         raise ReportError(
-            ConfigurationProblem(
+            SettingProblem(
                 "error",
                 "vllm",
                 "an installed vLLM, as it decides the groups",
@@ -67,7 +67,7 @@ def plan_engine(model: str, transfer: Mapping[str, Any], options: Sequence[str])
         )
     if not _has_config(model):
         raise ReportError(
-            ConfigurationProblem(
+            SettingProblem(
                 "error", model, "a directory with config.json, or a name for vllm serve", "no config.json there", ""
             )
         )
@@ -80,7 +80,7 @@ def plan_engine(model: str, transfer: Mapping[str, Any], options: Sequence[str])
         vllm_config = _configure(model, transfer, options)
         if vllm_config.speculative_config is not None:
             raise ReportError(
-                ConfigurationProblem(
+                SettingProblem(
                     "error",
                     "speculative_config",
                     "an engine without a drafter: its layers are not planned",
@@ -112,7 +112,7 @@ def _refusing(model: str) -> Iterator[None]:
             expected, hint = "a model that can be built without memory", "start an engine to see its groups"
         else:
             expected, hint = "a model and options that vLLM accepts", "an engine would stop with this error too"
-        raise ReportError(ConfigurationProblem("error", model, expected, _words(error), hint)) from error
+        raise ReportError(SettingProblem("error", model, expected, _words(error), hint)) from error
 
 
 def _words(error: Exception) -> str:
@@ -139,9 +139,7 @@ def _configure(model: str, transfer: Mapping[str, Any], options: Sequence[str]) 
 
     class OptionParser(FlexibleArgumentParser):
         def error(self, message: str) -> NoReturn:
-            raise ReportError(
-                ConfigurationProblem("error", "options", "options of vllm serve for its engine", message, "")
-            )
+            raise ReportError(SettingProblem("error", "options", "options of vllm serve for its engine", message, ""))
 
     parser = AsyncEngineArgs.add_cli_args(OptionParser(add_help=False))
     arguments = AsyncEngineArgs.from_cli_args(parser.parse_args([*options, "--model", model]))

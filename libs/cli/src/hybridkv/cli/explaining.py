@@ -9,7 +9,7 @@ from typing import Final
 import msgspec
 
 from hybridkv.cli.output import ReportError
-from hybridkv.connectors.errors import ConfigurationProblem
+from hybridkv.connectors.errors import SettingProblem
 from hybridkv.connectors.vllm.common.explain import Explanation, LookupReason
 
 _START: Final = '{"request_id":'
@@ -107,7 +107,7 @@ def summarize(lines: Iterable[str], name: str) -> ExplainReport:
             lost[record.limiting_kind] += record.lost_tokens
     if not requests:
         raise ReportError(
-            ConfigurationProblem(
+            SettingProblem(
                 "error",
                 name,
                 "lines of the logger vllm.hybridkv.explain",

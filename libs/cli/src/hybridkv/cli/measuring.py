@@ -18,7 +18,8 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from hybridkv.cli.output import Problem, ReportError
+from hybridkv.cli.output import ReportError
+from hybridkv.connectors.errors import SettingProblem
 
 TIMEOUT_S: Final = 600.0
 TOKEN_IDS: Final = range(100, 1000)
@@ -85,7 +86,7 @@ def measure(
     model, limit = server.model(model)
     if limit is not None and num_tokens >= limit:
         got, hint = f"{num_tokens} tokens", "lower --tokens"
-        raise ReportError(Problem("error", "--tokens", f"less than the {limit} tokens of {model}", got, hint))
+        raise ReportError(SettingProblem("error", "--tokens", f"less than the {limit} tokens of {model}", got, hint))
     generator = random.Random(seed)
     prompts = [[generator.choice(TOKEN_IDS) for _ in range(num_tokens)] for _ in range(num_prompts)]
     on_progress("warming up")
@@ -174,7 +175,7 @@ class _Server:
         parts = urlsplit(url if "//" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ReportError(
-                Problem("error", "URL", "http://HOST:PORT", repr(url), "for example http://127.0.0.1:8000")
+                SettingProblem("error", "URL", "http://HOST:PORT", repr(url), "for example http://127.0.0.1:8000")
             )
         self._is_tls = parts.scheme == "https"
         self._host, self._port = parts.hostname, parts.port
@@ -187,7 +188,7 @@ class _Server:
         if name is None and served:
             name = next(iter(served))
         if name is None or name not in served:
-            raise ReportError(Problem("error", "--model", f"one of {', '.join(served)}", str(name), ""))
+            raise ReportError(SettingProblem("error", "--model", f"one of {', '.join(served)}", str(name), ""))
         return name, served[name]
 
     def first_token(self, model: str, prompt: list[int]) -> tuple[float, int | None]:
@@ -214,7 +215,7 @@ class _Server:
                 cached = details.get("cached_tokens") if details else cached
         if took_s is None:
             raise ReportError(
-                Problem("error", self._url, "an answer with a token", "none", "see the log of the server")
+                SettingProblem("error", self._url, "an answer with a token", "none", "see the log of the server")
             )
         return took_s, cached
 
@@ -240,16 +241,18 @@ class _Server:
             reply = connection.getresponse()
             if reply.status != http.HTTPStatus.OK:
                 words = f"{method} {path}: {reply.status} {reply.read(1000).decode(errors='replace')}"
-                raise ReportError(Problem("error", self._url, "a server of OpenAI's API that answers", words, ""))
+                raise ReportError(
+                    SettingProblem("error", self._url, "a server of OpenAI's API that answers", words)
+                )
             yield reply
         except (OSError, http.client.HTTPException) as error:
             words = f"{method} {path}: {type(error).__name__}: {error}"
             hint = "is the server up, and is this its address?"
-            raise ReportError(Problem("error", self._url, "a server of OpenAI's API", words, hint)) from error
+            raise ReportError(SettingProblem("error", self._url, "a server of OpenAI's API", words, hint)) from error
         except (ValueError, KeyError, TypeError) as error:
             if isinstance(error, ReportError):
                 raise
             words = f"{method} {path}: {type(error).__name__}: {error}"
-            raise ReportError(Problem("error", self._url, "answers of OpenAI's API", words, "")) from error
+            raise ReportError(SettingProblem("error", self._url, "answers of OpenAI's API", words, "")) from error
         finally:
             connection.close()

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from hybridkv.connectors.errors import ConfigurationProblem
+from hybridkv.connectors.errors import SettingProblem
 
 FINE: Final = 0
 WARNED: Final = 1
@@ -23,12 +23,12 @@ class ReportError(ValueError):
         problem: the reason.
     """
 
-    def __init__(self, problem: ConfigurationProblem) -> None:
+    def __init__(self, problem: SettingProblem) -> None:
         super().__init__(problem.text())
         self.problem = problem
 
 
-def status_of(problems: Sequence[ConfigurationProblem]) -> int:
+def status_of(problems: Sequence[SettingProblem]) -> int:
     """Exit status for these problems."""
     if any(problem.severity == "error" for problem in problems):
         return FAILED
@@ -41,16 +41,14 @@ def print_json(value: Any) -> None:
     sys.stdout.write(f"{text.decode()}\n")
 
 
-def as_problem(error: Exception) -> ConfigurationProblem | None:
+def as_problem(error: Exception) -> SettingProblem | None:
     """The problem that an error of a setting or of the system describes; None for any other error."""
     if isinstance(error, ReportError):
         return error.problem
     if isinstance(error, UnicodeDecodeError):
-        return ConfigurationProblem("error", "the file", "text in UTF-8", str(error))
+        return SettingProblem("error", "the file", "text in UTF-8", str(error))
     if isinstance(error, OSError):
-        return ConfigurationProblem(
-            "error", str(error.filename or "?"), "a readable file", error.strerror or str(error)
-        )
+        return SettingProblem("error", str(error.filename or "?"), "a readable file", error.strerror or str(error))
     fields = [getattr(error, name, None) for name in ("path", "expected", "got", "hint")]
     fields[0] = fields[0] or getattr(error, "field", None)  # of a TierConfigurationError
-    return None if fields[0] is None else ConfigurationProblem("error", *(str(field) for field in fields))
+    return None if fields[0] is None else SettingProblem("error", *(str(field) for field in fields))

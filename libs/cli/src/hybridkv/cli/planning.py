@@ -16,7 +16,7 @@ import msgspec
 from hybridkv.cli.output import ReportError
 from hybridkv.connectors import checking
 from hybridkv.connectors.config import ROOT, OffloadConfig, PeerTierConfig, format_size
-from hybridkv.connectors.errors import ConfigurationProblem
+from hybridkv.connectors.errors import SettingProblem
 from hybridkv.connectors.vllm import CONNECTOR
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     startup: StartupReport
     bytes_per_token: dict[str, float]
     never_asked: dict[str, str]
-    warnings: list[ConfigurationProblem | str]
+    warnings: list[SettingProblem | str]
     kv_transfer_config: dict[str, Any]
 
 
@@ -63,7 +63,7 @@ def transfer_of(tiers: str | None) -> dict[str, Any]:
         found = list(DEFAULT_TIERS) if tiers is None else msgspec.json.decode(tiers)
     except msgspec.DecodeError as error:
         hint = '[{"type": "ram", "capacity": "4GiB"}]'
-        raise ReportError(ConfigurationProblem("error", "--tiers", "a list in JSON", str(error), hint)) from None
+        raise ReportError(SettingProblem("error", "--tiers", "a list in JSON", str(error), hint)) from None
     return {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",
@@ -87,7 +87,7 @@ def plan(model: str, transfer: Mapping[str, Any], options: Sequence[str]) -> Pla
     if transfer.get("kv_connector") != CONNECTOR:
         got = repr(transfer.get("kv_connector", "nothing"))
         raise ReportError(
-            ConfigurationProblem(
+            SettingProblem(
                 "error", "kv_connector", f"{CONNECTOR}, the connector with tiers", got, "hybridkv check knows all"
             )
         )
@@ -117,7 +117,7 @@ def plan(model: str, transfer: Mapping[str, Any], options: Sequence[str]) -> Pla
         startup = startup_report(vllm_config, config, layout)
         misfiled = misfiled_warning(CONNECTOR, vllm_config, layout)
     max_model_len = vllm_config.model_config.max_model_len
-    warnings: list[ConfigurationProblem | str] = [*found, *filter(None, [misfiled]), *startup.warnings]
+    warnings: list[SettingProblem | str] = [*found, *filter(None, [misfiled]), *startup.warnings]
     warnings += _room_warnings(startup, max_model_len)
     return PlanReport(
         model=model,
@@ -189,9 +189,7 @@ def text_of(report: PlanReport) -> str:
     lines += ["", "An engine logs at its start:", "", startup.line, *startup.notes]
     if report.warnings:
         lines.append("")
-        lines += (
-            each.text() if isinstance(each, ConfigurationProblem) else f"warning: {each}" for each in report.warnings
-        )
+        lines += (each.text() if isinstance(each, SettingProblem) else f"warning: {each}" for each in report.warnings)
     return "\n".join([*lines, "", f"--kv-transfer-config {shlex.quote(json.dumps(report.kv_transfer_config))}"])
 
 

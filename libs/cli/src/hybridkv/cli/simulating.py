@@ -8,12 +8,13 @@ from typing import Any, Final
 
 import msgspec
 
-from hybridkv.cli.output import Problem, ReportError
+from hybridkv.cli.output import ReportError
 from hybridkv.cli.simulation.chart import Curve, Panel, draw
 from hybridkv.cli.simulation.policies import Budgeted, PromptEnds
 from hybridkv.cli.simulation.store import CostModel, StopPolicy, simulate, unique_chunks
 from hybridkv.cli.simulation.traces import Trace, in_chunks, read_trace
 from hybridkv.connectors.config import format_size, parse_size
+from hybridkv.connectors.errors import SettingProblem
 
 MULTIPLES: Final = (0.25, 0.5, 1, 2, 4, 8)
 """Simulated sizes of host memory, as multiples of that of a plan."""
@@ -95,11 +96,13 @@ def sizes_of_plan(text: str, name: str) -> ModelSizes:
         startup = msgspec.convert(document.get("startup"), StartupReport)
     except msgspec.DecodeError as error:  # of ValidationError too
         raise ReportError(
-            Problem("error", name, "the document of hybridkv plan --json", str(error), "hybridkv plan MODEL --json")
+            SettingProblem(
+                "error", name, "the document of hybridkv plan --json", str(error), "hybridkv plan MODEL --json"
+            )
         ) from None
     states = sum(group.chunk_bytes for group in startup.groups if group.kind == "RECURRENT")
     if states == startup.chunk_bytes:
-        raise ReportError(Problem("error", name, "a model with attention", "recurrent groups alone", ""))
+        raise ReportError(SettingProblem("error", name, "a model with attention", "recurrent groups alone", ""))
     token_bytes = (startup.chunk_bytes - states) / startup.chunk_tokens
     return ModelSizes(startup.chunk_tokens, token_bytes, states, startup.tiers[0].capacity_bytes or 0)
 
@@ -121,7 +124,9 @@ def simulate_trace(path: Path, sizes: ModelSizes | None, capacities: Sequence[st
     if sizes is None:
         if capacities:
             got = "--capacity without --plan"
-            raise ReportError(Problem("error", "--plan", "the sizes of the model", got, "hybridkv plan MODEL --json"))
+            raise ReportError(
+                SettingProblem("error", "--plan", "the sizes of the model", got, "hybridkv plan MODEL --json")
+            )
         costs = CostModel()
         whole = unique_chunks(trace, costs)
         stores = [(f"{percent} %", whole * percent // 100) for percent in PERCENTS]

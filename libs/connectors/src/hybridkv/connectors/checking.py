@@ -13,7 +13,7 @@ import msgspec
 
 from hybridkv.connectors import config as offload
 from hybridkv.connectors.config import ROOT, OffloadConfig, format_size, name_of
-from hybridkv.connectors.errors import ConfigurationError, ConfigurationProblem, did_you_mean
+from hybridkv.connectors.errors import ConfigurationError, SettingProblem, did_you_mean
 from hybridkv.connectors.vllm import CONNECTOR, LMCACHE_CONNECTOR, MODULES, MULTI_CONNECTOR, PEER_CONNECTOR
 from hybridkv.connectors.vllm.lmcache import config as lmcache
 from hybridkv.connectors.vllm.multi.config import MULTI_CONNECTORS, decode_multi_config
@@ -44,7 +44,7 @@ class CheckReport(msgspec.Struct, frozen=True):
     """
 
     connectors: list[str]
-    problems: list[ConfigurationProblem]
+    problems: list[SettingProblem]
 
 
 def parse_transfer(text: str, source: str) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def check(raw: Mapping[str, Any], transfer_keys: Sequence[str] = TRANSFER_KEYS) 
     policy = raw.get("kv_load_failure_policy", "fail")
     if policy == "fail" and connectors:
         problems.append(
-            ConfigurationProblem(
+            SettingProblem(
                 "warning",
                 "kv_load_failure_policy",
                 '"recompute"',
@@ -109,7 +109,7 @@ def require_valid(connector: str, extra: Mapping[str, Any], transfer_keys: Seque
     raise_first(check({"kv_connector": connector, "kv_role": ROLES[0], ROOT: extra}, transfer_keys).problems)
 
 
-def raise_first(problems: Sequence[ConfigurationProblem]) -> None:
+def raise_first(problems: Sequence[SettingProblem]) -> None:
     """Raises the first problem if it is an error.
 
     Raises:
@@ -120,31 +120,29 @@ def raise_first(problems: Sequence[ConfigurationProblem]) -> None:
         raise ConfigurationError(first.path, first.expected, first.got, first.hint)
 
 
-def _transfer_errors(raw: Mapping[str, Any], transfer_keys: Sequence[str]) -> Iterator[ConfigurationProblem]:
+def _transfer_errors(raw: Mapping[str, Any], transfer_keys: Sequence[str]) -> Iterator[SettingProblem]:
     """Errors in the fields of vLLM's KVTransferConfig."""
     for key in raw:
         if key not in transfer_keys:
             is_inner = key in OffloadConfig.__struct_fields__
             hint = f'put it into "{ROOT}"' if is_inner else did_you_mean(str(key), transfer_keys)
-            yield ConfigurationProblem("error", str(key), "a known key", "an unknown one", hint)
+            yield SettingProblem("error", str(key), "a known key", "an unknown one", hint)
     known = ", ".join(MODULES)
     if not isinstance(raw.get("kv_connector"), str):
-        yield ConfigurationProblem(
-            "error", "kv_connector", f"one of {known}", repr(raw.get("kv_connector", "nothing")), ""
-        )
+        yield SettingProblem("error", "kv_connector", f"one of {known}", repr(raw.get("kv_connector", "nothing")), "")
     for key, values, is_needed in (("kv_role", ROLES, True), ("kv_load_failure_policy", POLICIES, False)):
         if (key in raw or is_needed) and raw.get(key) not in values:
             expected = "one of " + ", ".join(f'"{value}"' for value in values)
-            yield ConfigurationProblem("error", key, expected, repr(raw.get(key, "nothing")), f'"{values[0]}" is usual')
+            yield SettingProblem("error", key, expected, repr(raw.get(key, "nothing")), f'"{values[0]}" is usual')
     if not isinstance(raw.get(ROOT, {}), Mapping):
-        yield ConfigurationProblem("error", ROOT, "an object", repr(raw[ROOT]), "")
+        yield SettingProblem("error", ROOT, "an object", repr(raw[ROOT]), "")
 
 
 def _connectors(
     raw: Mapping[str, Any],
     name: str,
     extra: Mapping[str, Any],
-    problems: list[ConfigurationProblem],
+    problems: list[SettingProblem],
     transfer_keys: Sequence[str],
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     """Path, name and KVTransferConfig of each of hybridkv's connectors. Adds errors of the list to `problems`."""
@@ -153,7 +151,7 @@ def _connectors(
         try:
             children = decode_multi_config(extra, inherited, transfer_keys).children
         except ConfigurationError as error:
-            problems.append(ConfigurationProblem.of(error))
+            problems.append(SettingProblem.of(error))
             return
         yield f"{ROOT}.", name, raw
         entries = [(child.connector, child.transfer) for child in children]
@@ -166,16 +164,14 @@ def _connectors(
         return
     else:
         words = "a connector of hybridkv: other keys are not known here"
-        problems.append(
-            ConfigurationProblem("warning", "kv_connector", words, repr(name), did_you_mean(name, list(MODULES)))
-        )
+        problems.append(SettingProblem("warning", "kv_connector", words, repr(name), did_you_mean(name, list(MODULES))))
         return
     for i, (connector, transfer) in enumerate(entries):
         if connector in MODULES:
             yield f"{ROOT}.connectors[{i}].{ROOT}.", connector, transfer
 
 
-def _of_connector(path: str, connector: str, transfer: Mapping[str, Any]) -> list[ConfigurationProblem]:
+def _of_connector(path: str, connector: str, transfer: Mapping[str, Any]) -> list[SettingProblem]:
     extra = transfer.get(ROOT, {})
     try:
         if connector == CONNECTOR:
@@ -186,22 +182,22 @@ def _of_connector(path: str, connector: str, transfer: Mapping[str, Any]) -> lis
         elif connector == LMCACHE_CONNECTOR:
             lmcache.decode_config(extra)
     except ConfigurationError as error:
-        return [_below(path, ConfigurationProblem.of(error))]
+        return [_below(path, SettingProblem.of(error))]
     return []
 
 
-def _below(path: str, problem: ConfigurationProblem) -> ConfigurationProblem:
+def _below(path: str, problem: SettingProblem) -> SettingProblem:
     """The problem with its path from the top of the configuration."""
     if problem.path == "kv_role":  # a field of the connector, not of its extra configuration
         return msgspec.structs.replace(problem, path=path.removesuffix(f"{ROOT}.") + problem.path)
     return msgspec.structs.replace(problem, path=path + problem.path.removeprefix(f"{ROOT}."))
 
 
-def _silent(config: OffloadConfig, role: object) -> Iterator[ConfigurationProblem]:
+def _silent(config: OffloadConfig, role: object) -> Iterator[SettingProblem]:
     """Warnings for settings that an engine accepts and an operator hardly means."""
     names = [name_of(tier) for tier in config.tiers]
     if config.disk is not None and config.disk.capacity <= config.ram.capacity:
-        yield ConfigurationProblem(
+        yield SettingProblem(
             "warning",
             f"{config.path_of('disk')}.capacity",
             f"more than the {format_size(config.ram.capacity)} of host memory",
@@ -209,7 +205,7 @@ def _silent(config: OffloadConfig, role: object) -> Iterator[ConfigurationProble
             "the disk holds chunks that host memory has evicted; a disk this small helps only after a restart",
         )
     if "disk" in names and "object" in names and names.index("object") < names.index("disk"):
-        yield ConfigurationProblem(
+        yield SettingProblem(
             "warning",
             config.path_of("object"),
             "the disk before the object store",
@@ -218,7 +214,7 @@ def _silent(config: OffloadConfig, role: object) -> Iterator[ConfigurationProble
         )
     if not config.slower and role in ("kv_producer", "kv_consumer"):
         lost = "no engine loads its chunks" if role == "kv_producer" else "it has no chunks to load"
-        yield ConfigurationProblem(
+        yield SettingProblem(
             "warning",
             "kv_role",
             "kv_both, or a tier that outlives the engine",

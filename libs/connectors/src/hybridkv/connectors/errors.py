@@ -31,7 +31,7 @@ class ManagerError(ConfigurationError, TypeError):
     """The engine's hybrid KV cache manager cannot work with a connector of this type."""
 
 
-class ConfigurationProblem(msgspec.Struct, frozen=True, omit_defaults=True):
+class SettingProblem(msgspec.Struct, frozen=True, omit_defaults=True):
     """One finding about a setting.
 
     Args:
@@ -49,7 +49,7 @@ class ConfigurationProblem(msgspec.Struct, frozen=True, omit_defaults=True):
     hint: str = ""
 
     @classmethod
-    def of(cls, error: ConfigurationError) -> ConfigurationProblem:
+    def of(cls, error: ConfigurationError) -> SettingProblem:
         """The problem of a refused setting."""
         return cls("error", error.path, error.expected, str(error.got), error.hint)
 

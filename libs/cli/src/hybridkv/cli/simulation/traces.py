@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from hybridkv.cli.output import Problem, ReportError
+from hybridkv.cli.output import ReportError
+from hybridkv.connectors.errors import SettingProblem
 
 MOONCAKE_TOKENS: Final = 512
 """Tokens of one of Mooncake's hash ids."""
@@ -99,7 +100,7 @@ def read_trace(path: Path) -> Trace:
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         got = f"{type(error).__name__}: {error}"
     raise ReportError(
-        Problem(
+        SettingProblem(
             "error",
             str(path),
             "JSON lines with timestamp, input_length and hash_ids, or with timestamp and input",
