@@ -374,7 +374,7 @@ def test_a_model_without_states_is_steered_nowhere(monkeypatch: pytest.MonkeyPat
     def prefill_stops(*_: Any) -> None:
         raise AssertionError("nobody may wish anything")
 
-    monkeypatch.setattr(PrefillStops, "wish", prefill_stops)
+    monkeypatch.setattr(PrefillStops, "add_stops", prefill_stops)
     monkeypatch.setattr(compat, "set_prefill_stop", prefill_stops)
     engine = Played(offload(GPT_OSS.alignment_tokens), GPT_OSS)
     stem = prompt(4 * UNIT, 0)

@@ -40,7 +40,7 @@ def ask(
     request.shared_prefix_boundary = own
     prefill_stops.begin(request)
     for each in placements:
-        prefill_stops.wish(request, lambda begins_at, each=each: each, start if loads else 0)
+        prefill_stops.add_stops(request, lambda begins_at, each=each: each, start if loads else 0)
     prefill_stops.settle(request, start, is_loaded=loads)
     return request.shared_prefix_boundary
 
@@ -110,7 +110,7 @@ def test_what_somebody_else_loads_is_left_to_the_engine() -> None:
     prefill_stops, request = PrefillStops(CHUNK), new_request()
     request.shared_prefix_boundary = 48
     prefill_stops.begin(request)
-    prefill_stops.wish(request, lambda begins_at: placement(begins_at + 256), 0)
+    prefill_stops.add_stops(request, lambda begins_at: placement(begins_at + 256), 0)
     prefill_stops.settle(request, 64, is_loaded=True)
     assert request.shared_prefix_boundary == 320
 
@@ -164,7 +164,7 @@ def test_an_engine_without_a_boundary_to_move_is_left_alone_and_that_is_said_onc
         for name in "ab":
             request: Any = SimpleNamespace(request_id=name, num_tokens=400, num_prompt_tokens=400)
             prefill_stops.begin(request)
-            prefill_stops.wish(request, lambda begins_at: placement(32))
+            prefill_stops.add_stops(request, lambda begins_at: placement(32))
             prefill_stops.settle(request, 0, is_loaded=False)
             assert not hasattr(request, "shared_prefix_boundary")
     assert len([record for record in caplog.records if record.name == logger.name]) == 1

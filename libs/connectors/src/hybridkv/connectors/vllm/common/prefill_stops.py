@@ -64,9 +64,9 @@ class _StoppingRequest:
 class PrefillStops:
     """Stop boundaries of all requests of one engine, shared by all of its connectors.
 
-    `begin`, `wish` and `settle` belong to one lookup of a request. The engine sets a boundary of its own just before
-    each lookup, also when it repeats one after a preemption or a failed load. A request is dropped when it has no stop
-    left, and when it ends.
+    `begin`, `add_stops` and `settle` belong to one lookup of a request. The engine sets a boundary of its own just
+    before each lookup, also when it repeats one after a preemption or a failed load. A request is dropped when it has
+    no stop left, and when it ends.
 
     Args:
         chunk_tokens: maximum tokens of one prompt in one step.
@@ -81,7 +81,7 @@ class PrefillStops:
         """Starts a lookup: earlier stops of the request no longer hold."""
         self._stopping.pop(request.request_id, None)
 
-    def wish(self, request: Request, plan: Callable[[int], Placement], loaded_tokens: int = 0) -> None:
+    def add_stops(self, request: Request, plan: Callable[[int], Placement], loaded_tokens: int = 0) -> None:
         """Adds the stops of one connector.
 
         Args:

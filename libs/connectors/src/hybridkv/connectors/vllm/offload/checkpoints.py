@@ -248,7 +248,7 @@ class Checkpoints:
                     tracked.checkpoint_state = self._planned(tracked, asked)
                 return tracked.checkpoint_state.placement
 
-            self._prefill_stops.wish(request, plan, start if offered_tokens else 0)
+            self._prefill_stops.add_stops(request, plan, start if offered_tokens else 0)
         if self._is_alone:
             self._prefill_stops.settle(request, start, is_loaded=offered_tokens > 0)
 
