@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from hybridkv.cli.output import ReportError
-from hybridkv.cli.simulation.chart import Curve, Panel, draw
+from hybridkv.cli.simulation.chart import Curve, ChartPanel, draw
 from hybridkv.cli.simulation.policies import Budgeted, PromptEnds
 from hybridkv.cli.simulation.store import CostModel, StopPolicy, simulate, unique_chunks
 from hybridkv.cli.simulation.traces import Trace, in_chunks, read_trace
@@ -185,5 +185,5 @@ def chart_of(report: SimulationReport) -> str:
     """The hit rates as an SVG."""
     curves = CURVES if report.state_chunks else {"attention": Curve("hit rate", "#b8405e")}
     rates = {name: [row.hit_rate[name] for row in report.rows] for name in curves}
-    panel = Panel(report.trace, [row.percent for row in report.rows], [row.size for row in report.rows], rates)
+    panel = ChartPanel(report.trace, [row.percent for row in report.rows], [row.size for row in report.rows], rates)
     return draw([panel], curves)

@@ -31,7 +31,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class ChartPanel:
     """Hit rates of one trace.
 
     Args:
@@ -47,7 +47,7 @@ class Panel:
     rates: Mapping[str, Sequence[float]]
 
 
-def draw(panels: Sequence[Panel], curves: Mapping[str, Curve]) -> str:
+def draw(panels: Sequence[ChartPanel], curves: Mapping[str, Curve]) -> str:
     """The chart. Sizes are on a logarithmic scale."""
     width = len(panels) * (WIDTH + MARGIN) + MARGIN
     height = HEIGHT + 2 * MARGIN + LINE_HEIGHT * 3
@@ -64,7 +64,7 @@ def draw(panels: Sequence[Panel], curves: Mapping[str, Curve]) -> str:
     )
 
 
-def _draw(panel: Panel, curves: Mapping[str, Curve], left: int) -> str:
+def _draw(panel: ChartPanel, curves: Mapping[str, Curve], left: int) -> str:
     rates = [rate for name in curves for rate in panel.rates[name]]
     low, high = math.floor(min(rates) * 10) / 10, math.ceil(max(rates) * 10) / 10
     high = high if high > low else low + 0.1
