@@ -9,7 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from hybridkv.cli.output import ReportError
-from hybridkv.cli.simulation.chart import Curve, ChartPanel, draw
+from hybridkv.cli.simulation.chart import ChartPanel, Curve, draw
 from hybridkv.cli.simulation.policies import Budgeted, PromptEnds
 from hybridkv.cli.simulation.store import CostModel, StopPolicy, simulate, unique_chunks
 from hybridkv.cli.simulation.traces import Trace, in_chunks, read_trace
