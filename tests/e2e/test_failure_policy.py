@@ -76,7 +76,8 @@ def engine(said: list[str], kind: str, kv_transfer_config: dict[str, Any], direc
 
 
 def test_start_up_says_which_policy_is_set(engine: Engine, said: list[str]) -> None:
-    (line,) = [line for line in said if "kv_load_failure_policy" in line]
+    warning, line = [line for line in said if "kv_load_failure_policy" in line]
+    assert 'warning: kv_load_failure_policy: expected "recompute", got "fail"' in warning
     assert "kv_load_failure_policy fail; " in line
 
 

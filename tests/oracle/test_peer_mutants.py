@@ -16,7 +16,7 @@ from hybridkv.connectors.vllm.nixl import consumer
 from hybridkv.connectors.vllm.nixl.agent import rank_read
 from hybridkv.connectors.vllm.nixl.agent.rank_read import RankRead
 from hybridkv.connectors.vllm.nixl.memory.rank_memory import NixlRankMemory
-from hybridkv.peers import pairing, spans
+from hybridkv.peers import cells, pairing
 from hybridkv.peers.leases import NO_NONCE
 from hybridkv.planner import GroupKind, GroupSpec, TokenSpan
 from kits.peers.faults import FaultPlan, Rule, WrongBytes
@@ -64,7 +64,7 @@ def window_is_one_token_short(patch: pytest.MonkeyPatch) -> None:
     def off_by_one(spec: GroupSpec, *rest: int) -> TokenSpan:
         if spec.kind is GroupKind.WINDOW:
             spec = msgspec.structs.replace(spec, window_tokens=(spec.window_tokens or 0) - 1)
-        return spans.moved_span(spec, *rest)
+        return cells.moved_span(spec, *rest)
 
     patch.setattr(pairing, "moved_span", off_by_one)
 

@@ -12,7 +12,7 @@ from peer_worlds import World, worlds
 from plain_worlds import group, world
 from played_worlds import Played, agreed, play
 
-from hybridkv.peers import digests, pairing, spans
+from hybridkv.peers import cells, digests, pairing
 from hybridkv.peers.cells import Side
 from hybridkv.peers.description import NULL_BLOCK
 from hybridkv.peers.errors import Incompatibility
@@ -164,7 +164,7 @@ def test_a_window_that_is_one_token_short_is_seen(monkeypatch: pytest.MonkeyPatc
     assert wrong_groups(short, play(short, 0)) == []
 
     def off_by_one(spec: GroupSpec, *rest: int) -> TokenSpan:
-        return spans.moved_span(msgspec.structs.replace(spec, window_tokens=(spec.window_tokens or 0) - 1), *rest)
+        return cells.moved_span(msgspec.structs.replace(spec, window_tokens=(spec.window_tokens or 0) - 1), *rest)
 
     monkeypatch.setattr(pairing, "moved_span", off_by_one)
     assert wrong_groups(short, play(short, 0)) == [0]

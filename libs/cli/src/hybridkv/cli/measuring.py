@@ -241,7 +241,9 @@ class _Server:
             reply = connection.getresponse()
             if reply.status != http.HTTPStatus.OK:
                 words = f"{method} {path}: {reply.status} {reply.read(1000).decode(errors='replace')}"
-                raise ReportError(SettingProblem("error", self._url, "a server of OpenAI's API that answers", words))
+                raise ReportError(
+                    SettingProblem("error", self._url, "a server of OpenAI's API that answers", words, "")
+                )
             yield reply
         except (OSError, http.client.HTTPException) as error:
             words = f"{method} {path}: {type(error).__name__}: {error}"
