@@ -158,14 +158,26 @@ def _groups(vllm_config: VllmConfig) -> KVCacheConfig:
     from vllm.platforms import current_platform
     from vllm.v1.engine.core import EngineCore
 
+    initialize = getattr(EngineCore, "_initialize_kv_caches", None)
+    if initialize is None or not hasattr(current_platform, "update_block_size_for_backend"):
+        raise _other_version()
     with set_current_vllm_config(vllm_config), _process_groups(vllm_config):
         _build_model(vllm_config)
         current_platform.update_block_size_for_backend(vllm_config)
         core: Any = SimpleNamespace(
             model_executor=_PlannedExecutor(vllm_config), collective_rpc=lambda *args, **kwargs: []
         )
-        found: KVCacheConfig = EngineCore._initialize_kv_caches(core, vllm_config)
+        found: KVCacheConfig = initialize(core, vllm_config)
+    if not hasattr(found, "kv_cache_groups"):
+        raise _other_version()
     return found
+
+
+def _other_version() -> ReportError:
+    import vllm
+
+    hint = "an engine of this version logs its groups at its start"
+    return ReportError(Problem("error", "vllm", "0.32, with which plan is tested", vllm.__version__, hint))
 
 
 def _build_model(vllm_config: VllmConfig) -> None:
