@@ -130,10 +130,7 @@ def verdict(num_tokens: int, found: list[Measurement], tokens_per_second: float)
             f"From the tiers it takes {_time(restored_s)}, so the tiers save little or nothing for prompts of this "
             "length. Try longer prompts with --tokens, and see why with the explain log."
         )
-    words.append(
-        f"The engine computes {tokens_per_second:,.0f} tokens a second: set compute_tokens_per_second to that, if you "
-        "have a peer or object tier."
-    )
+    words.append(f"The engine computes {tokens_per_second:,.0f} tokens a second.")
     return " ".join(words)
 
 
