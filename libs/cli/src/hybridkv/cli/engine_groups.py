@@ -177,7 +177,7 @@ def _other_version() -> ReportError:
     import vllm
 
     hint = "an engine of this version logs its groups at its start"
-    return ReportError(Problem("error", "vllm", "0.32, with which plan is tested", vllm.__version__, hint))
+    return ReportError(SettingProblem("error", "vllm", "0.32, with which plan is tested", vllm.__version__, hint))
 
 
 def _build_model(vllm_config: VllmConfig) -> None:
