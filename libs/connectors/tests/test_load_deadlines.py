@@ -81,6 +81,30 @@ class Bench:
                 self.stack.on_move(due[1].move_id, MoveOutcome(1, Failure(reason) if bad and reason else None))
 
 
+def test_saved_time_and_the_whole_wait_are_counted() -> None:
+    bench = Bench()
+    request = SimpleNamespace(request_id="a", num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=bench.hashes)
+    tracked = TrackedRequest(cast(Any, request), None, RequestKeys(bench.layout.spec, bench.layout.keys))
+    assert bench.planner.matched_tokens(tracked, 0) is None
+    bench.now_s += 2.0  # the promotion
+    for move in bench.stack.take_moves():
+        bench.stack.on_move(move.move_id, MoveOutcome(1, None))
+    offered = bench.planner.matched_tokens(tracked, 0)
+    assert offered == CHUNKS * CHUNK_TOKENS
+    blocks = [
+        [SimpleNamespace(block_id=number + 1 if number >= first else NULL_BLOCK) for number in range(length)]
+        for first, length in ((0, CHUNKS * 2), (CHUNKS - 1, CHUNKS))
+    ]
+    bench.planner.on_allocated(tracked, cast(Any, SimpleNamespace(blocks=blocks)), offered)
+    bench.now_s += 0.5  # the load
+    bench.planner.end_wait(tracked)
+    bench.now_s += 9.0
+    bench.planner.end_wait(tracked)
+    metrics = bench.metrics
+    assert (metrics.restored_tokens, metrics.waited_s) == (offered, 2.5)
+    assert metrics.saved_s == pytest.approx(offered / 10_000)
+
+
 @pytest.mark.parametrize("has_async_lookups", [True, False])
 def test_a_chunk_of_another_length_is_not_loaded_and_never_met_again(has_async_lookups: bool) -> None:
     bench = Bench()

@@ -103,6 +103,20 @@ CATALOGUE = Catalogue(
             panel=Panel(Section.HITS, "Tokens found in the tiers"),
         ),
         Metric(
+            "vllm:hybridkv_saved_seconds_total",
+            Kind.COUNTER,
+            "seconds",
+            "Time to compute the tokens that hits restored, at the measured speed of the engine.",
+            panel=Panel(Section.HITS, "Prefill time saved"),
+        ),
+        Metric(
+            "vllm:hybridkv_waited_seconds_total",
+            Kind.COUNTER,
+            "seconds",
+            "Time that requests waited for lookups, promotions, room and loads before they ran.",
+            panel=Panel(Section.HITS, "Waits of requests"),
+        ),
+        Metric(
             "vllm:hybridkv_resumable_tokens_total",
             Kind.COUNTER,
             "tokens",

@@ -36,6 +36,12 @@ class ConnectorMetrics:
         self._sent: dict[tuple[str, ...], int | float] = {}
         """Last sent values of gauges by name and labels. The catalogue bounds their number."""
         self._num_taken = 0
+        self.restored_tokens = 0
+        """Tokens of all hits that requests took."""
+        self.saved_s = 0.0
+        """Time to compute them."""
+        self.waited_s = 0.0
+        """Time that requests waited before they ran."""
 
     def pending(self, *, is_asked: bool = False) -> None:
         """A lookup must wait: for a store of its chunks, or (`is_asked`) for an asynchronous lookup in a tier."""
@@ -172,6 +178,17 @@ class ConnectorMetrics:
         for capacity, share in shares.items():
             self._gauge("vllm:hybridkv_estimated_hit_share", round(share, 3), capacity=capacity)
         self._gauge("vllm:hybridkv_reused_bytes", needed_bytes)
+
+    def saved(self, num_tokens: int, seconds: float) -> None:
+        """A hit restored tokens that take `seconds` to compute."""
+        self.restored_tokens += num_tokens
+        self.saved_s += seconds
+        self._counts.add("vllm:hybridkv_saved_seconds_total", seconds)
+
+    def waited(self, seconds: float) -> None:
+        """A request waited before it ran."""
+        self.waited_s += seconds
+        self._counts.add("vllm:hybridkv_waited_seconds_total", seconds)
 
     def announced(self, event: str, medium: str) -> None:
         """A KV event reported that blocks are in a medium, or no longer."""

@@ -409,6 +409,8 @@ class LoadPlanner:
                 return step.num_tokens
             if type(step) is AskAgain:
                 tracked.stage, tracked.last_reply = stage, step
+                if tracked.waiting_since_s is None:
+                    tracked.waiting_since_s = facts.now_s
                 return None
             if type(step) is Compute:
                 tracked.stage, tracked.last_reply = stage, step
@@ -552,7 +554,11 @@ class LoadPlanner:
         boundary = tracked.computed_tokens + num_external_tokens if num_external_tokens else None
         tracked.stage, tracked.last_reply = life.allocated(tracked.stage, boundary), None
         load = None
-        if boundary is not None:
+        if boundary is None:
+            self.end_wait(tracked)
+        else:
+            if tracked.waiting_since_s is None:
+                tracked.waiting_since_s = self._clock()
             load = self._in_flight.begin(tracked, boundary, blocks)
             if explained is not None:
                 local_tokens = self._in_flight.local_tokens(request_id)
@@ -560,8 +566,16 @@ class LoadPlanner:
         self._stack.release(request_id)
         if explained is not None:
             self._metrics.lookup(explained)
+            if num_external_tokens:
+                self._metrics.saved(num_external_tokens, num_external_tokens * self.prefill_speed.seconds_per_token)
             log(explained)
         return load
+
+    def end_wait(self, tracked: TrackedRequest) -> None:
+        """The request runs, or its load has ended."""
+        if tracked.waiting_since_s is not None:
+            self._metrics.waited(max(0.0, self._clock() - tracked.waiting_since_s))
+            tracked.waiting_since_s = None
 
     def loss(self, tracked: TrackedRequest) -> Loss | None:
         """Tokens that more states or windows would have made a hit; None before an answer. Measured once per answer."""

@@ -126,12 +126,17 @@ class ReuseMeter:
         shares = ", ".join(f"{name} {100 * share:.0f} %" for name, share in self._shares(report).items())
         needed = self._needed_bytes(report)
         most = f"; {format_size(needed)} would restore most of what prompts share" if needed else ""
+        metrics = self._metrics
         logger.info(
-            "reuse of %d prompt tokens, by size of host memory (1x is %s): %s%s",
+            "reuse of %d prompt tokens, by size of host memory (1x is %s): %s%s; so far %d tokens were restored, which "
+            "saved %.0f s of prefill, and requests waited %.1f s",
             report.prompt_tokens,
             format_size(self._capacity_bytes * self._num_ranks),
             shares,
             most,
+            metrics.restored_tokens,
+            metrics.saved_s,
+            metrics.waited_s,
         )
 
     def forget(self) -> None:

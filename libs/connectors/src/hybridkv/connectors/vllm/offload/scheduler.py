@@ -326,7 +326,10 @@ class OffloadScheduler:
         if isinstance(outcome, StepOutcome):
             self.on_outcome(outcome)
         for request_id in output.finished_recving or ():
-            self._in_flight.on_ended(request_id, self._requests.get(request_id), request_id in output.failed_recving)
+            tracked = self._requests.get(request_id)
+            self._in_flight.on_ended(request_id, tracked, request_id in output.failed_recving)
+            if tracked is not None:
+                self._loads.end_wait(tracked)
 
     def on_outcome(self, outcome: StepOutcome) -> None:
         """Applies the outcomes of stores, loads and moves."""
