@@ -1,4 +1,4 @@
-"""What an operator should know about offload units before the first request, said at start-up."""
+"""Checks of offload units at start-up, with hints for the operator."""
 
 import enum
 import math
@@ -10,7 +10,7 @@ from hybridkv.planner.offload_units import HybridOffloadPlanner, offload_unit
 
 
 class Problem(enum.StrEnum):
-    """What was found."""
+    """Kind of a finding."""
 
     UNSPLIT_GROUP = "unsplit_group"
     """A group's block is larger than the chunk and not divisible by it, so it is stored in whole blocks only."""
@@ -23,14 +23,14 @@ class Problem(enum.StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that is wrong, and what would put it right.
+    """One problem, with suggestions.
 
     Args:
-        problem: what it is.
+        problem: its kind.
         needed_tokens: tokens that a prompt must have before the group (or any) is stored.
-        message: in words, hint included.
-        group_index: the group, None where all of them are concerned.
-        nearest_max_model_len: the smallest max_model_len that would work with this chunk.
+        message: text with a hint.
+        group_index: the group; None for all groups.
+        nearest_max_model_len: smallest max_model_len that works with this chunk.
         nearest_chunk_tokens: the chunk closest to this one that would work with this max_model_len, None if none
             would: whole hash blocks, at most max_model_len, offload not disabled, every group split that is split now
             (or no larger than the chunk), and for an UNSPLIT_GROUP that group split as well. Where it is known which
@@ -46,11 +46,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose(planner: HybridOffloadPlanner, max_model_len: int) -> tuple[Finding, ...]:
-    """Findings about a planner under a model of `max_model_len` tokens; none when all is well.
+    """Findings about a planner for a model of `max_model_len` tokens; empty if all is well.
 
-    A group that cannot be split comes with the chunk nearest to this one that would split it. Offload that can never
-    hit comes with the nearest chunk and max_model_len that would make it work. Whoever follows a suggestion is rid of
-    its finding and gets none that was not there. Meant for start-up: it tries at most max_model_len chunks.
+    A group that cannot be split comes with the nearest chunk that splits it. Offload that can never hit comes with the
+    nearest chunk and max_model_len that work. Following a suggestion removes its finding and adds no new one. For
+    start-up: tries at most max_model_len chunks.
 
     Raises:
         ValueError: `max_model_len` is not positive.
@@ -60,7 +60,7 @@ def diagnose(planner: HybridOffloadPlanner, max_model_len: int) -> tuple[Finding
     if planner.unsplittable is None:
         findings = [*_unsplit_groups(planner, max_model_len), *_unhashable_units(planner)]
     else:
-        # What is stored of a group ends where its chunk does, so chunks are all that hashes must name.
+        # Stored parts of a group end where chunks end, so hashes name chunks only.
         findings = [*_gainless_chunk(planner, max_model_len)]
     needed = tokens_for_first_hit(planner)
     if needed > max_model_len:
@@ -85,7 +85,7 @@ def diagnose(planner: HybridOffloadPlanner, max_model_len: int) -> tuple[Finding
 
 
 def tokens_for_first_hit(planner: HybridOffloadPlanner) -> int:
-    """The shortest prompt that can hit: it completes a chunk, and has a token left to compute after the prefix."""
+    """Length of the shortest prompt that can hit: it completes a chunk, and leaves a token to compute after it."""
     count = planner.chunk_count_for_tokens(0) + 1
     return max(planner.chunk_end_tokens(count), planner.chunk_prefix_tokens(count) + 1)
 

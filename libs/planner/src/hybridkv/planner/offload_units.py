@@ -1,13 +1,13 @@
 """Offload units of one fixed size for groups of very different block sizes, without their least common multiple.
 
-Where blocks of 65,536 tokens stand beside blocks of 1,056, a chunk that is whole blocks of both is out of reach, so
-here the chunk is given, and each group follows it as its blocks allow. Two cases:
+With blocks of 65,536 tokens beside blocks of 1,056, no usable chunk is a multiple of both. So the chunk is given, and
+each group follows it as its blocks allow. Two cases:
 
-- It is known which blocks cannot be split (`unsplittable`). The laws are those of `CacheSpec`, whose chunk may cut all
-  other blocks: a state or an unsplit block is stored as a whole, boundaries are multiples of every one of them, and a
-  chunk that is no such multiple gains nothing, which `diagnose` says.
-- It is not. Then nothing is cut but whole chunks out of larger blocks. A group's units do not end where chunks end,
-  and a prefix is as long as the group that covers least of it.
+- `unsplittable` names the blocks that cannot be split. The rules are those of `CacheSpec`, and its chunk may cut all
+  other blocks: a state or an unsplittable block is stored whole, boundaries are multiples of each of them, and any
+  other chunk gains nothing (`diagnose` reports it).
+- `unsplittable` is None. Then only whole chunks are cut out of larger blocks. The units of a group need not end where
+  chunks end, and a prefix is as long as the group with the fewest covered tokens allows.
 """
 
 import dataclasses
@@ -20,25 +20,25 @@ from hybridkv.planner.groups import GroupKind, GroupSpec
 
 @dataclass(frozen=True, slots=True)
 class HybridOffloadPlanner:
-    """Plans the units in which groups are offloaded, and which prefixes they make.
+    """Plans the units in which groups are offloaded, and the prefixes that they cover.
 
-    The unit of an unsplittable group is its block, that of any other the largest part of a block of which both its
-    blocks and the chunks are made. Where it is not known which are which, a group whose block is larger than the chunk
-    and divisible by it is split into units of a chunk, and every other one keeps its block as its unit.
+    The unit of an unsplittable group is its block; that of any other group is the greatest common divisor of its block
+    and the chunk. With `unsplittable` None, a group with a block that is a larger multiple of the chunk is split into
+    chunks, and any other group keeps its block as its unit.
 
-    Chunks are counted from the first one under which every group has a whole unit: a count of 1 stands for chunk
-    `first_hashable_chunk_idx` (from 0) with all before it.
+    Chunks are counted from the first one that contains a whole unit of every group: a count of 1 means chunk
+    `first_hashable_chunk_idx` (from 0) and all before it.
 
     Args:
         hash_block_size: tokens in a block of the prefix hashes; prefixes are cut to a multiple of it.
         gpu_block_sizes: tokens in a block of each group.
         fixed_chunk_size: tokens in a chunk; at least a hash block.
-        unsplittable: indices of the groups whose blocks can be moved only as a whole; all others' can be cut wherever
-            a hash block ends. None: nobody knows.
+        unsplittable: indices of the groups with blocks that move only as a whole; all other blocks can be cut at the
+            end of any hash block. None: unknown.
 
     Raises:
-        ValueError: a size is not a positive whole number, there is no group, one that is named is not there, or the
-            chunk is below the hash block (where `unsplittable` is given, `diagnose` says so instead).
+        ValueError: a size is not a positive whole number, there is no group, an index is out of range, or the chunk is
+            smaller than the hash block (with `unsplittable` given, `diagnose` reports that instead).
     """
 
     hash_block_size: int
@@ -48,12 +48,12 @@ class HybridOffloadPlanner:
     offload_unit_sizes: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """Tokens in a unit of each group."""
     requires_partial_group_offload: tuple[bool, ...] = field(init=False, repr=False, compare=False)
-    """For each group, whether its unit is a part of a block, which the medium must then be able to move."""
+    """True for each group with a unit smaller than its block. The medium must then move parts of blocks."""
     requires_partial_group_offload_any: bool = field(init=False, repr=False, compare=False)
     first_hashable_chunk_idx: int = field(init=False, repr=False, compare=False)
-    """The first chunk, from 0, under whose end every group has a whole unit; before it a prefix has no identity."""
+    """Index of the first chunk at whose end every group has a whole unit. No shorter prefix has an identity."""
     group_hash_factors: tuple[int | None, ...] = field(init=False, repr=False, compare=False)
-    """Hash blocks in a unit of each group, None where a unit is not whole hash blocks."""
+    """Hash blocks in a unit of each group; None if a unit is not whole hash blocks."""
     boundary_unit: int = field(init=False, repr=False, compare=False)
     """Prefixes are multiples of this: of the hash block, and of every block that cannot be split."""
     _distinct_units: tuple[int, ...] = field(init=False, repr=False, compare=False)
@@ -106,9 +106,9 @@ class HybridOffloadPlanner:
     def of_groups(
         cls, groups: Sequence[GroupSpec], hash_block_size: int, fixed_chunk_size: int
     ) -> "HybridOffloadPlanner":
-        """The planner of a cache: its units are those in which a `CacheSpec` of these groups and this chunk stores.
+        """Planner with the units in which a `CacheSpec` of these groups and this chunk stores.
 
-        SCRATCH groups, of which nothing is stored, are left out and not counted.
+        SCRATCH groups are not stored, so they are skipped and not counted.
 
         Raises:
             ValueError: as the planner does.
@@ -141,9 +141,9 @@ class HybridOffloadPlanner:
         return (chunk_count + self.first_hashable_chunk_idx) * self.fixed_chunk_size if chunk_count else 0
 
     def chunk_prefix_tokens(self, chunk_count: int) -> int:
-        """The prefix that every group covers under `chunk_count` chunks, in whole hash blocks and unsplit ones.
+        """Prefix that every group covers within `chunk_count` chunks, in whole hash blocks and unsplittable blocks.
 
-        It never falls as the count grows, and may stay where it is: a unit larger than the chunk ends under few.
+        It never shrinks as the count grows. It may stay equal, because a unit larger than the chunk spans several.
 
         Raises:
             ValueError: `chunk_count` is negative.
@@ -151,15 +151,15 @@ class HybridOffloadPlanner:
         return self._common_prefix(self.chunk_end_tokens(chunk_count))
 
     def chunk_count_for_tokens(self, tokens: int) -> int:
-        """The inverse: the most chunks whose common prefix is within `tokens`. O(log tokens).
+        """Inverse: largest number of chunks with a common prefix within `tokens`. O(log tokens).
 
-        So `chunk_prefix_tokens(n) <= tokens` is true exactly for n up to this count.
+        `chunk_prefix_tokens(n) <= tokens` is true exactly for n up to this count.
 
         Raises:
             ValueError: `tokens` is negative.
         """
         _require_tokens("tokens", tokens)
-        # No prefix falls short of its chunks' end by a whole unit and by what is cut to one boundary.
+        # A prefix ends less than one unit and one boundary unit before the end of its chunks.
         beyond = tokens + self._distinct_units[-1] + self.boundary_unit
         low, high = 0, max(1, beyond // self.fixed_chunk_size + 1 - self.first_hashable_chunk_idx)
         while high - low > 1:
@@ -171,7 +171,7 @@ class HybridOffloadPlanner:
         return low
 
     def storable_prefix_tokens(self, tokens: int) -> int:
-        """The prefix that every group can store of a request with `tokens` computed, up to a boundary.
+        """Prefix that every group can store of a request with `tokens` computed tokens, cut to a boundary.
 
         Raises:
             ValueError: `tokens` is negative.
@@ -180,7 +180,7 @@ class HybridOffloadPlanner:
         return self._common_prefix(tokens)
 
     def loadable_prefix_tokens(self, per_group: Sequence[int]) -> int:
-        """The prefix that can be loaded when each group is covered for so many tokens, up to a boundary.
+        """Prefix that can be loaded if each group covers the given number of tokens, cut to a boundary.
 
         Raises:
             ValueError: `per_group` is not one number of tokens for each group, or one is negative.
@@ -203,7 +203,7 @@ class HybridOffloadPlanner:
 
 
 def offload_unit(block_tokens: int, chunk_tokens: int) -> int:
-    """Tokens in the unit in which a group with blocks of `block_tokens` follows a chunk, where nobody knows more."""
+    """Tokens in the unit of a group with blocks of `block_tokens`, if the unsplittable groups are unknown."""
     return chunk_tokens if block_tokens > chunk_tokens and block_tokens % chunk_tokens == 0 else block_tokens
 
 

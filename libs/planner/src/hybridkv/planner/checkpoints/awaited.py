@@ -1,8 +1,8 @@
-"""Whether states of answers are of use to anybody, learned from who comes back to them.
+"""Estimates whether states at the end of answers are worth their bytes, from the share that a request resumes later.
 
-The next turn of a conversation goes on from the last answer, where its history holds the answer as it was. How many do
-differs a lot: with models that drop their reasoning none does. So it is counted, and weighed against what the bytes
-would hold otherwise.
+The next turn of a conversation resumes after the last answer if its history contains the answer unchanged. The share
+varies a lot: models that drop their reasoning have none. So it is counted, and compared with the value of the bytes for
+other content.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from hybridkv.planner.checkpoints.experience import KEPT_SHARE
 from hybridkv.planner.checkpoints.values import Costs, Market
 
 YOUNG: Final = 4
-"""A store that was stored anew less often than this is young: what it gave up can hardly have been missed."""
+"""A store is young until this multiple of its capacity was stored: missed content is hardly visible before."""
 DEARER: Final = 4
-"""A byte of a young store is taken to be worth so many times what all of them save on average."""
+"""Assumed value of a byte of a young store, as a multiple of the average savings per byte."""
 
 
 class AwaitedStates:
-    """A table of at most `max_states` states of answers, of which the oldest are forgotten: nobody is counted who comes
-    back to these.
+    """Table of at most `max_states` states of answers. The oldest ones are forgotten and not counted.
 
-    A key is opaque, and stands for a boundary and the prefix before it.
+    A key is opaque and stands for a boundary and the prefix before it.
 
     Raises:
         ValueError: `max_states` is negative.
@@ -43,12 +42,12 @@ class AwaitedStates:
 
     @property
     def met_share(self) -> float:
-        """Of the states that were noted lately, the share that a request has come back to; mostly below 1, and 0
-        before the first of them. About 500 states count."""
+        """Share of the recent states that a later request resumed or could have resumed; mostly below 1, and 0 at the
+        start. About 500 states count."""
         return self._num_met / self._num_noted
 
     def note(self, key: Hashable) -> None:
-        """An answer passed here, stored or not. The second that does so came back to it."""
+        """Records an answer with a state here, stored or not. A second answer here counts as a return to the first."""
         if key in self._waiting:
             self.meet((key,))
             return
@@ -60,18 +59,20 @@ class AwaitedStates:
             self._waiting.popitem(last=False)
 
     def meet(self, keys: Iterable[Hashable]) -> None:
-        """A request resumes at one of these boundaries, or parts there from what is stored: the attention shows it,
-        also where the state is gone. Each state counts once."""
+        """Records a request that resumes at one of these boundaries, or diverges there from the stored prefix.
+
+        The attention blocks show this even if the state is gone. Each state counts once.
+        """
         for key in keys:
             if key in self._waiting:
                 del self._waiting[key]
                 self._num_met += 1
 
     def is_unproven(self, num_tokens: int, market: Market, costs: Costs) -> bool:
-        """Whether a state that saves `num_tokens`, to each who comes back, saves no more than its bytes cost.
+        """True if a state that saves `num_tokens` for each later request saves no more than its bytes cost.
 
-        It may then take no room but what holds nothing. In a young store the bytes are dearer. Before anybody has come
-        back every state is unproven.
+        Such a state may take free space only. In a young store bytes cost more. Before the first return every state is
+        unproven.
         """
         experience = market.experience
         if self.met_share * num_tokens <= costs.state_bytes * experience.tokens_per_byte:
@@ -82,5 +83,5 @@ class AwaitedStates:
         return self.met_share * num_tokens * experience.stored_bytes <= displaced
 
     def forget(self) -> None:
-        """Nothing that was stored is there any more. What was learned stays."""
+        """Forgets all states after the store was cleared. Keeps the statistics."""
         self._waiting.clear()

@@ -1,9 +1,9 @@
-"""What requests have taught about the worth of states: bounded, and fading with every new sight.
+"""Statistics of requests that estimate the value of states. Bounded; older requests count less.
 
-Two things are learned. How often a later request parts from a stored prompt, by the distance to that prompt's end: the
-instructions that end a template, a question behind a document or a retry have their own lengths, and these repeat. Long
-prompts and short ones are mostly of different kinds, so it is counted by their length, too. And what a byte of the
-store is worth, by what the older part of its content still saves.
+Two things are estimated. First, how often a later request diverges from a stored prompt, by distance to the end of that
+prompt: the instructions at the end of a template, a question after a document, and a retry have typical lengths. Long
+and short prompts differ in kind, so the rates are also kept by length. Second, the value of a byte of the store: the
+tokens that the older part of its content still saves.
 """
 
 from __future__ import annotations
@@ -20,57 +20,57 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 KEPT_SHARE: Final = 0.998
-"""What a request leaves of the weight of all before it: about 500 count."""
+"""Factor on the weight of all earlier requests, for each new one: about 500 requests count."""
 OLD_SHARE: Final = 0.25
-"""What was last used when more than this share of the store has been stored since is old."""
+"""Content is old if more than this share of the store's capacity was stored since its last use."""
 MISSED_SHARE: Final = 2.0
-"""What was last used when less than this share of the store had been stored since, and is gone, was missed."""
+"""Evicted content was missed if less than this share of the store's capacity was stored since its last use."""
 DOUBTED_PARTINGS: Final = 0.3
-"""What is believed of every distance before the first prompt: less than one parting of one prompt."""
+"""Prior for every distance: less than one divergence of one prompt."""
 RUNGS: Final = (1, *(size for power in range(1, 10) for size in (1 << power, 3 << (power - 1))), 1024)
-"""Distances to a prompt's end, in boundaries: two for each doubling. A parting counts for the next larger one, because
-a state is of use to what parts behind it."""
+"""Distances to the end of a prompt, in boundaries: two for each doubling. A divergence counts for the next larger
+distance, because a state serves requests that diverge after it."""
 LENGTHS: Final = 17
-"""Lengths of prompts that are told apart, in boundaries: one for each doubling, the last for all that are longer."""
+"""Number of length classes of prompts, in boundaries: one for each doubling; the last one is open."""
 DOUBTED_PROMPTS: Final = 64.0
-"""What is known of all prompts counts as much as so many of one length."""
+"""Weight of the rates of all prompts, as a number of prompts of one length."""
 
 
 class Partings(msgspec.Struct, frozen=True):
-    """From prompts of one length."""
+    """Counts of prompts of one length."""
 
     partings: tuple[float, ...] = (0.0,) * len(RUNGS)
-    """Of each rung, prompts from which a later one parted there, for the first time."""
+    """For each rung, prompts from which a later one diverged there, for the first time."""
     prompts: tuple[float, ...] = (0.0,) * len(RUNGS)
-    """Of each rung, prompts that are longer than it."""
+    """For each rung, prompts that are longer than it."""
 
 
 class Experience(msgspec.Struct, frozen=True):
-    """Sums over requests, older ones counting less."""
+    """Sums over requests; older requests count less."""
 
     partings: tuple[float, ...] = (DOUBTED_PARTINGS,) * len(RUNGS)
-    """As of `Partings`, of prompts of any length."""
+    """As `Partings.partings`, over prompts of all lengths."""
     prompts: tuple[float, ...] = (1.0,) * len(RUNGS)
     by_length: tuple[Partings, ...] = (Partings(),) * LENGTHS
     aged_tokens: float = 0.0
-    """Tokens that were resumed and that a store of `OLD_SHARE` of the size would not have held any more."""
+    """Resumed tokens that a store of `OLD_SHARE` of the capacity would have evicted before."""
     missed_tokens: float = 0.0
-    """Tokens that were computed again, and that a store of `MISSED_SHARE` of the size would still have held."""
+    """Recomputed tokens that a store of `MISSED_SHARE` of the capacity would still hold."""
     resumed_tokens: float = 0.0
-    """That were not computed."""
+    """Tokens that were not computed."""
     stored_bytes: float = 0.0
     computed_tokens: float = 0.0
     extra_tokens: float = 0.0
-    """What stops cost, in tokens of prefill."""
+    """Cost of stops, in tokens of prefill."""
     bytes_ever: float = 0.0
-    """Stored since the beginning: the clock by which ages are told. Does not fade."""
+    """Total stored bytes: the clock for ages. Does not fade."""
 
     def parting_rate(self, rung: int, num_boundaries: int) -> float:
-        """How many later requests part first at a rung of a new prompt with so many boundaries; mostly below 1.
+        """Expected number of later requests that are the first to diverge at a rung of a new prompt; mostly below 1.
 
         Args:
-            rung: its place in `RUNGS`.
-            num_boundaries: of the prompt.
+            rung: index in `RUNGS`.
+            num_boundaries: boundaries of the prompt.
         """
         alike = self.by_length[_length(num_boundaries)]
         of_all = DOUBTED_PROMPTS * self.partings[rung] / self.prompts[rung]
@@ -78,16 +78,17 @@ class Experience(msgspec.Struct, frozen=True):
 
     @property
     def extra_share(self) -> float:
-        """What stops cost, as a share of the tokens that were computed."""
+        """Cost of stops, as a share of the computed tokens."""
         return self.extra_tokens / self.computed_tokens if self.computed_tokens > 0 else 0.0
 
     @property
     def tokens_per_byte(self) -> float:
-        """What one more byte costs in tokens that are not saved, because it drives others out: 0 while there is room.
+        """Tokens that one more stored byte costs, because it evicts other content. 0 while there is room.
 
-        A byte more in every `stored_bytes` shortens what the rest may stay by that share. `aged_tokens` is what the
-        store saves more than `OLD_SHARE` of it would, so over its logarithm it is the change for such a share. Where
-        everything goes before it is used again nothing is aged, and what was missed shows what bytes are worth.
+        One more byte per `stored_bytes` shortens the lifetime of all other content by that share. `aged_tokens` are the
+        savings beyond those of a store of `OLD_SHARE` of the capacity; divided by the logarithm of that ratio, they are
+        the change per share. If all content is evicted before its reuse, no tokens are aged, and the missed tokens show
+        the value of a byte.
         """
         if self.stored_bytes <= 0:
             return 0.0
@@ -100,13 +101,15 @@ NO_EXPERIENCE: Final = Experience()
 
 
 def learn_request(experience: Experience, prompt: Prompt, placement: Placement) -> Experience:
-    """The experience after a request was admitted with its stops; the same, if nobody planned any. Once for each time
-    that it is admitted: one that starts over costs once more, and parts from nothing."""
+    """Experience after a request was admitted with its stops. Unchanged if no stops were planned.
+
+    Call it once for each admission. A request that starts over pays again, but its divergence does not count again.
+    """
     boundary_tokens = placement.boundary_tokens
     if boundary_tokens <= 0:
         return experience
     end, held = prompt.end_boundary(boundary_tokens), prompt.held_tokens(boundary_tokens)
-    # What is held whole will not be parted from anew.
+    # No later request is the first to diverge from a prompt that is held whole.
     if end > held and not prompt.starts_over:
         experience = _with_prompt(experience, end // boundary_tokens)
     if prompt.parted_tokens >= boundary_tokens and not prompt.starts_over:
@@ -127,7 +130,7 @@ def _length(num_boundaries: int) -> int:
 
 
 def _with_prompt(experience: Experience, num_boundaries: int) -> Experience:
-    """One more prompt, of which nobody knows yet who will part from it."""
+    """Adds a prompt without a divergence yet."""
     rungs = bisect.bisect_left(RUNGS, num_boundaries)
 
     def fade(partings: tuple[float, ...], more: int) -> tuple[float, ...]:
@@ -144,8 +147,10 @@ def _with_prompt(experience: Experience, num_boundaries: int) -> Experience:
 
 
 def _with_parting(experience: Experience, distance: int, held: int) -> Experience:
-    """A request parted from a prompt behind `held` boundaries, `distance` before its end. A prompt that is shorter than
-    the rung had no boundary there, and a state would have served nobody."""
+    """Adds a request that diverged from a prompt after `held` boundaries, `distance` before its end.
+
+    Ignored if the prompt is shorter than the rung: it had no boundary there for a state.
+    """
     rung, num_boundaries = bisect.bisect_left(RUNGS, distance), held + distance
     if rung == len(RUNGS) or RUNGS[rung] >= num_boundaries:
         return experience
@@ -164,7 +169,7 @@ def _put(row: tuple[T, ...], place: int, value: T) -> tuple[T, ...]:
 
 
 def learn_stored(experience: Experience, num_bytes: int) -> Experience:
-    """The experience after `num_bytes` were stored, of whatever group."""
+    """Experience after `num_bytes` were stored, of any group."""
     more = max(0, num_bytes)
     return msgspec.structs.replace(
         experience, stored_bytes=experience.stored_bytes + more, bytes_ever=experience.bytes_ever + more

@@ -1,9 +1,9 @@
-"""Remembers prefixes, so that what a request does can be told from what others did before it.
+"""Table of prefixes of earlier prompts, to compare a request with them.
 
-The store says what it holds. This table says what it does not: how far the prompt went on from which a request parts
-now, whether others parted there before, and how long ago a prefix was last used. Bounded, and so is what one request
-costs, however long its prompt is (`Grain`); what is forgotten or passed over is only not learned from. Opaque keys, no
-bytes, no clock but that of bytes stored.
+It records facts that the store does not: the length of the earlier prompt that a request diverges from, whether other
+requests diverged at the same boundary, and the last use of a prefix. The table is bounded, and so is the cost of one
+request, for a prompt of any length (`Grain`). A forgotten or skipped prefix only means less experience. Keys are
+opaque. Ages are counted in stored bytes, not in seconds.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from hybridkv.planner.checkpoints.values import Market, Placement, Prompt, StopR
 
 
 class Grain(msgspec.Struct, frozen=True):
-    """How finely. A prompt of at most `max_places` boundaries is looked at whole.
+    """Which boundaries of a prompt are examined. All of them, if there are at most `max_places`.
 
     Raises:
         ValueError: a number is not positive, or `fine_places` leaves less than two of `max_places`.
     """
 
     max_places: int = 4096
-    """Boundaries that are looked at."""
+    """Maximum number of examined boundaries."""
     fine_places: int = 2048
-    """Of these, the last ones of a prompt: all there are. More than the longest distance that is learned from."""
+    """All of the last `fine_places` boundaries are examined. More than the longest distance in `RUNGS`."""
     coarse_step: int = 32
-    """Before them the first of all, and those whose number is a multiple of it, or of a multiple of it."""
+    """Before them, the first boundary and every n-th one are examined; n is this step or a multiple of it."""
 
     def __post_init__(self) -> None:
         if not 0 < self.fine_places < self.max_places - 1 or self.coarse_step <= 0:
             raise ValueError(f"a grain needs 0 < fine_places < max_places - 1 and a positive step, got {self}")
 
     def places(self, num_places: int) -> Sequence[int]:
-        """Of so many boundaries those that are looked at, descending."""
+        """Examined boundaries of a prompt with `num_places` boundaries, descending."""
         if num_places <= self.max_places:
             return range(num_places, 0, -1)
         coarse, most = num_places - self.fine_places, self.max_places - self.fine_places - 1
@@ -48,17 +48,16 @@ class Grain(msgspec.Struct, frozen=True):
         return tuple(chain(range(num_places, coarse, -1), range(coarse // step * step, 1, -step), (1,)))
 
     def cell(self, place: int) -> int:
-        """The boundary at which it is said that somebody parted at `place`: the last coarse one up to there, or the
-        first of all."""
+        """Boundary that records a divergence at `place`: the last coarse boundary up to it, or the first boundary."""
         return max(1, place // self.coarse_step * self.coarse_step)
 
     def behind(self, place: int) -> int:
-        """The first coarse boundary from `place` on. Who was there was at `place`, too."""
+        """First coarse boundary at or after `place`. A prompt that reaches it also reaches `place`."""
         return -(-place // self.coarse_step) * self.coarse_step
 
 
 def offsets(marks: int) -> Iterator[int]:
-    """The places of the bits of `marks`, descending."""
+    """Indices of the set bits of `marks`, descending."""
     while marks:
         offset = marks.bit_length() - 1
         yield offset
@@ -66,34 +65,35 @@ def offsets(marks: int) -> Iterator[int]:
 
 
 MAX_BRANCHES: Final = 16
-"""Of one path, the deepest."""
+"""Maximum number of branches of one path; the deepest ones are kept."""
 
 
 _GRAIN: Final = Grain()
 
 
 class _Seen(msgspec.Struct, gc=False):
-    """One prefix. Counts are of tokens from its start."""
+    """One prefix. Token counts start at the beginning of the prompt."""
 
     end_tokens: int
-    """The last boundary of the prompt that brought it."""
+    """Last boundary of the prompt that added it."""
     used_at: float
-    """Bytes that had been stored ever, when it was used last."""
+    """Total stored bytes at its last use."""
     is_parting: bool = False
-    """Requests parted here."""
+    """Requests diverged here."""
     parted_behind: int = 0
-    """How many boundaries behind this one requests parted, as bits; only where this is the cell of these boundaries."""
+    """Distances, in boundaries after this one, at which requests diverged, as bits. Only boundaries of this cell."""
     is_guess: bool = False
-    """It has a state by guess that nobody has used."""
+    """It has an unused state that was stored by guess."""
     is_awaited: bool = False
-    """Requests parted here, and none has come back since."""
+    """Requests diverged here, and no request has used the prefix since."""
 
 
 class SeenPrefixes:
-    """A table of at most `max_chunks` prefixes, of which those are forgotten that were used longest ago.
+    """LRU table of at most `max_chunks` prefixes.
 
-    A prompt's `keys` are those of its boundaries in order: the first names the first `boundary_tokens` tokens, the last
-    ends at `Prompt.end_boundary` or behind it. Equal prefixes have equal keys. `grain` bounds what one prompt costs.
+    The `keys` of a prompt are those of its boundaries, in order: the first key names the first `boundary_tokens`
+    tokens, the last one ends at `Prompt.end_boundary` or after it. Equal prefixes have equal keys. `grain` bounds the
+    cost of one prompt.
 
     Raises:
         ValueError: `max_chunks` is negative.
@@ -104,7 +104,7 @@ class SeenPrefixes:
             raise ValueError(f"max_chunks must not be negative, got {max_chunks}")
         self._max_chunks = max_chunks
         self._grain = grain
-        # Not a dict, which looks for its first key among all that were before it and are gone.
+        # Not a dict: finding the first key of a dict gets slow after many deletions at the front.
         self._seen: OrderedDict[Hashable, _Seen] = OrderedDict()
         self.num_forgotten = 0
         self._num_parted = 1.0
@@ -114,11 +114,10 @@ class SeenPrefixes:
         return len(self._seen)
 
     def look(self, boundary_tokens: int, keys: Sequence[Hashable], prompt: Prompt, market: Market) -> Prompt:
-        """The prompt with all that this table knows of it: branches, where it parts, what it resumes of old.
+        """Returns the prompt with the facts of this table: branches, divergence, aged and missed tokens.
 
-        Old is what was last used before `OLD_SHARE` of the store's capacity was stored. Missed is what is not held and
-        was used since `MISSED_SHARE` of it was stored. Costs O(boundaries), and no more than `Grain.max_places` of
-        them.
+        Aged: last used before the last `OLD_SHARE` of the store's capacity was stored. Missed: not held, and used since
+        the last `MISSED_SHARE` of it was stored. O(boundaries), at most `Grain.max_places` of them.
         """
         end = prompt.end_boundary(boundary_tokens) // boundary_tokens
         resumed, held = (
@@ -149,8 +148,10 @@ class SeenPrefixes:
     def note(
         self, boundary_tokens: int, keys: Sequence[Hashable], prompt: Prompt, placement: Placement, market: Market
     ) -> None:
-        """Remember a request that was admitted with its stops, after `look`. Once for each time that it is admitted;
-        O(boundaries), and no more than `Grain.max_places` and what `look` and the stops name."""
+        """Records a request that was admitted with its stops, after `look`. Call it once for each admission.
+
+        O(boundaries): at most `Grain.max_places`, and those that `look` and the stops name.
+        """
         resumed, held = (
             min(tokens // boundary_tokens, len(keys))
             for tokens in (prompt.resumed_tokens, prompt.held_tokens(boundary_tokens))
@@ -160,7 +161,7 @@ class SeenPrefixes:
         cell = self._grain.cell(held)
         named = {resumed, held, cell, *(tokens // boundary_tokens for tokens in prompt.branches)}
         named |= {stop.num_tokens // boundary_tokens for stop in placement.stops}
-        for place in self._with(named, self._grain.places(len(keys))):  # the beginning last: it is forgotten last
+        for place in self._with(named, self._grain.places(len(keys))):  # the beginning last: it is evicted last
             seen = self._seen.pop(keys[place - 1], None)
             if seen is not None and seen.is_awaited and place >= resumed and not prompt.starts_over:
                 seen.is_awaited = False
@@ -170,7 +171,7 @@ class SeenPrefixes:
             elif place > held:
                 seen = _Seen(end_tokens, now, seen.is_parting, seen.parted_behind)
             elif seen.end_tokens <= held * boundary_tokens:
-                seen.end_tokens = end_tokens  # this one goes on behind it
+                seen.end_tokens = end_tokens  # this prompt continues after it
             seen.used_at = now
             self._seen[keys[place - 1]] = seen
         if not prompt.starts_over:
@@ -187,22 +188,24 @@ class SeenPrefixes:
         self._forget()
 
     def _await(self, keys: Sequence[Hashable], places: Sequence[int]) -> None:
-        """Where this request could have resumed had there been states: whether another comes is counted."""
+        """Marks boundaries without a state at which this request could have resumed, to count later requests there."""
         for place in places:
             self._num_parted = self._num_parted * KEPT_SHARE + 1
             self._num_met *= KEPT_SHARE
             self._seen[keys[place - 1]].is_awaited = True
 
     def _parts(self, keys: Sequence[Hashable], resumed: int, held: int, prompt: Prompt) -> bool:
-        """Whether this request is the first to part where it does: there is no state, or only one by guess."""
+        """True if this request is the first to diverge here: the boundary has no state, or only one by guess."""
         if prompt.starts_over or prompt.is_cut:
             return False
         seen = self._seen.get(keys[resumed - 1]) if resumed else None
         return held > resumed or (seen is not None and seen.is_guess)
 
     def _partings(self, keys: Sequence[Hashable], places: Sequence[int], resumed: int, end: int) -> list[int]:
-        """Boundaries between `resumed` and `end` at which requests parted, the deepest first. Where not every one is
-        looked at, those that are say where it was."""
+        """Boundaries between `resumed` and `end` at which requests diverged, deepest first.
+
+        Skipped boundaries are found through `parted_behind` of their cell.
+        """
         found: list[int] = []
         is_whole = len(places) == len(keys)
         first_fine = 1 if is_whole else len(keys) - self._grain.fine_places + 1
@@ -218,7 +221,7 @@ class SeenPrefixes:
             elif seen.parted_behind:
                 parted = (place + offset for offset in offsets(seen.parted_behind))
                 within = (each for each in parted if resumed < each < min(end, first_fine))
-                # Some may have parted on paths of their own.
+                # The bits of a cell may belong to other paths.
                 found += (each for each in within if self._is_parting(keys, each))
         return found[:MAX_BRANCHES]
 
@@ -227,7 +230,7 @@ class SeenPrefixes:
         return seen is not None and seen.is_parting
 
     def _with(self, named: set[int], places: Sequence[int]) -> Sequence[int]:
-        """The places, descending, and what was named of the boundaries that they are of."""
+        """The places and the named boundaries, descending."""
         last = places[0] if places else 0
         if len(places) == last:
             return places
@@ -238,8 +241,8 @@ class SeenPrefixes:
         return seen is not None and seen.used_at >= since
 
     def _is_recent(self, keys: Sequence[Hashable], place: int, since: float) -> bool:
-        """Whether a prefix is known to have been used since. Of long prompts only some prefixes are remembered, and who
-        used one of these used all before it."""
+        """True if the prefix, or a recorded one that extends it, was used since. Long prompts record only some
+        prefixes, and the use of one is a use of all shorter ones."""
         for each in (place, min(self._grain.behind(place), len(keys))):
             seen = self._seen.get(keys[each - 1]) if each else None
             if seen is not None and seen.used_at >= since:
