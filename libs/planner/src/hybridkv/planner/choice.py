@@ -152,15 +152,15 @@ def net_tokens(tokens: int, child: int, rates: Rates) -> float:
 
 
 KEPT_SHARE: Final = 0.8
-"""What an observation leaves of the weight of all before it."""
+"""Factor on the weight of all earlier observations, for each new one."""
 FORGET_AFTER_S: Final = 120.0
-"""A rate that was not seen for so long is not known any more: what it ruled out is tried again."""
+"""A rate without an observation for this long is unknown again, so that rejected options are retried."""
 MIN_SECONDS_PER_TOKEN: Final = 1e-9
 MAX_SECONDS_PER_TOKEN: Final = 1.0
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """Tokens and the seconds that they took, older ones counting less."""
+    """Weighted sums of tokens and of their seconds."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -171,7 +171,7 @@ UNKNOWN_RATE: Final = Rate()
 
 
 def observe(rate: Rate, num_tokens: int, seconds: float, now_s: float) -> Rate:
-    """The rate after `num_tokens` took `seconds`. What cannot be (no token, no finite time) changes nothing."""
+    """Rate after `num_tokens` took `seconds`. Unchanged without tokens, or if a time is not finite."""
     if num_tokens <= 0 or not math.isfinite(seconds) or not math.isfinite(now_s):
         return rate
     bounded = min(max(seconds, num_tokens * MIN_SECONDS_PER_TOKEN), num_tokens * MAX_SECONDS_PER_TOKEN)
@@ -180,7 +180,7 @@ def observe(rate: Rate, num_tokens: int, seconds: float, now_s: float) -> Rate:
 
 
 def seconds_per_token(rate: Rate, now_s: float) -> float | None:
-    """What a token takes, or None: never seen, or too long ago."""
+    """Seconds per token. None if never observed, or too long ago."""
     if rate.tokens <= 0 or now_s - rate.seen_at_s > FORGET_AFTER_S:
         return None
     return min(max(rate.seconds / rate.tokens, MIN_SECONDS_PER_TOKEN), MAX_SECONDS_PER_TOKEN)

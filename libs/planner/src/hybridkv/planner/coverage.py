@@ -1,6 +1,6 @@
 """Which tokens and blocks each group needs, and which part of a chunk can ever be needed.
 
-`resume_start` is the one place that knows what the kinds mean; everything else here follows from it.
+Only `resume_start` defines the kinds; all other functions follow from it.
 """
 
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ import msgspec
 
 from hybridkv.planner.groups import CacheSpec, GroupKind, GroupSpec, TokenSpan
 
-# Every search asks about every group, and CPython 3.11 takes longer to look a member up than all the rest takes.
+# Every lookup calls this for every group, and access to an enum member costs more than the rest in CPython 3.11.
 _FULL, _WINDOW, _CHUNKED, _RECURRENT = GroupKind.FULL, GroupKind.WINDOW, GroupKind.CHUNKED, GroupKind.RECURRENT
 
 
 def resume_start(group: GroupSpec, num_tokens: int) -> int:
-    """The first token whose content `group` reads when a request is resumed at `num_tokens`.
+    """First token that `group` reads when a request resumes at `num_tokens`.
 
-    It never falls as `num_tokens` grows, which is why one stored part of a chunk serves every later boundary.
+    Never decreases as `num_tokens` grows, so one stored part of a chunk serves every later boundary.
     """
     if num_tokens <= 0:
         return 0
@@ -33,9 +33,9 @@ def resume_start(group: GroupSpec, num_tokens: int) -> int:
 
 
 def coverage(spec: CacheSpec, group_index: int, num_tokens: int) -> tuple[TokenSpan, ...]:
-    """The token spans that a group must hold so that a request can be resumed at `num_tokens`.
+    """Token spans that a group must hold so that a request can resume at `num_tokens`.
 
-    A RECURRENT group answers the last token: the state after it is the one that is needed.
+    For a RECURRENT group this is the last token: it needs the state after it.
 
     Args:
         spec: the model's groups.
@@ -43,7 +43,7 @@ def coverage(spec: CacheSpec, group_index: int, num_tokens: int) -> tuple[TokenS
         num_tokens: the boundary, 0 or more.
 
     Raises:
-        ValueError: there is no such group, or `num_tokens` is negative.
+        ValueError: `group_index` is out of range, or `num_tokens` is negative.
     """
     if not 0 <= group_index < len(spec.groups):
         raise ValueError(f"group_index must be one of {len(spec.groups)} groups, from 0, got {group_index}")
@@ -54,11 +54,11 @@ def coverage(spec: CacheSpec, group_index: int, num_tokens: int) -> tuple[TokenS
 
 
 def chunk_span(spec: CacheSpec, group_index: int, end_token: int) -> TokenSpan:
-    """The part of the chunk, or of the tail, that ends at `end_token` which is stored for a group; empty if none.
+    """Tokens that are stored for a group of the chunk, or of the tail, that ends at `end_token`; may be empty.
 
-    It begins with a block unless the chunk begins inside one, and ends with one unless it is a tail or the chunk ends
-    inside one. A FULL chunk is stored whole. Of a WINDOW or CHUNKED one only the blocks that a boundary at `end_token`
-    or later reads; of a RECURRENT one the last block, which holds the state.
+    The span starts at the start of a block unless the chunk starts inside one, and ends at the end of a block unless it
+    is a tail or the chunk ends inside one. FULL: the whole chunk. WINDOW and CHUNKED: the blocks that a boundary at
+    `end_token` or later reads. RECURRENT: the last block, which holds the state.
     """
     group = spec.groups[group_index]
     chunk_start = (end_token - 1) // spec.chunk_tokens * spec.chunk_tokens
@@ -69,8 +69,11 @@ def chunk_span(spec: CacheSpec, group_index: int, end_token: int) -> TokenSpan:
 
 
 def chunk_blocks(spec: CacheSpec, group_index: int, end_token: int) -> range:
-    """The same part as indices into the group's block table. The last block of a tail may be filled in part, and of a
-    chunk that cuts blocks the first and the last one belong to its neighbours too."""
+    """`chunk_span` as indices into the group's block table.
+
+    The last block of a tail may be partly filled. A chunk that cuts blocks shares its first and last block with its
+    neighbours.
+    """
     block_tokens, chunk = spec.groups[group_index].block_tokens, spec.chunk_tokens
     alike = spec.alike_parts[group_index]
     if alike is not None and end_token > 0 and end_token % chunk == 0:
@@ -83,9 +86,9 @@ def chunk_blocks(spec: CacheSpec, group_index: int, end_token: int) -> range:
 
 
 def read_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
-    """The first token that a group must have from elsewhere to resume at `num_tokens`; `num_tokens` if there is none.
+    """First token that a group reads from a tier to resume at `num_tokens`; `num_tokens` if it reads none.
 
-    An engine that holds `computed_tokens` of attention needs no more of them, but it holds no state of a later token.
+    An engine that holds `computed_tokens` needs no attention for them, but it has no state of a later token.
     """
     start = resume_start(group, num_tokens)
     if group.kind is _RECURRENT or start >= computed_tokens:
@@ -94,10 +97,11 @@ def read_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
 
 
 def load_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
-    """The first token that it must load for that: it begins a block, unless the engine holds what is before it.
+    """First token that a group loads to resume at `num_tokens`: `read_start`, moved down to the start of its block
+    unless the engine holds the tokens before it.
 
-    What of a block an engine could not read, it would still take for read when it keeps the block. Where no chunk ends
-    inside a block, this token and the one that is read first lie in one chunk.
+    Blocks are loaded whole, because the engine treats a kept block as complete. If no chunk ends inside a block, both
+    tokens lie in the same chunk.
     """
     start = resume_start(group, num_tokens)
     if group.kind is _RECURRENT or start >= computed_tokens:
@@ -106,7 +110,7 @@ def load_start(group: GroupSpec, num_tokens: int, computed_tokens: int) -> int:
 
 
 def needed_ends(spec: CacheSpec, group_index: int, num_tokens: int, computed_tokens: int) -> Sequence[int]:
-    """The ends of the chunks that a group needs from a tier to resume at `num_tokens`.
+    """Ends of the chunks that a group needs from a tier to resume at `num_tokens`.
 
     Args:
         spec: the model's groups.
@@ -115,8 +119,8 @@ def needed_ends(spec: CacheSpec, group_index: int, num_tokens: int, computed_tok
         computed_tokens: the prefix that the engine holds itself.
 
     Returns:
-        Chunk ends, ascending, every one a multiple of `spec.chunk_tokens`, but for the last one if the boundary lies
-        inside a chunk: that is the end of a tail.
+        Chunk ends, ascending, each a multiple of `spec.chunk_tokens`. If the boundary lies inside a chunk, the last one
+        is the end of a tail.
     """
     group, chunk = spec.groups[group_index], spec.chunk_tokens
     start = load_start(group, num_tokens, computed_tokens)

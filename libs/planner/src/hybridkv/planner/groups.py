@@ -29,11 +29,11 @@ class GroupKind(enum.StrEnum):
 
 
 _DIVISIBLE = (GroupKind.FULL, GroupKind.WINDOW)
-"""Kinds whose block is one token after another. A state exists only as a whole; of an attention chunk nobody asked."""
+"""Kinds with blocks that can be cut between tokens. A state cannot; parts of CHUNKED blocks are not supported."""
 
 
 class TokenSpan(NamedTuple):
-    """The half-open run of tokens [start, end)."""
+    """Half-open range of tokens [start, end)."""
 
     start: int
     end: int
@@ -47,18 +47,18 @@ class GroupSpec(msgspec.Struct, frozen=True):
     """One KV cache group.
 
     Args:
-        kind: what the group needs to resume; its value ("full") is taken for it.
+        kind: what the group needs to resume; a string such as "full" is accepted.
         block_tokens: tokens in one of its blocks.
-        window_tokens: WINDOW only: how many tokens a query attends to, itself included (plus any that the engine
-            keeps beyond them).
-        align_tokens: CHUNKED only: attention never reaches back over a multiple of this.
-        lookahead_tokens: how many tokens past a chunk its bytes depend on: 0, but for the layers of a drafter
-            (EAGLE, MTP), whose last position is computed from the token that follows it.
-        part_tokens: FULL and WINDOW only: tokens in the smallest part of a block that can be moved by itself; it
-            divides the block. None where a block moves only as a whole, as a state always does.
+        window_tokens: WINDOW only: number of tokens that a query attends to, itself included (plus those that the
+            engine keeps beyond them).
+        align_tokens: CHUNKED only: attention does not cross a multiple of this.
+        lookahead_tokens: number of tokens after a chunk that its bytes depend on. 0 except for layers of a drafter
+            (EAGLE, MTP), which computes its last position from the next token.
+        part_tokens: FULL and WINDOW only: tokens in the smallest part of a block that can move alone; it divides the
+            block. None if a block moves only as a whole, like a state.
 
     Raises:
-        ValueError: there is no such kind, or a size is not a positive whole number or does not belong to the kind.
+        ValueError: unknown kind, or a size that is not a positive whole number or does not belong to the kind.
     """
 
     kind: GroupKind
@@ -70,7 +70,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if type(self.kind) is not GroupKind:
-            # Everything compares kinds by identity, and "full" == GroupKind.FULL would hide that one is not a member.
+            # Kinds are compared by identity, so the string "full", which equals GroupKind.FULL, must be converted.
             msgspec.structs.force_setattr(self, "kind", _kind(self.kind))
         _require_size("block_tokens", self.block_tokens)
         if type(self.lookahead_tokens) is not int or self.lookahead_tokens < 0:
@@ -95,20 +95,20 @@ class GroupSpec(msgspec.Struct, frozen=True):
 
     @property
     def unit_tokens(self) -> int:
-        """Chunks end where this many tokens end: the block, or the smallest part of it that can be moved."""
+        """Chunks are multiples of this: the block, or its smallest part that can move alone."""
         return self.part_tokens or self.block_tokens
 
 
 class CacheSpec(msgspec.Struct, frozen=True, dict=True):  # dict: room for what is computed once
-    """All groups of one model, and the chunk: the same run of tokens for every group.
+    """All groups of one model, and the chunk size, which is the same for every group.
 
     Args:
         groups: in the engine's order; a group's index is its position here.
-        chunk_tokens: a multiple of every stored group's unit. Where that is the block, a chunk is whole blocks, so
-            boundaries are multiples of every block that cannot be cut. Where it is a part, a chunk may cut blocks.
-        tail_tokens: None, or the grid of partial tails: a request may then also be resumed at a multiple of this that
-            lies inside a chunk, if every group stored its part of the tail that ends there. The engine's hash unit is
-            the natural choice. It divides the chunk. None where chunks cut blocks.
+        chunk_tokens: a multiple of every stored group's unit. A chunk contains whole blocks of groups that cannot be
+            cut, so boundaries are multiples of these blocks. It may cut blocks of other groups.
+        tail_tokens: None, or the grid of partial tails: a request can then also resume at a multiple of this inside a
+            chunk, if every group stored its part of the tail that ends there. The engine's hash unit is the natural
+            choice. It divides the chunk. None if chunks cut blocks.
 
     Raises:
         ValueError: the chunk does not fit the groups, the tails do not fit the chunk, or nothing would be stored.

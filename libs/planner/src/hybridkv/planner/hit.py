@@ -58,23 +58,20 @@ def last_boundary(spec: CacheSpec, num_tokens: int) -> int:
 def longest_hit(
     spec: CacheSpec, num_tokens: int, computed_tokens: int, lookup: Lookup, ranges: RangeLookup | None = None
 ) -> Hit | Pending | Miss:
-    """The longest boundary at which all groups can resume.
+    """Longest boundary at which all groups can resume.
 
-    Asks for no key twice, and in each group for at most as many as there are boundaries: O(chunks), and where tails
-    are stored O(num_tokens / tail_tokens). Without states or windows to rule boundaries out, and without tails, that
-    is one more than the chunks of the prefix that is held.
+    Looks up no key twice, and at most one key per boundary in each group: O(chunks), with tails O(num_tokens /
+    tail_tokens). Without states, windows and tails, the number of lookups is the number of held chunks plus one.
 
     Args:
         spec: the model's groups.
-        num_tokens: tokens of the request, of which the last is always recomputed.
-        computed_tokens: the prefix that the engine holds itself; a shorter hit than that is a miss.
-        lookup: asked for ends of chunks, which are multiples of `spec.chunk_tokens`, and of tails where the cache
-            stores them.
-        ranges: where the tier can answer about many chunks at once. It must agree with `lookup`, which is then asked
-            for ends of tails only. A few questions a group settle a store whose prefixes have no holes, and
-            O(log) more where scarce kinds are missing. Where windows have holes it is a question a hole, O(chunks) at
-            worst, and tails O(boundaries). What a question covers is asked for as late and as short as that allows,
-            because a tier may have to make a key for every chunk of it.
+        num_tokens: tokens of the request; the last one is always recomputed.
+        computed_tokens: the prefix that the engine holds itself; a shorter hit is a miss.
+        lookup: looks up the end of a chunk, a multiple of `spec.chunk_tokens`, or of a tail if tails are stored.
+        ranges: looks up many chunks at once, if the tier can. It must agree with `lookup`, which is then called for
+            tails only. A few calls per group are enough for prefixes without holes, and O(log) more if states or
+            windows are missing. Holes in windows cost one call each, at most O(chunks), and tails O(boundaries). Ranges
+            are kept short and looked up late, because a tier may compute a key for every chunk in them.
 
     Returns:
         Hit or Pending with a boundary above `computed_tokens`, or Miss.

@@ -1,8 +1,8 @@
-"""In which order the chunks of one path are worth something: which others each of them needs, and which may go first.
+"""Order of the chunks of one path: which chunks each one needs, and which are evicted first.
 
-A path is a request's chunks from its first token on. What is copied elsewhere in `path_order` can be resumed at every
-moment; what is given up in the reverse of it can be resumed as far as nothing is missing. Where a chunk lies, and
-whether it is there, others know.
+A path is the chunks of a request from its first token. A path that is copied in `path_order` can be resumed at every
+moment; a path that is evicted in reverse order can be resumed up to its first missing chunk. This module does not know
+where chunks are stored.
 """
 
 from collections.abc import Iterable
@@ -14,14 +14,14 @@ from hybridkv.planner.groups import CacheSpec, GroupKind
 Part = tuple[int, int]
 """A group's part of a chunk, or of a tail: the group's index, and the token at which it ends."""
 _BY_END_AND_GROUP = itemgetter(1, 0)
-"""A path is put in order at every eighth of its growth: three times as fast as a function would be."""
+"""Sort key. A path is sorted after every eighth of its growth, and this is three times as fast as a function."""
 
 
 def path_order(spec: CacheSpec, parts: Iterable[Part]) -> list[Part]:
-    """Parts of one path from its beginning on, each behind everything that it needs; its reverse is how they may go.
+    """Sorts parts of one path so that each follows the parts that it needs. The reverse is the order of eviction.
 
-    By position over all groups: without its beginning an end is worth nothing, whatever its group. At one position the
-    full prefix comes first, because a state or a window is of use only with it.
+    By position over all groups, because the end of a path is useless without its beginning. At one position the FULL
+    groups come first, because a state or a window needs them.
     """
     order = sorted(range(len(spec.groups)), key=lambda index: spec.groups[index].kind is not GroupKind.FULL)
     if order == list(range(len(order))):
@@ -31,8 +31,8 @@ def path_order(spec: CacheSpec, parts: Iterable[Part]) -> list[Part]:
 
 
 def needed_parts(spec: CacheSpec, num_tokens: int, computed_tokens: int) -> list[Part]:
-    """The parts that a load to a boundary reads, in the order in which they should outlive each other: full prefixes
-    first, each from its beginning, because a state or a window is of use only with them.
+    """Parts that a load to a boundary reads, in order of value: FULL groups first, each from its beginning, because a
+    state or a window needs them.
 
     Args:
         spec: the model's groups.
@@ -44,14 +44,14 @@ def needed_parts(spec: CacheSpec, num_tokens: int, computed_tokens: int) -> list
 
 
 def needed_before(spec: CacheSpec, group_index: int, end_token: int) -> tuple[Part, ...]:
-    """The parts without which this one is worth nothing, as far as they do not follow from each other.
+    """Parts that this one needs directly: one of every FULL group.
 
-    Of every FULL group one: for a FULL group's part the chunk before it, for any other the chunk that ends where it
-    does. Parts whose content is final only later, because a drafter computes them from the next token, are left out in
-    favour of the ones before them. Empty at the beginning of a path, and where there is no FULL group.
+    For a part of a FULL group, the chunk before it; for any other part, the chunk with the same end. If that part is
+    final only later, because a drafter computes it from the next token, the one before it is taken. Empty at the
+    beginning of a path, and without FULL groups.
 
     Raises:
-        ValueError: there is no such group, or it is never stored, or no part ends there.
+        ValueError: `group_index` is no stored group, or `end_token` is no boundary.
     """
     if group_index not in spec.stored_groups:
         raise ValueError(f"group_index must be one of the stored groups {spec.stored_groups}, got {group_index}")

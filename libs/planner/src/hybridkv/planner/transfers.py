@@ -124,12 +124,12 @@ def table_of(spec: CacheSpec, block_ids: Sequence[Sequence[int]], group_index: i
 
 
 class LocalCopies(msgspec.Struct, frozen=True):
-    """What need not be read from a tier.
+    """Transfers that are copied from the engine's own blocks.
 
     Args:
-        block_ids: for each transfer the engine's blocks with the same content, in the order of its own; none where it
-            is read from the tier.
-        num_tokens: of chunks of which nothing is read but states.
+        block_ids: for each transfer, the engine's blocks with the same content, in the transfer's order; empty if it is
+            read from the tier.
+        num_tokens: tokens of the chunks that read at most states from the tier.
     """
 
     block_ids: tuple[tuple[int, ...], ...]
@@ -139,19 +139,19 @@ class LocalCopies(msgspec.Struct, frozen=True):
 def find_local_copies(
     spec: CacheSpec, transfers: Sequence[Transfer], computed_tokens: int, held: Callable[[int, int], int | None]
 ) -> LocalCopies:
-    """Finds the transfers of a load that may be copied from the engine's own blocks.
+    """Finds the transfers of a load that can be copied from the engine's own blocks.
 
-    An engine that lacks a state goes no further than the last one, whatever attention it holds beyond. Never a state:
-    an engine may go on writing where it keeps one. Never a drafter's block, whose last token depends on the one that
-    follows it, which the block's name does not say. Never a part of a block, nor a tail. A transfer is copied whole or
-    not at all.
+    An engine that lacks a state resumes only at its last one, even if it holds more attention blocks. Those are copied.
+    States are not: the engine may still write to the block of a state. Blocks of a drafter are not: their last token
+    depends on the next one, which is not part of the block's hash. Parts of blocks and tails are not. A transfer is
+    copied whole or not at all.
 
     Args:
         spec: the model's groups.
-        transfers: of a load, as `plan_load` gives them.
+        transfers: transfers of a load, from `plan_load`.
         computed_tokens: the prefix that the engine holds itself.
-        held: for a group and the place of a block in its table, the engine's own block of that content; None without
-            one. Of a FULL group nothing is asked behind the first block that is not there.
+        held: returns the engine's block with the content of a block, by group and index in the block table; None
+            without one. For a FULL group, not called after the first missing block.
     """
     left = {index for index in {transfer.group_index for transfer in transfers} if _may_copy(spec, index)}
     found: list[tuple[int, ...]] = []
@@ -174,12 +174,12 @@ def find_local_copies(
 
 
 def has_local_copies(spec: CacheSpec, runs: Iterable[TransferRun], held: Callable[[int, int], int | None]) -> bool:
-    """Whether `find_local_copies` may find anything of these. Mostly it does not: then few blocks are asked for.
+    """True if `find_local_copies` may find transfers of these runs. Cheap if it does not, the usual case.
 
     Args:
         spec: the model's groups.
-        runs: of a load, as `plan_load_runs` gives them.
-        held: as of `find_local_copies`.
+        runs: runs of a load, from `plan_load_runs`.
+        held: as for `find_local_copies`.
     """
     gone: set[int] = set()
     for run in runs:
