@@ -149,7 +149,7 @@ def _object(tier: Any) -> CheckResult:
         started_s = time.monotonic()
         refusal = prove(open_object_store(tier.url, settings, ObjectOptions(), tier.secret_file is not None), "doctor")
         took_s = time.monotonic() - started_s
-    except Exception as error:  # obstore's own, and those of what it is made of
+    except Exception as error:  # of obstore and of the libraries below it
         return CheckResult("fail", name, describe(error), "see docs/guides/fleet.md")
     if refusal is not None:
         return CheckResult("warn", name, f"can be read only: {refusal}", "see docs/guides/fleet.md")

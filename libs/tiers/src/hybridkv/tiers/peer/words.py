@@ -101,7 +101,7 @@ def encode(word: Word) -> bytes:
 
 
 def decode(body: bytes) -> Word:
-    """`WireError` for what is none."""
+    """Decodes a message. Raises `WireError` if it is invalid."""
     try:
         word: Word = _decoder.decode(body)
     except _BROKEN as error:
@@ -114,7 +114,7 @@ def encode_about(about: About) -> bytes:
 
 
 def decode_about(data: bytes) -> About:
-    """`WireError` for what is none."""
+    """Decodes a description. Raises `WireError` if it is invalid."""
     if len(data) > MAX_ABOUT_BYTES:
         raise WireError(CloseReason.OVERSIZED, f"a description of {len(data)} bytes")
     try:

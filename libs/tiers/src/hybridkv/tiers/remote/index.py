@@ -282,7 +282,7 @@ class RemoteIndex(Generic[P]):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all known chunks, of which none lies here."""
+        """Bytes of all known chunks. They are stored elsewhere."""
         return self._known.used_bytes + self._found.num_bytes
 
     def cost(self, num_bytes: int) -> int:
