@@ -1,7 +1,7 @@
 """Names in the pages that no file of this tree has: those of other projects, and those of tools.
 
-Short on purpose. A name that our code uses needs no entry, whoever defined it; an entry that no page needs any more is
-an error.
+Short on purpose. A name that our code uses needs no entry, even if another project defines it. An entry that no page
+needs is an error.
 """
 
 from __future__ import annotations

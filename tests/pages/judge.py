@@ -1,11 +1,11 @@
-"""Which of the names in a code span exist in the tree.
+"""Checks that the names in a code span exist in the tree.
 
-A span of one word, of a path, of a call or of a dotted name is a claim as a whole. In a span of several words, a log
-line or a command, only what cannot be prose is looked at: options, labels of Bazel, files, metrics, and names with an
-underscore or a capital in the middle.
+A span of one word, of a path, of a call or of a dotted name is checked as a whole. In a span of several words, a log
+line or a command, only parts that cannot be prose are checked: options, labels of Bazel, files, metrics, and names with
+an underscore or a capital in the middle.
 
-What it does not see: a name that lives on elsewhere. `evict` is right in any page as long as something is called so;
-of a class (`RamIndex.reserve`) or a package (`planner.longest_hit`) it asks for the member.
+Limit: a name that exists elsewhere passes. `evict` passes on any page as long as the code has some `evict`; for a class
+(`RamIndex.reserve`) or a package (`planner.longest_hit`) the member must exist.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Judge:
                 known.update(values)
 
     def complaints(self, span: str) -> list[str]:
-        """What of a code span does not exist, in words; empty if all of it does."""
+        """Names of a code span that do not exist, as messages; empty if all exist."""
         if span in FOREIGN or (re.search("[ -]", span) and span in self._tree.texts):
             return []
         if (pair := re.fullmatch(r'(\w+)="(\w+)"', span)) and pair[1] in self._labels:

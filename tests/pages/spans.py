@@ -28,7 +28,7 @@ def code_spans(page: str) -> Iterator[Span]:
 
 
 def figures(page: str) -> Iterator[Span]:
-    """Every line of the fences that hold a figure, whose names are names like any other."""
+    """Lines of the fences with figures. Names in figures are checked too."""
     for fence in _FENCE.finditer(page):
         if fence[0].lstrip().startswith("```text"):
             first = page.count("\n", 0, fence.start()) + 1

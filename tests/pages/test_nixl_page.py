@@ -22,7 +22,7 @@ def rows(text: str) -> list[list[str]]:
 
 
 def complaints(row: list[str]) -> list[str]:
-    """What is wrong with a row."""
+    """Errors in a row."""
     if len(row) != 4:
         return [f"{len(row)} cells: {row}"]
     found = [] if row[2].startswith(VERDICTS) else [f"neither of {VERDICTS}: {row[2]}"]

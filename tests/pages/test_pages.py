@@ -24,7 +24,7 @@ def tree() -> Tree:
 
 
 def complaints(text: str) -> list[str]:
-    """What a page names that is not there, each with its line."""
+    """Names on a page that do not exist, each with its line."""
     judge = Judge(tree(), CATALOGUE)
     found = [f"{span.line}: {span.text}: {text}" for span in code_spans(text) for text in judge.complaints(span.text)]
     found += [f"{line}: {text}" for line, piece in figures(text) for text in judge.complaints(piece)]

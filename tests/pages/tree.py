@@ -39,7 +39,7 @@ class Tree:
     paths: every file and folder, from the root of the repository.
     words: names that code defines or uses, and what configuration files hold.
     texts: string literals, whole.
-    templates: formatted literals, with `*` for what is put in.
+    templates: formatted literals, with `*` in place of each value.
     flags: options of command lines that some file names.
     metrics: names of metrics of the engine that some file names.
     targets: string literals of each package's BUILD.bazel, by the package's path.
@@ -71,7 +71,7 @@ def read_tree(root: Path) -> Tree:
 
 
 def pages(root: Path) -> list[str]:
-    """Every Markdown page but the changelogs, which say what was."""
+    """All Markdown pages except changelogs, which may name removed things."""
     return [name for name in sorted(_files(root)) if name.endswith(".md") and not name.endswith("CHANGELOG.md")]
 
 

@@ -1,4 +1,4 @@
-"""A server of LMCache that answers when it is told to, and the half of HybridLMCacheConnector that asks it."""
+"""Scheduler's half of HybridLMCacheConnector with a fake server that answers when the test says so."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TIMEOUT_S = 2.0
 
 @dataclass(slots=True)
 class Asked:
-    """A question without an answer."""
+    """An open lookup."""
 
     prefix: Prefix
     session: str
@@ -56,7 +56,7 @@ class Asked:
 
 
 class PlayedServer:
-    """In place of `Operations`: it keeps every question until it is told what to answer."""
+    """Fake of `Operations`: keeps each lookup open until the test sets its result."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -71,7 +71,7 @@ class PlayedServer:
         return lookup
 
     def release(self, found: PrefixHit) -> None:
-        """Raises `KeyError` where it is not locked, or was given back before."""
+        """Releases a lock. Raises `KeyError` if it is not held."""
         assert self.locked.pop(found.session) == found
 
     def answer(self, num_chunks: int, which: int = 0) -> None:
@@ -101,7 +101,7 @@ def layout_of(groups: Sequence[GroupSpec], world_size: int = 1) -> CacheLayout:
 
 
 def new_request(name: str, tokens: Sequence[int], **params: Any) -> Request:
-    """With the hashes of an engine that has any."""
+    """Request with block hashes."""
     init_none_hash(_hash)
     hasher = get_request_block_hasher(BLOCK, _hash)
     return Request(name, list(tokens), SamplingParams(max_tokens=1000, **params), None, block_hasher=hasher)
@@ -112,14 +112,14 @@ def _hash(value: Any) -> bytes:
 
 
 class PlayedEngine:
-    """What of an engine a scheduler's half sees, and the half.
+    """Fake engine with a scheduler's half.
 
     Args:
-        groups: of the model.
-        kv_role: of the connector.
-        world_size: ranks, each of which must say how a store ended.
-        max_chunks: that a request may load.
-        pool_blocks: of the engine.
+        groups: groups of the model.
+        kv_role: role of the connector.
+        world_size: number of ranks; each reports the end of a store.
+        max_chunks: maximum length of a load, in chunks.
+        pool_blocks: blocks of the engine's pool.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class PlayedEngine:
         self.server = PlayedServer(self.clock)
         self.closed = 0
         self.separate: bool | None = True
-        """What the server is known to keep apart."""
+        """Whether the server separates object groups; None without a server."""
         keys = ChunkKeys(layout.fingerprint({"model": "m"}), BLOCK)
         self.adapters = Adapters(keys, 0)
         self.metrics = ConnectorMetrics()
@@ -170,8 +170,7 @@ class PlayedEngine:
         self.closed += 1
 
     def new_blocks(self, request: Request, num_tokens: int) -> Any:
-        """Blocks for so many tokens, as an engine hands them over; of a state only the last, of a window what it
-        reaches."""
+        """Blocks that the engine allocates for `num_tokens`: the last one of a state, those that a window reaches."""
         table: list[list[KVCacheBlock]] = []
         for group in self.layout.spec.groups:
             count = -(-num_tokens // group.block_tokens)
@@ -186,13 +185,13 @@ class PlayedEngine:
         return SimpleNamespace(blocks=tuple(table))
 
     def grow(self, request: Request, num_tokens: int) -> None:
-        """More blocks, for so many tokens in all."""
+        """Extends the blocks to `num_tokens` in total."""
         for group, table in zip(self.layout.spec.groups, self.tables[request.request_id], strict=True):
             more = -(-num_tokens // group.block_tokens) - len(table)
             table.extend(self.pool.get_new_blocks(max(0, more)))
 
     def states(self, request: Request, num_tokens: int) -> list[tuple[int, int, int]]:
-        """What the engine hands over behind so many tokens: a state of each group that has any."""
+        """States that the engine hands over after `num_tokens`: one for each recurrent group."""
         return [
             (index, self.tables[request.request_id][index][-1].block_id, num_tokens)
             for index, group in enumerate(self.layout.spec.groups)
@@ -201,7 +200,7 @@ class PlayedEngine:
 
     @property
     def room_is_idle(self) -> bool:
-        """Whether nobody holds blocks for a load."""
+        """True if no request holds blocks for a load."""
         return self.admission.is_idle
 
     def free(self, request: Request) -> None:
@@ -237,7 +236,7 @@ class PlayedEngine:
         loaded: Sequence[str] = (),
         failures: Mapping[str, Sequence[LoadFailure]] | None = None,
     ) -> None:
-        """What all ranks together report."""
+        """Reports results of all ranks."""
         said = {name: tuple(each) for name, each in (failures or {}).items()}
         outcome = StepOutcome(stores=dict(stores or {}), load_failures=said)
         output: Any = SimpleNamespace(
@@ -247,6 +246,6 @@ class PlayedEngine:
 
     @property
     def num_pinned(self) -> int:
-        """Blocks that are neither free nor a request's."""
+        """Number of blocks that are not free and belong to no request."""
         held = {block.block_id for table in self.tables.values() for group in table for block in group}
         return sum(block.ref_cnt > 0 and block.block_id not in held for block in self.pool.blocks[1:])

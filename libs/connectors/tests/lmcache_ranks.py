@@ -1,4 +1,4 @@
-"""Ranks without an engine: a worker of HybridLMCacheConnector over plain tensors, its plans and what became of them."""
+"""Ranks without an engine: a worker of HybridLMCacheConnector over plain tensors, its plans and their results."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ POOL_BYTES = 4 << 20
 
 
 class Model(NamedTuple):
-    """Groups, and the bytes of a block in each of their layers. What is no whole word is padded when it is stored."""
+    """Groups, and the bytes of a block in each of their layers. Stored bytes are padded to whole words."""
 
     groups: tuple[GroupSpec, ...]
     layers: tuple[tuple[int, ...], ...]
@@ -73,7 +73,7 @@ def layout_of(model: Model, world_size: int = 1) -> CacheLayout:
 
 
 def pool_of(model: Model, chunks: int) -> int:
-    """The fewest bytes of a pool that has room for so many chunks."""
+    """Smallest size in bytes of a pool for so many chunks."""
     groups = page_groups(layout_of(model))
     return bisect.bisect_left(
         range(64 * POOL_BYTES), chunks, key=lambda size: num_chunks(groups, model.chunk_tokens, size)
@@ -81,7 +81,7 @@ def pool_of(model: Model, chunks: int) -> int:
 
 
 def digests_of(seed: object, num_chunks: int) -> tuple[bytes, ...]:
-    """One digest a chunk, each of what came before it."""
+    """One digest for each chunk, over all tokens up to its end."""
     chain, digest = [], repr(seed).encode()
     for _ in range(num_chunks):
         digest = hashlib.blake2b(digest, digest_size=32).digest()
@@ -95,7 +95,7 @@ Tables = Mapping[int, Sequence[int]]
 
 @dataclass(slots=True)
 class Came:
-    """What a plan came to."""
+    """Results of a plan."""
 
     finished: set[str]
     failed: set[str]
@@ -107,9 +107,9 @@ class Rank:
     """One worker, and the memory of its engine.
 
     Args:
-        model: of the engine.
-        address: of the server.
-        namespace: whose content it keeps.
+        model: model of the engine.
+        address: address of the server.
+        namespace: namespace of the cache.
         keys: `rank`, `world_size`, `pool`, `num_blocks`, `clock`, `load_timeout_s`, `connection`,
             `engine`, and those of the configuration.
     """
@@ -138,7 +138,7 @@ class Rank:
         self._store_ids = 0
 
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """Poisoned; of the first layer blocks lie apart."""
+        """KV memory filled with a poison value. Blocks of the first layer are not adjacent."""
         generator = torch.Generator().manual_seed(next(_SEEDS))
         caches = {}
         for group, sizes in enumerate(self.model.layers):
@@ -170,7 +170,7 @@ class Rank:
         }
 
     def fill(self, tables: Tables, seed: int) -> None:
-        """Give each block bytes of its own, by its place in the prompt."""
+        """Fills each block with unique bytes, by its position in the prompt."""
         for group, sizes in enumerate(self.model.layers):
             for layer, size in enumerate(sizes):
                 chance = random.Random(f"{seed} {self.rank} {group} {layer}")
@@ -194,7 +194,7 @@ class Rank:
     def store_of(
         self, digests: Sequence[bytes], tables: Tables, start_chunk: int = 0, states_at: Sequence[int] | None = None
     ) -> PageStore:
-        """Everything that the chunks have; states only behind these counts of chunks, if they are named."""
+        """All copies of the chunks; states only after the given numbers of chunks, if given."""
         self._store_ids += 1
         copies = []
         for chunk in range(start_chunk, len(digests)):
@@ -206,7 +206,7 @@ class Rank:
         return PageStore(self._store_ids, tuple(digests), start_chunk, tuple(copies))
 
     def needed(self, num_chunks: int, start_chunk: int = 0) -> dict[int, list[int]]:
-        """Positions of the blocks that a resume behind so many chunks needs of each group."""
+        """Positions of the blocks that a resume after so many chunks needs, by group."""
         return {
             group: [
                 at
@@ -217,7 +217,7 @@ class Rank:
         }
 
     def load_of(self, request_id: str, digests: Sequence[bytes], tables: Tables, start_chunk: int = 0) -> PageLoad:
-        """What a resume behind the last chunk needs."""
+        """Load for a resume after the last chunk."""
         copies = []
         for group, positions in self.needed(len(digests), start_chunk).items():
             blocks = self.blocks_per_chunk[group]
@@ -228,7 +228,7 @@ class Rank:
                 copies.append(PageCopy(group, chunk, here[0] % blocks, ids))
         return PageLoad(request_id, tuple(digests), start_chunk, tuple(copies))
 
-    # What a test does.
+    # Actions of a test.
 
     def begin(
         self,
@@ -242,12 +242,12 @@ class Rank:
         self.worker.start_stores(plan)
 
     def run(self, *, loads: Sequence[PageLoad] = (), stores: Sequence[PageStore] = ()) -> Came:
-        """Carry out, to the end."""
+        """Runs loads and stores to their end."""
         self.begin(loads=loads, stores=stores)
         return self.finish(len(loads), len(stores))
 
     def finish(self, num_loads: int, num_stores: int) -> Came:
-        """Step until so many have ended."""
+        """Steps until so many have ended."""
         ended = Came(set(), set(), {}, {})
 
         def is_over() -> bool:
@@ -264,13 +264,13 @@ class Rank:
         return ended
 
     def store(self, digests: Sequence[bytes], tables: Tables, **keys: Any) -> None:
-        """Store, and return when it can be read."""
+        """Stores, and returns when the prefix is readable."""
         [outcome] = self.run(stores=[self.store_of(digests, tables, **keys)]).stores.values()
         assert outcome == StoreOutcome(1), outcome
         assert self.is_readable(digests)
 
     def is_readable(self, digests: Sequence[bytes], timeout_s: float = WAIT_S) -> bool:
-        """Whether the whole of a prefix can be read of this rank, now or soon."""
+        """True if this rank's part of the whole prefix is readable, now or soon."""
         session = self.session
         ended: Ended[None] = wait(
             lambda end: session.operations.confirm(session.prefix(digests), self.rank, timeout_s, end)
@@ -287,7 +287,7 @@ class Rank:
         return eventually(is_free, WAIT_S)
 
     def counted(self) -> dict[str, float]:
-        """What was counted since the last call, by name and labels."""
+        """Counts since the last call, by name and labels."""
         stats = self.metrics.take()
         if stats is None:
             return {}
@@ -299,5 +299,5 @@ class Rank:
 
 
 def loaded(rank: Rank, tables: Tables, positions: Mapping[int, Sequence[int]]) -> dict[tuple[int, int], bytes]:
-    """Bytes by group and place in the prompt."""
+    """Bytes by group and position in the prompt."""
     return {(group, at): rank.block(group, tables[group][at]) for group, each in positions.items() for at in each}

@@ -1,4 +1,4 @@
-"""What a start settles with a server, and what it refuses: one chunk, for both halves."""
+"""Builder: agreement with the server on one chunk size for both halves, and refusals."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kits.lmcache.server_process import eventually
 
 
 class Known:
-    """Facts of an engine that nobody need gather."""
+    """Fixed facts of an engine."""
 
     num_ranks = 1
 

@@ -1,4 +1,4 @@
-"""What is counted of a server: each thing once, under names that the catalogue has."""
+"""Counts of a server: each event once, under names of the catalogue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any order of what engines, servers and ranks do: what is loaded was found and is kept, and nothing is left behind."""
+"""Random order of events of engines, servers and ranks: loaded chunks were found and stay locked; nothing leaks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Running:
     offered: tuple[int, int] | None = None
     """Tokens that the engine holds, and tokens that it may load."""
     names: tuple[bytes, ...] = ()
-    """Of the chunks up to there, when they were offered: a reset renames what is asked later."""
+    """Digests of the chunks up to there, at the time of the offer: a reset changes the keys of later lookups."""
 
     @property
     def name(self) -> str:

@@ -90,7 +90,7 @@ def test_copies_that_cannot_be_are_refused(copies: list[PageCopy], words: str) -
 
 
 class Shelf:
-    """Sealed pages of three chunks of DeepSeek-V4, of which the first is not moved."""
+    """Sealed pages of three chunks of DeepSeek-V4. The first chunk is not moved."""
 
     def __init__(self) -> None:
         self.session_spec = session_spec("deepseek-v4")

@@ -153,7 +153,7 @@ def test_another_boundary_than_was_offered_fails_as_a_load(engine: PlayedEngine)
     assert engine.half.matched_tokens(request, 0) == 0
 
 
-# What a server locks for a request is given back as soon as that runs, whoever gave it its blocks.
+# Locks of a request are released as soon as it runs, even if another connector loaded it.
 
 
 @pytest.mark.parametrize("kv_role", [Role(stores=False), Role()], ids=["loads", "both"])
@@ -436,7 +436,7 @@ def test_a_preempted_request_is_asked_about_anew(engine: PlayedEngine) -> None:
 
 
 def test_of_a_preempted_request_nothing_is_stored() -> None:
-    """Its blocks are somebody else's by now, also where the engine had handed over a state."""
+    """Its blocks belong to other requests by now, even if the engine handed over a state."""
     engine = PlayedEngine((FULL, STATE))
     request = new_request("r", PROMPT)
     engine.half.track(request)
@@ -485,7 +485,7 @@ def test_nothing_is_stored_twice_and_blocks_are_pinned_until_every_rank_has_copi
 
 
 def test_without_a_server_nothing_is_stored_and_all_of_it_once_there_is_one(engine: PlayedEngine) -> None:
-    """What it keeps together nobody knows, and what was passed over once is not looked at again."""
+    """The objects of the server are unknown, so no chunk is stored yet, and none is skipped for good."""
     engine.separate = None
     request = new_request("r", PROMPT)
     engine.half.track(request)
@@ -551,7 +551,7 @@ def test_a_state_that_the_server_said_it_has_is_not_stored_again(num_found: int,
 
 @pytest.mark.parametrize("groups", [(FULL, DRAFTER), (DRAFTER, FULL), (WINDOW, DRAFTER), (STATE, FULL, DRAFTER)])
 def test_what_a_drafter_keeps_is_named_by_all_that_it_depends_on(groups: Any) -> None:
-    """Two prompts that part right behind a chunk share what attention keeps of it, and not what a drafter does."""
+    """Two prompts that diverge right after a chunk share its attention part, but not its drafter part."""
     engine = PlayedEngine(groups)
     one = new_request("one", PROMPT[: 2 * CHUNK + BLOCK + 1])
     other = new_request("other", (*PROMPT[: 2 * CHUNK], 7, *PROMPT[2 * CHUNK :])[: 2 * CHUNK + BLOCK + 1])

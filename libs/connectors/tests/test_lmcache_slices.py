@@ -85,7 +85,7 @@ def test_what_is_stored_is_what_the_planner_stores_of_objects_that_are_whole(
             is_whole = all(0 not in kept(geometry, place, blocks[place], chunk) for place in each)
             assert [member in mine for member in members] == [is_whole] * len(members)
             for member in members if is_whole else ():
-                # Of what a server keeps, a resume at the chunk's end or later reads what the planner would store.
+                # A resume at the chunk's end or later reads those kept blocks that the planner would store.
                 read = by_planner.get((member, chunk), ())
                 assert mine[member][len(mine[member]) - len(read) :] == read
 
@@ -115,7 +115,7 @@ def test_what_is_loaded_lies_where_it_is_needed_and_is_a_page_of_the_server(
 
 
 def _as_allocated(spec: CacheSpec, tables: list[list[int]], boundary: int, computed: int) -> list[list[int]]:
-    """As the engine gives blocks: none for what a window has left."""
+    """Block table as the engine allocates it: null blocks before a window."""
     given = [list(table) for table in tables]
     for index in spec.stored_groups:
         group, table = spec.groups[index], given[index]

@@ -44,7 +44,7 @@ class Clock:
 
 
 class Stubborn:
-    """A server that holds everything, and keeps to itself the answers to some calls until they are let go."""
+    """Fake server that has every chunk, and delays the answers to some calls until `send_delayed`."""
 
     def __init__(self, server: ScriptedServer, num_found: int, *kept: str) -> None:
         self.num_found = num_found
@@ -58,13 +58,13 @@ class Stubborn:
             return []
         if name == "query_prefetch_status":
             return [[*frames[:3], msgspec.msgpack.encode(self.num_found)]]
-        # What was let go is answered with whatever comes next.
+        # Delayed answers are sent with the next one.
         late, self.held = ([], self.held) if self.kept else (self.held, [])
         answers = [answer for each in late for answer in polite("store", each)]
         return [*polite(name, frames), *answers]
 
-    def release_lookup(self, rank: Rank) -> None:
-        """Answer what was kept, late."""
+    def send_delayed(self, rank: Rank) -> None:
+        """Sends the delayed answers."""
         self.kept.clear()
         rank.session.connection.suspect()
 
@@ -92,7 +92,7 @@ def rank() -> Iterator[MakeRank]:
 
 
 def ready(rank: Rank, clock: Clock | None = None) -> Rank:
-    """Open, and return when the server can be asked. What is not sent at once is sent again a little later."""
+    """Opens the session, and returns when the server is usable. Unsent calls are sent again soon."""
     rank.begin()
     if clock is None:
         assert isinstance(rank.session.connection.wait_ready(WAIT_S), Ready)
@@ -127,7 +127,7 @@ def test_a_load_of_which_the_server_has_less_fails_as_missing(server: ScriptedSe
 def test_pages_that_a_server_says_it_wrote_and_did_not_are_missing_and_withdrawn(
     server: ScriptedServer, rank: MakeRank
 ) -> None:
-    """Pages hold what was there before, good pages of the same prefix among it, so they are made blank first."""
+    """Pages still contain earlier content, even valid pages of the same prefix, so their headers are cleared first."""
     worker = rank(server.address)
     tables = worker.tables(1, 2)
     worker.run(stores=[worker.store_of(DIGESTS, tables)])
@@ -159,7 +159,7 @@ def test_a_retrieve_without_an_answer_fails_its_load_at_the_deadline_and_keeps_i
     assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
     assert worker.session.used_bytes > 0, "the server may write there yet"
     assert worker.everything() == before
-    stubborn.release_lookup(worker)
+    stubborn.send_delayed(worker)
     assert worker.all_pages_are_free()
     assert worker.everything() == before
 
@@ -283,7 +283,7 @@ def test_without_a_server_loads_and_stores_end(rank: MakeRank) -> None:
     assert [failure.reason for failure in ended.failures["first"]] == ["io"]
     assert [outcome.reason for outcome in ended.stores.values()] == ["io"]
     worker.begin(loads=[worker.load_of("second", DIGESTS, tables)])
-    assert worker.worker.results().failed == {"second"}, "nobody waits for it a second time"
+    assert worker.worker.results().failed == {"second"}, "it does not wait a second time"
     assert worker.counted()["lmcache_up"] == 0
 
 
@@ -374,7 +374,7 @@ def test_a_store_is_over_when_its_bytes_are_out_of_the_engine(server: ScriptedSe
     assert list(ended.stores.values()) == [StoreOutcome(1)]
     assert eventually(lambda: bool(stubborn.held))
     assert worker.session.used_bytes > 0
-    stubborn.release_lookup(worker)
+    stubborn.send_delayed(worker)
     assert worker.all_pages_are_free()
     counted = worker.counted()
     assert (counted["lmcache_operations_total store done"], counted["lmcache_chunks_total store"]) == (1, 2)
@@ -464,7 +464,7 @@ def test_loads_that_wait_for_room_come_before_stores(server: ScriptedServer, ran
     worker.begin(loads=[worker.load_of("second", digests, tables)], stores=[worker.store_of(digests[:1], tables)])
     assert worker.worker.results().finished == set()
     assert worker.session.used_bytes == used_bytes, "the load has no room, and the store must not take what there is"
-    stubborn.release_lookup(worker)
+    stubborn.send_delayed(worker)
     ended = worker.finish(2, 1)
     assert ended.finished == {"first", "second"}
     names = [name for name in server.calls if name in ("retrieve", "store")]
@@ -490,7 +490,7 @@ def test_a_store_ends_in_its_time_while_loads_wait_and_ends_none_of_them(
     ended = worker.finish(0, 1)
     assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
     assert not ended.finished
-    stubborn.release_lookup(worker)
+    stubborn.send_delayed(worker)
     ended = worker.finish(2, 0)
     assert {failure.reason for each in ended.failures.values() for failure in each} == {"missing"}
     assert not is_another(worker, instance)
@@ -557,7 +557,7 @@ def test_what_is_under_way_ends_when_the_worker_is_closed(server: ScriptedServer
     stubborn = Stubborn(server, 2, "query_prefetch_status")
     worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
     assert eventually(lambda: bool(stubborn.held))
-    stubborn.release_lookup(worker)
+    stubborn.send_delayed(worker)
     worker.close()
     results = worker.worker._outcomes.take_results()
     assert results.finished == results.failed == {"r"}

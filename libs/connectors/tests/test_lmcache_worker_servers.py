@@ -163,7 +163,7 @@ def test_ranks_load_their_own_part_of_what_all_of_them_have(server: ServerProces
     assert [failure.reason for failure in ended.failures["early"]] == ["missing"]
     assert not changed(ranks[1], before)
     ranks[1].store(digests, stored)
-    # What the scheduler does: one lookup for all ranks, whose locks stay until each of them has its part.
+    # As the scheduler does: one lookup for all ranks. Its locks stay until each rank has its part.
     operations = ranks[0].session.operations
     everybody = wait(lambda end: operations.lookup(ranks[0].session.prefix(digests), None, WAIT_S, end))
     assert isinstance(everybody, CallAnswer) and everybody.value.num_chunks == 3
@@ -201,7 +201,7 @@ def test_more_loads_and_stores_than_the_pool_has_room_for_all_end_well(server: S
     assert second.all_pages_are_free()
 
 
-# What is wrong at the server.
+# Faults of the server.
 
 
 def flip(page: memoryview, payload_bytes: int) -> None:
