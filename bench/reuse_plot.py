@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from hybridkv.cli.simulation import chart
-from hybridkv.cli.simulation.chart import Curve, Panel
+from hybridkv.cli.simulation.chart import ChartPanel, Curve
 
 CURVES: Final = {
     "attention": Curve("attention alone (bound)", "#999999", "4 3"),
@@ -25,5 +25,5 @@ def draw(rows: Sequence[dict[str, Any]]) -> str:
         own = [row for row in rows if row["trace"] == trace]
         sizes = [row["size_percent"] for row in own]
         rates = {name: [row["hit_rate"][name] for row in own] for name in CURVES}
-        panels.append(Panel(trace, sizes, [f"{size} %" for size in sizes], rates))
+        panels.append(ChartPanel(trace, sizes, [f"{size} %" for size in sizes], rates))
     return chart.draw(panels, CURVES)
