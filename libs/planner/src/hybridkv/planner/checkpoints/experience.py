@@ -90,8 +90,8 @@ class Experience(msgspec.Struct, frozen=True):
         the change per share. If all content is evicted before its reuse, no tokens are aged, and the missed tokens show
         the value of a byte.
         """
-        if self.stored_bytes <= 0:
-            return 0.0
+        if self.stored_bytes < 1:
+            return 0.0  # faded: a division would overflow
         found = self.aged_tokens / math.log(1 / OLD_SHARE)
         with_missed = (self.aged_tokens + self.missed_tokens) / math.log(MISSED_SHARE / OLD_SHARE)
         return max(found, with_missed) / self.stored_bytes
