@@ -15,7 +15,7 @@ import disk_subject
 from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import MoveOutcome, PathPosition, SecondaryTier, SecondaryTierOptions, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, SecondaryTier, SecondaryTierOptions, TierMover, TierStack
 from kits.tiers.copying import CopyingMedium
 
 CHUNK_BYTES = 512 << 10
@@ -51,15 +51,14 @@ class Burst:
     def offer(self) -> None:
         """One prompt, as a store of it ends."""
         keys = [b"%d-%d" % (len(self.prompts), number) for number in range(PROMPT_CHUNKS)]
-        cost_bytes = self.stack.costs(CHUNK_BYTES)[0]
         for number, key in enumerate(keys):
-            slot = self.stack.reserve(key, CHUNK_BYTES)
+            extends = tuple(keys[max(number - 1, 0) : number])
+            slot = self.stack.reserve(key, CHUNK_BYTES, extends)
             if not isinstance(slot, Slot):
                 raise RuntimeError(f"host memory has no room: {slot}")
             self._copies.store(Ticket(next(self._tickets)), key, slot, [self._chunk])
             self._copies.poll()
-            self.stack.commit(key, PathPosition(tuple(keys[max(number - 1, 0) : number]), ((number + 1) * cost_bytes,)))
-        self.stack.touch(keys[::-1])
+            self.stack.commit(key, extends)
         self.prompts.append(keys)
 
     def settle(self) -> None:
@@ -74,7 +73,7 @@ class Burst:
 
     def result(self, seconds: float) -> dict[str, float]:
         offered = PROMPT_CHUNKS * len(self.prompts)
-        fitting = min(offered, self.far.capacity_bytes / self.stack.costs(CHUNK_BYTES)[0])
+        fitting = min(offered, self.far.capacity_bytes / self.far.cost(CHUNK_BYTES))
         resumable = sum(self.far.leading(keys) for keys in self.prompts)
         counts = self.stack.take_counts().moves
         dropped = sum(number for result, number in counts.cascades.items() if str(result).startswith("dropped"))

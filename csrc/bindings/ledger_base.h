@@ -192,6 +192,31 @@ class LedgerBase {
     return nb::borrow(refusals_[static_cast<std::size_t>(refusal) - 1]);
   }
 
+  // At most two keys of which another one extends the first that is present, in a tuple.
+  static ledger::Extends extended_of(PyObject* object) {
+    const Py_ssize_t count = PyTuple_Check(object) ? PyTuple_Size(object) : -1;
+    if (count < 0 || count > 2) throw nb::type_error("extends: expected a tuple of at most two keys");
+    ledger::Extends extends;
+    if (count > 0) extends.first = key_of(PyTuple_GetItem(object, 0));
+    if (count > 1) extends.second = key_of(PyTuple_GetItem(object, 1));
+    return extends;
+  }
+  // `extends`: empty, or one for each key, as for `extended_of`.
+  void extend(KeyBatches& batches, nb::handle extends) {
+    const nb::object all = nb::steal(PySequence_List(extends.ptr()));
+    if (!all.is_valid()) nb::raise_python_error();
+    if (PyList_Size(all.ptr()) == 0) return;
+    require(static_cast<std::size_t>(PyList_Size(all.ptr())) == batches.size(), "extends: expected one for each key");
+    ledger::Extends extended[KeyBatches::kAtATime];
+    batches.each([&](std::size_t first, std::span<const Key> batch) {
+      for (std::size_t key = 0; key < batch.size(); ++key) {
+        extended[key] = extended_of(PyList_GetItem(all.ptr(), static_cast<Py_ssize_t>(first + key)));
+      }
+      ledger_.extend(batch, {extended, batch.size()});
+      return true;
+    });
+  }
+
   [[noreturn]] void raise(const std::string& message) const {
     PyErr_SetString(misuse_.ptr(), message.c_str());
     nb::raise_python_error();

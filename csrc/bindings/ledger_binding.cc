@@ -44,9 +44,10 @@ class GranuleLedger : public LedgerBase<ledger::Ledger> {
 
   // Changes.
 
-  nb::object reserve(nb::handle key, nb::handle num_bytes) {
+  nb::object reserve(nb::handle key, nb::handle num_bytes, nb::handle extends) {
     Places places;
-    const Refusal refusal = ledger_.reserve(key_of(key.ptr()), size_of(num_bytes.ptr()), places);
+    const Refusal refusal =
+        ledger_.reserve(key_of(key.ptr()), size_of(num_bytes.ptr()), extended_of(extends.ptr()), places);
     return refusal == Refusal::kNone ? slot(places, 0, places.extents.size()) : refused(refusal);
   }
 
@@ -55,35 +56,41 @@ class GranuleLedger : public LedgerBase<ledger::Ledger> {
     if (!all.is_valid()) nb::raise_python_error();
     const auto count = static_cast<std::size_t>(PyList_Size(all.ptr()));
     std::vector<Key> keys;
+    std::vector<ledger::Extends> extends;
     std::vector<std::uint64_t> num_bytes;
     keys.reserve(count);
+    extends.reserve(count);
     num_bytes.reserve(count);
     bool is_misused = false;
     for (std::size_t chunk = 0; chunk < count && !is_misused; ++chunk) {
       PyObject* pair = PyList_GetItem(all.ptr(), static_cast<Py_ssize_t>(chunk));
-      if (!PyTuple_Check(pair) || PyTuple_Size(pair) != 2) {
-        throw nb::type_error("reserve_all: expected tuples of a key and a number of bytes");
+      const Py_ssize_t size_of_pair = PyTuple_Check(pair) ? PyTuple_Size(pair) : 0;
+      if (size_of_pair != 2 && size_of_pair != 3) {
+        throw nb::type_error("reserve_all: expected tuples of a key, a number of bytes, and keys that it extends");
       }
       const std::int64_t size = integer_of(PyTuple_GetItem(pair, 1));
       is_misused = size <= 0;  // the reservations before it are made
       if (is_misused) break;
       keys.push_back(key_of(PyTuple_GetItem(pair, 0)));
+      extends.push_back(size_of_pair == 3 ? extended_of(PyTuple_GetItem(pair, 2)) : ledger::Extends());
       num_bytes.push_back(static_cast<std::uint64_t>(size));
     }
     std::vector<Refusal> refusals(keys.size());
     Places places;
-    ledger_.reserve_all(keys, num_bytes.data(), refusals.data(), places);
+    ledger_.reserve_all(keys, num_bytes.data(), extends.data(), refusals.data(), places);
     if (is_misused) size_of(PyTuple_GetItem(PyList_GetItem(all.ptr(), static_cast<Py_ssize_t>(keys.size())), 1));
     return answers_of(refusals, places);
   }
 
   bool commit(nb::handle key) {
+    ledger_.begin_call();
     const Key view = key_of(key.ptr());
     bool is_offered = false;
     if (ledger_.commit_all({&view, 1}, &is_offered) == 0) raise_misfit("commit", view);
     return is_offered;
   }
   nb::list commit_all(nb::handle keys) {
+    ledger_.begin_call();
     KeyBatches batches(keys);
     const auto are_offered = std::make_unique<bool[]>(batches.size() + 1);
     batches.each([&](std::size_t first, std::span<const Key> batch) {
@@ -111,8 +118,11 @@ class GranuleLedger : public LedgerBase<ledger::Ledger> {
     });
     return count;
   }
-  void touch(nb::handle keys) {
-    KeyBatches(keys).each([&](std::size_t, std::span<const Key> batch) {
+  void touch(nb::handle keys, nb::handle extends) {
+    KeyBatches batches(keys);
+    ledger_.begin_call();
+    extend(batches, extends);
+    batches.each([&](std::size_t, std::span<const Key> batch) {
       ledger_.touch(batch);
       return true;
     });
@@ -135,10 +145,12 @@ class GranuleLedger : public LedgerBase<ledger::Ledger> {
     return answers_of(std::vector<Refusal>(found.size(), Refusal::kNone), places);
   }
   void unpin(nb::handle key) {
+    ledger_.begin_call();
     const Key view = key_of(key.ptr());
     if (ledger_.unpin_all({&view, 1}) == 0) raise_not_pinned(view);
   }
   void unpin_all(nb::handle keys) {
+    ledger_.begin_call();
     KeyBatches(keys).each([&](std::size_t, std::span<const Key> batch) {
       const std::size_t done = ledger_.unpin_all(batch);
       if (done < batch.size()) raise_not_pinned(batch[done]);
@@ -208,14 +220,14 @@ void bind_ledger(nb::module_& module) {
       .def_prop_ro("granule_bytes", &Self::granule_bytes)
       .def_prop_ro("max_keys", &Self::max_keys)
       .def("find", &Self::find, "key"_a)
-      .def("reserve", &Self::reserve, "key"_a, "num_bytes"_a)
+      .def("reserve", &Self::reserve, "key"_a, "num_bytes"_a, "extends"_a = nb::make_tuple())
       .def("reserve_all", &Self::reserve_all, "chunks"_a)
       .def("commit", &Self::commit, "key"_a)
       .def("commit_all", &Self::commit_all, "keys"_a)
       .def("abort", &Self::abort, "key"_a)
       .def("invalidate", &Self::invalidate, "key"_a, "reason"_a = "")
       .def("invalidate_all", &Self::invalidate_all, "keys"_a)
-      .def("touch", &Self::touch, "keys"_a)
+      .def("touch", &Self::touch, "keys"_a, "extends"_a = nb::make_tuple())
       .def("pin", &Self::pin, "key"_a)
       .def("pin_all", &Self::pin_all, "keys"_a)
       .def("unpin", &Self::unpin, "key"_a)

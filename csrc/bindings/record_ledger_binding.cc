@@ -67,17 +67,17 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
   nb::list movable_in(std::uint32_t number) const { return rows_of(ledger_.movable_in(number)); }
   nb::list held_in(std::uint32_t number) const { return rows_of(ledger_.held_in(number)); }
 
-  nb::object why_not(nb::handle key, std::uint64_t num_pages) const {
-    const Refusal refusal = ledger_.why_not(key_of(key.ptr()), num_pages);
+  nb::object why_not(nb::handle key, std::uint64_t num_pages, nb::handle extends) const {
+    const Refusal refusal = ledger_.why_not(key_of(key.ptr()), num_pages, extended_of(extends.ptr()));
     return refusal == Refusal::kNone ? nb::none() : refused(refusal);
   }
-  nb::list make_room(std::uint64_t num_pages, std::uint32_t num_keys) {
+  nb::list make_room(std::uint64_t num_pages, std::uint32_t num_keys, nb::handle extends) {
     require(num_pages <= kMostPages, "num_pages: expected at most 2^51");
-    return rows_of(ledger_.make_room(num_pages, num_keys));
+    return rows_of(ledger_.make_room(num_pages, num_keys, extended_of(extends.ptr())));
   }
-  nb::object take(nb::handle key, std::uint32_t payload_bytes, std::uint64_t address) {
+  nb::object take(nb::handle key, std::uint32_t payload_bytes, std::uint64_t address, nb::handle extends) {
     const Key view = key_of(key.ptr());
-    const Refusal refusal = ledger_.take(view, {address, payload_bytes});
+    const Refusal refusal = ledger_.take(view, {address, payload_bytes}, extended_of(extends.ptr()));
     if (refusal != Refusal::kNone) {
       raise(std::string("take: expected a key that nothing speaks against, got ") + hex(view) + " (" +
             words_of(refusal) + ")");
@@ -92,6 +92,7 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
 
   // (address, payload_bytes, is_offered) of each key before the first that is not reserved; true if there is none.
   nb::tuple commit_all(nb::handle keys) {
+    ledger_.begin_call();
     KeyBatches batches(keys);
     std::vector<RecordPlace> places(batches.size());
     const auto are_offered = std::make_unique<bool[]>(batches.size() + 1);
@@ -116,10 +117,13 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
     const Key view = key_of(key.ptr());
     return ledger_.invalidate_all({&view, 1}) == 1;
   }
-  // Addresses of the evictable ones, in order.
-  nb::bytes touch(nb::handle keys) {
+  // Addresses of the committed and unpinned ones, in order.
+  nb::bytes touch(nb::handle keys, nb::handle extends) {
+    KeyBatches batches(keys);
+    ledger_.begin_call();
+    extend(batches, extends);
     std::vector<std::uint64_t> addresses;
-    KeyBatches(keys).each([&](std::size_t, std::span<const Key> batch) {
+    batches.each([&](std::size_t, std::span<const Key> batch) {
       ledger_.touch(batch, addresses);
       return true;
     });
@@ -140,6 +144,7 @@ class RecordLedger : public LedgerBase<ledger::RecordLedger> {
   // Addresses of records that lost their last pin and stay, (address, payload_bytes) of freed records, and the number
   // of keys before the first that is not pinned.
   nb::tuple unpin_all(nb::handle keys) {
+    ledger_.begin_call();
     std::vector<RecordPlace> used;
     std::vector<RecordPlace> freed;
     std::size_t num_done = 0;
@@ -245,15 +250,15 @@ void bind_record_ledger(nb::module_& module) {
       .def("raise_not_pinned", &Self::raise_not_pinned, "key"_a)
       .def("movable_in", &Self::movable_in, "number"_a)
       .def("held_in", &Self::held_in, "number"_a)
-      .def("why_not", &Self::why_not, "key"_a, "num_pages"_a)
-      .def("make_room", &Self::make_room, "num_pages"_a, "num_keys"_a)
-      .def("take", &Self::take, "key"_a, "payload_bytes"_a, "address"_a)
+      .def("why_not", &Self::why_not, "key"_a, "num_pages"_a, "extends"_a = nb::make_tuple())
+      .def("make_room", &Self::make_room, "num_pages"_a, "num_keys"_a, "extends"_a = nb::make_tuple())
+      .def("take", &Self::take, "key"_a, "payload_bytes"_a, "address"_a, "extends"_a = nb::make_tuple())
       .def("evict_next", &Self::evict_next)
       .def("evict", &Self::evict, "key"_a)
       .def("commit_all", &Self::commit_all, "keys"_a)
       .def("abort", &Self::abort, "key"_a)
       .def("invalidate", &Self::invalidate, "key"_a)
-      .def("touch", &Self::touch, "keys"_a)
+      .def("touch", &Self::touch, "keys"_a, "extends"_a = nb::make_tuple())
       .def("pin_all", &Self::pin_all, "keys"_a)
       .def("unpin_all", &Self::unpin_all, "keys"_a)
       .def("relocate", &Self::relocate, "key"_a, "address"_a)

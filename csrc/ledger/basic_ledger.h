@@ -1,5 +1,7 @@
-// Keys of a tier and their states, by the rules of hybridkv.tiers.ledger. It evicts the least recently used key first,
-// and takes many keys in one call. A `Space` places the bytes and counts their size, in units.
+// Keys of a tier and their states, by the rules of hybridkv.tiers.ledger. It evicts only leaves, keys that no present
+// key extends, the least recently used first. The entry that an evicted one extended is the next to go, or the most
+// recent one if it was used in a later call. What extended a key that goes out of turn extends what that one extended.
+// It takes many keys in one call. A `Space` places the bytes and counts their size, in units.
 //
 // The cost of a call does not depend on the number of keys in the ledger; that of `forget_all` depends on the number of
 // reserved and pinned keys. For one thread.
@@ -12,6 +14,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -48,6 +51,12 @@ struct Bounds {
   std::uint32_t few_keys = 256;
 };
 
+// Keys of which a key extends the first that is present. An empty key stands for none.
+struct Extends {
+  Key first;
+  Key second;
+};
+
 inline bool is_held(KeyState state) { return state == KeyState::kReserved || state == KeyState::kCommitted; }
 
 // `Space` has `units_of(entry)`; `free(entry)`; `begun_anew()`, an empty space of the same size; `copy(other, index,
@@ -69,18 +78,23 @@ class BasicLedger {
   std::size_t leading(std::span<const Key> keys) const;
   std::optional<std::size_t> last_held(std::span<const Key> keys) const;
   bool any_pending(std::span<const Key> keys) const;
-  // Evictable keys, the next to be evicted first.
+  // Evictable keys, the next to be evicted first: not those that a reserved or pinned key extends.
   std::vector<std::string> eviction_order() const;
 
   // Changes of many keys. A function that returns a position stops before the first key in a wrong state; the keys
   // before it are changed. It returns the number of keys if all are changed. `act` is called for each changed entry.
+  // Begins a call: all that is used until the next one is used at the same time.
+  void begin_call() { ++num_calls_; }
   template <class Act>
   std::size_t commit_all(std::span<const Key> keys, Act&& act);  // act(position, entry, is_offered), before it is freed
   std::size_t abort_all(std::span<const Key> keys);
   // Returns the number of invalidated keys.
   std::size_t invalidate_all(std::span<const Key> keys);
   template <class Act>
-  void touch(std::span<const Key> keys, Act&& act);  // act(entry), for evictable entries only
+  void touch(std::span<const Key> keys, Act&& act);  // act(entry), for committed and unpinned entries only
+  // Sets what present keys extend, if they extend nothing yet. The walk that excludes cycles is short if each key comes
+  // before the one that it extends.
+  void extend(std::span<const Key> keys, std::span<const Extends> extends);
   // The entries of the keys. False if a key is not committed, or has so many pins that one more could overflow.
   bool find_committed(std::span<const Key> keys, std::uint32_t* entries) const;
   template <class Act>
@@ -103,17 +117,20 @@ class BasicLedger {
   BasicLedger(const Bounds& bounds, Space space)
       : bounds_(bounds), table_(bounds.max_keys, bounds.seed), space_(std::move(space)) {}
 
-  // The reason to refuse a reservation. Changes nothing and counts nothing.
-  Refusal why_not(Key key, std::uint32_t tag, std::uint64_t num_units) const;
-  // Evicts until `num_units` and `num_keys` more fit, or until there is nothing to evict. Calls `act(index)` before
-  // each eviction.
+  // The reason to refuse a reservation of a key that extends the entry `kept`, or kNone. Changes nothing and counts
+  // nothing.
+  Refusal why_not(Key key, std::uint32_t tag, std::uint64_t num_units, std::uint32_t kept) const;
+  // Evicts until `num_units` and `num_keys` more fit, or until there is nothing to evict. Keeps the entry `kept`. Calls
+  // `act(index)` before each eviction.
   template <class Act>
-  void make_room(std::uint64_t num_units, std::uint32_t num_keys, Act&& act);
+  void make_room(std::uint64_t num_units, std::uint32_t num_keys, std::uint32_t kept, Act&& act);
   void evict(std::uint32_t index);
-  // Adds a reserved entry; there must be room. `place(entry)` sets its size and place.
+  // Adds a reserved entry that extends the entry `extends`, or kNone; there must be room. `place(entry)` sets its size
+  // and place.
   template <class Place>
-  std::uint32_t take(Key key, std::uint32_t tag, Place&& place);
-  std::uint32_t next_to_go() const;
+  std::uint32_t take(Key key, std::uint32_t tag, std::uint32_t extends, Place&& place);
+  // The entry that a key extends, or kNone.
+  std::uint32_t present(const Extends& extends) const;
   // Takes the old tables after `forget_all`, to free them later.
   virtual void retire(KeyTable&& table, const Chains& chains, Space&& space);
   virtual ~BasicLedger() = default;
@@ -125,13 +142,22 @@ class BasicLedger {
   ChangeFeed feed_;
   Tally tally_;
   std::uint64_t used_units_ = 0;
-  std::uint64_t evictable_units_ = 0;
+  std::uint32_t num_calls_ = 0;
   std::uint32_t num_held_ = 0;
   std::uint32_t num_pending_ = 0;
   std::uint64_t generation_ = 0;
   bool is_closed_ = false;
   std::vector<LazyMemory> leftovers_;
 
+  bool lacks_room(std::uint64_t num_units, std::uint64_t num_keys) const {
+    return used_units_ + num_units > bounds_.num_units || table_.size() + num_keys > bounds_.max_keys;
+  }
+  // Calls `visit(index)` for each entry in the order of eviction, until it returns false. Leaves out `kept` and the
+  // entries that it extends.
+  template <class Visit>
+  void each_evictable(std::uint32_t kept, Visit&& visit) const;
+  void link(std::uint32_t index, std::uint32_t extends);
+  void unlink(std::uint32_t index);
   void track(std::uint32_t index);
   void withdraw(std::uint32_t index);
   void forget(std::uint32_t index);
@@ -214,45 +240,83 @@ bool BasicLedger<Space>::any_pending(std::span<const Key> keys) const {
 template <class Space>
 std::vector<std::string> BasicLedger<Space>::eviction_order() const {
   std::vector<std::string> keys;
-  for (std::uint32_t index = chains_.first(Chain::kRecent); index != kNone; index = table_[index].next) {
+  each_evictable(kNone, [&](std::uint32_t index) {
     keys.emplace_back(table_.key_of(index));
-  }
+    return true;
+  });
   return keys;
+}
+
+template <class Space>
+template <class Visit>
+void BasicLedger<Space>::each_evictable(std::uint32_t kept, Visit&& visit) const {
+  std::unordered_map<std::uint32_t, std::uint32_t> num_left;  // extensions that are not visited, of visited branches
+  std::vector<std::uint32_t> later;                           // entries that become the most recent ones
+  std::size_t num_visited = 0;
+  std::uint32_t leaf = chains_.first(Chain::kLeaves);
+  while (leaf != kNone || num_visited < later.size()) {
+    for (std::uint32_t index = leaf != kNone ? leaf : later[num_visited++]; index != kept;) {
+      if (!visit(index)) return;
+      const std::uint32_t extends = table_[index].extends;
+      if (extends == kNone || table_[extends].chain != Chain::kInner) break;
+      const std::uint32_t num_extensions = table_[extends].num_extensions;
+      if (num_extensions > 1 && --num_left.try_emplace(extends, num_extensions).first->second > 0) break;
+      if (table_[extends].last_use > table_[index].last_use) {
+        later.push_back(extends);
+        break;
+      }
+      index = extends;
+    }
+    if (leaf != kNone) leaf = table_[leaf].next;
+  }
+}
+
+template <class Space>
+std::uint32_t BasicLedger<Space>::present(const Extends& extends) const {
+  for (const Key key : {extends.first, extends.second}) {
+    if (key.empty()) continue;
+    const std::uint32_t index = table_.find(key);
+    if (index != kNone && is_held(table_[index].state)) return index;
+  }
+  return kNone;
 }
 
 // Reserving.
 
 template <class Space>
-Refusal BasicLedger<Space>::why_not(Key key, std::uint32_t tag, std::uint64_t num_units) const {
+Refusal BasicLedger<Space>::why_not(Key key, std::uint32_t tag, std::uint64_t num_units, std::uint32_t kept) const {
   if (is_closed_) return Refusal::kClosed;
   if (table_.find(key, tag) != kNone) return Refusal::kPresent;
   if (num_units > bounds_.largest_units) return Refusal::kTooLarge;
-  if (used_units_ + num_units - evictable_units_ > bounds_.num_units) return Refusal::kNoRoom;
-  if (num_reserved() + num_pinned() >= bounds_.max_keys) return Refusal::kNoRoom;
-  return Refusal::kNone;
+  if (!lacks_room(num_units, 1)) return Refusal::kNone;
+  // Little more than what the reservation evicts is visited: with all of it visited there is no room for one key.
+  std::uint64_t num_freed = 0;
+  std::uint32_t num_gone = 0;
+  bool has_room = false;
+  each_evictable(kept, [&](std::uint32_t index) {
+    num_freed += units_of(index);
+    ++num_gone;
+    has_room = used_units_ + num_units - num_freed <= bounds_.num_units && table_.size() - num_gone < bounds_.max_keys;
+    return !has_room;
+  });
+  return has_room ? Refusal::kNone : Refusal::kNoRoom;
 }
 
 template <class Space>
 template <class Act>
-void BasicLedger<Space>::make_room(std::uint64_t num_units, std::uint32_t num_keys, Act&& act) {
-  while (evictable_units_ > 0 &&
-         (used_units_ + num_units > bounds_.num_units || table_.size() + std::uint64_t{num_keys} > bounds_.max_keys)) {
-    const std::uint32_t index = next_to_go();
+void BasicLedger<Space>::make_room(std::uint64_t num_units, std::uint32_t num_keys, std::uint32_t kept, Act&& act) {
+  while (lacks_room(num_units, num_keys)) {
+    std::uint32_t index = chains_.first(Chain::kLeaves);
+    if (index != kNone && index == kept) index = table_[index].next;
+    if (index == kNone) return;
     if (table_[index].next != kNone) __builtin_prefetch(&table_[table_[index].next], 1);  // the next to be evicted
     act(index);
     evict(index);
   }
 }
 
-// The next entry to be evicted, kNone if there is none.
-template <class Space>
-std::uint32_t BasicLedger<Space>::next_to_go() const {
-  return chains_.first(Chain::kRecent);
-}
-
 template <class Space>
 void BasicLedger<Space>::evict(std::uint32_t index) {
-  evictable_units_ -= units_of(index);
   --num_held_;
   answers_anew(index);
   ++tally_.evictions;
@@ -262,14 +326,16 @@ void BasicLedger<Space>::evict(std::uint32_t index) {
 
 template <class Space>
 template <class Place>
-std::uint32_t BasicLedger<Space>::take(Key key, std::uint32_t tag, Place&& place) {
+std::uint32_t BasicLedger<Space>::take(Key key, std::uint32_t tag, std::uint32_t extends, Place&& place) {
   give_back_some();
   const std::uint32_t index = table_.insert(key, tag);
   Entry& entry = table_[index];
   entry.state = KeyState::kReserved;
   entry.num_pins = 0;
+  entry.last_use = num_calls_;
   place(entry);
   chains_.append(table_, index, Chain::kReserved);
+  if (extends != kNone) link(index, extends);
   used_units_ += units_of(index);
   ++num_held_;
   ++num_pending_;
@@ -349,7 +415,6 @@ void BasicLedger<Space>::withdraw(std::uint32_t index) {
   } else if (entry.num_pins > 0) {
     entry.state = KeyState::kDoomedRead;
   } else {
-    evictable_units_ -= units_of(index);
     forget(index);
   }
 }
@@ -359,11 +424,27 @@ template <class Act>
 void BasicLedger<Space>::touch(std::span<const Key> keys, Act&& act) {
   table_.each(keys, [&](std::size_t, std::uint32_t index) {
     if (index == kNone) return true;
-    Entry& entry = table_[index];
-    if (entry.chain == Chain::kRecent) {
-      chains_.move(table_, index, Chain::kRecent);
-      act(std::as_const(entry));
+    const Entry& entry = table_[index];
+    if (entry.chain != Chain::kLeaves && entry.chain != Chain::kInner) return true;
+    if (entry.chain == Chain::kLeaves) chains_.move(table_, index, Chain::kLeaves);
+    table_[index].last_use = num_calls_;
+    act(entry);
+    return true;
+  });
+}
+
+template <class Space>
+void BasicLedger<Space>::extend(std::span<const Key> keys, std::span<const Extends> extends) {
+  table_.each(keys, [&](std::size_t position, std::uint32_t index) {
+    if (index == kNone || !is_held(table_[index].state) || table_[index].extends != kNone) return true;
+    const std::uint32_t found = present(extends[position]);
+    if (found == kNone || found == index) return true;
+    if (table_[index].num_extensions > 0) {
+      for (std::uint32_t above = found; (above = table_[above].extends) != kNone;) {
+        if (above == index) return true;
+      }
     }
+    link(index, found);
     return true;
   });
 }
@@ -385,10 +466,7 @@ void BasicLedger<Space>::pin_found(std::span<const std::uint32_t> entries, Act&&
   for (const std::uint32_t index : entries) {
     Entry& entry = table_[index];
     const bool is_first = entry.num_pins++ == 0;
-    if (is_first) {
-      evictable_units_ -= units_of(index);
-      chains_.move(table_, index, Chain::kPinned);
-    }
+    if (is_first) chains_.move(table_, index, Chain::kPinned);
     act(std::as_const(entry), is_first);
   }
 }
@@ -414,11 +492,49 @@ std::size_t BasicLedger<Space>::unpin_all(std::span<const Key> keys, Act&& act) 
   return num_done;
 }
 
-// Makes an entry evictable.
+// Makes a committed entry evictable, once nothing extends it.
 template <class Space>
 void BasicLedger<Space>::track(std::uint32_t index) {
-  evictable_units_ += units_of(index);
-  chains_.move(table_, index, Chain::kRecent);
+  table_[index].last_use = num_calls_;
+  chains_.move(table_, index, table_[index].num_extensions > 0 ? Chain::kInner : Chain::kLeaves);
+}
+
+template <class Space>
+void BasicLedger<Space>::link(std::uint32_t index, std::uint32_t extends) {
+  Entry& entry = table_[index];
+  Entry& above = table_[extends];
+  entry.extends = extends;
+  entry.previous_sibling = kNone;
+  entry.next_sibling = above.first_extension;
+  if (above.first_extension != kNone) table_[above.first_extension].previous_sibling = index;
+  above.first_extension = index;
+  ++above.num_extensions;
+  if (above.chain == Chain::kLeaves) chains_.move(table_, extends, Chain::kInner);
+}
+
+// Takes an entry out of the tree. If nothing else extends the entry that it extended, that one is the next to go, or the
+// most recent one if it was used after this one.
+template <class Space>
+void BasicLedger<Space>::unlink(std::uint32_t index) {
+  Entry& entry = table_[index];
+  const std::uint32_t extends = entry.extends;
+  while (entry.first_extension != kNone) {
+    const std::uint32_t extension = entry.first_extension;
+    entry.first_extension = table_[extension].next_sibling;
+    table_[extension].extends = kNone;
+    if (extends != kNone) link(extension, extends);
+  }
+  entry.num_extensions = 0;
+  if (extends == kNone) return;
+  Entry& above = table_[extends];
+  entry.extends = kNone;
+  (entry.previous_sibling == kNone ? above.first_extension : table_[entry.previous_sibling].next_sibling) =
+      entry.next_sibling;
+  if (entry.next_sibling != kNone) table_[entry.next_sibling].previous_sibling = entry.previous_sibling;
+  if (--above.num_extensions > 0 || above.chain != Chain::kInner) return;
+  if (above.last_use > entry.last_use) return chains_.move(table_, extends, Chain::kLeaves);
+  chains_.remove(table_, extends);
+  chains_.prepend(table_, extends, Chain::kLeaves);
 }
 
 template <class Space>
@@ -429,6 +545,7 @@ void BasicLedger<Space>::answers_anew(std::uint32_t index) {
 
 template <class Space>
 void BasicLedger<Space>::forget(std::uint32_t index) {
+  unlink(index);
   chains_.remove(table_, index);
   used_units_ -= units_of(index);
   space_.free(table_[index]);
@@ -445,7 +562,6 @@ std::uint64_t BasicLedger<Space>::forget_all() {
       forget_each();
     }
   }
-  evictable_units_ = 0;
   num_held_ = num_pending_ = 0;
   generation_ += num_withdrawn;
   feed_.add_all();
@@ -492,7 +608,9 @@ void BasicLedger<Space>::retire(KeyTable&& table, const Chains&, Space&& space) 
 // `forget_all` without new tables, in one step for each key.
 template <class Space>
 void BasicLedger<Space>::forget_each() {
-  while (chains_.first(Chain::kRecent) != kNone) forget(chains_.first(Chain::kRecent));
+  for (const Chain chain : {Chain::kLeaves, Chain::kInner}) {
+    while (chains_.first(chain) != kNone) forget(chains_.first(chain));
+  }
   for (const Chain chain : {Chain::kReserved, Chain::kPinned}) {
     for (std::uint32_t index = chains_.first(chain); index != kNone; index = table_[index].next) {
       table_[index].state = chain == Chain::kReserved ? KeyState::kDoomedWrite : KeyState::kDoomedRead;

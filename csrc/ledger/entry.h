@@ -1,4 +1,4 @@
-// Entry of one key, in 76 bytes.
+// Entry of one key, in 100 bytes.
 #ifndef HYBRIDKV_LEDGER_ENTRY_H_
 #define HYBRIDKV_LEDGER_ENTRY_H_
 
@@ -15,9 +15,10 @@ inline constexpr std::uint32_t kNone = ~std::uint32_t{0};
 // The states of hybridkv.tiers.ledger.KeyState, and kUnknown. A "doomed" key is deleted, but still written or pinned.
 enum class KeyState : std::uint8_t { kUnknown, kReserved, kCommitted, kDoomedWrite, kDoomedRead };
 
-// Lists of entries: evictable, reserved and pinned. Each entry is in one.
-enum class Chain : std::uint8_t { kRecent, kReserved, kPinned };
-inline constexpr std::size_t kNumChains = 3;
+// Lists of entries. Each entry is in one. Committed and unpinned entries are leaves, in the order of use, or inner: a
+// present entry extends them.
+enum class Chain : std::uint8_t { kLeaves, kInner, kReserved, kPinned };
+inline constexpr std::size_t kNumChains = 4;
 
 // Place of bytes in granules of an arena.
 struct InGranules {
@@ -42,13 +43,21 @@ struct Entry {
   std::uint32_t num_pins;
   std::uint32_t previous;
   std::uint32_t next;  // in its chain, or in the list of free entries
+  // A tree: the entry that it extends, how many entries extend it, the first of them, and its neighbors among those that
+  // extend the same entry. kNone: there is none.
+  std::uint32_t extends;
+  std::uint32_t num_extensions;
+  std::uint32_t first_extension;
+  std::uint32_t previous_sibling;
+  std::uint32_t next_sibling;
+  std::uint32_t last_use;  // number of the call
   union {
     InGranules granules;
     InSegment record;
   };
 };
 
-static_assert(sizeof(Entry) == 76);
+static_assert(sizeof(Entry) == 100);
 
 }  // namespace hybridkv::ledger
 

@@ -87,6 +87,9 @@ std::uint32_t KeyTable::insert(Key key, std::uint32_t tag) {
   }
   ++size_;
   Entry& entry = entries_[index];
+  entry.extends = kNone;
+  entry.num_extensions = 0;
+  entry.first_extension = kNone;
   if (key.size() > kInlineKeyBytes) {
     entry.key_bytes = kLongKey;
     long_keys_.emplace(index, key);

@@ -43,7 +43,7 @@ class KeyTable {
   // kNone if the key is absent.
   std::uint32_t find(Key key) const { return find(key, tag_of(key)); }
   std::uint32_t find(Key key, std::uint32_t tag) const;
-  // Adds an entry and sets only its key. The key must be absent, and there must be room.
+  // Adds an entry that extends nothing, and sets its key. The key must be absent, and there must be room.
   std::uint32_t insert(Key key, std::uint32_t tag);
   // Frees the entry.
   void erase(std::uint32_t index);

@@ -20,24 +20,26 @@ bool Ledger::find(Key key, Places& places) const {
   return true;
 }
 
-void Ledger::reserve_all(std::span<const Key> keys, const std::uint64_t* num_bytes, Refusal* refusals,
-                         Places& places) {
+void Ledger::reserve_all(std::span<const Key> keys, const std::uint64_t* num_bytes, const Extends* extends,
+                         Refusal* refusals, Places& places) {
   table_.each_tag(keys, [&](std::size_t position, std::uint32_t tag) {
-    refusals[position] = reserve(keys[position], tag, num_bytes[position], places);
+    refusals[position] = reserve(keys[position], tag, num_bytes[position], extends[position], places);
     return true;
   });
 }
 
-Refusal Ledger::reserve(Key key, std::uint32_t tag, std::uint64_t num_bytes, Places& places) {
+Refusal Ledger::reserve(Key key, std::uint32_t tag, std::uint64_t num_bytes, const Extends& extends,
+                        Places& places) {
   const std::uint64_t granule_bytes = options_.granule_bytes;
   const std::uint64_t num_granules = num_bytes / granule_bytes + (num_bytes % granule_bytes != 0);
-  const Refusal refusal = why_not(key, tag, num_granules);
+  const std::uint32_t kept = present(extends);
+  const Refusal refusal = why_not(key, tag, num_granules, kept);
   if (refusal != Refusal::kNone) {
     ++tally_.refusals[static_cast<std::size_t>(refusal)];
     return refusal;
   }
-  make_room(num_granules, 1, [](std::uint32_t) {});
-  const std::uint32_t index = take(key, tag, [&](Entry& entry) {
+  make_room(num_granules, 1, kept, [](std::uint32_t) {});
+  const std::uint32_t index = take(key, tag, kept, [&](Entry& entry) {
     entry.granules.num_granules = static_cast<std::uint32_t>(num_granules);
     entry.granules.spare_bytes = static_cast<std::uint32_t>(num_granules * granule_bytes - num_bytes);
     space_.take(entry);

@@ -38,18 +38,20 @@ class Ledger : public BasicLedger<GranuleSpace> {
   // Adds the place of a committed key. False if the key is not committed.
   bool find(Key key, Places& places) const;
 
-  Refusal reserve(Key key, std::uint64_t num_bytes, Places& places) {
-    return reserve(key, table_.tag_of(key), num_bytes, places);
+  // What the key extends is kept, and evicted after it.
+  Refusal reserve(Key key, std::uint64_t num_bytes, const Extends& extends, Places& places) {
+    return reserve(key, table_.tag_of(key), num_bytes, extends, places);
   }
-  // `num_bytes` and `refusals` have the length of `keys`.
-  void reserve_all(std::span<const Key> keys, const std::uint64_t* num_bytes, Refusal* refusals, Places& places);
+  // `num_bytes`, `extends` and `refusals` have the length of `keys`.
+  void reserve_all(std::span<const Key> keys, const std::uint64_t* num_bytes, const Extends* extends,
+                   Refusal* refusals, Places& places);
   std::size_t commit_all(std::span<const Key> keys, bool* are_offered);
   void touch(std::span<const Key> keys);
   void pin_found(std::span<const std::uint32_t> entries, Places& places);
   std::size_t unpin_all(std::span<const Key> keys);
 
  private:
-  Refusal reserve(Key key, std::uint32_t tag, std::uint64_t num_bytes, Places& places);
+  Refusal reserve(Key key, std::uint32_t tag, std::uint64_t num_bytes, const Extends& extends, Places& places);
 
   LedgerOptions options_;
 };

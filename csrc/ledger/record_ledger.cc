@@ -9,8 +9,8 @@ template class BasicLedger<SegmentSpace>;
 
 namespace {
 
-// Chains with committed records, least recently used first.
-constexpr Chain kInOrder[] = {Chain::kRecent, Chain::kPinned};
+// Chains with committed records, the most recently used first. What their records extend is read with them.
+constexpr Chain kInOrder[] = {Chain::kPinned, Chain::kReserved, Chain::kLeaves};
 constexpr std::size_t kNumInOrder = std::size(kInOrder);
 
 RecordPlace place_of(const Entry& entry) { return {address_of(entry), entry.record.payload_bytes}; }
@@ -69,23 +69,24 @@ std::vector<Record> RecordLedger::held_in(std::uint32_t number) const {
   return records;
 }
 
-Refusal RecordLedger::why_not(Key key, std::uint64_t num_pages) const {
+Refusal RecordLedger::why_not(Key key, std::uint64_t num_pages, const Extends& extends) const {
   if (key.size() > kMostKeyBytes) return Refusal::kTooLarge;
-  return BasicLedger::why_not(key, table_.tag_of(key), num_pages);
+  return BasicLedger::why_not(key, table_.tag_of(key), num_pages, present(extends));
 }
 
-std::vector<Record> RecordLedger::make_room(std::uint64_t num_pages, std::uint32_t num_keys) {
+std::vector<Record> RecordLedger::make_room(std::uint64_t num_pages, std::uint32_t num_keys, const Extends& extends) {
   std::vector<Record> evicted;
-  BasicLedger::make_room(num_pages, num_keys, [&](std::uint32_t index) { evicted.push_back(record_of(index)); });
+  BasicLedger::make_room(num_pages, num_keys, present(extends),
+                         [&](std::uint32_t index) { evicted.push_back(record_of(index)); });
   return evicted;
 }
 
-Refusal RecordLedger::take(Key key, RecordPlace place) {
+Refusal RecordLedger::take(Key key, RecordPlace place, const Extends& extends) {
   const std::uint64_t num_pages = record_pages(place.payload_bytes);
-  const Refusal refusal = why_not(key, num_pages);
+  const Refusal refusal = why_not(key, num_pages, extends);
   if (refusal != Refusal::kNone) return refusal;
-  if (table_.size() >= bounds_.max_keys || used_units_ + num_pages > bounds_.num_units) return Refusal::kNoRoom;
-  const std::uint32_t index = BasicLedger::take(key, table_.tag_of(key), [&](Entry& entry) {
+  if (lacks_room(num_pages, 1)) return Refusal::kNoRoom;
+  const std::uint32_t index = BasicLedger::take(key, table_.tag_of(key), present(extends), [&](Entry& entry) {
     entry.record.payload_bytes = place.payload_bytes;
     put_at(entry, place.address);
   });
@@ -94,7 +95,7 @@ Refusal RecordLedger::take(Key key, RecordPlace place) {
 }
 
 std::optional<Record> RecordLedger::evict_next() {
-  const std::uint32_t index = next_to_go();
+  const std::uint32_t index = chains_.first(Chain::kLeaves);
   if (index == kNone) return std::nullopt;
   Record evicted = record_of(index);
   BasicLedger::evict(index);
@@ -161,12 +162,12 @@ bool RecordLedger::restore(Key key, std::uint32_t tag, RecordPlace place) {
   Entry& entry = table_[index];
   entry.state = KeyState::kCommitted;
   entry.num_pins = 0;
+  entry.last_use = 0;
   entry.record.payload_bytes = place.payload_bytes;
   put_at(entry, place.address);
-  chains_.append(table_, index, Chain::kRecent);
+  chains_.append(table_, index, Chain::kLeaves);
   space_.add(index, entry);
   used_units_ += units_of(index);
-  evictable_units_ += units_of(index);
   ++num_held_;
   return true;
 }
@@ -184,8 +185,6 @@ std::uint64_t RecordLedger::begin_walk() {
   end_walk();
   walk_.number = ++num_walks_;
   walk_.is_on = true;
-  // An entry that is used during the walk moves to the end and is read again, so the number of steps is limited.
-  walk_.steps_left = 2 * std::uint64_t{table_.size()};
   return walk_.number;
 }
 
@@ -212,32 +211,35 @@ std::optional<bool> RecordLedger::walk(std::uint64_t number, std::size_t num_ent
     columns.addresses.push_back(address_of(entry));
     columns.payload_bytes.push_back(entry.record.payload_bytes);
     const std::uint32_t turn = walk_.next < walk_.turns.size() ? walk_.turns[walk_.next] : 0;
-    columns.turns.push_back(turn - 1);
+    columns.turns.push_back(turn - 1);  // 0: the highest
   }
   if (walk_.next < end) return true;
   end_walk();
   return false;
 }
 
+// From the most recent end on. An entry that is used or extended meanwhile is not read again.
 void RecordLedger::look_at_order(std::size_t num_entries) {
   const KeyTable& table = walk_.retired ? *walk_.retired : table_;
   Chains& chains = walk_.retired ? walk_.retired_chains : chains_;
   if (walk_.turns.size() < table.num_used()) walk_.turns.resize(table.num_used());
+  std::vector<std::uint32_t> path;
   while (num_entries > 0 && walk_.chain < kNumInOrder) {
     if (!walk_.is_begun) {
-      chains.watch(chains.first(kInOrder[walk_.chain]));
+      chains.watch(chains.last(kInOrder[walk_.chain]));
       walk_.is_begun = true;
     }
     const std::uint32_t index = chains.watched();
-    if (index == kNone || walk_.steps_left == 0) {
+    if (index == kNone) {
       ++walk_.chain;
       walk_.is_begun = false;
-      chains.watch(kNone);
       continue;
     }
-    walk_.turns[index] = ++walk_.turn;
-    chains.watch(table[index].next);
-    --walk_.steps_left;
+    // What a record extends goes after it.
+    std::uint32_t above = kInOrder[walk_.chain] == Chain::kReserved ? table[index].extends : index;
+    for (; above != kNone && walk_.turns[above] == 0; above = table[above].extends) path.push_back(above);
+    for (; !path.empty(); path.pop_back()) walk_.turns[path.back()] = --walk_.turn;
+    chains.watch(table[index].previous);
     --num_entries;
   }
 }

@@ -48,7 +48,7 @@ class RecordLedger : public BasicLedger<SegmentSpace> {
   // As Ledger.
   std::uint64_t most_bytes() const;
   std::uint64_t unit_bytes() const { return kPageBytes; }
-  bool has_evictable() const { return evictable_units_ > 0; }
+  bool has_evictable() const { return chains_.size(Chain::kLeaves) > 0; }
 
   std::optional<Record> find(Key key) const;
   // Records being written, deleted ones too. `in_use` adds the pinned ones.
@@ -59,19 +59,19 @@ class RecordLedger : public BasicLedger<SegmentSpace> {
   // Those of them that are committed and not pinned.
   std::vector<Record> movable_in(std::uint32_t number) const;
 
-  // Also kTooLarge for a key that is too long for `Columns`.
-  Refusal why_not(Key key, std::uint64_t num_pages) const;
+  // Also kTooLarge for a key that is too long for `Columns`. `extends`, here and below: as in Ledger::reserve.
+  Refusal why_not(Key key, std::uint64_t num_pages, const Extends& extends) const;
   void count_refusal(Refusal refusal) { ++tally_.refusals[static_cast<std::size_t>(refusal)]; }
   // Evicts until `num_pages` and `num_keys` more fit. Returns the evicted records.
-  std::vector<Record> make_room(std::uint64_t num_pages, std::uint32_t num_keys);
+  std::vector<Record> make_room(std::uint64_t num_pages, std::uint32_t num_keys, const Extends& extends);
   // Reserves a record, after `make_room`. A refusal (also kNoRoom without `make_room`) changes nothing.
-  Refusal take(Key key, RecordPlace place);
-  // Evict the next record, or this one. Return nothing, or false, if it is not evictable.
+  Refusal take(Key key, RecordPlace place, const Extends& extends);
+  // Evict the next record, or this one, also if others extend it. Return nothing, or false, if it is not evictable.
   std::optional<Record> evict_next();
   bool evict(Key key);
 
   std::size_t commit_all(std::span<const Key> keys, RecordPlace* places, bool* are_offered);
-  // Adds the addresses of the evictable ones.
+  // Adds the addresses of the committed and unpinned ones.
   void touch(std::span<const Key> keys, std::vector<std::uint64_t>& addresses);
   // Adds the places of all, and the addresses of those without a pin so far.
   void pin_found(std::span<const std::uint32_t> entries, std::vector<RecordPlace>& places,
@@ -119,9 +119,8 @@ class RecordLedger : public BasicLedger<SegmentSpace> {
     Chains retired_chains;
     std::size_t chain = 0;  // index of the chain that is read
     bool is_begun = false;  // that chain was begun
-    std::uint64_t steps_left = 0;
-    std::uint32_t turn = 0;
-    std::vector<std::uint32_t> turns;  // turn of each entry plus one; 0: used during the walk, so the most recent
+    std::uint32_t turn = kNone;        // lowest turn so far
+    std::vector<std::uint32_t> turns;  // turn of each entry; 0: used during the walk, so the most recent
     std::uint32_t next = 0;            // next entry to be read
   };
 

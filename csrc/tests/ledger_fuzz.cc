@@ -13,11 +13,13 @@
 
 #include "csrc/tests/expect.h"
 #include "csrc/tests/fuzz.h"
+#include "csrc/tests/leaf_order.h"
 
 namespace {
 
 using hybridkv::ledger::Answer;
 using hybridkv::ledger::Changes;
+using hybridkv::ledger::Extends;
 using hybridkv::ledger::Extent;
 using hybridkv::ledger::Key;
 using hybridkv::ledger::KeyState;
@@ -28,6 +30,7 @@ using hybridkv::ledger::Refusal;
 using hybridkv::ledger::Tally;
 using hybridkv::testing::Choices;
 using hybridkv::testing::expect;
+using hybridkv::testing::LeafOrder;
 
 constexpr std::size_t kMaxSteps = 1500;
 
@@ -40,13 +43,13 @@ struct Held {
 
 bool is_held(const Held& held) { return held.state == KeyState::kReserved || held.state == KeyState::kCommitted; }
 
-// The rules once more, over a map and two lists that are searched.
+// The rules once more, over a map and lists that are searched.
 struct Model {
   explicit Model(const LedgerOptions& options) : options(options) {}
 
   LedgerOptions options;
   std::map<std::string, Held> held;
-  std::vector<std::string> recent;
+  LeafOrder order;
   std::uint64_t generation = 0;
   std::set<std::string> changed;
   bool is_any = false;
@@ -58,12 +61,13 @@ struct Model {
     for (const auto& [key, one] : held) sum += one.num_granules;
     return sum;
   }
-  std::uint64_t evictable() const {
-    std::uint64_t sum = 0;
-    for (const std::string& key : recent) sum += held.at(key).num_granules;
-    return sum;
+  std::uint64_t in_use() const { return held.size() - order.free.size(); }
+  std::string present(const Extends& extends) const {
+    for (const Key key : {extends.first, extends.second}) {
+      if (!key.empty() && answer(std::string(key)) != Answer::kMiss) return std::string(key);
+    }
+    return "";
   }
-  std::uint64_t in_use() const { return held.size() - recent.size(); }
   std::uint64_t num_keys() const {
     return static_cast<std::uint64_t>(
         std::count_if(held.begin(), held.end(), [](const auto& one) { return is_held(one.second); }));
@@ -78,14 +82,16 @@ struct Model {
     ++generation;
     changed.insert(key);
   }
-  bool untrack(const std::string& key) {
-    return std::erase(recent, key) > 0;
-  }
-  void track(const std::string& key) {
-    recent.push_back(key);
+  void forget(const std::string& key) {
+    order.forget(key);
+    held.erase(key);
   }
 
-  Refusal reserve(const std::string& key, std::uint64_t num_bytes) {
+  Refusal reserve(const std::string& key, std::uint64_t num_bytes, const Extends& extends) {
+    const std::string kept = present(extends);
+    const std::vector<std::string> victims = order.order(kept);
+    std::uint64_t evictable = 0;
+    for (const std::string& victim : victims) evictable += held.at(victim).num_granules;
     const std::uint64_t wanted = (num_bytes + options.granule_bytes - 1) / options.granule_bytes;
     Refusal refusal = Refusal::kNone;
     if (is_closed) {
@@ -94,22 +100,24 @@ struct Model {
       refusal = Refusal::kPresent;
     } else if (wanted > options.num_granules) {
       refusal = Refusal::kTooLarge;
-    } else if (used() + wanted - evictable() > options.num_granules || in_use() >= options.max_keys) {
+    } else if (used() + wanted - evictable > options.num_granules ||
+               held.size() - victims.size() >= options.max_keys) {
       refusal = Refusal::kNoRoom;
     }
     if (refusal != Refusal::kNone) {
       ++tally.refusals[static_cast<std::size_t>(refusal)];
       return refusal;
     }
-    while (used() + wanted > options.num_granules || held.size() >= options.max_keys) {
-      const std::string first = recent.front();
+    for (const std::string& victim : victims) {
+      if (used() + wanted <= options.num_granules && held.size() < options.max_keys) break;
       ++tally.evictions;
-      tally.evicted_units += held.at(first).num_granules;
-      untrack(first);
-      held.erase(first);
-      anew(first);
+      tally.evicted_units += held.at(victim).num_granules;
+      forget(victim);
+      anew(victim);
     }
     held[key].num_granules = wanted;
+    order.last_use[key] = order.now;
+    order.extend(key, kept);
     anew(key);
     ++tally.reservations;
     return Refusal::kNone;
@@ -120,12 +128,12 @@ struct Model {
     if (found == held.end()) return false;
     is_offered = found->second.state == KeyState::kReserved;
     if (found->second.state == KeyState::kDoomedWrite) {
-      held.erase(found);
+      forget(key);
       return true;
     }
     if (!is_offered) return false;
     found->second.state = KeyState::kCommitted;
-    track(key);
+    order.track(key);
     anew(key);
     ++tally.commits;
     return true;
@@ -135,7 +143,7 @@ struct Model {
     if (found == held.end()) return false;
     if (found->second.state != KeyState::kReserved && found->second.state != KeyState::kDoomedWrite) return false;
     if (found->second.state == KeyState::kReserved) anew(key);
-    held.erase(found);
+    forget(key);
     ++tally.aborts;
     return true;
   }
@@ -149,32 +157,31 @@ struct Model {
     } else if (found->second.num_pins > 0) {
       found->second.state = KeyState::kDoomedRead;
     } else {
-      untrack(key);
-      held.erase(found);
+      forget(key);
     }
     return true;
   }
-  void use(const std::string& key) {
-    if (untrack(key)) recent.push_back(key);
+  void extend(const std::string& key, const Extends& extends) {
+    if (answer(key) != Answer::kMiss) order.extend(key, present(extends));
   }
   void pin(const std::string& key) {
-    if (held.at(key).num_pins++ == 0) untrack(key);
+    if (held.at(key).num_pins++ == 0) order.untrack(key);
   }
   bool unpin(const std::string& key) {
     const auto found = held.find(key);
     if (found == held.end() || found->second.num_pins == 0) return false;
     if (--found->second.num_pins > 0) return true;
     if (found->second.state == KeyState::kCommitted) {
-      track(key);
+      order.track(key);
     } else {
-      held.erase(found);
+      forget(key);
     }
     return true;
   }
   void forget_all() {
     const std::uint64_t count = num_keys();
-    for (const std::string& key : recent) held.erase(key);
-    recent.clear();
+    for (const std::string& key : order.free) held.erase(key);
+    order.forget_all();
     for (auto& [key, one] : held) {
       one.state = one.num_pins > 0 ? KeyState::kDoomedRead : KeyState::kDoomedWrite;
     }
@@ -222,6 +229,15 @@ class Session {
     for (std::size_t key = 0; key < count; ++key) keys.push_back(some_key());
     return keys;
   }
+  // Of each key, keys of which it extends one.
+  std::vector<Extends> some_extends(std::size_t count) {
+    std::vector<Extends> extends(count);
+    for (Extends& each : extends) {
+      if (choices_.one_in(2)) each.first = some_key();
+      if (choices_.one_in(2)) each.second = some_key();
+    }
+    return extends;
+  }
   // Mostly such as fit. With memory of their own, because the model may forget them meanwhile.
   template <class Fits>
   std::vector<std::string> some_that(Fits&& fits) {
@@ -241,6 +257,8 @@ class Session {
   }
 
   void do_something() {
+    ledger_.begin_call();
+    ++model_.order.now;
     switch (choices_.below(12)) {
       case 0:
       case 1:
@@ -273,14 +291,15 @@ class Session {
       const std::uint64_t granules = choices_.one_in(20) ? options_.num_granules + 2 : 5;
       num_bytes.push_back(1 + choices_.below(granules * options_.granule_bytes));
     }
+    const std::vector<Extends> extends = some_extends(keys.size());
     std::vector<Refusal> refusals(keys.size());
     Places places;
-    ledger_.reserve_all(keys, num_bytes.data(), refusals.data(), places);
+    ledger_.reserve_all(keys, num_bytes.data(), extends.data(), refusals.data(), places);
     std::size_t begin = 0;
     std::size_t taken = 0;
     for (std::size_t key = 0; key < keys.size(); ++key) {
       const std::string name(keys[key]);
-      expect(model_.reserve(name, num_bytes[key]) == refusals[key], "a reservation is answered as in the model");
+      expect(model_.reserve(name, num_bytes[key], extends[key]) == refusals[key], "a reservation is answered as in the model");
       if (refusals[key] != Refusal::kNone) continue;
       std::vector<Extent> extents(places.extents.begin() + static_cast<std::ptrdiff_t>(begin),
                                   places.extents.begin() + static_cast<std::ptrdiff_t>(places.ends[taken]));
@@ -328,7 +347,12 @@ class Session {
 
   void use() {
     const std::vector<Key> keys = some_keys();
-    for (const Key key : keys) model_.use(std::string(key));
+    if (choices_.one_in(2)) {
+      const std::vector<Extends> extends = some_extends(keys.size());
+      for (std::size_t key = 0; key < keys.size(); ++key) model_.extend(std::string(keys[key]), extends[key]);
+      ledger_.extend(keys, extends);
+    }
+    for (const Key key : keys) model_.order.use(std::string(key));
     ledger_.touch(keys);
   }
 
@@ -438,7 +462,7 @@ class Session {
     expect(is_hit == (model_.answer(key) == Answer::kHit), "what is found is a hit");
     if (is_hit) expect_extents(key, places, 0, places.extents.size());
     if (!choices_.one_in(8)) return;
-    expect(ledger_.eviction_order() == model_.recent, "what goes first is what goes first in the model");
+    expect(ledger_.eviction_order() == model_.order.order(), "what goes first is what goes first in the model");
     std::vector<bool> is_taken(options_.num_granules);
     for (const auto& [name, one] : model_.held) {
       for (const Extent& extent : one.extents) {

@@ -13,11 +13,13 @@
 
 #include "csrc/tests/expect.h"
 #include "csrc/tests/fuzz.h"
+#include "csrc/tests/leaf_order.h"
 
 namespace {
 
 using hybridkv::ledger::Bounds;
 using hybridkv::ledger::Columns;
+using hybridkv::ledger::Extends;
 using hybridkv::ledger::Key;
 using hybridkv::ledger::KeyState;
 using hybridkv::ledger::Record;
@@ -27,6 +29,7 @@ using hybridkv::ledger::RecordPlace;
 using hybridkv::ledger::Refusal;
 using hybridkv::testing::Choices;
 using hybridkv::testing::expect;
+using hybridkv::testing::LeafOrder;
 
 constexpr std::size_t kMaxSteps = 1500;
 constexpr std::uint32_t kNumSegments = 5;
@@ -70,25 +73,31 @@ class Session {
     for (const auto& [key, one] : held_) sum += record_pages(one.payload_bytes);
     return sum;
   }
-  std::uint64_t evictable() const {
-    std::uint64_t sum = 0;
-    for (const std::string& key : recent_) sum += record_pages(held_.at(key).payload_bytes);
-    return sum;
+  std::string present(const Extends& extends) const {
+    for (const Key key : {extends.first, extends.second}) {
+      const auto found = held_.find(std::string(key));
+      if (!key.empty() && found != held_.end() && is_held(found->second)) return found->first;
+    }
+    return "";
   }
-  void leave(const std::string& key) {
-    std::erase(recent_, key);
+  Extends some_extends() {
+    Extends extends;
+    if (choices_.one_in(2)) extends.first = any_key();
+    if (choices_.one_in(2)) extends.second = any_key();
+    return extends;
   }
-  void track(const std::string& key) {
-    recent_.push_back(key);
+  bool lacks_room(std::uint64_t pages) const {
+    return used() + pages > bounds_.num_units || held_.size() + 1 > bounds_.max_keys;
   }
   void forget(const std::string& key) {
-    leave(key);
+    order_.forget(key);
     held_.erase(key);
     seen_all_the_time_.erase(key);
   }
-  std::string next_to_go() const { return recent_.front(); }
 
   void act() {
+    ledger_.begin_call();
+    ++order_.now;
     switch (choices_.below(14)) {
       case 0:
       case 1:
@@ -120,32 +129,39 @@ class Session {
     const std::string& key = any_key();
     const auto payload_bytes = static_cast<std::uint32_t>(choices_.between(1, 5) * 3000);
     const std::uint64_t pages = record_pages(payload_bytes);
-    std::size_t num_used = 0;
-    for (const auto& [other, one] : held_) num_used += one.state != KeyState::kCommitted || one.num_pins > 0;
+    const Extends extends = some_extends();
+    const std::string kept = present(extends);
+    const std::vector<std::string> victims = order_.order(kept);
+    std::uint64_t evictable = 0;
+    for (const std::string& victim : victims) evictable += record_pages(held_.at(victim).payload_bytes);
     Refusal wanted = Refusal::kNone;
     if (held_.count(key) != 0) {
       wanted = Refusal::kPresent;
     } else if (pages > bounds_.largest_units) {
       wanted = Refusal::kTooLarge;
-    } else if (used() + pages - evictable() > bounds_.num_units || num_used >= bounds_.max_keys) {
+    } else if (used() + pages - evictable > bounds_.num_units ||
+               held_.size() - victims.size() >= bounds_.max_keys) {
       wanted = Refusal::kNoRoom;
     }
-    expect(ledger_.why_not(key, pages) == wanted, "why not");
+    expect(ledger_.why_not(key, pages, extends) == wanted, "why not");
     const RecordPlace place{new_address(), payload_bytes};
-    if (wanted != Refusal::kNone) return expect(ledger_.take(key, place) == wanted, "taken without a check");
-    if (used() + pages > bounds_.num_units || held_.size() + 1 > bounds_.max_keys) {
-      expect(ledger_.take(key, place) == Refusal::kNoRoom, "taken where no room was made");
+    if (wanted != Refusal::kNone) return expect(ledger_.take(key, place, extends) == wanted, "taken without a check");
+    if (lacks_room(pages)) {
+      expect(ledger_.take(key, place, extends) == Refusal::kNoRoom, "taken where no room was made");
     }
     std::vector<std::string> gone;
-    while (evictable() > 0 && (used() + pages > bounds_.num_units || held_.size() + 1 > bounds_.max_keys)) {
-      gone.push_back(next_to_go());
-      forget(gone.back());
+    for (const std::string& victim : victims) {
+      if (!lacks_room(pages)) break;
+      gone.push_back(victim);
+      forget(victim);
     }
-    const std::vector<Record> evicted = ledger_.make_room(pages, 1);
+    const std::vector<Record> evicted = ledger_.make_room(pages, 1, extends);
     expect(evicted.size() == gone.size(), "evicted");
     for (std::size_t at = 0; at < gone.size(); ++at) expect(evicted[at].key == gone[at], "which was evicted");
-    expect(ledger_.take(key, place) == Refusal::kNone, "taken");
+    expect(ledger_.take(key, place, extends) == Refusal::kNone, "taken");
     held_[key] = {KeyState::kReserved, 0, place.address, payload_bytes};
+    order_.last_use[key] = order_.now;
+    order_.extend(key, kept);
   }
 
   void commit() {
@@ -161,7 +177,7 @@ class Session {
     expect(is_offered == (held_[key].state == KeyState::kReserved), "offered");
     if (!is_offered) return forget(key);
     held_[key].state = KeyState::kCommitted;
-    track(key);
+    order_.track(key);
   }
 
   void abort() {
@@ -194,6 +210,9 @@ class Session {
     const std::string& key = any_key();
     const Key view = key;
     std::vector<std::uint64_t> addresses;
+    const Extends extends = some_extends();
+    if (held_.count(key) != 0 && is_held(held_[key])) order_.extend(key, present(extends));
+    ledger_.extend({&view, 1}, {&extends, 1});
     ledger_.touch({&view, 1}, addresses);
     const auto found = held_.find(key);
     if (found == held_.end()) return expect(addresses.empty(), "nothing used");
@@ -201,8 +220,7 @@ class Session {
     expect(addresses.size() == (may_go ? 1u : 0u), "used");
     if (!may_go) return;
     expect(addresses[0] == found->second.address, "which was used");
-    leave(key);
-    recent_.push_back(key);
+    order_.use(key);
   }
 
   void pin() {
@@ -217,7 +235,7 @@ class Session {
     ledger_.pin_found({&entry, 1}, places, first);
     expect(places.size() == 1 && places[0].address == held_[key].address, "where it lies");
     expect(first.size() == (held_[key].num_pins == 0 ? 1u : 0u), "the first pin");
-    if (held_[key].num_pins++ == 0) leave(key);
+    if (held_[key].num_pins++ == 0) order_.untrack(key);
   }
 
   void unpin() {
@@ -231,7 +249,7 @@ class Session {
     if (--held_[key].num_pins > 0) return expect(used.empty() && freed.empty(), "still pinned");
     const bool is_committed = held_[key].state == KeyState::kCommitted;
     expect(used.size() == is_committed && freed.size() == !is_committed, "used or freed");
-    is_committed ? track(key) : forget(key);
+    is_committed ? order_.track(key) : forget(key);
   }
 
   void relocate() {
@@ -249,7 +267,8 @@ class Session {
     expect(ledger_.restore(key, place) == fits, "restored");
     if (!fits) return;
     held_[key] = {KeyState::kCommitted, 0, place.address, place.payload_bytes};
-    recent_.push_back(key);
+    order_.track(key);
+    order_.last_use[key] = 0;
   }
 
   void forget_all() {
@@ -262,7 +281,7 @@ class Session {
     for (auto& [key, one] : held_) {
       one.state = one.num_pins > 0 ? KeyState::kDoomedRead : KeyState::kDoomedWrite;
     }
-    recent_.clear();
+    order_.forget_all();
     // A walk that is on goes on over what was there.
   }
 
@@ -304,9 +323,9 @@ class Session {
   }
 
   void check() {
-    expect(ledger_.eviction_order() == recent_, "order");
+    expect(ledger_.eviction_order() == order_.order(), "order");
     expect(ledger_.used_units() == used(), "used");
-    expect(ledger_.has_evictable() == (evictable() > 0), "evictable");
+    expect(ledger_.has_evictable() == !order_.leaves.empty(), "evictable");
     const std::string& key = any_key();
     const std::optional<Record> record = ledger_.find(key);
     const auto found = held_.find(key);
@@ -333,7 +352,7 @@ class Session {
   RecordLedger ledger_;
   std::vector<std::string> keys_;
   std::map<std::string, Held> held_;
-  std::vector<std::string> recent_;
+  LeafOrder order_;
   std::uint64_t num_given_ = 0;
   std::optional<std::uint64_t> walk_;
   Columns columns_;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from hybridkv.tiers.contract import Key, Refusal, Slot
+from hybridkv.tiers.contract import Extends, Key, NewChunk, Refusal, Slot
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger import Entry, EvictionPolicy, KeyLedger, KeyState, LruPolicy
 from hybridkv.tiers.ram.sizes import count_granules, count_keys, in_granules
@@ -116,21 +116,21 @@ class PlainRamIndex(KeyLedger[SlotEntry]):
     def cost(self, num_bytes: int) -> int:
         return in_granules(self.granule_bytes, num_bytes)
 
-    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+    def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
         if self.before_reserving is not None:
             self.before_reserving()
         cost = self.cost(num_bytes)
-        refusal = self.why_not(key, cost)
+        refusal = self.why_not(key, cost, extends)
         if refusal is not None:
             return self.tally.refuse(refusal)
         if self.used_bytes + cost > self.capacity_bytes or len(self.by_key) >= self.max_keys:
-            self.make_room(cost)
-        return self.take(key, num_bytes, cost).slot
+            self.make_room(cost, extends=extends)
+        return self.take(key, num_bytes, cost, extends).slot
 
-    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
-        return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
+    def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
+        return [self.reserve(*chunk) for chunk in chunks]
 
     def clear(self) -> int:
         return self.forget_all()

@@ -7,7 +7,7 @@ from typing import NamedTuple, overload
 
 import numpy as np
 
-from hybridkv.tiers.contract import Key, Refusal, Slot
+from hybridkv.tiers.contract import Extends, Key, Refusal, Slot
 from hybridkv.tiers.disk.format.layout import ADDRESS_BITS, number_of
 from hybridkv.tiers.disk.index.change_log import ChangeLog, Cut
 from hybridkv.tiers.disk.index.found import FoundRecords
@@ -196,8 +196,8 @@ class PlainRecordTable(KeyLedger[PlainRecord]):
     def count_refusal(self, refusal: Refusal) -> Refusal:
         return self.tally.refuse(refusal)
 
-    def reserve(self, key: Key, num_bytes: int, cost: int) -> Slot:
-        return self.take(key, num_bytes, cost).slot
+    def reserve(self, key: Key, num_bytes: int, cost: int, extends: Extends = ()) -> Slot:
+        return self.take(key, num_bytes, cost, extends).slot
 
     def movable_in(self, segment: Segment) -> list[PlainRecord]:
         return [
@@ -238,6 +238,7 @@ class PlainRecordTable(KeyLedger[PlainRecord]):
             num_uses += 1
             record = by_key[key] = PlainRecord(cost, _COMMITTED, 0, key, address, payload_bytes, num_uses)
             track(key, record)
+            self._last_use[key] = 0
             live_bytes[number] += cost
             self._record_space.lies_at(key, address)
         self._held.update(by_key)

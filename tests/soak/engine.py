@@ -12,14 +12,13 @@ from random import Random
 from typing import NamedTuple
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers import Failure, FailureReason, Refusal, Slot, Ticket
+from hybridkv.tiers import Extends, Failure, FailureReason, Refusal, Slot, Ticket
 from hybridkv.tiers.disk import DiskMedium
 from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import (
     BreakerOptions,
     Direction,
     MoveOutcome,
-    PathPosition,
     PromotionLease,
     SecondaryTier,
     SecondaryTierOptions,
@@ -65,7 +64,7 @@ class PromptPart(NamedTuple):
 
     key: bytes
     group: Group
-    on_path: PathPosition
+    extends: Extends
 
 
 @dataclass(slots=True)
@@ -191,11 +190,11 @@ class Engine:
             answer = self.near.lookup(chunk.key)
             if answer is LookupResult.HIT:
                 present.append(chunk)
-            elif answer is LookupResult.MISS and self._begin(chunk.key, chunk.group):
+            elif answer is LookupResult.MISS and self._begin(chunk):
                 begun.append(chunk)
         for chunk in present:
-            self.stack.cascade(chunk.key, chunk.on_path)
-        self.stack.touch([chunk.key for chunk in reversed(present)])
+            self.stack.cascade(chunk.key, chunk.extends)
+        self.stack.touch([chunk.key for chunk in reversed(present)], [chunk.extends for chunk in reversed(present)])
         if begun:
             self.storing.append(Storing(begun, self._random.choice([0, 0, 1, 4])))
 
@@ -206,15 +205,16 @@ class Engine:
             for group in self.groups:
                 if group.kind is Kind.RECURRENT and place < len(prompt) - 1:
                     continue
-                needs: tuple[bytes, ...] = ()
+                extends: Extends = ()
                 if full is not None and group is not full:
-                    needs = (key_of(prefix, full),)
+                    extends = (key_of(prefix, full),)
                 elif full is not None and place:
-                    needs = (key_of(prompt[place - 1], full),)
-                yield PromptPart(key_of(prefix, group), group, PathPosition(needs))
+                    extends = (key_of(prompt[place - 1], full),)
+                yield PromptPart(key_of(prefix, group), group, extends)
 
-    def _begin(self, key: bytes, group: Group) -> bool:
-        slot = self.stack.reserve(key, group.chunk_bytes)
+    def _begin(self, chunk: PromptPart) -> bool:
+        key, group, extends = chunk
+        slot = self.stack.reserve(key, group.chunk_bytes, extends)
         self._tally.add("chunks offered" if isinstance(slot, Slot) else f"stores refused, {slot}")
         if isinstance(slot, Refusal):
             return False
@@ -255,7 +255,7 @@ class Engine:
             if is_failed:
                 self.stack.abort(chunk.key)
             else:
-                self.stack.commit(chunk.key, chunk.on_path)
+                self.stack.commit(chunk.key, chunk.extends)
 
     def _move(self) -> None:
         moves = self.stack.take_moves()

@@ -27,7 +27,6 @@ from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import (
     BreakerOptions,
     MoveOutcome,
-    PathPosition,
     SecondaryTier,
     SecondaryTierOptions,
     TierMover,
@@ -131,7 +130,8 @@ class FleetEngine:
 
     def _store(self, keys: list[bytes], first: int) -> None:
         for at in range(first, len(keys)):
-            slot = self._stack.reserve(keys[at], CHUNK_BYTES)
+            extends = tuple(keys[at - 1 : at]) if at else ()
+            slot = self._stack.reserve(keys[at], CHUNK_BYTES, extends)
             if not isinstance(slot, Slot):
                 continue
             data, begin = chunk_of(keys[at]), 0
@@ -139,7 +139,7 @@ class FleetEngine:
                 view[:] = data[begin : begin + len(view)]
                 begin += len(view)
             self._arena.seal_all([(keys[at], slot)])
-            self._stack.commit(keys[at], PathPosition(tuple(keys[at - 1 : at]) if at else ()))
+            self._stack.commit(keys[at], extends)
         self._wait(lambda: not self._stack.has_live_moves())
 
     def _wait(self, is_over: Callable[[], bool]) -> None:

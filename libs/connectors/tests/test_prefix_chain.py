@@ -110,16 +110,16 @@ class World:
 
     def seen(self) -> object:
         """All that anybody could see of it."""
-        paths = [(number, list(each.path.keys.items()), each.path.num_bytes) for number, each in self.tracked.items()]
+        paths = [(number, each.path.keys) for number, each in self.tracked.items()]
         orders = [index.eviction_order() for index in (self.near, self.far)]
         waiting = {name: self.stack.num_waiting(name) for name in self.stack.slower}
-        return orders, paths, self.said, self.moves, self.planner._chains.used_bytes, waiting
+        return orders, paths, self.said, self.moves, waiting
 
 
-def backwards(*arguments: Any) -> StoredPrefix:
-    """What was met, recent in the wrong order."""
+def shorter(*arguments: Any) -> StoredPrefix:
+    """What was met, but for its end."""
     met = MEETS(*arguments)
-    return met._replace(parts=met.parts[::-1], keys=met.keys[::-1])
+    return met._replace(parts=met.parts[:-1], keys=met.keys[:-1])
 
 
 def nothing_met(spec: object, stack: object, keys: object, first_token: int, *rest: object) -> StoredPrefix:
@@ -156,9 +156,9 @@ def test_what_is_met_as_a_whole_leaves_what_looking_at_each_chunk_leaves(
     assert sorted(counts[0]) == sorted(counts[1])
 
 
-def test_the_comparison_sees_what_becomes_recent_in_another_order() -> None:
+def test_the_comparison_sees_what_is_left_out() -> None:
     worlds = [World([FULL], 40, 0, looks_at_each=each) for each in (False, True)]
-    with mock.patch(f"{__name__}.find_stored_prefix", backwards):
+    with mock.patch(f"{__name__}.find_stored_prefix", shorter):
         for world in worlds:
             world.begin(0, 0, 0)
             world.compute(0, 8 * CHUNK)
@@ -178,10 +178,9 @@ def test_a_request_that_resumes_asks_once_for_each_group_and_touches_what_it_met
     with mock.patch.object(world.near, "lookup", side_effect=AssertionError("a chunk was looked at by itself")):
         world.compute(1, 1)
     assert world.said[-1] is None
-    # Of the window only what the last boundary reads; what is not read is not recent.
     spec, keys = world.layout.spec, world.tracked[1].keys()
-    full = [keys.key(0, end) for end in range(CHUNK, 8 * CHUNK + 1, CHUNK)]
-    assert world.near.eviction_order()[-9:] == [keys.key(1, 8 * CHUNK), *full[::-1]]
+    path = [keys.key(group, end) for end in range(CHUNK, 8 * CHUNK + 1, CHUNK) for group in (0, 1)]
+    assert world.near.eviction_order() == path[::-1]
     assert world.tracked[1].path.keys.keys() == {(0, end) for end in range(CHUNK, 8 * CHUNK + 1, CHUNK)} | {
         (1, 8 * CHUNK)
     }

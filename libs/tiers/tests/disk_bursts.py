@@ -16,7 +16,6 @@ from hybridkv.tiers.ram import RamArena, RamIndex
 from hybridkv.tiers.stack import (
     MoveOutcome,
     MoveResult,
-    PathPosition,
     SecondaryTier,
     SecondaryTierOptions,
     TierMover,
@@ -83,6 +82,7 @@ class Burst:
             parts.append((0, number * CHUNK_TOKENS))
             if number % state_every == 0:
                 parts.append((1, number * CHUNK_TOKENS))
+        last = [self.key(name, part) for part in self._paths.get(name, ())[-1:]]
         before = [self.key(name, part) for part in self._paths.get(name, ()) if part[0] == 0]
         for part in path_order(HYBRID, parts):
             size, key = self._sizes[part[0]], self.key(name, part)
@@ -91,10 +91,10 @@ class Burst:
             start = next(self._tickets) % 256
             self._copies.store(Ticket(start), key, slot, [memoryview(self._pool)[start : start + size]])
             assert self._copies.poll()[0].failure is None
-            path_bytes = self._path_bytes[name] = self._path_bytes.get(name, 0) + self.stack.costs(size)[0]
+            self._path_bytes[name] = self._path_bytes.get(name, 0) + self.far.cost(size)
             needs = before or [self.key(name, need) for need in needed_before(HYBRID, *part)]
-            assert self.stack.commit(key, PathPosition(tuple(needs), (path_bytes,)))
-            before = []
+            assert self.stack.commit(key, (*last, *needs[-1:]) if needs else ())
+            before, last = [], [key]
         self._paths.setdefault(name, []).extend(parts)
         self._touch(name)
 

@@ -14,7 +14,7 @@ from hybridkv.tiers import Refusal, Slot
 from hybridkv.tiers.object import ObjectIndex, ObjectOptions, StoreLocation, open_index, open_medium
 from hybridkv.tiers.object.names import manifest_name, prefix_of
 from hybridkv.tiers.ram import RamArena, RamIndex
-from hybridkv.tiers.stack import MoveOutcome, PathPosition, SecondaryTier, SecondaryTierOptions, TierMover, TierStack
+from hybridkv.tiers.stack import MoveOutcome, SecondaryTier, SecondaryTierOptions, TierMover, TierStack
 
 CHUNK_BYTES = 4096
 PATIENT = SecondaryTierOptions(async_lookup_timeout_s=patience.seconds(6.0), load_timeout_s=patience.seconds(6.0))
@@ -76,7 +76,7 @@ class Engine:
                 for view in arena.views(slot):
                     view[:] = bytes(byte ^ rank for byte in chunks[key])
                 assert arena.seal_all([(key, slot)]) == [None]
-            self.stack.commit(key, PathPosition(tuple(path[number - 1 : number])))
+            self.stack.commit(key, tuple(path[number - 1 : number]))
         self.step()
 
     def hear(self, keys: list[bytes]) -> list[LookupResult]:

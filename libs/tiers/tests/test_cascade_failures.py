@@ -7,9 +7,9 @@ from test_cascades import D, store_path
 from test_stack import CHUNK, A, B, C, Stack
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers import Failure, FailureReason, Refusal, Slot
+from hybridkv.tiers import Failure, FailureReason, Slot
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, PathPosition
+from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction
 
 IO, BUSY = Failure(FailureReason.IO), Failure(FailureReason.BUSY)
 
@@ -18,22 +18,17 @@ def held(index: RamIndex, *keys: bytes) -> list[bytes]:
     return [key for key in keys if index.lookup(key) is LookupResult.HIT]
 
 
-@pytest.mark.parametrize("is_touched", [True, False])
-def test_what_has_cascaded_leaves_the_fast_tier_from_its_end(is_touched: bool) -> None:
+def test_what_has_cascaded_leaves_the_fast_tier_from_its_end() -> None:
     it = Stack(near_chunks=3)
     store_path(it, A, B, C)
-    if is_touched:
-        it.stack.touch([C, B, A])
     it.end(it.moves(Direction.CASCADE))
     it.put_near(D)
-    # Without it the beginning goes first: it was the first one that was pinned no more.
-    assert held(it.near, A, B, C) == ([A, B] if is_touched else [B, C])
+    assert held(it.near, A, B, C) == [A, B]
 
 
 def test_an_end_that_is_made_again_does_not_outlive_its_beginning() -> None:
     it = Stack(far_chunks=3)
     store_path(it, A, B, C)
-    it.stack.touch([C, B, A])
     first, second, third = it.moves(Direction.CASCADE)
     it.end([third], BUSY)
     it.end([first, second])
@@ -162,46 +157,3 @@ def test_what_waits_for_a_store_that_comes_to_nothing_is_dropped() -> None:
     it.stack.abort(A)
     assert it.stack.take_moves() == [] and not it.stack.has_live_moves()
     assert it.stack.take_counts().moves.cascades == {"dropped_orphan": 2}
-
-
-class Asked(RamIndex):
-    """Counts what it is asked for, and takes nothing."""
-
-    num_asked = 0
-    is_busy = False
-
-    def lookup(self, key: bytes) -> LookupResult:
-        self.num_asked += 1
-        return super().lookup(key)
-
-    def leading(self, keys: object) -> int:
-        self.num_asked += len(keys)  # type: ignore[arg-type]
-        return super().leading(keys)  # type: ignore[arg-type]
-
-    def reserve(self, key: bytes, num_bytes: int) -> Slot | Refusal:
-        return Refusal.BUSY if self.is_busy else super().reserve(key, num_bytes)
-
-
-def test_a_prefix_is_looked_up_once_however_long_its_chunk_waits() -> None:
-    it = Stack(near_chunks=64, far_chunks=256, far_type=Asked)
-    assert isinstance(it.far, Asked)
-    prefix = tuple(b"%d" % number for number in range(200))
-    it.put_far(*prefix)
-    it.far.is_busy = True
-    assert isinstance(it.stack.reserve(A, CHUNK), Slot)
-    it.stack.commit(A, PathPosition((), (), prefix))
-    it.stack.take_moves()
-    it.far.num_asked = 0
-    for number in range(50):
-        it.store(b"n%d" % number)
-        it.stack.take_moves()
-    assert it.far.num_asked < 50 * 5
-
-
-def test_a_chunk_whose_prefix_has_a_hole_is_not_copied() -> None:
-    it = Stack()
-    it.put_far(B)
-    assert isinstance(it.stack.reserve(C, CHUNK), Slot)
-    it.stack.commit(C, PathPosition((B,), (), (A, B)))
-    assert it.stack.take_moves() == []
-    assert it.stack.take_counts().moves.cascades == {"dropped_orphan": 1}

@@ -7,10 +7,9 @@ import itertools
 import pytest
 from test_stack import CHUNK, A, B, C, Stack
 
-from hybridkv.planner import LookupResult
-from hybridkv.tiers import Failure, FailureReason, Key, Refusal, Slot
+from hybridkv.tiers import Extends, Failure, FailureReason, Key, Refusal, Slot
 from hybridkv.tiers.ram import RamIndex
-from hybridkv.tiers.stack import BreakerOptions, Direction, PathPosition
+from hybridkv.tiers.stack import BreakerOptions, Direction
 from hybridkv.tiers.stack.cascade_queue import KEEP_AWAKE_S
 
 D = b"d"
@@ -19,8 +18,9 @@ D = b"d"
 def store_path(it: Stack, *keys: bytes, before: bytes | None = None) -> None:
     """Chunks of one path, each of which needs the one before it."""
     for key in keys:
-        assert isinstance(it.stack.reserve(key, CHUNK), Slot)
-        assert it.stack.commit(key, PathPosition((before,) if before is not None else ()))
+        extends = () if before is None else (before,)
+        assert isinstance(it.stack.reserve(key, CHUNK, extends), Slot)
+        assert it.stack.commit(key, extends)
         before = key
 
 
@@ -75,8 +75,8 @@ class Slow(RamIndex):
 
     answer: Refusal | None = Refusal.BUSY
 
-    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
-        return super().reserve(key, num_bytes) if self.answer is None else self.answer
+    def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
+        return super().reserve(key, num_bytes, extends) if self.answer is None else self.answer
 
 
 def slow(answer: Refusal, **options: object) -> tuple[Stack, Slow]:
@@ -220,28 +220,13 @@ def test_an_open_breaker_drops_what_waits() -> None:
 
 def test_a_path_longer_than_the_tier_is_cut_at_its_end() -> None:
     it = Stack(far_chunks=2)
-    before: tuple[bytes, ...] = ()
-    for number, key in enumerate((A, B, C, D), 1):
-        assert isinstance(it.stack.reserve(key, CHUNK), Slot)
-        assert it.stack.commit(key, PathPosition(before, (number * it.stack.costs(CHUNK)[0],)))
+    before = None
+    for key in (A, B, C, D):
+        store_path(it, key, before=before)
         it.end(it.moves(Direction.CASCADE))
-        before = (key,)
+        before = key
     assert it.far.leading([A, B, C, D]) == 2
     assert it.stack.take_counts().moves.cascades == {"done": 2, "dropped_no_room": 1, "dropped_orphan": 1}
-
-
-@pytest.mark.parametrize("is_touched", [True, False])
-def test_what_is_touched_while_it_cascades_has_that_order_when_it_is_there(is_touched: bool) -> None:
-    it = Stack(far_chunks=3, max_cascading=1)
-    store_path(it, A, B, C)
-    if is_touched:
-        it.stack.touch([C, B, A])
-    for _ in range(3):
-        it.end(it.moves(Direction.CASCADE))
-    it.put_far(D)
-    # Without it the beginning goes first, which is what came first.
-    assert it.far.lookup(A) is (LookupResult.HIT if is_touched else LookupResult.MISS)
-    assert it.far.lookup(C) is (LookupResult.MISS if is_touched else LookupResult.HIT)
 
 
 @pytest.mark.parametrize("num_landed", [4, 5])
@@ -255,7 +240,6 @@ def test_what_follows_pushes_out_an_older_end_in_whatever_order_chunks_come(num_
         it = Stack(far_chunks=5, max_cascading=5)
         for path in (older, younger):
             store_path(it, *path)
-            it.stack.touch(path[::-1])
         moving = {move.key: move for move in it.moves(Direction.CASCADE)}
         assert it.stack.num_waiting("disk") == 1
         it.end([moving.pop(key) for key in landed])
@@ -263,22 +247,9 @@ def test_what_follows_pushes_out_an_older_end_in_whatever_order_chunks_come(num_
         assert [move.key for move in last] == younger[2:]
         it.end([*moving.values(), *last])
         assert (it.far.leading(older), it.far.leading(younger)) == (2, 3), order
+        it.stack.touch(younger[-1:])
         it.put_far(D)
         assert (it.far.leading(older), it.far.leading(younger)) == (1, 3), order
-
-
-def test_a_touch_waits_for_no_move_that_is_late() -> None:
-    it = Stack(far_chunks=3, load_timeout_s=30.0)
-    it.put_far(A, B)
-    it.store(C)
-    it.moves(Direction.CASCADE)
-    it.stack.touch([B, A])
-    it.clock.now_s += 30
-    it.stack.tick()
-    it.stack.tick()
-    it.stack.touch([A, B])
-    it.put_far(D)
-    assert it.far.lookup(A) is LookupResult.MISS and it.far.lookup(B) is LookupResult.HIT
 
 
 def test_a_reset_forgets_what_waits() -> None:

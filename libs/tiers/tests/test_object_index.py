@@ -11,6 +11,7 @@ from played_objects import PlayedDepot  # noqa: E402
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import (  # noqa: E402
     BatchedIndex,
+    Extends,
     FailureReason,
     Key,
     Refusal,
@@ -81,9 +82,8 @@ class World:
         self.depot.answer()
         return [self.index.lookup(key) for key in keys]
 
-    def reserve(self, key: Key, num_bytes: int = CHUNK_BYTES, needs: tuple[Key, ...] = ()) -> ObjectSlot:
-        self.index.follows(key, needs)
-        slot = self.index.reserve(key, num_bytes)
+    def reserve(self, key: Key, num_bytes: int = CHUNK_BYTES, extends: Extends = ()) -> ObjectSlot:
+        slot = self.index.reserve(key, num_bytes, extends)
         assert isinstance(slot, ObjectSlot)
         return slot
 
@@ -201,7 +201,7 @@ def test_a_full_pack_is_followed_by_another() -> None:
 def test_a_batch_is_named_when_the_last_of_it_has_come() -> None:
     world = World()
     world.reserve(FULL + b"1")
-    world.reserve(FULL + b"2", needs=(FULL + b"1",))
+    world.reserve(FULL + b"2", extends=(FULL + b"1",))
     world.index.commit(FULL + b"1")
     world.index.end_batch()
     assert not world.depot.published

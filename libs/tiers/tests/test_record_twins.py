@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from examples import examples
 
-from hybridkv.tiers import Refusal, TierProtocolError
+from hybridkv.tiers import Extends, Refusal, TierProtocolError
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, SEGMENT_HEAD_BYTES
 from hybridkv.tiers.disk.index.change_log import ChangeLog, GivenUpError
 from hybridkv.tiers.disk.index.found import FoundRecord, FoundRecords
@@ -56,14 +56,14 @@ class World:
             self.segments.add(Segment(self.segments.free_number(), SEGMENT_BYTES, 0))
             self.segments.take_number()
 
-    def reserve(self, key: bytes, num_bytes: int) -> object:
+    def reserve(self, key: bytes, num_bytes: int, extends: Extends = ()) -> object:
         cost = cost_of(num_bytes)
-        refusal = self.table.why_not(key, cost)
+        refusal = self.table.why_not(key, cost, extends)
         if refusal is not None:
             return self.table.count_refusal(refusal)
-        self.table.make_room(cost)
+        self.table.make_room(cost, extends=extends)
         self.add_segments()
-        return self.table.reserve(key, num_bytes, cost)
+        return self.table.reserve(key, num_bytes, cost, extends)
 
     def move(self, number: int) -> object:
         """What compaction does, with a copy that has ended."""
@@ -152,7 +152,14 @@ def drawn(random: Random) -> tuple[str, tuple[Any, ...]]:
     )
     match verb:
         case "reserve":
-            return verb, (random.choice(KEYS), random.choice(SIZES))
+            return verb, (
+                random.choice(KEYS),
+                random.choice(SIZES),
+                tuple(random.choices(KEYS, k=random.randint(0, 2))),
+            )
+        case "touch":
+            keys = some(random)
+            return verb, (keys, [tuple(random.choices(KEYS, k=random.randint(0, 2))) for _ in keys])
         case "commit" | "abort" | "withdraw" | "pin" | "unpin":
             return verb, (random.choice(KEYS),)
         case "evict":
@@ -216,6 +223,18 @@ def test_a_snapshot_names_what_was_used_longest_ago_first(make: Callable[..., Pl
     world.table.unpin_all(KEYS[:1])
     rows = cast(list[Any], world.snapshot())
     assert [row[0] for row in rows] == [*KEYS[1:5], *KEYS[8:20], *KEYS[5:8], KEYS[0]] == world.table.eviction_order()
+
+
+def test_a_snapshot_names_a_key_before_the_one_that_it_extends() -> None:
+    world = World(RecordTable, 1000)
+    for number, key in enumerate(KEYS[:8]):
+        # Two paths in turns, of which the first one is used last.
+        world.reserve(key, 1, (KEYS[number - 2],) if number >= 2 else ())
+        world.table.commit(key)
+    world.table.touch([KEYS[6]])
+    rows = cast(list[Any], world.snapshot())
+    expected = [KEYS[number] for number in (7, 5, 3, 1, 6, 4, 2, 0)]
+    assert [row[0] for row in rows] == expected == world.table.eviction_order()
 
 
 def test_a_snapshot_misses_nothing_that_is_there_all_the_time_whatever_happens_meanwhile(

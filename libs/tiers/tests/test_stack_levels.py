@@ -17,7 +17,6 @@ from hybridkv.tiers.stack import (
     Direction,
     LeaseFailure,
     MoveOutcome,
-    PathPosition,
     PromotionLease,
     SecondaryTier,
     SecondaryTierOptions,
@@ -173,18 +172,6 @@ def test_a_tier_for_what_is_used_again_is_given_nothing_at_its_first_use() -> No
     assert ways(it.moves()) == [(A, "peer")]
 
 
-def test_what_a_tier_cannot_take_goes_to_the_others() -> None:
-    it = Three()
-    it.stack.reserve(A, CHUNK)
-    assert it.stack.commit(A, PathPosition((), (17 * CHUNK, 17 * CHUNK)))
-    assert ways(it.moves()) == [(A, "peer")]
-    counts = it.stack.take_counts().tiers
-    assert counts["disk"].cascades == {"dropped_no_room": 1} and counts["peer"].cascades == {}
-    it.stack.reserve(B, CHUNK)
-    assert it.stack.commit(B, PathPosition((), (CHUNK, 33 * CHUNK)))
-    assert ways(it.moves()) == [(B, "disk")], "each tier has its own number of a path's bytes"
-
-
 def test_a_chunk_that_one_tier_cannot_give_comes_from_another() -> None:
     it = Three()
     put(it.disk, A)
@@ -246,7 +233,7 @@ def test_what_waits_for_a_promoted_chunk_to_cascade_goes_behind_it() -> None:
     it.hold(A)
     promoted = it.moves()
     it.stack.reserve(B, CHUNK)
-    assert it.stack.commit(B, PathPosition((A,)))
+    assert it.stack.commit(B, (A,))
     assert it.moves() == [] and it.stack.num_waiting("disk") == 1
     it.stack.cascade(A)
     it.end(promoted)
@@ -450,7 +437,7 @@ def test_what_needs_a_chunk_that_failed_on_its_way_up_is_judged_when_the_fast_ti
     it.hold(A)
     promoted = it.moves()
     it.stack.reserve(B, CHUNK)
-    assert it.stack.commit(B, PathPosition((A,))) and it.stack.num_waiting("disk") == 1
+    assert it.stack.commit(B, (A,)) and it.stack.num_waiting("disk") == 1
     it.end(promoted, Failure(FailureReason.CHECKSUM))
     assert it.stack.num_waiting("disk") == 0, "it waits for nothing that might come"
     assert it.stack.take_counts().tiers["disk"].cascades == {"dropped_orphan": 1}

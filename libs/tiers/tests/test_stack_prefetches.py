@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_stack import CHUNK, A, B, C, Stack
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers import Failure, FailureReason, Key, Refusal, Slot
+from hybridkv.tiers import Extends, Failure, FailureReason, Key, Refusal, Slot
 from hybridkv.tiers.disk import DiskOptions, Fsync
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, PromotionLease
@@ -135,7 +135,7 @@ def test_the_newest_prefix_takes_the_place_of_the_oldest_and_no_other() -> None:
     assert it.stack.take_counts().prefetch_bytes["displaced"] == 2 * CHUNK
 
 
-@pytest.mark.parametrize("use", ["hold", "pin_all", "touch"])
+@pytest.mark.parametrize("use", ["hold", "pin_all"])
 def test_what_was_used_makes_room_for_others_and_is_given_up_for_none(use: str) -> None:
     it = Stack(near_chunks=4)
     it.put_far(A, B)
@@ -144,11 +144,9 @@ def test_what_was_used_makes_room_for_others_and_is_given_up_for_none(use: str) 
     if use == "hold":
         it.hold(A)
         it.stack.release("request")
-    elif use == "pin_all":
+    else:
         assert it.stack.pin_all([A])
         it.stack.unpin_all([A])
-    else:
-        it.stack.touch([A])
     it.stack.prefetch([B], CHUNK)
     bring(it)
     it.put_near(C, b"d")
@@ -377,10 +375,10 @@ class Watched(RamIndex):
         self.pinned += keys
         return super().pin_all(keys)
 
-    def touch(self, keys: Iterable[Key]) -> None:
+    def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
         told = list(keys)
         self.touched += told
-        super().touch(told)
+        super().touch(told, extends)
 
 
 @pytest.mark.parametrize("waits_for", ["a hold", "a place", "bytes", "a tier"])

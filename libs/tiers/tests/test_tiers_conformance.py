@@ -19,6 +19,7 @@ from kits.tiers.conformance import (  # noqa: E402
     ChangesConformance,
     ExactTierConformance,
     LateConformance,
+    LeafFirstConformance,
     SealedMemoryConformance,
     Tier,
     TierSuite,
@@ -40,7 +41,7 @@ def wrapped(tier: Tier) -> Tier:
     return Tier(FaultInjectingIndex(tier.index, FaultPlan()), FaultInjectingMedium(tier.medium, FaultPlan()))
 
 
-class InMemoryTier(ExactTierConformance):
+class InMemoryTier(ExactTierConformance, LeafFirstConformance):
     def corrupt(self, medium: TierMedium, slot: Slot) -> None:
         assert isinstance(medium, ExposesBytes)
         medium.views(slot)[-1][-1] ^= 1
@@ -124,7 +125,7 @@ class TestChangesOfDisk(DiskStores, ChangesConformance):
     """Nobody else writes there."""
 
 
-class TestDisk(DiskStores, ExactTierConformance):
+class TestDisk(DiskStores, ExactTierConformance, LeafFirstConformance):
     """Exact, because it has nine times the room that it may fill; with less, segments are given up earlier."""
 
     def corrupt(self, medium: TierMedium, slot: Slot) -> None:

@@ -5,7 +5,7 @@ collects `test_*` methods of classes will do.
 """
 
 from kits.tiers.conformance.changes import ChangesConformance
-from kits.tiers.conformance.eviction import EvictionConformance, ExactEvictionConformance
+from kits.tiers.conformance.eviction import EvictionConformance, ExactEvictionConformance, LeafFirstConformance
 from kits.tiers.conformance.index import IndexConformance
 from kits.tiers.conformance.late import AskConformance, LateAnswersConformance, LateConformance
 from kits.tiers.conformance.medium import MediumConformance
@@ -34,6 +34,7 @@ __all__ = [
     "IndexConformance",
     "LateAnswersConformance",
     "LateConformance",
+    "LeafFirstConformance",
     "LeastRecentlyUsedConformance",
     "MediumConformance",
     "ReadOnlyConformance",

@@ -2,6 +2,7 @@
 
 `EvictionConformance` is a promise of every tier. `ExactEvictionConformance` is one of tiers that evict chunk by chunk,
 none before its room is needed: a tier that frees larger pieces may pass it where it has room to spare.
+`LeafFirstConformance` is one of tiers that evict a key before the one that it extends.
 """
 
 from __future__ import annotations
@@ -175,3 +176,87 @@ class ExactEvictionConformance(TierSuite):
         slot = reserved(index, b"key e", self.bytes_of(2))
         assert slot.num_bytes == self.bytes_of(2)
         assert hits(index) == [B, D]
+
+
+class LeafFirstConformance(TierSuite):
+    """What a tier promises that evicts chunk by chunk and keeps chunks of its own, not other tiers' answers."""
+
+    def test_a_key_goes_after_those_that_extend_it(self) -> None:
+        index = self.make_index(3)
+        self.extend(index, A, B, C)
+        committed(index, D)
+        assert hits(index) == [A, B, D]
+        committed(index, b"key e")
+        assert hits(index) == [A, D], "what lost its last extension is the next"
+
+    def test_a_use_of_the_last_key_of_a_path_is_one_of_the_path(self) -> None:
+        index = self.make_index(4)
+        self.extend(index, A, B)
+        committed(index, C, D)
+        index.touch([B])
+        committed(index, b"key e", b"key f")
+        assert hits(index) == [A, B]
+
+    def test_a_path_that_fills_the_tier_evicts_nothing_of_itself(self) -> None:
+        index = self.make_index(3)
+        committed(index, D)
+        self.extend(index, A, B, C)
+        assert hits(index) == [A, B, C]
+        assert index.reserve(D, CHUNK_BYTES, (b"unknown", C)) is Refusal.NO_ROOM
+        assert hits(index) == [A, B, C]
+        assert isinstance(index.reserve(D, CHUNK_BYTES, (b"unknown",)), Slot)
+        assert hits(index) == [A, B]
+
+    def test_what_a_pinned_key_extends_leaves_no_room(self) -> None:
+        index = self.make_index(3)
+        self.extend(index, A, B, C)
+        index.pin(B)
+        assert index.reserve(D, self.bytes_of(2)) is Refusal.NO_ROOM
+        assert hits(index) == [A, B, C]
+        committed(index, D)
+        assert hits(index) == [A, B, D]
+
+    def test_several_keys_extend_one(self) -> None:
+        index = self.make_index(4)
+        self.extend(index, A, B)
+        committed(index, C)
+        index.touch([C], [(A,)])
+        committed(index, D, b"key e")
+        assert hits(index) == [A, C, D]
+        committed(index, b"key f")
+        assert hits(index) == [A, D]
+        committed(index, b"key g")
+        assert hits(index) == [D]
+
+    def test_what_was_used_after_what_extended_it_is_the_most_recent(self) -> None:
+        index = self.make_index(4)
+        self.extend(index, A, B)
+        committed(index, C)
+        index.touch([A])
+        committed(index, D, b"key e")
+        assert hits(index) == [A, C, D]
+        committed(index, b"key f")
+        assert hits(index) == [A, D]
+
+    def test_a_touch_says_what_keys_extend(self) -> None:
+        index = self.make_index(3)
+        committed(index, A, B, C)
+        index.touch([C, B, A], [(B, A), (D, A), (C,)])
+        committed(index, D)
+        assert hits(index) == [A, B, D], "a circle is none"
+
+    def test_what_extended_an_invalidated_key_extends_what_that_one_did(self) -> None:
+        index = self.make_index(4)
+        self.extend(index, A, B, C)
+        index.invalidate(B)
+        committed(index, D, b"key e", b"key f")
+        assert hits(index) == [A, D]
+        committed(index, b"key g")
+        assert hits(index) == [D]
+
+    @staticmethod
+    def extend(index: TierIndex, *keys: Key) -> None:
+        """Store keys, each of which extends the one before."""
+        for number, key in enumerate(keys):
+            assert isinstance(index.reserve(key, CHUNK_BYTES, keys[max(number - 1, 0) : number]), Slot)
+            assert index.commit(key)

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, BatchedIndex, Key, LookupCounts, Refusal, Slot, TierCounts, TierIndex
+from hybridkv.tiers.contract import (
+    UNSPECIFIED,
+    BatchedIndex,
+    Extends,
+    Key,
+    LookupCounts,
+    NewChunk,
+    Refusal,
+    Slot,
+    TierCounts,
+    TierIndex,
+)
 from kits.tiers.faults.plan import FaultPlan, Operation, Refuse, Trigger, Vanish
 
 
@@ -66,28 +77,23 @@ class FaultInjectingIndex:
     def any_pending(self, keys: Iterable[Key]) -> bool:
         return self._inner.any_pending(keys)
 
-    def touch(self, keys: Iterable[Key]) -> None:
-        self._inner.touch(keys)
-
-    def follows(self, key: Key, needs: Sequence[Key]) -> None:
-        """As the inner index, if it is told."""
-        if isinstance(self._inner, BatchedIndex):
-            self._inner.follows(key, needs)
+    def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
+        self._inner.touch(keys, extends)
 
     def end_batch(self) -> None:
         """As the inner index, if it is told."""
         if isinstance(self._inner, BatchedIndex):
             self._inner.end_batch()
 
-    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+    def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         action = self._trigger.action(Operation.RESERVE, key)
         if isinstance(action, Refuse):
             self._injected = self._injected.merge(TierCounts(refusals={action.refusal: 1}))
             return action.refusal
-        return self._inner.reserve(key, num_bytes)
+        return self._inner.reserve(key, num_bytes, extends)
 
-    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
-        return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
+    def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
+        return [self.reserve(*chunk) for chunk in chunks]
 
     def commit(self, key: Key) -> bool:
         self._vanish(Operation.COMMIT, key)

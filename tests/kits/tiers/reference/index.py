@@ -6,11 +6,12 @@ Other indices are tested against it. It is slow on purpose and not meant to serv
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, SyncLookups, TierCounts
+from hybridkv.tiers.contract import UNSPECIFIED, Extends, Key, NewChunk, Refusal, Slot, SyncLookups, TierCounts
 from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.tally import Tally
 
@@ -23,6 +24,8 @@ class _Entry:
     is_doomed: bool = False
     num_pins: int = 0
     last_used: int = 0
+    last_call: int = 0
+    extends: Extends = ()
 
 
 class ReferenceIndex(SyncLookups):
@@ -40,6 +43,7 @@ class ReferenceIndex(SyncLookups):
         self._capacity_bytes = capacity_bytes // granule_bytes * granule_bytes
         self._entries: dict[Key, _Entry] = {}
         self._clock = 0
+        self._num_calls = 0
         self._generation = 0
         self._is_closed = False
         self._tally = Tally()
@@ -86,15 +90,42 @@ class ReferenceIndex(SyncLookups):
         entry = self._entries.get(key)
         return entry is not None and entry.is_doomed
 
-    def touch(self, keys: Iterable[Key]) -> None:
+    def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
+        keys = list(keys)
+        self._num_calls += 1
+        for key, extended in zip(keys, extends, strict=False):
+            if self._is_held(key) and self._entries[key].extends is None:
+                self._link(key, extended)
         for key in keys:
             if self.lookup(key) is LookupResult.HIT:
-                self._entries[key].last_used = self._now()
+                self._give_back(self._entries[key])
 
-    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+    def _first_held(self, keys: Extends) -> Key | None:
+        return next((key for key in keys if self._is_held(key)), None)
+
+    def _link(self, key: Key, keys: Extends) -> None:
+        extends = above = self._first_held(keys)
+        while above is not None:
+            if above == key:
+                return
+            above = self._entries[above].extends
+        self._entries[key].extends = extends
+
+    def _remove(self, key: Key) -> _Entry:
+        """The entry goes. What extended it extends what it did, which is the next to go if nothing extends it."""
+        gone = self._entries.pop(key)
+        for entry in self._entries.values():
+            if entry.extends == key:
+                entry.extends = gone.extends
+        if gone.extends and not any(entry.extends == gone.extends for entry in self._entries.values()):
+            extended = self._entries[gone.extends]
+            extended.last_used = self._now() * (1 if extended.last_call > gone.last_call else -1)
+        return gone
+
+    def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
-        victims = self._victims()
+        victims = self._victims(self._first_held(extends))
         refusal = self._why_not(key, self.cost(num_bytes), victims)
         if refusal is not None:
             return self._tally.refuse(refusal)
@@ -102,13 +133,14 @@ class ReferenceIndex(SyncLookups):
             self._evict(victims.pop(0))
         used_numbers = {entry.slot_number for entry in self._entries.values()}
         slot_number = next(number for number in itertools.count() if number not in used_numbers)
-        self._entries[key] = _Entry(num_bytes, slot_number)
+        self._entries[key] = _Entry(num_bytes, slot_number, last_call=self._num_calls)
+        self._link(key, extends)
         self._generation += 1
         self._tally.reservations += 1
         return self._slot(self._entries[key])
 
-    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
-        return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
+    def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
+        return [self.reserve(*chunk) for chunk in chunks]
 
     def _why_not(self, key: Key, cost: int, victims: list[Key]) -> Refusal | None:
         if self._is_closed:
@@ -122,20 +154,35 @@ class ReferenceIndex(SyncLookups):
             return Refusal.NO_ROOM
         return None
 
-    def _victims(self) -> list[Key]:
+    def _victims(self, kept: Key | None) -> list[Key]:
         """What may be evicted, first to go first."""
-        keys = [key for key, entry in self._entries.items() if not entry.is_reserved and not entry.num_pins]
-        return sorted(keys, key=lambda key: self._entries[key].last_used)
+        num_extend = Counter(entry.extends for entry in self._entries.values())
+        num_extend[kept] += 1
+        free = {key for key, entry in self._entries.items() if not entry.is_reserved and not entry.num_pins}
+        victims: list[Key] = []
+        leaves = [key for key in free if not num_extend[key]]
+        leaves.sort(key=lambda key: self._entries[key].last_used)
+        while leaves:
+            victims.append(leaves.pop(0))
+            gone = self._entries[victims[-1]]
+            num_extend[gone.extends] -= 1
+            if gone.extends in free and not num_extend[gone.extends]:
+                is_later = self._entries[gone.extends].last_call > gone.last_call
+                leaves.insert(len(leaves) if is_later else 0, gone.extends)
+        return victims
 
     def _evict(self, key: Key) -> None:
         self._tally.evictions += 1
-        self._tally.evicted_bytes += self.cost(self._entries.pop(key).num_bytes)
+        self._tally.evicted_bytes += self.cost(self._remove(key).num_bytes)
         self._generation += 1
 
     def commit(self, key: Key) -> bool:
+        return self.commit_all([key])[0]
+
+    def _commit(self, key: Key) -> bool:
         entry = self._reserved_entry("commit", key)
         if entry.is_doomed:
-            del self._entries[key]
+            self._remove(key)
             return False
         entry.is_reserved = False
         self._give_back(entry)
@@ -144,11 +191,12 @@ class ReferenceIndex(SyncLookups):
         return True
 
     def commit_all(self, keys: Sequence[Key]) -> list[bool]:
-        return [self.commit(key) for key in keys]
+        self._num_calls += 1
+        return [self._commit(key) for key in keys]
 
     def abort(self, key: Key) -> None:
         entry = self._reserved_entry("abort", key)
-        del self._entries[key]
+        self._remove(key)
         if not entry.is_doomed:
             self._generation += 1
         self._tally.aborts += 1
@@ -166,7 +214,7 @@ class ReferenceIndex(SyncLookups):
         if entry.is_reserved or entry.num_pins:
             entry.is_doomed = True
         else:
-            del self._entries[key]
+            self._remove(key)
         self._generation += 1
         self._tally.invalidations += 1
         return True
@@ -184,6 +232,9 @@ class ReferenceIndex(SyncLookups):
         return [slot for key in keys if (slot := self.pin(key)) is not None]
 
     def unpin(self, key: Key) -> None:
+        self.unpin_all([key])
+
+    def _unpin(self, key: Key) -> None:
         entry = self._entries.get(key)
         if entry is None or not entry.num_pins:
             raise TierProtocolError(f"unpin: expected a pinned key, got {key.hex()}")
@@ -191,15 +242,16 @@ class ReferenceIndex(SyncLookups):
         if not entry.num_pins:
             self._give_back(entry)
             if entry.is_doomed:
-                del self._entries[key]
+                self._remove(key)
 
     def _give_back(self, entry: _Entry) -> None:
-        """Nobody writes or reads it any more."""
-        entry.last_used = self._now()
+        """It is used, and nobody writes or reads it any more."""
+        entry.last_used, entry.last_call = self._now(), self._num_calls
 
     def unpin_all(self, keys: Iterable[Key]) -> None:
+        self._num_calls += 1
         for key in keys:
-            self.unpin(key)
+            self._unpin(key)
 
     def clear(self) -> int:
         return sum(self.invalidate(key) for key in list(self._entries))

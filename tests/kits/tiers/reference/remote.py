@@ -16,11 +16,13 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import (
     UNSPECIFIED,
     Completion,
+    Extends,
     Failure,
     FailureReason,
     Key,
     LookupAnswer,
     LookupCounts,
+    NewChunk,
     Refusal,
     Slot,
     Ticket,
@@ -235,12 +237,12 @@ class RemoteIndex:
     def any_pending(self, keys: Iterable[Key]) -> bool:
         return any(self.lookup(key) is LookupResult.PENDING for key in keys)
 
-    def touch(self, keys: Iterable[Key]) -> None:
-        self._known.touch(keys)
+    def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
+        self._known.touch(keys, extends)
 
-    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+    def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         self._hear()
-        answer = self._known.reserve(key, num_bytes)
+        answer = self._known.reserve(key, num_bytes, extends)
         if isinstance(answer, Refusal):
             return answer
         if self._asked.pop(key, None) is not None:
@@ -249,8 +251,8 @@ class RemoteIndex:
         self._forget_slots()
         return self._slots[key]
 
-    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
-        return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
+    def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
+        return [self.reserve(*chunk) for chunk in chunks]
 
     def commit(self, key: Key) -> bool:
         is_committed = self._known.commit(key)

@@ -26,6 +26,13 @@ Ticket = NewType("Ticket", int)
 """The caller's id of one store or load; returned in the `Completion`."""
 
 
+Extends: TypeAlias = tuple[Key, ...]
+"""Keys, at most two, of which another key extends the first that a tier holds."""
+
+NewChunk: TypeAlias = tuple[Key, int] | tuple[Key, int, Extends]
+"""A key to reserve, its number of bytes, and what it extends, as for `TierIndex.reserve`."""
+
+
 class Slot(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Location of one chunk in a medium, assigned by the index. Sent between processes."""
 
@@ -245,19 +252,33 @@ class TierIndex(Protocol):
         """True if one of the keys is PENDING."""
         ...
 
-    def touch(self, keys: Iterable[Key]) -> None:
-        """Make committed keys the most recently used, the last one most. Other keys are ignored."""
-        ...
+    def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
+        """Make committed keys the most recently used, the last one most. Other keys are ignored.
 
-    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
-        """Reserve space for a chunk of `num_bytes` > 0.
-
-        Evicts committed, unpinned keys, the least recently used first, and only as many as needed. A refusal evicts
-        nothing.
+        Args:
+            keys: used keys.
+            extends: of each of them, as for `reserve`. Of effect for a key that extends nothing yet. Fast if each key
+                comes before the one that it extends.
         """
         ...
 
-    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
+    def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
+        """Reserve space for a chunk of `num_bytes` > 0.
+
+        Evicts committed, unpinned keys that no held key extends, the least recently used first, and only as many as
+        needed. After the last key that extends another one, that one is the next, or the most recent if it was used in
+        a later call. A refusal evicts nothing. No key that
+        the chunk extends, directly or not, is evicted for it. If a key goes out of turn, those that extended it extend
+        what it extended. A tier that only knows what others keep may evict in any order.
+
+        Args:
+            key: of the chunk.
+            num_bytes: of the chunk.
+            extends: keys; the chunk extends the first of them that the tier holds.
+        """
+        ...
+
+    def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
         """`reserve` for each key and number of bytes; one result for each.
 
         Later chunks are tried after a refusal too: sizes differ, and only the caller knows which chunks are useful
@@ -380,11 +401,7 @@ class TierMedium(Protocol):
 
 @runtime_checkable
 class BatchedIndex(Protocol):
-    """An index that places the chunks of a batch together, by the chunks that they need. Called by a stack."""
-
-    def follows(self, key: Key, needs: Sequence[Key]) -> None:
-        """Set the keys that the next reserved key needs, as in `PathPosition.needs`."""
-        ...
+    """An index that places the chunks of a batch together, each after the chunk that it extends. Called by a stack."""
 
     def end_batch(self) -> None:
         """End the batch of keys reserved since the last call. The media receive it as one batch."""

@@ -1,8 +1,8 @@
 """Index of the disk tier: decides which chunks stay on disk, and where. Only the index creates files and owns metadata.
 
-Eviction is least recently used, per record: of the groups of a prefix, those in use stay. Evictions take effect in
-memory at once; the janitor changes files later. Only the constructor, `clear` and `close` wait for a device; the last
-two for a bounded time.
+Eviction is least recently used, per record, and no record goes before those that extend it. A start keeps the order of
+records, and learns what they extend when they are used. Evictions take effect in memory at once; the janitor changes
+files later. Only the constructor, `clear` and `close` wait for a device; the last two for a bounded time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hybridkv.hashing import Fingerprint
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.changes import Changes
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, SyncLookups, TierCounts
+from hybridkv.tiers.contract import UNSPECIFIED, Extends, Key, NewChunk, Refusal, Slot, SyncLookups, TierCounts
 from hybridkv.tiers.disk.counts import DiskCounts
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.format.layout import LARGEST_KEY_BYTES
@@ -111,11 +111,11 @@ class DiskIndex(SyncLookups):
     def any_pending(self, keys: Iterable[Key]) -> bool:
         return self._records.any_pending(keys)
 
-    def touch(self, keys: Iterable[Key]) -> None:
-        self._records.touch(keys)
+    def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
+        self._records.touch(keys, extends)
         self._maintenance.write_changes()
 
-    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+    def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         """See the contract. BUSY while file work that may make room runs or waits: a segment is created, deleted or
         emptied. NO_ROOM if there is no such work: the file system is full, or every segment has a reader, for example.
         """
@@ -125,20 +125,20 @@ class DiskIndex(SyncLookups):
             raise TierProtocolError(f"reserve: expected a key of 1 to {LARGEST_KEY_BYTES} bytes, got {len(key)}")
         self._maintenance.collect()
         cost, records = cost_of(num_bytes), self._records
-        refusal = records.why_not(key, cost)
+        refusal = records.why_not(key, cost, extends)
         if refusal is None and not self._segments.has_room(cost, may_take_last=False):
             self._maintenance.run()
             if not self._segments.has_room(cost, may_take_last=False):
                 refusal = Refusal.BUSY if self._maintenance.makes_room else Refusal.NO_ROOM
         if refusal is not None:
             return records.count_refusal(refusal)
-        records.make_room(cost)
-        slot = records.reserve(key, num_bytes, cost)
+        records.make_room(cost, extends=extends)
+        slot = records.reserve(key, num_bytes, cost, extends)
         self._maintenance.run_if_needed()
         return slot
 
-    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
-        return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
+    def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
+        return [self.reserve(*chunk) for chunk in chunks]
 
     def commit(self, key: Key) -> bool:
         is_committed = self._records.commit(key)

@@ -1,4 +1,7 @@
-"""Ledger of keys: reserved, committed, deleted and pending; pins; eviction.
+"""Ledger of keys: reserved, committed, deleted and pending; pins; what each key extends; eviction.
+
+Only leaves are evicted: keys that no other key extends. When the last key that extends a key goes, that key is next, or
+the most recently used one if it was used in a later call.
 
 The only implementation of these rules in Python. Knows no files and no addresses: a `Space` assigns places, an
 `EvictionPolicy` chooses the next key to evict, and an optional `LedgerObserver` is called for each step. The cost of a
@@ -8,7 +11,8 @@ call does not depend on the number of keys. The indexes of tiers derive from the
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from operator import length_hint
 from typing import Generic
 
@@ -16,7 +20,7 @@ import msgspec
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.changes import ChangeFeed, Changes
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, SyncLookups, TierCounts
+from hybridkv.tiers.contract import UNSPECIFIED, Extends, Key, Refusal, Slot, SyncLookups, TierCounts
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger.order import EvictionPolicy
 from hybridkv.tiers.ledger.states import E, KeyState, LedgerObserver, Space
@@ -66,8 +70,15 @@ class KeyLedger(SyncLookups, Generic[E]):
         self._max_keys = sys.maxsize if max_keys is None else max_keys
         self.by_key: dict[Key, E] = {}
         self.evictable = order
-        """Committed and unpinned keys: all that may be evicted."""
+        """Committed and unpinned keys that no key extends: all that may be evicted now."""
+        self._extends: dict[Key, Key] = {}
+        """The key that a key extends. Both are in `by_key`."""
+        self._last_use: dict[Key, int] = {}
+        """Number of the call that used a key last."""
+        self._num_calls = 0
+        self._extended_by: dict[Key, set[Key]] = {}
         self.evictable_bytes = 0
+        """Bytes of all committed and unpinned keys."""
         self.reserved_now: dict[Key, E] = {}
         """Keys that may be written now, deleted ones included."""
         self.pinned_now: dict[Key, E] = {}
@@ -103,8 +114,9 @@ class KeyLedger(SyncLookups, Generic[E]):
         return len(self.pinned_now)
 
     def eviction_order(self) -> list[Key]:
-        """Committed and unpinned keys, in the iteration order of the `EvictionPolicy`."""
-        return list(self.evictable)
+        """Committed and unpinned keys, in the iteration order of the `EvictionPolicy`; not those that a reserved or
+        pinned key extends."""
+        return list(self._victims(None))
 
     def lacks(self, key: Key) -> bool:
         """True if the key is neither committed nor reserved."""
@@ -157,7 +169,7 @@ class KeyLedger(SyncLookups, Generic[E]):
 
     # Reservations. The index calls `why_not`, `make_room` and `take`, and may add reasons of its own in between.
 
-    def why_not(self, key: Key, cost: int) -> Refusal | None:
+    def why_not(self, key: Key, cost: int, extends: Extends = ()) -> Refusal | None:
         """Reason why the ledger cannot reserve a key. Changes nothing and counts nothing."""
         if self.is_closed:
             return Refusal.CLOSED
@@ -165,25 +177,66 @@ class KeyLedger(SyncLookups, Generic[E]):
             return Refusal.PRESENT
         if cost > self._largest_bytes:
             return Refusal.TOO_LARGE
-        if self.used_bytes + cost - self.evictable_bytes > self.capacity_bytes:
-            return Refusal.NO_ROOM
-        if len(self.reserved_now) + len(self.pinned_now) >= self._max_keys:
-            return Refusal.NO_ROOM
-        return None
+        missing_bytes = self.used_bytes + cost - self.capacity_bytes
+        num_missing = len(self.by_key) + 1 - self._max_keys
+        if missing_bytes <= 0 and num_missing <= 0:
+            return None
+        for victim in self._victims(self._first_held(extends)):
+            missing_bytes -= self.by_key[victim].cost
+            num_missing -= 1
+            if missing_bytes <= 0 and num_missing <= 0:
+                return None
+        return Refusal.NO_ROOM
 
-    def make_room(self, cost: int, num_keys: int = 1) -> None:
-        """Evict until so many more bytes and keys are within the bounds, or nothing is evictable."""
-        while self.evictable_bytes and (
+    def _victims(self, kept: Key | None) -> Iterator[Key]:
+        """Keys in the order of eviction. Leaves out `kept` and all that it extends."""
+        num_left: dict[Key, int] = {}
+        later: list[Key] = []
+        for leaf in chain(self.evictable, later):
+            key = leaf
+            while key != kept:
+                yield key
+                extended = self._extends.get(key)
+                if extended is None:
+                    break
+                entry = self.by_key[extended]
+                num_left[extended] = num_left.get(extended, len(self._extended_by[extended])) - 1
+                if num_left[extended] or entry.state is not _COMMITTED or entry.num_pins:
+                    break
+                if self._last_use[extended] > self._last_use[key]:
+                    later.append(extended)
+                    break
+                key = extended
+
+    def make_room(self, cost: int, num_keys: int = 1, extends: Extends = ()) -> None:
+        """Evict until so many more bytes and keys are within the bounds, or nothing is evictable. Keeps `extends`."""
+        kept = self._first_held(extends)
+        if kept is not None:
+            if self._leaf(kept) is not None:
+                self.evictable.forget(kept)
+            self._extended_by.setdefault(kept, set()).add(kept)  # in place of the new key
+        while len(self.evictable) and (
             self.used_bytes + cost > self.capacity_bytes or len(self.by_key) + num_keys > self._max_keys
         ):
             self.evict_next()
+        if kept is not None:
+            self._unextend(kept, kept)
 
-    def take(self, key: Key, num_bytes: int, cost: int) -> E:
-        """Reserve space for a key, after `why_not` returned None and `make_room`."""
+    def take(self, key: Key, num_bytes: int, cost: int, extends: Extends = ()) -> E:
+        """Reserve space for a key, after `why_not` returned None and `make_room`.
+
+        Args:
+            key: to reserve.
+            num_bytes: size of the chunk.
+            cost: bytes of the capacity.
+            extends: keys; it extends the first of them that the ledger holds.
+        """
         entry = self._space.take(key, num_bytes, cost)
         self.by_key[key] = self.reserved_now[key] = entry
         self._held.add(key)
         self._pending.add(key)
+        self._last_use[key] = self._num_calls
+        self._link(key, extends)
         self.used_bytes += cost
         self._note_change(key)
         self.tally.reservations += 1
@@ -191,23 +244,87 @@ class KeyLedger(SyncLookups, Generic[E]):
 
     # Life cycle of a key.
 
-    def touch(self, keys: Iterable[Key]) -> None:
-        """Make committed keys the most recently used, the last one most. Other keys are ignored."""
-        if self._observer is None:
-            self.evictable.touch(keys)
+    def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
+        """Make committed keys the most recently used, the last one most. Other keys are ignored.
+
+        Args:
+            keys: used keys.
+            extends: of each, as for `take`; of effect for a key that extends nothing yet.
+        """
+        keys = list(keys)
+        self._num_calls += 1
+        for key, extended in zip(keys, extends, strict=False):
+            self._link(key, extended)
+        self.evictable.touch(keys)
+        for key in keys:
+            entry = self.by_key.get(key)
+            if entry is not None and entry.state is _COMMITTED and not entry.num_pins:
+                self._last_use[key] = self._num_calls
+        if self._observer is not None:
+            entries = filter(None, map(self.by_key.get, keys))
+            self._observer.used(entry for entry in entries if entry.state is _COMMITTED and not entry.num_pins)
+
+    def _leaf(self, key: Key | None) -> E | None:
+        """Entry of a key that may be evicted now."""
+        entry = None if key is None or key in self._extended_by else self.by_key.get(key)
+        return entry if entry is not None and entry.state is _COMMITTED and not entry.num_pins else None
+
+    def _first_held(self, keys: Extends) -> Key | None:
+        return next((key for key in keys if key and key in self._held), None)
+
+    def _link(self, key: Key, keys: Extends) -> None:
+        extends = self._first_held(keys)
+        if extends is None or key in self._extends or key not in self._held:
             return
-        keys, find = list(keys), self.by_key.get
-        if self.evictable.touch(keys):
-            keys = [key for key in keys if (entry := find(key)) and entry.state is _COMMITTED and not entry.num_pins]
-        self._observer.used(map(self.by_key.__getitem__, keys))
+        above: Key | None = extends
+        while above is not None:
+            if above == key:
+                return
+            above = self._extends.get(above) if key in self._extended_by else None
+        self._extend(key, extends)
+
+    def _extend(self, key: Key, extends: Key) -> None:
+        if self._leaf(extends) is not None:
+            self.evictable.forget(extends)
+        self._extends[key] = extends
+        self._extended_by.setdefault(extends, set()).add(key)
+
+    def _unlink(self, key: Key) -> None:
+        """The key goes. What extends it extends what it extended, which is the next to go if nothing extends it."""
+        extended = self._extends.pop(key, None)
+        for other in self._extended_by.pop(key, ()):
+            del self._extends[other]
+            if extended is not None:
+                self._extend(other, extended)
+        if extended is not None:
+            self._unextend(extended, key)
+
+    def _unextend(self, extended: Key, key: Key) -> None:
+        self._extended_by[extended].remove(key)
+        if not self._extended_by[extended]:
+            del self._extended_by[extended]
+            entry = self._leaf(extended)
+            if entry is not None:
+                is_next = self._last_use[extended] <= self._last_use[key]
+                self.evictable.track(extended, entry, is_next=is_next)
 
     def _track(self, key: Key, entry: E) -> None:
-        """Make a key evictable."""
-        self.evictable.track(key, entry)
+        """Make a committed key evictable, once no key extends it."""
+        self._last_use[key] = self._num_calls
+        if key not in self._extended_by:
+            self.evictable.track(key, entry)
         self.evictable_bytes += entry.cost
+
+    def _untrack(self, key: Key, entry: E) -> None:
+        if key not in self._extended_by:
+            self.evictable.forget(key)
+        self.evictable_bytes -= entry.cost
 
     def commit(self, key: Key) -> bool:
         """Offer a reserved key: its bytes are stored. False if it was invalidated; its space is freed then."""
+        return self.commit_all((key,))[0]
+
+    def _commit(self, key: Key) -> bool:
         entry = self.reserved_now.pop(key, None)
         if entry is None:
             raise self._misfit("commit", key)
@@ -225,7 +342,8 @@ class KeyLedger(SyncLookups, Generic[E]):
 
     def commit_all(self, keys: Iterable[Key]) -> list[bool]:
         """`commit` of each, in order."""
-        return [self.commit(key) for key in keys]
+        self._num_calls += 1
+        return [self._commit(key) for key in keys]
 
     def abort(self, key: Key) -> None:
         """Free a reservation that will not be committed, also one that was invalidated."""
@@ -270,8 +388,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         elif entry.num_pins:
             entry.state = _DELETED_READ
         else:
-            self.evictable.forget(key)
-            self.evictable_bytes -= entry.cost
+            self._untrack(key, entry)
             self._forget(key, entry)
         return entry
 
@@ -281,8 +398,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         if entry is None or entry.state is not _COMMITTED:
             return None
         if not entry.num_pins:
-            self.evictable.forget(key)
-            self.evictable_bytes -= entry.cost
+            self._untrack(key, entry)
             self.pinned_now[key] = entry
             if self._observer is not None:
                 self._observer.held(entry)
@@ -297,6 +413,9 @@ class KeyLedger(SyncLookups, Generic[E]):
 
     def unpin(self, key: Key) -> None:
         """Undo one `pin`. The last one makes the key the most recently used, or frees it if it was invalidated."""
+        self.unpin_all((key,))
+
+    def _unpin(self, key: Key) -> None:
         entry = self.pinned_now.get(key)
         if entry is None:
             raise TierProtocolError(f"unpin: expected a pinned key, got {key.hex()}")
@@ -313,24 +432,25 @@ class KeyLedger(SyncLookups, Generic[E]):
 
     def unpin_all(self, keys: Iterable[Key]) -> None:
         """`unpin` of each, in order."""
+        self._num_calls += 1
         for key in keys:
-            self.unpin(key)
+            self._unpin(key)
 
     # Eviction.
 
     def evict_next(self) -> E:
         """Evict the next key. There must be an evictable one."""
         key, entry = self.evictable.pick()
+        self.evictable_bytes -= entry.cost
         self._evicted(key, entry)
         return entry
 
     def evict(self, key: Key) -> None:
-        """Evict a committed, unpinned key out of order."""
-        self.evictable.forget(key)
+        """Evict a committed, unpinned key out of order, also one that others extend."""
+        self._untrack(key, self.by_key[key])
         self._evicted(key, self.by_key[key])
 
     def _evicted(self, key: Key, entry: E) -> None:
-        self.evictable_bytes -= entry.cost
         self._held.remove(key)
         self._note_change(key)
         self.tally.evictions += 1
@@ -347,6 +467,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         """
         num_withdrawn = len(self._held)
         self.evictable.give_up()
+        self._extends, self._extended_by, self._last_use = {}, {}, {}
         self.reserved_now = {key: _deleted(entry) for key, entry in self.reserved_now.items()}
         self.pinned_now = {key: _deleted(entry) for key, entry in self.pinned_now.items()}
         self.by_key = self.reserved_now | self.pinned_now
@@ -377,6 +498,8 @@ class KeyLedger(SyncLookups, Generic[E]):
 
     def _forget(self, key: Key, entry: E) -> None:
         del self.by_key[key]
+        self._unlink(key)
+        self._last_use.pop(key, None)
         self.used_bytes -= entry.cost
         self._space.free(entry)
 

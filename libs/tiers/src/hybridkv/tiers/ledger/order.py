@@ -1,6 +1,6 @@
 """Eviction orders: a protocol for policies, and least recently used.
 
-An order contains only the evictable keys. Sizes, states and pins are in the ledger.
+An order contains only the keys that may be evicted now. Sizes, states and pins are in the ledger.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ OrderedE = TypeVar("OrderedE")
 class EvictionPolicy(Protocol[OrderedE]):
     """Chooses the next key to evict among those that it tracks. The cost of a call does not depend on their number."""
 
-    def track(self, key: Key, entry: OrderedE) -> None:
-        """Add a key, as the most recently used. It is not tracked yet."""
+    def track(self, key: Key, entry: OrderedE, *, is_next: bool = False) -> None:
+        """Add a key, as the most recently used, or as the next to be evicted. It is not tracked yet."""
         ...
 
     def touch(self, keys: Iterable[Key]) -> int:
@@ -53,8 +53,10 @@ class LruPolicy(Generic[E]):
     def __init__(self) -> None:
         self._entries: OrderedDict[Key, E] = OrderedDict()
 
-    def track(self, key: Key, entry: E) -> None:
+    def track(self, key: Key, entry: E, *, is_next: bool = False) -> None:
         self._entries[key] = entry
+        if is_next:
+            self._entries.move_to_end(key, last=False)
 
     def touch(self, keys: Iterable[Key]) -> int:
         entries, num_untracked = self._entries, 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 
-from hybridkv.tiers.contract import UNSPECIFIED, FailureReason, Key, LookupAnswer, Refusal, Slot
+from hybridkv.tiers.contract import UNSPECIFIED, Extends, FailureReason, Key, LookupAnswer, Refusal, Slot
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, News, ObjectClient
 from hybridkv.tiers.object.format.record import LARGEST_KEY_BYTES
@@ -40,8 +40,6 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         self._packs = Packs(options.pack_bytes, self._new_pack)
         self._engine = uuid.uuid4().hex
         self._num_packs = 0
-        self._needs: tuple[Key, Sequence[Key]] = (b"", ())
-        """The next key to be reserved, and the keys that it extends."""
 
     def _new_pack(self) -> str:
         namespace = self._client.namespace
@@ -77,15 +75,11 @@ class ObjectIndex(RemoteIndex[PackPlace]):
 
     # Storing.
 
-    def follows(self, key: Key, needs: Sequence[Key]) -> None:
-        """As `BatchedIndex` says."""
-        self._needs = (key, needs)
-
     def end_batch(self) -> None:
         """As `BatchedIndex` says."""
         self._publish(self._packs.end_batch())
 
-    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+    def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         """Assign a place in a pack. The pack object exists once the media have stored it."""
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
@@ -99,8 +93,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
             return self._known.tally.refuse(refusal)
         self._make_room(num_bytes, 1)
         self._tracker.withdraw(key)
-        follower, needs = self._needs
-        self._space.next = self._packs.place(key, num_bytes, needs if follower == key else ())
+        self._space.next = self._packs.place(key, num_bytes, extends[-1:])
         return self._known.take(key, num_bytes, num_bytes).slot
 
     def commit(self, key: Key) -> bool:

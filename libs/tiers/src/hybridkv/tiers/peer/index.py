@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridkv.tiers.contract import Key, LookupAnswer, Refusal, Slot
+from hybridkv.tiers.contract import Extends, Key, LookupAnswer, Refusal, Slot
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.peer.client import Answered, ConnectionLost, PeerClient
 from hybridkv.tiers.peer.options import PeerOptions
@@ -120,7 +120,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
 
     # Storing.
 
-    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+    def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         """Refused: CLOSED, PRESENT, or else TOO_LARGE, since asking again is pointless."""
         if num_bytes <= 0:
             raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")

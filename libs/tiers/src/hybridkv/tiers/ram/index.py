@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.changes import MAX_CHANGED_KEYS, Changes
-from hybridkv.tiers.contract import NO_LOOKUPS, Key, LookupCounts, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import NO_LOOKUPS, Extends, Key, LookupCounts, NewChunk, Refusal, Slot, TierCounts
 from hybridkv.tiers.errors import TierConfigurationError, TierProtocolError
 from hybridkv.tiers.native import GranuleLedger
 from hybridkv.tiers.ram.sizes import count_granules, count_keys, in_granules
@@ -90,12 +90,12 @@ class RamIndex(_Ledger):
     def cost(self, num_bytes: int) -> int:
         return in_granules(self.granule_bytes, num_bytes)
 
-    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+    def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         if self.before_reserving is not None:
             self.before_reserving()
-        return super().reserve(key, num_bytes)
+        return super().reserve(key, num_bytes, extends)
 
-    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
+    def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
         # Once is enough: no other thread runs until the call returns.
         if self.before_reserving is not None:
             self.before_reserving()

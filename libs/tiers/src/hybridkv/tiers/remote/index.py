@@ -15,7 +15,17 @@ from itertools import islice
 from typing import Any, Generic, Protocol
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Key, LookupAnswer, LookupCounts, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import (
+    UNSPECIFIED,
+    Extends,
+    Key,
+    LookupAnswer,
+    LookupCounts,
+    NewChunk,
+    Refusal,
+    Slot,
+    TierCounts,
+)
 from hybridkv.tiers.ledger import Entry, KeyLedger, KeyState, LruPolicy
 from hybridkv.tiers.remote.found import FoundPlaces, P
 from hybridkv.tiers.remote.lookups import LookupTracker
@@ -329,7 +339,7 @@ class RemoteIndex(Generic[P]):
         self._poll_events()
         return any(self._answer(key) is _PENDING for key in keys)
 
-    def touch(self, keys: Iterable[Key]) -> None:
+    def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
         self._known.touch(keys)
 
     # Storing.
@@ -338,11 +348,11 @@ class RemoteIndex(Generic[P]):
         refusal = self._known.why_not(key, num_bytes)
         return Refusal.PRESENT if refusal is None and key in self._found.by_key else refusal
 
-    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+    def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         raise NotImplementedError
 
-    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
-        return [self.reserve(key, num_bytes) for key, num_bytes in chunks]
+    def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
+        return [self.reserve(*chunk) for chunk in chunks]
 
     def commit(self, key: Key) -> bool:
         is_committed = self._known.commit(key)

@@ -14,12 +14,10 @@ from hybridkv.tiers.stack.moves import (
     TierMove,
 )
 from hybridkv.tiers.stack.options import CascadePolicy, SecondaryTierOptions
-from hybridkv.tiers.stack.path import ALONE, PathPosition
 from hybridkv.tiers.stack.secondary import SecondaryTier
 from hybridkv.tiers.stack.stack import TierStack
 
 __all__ = [
-    "ALONE",
     "Breaker",
     "BreakerOptions",
     "BreakerState",
@@ -29,7 +27,6 @@ __all__ = [
     "MoveCounts",
     "MoveOutcome",
     "MoveResult",
-    "PathPosition",
     "PrefetchBytes",
     "PrefetchResult",
     "PromotionLease",

@@ -1,14 +1,12 @@
 """Cascade queue: the chunks to copy from the primary tier to one secondary tier, in order.
 
-A chunk waits while the bounds of moves in flight are reached, and while the secondary tier answers BUSY. A chunk that
-needs others is sent only when those are in the secondary tier or in flight, so the secondary tier holds beginnings of
-prefixes wherever the queue stops. Waiting chunks are not pinned in the primary tier, since new stores are worth more
-than copies: if one is evicted, it is dropped from the queue with all that need it.
+A chunk waits while the bounds of moves in flight are reached, and while the secondary tier answers BUSY. A chunk needs
+the last of the keys that it extends, and is sent only when that one is in the secondary tier or in flight, so the
+secondary tier holds beginnings of prefixes wherever the queue stops. Waiting chunks are not pinned in the primary tier,
+since new stores are worth more than copies: if one is evicted, it is dropped from the queue with all that need it.
 
 When a cascade fails, the chunks that need it are dropped if they wait, and invalidated in the secondary tier if they
 are in flight or have arrived.
-
-Eviction order follows in both tiers (`order.py`).
 """
 
 from __future__ import annotations
@@ -18,16 +16,14 @@ import heapq
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import BatchedIndex, Failure, FailureReason, Key, Refusal, Slot
+from hybridkv.tiers.contract import BatchedIndex, Extends, Failure, FailureReason, Key, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.in_flight import InFlightMoves
 from hybridkv.tiers.stack.moves import Direction, MoveResult
 from hybridkv.tiers.stack.options import SecondaryTierOptions
-from hybridkv.tiers.stack.order import SentBatch, UseOrder
-from hybridkv.tiers.stack.path import PathPosition, holds_all
 
 KEEP_AWAKE_S = 1.0
 """The queue asks for further steps for so long without progress. A tier that accepts nothing may never recover."""
@@ -56,58 +52,47 @@ class _QueuedChunk:
     """A chunk to copy."""
 
     number: int
-    """Greater than those of the chunks that it needs."""
+    """Greater than that of the chunk that it extends."""
     key: Key
-    on_path: PathPosition
+    extends: Extends
     num_bytes: int = 0
     """Known after the first attempt."""
-    batch: SentBatch | None = None
-    """Batch that counts this chunk."""
+    was_sent: bool = False
     is_timed_out: bool = False
     is_forgotten: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class _QueuedTouch:
-    """Keys to make the most recently used after everything queued before them has arrived."""
-
-    keys: tuple[Key, ...]
 
 
 class CascadeQueue:
     """Cascades to one secondary tier: those that wait and the bookkeeping of those in flight.
 
     Args:
-        order: eviction order of the primary and the secondary tier.
+        primary: index of the primary tier.
+        secondary: index of the secondary tier.
         in_flight: moves in flight of this tier.
         options: bounds.
         plan: adds a move of a chunk from its primary slot to its secondary slot.
-        position: index of the tier among the secondary tiers of its stack.
     """
 
     def __init__(
         self,
-        order: UseOrder,
+        primary: TierIndex,
+        secondary: TierIndex,
         in_flight: InFlightMoves,
         options: SecondaryTierOptions,
         plan: Callable[[Key, Slot, Slot], None],
-        position: int,
     ) -> None:
-        self._order = order
-        self._primary, self._secondary = order.primary, order.secondary
-        self._batched = order.secondary if isinstance(order.secondary, BatchedIndex) else None
+        self._primary, self._secondary = primary, secondary
+        self._batched = secondary if isinstance(secondary, BatchedIndex) else None
         self._in_flight = in_flight
         self._options = options
         self._plan_move = plan
-        self._position = position
         self._max_bytes = min(
-            options.cascading_share * order.primary.capacity_bytes,
-            options.arriving_share * order.secondary.capacity_bytes,
+            options.cascading_share * primary.capacity_bytes, options.arriving_share * secondary.capacity_bytes
         )
         self._numbers = itertools.count()
         self._retries: list[tuple[int, _QueuedChunk]] = []
         """Heap of the chunks to send again, before the queue."""
-        self._queue: deque[_QueuedChunk | _QueuedTouch] = deque()
+        self._queue: deque[_QueuedChunk] = deque()
         self.parked: dict[Key, list[_QueuedChunk]] = {}
         """Chunks that need a key which the primary tier is about to hold, by that key."""
         self._parked_keys: set[Key] = set()
@@ -128,7 +113,7 @@ class CascadeQueue:
 
     @property
     def has_queued(self) -> bool:
-        """True if a chunk or a touch may be due."""
+        """True if a chunk may be due."""
         return bool(self._queue or self._retries)
 
     @property
@@ -150,7 +135,7 @@ class CascadeQueue:
         the next step that happens for another reason."""
         return bool(self._keys) and now_s - self._awake_since_s < KEEP_AWAKE_S
 
-    def add(self, key: Key, on_path: PathPosition, now_s: float) -> MoveResult | None:
+    def add(self, key: Key, extends: Extends, now_s: float) -> MoveResult | None:
         """Queue a chunk if the secondary tier lacks it. Returns the reason if it is dropped."""
         if key in self._keys or not self._secondary.lacks(key):
             return None
@@ -163,7 +148,7 @@ class CascadeQueue:
                 self._awake_since_s, self._has_sent = now_s, False
         self._has_new = True
         self._keys.add(key)
-        self._queue.append(_QueuedChunk(next(self._numbers), key, on_path))
+        self._queue.append(_QueuedChunk(next(self._numbers), key, extends))
         return None
 
     def on_primary_resolved(self, key: Key) -> None:
@@ -179,19 +164,6 @@ class CascadeQueue:
                 resolved.append(chunk.key)
                 self._is_blocked = False
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        """Make keys the most recently used in the secondary tier, the last one most, after everything queued before has
-        arrived; then in the primary tier too, where chunks in flight are pinned until then.
-
-        Applied at once if nothing is queued, or if more than `max_waiting` keys wait for that.
-        """
-        is_idle = not (self._queue or self._retries or self._order.is_ordering)
-        if is_idle or self._order.num_touched + len(keys) > self._options.max_waiting:
-            self._secondary.touch(keys)
-            return
-        self._order.num_touched += len(keys)
-        self._queue.append(_QueuedTouch(tuple(keys)))
-
     def pump(self, gate: Callable[[], WriteGate], now_s: float) -> list[MoveResult]:
         """Send the chunks that may go now. Returns one reason for each dropped chunk.
 
@@ -204,11 +176,7 @@ class CascadeQueue:
         is_open = gate() if self._keys else WriteGate.OPEN
         while self._retries or self._queue:
             item = self._retries[0][1] if self._retries else self._queue[0]
-            if isinstance(item, _QueuedTouch):
-                self._order.reach(item.keys)
-                self._queue.popleft()
-                continue
-            is_first = item.batch is None
+            is_first = not item.was_sent
             step = self._try(item, is_open)
             self._is_blocked = step is _QueueStep.LATER
             if step is _QueueStep.LATER:
@@ -229,7 +197,7 @@ class CascadeQueue:
         return dropped
 
     def _try(self, chunk: _QueuedChunk, gate: WriteGate) -> _QueueStep | MoveResult:
-        key, on_path = chunk.key, chunk.on_path
+        key, extends = chunk.key, chunk.extends
         if gate is WriteGate.SHUT:
             return MoveResult.DROPPED_OPEN
         if gate is WriteGate.BUSY:
@@ -240,15 +208,8 @@ class CascadeQueue:
             return self._wait_or(MoveResult.DROPPED_BUSY)
         if key in moving:  # invalidated while in flight
             return MoveResult.DROPPED_BUSY if moving[key].is_timed_out else _QueueStep.LATER
-        for need in on_path.needs:
-            if secondary.lacks(need):
-                return self._park(chunk, need)
-        if on_path.prefix:
-            if not holds_all(secondary, on_path.prefix):
-                return MoveResult.DROPPED_ORPHAN
-            chunk.on_path = on_path._replace(prefix=())
-        if on_path.path_bytes and on_path.path_bytes[self._position] > secondary.capacity_bytes:
-            return MoveResult.DROPPED_NO_ROOM
+        if extends and secondary.lacks(extends[-1]):
+            return self._park(chunk, extends[-1])
         slot = self._primary.pin(key)
         if slot is None:
             return MoveResult.DROPPED_EVICTED
@@ -278,15 +239,12 @@ class CascadeQueue:
         return _QueueStep.PARKED
 
     def _send(self, chunk: _QueuedChunk, primary: Slot) -> _QueueStep | MoveResult:
-        if self._batched is not None:
-            self._batched.follows(chunk.key, chunk.on_path.needs)
-        secondary = self._secondary.reserve(chunk.key, chunk.num_bytes)
+        secondary = self._secondary.reserve(chunk.key, chunk.num_bytes, chunk.extends)
         if isinstance(secondary, Slot):
             self._has_sent = True
             self._plan_move(chunk.key, primary, secondary)
             self._moving[chunk.key] = chunk
-            if chunk.batch is None:
-                chunk.batch = self._order.sent(chunk.key)
+            chunk.was_sent = True
             return _QueueStep.SENT
         if secondary is Refusal.PRESENT:
             return _QueueStep.PRESENT
@@ -302,10 +260,8 @@ class CascadeQueue:
             self._batched.end_batch()
 
     def on_timeout(self, key: Key) -> None:
-        """A cascade timed out: touches no longer wait for it."""
-        chunk = self._moving[key]
-        chunk.is_timed_out = True
-        self._count_off(chunk)
+        """A cascade timed out."""
+        self._moving[key].is_timed_out = True
 
     def on_ended(self, key: Key, failure: Failure | None, now_s: float) -> bool:
         """A cascade ended. Returns True if it is retried, because the medium was BUSY."""
@@ -320,13 +276,7 @@ class CascadeQueue:
             return True
         else:
             self._lose(chunk)
-        self._count_off(chunk)
         return False
-
-    def _count_off(self, chunk: _QueuedChunk) -> None:
-        if chunk.batch is not None:
-            batch, chunk.batch = chunk.batch, None
-            self._order.count_off(batch)
 
     def _land(self, chunk: _QueuedChunk) -> None:
         if self._may_lose_need(chunk, self._landed):
@@ -338,8 +288,7 @@ class CascadeQueue:
 
     def _may_lose_need(self, chunk: _QueuedChunk, landed: Mapping[Key, _QueuedChunk]) -> bool:
         """True if a chunk that it needs may still fail."""
-        moving, keys = self._moving, self._keys
-        return any(need in moving or need in landed or need in keys for need in chunk.on_path.needs)
+        return any(need in self._moving or need in landed or need in self._keys for need in chunk.extends[-1:])
 
     def _trim_landed(self) -> None:
         """Forget landed chunks whose needs can no longer fail; then the oldest, if there are still too many."""
@@ -351,13 +300,12 @@ class CascadeQueue:
 
     def _lose(self, chunk: _QueuedChunk) -> None:
         """A chunk that was in flight will not arrive: invalidate those sent after it that need it."""
-        if chunk.batch is None and not chunk.is_timed_out:
+        if not chunk.was_sent:
             return
-        self._count_off(chunk)
         lost = {chunk.key}
         later = (each for each in (*self._landed.values(), *self._moving.values()) if each.number > chunk.number)
         for each in sorted(later, key=lambda each: each.number):
-            if not lost.isdisjoint(each.on_path.needs):
+            if not lost.isdisjoint(each.extends[-1:]):
                 lost.add(each.key)
                 self._landed.pop(each.key, None)
                 self._secondary.invalidate(each.key)
@@ -367,13 +315,10 @@ class CascadeQueue:
         if not self._keys or self.since_s > before_s:
             return []
         dropped = [MoveResult.DROPPED_LATE] * len(self._keys)
-        retries, queue = self._retries, self._queue
+        retries = self._retries
         self._drop_all()
         for _, chunk in retries:
             self._lose(chunk)
-        for item in queue:
-            if isinstance(item, _QueuedTouch):
-                self._order.reach(item.keys)
         return dropped
 
     def _drop_all(self) -> None:
@@ -388,4 +333,3 @@ class CascadeQueue:
         for chunk in self._moving.values():
             chunk.is_forgotten = True
         self._landed.clear()
-        self._order.clear()

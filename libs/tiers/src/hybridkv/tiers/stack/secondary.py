@@ -13,14 +13,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hybridkv.tiers.contract import Failure, FailureReason, Key, LookupCounts, Refusal, Slot, TierIndex
+from hybridkv.tiers.contract import Extends, Failure, FailureReason, Key, LookupCounts, Refusal, Slot, TierIndex
 from hybridkv.tiers.stack.cascade_queue import CascadeQueue, WriteGate
 from hybridkv.tiers.stack.health import BreakerState, TierHealth
 from hybridkv.tiers.stack.in_flight import InFlightMove, InFlightMoves, SharedMoves
 from hybridkv.tiers.stack.moves import Direction, MoveCounts, MoveOutcome, MoveResult, MoveTally
 from hybridkv.tiers.stack.options import CascadePolicy, SecondaryTierOptions
-from hybridkv.tiers.stack.order import UseOrder
-from hybridkv.tiers.stack.path import PathPosition
 
 _PROMOTE, _DONE, _FAILED = Direction.PROMOTE, MoveResult.DONE, MoveResult.FAILED
 FIRST_READ_S_PER_BYTE = 1e-9
@@ -106,8 +104,7 @@ class SecondaryTierState:
         self.is_eager = tier.options.cascades is CascadePolicy.ALL
         """True if chunks cascade at their first use."""
         if tier.options.cascades is not CascadePolicy.NOTHING:
-            order = UseOrder(context.primary, tier.index)
-            self.queue = CascadeQueue(order, self.in_flight, tier.options, self._plan_cascade, position)
+            self.queue = CascadeQueue(context.primary, tier.index, self.in_flight, tier.options, self._plan_cascade)
 
     @property
     def load_timeout_s(self) -> float:
@@ -215,13 +212,13 @@ class SecondaryTierState:
     def _plan_cascade(self, key: Key, primary: Slot, secondary: Slot) -> None:
         self.plan(Direction.CASCADE, key, primary, secondary)
 
-    def cascade(self, key: Key, on_path: PathPosition, *, is_met: bool) -> None:
+    def cascade(self, key: Key, extends: Extends, *, is_met: bool) -> None:
         """Queue a chunk for this tier, if the policy wants it and the tier lacks it."""
         queue = self.queue
         if queue is not None and (is_met or self.is_eager):
             if queue.is_full and queue.has_new:
                 self.pump()
-            dropped = queue.add(key, on_path, self._clock())
+            dropped = queue.add(key, extends, self._clock())
             if dropped is not None:
                 self._drop(dropped)
 
@@ -234,13 +231,6 @@ class SecondaryTierState:
         """Empty the cascade queue."""
         if self.queue is not None:
             self.queue.clear()
-
-    def touch(self, keys: Sequence[Key]) -> None:
-        """Make keys the most recently used here; again when the chunks queued by now have arrived."""
-        if self.queue is not None:
-            self.queue.touch(keys)
-        else:
-            self.index.touch(keys)
 
     @property
     def has_new(self) -> bool:

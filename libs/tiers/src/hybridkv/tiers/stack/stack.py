@@ -14,24 +14,21 @@ deadlines. The space of a timed-out promotion stays reserved until the media rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from hybridkv.planner import LookupResult
-from hybridkv.tiers.contract import UNSPECIFIED, Key, Refusal, Slot, TierIndex
+from hybridkv.tiers.contract import UNSPECIFIED, Extends, Key, NewChunk, Refusal, Slot, TierIndex
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.stack.health import BreakerState
 from hybridkv.tiers.stack.in_flight import SharedMoves
 from hybridkv.tiers.stack.leases import PromotionLease, PromotionLeases, StackDeadlines
 from hybridkv.tiers.stack.moves import Direction, MoveOutcome, StackCounts, TierMove
 from hybridkv.tiers.stack.options import SecondaryTierOptions
-from hybridkv.tiers.stack.path import ALONE, PathPosition, holds_all, leading_held
 from hybridkv.tiers.stack.prefetches import Prefetches
 from hybridkv.tiers.stack.promotions import Promotions
 from hybridkv.tiers.stack.secondary import SecondaryTier, SecondaryTierState, StackContext
 from hybridkv.tiers.stack.view import StackView
 
-_MAX_SIZES = 1024
-"""Chunk sizes with cached costs."""
 # Looking up an enum member by name takes time, and these are used in every call.
 _PENDING, _HIT = LookupResult.PENDING, LookupResult.HIT
 _PROMOTE = Direction.PROMOTE
@@ -83,27 +80,11 @@ class TierStack:
         self._view = StackView(primary, self._tiers, self._moves)
         self._promotions = Promotions(primary, self._tiers, self._pump_new)
         self._prefetches = Prefetches(primary, self._promotions, self._load_timeout_s, self._touch_all)
-        self._costs: dict[int, tuple[int, ...]] = {}
-        """Costs by chunk size; there are few sizes."""
 
     def breaker_state(self, direction: Direction, tier: str) -> BreakerState:
         """State of the breaker of one direction of a secondary tier."""
         self._check_deadlines()
         return self._by_name[tier].health.state(direction)
-
-    def costs(self, num_bytes: int) -> tuple[int, ...]:
-        """Bytes that a chunk of this size uses of each secondary tier, for `PathPosition.path_bytes`."""
-        costs = self._costs.get(num_bytes)
-        if costs is None:
-            if len(self._costs) >= _MAX_SIZES:
-                self._costs.clear()
-            costs = self._costs[num_bytes] = tuple(tier.index.cost(num_bytes) for tier in self._tiers)
-        return costs
-
-    @property
-    def capacities(self) -> tuple[int, ...]:
-        """Capacity of each secondary tier, in bytes."""
-        return tuple(tier.index.capacity_bytes for tier in self._tiers)
 
     @property
     def load_timeout_s(self) -> float:
@@ -178,12 +159,12 @@ class TierStack:
 
     def in_all_secondaries(self, keys: Sequence[Key]) -> bool:
         """True if no secondary tier with the policy ALL lacks one of these keys."""
-        return all(holds_all(tier.index, keys) for tier in self._eager)
+        return all(_leading_held(tier.index, keys) == len(keys) for tier in self._eager)
 
     def leading_secondary(self, keys: Sequence[Key]) -> int:
         """Number of leading keys that every secondary tier that chunks cascade to holds, or is about to."""
         for tier in self._cascading:
-            keys = keys[: leading_held(tier.index, keys)]
+            keys = keys[: _leading_held(tier.index, keys)]
         return len(keys)
 
     # The primary tier alone.
@@ -314,44 +295,44 @@ class TierStack:
         """`touch`, but not counted as a use."""
         self.near.touch(keys)
         for tier in self._tiers:
-            tier.touch(keys)
+            tier.index.touch(keys)
 
     # Stores.
 
-    def reserve(self, key: Key, num_bytes: int) -> Slot | Refusal:
+    def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         """Reserve space in the primary tier."""
         self._pump_new()
-        slot = self.near.reserve(key, num_bytes)
+        slot = self.near.reserve(key, num_bytes, extends)
         if isinstance(slot, Slot):
             self._prefetches.forget((key,))
         return slot
 
-    def reserve_all(self, chunks: Sequence[tuple[Key, int]]) -> list[Slot | Refusal]:
-        """`reserve` for each key and number of bytes."""
+    def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
+        """`reserve` for each chunk."""
         self._pump_new()
         slots = self.near.reserve_all(chunks)
-        stored = [key for (key, _), slot in zip(chunks, slots, strict=True) if isinstance(slot, Slot)]
+        stored = [chunk[0] for chunk, slot in zip(chunks, slots, strict=True) if isinstance(slot, Slot)]
         self._prefetches.forget(stored)
         return slots
 
-    def commit(self, key: Key, on_path: PathPosition = ALONE) -> bool:
+    def commit(self, key: Key, extends: Extends = ()) -> bool:
         """Commit a stored chunk in the primary tier, and let it cascade."""
-        return self.commit_all([(key, on_path)])[0]
+        return self.commit_all([(key, extends)])[0]
 
-    def commit_all(self, chunks: Sequence[tuple[Key, PathPosition | None]]) -> list[bool]:
-        """`commit` of each, in order. A chunk without a path position does not cascade."""
+    def commit_all(self, chunks: Sequence[tuple[Key, Extends]], primary_only: Collection[Key] = ()) -> list[bool]:
+        """`commit` of each key, in order, with the keys that it extends. Keys of `primary_only` do not cascade."""
         are_stored = self.near.commit_all([key for key, _ in chunks])
         if self._tiers:
-            for (key, on_path), is_stored in zip(chunks, are_stored, strict=True):
-                self._on_committed(key, on_path, is_stored)
+            for (key, extends), is_stored in zip(chunks, are_stored, strict=True):
+                self._on_committed(key, extends, is_stored, key not in primary_only)
         return are_stored
 
-    def _on_committed(self, key: Key, on_path: PathPosition | None, is_stored: bool) -> None:
+    def _on_committed(self, key: Key, extends: Extends, is_stored: bool, cascades: bool) -> None:
         if self._leases.by_owner:
             self._leases.on_arrived(key) if is_stored else self._leases.on_lost(key)
         for tier in self._cascading:
-            if is_stored and on_path is not None:
-                tier.cascade(key, on_path, is_met=False)
+            if is_stored and cascades:
+                tier.cascade(key, extends, is_met=False)
         self._unpark(key)
 
     def abort(self, key: Key) -> None:
@@ -360,17 +341,15 @@ class TierStack:
         self._leases.on_lost(key)
         self._unpark(key)
 
-    def touch(self, keys: Sequence[Key]) -> None:
-        """Make keys the most recently used in every tier, the last one most.
+    def touch(self, keys: Sequence[Key], extends: Sequence[Extends] = ()) -> None:
+        """Make keys the most recently used in every tier, the last one most, and set what they extend.
 
-        Applied to a secondary tier again after the chunks queued by now have arrived, since some of these keys may be
-        among them.
+        Of prefetched keys that counts as found, not as read.
         """
-        self._prefetches.on_used(keys)
-        self.near.touch(keys)
-        self._pump_new()
+        self._prefetches.forget(keys)
+        self.near.touch(keys, extends)
         for tier in self._tiers:
-            tier.touch(keys)
+            tier.index.touch(keys, extends)
 
     def touch_primary(self, keys: Sequence[Key]) -> None:
         """Make keys that are found or kept, but not read, the most recently used in the primary tier alone."""
@@ -393,19 +372,19 @@ class TierStack:
         self._prefetches.clear()
         self._leases.fail_all()
 
-    def cascade(self, key: Key, on_path: PathPosition = ALONE, *, is_met: bool = True) -> None:
+    def cascade(self, key: Key, extends: Extends = (), *, is_met: bool = True) -> None:
         """Queue a chunk of the primary tier for each secondary tier that lacks it, according to its `CascadePolicy`.
 
         Args:
             key: of the chunk.
-            on_path: its position among the chunks that are used together.
+            extends: keys; it extends the first that a tier holds, and is sent only after the last.
             is_met: True if the chunk was found by a request that did not store it.
 
-        Chunks are sent in the order of these calls; call it for a chunk after those that it needs. They are sent before
-        anything else is added to the primary tier, at the next `touch`, or at `take_moves`.
+        Chunks are sent in the order of these calls; call it for a chunk after the one that it extends. They are sent
+        before anything else is added to the primary tier, or at `take_moves`.
         """
         for tier in self._cascading:
-            tier.cascade(key, on_path, is_met=is_met)
+            tier.cascade(key, extends, is_met=is_met)
 
     def num_waiting(self, tier: str) -> int:
         """Chunks in the cascade queue of a tier."""
@@ -484,3 +463,11 @@ class TierStack:
         self.near.close()
         for tier in self._tiers:
             tier.index.close()
+
+
+def _leading_held(index: TierIndex, keys: Sequence[Key]) -> int:
+    """Number of leading keys that a tier does not lack, apart from async lookups."""
+    num_held = index.leading(keys)
+    if index.has_async_lookups:
+        return next((place for place, key in enumerate(keys[:num_held]) if index.lacks(key)), num_held)
+    return num_held

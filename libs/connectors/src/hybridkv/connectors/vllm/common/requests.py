@@ -7,7 +7,6 @@ stored for it.
 from __future__ import annotations
 
 import math
-import operator
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,12 +20,12 @@ from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterV
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.hashing import ChunkKeys, TokenHashes
-from hybridkv.planner import CacheSpec, GroupKind, Hit, Loss, Miss, life, path_order
+from hybridkv.planner import CacheSpec, GroupKind, Hit, Loss, Miss, life
 from hybridkv.planner.checkpoints import Placement, Prompt
 from hybridkv.planner.hints import NO_HINTS, Hints
 from hybridkv.planner.paths import Part
 from hybridkv.planner.stages import NEW, Reply, Stage
-from hybridkv.tiers.stack import PathPosition
+from hybridkv.tiers import Extends
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -34,41 +33,23 @@ if TYPE_CHECKING:
 NULL_BLOCK = 0
 """Block id of the null block in the engine's tables."""
 
-GROWTH = 8
-"""A chain is refreshed in LRU order when it has grown by one part in so many."""
-CHURN = 8
-"""A chain is also refreshed before it grows if other chains have since used one part in so many of a secondary tier."""
-
-
-def add(mine: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
-    """Sum of bytes for each secondary tier. `mine` may be empty, which means zero."""
-    if len(mine) == 1:
-        return (mine[0] + more[0],)
-    return tuple(map(operator.add, mine, more)) if mine else more
-
 
 class StoredChunk(msgspec.Struct, frozen=True, gc=False):
     """A chunk that is stored or being stored."""
 
     part: Part
     key: bytes
-    on_path: PathPosition
+    extends: Extends
+    """The chunk before it in the path, if that is another one, and the one that it needs."""
     is_new: bool
     """Whether this store writes the chunk."""
 
 
 @dataclass(slots=True, eq=False)
 class PrefixChain:
-    """Chain of the chunks stored for one request, in every tier. A request that starts over gets a new chain.
-
-    Tiers evict the least recently used chunk first, so a chain is refreshed as a whole, its end first. That costs one
-    touch for each chunk, so it happens when the chain has grown by a part, at the request's end, and before the chain
-    grows, if so much else was stored in between that the chain could evict its own beginning.
-    """
+    """Chunks stored for one request, in every tier. A request that starts over gets a new chain."""
 
     keys: dict[Part, bytes] = field(default_factory=dict)
-    num_bytes: tuple[int, ...] = ()
-    """Bytes of the chain in each secondary tier."""
     num_storing: int = 0
     """Stores in flight."""
     is_over: bool = False
@@ -77,16 +58,6 @@ class PrefixChain:
     """Length of the request's prompt, set when it starts to compute."""
     keep_seconds: float = 0.0
     """How long to keep the chain after the request's end."""
-    _last_end: int = 0
-    """Largest end of a chunk of the chain."""
-    _is_in_order: bool = True
-    """Whether chunks were added in `path_order`; they are unless a group lags behind the others."""
-    _num_refreshed: int = 0
-    _refreshed_at_bytes: tuple[int, ...] = ()
-    """Bytes used by all chains at the last refresh."""
-
-    def __post_init__(self) -> None:
-        self._is_in_order = not self.keys
 
     @property
     def is_complete(self) -> bool:
@@ -97,66 +68,10 @@ class PrefixChain:
         """Called when the request starts to compute."""
         self.prompt_tokens, self.keep_seconds = prompt_tokens, keep_seconds
 
-    def come(self, parts: Sequence[Part]) -> None:
-        """Announces the chunks that are added next, in `path_order`."""
-        if parts:
-            self._is_in_order = self._is_in_order and parts[0][1] > self._last_end
-            self._last_end = max(self._last_end, parts[-1][1])
-
-    def add(self, part: Part, key: bytes, num_bytes: tuple[int, ...]) -> tuple[int, ...]:
-        """Adds one announced chunk. Returns the bytes of the chain."""
-        if part not in self.keys:
-            self.keys[part] = key
-            self.num_bytes = add(self.num_bytes, num_bytes)
-        return self.num_bytes
-
-    def extend(self, parts: Sequence[Part], keys: Sequence[bytes], num_bytes: tuple[int, ...]) -> None:
-        """Adds chunks in `path_order`. `num_bytes` is the size of those that the chain did not have."""
-        self.come(parts)
-        self.keys.update(zip(parts, keys, strict=True))
-        self.num_bytes = add(self.num_bytes, num_bytes)
-
     def drop(self, parts: Sequence[Part]) -> None:
-        """Removes chunks that became useless. Their bytes still count, so that the sum is an upper bound."""
+        """Removes chunks that became useless."""
         for part in parts:
             self.keys.pop(part, None)
-
-    def is_overdue(self, used_bytes: Sequence[int], capacities: Sequence[int]) -> bool:
-        """Whether the chain is no longer recent in some secondary tier.
-
-        Args:
-            used_bytes: bytes that all chains have used in each tier, counted at every use.
-            capacities: bytes of each tier.
-        """
-        if not self._num_refreshed:
-            return False
-        return any(
-            (used - refreshed_at) * CHURN >= capacity
-            for used, refreshed_at, capacity in zip(used_bytes, self._refreshed_at_bytes, capacities, strict=True)
-        )
-
-    def prefix(self, spec: CacheSpec, end_token: int) -> tuple[bytes, ...]:
-        """Keys of all whole chunks of FULL groups that end before `end_token`."""
-        full = [index for index in spec.stored_groups if spec.groups[index].kind is GroupKind.FULL]
-        chunk = spec.chunk_tokens
-        parts = ((part, key) for part, key in self.keys.items() if part[0] in full)
-        return tuple(key for (_, end), key in parts if end < end_token and end % chunk == 0)
-
-    def take_refresh(
-        self, spec: CacheSpec, used_bytes: tuple[int, ...], is_overdue: bool = False
-    ) -> list[bytes] | None:
-        """All keys in eviction order if the chain is due for a refresh, else None."""
-        grown = len(self.keys) - self._num_refreshed
-        if not is_overdue and (not grown or (not self.is_complete and grown * GROWTH < self._num_refreshed)):
-            return None
-        self._num_refreshed, self._refreshed_at_bytes = len(self.keys), used_bytes
-        return self.order(spec)
-
-    def order(self, spec: CacheSpec) -> list[bytes]:
-        """All keys in eviction order."""
-        if self._is_in_order:
-            return list(self.keys.values())[::-1]
-        return [self.keys[part] for part in reversed(path_order(spec, self.keys))]
 
 
 def state_groups(spec: CacheSpec) -> tuple[int, ...]:

@@ -14,7 +14,6 @@ from hybridkv.connectors.config import KEEP_SHARE
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.requests import PrefixChain
 from hybridkv.connectors.vllm.common.stats import RAM, ConnectorMetrics
-from hybridkv.planner import path_order
 from hybridkv.planner.hints import keep_in
 from hybridkv.planner.paths import Part
 from hybridkv.tiers.stack import TierStack
@@ -135,12 +134,8 @@ class Keeper:
                 self._seen[tier] = index.generation
 
     def _from_the_end(self, tier: int) -> list[bytes]:
-        """Kept keys of a tier, the deepest first, so that each prefix is evicted from its end."""
-        by_part: dict[Part, list[bytes]] = {}
-        for key, kept in self._kept.items():
-            if kept.tiers[tier]:
-                by_part.setdefault(kept.part, []).append(key)
-        return [key for part in reversed(path_order(self._layout.spec, by_part)) for key in by_part[part]]
+        """Kept keys of a tier. Those of one prefix were added from its beginning on."""
+        return [key for key, kept in reversed(self._kept.items()) if kept.tiers[tier]]
 
     def record(self, num_ranks: int) -> None:
         """Updates the metrics."""

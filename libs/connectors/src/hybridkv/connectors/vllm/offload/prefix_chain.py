@@ -1,26 +1,22 @@
-"""Prefix chain of a request: which storable chunks are stored already, and the position of each chunk in the chain.
+"""Prefix of a request: which storable chunks are stored already, and what each chunk extends.
 
 `find_stored_prefix` does one lookup for each group instead of one for each chunk, and changes nothing in the tiers.
 After a load, or after a hit in the engine's own cache, it finds the whole of a long prefix.
-
-Leading chunks that every tier holds are added to the chain together: they need no copy and no cascade.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Container, Sequence
 from itertools import repeat
-from operator import itemgetter
 from typing import NamedTuple
 
-from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
-from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, PrefixChain, StoredChunk, TrackedRequest, add
-from hybridkv.planner import CacheSpec, GroupKind, needed_before, path_order, storable_ends
+from hybridkv.connectors.vllm.common.requests import NULL_BLOCK
+from hybridkv.planner import CacheSpec, GroupKind, path_order, storable_ends
 from hybridkv.planner.paths import Part
-from hybridkv.tiers.stack import ALONE, PathPosition, TierStack
+from hybridkv.tiers import Extends
+from hybridkv.tiers.stack import TierStack
 
 
 class StoredPrefix(NamedTuple):
@@ -35,13 +31,6 @@ class StoredPrefix(NamedTuple):
     """Keys of storable chunks that end after `stop_tokens`, without those of `absent_groups`."""
     absent_groups: frozenset[int]
     """Groups without a later chunk in the primary tier."""
-
-    def merge_keys(self, spec: CacheSpec, others: Sequence[Part], keys: dict[Part, bytes]) -> list[bytes]:
-        """Keys of these chunks and of others of the chain, in `path_order`. `keys` has the keys of the others."""
-        if not others:
-            return self.keys
-        keys = dict(zip(self.parts, self.keys, strict=True)) | keys
-        return [keys[part] for part in path_order(spec, [*self.parts, *others])]
 
 
 def find_stored_prefix(
@@ -101,107 +90,48 @@ def find_stored_prefix(
     return StoredPrefix(stop, parts, [key_of[part] for part in parts], later_keys, frozenset(absent))
 
 
-class PrefixInAllTiers(NamedTuple):
-    """Leading chunks of a `StoredPrefix` that every tier held when the store was planned."""
+def extended_keys(
+    spec: CacheSpec,
+    parts: Sequence[Part],
+    keys: Sequence[bytes],
+    known: Container[Part] = (),
+    before: bytes | None = None,
+    trunk: bytes | None = None,
+) -> list[Extends]:
+    """For each chunk the one before it in the path, and the one that it needs: the same, two, or none.
 
-    parts: list[Part]
-    """In `path_order`, before all other chunks of the store."""
-    keys: list[bytes]
-    bytes_before: tuple[int, ...]
-    """Bytes of the chain in each secondary tier before these chunks were added."""
-
-
-NO_PREFIX = PrefixInAllTiers([], [], ())
-
-
-class ChainBuilder:
-    """Adds chunks to the prefix chains of all requests of one connector.
+    Whole FULL chunks form the trunk: each needs the one before, where several FULL groups take turns. Any other chunk
+    needs the last FULL chunk that ends at its end, or else the trunk. The chunk before may be any; so a tier evicts a
+    path from its end.
 
     Args:
-        layout: the model's groups.
-        stack: the tiers.
+        spec: the model's groups.
+        parts: in `path_order`.
+        keys: of the parts.
+        known: parts that the tiers know already. No chunk is put after them.
+        before: the last chunk before `parts`, None at the beginning.
+        trunk: the last chunk of the trunk before `parts`, None at the beginning.
     """
-
-    def __init__(self, layout: CacheLayout, stack: TierStack) -> None:
-        self._layout = layout
-        self._stack = stack
-        self.used_bytes: tuple[int, ...] = ()
-        """Bytes used in each secondary tier, counted each time that a request stores or reuses a chunk."""
-
-    def add_prefix(
-        self, path: PrefixChain, prefix: StoredPrefix, others: list[Part]
-    ) -> tuple[PrefixInAllTiers, list[Part]]:
-        """Adds the leading chunks that all tiers hold to the chain, up to the first of `others`.
-
-        Returns:
-            These chunks, and the rest of `prefix` together with `others`, to be added one by one.
-        """
-        num_in_all_tiers = self._stack.leading_secondary(prefix.keys)
-        if num_in_all_tiers and others:
-            first_end = min(end for _, end in others)
-            num_in_all_tiers = min(num_in_all_tiers, bisect_left(prefix.parts, first_end, key=itemgetter(1)))
-        if not path.keys.keys().isdisjoint(prefix.parts):
-            num_in_all_tiers = 0
-        in_all_tiers = PrefixInAllTiers(prefix.parts[:num_in_all_tiers], prefix.keys[:num_in_all_tiers], path.num_bytes)
-        if num_in_all_tiers:
-            costs = self._costs(in_all_tiers.parts)
-            self.used_bytes = add(self.used_bytes, costs)
-            path.extend(in_all_tiers.parts, in_all_tiers.keys, costs)
-        return in_all_tiers, [*prefix.parts[num_in_all_tiers:], *others]
-
-    def evicted_since(self, path: PrefixChain, in_all_tiers: PrefixInAllTiers) -> list[StoredChunk]:
-        """Chunks to cascade again, from the first one that a secondary tier lacks by now."""
-        num_held = self._stack.leading_secondary(in_all_tiers.keys)
-        if num_held == len(in_all_tiers.keys):
-            return []
-        path_bytes, chunks = in_all_tiers.bytes_before, []
-        for place, (part, key) in enumerate(zip(in_all_tiers.parts, in_all_tiers.keys, strict=True)):
-            path_bytes = add(path_bytes, self._stack.costs(self._layout.chunk_bytes(*part)))
-            needs = needed_before(self._layout.spec, *part)
-            if place >= num_held and path.keys.keys() >= set(needs):
-                on_path = PathPosition(tuple(path.keys[need] for need in needs), path_bytes)
-                chunks.append(StoredChunk(part, key, on_path, False))
-        return chunks
-
-    def _costs(self, parts: Sequence[Part]) -> tuple[int, ...]:
-        """Bytes that these chunks use in each secondary tier."""
-        if not self._stack.slower:
-            return ()
-        spec, stack, layout = self._layout.spec, self._stack, self._layout
-        total = (0,) * len(stack.slower)
-        for group_index, number in Counter(map(itemgetter(0), parts)).items():
-            if spec.groups[group_index].kind is GroupKind.FULL and group_index not in spec.cut_groups:
-                sizes = Counter({layout.chunk_bytes(group_index, spec.chunk_tokens): number})
-            else:
-                sizes = Counter(layout.chunk_bytes(*part) for part in parts if part[0] == group_index)
-            for num_bytes, times in sizes.items():
-                total = add(total, tuple(times * cost for cost in stack.costs(num_bytes)))
-        return total
-
-    def add_chunks(
-        self, tracked: TrackedRequest, parts: Iterable[Part], new: Container[Part], keys: Mapping[Part, bytes]
-    ) -> list[StoredChunk]:
-        """Adds chunks to the request's chain. Returns them in `path_order`, each with its position.
-
-        Args:
-            tracked: the request.
-            parts: the chunks.
-            new: the chunks among `parts` that are being stored.
-            keys: keys of all `parts`.
-        """
-        spec, path = self._layout.spec, tracked.path
-        known, order = path.keys, path_order(spec, parts)
-        path.come(order)
-        if not self._stack.slower:
-            # There is no tier to cascade to.
-            ordered_keys = [keys[part] for part in order]
-            known.update(zip(order, ordered_keys, strict=True))
-            return [StoredChunk(part, key, ALONE, part in new) for part, key in zip(order, ordered_keys, strict=True)]
-        request_keys, chunks = tracked.keys(), []
-        for part in order:
-            key, costs = keys[part], self._stack.costs(self._layout.chunk_bytes(*part))
-            self.used_bytes = add(self.used_bytes, costs)
-            path_bytes = path.add(part, key, costs)
-            needs = tuple(known.get(need) or request_keys.key(*need) for need in needed_before(spec, *part))
-            chunks.append(StoredChunk(part, key, PathPosition(needs, path_bytes), part in new))
-        return chunks
+    if len(spec.stored_groups) == 1 and spec.full_groups and spec.tail_tokens is None:
+        extends: list[Extends] = [() if trunk is None else (trunk,)]
+        return [*extends, *zip(keys[:-1], strict=True)][: len(keys)]
+    full, chunk = frozenset(spec.full_groups), spec.chunk_tokens
+    extends = []
+    needed, last_end = trunk, 0
+    for part, key in zip(parts, keys, strict=True):
+        group_index, end = part
+        if end != last_end:
+            needed, last_end = trunk, end
+        if needed is None:
+            extends.append(())
+        elif before is None or before == needed or part in known:
+            extends.append((needed,))
+        else:
+            extends.append((before, needed))
+        if part not in known:
+            before = key
+        if group_index in full:
+            needed = key
+            if end % chunk == 0:
+                trunk = key
+    return extends

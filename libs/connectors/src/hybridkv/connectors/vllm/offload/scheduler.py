@@ -191,7 +191,6 @@ class OffloadScheduler:
             if tracked := self._requests.get(request_id):
                 tracked.forget_progress()
         self._keeper.renew()
-        self._stores.advance()
         self._prefetcher.advance(self._keeper.near_bytes_left)
         stores, self._planned_stores = self._planned_stores, []
         stores += self._plan_stores(scheduler_output, set(preempted))
@@ -362,7 +361,6 @@ class OffloadScheduler:
             self._checkpoints.forget()
         self._prefetcher.end()
         self._keeper.forget()
-        self._stores.forget()
         self._reuse.forget()
         self._requests.begin_anew(self._identity.begin_anew())
         return True

@@ -1,21 +1,20 @@
 """Stores of requests: plans them after each step, and commits or aborts them when all ranks are done.
 
 A source block stays pinned in the engine's pool until every rank has copied it. A key can be looked up only after every
-rank has written its part of the chunk. The LRU order evicts a chunk before the chunks that it needs.
+rank has written its part of the chunk. The tiers know what each chunk extends, and evict a chunk before those.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count, groupby, repeat
 from operator import attrgetter, itemgetter
-from typing import TYPE_CHECKING, cast
-
-import msgspec
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks import BlockPins, frees_on_end
@@ -30,26 +29,23 @@ from hybridkv.connectors.vllm.common.requests import (
     PrefixChain,
     StoredChunk,
     TrackedRequest,
-    add,
     state_groups,
 )
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.keeping import Keeper
-from hybridkv.connectors.vllm.offload.lru_refresh import RefreshQueue
-from hybridkv.connectors.vllm.offload.prefix_chain import NO_PREFIX, ChainBuilder, PrefixInAllTiers, find_stored_prefix
+from hybridkv.connectors.vllm.offload.prefix_chain import StoredPrefix, extended_keys, find_stored_prefix
 from hybridkv.planner import (
     GroupKind,
     LookupResult,
     State,
     StorePlan,
     TransferRun,
-    needed_before,
     path_order,
     plan_store,
 )
 from hybridkv.planner.paths import Part
-from hybridkv.tiers import Refusal, Slot
-from hybridkv.tiers.stack import PathPosition, TierStack
+from hybridkv.tiers import Extends, Refusal, Slot
+from hybridkv.tiers.stack import TierStack
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
@@ -65,7 +61,7 @@ _OUTCOMES = {Refusal.PRESENT: "present", Refusal.TOO_LARGE: "dropped_too_large"}
 class _StoreInFlight:
     path: PrefixChain
     chunks: list[StoredChunk]
-    """In `path_order`."""
+    """In `path_order`; without the leading ones that all tiers held when the store was planned."""
     blocks: list[KVCacheBlock]
     num_bytes: int
     ranks_left: int
@@ -74,8 +70,26 @@ class _StoreInFlight:
     reason: str | None = None
     origins: dict[Part, str] = field(default_factory=dict)
     """Origin of each stored state of the first recurrent group."""
-    in_all_tiers: PrefixInAllTiers = NO_PREFIX
-    """Leading chunks that all tiers held already, before `chunks`."""
+
+
+class _Path(NamedTuple):
+    """Chunks of one store and those before it that are stored already, in `path_order`."""
+
+    parts: list[Part]
+    keys: list[bytes]
+    num_held: int
+    """Leading chunks that all tiers hold."""
+    extends: list[Extends]
+    """Of the others."""
+
+
+def _add_chunks(path: PrefixChain, chunks: _Path, refused: set[Part], new: set[Part]) -> list[StoredChunk]:
+    """Adds chunks to a chain. Returns them without those that all tiers hold, in order."""
+    path.keys.update(zip(chunks.parts, chunks.keys, strict=True))
+    path.drop(list(refused))
+    held = chunks.num_held
+    rest = zip(chunks.parts[held:], chunks.keys[held:], chunks.extends, strict=True)
+    return [StoredChunk(part, key, extends, part in new) for part, key, extends in rest if part not in refused]
 
 
 class StorePlanner:
@@ -102,13 +116,11 @@ class StorePlanner:
         self._adapters = adapters
         self._metrics = metrics
         self._keeper = keeper
-        self._chains = ChainBuilder(layout, stack)
         self._first_state_group = next(iter(state_groups(layout.spec)), None)
         """First recurrent group; stored states are counted in it alone. None without recurrent groups."""
         self.events: RouterEvents | None = None
         """KV events for routers; None if not enabled."""
         self._pins = BlockPins()
-        self._refresh_queue = RefreshQueue(stack)
         self._stores: dict[int, _StoreInFlight] = {}
         self._store_ids = count(1)
         self.num_planned_bytes = 0
@@ -166,21 +178,22 @@ class StorePlanner:
             ]
 
         plan = plan_store(spec, prefix.stop_tokens, final, table, states, wanted, NULL_BLOCK)
+        self._count(plan, [*prefix.parts, *present])
+        parts, sizes = self._chunks(plan.runs, request_keys, keys)
+        path = self._path(tracked, prefix, [*present, *parts], keys)
+        if prefix.parts or present or self._stack.slower:
+            # Chunks that are stored already were reused, and must not be evicted for the chunks that follow them. The
+            # tiers may not know yet which chunk is before which: a load and a restart bring chunks without their order.
+            self._stack.touch(path.keys[::-1], [*zip(path.keys[-2::-1], strict=True), ()])
         # A drafter's chunk is complete later than the others of its end; these are looked up again then.
         tracked.stored_tokens = max(searched_tokens, tracked.stored_tokens)
-        self._count(plan, [*prefix.parts, *present])
-        # Chunks that are stored already were reused, and must not be evicted for the chunks that follow them.
-        self._stack.touch_primary(prefix.merge_keys(spec, present, keys)[::-1])
         in_flight = _StoreInFlight(tracked.path, [], [], 0, self._layout.world_size, tracked.adapter_version)
-        copies, stored = self._reserve(in_flight, plan.runs, request_keys, keys)
-        in_flight.in_all_tiers, others = self._chains.add_prefix(tracked.path, prefix, [*present, *stored])
-        num_in_all_tiers = len(in_flight.in_all_tiers.parts)
-        keys.update(zip(prefix.parts[num_in_all_tiers:], prefix.keys[num_in_all_tiers:], strict=True))
-        in_flight.chunks = self._chains.add_chunks(tracked, others, set(stored), keys)
+        copies, stored = self._reserve(in_flight, plan.runs, dict(zip(parts, sizes, strict=True)), path)
+        in_flight.chunks = _add_chunks(tracked.path, path, set(parts).difference(stored), set(stored))
         if self.events is not None:
             self.events.storing(tracked, [*prefix.parts, *present, *stored])
         if not copies:
-            self._publish(in_flight.path, in_flight.chunks, in_flight.in_all_tiers)
+            self._publish(in_flight.path, in_flight.chunks)
             return None
         self.num_planned_bytes += in_flight.num_bytes
         in_flight.origins = self._origins(tracked, stored)
@@ -197,13 +210,10 @@ class StorePlanner:
         if plan.incomplete_tails:
             self._metrics.store("recurrent", "dropped_incomplete", plan.incomplete_tails)
 
-    def _reserve(
-        self, in_flight: _StoreInFlight, runs: Sequence[TransferRun], request_keys: RequestKeys, keys: dict[Part, bytes]
-    ) -> tuple[CopyTable, list[Part]]:
-        """Reserves space and pins source blocks. Returns the copies and the chunks that have space.
-
-        Adds the keys of all chunks to `keys`.
-        """
+    def _chunks(
+        self, runs: Sequence[TransferRun], request_keys: RequestKeys, keys: dict[Part, bytes]
+    ) -> tuple[list[Part], list[int]]:
+        """Chunks of `runs` and their sizes. Adds their keys to `keys`."""
         chunk, size = self._layout.spec.chunk_tokens, self._layout.chunk_bytes
         parts: list[Part] = []
         wanted: list[bytes] = []
@@ -214,12 +224,49 @@ class StorePlanner:
             wanted += request_keys.ending_at(run.group_index, ends)
             sizes += [size(run.group_index, run.end_token)] * len(ends)
         keys.update(zip(parts, wanted, strict=True))
-        slots = self._stack.reserve_all(list(zip(wanted, sizes, strict=True)))
+        return parts, sizes
+
+    def _path(
+        self, tracked: TrackedRequest, prefix: StoredPrefix, others: Sequence[Part], keys: Mapping[Part, bytes]
+    ) -> _Path:
+        """The chunks of `prefix` and others, in `path_order`. `keys` has the keys of the others."""
+        spec, others = self._layout.spec, path_order(self._layout.spec, others)
+        num_held = self._stack.leading_secondary(prefix.keys)
+        if not others or not prefix.parts or others[0][1] > prefix.parts[-1][1]:
+            order = [*prefix.parts, *others]
+            ordered_keys = [*prefix.keys, *(keys[part] for part in others)]
+        else:
+            num_held = min(num_held, bisect_left(prefix.parts, others[0][1], key=itemgetter(1)))
+            all_keys = dict(zip(prefix.parts, prefix.keys, strict=True)) | dict(keys)
+            order = path_order(spec, [*prefix.parts, *others])
+            ordered_keys = [all_keys[part] for part in order]
+        rest, rest_keys = order[num_held:], ordered_keys[num_held:]
+        before = ordered_keys[num_held - 1] if num_held else next(reversed(tracked.path.keys.values()), None)
+        trunk, chunk = None, spec.chunk_tokens
+        if rest and spec.full_groups and (trunk_tokens := (rest[0][1] - 1) // chunk * chunk):
+            trunk = tracked.keys().key(spec.full_groups[-1], trunk_tokens)
+        extends = extended_keys(spec, rest, rest_keys, tracked.path.keys, before, trunk)
+        return _Path(order, ordered_keys, num_held, extends)
+
+    def _reserve(
+        self, in_flight: _StoreInFlight, runs: Sequence[TransferRun], sizes: Mapping[Part, int], path: _Path
+    ) -> tuple[CopyTable, list[Part]]:
+        """Reserves space and pins source blocks. Returns the copies and the chunks that have space.
+
+        `sizes` are those of the chunks of `runs`, in their order. They are reserved in `path_order`.
+        """
+        held = path.num_held
+        rest = zip(path.parts[held:], path.keys[held:], path.extends, strict=True)
+        chunks = {part: (key, sizes[part], extends) for part, key, extends in rest if part in sizes}
+        parts, slots = list(sizes), self._stack.reserve_all(list(chunks.values()))
+        if len(runs) > 1:
+            reserved = dict(zip(chunks, slots, strict=True))
+            slots = [reserved[part] for part in parts]
         if Refusal in set(map(type, slots)):
             runs, parts, slots = self._drop_refused(runs, parts, slots)
         if not parts:
             return CopyTable(), []
-        planned = copies_of_runs(self._layout, runs, [keys[part] for part in parts], cast("list[Slot]", slots))
+        planned = copies_of_runs(self._layout, runs, [chunks[part][0] for part in parts], cast("list[Slot]", slots))
         in_flight.num_bytes = planned.tier_bytes
         in_flight.blocks = self._pins.pin(chain.from_iterable(run.block_ids for run in runs))
         return planned.copies, parts
@@ -246,65 +293,36 @@ class StorePlanner:
             if part[0] == self._first_state_group
         }
 
-    def _publish(
-        self,
-        path: PrefixChain,
-        chunks: Sequence[StoredChunk],
-        in_all_tiers: PrefixInAllTiers = NO_PREFIX,
-        is_stored: bool = True,
-    ) -> None:
-        """Commits or aborts new chunks, cascades all chunks in `path_order`, and corrects the LRU order.
+    def _publish(self, path: PrefixChain, chunks: Sequence[StoredChunk], is_stored: bool = True) -> None:
+        """Commits or aborts new chunks, and cascades all chunks in `path_order`.
 
         Args:
             path: chain of the request.
             chunks: chunks of the store, in `path_order`.
-            in_all_tiers: chunks before `chunks` that all tiers held when the store was planned.
             is_stored: whether all ranks have written the new chunks.
         """
-        spec, from_end = self._layout.spec, in_all_tiers.keys[::-1]
-        is_overdue = bool(chunks or from_end) and path.is_overdue(self._chains.used_bytes, self._stack.capacities)
-        chunks = [*self._chains.evicted_since(path, in_all_tiers), *chunks]
-        if not (chunks or is_overdue or path.is_complete):
-            # No other touch comes between these chunks and a refresh of their chain, so one of both is enough.
-            self._refresh(path, from_end)
-            return
-        if not is_overdue:
-            # Chunks that are stored already must not be evicted for the chunks that follow them.
-            in_secondary = self._stack.in_secondary if self._stack.slower else None
-            used = [
-                c.key for c in reversed(chunks) if not c.is_new or (in_secondary is not None and in_secondary(c.key))
-            ]
-            self._stack.touch([*used, *from_end])
         ended: Counter[tuple[int, str]] = Counter()
-        checked = self._with_prefixes(path, chunks) if is_overdue else chunks
-        for is_new, run in groupby(checked, key=attrgetter("is_new")):
+        for is_new, run in groupby(chunks, key=attrgetter("is_new")):
             if is_new:
                 ended += self._commit(path, list(run), is_stored)
                 continue
             for chunk in run:
                 # If another store still writes the chunk, that store cascades it.
                 if self._stack.in_primary(chunk.key):
-                    self._stack.cascade(chunk.key, chunk.on_path)
+                    self._stack.cascade(chunk.key, chunk.extends)
         for (group_index, outcome), number in ended.items():
-            self._metrics.store(spec.groups[group_index].kind, outcome, number)
+            self._metrics.store(self._layout.spec.groups[group_index].kind, outcome, number)
         if path.is_complete:
             if path.keep_seconds and self._keeper is not None:
                 self._keeper.keep(path, path.keep_seconds)
             self._cascade_missing(path)
-        self._refresh(path, [*[chunk.key for chunk in reversed(chunks)], *from_end], is_overdue)
-
-    def _refresh(self, path: PrefixChain, from_end: list[bytes], is_overdue: bool = False) -> None:
-        """Refreshes the whole chain if due, else touches `from_end`: stored and reused chunks in eviction order."""
-        if (refreshed := path.take_refresh(self._layout.spec, self._chains.used_bytes, is_overdue)) is None:
-            self._stack.touch(from_end)
-        else:
-            self._refresh_queue.refresh(path, refreshed)
 
     def _commit(self, path: PrefixChain, chunks: Sequence[StoredChunk], is_stored: bool) -> Counter[tuple[int, str]]:
         """Commits or aborts the new chunks of a store. Returns their numbers by group and outcome."""
         if is_stored:
             offered = self._stack.commit_all(
-                [(chunk.key, None if self._is_interim_state(path, chunk.part) else chunk.on_path) for chunk in chunks]
+                [(chunk.key, chunk.extends) for chunk in chunks],
+                [chunk.key for chunk in chunks if self._is_interim_state(path, chunk.part)],
             )
         else:
             for chunk in chunks:
@@ -319,64 +337,29 @@ class StorePlanner:
         is_state = self._layout.spec.groups[group_index].kind is GroupKind.RECURRENT
         return is_state and end_token > path.prompt_tokens and not path.is_over
 
-    def _with_prefixes(self, path: PrefixChain, chunks: Sequence[StoredChunk]) -> Sequence[StoredChunk]:
-        """Touches a chain that is no longer recent, and returns the chunks that follow it, with their prefix to check.
-
-        A chunk that a secondary tier lacks cascades only if that tier still has the whole prefix. A chunk that needs
-        another such chunk gets no prefix, since that chunk has it.
-        """
-        spec = self._layout.spec
-        self._stack.touch(path.order(spec))
-        missing: set[bytes] = set()
-        checked = []
-        for chunk in chunks:
-            if self._stack.missing_in_secondary(chunk.key):
-                if missing.isdisjoint(chunk.on_path.needs):
-                    on_path = chunk.on_path._replace(prefix=path.prefix(spec, chunk.part[1]))
-                    checked.append(msgspec.structs.replace(chunk, on_path=on_path))
-                else:
-                    checked.append(chunk)
-                missing.add(chunk.key)
-            else:
-                checked.append(chunk)
-        return checked
-
     def _cascade_missing(self, path: PrefixChain) -> None:
         """Cascades the chunks of a chain that a secondary tier lacks by now.
 
-        It stops at a whole FULL chunk that cannot be cascaded, as later chunks need it, and where the chain exceeds the
-        capacity of every secondary tier. Chunks that wait in a cascade queue are not queued twice.
+        It stops at a whole FULL chunk that cannot be cascaded, as later chunks extend it. Chunks that wait in a cascade
+        queue are not queued twice.
         """
         spec, stack = self._layout.spec, self._stack
         if not stack.slower or stack.in_all_secondaries(list(path.keys.values())):
             return
-        path_bytes: tuple[int, ...] = ()
-        for part in path_order(spec, path.keys):
-            key = path.keys[part]
-            path_bytes = add(path_bytes, stack.costs(self._layout.chunk_bytes(*part)))
-            if all(num_bytes > capacity for num_bytes, capacity in zip(path_bytes, stack.capacities, strict=True)):
-                return
+        order = path_order(spec, path.keys)
+        keys = [path.keys[part] for part in order]
+        for part, key, extends in zip(order, keys, extended_keys(spec, order, keys), strict=True):
             if not stack.missing_in_secondary(key):
                 continue
-            needs = needed_before(spec, *part)
-            if stack.in_primary(key) and path.keys.keys() >= set(needs):
-                on_path = PathPosition(tuple(path.keys[need] for need in needs), path_bytes)
-                stack.cascade(key, on_path, is_met=False)
+            if stack.in_primary(key):
+                stack.cascade(key, extends, is_met=False)
             elif spec.groups[part[0]].kind is GroupKind.FULL and part[1] % spec.chunk_tokens == 0:
                 return
 
-    def advance(self) -> None:
-        """Does one step of the LRU refresh."""
-        self._refresh_queue.advance()
-
     def on_request_finished(self, tracked: TrackedRequest) -> None:
-        """The request has ended. Its chain is refreshed as a whole, now or when its last store has ended."""
+        """The request has ended."""
         tracked.path.is_over = True
         self._publish(tracked.path, ())
-
-    def forget(self) -> None:
-        """Drops the waiting LRU refreshes; called when the tiers were cleared. Stores in flight end as usual."""
-        self._refresh_queue.clear()
 
     def holds_freed_blocks(self) -> bool:
         """Whether the end of a store will return blocks to the engine's pool."""
@@ -411,7 +394,7 @@ class StorePlanner:
             logger.warning("%d chunks were not stored: %s", num_lost, in_flight.failure)
             self._metrics.store_failed(in_flight.reason or "io")
         in_flight.path.num_storing -= 1
-        self._publish(in_flight.path, in_flight.chunks, in_flight.in_all_tiers, is_stored=in_flight.failure is None)
+        self._publish(in_flight.path, in_flight.chunks, is_stored=in_flight.failure is None)
         if in_flight.failure is None:
             for origin in in_flight.origins.values():
                 self._metrics.state_stored(origin)
@@ -419,8 +402,7 @@ class StorePlanner:
         self._pins.free(in_flight.blocks)
 
     def close(self) -> None:
-        """Unpins all blocks in the engine's pool, and finishes the LRU refresh."""
-        self._refresh_queue.finish()
+        """Unpins all blocks in the engine's pool."""
         for in_flight in self._stores.values():
             self._pins.free(in_flight.blocks)
         self._stores.clear()

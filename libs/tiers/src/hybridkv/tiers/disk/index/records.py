@@ -17,7 +17,7 @@ import numpy as np
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.changes import MAX_CHANGED_KEYS, Changes
-from hybridkv.tiers.contract import Key, Refusal, Slot, TierCounts
+from hybridkv.tiers.contract import Extends, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.disk.format.layout import ADDRESS_BITS, PAGE_BYTES, record_bytes
 from hybridkv.tiers.disk.index.change_log import ChangeLog
 from hybridkv.tiers.disk.index.found import FoundRecord, FoundRecords, Numbers
@@ -160,30 +160,30 @@ class RecordTable:
 
     # Reservations.
 
-    def why_not(self, key: Key, cost: int) -> Refusal | None:
-        return self._ledger.why_not(key, cost // PAGE_BYTES)
+    def why_not(self, key: Key, cost: int, extends: Extends = ()) -> Refusal | None:
+        return self._ledger.why_not(key, cost // PAGE_BYTES, extends)
 
     def count_refusal(self, refusal: Refusal) -> Refusal:
         self._ledger.count_refusal(refusal)
         return refusal
 
-    def make_room(self, cost: int, num_keys: int = 1) -> None:
+    def make_room(self, cost: int, num_keys: int = 1, extends: Extends = ()) -> None:
         for found in self._surplus:
             record = _record(*found, KeyState.COMMITTED, 0)
             self._segments.change_live(record.address, record.cost)
             self._ledger.count_evicted(record.cost // PAGE_BYTES)
             self._evicted(record.key, record)
         self._surplus.clear()
-        for row in self._ledger.make_room(cost // PAGE_BYTES, num_keys):
+        for row in self._ledger.make_room(cost // PAGE_BYTES, num_keys, extends):
             self._evicted(row[0], _record(*row))
 
-    def reserve(self, key: Key, num_bytes: int, cost: int) -> Slot:
+    def reserve(self, key: Key, num_bytes: int, cost: int, extends: Extends = ()) -> Slot:
         segments = self._segments
         address = segments.append(cost)
         segments.change_live(address, cost)
         segments.hold(address, is_writing=True)
         self.log.reserved(address, num_bytes)
-        return self._ledger.take(key, num_bytes, address)
+        return self._ledger.take(key, num_bytes, address, extends)
 
     def evict_next(self) -> Record:
         row = self._ledger.evict_next()
@@ -242,8 +242,8 @@ class RecordTable:
         for row in self._ledger.held_in(segment.number):
             self.withdraw(row[0])
 
-    def touch(self, keys: Iterable[Key]) -> None:
-        if used := self._ledger.touch(keys):
+    def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
+        if used := self._ledger.touch(keys, extends):
             self.log.used(array("Q", used))
 
     def pin(self, key: Key) -> Slot | None:
