@@ -180,12 +180,13 @@ def test_what_each_request_restores_is_predicted_from_the_socket_alone(asked: di
     # Both prompts share at most this: states lie at stops that are guessed, which depends on the speed of the machine.
     assert restored.pop("sibling") <= 5
     assert restored.pop("parts early") <= 2
+    # Until host memory has nothing of it, the disk too may have evicted some of its end.
+    assert 0 < restored.pop("evicted from CPU") <= 6
     assert restored == {
         "cold": 0,
         "the same": 6,
         "second sibling": 5,
         "branch of a sibling": 6,
-        "evicted from CPU": 6,
         "evicted from STORAGE": 0,
     }
 

@@ -12,7 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm.offload import tiers
-from hybridkv.tiers.stack import SecondaryTier, SecondaryTierOptions
+from hybridkv.tiers.stack import CascadePolicy, SecondaryTier, SecondaryTierOptions
 from kits.tiers.reference import RemoteIndex, RemoteMedium, RemoteStore
 from oracle.disk_tier import forget
 
@@ -40,6 +40,7 @@ class World:
     """The same for each request."""
     capacity_bytes: int = CAPACITY_BYTES
     """Of what an engine knows of the store."""
+    cascades: CascadePolicy = CascadePolicy.ALL
 
     def __post_init__(self) -> None:
         self.begin_anew()
@@ -54,9 +55,11 @@ class World:
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every connector that is built from now on lives here."""
         indexes, media = tiers.slower_tiers, tiers.media
-        options = SecondaryTierOptions(async_lookup_timeout_s=ASK_S, load_timeout_s=LOAD_S / 2)
 
         def slower_tiers(*arguments: Any) -> list[SecondaryTier]:
+            options = SecondaryTierOptions(
+                cascades=self.cascades, async_lookup_timeout_s=ASK_S, load_timeout_s=LOAD_S / 2
+            )
             return [*indexes(*arguments), SecondaryTier(PEER, self.make_index(), options)]
 
         def all_media(config: Any, rank: int, *more: Any) -> dict[str, Callable[[bytes], TierMedium]]:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hybridkv.connectors.vllm import register
 from hybridkv.tiers import Completion, Key
 from hybridkv.tiers.buffers import byte_views
-from hybridkv.tiers.stack import BreakerOptions, TierStack
+from hybridkv.tiers.stack import BreakerOptions, CascadePolicy, TierStack
 from kits.tiers.reference import RemoteIndex, RemoteMedium
 from oracle.disk_tier import LARGE, SMALL, stack_of, stacked
 from oracle.engine import OracleEngine
@@ -100,6 +100,22 @@ def test_another_host_restores_what_only_the_store_elsewhere_holds(
         assert engine.restored_tokens > 0
         engine.scheduler_connector.get_kv_connector_stats()  # type: ignore[union-attr]
     assert moved.get("peer done", 0) > 0 and moved.get("disk done", 0) == 0, moved
+
+
+@pytest.mark.parametrize(("num_uses", "is_shared"), [(1, False), (2, True)])
+@pytest.mark.parametrize("mix", [QWEN3_NEXT, GEMMA3, GPT_OSS], ids=lambda mix: mix.name)
+def test_a_prompt_that_the_engines_own_cache_serves_again_counts_as_reused(
+    mix: Mix, num_uses: int, is_shared: bool, world: World, tmp_path: Path
+) -> None:
+    world.cascades = CascadePolicy.REUSED
+    with opened(mix, world, tmp_path / "first") as engine:
+        for number in range(num_uses):
+            engine.submit(f"use {number}", PROMPT, 2)
+            engine.drain()
+        assert engine.restored_tokens == 0, "its own cache has it"
+    with elsewhere(mix, world, tmp_path) as engine:
+        ask_again(engine)
+        assert (engine.restored_tokens > 0) is is_shared
 
 
 def test_a_short_prompt_pays_for_no_round_trip(world: World, tmp_path: Path) -> None:

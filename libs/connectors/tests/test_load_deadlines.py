@@ -97,7 +97,7 @@ def test_saved_time_and_the_whole_wait_are_counted() -> None:
     ]
     bench.planner.on_allocated(tracked, cast(Any, SimpleNamespace(blocks=blocks)), offered)
     bench.now_s += 0.5  # the load
-    bench.planner.end_wait(tracked)
+    bench.planner.end_load(tracked, bench.in_flight.on_ended("a", tracked, failed=False))
     bench.now_s += 9.0
     bench.planner.end_wait(tracked)
     metrics = bench.metrics

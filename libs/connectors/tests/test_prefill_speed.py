@@ -15,9 +15,9 @@ class Engine:
         self.speed = PrefillSpeed(lambda: self.now_s, tokens_per_s)
 
     def step(self, took_s: float, **tokens: int) -> None:
-        self.speed.on_planned(tokens)
+        number = self.speed.on_planned(tokens)
         self.now_s += took_s
-        self.speed.on_output()
+        self.speed.on_output(number)
         self.now_s += 5.0  # idle
 
 
@@ -50,20 +50,23 @@ def test_decodes_beside_a_prompt_do_not_count_as_prompt_tokens() -> None:
 
 def test_steps_that_are_planned_ahead_begin_when_the_step_before_ends() -> None:
     engine = Engine()
-    engine.speed.on_planned({"a": 1000})
-    engine.speed.on_planned({"b": 1000})
-    for _ in range(2):
+    for number in [engine.speed.on_planned({"a": 1000}), engine.speed.on_planned({"b": 1000})]:
         engine.now_s += 0.1
-        engine.speed.on_output()
+        engine.speed.on_output(number)
     assert engine.speed.seconds_per_token == pytest.approx(0.0001)
 
 
-def test_lost_outputs_do_not_shift_later_steps_for_ever() -> None:
+@pytest.mark.parametrize("num_lost", [1, 3, MAX_IN_FLIGHT, 50])
+def test_steps_without_an_output_shift_no_other(num_lost: int) -> None:
+    """An engine has no output of a step in which a request only waits, and an output may be lost."""
     engine = Engine()
-    for _ in range(MAX_IN_FLIGHT):
-        engine.speed.on_planned({"a": 1000})
-    for _ in range(15):
+    for _ in range(20):
+        for _ in range(num_lost):
+            engine.speed.on_planned({})
+            engine.speed.on_planned({"lost": 1000})
+            engine.now_s += 0.001
         engine.step(0.1, a=1000)
+        engine.step(0.01, a=1)
     assert engine.speed.seconds_per_token == pytest.approx(0.0001)
 
 

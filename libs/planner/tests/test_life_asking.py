@@ -81,8 +81,14 @@ def first_wait_s(wait: LookupWait, possible: int = 8000) -> float:
 
 def test_an_overdue_answer_is_waited_for_as_long_as_it_may_still_save_time() -> None:
     quick = replace(WAIT, answer_s=0.01)
-    assert first_wait_s(quick, 100) == pytest.approx(0.1, abs=0.002), "100 tokens take 0.1 s"
-    assert first_wait_s(quick, 8000) == pytest.approx(ASK_S / 2, abs=0.002), "after that an answer comes too late"
+    assert first_wait_s(quick, 100) == pytest.approx(0.11, abs=0.002), "100 tokens take 0.1 s"
+    assert first_wait_s(quick, 8000) == pytest.approx(ASK_S / 2, abs=0.01), "after that an answer comes too late"
+
+
+def test_an_answer_that_is_a_little_late_is_waited_for() -> None:
+    """Its usual time is above half of the deadline."""
+    wait = replace(WAIT, answer_s=1.2)
+    assert first_wait_s(wait) == pytest.approx(1.6, abs=0.01)
 
 
 def test_a_tier_that_answers_after_the_deadline_is_not_waited_for() -> None:

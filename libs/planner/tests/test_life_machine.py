@@ -151,7 +151,10 @@ class Twin:
             more = resumes_at(possible, computed) - resumes_at(found, computed)
             if wait is not None and self.asked_at is not None and self.asked_until is not None:
                 waited_s = world.now_s - self.asked_at
-                answered_s = self.asked_at + (wait.answer_s if waited_s < wait.answer_s else 2 * waited_s)
+                overdue_s = waited_s - wait.answer_s
+                answered_s = self.asked_at + wait.answer_s
+                if overdue_s >= 0:
+                    answered_s = world.now_s + max(overdue_s, wait.answer_s / 4)
                 gain_s = more * wait.saved_s_per_token - wait.read_s
                 if world.now_s < self.asked_until >= answered_s and gain_s > answered_s - world.now_s:
                     if self.tier_since is None:

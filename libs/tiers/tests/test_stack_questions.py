@@ -202,3 +202,51 @@ def test_an_opening_is_heard_of_by_whoever_looks_at_the_generation() -> None:
     assert before != after and it.stack.lookup(A) is LookupResult.MISS
     it.now_s += BREAKER.first_backoff_s
     assert it.stack.generation != after and it.stack.lookup(A) is LookupResult.HIT
+
+
+# Measured speed of reads.
+
+
+def read(it: Elsewhere, key: Key, took_s: float, failure: Failure | None = None) -> None:
+    """One promotion of a known chunk."""
+    it.know(key)
+    assert isinstance(it.stack.acquire(key.decode(), [key]), PromotionLease)
+    [move] = it.stack.take_moves()
+    it.now_s += took_s
+    it.stack.on_move(move.move_id, MoveOutcome(1, failure))
+    it.stack.release(key.decode())
+
+
+def read_s(it: Elsewhere) -> float:
+    """Expected time of a read of 1 GB."""
+    return it.stack.expected_answer()[1] * 1e9
+
+
+def test_the_speed_of_reads_follows_the_reads_and_is_forgotten_in_time() -> None:
+    it = Elsewhere()
+    assert read_s(it) == pytest.approx(1.0), "before the first one"
+    for number in range(100):
+        read(it, b"slow %d" % number, 0.2)
+    assert read_s(it) == pytest.approx(0.2 / CHUNK * 1e9, rel=0.1)
+    it.now_s += 3600.0
+    assert read_s(it) == pytest.approx(1.0), "the tier is tried again"
+
+
+def test_a_small_slow_read_weighs_little_beside_large_ones() -> None:
+    it = Elsewhere()
+    read(it, A, 0.2)
+    assert read_s(it) < 100, "0.2 s of 16 bytes, and 1 MiB as it was assumed"
+
+
+def test_a_read_that_fails_or_ends_late_is_not_measured() -> None:
+    it = Elsewhere()
+    read(it, A, 5.0, Failure(FailureReason.IO))
+    assert read_s(it) == pytest.approx(1.0)
+    it.know(B)
+    assert isinstance(it.stack.acquire("b", [B]), PromotionLease)
+    [move] = it.stack.take_moves()
+    it.now_s += 3 * OPTIONS.load_timeout_s
+    it.stack.tick()
+    it.stack.tick()
+    it.stack.on_move(move.move_id, MoveOutcome(1, None))
+    assert read_s(it) == pytest.approx(1.0)

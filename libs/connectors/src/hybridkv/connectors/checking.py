@@ -82,7 +82,7 @@ def check(raw: Mapping[str, Any], transfer_keys: Sequence[str] = TRANSFER_KEYS) 
             connectors.append(connector)
             problems += _of_connector(path, connector, transfer)
     policy = raw.get("kv_load_failure_policy", "fail")
-    if policy == "fail" and connectors:
+    if policy == "fail" and connectors and raw.get("kv_role") != "kv_producer":  # a producer loads nothing
         problems.append(
             SettingProblem(
                 "warning",
@@ -172,7 +172,7 @@ def _connectors(
 
 
 def _of_connector(path: str, connector: str, transfer: Mapping[str, Any]) -> list[SettingProblem]:
-    extra = transfer.get(ROOT, {})
+    extra = transfer.get(ROOT) or {}
     try:
         if connector == CONNECTOR:
             config = offload.decode_config(extra)

@@ -123,12 +123,13 @@ def is_worth_waiting(num_tokens: int, rest_s: float, wait: LookupWait) -> bool:
 def expected_rest_s(past: Past, now_s: float, wait: LookupWait) -> float:
     """Expected time until the lookups of a request are answered; infinity if that is after their deadline.
 
-    Answers that are overdue are expected after as long again.
+    An overdue answer is expected after as long as it is overdue, but not before a quarter of its usual time.
     """
     if past.asked_s is None or past.asked_until_s is None:
         return inf
     waited_s = now_s - past.asked_s
-    rest_s = wait.answer_s - waited_s if waited_s < wait.answer_s else waited_s
+    overdue_s = waited_s - wait.answer_s
+    rest_s = -overdue_s if overdue_s < 0 else max(overdue_s, wait.answer_s / 4)
     return rest_s if now_s < past.asked_until_s and now_s + rest_s <= past.asked_until_s else inf
 
 

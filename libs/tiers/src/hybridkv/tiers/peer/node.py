@@ -9,7 +9,6 @@ loop's thread.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ Address: TypeAlias = tuple[str, int]
 
 MISFIT_RETRIES = 60
 """Factor on `retry_s` for an incompatible peer. It may be restarted with other settings."""
+SELF = "is this engine itself: skipped"
 MAX_SAID = 64
 """Limit of logged differences of incoming connections."""
 
@@ -208,12 +208,14 @@ class PeerNode:
         with self._lock:
             peer = self._peers[number]
             was_ready, was_misfit = peer.is_ready, peer.is_misfit
-            pause_s = self._retry_s * (MISFIT_RETRIES if was_misfit else 1)
+            is_self = reason is CloseReason.SELF
+            pause_s = self._retry_s * (MISFIT_RETRIES if was_misfit or is_self else 1)
             peer.link, peer.is_ready, peer.is_misfit = None, False, False
-            peer.retry_s = math.inf if reason is CloseReason.SELF else self._clock() + pause_s
-        if reason is CloseReason.SELF:
-            logger.info("peer %s:%d is this engine itself: skipped", *self._addresses[number])
-        elif not was_misfit and reason is not CloseReason.DONE:
+            peer.retry_s = self._clock() + pause_s
+        if is_self and peer.said != SELF:
+            peer.said = SELF
+            logger.info("peer %s:%d %s", *self._addresses[number], SELF)
+        elif not was_misfit and not is_self and reason is not CloseReason.DONE:
             hint = "; it has another secret or another version, or is ending" if reason is CloseReason.HUNG_UP else ""
             self._complain(number, f"the connection ended: {reason}{hint}")
         if was_ready:

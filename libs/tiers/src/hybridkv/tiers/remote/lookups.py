@@ -29,6 +29,8 @@ class _TrackedLookup:
     sent_s: float
     deadline_s: float
     given_up_s: float
+    timeout_s: float = 0.0
+    """Time-out when it was sent."""
     is_timed: bool = False
     """Its first answer is part of the average."""
 
@@ -112,7 +114,9 @@ class LookupTracker:
     def begin(self, number: int, keys: Iterable[Key], sent_s: float, deadline_s: float) -> None:
         """Record a lookup that was sent."""
         open_keys = dict.fromkeys(keys)
-        self._lookups[number] = _TrackedLookup(open_keys, sent_s, deadline_s, self.given_up_s(deadline_s))
+        self._lookups[number] = _TrackedLookup(
+            open_keys, sent_s, deadline_s, self.given_up_s(deadline_s), deadline_s - sent_s
+        )
         self._number_of.update(dict.fromkeys(open_keys, number))
         self.changes += 1
         self.due_s = min(self.due_s, deadline_s)
@@ -202,9 +206,7 @@ class LookupTracker:
             answer = LookupAnswer.TIMED_OUT
         if num_keys and not lookup.is_timed:
             lookup.is_timed = True
-            took_s = (
-                2 * (lookup.deadline_s - lookup.sent_s) if answer is LookupAnswer.TIMED_OUT else heard_s - lookup.sent_s
-            )
+            took_s = 2 * lookup.timeout_s if answer is LookupAnswer.TIMED_OUT else heard_s - lookup.sent_s
             self.answer_s += (max(took_s, 0.0) - self.answer_s) * _NEW_SHARE
         self._count(answer, num_keys)
         is_late = answer is LookupAnswer.TIMED_OUT

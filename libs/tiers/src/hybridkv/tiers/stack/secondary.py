@@ -23,8 +23,10 @@ from hybridkv.tiers.stack.options import CascadePolicy, SecondaryTierOptions
 _PROMOTE, _DONE, _FAILED = Direction.PROMOTE, MoveResult.DONE, MoveResult.FAILED
 FIRST_READ_S_PER_BYTE = 1e-9
 """Expected time to promote a byte before the first promotion."""
+FIRST_READ_BYTES = 1 << 20
+FORGET_S = 30.0
 NEW_SHARE = 0.25
-"""Share of the newest measurement in a moving average."""
+"""Share of the newest measurement in a moving sum."""
 _KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)
 """Failures that say nothing about the chunk itself."""
 
@@ -92,8 +94,9 @@ class SecondaryTierState:
         self._lookups: deque[_OpenLookup] = deque()
         """Lookups without an answer, the oldest first."""
         self._promoting_bytes = tier.options.promoting_share * context.primary.capacity_bytes
-        self.read_s_per_byte = FIRST_READ_S_PER_BYTE
-        """Moving average over busy periods of promotions."""
+        self._read_s, self._read_bytes = FIRST_READ_BYTES * FIRST_READ_S_PER_BYTE, float(FIRST_READ_BYTES)
+        self._measured_s = context.clock()
+        """Moving sums over busy periods of promotions, and the time of the last one."""
         self._reading_since_s = 0.0
         self._num_read_bytes = 0
         """Start of the busy period of promotions, and bytes that have arrived in it."""
@@ -272,7 +275,7 @@ class SecondaryTierState:
             self._context.wake_at(health.next_change_s)
         if direction is _PROMOTE:
             self.timeout_changes += in_flight.is_timed_out
-            if failure is None:
+            if failure is None and not in_flight.is_timed_out:
                 self._measure_read(in_flight.num_bytes)
             self.index.unpin(move.key)
             if failure is not None and failure.reason not in _KEEPS_KEY:
@@ -288,8 +291,17 @@ class SecondaryTierState:
         """Count the bytes of a promotion. The last one of a busy period measures the speed."""
         self._num_read_bytes += num_bytes
         if not self.in_flight.num_live[_PROMOTE]:
-            took_s = (self._clock() - self._reading_since_s) / self._num_read_bytes
-            self.read_s_per_byte += (took_s - self.read_s_per_byte) * NEW_SHARE
+            now_s = self._clock()
+            self._read_s += (now_s - self._reading_since_s - self._read_s) * NEW_SHARE
+            self._read_bytes += (self._num_read_bytes - self._read_bytes) * NEW_SHARE
+            self._measured_s = now_s
+
+    @property
+    def read_s_per_byte(self) -> float:
+        """Expected seconds to promote one byte of one rank. A measurement counts half after `FORGET_S`: a tier that was
+        slow is tried again."""
+        share: float = 0.5 ** ((self._clock() - self._measured_s) / FORGET_S)
+        return FIRST_READ_S_PER_BYTE + (self._read_s / self._read_bytes - FIRST_READ_S_PER_BYTE) * share
 
     def _end_cascade(self, key: Key, failure: Failure | None) -> bool:
         """True if the cascade is retried."""

@@ -85,7 +85,7 @@ class HalfConnector(KVConnectorBase_V1, SupportsHMA, Generic[Scheduler, Worker])
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Checks the configuration: on GPUs vLLM calls this before it starts an engine process. The result is False.
+        """Checks the configuration: with full CUDA graphs vLLM calls this before it starts an engine process. False.
 
         Raises:
             ConfigurationError: the configuration cannot work.

@@ -54,6 +54,8 @@ class StepPlan(KVConnectorMetadata):
     """Namespace of the secondary tiers, if there are moves. Workers describe layers differently, so it is sent."""
     is_idle: bool = False
     """True if nothing is computed in this step, so that waiting for a load delays no other request."""
+    measured_step: int = 0
+    """Number of a step of which the scheduler measures the time; 0 for others. The outcome returns it."""
 
 
 @dataclass(slots=True)
@@ -89,10 +91,12 @@ class StepOutcome(KVConnectorWorkerMetadata):
     moves: dict[int, MoveOutcome] = field(default_factory=dict)
     facts: dict[int, dict[str, str]] = field(default_factory=dict)
     """Facts of each rank, sent with its first outcome if `WorkerFacts` cannot be delivered."""
+    measured_step: int = 0
+    """`StepPlan.measured_step` of the step that ended."""
 
     @property
     def is_empty(self) -> bool:
-        return not (self.stores or self.load_failures or self.moves or self.facts)
+        return not (self.stores or self.load_failures or self.moves or self.facts or self.measured_step)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> StepOutcome:
         if not isinstance(other, StepOutcome):
@@ -113,4 +117,5 @@ class StepOutcome(KVConnectorWorkerMetadata):
         moves = dict(self.moves)
         for move_id, moved in other.moves.items():
             moves[move_id] = moves[move_id].merge(moved) if move_id in moves else moved
-        return StepOutcome(stores, failures, moves, self.facts | other.facts)
+        measured_step = max(self.measured_step, other.measured_step)
+        return StepOutcome(stores, failures, moves, self.facts | other.facts, measured_step)

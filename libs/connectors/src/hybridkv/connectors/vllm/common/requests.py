@@ -147,9 +147,11 @@ class TrackedRequest:
     stage: Stage = NEW
     """Progress of its load."""
     last_reply: Reply | None = None
+    """Reply to the engine's last lookup; None before the first one, and after the engine has acted on the reply."""
+    resumed_tokens: int = 0
+    """Token at which the request resumed, from the engine's own cache or from a load; 0 once its states are counted."""
     waiting_since_s: float | None = None
     """Start of the wait for a lookup, a promotion, room or a load."""
-    """Reply to the engine's last lookup; None before the first one, and after the engine has acted on the reply."""
     measured: tuple[Hit | Miss, int, Loss] | None = None
     """Last measured (answer, computed tokens, loss): tokens that more states or windows would have made a hit."""
     checkpoint_state: CheckpointState = field(default_factory=CheckpointState)

@@ -284,7 +284,7 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
-        """Whether a child needs it. Checks the configuration too: see `StoreConnector`."""
+        """Whether a child needs it. Checks the configuration too: see `HalfConnector`."""
         require_valid(cls.__name__, extra_config, compat.transfer_keys())
         return any(
             connector_class.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)

@@ -8,7 +8,7 @@ has allocated its blocks, pins the chunks that it reads, and tracks it until eve
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
@@ -261,11 +261,15 @@ class LoadsInFlight:
         if in_flight := self._loads.get(request_id):
             in_flight.failures += failures
 
-    def on_ended(self, request_id: str, tracked: TrackedRequest | None, failed: bool) -> None:
-        """A load has ended on every rank. After a failure the retry of the request loads less."""
+    def on_ended(self, request_id: str, tracked: TrackedRequest | None, failed: bool) -> int:
+        """A load has ended on every rank. After a failure the retry of the request loads less.
+
+        Returns:
+            Tokens that were restored; 0 after a failure.
+        """
         in_flight = self._loads.pop(request_id, None)
         if in_flight is None:
-            return
+            return 0
         if tracked is None:
             self._admission.give_back(request_id)
         culprits = {failure.key for failure in in_flight.failures if failure.key is not None}
@@ -288,6 +292,7 @@ class LoadsInFlight:
                 in_flight.num_tokens,
                 reasons,
             )
+        return 0 if failed else in_flight.num_tokens
 
     def _suspect_keys(self, in_flight: _LoadInFlight, culprits: set[bytes]) -> Iterable[bytes]:
         """Keys to withdraw from the primary tier after a load that failed.
@@ -386,6 +391,8 @@ class LoadPlanner:
         self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s, boundary_tokens=layout.spec.boundary_tokens)
         self.prefill_speed = PrefillSpeed(deadlines.clock, deadlines.tokens_per_s)
         self._bytes_per_token, self._fixed_bytes = _bytes_of_hit(layout)
+        self._expected: tuple[float, float] | None = None
+        """`TierStack.expected_answer` in this step."""
         self._metrics = metrics
         self._has_secondary, self._has_async_lookups = bool(stack.slower), stack.has_async_lookups
         self._pool: BlockPool | None = None
@@ -445,11 +452,19 @@ class LoadPlanner:
             self._lookup_wait() if self._has_async_lookups else None,
         )
 
+    def begin_step(self, num_scheduled_tokens: Mapping[str, int]) -> int:
+        """A step was planned. Returns its number if its time is measured, else 0."""
+        self._expected = None
+        return self.prefill_speed.on_planned(num_scheduled_tokens)
+
     def _lookup_wait(self) -> LookupWait | None:
+        """Expected cost and gain of a wait. The measured part is the same for all requests of a step."""
         timeout_s = self._stack.lookup_wait_s
         if not timeout_s:
             return None
-        answer_s, read_s_per_byte = self._stack.expected_answer()
+        if self._expected is None:
+            self._expected = self._stack.expected_answer()
+        answer_s, read_s_per_byte = self._expected
         saved_s = self.prefill_speed.seconds_per_token - self._bytes_per_token * read_s_per_byte
         return LookupWait(timeout_s, answer_s, self._fixed_bytes * read_s_per_byte, saved_s)
 
@@ -566,13 +581,17 @@ class LoadPlanner:
         self._stack.release(request_id)
         if explained is not None:
             self._metrics.lookup(explained)
-            if num_external_tokens:
-                self._metrics.saved(num_external_tokens, num_external_tokens * self.prefill_speed.seconds_per_token)
             log(explained)
         return load
 
+    def end_load(self, tracked: TrackedRequest, num_tokens: int) -> None:
+        """The load of a request has ended on every rank, and restored so many tokens."""
+        if num_tokens:
+            self._metrics.saved(num_tokens, num_tokens * self.prefill_speed.seconds_per_token)
+        self.end_wait(tracked)
+
     def end_wait(self, tracked: TrackedRequest) -> None:
-        """The request runs, or its load has ended."""
+        """The request runs."""
         if tracked.waiting_since_s is not None:
             self._metrics.waited(max(0.0, self._clock() - tracked.waiting_since_s))
             tracked.waiting_since_s = None

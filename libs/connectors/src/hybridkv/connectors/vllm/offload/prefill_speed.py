@@ -14,13 +14,13 @@ MIN_REQUEST_TOKENS: Final = 16
 MIN_STEP_TOKENS: Final = 64
 """Steps with fewer tokens of prompts are not measured: overhead would dominate."""
 NUM_STEPS: Final = 15
-"""Steps in the median. One slow step, such as the first, does not change it."""
+"""Steps in the median. From the third on, one slow step does not change it."""
 MAX_IN_FLIGHT: Final = 8
-"""More steps without an output mean that outputs were lost."""
+"""The oldest measured steps without an output are forgotten."""
 
 
 class PrefillSpeed:
-    """Median over the last steps that computed prompts.
+    """Median over the last steps that computed prompts. A worker returns the number of each measured step.
 
     Args:
         clock: time in seconds.
@@ -31,27 +31,31 @@ class PrefillSpeed:
         self._clock = clock
         self._is_fixed = tokens_per_s is not None
         self.seconds_per_token = 1 / (tokens_per_s or FIRST_TOKENS_PER_S)
-        self._steps: deque[tuple[float, int]] = deque()
-        """Start and tokens of prompts of each step in flight."""
+        self._number = 0
+        self._steps: dict[int, tuple[float, int]] = {}
+        """Start and tokens of prompts of each measured step in flight, by its number."""
         self._last_end_s = 0.0
         self._samples: deque[float] = deque(maxlen=NUM_STEPS)
 
-    def on_planned(self, num_scheduled_tokens: Mapping[str, int]) -> None:
-        """A step was planned, with so many tokens of each request."""
+    def on_planned(self, num_scheduled_tokens: Mapping[str, int]) -> int:
+        """A step was planned, with so many tokens of each request. Returns its number; 0 if it is not measured."""
         if self._is_fixed:
-            return
-        if len(self._steps) >= MAX_IN_FLIGHT:
-            self._steps.clear()
+            return 0
         num_tokens = sum(number for number in num_scheduled_tokens.values() if number >= MIN_REQUEST_TOKENS)
-        self._steps.append((self._clock(), num_tokens))
+        if num_tokens < MIN_STEP_TOKENS:
+            return 0
+        self._number += 1
+        self._steps[self._number] = (self._clock(), num_tokens)
+        if len(self._steps) > MAX_IN_FLIGHT:
+            del self._steps[next(iter(self._steps))]
+        return self._number
 
-    def on_output(self) -> None:
-        """The oldest step in flight has ended. With asynchronous scheduling it began when the step before it ended."""
-        if not self._steps:
-            return
-        planned_s, num_tokens = self._steps.popleft()
+    def on_output(self, measured_step: int) -> None:
+        """A step has ended; 0 if it was not measured. If it was planned ahead, it began at the end of the last one."""
         now_s = self._clock()
-        if num_tokens >= MIN_STEP_TOKENS:
+        step = self._steps.pop(measured_step, None)
+        if step is not None:
+            planned_s, num_tokens = step
             self._samples.append((now_s - max(planned_s, self._last_end_s)) / num_tokens)
             self.seconds_per_token = median(self._samples)
         self._last_end_s = now_s

@@ -158,6 +158,7 @@ class OffloadScheduler:
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load of the request's external tokens into the blocks that the engine has allocated."""
         tracked = self.track(request)
+        tracked.resumed_tokens = tracked.computed_tokens + num_external_tokens
         if tracked.last_reply is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
             # There was no lookup, since the request must not load, but it may still store.
             self._requests.identify(tracked)
@@ -185,7 +186,7 @@ class OffloadScheduler:
     def plan_step(self, scheduler_output: SchedulerOutput) -> StepPlan:
         """Plan of one step: its loads and moves, and the stores that follow its forward pass."""
         self._stack.tick()
-        self._loads.prefill_speed.on_planned(scheduler_output.num_scheduled_tokens)
+        measured_step = self._loads.begin_step(scheduler_output.num_scheduled_tokens)
         preempted = scheduler_output.preempted_req_ids or ()
         for request_id in preempted:
             if tracked := self._requests.get(request_id):
@@ -211,7 +212,9 @@ class OffloadScheduler:
         loads = self._in_flight.without_corrupt_blocks(loads, self._corrupt_blocks.holds)
         if not compat.loads_after_forward(scheduler_output):
             loads = self._in_flight.without_local_copies(loads)
-        return self._with_moves(loads, stores, is_idle=not scheduler_output.num_scheduled_tokens)
+        return self._with_moves(
+            loads, stores, is_idle=not scheduler_output.num_scheduled_tokens, measured_step=measured_step
+        )
 
     def plan_moves(self) -> StepPlan:
         """Plan of a step without requests, for the flush at shutdown."""
@@ -220,12 +223,14 @@ class OffloadScheduler:
         stores, self._planned_stores = self._planned_stores, []
         return self._with_moves((), stores)
 
-    def _with_moves(self, loads: Iterable[Load], stores: Iterable[Store], *, is_idle: bool = False) -> StepPlan:
+    def _with_moves(
+        self, loads: Iterable[Load], stores: Iterable[Store], *, is_idle: bool = False, measured_step: int = 0
+    ) -> StepPlan:
         moves = tuple(self._stack.take_moves())
         is_needed = bool(moves) or not self._namespace_sent
         self._namespace_sent = True
         namespace = self._identity.namespace if is_needed else b""
-        return StepPlan(tuple(loads), tuple(stores), moves, namespace, is_idle)
+        return StepPlan(tuple(loads), tuple(stores), moves, namespace, is_idle, measured_step)
 
     def _plan_stores(self, scheduler_output: SchedulerOutput, preempted: set[str]) -> list[Store]:
         stores: list[Store] = []
@@ -320,15 +325,15 @@ class OffloadScheduler:
 
     def on_output(self, output: KVConnectorOutput) -> None:
         """Applies the outputs of one step. After a failed load, the retry of the request loads less."""
-        self._loads.prefill_speed.on_output()
         outcome = output.kv_connector_worker_meta
+        self._loads.prefill_speed.on_output(outcome.measured_step if isinstance(outcome, StepOutcome) else 0)
         if isinstance(outcome, StepOutcome):
             self.on_outcome(outcome)
         for request_id in output.finished_recving or ():
             tracked = self._requests.get(request_id)
-            self._in_flight.on_ended(request_id, tracked, request_id in output.failed_recving)
+            num_tokens = self._in_flight.on_ended(request_id, tracked, request_id in output.failed_recving)
             if tracked is not None:
-                self._loads.end_wait(tracked)
+                self._loads.end_load(tracked, num_tokens)
 
     def on_outcome(self, outcome: StepOutcome) -> None:
         """Applies the outcomes of stores, loads and moves."""

@@ -155,7 +155,7 @@ class StorePlanner:
         searched_tokens = complete[1] * spec.chunk_tokens
         prefix = find_stored_prefix(spec, self._stack, request_keys, tracked.stored_tokens, searched_tokens, table)
         keys, absent = prefix.later_keys, prefix.absent_groups
-        present: list[Part] = []
+        present = self._resumed_states(tracked, keys)
 
         def is_wanted(part: Part) -> bool:
             key = keys.get(part)
@@ -201,6 +201,21 @@ class StorePlanner:
         self._stores[store_id] = in_flight
         in_flight.path.num_storing += 1
         return Store(store_id, copies)
+
+    def _resumed_states(self, tracked: TrackedRequest, keys: dict[Part, bytes]) -> list[Part]:
+        """States from which the request resumed, if the primary tier holds them all. Adds their keys to `keys`.
+
+        The engine's own cache may have served them. That is a use too: without it the prefixes that are used most would
+        never cascade as reused.
+        """
+        end, tracked.resumed_tokens = tracked.resumed_tokens, 0
+        if not end or not self._stack.slower or end % self._layout.spec.boundary_tokens:
+            return []
+        found = {(group, end): tracked.keys().key(group, end) for group in state_groups(self._layout.spec)}
+        if any(self._stack.lookup_primary(key) is not LookupResult.HIT for key in found.values()):
+            return []
+        keys.update(found)
+        return list(found)
 
     def _count(self, plan: StorePlan, present: Sequence[Part]) -> None:
         for group_index, number in Counter(map(itemgetter(0), present)).items():

@@ -139,6 +139,8 @@ class OffloadWorker(RankWorker):
 
     def start_stores(self, plan: StepPlan) -> None:
         """Submits the step's stores, after the forward pass that writes their blocks."""
+        if plan.measured_step:
+            self._outcomes.measured(plan.measured_step)
         for store in plan.stores:
             # Each copy writes its whole slot, which is then sealed. `_store_runs` sets where each chunk ends.
             self._copies.submit(

@@ -69,6 +69,10 @@ class Outcomes:
         """Records the end of moves between tiers."""
         self._outcome.moves.update(moves)
 
+    def measured(self, step: int) -> None:
+        """Records the end of a step of which the scheduler measures the time."""
+        self._outcome.measured_step = step
+
     def tell(self, facts: dict[str, str]) -> None:
         """Sets facts that the scheduler needs before it opens a store that outlives the engine."""
         self._facts = facts
