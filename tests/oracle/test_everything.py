@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 __all__ = ["heard_counts"]
 
-SCENARIOS = {QWEN3_NEXT.name: 200, GEMMA3.name: 60, GPT_OSS.name: 60, DEEPSEEK_V4.name: 60}
+SCENARIOS = {QWEN3_NEXT.name: 300, GEMMA3.name: 60, GPT_OSS.name: 60, DEEPSEEK_V4.name: 60}
 """330 of them, of which most are of the model that has all there is, and 6,600 in the full run. Of fewer only one or
 two would meet some of what is counted, and not on every machine."""
 MUTANT_SCENARIOS = 500
