@@ -232,11 +232,13 @@ class KeyLedger(SyncLookups, Generic[E]):
             extends: keys; it extends the first of them that the ledger holds.
         """
         entry = self._space.take(key, num_bytes, cost)
+        extended = self._first_held(extends)  # before the key itself is held
         self.by_key[key] = self.reserved_now[key] = entry
         self._held.add(key)
         self._pending.add(key)
         self._last_use[key] = self._num_calls
-        self._link(key, extends)
+        if extended is not None:
+            self._extend(key, extended)
         self.used_bytes += cost
         self._note_change(key)
         self.tally.reservations += 1
