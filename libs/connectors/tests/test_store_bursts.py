@@ -317,3 +317,12 @@ def test_a_request_that_ends_stores_no_more_than_the_disk_has_room_for(tmp_path:
         engine.end("r")
         engine.settle()
         assert "done" not in engine.stack.take_counts().moves.cascades
+
+
+def test_a_request_with_nothing_new_uses_nothing(tmp_path: Path) -> None:
+    """As after a preemption: its progress is forgotten, and all its chunks are handled."""
+    with Engine(tmp_path / "cache", 4 * MIB) as engine:
+        engine.compute("a", 2)
+        tracked = engine.states["a"]
+        tracked.seen = (0, 0)
+        assert engine.planner.plan(tracked, 0, [], lambda _: (list(range(1, 5)), [])) is None

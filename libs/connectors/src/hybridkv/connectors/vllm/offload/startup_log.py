@@ -142,8 +142,8 @@ def _tier_report(name: str, tier: SecondaryTierConfig, layout: CacheLayout, chun
     if isinstance(tier, PeerTierConfig):
         return TierReport(name, None, None, f"peer asks {len(tier.peers)} engines and is asked at {tier.listen}")
     if isinstance(tier, ObjectTierConfig):
-        who = "is trusted" if tier.secret_file is None else "needs the fleet's secret to be believed"
-        return TierReport(name, None, None, f"object finds and stores at {tier.url}, where whoever writes {who}")
+        who = "every writer is trusted" if tier.secret_file is None else "only writers with the secret are trusted"
+        return TierReport(name, None, None, f"object finds and stores at {tier.url}, where {who}")
     if not isinstance(tier, DiskTierConfig):
         return TierReport(name, None, None, name)
     num_chunks = min(tier.capacity // chunk_bytes, MAX_RECORDS // len(layout.spec.stored_groups))
@@ -185,10 +185,9 @@ def _warnings(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLayou
         )
     if config.disk is not None and compat.is_killed_on_shutdown(vllm_config):
         warnings.append(
-            "HybridOffloadConnector: shutdown_timeout is 0, so a server kills its engine as soon as it is to end: "
-            f"what is on its way to {config.disk.path} then is lost, and the next start looks on disk for what the "
-            "last seconds wrote; start the server with --shutdown-timeout 30, and let whoever stops it wait longer "
-            "than that (an engine without a server has 5 s)"
+            "HybridOffloadConnector: shutdown_timeout is 0, so a server kills its engine at once when it stops. Copies "
+            f"to {config.disk.path} that still run are lost, and the next start must scan the newest records. Start "
+            "with --shutdown-timeout 30, and give the supervisor a longer limit (an engine without a server has 5 s)"
         )
     if layout.spec.tail_tokens is not None and partly_copied_groups(vllm_config, layout):
         warnings.append(

@@ -181,7 +181,7 @@ class StorePlanner:
         self._count(plan, [*prefix.parts, *present])
         parts, sizes = self._chunks(plan.runs, request_keys, keys)
         path = self._path(tracked, prefix, [*present, *parts], keys)
-        if prefix.parts or present or self._stack.slower:
+        if path.keys and (prefix.parts or present or self._stack.slower):
             # Chunks that are stored already were reused, and must not be evicted for the chunks that follow them. The
             # tiers may not know yet which chunk is before which: a load and a restart bring chunks without their order.
             self._stack.touch(path.keys[::-1], [*zip(path.keys[-2::-1], strict=True), ()])
