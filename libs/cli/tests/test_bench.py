@@ -119,17 +119,26 @@ def test_a_server_that_cannot_reset_its_cache_has_two_kinds(server: PlayedServer
 
 def test_the_table_and_the_paragraph(server: PlayedServer) -> None:
     lines = benched(server.url, "--tokens", "600", "--prompts", "1").stdout.splitlines()
-    assert lines[0] == "tiny: 1 prompts of 600 tokens, one after the other; median of each kind"
+    assert lines[0] == "tiny: 1 prompt of 600 tokens, one after the other; median of each kind, fewest cached tokens"
     assert lines[2].split() == ["time", "to", "first", "token", "fastest", "slowest", "cached", "tokens"]
     assert [line.split()[0] for line in lines[3:6]] == ["cold", "again,", "restored"]
     assert lines[-1].startswith("A new prompt of 600 tokens takes ")
 
 
 @pytest.mark.parametrize(
-    ("restored_s", "words"), [(0.5, "4.0 times as fast as to compute it"), (1.9, "save little or nothing")]
+    ("restored_s", "cached_tokens", "words"),
+    [
+        ([0.5, 0.6, 0.5], 99, "4.0 times as fast as to compute it. For prompts of this length the tiers are worth it"),
+        ([0.5, 2.5, 0.5], 99, "4.0 times as fast as to compute it. The times overlap"),
+        ([0.5], 99, "or are too few: measure more"),
+        ([0.5, 0.6, 0.5], None, "to see that it restored them"),
+        ([0.5, 0.6, 0.5], 0, "restored nothing of at least one prompt"),
+        ([1.9, 1.9, 1.9], 99, "save little or nothing"),
+    ],
 )
-def test_the_verdict(restored_s: float, words: str) -> None:
-    found = [Measurement("cold", [2.0], 0), Measurement("own", [0.1], 99), Measurement("restored", [restored_s], 99)]
+def test_the_verdict(restored_s: list[float], cached_tokens: int | None, words: str) -> None:
+    restored = Measurement("restored", restored_s, cached_tokens)
+    found = [Measurement("cold", [2.0, 2.1, 1.8], 0), Measurement("own", [0.1], 99), restored]
     said = measuring.verdict(8000, found, 4000.0)
     assert "takes 2.00 s to its first token, and 100 ms" in said and words in said
     assert "4,000 tokens a second" in said
@@ -138,6 +147,7 @@ def test_the_verdict(restored_s: float, words: str) -> None:
 def test_what_cannot_be_measured_is_refused(server: PlayedServer) -> None:
     assert "less than the 2048 tokens of tiny" in benched(server.url, "--tokens", "2048").stderr
     assert "--model: expected one of tiny" in benched(server.url, "--model", "other").stderr
-    assert "URL: expected http://HOST:PORT" in benched("ftp://host").stderr
+    for url in ("ftp://host", "localhost:99999", "http://127.0.0.1:abc", "http://[::1"):
+        assert "URL: expected http://HOST:PORT" in benched(url).stderr
     result = benched("http://127.0.0.1:1")
     assert result.exit_code == 2 and "is the server up" in result.stderr

@@ -128,10 +128,10 @@ def test_the_text_ends_with_the_option_to_paste() -> None:
 
 
 def test_warnings_are_shown_and_change_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "plan", lambda *_: report(warnings=list(planning._room_warnings(STARTUP, 1 << 22))))
+    monkeypatch.setattr(planning, "plan", lambda *_: report(warnings=list(planning._room_warnings(STARTUP, 1 << 24))))
     result = planned("granite")
     assert result.exit_code == 1
-    assert "warning: host memory holds 2,863,232 tokens of one prompt, fewer than max_model_len" in result.stdout
+    assert "warning: host memory holds 8,589,678 tokens of one prompt, fewer than max_model_len" in result.stdout
 
 
 @pytest.mark.parametrize(

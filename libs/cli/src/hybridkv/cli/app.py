@@ -62,11 +62,16 @@ def check(config: str, as_json: bool) -> None:
     help="Plan an engine for MODEL: its groups and chunk, what each tier holds, and the value of --kv-transfer-config. "
     "No engine starts and no weights are read. OPTIONS of `vllm serve` may follow.",
     context_settings={"ignore_unknown_options": True},
-    options_metavar="[OPTIONS] [OPTIONS OF VLLM SERVE]",
+    options_metavar="MODEL [OPTIONS] [OPTIONS OF VLLM SERVE]",
 )
-@click.argument("model")
+@click.argument("model", metavar="")
 @click.option("--tiers", help="JSON list of tiers; without it and --config, 4 GiB of host memory.")
-@click.option("--config", help='File with the object of --kv-transfer-config, "-" for stdin, or the object itself.')
+@click.option(
+    "--config",
+    "--kv-transfer-config",
+    "config",
+    help='File with the object of --kv-transfer-config, "-" for stdin, or the object itself.',
+)
 @click.option("--max-model-len", help="As for vllm serve.")
 @click.option("--tensor-parallel-size", "-tp", help="As for vllm serve. No GPU but one is needed for the plan.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
@@ -88,6 +93,10 @@ def plan(
     from hybridkv.cli.output import FINE, WARNED, print_json
     from hybridkv.connectors import checking
 
+    if model.startswith("-"):
+        raise click.UsageError("MODEL comes first")
+    if any(word == "--model" or word.startswith("--model=") for word in options):
+        raise click.UsageError("the model is the first argument: leave --model out")
     if tiers is not None and config is not None:
         raise click.UsageError("--tiers and --config exclude each other: the object of --config has tiers")
     given = {"--max-model-len": max_model_len, "--tensor-parallel-size": tensor_parallel_size}
@@ -121,7 +130,7 @@ def simulate(trace: str, plan_file: str | None, capacities: tuple[str, ...], svg
         sizes = None if plan_file is None else simulating.sizes_of_plan(_read(plan_file), _name_of(plan_file))
         report = simulating.simulate_trace(Path(trace), sizes, capacities)
         if svg is not None:
-            Path(svg).write_text(simulating.chart_of(report), encoding="utf-8")
+            _write(Path(svg), simulating.chart_of(report))
     if as_json:
         print_json(report)
     else:
@@ -275,6 +284,18 @@ def _failing() -> Iterator[None]:
             raise
         click.echo(problem.text(), err=True)
         sys.exit(FAILED)
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes a file that the operator named."""
+    from hybridkv.cli.output import ReportError
+    from hybridkv.connectors.errors import SettingProblem
+
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        problem = SettingProblem("error", str(path), "a file that can be written", error.strerror or str(error))
+        raise ReportError(problem) from error
 
 
 def _read(config: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import random
 import statistics
 import time
@@ -36,7 +37,8 @@ class Measurement(msgspec.Struct, frozen=True):
     Args:
         kind: "cold", "own" for a hit in the engine's own cache, or "restored" for one in the tiers.
         seconds: times to first token, in order.
-        cached_tokens: tokens that were not computed, as the server says; None without --enable-prompt-tokens-details.
+        cached_tokens: fewest tokens that were not computed, as the server says; None without
+            --enable-prompt-tokens-details.
     """
 
     kind: str
@@ -96,40 +98,54 @@ def measure(
         if kind == RESTORED and not server.reset():
             on_progress("the server cannot reset its cache, so no restore is measured")
             continue
-        seconds, cached = [], None
+        seconds, cached = [], list[int | None]()
         for number, prompt in enumerate(prompts, 1):
             on_progress(f"{kind}: prompt {number} of {num_prompts}")
-            took_s, cached = server.first_token(model, prompt)
+            took_s, num_cached = server.first_token(model, prompt)
             seconds.append(took_s)
-        found.append(Measurement(kind, seconds, cached))
+            cached.append(num_cached)
+        known = [number for number in cached if number is not None]
+        found.append(Measurement(kind, seconds, min(known) if len(known) == len(cached) else None))
     rate = num_tokens / found[0].median_s
     return BenchReport(model, num_tokens, found, rate, verdict(num_tokens, found, rate))
 
 
 def verdict(num_tokens: int, found: list[Measurement], tokens_per_second: float) -> str:
     """Whether the tiers are worth it, in one paragraph."""
-    seconds = {each.kind: each.median_s for each in found}
-    cold_s, own_s = seconds[COLD], seconds[OWN]
+    by_kind = {each.kind: each for each in found}
+    cold_s, own_s = by_kind[COLD].median_s, by_kind[OWN].median_s
     words = [
         f"A new prompt of {num_tokens:,} tokens takes {_time(cold_s)} to its first token, "
         f"and {_time(own_s)} if the engine still has it."
     ]
-    restored_s = seconds.get(RESTORED)
-    if restored_s is None:
+    restored = by_kind.get(RESTORED)
+    if restored is None:
         words.append(
             f"A hit in a tier lies between the two, so it can save at most {_time(max(0.0, cold_s - own_s))}. "
-            "To measure it, start the server with VLLM_SERVER_DEV_MODE=1."
+            "To measure it, start the server with VLLM_SERVER_DEV_MODE=1, and run this while it has no other request."
         )
-    elif restored_s < 0.8 * cold_s:
+    elif restored.cached_tokens == 0:
         words.append(
-            f"From the tiers it takes {_time(restored_s)}: {cold_s / restored_s:.1f} times as fast as to compute it. "
-            "For prompts of this length the tiers are worth it."
+            "After a reset of its own cache the server restored nothing of at least one prompt, so this says nothing "
+            "about the tiers. The prompt may be shorter than a chunk, or the server has no tier, or one that is too "
+            "small."
+        )
+    elif restored.median_s >= 0.8 * cold_s:
+        words.append(
+            f"From the tiers it takes {_time(restored.median_s)}, so the tiers save little or nothing for prompts of "
+            "this length. Try longer prompts with --tokens, and see why with the explain log."
         )
     else:
         words.append(
-            f"From the tiers it takes {_time(restored_s)}, so the tiers save little or nothing for prompts of this "
-            "length. Try longer prompts with --tokens, and see why with the explain log."
+            f"From the tiers it takes {_time(restored.median_s)}: {cold_s / restored.median_s:.1f} times as fast as to "
+            "compute it."
         )
+        if len(restored.seconds) < 2 or max(restored.seconds) >= min(by_kind[COLD].seconds):
+            words.append("The times overlap, or are too few: measure more with --prompts.")
+        elif restored.cached_tokens is None:
+            words.append("Start the server with --enable-prompt-tokens-details to see that it restored them.")
+        else:
+            words.append("For prompts of this length the tiers are worth it.")
     words.append(f"The engine computes {tokens_per_second:,.0f} tokens a second.")
     return " ".join(words)
 
@@ -154,9 +170,8 @@ def text_of(report: BenchReport) -> str:
         for row in table
     ]
     number = len(report.measurements[0].seconds)
-    head = (
-        f"{report.model}: {number} prompts of {report.prompt_tokens:,} tokens, one after the other; median of each kind"
-    )
+    prompts = f"{number} prompt{'s' * (number > 1)} of {report.prompt_tokens:,} tokens"
+    head = f"{report.model}: {prompts}, one after the other; median of each kind, fewest cached tokens"
     return "\n".join([head, "", *lines, "", report.verdict])
 
 
@@ -169,13 +184,17 @@ class _Server:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        parts = urlsplit(url if "//" in url else f"http://{url}")
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            port = parts.port
+        except ValueError:
+            parts, port = urlsplit(""), None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ReportError(
                 SettingProblem("error", "URL", "http://HOST:PORT", repr(url), "for example http://127.0.0.1:8000")
             )
         self._is_tls = parts.scheme == "https"
-        self._host, self._port = parts.hostname, parts.port
+        self._host, self._port = parts.hostname, port
         self._prefix = parts.path.rstrip("/").removesuffix("/v1")
 
     def model(self, name: str | None) -> tuple[str, int | None]:
@@ -185,7 +204,8 @@ class _Server:
         if name is None and served:
             name = next(iter(served))
         if name is None or name not in served:
-            raise ReportError(SettingProblem("error", "--model", f"one of {', '.join(served)}", str(name), ""))
+            expected = f"one of {', '.join(served)}" if served else "a server that serves a model"
+            raise ReportError(SettingProblem("error", "--model", expected, str(name or "none")))
         return name, served[name]
 
     def first_token(self, model: str, prompt: list[int]) -> tuple[float, int | None]:
@@ -233,13 +253,16 @@ class _Server:
         kind = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=TIMEOUT_S)
         headers = {} if body is None else {"Content-Type": "application/json"}
+        if key := os.environ.get("OPENAI_API_KEY"):
+            headers["Authorization"] = f"Bearer {key}"
         try:
             connection.request(method, self._prefix + path, None if body is None else json.dumps(body), headers)
             reply = connection.getresponse()
             if reply.status != http.HTTPStatus.OK:
                 words = f"{method} {path}: {reply.status} {reply.read(1000).decode(errors='replace')}"
+                hint = "set OPENAI_API_KEY" if reply.status == http.HTTPStatus.UNAUTHORIZED else ""
                 raise ReportError(
-                    SettingProblem("error", self._url, "a server of OpenAI's API that answers", words, "")
+                    SettingProblem("error", self._url, "a server of OpenAI's API that answers", words, hint)
                 )
             yield reply
         except (OSError, http.client.HTTPException) as error:

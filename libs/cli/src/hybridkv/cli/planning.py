@@ -85,7 +85,7 @@ def plan(model: str, transfer: Mapping[str, Any], options: Sequence[str]) -> Pla
         ReportError: vLLM is not installed or refuses, or the connector is not HybridOffloadConnector.
     """
     if transfer.get("kv_connector") != CONNECTOR:
-        got = repr(transfer.get("kv_connector", "nothing"))
+        got = repr(transfer["kv_connector"]) if "kv_connector" in transfer else "nothing"
         raise ReportError(
             SettingProblem(
                 "error", "kv_connector", f"{CONNECTOR}, the connector with tiers", got, "hybridkv check knows all"
@@ -141,8 +141,11 @@ def _bytes_per_token(startup: StartupReport) -> dict[str, float]:
 
 
 def _room_warnings(startup: StartupReport, max_model_len: int) -> Iterator[str]:
-    held = startup.tiers[0].tokens
-    if held is not None and held < max_model_len:
+    capacity = startup.tiers[0].capacity_bytes or 0
+    state_bytes = sum(group.chunk_bytes for group in startup.groups if group.kind == "RECURRENT")
+    # A prompt needs one state, not one a chunk.
+    held = max(0, capacity - state_bytes) * startup.chunk_tokens // max(1, startup.chunk_bytes - state_bytes)
+    if held < max_model_len:
         yield (
             f"host memory holds {held:,} tokens of one prompt, fewer than max_model_len {max_model_len:,}: a longer "
             "prompt is restored in part; raise the capacity of the ram tier"
@@ -194,10 +197,11 @@ def text_of(report: PlanReport) -> str:
 
 
 def _tier_text(report: PlanReport, name: str, tokens: int | None) -> str:
-    if name in report.never_asked:
-        return f"is never asked: {report.never_asked[name]}"
+    why = f"no request looks there: {report.never_asked[name]}" if name in report.never_asked else ""
     if tokens is not None:
-        return f"holds {tokens:,} tokens"
+        return "; ".join(filter(None, [f"holds {tokens:,} tokens", why]))
+    if why:
+        return why
     return "is looked up for each prompt; a request waits while that is expected to save time"
 
 

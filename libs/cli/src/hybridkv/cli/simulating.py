@@ -71,6 +71,7 @@ class SimulationReport(msgspec.Struct, frozen=True):
         requests: number of requests.
         tokens: tokens of all prompts.
         chunk_tokens: tokens in a simulated chunk.
+        planned_chunk_tokens: chunk of the plan; 0 without one.
         state_chunks: size of the states of one boundary, in chunks of attention; 0 without recurrent groups.
         rows: by size, ascending.
     """
@@ -79,6 +80,7 @@ class SimulationReport(msgspec.Struct, frozen=True):
     requests: int
     tokens: int
     chunk_tokens: int
+    planned_chunk_tokens: int
     state_chunks: float
     rows: list[SimulationRow]
 
@@ -103,6 +105,8 @@ def sizes_of_plan(text: str, name: str) -> ModelSizes:
     states = sum(group.chunk_bytes for group in startup.groups if group.kind == "RECURRENT")
     if states == startup.chunk_bytes:
         raise ReportError(SettingProblem("error", name, "a model with attention", "recurrent groups alone", ""))
+    if not startup.tiers:
+        raise ReportError(SettingProblem("error", name, "a plan with tiers", "none"))
     token_bytes = (startup.chunk_bytes - states) / startup.chunk_tokens
     return ModelSizes(startup.chunk_tokens, token_bytes, states, startup.tiers[0].capacity_bytes or 0)
 
@@ -141,7 +145,13 @@ def simulate_trace(path: Path, sizes: ModelSizes | None, capacities: Sequence[st
     rows = [_row(trace, size, max(1, chunks), whole, costs) for size, chunks in stores]
     num_tokens = sum(request.num_tokens for request in trace.requests)
     return SimulationReport(
-        trace.name, len(trace.requests), num_tokens, trace.chunk_tokens, float(costs.state_chunks), rows
+        trace.name,
+        len(trace.requests),
+        num_tokens,
+        trace.chunk_tokens,
+        0 if sizes is None else sizes.chunk_tokens,
+        float(costs.state_chunks),
+        rows,
     )
 
 
@@ -169,6 +179,8 @@ def text_of(report: SimulationReport) -> str:
     has_states = report.state_chunks > 0
     states = f"; the states of a boundary take as much as {report.state_chunks:.3g} chunks" if has_states else ""
     counts = f"{report.requests:,} requests, {report.tokens:,} tokens, chunks of {report.chunk_tokens} tokens"
+    if report.planned_chunk_tokens not in (0, report.chunk_tokens):
+        counts += f" (the plan has {report.planned_chunk_tokens}; the trace allows no smaller ones)"
     columns = ["planner", "ends", "attention"] if has_states else ["attention"]
     titles = {"planner": "hit rate", "ends": "prompt ends only", "attention": "attention alone"}
     header = ["host memory", "of the trace"] + [titles[name] if has_states else "hit rate" for name in columns]

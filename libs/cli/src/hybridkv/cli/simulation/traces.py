@@ -88,33 +88,57 @@ def read_trace(path: Path) -> Trace:
         OSError: a file cannot be read.
         ReportError: the lines have another format.
     """
-    files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
-    try:
-        lines = _lines(files)
-        first = lines[0] if lines else {}
-        if "hash_ids" in first:
-            return _from_hashes(path.name, lines)
-        if "input" in first:
-            return _from_text(path.name, lines)
-        got = f"lines with {', '.join(first)}" if first else "no lines"
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        got = f"{type(error).__name__}: {error}"
-    raise ReportError(
-        SettingProblem(
-            "error",
-            str(path),
-            "JSON lines with timestamp, input_length and hash_ids, or with timestamp and input",
-            got,
-            "see libs/cli/README.md, hybridkv simulate",
-        )
-    )
+    lines = _lines(sorted(path.glob("*.jsonl")) if path.is_dir() else [path])
+    has_hashes = bool(lines) and "hash_ids" in lines[0]
+    trace = (_from_hashes if has_hashes else _from_text)(path.name, lines)
+    if not trace.requests:
+        raise _refused(str(path), "no prompt")
+    return trace
+
+
+def _refused(place: str, got: str) -> ReportError:
+    expected = "JSON lines with timestamp, input_length and hash_ids, or with timestamp and input"
+    return ReportError(SettingProblem("error", place, expected, got, "see libs/cli/README.md, hybridkv simulate"))
 
 
 def _lines(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """All lines, in order of time."""
-    lines = [json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines() if line]
+    """All lines, in order of time.
+
+    Raises:
+        ReportError: a line is neither of the two formats.
+    """
+    lines = []
+    for file in files:
+        with file.open(encoding="utf-8") as text:
+            for number, line in enumerate(text, 1):
+                if not line.strip():
+                    continue
+                place = f"{file}:{number}"
+                try:
+                    found = json.loads(line)
+                except json.JSONDecodeError as error:
+                    raise _refused(place, str(error)) from None
+                if (why := _misfit(found)) is not None:
+                    raise _refused(place, why)
+                lines.append(found)
     lines.sort(key=lambda line: line["timestamp"])
     return lines
+
+
+def _misfit(line: Any) -> str | None:
+    """Difference of a line from both formats."""
+    if not isinstance(line, dict):
+        return f"a {type(line).__name__}"
+    if not isinstance(line.get("timestamp"), int | float):
+        return "no timestamp"
+    if "hash_ids" in line:
+        num_tokens, ids = line.get("input_length"), line["hash_ids"]
+        if not isinstance(num_tokens, int) or num_tokens <= 0 or not isinstance(ids, list):
+            return "no positive input_length, or no list of hash_ids"
+        if len(ids) != -(-num_tokens // MOONCAKE_TOKENS):
+            return f"{len(ids)} hash_ids for {num_tokens} tokens; each stands for {MOONCAKE_TOKENS}"
+        return None
+    return None if isinstance(line.get("input"), str) else f"an object with {', '.join(line) or 'nothing'}"
 
 
 def _from_hashes(name: str, lines: Iterable[Mapping[str, Any]]) -> Trace:
