@@ -5,7 +5,9 @@ vLLM asks the connector's class there if the platform has CUDA graphs. The CPU p
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,11 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 
+from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import CONNECTOR, LMCACHE_CONNECTOR, MULTI_CONNECTOR, PEER_CONNECTOR
+from hybridkv.connectors.vllm.multi.connector import HybridMultiConnector
+from hybridkv.connectors.vllm.nixl.connector import HybridNixlConnector
+from hybridkv.connectors.vllm.offload.connector import HybridOffloadConnector
 
 RAM = {"type": "ram", "capacity": "64MiB"}
 GOOD = {"kv_connector": CONNECTOR, "kv_connector_extra_config": {"tiers": [RAM]}}
@@ -76,6 +82,82 @@ def test_a_wrong_configuration_is_refused_before_an_engine_starts(
         front_process(model, connector, extra)
     assert f"kv_connector_extra_config{words}" in str(caught.value)
     assert "\nhint: " in str(caught.value)
+
+
+def below(tmp_path: Path, *tiers: dict[str, Any]) -> dict[str, Any]:
+    """Configuration with these secondary tiers. `{}` in a string is a folder with one file that all users may read."""
+    (tmp_path / "readable").write_text("0123456789abcdef" * 2)
+    (tmp_path / "readable").chmod(0o644)
+    (tmp_path / "words").write_text("not JSON")
+    (tmp_path / "words").chmod(0o600)
+    text = json.dumps({"tiers": [RAM, *tiers], "weights_digest": "model-1"})
+    return dict(json.loads(text.replace("{}", str(tmp_path))))
+
+
+DISK = {"type": "disk", "capacity": "1GiB"}
+PEER = {"type": "peer", "listen": "127.0.0.1:7300"}
+OBJECT = {"type": "object", "url": "s3://bucket/prefix"}
+
+
+@pytest.mark.parametrize(
+    ("tier", "words"),
+    [
+        ({"type": "ram", "capacity": "900TiB"}, "tiers[0].capacity: expected at most the"),
+        (DISK | {"path": "{}/missing/cache"}, "tiers[1].path: expected a directory that can be used"),
+        (DISK | {"path": "{}/words"}, "tiers[1].path: expected a directory that can be used"),
+        (PEER | {"secret_file": "{}/missing"}, "tiers[1].secret_file: expected"),
+        (PEER | {"secret_file": "{}/readable"}, "tiers[1].secret_file: expected"),
+        (OBJECT | {"secret_file": "{}/words"}, "tiers[1].secret_file: expected"),
+        (OBJECT | {"credentials_file": "{}/missing"}, "tiers[1].credentials_file: expected a file that can be read"),
+        (OBJECT | {"credentials_file": "{}/words"}, "tiers[1].credentials_file: expected a JSON object"),
+        (OBJECT | {"url": "file://{}/missing/store"}, "tiers[1].url: expected a directory that can be used"),
+        (OBJECT | {"url": "file://{}/words"}, "tiers[1].url: expected a directory that can be used"),
+    ],
+)
+@pytest.mark.parametrize("is_child", [False, True])
+def test_a_file_that_this_host_lacks_is_named_before_an_engine_starts(
+    is_child: bool, tier: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    extra = below(tmp_path, *([] if tier["type"] == "ram" else [tier]))
+    if tier["type"] == "ram":
+        extra["tiers"] = [tier]
+    path = f"kv_connector_extra_config.{words}"
+    if is_child:
+        connector: type = HybridMultiConnector
+        extra = {"connectors": [{"kv_connector": CONNECTOR, "kv_connector_extra_config": extra}]}
+        path = f"kv_connector_extra_config.connectors[0].{path}"
+    else:
+        connector = HybridOffloadConnector
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigurationError) as caught:
+        connector.requires_piecewise_for_cudagraph(extra)  # type: ignore[attr-defined]
+    assert str(caught.value).startswith(path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_missing_library_is_named_before_an_engine_starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "obstore.store", None)
+    for connector, extra, path in (
+        (HybridOffloadConnector, below(tmp_path, PEER), "kv_connector_extra_config.tiers[1].type"),
+        (HybridOffloadConnector, below(tmp_path, OBJECT), "kv_connector_extra_config.tiers[1].url"),
+        (HybridNixlConnector, {}, "kv_connector"),
+    ):
+        with pytest.raises(ConfigurationError, match="pip install") as caught:
+            connector.requires_piecewise_for_cudagraph(extra)
+        assert caught.value.path == path
+
+
+def test_what_this_host_has_is_accepted(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"0123456789abcdef" * 2)
+    secret.chmod(0o600)
+    named = {"secret_file": str(secret)}
+    disk, store = DISK | {"path": "{}/cache"}, OBJECT | named | {"url": "file://{}/store"}
+    extra = below(tmp_path, disk, PEER | named, store)
+    assert HybridOffloadConnector.requires_piecewise_for_cudagraph(extra) is False
+    assert HybridNixlConnector.requires_piecewise_for_cudagraph(named) is False
+    assert not (tmp_path / "cache").exists() and not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize(

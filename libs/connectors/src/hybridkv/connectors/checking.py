@@ -135,7 +135,9 @@ def _transfer_errors(raw: Mapping[str, Any], transfer_keys: Sequence[str]) -> It
             expected = "one of " + ", ".join(f'"{value}"' for value in values)
             yield SettingProblem("error", key, expected, repr(raw.get(key, "nothing")), f'"{values[0]}" is usual')
     if not isinstance(raw.get(ROOT, {}), Mapping):
-        yield SettingProblem("error", ROOT, "an object", repr(raw[ROOT]), "")
+        yield SettingProblem(
+            "error", ROOT, "an object", repr(raw[ROOT]), 'for example {"tiers": [{"type": "ram", "capacity": "4GiB"}]}'
+        )
 
 
 def _connectors(

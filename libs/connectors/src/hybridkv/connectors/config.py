@@ -320,6 +320,16 @@ def _require_fleet(config: OffloadConfig, tier: ObjectTierConfig) -> None:
             repr(tier.url),
             'for example "s3://bucket/hybridkv"; the address of a server of your own is endpoint',
         )
+    if "@" in rest.partition("/")[0]:  # not quoted: it may be a secret
+        raise ConfigurationError(
+            f"{path}.url",
+            "a URL without credentials",
+            "one with @",
+            "put them into credentials_file, or the environment",
+        )
+    for field in ("endpoint", "region", "credentials_file") if scheme == "file" else ():
+        if (given := getattr(tier, field)) is not None:
+            raise ConfigurationError(f"{path}.{field}", "nothing with a file:// URL", repr(given), "leave it out")
     if tier.endpoint is not None and not tier.endpoint.startswith(("http://", "https://")):
         raise ConfigurationError(
             f"{path}.endpoint",
@@ -347,10 +357,24 @@ def _require_addresses(path: str, tier: PeerTierConfig) -> None:
                 repr(address),
                 'for example "10.0.0.1:14700"; an IPv6 address goes in brackets before the port',
             )
+    if tier.secret_file is None and not _is_loopback(tier.listen):
+        raise ConfigurationError(
+            f"{path}.secret_file",
+            "the path of a file, because other hosts reach listen",
+            f"nothing, and {tier.listen!r} for listen",
+            "without a secret, any process that reaches this address can read the cache; or listen on 127.0.0.1",
+        )
     if len(tier.peers) > MAX_PEERS:
         raise ConfigurationError(
             f"{path}.peers", f"at most {MAX_PEERS} peers", len(tier.peers), "each is asked for every prompt: list fewer"
         )
+
+
+def _is_loopback(address: str) -> bool:
+    from hybridkv.peers.wire import is_loopback  # slow to import
+
+    parsed = parse_address(address)
+    return parsed is not None and is_loopback(parsed[0])
 
 
 def parse_address(text: str) -> tuple[str, int] | None:

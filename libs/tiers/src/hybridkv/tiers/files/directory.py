@@ -268,13 +268,30 @@ def open_root(io: FileIO, path: str) -> Directory:
         raise refused(path, error) from error
 
 
+def require_directory(path: str, may_be_shared: bool = False) -> None:
+    """Check that a directory can be opened or, if it does not exist, created. Creates nothing.
+
+    Raises:
+        TierConfigurationError: it cannot.
+    """
+    try:
+        Directory.root(FileIO(), root_path(path), create=False, may_be_shared=may_be_shared).close()
+    except FileNotFoundError as error:
+        parent = os.path.dirname(path.rstrip("/"))
+        if not os.access(parent, os.R_OK | os.W_OK | os.X_OK):
+            raise refused(path, error) from error
+    except OSError as error:
+        raise refused(path, error) from error
+
+
 def refused(path: str, error: OSError) -> TierConfigurationError:
     """Error for an operator if a file or directory of a store cannot be used."""
     if isinstance(error, ForeignFileError):
         at = error.filename
         hint = "name a directory that this user alone can write to, and no link"
         return TierConfigurationError("path", "files that are this user's own", f"{at}: {error.strerror}", hint)
-    hint = "its parent must exist and be writable" if isinstance(error, FileNotFoundError) else ""
+    missing = isinstance(error, FileNotFoundError)
+    hint = "its parent must exist and be writable" if missing else "name a directory that this user may write to"
     at = os.path.join(path, error.filename) if isinstance(error.filename, str) else path
     got = f"{at}: {error.strerror or error}"
     return TierConfigurationError("path", "a directory that can be used", got, hint)

@@ -7,6 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hybridkv.tiers.errors import TierConfigurationError
+from hybridkv.tiers.files.directory import require_directory
+from hybridkv.tiers.object.directory_store import path_of
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.index import ObjectIndex
 from hybridkv.tiers.object.manifest_store import Collection, ManifestStore
@@ -47,6 +50,20 @@ class StoreLocation:
             TierConfigurationError: it cannot be opened.
         """
         return open_object_store(self.url, dict(self.settings), options, has_secret=bool(self.secret))
+
+    def require_host(self) -> None:
+        """Check that this host has what the store needs: a client, or a directory. Creates nothing, sends nothing.
+
+        Raises:
+            TierConfigurationError: it lacks something.
+        """
+        if not is_directory(self.url):
+            self.open(ObjectOptions())
+            return
+        try:
+            require_directory(path_of(self.url), may_be_shared=bool(self.secret))
+        except TierConfigurationError as error:
+            raise TierConfigurationError("url", error.expected, error.got, error.hint) from error
 
 
 def open_index(

@@ -286,10 +286,14 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:
         """Whether a child needs it. Checks the configuration too: see `HalfConnector`."""
         require_valid(cls.__name__, extra_config, compat.transfer_keys())
-        return any(
-            connector_class.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
-            for connector_class, transfer in resolve_without_engine(extra_config)
-        )
+        answers = []
+        for i, (connector_class, transfer) in enumerate(resolve_without_engine(extra_config)):
+            try:
+                answers.append(connector_class.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config))
+            except ConfigurationError as error:
+                path = f"{ROOT}.connectors[{i}].{error.path}"
+                raise ConfigurationError(path, error.expected, error.got, error.hint) from None
+        return any(answers)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

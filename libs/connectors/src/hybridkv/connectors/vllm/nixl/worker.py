@@ -33,6 +33,7 @@ from hybridkv.peers.control import ControlLoop
 from hybridkv.peers.errors import PeersConfigurationError
 from hybridkv.peers.reads import ReadBounds
 from hybridkv.peers.transport import Region, Transport
+from hybridkv.peers.transport.nixl_library import require_nixl
 from hybridkv.peers.wire import NO_SECRET, Secret, WireLimits, read_secret
 
 if TYPE_CHECKING:
@@ -219,6 +220,19 @@ def _bounds(config: NixlConfig) -> ReadBounds:
     whole_s = config.load_timeout_seconds
     # One timeout for the proof of the secret, one for the description.
     return ReadBounds(2 * config.connect_timeout_seconds, whole_s, whole_s, whole_s=whole_s)
+
+
+def require_host(config: NixlConfig) -> None:
+    """Checks that NIXL is installed and that the secret can be read.
+
+    Raises:
+        ConfigurationError: not so.
+    """
+    try:
+        require_nixl()
+    except PeersConfigurationError as error:
+        raise ConfigurationError("kv_connector", error.expected, error.got, error.hint) from None
+    _secret(config)
 
 
 def _secret(config: NixlConfig) -> Secret:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from hybridkv.connectors.config import decode_config
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.copies import devices
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
@@ -84,6 +85,12 @@ class HybridOffloadConnector(StoreConnector):
                     tiers.media(config, compat.rank(vllm_config), arena), tiers.opened_at_once(config)
                 )
         mark_live(self)
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        super().requires_piecewise_for_cudagraph(extra_config)
+        tiers.require_host(decode_config(extra_config))
+        return False
 
     def _scheduler_half(self) -> OffloadScheduler | WaitingScheduler | None:
         return self._scheduler

@@ -33,6 +33,7 @@ from hybridkv.tiers import SealedMemory, TierConfigurationError, TierIndex, Tier
 from hybridkv.tiers import object as object_tier
 from hybridkv.tiers import peer as peer_tier
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
+from hybridkv.tiers.files.directory import require_directory
 from hybridkv.tiers.object import ObjectIndex, ObjectMedium, ObjectOptions, StoreLocation
 from hybridkv.tiers.peer import PeerAddresses, PeerIndex, PeerMedium, PeerOptions
 from hybridkv.tiers.ram import RamIndex, choose_granule_bytes
@@ -115,14 +116,42 @@ def arena_sizes(config: OffloadConfig, layout: CacheLayout) -> ArenaSizes:
             f"{capacity} bytes",
             f'a prefix can hit only if all its chunks fit; try "{format_size(64 * smallest).replace(" ", "")}" or more',
         )
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if capacity > available:
-        raise ConfigurationError(
-            path, f"at most the {format_size(available)} of this host", format_size(capacity), "lower it"
-        )
+    _require_memory(capacity)
     # If attention never reads before the current chunk, nothing is stored.
     smallest_bytes = next(iter(layout.chunk_sizes()), granule)
     return ArenaSizes(capacity // layout.world_size // granule * granule, granule, smallest_bytes)
+
+
+def require_host(config: OffloadConfig) -> None:
+    """Checks that this host has the files, libraries and memory that the tiers need. Creates nothing.
+
+    Raises:
+        ConfigurationError: it lacks one.
+    """
+    _require_memory(config.ram.capacity)
+    for name, tier in config.slower.items():
+        try:
+            match tier:
+                case DiskTierConfig():
+                    require_directory(tier.path)
+                case PeerTierConfig():
+                    _require_nixl()
+                    _neighbourhood(tier)
+                case ObjectTierConfig():
+                    _depot(tier).require_host()
+        except TierConfigurationError as error:
+            raise _of_tier(config, name, error) from error
+
+
+def _require_memory(num_bytes: int) -> None:
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if num_bytes > available:
+        raise ConfigurationError(
+            f"{ROOT}.tiers[0].capacity",
+            f"at most the {format_size(available)} of this host",
+            format_size(num_bytes),
+            "lower it",
+        )
 
 
 def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint, sizes: ArenaSizes) -> TierStack:
@@ -291,10 +320,7 @@ def peer_index(
     Raises:
         TierConfigurationError: NIXL is not installed, the secret cannot be read, or the address cannot be bound.
     """
-    try:
-        require_nixl()
-    except PeersConfigurationError as error:
-        raise TierConfigurationError("type", error.expected, error.got, error.hint) from None
+    _require_nixl()
     return peer_tier.open_index(_neighbourhood(config), ram, fingerprint, _peer_options(load_timeout_s), clock)
 
 
@@ -312,6 +338,13 @@ def peer_medium(
         TierConfigurationError: as in `peer_index`.
     """
     return peer_tier.open_medium(_neighbourhood(config), memory, namespace, rank, _peer_options(load_timeout_s), clock)
+
+
+def _require_nixl() -> None:
+    try:
+        require_nixl()
+    except PeersConfigurationError as error:
+        raise TierConfigurationError("type", error.expected, error.got, error.hint) from None
 
 
 def _peer_options(load_timeout_s: float) -> PeerOptions:
