@@ -13,6 +13,7 @@ import os
 import platform
 import resource
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -56,18 +57,61 @@ def examine(raw: Mapping[str, Any] | None) -> Iterator[CheckResult]:
     yield from _system()
     if raw is None:
         return
-    if raw.get("kv_connector") != "HybridOffloadConnector":
-        yield CheckResult("warn", "tiers", "only those of HybridOffloadConnector are tried")
-        return
-    from hybridkv.connectors.config import DiskTierConfig, ObjectTierConfig, PeerTierConfig, decode_config
+    from hybridkv.connectors import checking
 
-    for tier in decode_config(raw.get("kv_connector_extra_config", {})).slower.values():
-        if isinstance(tier, DiskTierConfig):
-            yield from _disk(Path(tier.path), tier.capacity)
-        elif isinstance(tier, ObjectTierConfig):
-            yield _object(tier)
-        elif isinstance(tier, PeerTierConfig):
-            yield _installed("nixl", "peers", "pip install nixl")
+    checking.raise_first(checking.check(raw).problems)
+    for _, connector, transfer in checking.connectors_of(raw, []):
+        yield from _connector(connector, transfer.get("kv_connector_extra_config") or {})
+
+
+def _connector(name: str, extra: Mapping[str, Any]) -> Iterator[CheckResult]:
+    from hybridkv.connectors.config import DiskTierConfig, ObjectTierConfig, PeerTierConfig, decode_config
+    from hybridkv.connectors.vllm import CONNECTOR, LMCACHE_CONNECTOR, PEER_CONNECTOR
+
+    if name == PEER_CONNECTOR:
+        yield from _peers(extra.get("secret_file"))
+    elif name == LMCACHE_CONNECTOR:
+        yield from _lmcache(extra)
+    elif name == CONNECTOR:
+        for tier in decode_config(extra).slower.values():
+            if isinstance(tier, DiskTierConfig):
+                yield from _disk(Path(tier.path), tier.capacity)
+            elif isinstance(tier, ObjectTierConfig):
+                yield _object(tier)
+            elif isinstance(tier, PeerTierConfig):
+                yield from _peers(tier.secret_file)
+
+
+def _peers(secret_file: str | None) -> Iterator[CheckResult]:
+    from hybridkv.peers.errors import PeersConfigurationError
+    from hybridkv.peers.transport.nixl_library import require_nixl
+    from hybridkv.peers.wire import read_secret
+
+    try:
+        require_nixl()
+        yield CheckResult("ok", "peers", "NIXL is installed")
+        if secret_file is not None:
+            read_secret(secret_file)
+            yield CheckResult("ok", "peers", f"the secret in {secret_file} can be read")
+    except PeersConfigurationError as error:
+        yield CheckResult("fail", "peers", f"expected {error.expected}, got {error.got}", error.hint)
+
+
+def _lmcache(extra: Mapping[str, Any]) -> Iterator[CheckResult]:
+    from hybridkv.connectors.vllm.lmcache.config import decode_config, parse_url
+
+    config = decode_config(extra)
+    address = parse_url(config.url)
+    assert address is not None
+    for option, port in (("--port", address[1]), ("--http-port", config.http_port)):
+        name = f"LMCache's server at {address[0]}:{port}"
+        try:
+            socket.create_connection((address[0], port), timeout=config.connect_timeout_seconds).close()
+        except OSError as error:
+            hint = f"start `lmcache server`, or check its {option}; an engine starts without it only with chunk_tokens"
+            yield CheckResult("fail" if config.chunk_tokens is None else "warn", name, str(error), hint)
+        else:
+            yield CheckResult("ok", name, "accepts connections")
 
 
 def _system() -> Iterator[CheckResult]:

@@ -78,7 +78,7 @@ def check(raw: Mapping[str, Any], transfer_keys: Sequence[str] = TRANSFER_KEYS) 
     connectors: list[str] = []
     name, extra = raw.get("kv_connector"), raw.get(ROOT, {})
     if isinstance(name, str) and isinstance(extra, Mapping):
-        for path, connector, transfer in _connectors(raw, name, extra, problems, transfer_keys):
+        for path, connector, transfer in connectors_of(raw, problems, transfer_keys):
             connectors.append(connector)
             problems += _of_connector(path, connector, transfer)
     policy = raw.get("kv_load_failure_policy", "fail")
@@ -140,14 +140,17 @@ def _transfer_errors(raw: Mapping[str, Any], transfer_keys: Sequence[str]) -> It
         )
 
 
-def _connectors(
-    raw: Mapping[str, Any],
-    name: str,
-    extra: Mapping[str, Any],
-    problems: list[SettingProblem],
-    transfer_keys: Sequence[str],
+def connectors_of(
+    raw: Mapping[str, Any], problems: list[SettingProblem], transfer_keys: Sequence[str] = TRANSFER_KEYS
 ) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
-    """Path, name and KVTransferConfig of each of hybridkv's connectors. Adds errors of the list to `problems`."""
+    """Path, name and KVTransferConfig of each of hybridkv's connectors. Adds errors of the list to `problems`.
+
+    Args:
+        raw: a --kv-transfer-config with a name and an object for the connector.
+        problems: findings so far.
+        transfer_keys: keys of the engine's KVTransferConfig.
+    """
+    name, extra = str(raw.get("kv_connector")), raw.get(ROOT) or {}
     if name == MULTI_CONNECTOR:
         inherited = {key: raw[key] for key in ("engine_id", "kv_role", "kv_load_failure_policy") if key in raw}
         try:
