@@ -8,7 +8,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Callable, Sequence
 
-from hybridkv.tiers.contract import UNSPECIFIED, Extends, FailureReason, Key, LookupAnswer, Refusal, Slot
+from hybridkv.tiers.contract import UNSPECIFIED, Extends, FailureReason, Key, LookupAnswer, Refusal
 from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, News, ObjectClient
 from hybridkv.tiers.object.format.record import LARGEST_KEY_BYTES
@@ -79,22 +79,13 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         """As `BatchedIndex` says."""
         self._publish(self._packs.end_batch())
 
-    def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
+    def _new_place(self, key: Key, num_bytes: int, extends: Extends) -> PackPlace | Refusal:
         """Assign a place in a pack. The pack object exists once the media have stored it."""
-        if num_bytes <= 0:
-            raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
         if not 0 < len(key) <= LARGEST_KEY_BYTES:
             raise TierProtocolError(f"reserve: expected a key of 1 to {LARGEST_KEY_BYTES} bytes, got {len(key)}")
-        self._poll_events()
-        refusal = self._why_not(key, num_bytes)
-        if refusal is None and (self._client.namespace is None or not self._client.takes_objects):
-            refusal = Refusal.BUSY
-        if refusal is not None:
-            return self._known.tally.refuse(refusal)
-        self._make_room(num_bytes, 1)
-        self._tracker.withdraw(key)
-        self._space.next = self._packs.place(key, num_bytes, extends[-1:])
-        return self._known.take(key, num_bytes, num_bytes).slot
+        if self._client.namespace is None or not self._client.takes_objects:
+            return Refusal.BUSY
+        return self._packs.place(key, num_bytes, extends[-1:])
 
     def commit(self, key: Key) -> bool:
         is_committed = super().commit(key)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hybridkv.tiers.contract import Extends, Key, LookupAnswer, Refusal, Slot
-from hybridkv.tiers.errors import TierProtocolError
+from hybridkv.tiers.contract import Extends, Key, LookupAnswer, Refusal
 from hybridkv.tiers.peer.client import Answered, ConnectionLost, PeerClient
 from hybridkv.tiers.peer.options import PeerOptions
 from hybridkv.tiers.peer.places import PeerPlace, at_peer
@@ -120,9 +119,6 @@ class PeerIndex(RemoteIndex[PeerPlace]):
 
     # Storing.
 
-    def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
-        """Refused: CLOSED, PRESENT, or else TOO_LARGE, since asking again is pointless."""
-        if num_bytes <= 0:
-            raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
-        self._poll_events()
-        return self._known.tally.refuse(self._why_not(key, num_bytes) or Refusal.TOO_LARGE)
+    def _new_place(self, key: Key, num_bytes: int, extends: Extends) -> Refusal:
+        """Nothing is stored at peers. TOO_LARGE, since retrying is pointless."""
+        return Refusal.TOO_LARGE

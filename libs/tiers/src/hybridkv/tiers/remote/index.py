@@ -26,6 +26,7 @@ from hybridkv.tiers.contract import (
     Slot,
     TierCounts,
 )
+from hybridkv.tiers.errors import TierProtocolError
 from hybridkv.tiers.ledger import Entry, KeyLedger, KeyState, LruPolicy
 from hybridkv.tiers.remote.found import FoundPlaces, P
 from hybridkv.tiers.remote.lookups import LookupTracker
@@ -128,6 +129,10 @@ class RemoteIndex(Generic[P]):
 
     def _expires_s(self, place: P) -> float:
         """Expiry time of a chunk that is read or was stored now."""
+        raise NotImplementedError
+
+    def _new_place(self, key: Key, num_bytes: int, extends: Extends) -> P | Refusal:
+        """Place of a chunk that will be stored, or why it cannot be stored. `extends` is as for `reserve`."""
         raise NotImplementedError
 
     def _on_forgotten(self, places: Mapping[Key, P]) -> None:
@@ -344,12 +349,20 @@ class RemoteIndex(Generic[P]):
 
     # Storing.
 
-    def _why_not(self, key: Key, num_bytes: int) -> Refusal | None:
-        refusal = self._known.why_not(key, num_bytes)
-        return Refusal.PRESENT if refusal is None and key in self._found.by_key else refusal
-
     def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
-        raise NotImplementedError
+        if num_bytes <= 0:
+            raise TierProtocolError(f"reserve: expected num_bytes > 0, got {num_bytes}")
+        self._poll_events()
+        refusal = self._known.why_not(key, num_bytes)
+        if refusal is None and key in self._found.by_key:
+            refusal = Refusal.PRESENT
+        place = refusal or self._new_place(key, num_bytes, extends)
+        if isinstance(place, Refusal):
+            return self._known.tally.refuse(place)
+        self._make_room(num_bytes, 1)
+        self._tracker.withdraw(key)
+        self._space.next = place
+        return self._known.take(key, num_bytes, num_bytes).slot
 
     def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
         return [self.reserve(*chunk) for chunk in chunks]
