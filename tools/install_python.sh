@@ -30,7 +30,8 @@ trap 'rm -rf "$scratch"' EXIT
 use_private_apt "$scratch" "$mirror" "$suite" ||
   fail "apt cannot read $suite from $mirror" "set PYTHON_DEBIAN_MIRROR or PYTHON_DEBIAN_SUITE"
 packages=(libpython3.13-{dev,minimal,stdlib} python3.13-minimal libc6 libexpat1 zlib1g libgcc-s1)
-(cd "$scratch/debs" && apt-get download -qq "${packages[@]}") >&2
+(cd "$scratch/debs" && apt-get download -qq "${packages[@]}") >&2 ||
+  fail "apt cannot download Python 3.13 of $suite from $mirror" "set PYTHON_DEBIAN_MIRROR or PYTHON_DEBIAN_SUITE"
 for deb in "$scratch"/debs/*.deb; do dpkg-deb -x "$deb" "$scratch/root"; done
 
 mkdir -p "$prefix/usr/bin" "$prefix/usr/lib"

@@ -62,13 +62,23 @@ sdist = rule(
 
 def _wheelhouse_impl(ctx):
     output = ctx.actions.declare_directory(ctx.label.name)
+    left_out = ctx.actions.declare_file(ctx.label.name + "_left_out.txt")
+    lines = ["%s: %s\n" % item for item in (ctx.attr.missing.items() + ctx.attr.left_out.items())]
+    ctx.actions.write(left_out, "".join(lines))
     args = ctx.actions.args()
     args.add(output.path)
+    args.add(left_out.path)
     args.add_all(ctx.files.srcs)
     ctx.actions.run_shell(
-        command = 'out=$1; shift; for wheel in "$@"; do cp "$wheel" "$out"; done',
+        command = """
+out=$1 left_out=$2; shift 2
+for wheel in "$@"; do cp "$wheel" "$out"; done
+{ echo Has:; (cd "$out"; LC_ALL=C ls *.whl *.tar.gz | sed 's/^/  /'); echo; echo Left out:; sed 's/^/  /' "$left_out"; } >"$out/CONTENTS.txt.new"
+mv "$out/CONTENTS.txt.new" "$out/CONTENTS.txt"
+head -n %d "$left_out" | sed 's/^/wheelhouse: left out: /' >&2
+""" % len(ctx.attr.missing),
         arguments = [args],
-        inputs = ctx.files.srcs,
+        inputs = ctx.files.srcs + [left_out],
         outputs = [output],
         mnemonic = "Wheelhouse",
         progress_message = "Collecting wheels in %{output}",
@@ -77,8 +87,12 @@ def _wheelhouse_impl(ctx):
 
 wheelhouse = rule(
     implementation = _wheelhouse_impl,
-    doc = "One directory with all the wheels, for `pip install --find-links`.",
-    attrs = {"srcs": attr.label_list(mandatory = True)},
+    doc = "One directory with all the wheels, for `pip install --find-links`, and CONTENTS.txt, which lists them.",
+    attrs = {
+        "left_out": attr.string_dict(doc = "What the directory never has, and why."),
+        "missing": attr.string_dict(doc = "What this machine cannot build, and why. The build prints it too."),
+        "srcs": attr.label_list(mandatory = True),
+    },
 )
 
 def _wheel_metadata_impl(ctx):

@@ -24,6 +24,9 @@ LIBRARIES = ["hashing", "canonical", "planner", "metrics", "lmcache", "tiers", "
 NEEDS_ENGINE = {"canonical", "connectors"}
 """Whose README shows an engine's tensors or configuration; their imports need nothing of it."""
 
+LATER_PYTHONS = "hybridkv-native, compiled for Python 3.12 and later"
+"""The name in CONTENTS.txt of the wheel that some machines cannot build."""
+
 IMPORT = """
 import importlib, sys
 module = importlib.import_module("hybridkv.{library}")
@@ -141,18 +144,52 @@ def test_the_example_of_a_librarys_readme_runs(library: str, environment: MakeEn
     run(environment(library, beside), EXAMPLE.format(library=library))
 
 
-@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
-def test_each_supported_python_finds_a_wheel_of_the_compiled_code(python: str, tmp_path: Path) -> None:
-    if python != "3.11" and not list(wheelhouse().glob("hybridkv_native-*-abi3-*.whl")):
-        pytest.skip("this machine cannot build the wheel for Python 3.12 and later")
+def contents() -> tuple[set[str], dict[str, str]]:
+    """The files that CONTENTS.txt lists, and the reason for each thing that it calls left out."""
+    has, left_out = (wheelhouse() / "CONTENTS.txt").read_text().removeprefix("Has:\n").split("\nLeft out:\n")
+    reasons = dict(line.strip().split(": ", 1) for line in left_out.splitlines())
+    return {line.strip() for line in has.splitlines()}, reasons
+
+
+def download(python: str, directory: Path, *distributions: str) -> subprocess.CompletedProcess[str]:
+    """Lets pip choose the wheels of distributions for a version of Python, without their requirements."""
     pip = [sys._base_executable, "-m", "pip", "--isolated", "--disable-pip-version-check"]
     options = ["--no-index", "--no-deps", "--only-binary=:all:", f"--find-links={wheelhouse()}"]
-    subprocess.run(
-        [*pip, "download", *options, f"--python-version={python}", f"--dest={tmp_path}", "hybridkv-native"],
-        check=True,
+    return subprocess.run(
+        [*pip, "download", *options, f"--python-version={python}", f"--dest={directory}", *distributions],
+        capture_output=True,
+        check=False,
+        text=True,
         env=wheels.outside_environment(),
     )
-    assert len(list(tmp_path.glob("*.whl"))) == 1
+
+
+def test_the_contents_name_each_file_and_give_a_reason_for_each_gap() -> None:
+    has, left_out = contents()
+    assert has == {file.name for file in wheelhouse().iterdir()} - {"CONTENTS.txt"}
+    assert {"Python 3.10", "hybridkv-cuda", "machines other than x86-64"} <= set(left_out)
+    is_complete = any("-abi3-" in name for name in has)
+    assert is_complete != (LATER_PYTHONS in left_out)
+    assert all(left_out.values())
+
+
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13", "3.14"])
+def test_each_supported_python_finds_a_wheel_of_each_distribution(python: str, tmp_path: Path) -> None:
+    has, left_out = contents()
+    names = {name.split("-")[0].replace("_", "-") for name in has}
+    if python != "3.11" and LATER_PYTHONS in left_out:
+        names.discard("hybridkv-native")
+    ran = download(python, tmp_path, *sorted(names))
+    assert ran.returncode == 0, ran.stderr
+    assert len(list(tmp_path.glob("*.whl"))) == len(names)
+    if python != "3.11" and LATER_PYTHONS in left_out:
+        pytest.skip(left_out[LATER_PYTHONS])
+
+
+def test_python_3_10_is_refused_with_the_version_that_is_required(tmp_path: Path) -> None:
+    ran = download("3.10", tmp_path, "hybridkv-vllm")
+    assert ran.returncode
+    assert "not in '>=3.11'" in ran.stderr
 
 
 def test_the_wheelhouse_has_the_sources_of_the_compiled_code() -> None:
