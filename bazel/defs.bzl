@@ -6,7 +6,7 @@ load("//bazel/gpu:gpu_test.bzl", _gpu_test = "gpu_test")
 load("//bazel/python:code_library.bzl", _code_library = "code_library")
 load("//bazel/python:library.bzl", _hybridkv_library = "hybridkv_library")
 load("//bazel/python:pytest_test.bzl", _pytest_test = "pytest_test")
-load("//bazel/python:wheel.bzl", _installed_library = "installed_library", _sdist = "sdist", _wheel = "wheel", _wheelhouse = "wheelhouse")
+load("//bazel/python:wheel.bzl", _installed_library = "installed_library", _release = "release", _sdist = "sdist", _wheel = "wheel", _wheelhouse = "wheelhouse")
 load("//tools/lint:sources.bzl", _lint_sources = "lint_sources")
 
 code_library = _code_library
@@ -17,6 +17,7 @@ hybridkv_library = _hybridkv_library
 installed_library = _installed_library
 lint_sources = _lint_sources
 pytest_test = _pytest_test
+release = _release
 sdist = _sdist
 wheel = _wheel
 wheelhouse = _wheelhouse

@@ -33,6 +33,7 @@ def _debian_python_impl(rctx):
     if result.return_code:
         # buildifier: disable=print
         print("no wheel for Python 3.12 and later; " + result.stderr.strip())
+
     # The script's own message, with its hint, follows apt's.
     reason = result.stderr.strip().split("install_python.sh: ")[-1].replace("\n", "; ") if result.return_code else ""
     rctx.file("found.bzl", "FOUND = %s\nREASON = %s\n" % (not result.return_code, repr(reason)))

@@ -2,7 +2,7 @@
 
 load("//bazel/python:code_library.bzl", "code_library")
 load("//bazel/python:pytest_test.bzl", "pytest_test")
-load("//bazel/python:wheel.bzl", "wheel")
+load("//bazel/python:wheel.bzl", "sdist", "wheel")
 load("//tools/lint:sources.bzl", "lint_sources")
 
 def hybridkv_library(
@@ -16,7 +16,7 @@ def hybridkv_library(
         test_shards = None,
         test_size = "medium",
         **kwargs):
-    """The targets that every package in libs/ has: `<name>`, `<name>_test`, `wheel` and `lint_sources`.
+    """The targets that every package in libs/ has: `<name>`, `<name>_test`, `wheel`, `sdist` and `lint_sources`.
 
     The code is `src/hybridkv/<name>`, the tests are all of `tests/`, which finds the package's pages and golden files
     beside it. The wheel holds all of `src/`. Who may see the library is the package's `default_visibility`, its layer.
@@ -62,12 +62,18 @@ def hybridkv_library(
         imports = ["tests"],
         deps = [":" + name] + test_deps,
     )
+    package = [
+        "README.md",
+        "src/hybridkv/%s/py.typed" % name,
+    ] + native.glob(["src/**/*.py"])
     wheel(
         name = "wheel",
-        srcs = [
-            "README.md",
-            "src/hybridkv/%s/py.typed" % name,
-        ] + native.glob(["src/**/*.py"]),
+        srcs = package,
+        pyproject = "pyproject.toml",
+    )
+    sdist(
+        name = "sdist",
+        srcs = package + ["CHANGELOG.md"],
         pyproject = "pyproject.toml",
     )
     native.exports_files(

@@ -95,6 +95,35 @@ wheelhouse = rule(
     },
 )
 
+def _release_impl(ctx):
+    output = ctx.actions.declare_directory(ctx.label.name)
+    [wheelhouse] = ctx.files.wheelhouse
+    args = ctx.actions.args()
+    args.add(output.path)
+    args.add(wheelhouse.path + "/CONTENTS.txt")
+    args.add_all("--locks", ctx.files.locks)
+    args.add_all("--directories", [wheelhouse] + ctx.files.sdists, expand_directories = False)
+    ctx.actions.run(
+        executable = ctx.executable._build_release,
+        arguments = [args],
+        inputs = ctx.files.locks + [wheelhouse] + ctx.files.sdists,
+        outputs = [output],
+        mnemonic = "Release",
+        progress_message = "Collecting a release in %{output}",
+    )
+    return [DefaultInfo(files = depset([output]))]
+
+release = rule(
+    implementation = _release_impl,
+    doc = "One directory with a wheelhouse, source distributions, SHA256SUMS, and a bill of materials (CycloneDX).",
+    attrs = {
+        "locks": attr.label_list(allow_files = True, doc = "They have the tested versions of other packages."),
+        "sdists": attr.label_list(mandatory = True),
+        "wheelhouse": attr.label(mandatory = True),
+        "_build_release": attr.label(default = "//bazel/python:build_release", cfg = "exec", executable = True),
+    },
+)
+
 def _wheel_metadata_impl(ctx):
     output = ctx.actions.declare_directory(ctx.label.name)
     args = ctx.actions.args()

@@ -33,7 +33,6 @@ _BY_OWNER: dict[str, tuple[str, ...]] = {
         "--only",
         "--run_under",
         "SKIPPED",
-        "output_base",
         "pip_parse",
         "py_wheel",
     ),
