@@ -44,30 +44,29 @@ class Locator {
 }  // namespace
 
 bool Table::add(std::uint64_t source, std::uint64_t destination, std::uint64_t num_bytes) {
-  const bool is_same_size = num_rows_ > 0 && rows_[num_rows_ - 1].fragment_bytes == num_bytes;
-  const std::uint64_t tiles =
-      is_same_size ? rows_[num_rows_ - 1].tiles_per_fragment : (num_bytes + tile_bytes_ - 1) / tile_bytes_;
   if (num_rows_ > 0) {
-    if (num_tiles_ + tiles > kMostTiles) return false;
     FragmentRun& row = rows_[num_rows_ - 1];
-    const auto source_step = static_cast<std::int64_t>(source - last_source_);
-    const auto destination_step = static_cast<std::int64_t>(destination - last_destination_);
-    if (is_same_size &&
-        (row.num_fragments == 1 || (row.source_stride == source_step && row.destination_stride == destination_step))) {
-      row.source_stride = source_step;
-      row.destination_stride = destination_step;
+    const bool is_second = row.num_fragments == 1;
+    const auto source_step = static_cast<std::uint64_t>(row.source_stride);
+    const auto destination_step = static_cast<std::uint64_t>(row.destination_stride);
+    if (row.fragment_bytes == num_bytes &&
+        (is_second || (row.source + row.num_fragments * source_step == source &&
+                       row.destination + row.num_fragments * destination_step == destination))) {
+      if (num_tiles_ + row.tiles_per_fragment > kMostTiles) return false;
+      if (is_second) {
+        row.source_stride = static_cast<std::int64_t>(source - row.source);
+        row.destination_stride = static_cast<std::int64_t>(destination - row.destination);
+      }
       ++row.num_fragments;
-      num_tiles_ += tiles;
-      last_source_ = source;
-      last_destination_ = destination;
+      num_tiles_ += row.tiles_per_fragment;
       return true;
     }
     if (num_rows_ == max_rows_) return false;
   }
+  const std::uint64_t tiles = (num_bytes + tile_bytes_ - 1) / tile_bytes_;
+  if (num_rows_ > 0 && num_tiles_ + tiles > kMostTiles) return false;
   rows_[num_rows_++] = {source, destination, 0, 0, num_bytes, 1, num_tiles_, tiles};
   num_tiles_ += tiles;
-  last_source_ = source;
-  last_destination_ = destination;
   return true;
 }
 
@@ -98,20 +97,6 @@ void JobCopier::Transfers::add_piece(std::uint64_t source, std::uint64_t destina
   sources_.push_back(source);
   destinations_.push_back(destination);
   sizes_.push_back(num_bytes);
-}
-
-void JobCopier::Small::clear() {
-  indices.clear();
-  num_bytes = 0;
-  is_sorted = true;
-  host_end = 0;
-}
-
-void JobCopier::Small::add(std::size_t index, std::uint64_t host, std::uint64_t size) {
-  is_sorted = is_sorted && host >= host_end;
-  host_end = host + size;
-  num_bytes += size;
-  indices.push_back(static_cast<std::uint32_t>(index));
 }
 
 void JobCopier::copy(const Runs& runs, std::span<const AddressRange> device) {
@@ -147,6 +132,7 @@ void JobCopier::choose_ways(const Runs& runs, std::span<const AddressRange> devi
   stores_.clear();
   loads_.clear();
   Locator from(device), to(device);
+  ways_in_job_ = 0;
   for (std::size_t i = 0; i < ways_.size(); ++i) {
     const std::uint64_t source = runs.sources[i], destination = runs.destinations[i], size = runs.sizes[i];
     const bool from_device = from.on_device(source), to_device = to.on_device(destination);
@@ -158,8 +144,9 @@ void JobCopier::choose_ways(const Runs& runs, std::span<const AddressRange> devi
       ways_[i] = Way::kDirect;
     } else {
       ways_[i] = Way::kStaged;
-      from_device ? stores_.add(i, destination, size) : loads_.add(i, source, size);
+      (from_device ? stores_ : loads_).add(i, from_device ? destination : source, size);
     }
+    ways_in_job_ |= bit(ways_[i]);
   }
   sort_or_drop(runs, stores_, runs.destinations);
   sort_or_drop(runs, loads_, runs.sources);
@@ -183,18 +170,21 @@ void JobCopier::sort_or_drop(const Runs& runs, Small& small, std::span<const std
     return;
   }
   for (const std::uint32_t i : indices) ways_[i] = Way::kDirect;
+  if (!indices.empty()) ways_in_job_ |= bit(Way::kDirect);
   indices.clear();
 }
 
 void JobCopier::enqueue_batched(const Runs& runs) {
+  if (!has(Way::kBatched)) return;
   moved_.clear();
   for (std::size_t i = 0; i < ways_.size(); ++i) {
     if (ways_[i] == Way::kBatched) moved_.add(runs.sources[i], runs.destinations[i], runs.sizes[i]);
   }
-  if (!moved_.empty()) gpu_.transfer(moved_.runs());
+  gpu_.transfer(moved_.runs());
 }
 
 void JobCopier::enqueue_direct(const Runs& runs) {
+  if (!has(Way::kDirect)) return;
   std::size_t i = 0;
   const auto skip = [&] {
     while (i < ways_.size() && ways_[i] != Way::kDirect) ++i;
@@ -219,15 +209,28 @@ void JobCopier::enqueue_staged(const Runs& runs, const Small& small, bool is_sto
     moved_.clear();
     const std::uint64_t begin = staging_ + static_cast<std::uint64_t>(part) * limits_.part_bytes;
     std::uint64_t used = 0;
+    // Of neighbours on the host: their first address, and their first place in staging memory.
+    std::uint64_t host_begin = 0, host_end = kHighest, place_begin = begin;
+    const auto move = [&] {
+      if (host_end == kHighest) return;
+      const std::uint64_t num_bytes = host_end - host_begin;
+      is_store ? moved_.add(place_begin, host_begin, num_bytes) : moved_.add(host_begin, place_begin, num_bytes);
+    };
     for (; first < indices.size(); ++first) {
       const std::uint32_t i = indices[first];
       const std::uint64_t source = runs.sources[i], destination = runs.destinations[i], size = runs.sizes[i];
       if (size > limits_.part_bytes - used) break;
-      const std::uint64_t place = begin + used;
+      const std::uint64_t place = begin + used, host = is_store ? destination : source;
       if (!(is_store ? table.add(source, place, size) : table.add(place, destination, size))) break;
-      is_store ? moved_.add(place, destination, size) : moved_.add(source, place, size);
+      if (host != host_end) {
+        move();
+        host_begin = host;
+        place_begin = place;
+      }
+      host_end = host + size;
       used += size;
     }
+    move();
     is_store ? enqueue_store(part, table) : enqueue_load(part, table);
   }
 }
@@ -258,6 +261,7 @@ void JobCopier::enqueue_load(int part, const Table& table) {
 }
 
 void JobCopier::copy_within_host(const Runs& runs) const {
+  if (!has(Way::kWithinHost)) return;
   for (std::size_t i = 0; i < ways_.size(); ++i) {
     if (ways_[i] != Way::kWithinHost) continue;
     std::memmove(reinterpret_cast<void*>(runs.destinations[i]), reinterpret_cast<const void*>(runs.sources[i]),

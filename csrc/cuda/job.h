@@ -97,8 +97,6 @@ class Table {
   std::uint64_t tile_bytes_;
   std::size_t num_rows_ = 0;
   std::uint64_t num_tiles_ = 0;
-  std::uint64_t last_source_ = 0;
-  std::uint64_t last_destination_ = 0;
 };
 
 // Copies jobs, one after another. It keeps the memory of its lists from job to job: new memory costs more than the
@@ -123,7 +121,6 @@ class JobCopier {
    public:
     explicit Transfers(std::uint64_t registration_bytes) : mask_(registration_bytes - 1) {}
     void clear();
-    bool empty() const { return sizes_.empty(); }
     Runs runs() const { return {sources_, destinations_, sizes_}; }
     void add(std::uint64_t source, std::uint64_t destination, std::uint64_t num_bytes);
 
@@ -142,8 +139,18 @@ class JobCopier {
     bool is_sorted = true;  // by the host's addresses
     std::uint64_t host_end = 0;
 
-    void clear();
-    void add(std::size_t index, std::uint64_t host, std::uint64_t size);
+    void clear() {
+      indices.clear();
+      num_bytes = 0;
+      is_sorted = true;
+      host_end = 0;
+    }
+    void add(std::size_t index, std::uint64_t host, std::uint64_t size) {
+      is_sorted = is_sorted && host >= host_end;
+      host_end = host + size;
+      num_bytes += size;
+      indices.push_back(static_cast<std::uint32_t>(index));
+    }
   };
 
   void enqueue(const Runs& runs, std::span<const AddressRange> device);
@@ -155,6 +162,8 @@ class JobCopier {
   void enqueue_store(int part, const Table& table);
   void enqueue_load(int part, const Table& table);
   void copy_within_host(const Runs& runs) const;
+  static std::uint32_t bit(Way way) { return 1U << static_cast<int>(way); }
+  bool has(Way way) const { return (ways_in_job_ & bit(way)) != 0; }
   int next_part() { return num_turns_++ % kParts; }
   Table table_of(int part);
   void record(Queue queue, int part);
@@ -165,6 +174,7 @@ class JobCopier {
   Gpu& gpu_;
   // State of the current job.
   std::vector<Way> ways_;
+  std::uint32_t ways_in_job_ = 0;  // bits of the ways of its runs, and perhaps of kStaged without any
   Small stores_, loads_;
   Transfers moved_;
   int num_turns_ = 0;

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.transfer import CopyRuns, RunsError
+from hybridkv.transfer.memory import AddressRanges
 
 lengths = st.lists(st.integers(min_value=1, max_value=9), max_size=12)
 
@@ -59,6 +60,15 @@ def test_no_piece_crosses_a_multiple_at_which_runs_are_cut(runs: CopyRuns, step:
     for source, destination, num_bytes in pieces.triples():
         assert source % step + num_bytes <= step and destination % step + num_bytes <= step
     assert (pieces is runs) == (len(pieces) == len(runs))
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=4), st.lists(st.integers(0, 80), max_size=6))
+def test_ranges_contain_the_addresses_between_their_ends(drawn: list[tuple[int, int]], addresses: list[int]) -> None:
+    ranges = AddressRanges()
+    for address, num_bytes in drawn:
+        ranges = ranges.with_range(address, num_bytes)
+    expected = [any(first <= each < first + size for first, size in drawn) for each in addresses]
+    assert ranges.contain(np.array(addresses, dtype=np.int64)).tolist() == expected
 
 
 @given(copy_runs())

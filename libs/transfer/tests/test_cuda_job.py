@@ -25,9 +25,10 @@ Triples = list[tuple[int, int, int]]
 class Recording(PlayedDevice):
     """Moves no bytes."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, tuning: CopyTuning = SMALL) -> None:
+        super().__init__(tuning=tuning)
         self.register(DEVICE, GPU_BYTES)
+        self.num_rows = 0
 
     @property
     def staging_address(self) -> int:
@@ -35,6 +36,7 @@ class Recording(PlayedDevice):
 
     def _upload(self, queue: int, part: int, rows: int, count: int) -> None:
         super()._upload(queue, part, rows, count)
+        self.num_rows += count
         self._host_rows[rows].happened.set()
 
     def _host_wait(self, other: int, part: int) -> None:
@@ -131,6 +133,25 @@ def test_the_parts_take_turns_and_no_turn_leaves_its_part() -> None:
     for turn, table in enumerate(device.tables):
         begin = STAGING + turn % NUM_PARTS * SMALL.part_bytes
         assert all(begin <= place and place + size <= begin + SMALL.part_bytes for _, place, size in table)
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+@pytest.mark.parametrize("size", [4096, 16384, 262144])
+def test_a_block_is_one_row_and_a_part_of_the_staging_memory_one_copy(size: int, is_store: bool) -> None:
+    """256 MiB of scattered blocks of 32 layers, as the engine keeps them: layer after layer."""
+    layers, total = 32, 256 << 20
+    num_blocks = total // size // layers
+    blocks = np.random.default_rng(0).permutation(2 * num_blocks)[:num_blocks]
+    triples = [
+        (DEVICE + (layer * 2 * num_blocks + block) * size, HOST + (place * layers + layer) * size, size)
+        for place, block in enumerate(blocks.tolist())
+        for layer in range(layers)
+    ]
+    device = Recording(CopyTuning())
+    runs = CopyRuns.of(triples)
+    device.copy(runs if is_store else runs.reversed(), device.compute)
+    num_parts = total // device.tuning.part_bytes
+    assert (device.num_rows, len(transfers(device))) == (num_blocks, num_parts)
 
 
 @st.composite

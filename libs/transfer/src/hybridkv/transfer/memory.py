@@ -25,6 +25,13 @@ class AddressRanges:
 
     def contain(self, addresses: Integers) -> npt.NDArray[np.bool_]:
         """True for each address that lies in one of the ranges."""
+        if not len(addresses):
+            return np.zeros(0, dtype=np.bool_)
+        low, high = int(addresses.min()), int(addresses.max())
+        first, last = (np.searchsorted(self._starts, (low, high), side="right") - 1).tolist()
+        # Usually all addresses lie in one range, or between two.
+        if first == last and (first < 0 or low >= self._ends[first] or high < self._ends[first]):
+            return np.full(len(addresses), first >= 0 and low < self._ends[first])
         index = np.searchsorted(self._starts, addresses, side="right") - 1
         found = index >= 0
         found[found] = addresses[found] < self._ends[index[found]]

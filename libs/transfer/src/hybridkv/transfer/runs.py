@@ -105,13 +105,25 @@ class CopyRuns:
         """Runs at the true positions of a mask."""
         if which.all():
             return self
+        if not which.any():
+            return CopyRuns.empty()
         return CopyRuns(self.sources[which], self.destinations[which], self.num_bytes[which])
 
     def cut_at_multiples(self, num_bytes: int) -> CopyRuns:
         """The same bytes, cut at each source or destination address that is a multiple of `num_bytes`."""
+        if not len(self):
+            return self
+        longest = int(self.num_bytes.max())
+        sides = [
+            addresses
+            for addresses in (self.sources, self.destinations)
+            if int(addresses.min()) // num_bytes != (int(addresses.max()) + longest - 1) // num_bytes
+        ]
+        if not sides:  # as usual: no multiple lies between the lowest and the highest address
+            return self
         begins = np.cumsum(self.num_bytes) - self.num_bytes
         cuts: list[int] = []
-        for addresses in (self.sources, self.destinations):
+        for addresses in sides:
             offsets = addresses % num_bytes
             for run in np.flatnonzero(offsets + self.num_bytes > num_bytes).tolist():
                 into_run = range(num_bytes - int(offsets[run]), int(self.num_bytes[run]), num_bytes)
