@@ -12,10 +12,12 @@ import numpy as np
 import patience
 import pytest
 from lazy_device import LazyDevice
+from played_device import PlayedDevice
 
 from hybridkv.transfer import CopyResult, CopyRuns, CpuCopyEngine, JobId, StreamCopyEngine
+from hybridkv.transfer.cuda import CudaCopyEngine
 
-Engine = CpuCopyEngine | StreamCopyEngine
+Engine = CpuCopyEngine | StreamCopyEngine | CudaCopyEngine
 
 TIMEOUT_S = patience.seconds(6.0)
 
@@ -37,12 +39,13 @@ def gate() -> Gate:
     return Gate()
 
 
-@pytest.fixture(params=["cpu", "streams"])
+@pytest.fixture(params=["cpu", "streams", "played gpu"])
 def engine(gate: Gate, request: pytest.FixtureRequest) -> Iterator[Engine]:
     """Its first job, 0, stands at the gate."""
     makes: dict[str, Callable[[], Engine]] = {
         "cpu": lambda: CpuCopyEngine(max_queued_jobs=4),
         "streams": lambda: StreamCopyEngine(LazyDevice(lambda below: 0), max_queued_jobs=4),
+        "played gpu": lambda: CudaCopyEngine(PlayedDevice(), max_queued_jobs=4),
     }
     made = makes[request.param]()
     made.submit(JobId(0), CopyRuns.empty(), before=gate)
@@ -126,7 +129,12 @@ def test_closing_finishes_the_running_job_and_fails_the_queued_ones(engine: Engi
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: CpuCopyEngine(num_threads=3), lambda: StreamCopyEngine(LazyDevice(lambda below: 0))]
+    "make",
+    [
+        lambda: CpuCopyEngine(num_threads=3),
+        lambda: StreamCopyEngine(LazyDevice(lambda below: 0)),
+        lambda: CudaCopyEngine(PlayedDevice()),
+    ],
 )
 def test_closing_stops_every_thread(make: Callable[[], Engine]) -> None:
     before = set(threading.enumerate())

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from played_device import SMALL, TIMEOUT_S, PlayedDevice
+from played_device import SMALL, TIMEOUT_S, Event, PlayedDevice
 
 from hybridkv.transfer import CopyEngine, CopyEngineError, CopyRuns, JobId
 from hybridkv.transfer.cuda import CudaCopyEngine, InlineCudaCopyEngine, MemoryKind
@@ -161,6 +161,86 @@ def test_copies_wait_for_what_compute_was_given_before_them(size: int, is_load: 
     device.compute.happened.set()
     assert finish(engine, 1) is None
     assert np.array_equal(rig.stored(size, 20) if is_load else rig.arena[: 20 * size], wanted)
+    engine.close()
+
+
+def test_before_runs_while_another_job_is_copied() -> None:
+    device = PlayedDevice()
+    engine = CudaCopyEngine(device)
+    rig = CopyRig(engine, device)
+    device.compute.happened.clear()
+    entered = threading.Event()
+    engine.submit(JobId(1), rig.stores(512, 20))
+    assert device.is_stuck.wait(TIMEOUT_S)
+    engine.submit(JobId(2), CopyRuns.empty(), before=entered.set)
+    assert entered.wait(TIMEOUT_S)
+    assert engine.poll() == []
+    device.compute.happened.set()
+    assert engine.wait([JobId(1), JobId(2)], TIMEOUT_S)
+    assert [(result.job_id, result.failure) for result in engine.poll()] == [(1, None), (2, None)]
+    engine.close()
+
+
+def test_a_job_is_copied_while_after_of_another_runs() -> None:
+    device = PlayedDevice()
+    engine = CudaCopyEngine(device)
+    rig = CopyRig(engine, device)
+    wanted = rig.stored(512, 20)
+    opened, is_copied = threading.Event(), threading.Event()
+
+    def verify() -> str | None:
+        return None if opened.wait(TIMEOUT_S) else "the second job was never copied"
+
+    copy = device.copy
+
+    def copy_and_tell(runs: CopyRuns, caller: Event) -> None:
+        copy(runs, caller)
+        if len(runs):
+            is_copied.set()
+
+    device.copy = copy_and_tell  # type: ignore[method-assign]
+    engine.submit(JobId(1), CopyRuns.empty(), after=verify)
+    engine.submit(JobId(2), rig.stores(512, 20))
+    assert is_copied.wait(TIMEOUT_S)
+    assert np.array_equal(rig.arena[: 20 * 512], wanted)
+    assert engine.poll() == []
+    opened.set()
+    assert engine.wait([JobId(1), JobId(2)], TIMEOUT_S)
+    assert [(result.job_id, result.failure) for result in engine.poll()] == [(1, None), (2, None)]
+    engine.close()
+
+
+def test_few_jobs_are_prepared_ahead_of_the_copies() -> None:
+    device = PlayedDevice()
+    engine = CudaCopyEngine(device)
+    rig = CopyRig(engine, device)
+    device.compute.happened.clear()
+    begun: list[int] = []
+    engine.submit(JobId(0), rig.stores(512, 20))
+    assert device.is_stuck.wait(TIMEOUT_S)
+    for number in range(1, 9):
+        engine.submit(JobId(number), CopyRuns.empty(), before=lambda number=number: begun.append(number))  # type: ignore[misc]
+    assert not engine.wait([JobId(8)], 0.05)
+    assert len(begun) <= 2
+    device.compute.happened.set()
+    assert engine.wait([JobId(8)], TIMEOUT_S)
+    assert begun == [*range(1, 9)]
+    engine.close()
+
+
+def test_seconds_of_a_job_begin_when_the_job_before_has_ended() -> None:
+    now = [1.0]
+    engine = CudaCopyEngine(PlayedDevice(), lambda: now[0])
+    begun = threading.Event()
+
+    def end_late() -> None:
+        assert begun.wait(TIMEOUT_S)
+        now[0] = 5.0
+
+    engine.submit(JobId(1), CopyRuns.empty(), after=end_late)
+    engine.submit(JobId(2), CopyRuns.empty(), before=begun.set, after=lambda: now.__setitem__(0, 7.0))
+    assert engine.wait([JobId(1), JobId(2)], TIMEOUT_S)
+    assert [result.seconds for result in engine.poll()] == [4.0, 2.0]
     engine.close()
 
 
