@@ -11,6 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lazy_device import LazyDevice, LoadsWithoutFence, StoresWithoutFence, WithoutCompletion
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
 
 from hybridkv.connectors.vllm import CONNECTOR, register
 from oracle.lazy import LazyEngine
@@ -109,6 +111,49 @@ def test_a_device_that_ignores_a_fence_is_caught(
 
 def test_the_device_that_waits_serves_the_same_requests() -> None:
     assert not misses_bytes(LazyDevice(copies_first, is_late=True))
+
+
+@pytest.mark.parametrize("is_load", [False, True], ids=["store", "load"])
+def test_sleep_waits_for_copies(is_load: bool) -> None:
+    """vLLM unmaps the KV memory after a pause: it steps while the scheduler has requests, then resets both caches.
+
+    An engine in the caller's process does not step first. There the reset fails while a copy holds blocks, and so does
+    `sleep`.
+    """
+    device = LazyDevice(copies_first, is_driven=True)  # nothing happens by itself
+    settings = EngineSettings(num_blocks=200, max_step_tokens=16, connector=offload("async", 8))
+
+    def advance_until(is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            device.drain()
+            engine.step()
+
+    def copies_are_pending() -> bool:
+        return any(stream.steps for stream in device.streams if stream is not device.compute)
+
+    with WITHOUT_PROOF, LazyEngine(GEMMA3, settings, device) as engine:
+        scheduler = engine.scheduler
+        engine.submit("cold", list(range(100)), 2)
+        if is_load:
+            advance_until(lambda: engine.is_idle)
+            engine.reset_prefix_cache()
+            engine.submit("warm", list(range(100)), 2)
+        for _ in range(200):
+            if copies_are_pending():
+                break
+            engine.step()
+        # What EngineCore.sleep does first.
+        scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        scheduler.set_pause_state(PauseState.PAUSED_NEW)
+        for _ in range(3):
+            assert scheduler.has_requests()
+            engine.step()
+        assert copies_are_pending()
+        with pytest.raises(RuntimeError, match="Failed to reset KV cache"):
+            scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        advance_until(lambda: not scheduler.has_requests())
+        assert not copies_are_pending()
+        assert scheduler.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
 
 
 def misses_bytes(device: LazyDevice) -> bool:
