@@ -131,7 +131,7 @@ def test_copies_of_this_gpu_are_right(
 ) -> None:
     rates = proven(way(), "cuda", load)
     said = f"stores {rates.store_bytes_per_s / 1e9:.1f} GB/s, loads {rates.load_bytes_per_s / 1e9:.1f} GB/s"
-    said += f", {rates.num_pages} pages, {rates.seconds:.2f} s"
+    said += f", checksums {rates.checksum_bytes_per_s / 1e9:.1f} GB/s, {rates.num_pages} pages, {rates.seconds:.2f} s"
     record_property("rates", said)
     print(f"{way.__name__} {load}: {said}")
 

@@ -63,6 +63,8 @@ class CopyRates:
         page_sizes: their sizes in bytes, ascending.
         store_bytes_per_s: rate of copies to the arena.
         load_bytes_per_s: rate of copies back.
+        checksum_bytes_per_s: rate of checksums of chunks in the arena, each of the size of a block. Loads and stores
+            take them beside the copies of other jobs, so a rate below that of the link limits both.
         seconds: duration of the proof.
         untried: "loads", "stores": fences that were not exercised, as compute always ended before a copy was submitted.
     """
@@ -71,6 +73,7 @@ class CopyRates:
     page_sizes: tuple[int, ...]
     store_bytes_per_s: float
     load_bytes_per_s: float
+    checksum_bytes_per_s: float
     seconds: float
     untried: tuple[str, ...]
 
@@ -94,10 +97,11 @@ def prove_at_start(memory: KVMemory, arena: SealedMemory, paths: CopyPaths, devi
     logger.info("proving copies of this GPU, seed %d", seed)
     rates = prove_copies(sides, memory.storages, paths, device, np.random.default_rng(seed))
     logger.info(
-        "copies of this GPU: stores %.1f GB/s, loads %.1f GB/s; %d pages of %s bytes went both ways beside compute, "
+        "copies of this GPU: stores %.1f GB/s, loads %.1f GB/s, checksums %.1f GB/s; %d pages of %s bytes went both ways beside compute, "
         "and every byte and digest was right (%.2f s)%s",
         rates.store_bytes_per_s / 1e9,
         rates.load_bytes_per_s / 1e9,
+        rates.checksum_bytes_per_s / 1e9,
         rates.num_pages,
         ", ".join(map(str, rates.page_sizes)),
         rates.seconds,
@@ -126,22 +130,23 @@ def prove_copies(
     # Chunks that cut blocks use the same copies.
     whole = RankMemory(memory.pages, {}, memory.zeros, memory.arena)
     proof = _Proof(JobLowering(whole), memory.arena, paths, gpu)
-    stores, loads, num_pages, sizes = _CopyRate(), _CopyRate(), 0, set[int]()
+    num_pages, sizes = 0, set[int]()
     for number in itertools.count():
         if number and paths.clock() - began_s >= ROUNDS_S:
             break
         for group_index in memory.pages:
-            sizes_of_group = proof.prove_group(_blocks_that_fit(memory, group_index, tensors, random), stores, loads)
+            sizes_of_group = proof.prove_group(_blocks_that_fit(memory, group_index, tensors, random))
             num_pages += len(sizes_of_group)
             sizes.update(sizes_of_group)
     torch.cuda.empty_cache()
     seconds = paths.clock() - began_s
     page_sizes, untried = tuple(sorted(sizes)), tuple(sorted(proof.untried))
-    return CopyRates(num_pages, page_sizes, stores.bytes_per_s, loads.bytes_per_s, seconds, untried)
+    rates = proof.stores.bytes_per_s, proof.loads.bytes_per_s, proof.checksums.bytes_per_s
+    return CopyRates(num_pages, page_sizes, *rates, seconds, untried)
 
 
 @dataclass(slots=True)
-class _CopyRate:
+class _Rate:
     num_bytes: int = 0
     seconds: float = 0.0
 
@@ -245,15 +250,17 @@ class _Proof:
         self._delay_cycles = DELAY_CYCLES
         self._was_pending = False
         self.untried = {"stores", "loads"}
+        self.stores, self.loads, self.checksums = _Rate(), _Rate(), _Rate()
 
-    def prove_group(self, blocks: _Blocks, stores: _CopyRate, loads: _CopyRate) -> list[int]:
+    def prove_group(self, blocks: _Blocks) -> list[int]:
         """Copies some blocks of a group both ways. Returns the sizes of their pages."""
         self._gpu.launch(blocks.reads(blocks.kept))
         self._until_pending("stores", lambda: self._store(blocks))
         self._until_pending("loads", lambda: self._load(blocks))
         self._arena.discard(blocks.slot)
-        self._measure("store", blocks, self._paths.stores, self._stored(blocks), stores)
-        self._measure("load", blocks, self._paths.loads, self._loaded(blocks), loads)
+        self._measure("store", blocks, self._paths.stores, self._stored(blocks), self.stores)
+        self._measure("load", blocks, self._paths.loads, self._loaded(blocks), self.loads)
+        self._measure_checksums(blocks)
         self._gpu.launch(blocks.writes(blocks.kept))
         self._gpu.synchronize()
         return blocks.sizes
@@ -319,7 +326,7 @@ class _Proof:
         return None
 
     def _measure(
-        self, name: str, blocks: _Blocks, engine: CopyEngine, runs: Callable[[], CopyRuns], rate: _CopyRate
+        self, name: str, blocks: _Blocks, engine: CopyEngine, runs: Callable[[], CopyRuns], rate: _Rate
     ) -> None:
         self._gpu.synchronize()
         num_bytes = blocks.slot.num_bytes
@@ -328,6 +335,21 @@ class _Proof:
         self._copy(name, blocks, engine, runs, number=number)
         rate.seconds += self._paths.clock() - began_s
         rate.num_bytes += number * num_bytes
+
+    def _measure_checksums(self, blocks: _Blocks) -> None:
+        num_blocks = len(blocks.block_ids)
+        size = blocks.slot.num_bytes // num_blocks
+        chunks = [(_KEY, Slot(((number * size, size),))) for number in range(num_blocks)]
+        self._arena.seal_all(chunks)
+        began_s = self._paths.clock()
+        failures = self._arena.check_all(chunks)
+        self.checksums.seconds += self._paths.clock() - began_s
+        self.checksums.num_bytes += blocks.slot.num_bytes
+        for _, slot in chunks:
+            self._arena.discard(slot)
+        for failure in failures:
+            if failure is not None:
+                raise _refusal("checksum", blocks, str(failure))
 
     def _stored(self, blocks: _Blocks) -> Callable[[], CopyRuns]:
         return lambda: self._lowering.store(blocks.copies).runs
