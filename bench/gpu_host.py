@@ -1,0 +1,199 @@
+"""Host time of a job of GPU copies before its bytes move. Needs no GPU.
+
+    PYTHONPATH=... python bench/gpu_host.py [--rounds N] [--json FILE]
+
+A job is 256 MiB: blocks at random places of a GPU's memory, layer after layer as the engine keeps them, and chunks of
+four blocks in host memory. Nothing is copied. Thread CPU time in microseconds, the best of N rounds:
+
+- submit: `submit` of both ways, on the engine's thread, with the device's events left out;
+- lower: runs of a job, from a table of its copies (`hybridkv.native.Lowering`); check: their addresses;
+- batch: `copies: "engine"` hands the runs over in batches, without `swap_blocks_batch` itself;
+- plan: `copies: "native"` plans the job in C++ (csrc/cuda/job.cc), without CUDA's calls.
+
+The copy thread's time is lower + check + batch, or lower + check + plan. Goals: 60 us there, 10 us for `submit`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from kernel_simulation import pointers, simulation
+
+from hybridkv.connectors.vllm.common.copies.devices import MAX_BATCH_COPIES
+from hybridkv.native import Lowering
+from hybridkv.transfer import CopyRuns, JobId, StreamCopyEngine
+from hybridkv.transfer.cuda import CopyTuning
+from hybridkv.transfer.memory import RegisteredRanges
+from hybridkv.transfer.pinned import REGISTRATION_BYTES
+from hybridkv.transfer.streams import StreamCopies
+
+FRAGMENT_BYTES = (4096, 16384, 65536, 262144, 2 << 20)
+JOB_BYTES = 256 << 20
+LAYERS = 32
+BLOCKS_PER_CHUNK = 4
+ZEROS, ARENA, CACHE, STAGING = 1 << 40, 1 << 41, 1 << 42, 1 << 50
+"""Where each memory begins. None of it exists."""
+ZERO_BYTES = 65536
+COPY_GOAL_US, SUBMIT_GOAL_US = 60.0, 10.0
+
+
+class IdleEvent:
+    """Event and stream of a device that does nothing."""
+
+    def record(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+
+class IdleDevice:
+    """`CopyDevice` that makes the tensors of each batch, as `EngineDevice` does, and copies nothing."""
+
+    def enter_thread(self) -> None: ...
+
+    def new_stream(self) -> IdleEvent:
+        return IdleEvent()
+
+    new_event = current_stream = new_stream
+
+    def stream(self, stream: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def swap_blocks_batch(
+        self,
+        sources: np.ndarray,  # type: ignore[type-arg]
+        destinations: np.ndarray,  # type: ignore[type-arg]
+        num_bytes: np.ndarray,  # type: ignore[type-arg]
+        *,
+        is_src_access_order_any: bool,
+    ) -> None:
+        for start in range(0, len(sources), MAX_BATCH_COPIES):
+            part = slice(start, start + MAX_BATCH_COPIES)
+            for column in (sources, destinations, num_bytes):
+                torch.from_numpy(np.array(column[part]))
+
+    def is_pinned(self, address: int) -> bool:
+        return ARENA <= address < ARENA + JOB_BYTES
+
+
+class Job:
+    """A job of fragments of one size, and the memory that it is for."""
+
+    def __init__(self, size: int) -> None:
+        blocks = JOB_BYTES // (size * LAYERS)
+        pool = 2 * blocks + 1
+        self.cache_bytes = pool * size * LAYERS
+        self._lowering = Lowering(ARENA, JOB_BYTES, ZEROS, ZERO_BYTES)
+        columns = [(CACHE + layer * pool * size, size, size, layer * size) for layer in range(LAYERS)]
+        self._lowering.add_group(0, 0, np.array(columns, dtype=np.int64).tobytes(), LAYERS * size, pool)
+        per_chunk = min(BLOCKS_PER_CHUNK, blocks)
+        chunks = blocks // per_chunk
+        shape = (chunks, 0, 0, per_chunk, per_chunk, 0, 0, 0, 1, 32)
+        block_ids = 1 + np.random.default_rng(0).permutation(pool - 1)[: chunks * per_chunk]
+        chunk_bytes = per_chunk * LAYERS * size
+        extents = [(chunk * chunk_bytes, chunk_bytes) for chunk in range(chunks)]
+        self._table = (
+            np.array(shape, dtype=np.int32).tobytes(),
+            block_ids.astype(np.int32).tobytes(),
+            b"",
+            np.array(extents, dtype=np.int64).tobytes(),
+        )
+        self.memory = RegisteredRanges()
+        self.copies = StreamCopies(IdleDevice())
+        for address, num_bytes, name in ((ZEROS, ZERO_BYTES, "zeros"), (ARENA, JOB_BYTES, "arena")):
+            self.memory = self.memory.with_region(address, num_bytes, name)
+            self.copies.register(address, num_bytes)
+        self.memory = self.memory.with_region(CACHE, self.cache_bytes, "kv cache")
+
+    def lower(self, is_store: bool) -> CopyRuns:
+        return CopyRuns(*self._lowering.lower(is_store, *self._table)[:3])
+
+    def plan_s(self, runs: CopyRuns, rounds: int) -> float:
+        tuning = CopyTuning()
+        sizes = tuning.large_run_bytes, tuning.direct_job_bytes, tuning.part_bytes, tuning.tile_bytes
+        columns, count = pointers(runs)
+        timed = simulation().hybridkv_time_plan
+        timed.restype = ctypes.c_double
+        return float(
+            timed(
+                *columns,
+                count,
+                (ctypes.c_uint64 * 2)(CACHE, CACHE + self.cache_bytes),
+                ctypes.c_uint64(1),
+                ctypes.c_uint64(STAGING),
+                (ctypes.c_uint64 * 5)(*sizes, REGISTRATION_BYTES),
+                ctypes.c_uint64(rounds),
+            )
+        )
+
+
+def best_us(rounds: int, call: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(rounds):
+        began_s = time.thread_time()
+        call()
+        best = min(best, time.thread_time() - began_s)
+    return best * 1e6
+
+
+def submit_us(rounds: int) -> float:
+    """Of `StreamCopyEngine`; `CudaCopyEngine` has the same `submit`."""
+    engine = StreamCopyEngine(IdleDevice())
+    best = float("inf")
+    for number in range(rounds):
+        job_id = JobId(number)
+        began_s = time.thread_time()
+        engine.submit(job_id, CopyRuns.empty)
+        best = min(best, time.thread_time() - began_s)
+        engine.wait([job_id], 60.0)
+        engine.poll()
+    engine.close()
+    return best * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    rows = []
+    submitted = submit_us(options.rounds)
+    for size in FRAGMENT_BYTES:
+        job = Job(size)
+        for is_store in (True, False):
+            runs = job.lower(is_store)
+            fence = IdleEvent()
+            row = {
+                "direction": "store" if is_store else "load",
+                "fragment": size,
+                "runs": len(runs),
+                "submit_us": submitted,
+                "lower_us": best_us(options.rounds, lambda: job.lower(is_store)),
+                "check_us": best_us(options.rounds, lambda: (job.memory.check(runs), runs.total_bytes)),
+                "batch_us": best_us(options.rounds, lambda: job.copies.enqueue(runs, fence)),
+                "plan_us": job.plan_s(runs, options.rounds) * 1e6,
+            }
+            before = row["lower_us"] + row["check_us"]
+            row |= {"engine_us": before + row["batch_us"], "native_us": before + row["plan_us"]}
+            print(json.dumps({key: round(value, 1) if isinstance(value, float) else value for key, value in row.items()}))
+            rows.append(row)
+    for way in ("engine", "native"):
+        met = sorted({row["fragment"] for row in rows if row[f"{way}_us"] <= COPY_GOAL_US})
+        print(f"{way}: at most {COPY_GOAL_US:.0f} us on the copy thread for fragments of {met} bytes")
+    print(f"submit: {submitted:.1f} us, goal {SUBMIT_GOAL_US:.0f}")
+    if options.json:
+        options.json.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
