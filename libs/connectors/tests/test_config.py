@@ -79,6 +79,13 @@ def test_anything_else_is_no_size(value: object) -> None:
         ({"tiers": [RAM, {**OBJECT, "url": "http://a"}]}, "tiers[1].url", "s3://", "'http://a'", "endpoint"),
         ({"tiers": [RAM, {**OBJECT, "endpoint": "a:1"}]}, "tiers[1].endpoint", "http://HOST:PORT", "'a:1'", "10.0.0.5"),
         ({"tiers": [RAM, OBJECT]}, "weights_digest", '"full"', "sampled", "name the revision"),
+        (
+            {"tiers": [RAM, {**OBJECT, "time_to_live_seconds": 1}]},
+            "tiers[1].time_to_live_seconds",
+            "at least 60",
+            "1",
+            "86400",
+        ),
         ({"tiers": [RAM, {**OBJECT, "resets": "all"}]}, "tiers[1].resets", '"fleet"', "'all'", "configuration.md"),
         ({"tiers": [RAM, {**OBJECT, "cascade": "some"}]}, "tiers[1].cascade", '"reused"', "'some'", "configuration.md"),
         ({"tiers": [RAM, {**OBJECT, "pack": 0}]}, "tiers[1].pack", "a positive size", "0", "4GiB"),

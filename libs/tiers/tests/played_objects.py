@@ -24,6 +24,7 @@ class PlayedDepot:
         self.news: deque[News] = deque()
         self.asked: list[tuple[int, tuple[Key, ...]]] = []
         self.published: list[Stored] = []
+        self.used: list[tuple[Key, ...]] = []
         self.retracted: list[tuple[Key, PackPlace]] = []
         self.cleared: list[bool] = []
         self.is_reachable = True
@@ -55,6 +56,9 @@ class PlayedDepot:
 
     def publish(self, stored: Sequence[Stored]) -> None:
         self.published += stored
+
+    def use(self, keys: Sequence[Key]) -> None:
+        self.used.append(tuple(keys))
 
     def retract(self, key: Key, place: PackPlace) -> None:
         self.retracted.append((key, place))

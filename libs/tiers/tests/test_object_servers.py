@@ -7,7 +7,9 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import patience
@@ -250,3 +252,30 @@ def test_a_server_that_stands_still_at_the_end_does_not_hold_an_engine(tmp_path:
         began_s = time.monotonic()
         engine.close(within_s=1.0)
         assert time.monotonic() - began_s < BOUND_S
+
+
+def test_what_is_in_use_is_written_again_at_the_server(
+    server: ObjectServer, prefix: str, engines: list[Engine]
+) -> None:
+    """S3 refuses a copy of an object to itself, and the store's clock alone counts."""
+    keys, chunks = stored(depot(server, prefix))
+    location = depot(server, prefix)
+    store: Any = location.open(OPTIONS)
+
+    def modified() -> dict[str, datetime]:
+        return {each["path"]: each["last_modified"] for page in store.list() for each in page}
+
+    old = {path: at for path, at in modified().items() if "/m/" in path or "/p/" in path}
+    assert len(old) > 2
+    to_live_s = 4.0
+    time.sleep(to_live_s / 2 + 1.0)
+    options = msgspec.structs.replace(OPTIONS, time_to_live_s=to_live_s, renewals_per_s=10_000.0, believed_s=600.0)
+    engines.append(Engine(location, options=options, slower=PATIENT))
+    assert engines[0].hear(keys) == [HIT] * 40
+    patience.wait_until(lambda: all(modified()[path] > at for path, at in old.items()), "all are renewed")
+    client: Any = engines[0].index._client
+    patience.wait_until(client._renewal.done, "nothing is copied")
+    assert not any("/renewal/" in path or "/proof/" in path for path in modified())
+    engines.append(Engine(location, options=OPTIONS, slower=PATIENT))
+    assert engines[1].hear(keys) == [HIT] * 40
+    assert engines[1].load(keys) == [chunks[key] for key in keys]

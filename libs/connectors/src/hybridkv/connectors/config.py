@@ -29,6 +29,8 @@ _CHOICES = {
     "identity_ignores": "a list of names of facts",
 }
 MAX_PEERS = 64
+MIN_TIME_TO_LIVE_S = 60.0
+"""A shorter life of an object leaves no time to write it again."""
 OBJECT_SCHEMES = ("s3", "gs", "az", "file")
 """URL schemes of object stores."""
 KEEP_SHARE = 0.25
@@ -111,6 +113,8 @@ class ObjectTierConfig(SecondaryTierConfig, frozen=True, kw_only=True, tag_field
         secret_file: file with a secret that all engines of the fleet share and other writers of the store lack.
         pack: maximum bytes of one object; each rank writes its own objects.
         resets: "engine": a reset of the prefix cache applies to this engine alone; "fleet": to all engines.
+        time_to_live_seconds: time after its last write after which the store deletes an object, by a rule of its own.
+            Objects in use are written again before that. None: the store deletes nothing.
     """
 
     url: str
@@ -120,6 +124,7 @@ class ObjectTierConfig(SecondaryTierConfig, frozen=True, kw_only=True, tag_field
     secret_file: str | None = None
     pack: int = 16 << 20
     resets: Literal["engine", "fleet"] = "engine"
+    time_to_live_seconds: float | None = None
     cascade: Literal["all", "reused", "nothing"] = "reused"
     default_ask_timeout_s: ClassVar[float] = 0.25
 
@@ -336,6 +341,13 @@ def _require_fleet(config: OffloadConfig, tier: ObjectTierConfig) -> None:
             "http://HOST:PORT or https://HOST:PORT",
             repr(tier.endpoint),
             'for example "http://10.0.0.5:8333"',
+        )
+    if tier.time_to_live_seconds is not None and not MIN_TIME_TO_LIVE_S <= tier.time_to_live_seconds < math.inf:
+        raise ConfigurationError(
+            f"{path}.time_to_live_seconds",
+            f"seconds, at least {MIN_TIME_TO_LIVE_S:.0f}",
+            repr(tier.time_to_live_seconds),
+            "the time after which the store's own rule deletes an object: 86400 for one day",
         )
     if config.weights_digest == "sampled":
         raise ConfigurationError(

@@ -58,6 +58,10 @@ class FileIO:
     def change_mode(self, fd: int, mode: int) -> None:
         os.fchmod(fd, mode)
 
+    def set_modified_now(self, fd: int) -> None:
+        """Set the time of the last write to the present time of the file system."""
+        os.utime(fd)
+
     def remove_directory(self, name: str, dir_fd: int) -> None:
         os.rmdir(name, dir_fd=dir_fd)
 

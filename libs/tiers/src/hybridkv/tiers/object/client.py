@@ -57,6 +57,10 @@ class ObjectClient(LookupClient, Protocol):
         """Write manifests for these stored chunks, so that other engines find them."""
         ...
 
+    def use(self, keys: Sequence[Key]) -> None:
+        """Report a use of keys of one path, so that their objects stay alive. Called at each use."""
+        ...
+
     def retract(self, key: Key, place: PackPlace) -> None:
         """Report missing or wrong bytes. Later lookups do not return this place for a while, and manifests that list it
         are rewritten."""

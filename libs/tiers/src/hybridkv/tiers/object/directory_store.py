@@ -14,6 +14,7 @@ import os
 import re
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
@@ -25,6 +26,7 @@ from hybridkv.tiers.files.path_safety import warn_if_replaceable
 from hybridkv.tiers.threads import DaemonPool
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from typing_extensions import Buffer
 
 logger = logging.getLogger(__name__)
@@ -150,6 +152,22 @@ class DirectoryStore:
             raise NotModifiedError(path)
         return found
 
+    def head(self, path: str) -> ObjectMeta:
+        """Size and time of the last write of an object."""
+        return self.get(path).object_meta(path)
+
+    def renew(self, path: str) -> None:
+        """Set the time of the last write to now. Another user's object in a shared directory is written anew."""
+        try:
+            with self._directory(path, create=False) as (directory, name):
+                fd = directory.open_file(name, os.O_RDONLY)
+                try:
+                    self._io.set_modified_now(fd)
+                finally:
+                    self._io.close(fd)
+        except PermissionError:
+            self.put(path, [*self.get(path)])
+
     def delete(self, paths: str | Sequence[str]) -> None:
         for path in [paths] if isinstance(paths, str) else paths:
             with contextlib.suppress(FileNotFoundError), self._directory(path, create=False) as (directory, name):
@@ -168,6 +186,16 @@ class DirectoryStore:
     async def get_async(self, path: str, *, options: Any = None) -> StoredFile:
         found: StoredFile = await _result(self._pool, partial(self.get, path, options=options))
         return found
+
+    async def head_async(self, path: str) -> ObjectMeta:
+        found: ObjectMeta = await _result(self._pool, partial(self.head, path))
+        return found
+
+    async def delete_async(self, paths: str | Sequence[str]) -> None:
+        await _result(self._pool, partial(self.delete, paths))
+
+    async def renew_async(self, path: str) -> None:
+        await _result(self._pool, partial(self.renew, path))
 
     # Files.
 
@@ -206,8 +234,15 @@ class StoredFile:
             "e_tag": f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}",
         }
         """`size` of the whole object in bytes, and `e_tag` of this version."""
+        self._modified_s = found.st_mtime
         start, stop = part or (0, found.st_size)
         self._start, self._stop = start, min(stop, found.st_size)
+
+    def object_meta(self, path: str) -> ObjectMeta:
+        """Description of the object under this name."""
+        modified = datetime.fromtimestamp(self._modified_s, UTC)
+        size, tag = self.meta["size"], self.meta["e_tag"]
+        return {"path": path, "size": size, "last_modified": modified, "e_tag": tag, "version": None}
 
     def stream(self, min_chunk_size: int = 0) -> StoredFile:
         """Iterate over the bytes in pieces. Fewer bytes than the range if the object ends first."""

@@ -6,7 +6,7 @@ A chunk that was found or stored is offered for `believed_s`, and looked up agai
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.tiers.contract import UNSPECIFIED, Extends, FailureReason, Key, LookupAnswer, Refusal
 from hybridkv.tiers.errors import TierProtocolError
@@ -35,7 +35,9 @@ class ObjectIndex(RemoteIndex[PackPlace]):
     ) -> None:
         super().__init__(client, options, clock)
         self._client = client
-        self._believed_s = options.believed_s
+        to_live_s = options.time_to_live_s
+        self._believed_s = options.believed_s if to_live_s is None else min(options.believed_s, to_live_s / 4)
+        self._is_kept_alive = to_live_s is not None
         self._clears_all = clears_all
         self._packs = Packs(options.pack_bytes, self._new_pack)
         self._engine = uuid.uuid4().hex
@@ -72,6 +74,12 @@ class ObjectIndex(RemoteIndex[PackPlace]):
 
     def _expires_s(self, place: PackPlace) -> float:
         return self._clock() + self._believed_s
+
+    def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
+        keys = list(keys)
+        super().touch(keys, extends)
+        if self._is_kept_alive and keys:
+            self._client.use(keys)
 
     # Storing.
 

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
@@ -34,7 +35,15 @@ from hybridkv.tiers.object.format.manifest import (
     encode_manifest,
 )
 from hybridkv.tiers.object.format.seals import Seals
-from hybridkv.tiers.object.names import BOUNDARY_EVERY, epoch_name, manifest_name, namespace_of, prefix_of
+from hybridkv.tiers.object.keep_alive import KeepAlive
+from hybridkv.tiers.object.names import (
+    BOUNDARY_EVERY,
+    epoch_name,
+    is_boundary,
+    manifest_name,
+    namespace_of,
+    prefix_of,
+)
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import PackPlace, Stored
 from hybridkv.tiers.object.paths import Paths
@@ -57,6 +66,10 @@ MAX_NODES = 131_072
 """Prefixes and chunks in the prefix graph, from which manifests are built."""
 MAX_UNPUBLISHED = 1024
 """Path ends without a manifest yet, because an earlier part is unknown."""
+USE_INTERVAL_S = 60.0
+"""A use of one path is reported at most once in so long."""
+MAX_USED = 4096
+"""Paths with a remembered report."""
 # An epoch is the second in which it began, by the clock of the host that began it.
 FARTHEST_AHEAD_S = 86_400
 """A mark further in the future is ignored. Clocks of hosts differ by less."""
@@ -146,6 +159,20 @@ class ManifestStore:
         self._reader = ManifestReader(collection.store, collection.seals, options, clock)
         self._bad: Quarantine[tuple[str, int], bool] = Quarantine(options.max_asked, options.bad_s, clock)
         """Places with wrong or missing bytes."""
+        self._keep_alive: KeepAlive | None = None
+        if options.time_to_live_s is not None:
+            self._keep_alive = KeepAlive(
+                collection.store,
+                collection.cache,
+                collection.world_size,
+                options.time_to_live_s,
+                options.renewals_per_s,
+                self._manifest_bytes,
+                clock,
+            )
+        self._renewal: asyncio.Task[None] | None = None
+        self._used: OrderedDict[Key, float] = OrderedDict()
+        """When the last reported use of each path was, by the first of the keys."""
         self._unpublished: dict[bytes, None] = {}
         """Ends of paths without a manifest yet: an earlier part is unknown, or the write failed. The oldest first."""
         self._num_searching = 0
@@ -187,6 +214,18 @@ class ManifestStore:
 
     def publish(self, stored: Sequence[Stored]) -> None:
         self._post(lambda: self._publish(stored))
+
+    def use(self, keys: Sequence[Key]) -> None:
+        options, now_s = self._options, self._clock()
+        if options.time_to_live_s is None or not self.takes_objects:
+            return
+        if now_s - self._used.get(keys[0], -math.inf) < min(USE_INTERVAL_S, options.time_to_live_s / 16):
+            return
+        self._used[keys[0]] = now_s
+        self._used.move_to_end(keys[0])
+        if len(self._used) > MAX_USED:
+            self._used.popitem(last=False)
+        self._post(lambda: self._use(dict.fromkeys(map(prefix_of, keys))))
 
     def retract(self, key: Key, place: PackPlace) -> None:
         self._post(lambda: self._retract(key, place))
@@ -237,7 +276,7 @@ class ManifestStore:
 
     def _finish(self, done: threading.Event) -> None:
         async def wait() -> None:
-            useless = {asyncio.current_task(), self._follower, *self._searches}
+            useless = {asyncio.current_task(), self._follower, self._renewal, *self._searches}
             await asyncio.gather(*(task for task in self._work if task not in useless), return_exceptions=True)
             done.set()
 
@@ -247,6 +286,8 @@ class ManifestStore:
     def _forget(self) -> None:
         self._paths.clear()
         self._unpublished.clear()
+        if self._keep_alive is not None:
+            self._keep_alive.clear()
 
     def _complain(self, doing: str, error: Exception) -> None:
         """Log a failure at warning level once, until a request succeeds. Further failures are counted."""
@@ -367,6 +408,7 @@ class ManifestStore:
             path = await self._path(lookup, places_of[source], source)
             if namespace == self.namespace:
                 self._paths.learn(path, self._is_bad)
+                self._on_read([node.prefix for node in path])
             wanted = set(keys)
             for prefix, parts in path:
                 for part in parts:
@@ -411,11 +453,45 @@ class ManifestStore:
     def _is_bad(self, part: ManifestPart) -> bool:
         return (part.pack, part.offset) in self._bad
 
+    # Keeping alive.
+
+    def _on_read(self, path: Sequence[bytes]) -> None:
+        """The manifest of the last of these prefixes was read for a request. Each boundary before it has one too."""
+        if self._keep_alive is None or self.namespace is None or not path:
+            return
+        used = [prefix for prefix in path[:-1] if is_boundary(prefix, BOUNDARY_EVERY)]
+        used.append(path[-1])
+        for prefix in used:
+            self._keep_alive.found(prefix, manifest_name(self.namespace, prefix))
+        self._use(used)
+
+    def _use(self, prefixes: Iterable[bytes]) -> None:
+        assert self._keep_alive is not None
+        self._keep_alive.use(prefixes)
+        self._renew()
+
+    def _renew(self) -> None:
+        """Start the renewals that wait, unless they run already."""
+        assert self._keep_alive is not None
+        is_running = self._renewal is not None and not self._renewal.done()
+        if self._keep_alive.has_waiting and self.takes_objects and not is_running:
+            self._renewal = self._do(self._keep_alive.renew_waiting())
+
+    async def _manifest_bytes(self, prefix: bytes, name: str) -> tuple[list[ManifestNode], bytes] | None:
+        """Path of a manifest, and its bytes. None if it is missing or unusable."""
+        body = await self._reader.read(name)
+        if body is None or body.data is None:
+            return None
+        path = self._decoded(name, prefix, body)
+        return None if path is None else (path, body.data)
+
     # Manifests.
 
     def _publish(self, stored: Sequence[Stored]) -> None:
         if self.namespace is None:
             return
+        if self._keep_alive is not None:
+            self._keep_alive.stored({each.place.pack for each in stored})
         ends = self._paths.ends(self._paths.add(stored), BOUNDARY_EVERY)
         waiting, self._unpublished = self._unpublished, {}
         for prefix in (*waiting, *ends):
@@ -441,10 +517,14 @@ class ManifestStore:
                     await self._store.put_async(name, data, mode="create", use_multipart=False)
             except AlreadyExistsError:
                 if not await self._is_worse(prefix, name, path):
+                    self._on_read([prefix])
                     return
                 async with self._reader.requests:
                     await self._store.put_async(name, data, use_multipart=False)
             self._reader.trust(name)
+            if self._keep_alive is not None:
+                self._keep_alive.written(prefix, name)
+                self._renew()
         except Exception as error:
             self._complain("written to", error)
             self._unpublished[prefix] = None  # retried with the next store

@@ -1,10 +1,10 @@
 """Names of objects. A name reveals nothing about a prompt, and cannot be computed without the fleet's secret.
 
-
-
 <namespace>/p/<pack>/<rank>      chunks of one group, back to back
 <namespace>/m/<prefix>           manifest of a prefix
 <cache>/epoch                    mark of the current epoch
+<cache>/proof/<number>           short-lived: a check of the store
+<cache>/renewal/<number>         short-lived: an object that is copied onto itself
 """
 
 from __future__ import annotations

@@ -42,3 +42,9 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     """Interval of the checks for a new epoch."""
     close_timeout_s: float = 5.0
     """Time for open requests to finish at `close`."""
+
+    # Life of the objects.
+    time_to_live_s: float | None = None
+    """Seconds from the last write of an object until the store deletes it. None: the store deletes none."""
+    renewals_per_s: float = 20.0
+    """Limit of the requests that keep objects alive, on average."""

@@ -30,5 +30,5 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
             value = getattr(self, name)
-            if not 0 < value < float("inf"):
+            if value is not None and not 0 < value < float("inf"):
                 raise TierConfigurationError(name, "a number > 0", value)

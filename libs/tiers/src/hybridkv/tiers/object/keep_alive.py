@@ -1,0 +1,269 @@
+"""Keeps manifests and packs in use alive in a store that deletes objects after a time to live.
+
+A store counts an object's life from its last write, so an object that is used in the second half of its life is written
+again. Packs first, then the manifest that lists them: a manifest outlives no pack. Packs are renewed from a quarter of
+the time to live on, because they are looked at only when their manifest is renewed.
+
+Ages are measured by the store's clock. Requests are limited to an average rate; every engine that uses an object checks
+its age first, so one renewal is enough for the fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from hybridkv.tiers.object.directory_store import DirectoryStore
+from hybridkv.tiers.object.format.manifest import ManifestNode
+from hybridkv.tiers.object.names import rank_name
+from hybridkv.tiers.object.store import describe
+
+if TYPE_CHECKING:
+    from hybridkv.tiers.object.store import Store
+
+logger = logging.getLogger(__name__)
+
+MAX_MANIFESTS = 65_536
+"""Manifests with a known or unknown time of their last write; the least recently used are forgotten."""
+MAX_PACKS = 65_536
+MAX_WAITING = 1024
+"""Manifests that wait for their renewal. One more is dropped and counted; its next use tries again."""
+CLOCK_CHECK_S = 3600.0
+"""Interval of the comparisons of this host's clock with the store's."""
+RETRY_S = 60.0
+"""A manifest that could not be renewed is tried again at its first use after so long."""
+
+Result = TypeVar("Result")
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+_NEVER_CHECKED = -float("inf")
+
+
+@dataclass(slots=True)
+class _KnownManifest:
+    name: str
+    due_s: float = _NEVER_CHECKED
+    """When its age has to be checked."""
+    has_unchecked_packs: bool = False
+    """It was written now, and may list packs that are old already."""
+
+
+class RenewalCounts(NamedTuple):
+    """Objects since the last call.
+
+    Args:
+        renewed: objects that were written again.
+        dropped: manifests in use that were not checked, because too many wait.
+        failed: manifests that could not be checked or renewed.
+    """
+
+    renewed: int = 0
+    dropped: int = 0
+    failed: int = 0
+
+
+class KeepAlive:
+    """Renewals of one engine. Used on one event loop.
+
+    Args:
+        store: the store.
+        cache: name of the cache, under which an object is written to read the store's clock.
+        world_size: number of ranks with an object in each pack.
+        time_to_live_s: life of an object after its last write.
+        requests_per_s: limit of requests, on average.
+        read: reads the path of a manifest, and its bytes; None if it is missing or unusable.
+        clock: seconds, of this host.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        cache: str,
+        world_size: int,
+        time_to_live_s: float,
+        requests_per_s: float,
+        read: Callable[[bytes, str], Awaitable[tuple[Sequence[ManifestNode], bytes] | None]],
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = store
+        self._cache = cache
+        self._world_size = world_size
+        self._manifest_age_s = time_to_live_s / 2
+        self._pack_age_s = time_to_live_s / 4
+        self._interval_s = 1 / requests_per_s
+        self._next_request_s = 0.0
+        self._read = read
+        self._clock = clock
+        self._manifests: OrderedDict[bytes, _KnownManifest] = OrderedDict()
+        """By prefix, the least recently used first."""
+        self._packs: OrderedDict[str, float] = OrderedDict()
+        """When the age of each pack has to be checked."""
+        self._waiting: OrderedDict[bytes, None] = OrderedDict()
+        self._ahead_s = 0.0
+        """The store's clock is ahead of this host's wall clock by so much."""
+        self._compared_s = _NEVER_CHECKED
+        self.num_renewed = self.num_dropped = self.num_failed = 0
+        self._has_complained = False
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether `renew_waiting` has something to do."""
+        return bool(self._waiting)
+
+    def found(self, prefix: bytes, name: str) -> None:
+        """A manifest was read. Its age is unknown."""
+        if prefix not in self._manifests:
+            _put(self._manifests, prefix, _KnownManifest(name), MAX_MANIFESTS)
+
+    def written(self, prefix: bytes, name: str) -> None:
+        """A manifest was written now. Packs of others that it lists are checked at once."""
+        _put(self._manifests, prefix, _KnownManifest(name, has_unchecked_packs=True), MAX_MANIFESTS)
+        self.use([prefix])
+
+    def stored(self, packs: Iterable[str]) -> None:
+        """Packs were written now."""
+        for pack in packs:
+            _put(self._packs, pack, self._clock() + self._pack_age_s, MAX_PACKS)
+
+    def use(self, prefixes: Iterable[bytes]) -> None:
+        """A request uses these prefixes: queue their manifests that may have to be renewed."""
+        now_s = self._clock()
+        for prefix in prefixes:
+            found = self._manifests.get(prefix)
+            if found is None or prefix in self._waiting:
+                continue
+            self._manifests.move_to_end(prefix)
+            if found.due_s > now_s:
+                continue
+            if len(self._waiting) >= MAX_WAITING:
+                self.num_dropped += 1
+                continue
+            self._waiting[prefix] = None
+
+    def clear(self) -> None:
+        """Forget everything: another epoch begins."""
+        self._manifests.clear()
+        self._packs.clear()
+        self._waiting.clear()
+
+    async def renew_waiting(self) -> None:
+        """Check the manifests that wait, and renew the old ones."""
+        while self._waiting:
+            prefix, _ = self._waiting.popitem(last=False)
+            manifest = self._manifests.get(prefix)
+            if manifest is None:
+                continue
+            try:
+                manifest.due_s = await self._renewed(prefix, manifest)
+                self._has_complained = False
+            except FileNotFoundError:
+                self._manifests.pop(prefix, None)
+            except Exception as error:
+                log = logger.debug if self._has_complained else logger.warning
+                log("an object in use could not be kept alive: %s", describe(error))
+                self._has_complained = True
+                self.num_failed += 1
+                manifest.due_s = self._clock() + RETRY_S
+
+    async def _renewed(self, prefix: bytes, manifest: _KnownManifest) -> float:
+        """Renew a manifest and its packs if needed. Returns the time of the next check.
+
+        Raises:
+            FileNotFoundError: the manifest, or a pack that it lists, is gone. Then nothing keeps the rest alive.
+            Exception: (obstore) a request failed.
+        """
+        name, now_s = manifest.name, self._clock()
+        if now_s - self._compared_s >= CLOCK_CHECK_S:
+            await self._compare_clocks()
+            self._compared_s = now_s
+        age_s = await self._age_s(name)
+        is_old = age_s >= self._manifest_age_s
+        if is_old or manifest.has_unchecked_packs:
+            found = await self._limited(lambda: self._read(prefix, name))
+            if found is None:
+                raise FileNotFoundError(name)
+            path, data = found
+            for pack in dict.fromkeys(part.pack for node in path for part in node.parts):
+                await self._renew_pack(pack)
+            manifest.has_unchecked_packs = False
+            if is_old:
+                await self._renew_manifest(name, data)
+                return self._clock() + self._manifest_age_s
+        return now_s + self._manifest_age_s - age_s
+
+    async def _renew_manifest(self, name: str, data: bytes) -> None:
+        if isinstance(self._store, DirectoryStore):
+            await self._renew(name)
+        else:
+            await self._limited(lambda: self._store.put_async(name, data, use_multipart=False))
+            self.num_renewed += 1
+
+    async def _renew_pack(self, pack: str) -> None:
+        if self._packs.get(pack, _NEVER_CHECKED) > self._clock():
+            return
+        oldest_s = 0.0
+        for rank in range(self._world_size):
+            name = rank_name(pack, rank)
+            age_s = await self._age_s(name)
+            if age_s >= self._pack_age_s:
+                await self._renew(name)
+                age_s = 0.0
+            oldest_s = max(oldest_s, age_s)
+        _put(self._packs, pack, self._clock() + self._pack_age_s - oldest_s, MAX_PACKS)
+
+    async def _renew(self, name: str) -> None:
+        """Write an object again, without its bytes on this host."""
+        store = self._store
+        if isinstance(store, DirectoryStore):
+            await self._limited(lambda: store.renew_async(name))
+        else:
+            # S3 refuses to copy an object to itself.
+            other = f"{self._cache}/renewal/{uuid.uuid4().hex}"
+            await self._limited(lambda: store.copy_async(name, other))
+            try:
+                await self._limited(lambda: store.copy_async(other, name))
+            finally:
+                await self._limited(lambda: store.delete_async([other]))
+        self.num_renewed += 1
+
+    async def _age_s(self, name: str) -> float:
+        """Seconds since the last write, by the store's clock."""
+        meta = await self._limited(lambda: self._store.head_async(name))
+        return max(0.0, time.time() + self._ahead_s - meta["last_modified"].timestamp())
+
+    async def _compare_clocks(self) -> None:
+        name = f"{self._cache}/proof/{uuid.uuid4().hex}"
+        await self._limited(lambda: self._store.put_async(name, b"hybridkv reads this store's clock"))
+        try:
+            now_s = time.time()
+            meta = await self._limited(lambda: self._store.head_async(name))
+            self._ahead_s = meta["last_modified"].timestamp() - now_s
+        finally:
+            await self._limited(lambda: self._store.delete_async([name]))
+
+    async def _limited(self, request: Callable[[], Awaitable[Result]]) -> Result:
+        """Make a request when the rate permits it."""
+        now_s = time.monotonic()
+        at_s = self._next_request_s = max(self._next_request_s + self._interval_s, now_s)
+        if at_s > now_s:
+            await asyncio.sleep(at_s - now_s)
+        return await request()
+
+    def take_counts(self) -> RenewalCounts:
+        """Counts since the last call."""
+        counts = RenewalCounts(self.num_renewed, self.num_dropped, self.num_failed)
+        self.num_renewed = self.num_dropped = self.num_failed = 0
+        return counts
+
+
+def _put(entries: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
+    entries[key] = value
+    entries.move_to_end(key)
+    while len(entries) > most:
+        entries.popitem(last=False)

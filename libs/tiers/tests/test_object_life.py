@@ -1,0 +1,184 @@
+"""Life of the objects in a store that deletes them after a time: what is in use stays, what is not goes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import patience
+import pytest
+from object_depots import depot_at, manifests, packs, patient
+from object_engines import Engine, chunks_of, path_of
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import TierConfigurationError
+from hybridkv.tiers.object import ObjectOptions, keep_alive
+
+HIT = LookupResult.HIT
+TO_LIVE_S = 1000.0
+YOUNG_S, MIDDLE_S, OLD_S = 100.0, 400.0, 600.0
+"""Before a quarter of the life, after it, and in the second half."""
+NUM_KEYS = 20
+
+
+def options(**chosen: Any) -> ObjectOptions:
+    return patient(**{"time_to_live_s": TO_LIVE_S, "renewals_per_s": 10_000.0, "missing_s": 0.01} | chosen)
+
+
+@pytest.fixture
+def engines() -> Iterator[list[Engine]]:
+    made: list[Engine] = []
+    yield made
+    for engine in made:
+        engine.close()
+
+
+def stored(directory: Path) -> tuple[list[bytes], dict[bytes, bytes]]:
+    keys = path_of(NUM_KEYS)
+    chunks = chunks_of(keys)
+    engine = Engine(depot_at(directory))
+    engine.store(keys, chunks)
+    engine.close()
+    return keys, chunks
+
+
+def objects(directory: Path) -> list[Path]:
+    return [*manifests(directory), *packs(directory)]
+
+
+def make_old(paths: list[Path], age_s: float) -> dict[Path, int]:
+    """Move the last write into the past."""
+    at_s = time.time() - age_s
+    for path in paths:
+        os.utime(path, (at_s, at_s))
+    return modified(paths)
+
+
+def modified(paths: list[Path]) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in paths}
+
+
+def start(directory: Path, engines: list[Engine], chosen: ObjectOptions | None = None) -> Engine:
+    engines.append(Engine(depot_at(directory), options=chosen or options()))
+    return engines[-1]
+
+
+def end(engine: Engine) -> None:
+    """Every renewal has ended."""
+    client: Any = engine.index._client
+    patience.wait_until(lambda: client._renewal is None or client._renewal.done(), "no renewal is running")
+
+
+def test_what_is_found_in_the_second_half_of_its_life_is_renewed(tmp_path: Path, engines: list[Engine]) -> None:
+    keys, chunks = stored(tmp_path)
+    old = make_old(objects(tmp_path), OLD_S)
+    assert len(manifests(tmp_path)) > 1, "boundaries and the end"
+    engine = start(tmp_path, engines)
+    assert engine.hear(keys) == [HIT] * NUM_KEYS
+    patience.wait_until(lambda: all(now > old[path] for path, now in modified(list(old)).items()), "all are renewed")
+    assert engine.load(keys) == [chunks[key] for key in keys]
+    assert {path.name for path in tmp_path.glob("*/*")} <= {"m", "p", "epoch", "proof", "renewal"}
+
+
+@pytest.mark.parametrize(("age_s", "chosen"), [(YOUNG_S, {}), (MIDDLE_S, {}), (OLD_S, {"time_to_live_s": None})])
+def test_what_is_young_or_never_expires_is_not_renewed(
+    tmp_path: Path, engines: list[Engine], age_s: float, chosen: dict[str, Any]
+) -> None:
+    keys, _ = stored(tmp_path)
+    old = make_old(objects(tmp_path), age_s)
+    engine = start(tmp_path, engines, options(**chosen))
+    assert engine.hear(keys) == [HIT] * NUM_KEYS
+    end(engine)
+    assert modified(list(old)) == old
+
+
+def test_what_is_served_from_host_memory_is_renewed(tmp_path: Path, engines: list[Engine]) -> None:
+    """The hottest prefixes are in every engine's memory: nobody looks them up, and a new engine needs them."""
+    keys = path_of(NUM_KEYS)
+    engine = start(tmp_path, engines)
+    engine.store(keys, chunks_of(keys))
+    patience.wait_until(lambda: bool(manifests(tmp_path)), "manifests are written")
+    end(engine)
+    client: Any = engine.index._client
+    for known in client._keep_alive._manifests.values():
+        known.due_s = 0.0  # as after half of its life
+    client._keep_alive._packs.clear()
+    old = make_old(objects(tmp_path), OLD_S)
+    engine.stack.touch(keys[::-1])
+    patience.wait_until(lambda: all(now > old[path] for path, now in modified(list(old)).items()), "all are renewed")
+
+
+def test_a_new_manifest_renews_the_older_packs_that_it_lists(tmp_path: Path, engines: list[Engine]) -> None:
+    keys, chunks = stored(tmp_path)
+    before, named = packs(tmp_path), manifests(tmp_path)
+    make_old(objects(tmp_path), MIDDLE_S)
+    old = modified(before)
+    engine = start(tmp_path, engines)
+    assert engine.hear(keys) == [HIT] * NUM_KEYS
+    longer = [*keys, *(key for key in path_of(NUM_KEYS + 10) if key not in keys)]
+    engine.store(longer, chunks | chunks_of(longer[NUM_KEYS:]))
+    patience.wait_until(lambda: len(manifests(tmp_path)) > len(named), "the longer path is named")
+    patience.wait_until(lambda: all(now > old[path] for path, now in modified(before).items()), "all are renewed")
+
+
+def test_what_lists_a_pack_that_is_gone_is_not_renewed(tmp_path: Path, engines: list[Engine]) -> None:
+    keys, _ = stored(tmp_path)
+    for pack in packs(tmp_path):
+        pack.unlink()
+    old = make_old(manifests(tmp_path), OLD_S)
+    engine = start(tmp_path, engines)
+    engine.hear(keys)
+    end(engine)
+    assert modified(list(old)) == old
+
+
+@pytest.mark.parametrize("skew_s", [3600.0, -3600.0])
+def test_a_clock_that_is_an_hour_off_renews_what_is_old_alone(
+    tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch, skew_s: float
+) -> None:
+    keys, _ = stored(tmp_path)
+    paths = objects(tmp_path)
+    half = len(manifests(tmp_path)) // 2
+    young, old = make_old(paths[:half], YOUNG_S), make_old(paths[half:], OLD_S)
+    real = time.time
+    monkeypatch.setattr("hybridkv.tiers.object.keep_alive.time.time", lambda: real() + skew_s)
+    engine = start(tmp_path, engines)
+    assert engine.hear(keys) == [HIT] * NUM_KEYS
+    patience.wait_until(lambda: all(now > old[path] for path, now in modified(list(old)).items()), "all are renewed")
+    end(engine)
+    assert modified(list(young)) == young
+
+
+def test_renewals_keep_to_their_rate(tmp_path: Path, engines: list[Engine]) -> None:
+    keys, _ = stored(tmp_path)
+    paths = objects(tmp_path)
+    old = make_old(paths, OLD_S)
+    engine = start(tmp_path, engines, options(renewals_per_s=20.0))
+    began_s = time.monotonic()
+    assert engine.hear(keys) == [HIT] * NUM_KEYS
+    patience.wait_until(lambda: all(now > old[path] for path, now in modified(list(old)).items()), "all are renewed")
+    assert time.monotonic() - began_s >= 2 * (len(paths) - 1) / 20.0, "each needs at least two requests"
+
+
+def test_more_than_may_wait_is_dropped_with_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keep_alive, "MAX_WAITING", 2)
+    kept: Any = keep_alive.KeepAlive(None, "c", 1, TO_LIVE_S, 1.0, None, time.monotonic)  # type: ignore[arg-type]
+    for prefix in (b"a", b"b", b"c"):
+        kept.found(prefix, f"n/m/{prefix.decode()}")
+    kept.use([b"a", b"b", b"c", b"a", b"unknown"])
+    assert kept.take_counts().dropped == 1
+    assert kept.take_counts().dropped == 0
+
+
+def test_no_chunk_is_offered_for_longer_than_a_quarter_of_the_life(tmp_path: Path, engines: list[Engine]) -> None:
+    engine = start(tmp_path, engines, options(time_to_live_s=40.0))
+    assert engine.index._believed_s == 10.0
+
+
+def test_a_time_to_live_that_cannot_be_is_refused() -> None:
+    with pytest.raises(TierConfigurationError) as refused:
+        ObjectOptions(time_to_live_s=0.0)
+    assert refused.value.field == "time_to_live_s"
