@@ -36,6 +36,9 @@ def hybridkv_repositories():
 
     # A server of objects, likewise.
     locked_packages(name = "pypi_seaweedfs", lock = "//third_party/python:seaweedfs_lock.txt")
+
+    # What builds the site of the documentation, and what reads the examples in deploy/.
+    locked_packages(name = "pypi_site", lock = "//third_party/python:site_lock.txt")
     local_cuda(name = "local_cuda")
     local_gpus(name = "local_gpus", engine_lock = "//third_party/python:engine_lock.txt")
 

@@ -44,11 +44,7 @@ _BY_OWNER: dict[str, tuple[str, ...]] = {
     ),
     "systemd, Docker and Kubernetes": (
         "--time",
-        "KillMode",
-        "TimeoutStopSec",
-        "preStop",
         "stop_grace_period",
-        "terminationGracePeriodSeconds",
     ),
 }
 

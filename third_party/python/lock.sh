@@ -24,6 +24,7 @@ compile() {
 compile "$@" --overrides=engine_excludes.txt --output-file=engine_lock.txt engine.in
 compile "$@" --constraints=engine_lock.txt --output-file=requirements_lock.txt requirements.in
 compile "$@" --no-deps --output-file=nixl_lock.txt nixl.in
+compile "$@" --constraints=engine_lock.txt --output-file=site_lock.txt site.in
 compile "$@" --output-file=seaweedfs_lock.txt seaweedfs.in
 compile "$@" --overrides=lmcache_excludes.txt --output-file=lmcache_0_5_6_lock.txt lmcache_0_5_6.in
 compile "$@" --overrides=lmcache_excludes.txt --output-file=lmcache_0_5_7rc2_lock.txt lmcache_0_5_7rc2.in

@@ -28,7 +28,8 @@ vLLM puts its own labels (`model_name`, `engine`) before these. Each has a panel
 _ALERTS_HEAD = """
 ## Alerts
 
-`deploy/prometheus/hybridkv-alerts.yml`. An alert carries the labels `model_name`, `engine` and `severity`.
+`deploy/prometheus/hybridkv-alerts.yml`. An alert carries the labels `model_name`, `engine` and `severity`;
+its name links to its paragraph of the [runbook](../guides/runbook.md).
 
 | alert | severity | after | what is wrong | what to do |
 | --- | --- | --- | --- | --- |
@@ -53,7 +54,8 @@ def render(catalogue: Catalogue, alerts: Sequence[Mapping[str, Any]]) -> str:
 def _alert_cells(alert: Mapping[str, Any]) -> list[str]:
     texts = alert["annotations"]
     severity, summary = alert["labels"]["severity"], _label_words(texts["summary"])
-    return [f"`{alert['alert']}`", severity, alert["for"], summary, texts["action"]]
+    name = f"[`{alert['alert']}`](../guides/runbook.md#{alert['alert'].lower()})"
+    return [name, severity, alert["for"], summary, texts["action"]]
 
 
 def _bound(bound: float) -> str:

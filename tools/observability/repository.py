@@ -7,6 +7,7 @@ from pathlib import Path
 DASHBOARD = "deploy/grafana/hybridkv.json"
 RULES = "deploy/prometheus/hybridkv-alerts.yml"
 TESTS = "deploy/prometheus/hybridkv-alerts-test.yml"
+RUNBOOK = "docs/guides/runbook.md"
 PAGE = "docs/reference/metrics.md"
 
 

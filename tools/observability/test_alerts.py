@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from reference import read_alerts, render
-from repository import PAGE, RULES, TESTS, read
+from repository import PAGE, RULES, RUNBOOK, TESTS, read
 
 from hybridkv.metrics import CATALOGUE, Kind, Metric
 
@@ -51,8 +51,19 @@ def test_an_alert_names_what_is_declared(alert: dict[str, Any]) -> None:
 @each_alert
 def test_an_alert_says_what_is_wrong_and_what_to_do(alert: dict[str, Any]) -> None:
     assert re.fullmatch(r"HybridKV[A-Za-z]+", alert["alert"])
-    assert all(text.endswith(".") for text in alert["annotations"].values())
+    assert alert["annotations"].keys() == {"summary", "action", "runbook"}
+    assert all(alert["annotations"][part].endswith(".") for part in ("summary", "action"))
     assert alert["labels"]["severity"] in ("critical", "warning", "info")
+
+
+def test_the_runbook_has_a_paragraph_for_each_alert_and_no_other() -> None:
+    paragraphs = re.findall(r"^### (\w+)\n\n[\w`]", read(RUNBOOK), re.MULTILINE)
+    assert sorted(paragraphs) == sorted(alert["alert"] for alert in ALERTS)
+
+
+@each_alert
+def test_an_alert_links_to_its_paragraph_of_the_runbook(alert: dict[str, Any]) -> None:
+    assert alert["annotations"]["runbook"] == f"{RUNBOOK}#{alert['alert'].lower()}"
 
 
 @each_alert
