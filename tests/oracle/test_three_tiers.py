@@ -61,10 +61,10 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     return total
 
 
-def three(mix: Mix, directory: str | Path, chunks: int = LARGE) -> Connector:
+def three(mix: Mix, directory: str | Path, chunks: int = LARGE, **more: Any) -> Connector:
     waits = {"load_timeout_seconds": LOAD_S, "lookup_timeout_seconds": LOOKUP_S}
     # A step of the oracle takes no time, so no speed can be measured.
-    return stacked(mix, directory, chunks=chunks, compute_tokens_per_second=10_000, **waits)
+    return stacked(mix, directory, chunks=chunks, compute_tokens_per_second=10_000, **waits, **more)
 
 
 @pytest.mark.parametrize("mix", but_full(NAMED, QWEN3_NEXT), ids=lambda mix: mix.name)
@@ -116,6 +116,35 @@ def test_a_prompt_that_the_engines_own_cache_serves_again_counts_as_reused(
     with elsewhere(mix, world, tmp_path) as engine:
         ask_again(engine)
         assert (engine.restored_tokens > 0) is is_shared
+
+
+@pytest.mark.parametrize("chunk_blocks", [1, 2])
+@pytest.mark.parametrize("mix", [QWEN3_NEXT, GEMMA3, GPT_OSS], ids=lambda mix: mix.name)
+def test_another_host_restores_of_reused_prompts_what_it_would_restore_of_all(
+    mix: Mix, chunk_blocks: int, world: World, tmp_path: Path
+) -> None:
+    """Where chunks are longer than blocks, the engine's own cache resumes between two boundaries of the tiers. Where
+    prompts part, a state is stored only when the second one comes by."""
+    chunk_tokens = chunk_blocks * mix.alignment_tokens
+    prompts = [PROMPT[:length] for length in range(60, len(PROMPT), 43)]
+    branches = [PROMPT[:200] + [number] * 50 for number in range(1, 5)]
+    restored: dict[CascadePolicy, list[int]] = {}
+    for cascades in (CascadePolicy.ALL, CascadePolicy.REUSED):
+        world.begin_anew()
+        world.cascades = cascades
+        with opened(mix, world, tmp_path / f"first {cascades}", chunk_tokens=chunk_tokens) as engine:
+            for number, prompt in enumerate([*prompts, *prompts, *branches[:-1]]):
+                engine.submit(f"use {number}", prompt, 2)
+                engine.drain()
+        restored[cascades] = []
+        with opened(mix, world, tmp_path / f"second {cascades}", chunk_tokens=chunk_tokens) as engine:
+            for number, prompt in enumerate([*prompts, branches[-1]]):
+                before = engine.restored_tokens
+                engine.submit(f"again {number}", [*prompt, 1], 2)
+                engine.drain()
+                restored[cascades].append(engine.restored_tokens - before)
+    assert restored[CascadePolicy.REUSED] == restored[CascadePolicy.ALL]
+    assert sum(restored[CascadePolicy.ALL]) > 0
 
 
 def test_a_short_prompt_pays_for_no_round_trip(world: World, tmp_path: Path) -> None:
@@ -211,10 +240,10 @@ def elsewhere(mix: Mix, world: World, directory: Path) -> OracleEngine:
     return opened(mix, world, directory / "second")
 
 
-def opened(mix: Mix, world: World, directory: Path) -> OracleEngine:
+def opened(mix: Mix, world: World, directory: Path, **more: Any) -> OracleEngine:
     """Its time passes by the step, and nothing goes wrong."""
     settings = EngineSettings(
-        num_blocks=400, max_step_tokens=64, retention_tokens=None, connector=three(mix, directory)
+        num_blocks=400, max_step_tokens=64, retention_tokens=None, connector=three(mix, directory, **more)
     )
     return OracleEngine(mix, settings, world.steps(0, is_kind=True))
 

@@ -149,7 +149,8 @@ class TrackedRequest:
     last_reply: Reply | None = None
     """Reply to the engine's last lookup; None before the first one, and after the engine has acted on the reply."""
     resumed_tokens: int = 0
-    """Token at which the request resumed, from the engine's own cache or from a load; 0 once its states are counted."""
+    """Token at which the request resumed, from the engine's own cache or from a load; 0 once its states and windows are
+    counted."""
     waiting_since_s: float | None = None
     """Start of the wait for a lookup, a promotion, room or a load."""
     measured: tuple[Hit | Miss, int, Loss] | None = None

@@ -158,7 +158,8 @@ class OffloadScheduler:
     def on_allocated(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Plans the load of the request's external tokens into the blocks that the engine has allocated."""
         tracked = self.track(request)
-        tracked.resumed_tokens = tracked.computed_tokens + num_external_tokens
+        # After a load the engine calls again, without external tokens.
+        tracked.resumed_tokens = max(request.num_computed_tokens, tracked.computed_tokens + num_external_tokens)
         if tracked.last_reply is None and num_external_tokens == 0 and request.num_computed_tokens == 0:
             # There was no lookup, since the request must not load, but it may still store.
             self._requests.identify(tracked)

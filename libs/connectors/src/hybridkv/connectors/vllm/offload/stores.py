@@ -22,7 +22,7 @@ from hybridkv.connectors.vllm.common.copies.table import copies_of_runs
 from hybridkv.connectors.vllm.common.events import RouterEvents
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
 from hybridkv.connectors.vllm.common.layout import CacheLayout
-from hybridkv.connectors.vllm.common.lookups import RequestKeys
+from hybridkv.connectors.vllm.common.lookups import RequestKeys, TierLookup
 from hybridkv.connectors.vllm.common.messages import CopyTable, Store, StoreOutcome
 from hybridkv.connectors.vllm.common.requests import (
     NULL_BLOCK,
@@ -36,10 +36,13 @@ from hybridkv.connectors.vllm.offload.keeping import Keeper
 from hybridkv.connectors.vllm.offload.prefix_chain import StoredPrefix, extended_keys, find_stored_prefix
 from hybridkv.planner import (
     GroupKind,
+    Hit,
     LookupResult,
     State,
     StorePlan,
     TransferRun,
+    longest_hit,
+    needed_parts,
     path_order,
     plan_store,
 )
@@ -70,6 +73,8 @@ class _StoreInFlight:
     reason: str | None = None
     origins: dict[Part, str] = field(default_factory=dict)
     """Origin of each stored state of the first recurrent group."""
+    met_tokens: int = 0
+    """Prefix of the request that another one had stored. New states and windows up to here make it resumable."""
 
 
 class _Path(NamedTuple):
@@ -155,7 +160,8 @@ class StorePlanner:
         searched_tokens = complete[1] * spec.chunk_tokens
         prefix = find_stored_prefix(spec, self._stack, request_keys, tracked.stored_tokens, searched_tokens, table)
         keys, absent = prefix.later_keys, prefix.absent_groups
-        present = self._resumed_states(tracked, keys)
+        resumed = self._resumed_parts(tracked, prefix.parts, keys)
+        present = list(resumed)
 
         def is_wanted(part: Part) -> bool:
             key = keys.get(part)
@@ -163,7 +169,7 @@ class StorePlanner:
                 key = keys[part] = request_keys.key(*part)
             # A chunk that only a secondary tier holds is stored again: the primary tier gets it without a read.
             is_stored = self._stack.lookup_primary(key) is not LookupResult.MISS
-            if is_stored:
+            if is_stored and part not in resumed:
                 present.append(part)
             return not is_stored
 
@@ -190,6 +196,7 @@ class StorePlanner:
         in_flight = _StoreInFlight(tracked.path, [], [], 0, self._layout.world_size, tracked.adapter_version)
         copies, stored = self._reserve(in_flight, plan.runs, dict(zip(parts, sizes, strict=True)), path)
         in_flight.chunks = _add_chunks(tracked.path, path, set(parts).difference(stored), set(stored))
+        in_flight.met_tokens = prefix.stop_tokens if prefix.parts else 0
         if self.events is not None:
             self.events.storing(tracked, [*prefix.parts, *present, *stored])
         if not copies:
@@ -202,20 +209,30 @@ class StorePlanner:
         in_flight.path.num_storing += 1
         return Store(store_id, copies)
 
-    def _resumed_states(self, tracked: TrackedRequest, keys: dict[Part, bytes]) -> list[Part]:
-        """States from which the request resumed, if the primary tier holds them all. Adds their keys to `keys`.
+    def _resumed_parts(
+        self, tracked: TrackedRequest, parts: Sequence[Part], keys: dict[Part, bytes]
+    ) -> dict[Part, None]:
+        """States and windows from which the request could have resumed in the primary tier, without those in `parts`.
+        Adds their keys to `keys`.
 
-        The engine's own cache may have served them. That is a use too: without it the prefixes that are used most would
-        never cascade as reused.
+        The engine's own cache may have served them, and may have resumed between two boundaries. That is a use of the
+        last boundary before it: without it the prefixes that are used most would never cascade as reused.
         """
-        end, tracked.resumed_tokens = tracked.resumed_tokens, 0
-        if not end or not self._stack.slower or end % self._layout.spec.boundary_tokens:
-            return []
-        found = {(group, end): tracked.keys().key(group, end) for group in state_groups(self._layout.spec)}
-        if any(self._stack.lookup_primary(key) is not LookupResult.HIT for key in found.values()):
-            return []
-        keys.update(found)
-        return list(found)
+        num_tokens, tracked.resumed_tokens = tracked.resumed_tokens, 0
+        spec = self._layout.spec
+        if not num_tokens or not self._stack.slower or len(spec.full_groups) == len(spec.stored_groups):
+            return {}
+        lookup = TierLookup(tracked.keys(), self._stack.primary_only, pending_is_miss=True)
+        hit = longest_hit(spec, num_tokens + max(1, spec.lookahead_tokens), 0, lookup, lookup)
+        if not isinstance(hit, Hit):
+            return {}
+        needed = dict.fromkeys(
+            part for part in needed_parts(spec, hit.num_tokens, 0) if part[0] not in spec.full_groups
+        )
+        for part in parts:
+            needed.pop(part, None)
+        keys.update((part, tracked.keys().key(*part)) for part in needed)
+        return needed
 
     def _count(self, plan: StorePlan, present: Sequence[Part]) -> None:
         for group_index, number in Counter(map(itemgetter(0), present)).items():
@@ -308,18 +325,21 @@ class StorePlanner:
             if part[0] == self._first_state_group
         }
 
-    def _publish(self, path: PrefixChain, chunks: Sequence[StoredChunk], is_stored: bool = True) -> None:
+    def _publish(
+        self, path: PrefixChain, chunks: Sequence[StoredChunk], is_stored: bool = True, met_tokens: int = 0
+    ) -> None:
         """Commits or aborts new chunks, and cascades all chunks in `path_order`.
 
         Args:
             path: chain of the request.
             chunks: chunks of the store, in `path_order`.
             is_stored: whether all ranks have written the new chunks.
+            met_tokens: prefix that another request had stored; see `_StoreInFlight`.
         """
         ended: Counter[tuple[int, str]] = Counter()
         for is_new, run in groupby(chunks, key=attrgetter("is_new")):
             if is_new:
-                ended += self._commit(path, list(run), is_stored)
+                ended += self._commit(path, list(run), is_stored, met_tokens)
                 continue
             for chunk in run:
                 # If another store still writes the chunk, that store cascades it.
@@ -332,13 +352,19 @@ class StorePlanner:
                 self._keeper.keep(path, path.keep_seconds)
             self._cascade_missing(path)
 
-    def _commit(self, path: PrefixChain, chunks: Sequence[StoredChunk], is_stored: bool) -> Counter[tuple[int, str]]:
+    def _commit(
+        self, path: PrefixChain, chunks: Sequence[StoredChunk], is_stored: bool, met_tokens: int
+    ) -> Counter[tuple[int, str]]:
         """Commits or aborts the new chunks of a store. Returns their numbers by group and outcome."""
         if is_stored:
             offered = self._stack.commit_all(
                 [(chunk.key, chunk.extends) for chunk in chunks],
                 [chunk.key for chunk in chunks if self._is_interim_state(path, chunk.part)],
             )
+            for chunk, is_offered in zip(chunks, offered, strict=True):
+                # Without it the reused prefix, which goes up now, could not be resumed by the fleet.
+                if is_offered and chunk.part[1] <= met_tokens and not self._is_interim_state(path, chunk.part):
+                    self._stack.cascade(chunk.key, chunk.extends)
         else:
             for chunk in chunks:
                 self._stack.abort(chunk.key)
@@ -409,7 +435,9 @@ class StorePlanner:
             logger.warning("%d chunks were not stored: %s", num_lost, in_flight.failure)
             self._metrics.store_failed(in_flight.reason or "io")
         in_flight.path.num_storing -= 1
-        self._publish(in_flight.path, in_flight.chunks, is_stored=in_flight.failure is None)
+        self._publish(
+            in_flight.path, in_flight.chunks, is_stored=in_flight.failure is None, met_tokens=in_flight.met_tokens
+        )
         if in_flight.failure is None:
             for origin in in_flight.origins.values():
                 self._metrics.state_stored(origin)
