@@ -1,5 +1,6 @@
 """Every external repository that this monorepo declares itself, for WORKSPACE and MODULE.bazel alike."""
 
+load("//bazel/chromium:debian_chromium.bzl", "debian_chromium")
 load("//bazel/gpu:local_cuda.bzl", "local_cuda")
 load("//bazel/gpu:local_gpus.bzl", "local_gpus")
 load("//bazel/npm:npm_buildifier.bzl", "npm_buildifier")
@@ -46,6 +47,13 @@ def hybridkv_repositories():
     debian_prometheus(
         name = "debian_prometheus",
         installer = "//tools:install_prometheus.sh",
+        private_apt = "//tools:private_apt.sh",
+    )
+
+    # A browser that opens the site of the documentation.
+    debian_chromium(
+        name = "debian_chromium",
+        installer = "//tools:install_chromium.sh",
         private_apt = "//tools:private_apt.sh",
     )
     npm_buildifier(
