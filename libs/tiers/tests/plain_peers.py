@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hybridkv.tiers import Key, Slot
-from hybridkv.tiers.peer import Answered, ConnectionLost
+from hybridkv.tiers.peer import ConnectionLost, PeerAnswer
 
 
 class PlainPeers:
@@ -19,7 +19,7 @@ class PlainPeers:
     """
 
     def __init__(self, clock: Callable[[], float], held: Sequence[dict[Key, Slot]], lease_s: float = 1e6) -> None:
-        self.news: deque[Answered | ConnectionLost] = deque()
+        self.news: deque[PeerAnswer | ConnectionLost] = deque()
         self.held = list(held)
         self.lost: set[int] = set()
         self.waiting: list[tuple[int, int, tuple[Key, ...]]] = []
@@ -32,12 +32,12 @@ class PlainPeers:
     def ready(self) -> list[int]:
         return [peer for peer in range(len(self.held)) if peer not in self.lost]
 
-    def ask(self, peer: int, request: int, keys: Sequence[Key]) -> bool:
+    def send_lookup(self, peer: int, request: int, keys: Sequence[Key]) -> bool:
         self.num_messages += 1
         self.waiting.append((peer, request, tuple(keys)))
         return True
 
-    def give_up(self, peer: int, keys: Sequence[Key]) -> None:
+    def end_leases(self, peer: int, keys: Sequence[Key]) -> None:
         self.given_up += [(peer, key) for key in keys]
 
     def answer(self, *peers: int) -> None:
@@ -48,7 +48,7 @@ class PlainPeers:
                 self.waiting.append((peer, request, keys))
             elif peer not in self.lost:
                 slots = tuple(self.held[peer].get(key) for key in keys)
-                self.news.append(Answered(peer, request, slots, self._lease_s, self._clock()))
+                self.news.append(PeerAnswer(peer, request, slots, self._lease_s, self._clock()))
 
     def lose(self, peer: int) -> None:
         self.lost.add(peer)

@@ -1,4 +1,4 @@
-"""What an index of peers asks, believes and gives back; time and peers are the test's."""
+"""`PeerIndex`: lookups, found chunks, expiry and leases. The tests set the time and the peers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from plain_peers import PlainPeers  # noqa: E402
 
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import Key, LookupAnswer, Slot, TierIndex  # noqa: E402
-from hybridkv.tiers.peer import Answered, PeerIndex, PeerOptions  # noqa: E402
-from hybridkv.tiers.peer.places import peer_of, there  # noqa: E402
+from hybridkv.tiers.peer import PeerAnswer, PeerIndex, PeerOptions  # noqa: E402
+from hybridkv.tiers.peer.places import peer_of, to_peer_slot  # noqa: E402
 from kits.tiers.conformance import CHUNK_BYTES, ReadOnlyConformance  # noqa: E402
 from kits.tiers.faults import FaultInjectingIndex, FaultPlan  # noqa: E402
 
@@ -74,8 +74,8 @@ def test_each_chunk_is_read_from_a_peer_that_holds_it() -> None:
     assert world.lookups(A, C) == [HIT, HIT]
     first, second = world.index.pin(A), world.index.pin(C)
     assert first is not None and second is not None
-    assert (peer_of(first), there(first)) == (0, slots(A)[A])
-    assert (peer_of(second), there(second)) == (1, slots(B, C)[C])
+    assert (peer_of(first), to_peer_slot(first)) == (0, slots(A)[A])
+    assert (peer_of(second), to_peer_slot(second)) == (1, slots(B, C)[C])
 
 
 def test_one_peer_that_lacks_a_key_answers_for_nobody_else() -> None:
@@ -211,7 +211,7 @@ def test_answers_that_fit_no_question_change_nothing() -> None:
     world.ask(A)
     there_is = slots(A)[A]
     for peer, request, answered in ((2, 1, (there_is,)), (0, 77, (there_is,)), (0, 1, ())):
-        world.peers.news.append(Answered(peer, request, answered, 60.0, 0.0))
+        world.peers.news.append(PeerAnswer(peer, request, answered, 60.0, 0.0))
         assert world.lookups(A) == [PENDING]
     world.time_s = 1.0
     assert world.lookups(A) == [MISS]

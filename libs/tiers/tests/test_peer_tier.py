@@ -27,7 +27,7 @@ from hybridkv.tiers import (  # noqa: E402
     TierMedium,
 )
 from hybridkv.tiers.peer import PeerAddresses, open_index, reader  # noqa: E402
-from hybridkv.tiers.peer.places import at_peer  # noqa: E402
+from hybridkv.tiers.peer.places import to_tier_slot  # noqa: E402
 from hybridkv.tiers.ram import RamIndex  # noqa: E402
 from kits.peers.suite import until  # noqa: E402
 from kits.tiers.conformance import (  # noqa: E402
@@ -59,7 +59,7 @@ class StoredAtAPeer:
         medium.store(ticket, key, slot, source)
 
     def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
-        self._reader.medium.load(ticket, key, at_peer(0, slot), destination)
+        self._reader.medium.load(ticket, key, to_tier_slot(0, slot), destination)
 
     def poll(self) -> list[Completion]:
         return [*self._holder.copying.poll(), *self._reader.medium.poll()]
@@ -127,26 +127,26 @@ class TestPeerIndexOverLoopback(ReadOnlyConformance):
             holder.put(key, chunk_bytes(1, CHUNK_BYTES))
         asker = Engine([holder.port], clock=self.now_s)
         self.made += [holder, asker]
-        gate, answering, hearing = threading.Event(), holder.client, asker.client
+        gate, holding, reading = threading.Event(), holder.client, asker.client
         self.gates.append(gate)
-        answer, ask, reply = answering.leases.answer, hearing.ask, hearing.reply  # type: ignore[attr-defined]
-        self.num_asked = self.num_heard = 0
+        grant, send, on_reply = holding.leases.grant, reading.send_lookup, reading.on_reply  # type: ignore[attr-defined]
+        self.num_sent = self.num_answered = 0
 
         def gated(*arguments: object) -> object:
             gate.wait()
-            return answer(*arguments)
+            return grant(*arguments)
 
-        def counted_ask(*arguments: object) -> object:
-            self.num_asked += 1
-            return ask(*arguments)  # type: ignore[arg-type]
+        def counted_send(*arguments: object) -> object:
+            self.num_sent += 1
+            return send(*arguments)  # type: ignore[arg-type]
 
         def counted_reply(*arguments: object) -> None:
-            reply(*arguments)
-            self.num_heard += 1
+            on_reply(*arguments)
+            self.num_answered += 1
 
-        answering.leases.answer = gated  # type: ignore[attr-defined]
-        hearing.ask, hearing.reply = counted_ask, counted_reply  # type: ignore[attr-defined, method-assign, assignment]
-        until(hearing.ready)
+        holding.leases.grant = gated  # type: ignore[attr-defined]
+        reading.send_lookup, reading.on_reply = counted_send, counted_reply  # type: ignore[attr-defined, method-assign, assignment]
+        until(reading.ready)
         return asker.index
 
     def now_s(self) -> float:
@@ -157,8 +157,8 @@ class TestPeerIndexOverLoopback(ReadOnlyConformance):
 
     def answer_all(self) -> None:
         self.gates[-1].set()
-        # What was closed hears nothing, however long the suite waits.
-        until(lambda: self.num_heard == self.num_asked or self.made[-1].index._known.is_closed)
+        # A closed index gets no answer.
+        until(lambda: self.num_answered == self.num_sent or self.made[-1].index._known.is_closed)
         self.gates[-1].clear()
 
 
@@ -335,7 +335,7 @@ def test_as_many_chunks_as_wait_are_read_and_more_are_busy(engine: MakeEngine) -
     keys = [b"%d" % number for number in range(100)]
     for number, key in enumerate(keys):
         holder.put(key, chunk_bytes(number, CHUNK_BYTES))
-    places = {key: at_peer(0, slot) for key in keys if (slot := holder.ram.find(key))}
+    places = {key: to_tier_slot(0, slot) for key in keys if (slot := holder.ram.find(key))}
     buffers = {number: bytearray(CHUNK_BYTES) for number in range(300)}
     for number, buffer in buffers.items():
         asker.medium.load(Ticket(number), keys[number % 100], places[keys[number % 100]], [buffer])
@@ -369,7 +369,7 @@ def test_a_bug_over_one_load_costs_that_load(engine: MakeEngine, monkeypatch: py
 def test_a_close_ends_every_load(engine: MakeEngine) -> None:
     asker = engine([1])
     for number in range(5):
-        asker.medium.load(Ticket(number), A, at_peer(0, Slot(((0, CHUNK_BYTES),))), [bytearray(CHUNK_BYTES)])
+        asker.medium.load(Ticket(number), A, to_tier_slot(0, Slot(((0, CHUNK_BYTES),))), [bytearray(CHUNK_BYTES)])
     asker.medium.close()
     assert asker.medium.drain(0.0)
     reasons = {completion.failure.reason for completion in asker.medium.poll() if completion.failure}
@@ -378,7 +378,7 @@ def test_a_close_ends_every_load(engine: MakeEngine) -> None:
 
 def test_a_load_from_an_unknown_peer_ends(engine: MakeEngine) -> None:
     asker = engine(options=patient(reach_timeout_s=0.05))
-    asker.medium.load(FIRST, A, at_peer(5, Slot(((0, 8),))), [bytearray(8)])
+    asker.medium.load(FIRST, A, to_tier_slot(5, Slot(((0, 8),))), [bytearray(8)])
     assert asker.medium.drain(peer_engines.TIMEOUT_S)
     [completion] = asker.medium.poll()
     assert completion.failure is not None and completion.failure.reason is FailureReason.IO

@@ -7,24 +7,24 @@
     leases.py    leases: chunks kept for peers, on the scheduler
     medium.py    a rank's half: reads chunks, and answers peers' requests for digests of its own
     node.py      connections to peers
-    words.py     messages of these connections
+    messages.py  messages of these connections
     builder.py   builds the index or a medium from addresses and a secret
 
 `hybridkv.peers` provides authentication, control connections and one-sided reads.
 """
 
 from hybridkv.tiers.peer.builder import PeerAddresses, open_index, open_medium
-from hybridkv.tiers.peer.client import Answered, ConnectionLost, PeerLookupClient
+from hybridkv.tiers.peer.client import ConnectionLost, PeerAnswer, PeerLookupClient
 from hybridkv.tiers.peer.index import PeerIndex
 from hybridkv.tiers.peer.leases import LeasableIndex, PeerLeases
 from hybridkv.tiers.peer.medium import PeerMedium
 from hybridkv.tiers.peer.options import PeerOptions
 
 __all__ = [
-    "Answered",
     "ConnectionLost",
     "LeasableIndex",
     "PeerAddresses",
+    "PeerAnswer",
     "PeerIndex",
     "PeerLeases",
     "PeerLookupClient",

@@ -13,7 +13,7 @@ from hybridkv.peers.transport import Region, Transport
 from hybridkv.peers.wire import Secret, WireLimits
 from hybridkv.tiers.contract import SealedMemory, Slot
 from hybridkv.tiers.errors import TierConfigurationError
-from hybridkv.tiers.peer import words
+from hybridkv.tiers.peer import messages
 from hybridkv.tiers.peer.client import CLOSE_S, PeerLookupClient
 from hybridkv.tiers.peer.index import PeerIndex
 from hybridkv.tiers.peer.leases import PeerLeases
@@ -46,12 +46,12 @@ class PeerAddresses:
     def of_rank(self, rank: int) -> tuple[Address, tuple[Address, ...]]:
         """Address of this rank, and addresses of the same rank of each peer."""
         host, port = self.listen
-        peers = tuple((there, at + 1 + rank) for there, at in self.peers)
+        peers = tuple((peer_host, peer_port + 1 + rank) for peer_host, peer_port in self.peers)
         return (host, port + 1 + rank if port else 0), peers
 
 
 def open_index(
-    neighbourhood: PeerAddresses,
+    addresses: PeerAddresses,
     ram: RamIndex,
     fingerprint: Fingerprint,
     options: PeerOptions,
@@ -63,21 +63,21 @@ def open_index(
         TierConfigurationError: the address is not free, or it is reachable by other hosts and there is no secret.
 
     """
-    about = words.About(words.PROTOCOL, SCHEDULER, fingerprint.digest(), fingerprint.encode())
+    description = messages.PeerDescription(messages.PROTOCOL, SCHEDULER, fingerprint.digest(), fingerprint.encode())
     leases = PeerLeases(ram, options, clock)
-    loop = ControlLoop(f"hybridkv-{uuid.uuid4()}", neighbourhood.secret, WireLimits())
+    loop = ControlLoop(f"hybridkv-{uuid.uuid4()}", addresses.secret, WireLimits())
     try:
-        client = PeerLookupClient(loop, about, neighbourhood.peers, leases, options, clock)
-        _listen(client.listen, neighbourhood.listen)
+        client = PeerLookupClient(loop, description, addresses.peers, leases, options, clock)
+        _listen(client.listen, addresses.listen)
     except BaseException:
         loop.close(CLOSE_S)
         raise
-    ram.before_reserving = leases.settle
+    ram.before_reserving = leases.apply
     return PeerIndex(client, options, clock)
 
 
 def open_medium(
-    neighbourhood: PeerAddresses,
+    addresses: PeerAddresses,
     memory: SealedMemory,
     namespace: bytes,
     rank: int,
@@ -90,20 +90,20 @@ def open_medium(
         TierConfigurationError: as `open_index`.
 
     """
-    address, peers = neighbourhood.of_rank(rank)
+    address, peers = addresses.of_rank(rank)
     name = f"hybridkv-{uuid.uuid4()}"
-    about = words.About(words.PROTOCOL, rank, namespace)
+    description = messages.PeerDescription(messages.PROTOCOL, rank, namespace)
     [view] = memory.views(Slot(((0, memory.capacity_bytes),)))
-    loop = ControlLoop(name, neighbourhood.secret, WireLimits())
+    loop = ControlLoop(name, addresses.secret, WireLimits())
     try:
         try:
-            transport = neighbourhood.make_transport(name)
+            transport = addresses.make_transport(name)
         except PeersConfigurationError as error:
             raise TierConfigurationError("type", error.expected, error.got, error.hint) from None
 
         reader = PeerReader(transport, view, options, clock)
         capability = transport.register([Region(memory.base_address, memory.capacity_bytes)])
-        identity, callbacks = NodeIdentity(about, capability), NodeCallbacks(RankSeals(memory), reader)
+        identity, callbacks = NodeIdentity(description, capability), NodeCallbacks(RankSeals(memory), reader)
         reader.node = PeerNode(loop, identity, callbacks, peers, options.retry_s, clock)
         _listen(reader.node.listen, address)
         return PeerMedium(reader, options, clock)

@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from hybridkv.peers.control import ControlLoop, LinkId
 from hybridkv.peers.wire import CloseReason, Describe, WireError
 from hybridkv.tiers.contract import Key, Slot
-from hybridkv.tiers.peer import words
+from hybridkv.tiers.peer import messages
 from hybridkv.tiers.peer.leases import PeerLeases
 from hybridkv.tiers.peer.node import Address, NodeCallbacks, NodeIdentity, PeerNode
 from hybridkv.tiers.peer.options import MAX_KEYS, PeerOptions
@@ -18,7 +18,7 @@ from hybridkv.tiers.remote import LookupClient
 CLOSE_S = 2.0
 
 
-class Answered(NamedTuple):
+class PeerAnswer(NamedTuple):
     """One peer's answer to one lookup."""
 
     peer: int
@@ -27,7 +27,7 @@ class Answered(NamedTuple):
     """Slot of each key in the peer's memory, in the order of the lookup; None if the peer lacks it."""
     lease_s: float
     """The peer keeps these chunks for so long."""
-    heard_s: float
+    answered_s: float
     """When it arrived, by the index's clock."""
 
 
@@ -35,7 +35,7 @@ class ConnectionLost(NamedTuple):
     """The connection to a peer ended: it answers no lookup, and its leases are void."""
 
     peer: int
-    heard_s: float
+    answered_s: float
 
 
 class PeerClient(LookupClient, Protocol):
@@ -45,11 +45,11 @@ class PeerClient(LookupClient, Protocol):
         """Peers that can be sent a lookup now."""
         ...
 
-    def ask(self, peer: int, request: int, keys: Sequence[Key]) -> bool:
+    def send_lookup(self, peer: int, request: int, keys: Sequence[Key]) -> bool:
         """Send a lookup to one peer. False if it cannot be sent; then no answer comes."""
         ...
 
-    def give_up(self, peer: int, keys: Sequence[Key]) -> None:
+    def end_leases(self, peer: int, keys: Sequence[Key]) -> None:
         """End the leases of these keys at a peer."""
         ...
 
@@ -71,16 +71,16 @@ class PeerLookupClient:
     def __init__(
         self,
         loop: ControlLoop,
-        about: words.About,
+        description: messages.PeerDescription,
         peers: Sequence[Address],
         leases: PeerLeases,
         options: PeerOptions,
         clock: Callable[[], float],
     ) -> None:
-        self.news: deque[Answered | ConnectionLost] = deque()
+        self.news: deque[PeerAnswer | ConnectionLost] = deque()
         self.leases = leases
         self._clock = clock
-        self._node = PeerNode(loop, NodeIdentity(about), NodeCallbacks(self, self), peers, options.retry_s, clock)
+        self._node = PeerNode(loop, NodeIdentity(description), NodeCallbacks(self, self), peers, options.retry_s, clock)
         # Connect now, so that the first lookup finds peers.
 
         self._node.ready()
@@ -94,15 +94,15 @@ class PeerLookupClient:
     def ready(self) -> list[int]:
         return self._node.ready()
 
-    def ask(self, peer: int, request: int, keys: Sequence[Key]) -> bool:
-        if not 0 < len(keys) <= MAX_KEYS or any(not 0 < len(key) <= words.MAX_KEY_BYTES for key in keys):
+    def send_lookup(self, peer: int, request: int, keys: Sequence[Key]) -> bool:
+        if not 0 < len(keys) <= MAX_KEYS or any(not 0 < len(key) <= messages.MAX_KEY_BYTES for key in keys):
             return False
-        return self._node.ask(peer, request, words.encode(words.Find(*words.pack_keys(keys))))
+        return self._node.send_request(peer, request, messages.encode(messages.Find(*messages.pack_keys(keys))))
 
-    def give_up(self, peer: int, keys: Sequence[Key]) -> None:
+    def end_leases(self, peer: int, keys: Sequence[Key]) -> None:
         for first in range(0, len(keys), MAX_KEYS):
-            body = words.encode(words.GiveUp(*words.pack_keys(keys[first : first + MAX_KEYS])))
-            if not self._node.tell(peer, body):
+            body = messages.encode(messages.EndLeases(*messages.pack_keys(keys[first : first + MAX_KEYS])))
+            if not self._node.send_notice(peer, body):
                 return  # the peer is gone, and its leases with it
 
     def close(self) -> None:
@@ -112,33 +112,33 @@ class PeerLookupClient:
 
     # Answers of peers.
 
-    def reply(self, peer: int, request: int, body: bytes) -> None:
-        word = words.decode(body)
-        if not isinstance(word, words.FindReply):
-            raise WireError(CloseReason.UNEXPECTED, type(word).__name__)
-        self.news.append(Answered(peer, request, words.slots_of(word), word.lease_s, self._clock()))
+    def on_reply(self, peer: int, request: int, body: bytes) -> None:
+        message = messages.decode(body)
+        if not isinstance(message, messages.FindReply):
+            raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
+        self.news.append(PeerAnswer(peer, request, messages.slots_of(message), message.lease_s, self._clock()))
 
-    def lost(self, peer: int) -> None:
+    def on_lost(self, peer: int) -> None:
         self.news.append(ConnectionLost(peer, self._clock()))
 
-    def found(self, peer: int, description: Describe) -> None:
+    def on_ready(self, peer: int, description: Describe) -> None:
         """Nothing to do: `ready` returns this peer from now on."""
 
     # Lookups of peers.
 
-    def question(self, link: LinkId, body: bytes) -> bytes:
-        word = words.decode(body)
-        if not isinstance(word, words.Find):
-            raise WireError(CloseReason.UNEXPECTED, type(word).__name__)
-        keys = words.unpack_keys(word.keys, word.ends)
-        slots: list[Slot | None] = self.leases.answer(link, keys)
-        return words.encode(words.found(slots, self.leases.lease_s))
+    def on_request(self, link: LinkId, body: bytes) -> bytes:
+        message = messages.decode(body)
+        if not isinstance(message, messages.Find):
+            raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
+        keys = messages.unpack_keys(message.keys, message.ends)
+        slots: list[Slot | None] = self.leases.grant(link, keys)
+        return messages.encode(messages.find_reply(slots, self.leases.lease_s))
 
-    def notice(self, link: LinkId, body: bytes) -> None:
-        word = words.decode(body)
-        if not isinstance(word, words.GiveUp):
-            raise WireError(CloseReason.UNEXPECTED, type(word).__name__)
-        self.leases.give_up(link, words.unpack_keys(word.keys, word.ends))
+    def on_notice(self, link: LinkId, body: bytes) -> None:
+        message = messages.decode(body)
+        if not isinstance(message, messages.EndLeases):
+            raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
+        self.leases.end(link, messages.unpack_keys(message.keys, message.ends))
 
-    def left(self, link: LinkId) -> None:
-        self.leases.leave(link)
+    def on_closed(self, link: LinkId) -> None:
+        self.leases.end_all(link)

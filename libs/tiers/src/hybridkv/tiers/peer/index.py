@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hybridkv.tiers.contract import Extends, Key, LookupAnswer, Refusal
-from hybridkv.tiers.peer.client import Answered, ConnectionLost, PeerClient
+from hybridkv.tiers.peer.client import ConnectionLost, PeerAnswer, PeerClient
 from hybridkv.tiers.peer.options import PeerOptions
-from hybridkv.tiers.peer.places import PeerPlace, at_peer
+from hybridkv.tiers.peer.places import PeerPlace, to_tier_slot
 from hybridkv.tiers.remote import RemoteEntry, RemoteIndex
 
 
@@ -47,45 +47,47 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         for old in [old for old, lookup in self._lookups.items() if lookup.until_s <= self._clock()]:
             if not self._tracker.open_keys(old):
                 del self._lookups[old]
-        peers = {peer for peer in self._client.ready() if self._client.ask(peer, number, keys)}
+        peers = {peer for peer in self._client.ready() if self._client.send_lookup(peer, number, keys)}
         if peers:
             self._lookups[number] = _PeerLookup(tuple(keys), peers, until_s)
         return bool(peers)
 
-    def _on_event(self, event: Answered | ConnectionLost) -> None:
-        if isinstance(event, Answered):
+    def _on_event(self, event: PeerAnswer | ConnectionLost) -> None:
+        if isinstance(event, PeerAnswer):
             self._on_answered(event)
         else:
             self._on_lost(event)
 
-    def _on_answered(self, answer: Answered) -> None:
+    def _on_answered(self, answer: PeerAnswer) -> None:
         number, peer = answer.request, answer.peer
         lookup = self._lookups.get(number)
         if lookup is None or peer not in lookup.waiting:
             return
         # The second half of the lease is for loading it.
-        until_s = answer.heard_s + answer.lease_s / 2
+        until_s = answer.answered_s + answer.lease_s / 2
         slots = {key: slot for key, slot in zip(lookup.keys, answer.slots, strict=False) if slot is not None}
         wanted = self._tracker.open_keys(number)
         places = {
-            key: PeerPlace(at_peer(peer, slot), slot.num_bytes, until_s) for key, slot in slots.items() if key in wanted
+            key: PeerPlace(to_tier_slot(peer, slot), slot.num_bytes, until_s)
+            for key, slot in slots.items()
+            if key in wanted
         }
-        learned = self._add_found(number, places, until_s, answer.heard_s)
-        self._give_up(peer, [key for key in slots if key not in learned])
+        added = self._add_found(number, places, until_s, answer.answered_s)
+        self._end_leases(peer, [key for key in slots if key not in added])
         lookup.has_answer = True
-        self._end_waiting(number, lookup, peer, answer.heard_s)
+        self._end_waiting(number, lookup, peer, answer.answered_s)
 
-    def _end_waiting(self, number: int, lookup: _PeerLookup, peer: int, heard_s: float) -> None:
+    def _end_waiting(self, number: int, lookup: _PeerLookup, peer: int, answered_s: float) -> None:
         """A peer answers no more. After the last one, the keys that no peer has given are MISSING."""
         lookup.waiting.discard(peer)
         if not lookup.waiting:
             del self._lookups[number]
-            self._end_lookup(number, LookupAnswer.MISSING if lookup.has_answer else LookupAnswer.TIMED_OUT, heard_s)
+            self._end_lookup(number, LookupAnswer.MISSING if lookup.has_answer else LookupAnswer.TIMED_OUT, answered_s)
 
     def _on_lost(self, loss: ConnectionLost) -> None:
         for number, lookup in list(self._lookups.items()):
             if loss.peer in lookup.waiting:
-                self._end_waiting(number, lookup, loss.peer, loss.heard_s)
+                self._end_waiting(number, lookup, loss.peer, loss.answered_s)
         for key in [key for key, place in self._found.by_key.items() if place.peer == loss.peer]:
             self._take_over(key)
         for entry in [entry for entry in self._known.by_key.values() if entry.place.peer == loss.peer]:
@@ -111,11 +113,11 @@ class PeerIndex(RemoteIndex[PeerPlace]):
             if place.is_leased:
                 ended.setdefault(place.peer, []).append(key)
         for peer, keys in ended.items():
-            self._give_up(peer, keys)
+            self._end_leases(peer, keys)
 
-    def _give_up(self, peer: int, keys: Sequence[Key]) -> None:
+    def _end_leases(self, peer: int, keys: Sequence[Key]) -> None:
         if keys:
-            self._client.give_up(peer, keys)
+            self._client.end_leases(peer, keys)
 
     # Storing.
 

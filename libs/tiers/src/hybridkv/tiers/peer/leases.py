@@ -82,7 +82,7 @@ class PeerLeases:
 
     # Any thread.
 
-    def answer(self, reader: Reader, keys: Sequence[Key]) -> list[Slot | None]:
+    def grant(self, reader: Reader, keys: Sequence[Key]) -> list[Slot | None]:
         """Lease keys to a peer for `lease_s`. Returns the slot of each; None if it is absent or cannot be leased."""
         with self._lock:
             now_s = self._clock()
@@ -108,13 +108,13 @@ class PeerLeases:
         self._changes.append(lease)
         return slot
 
-    def give_up(self, reader: Reader, keys: Iterable[Key]) -> None:
+    def end(self, reader: Reader, keys: Iterable[Key]) -> None:
         """End the leases of these keys. Keys without a lease are ignored."""
         with self._lock:
             for key in keys:
                 self._end((reader, key))
 
-    def leave(self, reader: Reader) -> None:
+    def end_all(self, reader: Reader) -> None:
         """End all leases of a closed connection."""
         with self._lock:
             for name in [name for name in self._live if name[0] == reader]:
@@ -138,7 +138,7 @@ class PeerLeases:
 
     # The index's thread.
 
-    def settle(self) -> None:
+    def apply(self) -> None:
         """Pin newly leased chunks and unpin those of ended leases. Called before each reservation; cheap without
         leases.
         """
@@ -153,9 +153,9 @@ class PeerLeases:
                         lease.is_pinned = False
                         self._index.unpin(lease.key)
                 elif not lease.is_pinned:
-                    self._keep(lease)
+                    self._pin(lease)
 
-    def _keep(self, lease: _KeyLease) -> None:
+    def _pin(self, lease: _KeyLease) -> None:
         slot = self._index.pin(lease.key)
         lease.is_pinned = slot is not None
         if slot is not None and slot != lease.slot:
@@ -170,4 +170,4 @@ class PeerLeases:
             self._max_leases = 0
             for name in list(self._live):
                 self._end(name)
-        self.settle()
+        self.apply()

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hybridkv.peers.control import LinkId
 from hybridkv.peers.wire import CloseReason, WireError, unpack_columns
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, SealedMemory, Slot, Ticket
-from hybridkv.tiers.peer import words
+from hybridkv.tiers.peer import messages
 from hybridkv.tiers.peer.options import MAX_KEYS, PeerOptions
 from hybridkv.tiers.peer.reader import PeerLoad, PeerReader
 from hybridkv.tiers.remote import RemoteMedium
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 BUSY_S, IDLE_S = 0.001, 0.05
 """Polling intervals of the thread with and without open loads."""
 CLOSE_S = 5.0
-_NONE = bytes(words.DIGEST_BYTES)
+_NONE = bytes(messages.DIGEST_BYTES)
 
 
 class PeerMedium(RemoteMedium):
@@ -112,28 +112,30 @@ class RankSeals:
     def __init__(self, memory: SealedMemory) -> None:
         self._memory = memory
 
-    def question(self, link: LinkId, body: bytes) -> bytes:
-        word = words.decode(body)
-        if not isinstance(word, words.AskSeals):
-            raise WireError(CloseReason.UNEXPECTED, type(word).__name__)
-        keys = words.unpack_keys(word.keys, word.ends)
-        (offsets,) = unpack_columns(word.offsets, 1, MAX_KEYS)
+    def on_request(self, link: LinkId, body: bytes) -> bytes:
+        message = messages.decode(body)
+        if not isinstance(message, messages.SealsRequest):
+            raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
+        keys = messages.unpack_keys(message.keys, message.ends)
+        (offsets,) = unpack_columns(message.offsets, 1, MAX_KEYS)
         if len(offsets) != len(keys):
             raise WireError(CloseReason.MALFORMED, "as many offsets as keys are needed")
-        return words.encode(words.seals(self._seal(*each) for each in zip(keys, offsets.tolist(), strict=True)))
+        return messages.encode(
+            messages.seals_reply(self._seal(*each) for each in zip(keys, offsets.tolist(), strict=True))
+        )
 
     def _seal(self, key: Key, offset: int) -> tuple[int, bytes]:
         slot = Slot(((offset, 1),))
         digest = self._memory.sealed_checksum(key, slot)
         if digest is not None:
-            return words.SEALED, digest
+            return messages.SEALED, digest
         # Report another key's seal without reading the bytes.
         [failure] = self._memory.check_all([(key, slot)])
         is_another = failure is not None and failure.reason is FailureReason.WRONG_KEY
-        return words.ANOTHER if is_another else words.NOTHING, _NONE
+        return messages.OTHER_KEY if is_another else messages.NOT_SEALED, _NONE
 
-    def notice(self, link: LinkId, body: bytes) -> None:
+    def on_notice(self, link: LinkId, body: bytes) -> None:
         raise WireError(CloseReason.UNEXPECTED, "a rank accepts no notice")
 
-    def left(self, link: LinkId) -> None:
+    def on_closed(self, link: LinkId) -> None:
         """Nothing was kept for it."""

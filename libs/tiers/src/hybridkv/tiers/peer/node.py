@@ -17,28 +17,28 @@ from typing import Protocol, TypeAlias
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.wire import CloseReason, Describe, Message, Notice, Refused, Reply, RequestMessage, WireError
-from hybridkv.tiers.peer import words
-from hybridkv.tiers.peer.words import About
+from hybridkv.tiers.peer import messages
+from hybridkv.tiers.peer.messages import PeerDescription
 
 logger = logging.getLogger(__name__)
 
 Address: TypeAlias = tuple[str, int]
 
-MISFIT_RETRIES = 60
+INCOMPATIBLE_RETRY_FACTOR = 60
 """Factor on `retry_s` for an incompatible peer. It may be restarted with other settings."""
 SELF = "is this engine itself: skipped"
-MAX_SAID = 64
+MAX_LOGGED_DIFFERENCES = 64
 """Limit of logged differences of incoming connections."""
 
 
 class IncomingHandler(Protocol):
     """Callbacks for incoming connections. Called on the loop's thread; a `WireError` ends the connection."""
 
-    def question(self, link: LinkId, body: bytes) -> bytes: ...
+    def on_request(self, link: LinkId, body: bytes) -> bytes: ...
 
-    def notice(self, link: LinkId, body: bytes) -> None: ...
+    def on_notice(self, link: LinkId, body: bytes) -> None: ...
 
-    def left(self, link: LinkId) -> None:
+    def on_closed(self, link: LinkId) -> None:
         """The connection ended."""
         ...
 
@@ -46,13 +46,13 @@ class IncomingHandler(Protocol):
 class OutgoingHandler(Protocol):
     """Callbacks for outgoing connections. Called on the loop's thread; a `WireError` ends the connection."""
 
-    def found(self, peer: int, description: Describe) -> None:
+    def on_ready(self, peer: int, description: Describe) -> None:
         """The peer is compatible and ready."""
         ...
 
-    def reply(self, peer: int, request: int, body: bytes) -> None: ...
+    def on_reply(self, peer: int, request: int, body: bytes) -> None: ...
 
-    def lost(self, peer: int) -> None:
+    def on_lost(self, peer: int) -> None:
         """The connection to a ready peer ended. Open requests get no reply."""
         ...
 
@@ -61,7 +61,7 @@ class OutgoingHandler(Protocol):
 class NodeIdentity:
     """Description of a process for its peers. `capability` lets them read its memory; empty if they may not."""
 
-    about: About
+    description: PeerDescription
     capability: bytes = b""
 
 
@@ -69,8 +69,8 @@ class NodeIdentity:
 class NodeCallbacks:
     """Callbacks for incoming and outgoing connections."""
 
-    asked: IncomingHandler
-    asking: OutgoingHandler
+    incoming: IncomingHandler
+    outgoing: OutgoingHandler
 
 
 @dataclass(slots=True)
@@ -78,8 +78,8 @@ class _Peer:
     link: LinkId | None = None
     is_ready: bool = False
     retry_s: float = 0.0
-    is_misfit: bool = False
-    said: str = ""
+    is_incompatible: bool = False
+    last_logged: str = ""
     """Last logged reason."""
 
 
@@ -106,21 +106,21 @@ class PeerNode:
         clock: Callable[[], float],
     ) -> None:
         self._loop = loop
-        self._about = identity.about
-        self._describe = Describe(words.encode_about(identity.about), identity.capability)
-        self._asked, self._asking = callbacks.asked, callbacks.asking
+        self._description = identity.description
+        self._describe = Describe(messages.encode_description(identity.description), identity.capability)
+        self._incoming, self._outgoing = callbacks.incoming, callbacks.outgoing
         self._addresses = tuple(peers)
         self._retry_s = retry_s
         self._clock = clock
         self._lock = threading.Lock()
         self._peers = [_Peer() for _ in peers]
-        self._misfits: set[str] = set()
-        self._guests: dict[LinkId, bool] = {}
+        self._logged_differences: set[str] = set()
+        self._described: dict[LinkId, bool] = {}
         """Incoming connections, and whether each has sent a valid description."""
 
     def listen(self, host: str, port: int) -> Address:
         """Accept connections. `OSError` if the address is not available."""
-        handlers = Handlers(self._guest_opened, self._guest_said, self._guest_left)
+        handlers = Handlers(self._on_incoming_opened, self._on_incoming_message, self._on_incoming_closed)
         return self._loop.listen(host, port, handlers)
 
     # Any thread.
@@ -136,20 +136,20 @@ class PeerNode:
 
     def _connect(self, number: int, peer: _Peer) -> None:
         handlers = Handlers(
-            lambda link, _: self._opened(link),
-            lambda link, message: self._said(number, link, message),
-            lambda link, reason: self._closed(number, link, reason),
+            lambda link, _: self._on_opened(link),
+            lambda link, message: self._on_message(number, link, message),
+            lambda link, reason: self._on_closed(number, link, reason),
         )
         try:
             peer.link = self._loop.connect(*self._addresses[number], None, handlers)
         except PeersProtocolError:
             peer.retry_s = float("inf")
 
-    def ask(self, peer: int, request: int, body: bytes) -> bool:
+    def send_request(self, peer: int, request: int, body: bytes) -> bool:
         """Send a request. False if the peer is not ready; then no reply comes."""
         return self._send(peer, RequestMessage(request, body))
 
-    def tell(self, peer: int, body: bytes) -> bool:
+    def send_notice(self, peer: int, body: bytes) -> bool:
         """Send a message without a reply."""
         return self._send(peer, Notice(body))
 
@@ -158,7 +158,7 @@ class PeerNode:
             link = self._peers[peer].link if self._peers[peer].is_ready else None
         return link is not None and self._loop.send(link, message)
 
-    def end(self, peer: int) -> None:
+    def disconnect(self, peer: int) -> None:
         """Close the connection to a peer."""
         with self._lock:
             link = self._peers[peer].link
@@ -171,88 +171,92 @@ class PeerNode:
 
     # Outgoing connections, on the loop's thread.
 
-    def _opened(self, link: LinkId) -> None:
+    def _on_opened(self, link: LinkId) -> None:
         self._loop.send(link, self._describe)
 
-    def _said(self, number: int, link: LinkId, message: Message) -> None:
+    def _on_message(self, number: int, link: LinkId, message: Message) -> None:
         peer = self._peers[number]
         if isinstance(message, Describe) and not peer.is_ready:
             differs = self._refuse(link, message)
             if differs is not None:
-                peer.is_misfit = True
-                self._complain(number, differs)
+                peer.is_incompatible = True
+                self._warn_once(number, differs)
             else:
-                self._asking.found(number, message)
+                self._outgoing.on_ready(number, message)
                 with self._lock:
-                    peer.is_ready, peer.said = True, ""
+                    peer.is_ready, peer.last_logged = True, ""
         elif isinstance(message, Reply) and peer.is_ready:
-            self._asking.reply(number, message.request, message.body)
+            self._outgoing.on_reply(number, message.request, message.body)
         elif isinstance(message, Refused):
-            peer.is_misfit = True
-            self._complain(number, _words(message.field, message.theirs, message.ours))
+            peer.is_incompatible = True
+            self._warn_once(number, _difference_text(message.field, message.theirs, message.ours))
             self._loop.end(link, CloseReason.DONE)
         else:
             raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
 
     def _refuse(self, link: LinkId, message: Describe) -> str | None:
         """Check a description. None if it is compatible; otherwise refuse the peer and return the difference."""
-        theirs = words.decode_about(message.description)
-        differs = words.difference(self._about, theirs)
+        theirs = messages.decode_description(message.description)
+        differs = messages.difference(self._description, theirs)
         if differs is None:
             return None
         self._loop.send(link, Refused(*differs))
         self._loop.end(link, CloseReason.DONE)
-        return _words(*differs)
+        return _difference_text(*differs)
 
-    def _closed(self, number: int, link: LinkId, reason: CloseReason) -> None:
+    def _on_closed(self, number: int, link: LinkId, reason: CloseReason) -> None:
         with self._lock:
             peer = self._peers[number]
-            was_ready, was_misfit = peer.is_ready, peer.is_misfit
+            was_ready, was_incompatible = peer.is_ready, peer.is_incompatible
             is_self = reason is CloseReason.SELF
-            pause_s = self._retry_s * (MISFIT_RETRIES if was_misfit or is_self else 1)
-            peer.link, peer.is_ready, peer.is_misfit = None, False, False
+            pause_s = self._retry_s * (INCOMPATIBLE_RETRY_FACTOR if was_incompatible or is_self else 1)
+            peer.link, peer.is_ready, peer.is_incompatible = None, False, False
             peer.retry_s = self._clock() + pause_s
-        if is_self and peer.said != SELF:
-            peer.said = SELF
+        if is_self and peer.last_logged != SELF:
+            peer.last_logged = SELF
             logger.info("peer %s:%d %s", *self._addresses[number], SELF)
-        elif not was_misfit and not is_self and reason is not CloseReason.DONE:
+        elif not was_incompatible and not is_self and reason is not CloseReason.DONE:
             hint = "; it has another secret or another version, or is ending" if reason is CloseReason.HUNG_UP else ""
-            self._complain(number, f"the connection ended: {reason}{hint}")
+            self._warn_once(number, f"the connection ended: {reason}{hint}")
         if was_ready:
-            self._asking.lost(number)
+            self._outgoing.on_lost(number)
 
-    def _complain(self, number: int, why: str) -> None:
+    def _warn_once(self, number: int, why: str) -> None:
         """Log a reason, unless it was the last one logged for this peer."""
         peer = self._peers[number]
-        if peer.said != why:
-            peer.said = why
+        if peer.last_logged != why:
+            peer.last_logged = why
             logger.warning("peer %s:%d: %s", *self._addresses[number], why)
 
     # Incoming connections, on the loop's thread.
 
-    def _guest_opened(self, link: LinkId, _: str) -> None:
-        self._guests[link] = False
+    def _on_incoming_opened(self, link: LinkId, _: str) -> None:
+        self._described[link] = False
         self._loop.send(link, self._describe)
 
-    def _guest_said(self, link: LinkId, message: Message) -> None:
-        is_known = self._guests.get(link, False)
+    def _on_incoming_message(self, link: LinkId, message: Message) -> None:
+        is_known = self._described.get(link, False)
         if isinstance(message, Describe) and not is_known:
             differs = self._refuse(link, message)
-            self._guests[link] = differs is None
-            if differs is not None and differs not in self._misfits and len(self._misfits) < MAX_SAID:
-                self._misfits.add(differs)
+            self._described[link] = differs is None
+            if (
+                differs is not None
+                and differs not in self._logged_differences
+                and len(self._logged_differences) < MAX_LOGGED_DIFFERENCES
+            ):
+                self._logged_differences.add(differs)
                 logger.warning("a peer that connected here does not fit: %s", differs)
         elif isinstance(message, RequestMessage) and is_known:
-            self._loop.send(link, Reply(message.request, self._asked.question(link, message.body)))
+            self._loop.send(link, Reply(message.request, self._incoming.on_request(link, message.body)))
         elif isinstance(message, Notice) and is_known:
-            self._asked.notice(link, message.body)
+            self._incoming.on_notice(link, message.body)
         elif not isinstance(message, Refused):
             raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
 
-    def _guest_left(self, link: LinkId, _: CloseReason) -> None:
-        self._guests.pop(link, None)
-        self._asked.left(link)
+    def _on_incoming_closed(self, link: LinkId, _: CloseReason) -> None:
+        self._described.pop(link, None)
+        self._incoming.on_closed(link)
 
 
-def _words(field: str, ours: str, theirs: str) -> str:
+def _difference_text(field: str, ours: str, theirs: str) -> str:
     return f"{field} is {ours} here and {theirs} there"

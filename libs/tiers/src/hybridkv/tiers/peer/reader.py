@@ -20,10 +20,10 @@ from hybridkv.peers.transport import TransferFailureReason as TransportFailure
 from hybridkv.peers.wire import CloseReason, Describe, WireError, pack_columns
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
 from hybridkv.tiers.digests import view_digest
-from hybridkv.tiers.peer import words
+from hybridkv.tiers.peer import messages
 from hybridkv.tiers.peer.node import PeerNode
 from hybridkv.tiers.peer.options import PeerOptions
-from hybridkv.tiers.peer.places import peer_of, there
+from hybridkv.tiers.peer.places import peer_of, to_peer_slot
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +48,9 @@ class PeerLoad:
     is_read: bool = False
     seal: tuple[int, bytes] | None = None
     failure: Failure | None = None
-    past: npt.NDArray[np.uint8] | None = None
+    staging: npt.NDArray[np.uint8] | None = None
     """Temporary buffer, if the destination is not registered."""
-    past_region: int = -1
+    staging_region: int = -1
 
     @property
     def peer(self) -> int:
@@ -104,16 +104,16 @@ class PeerReader:
 
     # Callbacks, on the connections' thread.
 
-    def found(self, peer: int, description: Describe) -> None:
+    def on_ready(self, peer: int, description: Describe) -> None:
         self.inbox.put(lambda: self._attach(peer, description.capability))
 
-    def reply(self, peer: int, request: int, body: bytes) -> None:
-        word = words.decode(body)
-        if not isinstance(word, words.SealsReply):
-            raise WireError(CloseReason.UNEXPECTED, type(word).__name__)
-        self.inbox.put(lambda: self._sealed(peer, request, word))
+    def on_reply(self, peer: int, request: int, body: bytes) -> None:
+        message = messages.decode(body)
+        if not isinstance(message, messages.SealsReply):
+            raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
+        self.inbox.put(lambda: self._on_seals(peer, request, message))
 
-    def lost(self, peer: int) -> None:
+    def on_lost(self, peer: int) -> None:
         self.inbox.put(lambda: self._detach(peer))
 
     # On the reading thread.
@@ -141,9 +141,9 @@ class PeerReader:
             except Exception as error:  # a bug fails only its own load
                 self._fail_on_bug(load, error)
         if self._waiting:
-            self._start_some()
+            self._start_loads()
 
-    def _start_some(self) -> None:
+    def _start_loads(self) -> None:
         assert self.node is not None
         ready, now_s = set(self.node.ready()), self._clock()
         put_back: list[PeerLoad] = []
@@ -170,7 +170,7 @@ class PeerReader:
                     started.setdefault(load.peer, []).append(load)
         self._waiting.extendleft(reversed(put_back))
         for peer, loads in started.items():
-            self._ask_seals(peer, loads)
+            self._request_seals(peer, loads)
 
     def _has_room(self, num_bytes: int) -> bool:
         if len(self._reading) >= self._options.max_reads:
@@ -180,7 +180,7 @@ class PeerReader:
     def _read(self, load: PeerLoad, remote: RemoteId) -> None:
         load.deadline_s = load.since_s + self._options.load_timeout_s
         local = self._local_extents(load)
-        ranges = _ranges(local, there(load.slot).extents)
+        ranges = _ranges(local, to_peer_slot(load.slot).extents)
         load.transfer = self._transport.read(remote, ranges, max(0.0, load.deadline_s - self._clock()))
         self._reading.append(load)
         self._reading_bytes += load.slot.num_bytes
@@ -190,21 +190,21 @@ class PeerReader:
         addresses = [_address(view) - self._base for view in load.views]
         if all(0 <= at <= self._num_bytes - len(view) for at, view in zip(addresses, load.views, strict=True)):
             return [(MEMORY_REGION, at, len(view)) for at, view in zip(addresses, load.views, strict=True)]
-        load.past = np.empty(load.slot.num_bytes, dtype=np.uint8)
-        self._transport.register([Region(int(load.past.ctypes.data), load.past.nbytes)])
-        load.past_region, self._next_region = self._next_region, self._next_region + 1
-        return [(load.past_region, 0, load.past.nbytes)]
+        load.staging = np.empty(load.slot.num_bytes, dtype=np.uint8)
+        self._transport.register([Region(int(load.staging.ctypes.data), load.staging.nbytes)])
+        load.staging_region, self._next_region = self._next_region, self._next_region + 1
+        return [(load.staging_region, 0, load.staging.nbytes)]
 
-    def _ask_seals(self, peer: int, loads: Sequence[PeerLoad]) -> None:
+    def _request_seals(self, peer: int, loads: Sequence[PeerLoad]) -> None:
         assert self.node is not None
         request, self._next_request = self._next_request, self._next_request + 1
-        keys, ends = words.pack_keys([load.key for load in loads])
-        offsets = pack_columns([[there(load.slot).first_offset for load in loads]])
+        keys, ends = messages.pack_keys([load.key for load in loads])
+        offsets = pack_columns([[to_peer_slot(load.slot).first_offset for load in loads]])
         self._sources[peer].waiting[request] = list(loads)
-        if not self.node.ask(peer, request, words.encode(words.AskSeals(keys, ends, offsets))):
+        if not self.node.send_request(peer, request, messages.encode(messages.SealsRequest(keys, ends, offsets))):
             self._sources[peer].waiting.pop(request, None)
             for load in loads:
-                self._give_up(load, FailureReason.IO, "the peer is gone")
+                self._mark_failed(load, FailureReason.IO, "the peer is gone")
 
     def _is_over(self, load: PeerLoad) -> bool:
         """Whether a load has ended and the transport writes nothing for it any more."""
@@ -219,7 +219,7 @@ class PeerReader:
                 if state.reason is TransportFailure.CLOSED and self.node is not None and load.peer in self._sources:
                     # The transport gave up the peer; close the control connection too.
 
-                    self.node.end(load.peer)
+                    self.node.disconnect(load.peer)
         if load.failure is None and self._clock() >= load.deadline_s and (not load.is_read or load.seal is None):
             load.failure = Failure(FailureReason.IO, "timeout: the peer took too long")
         if load.failure is None and (not load.is_read or load.seal is None):
@@ -231,19 +231,19 @@ class PeerReader:
         if failure is None:
             assert load.seal is not None
             state, sealed = load.seal
-            views = load.views if load.past is None else [load.past.data]
-            if state != words.SEALED:
-                is_another = state == words.ANOTHER
+            views = load.views if load.staging is None else [load.staging.data]
+            if state != messages.SEALED:
+                is_another = state == messages.OTHER_KEY
                 reason = FailureReason.WRONG_KEY if is_another else FailureReason.MISSING
                 failure = Failure(reason, f"the peer holds {load.key.hex()} no more")
             elif (digest := view_digest(views)) != sealed:
                 failure = Failure(
                     FailureReason.CHECKSUM, f"the bytes of {load.key.hex()} are not those that were sealed"
                 )
-        if load.past is not None:
-            self._transport.deregister([load.past_region])
+        if load.staging is not None:
+            self._transport.deregister([load.staging_region])
             if failure is None:
-                _scatter(load.past, load.views)
+                _scatter(load.staging, load.views)
         self.on_ended(Completion(load.ticket, failure, None if failure else digest))
 
     def _fail(self, load: PeerLoad, reason: FailureReason, detail: str) -> None:
@@ -255,11 +255,11 @@ class PeerReader:
         if load.failure is None:
             logger.error("a load from a peer met a bug", exc_info=error)
         if load in self._reading:
-            self._give_up(load, FailureReason.IO, detail)
+            self._mark_failed(load, FailureReason.IO, detail)
         else:
             self._fail(load, FailureReason.IO, detail)
 
-    def _give_up(self, load: PeerLoad, reason: FailureReason, detail: str) -> None:
+    def _mark_failed(self, load: PeerLoad, reason: FailureReason, detail: str) -> None:
         if load.failure is None:
             load.failure = Failure(reason, detail)
 
@@ -271,7 +271,7 @@ class PeerReader:
         remote = self._transport.attach(capability)
         if isinstance(remote, TransferFailed):
             logger.warning("peer %d cannot be read: %s: %s", peer, remote.reason, remote.detail)
-            self.node.end(peer)
+            self.node.disconnect(peer)
             return
         self._sources[peer] = _Source(remote)
 
@@ -281,18 +281,18 @@ class PeerReader:
             return
         self._transport.detach(source.remote)
         for load in [load for load in self._reading if load.peer == peer]:
-            self._give_up(load, FailureReason.IO, "the peer is gone")
+            self._mark_failed(load, FailureReason.IO, "the peer is gone")
 
-    def _sealed(self, peer: int, request: int, word: words.SealsReply) -> None:
+    def _on_seals(self, peer: int, request: int, message: messages.SealsReply) -> None:
         source = self._sources.get(peer)
         loads = source.waiting.pop(request, None) if source is not None else None
         if loads is None:
             return
         try:
-            answers = words.seals_of(word, len(loads))
+            answers = messages.seals_of(message, len(loads))
         except WireError:
             assert self.node is not None
-            self.node.end(peer)
+            self.node.disconnect(peer)
             return
         for load, answer in zip(loads, answers, strict=True):
             load.seal = answer
@@ -311,7 +311,7 @@ class PeerReader:
         is_over &= self._transport.close(CLOSE_S) and is_alone
         loads = [*self._waiting, *self._reading]
         if not is_over:
-            _still_mapped.append((self._memory, [(load.past, load.views) for load in loads]))
+            _still_mapped.append((self._memory, [(load.staging, load.views) for load in loads]))
         self._memory = None
         for load in loads:
             self._fail(load, FailureReason.CLOSED, "the medium was closed")

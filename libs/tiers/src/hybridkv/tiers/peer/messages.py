@@ -23,11 +23,11 @@ PROTOCOL = 1
 MAX_KEY_BYTES = 256
 MAX_EXTENTS = 1 << 16
 """Limit of extents in one answer."""
-MAX_ABOUT_BYTES = 1 << 20
+MAX_DESCRIPTION_BYTES = 1 << 20
 DIGEST_BYTES = 16
 
 
-class About(msgspec.Struct, frozen=True, array_like=True):
+class PeerDescription(msgspec.Struct, frozen=True, array_like=True):
     """One process of an engine: its scheduler, or one of its ranks.
 
     Args:
@@ -43,18 +43,18 @@ class About(msgspec.Struct, frozen=True, array_like=True):
     fingerprint: bytes = b""
 
 
-class _Word(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
+class _PeerMessageBase(msgspec.Struct, frozen=True, array_like=True, tag_field="kind"):
     pass
 
 
-class Find(_Word, frozen=True, tag="find"):
+class Find(_PeerMessageBase, frozen=True, tag="find"):
     """Lookup of keys. Sent to a scheduler."""
 
     keys: bytes
     ends: bytes
 
 
-class FindReply(_Word, frozen=True, tag="found"):
+class FindReply(_PeerMessageBase, frozen=True, tag="found"):
     """Reply to `Find`: key i has `counts[i]` extents, 0 if it is missing. Found chunks are leased for `lease_s`."""
 
     counts: bytes
@@ -63,14 +63,14 @@ class FindReply(_Word, frozen=True, tag="found"):
     lease_s: float
 
 
-class GiveUp(_Word, frozen=True, tag="give_up"):
+class EndLeases(_PeerMessageBase, frozen=True, tag="give_up"):
     """End the leases of these keys. Sent to a scheduler."""
 
     keys: bytes
     ends: bytes
 
 
-class AskSeals(_Word, frozen=True, tag="ask_seals"):
+class SealsRequest(_PeerMessageBase, frozen=True, tag="ask_seals"):
     """Request for the digest under which each key is sealed in the slot at its offset. Sent to a rank."""
 
     keys: bytes
@@ -78,52 +78,52 @@ class AskSeals(_Word, frozen=True, tag="ask_seals"):
     offsets: bytes
 
 
-class SealsReply(_Word, frozen=True, tag="seals"):
+class SealsReply(_PeerMessageBase, frozen=True, tag="seals"):
     """Reply to `AskSeals`: one digest for each key. `states[i]` is the state of key i."""
 
     states: bytes
     digests: bytes
 
 
-SEALED, NOTHING, ANOTHER = 0, 1, 2
+SEALED, NOT_SEALED, OTHER_KEY = 0, 1, 2
 """States: sealed for this key, nothing sealed, or sealed for another key."""
 
-Word: TypeAlias = Find | FindReply | GiveUp | AskSeals | SealsReply
+PeerMessage: TypeAlias = Find | FindReply | EndLeases | SealsRequest | SealsReply
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Word)
-_about_decoder = msgspec.msgpack.Decoder(About)
+_decoder = msgspec.msgpack.Decoder(PeerMessage)
+_description_decoder = msgspec.msgpack.Decoder(PeerDescription)
 _BROKEN = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError, ValueError)
 
 
-def encode(word: Word) -> bytes:
-    return _encoder.encode(word)
+def encode(message: PeerMessage) -> bytes:
+    return _encoder.encode(message)
 
 
-def decode(body: bytes) -> Word:
+def decode(body: bytes) -> PeerMessage:
     """Decodes a message. Raises `WireError` if it is invalid."""
     try:
-        word: Word = _decoder.decode(body)
+        message: PeerMessage = _decoder.decode(body)
     except _BROKEN as error:
         raise WireError(CloseReason.MALFORMED, f"no word about chunks: {type(error).__name__}") from None
-    return word
+    return message
 
 
-def encode_about(about: About) -> bytes:
-    return _encoder.encode(about)
+def encode_description(description: PeerDescription) -> bytes:
+    return _encoder.encode(description)
 
 
-def decode_about(data: bytes) -> About:
+def decode_description(data: bytes) -> PeerDescription:
     """Decodes a description. Raises `WireError` if it is invalid."""
-    if len(data) > MAX_ABOUT_BYTES:
+    if len(data) > MAX_DESCRIPTION_BYTES:
         raise WireError(CloseReason.OVERSIZED, f"a description of {len(data)} bytes")
     try:
-        return _about_decoder.decode(data)
+        return _description_decoder.decode(data)
     except _BROKEN as error:
         raise WireError(CloseReason.MALFORMED, f"no description: {type(error).__name__}") from None
 
 
-def difference(ours: About, theirs: About) -> tuple[str, str, str] | None:
+def difference(ours: PeerDescription, theirs: PeerDescription) -> tuple[str, str, str] | None:
     """First difference of two descriptions: (field, ours, theirs). None if they are compatible."""
     for field in ("protocol", "rank", "namespace"):
         mine, other = getattr(ours, field), getattr(theirs, field)
@@ -134,18 +134,18 @@ def difference(ours: About, theirs: About) -> tuple[str, str, str] | None:
     return None
 
 
-def _named_difference(ours: About, theirs: About) -> tuple[str, str, str]:
+def _named_difference(ours: PeerDescription, theirs: PeerDescription) -> tuple[str, str, str]:
     """Difference of the fingerprints, by field if both are known."""
     namespaces = ("fingerprint", ours.namespace.hex()[:16], theirs.namespace.hex()[:16])
     if not ours.fingerprint or not theirs.fingerprint:
         return namespaces
     try:
-        found = Fingerprint.decode(ours.fingerprint).diff(Fingerprint.decode(theirs.fingerprint))
+        differences = Fingerprint.decode(ours.fingerprint).diff(Fingerprint.decode(theirs.fingerprint))
     except Exception:  # a peer's bytes, which need be no fingerprint
         return namespaces
-    if not found:
+    if not differences:
         return namespaces
-    field, _, values = found[0].partition(": ")
+    field, _, values = differences[0].partition(": ")
     mine, _, other = values.partition(" is not ")
     return field[:200], (mine or values)[:200], other[:200]
 
@@ -164,7 +164,7 @@ def unpack_keys(keys: bytes, ends: bytes) -> list[Key]:
     return [keys[a:b] for a, b in itertools.pairwise(places)]
 
 
-def found(slots: Sequence[Slot | None], lease_s: float) -> FindReply:
+def find_reply(slots: Sequence[Slot | None], lease_s: float) -> FindReply:
     """Build a `FindReply`. Slots beyond `MAX_EXTENTS` are reported as missing."""
     counts: list[int] = []
     extents: list[tuple[int, int]] = []
@@ -195,7 +195,7 @@ def slots_of(answer: FindReply) -> tuple[Slot | None, ...]:
     return tuple(Slot(tuple(next(extents) for _ in range(count))) if count else None for count in counts.tolist())
 
 
-def seals(found_seals: Iterable[tuple[int, bytes]]) -> SealsReply:
+def seals_reply(found_seals: Iterable[tuple[int, bytes]]) -> SealsReply:
     """Build a `SealsReply` from (state, digest) pairs."""
     rows = list(found_seals)
     return SealsReply(bytes(state for state, _ in rows), b"".join(digest for _, digest in rows))
