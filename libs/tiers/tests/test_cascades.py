@@ -10,7 +10,7 @@ from test_stack import CHUNK, A, B, C, Stack
 from hybridkv.tiers import Extends, Failure, FailureReason, Key, Refusal, Slot
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import BreakerOptions, Direction
-from hybridkv.tiers.stack.cascade_queue import KEEP_AWAKE_S
+from hybridkv.tiers.stack.cascade_queue import STEP_AGAIN_S
 
 D = b"d"
 
@@ -100,7 +100,7 @@ def test_a_tier_that_stays_busy_keeps_nobody_awake_however_much_is_stored() -> N
     it, far = slow(Refusal.BUSY, load_timeout_s=30.0)
     it.store(A)
     assert it.stack.has_live_moves()
-    it.clock.now_s += KEEP_AWAKE_S
+    it.clock.now_s += STEP_AGAIN_S
     it.stack.tick()
     assert it.stack.num_waiting("disk") == 1 and not it.stack.has_live_moves()
     it.store(B)
@@ -154,7 +154,7 @@ def test_a_medium_that_stays_busy_keeps_nobody_awake() -> None:
         it.end(it.moves(Direction.CASCADE), Failure(FailureReason.BUSY))
         if not it.stack.has_live_moves():
             break
-        it.clock.now_s += KEEP_AWAKE_S / 10
+        it.clock.now_s += STEP_AGAIN_S / 10
         it.stack.tick()
     assert it.stack.num_waiting("disk") == 1 and not it.stack.has_live_moves()
 

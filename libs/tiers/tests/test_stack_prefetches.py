@@ -18,7 +18,7 @@ from hybridkv.tiers import Extends, Failure, FailureReason, Key, Refusal, Slot
 from hybridkv.tiers.disk import DiskOptions, Fsync
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, PromotionLease
-from hybridkv.tiers.stack.prefetches import KEEP_AWAKE_S, MAX_PREFIXES
+from hybridkv.tiers.stack.prefetches import MAX_PREFIXES, STEP_AGAIN_S
 
 ALL = 1 << 20
 OPTIONS = DiskOptions(capacity_bytes=64 << 20, fsync=Fsync.NONE)
@@ -329,7 +329,7 @@ def test_what_waits_in_vain_keeps_nobody_awake_for_long() -> None:
     assert it.near.pin(B) is not None
     it.stack.prefetch([A], ALL)
     assert it.stack.take_moves() == [] and it.stack.has_live_moves()
-    it.clock.now_s += KEEP_AWAKE_S
+    it.clock.now_s += STEP_AGAIN_S
     assert not it.stack.has_live_moves()
     it.near.unpin(B)
     assert bring(it) == [A], "it comes with whoever comes next"
@@ -459,7 +459,7 @@ def test_one_whose_chunk_took_longer_than_patience_keeps_awake_for_the_rest() ->
     it.put_far(*keys)
     it.stack.prefetch(keys, ALL)
     moves = it.moves(Direction.PROMOTE)
-    it.clock.now_s += KEEP_AWAKE_S * 1.2
+    it.clock.now_s += STEP_AGAIN_S * 1.2
     it.end(moves)
     assert it.stack.has_live_moves() and bring(it) == keys[1:]
 
@@ -494,7 +494,7 @@ def test_what_has_no_room_though_nothing_moves_has_none() -> None:
 
 def test_nothing_gives_way_for_long_to_a_hold_that_does_not_come_back() -> None:
     it, _, others = crowded_out()
-    it.clock.now_s += KEEP_AWAKE_S
+    it.clock.now_s += STEP_AGAIN_S
     assert bring(it) == others[1:]
 
 

@@ -92,7 +92,7 @@ class RemoteIndex(Generic[P]):
 
     def __init__(self, client: LookupClient, options: RemoteOptions, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._bounds = options
+        self._options = options
         self._news, self._close_client = client.news, client.close
         self._tracker = LookupTracker(options.max_asked, options.missing_s, options.given_up_s)
         self._number = 0
@@ -197,12 +197,12 @@ class RemoteIndex(Generic[P]):
         if self._expiries and now_s >= self._expiries[0][0]:
             self._expire_entries(now_s)
 
-    def _add_found(self, number: int, places: Mapping[Key, P], until_s: float, heard_s: float) -> Mapping[Key, P]:
+    def _add_found(self, number: int, places: Mapping[Key, P], until_s: float, answered_s: float) -> Mapping[Key, P]:
         """Offer found chunks, which are open keys of a lookup. Returns the chunks for which there was room."""
         if not self._make_room(sum(place.num_bytes for place in places.values()), len(places)):
             places = self._fitting(self._tracker.open_keys(number), places)
         if places:
-            self._tracker.found(number, places.keys(), heard_s)
+            self._tracker.found(number, places.keys(), answered_s)
             self._found.add(places, until_s)
             self._changes += 1
             expired = self._expired
@@ -210,9 +210,9 @@ class RemoteIndex(Generic[P]):
                 self._expired = {key: None for key in expired if key not in places}
         return places
 
-    def _end_lookup(self, number: int, answer: LookupAnswer, heard_s: float) -> None:
+    def _end_lookup(self, number: int, answer: LookupAnswer, answered_s: float) -> None:
         """End a lookup. Its open keys get this answer."""
-        keys = self._tracker.end(number, answer, heard_s)
+        keys = self._tracker.end(number, answer, answered_s)
         if self._expired and answer is LookupAnswer.MISSING:
             for key in keys:
                 self._expired.pop(key, None)
@@ -220,7 +220,7 @@ class RemoteIndex(Generic[P]):
     def _fitting(self, keys: Iterable[Key], places: Mapping[Key, P]) -> dict[Key, P]:
         """The leading places for which there is room."""
         left_bytes = self.capacity_bytes - self.used_bytes
-        left_keys = self._bounds.max_known - len(self._known.by_key) - len(self._found.by_key)
+        left_keys = self._options.max_known - len(self._known.by_key) - len(self._found.by_key)
         fitting: dict[Key, P] = {}
         for key in keys:
             place = places.get(key)
@@ -234,7 +234,7 @@ class RemoteIndex(Generic[P]):
         if that would not be enough."""
         known, found = self._known, self._found
         in_use_bytes, num_in_use = known.used_bytes - known.evictable_bytes, known.num_reserved + known.num_pinned
-        if in_use_bytes + num_bytes > self.capacity_bytes or num_in_use + num_keys > self._bounds.max_known:
+        if in_use_bytes + num_bytes > self.capacity_bytes or num_in_use + num_keys > self._options.max_known:
             return False
         while self._is_over(num_bytes, num_keys):
             if found.by_key:
@@ -249,7 +249,7 @@ class RemoteIndex(Generic[P]):
 
     def _is_over(self, num_bytes: int, num_keys: int) -> bool:
         num_known = len(self._known.by_key) + len(self._found.by_key)
-        return self.used_bytes + num_bytes > self.capacity_bytes or num_known + num_keys > self._bounds.max_known
+        return self.used_bytes + num_bytes > self.capacity_bytes or num_known + num_keys > self._options.max_known
 
     # Ledger entries.
 
@@ -268,9 +268,9 @@ class RemoteIndex(Generic[P]):
         heapq.heappush(self._expiries, (until_s, next(self._expiry_numbers), entry))
 
     def _expire_entries(self, now_s: float) -> None:
-        believed, by_key = self._expiries, self._known.by_key
-        while believed and (believed[0][0] <= now_s or len(believed) > 2 * len(by_key) + self._bounds.max_asked):
-            _, _, entry = heapq.heappop(believed)
+        expiries, by_key = self._expiries, self._known.by_key
+        while expiries and (expiries[0][0] <= now_s or len(expiries) > 2 * len(by_key) + self._options.max_asked):
+            _, _, entry = heapq.heappop(expiries)
             if by_key.get(entry.key) is entry and self._known.lookup(entry.key) is _HIT:
                 if entry.num_pins:
                     entry.is_expired = True
@@ -285,7 +285,7 @@ class RemoteIndex(Generic[P]):
     def _expire(self, keys: Iterable[Key]) -> None:
         expired = self._expired
         expired.update(dict.fromkeys(keys))
-        if (surplus := len(expired) - self._bounds.max_known) > 0:
+        if (surplus := len(expired) - self._options.max_known) > 0:
             for key in list(islice(expired, surplus)):
                 del expired[key]
 
@@ -324,12 +324,12 @@ class RemoteIndex(Generic[P]):
 
     def leading(self, keys: Iterable[Key]) -> int:
         self._poll_events()
-        found, held = self._found.by_key, 0
+        found, num_held = self._found.by_key, 0
         for key in keys:
             if key not in found and self._answer(key) is _MISS:
                 break
-            held += 1
-        return held
+            num_held += 1
+        return num_held
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         self._poll_events()

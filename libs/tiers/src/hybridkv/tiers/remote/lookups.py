@@ -127,24 +127,24 @@ class LookupTracker:
 
     # Ends.
 
-    def found(self, number: int, keys: Collection[Key], heard_s: float) -> None:
+    def found(self, number: int, keys: Collection[Key], answered_s: float) -> None:
         """Record open keys as found."""
         if keys:
             lookup = self._lookups[number]
             deque(map(lookup.open_keys.pop, keys), maxlen=0)
             self._forget(keys)
-            self._record(lookup, LookupAnswer.FOUND, len(keys), heard_s)
+            self._record(lookup, LookupAnswer.FOUND, len(keys), answered_s)
 
-    def end(self, number: int, answer: LookupAnswer, heard_s: float) -> list[Key]:
+    def end(self, number: int, answer: LookupAnswer, answered_s: float) -> list[Key]:
         """End a lookup. Returns its open keys, which all get this answer: MISSING or TIMED_OUT."""
         lookup = self._lookups.pop(number, None)
         if lookup is None or not lookup.open_keys:
             return []
         keys = list(lookup.open_keys)
         self._forget(keys)
-        self._record(lookup, answer, len(keys), heard_s)
+        self._record(lookup, answer, len(keys), answered_s)
         if answer is LookupAnswer.MISSING:
-            self._missing.update(dict.fromkeys(keys, heard_s + self._missing_s))
+            self._missing.update(dict.fromkeys(keys, answered_s + self._missing_s))
             if (surplus := len(self._missing) - self._max_asked) > 0:
                 for key in list(islice(self._missing, surplus)):
                     del self._missing[key]
@@ -198,19 +198,19 @@ class LookupTracker:
         if num_keys:
             self._answers[answer] = self._answers.get(answer, 0) + num_keys
 
-    def _record(self, lookup: _TrackedLookup, answer: LookupAnswer, num_keys: int, heard_s: float) -> None:
+    def _record(self, lookup: _TrackedLookup, answer: LookupAnswer, num_keys: int, answered_s: float) -> None:
         """Count answers. A lookup that timed out was counted already."""
         if lookup.deadline_s == _OVER_S:
             return
-        if heard_s > lookup.deadline_s:
+        if answered_s > lookup.deadline_s:
             answer = LookupAnswer.TIMED_OUT
         if num_keys and not lookup.is_timed:
             lookup.is_timed = True
-            took_s = 2 * lookup.timeout_s if answer is LookupAnswer.TIMED_OUT else heard_s - lookup.sent_s
+            took_s = 2 * lookup.timeout_s if answer is LookupAnswer.TIMED_OUT else answered_s - lookup.sent_s
             self.answer_s += (max(took_s, 0.0) - self.answer_s) * _NEW_SHARE
         self._count(answer, num_keys)
-        is_late = answer is LookupAnswer.TIMED_OUT
+        is_timed_out = answer is LookupAnswer.TIMED_OUT
         num_answered, num_timed_out = self.heard
         self.heard = LookupCounts(
-            num_answered + (0 if is_late else num_keys), num_timed_out + (num_keys if is_late else 0)
+            num_answered + (0 if is_timed_out else num_keys), num_timed_out + (num_keys if is_timed_out else 0)
         )

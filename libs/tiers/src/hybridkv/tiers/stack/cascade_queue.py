@@ -25,7 +25,7 @@ from hybridkv.tiers.stack.in_flight import InFlightMoves
 from hybridkv.tiers.stack.moves import Direction, MoveResult
 from hybridkv.tiers.stack.options import SecondaryTierOptions
 
-KEEP_AWAKE_S = 1.0
+STEP_AGAIN_S = 1.0
 """The queue asks for further steps for so long without progress. A tier that accepts nothing may never recover."""
 
 
@@ -102,7 +102,7 @@ class CascadeQueue:
         """The first chunk was tried, and nothing has changed since."""
         self._has_new = False
         self._moving: dict[Key, _QueuedChunk] = {}
-        self._landed: dict[Key, _QueuedChunk] = {}
+        self._arrived: dict[Key, _QueuedChunk] = {}
         """Chunks that arrived before a chunk that they need."""
         self.since_s = 0.0
         """Time of the last progress: a success, a first send, or a chunk added to an empty queue."""
@@ -133,7 +133,7 @@ class CascadeQueue:
     def needs_step(self, now_s: float) -> bool:
         """True if the caller should step again soon though nothing is in flight. Otherwise waiting chunks are sent in
         the next step that happens for another reason."""
-        return bool(self._keys) and now_s - self._awake_since_s < KEEP_AWAKE_S
+        return bool(self._keys) and now_s - self._awake_since_s < STEP_AGAIN_S
 
     def add(self, key: Key, extends: Extends, now_s: float) -> MoveResult | None:
         """Queue a chunk if the secondary tier lacks it. Returns the reason if it is dropped."""
@@ -173,11 +173,11 @@ class CascadeQueue:
         """
         dropped: list[MoveResult] = []
         self._has_new = False
-        is_open = gate() if self._keys else WriteGate.OPEN
+        write_gate = gate() if self._keys else WriteGate.OPEN
         while self._retries or self._queue:
-            item = self._retries[0][1] if self._retries else self._queue[0]
-            is_first = not item.was_sent
-            step = self._try(item, is_open)
+            chunk = self._retries[0][1] if self._retries else self._queue[0]
+            is_first = not chunk.was_sent
+            step = self._try(chunk, write_gate)
             self._is_blocked = step is _QueueStep.LATER
             if step is _QueueStep.LATER:
                 break
@@ -187,13 +187,13 @@ class CascadeQueue:
                 self._queue.popleft()
             if step is _QueueStep.PARKED:
                 continue
-            self._keys.discard(item.key)
+            self._keys.discard(chunk.key)
             if step is _QueueStep.SENT:
                 self.since_s = now_s if is_first else self.since_s
-                is_open = gate() if is_open is WriteGate.PROBE else is_open
+                write_gate = gate() if write_gate is WriteGate.PROBE else write_gate
             elif isinstance(step, MoveResult):
                 dropped.append(step)
-                self._lose(item)
+                self._on_lost(chunk)
         return dropped
 
     def _try(self, chunk: _QueuedChunk, gate: WriteGate) -> _QueueStep | MoveResult:
@@ -230,11 +230,11 @@ class CascadeQueue:
         """Wait for the cascades in flight, unless all of them have timed out."""
         return _QueueStep.LATER if self._in_flight.num_live[Direction.CASCADE] else otherwise
 
-    def _park(self, chunk: _QueuedChunk, need: Key) -> _QueueStep | MoveResult:
+    def _park(self, chunk: _QueuedChunk, needed: Key) -> _QueueStep | MoveResult:
         """Park a chunk if a store is about to bring the chunk that it needs: that one will be queued later."""
-        if need not in self._parked_keys and self._primary.lookup(need) is not LookupResult.PENDING:
+        if needed not in self._parked_keys and self._primary.lookup(needed) is not LookupResult.PENDING:
             return MoveResult.DROPPED_ORPHAN
-        self.parked.setdefault(need, []).append(chunk)
+        self.parked.setdefault(needed, []).append(chunk)
         self._parked_keys.add(chunk.key)
         return _QueueStep.PARKED
 
@@ -269,45 +269,45 @@ class CascadeQueue:
         self._is_blocked = False
         if failure is None:
             self.since_s = self._awake_since_s = now_s
-            self._land(chunk)
+            self._on_arrived(chunk)
         elif failure.reason is FailureReason.BUSY and not (chunk.is_timed_out or chunk.is_forgotten):
             heapq.heappush(self._retries, (chunk.number, chunk))
             self._keys.add(key)
             return True
         else:
-            self._lose(chunk)
+            self._on_lost(chunk)
         return False
 
-    def _land(self, chunk: _QueuedChunk) -> None:
-        if self._may_lose_need(chunk, self._landed):
-            self._landed[chunk.key] = chunk
-            if len(self._landed) > self._options.max_cascading:
-                self._trim_landed()
-        elif self._landed and not self._moving and not self._retries:
-            self._landed.clear()
+    def _on_arrived(self, chunk: _QueuedChunk) -> None:
+        if self._may_still_fail(chunk, self._arrived):
+            self._arrived[chunk.key] = chunk
+            if len(self._arrived) > self._options.max_cascading:
+                self._trim_arrived()
+        elif self._arrived and not self._moving and not self._retries:
+            self._arrived.clear()
 
-    def _may_lose_need(self, chunk: _QueuedChunk, landed: Mapping[Key, _QueuedChunk]) -> bool:
+    def _may_still_fail(self, chunk: _QueuedChunk, arrived: Mapping[Key, _QueuedChunk]) -> bool:
         """True if a chunk that it needs may still fail."""
-        return any(need in self._moving or need in landed or need in self._keys for need in chunk.extends[-1:])
+        return any(needed in self._moving or needed in arrived or needed in self._keys for needed in chunk.extends[-1:])
 
-    def _trim_landed(self) -> None:
+    def _trim_arrived(self) -> None:
         """Forget landed chunks whose needs can no longer fail; then the oldest, if there are still too many."""
         kept: dict[Key, _QueuedChunk] = {}
-        for chunk in sorted(self._landed.values(), key=lambda each: each.number):
-            if self._may_lose_need(chunk, kept):
+        for chunk in sorted(self._arrived.values(), key=lambda each: each.number):
+            if self._may_still_fail(chunk, kept):
                 kept[chunk.key] = chunk
-        self._landed = dict(list(kept.items())[-(self._options.max_cascading // 2 + 1) :])
+        self._arrived = dict(list(kept.items())[-(self._options.max_cascading // 2 + 1) :])
 
-    def _lose(self, chunk: _QueuedChunk) -> None:
+    def _on_lost(self, chunk: _QueuedChunk) -> None:
         """A chunk that was in flight will not arrive: invalidate those sent after it that need it."""
         if not chunk.was_sent:
             return
         lost = {chunk.key}
-        later = (each for each in (*self._landed.values(), *self._moving.values()) if each.number > chunk.number)
+        later = (each for each in (*self._arrived.values(), *self._moving.values()) if each.number > chunk.number)
         for each in sorted(later, key=lambda each: each.number):
             if not lost.isdisjoint(each.extends[-1:]):
                 lost.add(each.key)
-                self._landed.pop(each.key, None)
+                self._arrived.pop(each.key, None)
                 self._secondary.invalidate(each.key)
 
     def time_out(self, before_s: float) -> list[MoveResult]:
@@ -318,7 +318,7 @@ class CascadeQueue:
         retries = self._retries
         self._drop_all()
         for _, chunk in retries:
-            self._lose(chunk)
+            self._on_lost(chunk)
         return dropped
 
     def _drop_all(self) -> None:
@@ -332,4 +332,4 @@ class CascadeQueue:
         self._drop_all()
         for chunk in self._moving.values():
             chunk.is_forgotten = True
-        self._landed.clear()
+        self._arrived.clear()

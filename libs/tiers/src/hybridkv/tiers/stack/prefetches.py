@@ -22,7 +22,7 @@ from hybridkv.tiers.stack.secondary import SecondaryTierState
 
 MAX_PREFIXES: Final = 256
 """Prefixes in progress; further ones are dropped."""
-KEEP_AWAKE_S: Final = 1.0
+STEP_AGAIN_S: Final = 1.0
 """Further steps are requested for so long without progress. Also how long prefetches stop for a lease that was refused
 for want of room."""
 _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
@@ -33,7 +33,7 @@ class _PrefixPrefetch:
     keys: Sequence[Key]
     most_bytes: int
     since_s: float
-    place: int = 0
+    next_index: int = 0
     """Position of the next chunk. All before it are in the primary tier or in flight."""
     next_bytes: int = 0
     """Size of the next chunk; known after the first attempt, else 0."""
@@ -46,7 +46,7 @@ class _PrefixPrefetch:
 
     @property
     def has_more(self) -> bool:
-        return self.failure is None and self.place < len(self.keys)
+        return self.failure is None and self.next_index < len(self.keys)
 
 
 @dataclass(slots=True)
@@ -136,13 +136,13 @@ class Prefetches:
         state = _PumpState(now_s, is_full=bool(self._refused_leases))
         for prefix in list(self._prefixes):
             while prefix.has_more and self._send_next(prefix, state):
-                prefix.place += 1
+                prefix.next_index += 1
                 prefix.next_bytes = 0
             self._end_if_over(prefix)
 
     def _send_next(self, prefix: _PrefixPrefetch, state: _PumpState) -> bool:
         """Send the next chunk if needed. True if the prefix may go on."""
-        key = prefix.keys[prefix.place]
+        key = prefix.keys[prefix.next_index]
         answer = self._primary.lookup(key)
         if answer is not _MISS:
             if answer is _PENDING:
@@ -229,7 +229,7 @@ class Prefetches:
         is sent until the lease is requested again, for at most `KEEP_AWAKE_S`."""
         if not self._promotions.is_prefetching:
             return False
-        self._refused_leases[owner] = now_s + KEEP_AWAKE_S
+        self._refused_leases[owner] = now_s + STEP_AGAIN_S
         return True
 
     def on_used(self, keys: Sequence[Key]) -> None:
@@ -274,7 +274,7 @@ class Prefetches:
         self._results[result] += 1
         if prefix.has_sent:
             # Evict its end before its beginning, in whatever order they arrived.
-            keys_from_end = list(reversed(prefix.keys[: prefix.place]))
+            keys_from_end = list(reversed(prefix.keys[: prefix.next_index]))
             self._touch(keys_from_end)
             for key in keys_from_end:
                 if key in self._unused:
@@ -295,7 +295,7 @@ class Prefetches:
 
     def needs_step(self, now_s: float) -> bool:
         """True if the caller should step again soon though nothing is in flight."""
-        return now_s - self._progress_s < KEEP_AWAKE_S and any(prefix.has_more for prefix in self._prefixes)
+        return now_s - self._progress_s < STEP_AGAIN_S and any(prefix.has_more for prefix in self._prefixes)
 
     def take_counts(self) -> tuple[dict[PrefetchResult, int], dict[PrefetchBytes, int]]:
         """Counts since the last call."""

@@ -15,7 +15,7 @@ from hybridkv.tiers.stack.secondary import SecondaryTierState
 
 _PROMOTE, _HIT = Direction.PROMOTE, LookupResult.HIT
 
-_Part: TypeAlias = tuple[SecondaryTierState, Sequence[Key], list[Slot]]
+_TierChunks: TypeAlias = tuple[SecondaryTierState, Sequence[Key], list[Slot]]
 """Chunks that one tier provides: pinned there, with their slots."""
 
 
@@ -35,16 +35,16 @@ class Promotions:
 
     def promote(self, keys: Sequence[Key]) -> Refusal | None:
         """Promote all of these keys or none, each from the nearest usable tier that holds it."""
-        parts = self._pin(keys)
-        if parts is None:
+        by_tier = self._pin(keys)
+        if by_tier is None:
             return Refusal.PRESENT
         refusal = None
-        for tier, _, slots in parts:
+        for tier, _, slots in by_tier:
             refusal = refusal or tier.why_not_promote(sum(slot.num_bytes for slot in slots))
         self._pump_new()
-        refusal = refusal or self._plan(parts)
+        refusal = refusal or self._plan(by_tier)
         if refusal is not None:
-            _unpin(parts)
+            _unpin(by_tier)
         return refusal
 
     @property
@@ -66,22 +66,22 @@ class Promotions:
         refusal = why_not(source, None)
         if refusal is not None:
             return refusal
-        parts = self._pin((key,))
-        if parts is None:
+        by_tier = self._pin((key,))
+        if by_tier is None:
             return Refusal.PRESENT
-        tier, _, (slot,) = parts[0]
+        tier, _, (slot,) = by_tier[0]
         refusal = why_not(tier, slot.num_bytes)
         if refusal is None:
             self._pump_new()
-            refusal = self._plan(parts, is_prefetch=True)
+            refusal = self._plan(by_tier, is_prefetch=True)
         if refusal is not None:
-            _unpin(parts)
+            _unpin(by_tier)
             return refusal
         return slot.num_bytes
 
-    def _pin(self, keys: Sequence[Key]) -> list[_Part] | None:
+    def _pin(self, keys: Sequence[Key]) -> list[_TierChunks] | None:
         """Pin each key in the nearest usable tier that holds it; None if no usable tier holds one of them."""
-        parts: list[_Part] = []
+        by_tier: list[_TierChunks] = []
         for tier in self._tiers:
             if not keys:
                 break
@@ -89,24 +89,24 @@ class Promotions:
                 continue
             slots = tier.index.pin_all(keys)
             if slots is not None:
-                parts.append((tier, keys, slots))
-                return parts
+                by_tier.append((tier, keys, slots))
+                return by_tier
             if len(self._tiers) > 1:
                 found = [(key, slot) for key in keys if (slot := tier.index.pin(key)) is not None]
                 if found:
-                    parts.append((tier, [key for key, _ in found], [slot for _, slot in found]))
+                    by_tier.append((tier, [key for key, _ in found], [slot for _, slot in found]))
                     taken = {key for key, _ in found}
                     keys = [key for key in keys if key not in taken]
         if keys:
-            _unpin(parts)
+            _unpin(by_tier)
             return None
-        return parts
+        return by_tier
 
-    def _plan(self, parts: Sequence[_Part], is_prefetch: bool = False) -> Refusal | None:
+    def _plan(self, by_tier: Sequence[_TierChunks], is_prefetch: bool = False) -> Refusal | None:
         """Reserve all chunks in the primary tier and plan their moves. On a refusal nothing stays reserved, and nothing
         is evicted for the remaining chunks."""
         reserved: list[tuple[Key, Slot]] = []
-        for _, keys, slots in parts:
+        for _, keys, slots in by_tier:
             for key, secondary in zip(keys, slots, strict=True):
                 primary = self._primary.reserve(key, secondary.num_bytes)
                 if isinstance(primary, Refusal):
@@ -115,13 +115,13 @@ class Promotions:
                     return primary
                 reserved.append((key, primary))
         given = iter(reserved)
-        for tier, _, slots in parts:
+        for tier, _, slots in by_tier:
             for secondary in slots:
                 key, primary = next(given)
                 tier.plan(_PROMOTE, key, primary, secondary, is_prefetch)
         return None
 
 
-def _unpin(parts: Iterable[_Part]) -> None:
-    for tier, keys, _ in parts:
+def _unpin(by_tier: Iterable[_TierChunks]) -> None:
+    for tier, keys, _ in by_tier:
         tier.index.unpin_all(keys)

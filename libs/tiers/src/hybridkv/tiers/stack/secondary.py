@@ -24,10 +24,10 @@ _PROMOTE, _DONE, _FAILED = Direction.PROMOTE, MoveResult.DONE, MoveResult.FAILED
 FIRST_READ_S_PER_BYTE = 1e-9
 """Expected time to promote a byte before the first promotion."""
 FIRST_READ_BYTES = 1 << 20
-FORGET_S = 30.0
+HALF_LIFE_S = 30.0
 NEW_SHARE = 0.25
 """Share of the newest measurement in a moving sum."""
-_KEEPS_KEY = (FailureReason.BUSY, FailureReason.CLOSED)
+_CHUNK_IS_NOT_AT_FAULT = (FailureReason.BUSY, FailureReason.CLOSED)
 """Failures that say nothing about the chunk itself."""
 
 
@@ -166,12 +166,12 @@ class SecondaryTierState:
         """
         lookups = self._lookups
         while lookups:
-            (deadline_s, before), heard = lookups[0], self.index.heard
-            if heard.num_answered > before.num_answered:
+            (deadline_s, before), counts = lookups[0], self.index.heard
+            if counts.num_answered > before.num_answered:
                 self.health.on_lookup_answered()
             elif now_s < deadline_s:
                 break
-            elif heard.num_timed_out > before.num_timed_out:
+            elif counts.num_timed_out > before.num_timed_out:
                 self.health.on_lookup_timeout(now_s)
             lookups.popleft()
 
@@ -278,7 +278,7 @@ class SecondaryTierState:
             if failure is None and not in_flight.is_timed_out:
                 self._measure_read(in_flight.num_bytes)
             self.index.unpin(move.key)
-            if failure is not None and failure.reason not in _KEEPS_KEY:
+            if failure is not None and failure.reason not in _CHUNK_IS_NOT_AT_FAULT:
                 self.index.invalidate(move.key, failure.reason)
         elif self._end_cascade(move.key, failure):
             return in_flight
@@ -300,7 +300,7 @@ class SecondaryTierState:
     def read_s_per_byte(self) -> float:
         """Expected seconds to promote one byte of one rank. A measurement counts half after `FORGET_S`: a tier that was
         slow is tried again."""
-        share: float = 0.5 ** ((self._clock() - self._measured_s) / FORGET_S)
+        share: float = 0.5 ** ((self._clock() - self._measured_s) / HALF_LIFE_S)
         return FIRST_READ_S_PER_BYTE + (self._read_s / self._read_bytes - FIRST_READ_S_PER_BYTE) * share
 
     def _end_cascade(self, key: Key, failure: Failure | None) -> bool:

@@ -56,42 +56,42 @@ class StackView:
         timed_out_keys = self._timed_out_keys
         if timed_out_keys:
             keys = list(itertools.takewhile(lambda key: key not in timed_out_keys, keys))
-        num_keys, held = len(keys), self._primary.leading(keys)
-        if held == num_keys:
-            return held
+        num_keys, num_held = len(keys), self._primary.leading(keys)
+        if num_held == num_keys:
+            return num_held
         indexes = self._usable()
         if not indexes:
-            return held
+            return num_held
         indexes.append(self._primary)
         num_indexes = len(indexes)
         turn = idle = 0
-        while held < num_keys and idle < num_indexes:
-            more = indexes[turn].leading(keys[held:])
+        while num_held < num_keys and idle < num_indexes:
+            more = indexes[turn].leading(keys[num_held:])
             idle = 0 if more else idle + 1
-            held, turn = held + more, turn + 1
+            num_held, turn = num_held + more, turn + 1
             if turn == num_indexes:
                 turn = 0
-        return held
+        return num_held
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         """Position of the last key that is HIT or PENDING, None if there is none."""
-        place = self._last_held(keys)
+        position = self._last_held(keys)
         timed_out_keys = self._timed_out_keys
         if timed_out_keys:
-            while place is not None and keys[place] in timed_out_keys:
-                place = self._last_held(keys[:place])
-        return place
+            while position is not None and keys[position] in timed_out_keys:
+                position = self._last_held(keys[:position])
+        return position
 
     def _last_held(self, keys: Sequence[Key]) -> int | None:
-        place = self._primary.last_held(keys)
-        if place == len(keys) - 1:
-            return place
+        position = self._primary.last_held(keys)
+        if position == len(keys) - 1:
+            return position
         for index in self._usable():
-            first = 0 if place is None else place + 1
+            first = 0 if position is None else position + 1
             further = index.last_held(keys[first:])
             if further is not None:
-                place = first + further
-        return place
+                position = first + further
+        return position
 
     def _usable(self) -> list[TierIndex]:
         """Indexes of the usable secondary tiers."""
