@@ -132,23 +132,23 @@ class _RecordSpace:
         for record in entries:
             self._segments.change_live(record.address, record.cost)
 
-    def written(self, entry: PlainRecord) -> None:
+    def on_written(self, entry: PlainRecord) -> None:
         self._segments.release(entry.address, is_writing=True)
         if entry.state is _COMMITTED:
             self.num_uses = entry.last_used = self.num_uses + 1
             self._log.committed(entry.address, entry.payload_bytes, entry.key)
 
-    def held(self, entry: PlainRecord) -> None:
+    def on_pinned(self, entry: PlainRecord) -> None:
         self._segments.hold(entry.address, is_writing=False)
         self.num_uses = entry.last_used = self.num_uses + 1
 
-    def released(self, entry: PlainRecord) -> None:
+    def on_unpinned(self, entry: PlainRecord) -> None:
         self._segments.release(entry.address, is_writing=False)
         if entry.state is _COMMITTED:
             self.num_uses = entry.last_used = self.num_uses + 1
             self._log.used((entry.address,))
 
-    def used(self, entries: Iterable[PlainRecord]) -> None:
+    def on_used(self, entries: Iterable[PlainRecord]) -> None:
         addresses, num_uses = [], self.num_uses
         for record in entries:
             num_uses += 1
@@ -157,7 +157,7 @@ class _RecordSpace:
         self.num_uses = num_uses
         self._log.used(addresses)
 
-    def gone(self, entry: PlainRecord) -> None:
+    def on_deleted(self, entry: PlainRecord) -> None:
         self._log.gone(entry.address)
 
 

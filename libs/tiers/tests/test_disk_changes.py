@@ -559,7 +559,7 @@ def test_a_log_stops_at_a_cut_until_it_is_over() -> None:
     cut.is_cancelled = True
     assert log.take() == ([changes.Gone(3)], False)
     cut = log.cut()
-    log.give_up()
+    log.drop_until_snapshot()
     assert not log.skip_to(cut)
 
 

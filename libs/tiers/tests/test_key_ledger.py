@@ -61,24 +61,24 @@ class Recorder:
         self.taken = {number: cost for number, cost in self.taken.items() if number in kept}
         self.offered.clear()
 
-    def written(self, entry: NumberedEntry) -> None:
+    def on_written(self, entry: NumberedEntry) -> None:
         self.writing.remove(entry.number)
         if entry.state is KeyState.COMMITTED:
             assert entry.number in self.offered
             self.committed.add(entry.number)
 
-    def held(self, entry: NumberedEntry) -> None:
+    def on_pinned(self, entry: NumberedEntry) -> None:
         assert entry.number not in self.reading | self.writing and entry.number in self.offered
         self.reading.add(entry.number)
 
-    def released(self, entry: NumberedEntry) -> None:
+    def on_unpinned(self, entry: NumberedEntry) -> None:
         self.reading.remove(entry.number)
         assert (entry.state is KeyState.COMMITTED) == (entry.number in self.offered)
 
-    def used(self, entries: Iterable[NumberedEntry]) -> None:
+    def on_used(self, entries: Iterable[NumberedEntry]) -> None:
         self.uses = [entry.number for entry in entries]
 
-    def gone(self, entry: NumberedEntry) -> None:
+    def on_deleted(self, entry: NumberedEntry) -> None:
         self.offered.remove(entry.number)
 
 

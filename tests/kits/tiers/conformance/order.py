@@ -108,7 +108,7 @@ class EvictionPolicyConformance:
 
     def test_an_order_that_gave_up_tracks_nothing_and_begins_anew(self) -> None:
         order = self.make_order_of(A, B)
-        order.give_up()
+        order.clear()
         assert (len(order), list(order)) == (0, [])
         order.track(B, entry())
         order.touch([A])

@@ -5,7 +5,7 @@ A `KeyLedger` holds the keys of a tier and their states. A `Space` assigns the p
 """
 
 from hybridkv.tiers.ledger.ledger import KeyLedger
-from hybridkv.tiers.ledger.order import EvictionPolicy, LruPolicy
+from hybridkv.tiers.ledger.policies import EvictionPolicy, LruPolicy
 from hybridkv.tiers.ledger.states import Entry, KeyState, LedgerObserver, Space
 
 __all__ = [

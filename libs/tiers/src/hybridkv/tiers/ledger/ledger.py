@@ -22,7 +22,7 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers.changes import ChangeFeed, Changes
 from hybridkv.tiers.contract import UNSPECIFIED, Extends, Key, Refusal, Slot, SyncLookups, TierCounts
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.ledger.order import EvictionPolicy
+from hybridkv.tiers.ledger.policies import EvictionPolicy
 from hybridkv.tiers.ledger.states import E, KeyState, LedgerObserver, Space
 from hybridkv.tiers.tally import Tally
 
@@ -212,7 +212,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         """Evict until so many more bytes and keys are within the bounds, or nothing is evictable. Keeps `extends`."""
         kept = self._first_held(extends)
         if kept is not None:
-            if self._leaf(kept) is not None:
+            if self._evictable_entry(kept) is not None:
                 self.evictable.forget(kept)
             self._extended_by.setdefault(kept, set()).add(kept)  # in place of the new key
         while len(self.evictable) and (
@@ -264,9 +264,9 @@ class KeyLedger(SyncLookups, Generic[E]):
                 self._last_use[key] = self._num_calls
         if self._observer is not None:
             entries = filter(None, map(self.by_key.get, keys))
-            self._observer.used(entry for entry in entries if entry.state is _COMMITTED and not entry.num_pins)
+            self._observer.on_used(entry for entry in entries if entry.state is _COMMITTED and not entry.num_pins)
 
-    def _leaf(self, key: Key | None) -> E | None:
+    def _evictable_entry(self, key: Key | None) -> E | None:
         """Entry of a key that may be evicted now."""
         entry = None if key is None or key in self._extended_by else self.by_key.get(key)
         return entry if entry is not None and entry.state is _COMMITTED and not entry.num_pins else None
@@ -286,7 +286,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         self._extend(key, extends)
 
     def _extend(self, key: Key, extends: Key) -> None:
-        if self._leaf(extends) is not None:
+        if self._evictable_entry(extends) is not None:
             self.evictable.forget(extends)
         self._extends[key] = extends
         self._extended_by.setdefault(extends, set()).add(key)
@@ -305,7 +305,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         self._extended_by[extended].remove(key)
         if not self._extended_by[extended]:
             del self._extended_by[extended]
-            entry = self._leaf(extended)
+            entry = self._evictable_entry(extended)
             if entry is not None:
                 is_next = self._last_use[extended] <= self._last_use[key]
                 self.evictable.track(extended, entry, is_next=is_next)
@@ -329,7 +329,7 @@ class KeyLedger(SyncLookups, Generic[E]):
     def _commit(self, key: Key) -> bool:
         entry = self.reserved_now.pop(key, None)
         if entry is None:
-            raise self._misfit("commit", key)
+            raise self._wrong_state("commit", key)
         if entry.state is _DELETED_WRITE:
             self._end_deleted_write(key, entry)
             return False
@@ -339,7 +339,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         self._note_change(key)
         self.tally.commits += 1
         if self._observer is not None:
-            self._observer.written(entry)
+            self._observer.on_written(entry)
         return True
 
     def commit_all(self, keys: Iterable[Key]) -> list[bool]:
@@ -351,18 +351,18 @@ class KeyLedger(SyncLookups, Generic[E]):
         """Free a reservation that will not be committed, also one that was invalidated."""
         entry = self.reserved_now.pop(key, None)
         if entry is None:
-            raise self._misfit("abort", key)
+            raise self._wrong_state("abort", key)
         if entry.state is _DELETED_WRITE:
             self._end_deleted_write(key, entry)
         else:
             self._withdraw(key)
             if self._observer is not None:
-                self._observer.written(entry)
-                self._observer.gone(entry)
+                self._observer.on_written(entry)
+                self._observer.on_deleted(entry)
             self._forget(key, entry)
         self.tally.aborts += 1
 
-    def _misfit(self, operation: str, key: Key) -> TierProtocolError:
+    def _wrong_state(self, operation: str, key: Key) -> TierProtocolError:
         entry = self.by_key.get(key)
         if entry is None:
             return TierProtocolError(f"{operation}: expected a reserved key, got unknown key {key.hex()}")
@@ -384,7 +384,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         self._withdraw(key)
         self.tally.invalidations += 1
         if self._observer is not None:
-            self._observer.gone(entry)
+            self._observer.on_deleted(entry)
         if entry.state is _RESERVED:
             entry.state = _DELETED_WRITE
         elif entry.num_pins:
@@ -403,7 +403,7 @@ class KeyLedger(SyncLookups, Generic[E]):
             self._untrack(key, entry)
             self.pinned_now[key] = entry
             if self._observer is not None:
-                self._observer.held(entry)
+                self._observer.on_pinned(entry)
         entry.num_pins += 1
         return entry.slot
 
@@ -426,7 +426,7 @@ class KeyLedger(SyncLookups, Generic[E]):
             return
         del self.pinned_now[key]
         if self._observer is not None:
-            self._observer.released(entry)
+            self._observer.on_unpinned(entry)
         if entry.state is _COMMITTED:
             self._track(key, entry)
         else:
@@ -458,7 +458,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         self.tally.evictions += 1
         self.tally.evicted_bytes += entry.cost
         if self._observer is not None:
-            self._observer.gone(entry)
+            self._observer.on_deleted(entry)
         self._forget(key, entry)
 
     def forget_all(self) -> int:
@@ -468,7 +468,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         and other threads can still read the old tables.
         """
         num_withdrawn = len(self._held)
-        self.evictable.give_up()
+        self.evictable.clear()
         self._extends, self._extended_by, self._last_use = {}, {}, {}
         self.reserved_now = {key: _deleted(entry) for key, entry in self.reserved_now.items()}
         self.pinned_now = {key: _deleted(entry) for key, entry in self.pinned_now.items()}
@@ -495,7 +495,7 @@ class KeyLedger(SyncLookups, Generic[E]):
 
     def _end_deleted_write(self, key: Key, entry: E) -> None:
         if self._observer is not None:
-            self._observer.written(entry)
+            self._observer.on_written(entry)
         self._forget(key, entry)
 
     def _forget(self, key: Key, entry: E) -> None:

@@ -64,22 +64,22 @@ class Space(Protocol[E]):
 class LedgerObserver(Protocol[E_contra]):
     """Called after each step of the life of a key."""
 
-    def written(self, entry: E_contra) -> None:
+    def on_written(self, entry: E_contra) -> None:
         """The write ended: the entry is committed, or about to be freed."""
         ...
 
-    def held(self, entry: E_contra) -> None:
+    def on_pinned(self, entry: E_contra) -> None:
         """The entry got its first pin."""
         ...
 
-    def released(self, entry: E_contra) -> None:
+    def on_unpinned(self, entry: E_contra) -> None:
         """The entry lost its last pin: it is committed, or about to be freed."""
         ...
 
-    def used(self, entries: Iterable[E_contra]) -> None:
+    def on_used(self, entries: Iterable[E_contra]) -> None:
         """Evictable entries were touched."""
         ...
 
-    def gone(self, entry: E_contra) -> None:
+    def on_deleted(self, entry: E_contra) -> None:
         """The entry is not offered any more."""
         ...

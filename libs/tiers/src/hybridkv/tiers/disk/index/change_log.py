@@ -86,7 +86,7 @@ class ChangeLog:
         self._waiting.append(cut)
         return cut
 
-    def give_up(self) -> None:
+    def drop_until_snapshot(self) -> None:
         """Drop the queue. Nothing is written before the next snapshot."""
         self._waiting.clear()
         self._waiting.append(Gap())
@@ -99,7 +99,7 @@ class ChangeLog:
         if self._is_closed:
             return
         if len(self._waiting) >= self._max_waiting:
-            self.give_up()
+            self.drop_until_snapshot()
         self._waiting.append(change)
 
     # In the janitor's thread.

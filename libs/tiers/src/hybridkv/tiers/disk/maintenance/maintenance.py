@@ -277,7 +277,7 @@ class Maintenance:
 
     def give_up_snapshot(self) -> None:
         """Cancel the snapshot that is being written, if there is one."""
-        self._agenda.snapshot.give_up()
+        self._agenda.snapshot.cancel()
 
     def stop(self) -> None:
         """Start no more chores: the janitor was closed."""

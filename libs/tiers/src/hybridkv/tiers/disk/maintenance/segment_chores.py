@@ -283,7 +283,7 @@ class Restorer(ChoreKind[Restore, set[int] | None]):
             return
         state.is_epoch_written = state.is_epoch_written or chore.epoch == state.epoch
         self._journal.lost()
-        state.records.log.give_up()
+        state.records.log.drop_until_snapshot()
         state.is_snapshot_wanted = True
         segments.close_open()
         for segment in segments.by_number.values():

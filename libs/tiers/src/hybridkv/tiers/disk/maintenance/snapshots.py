@@ -160,14 +160,14 @@ class SnapshotWriter(ChoreKind[Save, bool]):
         """For the end, when no more records will be appended."""
         return self._due(self._state.segments.next_number) if self._may_save() else None
 
-    def give_up(self) -> None:
+    def cancel(self) -> None:
         """Cancel the snapshot that is being written, if there is one."""
         if self._cut is not None:
             self._cut.is_cancelled = True
 
     def forget_last(self) -> None:
         """The last snapshot is void."""
-        self.give_up()
+        self.cancel()
         self._generation = -1
 
     def _may_save(self) -> bool:

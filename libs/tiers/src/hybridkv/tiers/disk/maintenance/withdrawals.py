@@ -59,7 +59,7 @@ class EpochWriter(ChoreKind[WriteEpoch, None]):
             segment = segments.ready.popleft()
             segment.stage = SegmentStage.FULL
             segments.refile(segment)
-        state.records.log.give_up()
+        state.records.log.drop_until_snapshot()
         state.is_snapshot_wanted = True
 
     def apply(self, chore: WriteEpoch, ending: Ending[None]) -> None:

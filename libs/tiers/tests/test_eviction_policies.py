@@ -74,6 +74,6 @@ def test_least_recently_used_is_a_list_that_is_searched(calls: list[tuple[str, b
             order.forget(key)
             expected.remove(key)
         elif call == "give up":
-            order.give_up()
+            order.clear()
             expected.clear()
         assert list(order) == expected and len(order) == len(expected)

@@ -34,7 +34,7 @@ class EvictionPolicy(Protocol[OrderedE]):
         """Remove a tracked key."""
         ...
 
-    def give_up(self) -> None:
+    def clear(self) -> None:
         """Remove all keys."""
         ...
 
@@ -73,7 +73,7 @@ class LruPolicy(Generic[E]):
     def forget(self, key: Key) -> None:
         del self._entries[key]
 
-    def give_up(self) -> None:
+    def clear(self) -> None:
         self._entries = OrderedDict()
 
     def __len__(self) -> int:
