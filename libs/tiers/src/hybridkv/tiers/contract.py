@@ -27,7 +27,7 @@ Ticket = NewType("Ticket", int)
 
 
 Extends: TypeAlias = tuple[Key, ...]
-"""Keys, at most two, of which another key extends the first that a tier holds."""
+"""At most two keys, in order of preference: a chunk extends the first of them that the tier holds."""
 
 NewChunk: TypeAlias = tuple[Key, int] | tuple[Key, int, Extends]
 """A key to reserve, its number of bytes, and what it extends, as for `TierIndex.reserve`."""
@@ -123,8 +123,8 @@ class LookupAnswer(enum.StrEnum):
 class LookupCounts(NamedTuple):
     """Numbers of keys with an async lookup that was answered, or not, since the start. They never decrease.
 
-    Neither counts open lookups, keys that were invalidated or reserved meanwhile, and keys that were not sent because
-    too many lookups were in flight: those say nothing about the health of the tier.
+    Not counted, because they say nothing about the health of the tier: open lookups, keys that were invalidated or
+    reserved meanwhile, and keys that were not sent because too many lookups were in flight.
     """
 
     num_answered: int = 0
@@ -257,8 +257,8 @@ class TierIndex(Protocol):
 
         Args:
             keys: used keys.
-            extends: of each of them, as for `reserve`. Of effect for a key that extends nothing yet. Fast if each key
-                comes before the one that it extends.
+            extends: for each key, as for `reserve`. Ignored for a key that extends another one already. Fast if each
+                key comes before the one that it extends.
         """
         ...
 
@@ -266,10 +266,11 @@ class TierIndex(Protocol):
         """Reserve space for a chunk of `num_bytes` > 0.
 
         Evicts committed, unpinned keys that no held key extends, the least recently used first, and only as many as
-        needed. After the last key that extends another one, that one is the next, or the most recent if it was used in
-        a later call. A refusal evicts nothing. No key that
-        the chunk extends, directly or not, is evicted for it. If a key goes out of turn, those that extended it extend
-        what it extended. A tier that only knows what others keep may evict in any order.
+        needed. A refusal evicts nothing. Keys that the chunk extends, directly or not, are not evicted for it.
+
+        When the last key that extends a key is gone, that key is evicted next; if it was used in a later call, it
+        becomes the most recently used one instead. If a key in the middle of a chain is deleted, the keys that extended
+        it extend its predecessor. A tier that only lists chunks of others may evict in any order.
 
         Args:
             key: of the chunk.

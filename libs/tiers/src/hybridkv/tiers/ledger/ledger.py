@@ -1,7 +1,7 @@
 """Ledger of keys: reserved, committed, deleted and pending; pins; what each key extends; eviction.
 
-Only leaves are evicted: keys that no other key extends. When the last key that extends a key goes, that key is next, or
-the most recently used one if it was used in a later call.
+Only leaves are evicted: keys that no other key extends. When the last key that extends a key is gone, that key is
+evicted next; if it was used in a later call, it becomes the most recently used one instead.
 
 The only implementation of these rules in Python. Knows no files and no addresses: a `Space` assigns places, an
 `EvictionPolicy` chooses the next key to evict, and an optional `LedgerObserver` is called for each step. The cost of a
@@ -189,7 +189,7 @@ class KeyLedger(SyncLookups, Generic[E]):
         return Refusal.NO_ROOM
 
     def _victims(self, kept: Key | None) -> Iterator[Key]:
-        """Keys in the order of eviction. Leaves out `kept` and all that it extends."""
+        """Keys in the order of eviction, without `kept` and the keys that it extends, directly or not."""
         num_left: dict[Key, int] = {}
         later: list[Key] = []
         for leaf in chain(self.evictable, later):
@@ -251,7 +251,7 @@ class KeyLedger(SyncLookups, Generic[E]):
 
         Args:
             keys: used keys.
-            extends: of each, as for `take`; of effect for a key that extends nothing yet.
+            extends: for each key, as for `take`; ignored for a key that extends another one already.
         """
         keys = list(keys)
         self._num_calls += 1
@@ -292,7 +292,8 @@ class KeyLedger(SyncLookups, Generic[E]):
         self._extended_by.setdefault(extends, set()).add(key)
 
     def _unlink(self, key: Key) -> None:
-        """The key goes. What extends it extends what it extended, which is the next to go if nothing extends it."""
+        """Remove a key from its chain: keys that extended it extend its predecessor from now on. A predecessor that no key
+        extends any more becomes evictable."""
         extended = self._extends.pop(key, None)
         for other in self._extended_by.pop(key, ()):
             del self._extends[other]

@@ -1,7 +1,5 @@
 """Peer tier: host memory of other engines as a read-only secondary tier.
 
-
-
     index.py     the scheduler's index of chunks at peers, built on remote/
     client.py    lookup client: sends lookups and answers those of peers
     leases.py    leases: chunks kept for peers, on the scheduler

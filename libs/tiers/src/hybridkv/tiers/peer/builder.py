@@ -61,7 +61,6 @@ def open_index(
 
     Raises:
         TierConfigurationError: the address is not free, or it is reachable by other hosts and there is no secret.
-
     """
     description = messages.PeerDescription(messages.PROTOCOL, SCHEDULER, fingerprint.digest(), fingerprint.encode())
     leases = PeerLeases(ram, options, clock)
@@ -88,7 +87,6 @@ def open_medium(
 
     Raises:
         TierConfigurationError: as `open_index`.
-
     """
     address, peers = addresses.of_rank(rank)
     name = f"hybridkv-{uuid.uuid4()}"

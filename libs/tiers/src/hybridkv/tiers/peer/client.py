@@ -26,7 +26,7 @@ class PeerAnswer(NamedTuple):
     slots: tuple[Slot | None, ...]
     """Slot of each key in the peer's memory, in the order of the lookup; None if the peer lacks it."""
     lease_s: float
-    """The peer keeps these chunks for so long."""
+    """Seconds for which the peer keeps these chunks."""
     answered_s: float
     """When it arrived, by the index's clock."""
 
@@ -65,7 +65,6 @@ class PeerLookupClient:
         leases: leases of peers.
         options: limits.
         clock: clock of the index, in seconds.
-
     """
 
     def __init__(
@@ -82,7 +81,6 @@ class PeerLookupClient:
         self._clock = clock
         self._node = PeerNode(loop, NodeIdentity(description), NodeCallbacks(self, self), peers, options.retry_s, clock)
         # Connect now, so that the first lookup finds peers.
-
         self._node.ready()
 
     def listen(self, host: str, port: int) -> Address:
@@ -122,7 +120,7 @@ class PeerLookupClient:
         self.news.append(ConnectionLost(peer, self._clock()))
 
     def on_ready(self, peer: int, description: Describe) -> None:
-        """Nothing to do: `ready` returns this peer from now on."""
+        """Does nothing: `ready` returns this peer from now on."""
 
     # Lookups of peers.
 

@@ -1,7 +1,7 @@
 """Index of the chunks that peers hold.
 
-A lookup is one message to each peer that can be asked, whatever the number of its keys. A key is read from the first
-peer that holds it. Nothing is stored at a peer: a reservation is refused.
+A lookup is one message to each ready peer, whatever the number of keys. A key is read from the first peer that answers
+with it. Nothing is stored at a peer: a reservation is refused.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ class _PeerLookup:
     waiting: set[int]
     """Peers that have not answered."""
     until_s: float
-    """Its leases need not be given up after that."""
+    """Its leases have expired by then."""
     has_answer: bool = False
 
 
 class PeerIndex(RemoteIndex[PeerPlace]):
-    """The scheduler's half of the reader.
+    """The scheduler's half of the peer tier.
 
     Args:
         client: sends lookups to peers. The index closes it.
         options: bounds.
-        clock: seconds; answers are dated by the same.
+        clock: seconds; the times of answers use the same clock.
     """
 
     def __init__(self, client: PeerClient, options: PeerOptions, clock: Callable[[], float]) -> None:
         super().__init__(client, options, clock)
         self._client = client
         self._lookups: dict[int, _PeerLookup] = {}
-        """Lookups that some peer has not answered."""
+        """Lookups that at least one peer has not answered."""
 
     # Lookups.
 
@@ -78,7 +78,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         self._end_waiting(number, lookup, peer, answer.answered_s)
 
     def _end_waiting(self, number: int, lookup: _PeerLookup, peer: int, answered_s: float) -> None:
-        """A peer answers no more. After the last one, the keys that no peer has given are MISSING."""
+        """A peer will not answer this lookup any more. After the last peer, keys that no peer holds are MISSING."""
         lookup.waiting.discard(peer)
         if not lookup.waiting:
             del self._lookups[number]
@@ -94,7 +94,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
             entry.place = entry.place._replace(is_leased=False)
             self._num_expired += self._known.withdraw(entry.key) is not None
 
-    # Leases. A peer keeps a chunk until it was read, or is not going to be.
+    # Leases. A peer keeps a chunk until this engine has read it, or will not read it.
 
     def _expires_s(self, place: PeerPlace) -> float:
         return place.until_s

@@ -56,7 +56,6 @@ class PeerLeases:
         index: the RAM index.
         options: limits.
         clock: seconds.
-
     """
 
     def __init__(self, index: LeasableIndex, options: PeerOptions, clock: Callable[[], float]) -> None:
@@ -160,7 +159,6 @@ class PeerLeases:
         lease.is_pinned = slot is not None
         if slot is not None and slot != lease.slot:
             # It was evicted and stored again in another slot.
-
             self._index.unpin(lease.key)
             lease.is_pinned = False
 

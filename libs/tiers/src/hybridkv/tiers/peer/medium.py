@@ -138,4 +138,4 @@ class RankSeals:
         raise WireError(CloseReason.UNEXPECTED, "a rank accepts no notice")
 
     def on_closed(self, link: LinkId) -> None:
-        """Nothing was kept for it."""
+        """Does nothing: no state is kept for a connection."""

@@ -22,7 +22,7 @@ from hybridkv.tiers.peer.places import MAX_OFFSET
 PROTOCOL = 1
 MAX_KEY_BYTES = 256
 MAX_EXTENTS = 1 << 16
-"""Limit of extents in one answer."""
+"""Limit of extents in one reply."""
 MAX_DESCRIPTION_BYTES = 1 << 20
 DIGEST_BYTES = 16
 
@@ -31,10 +31,10 @@ class PeerDescription(msgspec.Struct, frozen=True, array_like=True):
     """One process of an engine: its scheduler, or one of its ranks.
 
     Args:
-        protocol: of these words.
+        protocol: version of these messages.
         rank: -1 for the scheduler.
         namespace: digest of the fingerprint.
-        fingerprint: encoded, where this process knows it, so that a difference has a name; else empty.
+        fingerprint: encoded fingerprint, so that a difference can be named; empty if this process does not have it.
     """
 
     protocol: int
@@ -105,7 +105,7 @@ def decode(body: bytes) -> PeerMessage:
     try:
         message: PeerMessage = _decoder.decode(body)
     except _BROKEN as error:
-        raise WireError(CloseReason.MALFORMED, f"no word about chunks: {type(error).__name__}") from None
+        raise WireError(CloseReason.MALFORMED, f"not a message of the peer tier: {type(error).__name__}") from None
     return message
 
 
@@ -120,7 +120,7 @@ def decode_description(data: bytes) -> PeerDescription:
     try:
         return _description_decoder.decode(data)
     except _BROKEN as error:
-        raise WireError(CloseReason.MALFORMED, f"no description: {type(error).__name__}") from None
+        raise WireError(CloseReason.MALFORMED, f"not a description: {type(error).__name__}") from None
 
 
 def difference(ours: PeerDescription, theirs: PeerDescription) -> tuple[str, str, str] | None:
@@ -141,7 +141,7 @@ def _named_difference(ours: PeerDescription, theirs: PeerDescription) -> tuple[s
         return namespaces
     try:
         differences = Fingerprint.decode(ours.fingerprint).diff(Fingerprint.decode(theirs.fingerprint))
-    except Exception:  # a peer's bytes, which need be no fingerprint
+    except Exception:  # bytes from a peer may be anything
         return namespaces
     if not differences:
         return namespaces
@@ -186,11 +186,11 @@ def slots_of(answer: FindReply) -> tuple[Slot | None, ...]:
     (offsets,) = unpack_columns(answer.offsets, 1, MAX_EXTENTS)
     (sizes,) = unpack_columns(answer.sizes, 1, MAX_EXTENTS)
     fits = len(offsets) == len(sizes) and 0 <= answer.lease_s < 1e9
-    # One by one: a sum of a stranger's numbers may overflow and fit.
+    # One by one: a sum of numbers from a peer may overflow and seem valid.
     fits = fits and all(0 <= count <= MAX_EXTENTS for count in counts.tolist()) and int(counts.sum()) == len(offsets)
     fits = fits and all(0 <= offset <= MAX_OFFSET for offset in offsets.tolist())
     if not fits or not all(0 < size <= MAX_OFFSET for size in sizes.tolist()):
-        raise WireError(CloseReason.MALFORMED, "an answer that fits no question")
+        raise WireError(CloseReason.MALFORMED, "the reply does not fit the request")
     extents = iter(zip(offsets.tolist(), sizes.tolist(), strict=True))
     return tuple(Slot(tuple(next(extents) for _ in range(count))) if count else None for count in counts.tolist())
 
@@ -202,8 +202,8 @@ def seals_reply(found_seals: Iterable[tuple[int, bytes]]) -> SealsReply:
 
 
 def seals_of(answer: SealsReply, num_keys: int) -> list[tuple[int, bytes]]:
-    """(state, digest) of so many. `WireError` where that is no answer to the question."""
+    """(state, digest) of each key. `WireError` if the reply does not fit the request."""
     if len(answer.states) != num_keys or len(answer.digests) != DIGEST_BYTES * num_keys:
-        raise WireError(CloseReason.MALFORMED, "seals that fit no question")
+        raise WireError(CloseReason.MALFORMED, "the number of seals is not that of the request")
     places = range(0, len(answer.digests), DIGEST_BYTES)
     return [(state, answer.digests[at : at + DIGEST_BYTES]) for state, at in zip(answer.states, places, strict=True)]

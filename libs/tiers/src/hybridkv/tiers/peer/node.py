@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 Address: TypeAlias = tuple[str, int]
 
 INCOMPATIBLE_RETRY_FACTOR = 60
-"""Factor on `retry_s` for an incompatible peer. It may be restarted with other settings."""
+"""Factor on `retry_s` for an incompatible peer, which may be restarted with other settings."""
 SELF = "is this engine itself: skipped"
 MAX_LOGGED_DIFFERENCES = 64
 """Limit of logged differences of incoming connections."""
@@ -93,7 +93,6 @@ class PeerNode:
         peers: addresses; the number of a peer is its index.
         retry_s: delay before an unreachable peer is tried again.
         clock: seconds.
-
     """
 
     def __init__(

@@ -30,7 +30,7 @@ class PeerOptions(RemoteOptions, frozen=True, kw_only=True):
     # Bytes.
     load_timeout_s: float = 30.0
     reach_timeout_s: float = 5.0
-    """A load waits so long for a connection to its peer."""
+    """Seconds that a load waits for a connection to its peer."""
     reading_bytes: int = 256 << 20
     """Limit of bytes being read by one rank. A larger chunk is read alone."""
     max_reads: int = 64

@@ -74,7 +74,6 @@ class PeerReader:
         memory: this rank's memory, region `MEMORY_REGION`; loads into it need no temporary buffer.
         options: limits.
         clock: seconds.
-
     """
 
     def __init__(
@@ -207,7 +206,7 @@ class PeerReader:
                 self._mark_failed(load, FailureReason.IO, "the peer is gone")
 
     def _is_over(self, load: PeerLoad) -> bool:
-        """Whether a load has ended and the transport writes nothing for it any more."""
+        """True if a load has ended and the transport no longer writes for it."""
         assert load.transfer is not None
         if not load.is_read and load.failure is None:
             state = self._transport.poll(load.transfer)
@@ -217,8 +216,7 @@ class PeerReader:
                 reason = FailureReason.BUSY if busy else FailureReason.IO
                 load.failure = Failure(reason, f"{state.reason}: {state.detail}")
                 if state.reason is TransportFailure.CLOSED and self.node is not None and load.peer in self._sources:
-                    # The transport gave up the peer; close the control connection too.
-
+                    # The transport has closed the peer: close the control connection too.
                     self.node.disconnect(load.peer)
         if load.failure is None and self._clock() >= load.deadline_s and (not load.is_read or load.seal is None):
             load.failure = Failure(FailureReason.IO, "timeout: the peer took too long")
@@ -253,7 +251,7 @@ class PeerReader:
         """Fail a load, at once or when its transfer has ended."""
         detail = f"{type(error).__name__}: {error}"
         if load.failure is None:
-            logger.error("a load from a peer met a bug", exc_info=error)
+            logger.error("unexpected error in a load from a peer", exc_info=error)
         if load in self._reading:
             self._mark_failed(load, FailureReason.IO, detail)
         else:
@@ -302,7 +300,6 @@ class PeerReader:
     def close(self, is_alone: bool) -> None:
         """Close connections and the transport, and fail open loads with CLOSED. Memory that could still be accessed
         stays mapped for ever.
-
 
         Args:
             is_alone: the reading thread has ended.

@@ -1,7 +1,5 @@
 """Shared parts of remote tiers: peers and object stores.
 
-
-
     index.py    the scheduler's index of found and stored chunks
     lookups.py  lookup tracker: open lookups, deadlines, counts, missing keys
     found.py    places of found chunks, grouped by lookup result

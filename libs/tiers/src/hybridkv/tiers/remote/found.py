@@ -31,7 +31,7 @@ P = TypeVar("P", bound=RemotePlace)
 
 
 class FoundPlaces(Generic[P]):
-    """Found chunks without a reader."""
+    """Found chunks that nothing has read yet."""
 
     def __init__(self) -> None:
         self.by_key: dict[Key, P] = {}

@@ -74,10 +74,10 @@ class _RemoteSpace(Generic[P]):
         return RemoteEntry(cost, KeyState.RESERVED, 0, key, number, self.next, False)
 
     def free(self, entry: RemoteEntry[P]) -> None:
-        """Nothing to be given back."""
+        """Does nothing: this index manages no space."""
 
     def keep_only(self, entries: Iterable[RemoteEntry[P]]) -> None:
-        """Nothing to be given back."""
+        """Does nothing: this index manages no space."""
 
 
 class RemoteIndex(Generic[P]):
@@ -87,7 +87,6 @@ class RemoteIndex(Generic[P]):
         client: lookup client. The index closes it.
         options: limits.
         clock: seconds; the times of answers use the same clock.
-
     """
 
     def __init__(self, client: LookupClient, options: RemoteOptions, clock: Callable[[], float]) -> None:
@@ -111,7 +110,7 @@ class RemoteIndex(Generic[P]):
         self._changes = 0
         """Number of changes to the found chunks. Part of `generation`."""
         self._num_taken_over = 0
-        """Ledger reservations and commits that were no stores. Subtracted from the counts."""
+        """Ledger reservations and commits that were not stores. Subtracted from the counts."""
         self._num_expired = 0
         """Ledger withdrawals due to expiry. Subtracted from the counts."""
         self._forgotten = [0, 0]
@@ -120,7 +119,7 @@ class RemoteIndex(Generic[P]):
     # Overridden by each tier.
 
     def _send(self, number: int, keys: Sequence[Key], until_s: float) -> bool:
-        """Send a lookup. Its answer is useful until `until_s`. False if it cannot be sent."""
+        """Send a lookup. An answer after `until_s` is ignored. False if it cannot be sent."""
         raise NotImplementedError
 
     def _on_event(self, event: Any) -> None:
@@ -176,7 +175,7 @@ class RemoteIndex(Generic[P]):
         return self._tracker.answer_s
 
     def lacks(self, key: Key) -> bool:
-        """Whether a key should be stored. An expired key that was not looked up again counts as present."""
+        """True if a key should be stored. An expired key that was not looked up again counts as present."""
         self._poll_events()
         is_unknown = self._known.lacks(key) and key not in self._found.by_key
         return is_unknown and (key not in self._expired or key in self._tracker)

@@ -15,7 +15,7 @@ from itertools import islice
 from hybridkv.tiers.contract import Key, LookupAnswer, LookupCounts
 
 _OVER_S = -math.inf
-"""Deadline of a lookup that timed out already."""
+"""Stands for the deadline of a lookup that has timed out."""
 FIRST_ANSWER_S = 0.02
 """Expected time of an answer before the first one."""
 _NEW_SHARE = 0.25
@@ -40,8 +40,8 @@ class LookupTracker:
 
     Args:
         max_asked: limit of open keys, and of remembered missing keys.
-        missing_s: a missing key is not looked up again for so long.
-        given_up_s: a lookup is forgotten so long after its deadline.
+        missing_s: seconds in which a missing key is not looked up again.
+        given_up_s: seconds from the deadline of a lookup until it is forgotten.
     """
 
     def __init__(self, max_asked: int, missing_s: float, given_up_s: float) -> None:
@@ -67,11 +67,11 @@ class LookupTracker:
 
     @property
     def is_empty(self) -> bool:
-        """Whether no key is open."""
+        """True if no key is open."""
         return not self._number_of
 
     def is_pending(self, key: Key) -> bool:
-        """Whether a key is open and its deadline has not passed."""
+        """True if a key is open and its deadline has not passed."""
         number = self._number_of.get(key)
         return number is not None and self._lookups[number].deadline_s != _OVER_S
 

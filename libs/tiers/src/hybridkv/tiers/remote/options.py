@@ -21,9 +21,9 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
     known_bytes: int = 1 << 40
     """Limit of their bytes on one rank."""
     missing_s: float = 1.0
-    """A missing key is not looked up again for so long."""
+    """Seconds in which a missing key is not looked up again."""
     given_up_s: float = 10.0
-    """A lookup without an answer is forgotten so long after its deadline."""
+    """Seconds from the deadline of an unanswered lookup until it is forgotten."""
     max_waiting: int = 4096
     """Limit of open loads and stores. One more fails with BUSY."""
 

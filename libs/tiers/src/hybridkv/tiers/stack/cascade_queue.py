@@ -26,7 +26,8 @@ from hybridkv.tiers.stack.moves import Direction, MoveResult
 from hybridkv.tiers.stack.options import SecondaryTierOptions
 
 STEP_AGAIN_S = 1.0
-"""The queue asks for further steps for so long without progress. A tier that accepts nothing may never recover."""
+"""Seconds without progress in which the queue requests further engine steps. A tier that accepts nothing may never
+recover."""
 
 
 class WriteGate(enum.Enum):
@@ -94,7 +95,7 @@ class CascadeQueue:
         """Heap of the chunks to send again, before the queue."""
         self._queue: deque[_QueuedChunk] = deque()
         self.parked: dict[Key, list[_QueuedChunk]] = {}
-        """Chunks that need a key which the primary tier is about to hold, by that key."""
+        """Chunks that wait for a key that is still being stored in the primary tier, by that key."""
         self._parked_keys: set[Key] = set()
         self._keys: set[Key] = set()
         """Of all waiting chunks: retries, queued and parked."""
@@ -107,8 +108,8 @@ class CascadeQueue:
         self.since_s = 0.0
         """Time of the last progress: a success, a first send, or a chunk added to an empty queue."""
         self._awake_since_s = 0.0
-        """Time of the last success, or of a chunk added to an empty queue if something was sent since the last such
-        chunk."""
+        """Start of the time in which the queue requests steps: the last success, or the first chunk added to an empty
+        queue after something was sent."""
         self._has_sent = True
 
     @property
@@ -291,7 +292,7 @@ class CascadeQueue:
         return any(needed in self._moving or needed in arrived or needed in self._keys for needed in chunk.extends[-1:])
 
     def _trim_arrived(self) -> None:
-        """Forget landed chunks whose needs can no longer fail; then the oldest, if there are still too many."""
+        """Forget arrived chunks if the chunk that they need can no longer fail; then the oldest, if there are too many."""
         kept: dict[Key, _QueuedChunk] = {}
         for chunk in sorted(self._arrived.values(), key=lambda each: each.number):
             if self._may_still_fail(chunk, kept):
@@ -299,7 +300,7 @@ class CascadeQueue:
         self._arrived = dict(list(kept.items())[-(self._options.max_cascading // 2 + 1) :])
 
     def _on_lost(self, chunk: _QueuedChunk) -> None:
-        """A chunk that was in flight will not arrive: invalidate those sent after it that need it."""
+        """A sent chunk did not arrive: invalidate the chunks sent after it that need it, directly or not."""
         if not chunk.was_sent:
             return
         lost = {chunk.key}

@@ -36,8 +36,8 @@ class PromotionLease(msgspec.Struct):
     waiting: set[Key] = set()
     """Not in the primary tier yet: being promoted or stored."""
     source: str = ""
-    """The slowest tier that a waiting chunk is promoted from, whichever request started that; the nearest tier if it
-    waits for no promotion."""
+    """The slowest tier that a waiting chunk is promoted from, even if another request started the promotion. The first
+    secondary tier if no chunk is being promoted."""
     failure: LeaseFailure | None = None
     """If set, nothing is pinned any more."""
 
@@ -67,7 +67,7 @@ class PromotionLeases:
             self.unpin(lease)
 
     def unpin(self, lease: PromotionLease) -> None:
-        """Unpin its chunks, and stop to wait."""
+        """Unpin its chunks and stop waiting."""
         self._primary.unpin_all(reversed(lease.pinned))
         lease.pinned.clear()
         lease.waiting.clear()

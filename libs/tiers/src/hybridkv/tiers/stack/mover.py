@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 class TierMover:
-    """Carries out moves between an arena and secondary media. Decides nothing; errors of a medium are outcomes.
+    """Runs moves between an arena and secondary media. Decides nothing; errors of a medium are outcomes.
 
     Args:
         arena: this rank's part of the primary tier.

@@ -23,8 +23,8 @@ from hybridkv.tiers.stack.secondary import SecondaryTierState
 MAX_PREFIXES: Final = 256
 """Prefixes in progress; further ones are dropped."""
 STEP_AGAIN_S: Final = 1.0
-"""Further steps are requested for so long without progress. Also how long prefetches stop for a lease that was refused
-for want of room."""
+"""Seconds without progress in which further engine steps are requested. Also how long prefetches stop for a lease that
+was refused for lack of room."""
 _HIT, _PENDING, _MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
 
 
@@ -40,7 +40,7 @@ class _PrefixPrefetch:
     num_moving: int = 0
     has_sent: bool = False
     pending: list[Key] = field(default_factory=list)
-    """Chunks that another promotion or store was bringing at their turn."""
+    """Chunks that another promotion or store was writing when their turn came."""
     failure: PrefetchResult | None = None
     """If set, no further chunk is sent."""
 
@@ -91,9 +91,9 @@ class Prefetches:
         self._used_early: set[Key] = set()
         """Chunks in flight that a request waits for by now."""
         self._refused_leases: dict[str, float] = {}
-        """Owners of leases that were refused for want of room, and the time until which prefetches stop for them."""
+        """Owners of leases that were refused for lack of room, each with the time until which prefetches stop for it."""
         self.most_bytes: float = math.inf
-        """Bound for all prefixes, beside the bound of each."""
+        """Bound for all prefixes, in addition to the bound of each."""
         self._progress_s = 0.0
         """Time of the last send or arrival."""
         self._results: Counter[PrefetchResult] = Counter()
@@ -113,7 +113,7 @@ class Prefetches:
         # Chunks that are in the primary tier already must not be evicted for the rest.
         self._primary.touch(reversed(keys))
         self._displaced.difference_update(keys)
-        # The end of the prefix must be dropped before its beginning. If nothing is sent, this is all.
+        # Unused chunks of this prefix become the newest ones, its beginning last, so its end is displaced first.
         for key in reversed(keys) if self._unused else ():
             if self._primary.lookup(key) is _MISS:
                 self._drop(key)
@@ -225,7 +225,7 @@ class Prefetches:
         self._refused_leases.pop(owner, None)
 
     def yield_to(self, owner: str, now_s: float) -> bool:
-        """True if a lease refused for want of room may succeed after the prefetches in flight. Then no further prefetch
+        """True if a lease refused for lack of room may succeed after the prefetches in flight. Then no further prefetch
         is sent until the lease is requested again, for at most `KEEP_AWAKE_S`."""
         if not self._promotions.is_prefetching:
             return False
@@ -273,7 +273,7 @@ class Prefetches:
         self._prefixes.remove(prefix)
         self._results[result] += 1
         if prefix.has_sent:
-            # Evict its end before its beginning, in whatever order they arrived.
+            # The end must be evicted before the beginning, whatever the order of arrival.
             keys_from_end = list(reversed(prefix.keys[: prefix.next_index]))
             self._touch(keys_from_end)
             for key in keys_from_end:

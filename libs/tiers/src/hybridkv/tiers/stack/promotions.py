@@ -1,6 +1,6 @@
 """Promotions: choose the secondary tier for each chunk, and reserve space in the primary tier.
 
-All chunks that a request waits for or none of them; prefetched chunks one by one.
+Chunks that a request waits for are promoted all or none, prefetched chunks one by one.
 """
 
 from __future__ import annotations

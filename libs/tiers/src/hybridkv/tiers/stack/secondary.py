@@ -26,7 +26,7 @@ FIRST_READ_S_PER_BYTE = 1e-9
 FIRST_READ_BYTES = 1 << 20
 HALF_LIFE_S = 30.0
 NEW_SHARE = 0.25
-"""Share of the newest measurement in a moving sum."""
+"""Share of the newest measurement in a moving average."""
 _CHUNK_IS_NOT_AT_FAULT = (FailureReason.BUSY, FailureReason.CLOSED)
 """Failures that say nothing about the chunk itself."""
 
@@ -89,14 +89,14 @@ class SecondaryTierState:
         self.health = TierHealth(tier.options.breaker, tier.options.shortage)
         self.in_flight = InFlightMoves(tier.name, itertools.count(position + num_tiers, num_tiers), context.moves)
         self.timeout_changes = 0
-        """Counts timed-out promotions, and ends of those: each changes the answer for a chunk."""
+        """Promotions that timed out, plus timed-out promotions that ended. Each changes a lookup answer."""
         self._counts = MoveTally()
         self._lookups: deque[_OpenLookup] = deque()
         """Lookups without an answer, the oldest first."""
         self._promoting_bytes = tier.options.promoting_share * context.primary.capacity_bytes
         self._read_s, self._read_bytes = FIRST_READ_BYTES * FIRST_READ_S_PER_BYTE, float(FIRST_READ_BYTES)
         self._measured_s = context.clock()
-        """Moving sums over busy periods of promotions, and the time of the last one."""
+        """Moving averages over busy periods of promotions, and the time of the last measurement."""
         self._reading_since_s = 0.0
         self._num_read_bytes = 0
         """Start of the busy period of promotions, and bytes that have arrived in it."""
@@ -181,7 +181,7 @@ class SecondaryTierState:
         return self._why_not(num_bytes, in_flight.bytes_in_flight[_PROMOTE] - in_flight.prefetching_bytes)
 
     def why_not_prefetch(self, num_bytes: int) -> Refusal | None:
-        """Reason why this many bytes cannot be prefetched now; 0 if the size is not known.
+        """Reason why this many bytes cannot be prefetched now. `num_bytes` is 0 if the size is not known.
 
         Promotions with waiting requests go first (BUSY). A prefetch is never a probe (CLOSED).
         """
@@ -298,8 +298,8 @@ class SecondaryTierState:
 
     @property
     def read_s_per_byte(self) -> float:
-        """Expected seconds to promote one byte of one rank. A measurement counts half after `FORGET_S`: a tier that was
-        slow is tried again."""
+        """Expected seconds to promote one byte of one rank. The weight of a measurement halves every `HALF_LIFE_S`, so
+        a slow tier is tried again."""
         share: float = 0.5 ** ((self._clock() - self._measured_s) / HALF_LIFE_S)
         return FIRST_READ_S_PER_BYTE + (self._read_s / self._read_bytes - FIRST_READ_S_PER_BYTE) * share
 

@@ -71,7 +71,7 @@ class TierStack:
         self._load_timeout_s = max(
             (tier.load_timeout_s for tier in self._tiers), default=SecondaryTierOptions().load_timeout_s
         )
-        """Of a lease: the longest of all tiers."""
+        """Timeout of a lease: the longest of all tiers."""
         self.has_async_lookups = any(tier.index.has_async_lookups for tier in secondary)
         """True if a secondary tier needs async lookups."""
         self._leases = PromotionLeases(primary, self._load_timeout_s)
@@ -277,7 +277,7 @@ class TierStack:
         `load_timeout_s`.
 
         Args:
-            keys: of one prefix, from its beginning; each key after those it needs. Earlier keys are evicted later.
+            keys: of one prefix, from its beginning; each key after those it needs. The end is evicted first.
             most_bytes: bound on unused prefetched chunks in the primary tier, these included.
         """
         self._check_deadlines()
@@ -292,7 +292,7 @@ class TierStack:
         self._prefetches.drop_waiting()
 
     def _touch_all(self, keys: list[Key]) -> None:
-        """`touch`, but not counted as a use."""
+        """`touch` that does not count as a use."""
         self.near.touch(keys)
         for tier in self._tiers:
             tier.index.touch(keys)
@@ -344,7 +344,7 @@ class TierStack:
     def touch(self, keys: Sequence[Key], extends: Sequence[Extends] = ()) -> None:
         """Make keys the most recently used in every tier, the last one most, and set what they extend.
 
-        Of prefetched keys that counts as found, not as read.
+        A prefetched key then counts as found, not as used.
         """
         self._prefetches.forget(keys)
         self.near.touch(keys, extends)
