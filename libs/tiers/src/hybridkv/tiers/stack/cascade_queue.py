@@ -292,7 +292,7 @@ class CascadeQueue:
         return any(needed in self._moving or needed in arrived or needed in self._keys for needed in chunk.extends[-1:])
 
     def _trim_arrived(self) -> None:
-        """Forget arrived chunks if the chunk that they need can no longer fail; then the oldest, if there are too many."""
+        """Forget arrived chunks that depend on no chunk that can still fail; then the oldest, if too many are left."""
         kept: dict[Key, _QueuedChunk] = {}
         for chunk in sorted(self._arrived.values(), key=lambda each: each.number):
             if self._may_still_fail(chunk, kept):

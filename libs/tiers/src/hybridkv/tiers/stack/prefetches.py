@@ -91,7 +91,7 @@ class Prefetches:
         self._used_early: set[Key] = set()
         """Chunks in flight that a request waits for by now."""
         self._refused_leases: dict[str, float] = {}
-        """Owners of leases that were refused for lack of room, each with the time until which prefetches stop for it."""
+        """Owners of leases that were refused for lack of room. Until the time of each, prefetches stop for it."""
         self.most_bytes: float = math.inf
         """Bound for all prefixes, in addition to the bound of each."""
         self._progress_s = 0.0
