@@ -14,27 +14,27 @@ from rows import Row, read_rows
 
 _TITLE = "# Models"
 _INTRODUCTION = """\
-`tests/zoo/page.py` generates this page from a run of `//tests/zoo:zoo_test`. The models are tiny random ones with the
-layers and groups of their families, on vLLM's CPU build. [Groups](../concepts/groups.md) explains the kinds."""
+`tests/zoo/page.py` generates this page from a run of `//tests/zoo:zoo_test`: tiny random models with the layers and
+groups of their families, on vLLM's CPU build. [Groups](../concepts/groups.md) explains the kinds."""
 _SERVED = """\
 ## Served
 
 The engine loses its cache, the prefix is restored, and the answer equals the one after the engine's own hit of the same
 length: in tokens, in log-probabilities to the last digit, and in every byte of every page. The same holds for the next
 turn of a conversation (the last prompt, its answer of {answer} tokens, and 16 more), and for four requests at once that
-share prefixes in pairs. Numbers are restored tokens, of the prompt's. As a control, another prefix and each zeroed part
-of the stored pages change the answer; `K of 3` means the keys of each of 3 groups."""
+share prefixes in pairs. 256/258: 256 tokens of a prompt of 258 are restored. As a control, another prefix and each
+zeroed part of the stored pages change the answer; `K of 3` means the keys of each of 3 groups."""
 _MAMBA2 = """\
-vLLM 0.32's CPU build cannot run Mamba-2 families with prefix caching, with or without a connector: it stops with an
-IndexError in `mamba_mixer2.py`. The test replaces that scan (`tests/zoo/mamba2_cpu.py`). Log-probabilities of their
-next turn are as near as the engine's own runs in other steps are to each other; its bytes are equal."""
+vLLM 0.32's CPU build cannot run Mamba-2 families with prefix caching: it stops with an IndexError in `mamba_mixer2.py`.
+The test replaces that scan (`tests/zoo/mamba2_cpu.py`). Log-probabilities of their next turn are as near as the
+engine's own runs in other steps are to each other; its bytes are equal."""
 _STEPS = """\
 Without a connector (`//tests/zoo:steps_test`), steps of other sizes and other requests in the batch change
 log-probabilities by at most 0.001 in float32, and of Qwen3-Next in bfloat16 by at most 0.3.
 
 LFM2 needs `--compilation-config '{"custom_ops": ["-rotary_embedding"]}'` (or `["none"]`). With the kernel for rotary
-embeddings of vLLM 0.32's CPU build its answers change by one to four nats with the size of steps and with the batch,
-without any connector too."""
+embeddings of vLLM 0.32's CPU build its answers depend on the size of steps and on the batch, also without a
+connector."""
 _REFUSED = """\
 ## Refused
 
@@ -103,7 +103,7 @@ def depends_on_machine(family: Family) -> bool:
 
 
 def _of(hit: int, length: int) -> str:
-    return f"{hit} of {length}"
+    return f"{hit}/{length}"
 
 
 if __name__ == "__main__":
