@@ -38,9 +38,29 @@ class PlayedChannel:
         on_end(self.answers.get(call.name, CallAnswer(None)))
 
 
+def _ready() -> Ready:
+    return Ready(ServerFacts("0.5.7rc2", True, 0, False, "blake3"), CODEC_0_5_7RC2, CHUNK, None)
+
+
+def test_sessions_whose_end_was_lost_are_ended_once_when_the_server_is_back() -> None:
+    channel = PlayedChannel({"end_session": CallFailure(Trouble.LOST)})
+    posted: list[Callable[[Ready], None]] = []
+    connection: Any = SimpleNamespace(channel=channel, state=_ready(), ready=_ready(), post=posted.append)
+    operations = Operations(connection, lambda: 0.0)
+    for session in ("first", "second"):
+        operations.release(PrefixHit(PREFIX, None, 1, session))
+    connection.ready = None
+    operations.release(PrefixHit(PREFIX, None, 1, "third"))
+    channel.calls.clear()
+    assert len(posted) == 1
+    posted[0](_ready())
+    assert channel.calls == ["end_session"] * 3
+    posted[0](_ready())
+    assert len(channel.calls) == 3 and len(posted) == 1
+
+
 def _looked_up(channel: PlayedChannel) -> Ended[PrefixHit]:
-    facts = ServerFacts("0.5.7rc2", True, 0, False, "blake3")
-    ready = Ready(facts, CODEC_0_5_7RC2, CHUNK, None)
+    ready = _ready()
     connection: Any = SimpleNamespace(channel=channel, state=ready, ready=ready)
     ended: list[Ended[PrefixHit]] = []
     Operations(connection, lambda: 0.0).lookup(PREFIX, None, 1.0, ended.append)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import secrets
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -59,6 +59,12 @@ class PrefixHit:
     rank: int | None
     num_chunks: int
     session: str
+
+
+AGAIN_S = 5.0
+"""Deadline of the second call that ends a session, in seconds."""
+MAX_UNENDED = 1024
+"""Sessions to end when a lost server is usable again; older ones are left to the server."""
 
 
 class LookupHandle:
@@ -145,6 +151,8 @@ class Operations:
         self._lock = threading.Lock()
         self._tally: Counter[str] = Counter()
         self._lacks: Counter[str] = Counter()
+        self._unended: deque[str] = deque(maxlen=MAX_UNENDED)
+        """Sessions that the server may still have, oldest first."""
 
     def counts(self) -> OperationCounts:
         with self._lock:
@@ -347,6 +355,8 @@ class Operations:
         """Releases the locks of some chunks, then ends the session."""
         ready = self._connection.ready
         if ready is None or not found.num_chunks:
+            if found.num_chunks:
+                self._forget_later(found.session)
             then()
             return
 
@@ -361,7 +371,27 @@ class Operations:
             freed(CallAnswer(None))
 
     def _forget(self, ready: Ready, session: str, timeout_s: float) -> None:
-        self._channel.call(ready.codec.end_session(session), timeout_s, lambda ended: None)
+        """Ends a session. Without an answer it is ended once more when the server is usable again."""
+
+        def ended(answer: Ended[None]) -> None:
+            if isinstance(answer, CallFailure):
+                self._forget_later(session)
+
+        self._channel.call(ready.codec.end_session(session), timeout_s, ended)
+
+    def _forget_later(self, session: str) -> None:
+        with self._lock:
+            is_first = not self._unended
+            self._unended.append(session)
+        if is_first:
+            self._connection.post(self._forget_again)
+
+    def _forget_again(self, ready: Ready) -> None:
+        with self._lock:
+            sessions = list(self._unended)
+            self._unended.clear()
+        for session in sessions:
+            self._channel.call(ready.codec.end_session(session), AGAIN_S, lambda ended: None)
 
     def _count(self, operation: str, ended: Ended[object], **done: int) -> None:
         with self._lock:
