@@ -9,7 +9,7 @@ from types import TracebackType
 
 import disk_store
 
-from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, longest_hit, needed_before, path_order
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, Hit, LookupResult, longest_hit, path_order
 from hybridkv.tiers import Slot, Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Janitor
 from hybridkv.tiers.ram import RamArena, RamIndex
@@ -92,7 +92,8 @@ class Burst:
             self._copies.store(Ticket(start), key, slot, [memoryview(self._pool)[start : start + size]])
             assert self._copies.poll()[0].failure is None
             self._path_bytes[name] = self._path_bytes.get(name, 0) + self.far.cost(size)
-            needs = before or [self.key(name, need) for need in needed_before(HYBRID, *part)]
+            full_end = part[1] if part[0] else part[1] - CHUNK_TOKENS
+            needs = before or ([self.key(name, (0, full_end))] if full_end else [])
             assert self.stack.commit(key, (*last, *needs[-1:]) if needs else ())
             before, last = [], [key]
         self._paths.setdefault(name, []).extend(parts)

@@ -76,7 +76,7 @@ from hybridkv.planner.groups import (
 from hybridkv.planner.hit import Hit, Loss, Miss, Pending, last_boundary, longest_hit, measure_loss
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
 from hybridkv.planner.offload_units import HybridOffloadPlanner
-from hybridkv.planner.paths import needed_before, needed_parts, path_order
+from hybridkv.planner.paths import needed_parts, path_order
 from hybridkv.planner.plans import plan_load, plan_load_runs, plan_store, plan_tail, storable_ends
 from hybridkv.planner.transfers import (
     LocalCopies,
@@ -167,7 +167,6 @@ __all__ = [
     "life",
     "longest_hit",
     "measure_loss",
-    "needed_before",
     "needed_ends",
     "needed_parts",
     "next_stop",

@@ -1,4 +1,4 @@
-"""Order of the chunks of one path: which chunks each one needs, and which are evicted first.
+"""Order of the chunks of one path: which are copied first, and which a load needs.
 
 A path is the chunks of a request from its first token. A path that is copied in `path_order` can be resumed at every
 moment; a path that is evicted in reverse order can be resumed up to its first missing chunk. This module does not know
@@ -41,32 +41,3 @@ def needed_parts(spec: CacheSpec, num_tokens: int, computed_tokens: int) -> list
     """
     groups = sorted(spec.stored_groups, key=lambda index: spec.groups[index].kind is not GroupKind.FULL)
     return [(index, end) for index in groups for end in needed_ends(spec, index, num_tokens, computed_tokens)]
-
-
-def needed_before(spec: CacheSpec, group_index: int, end_token: int) -> tuple[Part, ...]:
-    """Parts that this one needs directly: one of every FULL group.
-
-    For a part of a FULL group, the chunk before it; for any other part, the chunk with the same end. If that part is
-    final only later, because a drafter computes it from the next token, the one before it is taken. Empty at the
-    beginning of a path, and without FULL groups.
-
-    Raises:
-        ValueError: `group_index` is no stored group, or `end_token` is no boundary.
-    """
-    if group_index not in spec.stored_groups:
-        raise ValueError(f"group_index must be one of the stored groups {spec.stored_groups}, got {group_index}")
-    if end_token <= 0 or end_token % spec.boundary_tokens:
-        raise ValueError(f"end_token must be a positive multiple of {spec.boundary_tokens}, got {end_token}")
-    group, chunk = spec.groups[group_index], spec.chunk_tokens
-    before = (end_token - 1) // chunk * chunk
-    final_tokens = end_token + group.lookahead_tokens
-    needed = []
-    is_full = group_index in spec.full_groups
-    for index in spec.full_groups:
-        other = spec.groups[index]
-        end = before if is_full or other.lookahead_tokens > group.lookahead_tokens else end_token
-        while end > 0 and end + other.lookahead_tokens > final_tokens:
-            end -= chunk
-        if end > 0:
-            needed.append((index, end))
-    return tuple(needed)
