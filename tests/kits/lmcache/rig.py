@@ -13,7 +13,7 @@ from hybridkv.lmcache.connection import DEFAULT_OPTIONS, Connection, ConnectionO
 from hybridkv.lmcache.geometry import Geometry, PageGroup
 from hybridkv.lmcache.keys import page_identity, words_of
 from hybridkv.lmcache.operations import Operations, Pages, Prefix, PrefixHit
-from hybridkv.lmcache.page import PageState, blank, check, payload_of, seal
+from hybridkv.lmcache.page import HEADER_BYTES, PageState, check, payload_of, seal
 from hybridkv.lmcache.pool import Pool, Taken
 from hybridkv.lmcache.session import LMCacheSession
 from hybridkv.lmcache.wire import RpcCall
@@ -160,7 +160,7 @@ class Rig:
         assert taken is not None
         for group, each in taken.blocks.items():
             for block in each:
-                blank(pool.page(group, block))
+                pool.page(group, block)[:HEADER_BYTES] = bytes(HEADER_BYTES)
         pages = Pages(taken, self._tables(positions, taken, num_chunks))
         content: Blocks = {group: {} for group in positions}
         states: dict[PageState, int] = {}

@@ -64,11 +64,6 @@ def seal(page: memoryview, identity: bytes, payload_bytes: int) -> None:
     page[:HEADER_BYTES] = unsealed + checksum + _REST
 
 
-def blank(page: memoryview) -> None:
-    """Clears the header. Call it before a server writes the page, so that a page it does not write is ABSENT."""
-    page[:HEADER_BYTES] = bytes(HEADER_BYTES)
-
-
 def check(page: memoryview, identity: bytes, payload_bytes: int) -> PageState:
     """Checks that a page holds exactly the bytes sealed as `identity`."""
     magic, length, found, checksum = _FIELDS.unpack_from(page)
