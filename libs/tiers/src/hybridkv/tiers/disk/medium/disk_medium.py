@@ -213,7 +213,6 @@ class Runner:
         self._tags = count()
         self._in_flight: dict[int, _MoveInFlight] = {}
         self._to_open: deque[DiskOperation] = deque()
-        self._num_opening = 0
         self._num_open = [0, 0]
         """Loads and stores that have not ended."""
         self._completions: list[Completion] = []
