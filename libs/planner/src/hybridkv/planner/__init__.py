@@ -61,6 +61,8 @@ from hybridkv.planner.coverage import (
     clip_blocks,
     coverage,
     needed_ends,
+    needed_parts,
+    path_order,
     read_blocks,
     resume_start,
 )
@@ -76,7 +78,6 @@ from hybridkv.planner.groups import (
 from hybridkv.planner.hit import Hit, Loss, Miss, Pending, last_boundary, longest_hit, measure_loss
 from hybridkv.planner.lookup import Lookup, LookupResult, RangeLookup
 from hybridkv.planner.offload_units import HybridOffloadPlanner
-from hybridkv.planner.paths import needed_parts, path_order
 from hybridkv.planner.plans import plan_load, plan_load_runs, plan_store, plan_tail, storable_ends
 from hybridkv.planner.transfers import (
     LocalCopies,

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from hybridkv.planner.coverage import Part, needed_parts, path_order
 from hybridkv.planner.groups import CacheSpec
 from hybridkv.planner.hit import Miss, last_boundary, longest_hit
 from hybridkv.planner.lookup import Lookup, RangeLookup
-from hybridkv.planner.paths import Part, needed_parts, path_order
 
 
 class Hints(msgspec.Struct, frozen=True, kw_only=True):

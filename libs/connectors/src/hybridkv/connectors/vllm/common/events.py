@@ -20,7 +20,7 @@ from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import DISK, RAM, ConnectorMetrics
 from hybridkv.planner import Announcement, Announcer, ChunkNode, GroupKind, chunk_span
-from hybridkv.planner.paths import Part
+from hybridkv.planner.coverage import Part
 from hybridkv.tiers import ReportsChanges, TierIndex
 from hybridkv.tiers.stack import TierStack
 

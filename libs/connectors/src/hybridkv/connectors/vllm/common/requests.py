@@ -22,8 +22,8 @@ from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.hashing import ChunkKeys, TokenHashes
 from hybridkv.planner import CacheSpec, GroupKind, Hit, Loss, Miss, life
 from hybridkv.planner.checkpoints import Placement, Prompt
+from hybridkv.planner.coverage import Part
 from hybridkv.planner.hints import NO_HINTS, Hints
-from hybridkv.planner.paths import Part
 from hybridkv.planner.stages import NEW, Reply, Stage
 from hybridkv.tiers import Extends
 

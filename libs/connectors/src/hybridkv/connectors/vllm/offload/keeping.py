@@ -14,8 +14,8 @@ from hybridkv.connectors.config import KEEP_SHARE
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.requests import PrefixChain
 from hybridkv.connectors.vllm.common.stats import RAM, ConnectorMetrics
+from hybridkv.planner.coverage import Part
 from hybridkv.planner.hints import keep_in
-from hybridkv.planner.paths import Part
 from hybridkv.tiers.stack import TierStack
 
 CHURN: Final = 8

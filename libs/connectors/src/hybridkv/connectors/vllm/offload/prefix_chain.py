@@ -14,7 +14,7 @@ from typing import NamedTuple
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK
 from hybridkv.planner import CacheSpec, GroupKind, path_order, storable_ends
-from hybridkv.planner.paths import Part
+from hybridkv.planner.coverage import Part
 from hybridkv.tiers import Extends
 from hybridkv.tiers.stack import TierStack
 

@@ -46,7 +46,7 @@ from hybridkv.planner import (
     path_order,
     plan_store,
 )
-from hybridkv.planner.paths import Part
+from hybridkv.planner.coverage import Part
 from hybridkv.tiers import Extends, Refusal, Slot
 from hybridkv.tiers.stack import TierStack
 
