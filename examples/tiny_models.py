@@ -15,6 +15,7 @@ is imported. The models say nothing meaningful.
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -351,3 +352,9 @@ _BUILDERS: Final[dict[str, Callable[[], _Model]]] = {
     "gemma3": _gemma3,
     "gpt-oss": _gpt_oss,
 }
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 3 or sys.argv[1] not in KINDS:
+        sys.exit(f"usage: python {sys.argv[0]} {'|'.join(KINDS)} DIRECTORY")
+    make_tiny_model(sys.argv[1], Path(sys.argv[2]))
