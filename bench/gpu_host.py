@@ -86,7 +86,7 @@ class IdleDevice:
         return ARENA <= address < ARENA + JOB_BYTES
 
 
-class Job:
+class SampleJob:
     """A job of fragments of one size, and the memory that it is for."""
 
     def __init__(self, size: int) -> None:
@@ -169,7 +169,7 @@ def main() -> None:
     rows = []
     submitted = submit_us(options.rounds)
     for size in FRAGMENT_BYTES:
-        job = Job(size)
+        job = SampleJob(size)
         for is_store in (True, False):
             runs = job.lower(is_store)
             fence = IdleEvent()

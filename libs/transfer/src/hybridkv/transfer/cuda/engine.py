@@ -45,7 +45,7 @@ def _kind_of(device: CudaDevice, address: int, name: str) -> MemoryKind:
 
 
 @dataclass(slots=True)
-class _StartedJob:
+class _PreparedJob:
     """A job after `before`. `copy` copies its runs; `num_bytes` is 0 until that."""
 
     job: Job
@@ -70,8 +70,8 @@ class CudaCopyEngine(JobQueue[Copier]):
         self, device: CudaDevice, clock: Callable[[], float] = time.monotonic, max_queued_jobs: int = 1024
     ) -> None:
         self._device = device
-        self._prepared: Queue[_StartedJob | None] = Queue(MAX_WAITING)
-        self._copied: Queue[_StartedJob | None] = Queue(MAX_WAITING)
+        self._prepared: Queue[_PreparedJob | None] = Queue(MAX_WAITING)
+        self._copied: Queue[_PreparedJob | None] = Queue(MAX_WAITING)
         self._last_end_s = -math.inf
         self._later_threads = (
             threading.Thread(target=self._copy_jobs, name="hybridkv-copying", daemon=True),
@@ -93,7 +93,7 @@ class CudaCopyEngine(JobQueue[Copier]):
             runs, failure = prepare(job, self._memory)
         except BaseException as error:  # the thread must survive, or all later jobs would hang
             runs, failure = CopyRuns.empty(), describe(error)
-        self._prepared.put(_StartedJob(job, prepared, runs, failure, started_s))
+        self._prepared.put(_PreparedJob(job, prepared, runs, failure, started_s))
 
     def _drain(self) -> None:
         self._prepared.put(None)
@@ -118,7 +118,7 @@ class CudaCopyEngine(JobQueue[Copier]):
             del started
             self._finish(result)
 
-    def _end_of(self, started: _StartedJob) -> CopyResult:
+    def _end_of(self, started: _PreparedJob) -> CopyResult:
         failure = started.failure
         try:
             failure = failure or call_after(started.job)

@@ -146,7 +146,7 @@ def prove_copies(
 
 
 @dataclass(slots=True)
-class _Rate:
+class _ByteRate:
     num_bytes: int = 0
     seconds: float = 0.0
 
@@ -250,7 +250,7 @@ class _Proof:
         self._delay_cycles = DELAY_CYCLES
         self._was_pending = False
         self.untried = {"stores", "loads"}
-        self.stores, self.loads, self.checksums = _Rate(), _Rate(), _Rate()
+        self.stores, self.loads, self.checksums = _ByteRate(), _ByteRate(), _ByteRate()
 
     def prove_group(self, blocks: _Blocks) -> list[int]:
         """Copies some blocks of a group both ways. Returns the sizes of their pages."""
@@ -326,7 +326,7 @@ class _Proof:
         return None
 
     def _measure(
-        self, name: str, blocks: _Blocks, engine: CopyEngine, runs: Callable[[], CopyRuns], rate: _Rate
+        self, name: str, blocks: _Blocks, engine: CopyEngine, runs: Callable[[], CopyRuns], rate: _ByteRate
     ) -> None:
         self._gpu.synchronize()
         num_bytes = blocks.slot.num_bytes
