@@ -11,8 +11,9 @@ bytes in one piece. Wall time runs from the call to the last byte; rates are the
   engine's thread each; and both directions at once beside the sum of each alone. Bytes are compared before the timing.
 - G2: matrix products beside copies without end, beside the same products alone.
 - G3: the host's processor time of a job, over all threads, by the number of its fragments.
+- G4: jobs that wait in a queue, with the checksum of every chunk as the connector takes it, beside the same jobs without.
 
-Not measured: lowering of a job to runs, digests, and an engine of vLLM. Without a GPU it says so and ends.
+Not measured: lowering of a job to runs, and an engine of vLLM. Without a GPU it says so and ends.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hybridkv.connectors.vllm.common.copies.devices import MAX_BATCH_COPIES, EngineDevice
+from hybridkv.tiers import Slot
+from hybridkv.tiers.ram import RamArena
 from hybridkv.transfer import CopyEngine, CopyRuns, JobId
 
 MIB = 1 << 20
@@ -41,6 +45,9 @@ MOST_FRAGMENTS = 128 * 1024
 """Of one job: small fragments are fewer bytes."""
 FROM_BYTES = 4096
 """The smallest fragment of the goals of G1."""
+CHECKED_FRAGMENT_BYTES, CHECKED_JOBS = 64 * 1024, 16
+CHUNK_BYTES = 1 << 20
+"""Bytes under one checksum."""
 TIMEOUT_S = 60.0
 POISON = 0xA5
 
@@ -133,14 +140,16 @@ class Rig:
         name, self.copies = find_engine_copies()
         report.say("start", gpu=torch.cuda.get_device_name(), torch=torch.__version__, direct=name)
         self.ways = []
+        self.digest_threads = 1
         for way, device in (("native", NativeGpuDevice()), ("engine", EngineGpuDevice(EngineDevice(self.copies)))):
             arena = device.arena_memory(total_bytes)
+            self.digest_threads = device.digest_threads(1)
             stores, loads = device.copy_engines("async")
             for engine in (stores, loads):
                 engine.register(self.cache.data_ptr(), self.cache.nbytes, "kv cache")
                 engine.register(int(arena.ctypes.data), arena.nbytes, "arena")
             self.ways.append(Way(way, stores, loads, arena))
-        self._ids = itertools.count(1)
+        self.ids = itertools.count(1)
         self._stream = torch.cuda.Stream()
 
     def runs(self, way: Way, of: Fragments, is_store: bool) -> CopyRuns:
@@ -148,7 +157,7 @@ class Rig:
 
     def copy(self, way: Way, runs: CopyRuns, is_store: bool) -> None:
         """A job, until its result."""
-        engine, job_id = way.engine(is_store), JobId(next(self._ids))
+        engine, job_id = way.engine(is_store), JobId(next(self.ids))
         if not engine.submit(job_id, runs) or not engine.wait([job_id], TIMEOUT_S):
             raise RuntimeError(f"{way.name}: the job did not end")
         [result] = engine.poll()
@@ -401,8 +410,67 @@ def _submit_s(rig: Rig, way: Way, runs: CopyRuns, is_store: bool) -> float:
     return best
 
 
+@dataclass(frozen=True)
+class QueuedCopies:
+    """Jobs of one direction that are submitted together, and the chunks of pinned memory of each."""
+
+    way: Way
+    is_store: bool
+    runs: list[CopyRuns]
+    chunks: list[list[tuple[bytes, Slot]]]
+
+    def take_s(self, ids: Iterator[int], arena: RamArena | None) -> float:
+        """Seconds from the first `submit` to the last result. With an arena, chunks are sealed or checked."""
+        engine, job_ids = self.way.engine(self.is_store), [JobId(next(ids)) for _ in self.runs]
+        began_s = time.perf_counter()
+        for job_id, runs, chunks in zip(job_ids, self.runs, self.chunks, strict=True):
+            take = None if arena is None else partial(_first_failure, self.is_store, arena, chunks)
+            before, after = (None, take) if self.is_store else (take, None)
+            if not engine.submit(job_id, runs, before, after):
+                raise RuntimeError(f"{self.way.name}: a job was not taken")
+        if not engine.wait(job_ids, TIMEOUT_S):
+            raise RuntimeError(f"{self.way.name}: the jobs did not end")
+        seconds = time.perf_counter() - began_s
+        for result in engine.poll():
+            if result.failure is not None:
+                raise RuntimeError(f"{self.way.name}: {result.failure}")
+        return seconds
+
+
+def _first_failure(is_store: bool, arena: RamArena, chunks: list[tuple[bytes, Slot]]) -> str | None:
+    failures = arena.seal_all(chunks) if is_store else arena.check_all(chunks)
+    return next((str(failure) for failure in failures if failure is not None), None)
+
+
+def queued_copies(way: Way, is_store: bool, runs: CopyRuns) -> QueuedCopies:
+    parts = runs.split(CHECKED_JOBS)
+    begins = np.cumsum([0, *(part.total_bytes for part in parts)]).tolist()
+    chunks = [
+        [(b"chunk", Slot(((at, min(CHUNK_BYTES, end - at)),))) for at in range(begin, end, CHUNK_BYTES)]
+        for begin, end in itertools.pairwise(begins)
+    ]
+    return QueuedCopies(way, is_store, parts, chunks)
+
+
+def g4_checksums(rig: Rig) -> None:
+    """Each way and direction; stores come first, because they seal what loads check."""
+    of = fragments(CHECKED_FRAGMENT_BYTES, rig.total_bytes)
+    for way in rig.ways:
+        arena = RamArena(way.arena.nbytes, CHUNK_BYTES, way.arena, rig.digest_threads)
+        for is_store in (True, False):
+            queued = queued_copies(way, is_store, rig.runs(way, of, is_store))
+            plain_s = min(queued.take_s(rig.ids, None) for _ in range(rig.rounds))
+            if not is_store:
+                queued_copies(way, True, rig.runs(way, of, True)).take_s(rig.ids, arena)
+            checked_s = min(queued.take_s(rig.ids, arena) for _ in range(rig.rounds))
+            rates = {"plain_gb_s": of.total_bytes / plain_s / 1e9, "checked_gb_s": of.total_bytes / checked_s / 1e9}
+            word = direction(is_store)
+            rig.report.say("G4", way=way.name, direction=word, threads=rig.digest_threads, **rates)
+            rig.report.goal(f"G4 {way.name} {word}s with checksums, of those without", plain_s / checked_s, 0.95)
+
+
 def measurements(rig: Rig) -> Iterator[Callable[[], None]]:
-    for measure in (g1_fragments, g1_duplex, g3_host, g2_interference):
+    for measure in (g1_fragments, g1_duplex, g3_host, g4_checksums, g2_interference):
 
         def run(measure: Callable[[Rig], None] = measure) -> None:
             measure(rig)
