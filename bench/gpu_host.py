@@ -71,9 +71,9 @@ class IdleDevice:
 
     def swap_blocks_batch(
         self,
-        sources: np.ndarray,  # type: ignore[type-arg]
-        destinations: np.ndarray,  # type: ignore[type-arg]
-        num_bytes: np.ndarray,  # type: ignore[type-arg]
+        sources: Any,
+        destinations: Any,
+        num_bytes: Any,
         *,
         is_src_access_order_any: bool,
     ) -> None:
@@ -166,14 +166,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = []
+    rows: list[dict[str, Any]] = []
     submitted = submit_us(options.rounds)
     for size in FRAGMENT_BYTES:
         job = SampleJob(size)
         for is_store in (True, False):
             runs = job.lower(is_store)
             fence = IdleEvent()
-            row = {
+            row: dict[str, Any] = {
                 "direction": "store" if is_store else "load",
                 "fragment": size,
                 "runs": len(runs),
@@ -185,7 +185,9 @@ def main() -> None:
             }
             before = row["lower_us"] + row["check_us"]
             row |= {"engine_us": before + row["batch_us"], "native_us": before + row["plan_us"]}
-            print(json.dumps({key: round(value, 1) if isinstance(value, float) else value for key, value in row.items()}))
+            print(
+                json.dumps({key: round(value, 1) if isinstance(value, float) else value for key, value in row.items()})
+            )
             rows.append(row)
     for way in ("engine", "native"):
         met = sorted({row["fragment"] for row in rows if row[f"{way}_us"] <= COPY_GOAL_US})
