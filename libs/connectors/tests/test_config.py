@@ -86,6 +86,7 @@ def test_anything_else_is_no_size(value: object) -> None:
             "1",
             "86400",
         ),
+        ({"tiers": [RAM, {**OBJECT, "capacity": "1TiB"}]}, "tiers[1].capacity", "file://", "s3://", "expiry rule"),
         ({"tiers": [RAM, {**OBJECT, "resets": "all"}]}, "tiers[1].resets", '"fleet"', "'all'", "configuration.md"),
         ({"tiers": [RAM, {**OBJECT, "cascade": "some"}]}, "tiers[1].cascade", '"reused"', "'some'", "configuration.md"),
         ({"tiers": [RAM, {**OBJECT, "pack": 0}]}, "tiers[1].pack", "a positive size", "0", "4GiB"),

@@ -115,6 +115,8 @@ class ObjectTierConfig(SecondaryTierConfig, frozen=True, kw_only=True, tag_field
         resets: "engine": a reset of the prefix cache applies to this engine alone; "fleet": to all engines.
         time_to_live_seconds: time after its last write after which the store deletes an object, by a rule of its own.
             Objects in use are written again before that. None: the store deletes nothing.
+        capacity: maximum bytes of all objects in a directory; the least recently used are deleted. Servers have rules
+            of their own. None: no bound.
     """
 
     url: str
@@ -125,6 +127,7 @@ class ObjectTierConfig(SecondaryTierConfig, frozen=True, kw_only=True, tag_field
     pack: int = 16 << 20
     resets: Literal["engine", "fleet"] = "engine"
     time_to_live_seconds: float | None = None
+    capacity: int | None = None
     cascade: Literal["all", "reused", "nothing"] = "reused"
     default_ask_timeout_s: ClassVar[float] = 0.25
 
@@ -348,6 +351,13 @@ def _require_fleet(config: OffloadConfig, tier: ObjectTierConfig) -> None:
             f"seconds, at least {MIN_TIME_TO_LIVE_S:.0f}",
             repr(tier.time_to_live_seconds),
             "the time after which the store's own rule deletes an object: 86400 for one day",
+        )
+    if tier.capacity is not None and scheme != "file":
+        raise ConfigurationError(
+            f"{path}.capacity",
+            "a file:// URL, or no capacity",
+            repr(tier.url),
+            "a server bounds a bucket by rules of its own: set an expiry rule there, and time_to_live_seconds here",
         )
     if config.weights_digest == "sampled":
         raise ConfigurationError(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 _OPENING = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NOCTTY | os.O_NONBLOCK
 
@@ -51,6 +51,12 @@ class FileIO:
 
     def list(self, fd: int) -> list[str]:
         return os.listdir(fd)
+
+    def scan(self, fd: int) -> Iterator[str]:
+        """Names in a directory, one at a time: it may have millions."""
+        with os.scandir(fd) as entries:
+            for entry in entries:
+                yield entry.name
 
     def make_directory(self, name: str, dir_fd: int | None = None, mode: int = 0o700) -> None:
         os.mkdir(name, mode, dir_fd=dir_fd)

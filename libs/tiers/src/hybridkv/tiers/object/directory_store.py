@@ -12,10 +12,12 @@ import contextlib
 import logging
 import os
 import re
+import stat
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
@@ -23,6 +25,7 @@ from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.files.directory import Directory, ForeignFileError, joined_pieces, refused, root_path, write_all
 from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.files.path_safety import warn_if_replaceable
+from hybridkv.tiers.object.names import is_owner
 from hybridkv.tiers.threads import DaemonPool
 
 if TYPE_CHECKING:
@@ -32,6 +35,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PLAIN = re.compile(r"[0-9A-Za-z_-]{1,128}")
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.new$")
+_LOCK_NAME = "sweep.lock"
+_MAX_LEVELS = 4
+"""Depth of the directories of an object."""
+_PACK_SLASHES = 3
+"""Only objects of packs have a directory of their own, that nothing else uses."""
+_LISTED = 256
+"""Objects in one piece of a list."""
 _PIECE_BYTES = 1 << 20
 """Size of one read."""
 _NUM_THREADS = 16
@@ -169,9 +180,109 @@ class DirectoryStore:
             self.put(path, [*self.get(path)])
 
     def delete(self, paths: str | Sequence[str]) -> None:
+        """Delete objects, and the directory of a pack with the last of its objects."""
         for path in [paths] if isinstance(paths, str) else paths:
-            with contextlib.suppress(FileNotFoundError), self._directory(path, create=False) as (directory, name):
+            with (
+                contextlib.suppress(FileNotFoundError),
+                self._directory(path, create=False, is_temporary=_TEMPORARY.search(path) is not None) as (
+                    directory,
+                    name,
+                ),
+            ):
                 directory.remove_file(name)
+            if path.count("/") == _PACK_SLASHES:
+                self._remove_directory(path.rpartition("/")[0])
+
+    def list(self) -> Iterator[Sequence[ObjectMeta]]:
+        """All objects and temporary files, in no order, some at a time. Links and special files are left out."""
+        try:
+            root = Directory.root(self._io, self._path, False, self._may_be_shared)
+        except FileNotFoundError:
+            return
+        try:
+            found = self._walk(root, "", _MAX_LEVELS)
+            while metas := list(islice(found, _LISTED)):
+                yield metas
+        finally:
+            root.close()
+
+    def _walk(self, directory: Directory, prefix: str, num_levels: int) -> Iterator[ObjectMeta]:
+        for name in self._io.scan(directory.fd):
+            path = prefix + name
+            try:
+                found = self._io.stat_name(name, directory.fd)
+                if stat.S_ISREG(found.st_mode):
+                    yield _meta(path, found)
+                elif stat.S_ISDIR(found.st_mode) and num_levels:
+                    child = directory.child(name, create=False)
+                    try:
+                        yield from self._walk(child, f"{path}/", num_levels - 1)
+                    finally:
+                        child.close()
+            except (FileNotFoundError, NotADirectoryError, ForeignFileError) as error:
+                logger.debug("%s: left out of the list: %s", path, error)
+
+    def remove_empty_directories(self, before_s: float) -> int:
+        """Remove directories of packs and namespaces that are empty and were changed before this time, such as those
+        that a kill left. Returns their number."""
+        removed = 0
+        try:
+            root = Directory.root(self._io, self._path, False, self._may_be_shared)
+        except FileNotFoundError:
+            return 0
+        try:
+            for owner in list(self._io.scan(root.fd)):
+                if not is_owner(owner):
+                    continue
+                with contextlib.suppress(OSError):
+                    packs = root.child(f"{owner}/p", create=False)
+                    try:
+                        for name in self._io.scan(packs.fd):
+                            removed += self._removed(packs, name, before_s)
+                    finally:
+                        packs.close()
+                for name in (f"{owner}/p", f"{owner}/m", f"{owner}/proof", f"{owner}/renewal", owner):
+                    removed += self._removed(root, name, before_s)
+        finally:
+            root.close()
+        return removed
+
+    def _removed(self, directory: Directory, name: str, before_s: float) -> bool:
+        try:
+            if self._io.stat_name(name, directory.fd).st_mtime >= before_s:
+                return False
+            self._io.remove_directory(name, directory.fd)
+        except OSError:
+            return False
+        return True
+
+    def _remove_directory(self, path: str) -> None:
+        """Remove a directory if it is empty."""
+        with contextlib.suppress(OSError), self._directory(path, create=False) as (directory, name):
+            self._io.remove_directory(name, directory.fd)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[bool]:
+        """Lock the directory against other sweepers. False if another process has locked it. Where the file system has
+        no locks, nothing is locked: two sweepers delete more than one, and nothing wrong."""
+        root = Directory.root(self._io, self._path, False, self._may_be_shared)
+        try:
+            fd = root.open_file(_LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        except OSError as error:
+            logger.debug("%s/%s cannot be opened: %s", self._path, _LOCK_NAME, error)
+            root.close()
+            yield True
+            return
+        try:
+            try:
+                is_locked = self._io.lock(fd)
+            except OSError as error:
+                logger.debug("%s/%s cannot be locked: %s", self._path, _LOCK_NAME, error)
+                is_locked = True
+            yield is_locked
+        finally:
+            self._io.close(fd)
+            root.close()
 
     async def put_async(
         self,
@@ -200,10 +311,10 @@ class DirectoryStore:
     # Files.
 
     @contextlib.contextmanager
-    def _directory(self, path: str, create: bool) -> Iterator[tuple[Directory, str]]:
+    def _directory(self, path: str, create: bool, is_temporary: bool = False) -> Iterator[tuple[Directory, str]]:
         """Directory of an object, and its file name."""
         *folders, name = path.split("/")
-        if not all(map(_is_plain, (*folders, name))):
+        if not all(map(_is_plain, (*folders, _TEMPORARY.sub("", name) if is_temporary else name))):
             raise FileNotFoundError(0, "is no name of an object", path)
         opened = [Directory.root(self._io, self._path, create, self._may_be_shared)]
         try:
@@ -231,18 +342,16 @@ class StoredFile:
         found = io.stat(fd)
         self.meta: Mapping[str, Any] = {
             "size": found.st_size,
-            "e_tag": f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}",
+            "e_tag": _tag(found),
         }
         """`size` of the whole object in bytes, and `e_tag` of this version."""
-        self._modified_s = found.st_mtime
+        self._found = found
         start, stop = part or (0, found.st_size)
         self._start, self._stop = start, min(stop, found.st_size)
 
     def object_meta(self, path: str) -> ObjectMeta:
         """Description of the object under this name."""
-        modified = datetime.fromtimestamp(self._modified_s, UTC)
-        size, tag = self.meta["size"], self.meta["e_tag"]
-        return {"path": path, "size": size, "last_modified": modified, "e_tag": tag, "version": None}
+        return _meta(path, self._found)
 
     def stream(self, min_chunk_size: int = 0) -> StoredFile:
         """Iterate over the bytes in pieces. Fewer bytes than the range if the object ends first."""
@@ -272,6 +381,15 @@ class StoredFile:
 
     def __del__(self) -> None:
         self._io.close(self._fd)
+
+
+def _tag(found: os.stat_result) -> str:
+    return f"{found.st_ino:x}-{found.st_mtime_ns:x}-{found.st_size:x}"
+
+
+def _meta(path: str, found: os.stat_result) -> ObjectMeta:
+    modified = datetime.fromtimestamp(found.st_mtime, UTC)
+    return {"path": path, "size": found.st_size, "last_modified": modified, "e_tag": _tag(found), "version": None}
 
 
 async def _result(pool: DaemonPool, call: Callable[..., Any], *arguments: Any) -> Any:

@@ -37,7 +37,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         self._client = client
         to_live_s = options.time_to_live_s
         self._believed_s = options.believed_s if to_live_s is None else min(options.believed_s, to_live_s / 4)
-        self._is_kept_alive = to_live_s is not None
+        self._is_kept_alive = options.renewal_life_s is not None
         self._clears_all = clears_all
         self._packs = Packs(options.pack_bytes, self._new_pack)
         self._engine = uuid.uuid4().hex

@@ -54,6 +54,18 @@ class _KnownManifest:
     """It was written now, and may list packs that are old already."""
 
 
+class RenewalPace(NamedTuple):
+    """Pace of renewals.
+
+    Args:
+        time_to_live_s: life of an object after its last write.
+        requests_per_s: limit of requests, on average.
+    """
+
+    time_to_live_s: float
+    requests_per_s: float
+
+
 class RenewalCounts(NamedTuple):
     """Objects since the last call.
 
@@ -73,11 +85,11 @@ class KeepAlive:
 
     Args:
         store: the store.
-        cache: name of the cache, under which an object is written to read the store's clock.
+        cache: name of the cache, under which objects are copied.
         world_size: number of ranks with an object in each pack.
-        time_to_live_s: life of an object after its last write.
-        requests_per_s: limit of requests, on average.
+        pace: how long objects live, and the limit of requests.
         read: reads the path of a manifest, and its bytes; None if it is missing or unusable.
+        clock_ahead: how far the store's clock is ahead of this host's, in seconds.
         clock: seconds, of this host.
     """
 
@@ -86,19 +98,20 @@ class KeepAlive:
         store: Store,
         cache: str,
         world_size: int,
-        time_to_live_s: float,
-        requests_per_s: float,
+        pace: RenewalPace,
         read: Callable[[bytes, str], Awaitable[tuple[Sequence[ManifestNode], bytes] | None]],
+        clock_ahead: Callable[[], Awaitable[float]],
         clock: Callable[[], float],
     ) -> None:
         self._store = store
         self._cache = cache
         self._world_size = world_size
-        self._manifest_age_s = time_to_live_s / 2
-        self._pack_age_s = time_to_live_s / 4
-        self._interval_s = 1 / requests_per_s
+        self._manifest_age_s = pace.time_to_live_s / 2
+        self._pack_age_s = pace.time_to_live_s / 4
+        self._interval_s = 1 / pace.requests_per_s
         self._next_request_s = 0.0
         self._read = read
+        self._clock_ahead = clock_ahead
         self._clock = clock
         self._manifests: OrderedDict[bytes, _KnownManifest] = OrderedDict()
         """By prefix, the least recently used first."""
@@ -180,7 +193,7 @@ class KeepAlive:
         """
         name, now_s = manifest.name, self._clock()
         if now_s - self._compared_s >= CLOCK_CHECK_S:
-            await self._compare_clocks()
+            self._ahead_s = await self._limited(self._clock_ahead)
             self._compared_s = now_s
         age_s = await self._age_s(name)
         is_old = age_s >= self._manifest_age_s
@@ -236,16 +249,6 @@ class KeepAlive:
         """Seconds since the last write, by the store's clock."""
         meta = await self._limited(lambda: self._store.head_async(name))
         return max(0.0, time.time() + self._ahead_s - meta["last_modified"].timestamp())
-
-    async def _compare_clocks(self) -> None:
-        name = f"{self._cache}/proof/{uuid.uuid4().hex}"
-        await self._limited(lambda: self._store.put_async(name, b"hybridkv reads this store's clock"))
-        try:
-            now_s = time.time()
-            meta = await self._limited(lambda: self._store.head_async(name))
-            self._ahead_s = meta["last_modified"].timestamp() - now_s
-        finally:
-            await self._limited(lambda: self._store.delete_async([name]))
 
     async def _limited(self, request: Callable[[], Awaitable[Result]]) -> Result:
         """Make a request when the rate permits it."""

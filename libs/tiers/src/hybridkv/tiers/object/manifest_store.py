@@ -26,6 +26,7 @@ from hybridkv.tiers.contract import Key
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.object.bodies import ObjectBody, ReadMemoryLimit, read_body
 from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, LookupFailed, News
+from hybridkv.tiers.object.directory_store import DirectoryStore
 from hybridkv.tiers.object.format.epoch import EPOCH_MARK_BYTES, decode_epoch, encode_epoch
 from hybridkv.tiers.object.format.manifest import (
     MAX_PARTS,
@@ -35,7 +36,7 @@ from hybridkv.tiers.object.format.manifest import (
     encode_manifest,
 )
 from hybridkv.tiers.object.format.seals import Seals
-from hybridkv.tiers.object.keep_alive import KeepAlive
+from hybridkv.tiers.object.keep_alive import KeepAlive, RenewalPace
 from hybridkv.tiers.object.names import (
     BOUNDARY_EVERY,
     epoch_name,
@@ -48,7 +49,8 @@ from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import PackPlace, Stored
 from hybridkv.tiers.object.paths import Paths
 from hybridkv.tiers.object.reader import ManifestReader, Quarantine, find_last
-from hybridkv.tiers.object.store import describe, prove
+from hybridkv.tiers.object.store import clock_ahead_s, describe, prove
+from hybridkv.tiers.object.sweeping import CapacitySweeper
 from hybridkv.tiers.threads import DaemonPool
 
 if TYPE_CHECKING:
@@ -102,7 +104,11 @@ async def begin_epoch(store: Store, seals: Seals, cache: str, epoch: int) -> Non
     await store.put_async(name, encode_epoch(seals, name, epoch), use_multipart=False)
 
 
-_NUM_THREADS = 2
+_NUM_THREADS = 3
+_SWEEP_PAUSE = 20
+"""Sweeps take at most one part in so many of the time."""
+_LOCAL_RENEWALS = 50
+"""A directory takes so many times as many renewals a second as a server."""
 _MIN_JOIN_S = 1.0
 """Minimum time for cancelled tasks to end."""
 
@@ -160,17 +166,30 @@ class ManifestStore:
         self._bad: Quarantine[tuple[str, int], bool] = Quarantine(options.max_asked, options.bad_s, clock)
         """Places with wrong or missing bytes."""
         self._keep_alive: KeepAlive | None = None
-        if options.time_to_live_s is not None:
+        life_s = options.renewal_life_s
+        if life_s is not None:
+            is_local = isinstance(collection.store, DirectoryStore)
             self._keep_alive = KeepAlive(
                 collection.store,
                 collection.cache,
                 collection.world_size,
-                options.time_to_live_s,
-                options.renewals_per_s,
+                RenewalPace(life_s, options.renewals_per_s * (_LOCAL_RENEWALS if is_local else 1)),
                 self._manifest_bytes,
+                self._clock_ahead,
                 clock,
             )
         self._renewal: asyncio.Task[None] | None = None
+        self._sweeper: CapacitySweeper | None = None
+        self._sweeping: asyncio.Task[None] | None = None
+        if options.capacity_bytes is not None:
+            if not isinstance(collection.store, DirectoryStore):
+                raise TierConfigurationError("capacity_bytes", "a file: URL", "a store with expiry rules of its own")
+            self._sweeper = CapacitySweeper(
+                collection.store,
+                options.capacity_bytes,
+                partial(clock_ahead_s, collection.store, collection.cache),
+                lambda: self._is_closed,
+            )
         self._used: OrderedDict[Key, float] = OrderedDict()
         """When the last reported use of each path was, by the first of the keys."""
         self._unpublished: dict[bytes, None] = {}
@@ -216,10 +235,10 @@ class ManifestStore:
         self._post(lambda: self._publish(stored))
 
     def use(self, keys: Sequence[Key]) -> None:
-        options, now_s = self._options, self._clock()
-        if options.time_to_live_s is None or not self.takes_objects:
+        life_s, now_s = self._options.renewal_life_s, self._clock()
+        if life_s is None or not self.takes_objects:
             return
-        if now_s - self._used.get(keys[0], -math.inf) < min(USE_INTERVAL_S, options.time_to_live_s / 16):
+        if now_s - self._used.get(keys[0], -math.inf) < min(USE_INTERVAL_S, life_s / 16):
             return
         self._used[keys[0]] = now_s
         self._used.move_to_end(keys[0])
@@ -276,7 +295,7 @@ class ManifestStore:
 
     def _finish(self, done: threading.Event) -> None:
         async def wait() -> None:
-            useless = {asyncio.current_task(), self._follower, self._renewal, *self._searches}
+            useless = {asyncio.current_task(), self._follower, self._renewal, self._sweeping, *self._searches}
             await asyncio.gather(*(task for task in self._work if task not in useless), return_exceptions=True)
             done.set()
 
@@ -299,6 +318,22 @@ class ManifestStore:
 
     def _follow(self) -> None:
         self._follower = self._do(self._follow_epochs())
+        if self._sweeper is not None:
+            self._sweeping = self._do(self._sweep(self._sweeper))
+
+    async def _sweep(self, sweeper: CapacitySweeper) -> None:
+        """Keep the directory within its bound until `close`."""
+        while not self._is_closed:
+            took_s = 0.0
+            if self.takes_objects:
+                began_s = time.monotonic()
+                try:
+                    await asyncio.wrap_future(self._pool.submit(sweeper.sweep))
+                except Exception as error:
+                    self._complain("swept", error)
+                took_s = time.monotonic() - began_s
+            first_s = self._options.sweep_s if self.takes_objects else self._options.first_retry_s
+            await asyncio.sleep(max(first_s, _SWEEP_PAUSE * took_s))
 
     async def _follow_epochs(self) -> None:
         """Check the store as soon as it can be reached, then poll the epoch. Runs until `close`: a store that is
@@ -476,6 +511,9 @@ class ManifestStore:
         is_running = self._renewal is not None and not self._renewal.done()
         if self._keep_alive.has_waiting and self.takes_objects and not is_running:
             self._renewal = self._do(self._keep_alive.renew_waiting())
+
+    async def _clock_ahead(self) -> float:
+        return await asyncio.wrap_future(self._pool.submit(clock_ahead_s, self._store, self._cache))
 
     async def _manifest_bytes(self, prefix: bytes, name: str) -> tuple[list[ManifestNode], bytes] | None:
         """Path of a manifest, and its bytes. None if it is missing or unusable."""

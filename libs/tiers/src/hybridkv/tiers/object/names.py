@@ -9,6 +9,10 @@
 
 from __future__ import annotations
 
+import enum
+import re
+from typing import NamedTuple
+
 from blake3 import blake3
 
 from hybridkv.hashing import TAG_BYTES
@@ -76,3 +80,62 @@ def manifest_name(namespace: str, prefix: bytes) -> str:
 def epoch_name(cache: str) -> str:
     """Name of the mark of the current epoch."""
     return f"{cache}/epoch"
+
+
+class ObjectKind(enum.StrEnum):
+    """Kinds of objects, by their names."""
+
+    PACK = "pack"
+    MANIFEST = "manifest"
+    EPOCH = "epoch"
+    SHORT_LIVED = "short_lived"
+    """A check of the store, or an object that is copied onto itself."""
+    TEMPORARY = "temporary"
+    """A file of a directory that is not whole yet."""
+    OTHER = "other"
+    """Not ours."""
+
+
+class ParsedName(NamedTuple):
+    """What a name says.
+
+    Args:
+        kind: kind of the object.
+        owner: namespace of a pack or a manifest, cache of other objects; empty if it is not ours.
+        pack: name of a pack without the rank, else empty.
+    """
+
+    kind: ObjectKind
+    owner: str = ""
+    pack: str = ""
+
+
+_DIGEST = f"[0-9a-f]{{{2 * _NAME_BYTES}}}"
+_NAME = re.compile(
+    rf"(?P<owner>{_DIGEST}|doctor)/"
+    rf"(?:p/(?P<pack>[0-9a-f]{{32}}-\d{{1,19}})/\d{{1,9}}|(?P<manifest>m/{_DIGEST})|(?P<epoch>epoch)"
+    rf"|(?P<short>(?:proof|renewal)/[0-9a-f]{{32}}))(?P<temporary>\.[0-9a-f]{{32}}\.new)?"
+)
+
+
+_OWNER = re.compile(rf"{_DIGEST}|doctor")
+
+
+def is_owner(name: str) -> bool:
+    """Whether a name may be that of a namespace or a cache."""
+    return _OWNER.fullmatch(name) is not None
+
+
+def parse_name(name: str) -> ParsedName:
+    """Kind of an object."""
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return ParsedName(ObjectKind.OTHER)
+    owner = found["owner"]
+    if found["temporary"]:
+        return ParsedName(ObjectKind.TEMPORARY, owner)
+    if found["pack"]:
+        return ParsedName(ObjectKind.PACK, owner, pack_name(owner, found["pack"]))
+    if found["manifest"]:
+        return ParsedName(ObjectKind.MANIFEST, owner)
+    return ParsedName(ObjectKind.EPOCH if found["epoch"] else ObjectKind.SHORT_LIVED, owner)

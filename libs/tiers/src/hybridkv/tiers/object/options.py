@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from hybridkv.tiers.remote.options import RemoteOptions
 
+_BOUNDED_LIFE_S = 600.0
+"""In a store with a bound a use is recorded at most every half of this."""
+
 
 class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     """Options of both halves. An invalid value raises `TierConfigurationError`."""
@@ -47,4 +50,16 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     time_to_live_s: float | None = None
     """Seconds from the last write of an object until the store deletes it. None: the store deletes none."""
     renewals_per_s: float = 20.0
-    """Limit of the requests that keep objects alive, on average."""
+    """Limit of the requests that keep objects alive, on average. 50 times as many in a directory."""
+    capacity_bytes: int | None = None
+    """Bound of all objects in a directory, over all caches. The least recently used are deleted. None: no bound."""
+    sweep_s: float = 60.0
+    """Interval of the checks of that bound."""
+
+    @property
+    def renewal_life_s(self) -> float | None:
+        """Life of an object for its renewal: until the store deletes it, or with a bound until the time of its last use
+        is too coarse. None: no use is recorded."""
+        lives = [self.time_to_live_s] if self.time_to_live_s is not None else []
+        lives += [_BOUNDED_LIFE_S] if self.capacity_bytes is not None else []
+        return min(lives, default=None)

@@ -7,6 +7,7 @@ Credentials come from the usual places of those clouds (environment, files) and 
 from __future__ import annotations
 
 import re
+import time
 import uuid
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -130,6 +131,21 @@ def prove(store: Store, cache: str) -> str | None:
     ) as error:
         raise _lacks("can be used with these credentials", describe(error)) from error
     return None
+
+
+def clock_ahead_s(store: Store, cache: str) -> float:
+    """How far the store's clock is ahead of this host's, in seconds. Writes a short-lived object.
+
+    Raises:
+        Exception: (obstore or the system) a request failed.
+    """
+    name = f"{cache}/proof/{uuid.uuid4().hex}"
+    store.put(name, b"hybridkv reads this store's clock", use_multipart=False)
+    try:
+        now_s = time.time()
+        return store.head(name)["last_modified"].timestamp() - now_s
+    finally:
+        store.delete([name])
 
 
 def _why_only_read(store: Store, name: str, refused: Exception) -> str:

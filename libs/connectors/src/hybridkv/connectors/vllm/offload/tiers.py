@@ -402,7 +402,9 @@ def object_medium(config: ObjectTierConfig, rank: int, load_timeout_s: float) ->
 
 
 def _object_options(config: ObjectTierConfig, load_timeout_s: float) -> ObjectOptions:
-    options = ObjectOptions(pack_bytes=config.pack, time_to_live_s=config.time_to_live_seconds)
+    options = ObjectOptions(
+        pack_bytes=config.pack, time_to_live_s=config.time_to_live_seconds, capacity_bytes=config.capacity
+    )
     # A retry after the load's timeout would occupy a thread for nothing.
     return msgspec.structs.replace(options, request_timeout_s=min(options.request_timeout_s, load_timeout_s))
 

@@ -129,3 +129,12 @@ def decode_manifest(seals: Seals, name: str, world_size: int, data: bytes) -> li
             parts.append(ManifestPart(found.tags[tag], found.packs[pack], offset, num_bytes))
         path.append(ManifestNode(prefix, parts))
     return path
+
+
+def packs_of(data: bytes) -> list[str] | None:
+    """Packs that a manifest lists, without a check of its seal. None if it cannot be decoded."""
+    try:
+        found = _decoder.decode(memoryview(data)[SEAL_BYTES:])
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return found.packs if found.version == VERSION else None

@@ -1,0 +1,370 @@
+"""Sweeps of a store: what is deleted of one that is too large or has leftovers, beside engines that use it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import tracemalloc
+import uuid
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import patience
+import pytest
+from object_depots import depot_at, manifests, packs, patient
+from object_engines import CHUNK_BYTES, Engine, chunks_of, path_of
+
+from hybridkv.planner import LookupResult
+from hybridkv.tiers import TierConfigurationError
+from hybridkv.tiers.object import ObjectOptions, StoreLocation, open_index
+from hybridkv.tiers.object.directory_store import DirectoryStore
+from hybridkv.tiers.object.names import ObjectKind, parse_name
+from hybridkv.tiers.object.sweeping import (
+    CapacitySweeper,
+    NameFilter,
+    Sweep,
+    SweepReason,
+    SweepReport,
+    SweepRules,
+    sweep_lock,
+)
+
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+HOUR_S = 3600.0
+NUM_KEYS = 20
+OPTIONS = patient(missing_s=0.01)
+
+
+def stored(directory: Path, seed: bytes, age_s: float = 0.0) -> tuple[list[bytes], dict[bytes, bytes]]:
+    """A path that an engine stored so long ago."""
+    before = {*directory.glob("*/*/*"), *packs(directory)}
+    keys = path_of(NUM_KEYS, seed)
+    chunks = chunks_of(keys)
+    engine = Engine(depot_at(directory), options=OPTIONS)
+    engine.store(keys, chunks)
+    engine.close()
+    at_s = time.time() - age_s
+    for path in {*directory.glob("*/*/*"), *packs(directory)} - before:
+        os.utime(path, (at_s, at_s))
+    return keys, chunks
+
+
+def sweep(directory: Path, **rules: Any) -> SweepReport:
+    rules = {"is_dry": False} | rules
+    return Sweep(DirectoryStore(str(directory), True), SweepRules(**rules), time.time()).run()
+
+
+def total_bytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in (*manifests(directory), *packs(directory)))
+
+
+def found(directory: Path, keys: list[bytes], chunks: dict[bytes, bytes]) -> int:
+    """Number of the leading keys that a new engine restores."""
+    engine = Engine(depot_at(directory), options=OPTIONS)
+    try:
+        answers = engine.hear(keys)
+        number = answers.index(MISS) if MISS in answers else len(answers)
+        if number:
+            assert engine.load(keys[:number]) == [chunks[key] for key in keys[:number]]
+        return number
+    finally:
+        engine.close()
+
+
+@pytest.fixture
+def depot(tmp_path: Path) -> Path:
+    return tmp_path / "fleet"
+
+
+# A bound.
+
+
+def test_the_least_recently_used_goes_and_the_rest_is_whole(depot: Path) -> None:
+    paths = [stored(depot, bytes([number + 1]), age_s) for number, age_s in enumerate((9000.0, 6000.0, 3000.0))]
+    capacity = int(total_bytes(depot) * 0.75)
+    report = sweep(depot, capacity_bytes=capacity)
+    assert total_bytes(depot) <= capacity
+    assert report.reasons.keys() == {SweepReason.LEAST_RECENTLY_USED}
+    assert found(depot, *paths[0]) == 0
+    assert [found(depot, *path) for path in paths[1:]] == [NUM_KEYS] * 2
+
+
+def test_what_is_within_its_bound_stays(depot: Path) -> None:
+    path = stored(depot, b"a", 3 * HOUR_S)
+    before = total_bytes(depot)
+    assert sweep(depot, capacity_bytes=before).num_deleted == 0
+    assert total_bytes(depot) == before
+    assert found(depot, *path) == NUM_KEYS
+
+
+def test_a_burst_of_one_moment_is_cut_no_further_than_its_bound(depot: Path) -> None:
+    """All are of one age: an order by coarse ages would delete everything."""
+    for number in range(4):
+        stored(depot, bytes([number + 1]), 5000.0)
+        for path in (*manifests(depot), *packs(depot)):
+            moved_s = path.stat().st_mtime + 0.001
+            os.utime(path, (moved_s, moved_s))
+    before = total_bytes(depot)
+    sweep(depot, capacity_bytes=before // 2)
+    assert 0 < total_bytes(depot) <= before // 2
+
+
+def test_what_was_not_used_for_long_goes(depot: Path) -> None:
+    old, new = stored(depot, b"a", 50 * HOUR_S), stored(depot, b"b", 2 * HOUR_S)
+    sweep(depot, unused_s=24 * HOUR_S)
+    assert found(depot, *old) == 0
+    assert found(depot, *new) == NUM_KEYS
+
+
+def test_a_directory_with_a_capacity_stays_within_it_and_keeps_what_is_used(depot: Path) -> None:
+    options = patient(missing_s=0.01, capacity_bytes=4 * NUM_KEYS * CHUNK_BYTES, sweep_s=0.05)
+    used, unused = stored(depot, b"u", 900.0), stored(depot, b"n", 800.0)
+    engine = Engine(depot_at(depot), options=options)
+    try:
+        old = {path: path.stat().st_mtime for path in manifests(depot)}
+        assert engine.hear(used[0]) == [HIT] * NUM_KEYS
+        patience.wait_until(
+            lambda: any(path.exists() and path.stat().st_mtime > at + 500 for path, at in old.items()), "a use is seen"
+        )
+        client: Any = engine.index._client
+        patience.wait_until(client._renewal.done, "all of it is renewed")
+        for number in range(4):
+            keys = path_of(NUM_KEYS, bytes([200 + number]))
+            engine.store(keys, chunks_of(keys))
+        patience.wait_until(lambda: total_bytes(depot) <= (options.capacity_bytes or 0), "the bound holds")
+        patience.wait_until(lambda: found(depot, *unused) == 0, "the least recently used is gone")
+    finally:
+        engine.close()
+
+
+def test_a_server_has_rules_of_its_own_and_takes_no_capacity() -> None:
+    settings = {"endpoint": "http://127.0.0.1:9", "access_key_id": "a", "secret_access_key": "b"}
+    location = StoreLocation("s3://bucket/prefix", settings, b"secret")
+    with pytest.raises(TierConfigurationError) as refused:
+        open_index(location, bytes(32), 1, patient(capacity_bytes=1 << 30), time.monotonic)
+    assert refused.value.field == "capacity_bytes"
+
+
+# Leftovers.
+
+
+def age(path: Path, age_s: float) -> None:
+    at_s = time.time() - age_s
+    os.utime(path, (at_s, at_s))
+
+
+def leftovers(depot: Path, age_s: float) -> dict[SweepReason, list[Path]]:
+    """Of kills at any moment, so long ago. The manifests of one path list packs that are gone."""
+    for seed in (b"x", b"y"):
+        stored(depot, seed, age_s)
+    namespace = packs(depot)[0].parts[-4]
+    listed = manifests(depot)
+    gone = sorted(packs(depot), key=lambda path: int(path.parts[-2].partition("-")[2]))[0]
+    gone.unlink()
+    unlisted = depot / namespace / "p" / f"{uuid.uuid4().hex}-1" / "0"
+    short = depot / namespace / "proof" / uuid.uuid4().hex
+    half = depot / namespace / "renewal" / uuid.uuid4().hex
+    temporary = depot / namespace / "m" / f"{listed[0].name}.{uuid.uuid4().hex}.new"
+    in_pack = depot / namespace / "p" / f"{uuid.uuid4().hex}-7" / f"0.{uuid.uuid4().hex}.new"
+    for path in (unlisted, short, half, temporary, in_pack):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"left")
+        age(path, age_s)
+        age(path.parent, age_s)
+    unreadable = depot / namespace / "m" / ("ab" * 20)
+    unreadable.write_bytes(b"x" * 100)
+    age(unreadable, age_s)
+    return {
+        SweepReason.UNLISTED: [unlisted],
+        SweepReason.SHORT_LIVED: [short, half],
+        SweepReason.TEMPORARY: [temporary, in_pack],
+        SweepReason.UNREADABLE: [unreadable],
+    }
+
+
+def test_leftovers_of_kills_go_and_nothing_else(depot: Path) -> None:
+    left = leftovers(depot, 2 * HOUR_S)
+    whole = stored(depot, b"w", 2 * HOUR_S)
+    empty = depot / packs(depot)[0].parts[-4] / "p" / f"{uuid.uuid4().hex}-9"
+    empty.mkdir()
+    age(empty, 2 * HOUR_S)
+    dry = sweep(depot, is_dry=True)
+    assert all(path.exists() for paths in left.values() for path in paths), "a dry run deletes nothing"
+    report = sweep(depot)
+    assert dry.reasons == report.reasons
+    for reason, paths in left.items():
+        assert report.reasons[reason][0] >= len(paths), reason
+        assert not any(path.exists() for path in paths), reason
+    assert report.reasons[SweepReason.BROKEN][0] > 0
+    assert not empty.exists() and not left[SweepReason.TEMPORARY][1].parent.exists()
+    assert not left[SweepReason.UNLISTED][0].parent.exists()
+    assert found(depot, *whole) == NUM_KEYS
+    again = sweep(depot)
+    assert again.num_deleted == 0, again
+
+
+def test_what_is_younger_than_an_hour_is_no_leftover(depot: Path) -> None:
+    left = leftovers(depot, 100.0)
+    assert sweep(depot).num_deleted == 0
+    assert all(path.exists() for paths in left.values() for path in paths)
+
+
+def test_what_is_not_ours_is_never_deleted(depot: Path) -> None:
+    stored(depot, b"a", 50 * HOUR_S)
+    namespace = packs(depot)[0].parts[-4]
+    others = [depot / "README", depot / "ab" / "c", depot / namespace / "notes", depot / namespace / "m" / "mine.txt"]
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"mine")
+        age(path, 50 * HOUR_S)
+    outside = depot.parent / "outside"
+    outside.mkdir()
+    (outside / ("cd" * 20)).write_bytes(b"mine")
+    age(outside / ("cd" * 20), 50 * HOUR_S)
+    (depot / ("ef" * 20)).mkdir()
+    (depot / ("ef" * 20) / "m").symlink_to(outside)
+    report = sweep(depot, unused_s=1.0, capacity_bytes=1)
+    assert report.num_other == len(others)
+    assert all(path.exists() for path in others) and (outside / ("cd" * 20)).exists()
+    assert not packs(depot) and {path.name for path in depot.glob("*/m/*")} == {"mine.txt", "cd" * 20}
+
+
+def test_a_manifest_that_cannot_be_read_now_keeps_unlisted_packs(depot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = leftovers(depot, 2 * HOUR_S)
+    bad = manifests(depot)[0]
+    real = DirectoryStore.get
+
+    def failing(self: DirectoryStore, path: str, **more: Any) -> Any:
+        if path.endswith(bad.name):
+            raise OSError(5, "Input/output error")
+        return real(self, path, **more)
+
+    monkeypatch.setattr(DirectoryStore, "get", failing)
+    report = sweep(depot)
+    assert SweepReason.UNLISTED not in report.reasons and not report.is_complete
+    assert bad.exists() and left[SweepReason.UNLISTED][0].exists()
+
+
+# Beside others.
+
+
+def test_one_sweeper_at_a_time(depot: Path) -> None:
+    stored(depot, b"a", 2 * HOUR_S)
+    store = DirectoryStore(str(depot), True)
+    sweeper = CapacitySweeper(store, 1, lambda: 0.0, lambda: False)
+    fd = os.open(depot / "sweep.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        assert sweeper.sweep() is None
+        with sweep_lock(store) as is_locked:
+            assert not is_locked
+    finally:
+        os.close(fd)
+    report = sweeper.sweep()
+    assert report is not None and report.num_deleted > 0
+
+
+@pytest.mark.parametrize("skew_s", [HOUR_S, -HOUR_S])
+def test_a_host_with_a_wrong_clock_deletes_by_the_clock_of_the_store(
+    depot: Path, monkeypatch: pytest.MonkeyPatch, skew_s: float
+) -> None:
+    depot.mkdir()
+    young, old = leftovers(depot / "young", 1800.0), leftovers(depot / "old", 3 * HOUR_S)
+    real = time.time
+    monkeypatch.setattr("hybridkv.tiers.object.sweeping.time.time", lambda: real() + skew_s)
+    for name in ("young", "old"):
+        store = DirectoryStore(str(depot / name), True)
+        CapacitySweeper(store, 1 << 40, lambda: -skew_s, lambda: False).sweep()
+    assert all(path.exists() for paths in young.values() for path in paths)
+    assert not any(path.exists() for paths in old.values() for path in paths)
+
+
+def test_engines_read_and_write_beside_sweeps_and_get_no_wrong_byte(depot: Path) -> None:
+    """A bound that is far too small, so everything is deleted below their hands."""
+    options = patient(missing_s=0.01, capacity_bytes=2 * NUM_KEYS * CHUNK_BYTES, sweep_s=0.01)
+    engines = [Engine(depot_at(depot), options=options) for _ in range(2)]
+    seeds = [bytes([number + 1]) for number in range(6)]
+    chunks = {seed: chunks_of(path_of(NUM_KEYS, seed)) for seed in seeds}
+    num_loaded = 0
+    try:
+        for number in range(18):
+            seed = seeds[number % len(seeds)]
+            keys = path_of(NUM_KEYS, seed)
+            writer, reader = engines[number % 2], engines[(number + 1) % 2]
+            for engine in engines:
+                engine.near.clear()
+            writer.store(keys, chunks[seed])
+            held = reader.hear(keys)
+            wanted = keys[: held.index(MISS)] if MISS in held else keys
+            loaded = reader.load(wanted) if wanted else None
+            if loaded is not None:
+                num_loaded += len(loaded)
+                assert loaded == [chunks[seed][key] for key in wanted]
+    finally:
+        for engine in engines:
+            engine.close()
+    assert num_loaded > 0
+
+
+# Parts.
+
+
+def test_a_sweep_of_many_objects_takes_bounded_memory() -> None:
+    class Many:
+        """A store with many packs that nothing lists."""
+
+        def list(self) -> Iterator[Sequence[dict[str, Any]]]:
+            at = datetime.fromtimestamp(1_000_000, UTC)
+            for number in range(number_of_objects // 100):
+                yield [
+                    {"path": f"{'ab' * 20}/p/{'cd' * 16}-{number}{place:02}/0", "size": 1 << 24, "last_modified": at}
+                    for place in range(100)
+                ]
+
+    peaks = []
+    for number_of_objects in (2_000, 40_000):
+        store: Any = Many()
+        tracemalloc.start()
+        report = Sweep(store, SweepRules(capacity_bytes=1, unused_s=10.0), 2_000_000.0).run()
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        assert report.num_objects == report.num_deleted == number_of_objects
+    assert peaks[1] < peaks[0] + (12 << 20), "the order of the last bucket of ages is exact"
+
+
+def test_a_name_filter_misses_none_and_finds_few_others() -> None:
+    names = NameFilter(1 << 20)
+    for number in range(50_000):
+        names.add(f"in {number}")
+    assert all(f"in {number}" in names for number in range(50_000))
+    assert sum(f"out {number}" in names for number in range(10_000)) < 200
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        (f"{'ab' * 20}/p/{'0f' * 16}-12/3", ObjectKind.PACK),
+        (f"{'ab' * 20}/m/{'cd' * 20}", ObjectKind.MANIFEST),
+        (f"{'ab' * 20}/epoch", ObjectKind.EPOCH),
+        (f"{'ab' * 20}/renewal/{'cd' * 16}", ObjectKind.SHORT_LIVED),
+        (f"doctor/proof/{'cd' * 16}", ObjectKind.SHORT_LIVED),
+        (f"{'ab' * 20}/m/{'cd' * 20}.{'ef' * 16}.new", ObjectKind.TEMPORARY),
+        (f"{'ab' * 20}/p/{'0f' * 16}-12/3.{'ef' * 16}.new", ObjectKind.TEMPORARY),
+        (f"{'ab' * 20}/m/{'cd' * 19}", ObjectKind.OTHER),
+        (f"{'AB' * 20}/m/{'cd' * 20}", ObjectKind.OTHER),
+        (f"x/{'ab' * 20}/m/{'cd' * 20}", ObjectKind.OTHER),
+        (f"{'ab' * 20}/m/{'cd' * 20}\n", ObjectKind.OTHER),
+        ("sweep.lock", ObjectKind.OTHER),
+    ],
+)
+def test_names_of_objects(name: str, kind: ObjectKind) -> None:
+    assert parse_name(name).kind is kind
+
+
+def test_the_life_for_renewals_is_the_shorter_one() -> None:
+    assert ObjectOptions().renewal_life_s is None
+    assert ObjectOptions(time_to_live_s=100.0).renewal_life_s == 100.0
+    assert ObjectOptions(time_to_live_s=1e6, capacity_bytes=1).renewal_life_s == 600.0
