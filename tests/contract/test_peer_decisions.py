@@ -95,7 +95,8 @@ def handed_over(mix: Mix, num_tokens: int, started: list[Any]) -> dict[str, Any]
 
 
 def test_the_parameters_are_those_of_vllms_own_connector_and_one_more(started: list[Any]) -> None:
-    """Read in its source: what proxies pass on, and what is left out because this version has one size of it."""
+    """Read in its source: what proxies pass on, and what is left out because this version has one size of it, or a
+    producer registers its memory once."""
     source = ast.parse(inspect.getsource(pull_scheduler))
     returned = [
         {str(keyword.arg) for keyword in call.keywords}
@@ -103,7 +104,7 @@ def test_the_parameters_are_those_of_vllms_own_connector_and_one_more(started: l
         if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "dict"
     ]
     (theirs,) = [keys for keys in returned if "remote_block_ids" in keys]
-    left_out = {"dcp_size", "pp_size", "remote_blocks_expiry_time", "transfer_mode"}
+    left_out = {"dcp_size", "pp_size", "remote_blocks_expiry_time", "remote_registration_generation", "transfer_mode"}
     assert set(handed_over(WINDOW, 100, started)) == theirs - left_out | {"hybridkv"}
 
 

@@ -153,7 +153,15 @@ class OracleEngine:
         return self._runner_of(memory, connector)
 
     def _runner_of(self, memory: KVMemory, connector: KVConnectorBase_V1 | None) -> FakeRunner:
-        return FakeRunner(self.mix, memory, self.settings.runner, self._transcripts, connector, self._local_tokens)
+        return FakeRunner(
+            self.mix,
+            memory,
+            self.settings.runner,
+            self._transcripts,
+            connector,
+            self._local_tokens,
+            saves_last=self.settings.saves_last,
+        )
 
     def _shake_hands(self) -> None:
         """What EngineCore does once both halves are there and the caches are registered (v1/engine/core.py)."""

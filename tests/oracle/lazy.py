@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 class LazyRunner(FakeRunner):
     """Launches what `FakeRunner` does at once."""
 
-    def __init__(self, device: LazyDevice, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, device: LazyDevice, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
         self.device = device
 
     def execute(self, output: SchedulerOutput, fresh_blocks: Sequence[int]) -> ModelRunnerOutput:
@@ -64,7 +64,7 @@ class LazyEngine(OracleEngine):
     def _runner_of(self, memory: KVMemory, connector: KVConnectorBase_V1 | None) -> FakeRunner:
         settings = self.settings
         arguments = (self.mix, memory, settings.runner, self._transcripts, connector, self._local_tokens)
-        return LazyRunner(self.device, *arguments)
+        return LazyRunner(self.device, *arguments, saves_last=settings.saves_last)
 
     def close(self) -> None:
         super().close()

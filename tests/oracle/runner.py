@@ -1,8 +1,9 @@
 """The fake model runner: real bookkeeping, no model. It checks every byte a real forward pass would read.
 
 Mirrors what vLLM 0.32's runners do with a SchedulerOutput (v1/worker/gpu_model_runner.py,
-v1/worker/gpu/model_runner.py, v1/worker/mamba_utils.py) and the order in which they call a connector. No
-speculation. Where steps are planned ahead each still runs at once, and the scheduler hears of it one step later.
+v1/worker/gpu/model_runner.py, v1/worker/mamba_utils.py) and the order in which they call a connector, which
+tests/contract/test_step_order.py compares with vLLM's own. No speculation. Where steps are planned ahead each still
+runs at once, and the scheduler hears of it one step later.
 """
 
 from __future__ import annotations
@@ -78,6 +79,7 @@ class FakeRunner:
         connector: under test.
         local_tokens: what each request found in the engine's own cache when it was admitted; none of those that are not
             there did anybody else provide.
+        saves_last: whether the connector saves after the results of the step were taken, as with a drafter.
     """
 
     def __init__(
@@ -88,6 +90,8 @@ class FakeRunner:
         transcripts: Mapping[str, Transcript],
         connector: KVConnectorBase_V1 | None,
         local_tokens: Mapping[str, int],
+        *,
+        saves_last: bool = False,
     ) -> None:
         self.mix = mix
         self.memory = memory
@@ -95,6 +99,7 @@ class FakeRunner:
         self.num_checked_cells = self.num_misled = 0
         self._local_tokens = local_tokens
         self._order = order
+        self._saves_last = saves_last
         self._transcripts = transcripts
         self._running: dict[str, _Running] = {}
         if connector is not None:
@@ -207,7 +212,8 @@ class FakeRunner:
         self._forward(work)
         if not output.has_sync_kv_loads:
             connector.start_load_kv(None)  # type: ignore[arg-type]
-        connector.wait_for_save()
+        if not self._saves_last:
+            connector.wait_for_save()
         transfers = connector.get_transfer_results(set(output.finished_req_ids))
         result = KVConnectorOutput(
             finished_sending=transfers.finished_sending,
@@ -218,6 +224,8 @@ class FakeRunner:
             kv_cache_events=connector.get_kv_connector_kv_cache_events(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
+        if self._saves_last:
+            connector.wait_for_save()
         connector.clear_connector_metadata()
         loaded: KVConnectorOutput = pickle.loads(pickle.dumps(result))
         return loaded

@@ -15,8 +15,6 @@ from vllm.config import CacheConfig, KVEventsConfig, KVTransferConfig, ModelConf
 from vllm.model_executor.models import ModelRegistry
 from vllm.v1.core.kv_cache_utils import (
     generate_scheduler_kv_cache_config,
-    get_kv_cache_config_from_groups,
-    resolve_cache_hit_alignment_tokens,
     resolve_kv_cache_block_sizes,
 )
 
@@ -29,6 +27,16 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
     from oracle.mixes import Mix
+
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
+except ImportError:  # before vLLM 0.33
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
+
+try:
+    from vllm.v1.core.kv_cache_utils import resolve_cache_hit_alignment_tokens
+except ImportError:  # before vLLM 0.32
+    resolve_cache_hit_alignment_tokens = None
 
 MAX_MODEL_TOKENS = 4096
 
@@ -63,8 +71,9 @@ class EngineSettings:
     """What a scenario chooses about its engine.
 
     `runner` picks the order of the worker's calls: "v1" (CPU, and models that runner 2 does not support) tells the
-    connector of preemptions before it zeroes and copies blocks; "v2" (the default on GPUs) after. Another `model` is
-    another configuration of the same weights: it turns its keys otherwise, so that no byte in its cache is the same.
+    connector of preemptions before it zeroes and copies blocks; "v2" (the default on GPUs) after. With `saves_last` the
+    connector saves after the results of a step were taken, as with a drafter. Another `model` is another configuration
+    of the same weights: it turns its keys otherwise, so that no byte in its cache is the same.
     Below 0 the bytes differ as well, but the configuration says nothing of it. With `async_scheduling` a step is
     planned before the tokens of the one before it are known. `device` is where the engine says that its KV cache lies;
     here it is host memory whatever it says. With a `tp_size` above 1 the mix says what one of the ranks has. With
@@ -85,6 +94,7 @@ class EngineSettings:
     tp_size: int = 1
     async_scheduling: bool = False
     kv_events: bool = False
+    saves_last: bool = False
 
 
 class _NoModel(torch.nn.Module):
@@ -196,10 +206,11 @@ def make_configs(mix: Mix, settings: EngineSettings) -> Configs:
     kv_cache.kv_cache_layout = mix.layout
     of_scheduler = generate_scheduler_kv_cache_config([kv_cache])
     block_tokens, hash_tokens = resolve_kv_cache_block_sizes(of_scheduler, config)
-    alignment_tokens = resolve_cache_hit_alignment_tokens(of_scheduler, config, block_tokens, hash_tokens)
-    for each in (kv_cache, of_scheduler):
-        each.hash_block_size = hash_tokens
-        each.cache_hit_alignment_tokens = alignment_tokens
+    if resolve_cache_hit_alignment_tokens is not None:
+        alignment_tokens = resolve_cache_hit_alignment_tokens(of_scheduler, config, block_tokens, hash_tokens)
+        for each in (kv_cache, of_scheduler):
+            each.hash_block_size = hash_tokens
+            each.cache_hit_alignment_tokens = alignment_tokens
     return Configs(config, kv_cache, of_scheduler, block_tokens, hash_tokens)
 
 

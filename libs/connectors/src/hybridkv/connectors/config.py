@@ -24,6 +24,7 @@ _CHOICES = {
     "fsync": '"none", "interval" or "always"',
     "direct": 'true, false or "auto"',
     "resets": '"engine" or "fleet"',
+    "on_reset": '"clear" or "keep"',
     "cascade": '"all", "reused" or "nothing"; for a peer tier "nothing"',
     "weights_digest": '"sampled", "full", or your own name for these weights',
     "identity_ignores": "a list of names of facts",
@@ -155,6 +156,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         keep_share: largest share of each tier for prefixes that requests asked to keep; 0 keeps none.
         without_prefix_caching: prefix caching is off on purpose, and this model can resume prefixes.
         copies: on a GPU, "engine" copies with vLLM's own functions, "native" with kernels of hybridkv-cuda.
+        on_reset: "clear" drops everything stored when vLLM resets its connector's cache, as it does before it sleeps;
+            "keep" keeps it: the weights of this engine never change, as the operator knows.
         weights_digest: how weights are identified: "sampled" reads all headers and a sample of the data, "full" reads
             every byte; any other text is the operator's own name of the weights.
         identity_ignores: names of facts that do not change the stored bytes, as the operator knows.
@@ -173,6 +176,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     keep_share: float = KEEP_SHARE
     without_prefix_caching: bool = False
     copies: Literal["engine", "native"] = "engine"
+    on_reset: Literal["clear", "keep"] = "clear"
     weights_digest: str = "sampled"
     identity_ignores: tuple[str, ...] = ()
 

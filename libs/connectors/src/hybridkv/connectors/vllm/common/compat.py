@@ -424,6 +424,25 @@ def delivers_handshakes() -> bool:
     return not any(base.__name__ == "MultiConnector" for base in type(get_kv_transfer_group()).__mro__)
 
 
+def supports_sleep_mode(connector_class: Any, kv_transfer_config: Any) -> bool:
+    """Whether a connector follows the KV cache when the engine sleeps. True for one without that method: vLLM before
+    0.33 lets every connector sleep and tells it nothing."""
+    method = getattr(connector_class, "supports_sleep_mode", None)
+    return method is None or bool(method(kv_transfer_config))
+
+
+def unregister_kv_caches(connector: Any) -> None:
+    """Tells a connector that the KV cache is about to be unmapped, if it has that method (vLLM 0.33)."""
+    if (method := getattr(connector, "unregister_kv_caches", None)) is not None:
+        method()
+
+
+def restore_kv_caches(connector: Any) -> None:
+    """Tells a connector that the KV cache is mapped again, likewise."""
+    if (method := getattr(connector, "restore_kv_caches", None)) is not None:
+        method()
+
+
 def permit_amx() -> None:
     """Requests AMX from the kernel if the CPU has it, as the engine's own linear layers do in a long prompt.
 

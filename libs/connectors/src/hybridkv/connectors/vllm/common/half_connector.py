@@ -21,7 +21,7 @@ from hybridkv.connectors.vllm.common.start_checks import check_start
 from hybridkv.connectors.vllm.common.stats import OffloadPromMetrics, OffloadStats
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -82,6 +82,11 @@ class HalfConnector(KVConnectorBase_V1, SupportsHMA, Generic[Scheduler, Worker])
         self._require_scheduler().on_allocated(request, blocks, num_external_tokens)
 
     # In the API process.
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Whether the engine may sleep (vLLM 0.33 and later)."""
+        return True
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -161,6 +161,14 @@ class StoreWorker(Protocol):
 
     def take_facts(self) -> dict[str, str] | None: ...
 
+    def suspend(self, timeout_s: float) -> bool: ...
+
+    def resume(self) -> None: ...
+
+
+SUSPEND_S = 60.0
+"""Longest wait for copies in flight before an engine sleeps."""
+
 
 class StoreConnector(HalfConnector["StoreScheduler | WaitingScheduler", StoreWorker]):
     """Connector that stores KV. A subclass sets `_layout` and the half of this process.
@@ -171,6 +179,7 @@ class StoreConnector(HalfConnector["StoreScheduler | WaitingScheduler", StoreWor
 
     _cache_hit_source = compat.HOST_HIT
     _layout: CacheLayout
+    _keeps_on_reset = False
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -231,6 +240,22 @@ class StoreConnector(HalfConnector["StoreScheduler | WaitingScheduler", StoreWor
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         facts = self._require_worker().take_facts() if compat.delivers_handshakes() else None
         return WorkerFacts(facts) if facts is not None else None
+
+    def unregister_kv_caches(self) -> None:
+        """Waits until no copy uses the KV cache, before vLLM unmaps it. Later copies fail. Can be called again.
+
+        Raises:
+            RuntimeError: copies are still in flight after `SUSPEND_S`; the KV cache must stay mapped.
+        """
+        if not self._require_worker().suspend(SUSPEND_S):
+            raise RuntimeError(
+                f"{type(self).__name__}: copies of the KV cache are still in flight after {SUSPEND_S:.0f} s, so the "
+                "engine cannot sleep now; try again"
+            )
+
+    def restore_kv_caches(self) -> None:
+        """Copies again, once vLLM has mapped the KV cache at its old addresses. Can be called again."""
+        self._require_worker().resume()
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._require_worker().start_loads(self._step_plan())
@@ -330,6 +355,10 @@ class StoreConnector(HalfConnector["StoreScheduler | WaitingScheduler", StoreWor
         return self._require_scheduler().has_work_in_flight()
 
     def reset_cache(self) -> bool | None:
+        """Drops everything that is stored; with `"on_reset": "keep"` nothing. vLLM calls it before it sleeps, too."""
+        if self._keeps_on_reset:
+            logger.info("%s: a reset of vLLM's caches keeps the tiers, as on_reset says", type(self).__name__)
+            return True
         return self._require_scheduler().reset()
 
     # Both sides.

@@ -22,6 +22,7 @@ _SECONDS = (
 _CHOICES = {
     "chunk_tokens": "a number of tokens, or null",
     "copies": '"engine" or "native"',
+    "on_reset": '"clear" or "keep"',
     "identity_ignores": "a list of names of facts",
     "weights_digest": '"sampled", "full", or your own name for these weights',
 }
@@ -46,6 +47,7 @@ class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         weights_digest: identification of the weights, as for HybridOffloadConnector.
         identity_ignores: names of facts that do not change the stored bytes.
         copies: copy engine on a GPU, as for HybridOffloadConnector.
+        on_reset: what a reset of vLLM's caches does, as for HybridOffloadConnector.
     """
 
     url: str
@@ -61,6 +63,7 @@ class LMCacheConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     weights_digest: str = "sampled"
     identity_ignores: tuple[str, ...] = ()
     copies: Literal["engine", "native"] = "engine"
+    on_reset: Literal["clear", "keep"] = "clear"
 
 
 def decode_config(raw: Mapping[str, Any]) -> LMCacheConfig:

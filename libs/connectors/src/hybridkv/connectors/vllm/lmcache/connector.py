@@ -46,6 +46,7 @@ class HybridLMCacheConnector(StoreConnector):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._config = config = decode_config(self._kv_transfer_config.kv_connector_extra_config)
+        self._keeps_on_reset = config.on_reset == "keep"
         self._require_resumable()
         self._layout = layout = agree_on_layout(vllm_config, kv_cache_config, config)
         self._scheduler: LMCacheScheduler | WaitingScheduler | None = None

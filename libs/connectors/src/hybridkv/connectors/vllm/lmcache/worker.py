@@ -14,7 +14,7 @@ from hybridkv.canonical.torch_view import KVCache
 from hybridkv.connectors.vllm.common.copies.devices import CpuDevice, Device
 from hybridkv.connectors.vllm.common.copies.kv_memory import KVMemory, take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.common.copies.proof import prove_at_start
-from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths, LoadResults, RankWorker
+from hybridkv.connectors.vllm.common.copies.rank_worker import UNMAPPED, CopyPaths, LoadResults, RankWorker
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
@@ -176,6 +176,15 @@ class LMCacheWorker(RankWorker):
             self._counts.state(self._session.ready is not None)
             self._counts.pool(self._session.used_bytes, self._session.capacity_bytes)
         return self._outcomes.take_results()
+
+    def suspend(self, timeout_s: float) -> bool:
+        if not super().suspend(timeout_s):
+            return False
+        # Operations without a copy yet would copy after `resume`, and the blocks have lost their content by then.
+        for each in (self._loads, self._stores):
+            if each is not None:
+                each.end(UNMAPPED.reason, UNMAPPED.detail)
+        return True
 
     def close(self) -> None:
         """Fails open loads and stores, and closes the session. Takes a bounded time."""

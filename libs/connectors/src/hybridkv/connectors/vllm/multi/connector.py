@@ -41,7 +41,7 @@ from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
 from hybridkv.connectors.vllm.multi.worker_side import MultiWorkerSide, SchedulerSaves
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
@@ -281,6 +281,12 @@ class HybridMultiConnector(MultiWorkerSide, SupportsHMA):
                 "run them in engines apart",
             )
         return next(iter(layouts), None)
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """Whether every child supports it."""
+        children = resolve_without_engine(kv_transfer_config.kv_connector_extra_config)
+        return all(compat.supports_sleep_mode(connector_class, transfer) for connector_class, transfer in children)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: Mapping[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.multi.children import Child
 from hybridkv.connectors.vllm.multi.messages import (
     MultiHandshakeMetadata,
@@ -130,6 +131,20 @@ class MultiWorkerSide(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         for each in self._connectors:
             each.register_kv_caches(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Prepares every child for the unmapping of the KV cache. If one cannot, prepares none and raises its error."""
+        for position, each in enumerate(self._connectors):
+            try:
+                compat.unregister_kv_caches(each)
+            except Exception:
+                for prepared in self._connectors[:position]:
+                    compat.restore_kv_caches(prepared)
+                raise
+
+    def restore_kv_caches(self) -> None:
+        for each in self._connectors:
+            compat.restore_kv_caches(each)
 
     def set_host_xfer_buffer_ops(self, copy_operation: Any) -> None:
         for each in self._connectors:

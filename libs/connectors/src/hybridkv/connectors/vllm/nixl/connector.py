@@ -47,7 +47,7 @@ from hybridkv.planner.admission import LoadAdmission
 from hybridkv.planner.groups import whole_chunk_unit
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -121,6 +121,10 @@ class HybridNixlConnector(HalfConnector[NixlScheduler, NixlWorker]):
         self._require_resumable()
         self._require_worker().register(self._vllm_config, self._kv_cache_config, kv_caches, os.environ)
 
+    def unregister_kv_caches(self) -> None:
+        """Raises RuntimeError: peers read this memory, and NIXL has it registered."""
+        raise RuntimeError("HybridNixlConnector: the KV cache cannot be unmapped, because peers read it")
+
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return self._require_worker().take_address() if compat.delivers_handshakes() else None
 
@@ -174,6 +178,13 @@ class HybridNixlConnector(HalfConnector[NixlScheduler, NixlWorker]):
     def has_pending_push_work(self) -> bool:
         # A request that was never admitted leaves a message for its producer, and only a step sends it.
         return self._require_scheduler().has_plan()
+
+    # In the API process.
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: KVTransferConfig) -> bool:
+        """False: peers read the KV cache, and NIXL has it registered for as long as the engine lives."""
+        return False
 
     # Both sides.
 

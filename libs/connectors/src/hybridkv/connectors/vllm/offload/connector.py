@@ -57,6 +57,7 @@ class HybridOffloadConnector(StoreConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         config, layout, sizes = check_settings(vllm_config, kv_cache_config)
         self._config, self._layout = config, layout
+        self._keeps_on_reset = config.on_reset == "keep"
         self._scheduler: OffloadScheduler | WaitingScheduler | None = None
         self._worker: OffloadWorker | None = None
         if role == KVConnectorRole.SCHEDULER:

@@ -102,6 +102,9 @@ class OffloadWorker(RankWorker):
     def start_loads(self, plan: StepPlan) -> None:
         """Submits the step's loads and its moves between tiers."""
         self._is_idle = plan.is_idle
+        if plan.measured_step:
+            # Not in `start_stores`: with a drafter, vLLM takes the outcome of a step before its stores start.
+            self._outcomes.measured(plan.measured_step)
         now_s = self._paths.clock()
         for load in plan.loads:
             ended = partial(self._outcomes.loaded, load.request_id)
@@ -139,8 +142,6 @@ class OffloadWorker(RankWorker):
 
     def start_stores(self, plan: StepPlan) -> None:
         """Submits the step's stores, after the forward pass that writes their blocks."""
-        if plan.measured_step:
-            self._outcomes.measured(plan.measured_step)
         for store in plan.stores:
             # Each copy writes its whole slot, which is then sealed. `_store_runs` sets where each chunk ends.
             self._copies.submit(

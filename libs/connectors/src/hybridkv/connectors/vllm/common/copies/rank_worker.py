@@ -16,6 +16,7 @@ from hybridkv.transfer import CopyEngine, CopyRuns, JobId, RecordDigests
 logger = logging.getLogger("vllm.hybridkv.worker")
 
 QUEUE_IS_FULL = LoadFailure("busy", "the copy queue is full")
+UNMAPPED = LoadFailure("busy", "the engine sleeps, and its KV cache is not mapped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +132,13 @@ class CopyJobs:
         self._metrics = metrics
         self._job_ids = itertools.count(1)
         self._open: dict[JobId, CopyJob] = {}
+        self._is_suspended = False
 
     def submit(self, job: CopyJob) -> None:
         """Queues a job. `on_end` is called by `poll`, or immediately if the job cannot be queued."""
+        if self._is_suspended:
+            job.on_end((UNMAPPED,))
+            return
         engine = self._paths.loads if job.is_load else self._paths.stores
         job_id = JobId(next(self._job_ids))
         self._open[job_id] = job
@@ -166,6 +171,24 @@ class CopyJobs:
         if loads := [job_id for job_id, job in self._open.items() if job.is_load]:
             self._paths.loads.wait(loads, timeout_s)
 
+    def suspend(self, timeout_s: float) -> bool:
+        """Waits until all jobs have ended, at most so long, and returns whether they have. If they have, further jobs
+        fail at once until `resume`."""
+        ends_s = self._paths.clock() + timeout_s
+        for engine in self._paths.engines():
+            is_loads = engine is self._paths.loads
+            is_stores = engine is self._paths.stores
+            jobs = [job_id for job_id, job in self._open.items() if (is_loads if job.is_load else is_stores)]
+            if not engine.wait(jobs, max(0.0, ends_s - self._paths.clock())):
+                return False
+        self._is_suspended = True
+        self.poll()
+        return True
+
+    def resume(self) -> None:
+        """Accepts jobs again."""
+        self._is_suspended = False
+
     def close(self) -> None:
         """Finishes the running job and fails the others."""
         for engine in self._paths.engines():
@@ -194,6 +217,15 @@ class RankWorker:
     def take_facts(self) -> dict[str, str] | None:
         """Facts that were not sent to the scheduler yet."""
         return self._outcomes.take_facts()
+
+    def suspend(self, timeout_s: float) -> bool:
+        """Waits until no copy uses the engine's KV memory, at most so long, and returns whether that is so. If it is,
+        loads and stores fail without a copy until `resume`. Results are reported with the next step."""
+        return self._copies.suspend(timeout_s)
+
+    def resume(self) -> None:
+        """Copies again. The engine's KV memory is mapped at the same addresses."""
+        self._copies.resume()
 
     def outcome(self) -> StepOutcome | None:
         """Stores, moves and failures since the last call, None if there are none."""
