@@ -292,8 +292,8 @@ class KeyLedger(SyncLookups, Generic[E]):
         self._extended_by.setdefault(extends, set()).add(key)
 
     def _unlink(self, key: Key) -> None:
-        """Remove a key from its chain: keys that extended it now extend its predecessor. If no key is left to extend the
-        predecessor, that becomes evictable."""
+        """Remove a key from its chain: keys that extended it now extend its predecessor. If no key extends the
+        predecessor any more, that becomes evictable."""
         extended = self._extends.pop(key, None)
         for other in self._extended_by.pop(key, ()):
             del self._extends[other]
