@@ -1,8 +1,9 @@
 """Index of the disk tier: decides which chunks stay on disk, and where. Only the index creates files and owns metadata.
 
-Eviction is least recently used, per record, and no record goes before those that extend it. A start keeps the order of
-records, and learns what they extend when they are used. Evictions take effect in memory at once; the janitor changes
-files later. Only the constructor, `clear` and `close` wait for a device; the last two for a bounded time.
+Eviction is least recently used, per record, and no record is evicted before the records that extend it. After a start,
+records have their order; what they extend is set when they are used. Evictions take effect in memory at once; the
+janitor changes files later. Only the constructor, `clear` and `close` wait for a device; the last two for a bounded
+time.
 """
 
 from __future__ import annotations
@@ -217,7 +218,7 @@ class DiskIndex(SyncLookups):
     def drain(self, timeout_s: float) -> bool:
         """Wait until all due file work is done, or failed and backs off. False if `timeout_s` passed first.
 
-        From then on, records that were invalidated or aborted stay withdrawn even if the process crashes.
+        After that, records that were invalidated or aborted stay withdrawn even if the process crashes.
         """
         return self._maintenance.drain(timeout_s)
 

@@ -19,9 +19,9 @@ from hybridkv.tiers.disk.options import DiskOptions, Fsync
 from hybridkv.tiers.files.directory import Directory, write_all
 
 MAX_WAITING = 1 << 17
-"""Largest number of queued changes: as many a second if a batch is written every second; about 20 MB."""
+"""Largest number of queued changes, about 20 MB. If a batch is written every second, it bounds changes per second."""
 MAX_USES_IN_A_BATCH = 1 << 14
-"""Only the last uses of a batch are kept. Earlier ones leave the order unchanged."""
+"""Number of uses that a batch keeps: the last ones. Dropped earlier uses do not move their records in the order."""
 
 
 class GivenUpError(Exception):
@@ -156,8 +156,8 @@ def _last_uses(taken: list[Change | int]) -> list[Change]:
 class ChangesFile:
     """File of changes since the current snapshot. Used in the janitor's thread.
 
-    Append only, without gaps: whatever fails, the file holds a beginning of the changes, and the next snapshot begins a
-    new file.
+    Append only. After a failure it still holds the first changes since the snapshot, without gaps; the next snapshot
+    begins a new file.
 
     Args:
         log: source of the changes.

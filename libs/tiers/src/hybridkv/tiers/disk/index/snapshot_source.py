@@ -1,6 +1,6 @@
 """Records of an index for a snapshot, read while the index goes on. Reads and writes no file.
 
-Of a million records it copies keys and columns of numbers, 80 MB.
+For a million records it copies keys and columns of numbers: 80 MB.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class _QueuedTask(NamedTuple):
 
 
 class Janitor(Protocol):
-    """Runs tasks in order, delayed ones aside, and never two at a time."""
+    """Runs one task at a time, in order; delayed tasks run when they are due."""
 
     @property
     def can_wait(self) -> bool:
