@@ -142,3 +142,19 @@ def test_a_directory_that_cannot_be_read_is_an_error(tmp_path: Path, command: tu
     result = run(command[0], tmp_path / "none", *command[1:])
     assert result.exit_code == 2
     assert "path: expected a directory that can be used" in result.stderr and "No such file" in result.stderr
+
+
+def test_gc_of_a_disk_takes_old_caches_and_leaves_open_ones(path: Path) -> None:
+    old, new = (Engine(path, model) for model in ("old", "new"))
+    old.close()
+    ten_days_ago = time.time() - 10 * 86_400
+    os.utime(path / old.name / "LOCK", (ten_days_ago, ten_days_ago))
+    assert "nothing to delete" in run("gc", path).stdout
+    dry = run("gc", path, "--older-than", 9)
+    assert dry.exit_code == 0 and "a dry run" in dry.stdout and old.name[:12] in dry.stdout
+    assert len(json.loads(run("inspect", path, "--json").stdout)) == 2
+    refused = run("gc", path, "--older-than", 0, "--delete")
+    assert refused.exit_code == 2 and f"{new.name[:12]}: an engine has it open" in refused.stderr
+    assert [left["name"] for left in json.loads(run("inspect", path, "--json").stdout)] == [new.name]
+    new.close()
+    assert run("gc", path, "--capacity", "1GiB").exit_code == 2

@@ -21,6 +21,8 @@ from slow_link import SlowLink
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Refusal, TierConfigurationError
 from hybridkv.tiers.object import StoreLocation, open_index
+from hybridkv.tiers.object.inspection import ObjectVerifier, inspect_objects
+from hybridkv.tiers.object.sweeping import Sweep, SweepReason, SweepRules
 from hybridkv.tiers.stack import BreakerOptions, BreakerState, Direction, SecondaryTierOptions
 from kits.tiers.object_server import BUCKET, VARIABLE, ObjectServer, command
 
@@ -279,3 +281,22 @@ def test_what_is_in_use_is_written_again_at_the_server(
     engines.append(Engine(location, options=OPTIONS, slower=PATIENT))
     assert engines[1].hear(keys) == [HIT] * 40
     assert engines[1].load(keys) == [chunks[key] for key in keys]
+
+
+def test_a_server_is_inspected_verified_and_swept(server: ObjectServer, prefix: str, engines: list[Engine]) -> None:
+    keys, chunks = stored(depot(server, prefix))
+    location = depot(server, prefix)
+    store: Any = location.open(OPTIONS)
+    [cache] = inspect_objects(store).caches
+    assert cache.num_packs > 0 and cache.num_manifests > 0 and cache.pack_bytes > 40 * len(chunks[keys[0]])
+    found = ObjectVerifier(store, location.seals).run()
+    assert found.is_whole and found.num_records == 40 and not found.num_other_secret
+    store.put(f"{cache.name}/p/{'ab' * 16}-1/0", b"left", use_multipart=False)
+    later_s = time.time() + 2 * 3600.0
+    report = Sweep(store, SweepRules(is_dry=False), later_s).run()
+    assert report.reasons == {SweepReason.UNLISTED: (1, 4)} and not report.num_failed
+    engines.append(Engine(location, options=OPTIONS, slower=PATIENT))
+    assert engines[0].hear(keys) == [HIT] * 40
+    assert engines[0].load(keys) == [chunks[key] for key in keys]
+    assert Sweep(store, SweepRules(unused_s=1.0, is_dry=False), later_s).run().num_deleted > 2
+    assert not inspect_objects(store).caches

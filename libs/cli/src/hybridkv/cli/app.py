@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 
+_SHOWN_EVERY = 100
 _NOT_INSTALLED = "unknown: hybridkv-cli is not installed"
 
 
@@ -176,30 +177,61 @@ def explain(log: str, as_json: bool) -> None:
         click.echo(explaining.text_of(report))
 
 
-@main.command(help="Show the caches in the directory of a disk tier.")
-@click.argument("path", type=click.Path())
+def _store_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Options of a command that opens an object store."""
+    for option in (
+        click.option("--secret-file", help="Of a URL: the tier's secret_file."),
+        click.option("--credentials-file", help="Of a URL: the tier's credentials_file."),
+        click.option("--region", help="Of a URL: the bucket's region."),
+        click.option("--endpoint", help="Of a URL: the address of your own server."),
+    ):
+        command = option(command)
+    return command
+
+
+@main.command(help="Show the caches in the directory of a disk tier, or in an object store.")
+@click.argument("place", metavar="PATH|URL")
+@_store_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-def inspect(path: str, as_json: bool) -> None:
-    """`path` is the `path` of a disk tier. An engine may have it open. Exit status: 0, or 2 if it cannot be read."""
+def inspect(place: str, as_json: bool, **options: str | None) -> None:
+    """`place` is the `path` of a disk tier or the `url` of an object tier. An engine may have it open.
+
+    Exit status: 0, or 2 if it cannot be read.
+    """
     from hybridkv.cli import stores
     from hybridkv.cli.output import print_json
 
+    if _is_url(place):
+        from hybridkv.cli import object_stores
+
+        with _failing(), _progress("objects") as show:
+            found = object_stores.inspect(object_stores.location_of(place, options), show)
+        print_json(found) if as_json else click.echo(object_stores.text_of(found))
+        return
     with _failing():
-        reports = stores.inspect(str(Path(path).absolute()))
+        reports = stores.inspect(str(Path(place).absolute()))
     if as_json:
         print_json(reports)
     else:
         click.echo(stores.text_of(reports))
 
 
-@main.command(help="Read each record in the directory of a disk tier, and compare its checksum.")
-@click.argument("path", type=click.Path())
+@main.command(help="Read each record in the directory of a disk tier, or in an object store, and compare its checksum.")
+@click.argument("place", metavar="PATH|URL")
+@_store_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
-def verify(path: str, as_json: bool) -> None:
-    """Exit status: 0, 1 if something is damaged or unreadable, or 2 if the directory cannot be used."""
+def verify(place: str, as_json: bool, **options: str | None) -> None:
+    """Exit status: 0, 1 if something is damaged or unreadable, or 2 if the directory or store cannot be used."""
     from hybridkv.cli import stores
     from hybridkv.cli.output import FINE, WARNED, print_json
 
+    if _is_url(place):
+        from hybridkv.cli import object_stores
+
+        with _failing(), _progress("objects") as count:
+            found = object_stores.verify(object_stores.location_of(place, options), count)
+        print_json(found) if as_json else click.echo(object_stores.verify_text_of(found))
+        sys.exit(FINE if found.is_whole else WARNED)
     is_shown = sys.stderr.isatty()
 
     def show(name: str, done: int, total: int) -> None:
@@ -207,7 +239,7 @@ def verify(path: str, as_json: bool) -> None:
             click.echo(f"\r{name[:12]}: {done:,} of {total:,} records", nl=done == total, err=True)
 
     with _failing():
-        reports = stores.verify(str(Path(path).absolute()), show)
+        reports = stores.verify(str(Path(place).absolute()), show)
     if as_json:
         print_json(reports)
     else:
@@ -220,6 +252,54 @@ def verify(path: str, as_json: bool) -> None:
             for damage in report.damages:
                 click.echo(f"  {damage.key} on rank {damage.rank}: {damage.reason}: {damage.detail}")
     sys.exit(FINE if all(report.is_whole for report in reports) else WARNED)
+
+
+@main.command(
+    help="Show what can be deleted: leftovers of kills, what was not used for long, what is beyond a size. "
+    "With --delete, delete it."
+)
+@click.argument("place", metavar="PATH|URL")
+@click.option("--delete", is_flag=True, help="Delete. Without it nothing is changed.")
+@click.option("--older-than", "days", type=click.FloatRange(min=0), help="Also what was not used for so many days.")
+@click.option("--capacity", help="Of a URL: also what was used least recently, beyond a size such as 2TiB.")
+@_store_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON document on stdout.")
+def gc(
+    place: str, delete: bool, days: float | None, capacity: str | None, as_json: bool, **options: str | None
+) -> None:
+    """Of a disk tier's directory: caches without a chunk, and with --older-than those not opened for so long. What an
+    engine has open stays. Of an object store: objects, one by one.
+
+    Exit status: 0, or 2 if the place cannot be used, another process sweeps it, or something cannot be deleted.
+    """
+    from hybridkv.cli import stores
+    from hybridkv.cli.output import FAILED, print_json
+    from hybridkv.connectors.config import parse_size
+
+    if _is_url(place):
+        from hybridkv.cli import object_stores
+
+        with _failing(), _progress("objects") as show:
+            capacity_bytes = None if capacity is None else parse_size("--capacity", capacity)
+            rules = object_stores.rules_of(capacity_bytes, days, is_dry=not delete)
+            swept = object_stores.sweep(object_stores.location_of(place, options), rules, show)
+        print_json(swept) if as_json else click.echo(object_stores.sweep_text_of(swept, is_dry=not delete))
+        sys.exit(FAILED if swept.num_failed else 0)
+    if capacity is not None:
+        raise click.UsageError("--capacity is for object stores: a disk tier keeps to its own capacity")
+    where = str(Path(place).absolute())
+    with _failing():
+        reports = stores.garbage(where, days)
+        left = stores.clear(where, [each.name for each in reports]) if delete else []
+    if as_json:
+        print_json({"caches": reports, "is_dry": not delete, "left": left})
+    else:
+        click.echo(stores.text_of(reports) if reports else "nothing to delete")
+        if reports:
+            click.echo("deleted" if delete else "a dry run: nothing was deleted; --delete deletes them")
+    for name in left:
+        click.echo(f"error: {name[:12]}: an engine has it open, or its files cannot be deleted", err=True)
+    sys.exit(FAILED if left else 0)
 
 
 @main.command(help="Delete caches in the directory of a disk tier, unless an engine has them open.")
@@ -269,6 +349,28 @@ def doctor(config: str | None, as_json: bool) -> None:
         click.echo("\n".join(finding.text() for finding in findings))
     statuses = {finding.status for finding in findings}
     sys.exit(FAILED if "fail" in statuses else WARNED if "warn" in statuses else FINE)
+
+
+def _is_url(place: str) -> bool:
+    return "://" in place
+
+
+@contextlib.contextmanager
+def _progress(noun: str) -> Iterator[Callable[[int], None]]:
+    """Shows a growing number on a terminal."""
+    shown = 0
+
+    def show(number: int) -> None:
+        nonlocal shown
+        if number - shown >= _SHOWN_EVERY or number < shown:
+            shown = number
+            click.echo(f"\r{number:,} {noun} ", nl=False, err=True)
+
+    try:
+        yield show if sys.stderr.isatty() else lambda number: None
+    finally:
+        if shown:
+            click.echo(err=True)
 
 
 @contextlib.contextmanager

@@ -103,6 +103,17 @@ def not_opened_for(reports: Iterable[NamespaceReport], days: float) -> list[Name
     return [report for report in reports if report.opened_s < last_s and not report.holder]
 
 
+def garbage(path: str, days: float | None) -> list[NamespaceReport]:
+    """Namespaces without a chunk, and those that were not opened for so many days; none that an engine has open.
+
+    Raises:
+        TierConfigurationError: the directory cannot be used.
+    """
+    reports = [report for report in inspect(path) if not report.holder]
+    old = {report.name for report in not_opened_for(reports, days)} if days is not None else set()
+    return [report for report in reports if report.name in old or (not report.num_records and not report.problem)]
+
+
 def clear(path: str, names: Iterable[str]) -> list[str]:
     """Deletes namespaces. Returns the names of those that were left, because an engine has them open.
 

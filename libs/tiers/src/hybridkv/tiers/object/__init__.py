@@ -11,11 +11,12 @@ medium.py           each rank's medium: writes packs, reads ranges of them
 format/             byte formats of packs, manifests and epoch marks; FORMAT.md
 names.py            object names
 store.py            opens and checks a store; obstore talks to S3, GCS and Azure
+inspection.py       what a store holds, and whether it is whole, without an engine
 directory_store.py  a store in a local or shared directory
 builder.py          builds the index or a medium from a URL and a secret
 """
 
-from hybridkv.tiers.object.builder import StoreLocation, open_index, open_medium
+from hybridkv.tiers.object.builder import SECRET_PURPOSE, StoreLocation, open_index, open_medium
 from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, LookupFailed, News
 from hybridkv.tiers.object.index import ObjectIndex
 from hybridkv.tiers.object.medium import ObjectMedium
@@ -23,6 +24,7 @@ from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import ObjectSlot, PackPlace, Stored
 
 __all__ = [
+    "SECRET_PURPOSE",
     "EpochChanged",
     "LookupAnswered",
     "LookupFailed",

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SECRET_PURPOSE = b"object store"
+"""A fleet's secret for its store is derived from the content of `secret_file` for this purpose."""
+
 
 @dataclass(frozen=True, slots=True)
 class StoreLocation:

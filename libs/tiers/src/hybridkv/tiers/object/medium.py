@@ -43,6 +43,7 @@ GAP_BYTES = 64 << 10
 """Chunks with a gap up to this size count as adjacent."""
 NUM_THREADS = 4
 """Concurrent pack reads and writes of one rank."""
+_ZEROS_BYTES = 64 << 10
 _MAX_WRITTEN = 4096
 """Limit of the remembered names of written packs."""
 
@@ -225,7 +226,7 @@ class ObjectMedium(RemoteMedium):
         left, bad = list(run), []
         try:
             answer = self._opened().get(name, options={"range": (first, max(move.end for move in run))})
-            stream = _Stream(answer.stream(min_chunk_size=1), first)
+            stream = RangeStream(answer.stream(min_chunk_size=1), first)
             while left:
                 move = left[0]
                 stream.skip_to(move.slot.offset)
@@ -243,7 +244,7 @@ class ObjectMedium(RemoteMedium):
             self._end_all(left, failure_of(error, f"reading {name}"))
         return bad
 
-    def _taken(self, stream: _Stream, place: PartPlace, move: _PackMove) -> Completion:
+    def _taken(self, stream: RangeStream, place: PartPlace, move: _PackMove) -> Completion:
         header = stream.read(HEADER_BYTES)
         expected = check_header(header, place, move.key, move.num_bytes)
         if isinstance(expected, Failure):
@@ -258,7 +259,7 @@ class ObjectMedium(RemoteMedium):
         return Completion(move.ticket, failure, None if failure else expected)
 
 
-class _Stream:
+class RangeStream:
     """Reader of a streamed range."""
 
     def __init__(self, chunks: Iterable[Buffer], at: int) -> None:
@@ -280,6 +281,21 @@ class _Stream:
     def skip_to(self, offset: int) -> None:
         while self._at < offset and self._next(offset - self._at):
             pass
+
+    @property
+    def offset(self) -> int:
+        """Offset of the next byte."""
+        return self._at
+
+    def skip_zeros(self) -> None:
+        """Skip to the next byte that is not zero."""
+        while True:
+            self._next(0)  # fetches a piece if none is left
+            piece = bytes(self._rest[:_ZEROS_BYTES])
+            num_zeros = len(piece) - len(piece.lstrip(b"\0"))
+            self._next(num_zeros)
+            if num_zeros < len(piece) or not piece:
+                return
 
     def read(self, num_bytes: int) -> bytes:
         """Exactly `num_bytes` bytes, or fewer at the end."""

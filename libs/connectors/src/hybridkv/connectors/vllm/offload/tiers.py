@@ -34,7 +34,7 @@ from hybridkv.tiers import object as object_tier
 from hybridkv.tiers import peer as peer_tier
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync
 from hybridkv.tiers.files.directory import require_directory
-from hybridkv.tiers.object import ObjectIndex, ObjectMedium, ObjectOptions, StoreLocation
+from hybridkv.tiers.object import SECRET_PURPOSE, ObjectIndex, ObjectMedium, ObjectOptions, StoreLocation
 from hybridkv.tiers.peer import PeerAddresses, PeerIndex, PeerMedium, PeerOptions
 from hybridkv.tiers.ram import RamIndex, choose_granule_bytes
 from hybridkv.tiers.stack import CascadePolicy, SecondaryTier, SecondaryTierOptions, TierStack
@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.hybridkv")
 
-_OBJECT_STORE_PURPOSE = b"object store"
 _OTHERS_MODE = 0o077
 _FIELDS = {"capacity_bytes": "capacity"}
 """Configuration keys of tier options with another name."""
@@ -414,7 +413,7 @@ def _depot(config: ObjectTierConfig) -> StoreLocation:
     settings |= {} if config.endpoint is None else {"endpoint": config.endpoint}
     settings |= {} if config.region is None else {"region": config.region}
     try:
-        secret = b"" if config.secret_file is None else read_secret(config.secret_file).derive(_OBJECT_STORE_PURPOSE)
+        secret = b"" if config.secret_file is None else read_secret(config.secret_file).derive(SECRET_PURPOSE)
     except PeersConfigurationError as error:
         raise TierConfigurationError("secret_file", error.expected, error.got, error.hint) from None
     return StoreLocation(config.url, settings, secret)

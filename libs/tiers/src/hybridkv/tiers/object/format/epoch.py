@@ -31,3 +31,11 @@ def decode_epoch(seals: Seals, name: str, data: bytes) -> int | None:
         return None
     magic, epoch = _HEAD.unpack(head)
     return int(epoch) if magic == MAGIC else None
+
+
+def parse_epoch(data: bytes) -> int | None:
+    """Epoch of a mark, without a check of its seal. None if it is no mark."""
+    if len(data) != EPOCH_MARK_BYTES:
+        return None
+    magic, epoch = _HEAD.unpack(data[: _HEAD.size])
+    return int(epoch) if magic == MAGIC else None

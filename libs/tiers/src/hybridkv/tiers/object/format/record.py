@@ -58,6 +58,30 @@ def encode_header(
     return head + seals.of(head, place.words(), views=views)
 
 
+class RecordHead(NamedTuple):
+    """Fields of a header.
+
+    Args:
+        rank: rank of the part.
+        key: its key.
+        num_bytes: size of the chunk.
+        checksum: XXH3-128 of its bytes.
+    """
+
+    rank: int
+    key: Key
+    num_bytes: int
+    checksum: bytes
+
+
+def parse_header(header: bytes) -> RecordHead | None:
+    """Fields of a header, without a check of its seal. None if no record begins here."""
+    if len(header) < HEADER_BYTES:
+        return None
+    magic, rank, key_bytes, _, num_bytes, checksum, key = _HEAD.unpack_from(header)
+    return RecordHead(rank, key[:key_bytes], num_bytes, checksum) if magic == MAGIC else None
+
+
 def check_header(header: bytes, place: PartPlace, key: Key, num_bytes: int) -> bytes | Failure:
     """Check that a header belongs to a chunk. Returns the expected checksum. The seal is checked later, with the bytes,
     by `check_seal`."""
