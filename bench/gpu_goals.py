@@ -11,7 +11,7 @@ bytes in one piece. Wall time runs from the call to the last byte; rates are the
   engine's thread each; and both directions at once beside the sum of each alone. Bytes are compared before the timing.
 - G2: matrix products beside copies without end, beside the same products alone.
 - G3: the host's processor time of a job, over all threads, by the number of its fragments.
-- G4: jobs that wait in a queue, with the checksum of every chunk as the connector takes it, beside the same jobs without.
+- G4: jobs that wait in a queue, with the checksum of every chunk as the connector takes it, beside jobs without.
 
 Not measured: lowering of a job to runs, and an engine of vLLM. Without a GPU it says so and ends.
 """

@@ -161,6 +161,23 @@ def submit_us(rounds: int) -> float:
     return best * 1e6
 
 
+def measure(job: SampleJob, size: int, is_store: bool, rounds: int) -> dict[str, Any]:
+    """One row: microseconds of each part of a job of fragments of `size` bytes."""
+    runs = job.lower(is_store)
+    fence = IdleEvent()
+    row: dict[str, Any] = {
+        "direction": "store" if is_store else "load",
+        "fragment": size,
+        "runs": len(runs),
+        "lower_us": best_us(rounds, lambda: job.lower(is_store)),
+        "check_us": best_us(rounds, lambda: (job.memory.check(runs), runs.total_bytes)),
+        "batch_us": best_us(rounds, lambda: job.copies.enqueue(runs, fence)),
+        "plan_us": job.plan_s(runs, rounds) * 1e6,
+    }
+    before = row["lower_us"] + row["check_us"]
+    return row | {"engine_us": before + row["batch_us"], "native_us": before + row["plan_us"]}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
     parser.add_argument("--rounds", type=int, default=30)
@@ -171,20 +188,7 @@ def main() -> None:
     for size in FRAGMENT_BYTES:
         job = SampleJob(size)
         for is_store in (True, False):
-            runs = job.lower(is_store)
-            fence = IdleEvent()
-            row: dict[str, Any] = {
-                "direction": "store" if is_store else "load",
-                "fragment": size,
-                "runs": len(runs),
-                "submit_us": submitted,
-                "lower_us": best_us(options.rounds, lambda: job.lower(is_store)),
-                "check_us": best_us(options.rounds, lambda: (job.memory.check(runs), runs.total_bytes)),
-                "batch_us": best_us(options.rounds, lambda: job.copies.enqueue(runs, fence)),
-                "plan_us": job.plan_s(runs, options.rounds) * 1e6,
-            }
-            before = row["lower_us"] + row["check_us"]
-            row |= {"engine_us": before + row["batch_us"], "native_us": before + row["plan_us"]}
+            row = measure(job, size, is_store, options.rounds) | {"submit_us": submitted}
             print(
                 json.dumps({key: round(value, 1) if isinstance(value, float) else value for key, value in row.items()})
             )

@@ -249,6 +249,8 @@ def test_a_worker_proves_its_copies_when_it_gets_the_kv_caches(
             with caplog.at_level(logging.INFO, "vllm.hybridkv.worker"):
                 register(gpu, paths, caches)
             assert re.search(r"seed \d+", caplog.text)
-            assert re.search(r"stores \d+\.\d GB/s, loads \d+\.\d GB/s, checksums \d+\.\d GB/s; 5 pages of 64 bytes", caplog.text)
+            assert re.search(
+                r"stores \d+\.\d GB/s, loads \d+\.\d GB/s, checksums \d+\.\d GB/s; 5 pages of 64 ", caplog.text
+            )
         for engine in paths.engines():
             engine.close()
