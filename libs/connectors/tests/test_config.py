@@ -86,6 +86,13 @@ def test_anything_else_is_no_size(value: object) -> None:
             "1",
             "86400",
         ),
+        (
+            {"tiers": [RAM, {**OBJECT, "store_requests_per_second": 0}]},
+            "tiers[1].store_requests_per_second",
+            "above 0",
+            "0",
+            "leave it out",
+        ),
         ({"tiers": [RAM, {**OBJECT, "capacity": "1TiB"}]}, "tiers[1].capacity", "file://", "s3://", "expiry rule"),
         ({"tiers": [RAM, {**OBJECT, "resets": "all"}]}, "tiers[1].resets", '"fleet"', "'all'", "configuration.md"),
         ({"tiers": [RAM, {**OBJECT, "cascade": "some"}]}, "tiers[1].cascade", '"reused"', "'some'", "configuration.md"),

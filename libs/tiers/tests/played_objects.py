@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from hybridkv.tiers import Key
-from hybridkv.tiers.object import EpochChanged, LookupAnswered, LookupFailed, News, PackPlace, Stored
+from hybridkv.tiers.object import EpochChanged, LookupAnswered, LookupFailed, News, PackPlace, StoreCounts, Stored
 
 
 class PlayedDepot:
@@ -59,6 +59,9 @@ class PlayedDepot:
 
     def use(self, keys: Sequence[Key]) -> None:
         self.used.append(tuple(keys))
+
+    def take_counts(self) -> StoreCounts:
+        return StoreCounts()
 
     def retract(self, key: Key, place: PackPlace) -> None:
         self.retracted.append((key, place))

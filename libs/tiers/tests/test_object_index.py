@@ -339,3 +339,72 @@ def test_a_key_that_was_withdrawn_is_asked_for_again_by_a_question_of_its_own() 
     world.depot.answer()
     assert [world.index.lookup(key) for key in (A, B)] == [HIT, HIT]
     assert world.index.heard == (2, 0)
+
+
+# Looking before storing.
+
+
+class Stores:
+    """An index of a played store, and its time."""
+
+    def __init__(self, held: dict[Key, PackPlace], **options: object) -> None:
+        self.time_s = 0.0
+        self.depot = PlayedDepot(lambda: self.time_s, held)
+        self.index = ObjectIndex(self.depot, ObjectOptions(**options), lambda: self.time_s)  # type: ignore[arg-type]
+
+    def announce(self, *keys: Key) -> None:
+        """A request has a path that is about to be stored."""
+        self.index.touch(keys[::-1], [*((key,) for key in keys[-2::-1]), ()])
+
+
+def test_what_was_not_looked_up_is_before_it_is_stored() -> None:
+    stores = Stores({A: PackPlace("p", 0, 100), B: PackPlace("p", 300, 100)})
+    stores.announce(A, B, C)
+    assert stores.index.reserve(A, 100) is Refusal.BUSY
+    assert [keys for _, keys in stores.depot.asked] == [(A, B, C)], "the whole path is one lookup"
+    assert stores.index.reserve(A, 100) is Refusal.BUSY
+    stores.depot.answer()
+    assert [stores.index.reserve(key, 100) for key in (A, B)] == [Refusal.PRESENT] * 2
+    assert isinstance(stores.index.reserve(C, 100), Slot)
+
+
+def test_what_was_looked_up_lately_is_stored_at_once() -> None:
+    stores = Stores({})
+    stores.index.ask([A, B], 1.0)
+    stores.depot.answer()
+    assert stores.index.lookup(A) is MISS
+    stores.announce(A, B)
+    assert isinstance(stores.index.reserve(A, 100), Slot)
+    stores.time_s += 10.0
+    assert stores.index.reserve(B, 100) is Refusal.BUSY, "another engine may have stored it meanwhile"
+    stores.depot.answer()
+    assert isinstance(stores.index.reserve(B, 100), Slot)
+
+
+def test_a_store_that_does_not_answer_is_awaited_once_and_not_for_long() -> None:
+    stores = Stores({}, check_timeout_s=1.0)
+    stores.announce(A, B)
+    assert stores.index.reserve(A, 100) is Refusal.BUSY
+    stores.time_s += 1.1
+    assert isinstance(stores.index.reserve(A, 100), Slot)
+    assert isinstance(stores.index.reserve(B, 100), Slot)
+
+
+def test_a_store_that_cannot_be_asked_is_stored_to() -> None:
+    stores = Stores({})
+    stores.depot.is_reachable = False
+    stores.announce(A)
+    assert isinstance(stores.index.reserve(A, 100), Slot)
+
+
+def test_no_more_is_stored_than_the_budgets_say() -> None:
+    stores = Stores({}, store_bytes_per_s=100.0)
+    keys = [b"key %d" % number for number in range(8)]
+    assert isinstance(stores.index.reserve(keys[0], 250), Slot), "a chunk may be larger than what is left"
+    assert stores.index.reserve(keys[1], 10) is Refusal.BUSY
+    stores.time_s += 1.6
+    assert isinstance(stores.index.reserve(keys[1], 10), Slot)
+    packs = Stores({}, store_packs_per_s=2.0, pack_bytes=1)
+    assert [isinstance(packs.index.reserve(key, 10), Slot) for key in keys[:4]] == [True, True, False, False]
+    packs.time_s += 0.5
+    assert [isinstance(packs.index.reserve(key, 10), Slot) for key in keys[2:5]] == [True, False, False]

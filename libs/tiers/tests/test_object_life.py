@@ -11,7 +11,7 @@ from typing import Any
 import patience
 import pytest
 from object_depots import depot_at, manifests, packs, patient
-from object_engines import Engine, chunks_of, path_of
+from object_engines import CHUNK_BYTES, Engine, chunks_of, last_is_named, path_of
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import TierConfigurationError
@@ -183,3 +183,50 @@ def test_a_time_to_live_that_cannot_be_is_refused() -> None:
     with pytest.raises(TierConfigurationError) as refused:
         ObjectOptions(time_to_live_s=0.0)
     assert refused.value.field == "time_to_live_s"
+
+
+def test_two_hosts_that_store_one_path_at_one_time_count_what_is_there_twice(
+    tmp_path: Path, engines: list[Engine]
+) -> None:
+    """Neither finds it before it stores it, and both write below one prefix."""
+    keys = path_of(NUM_KEYS)
+    chunks = chunks_of(keys)
+    first, second = start(tmp_path, engines), start(tmp_path, engines)
+    first.store(keys, chunks)
+    patience.wait_until(lambda: last_is_named(tmp_path, keys), "the first has named its path")
+    second.store(keys, chunks)
+    counts: list[int] = []
+    patience.wait_until(
+        lambda: counts.append(second.index.take_store_counts().duplicates) or sum(counts) == NUM_KEYS, "all are counted"
+    )
+    assert first.index.take_store_counts().duplicates == 0
+    reader = start(tmp_path, engines)
+    assert reader.hear(keys) == [HIT] * NUM_KEYS
+    assert reader.load(keys) == [chunks[key] for key in keys]
+
+
+def test_a_second_host_does_not_store_what_is_there(tmp_path: Path, engines: list[Engine]) -> None:
+    """It computed the prompt before the first one had stored it, and its last lookup is long ago."""
+    keys, chunks = stored(tmp_path)
+    before = packs(tmp_path)
+    engine = start(tmp_path, engines)
+    more = [*keys, *(key for key in path_of(NUM_KEYS + 3) if key not in keys)]
+    engine.stack.touch(more[::-1], [*((key,) for key in more[-2::-1]), ()])
+    engine.begin_store(more, chunks | chunks_of(more[NUM_KEYS:]))
+    patience.wait_until(lambda: engine.step() or last_is_named(tmp_path, more), "the new end is named")
+    new = set(packs(tmp_path)) - set(before)
+    assert sum(path.stat().st_size for path in new) < 4 * (CHUNK_BYTES + 200), "the three new chunks alone"
+    assert engine.index.take_store_counts().duplicates == 0
+
+
+def test_a_reader_of_a_pack_that_expires_computes_and_gets_no_wrong_byte(tmp_path: Path, engines: list[Engine]) -> None:
+    keys, chunks = stored(tmp_path)
+    engine = start(tmp_path, engines)
+    assert engine.hear(keys) == [HIT] * NUM_KEYS
+    for path in objects(tmp_path):
+        path.unlink()
+    assert engine.load(keys) is None
+    assert engine.hear(keys) == [LookupResult.MISS] * NUM_KEYS
+    engine.near.clear()
+    engine.store(keys, chunks)
+    patience.wait_until(lambda: last_is_named(tmp_path, keys), "it is stored anew")

@@ -118,6 +118,8 @@ class ObjectTierConfig(SecondaryTierConfig, frozen=True, kw_only=True, tag_field
             Objects in use are written again before that. None: the store deletes nothing.
         capacity: maximum bytes of all objects in a directory; the least recently used are deleted. Servers have rules
             of their own. None: no bound.
+        store_bytes_per_second: maximum bytes that this engine stores, over all ranks. None: no limit.
+        store_requests_per_second: maximum requests that store them, over all ranks. None: no limit.
     """
 
     url: str
@@ -129,6 +131,8 @@ class ObjectTierConfig(SecondaryTierConfig, frozen=True, kw_only=True, tag_field
     resets: Literal["engine", "fleet"] = "engine"
     time_to_live_seconds: float | None = None
     capacity: int | None = None
+    store_bytes_per_second: int | None = None
+    store_requests_per_second: float | None = None
     cascade: Literal["all", "reused", "nothing"] = "reused"
     default_ask_timeout_s: ClassVar[float] = 0.25
 
@@ -356,6 +360,13 @@ def _require_fleet(config: OffloadConfig, tier: ObjectTierConfig) -> None:
             repr(tier.time_to_live_seconds),
             "the time after which the store's own rule deletes an object: 86400 for one day",
         )
+    if tier.store_requests_per_second is not None and not 0 < tier.store_requests_per_second < math.inf:
+        raise ConfigurationError(
+            f"{path}.store_requests_per_second",
+            "a number above 0",
+            repr(tier.store_requests_per_second),
+            "leave it out for no limit",
+        )
     if tier.capacity is not None and scheme != "file":
         raise ConfigurationError(
             f"{path}.capacity",
@@ -448,7 +459,7 @@ def _plain_tier(path: str, tier: object) -> object:
         )
     refuse_unknown_keys(path, tier, _TIER_TYPES[kind], ("type",))
     plain = dict(tier)
-    for field in ("capacity", "pack"):
+    for field in ("capacity", "pack", "store_bytes_per_second"):
         if field in tier:
             plain[field] = parse_size(f"{path}.{field}", tier[field])
     return plain

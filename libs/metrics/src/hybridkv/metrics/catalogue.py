@@ -374,6 +374,23 @@ CATALOGUE = Catalogue(
             panel=Panel(Section.SLOW_TIER, "Chunks asked for"),
         ),
         Metric(
+            "vllm:hybridkv_duplicate_chunks_total",
+            Kind.COUNTER,
+            "chunks",
+            "Chunks that this engine stored in the object store though another engine had stored them meanwhile. Their "
+            "share of the cascades to that tier is wasted.",
+            panel=Panel(Section.SLOW_TIER, "Chunks stored twice"),
+        ),
+        Metric(
+            "vllm:hybridkv_store_upkeep_total",
+            Kind.COUNTER,
+            "objects",
+            "Objects of the object store: written again because they are in use, or not (dropped: too many waited; "
+            "failed), and deleted to keep the bound of a directory, or not.",
+            (Label("outcome", ("renewed", "renewal_dropped", "renewal_failed", "swept", "sweep_failed")),),
+            panel=Panel(Section.SLOW_TIER, "Objects renewed and swept"),
+        ),
+        Metric(
             "vllm:hybridkv_moves_total",
             Kind.COUNTER,
             "chunks",

@@ -17,7 +17,7 @@ builder.py          builds the index or a medium from a URL and a secret
 """
 
 from hybridkv.tiers.object.builder import SECRET_PURPOSE, StoreLocation, open_index, open_medium
-from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, LookupFailed, News
+from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, LookupFailed, News, StoreCounts
 from hybridkv.tiers.object.index import ObjectIndex
 from hybridkv.tiers.object.medium import ObjectMedium
 from hybridkv.tiers.object.options import ObjectOptions
@@ -34,6 +34,7 @@ __all__ = [
     "ObjectOptions",
     "ObjectSlot",
     "PackPlace",
+    "StoreCounts",
     "StoreLocation",
     "Stored",
     "open_index",

@@ -36,6 +36,26 @@ class EpochChanged(NamedTuple):
 News = LookupAnswered | LookupFailed | EpochChanged
 
 
+class StoreCounts(NamedTuple):
+    """Objects of a store since the last call.
+
+    Args:
+        duplicates: chunks that this engine stored, though another one had stored them.
+        renewed: objects in use that were written again.
+        renewals_dropped: manifests in use that were not checked, because too many wait.
+        renewals_failed: manifests in use that could not be checked or renewed.
+        swept: objects that were deleted to keep the bound of a directory.
+        sweeps_failed: objects that could not be deleted.
+    """
+
+    duplicates: int = 0
+    renewed: int = 0
+    renewals_dropped: int = 0
+    renewals_failed: int = 0
+    swept: int = 0
+    sweeps_failed: int = 0
+
+
 class ObjectClient(LookupClient, Protocol):
     """Lookup client of an `ObjectIndex`. The items of `news` are `News`."""
 
@@ -59,6 +79,10 @@ class ObjectClient(LookupClient, Protocol):
 
     def use(self, keys: Sequence[Key]) -> None:
         """Report a use of keys of one path, so that their objects stay alive. Called at each use."""
+        ...
+
+    def take_counts(self) -> StoreCounts:
+        """Counts since the last call."""
         ...
 
     def retract(self, key: Key, place: PackPlace) -> None:

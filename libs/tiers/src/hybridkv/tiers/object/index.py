@@ -6,11 +6,12 @@ A chunk that was found or stored is offered for `believed_s`, and looked up agai
 from __future__ import annotations
 
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.tiers.contract import UNSPECIFIED, Extends, FailureReason, Key, LookupAnswer, Refusal
 from hybridkv.tiers.errors import TierProtocolError
-from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, News, ObjectClient
+from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, News, ObjectClient, StoreCounts
 from hybridkv.tiers.object.format.record import LARGEST_KEY_BYTES
 from hybridkv.tiers.object.names import pack_name
 from hybridkv.tiers.object.options import ObjectOptions
@@ -18,6 +19,54 @@ from hybridkv.tiers.object.packs import PackPlace, Packs, Stored
 from hybridkv.tiers.remote import RemoteIndex
 
 _BAD = frozenset({FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason.MISSING})
+
+MAX_ANNOUNCED = 256
+"""Paths that are remembered, to look them up before they are stored."""
+
+
+class _AnnouncedPath:
+    """A path of a request, from its beginning on."""
+
+    __slots__ = ("_members", "is_asked", "keys")
+
+    def __init__(self, keys: list[Key]) -> None:
+        self.keys = keys
+        self.is_asked = False
+        self._members: frozenset[Key] | None = None
+
+    def __contains__(self, key: Key) -> bool:
+        if self._members is None:
+            self._members = frozenset(self.keys)
+        return key in self._members
+
+
+class _Budget:
+    """Limit of an average rate, with bursts of one second. What is spent at one time may be more than is left.
+
+    Args:
+        per_s: the rate; None: no limit.
+        clock: seconds.
+    """
+
+    def __init__(self, per_s: float | None, clock: Callable[[], float]) -> None:
+        self._per_s = per_s
+        self._clock = clock
+        self._left = per_s or 0.0
+        self._at_s = clock()
+
+    def is_left(self) -> bool:
+        """Whether anything may be spent now."""
+        if self._per_s is None:
+            return True
+        now_s = self._clock()
+        self._left = min(self._per_s, self._left + (now_s - self._at_s) * self._per_s)
+        self._at_s = now_s
+        return self._left > 0
+
+    def spend(self, amount: float) -> None:
+        """Spend so much."""
+        if self._per_s is not None:
+            self._left -= amount
 
 
 class ObjectIndex(RemoteIndex[PackPlace]):
@@ -42,6 +91,11 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         self._packs = Packs(options.pack_bytes, self._new_pack)
         self._engine = uuid.uuid4().hex
         self._num_packs = 0
+        self._check_timeout_s = options.check_timeout_s
+        self._announced: deque[_AnnouncedPath] = deque(maxlen=MAX_ANNOUNCED)
+        """Paths of the last requests, the newest last."""
+        self._bytes_budget = _Budget(options.store_bytes_per_s, clock)
+        self._packs_budget = _Budget(options.store_packs_per_s, clock)
 
     def _new_pack(self) -> str:
         namespace = self._client.namespace
@@ -78,6 +132,8 @@ class ObjectIndex(RemoteIndex[PackPlace]):
     def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
         keys = list(keys)
         super().touch(keys, extends)
+        if extends:
+            self._announced.append(_AnnouncedPath(keys[::-1]))
         if self._is_kept_alive and keys:
             self._client.use(keys)
 
@@ -93,7 +149,32 @@ class ObjectIndex(RemoteIndex[PackPlace]):
             raise TierProtocolError(f"reserve: expected a key of 1 to {LARGEST_KEY_BYTES} bytes, got {len(key)}")
         if self._client.namespace is None or not self._client.takes_objects:
             return Refusal.BUSY
-        return self._packs.place(key, num_bytes, extends[-1:])
+        if not self._was_looked_up(key):
+            return Refusal.BUSY if key not in self._found.by_key else Refusal.PRESENT
+        if not (self._bytes_budget.is_left() and self._packs_budget.is_left()):
+            return Refusal.BUSY
+        num_packs = self._num_packs
+        place = self._packs.place(key, num_bytes, extends[-1:])
+        self._bytes_budget.spend(num_bytes)
+        self._packs_budget.spend(self._num_packs - num_packs)
+        return place
+
+    def _was_looked_up(self, key: Key) -> bool:
+        """Whether the store answered lately about a key that is about to be stored, or its answer was awaited long
+        enough. Looks up the path of the key once. True for a key without an announced path."""
+        now_s = self._clock()
+        if self._tracker.is_missing(key, now_s):
+            return True
+        path = next((path for path in reversed(self._announced) if key in path), None)
+        if path is None:
+            return True
+        if self._tracker.is_pending(key):
+            return False
+        if path.is_asked:
+            return True
+        path.is_asked = True
+        self.ask(path.keys, now_s + self._check_timeout_s)
+        return not self._tracker.is_pending(key) and key not in self._found.by_key
 
     def commit(self, key: Key) -> bool:
         is_committed = super().commit(key)
@@ -107,6 +188,10 @@ class ObjectIndex(RemoteIndex[PackPlace]):
     def _publish(self, stored: Sequence[Stored]) -> None:
         if stored:
             self._client.publish(stored)
+
+    def take_store_counts(self) -> StoreCounts:
+        """Counts of the store since the last call."""
+        return self._client.take_counts()
 
     # Withdrawing.
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.object.bodies import ObjectBody, ReadMemoryLimit, read_body
-from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, LookupFailed, News
+from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, LookupFailed, News, StoreCounts
 from hybridkv.tiers.object.directory_store import DirectoryStore
 from hybridkv.tiers.object.format.epoch import EPOCH_MARK_BYTES, decode_epoch, encode_epoch
 from hybridkv.tiers.object.format.manifest import (
@@ -36,7 +36,7 @@ from hybridkv.tiers.object.format.manifest import (
     encode_manifest,
 )
 from hybridkv.tiers.object.format.seals import Seals
-from hybridkv.tiers.object.keep_alive import KeepAlive, RenewalPace
+from hybridkv.tiers.object.keep_alive import KeepAlive, RenewalCounts, RenewalPace
 from hybridkv.tiers.object.names import (
     BOUNDARY_EVERY,
     epoch_name,
@@ -190,6 +190,7 @@ class ManifestStore:
                 partial(clock_ahead_s, collection.store, collection.cache),
                 lambda: self._is_closed,
             )
+        self._num_duplicates = 0
         self._used: OrderedDict[Key, float] = OrderedDict()
         """When the last reported use of each path was, by the first of the keys."""
         self._unpublished: dict[bytes, None] = {}
@@ -245,6 +246,12 @@ class ManifestStore:
         if len(self._used) > MAX_USED:
             self._used.popitem(last=False)
         self._post(lambda: self._use(dict.fromkeys(map(prefix_of, keys))))
+
+    def take_counts(self) -> StoreCounts:
+        duplicates, self._num_duplicates = self._num_duplicates, 0
+        renewals = self._keep_alive.take_counts() if self._keep_alive is not None else RenewalCounts()
+        swept, failed = self._sweeper.take_counts() if self._sweeper is not None else (0, 0)
+        return StoreCounts(duplicates, *renewals, swept, failed)
 
     def retract(self, key: Key, place: PackPlace) -> None:
         self._post(lambda: self._retract(key, place))
@@ -530,6 +537,7 @@ class ManifestStore:
             return
         if self._keep_alive is not None:
             self._keep_alive.stored({each.place.pack for each in stored})
+        own = {each.key: each.place.pack for each in stored}
         ends = self._paths.ends(self._paths.add(stored), BOUNDARY_EVERY)
         waiting, self._unpublished = self._unpublished, {}
         for prefix in (*waiting, *ends):
@@ -537,12 +545,19 @@ class ManifestStore:
             if path is None:
                 self._unpublished[prefix] = None
             else:
-                self._do(self._put(prefix, manifest_name(self.namespace, prefix), path))
+                self._do(self._put(prefix, manifest_name(self.namespace, prefix), path, own))
         while len(self._unpublished) > MAX_UNPUBLISHED:
             del self._unpublished[next(iter(self._unpublished))]
 
-    async def _put(self, prefix: bytes, name: str, path: list[ManifestNode]) -> None:
-        """Write a manifest. An existing one is kept, since its writer had stored the same path, unless it is bad."""
+    async def _put(self, prefix: bytes, name: str, path: list[ManifestNode], own: dict[Key, str]) -> None:
+        """Write a manifest. An existing one is kept, since its writer had stored the same path, unless it is bad.
+
+        Args:
+            prefix: the last prefix of the path.
+            name: name of the object.
+            path: the path.
+            own: packs of the chunks that were stored now. Those that others had stored are counted and removed.
+        """
         from obstore.exceptions import AlreadyExistsError
 
         data = encode_manifest(self._seals, name, self._world_size, path)
@@ -554,7 +569,7 @@ class ManifestStore:
                 async with self._reader.requests:
                     await self._store.put_async(name, data, mode="create", use_multipart=False)
             except AlreadyExistsError:
-                if not await self._is_worse(prefix, name, path):
+                if not await self._is_worse(prefix, name, path, own):
                     self._on_read([prefix])
                     return
                 async with self._reader.requests:
@@ -567,7 +582,7 @@ class ManifestStore:
             self._complain("written to", error)
             self._unpublished[prefix] = None  # retried with the next store
 
-    async def _is_worse(self, prefix: bytes, name: str, path: list[ManifestNode]) -> bool:
+    async def _is_worse(self, prefix: bytes, name: str, path: list[ManifestNode], own: dict[Key, str]) -> bool:
         """Whether this path should replace the existing manifest: that one is invalid, or it lists a bad place and no
         chunk that this path lacks."""
         body = await self._reader.read(name, is_again=True)
@@ -575,6 +590,11 @@ class ManifestStore:
         if standing is None:
             return True
         if not any(self._is_bad(part) for node in standing for part in node.parts):
+            for node in standing:
+                for part in node.parts:
+                    if own.get(part.tag + node.prefix, part.pack) != part.pack:
+                        del own[part.tag + node.prefix]
+                        self._num_duplicates += 1
             return False
         named = {(node.prefix, part.tag) for node in path for part in node.parts}
         return all((node.prefix, part.tag) in named for node in standing for part in node.parts)

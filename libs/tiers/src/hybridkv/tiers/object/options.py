@@ -56,6 +56,14 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     sweep_s: float = 60.0
     """Interval of the checks of that bound."""
 
+    # Budgets of stores.
+    check_timeout_s: float = 1.0
+    """Before a path is stored, an answer of the store about it is awaited for so long."""
+    store_bytes_per_s: float | None = None
+    """Limit of the bytes that each rank stores, on average; a burst of one second is allowed. None: no limit."""
+    store_packs_per_s: float | None = None
+    """Limit of the packs, each a request of every rank, on average; a burst of one second is allowed."""
+
     @property
     def renewal_life_s(self) -> float | None:
         """Life of an object for its renewal: until the store deletes it, or with a bound until the time of its last use

@@ -425,6 +425,12 @@ class CapacitySweeper:
             )
         return report
 
+    def take_counts(self) -> tuple[int, int]:
+        """Objects that were deleted, and those that could not be, since the last call."""
+        counts = self.num_swept, self.num_failed
+        self.num_swept = self.num_failed = 0
+        return counts
+
     def _yield(self, number: int) -> None:
         """Let the engine's threads run: a sweep is never urgent."""
         time.sleep(0.001)

@@ -75,6 +75,10 @@ class LookupTracker:
         number = self._number_of.get(key)
         return number is not None and self._lookups[number].deadline_s != _OVER_S
 
+    def is_missing(self, key: Key, now_s: float) -> bool:
+        """Whether a lookup found lately that a key is missing."""
+        return self._missing.get(key, _OVER_S) > now_s
+
     def open_keys(self, number: int) -> Mapping[Key, None]:
         """Open keys of a lookup, in order. Empty for an unknown number."""
         lookup = self._lookups.get(number)

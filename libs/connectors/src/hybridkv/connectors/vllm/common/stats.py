@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 from hybridkv.metrics import CATALOGUE, DISK_ERRORS, Counts, PrometheusSink
 from hybridkv.tiers import TierCounts, TierIndex
 from hybridkv.tiers.disk import DiskCounts, DiskIndex
+from hybridkv.tiers.object import ObjectIndex, StoreCounts
 from hybridkv.tiers.stack import BreakerState, Direction, MoveCounts, TierStack
 
 if TYPE_CHECKING:
@@ -214,6 +215,8 @@ class ConnectorMetrics:
             self._tier(name, index, num_ranks)
             if isinstance(index, DiskIndex):
                 self._disk(index.take_disk_counts())
+            elif isinstance(index, ObjectIndex):
+                self._objects(index.take_store_counts())
             self._moves(name, counts.tiers[name], num_ranks)
             self._gauge("vllm:hybridkv_cascades_waiting", stack.num_waiting(name), tier=name)
             for direction in Direction:
@@ -244,6 +247,19 @@ class ConnectorMetrics:
             self._counts.add("vllm:hybridkv_quarantined_total", number, reason=reason)
         if counts.moved_bytes:
             self._counts.add("vllm:hybridkv_compacted_bytes_total", counts.moved_bytes)
+
+    def _objects(self, counts: StoreCounts) -> None:
+        if counts.duplicates:
+            self._counts.add("vllm:hybridkv_duplicate_chunks_total", counts.duplicates)
+        for outcome, number in (
+            ("renewed", counts.renewed),
+            ("renewal_dropped", counts.renewals_dropped),
+            ("renewal_failed", counts.renewals_failed),
+            ("swept", counts.swept),
+            ("sweep_failed", counts.sweeps_failed),
+        ):
+            if number:
+                self._counts.add("vllm:hybridkv_store_upkeep_total", number, outcome=outcome)
 
     def _tier(self, name: str, index: TierIndex, num_ranks: int) -> None:
         counts: TierCounts = index.take_counts()

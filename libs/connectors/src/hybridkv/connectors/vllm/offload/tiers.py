@@ -385,10 +385,18 @@ def object_index(
         _depot(config),
         fingerprint.digest(),
         layout.world_size,
-        _object_options(config, load_timeout_s),
+        msgspec.structs.replace(
+            _object_options(config, load_timeout_s),
+            store_bytes_per_s=_share(config.store_bytes_per_second, layout.world_size),
+            store_packs_per_s=_share(config.store_requests_per_second, layout.world_size),
+        ),
         clock,
         clears_all=config.resets == "fleet",
     )
+
+
+def _share(number: float | None, world_size: int) -> float | None:
+    return None if number is None else number / world_size
 
 
 def object_medium(config: ObjectTierConfig, rank: int, load_timeout_s: float) -> ObjectMedium:
