@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from test_lookups import FULL, HASHES, STATE, make_layout
+from test_lookups import BLOCK, FULL, HASHES, STATE, make_layout
 
+from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
-from hybridkv.planner import LoadAdmission, LookupResult
+from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight, _bytes_of_hit
+from hybridkv.planner import GroupKind, GroupSpec, LoadAdmission, LookupResult, needed_parts
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import SecondaryTier, SecondaryTierOptions, TierStack
 from kits.tiers.reference import RemoteIndex, RemoteStore, remote
@@ -101,3 +103,27 @@ def test_a_request_asks_for_the_tails_behind_its_last_chunk_of_every_group(
     answers = [bench.stack.lookup(key) for key in keys]
     assert answers == [LookupResult.PENDING if is_asked else LookupResult.MISS] * GROUPS
     assert len(bench.asked()) == (0 if computed_tokens else GROUPS * CHUNKS)
+
+
+WINDOW = GroupSpec(GroupKind.WINDOW, BLOCK, window_tokens=30)
+
+
+@pytest.mark.parametrize(
+    "groups", [[FULL], [FULL, STATE], [STATE, STATE, FULL], [FULL, WINDOW], [WINDOW, FULL, STATE], [FULL, FULL]]
+)
+def test_the_expected_bytes_of_a_hit_are_those_that_it_loads(groups: list[GroupSpec]) -> None:
+    """A wait for a lookup is worth while or not by these bytes. The groups have layers of different sizes."""
+    made = make_layout(groups)
+    layers = tuple(
+        tuple(LayerLayout(f"layer{group}.{number}", 16 * (group + 2)) for number in range(group + 1))
+        for group in range(len(groups))
+    )
+    layout = dataclasses.replace(made.layout, layers=layers)
+    spec = layout.spec
+    per_token, fixed = _bytes_of_hit(layout)
+    for num_chunks in (10, 100):
+        num_tokens = num_chunks * spec.chunk_tokens
+        loaded = sum(layout.chunk_bytes(group, end) for group, end in needed_parts(spec, num_tokens, 0))
+        assert loaded == per_token * num_tokens + fixed > 0
+    resumed = sum(layout.chunk_bytes(group, end) for group, end in needed_parts(spec, num_tokens, num_tokens // 2))
+    assert resumed == per_token * num_tokens / 2 + fixed, "windows and states are loaded again, attention is not"
