@@ -105,6 +105,49 @@ def test_saved_time_and_the_whole_wait_are_counted() -> None:
     assert metrics.saved_s == pytest.approx(offered / 10_000)
 
 
+@pytest.mark.parametrize(("steps", "is_hit"), [(100, True), (0, False)])
+def test_a_request_that_the_engine_does_not_poll_for_long_keeps_its_hit(steps: int, is_hit: bool) -> None:
+    """It had to wait for a promotion; then other requests filled the engine. Where the engine takes no step either, the
+    tier is late."""
+    bench = Bench()
+    request = SimpleNamespace(request_id="a", num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=bench.hashes)
+    tracked = TrackedRequest(cast(Any, request), None, RequestKeys(bench.layout.spec, bench.layout.keys))
+    bench.planner.begin_step({})
+    assert bench.planner.matched_tokens(tracked, 0) is None
+    # Its promotion fails, and the next one can only start at the next poll.
+    for move in bench.stack.take_moves():
+        bench.stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.BUSY)))
+    for _ in range(steps):
+        bench.planner.begin_step({"other": 1})
+    bench.now_s += 2 * LOAD_TIMEOUT_S
+    bench.stack.tick()
+    offered = bench.planner.matched_tokens(tracked, 0)
+    bench.now_s += STEP_S
+    for move in bench.stack.take_moves():
+        bench.stack.on_move(move.move_id, MoveOutcome(1, None))
+    if offered is None:
+        offered = bench.planner.matched_tokens(tracked, 0)
+    assert (offered == CHUNKS * CHUNK_TOKENS) is is_hit
+
+
+def test_polls_that_are_far_apart_end_a_wait_too() -> None:
+    """The tier never takes the promotion, and the engine polls the request in every second step, a minute apart."""
+    bench = Bench()
+    request = SimpleNamespace(request_id="a", num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=bench.hashes)
+    tracked = TrackedRequest(cast(Any, request), None, RequestKeys(bench.layout.spec, bench.layout.keys))
+    for polls in range(100):
+        if bench.planner.matched_tokens(tracked, 0) is not None:
+            assert polls > 10
+            return
+        for move in bench.stack.take_moves():
+            bench.stack.on_move(move.move_id, MoveOutcome(1, Failure(FailureReason.BUSY)))
+        bench.planner.begin_step({})
+        bench.planner.begin_step({})
+        bench.now_s += 60.0
+        bench.stack.tick()
+    raise AssertionError("it waits for ever")
+
+
 @pytest.mark.parametrize("has_async_lookups", [True, False])
 def test_a_chunk_of_another_length_is_not_loaded_and_never_met_again(has_async_lookups: bool) -> None:
     bench = Bench()

@@ -111,6 +111,42 @@ def test_a_long_prompt_asks_once() -> None:
     assert isinstance(step, Compute), "it asked before"
 
 
+def test_a_request_whose_lookup_is_unanswered_is_not_searched_again_while_it_waits() -> None:
+    stage, step = asked(8000, None)
+    assert isinstance(step, AskAgain)
+    same, step = life.resume(stage, replace(facts(0.5), is_unanswered=True), BOUNDS)
+    assert same == stage and isinstance(step, AskAgain), "another request's lookup was answered"
+    _, step = life.resume(stage, facts(0.5), BOUNDS)
+    assert isinstance(step, Search), "its own was"
+    _, step = life.resume(stage, replace(facts(ASK_S), is_unanswered=True), BOUNDS)
+    assert isinstance(step, Search), "its deadline is over"
+    _, step = life.resume(stage, replace(facts(0.5, num_tokens=9000), is_unanswered=True), BOUNDS)
+    assert isinstance(step, Search), "it has other tokens"
+
+
+@pytest.mark.parametrize(("pause_s", "goes_on"), [(0.0, False), (40.0, True)])
+def test_time_in_which_the_engine_does_not_call_is_no_wait_for_tiers(pause_s: float, goes_on: bool) -> None:
+    stage, step = asked(8000, None)
+    assert isinstance(step, AskAgain)
+    stage = life.paused(stage, pause_s)
+    _, step = searched(stage, facts(41.0), Hit(8000))
+    assert isinstance(step, Bring) and step.has_time is goes_on
+
+
+def test_a_pause_changes_nothing_for_a_request_that_waits_for_nothing() -> None:
+    assert life.paused(NEW, 40.0) is NEW
+
+
+def test_lookups_that_are_sent_again_are_waited_for_again() -> None:
+    stage, _ = asked(8000, None)
+    stage = life.sent_again(stage, 40.0, ASK_S)
+    _, step = searched(stage, facts(40.5), Pending(8000), MISS)
+    assert isinstance(step, AskAgain)
+    _, step = searched(stage, facts(40.0 + ASK_S), Pending(8000), MISS)
+    assert isinstance(step, Compute)
+    assert life.sent_again(NEW, 40.0, ASK_S) is NEW, "the first poll sends them"
+
+
 @pytest.mark.parametrize("boundary", [None, 8000])
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_request_that_is_searched_anew_after_it_had_blocks_asks_anew(boundary: int | None, failed: bool) -> None:

@@ -79,11 +79,13 @@ def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | E
     limit_tokens = facts.num_tokens if past is UNTROUBLED else _limit(past, facts.num_tokens)
     if (
         type(stage) is Searched
-        and stage.generation == facts.generation
         and stage.limit_tokens == limit_tokens
         and stage.computed_tokens == facts.computed_tokens
     ):
-        return _decide(stage, facts, bounds, 0)
+        if stage.generation == facts.generation:
+            return _decide(stage, facts, bounds, 0)
+        if facts.is_unanswered and past.tier_since_s is not None and _is_worth_waiting(stage, facts):
+            return stage, ASK_AGAIN
     return stage, Search(limit_tokens, past.near_only)
 
 
@@ -196,6 +198,28 @@ def start_over(stage: Stage) -> Stage:
     return Loading(past, stage.boundary) if type(stage) is Loading else _begin(past)
 
 
+def paused(stage: Stage, pause_s: float) -> Stage:
+    """The engine had no room for the request, and did not call for so long: no wait for tiers or room counts that."""
+    past = stage.past
+    tier_s, stores_s, room = past.tier_since_s, past.stores_since_s, past.room
+    if tier_s is None and stores_s is None and room.since_s is None:
+        return stage
+    past = replace(
+        past,
+        tier_since_s=None if tier_s is None else tier_s + pause_s,
+        stores_since_s=None if stores_s is None else stores_s + pause_s,
+        room=room if room.since_s is None else replace(room, since_s=room.since_s + pause_s),
+    )
+    return _with_past(stage, past)
+
+
+def sent_again(stage: Stage, now_s: float, timeout_s: float) -> Stage:
+    """The async lookups of a queued request were sent again, since their answers have expired."""
+    if stage.past.asked_until_s is None:
+        return stage
+    return _with_past(stage, replace(stage.past, asked_s=now_s, asked_until_s=now_s + timeout_s))
+
+
 def forget_search(stage: Stage) -> Stage:
     """Drops the search result: the request has other tokens."""
     return Unsearched(stage.past) if type(stage) is Searched or type(stage) is Holding else stage
@@ -236,8 +260,7 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
             past = replace(past, asked_s=facts.now_s, asked_until_s=facts.now_s + wait.timeout_s)
             return replace(found, past=past), Ask(found.limit_tokens, num_shrinks)
     if settled is not None:
-        more_tokens = _resumes_at(answer, found) - _resumes_at(settled, found)
-        if wait is not None and is_worth_waiting(more_tokens, expected_rest_s(past, facts.now_s, wait), wait):
+        if _is_worth_waiting(found, facts):
             if past.tier_since_s is None:
                 # All waits for tiers share one deadline.
                 found = replace(found, past=replace(past, tier_since_s=facts.now_s))
@@ -256,6 +279,15 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
         past = replace(past, waited_in_vain=True)
         return replace(found, past=past), Search(found.limit_tokens, past.near_only, True, num_shrinks)
     return _settle(found, answer, facts, bounds)
+
+
+def _is_worth_waiting(found: Searched, facts: Facts) -> bool:
+    """True if the request waits for async lookups after this search."""
+    wait, settled = facts.lookup, found.settled
+    if wait is None or settled is None:
+        return False
+    more_tokens = _resumes_at(found.answer, found) - _resumes_at(settled, found)
+    return is_worth_waiting(more_tokens, expected_rest_s(found.past, facts.now_s, wait), wait)
 
 
 def _resumes_at(answer: Hit | Pending | Miss, found: Searched) -> int:

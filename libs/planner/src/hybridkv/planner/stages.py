@@ -163,6 +163,8 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
         hold: state of the chunks that the tiers hold for the request; None if they hold none.
         room: blocks as this request sees them; None if no other request holds blocks and no load failed.
         lookup: wait for async lookups; None if no tier accepts one now.
+        is_unanswered: the async lookup that the request waits for has no answer yet. A changed generation then says
+            nothing about it.
     """
 
     num_tokens: int
@@ -173,6 +175,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     hold: HoldState | None = None
     room: Room | None = None
     lookup: LookupWait | None = None
+    is_unanswered: bool = False
 
 
 class Bounds(msgspec.Struct, frozen=True):

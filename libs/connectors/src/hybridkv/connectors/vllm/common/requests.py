@@ -153,6 +153,10 @@ class TrackedRequest:
     counted."""
     waiting_since_s: float | None = None
     """Start of the wait for a lookup, a promotion, room or a load."""
+    polled: tuple[int, float] | None = None
+    """Number of the step in which the engine last asked for its hit, and the time."""
+    awaited_key: bytes | None = None
+    """A key of the async lookup that the request waits for: the first after the known hit, if that is one."""
     measured: tuple[Hit | Miss, int, Loss] | None = None
     """Last measured (answer, computed tokens, loss): tokens that more states or windows would have made a hit."""
     checkpoint_state: CheckpointState = field(default_factory=CheckpointState)

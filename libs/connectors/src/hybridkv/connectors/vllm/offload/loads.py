@@ -332,6 +332,11 @@ _READY, _WAITING = HoldState.READY, HoldState.WAITING
 _FAILED_HOLDS = {LeaseFailure.TIMEOUT: HoldState.LATE, LeaseFailure.LOST: HoldState.LOST}
 
 
+MAX_POLL_S = 1.0
+"""A wait counts at most so long between two polls with steps between them: that time is the engine's queue."""
+LOOKUP_AGAIN_S = 30.5
+"""Lookups of a queued request are sent again after so long, if their answers have expired. Peers lease chunks that they
+found for a minute, and offer them for half of it."""
 _MANY_CHUNKS = 1024
 """A hit of so many chunks needs as much of windows and states as any longer one."""
 
@@ -397,6 +402,9 @@ class LoadPlanner:
         self._has_secondary, self._has_async_lookups = bool(stack.slower), stack.has_async_lookups
         self._pool: BlockPool | None = None
         self._in_flight = in_flight
+        self._num_steps = 0
+        self._queued: dict[str, tuple[TrackedRequest, float]] = {}
+        """Requests in the engine's queue, and when their async lookups were last sent. The oldest first."""
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Sets the block pool; loads need free blocks in it."""
@@ -409,6 +417,7 @@ class LoadPlanner:
         tracked.follow()
         tracked.computed_tokens = computed_tokens
         facts = self._facts(tracked)
+        self._note_poll(tracked, facts.now_s)
         stage, step = life.resume(tracked.stage, facts, self._bounds)
         while True:
             if type(step) is Offer:
@@ -425,6 +434,13 @@ class LoadPlanner:
                     self._stack.release(tracked.request_id)
                 return 0
             stage, facts, step = self._run_errand(tracked, stage, facts, step)
+
+    def _note_poll(self, tracked: TrackedRequest, now_s: float) -> None:
+        """Records a poll. Takes the time in which the engine took steps without one off the waits of the request, but
+        for a second: so every wait ends."""
+        polled, tracked.polled = tracked.polled, (self._num_steps, now_s)
+        if polled is not None and self._num_steps > polled[0] + 1 and now_s > polled[1] + MAX_POLL_S:
+            tracked.stage = life.paused(tracked.stage, now_s - polled[1] - MAX_POLL_S)
 
     def _facts(self, tracked: TrackedRequest) -> Facts:
         """Current inputs of a decision."""
@@ -450,12 +466,56 @@ class LoadPlanner:
             held,
             room,
             self._lookup_wait() if self._has_async_lookups else None,
+            self._has_async_lookups and hold is None and self._is_unanswered(tracked, generation),
         )
+
+    def _is_unanswered(self, tracked: TrackedRequest, generation: int) -> bool:
+        """Whether the tiers have changed since the search, but not for the lookup that the request waits for."""
+        stage, key = tracked.stage, tracked.awaited_key
+        if key is None or type(stage) is not Searched or stage.settled is None or stage.generation == generation:
+            return False
+        return self._stack.is_lookup_pending(key)
 
     def begin_step(self, num_scheduled_tokens: Mapping[str, int]) -> int:
         """A step was planned. Returns its number if its time is measured, else 0."""
         self._expected = None
+        self._num_steps += 1
+        if self._queued:
+            self._look_up_again()
         return self.prefill_speed.on_planned(num_scheduled_tokens)
+
+    def look_up_ahead(self, tracked: TrackedRequest) -> None:
+        """Sends async lookups for a request that enters the engine's queue. Their answers are kept fresh until it gets
+        blocks or ends."""
+        self._queued[tracked.request_id] = tracked, self._clock()
+        self.lookup_chunks(tracked, tracked.request.num_tokens)
+
+    def _look_up_again(self) -> None:
+        """Sends the lookups of one queued request again, if its answers are the oldest and have expired."""
+        request_id, (tracked, asked_s) = next(iter(self._queued.items()))
+        now_s = self._clock()
+        if now_s - asked_s < LOOKUP_AGAIN_S:
+            return
+        del self._queued[request_id]
+        self._queued[request_id] = tracked, now_s
+        timeout_s = self._stack.lookup_wait_s
+        if timeout_s and tracked.request_keys is not None and self._has_expired(tracked):
+            self.lookup_chunks(tracked, tracked.request.num_tokens)
+            tracked.stage = life.sent_again(tracked.stage, now_s, timeout_s)
+
+    def _has_expired(self, tracked: TrackedRequest) -> bool:
+        """Whether the first chunk that no tier offers was found before, and is not known to be missing since."""
+        spec = self._layout.spec
+        group = spec.stored_groups[0] if spec.first_full is None else spec.first_full
+        first = tracked.computed_tokens // spec.chunk_tokens
+        stop = last_boundary(spec, tracked.request.num_tokens) // spec.chunk_tokens
+        if first >= stop:
+            return False
+        keys = tracked.keys().between(group, first, stop)
+        num_held = self._stack.leading(keys)
+        if num_held == len(keys):
+            return False
+        return any(index.has_async_lookups and not index.lacks(keys[num_held]) for index in self._stack.slower.values())
 
     def _lookup_wait(self) -> LookupWait | None:
         """Expected cost and gain of a wait. The measured part is the same for all requests of a step."""
@@ -475,9 +535,10 @@ class LoadPlanner:
         match errand:
             case Search():
                 answer = self._search(tracked, stage, errand, facts.now_s)
-                settled = None
+                settled = tracked.awaited_key = None
                 if self._has_async_lookups and type(answer) is Pending:
                     settled = self._search_without_unanswered(tracked, errand)
+                    tracked.awaited_key = self._first_unanswered(tracked, answer.num_tokens, settled)
                 stage, step = life.searched(stage, facts, self._bounds, errand, answer, settled)
             case Ask(limit_tokens):
                 self.lookup_chunks(tracked, limit_tokens)
@@ -522,6 +583,20 @@ class LoadPlanner:
         lookup = TierLookup(tracked.keys(), UnansweredIsMiss(self._stack))
         return longest_hit(self._layout.spec, errand.limit_tokens, tracked.computed_tokens, lookup, lookup)
 
+    def _first_unanswered(
+        self, tracked: TrackedRequest, num_tokens: int, settled: Hit | Pending | Miss
+    ) -> bytes | None:
+        """Key without an answer that keeps the request from a longer hit. None if the first chunk after the settled hit
+        has no such key."""
+        spec, keys = self._layout.spec, tracked.keys()
+        known = tracked.computed_tokens if isinstance(settled, Miss) else settled.num_tokens
+        end = (known // spec.chunk_tokens + 1) * spec.chunk_tokens
+        if end <= num_tokens:
+            for group in (*spec.full_groups, *spec.stored_groups):
+                if self._stack.is_lookup_pending(key := keys.key(group, end)):
+                    return key
+        return None
+
     def lookup_chunks(self, tracked: TrackedRequest, limit_tokens: int) -> None:
         """Sends async lookups for every chunk after `tracked.computed_tokens`, interleaved over the groups: the first
         chunk of each group, then the second of each, and so on.
@@ -561,6 +636,7 @@ class LoadPlanner:
     def on_allocated(self, tracked: TrackedRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> Load | None:
         """Plans the load of the external tokens into the allocated blocks; None if there are none."""
         request_id = tracked.request_id
+        self._queued.pop(request_id, None)
         # A request that continues without a new lookup is not explained again, even if an old answer is known.
         answer = None if tracked.last_reply is None else life.answer_of(tracked.stage)
         explained = None
@@ -630,5 +706,6 @@ class LoadPlanner:
 
     def on_request_finished(self, request_id: str) -> None:
         """Releases the request's lease and admission."""
+        self._queued.pop(request_id, None)
         self._stack.release(request_id)
         self._in_flight.on_request_finished(request_id)

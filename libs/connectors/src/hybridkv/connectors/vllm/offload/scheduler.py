@@ -125,7 +125,7 @@ class OffloadScheduler:
             if tracked.hints.prefetch:
                 self._prefetcher.begin(request, self._keeper.near_bytes_left)
             elif self._may_look_up(tracked):
-                self._loads.lookup_chunks(tracked, request.num_tokens)
+                self._loads.look_up_ahead(tracked)
         return tracked
 
     def _may_look_up(self, tracked: TrackedRequest) -> bool:

@@ -1,0 +1,147 @@
+"""Requests that wait in the engine's queue, or for the answer of a lookup, cost little and lose no answer."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from test_lookups import FULL, STATE, chain, make_layout
+
+from hybridkv.connectors.vllm.common.lookups import RequestKeys
+from hybridkv.connectors.vllm.common.requests import TrackedRequest
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
+from hybridkv.connectors.vllm.offload import loads
+from hybridkv.connectors.vllm.offload.loads import LOOKUP_AGAIN_S, Deadlines, LoadPlanner, LoadsInFlight
+from hybridkv.planner import LoadAdmission, LookupResult
+from hybridkv.tiers import Key
+from hybridkv.tiers.object.client import LookupAnswered, News
+from hybridkv.tiers.object.index import ObjectIndex
+from hybridkv.tiers.object.options import ObjectOptions
+from hybridkv.tiers.object.packs import PackPlace, Stored
+from hybridkv.tiers.ram import RamIndex
+from hybridkv.tiers.stack import SecondaryTier, SecondaryTierOptions, TierStack
+
+CHUNKS, CHUNK_TOKENS = 20, 8
+BELIEVED_S = 30.0
+
+
+class Client:
+    """A store that answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.news: deque[News] = deque()
+        self.namespace, self.takes_objects = "cache", True
+        self.asked: list[tuple[int, Sequence[Key]]] = []
+
+    def ask(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
+        self.asked.append((request, keys))
+        return True
+
+    def publish(self, stored: Sequence[Stored]) -> None: ...
+
+    def retract(self, key: Key, place: PackPlace) -> None: ...
+
+    def clear(self, *, is_for_all: bool) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Bench:
+    """A load planner over an object tier."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        self.client = Client()
+        self.layout = make_layout([FULL, STATE])
+        options = ObjectOptions(believed_s=BELIEVED_S, max_asked=1 << 20)
+        self.index = ObjectIndex(cast(Any, self.client), options, lambda: self.now_s)
+        tier = SecondaryTier("object", self.index, SecondaryTierOptions(async_lookup_timeout_s=1.0))
+        self.stack = TierStack(RamIndex(1 << 26, 4096), [tier], 1, lambda: self.now_s)
+        admission, metrics = LoadAdmission(self.layout.spec, 64), ConnectorMetrics()
+        in_flight = LoadsInFlight(self.layout.layout, self.stack, admission, metrics)
+        deadlines = Deadlines(10.0, 30.0, lambda: self.now_s, 10.0)
+        self.planner = LoadPlanner(self.layout.layout, self.stack, admission, deadlines, metrics, in_flight)
+        self.num_searches = 0
+        search = loads.longest_hit
+
+        def counting(*arguments: Any) -> Any:
+            self.num_searches += 1
+            return search(*arguments)
+
+        monkeypatch.setattr(loads, "longest_hit", counting)
+
+    def request(self, name: str) -> TrackedRequest:
+        hashes = chain(2 * CHUNKS, name.encode())
+        request = SimpleNamespace(request_id=name, num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=hashes)
+        return TrackedRequest(cast(Any, request), None, RequestKeys(self.layout.spec, self.layout.keys))
+
+    def answer(self, number: int, keys: Sequence[Key]) -> None:
+        """The store has all of these keys."""
+        places: Mapping[Key, PackPlace] = {key: PackPlace("pack", 100 * at, 64) for at, key in enumerate(keys)}
+        self.client.news.append(LookupAnswered(number, places, self.now_s))
+
+    def step(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.stack.tick()
+        self.planner.begin_step({"other": 1})
+
+
+def test_an_answer_is_looked_at_by_the_requests_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    waiting = [bench.request(str(number)) for number in range(64)]
+    assert [bench.planner.matched_tokens(each, 0) for each in waiting] == [None] * 64
+    for number, keys in list(bench.client.asked):
+        bench.answer(number, keys)
+        bench.step(0.001)
+        bench.num_searches = 0
+        for each in waiting:
+            bench.planner.matched_tokens(each, 0)
+        assert bench.num_searches <= 2, "the others still wait for their own"
+    for each in waiting:
+        hold = bench.stack.hold(each.request_id)
+        assert hold is not None, "its chunks are promoted"
+
+
+@pytest.mark.parametrize("is_polled", [False, True])
+def test_answers_of_a_queued_request_are_kept_fresh(is_polled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    queued = bench.request("queued")
+    bench.planner.look_up_ahead(queued)
+    if is_polled:
+        assert bench.planner.matched_tokens(queued, 0) is None
+    key = bench.layout.keys.key(0, queued.request.block_hashes, CHUNK_TOKENS)
+    for _ in range(3):
+        ((number, keys),) = bench.client.asked
+        bench.client.asked.clear()
+        bench.answer(number, keys)
+        bench.step(0.001)
+        assert bench.stack.lookup(key) is LookupResult.HIT
+        for _ in range(100):
+            bench.step(LOOKUP_AGAIN_S / 100)
+    bench.answer(*bench.client.asked[0])
+    bench.step(0.001)
+    assert bench.planner.matched_tokens(queued, 0) is None and bench.stack.hold("queued") is not None
+
+
+def test_what_a_store_lacks_is_not_looked_up_again_for_a_queued_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    bench.planner.look_up_ahead(bench.request("queued"))
+    ((number, _),) = bench.client.asked
+    bench.answer(number, ())
+    for _ in range(200):
+        bench.step(1.0)
+    assert len(bench.client.asked) == 1
+
+
+def test_a_request_that_has_ended_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    bench.planner.look_up_ahead(bench.request("queued"))
+    bench.answer(*bench.client.asked[0])
+    bench.step(0.001)
+    bench.planner.on_request_finished("queued")
+    for _ in range(100):
+        bench.step(1.0)
+    assert len(bench.client.asked) == 1
