@@ -13,6 +13,7 @@ from hybridkv.cli.explaining import ADVICE
 from hybridkv.connectors.vllm.common.explain import Explanation, LookupReason
 
 REUSE = "reuse of 4000 prompt tokens, by size of host memory (1x is 1.0 GiB): 0.25x 1 %, unbounded 60 %"
+BREAK_EVEN = "break-even of peer: requests wait for hits of 301 tokens or more (an answer takes 2.0 ms)"
 
 
 def record(reason: LookupReason, *, engine: int = 0, offered: int = 0, compute: int = 100, **more: object) -> str:
@@ -68,6 +69,18 @@ def test_one_json_document(tmp_path: Path) -> None:
     assert (report["requests"], report["hits"], report["tokens"], report["other_lines"]) == (4, 1, 2150 + 850, 3)
     assert report["by_source"] == {"compute": 2150, "ram": 800, "engine": 50}
     assert report["reuse"] == REUSE
+
+
+def test_the_last_break_even_of_each_tier_is_shown(tmp_path: Path) -> None:
+    """Where a log has one."""
+    other = BREAK_EVEN.replace("peer", "object")
+    lines = [*LINES, f"INFO [a.py:1] {other.replace('301', '999')}", f"INFO [a.py:1] {BREAK_EVEN}", f"INFO {other}"]
+    assert explained(tmp_path, lines).stdout.splitlines()[-2:] == [other, BREAK_EVEN]
+    assert json.loads(explained(tmp_path, lines, "--json").stdout)["break_even"] == {
+        "object": other,
+        "peer": BREAK_EVEN,
+    }
+    assert json.loads(explained(tmp_path, LINES, "--json").stdout)["break_even"] == {}
 
 
 def test_stdin_is_read() -> None:

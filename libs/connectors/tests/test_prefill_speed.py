@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
-from hybridkv.connectors.vllm.offload.prefill_speed import FIRST_TOKENS_PER_S, MAX_IN_FLIGHT, PrefillSpeed
+from hybridkv.connectors.vllm.offload.prefill_speed import (
+    BREAK_EVEN_S,
+    FIRST_TOKENS_PER_S,
+    MAX_IN_FLIGHT,
+    BreakEvenLog,
+    PrefillSpeed,
+)
+from hybridkv.planner.stages import LookupWait
 
 
 class Engine:
@@ -74,3 +83,43 @@ def test_a_speed_that_the_operator_set_is_not_measured() -> None:
     engine = Engine(tokens_per_s=500.0)
     engine.step(0.1, a=1000)
     assert engine.speed.seconds_per_token == 0.002
+
+
+def test_a_speed_is_known_once_a_step_was_measured_or_if_the_operator_set_it() -> None:
+    engine = Engine()
+    assert not engine.speed.is_measured
+    engine.step(0.5, a=1000)
+    assert engine.speed.is_measured and Engine(1000.0).speed.is_measured
+
+
+def test_the_break_even_of_a_tier_is_logged_at_first_and_when_it_has_changed_much(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    log = BreakEvenLog(lambda: 0.0)
+
+    def lines(answer_s: float, saved_s: float = 0.00008) -> list[str]:
+        caplog.clear()
+        log.record("object", LookupWait(1.0, answer_s, 0.004, saved_s), 0.0001)
+        return [record.getMessage() for record in caplog.records]
+
+    (line,) = lines(0.02)
+    assert line == (
+        "break-even of object: requests wait for hits of 301 tokens or more (an answer takes 20.0 ms, a hit of 1,000 "
+        "tokens 24.0 ms to read and 100.0 ms to compute); shorter ones are found if the answer comes while the request "
+        "is queued"
+    )
+    assert not lines(0.03) and not lines(0.01)
+    assert "of 676 tokens" in lines(0.05)[0]
+    assert "no request waits" in lines(0.05, -0.01)[0]
+    assert not lines(0.06, -0.02)
+    assert "no request waits" not in lines(0.05)[0]
+    assert "no request waits" in lines(1.5)[0], "answers come after the deadline"
+
+
+def test_break_evens_are_checked_once_a_second() -> None:
+    now_s = 0.0
+    log = BreakEvenLog(lambda: now_s)
+    assert log.is_due() and not log.is_due()
+    now_s = BREAK_EVEN_S
+    assert log.is_due()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -145,3 +146,18 @@ def test_a_request_that_has_ended_is_not_looked_up_again(monkeypatch: pytest.Mon
     for _ in range(100):
         bench.step(1.0)
     assert len(bench.client.asked) == 1
+
+
+def test_the_break_even_is_logged_when_the_store_has_answered(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    bench = Bench(monkeypatch)
+    bench.planner.look_up_ahead(bench.request("queued"))
+    bench.step(0.02)
+    assert not caplog.records, "nothing is known of the store"
+    bench.answer(*bench.client.asked[0])
+    for _ in range(3):
+        bench.step(1.0)
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("break-even of object: requests wait for hits of 1 tokens or more"), "a token takes 0.1 s"

@@ -18,6 +18,7 @@ from hybridkv.planner.stages import (
     Facts,
     LookupWait,
     Offer,
+    Past,
     Search,
     Searched,
     Stage,
@@ -77,6 +78,24 @@ def first_wait_s(wait: LookupWait, possible: int = 8000) -> float:
             return (milliseconds - 1) / 1000
         stage, step = searched(stage, facts(milliseconds / 1000, lookup=wait), Pending(possible), MISS)
     raise AssertionError("it waits for ever")
+
+
+@given(st.floats(0, 4), st.floats(0, 4), st.floats(1e-6, 1), st.sampled_from([0.5, 2.0]))
+def test_shorter_hits_than_the_break_even_are_not_waited_for(
+    answer_s: float, read_s: float, saved_s: float, timeout_s: float
+) -> None:
+    wait = LookupWait(timeout_s, answer_s, read_s, saved_s)
+    tokens = life.break_even_tokens(wait)
+    rest_s = life.expected_rest_s(Past(asked_s=0.0, asked_until_s=timeout_s), 0.0, wait)
+    if tokens is None:
+        assert not life.is_worth_waiting(1 << 40, rest_s, wait)
+    else:
+        assert life.is_worth_waiting(tokens + 1, rest_s, wait)
+        assert tokens < 2 or not life.is_worth_waiting(tokens - 1, rest_s, wait)
+
+
+def test_where_reading_takes_longer_than_computing_there_is_no_break_even() -> None:
+    assert life.break_even_tokens(replace(WAIT, saved_s_per_token=0.0)) is None
 
 
 def test_an_overdue_answer_is_waited_for_as_long_as_it_may_still_save_time() -> None:

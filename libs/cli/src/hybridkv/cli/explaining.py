@@ -14,6 +14,7 @@ from hybridkv.connectors.vllm.common.explain import Explanation, LookupReason
 
 _START: Final = '{"request_id":'
 _REUSE: Final = "reuse of "
+_BREAK_EVEN: Final = "break-even of "
 ADVICE: Final[dict[str, str]] = {
     LookupReason.COMPLETE: "",
     LookupReason.PREFIX_ENDS: "",
@@ -58,6 +59,7 @@ class ExplainReport(msgspec.Struct, frozen=True):
         reasons: rows, the most computed tokens first.
         lost_tokens: tokens that a missing state or window cost, by kind of group.
         reuse: the last estimate of other sizes of host memory, as the engine logged it; "" if there is none.
+        break_even: for each tier the engine's last line about the shortest hit that requests wait for.
         other_lines: lines without a record.
     """
 
@@ -68,6 +70,7 @@ class ExplainReport(msgspec.Struct, frozen=True):
     reasons: list[ReasonRow]
     lost_tokens: dict[str, int]
     reuse: str
+    break_even: dict[str, str]
     other_lines: int
 
 
@@ -84,7 +87,7 @@ def summarize(lines: Iterable[str], name: str) -> ExplainReport:
     decode = msgspec.json.Decoder(Explanation).decode
     requests, computed, sources, lost = Counter[str](), Counter[str](), Counter[str](), Counter[str]()
     hits = tokens = other_lines = 0
-    reuse = ""
+    reuse, break_even = "", dict[str, str]()
     for line in lines:
         start = line.find(_START)
         try:
@@ -95,6 +98,9 @@ def summarize(lines: Iterable[str], name: str) -> ExplainReport:
             other_lines += 1
             if _REUSE in line and "unbounded" in line:
                 reuse = line[line.index(_REUSE) :].strip()
+            elif (at := line.find(_BREAK_EVEN)) >= 0 and " for " in line[at:]:
+                text = line[at:].strip()
+                break_even[text[len(_BREAK_EVEN) :].partition(":")[0]] = text
             continue
         requests[record.reason] += 1
         computed[record.reason] += record.compute_tokens
@@ -124,6 +130,7 @@ def summarize(lines: Iterable[str], name: str) -> ExplainReport:
         reasons=sorted(rows, key=lambda row: -row.compute_tokens),
         lost_tokens=dict(lost.most_common()),
         reuse=reuse,
+        break_even=break_even,
         other_lines=other_lines,
     )
 
@@ -149,6 +156,8 @@ def text_of(report: ExplainReport) -> str:
         lines += ["", f"tokens lost for want of a state or window: {kinds}"]
     if report.reuse:
         lines += ["", report.reuse]
+    if report.break_even:
+        lines += ["", *report.break_even.values()]
     return "\n".join(lines)
 
 

@@ -122,6 +122,13 @@ def is_worth_waiting(num_tokens: int, rest_s: float, wait: LookupWait) -> bool:
     return num_tokens * wait.saved_s_per_token > rest_s + wait.read_s
 
 
+def break_even_tokens(wait: LookupWait) -> int | None:
+    """Tokens of the shortest hit that a request waits for, from when its lookup is sent; None if it never waits."""
+    if wait.saved_s_per_token <= 0 or wait.answer_s > wait.timeout_s:
+        return None
+    return int((wait.answer_s + wait.read_s) / wait.saved_s_per_token) + 1
+
+
 def expected_rest_s(past: Past, now_s: float, wait: LookupWait) -> float:
     """Expected time until the lookups of a request are answered; infinity if that is after their deadline.
 

@@ -138,6 +138,14 @@ class TierStack:
         that answers next. Both are measured."""
         return self._view.expected_answer()
 
+    def measured_lookups(self) -> dict[str, tuple[float, float, float]]:
+        """For each tier that has answered an async lookup: its deadline, and what `expected_answer` says of it."""
+        return {
+            tier.name: (tier.async_lookup_timeout_s, tier.index.answer_s, tier.read_s_per_byte)
+            for tier in self._tiers
+            if tier.index.has_async_lookups and tier.index.heard.num_answered
+        }
+
     def ask(self, keys: Sequence[Key]) -> None:
         """Send an async lookup for the keys that no tier holds, to all tiers that accept one. Each tier has its own
         deadline; keys it has not answered by then count as missing."""

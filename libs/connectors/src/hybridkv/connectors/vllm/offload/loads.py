@@ -25,7 +25,7 @@ from hybridkv.connectors.vllm.common.messages import CopyTable, Load, LoadFailur
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import RAM, ConnectorMetrics
 from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
-from hybridkv.connectors.vllm.offload.prefill_speed import PrefillSpeed
+from hybridkv.connectors.vllm.offload.prefill_speed import BreakEvenLog, PrefillSpeed
 from hybridkv.planner import (
     GroupKind,
     Hit,
@@ -395,6 +395,7 @@ class LoadPlanner:
         self._clock = deadlines.clock
         self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s, boundary_tokens=layout.spec.boundary_tokens)
         self.prefill_speed = PrefillSpeed(deadlines.clock, deadlines.tokens_per_s)
+        self._break_even = BreakEvenLog(deadlines.clock)
         self._bytes_per_token, self._fixed_bytes = _bytes_of_hit(layout)
         self._expected: tuple[float, float] | None = None
         """`TierStack.expected_answer` in this step."""
@@ -482,6 +483,9 @@ class LoadPlanner:
         self._num_steps += 1
         if self._queued:
             self._look_up_again()
+        if self._has_async_lookups and self.prefill_speed.is_measured and self._break_even.is_due():
+            for name, measured in self._stack.measured_lookups().items():
+                self._break_even.record(name, self._wait_of(*measured), self.prefill_speed.seconds_per_token)
         return self.prefill_speed.on_planned(num_scheduled_tokens)
 
     def look_up_ahead(self, tracked: TrackedRequest) -> None:
@@ -524,7 +528,9 @@ class LoadPlanner:
             return None
         if self._expected is None:
             self._expected = self._stack.expected_answer()
-        answer_s, read_s_per_byte = self._expected
+        return self._wait_of(timeout_s, *self._expected)
+
+    def _wait_of(self, timeout_s: float, answer_s: float, read_s_per_byte: float) -> LookupWait:
         saved_s = self.prefill_speed.seconds_per_token - self._bytes_per_token * read_s_per_byte
         return LookupWait(timeout_s, answer_s, self._fixed_bytes * read_s_per_byte, saved_s)
 
