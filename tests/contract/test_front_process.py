@@ -21,6 +21,7 @@ from hybridkv.connectors.vllm import CONNECTOR, LMCACHE_CONNECTOR, MULTI_CONNECT
 from hybridkv.connectors.vllm.multi.connector import HybridMultiConnector
 from hybridkv.connectors.vllm.nixl.connector import HybridNixlConnector
 from hybridkv.connectors.vllm.offload.connector import HybridOffloadConnector
+from hybridkv.peers.transport import nixl_library
 
 RAM = {"type": "ram", "capacity": "64MiB"}
 GOOD = {"kv_connector": CONNECTOR, "kv_connector_extra_config": {"tiers": [RAM]}}
@@ -116,8 +117,9 @@ OBJECT = {"type": "object", "url": "s3://bucket/prefix"}
 )
 @pytest.mark.parametrize("is_child", [False, True])
 def test_a_file_that_this_host_lacks_is_named_before_an_engine_starts(
-    is_child: bool, tier: dict[str, Any], words: str, tmp_path: Path
+    is_child: bool, tier: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(nixl_library, "MODULES", ("json",))  # NIXL is not installed here
     extra = below(tmp_path, *([] if tier["type"] == "ram" else [tier]))
     if tier["type"] == "ram":
         extra["tiers"] = [tier]
@@ -148,7 +150,8 @@ def test_a_missing_library_is_named_before_an_engine_starts(monkeypatch: pytest.
         assert caught.value.path == path
 
 
-def test_what_this_host_has_is_accepted(tmp_path: Path) -> None:
+def test_what_this_host_has_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nixl_library, "MODULES", ("json",))  # NIXL is not installed here
     secret = tmp_path / "secret"
     secret.write_bytes(b"0123456789abcdef" * 2)
     secret.chmod(0o600)

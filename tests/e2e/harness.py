@@ -353,11 +353,11 @@ def _result(output: Any, steps: Sequence[Step]) -> Result:
     )
 
 
-def _inspect_model_here(model: Path) -> None:
+def inspect_model_here(*architectures: str) -> None:
     """Spare the fifteen seconds in which vLLM inspects a model's class in a subprocess: hand it the class, imported."""
     from vllm.model_executor.models.registry import ModelRegistry
 
-    for architecture in json.loads((model / "config.json").read_text())["architectures"]:
+    for architecture in architectures:
         ModelRegistry.register_model(architecture, ModelRegistry.models[architecture].load_model_cls())
 
 
@@ -400,7 +400,7 @@ def running_model(model: Path, options: dict[str, Any]) -> Iterator[Engine]:
 
     gc.freeze()
     gc.enable()
-    _inspect_model_here(model)
+    inspect_model_here(*json.loads((model / "config.json").read_text())["architectures"])
     llm = LLM(str(model), **options)
     try:
         yield Engine(llm)

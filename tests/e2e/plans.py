@@ -28,7 +28,9 @@ def as_options(arguments: Mapping[str, Any]) -> list[str]:
 
 def planned(model: Path, arguments: Mapping[str, Any], transfer: Mapping[str, Any]) -> PlanReport:
     """The plan. No engine may run in this process: it would lose its process groups."""
-    harness._inspect_model_here(model)  # as vLLM in a process of its own, but in no time
+    harness.inspect_model_here(
+        *json.loads((model / "config.json").read_text())["architectures"]
+    )  # as vLLM in a process of its own, but in no time
     return plan(str(model), transfer, as_options(arguments))
 
 

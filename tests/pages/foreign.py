@@ -8,6 +8,7 @@ from __future__ import annotations
 
 _BY_OWNER: dict[str, tuple[str, ...]] = {
     "vLLM": (
+        "--enable-sleep-mode",
         "--max-num-batched-tokens",
         "--prefix-cache-retention-interval",
         "--prefix-caching-hash-algo",
@@ -21,6 +22,7 @@ _BY_OWNER: dict[str, tuple[str, ...]] = {
         "mamba_ssm_cache_dtype",
         "model_loader_extra_config",
         "preprocess_mamba",
+        "release_kv_cache_memory",
         "reset_external",
         "vllm:prompt_tokens_total",
     ),

@@ -18,7 +18,7 @@ from hybridkv.connectors.vllm.offload.startup_log import GroupReport, StartupRep
 
 RAM = {"type": "ram", "capacity": "4GiB"}
 DISK = {"type": "disk", "path": "/var/cache/hybridkv", "capacity": "200GiB"}
-PEER = {"type": "peer", "listen": "10.0.0.1:7300", "peers": ["10.0.0.2:7300"]}
+PEER = {"type": "peer", "listen": "127.0.0.1:7300", "peers": ["10.0.0.2:7300"]}
 OBJECT = {"type": "object", "url": "file:///mnt/store"}
 STARTUP = StartupReport(
     groups=(
@@ -139,7 +139,7 @@ def test_warnings_are_shown_and_change_the_exit_status(monkeypatch: pytest.Monke
     [
         ([RAM, DISK, PEER, OBJECT], "kv_both", {}),
         ([RAM, DISK, OBJECT], "kv_producer", {"disk": "stores only", "object": "stores only"}),
-        ([RAM, PEER | {"peers": ["10.0.0.1:7300"]}], "kv_both", {"peer": "names no other engine"}),
+        ([RAM, PEER | {"peers": ["127.0.0.1:7300"]}], "kv_both", {"peer": "names no other engine"}),
     ],
 )
 def test_tiers_that_are_never_asked(tiers: list[object], role: str, expected: dict[str, str]) -> None:
