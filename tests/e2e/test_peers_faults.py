@@ -126,10 +126,12 @@ def test_a_producer_that_stops_costs_the_time_that_is_given(faults: Faults, poin
         gate = held_up(faults, point)
         name = begun(faults, params, gate)
         with faults.producer.stopped():
-            gate.release()
+            if point != "lease":  # the last read may pass without the producer's processor, before time passes
+                gate.release()
             faults.consumer.later(LOAD_S)
             # It has not gone on yet.
             faults.require_cold(faults.consumer.result(name), first_computed=0)
+    gate.release()
     # What it was told meanwhile it hears now, unless it was away for so long that its connections ended.
     faults.producer.later(LEASE_S)
 

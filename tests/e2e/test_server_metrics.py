@@ -28,7 +28,9 @@ NUM_CLIENTS = 6
 NUM_WAVES = 10
 COUNTS_DEADLINE_S = patience.seconds(6.0)
 WINDOW = "2m"
-DEPLOY = next(folder / "deploy" for folder in Path(__file__).resolve().parents if (folder / "deploy").is_dir())
+DEPLOY = next(
+    folder / "deploy" for folder in Path(__file__).resolve().parents if (folder / "deploy/prometheus").is_dir()
+)
 DASHBOARD = DEPLOY / "grafana/hybridkv.json"
 QUERIES = panel_queries(DASHBOARD, WINDOW)
 PREFIX = "vllm:hybridkv_"

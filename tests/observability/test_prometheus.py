@@ -17,7 +17,9 @@ from prometheus_server import Prometheus, promtool, running_prometheus
 
 from hybridkv.metrics import CATALOGUE
 
-DEPLOY = next(folder / "deploy" for folder in Path(__file__).resolve().parents if (folder / "deploy").is_dir())
+DEPLOY = next(
+    folder / "deploy" for folder in Path(__file__).resolve().parents if (folder / "deploy/prometheus").is_dir()
+)
 RULES = DEPLOY / "prometheus/hybridkv-alerts.yml"
 TESTS = DEPLOY / "prometheus/hybridkv-alerts-test.yml"
 DASHBOARD = DEPLOY / "grafana/hybridkv.json"
