@@ -22,7 +22,7 @@ SITE=$WORK/site
 LOGS=$WORK/logs
 SUMMARY=$OUT/summary.txt
 BUDGET_S=${BUDGET_S:-560}
-ALL_STAGES="facts packages build host copies kernels native engine proof goals oracle memcheck racecheck"
+ALL_STAGES="facts packages host build copies kernels native engine proof goals oracle memcheck racecheck"
 ALL_STAGES+=" engines_engine engines_native tuning"
 STAGES=${STAGES:-$ALL_STAGES}
 PYTHON=${PYTHON:-python3}
@@ -260,8 +260,9 @@ export -f engine_of sanitize
 
 stage facts 40 bash -c facts
 stage packages 30 bash -c packages
-stage build 150 bash -c build
+# All later stages import hybridkv.native.
 stage host 120 bash -c host
+stage build 150 bash -c build
 stage copies 60 bash -c copies
 stage kernels 120 bash -c 'tests kernels "$TREE/tests/gpu/test_kernels.py"'
 stage native 90 bash -c 'tests native "$TREE/tests/gpu/test_cuda_engine_gpu.py" -k "not streams"'

@@ -61,6 +61,11 @@ def test_every_file_that_the_run_names_is_there(bundle: Path) -> None:
     assert len(named) > 15
 
 
+def test_hybridkv_native_comes_before_what_imports_it(bundle: Path) -> None:
+    stages = re.findall(r"^stage (\w+)", (bundle / "run.sh").read_text(), re.MULTILINE)
+    assert stages[:3] == ["facts", "packages", "host"]
+
+
 def _found(name: str) -> bool:
     braces = re.fullmatch(r"(.*)\{(.*)\}(.*)", name)
     if braces:
