@@ -17,8 +17,8 @@ from hybridkv.peers.ranges import Ranges
 from hybridkv.peers.tables import BlockTables
 from hybridkv.peers.transport.contract import Region
 from hybridkv.peers.transport.memory import RegisteredMemory
-from hybridkv.peers.transport.nixl_capability import decode_capability as decode_nixl
-from hybridkv.peers.transport.nixl_capability import encode_capability as encode_nixl
+from hybridkv.peers.transport.nixl import decode_capability as decode_nixl
+from hybridkv.peers.transport.nixl import encode_capability as encode_nixl
 from hybridkv.peers.wire import (
     Accepted,
     Describe,

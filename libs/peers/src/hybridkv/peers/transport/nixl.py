@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from hybridkv.peers.errors import PeersConfigurationError, PeersProtocolError
@@ -28,16 +29,18 @@ from hybridkv.peers.transport.contract import (
     TransferId,
     TransferState,
 )
-from hybridkv.peers.transport.memory import RegisteredMemory
-from hybridkv.peers.transport.nixl_capability import decode_capability, encode_capability
+from hybridkv.peers.transport.memory import MAX_REGIONS, RegisteredMemory
 from hybridkv.peers.transport.nixl_library import load_nixl, reason_of
 from hybridkv.peers.transport.nixl_reads import HOST_DEVICE, KIND, NixlRead, NixlReads, NixlRemote
+from hybridkv.peers.wire import WireError, pack_columns, unpack_columns
 
 logger = logging.getLogger(__name__)
 
 BACKEND = "UCX"
 MAX_TRANSFERS = 256
 """Maximum unreleased reads."""
+CAPABILITY_VERSION = 2
+MAX_CAPABILITY_BYTES = 8 << 20
 
 
 class NixlTransport:
@@ -210,3 +213,39 @@ class NixlTransport:
     def _demand_open(self, call: str) -> None:
         if self._is_closed:
             raise PeersProtocolError(f"{call}: called after close")
+
+
+# Capabilities. Decoding any bytes gives a capability or an error text.
+
+
+class _Capability(msgspec.Struct, frozen=True, array_like=True):
+    version: int
+    agent: str
+    metadata: bytes
+    regions: bytes
+    """Two columns: address, num_bytes (0 for a deregistered region)."""
+
+
+def encode_capability(agent: str, metadata: bytes, memory: RegisteredMemory) -> bytes:
+    """Encodes a capability. `metadata` comes from NIXL and lets its holder read this memory."""
+    regions = pack_columns((memory.addresses, memory.num_bytes))
+    return msgspec.msgpack.encode(_Capability(CAPABILITY_VERSION, agent, metadata, regions))
+
+
+def decode_capability(data: bytes) -> tuple[str, bytes, RegisteredMemory] | str:
+    """(agent, metadata, regions), or an error text for an invalid capability."""
+    if len(data) > MAX_CAPABILITY_BYTES:
+        return f"a capability of {len(data)} bytes"
+    try:
+        capability = msgspec.msgpack.decode(data, type=_Capability)
+        if capability.version != CAPABILITY_VERSION:
+            return f"a capability of version {capability.version}; this side supports {CAPABILITY_VERSION}"
+        columns = unpack_columns(capability.regions, 2, MAX_REGIONS)
+        rows = [Region(*row) for row in zip(*(column.tolist() for column in columns), strict=True)]
+        RegisteredMemory().with_regions([row for row in rows if row.num_bytes])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        return f"invalid capability: {type(error).__name__}"
+    except (WireError, PeersProtocolError) as error:
+        return f"invalid capability: {error}"
+    memory = RegisteredMemory(tuple(row if row.num_bytes else None for row in rows))
+    return capability.agent, capability.metadata, memory
