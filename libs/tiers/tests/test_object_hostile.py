@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.manifest_store import next_epoch
 from hybridkv.tiers.object.names import BOUNDARY_EVERY, cache_name, epoch_name, manifest_name, namespace_of, prefix_of
 from hybridkv.tiers.object.reader import Quarantine
+from hybridkv.tiers.stack import BreakerOptions, SecondaryTierOptions
 from kits.tiers.played_s3 import PlayedS3, Request, Trouble, Zeros
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
@@ -457,3 +459,52 @@ def test_a_store_that_refuses_while_it_comes_back_is_used_when_it_is_back(
     is_gone.clear()
     patience.wait_until(lambda: not answers and engines[0].hear(keys) == [HIT] * 5, "the store is used again")
     assert engines[0].load(keys) == [chunks[key] for key in keys]
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_a_store_in_trouble_costs_chunks_and_gives_no_wrong_byte(
+    s3: PlayedS3, engines: list[Engine], status: int
+) -> None:
+    """Most requests fail while two engines write and read below one prefix. Then all of it is used again."""
+    draw = random.Random(status)
+    is_ill = threading.Event()
+    s3.trouble = lambda request: Trouble(status) if is_ill.is_set() and draw.random() < 0.6 else None
+    quick = SecondaryTierOptions(
+        async_lookup_timeout_s=patience.seconds(6.0),
+        load_timeout_s=patience.seconds(6.0),
+        breaker=BreakerOptions(failures=3, first_backoff_s=0.02, max_backoff_s=0.1),
+    )
+    location = StoreLocation("s3://fleet", s3.settings(), b"s")
+    engines += [Engine(location, options=OPTIONS, slower=quick) for _ in range(2)]
+    is_ill.set()
+    for number in range(10):
+        keys = path_of(12, bytes([number + 1]))
+        chunks = chunks_of(keys)
+        writer, reader = engines[number % 2], engines[1 - number % 2]
+        writer.store(keys, chunks)
+        answers = reader.hear(keys)
+        held = keys[: answers.index(MISS)] if MISS in answers else keys
+        if held and (found := reader.load(held)) is not None:
+            assert found == [chunks[key] for key in held]
+    is_ill.clear()
+    keys = path_of(12, b"z")
+    chunks = chunks_of(keys)
+
+    def is_stored() -> bool:
+        engines[0].near.clear()
+        engines[0].store(keys, chunks)
+        return loaded(s3, keys) == [chunks[key] for key in keys]
+
+    patience.wait_until(is_stored, "the store is used again")
+
+
+def test_two_writers_of_one_prefix_leave_one_whole_path(s3: PlayedS3, engines: list[Engine]) -> None:
+    """At the same time, with other bytes on their way: whichever manifest stands lists chunks of one or the other."""
+    keys = path_of(20)
+    chunks = chunks_of(keys)
+    engines += [engine_at(s3) for _ in range(2)]
+    for engine in engines:
+        engine.begin_store(keys, chunks)
+    for engine in engines:
+        engine.run()
+    patience.wait_until(lambda: loaded(s3, keys) == [chunks[key] for key in keys], "the path is found whole")

@@ -16,6 +16,7 @@ from object_engines import CHUNK_BYTES, Engine, chunks_of, last_is_named, path_o
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import TierConfigurationError
 from hybridkv.tiers.object import ObjectOptions, keep_alive
+from hybridkv.tiers.object.directory_store import DirectoryStore
 
 HIT = LookupResult.HIT
 TO_LIVE_S = 1000.0
@@ -230,3 +231,28 @@ def test_a_reader_of_a_pack_that_expires_computes_and_gets_no_wrong_byte(tmp_pat
     engine.near.clear()
     engine.store(keys, chunks)
     patience.wait_until(lambda: last_is_named(tmp_path, keys), "it is stored anew")
+
+
+def test_a_renewal_that_fails_is_counted_and_tried_again(
+    tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, chunks = stored(tmp_path)
+    old = make_old(objects(tmp_path), OLD_S)
+    real, is_ill = DirectoryStore.renew, True
+
+    def renew(self: DirectoryStore, path: str) -> None:
+        if is_ill:
+            raise OSError(5, "Input/output error")
+        real(self, path)
+
+    monkeypatch.setattr(DirectoryStore, "renew", renew)
+    monkeypatch.setattr(keep_alive, "RETRY_S", 0.01)
+    engine = start(tmp_path, engines)
+    assert engine.hear(keys) == [HIT] * NUM_KEYS
+    patience.wait_until(lambda: engine.index.take_store_counts().renewals_failed > 0, "a failure is counted")
+    assert engine.load(keys) == [chunks[key] for key in keys]
+    is_ill = False
+    time.sleep(0.05)
+    other = start(tmp_path, engines)
+    assert other.hear(keys) == [HIT] * NUM_KEYS
+    patience.wait_until(lambda: all(now > old[path] for path, now in modified(list(old)).items()), "all are renewed")
