@@ -16,7 +16,7 @@ from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload import loads
 from hybridkv.connectors.vllm.offload.loads import LOOKUP_AGAIN_S, Deadlines, LoadPlanner, LoadsInFlight
-from hybridkv.planner import LoadAdmission, LookupResult
+from hybridkv.planner import LoadAdmission, LookupResult, longest_hit
 from hybridkv.tiers import Key
 from hybridkv.tiers.object.client import LookupAnswered, News
 from hybridkv.tiers.object.index import ObjectIndex
@@ -66,7 +66,7 @@ class Bench:
         deadlines = Deadlines(10.0, 30.0, lambda: self.now_s, 10.0)
         self.planner = LoadPlanner(self.layout.layout, self.stack, admission, deadlines, metrics, in_flight)
         self.num_searches = 0
-        search = loads.longest_hit
+        search = longest_hit
 
         def counting(*arguments: Any) -> Any:
             self.num_searches += 1
