@@ -255,7 +255,7 @@ def test_a_close_gives_up_a_snapshot_that_takes_too_long(tmp_path: Path) -> None
     io = SparseIO()
     index = opened(tmp_path / "store", io)
     keys = fill(index, MANY - 2)
-    io.on_snapshot = index._maintenance.give_up_snapshot
+    io.on_snapshot = index._maintenance.cancel_snapshot
     io.written.clear()
     index.close()
     assert len(io.written) == 1

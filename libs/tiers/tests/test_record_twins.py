@@ -16,7 +16,7 @@ from examples import examples
 
 from hybridkv.tiers import Extends, Refusal, TierProtocolError
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, SEGMENT_HEAD_BYTES
-from hybridkv.tiers.disk.index.change_log import ChangeLog, GivenUpError
+from hybridkv.tiers.disk.index.change_log import ChangeLog, SnapshotCancelledError
 from hybridkv.tiers.disk.index.found import FoundRecord, FoundRecords
 from hybridkv.tiers.disk.index.records import RecordTable, cost_of
 from hybridkv.tiers.disk.index.segments import Segment, SegmentStage, SegmentTable
@@ -290,7 +290,7 @@ def test_a_snapshot_is_given_up_when_another_one_is_planned() -> None:
     world = World(RecordTable, 1000)
     first, cut = world.table.source(), world.log.cut()
     second = world.table.source()
-    with pytest.raises(GivenUpError):
+    with pytest.raises(SnapshotCancelledError):
         first.committed(cut)
     assert not len(second.committed(cut).keys)
 

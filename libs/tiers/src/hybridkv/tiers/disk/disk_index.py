@@ -258,5 +258,5 @@ class DiskIndex(SyncLookups):
         if self._janitor.close(_SNAPSHOT_SHARE * timeout_s):
             return True
         logger.info("%s: no time for a snapshot; the next start reads the changes", self._namespace.path)
-        self._maintenance.give_up_snapshot()
+        self._maintenance.cancel_snapshot()
         return self._janitor.close((1 - _SNAPSHOT_SHARE) * timeout_s)

@@ -208,10 +208,10 @@ def log_unknown_files(namespace: Namespace) -> None:
     """Log one line for each directory with unknown entries. `OSError` if one cannot be read."""
     ranks = {rank_name(rank) for rank in range(namespace.num_ranks)}
     root = namespace.root
-    _say(root, lambda name: name in _OF_FILE_SYSTEMS or (is_namespace(name) and _may_be_directory(root, name)))
-    _say(namespace.directory, lambda name: is_namespace_file(name) or name in ranks)
+    _log_unknown(root, lambda name: name in _OF_FILE_SYSTEMS or (is_namespace(name) and _may_be_directory(root, name)))
+    _log_unknown(namespace.directory, lambda name: is_namespace_file(name) or name in ranks)
     for directory in namespace.ranks:
-        _say(directory, lambda name: segment_number(name) is not None)
+        _log_unknown(directory, lambda name: segment_number(name) is not None)
 
 
 def _may_be_directory(directory: Directory, name: str) -> bool:
@@ -222,7 +222,7 @@ def _may_be_directory(directory: Directory, name: str) -> bool:
         return True
 
 
-def _say(directory: Directory, is_known: Callable[[str], bool]) -> None:
+def _log_unknown(directory: Directory, is_known: Callable[[str], bool]) -> None:
     unknown = sorted(name for name in directory.list() if not is_known(name))
     if unknown:
         logger.warning("%s holds what is not the disk tier's, left alone: %s", directory.path, _words(unknown))

@@ -24,7 +24,7 @@ MAX_USES_IN_A_BATCH = 1 << 14
 """Number of uses that a batch keeps: the last ones. Dropped earlier uses do not move their records in the order."""
 
 
-class GivenUpError(Exception):
+class SnapshotCancelledError(Exception):
     """The snapshot of a cut was cancelled."""
 
 
@@ -37,7 +37,7 @@ class Cut:
     def require_wanted(self) -> None:
         """Any thread may cancel; the writer of the snapshot calls this from time to time."""
         if self.is_cancelled:
-            raise GivenUpError
+            raise SnapshotCancelledError
 
 
 class Gap:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.tiers.contract import Key
-from hybridkv.tiers.disk.index.change_log import Cut, GivenUpError
+from hybridkv.tiers.disk.index.change_log import Cut, SnapshotCancelledError
 from hybridkv.tiers.yielding import ENTRIES_AT_A_TIME, YIELD_S
 
 if TYPE_CHECKING:
@@ -79,14 +79,14 @@ class WalkedSource(NamedTuple):
     number: int
 
     def committed(self, cut: Cut) -> RecordColumns:
-        """Committed records. `GivenUpError` if the snapshot of this cut was cancelled."""
+        """Committed records. `SnapshotCancelledError` if the snapshot of this cut was cancelled."""
         keys, columns = [], []
         goes_on = True
         while goes_on:
             cut.require_wanted()
             batch = self.ledger.walk(self.number, ENTRIES_AT_A_TIME)
             if batch is None:
-                raise GivenUpError
+                raise SnapshotCancelledError
             goes_on, of_keys, *numbers = batch
             if of_keys:
                 keys.append(of_keys)

@@ -135,7 +135,7 @@ class SegmentCopier(ChoreKind[Copy, Copied]):
         if not self._may_copy():
             return None
         if not segments.ready and not segments.num_creatable:
-            return self._give_up_one()
+            return self._evict_cheapest()
         victim = self.compaction.victim()
         if victim is None:
             return None
@@ -143,12 +143,12 @@ class SegmentCopier(ChoreKind[Copy, Copied]):
             return self._dropper.plan()
         relocations = self.compaction.relocations(victim)
         if not relocations:
-            return self._give_up_one()
+            return self._evict_cheapest()
         victim.is_moving = True
         segments.refile(victim)
         return DueChore(self, Copy(victim.number, relocations))
 
-    def _give_up_one(self) -> AnyDueChore | None:
+    def _evict_cheapest(self) -> AnyDueChore | None:
         """Evict the cheapest segment, because there is no room to copy to."""
         victim = self.compaction.cheapest()
         if victim is not None:

@@ -204,8 +204,8 @@ class Maintenance:
         """`run`, but cheap if there is no work."""
         if not self._log.is_scheduled or self._changes_file.has_unwritten:
             self.write_changes()
-        has_news = self._ended or self._agenda.journal.has_pending or self._segments.revision != self._looked_at
-        if has_news or self.state.clock() >= self._look_again_s:
+        has_work = self._ended or self._agenda.journal.has_pending or self._segments.revision != self._looked_at
+        if has_work or self.state.clock() >= self._look_again_s:
             self.run()
 
     def collect(self) -> None:
@@ -219,7 +219,7 @@ class Maintenance:
         if self._changes_file.has_unwritten:
             self.collect()  # its result may not be applied yet
         writer = self._agenda.changes
-        if self._log.is_scheduled or not writer.has_news:
+        if self._log.is_scheduled or not writer.has_work:
             return
         delay_s = writer.delay_s()
         if delay_s > 0 and not self._dispatcher.can_wait:
@@ -258,7 +258,7 @@ class Maintenance:
         With the snapshot, the next start reads one file. Without it, if time runs out, the changes hold the same. An
         unwritten epoch is tried once more, even while it backs off; no record was stored in it.
         """
-        self.give_up_snapshot()
+        self.cancel_snapshot()
         if self.state.is_taken:
             return
         self._segments.close_open()
@@ -275,7 +275,7 @@ class Maintenance:
             self._start(due)
         self._start(self._agenda.snapshot.plan_last())
 
-    def give_up_snapshot(self) -> None:
+    def cancel_snapshot(self) -> None:
         """Cancel the snapshot that is being written, if there is one."""
         self._agenda.snapshot.cancel()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hybridkv.tiers.disk.files.namespace import Namespace
 from hybridkv.tiers.disk.format import snapshot
 from hybridkv.tiers.disk.format.layout import PAGE_BYTES, SNAPSHOT_NAME, address_of, number_of
-from hybridkv.tiers.disk.index.change_log import Cut, GivenUpError
+from hybridkv.tiers.disk.index.change_log import Cut, SnapshotCancelledError
 from hybridkv.tiers.disk.index.snapshot_source import WalkedSource
 from hybridkv.tiers.disk.maintenance.chore import (
     AnyDueChore,
@@ -49,13 +49,13 @@ class ChangeWriter(ChoreKind[Log, bool]):
         self._due_s = state.clock()
 
     @property
-    def has_news(self) -> bool:
+    def has_work(self) -> bool:
         """True if changes wait and may be written now."""
         is_behind = self._log.is_waiting or self._file.has_unwritten
         return is_behind and not self._state.is_taken and not self._state.retries.is_backing_off(Log)
 
     def plan(self) -> AnyDueChore | None:
-        return DueChore(self, Log()) if self.has_news else None
+        return DueChore(self, Log()) if self.has_work else None
 
     def delay_s(self) -> float:
         """Seconds until the next batch is due."""
@@ -89,7 +89,7 @@ class Save(Chore[bool]):
         """True if it was written; False if it was cancelled."""
         try:
             self._write(files)
-        except GivenUpError:
+        except SnapshotCancelledError:
             return False
         finally:
             trim_heap()
