@@ -9,6 +9,8 @@ load("//bazel/python:debian_python.bzl", "debian_python")
 load("//bazel/python:local_python.bzl", "local_python")
 load("//bazel/python:locked_packages.bzl", "locked_packages")
 load("//bazel/python:nanobind_cc.bzl", "nanobind_cc")
+load("//bazel/python:vllm_files.bzl", "vllm_files")
+load("//third_party/python:vllm_versions.bzl", "VLLM_VERSIONS", "vllm_repository")
 
 def hybridkv_repositories():
     """Declares the repositories; none is fetched before something needs it."""
@@ -27,6 +29,16 @@ def hybridkv_repositories():
 
     # The same at the same versions, with torch and vLLM; only the targets that need those name it.
     locked_packages(name = "pypi_engine", lock = "//third_party/python:engine_lock.txt")
+
+    # Other versions of vLLM for the contract tests and the oracle, 40 MB each, in the full run.
+    for version, archive in VLLM_VERSIONS.items():
+        vllm_files(
+            name = vllm_repository(version),
+            packages = "@pypi_engine//:BUILD.bazel",
+            sha256 = archive["sha256"],
+            url = archive["url"],
+            version = version,
+        )
 
     # 230 MB for the few that read a peer's memory with it. Needs numpy of one of the others.
     locked_packages(name = "pypi_nixl", lock = "//third_party/python:nixl_lock.txt")

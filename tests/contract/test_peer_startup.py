@@ -9,14 +9,21 @@ import copy
 import itertools
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 from starting import refused, start
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1 import kv_cache_interface
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, KVQuantMode, RSWASpec, SinkFullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    KVQuantMode,
+    RSWASpec,
+    SinkFullAttentionSpec,
+    SlidingWindowMLASpec,
+)
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR
 from hybridkv.connectors.vllm.common.identity.worker_facts import CONV_STATE_FACTS
@@ -109,6 +116,10 @@ def test_every_spec_of_the_engine_is_on_one_list_or_the_other() -> None:
     assert named <= set(KNOWN)
 
 
+@pytest.mark.skipif(
+    "bounded_replay" not in {field.name for field in fields(SlidingWindowMLASpec)},
+    reason="vLLM 0.30 computes no window again",
+)
 def test_a_window_that_is_computed_again_is_refused() -> None:
     index = next(i for i, group in enumerate(DEEPSEEK_V4.groups) if group.kind is Kind.WINDOW)
 

@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
+from hybridkv.connectors.vllm.common.compat import hash_block_tokens
 from oracle.settings import Connector
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
         self._block_tokens = [spec.block_size for spec in self._specs]
         self._unit = math.lcm(*self._block_tokens)
-        self._hash_tokens = kv_cache_config.hash_block_size or self._unit
+        self._hash_tokens = hash_block_tokens(vllm_config, kv_cache_config)
         # Scheduler role.
         self._requests: dict[str, Request] = {}
         self._planned: list[PageLoad] = []

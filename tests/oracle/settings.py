@@ -38,6 +38,8 @@ try:
 except ImportError:  # before vLLM 0.32
     resolve_cache_hit_alignment_tokens = None
 
+HAS_TAILS = resolve_cache_hit_alignment_tokens is not None
+"""Whether this version of vLLM says where inside a block it hands over states."""
 MAX_MODEL_TOKENS = 4096
 
 
