@@ -16,8 +16,7 @@ from hybridkv.connectors.vllm.lmcache.messages import PageCopy
 from hybridkv.connectors.vllm.lmcache.pages import ChunkSpan, PageTransfer, block_tables, page_transfer
 from hybridkv.connectors.vllm.lmcache.session import SERVER, WORKER, PageLease, PoolMemory, bad_pages
 from hybridkv.connectors.vllm.lmcache.session_spec import SessionSpec, session_spec_of
-from hybridkv.lmcache.block_ids import cut_tables
-from hybridkv.lmcache.geometry import Geometry
+from hybridkv.lmcache.geometry import Geometry, cut_tables
 from hybridkv.lmcache.page import PageState, payload_of, seal
 from hybridkv.lmcache.pool import Pool, Taken
 from kits.lmcache.rig import kept_blocks

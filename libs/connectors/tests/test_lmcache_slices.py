@@ -13,8 +13,7 @@ from hybridkv.connectors.vllm.lmcache.load_tracker import load_copies
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy
 from hybridkv.connectors.vllm.lmcache.session_spec import plain_spec
 from hybridkv.connectors.vllm.lmcache.store_tracker import attention_tables, state_copies, store_copies
-from hybridkv.lmcache.block_ids import storable
-from hybridkv.lmcache.geometry import Geometry, PageGroup
+from hybridkv.lmcache.geometry import Geometry, PageGroup, storable
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, State, TokenSpan, plan_load, plan_store
 
 CHUNK = 64

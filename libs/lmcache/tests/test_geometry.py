@@ -8,9 +8,8 @@ from caches import DEEPSEEK_V4, FULL, INTERLEAVED, QWEN3_NEXT, RECURRENT, WINDOW
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.lmcache.block_ids import common_chunks, cut_tables
 from hybridkv.lmcache.errors import LMCacheConfigurationError, LMCacheProtocolError
-from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment
+from hybridkv.lmcache.geometry import Geometry, PageGroup, chunk_alignment, common_chunks, cut_tables
 from hybridkv.lmcache.keys import cache_name, words_of
 from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
 from hybridkv.planner.coverage import resume_start

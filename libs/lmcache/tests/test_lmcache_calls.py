@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridkv.lmcache.block_ids import cut_tables, storable
-from hybridkv.lmcache.geometry import Geometry, PageGroup
+from hybridkv.lmcache.geometry import Geometry, PageGroup, cut_tables, storable
 from hybridkv.planner import GroupSpec
 
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("lmcache_calls_*.json"))

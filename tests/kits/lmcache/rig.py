@@ -7,10 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
-from hybridkv.lmcache.block_ids import NULL_BLOCK
 from hybridkv.lmcache.calls import MAY_HAPPEN, CallAnswer, CallFailure, Ended
 from hybridkv.lmcache.connection import DEFAULT_OPTIONS, Connection, ConnectionOptions, Down, ServerAddress
-from hybridkv.lmcache.geometry import Geometry, PageGroup
+from hybridkv.lmcache.geometry import NULL_BLOCK, Geometry, PageGroup
 from hybridkv.lmcache.keys import page_identity, words_of
 from hybridkv.lmcache.operations import Operations, Pages, Prefix, PrefixHit
 from hybridkv.lmcache.page import HEADER_BYTES, PageState, check, payload_of, seal

@@ -10,18 +10,20 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from hybridkv.lmcache.detection import ServerFacts
-from hybridkv.lmcache.errors import LMCacheConfigurationError
+from hybridkv.lmcache.errors import LMCacheConfigurationError, LMCacheProtocolError
 from hybridkv.lmcache.page import page_bytes
-from hybridkv.planner import GroupKind, GroupSpec
+from hybridkv.planner import GroupKind, GroupSpec, TokenSpan
 
 _WHOLE = -1
 MAX_GROUPS = 64
+NULL_BLOCK = 0
+"""The null block: never stored, and never read."""
 
 
 class PageGroup(msgspec.Struct, frozen=True):
@@ -155,3 +157,53 @@ def _window_tokens(spec: GroupSpec) -> int | None:
             # A boundary may be anywhere in an attention chunk, so at most one whole attention chunk is needed.
             return -(-spec.align_tokens // block) * block
     return None
+
+
+# Block ids of a token range, as a server expects them: one list for each group, in registration order.
+
+
+def common_chunks(geometry: Geometry, tables: Mapping[int, Sequence[int]]) -> int:
+    """Number of leading chunks with all blocks of every group. A group without a table has none."""
+    tokens = (len(tables.get(index, ())) * group.spec.block_tokens for index, group in enumerate(geometry.groups))
+    return min(tokens, default=0) // geometry.chunk_tokens
+
+
+def cut_tables(
+    geometry: Geometry, tables: Mapping[int, Sequence[int]], start_token: int, end_token: int
+) -> list[list[int]]:
+    """Blocks of each group in [start_token, end_token), in the server's order.
+
+    Args:
+        geometry: of the groups.
+        tables: block ids of each group, from token 0.
+        start_token: a multiple of the chunk.
+        end_token: a multiple of the chunk.
+
+    Raises:
+        LMCacheProtocolError: the range is not whole chunks, or a group lacks blocks. For a short list a server stores
+            nothing and only writes to its own log.
+    """
+    chunk = geometry.chunk_tokens
+    if start_token % chunk or end_token % chunk or not 0 <= start_token < end_token:
+        raise LMCacheProtocolError(f"[{start_token}, {end_token}) is not a range of whole chunks of {chunk} tokens")
+    if end_token // chunk > common_chunks(geometry, tables):
+        raise LMCacheProtocolError(f"a group has no blocks up to token {end_token}")
+    blocks = [geometry.groups[index].spec.block_tokens for index in geometry.order]
+    return [
+        list(tables[index][start_token // tokens : end_token // tokens])
+        for index, tokens in zip(geometry.order, blocks, strict=True)
+    ]
+
+
+def storable(geometry: Geometry, tables: Mapping[int, Sequence[int]], stored_tokens: int, num_tokens: int) -> TokenSpan:
+    """Tokens that a request can store now: whole computed chunks with blocks of every group.
+
+    Args:
+        geometry: of the groups.
+        tables: block ids of each group, from token 0.
+        stored_tokens: length of the stored prefix.
+        num_tokens: number of computed tokens.
+    """
+    chunk = geometry.chunk_tokens
+    end = min(common_chunks(geometry, tables), num_tokens // chunk) * chunk
+    return TokenSpan(stored_tokens, max(stored_tokens, end))

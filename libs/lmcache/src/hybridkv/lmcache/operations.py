@@ -128,7 +128,7 @@ class Pages:
 
     Args:
         taken: pages taken from the pool.
-        block_ids: one list per group in registration order, for whole chunks; see module `block_ids`.
+        block_ids: one list per group in registration order, for whole chunks; see `geometry.cut_tables`.
     """
 
     taken: Taken

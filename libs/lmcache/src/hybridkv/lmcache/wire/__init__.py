@@ -1,6 +1,9 @@
 """Wire format of LMCache's server, one codec per version. FORMAT.md describes every field that is sent or read."""
 
 from hybridkv.lmcache.wire.codec import (
+    CODEC_0_5_6,
+    CODEC_0_5_7RC2,
+    CODECS,
     MAX_FRAME_BYTES,
     MAX_FRAMES,
     Codec,
@@ -11,9 +14,9 @@ from hybridkv.lmcache.wire.codec import (
     RpcCall,
     TensorPlace,
     WireGroup,
+    codec_of,
     read_answer,
 )
-from hybridkv.lmcache.wire.versions import CODEC_0_5_6, CODEC_0_5_7RC2, CODECS, codec_of
 
 __all__ = [
     "CODECS",

@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy
 from hybridkv.connectors.vllm.lmcache.session_spec import SessionSpec
-from hybridkv.lmcache.block_ids import NULL_BLOCK
-from hybridkv.lmcache.geometry import Geometry
+from hybridkv.lmcache.geometry import NULL_BLOCK, Geometry
 
 
 class ChunkSpan(NamedTuple):

@@ -24,8 +24,7 @@ from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.load_tracker import LoadTracker
 from hybridkv.connectors.vllm.lmcache.messages import PageCopy, PageStore, StoreRelease
 from hybridkv.connectors.vllm.lmcache.session_spec import chunks_at_once
-from hybridkv.lmcache.block_ids import cut_tables, storable
-from hybridkv.lmcache.geometry import Geometry
+from hybridkv.lmcache.geometry import Geometry, cut_tables, storable
 from hybridkv.planner import CacheSpec, GroupKind, State, TokenSpan
 
 if TYPE_CHECKING:
