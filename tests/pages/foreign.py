@@ -8,7 +8,6 @@ from __future__ import annotations
 
 _BY_OWNER: dict[str, tuple[str, ...]] = {
     "vLLM": (
-        "--enable-sleep-mode",
         "--max-num-batched-tokens",
         "--prefix-cache-retention-interval",
         "--prefix-caching-hash-algo",
@@ -22,11 +21,11 @@ _BY_OWNER: dict[str, tuple[str, ...]] = {
         "mamba_ssm_cache_dtype",
         "model_loader_extra_config",
         "preprocess_mamba",
-        "release_kv_cache_memory",
         "reset_external",
         "vllm:prompt_tokens_total",
     ),
     "clients of object stores": (
+        "--endpoint-url",
         "AWS_ACCESS_KEY_ID",
         "AWS_ENDPOINT_URL",
         "AWS_REGION",
