@@ -564,6 +564,25 @@ def test_what_is_under_way_ends_when_the_worker_is_closed(server: ScriptedServer
     assert "unregister_kv_cache" in server.calls
 
 
+def test_what_waits_for_the_server_when_the_engine_sleeps_copies_nothing_after_it(
+    server: ScriptedServer, rank: MakeRank
+) -> None:
+    worker = ready(rank(server.address))
+    stubborn, before, tables = Stubborn(server, 2, "retrieve"), worker.everything(), worker.tables(1, 2)
+    worker.begin(loads=[worker.load_of("r", DIGESTS, tables)])
+    assert eventually(lambda: bool(stubborn.held))
+    assert worker.worker.suspend(WAIT_S)
+    ended = worker.finish(1, 0)
+    assert [failure.reason for failure in ended.failures["r"]] == ["busy"]
+    ended = worker.run(stores=[worker.store_of(DIGESTS, tables)])
+    assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
+    worker.worker.resume()
+    stubborn.send_delayed(worker)
+    assert worker.all_pages_are_free()
+    assert worker.everything() == before
+    assert list(worker.run(stores=[worker.store_of(DIGESTS, tables)]).stores.values()) == [StoreOutcome(1)]
+
+
 def test_facts_are_told_once(rank: MakeRank) -> None:
     with ScriptedServer() as server:
         worker = rank(server.address).worker
