@@ -30,7 +30,7 @@ def store(path: Path, seed: bytes = b"a", secret: bytes = b"") -> None:
     medium = open_medium(location, 0, options)
     keys = [b"f" * 16 + seed + bytes([number]) * 31 for number in range(NUM_CHUNKS)]
     for number, key in enumerate(keys):
-        slot = index.reserve(key, CHUNK_BYTES, keys[max(0, number - 1) : number])
+        slot = index.reserve(key, CHUNK_BYTES, tuple(keys[max(0, number - 1) : number]))
         assert isinstance(slot, Slot)
         medium.store(Ticket(number), key, slot, [bytes([number + 1]) * CHUNK_BYTES])
     index.end_batch()

@@ -197,9 +197,12 @@ def test_two_hosts_that_store_one_path_at_one_time_count_what_is_there_twice(
     patience.wait_until(lambda: last_is_named(tmp_path, keys), "the first has named its path")
     second.store(keys, chunks)
     counts: list[int] = []
-    patience.wait_until(
-        lambda: counts.append(second.index.take_store_counts().duplicates) or sum(counts) == NUM_KEYS, "all are counted"
-    )
+
+    def all_are_counted() -> bool:
+        counts.append(second.index.take_store_counts().duplicates)
+        return sum(counts) == NUM_KEYS
+
+    patience.wait_until(all_are_counted, "all are counted")
     assert first.index.take_store_counts().duplicates == 0
     reader = start(tmp_path, engines)
     assert reader.hear(keys) == [HIT] * NUM_KEYS
@@ -214,7 +217,12 @@ def test_a_second_host_does_not_store_what_is_there(tmp_path: Path, engines: lis
     more = [*keys, *(key for key in path_of(NUM_KEYS + 3) if key not in keys)]
     engine.stack.touch(more[::-1], [*((key,) for key in more[-2::-1]), ()])
     engine.begin_store(more, chunks | chunks_of(more[NUM_KEYS:]))
-    patience.wait_until(lambda: engine.step() or last_is_named(tmp_path, more), "the new end is named")
+
+    def is_named() -> bool:
+        engine.step()
+        return last_is_named(tmp_path, more)
+
+    patience.wait_until(is_named, "the new end is named")
     new = set(packs(tmp_path)) - set(before)
     assert sum(path.stat().st_size for path in new) < 4 * (CHUNK_BYTES + 200), "the three new chunks alone"
     assert engine.index.take_store_counts().duplicates == 0

@@ -20,8 +20,8 @@ from hybridkv.tiers.remote import RemoteIndex
 
 _BAD = frozenset({FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason.MISSING})
 
-MAX_ANNOUNCED = 256
-"""Paths that are remembered, to look them up before they are stored."""
+MAX_ANNOUNCED = 16_384
+"""Keys of paths that are remembered, to look them up before they are stored. The newest path is, however long."""
 
 
 class _AnnouncedPath:
@@ -92,8 +92,12 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         self._engine = uuid.uuid4().hex
         self._num_packs = 0
         self._check_timeout_s = options.check_timeout_s
-        self._announced: deque[_AnnouncedPath] = deque(maxlen=MAX_ANNOUNCED)
+        self._announced: deque[_AnnouncedPath] = deque()
         """Paths of the last requests, the newest last."""
+        self._num_announced = 0
+        """Their keys."""
+        self._last_path: _AnnouncedPath | None = None
+        """Path of the last chunk that was stored: the next one is mostly of the same."""
         self._bytes_budget = _Budget(options.store_bytes_per_s, clock)
         self._packs_budget = _Budget(options.store_packs_per_s, clock)
 
@@ -133,9 +137,15 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         keys = list(keys)
         super().touch(keys, extends)
         if extends:
-            self._announced.append(_AnnouncedPath(keys[::-1]))
+            self._announce(keys[::-1])
         if self._is_kept_alive and keys:
             self._client.use(keys)
+
+    def _announce(self, keys: list[Key]) -> None:
+        self._announced.append(_AnnouncedPath(keys))
+        self._num_announced += len(keys)
+        while self._num_announced > MAX_ANNOUNCED and len(self._announced) > 1:
+            self._num_announced -= len(self._announced.popleft().keys)
 
     # Storing.
 
@@ -165,7 +175,9 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         now_s = self._clock()
         if self._tracker.is_missing(key, now_s):
             return True
-        path = next((path for path in reversed(self._announced) if key in path), None)
+        path = self._last_path
+        if path is None or key not in path:
+            path = self._last_path = next((path for path in reversed(self._announced) if key in path), None)
         if path is None:
             return True
         if self._tracker.is_pending(key):
