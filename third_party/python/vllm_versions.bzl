@@ -18,6 +18,7 @@ VLLM_VERSIONS = {
     },
 }
 
+# Tests, or modules of tests, that a version skips, because it lacks this feature.
 VLLM_SKIPS = {
     "0.30.0": {
         "test_a_window_that_is_computed_again_is_refused": "bounded replay",
@@ -45,7 +46,6 @@ VLLM_SKIPS = {
     },
     "0.33.0": {},
 }
-"""Tests, or modules of tests, that a version skips, because it lacks this feature."""
 
 def vllm_repository(version):
     """Name of the repository with the Python files of a version."""
