@@ -45,10 +45,13 @@ import torch
 from transformers import AutoConfig
 
 directory, model_type, architecture, changes, options = json.loads(sys.argv[1])
-if model_type == "deepseek_v4":  # without AMX, vLLM's CPU build would refuse it; without CUDA, torch has no events
+if model_type == "deepseek_v4":
+    # Without AMX, vLLM's CPU build would refuse it; without CUDA, torch has no events.
     torch.cpu._is_amx_tile_supported = lambda: True
     torch.cuda.Event = torch.cuda.Stream = type("Stub", (), {"__init__": lambda self, *args, **kwargs: None})
-config = AutoConfig.for_model(model_type).to_dict() | changes
+    config = AutoConfig.for_model(model_type).to_dict() | changes  # keys that transformers does not write
+else:
+    config = AutoConfig.for_model(model_type, **changes).to_dict()
 config = {key: value for key, value in config.items() if value is not None}
 config |= {"architectures": [architecture], "dtype": "bfloat16"}
 Path(directory, "config.json").write_text(json.dumps(config))
