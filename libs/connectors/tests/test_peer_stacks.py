@@ -126,7 +126,7 @@ def test_a_secret_and_an_address_that_cannot_be_used_are_named(engine: MakeEngin
         (configured(port), "listen"),
         (configured(free_port(), secret_file=str(open_to_all)), "secret_file"),
         (configured(free_port(), secret_file=str(tmp_path / "nowhere")), "secret_file"),
-        (configured(free_port(), listen=host), "listen"),
+        (configured(free_port(), listen=host), "secret_file"),
     ):
         with pytest.raises(ConfigurationError) as caught:
             engine(config)
