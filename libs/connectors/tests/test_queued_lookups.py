@@ -106,6 +106,17 @@ def test_an_answer_is_looked_at_by_the_requests_that_wait_for_it(monkeypatch: py
         assert hold is not None, "its chunks are promoted"
 
 
+def test_a_request_that_was_looked_up_ahead_is_searched_and_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    queued = bench.request("queued")
+    bench.planner.look_up_ahead(queued)
+    bench.step(0.001)
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.stack, "ask", lambda keys: pytest.fail("the lookups are in flight"))
+        assert bench.planner.matched_tokens(queued, 0) is None
+    assert bench.num_searches == 2, "with unanswered lookups, and without"
+
+
 @pytest.mark.parametrize("is_polled", [False, True])
 def test_answers_of_a_queued_request_are_kept_fresh(is_polled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)

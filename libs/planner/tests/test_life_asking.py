@@ -130,6 +130,14 @@ def test_a_long_prompt_asks_once() -> None:
     assert isinstance(step, Compute), "it asked before"
 
 
+def test_lookups_that_were_in_flight_at_the_search_need_no_other_search() -> None:
+    stage, errand = searched(NEW, facts(), Pending(8000), MISS)
+    assert isinstance(errand, Ask)
+    waiting, step = life.asked(stage, facts(), BOUNDS, errand, is_news=False)
+    assert isinstance(step, AskAgain)
+    assert (waiting.past.asked_s, waiting.past.asked_until_s) == (0.0, ASK_S)
+
+
 def test_a_request_whose_lookup_is_unanswered_is_not_searched_again_while_it_waits() -> None:
     stage, step = asked(8000, None)
     assert isinstance(step, AskAgain)

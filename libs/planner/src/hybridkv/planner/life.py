@@ -110,10 +110,15 @@ def searched(
     return _decide(found, facts, bounds, errand.num_shrinks)
 
 
-def asked(stage: Stage, facts: Facts, bounds: Bounds, errand: Ask) -> tuple[Stage, Reply | Errand]:
-    """The async lookups of `errand` were sent: the chunks that are known are searched again."""
+def asked(
+    stage: Stage, facts: Facts, bounds: Bounds, errand: Ask, *, is_news: bool = True
+) -> tuple[Stage, Reply | Errand]:
+    """The async lookups of `errand` were sent: the chunks that are known are searched again. Not if they had been sent
+    before the last search (`is_news` is False)."""
     if type(stage) is not Searched:
         return resume(stage, facts, bounds)
+    if not is_news:
+        return _decide(stage, facts, bounds, errand.num_shrinks)
     return stage, Search(errand.limit_tokens, stage.past.near_only, num_shrinks=errand.num_shrinks)
 
 

@@ -547,9 +547,11 @@ class LoadPlanner:
                     tracked.awaited_key = self._first_unanswered(tracked, answer.num_tokens, settled)
                 stage, step = life.searched(stage, facts, self._bounds, errand, answer, settled)
             case Ask(limit_tokens):
-                self.lookup_chunks(tracked, limit_tokens)
-                facts = self._facts(tracked)
-                stage, step = life.asked(stage, facts, self._bounds, errand)
+                is_sent = self._is_looked_up(tracked, limit_tokens)
+                if not is_sent:
+                    self.lookup_chunks(tracked, limit_tokens)
+                    facts = self._facts(tracked)
+                stage, step = life.asked(stage, facts, self._bounds, errand, is_news=not is_sent)
             case Bring():
                 outcome = self._promote(tracked, errand)
                 stage, step = life.brought(stage, facts, self._bounds, errand, outcome)
@@ -602,6 +604,15 @@ class LoadPlanner:
                 if self._stack.is_lookup_pending(key := keys.key(group, end)):
                     return key
         return None
+
+    def _is_looked_up(self, tracked: TrackedRequest, limit_tokens: int) -> bool:
+        """Whether the async lookups of the request are in flight, so that it need not send them. The lookup of the last
+        chunk is left out first where a tier accepts only some of the keys."""
+        spec = self._layout.spec
+        last = last_boundary(spec, limit_tokens)
+        if spec.tail_tokens is not None or last <= tracked.computed_tokens:
+            return False
+        return self._stack.is_lookup_pending(tracked.keys().key(spec.stored_groups[-1], last))
 
     def lookup_chunks(self, tracked: TrackedRequest, limit_tokens: int) -> None:
         """Sends async lookups for every chunk after `tracked.computed_tokens`, interleaved over the groups: the first
