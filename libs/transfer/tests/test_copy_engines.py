@@ -26,7 +26,7 @@ from hybridkv.transfer import (
     JobId,
     RecordDigests,
     StreamCopyEngine,
-    cpu,
+    queued,
 )
 from hybridkv.transfer.cuda import CudaCopyEngine, InlineCudaCopyEngine
 
@@ -51,7 +51,7 @@ ENGINES: dict[str, Callable[[], CopyEngine]] = {
 
 @pytest.fixture(params=list(ENGINES))
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[CopyEngine]:
-    monkeypatch.setattr(cpu, "SHARED_JOB_BYTES", 1)
+    monkeypatch.setattr(queued, "SHARED_JOB_BYTES", 1)
     made = ENGINES[request.param]()
     yield made
     made.close()

@@ -1,9 +1,9 @@
 """Copy engines: they move runs of bytes between registered memory. They do not know groups, blocks or tensors."""
 
-from hybridkv.transfer.cpu import CpuCopyEngine
 from hybridkv.transfer.engine import CopyEngine, CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.inline import InlineCopyEngine
 from hybridkv.transfer.jobs import Lowering
+from hybridkv.transfer.queued import CpuCopyEngine
 from hybridkv.transfer.runs import CopyEngineError, CopyRuns, Extent, RunsError, TransferError
 from hybridkv.transfer.streams import CopyDevice, InlineStreamCopyEngine, StreamCopyEngine
 

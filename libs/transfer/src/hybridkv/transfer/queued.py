@@ -1,4 +1,4 @@
-"""Job queue with its own thread. Private to the engines of this library."""
+"""Job queue with its own thread, and the copy engine for host memory, which needs neither torch nor a GPU."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor  # noqa: TID251 - a copy of memory waits for nothing
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
 from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
-from hybridkv.transfer.jobs import Copier, Job, describe, execute
+from hybridkv.transfer.jobs import Copier, Job, copy_runs, describe, execute
 from hybridkv.transfer.memory import RegisteredRanges
-from hybridkv.transfer.runs import CopyEngineError
+from hybridkv.transfer.runs import CopyEngineError, CopyRuns, Integers
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +25,9 @@ CLOSED = "the copy engine was closed before the job began"
 
 EXIT_TIMEOUT_S = 30.0
 """The interpreter's exit waits this long for running jobs. A hook that hangs must not block it forever."""
+
+SHARED_JOB_BYTES = 4 * 1024 * 1024
+"""Smaller jobs are not split between threads."""
 
 
 Prepared = TypeVar("Prepared")
@@ -143,6 +147,43 @@ class QueuedCopyEngine(JobQueue[Copier]):
         except BaseException as error:  # the thread must survive, or all later jobs would hang
             result = job.failed(describe(error))
         self._finish(result)
+
+
+class CpuCopyEngine(QueuedCopyEngine):
+    """A `CopyEngine` for host memory. With more threads, the runs of one large job are split between them.
+
+    Args:
+        num_threads: threads that copy, at least 1. The first starts now.
+        clock: returns seconds.
+        max_queued_jobs: limit of jobs that were submitted and not polled yet, at least 1.
+
+    Raises:
+        ValueError: a number is below 1.
+    """
+
+    def __init__(
+        self, num_threads: int = 1, clock: Callable[[], float] = time.monotonic, max_queued_jobs: int = 1024
+    ) -> None:
+        if num_threads < 1:
+            raise ValueError(f"num_threads: expected a number >= 1, got {num_threads}")
+        self._num_threads = num_threads
+        self._helpers = ThreadPoolExecutor(num_threads - 1, "hybridkv-copy-helper") if num_threads > 1 else None
+        super().__init__(lambda: self._copy, clock, max_queued_jobs)
+
+    def close(self) -> None:
+        super().close()
+        if self._helpers is not None:
+            self._helpers.shutdown()
+
+    def _copy(self, runs: CopyRuns, record_ends: Integers | None = None) -> list[bytes] | None:
+        if self._helpers is None or runs.total_bytes < SHARED_JOB_BYTES:
+            return copy_runs(runs, record_ends)
+        first, *others = runs.split(self._num_threads)
+        shared = [self._helpers.submit(copy_runs, part) for part in others]
+        copy_runs(first)
+        for future in shared:
+            future.result()
+        return None  # no digests: a record can be split between threads
 
 
 # Open engines: their threads refer to them until they are closed.
