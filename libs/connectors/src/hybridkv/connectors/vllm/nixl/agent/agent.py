@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+from hybridkv.connectors.vllm.common.identity.background import BackgroundThread
 from hybridkv.connectors.vllm.nixl.agent.connections import ControlChannel, ProducerConnections
 from hybridkv.connectors.vllm.nixl.agent.lease_server import LeaseServer, ServerOptions
 from hybridkv.connectors.vllm.nixl.agent.read_manager import ReadManager, ReadOptions
@@ -132,7 +133,7 @@ class Agent:
             *(self._server.tick, self._reads.tick, self._release_ranks, self._remote_leases.tick, self._publish),
             self._connections.end_turn,
         )
-        self._thread = threading.Thread(target=self._run, name="hybridkv-peer-agent", daemon=True)
+        self._thread = BackgroundThread("hybridkv-peer-agent")
         self._begin()
 
     def listen(self, host: str, port: int) -> int:
@@ -164,12 +165,12 @@ class Agent:
 
     def _begin(self) -> None:
         """Starts the turns."""
-        self._thread.start()
+        self._thread.submit(self._run)
 
     def _join(self) -> bool:
         """Waits for the last turn. False if it does not end in time."""
-        self._thread.join(CLOSE_S)
-        return not self._thread.is_alive()
+        self._thread.close()
+        return self._thread.has_ended(CLOSE_S)
 
     # On the agent's thread.
 
