@@ -175,7 +175,7 @@ class Sweep:
         self._on_progress = on_progress
         self._should_stop = should_stop
         self._report = SweepReport()
-        self._to_delete: list[str] = []
+        self._queued: list[str] = []
 
     def run(self) -> SweepReport:
         """Sweep.
@@ -337,20 +337,20 @@ class Sweep:
         number, num_bytes = self._report.reasons.get(reason, (0, 0))
         self._report.reasons[reason] = (number + 1, num_bytes + meta["size"])
         if not self._rules.is_dry:
-            self._to_delete.append(meta["path"])
-            if len(self._to_delete) >= _DELETED:
+            self._queued.append(meta["path"])
+            if len(self._queued) >= _DELETED:
                 self._flush()
 
     def _flush(self) -> None:
         """Delete the objects that wait for it. One that fails keeps no other."""
-        names, self._to_delete = self._to_delete, []
-        if not names:
+        queued, self._queued = self._queued, []
+        if not queued:
             return
         try:
-            self._store.delete(names)
+            self._store.delete(queued)
         except Exception as first:
             logger.debug("objects are deleted one by one: %s", describe(first))
-            for path in names:
+            for path in queued:
                 try:
                     self._store.delete([path])
                 except FileNotFoundError:
