@@ -67,7 +67,7 @@ class RenewalPace(NamedTuple):
 
 
 class RenewalCounts(NamedTuple):
-    """Objects since the last call.
+    """Objects since the start.
 
     Args:
         renewed: objects that were written again.
@@ -258,11 +258,10 @@ class KeepAlive:
             await asyncio.sleep(at_s - now_s)
         return await request()
 
-    def take_counts(self) -> RenewalCounts:
-        """Counts since the last call."""
-        counts = RenewalCounts(self.num_renewed, self.num_dropped, self.num_failed)
-        self.num_renewed = self.num_dropped = self.num_failed = 0
-        return counts
+    @property
+    def counts(self) -> RenewalCounts:
+        """Counts since the start. They only grow, so that another thread may read them."""
+        return RenewalCounts(self.num_renewed, self.num_dropped, self.num_failed)
 
 
 def _put(entries: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:

@@ -191,6 +191,8 @@ class ManifestStore:
                 lambda: self._is_closed,
             )
         self._num_duplicates = 0
+        self._taken = StoreCounts()
+        """Counts at the last `take_counts`."""
         self._used: OrderedDict[Key, float] = OrderedDict()
         """When the last reported use of each path was, by the first of the keys."""
         self._unpublished: dict[bytes, None] = {}
@@ -248,10 +250,12 @@ class ManifestStore:
         self._post(lambda: self._use(dict.fromkeys(map(prefix_of, keys))))
 
     def take_counts(self) -> StoreCounts:
-        duplicates, self._num_duplicates = self._num_duplicates, 0
-        renewals = self._keep_alive.take_counts() if self._keep_alive is not None else RenewalCounts()
-        swept, failed = self._sweeper.take_counts() if self._sweeper is not None else (0, 0)
-        return StoreCounts(duplicates, *renewals, swept, failed)
+        renewals = self._keep_alive.counts if self._keep_alive is not None else RenewalCounts()
+        sweeper = self._sweeper
+        swept = (sweeper.num_swept, sweeper.num_failed) if sweeper is not None else (0, 0)
+        counts = StoreCounts(self._num_duplicates, *renewals, *swept)
+        taken, self._taken = self._taken, counts
+        return StoreCounts(*(now - before for now, before in zip(counts, taken, strict=True)))
 
     def retract(self, key: Key, place: PackPlace) -> None:
         self._post(lambda: self._retract(key, place))

@@ -395,6 +395,7 @@ class CapacitySweeper:
         self._leftovers_s = -float("inf")
         """When leftovers were last deleted."""
         self.num_swept = self.num_failed = 0
+        """Objects that were deleted, and those that could not be, since the start."""
 
     def sweep(self) -> SweepReport | None:
         """Sweep once. None if another process is at it.
@@ -424,12 +425,6 @@ class CapacitySweeper:
                 ", ".join(f"{reason} {number}" for reason, (number, _) in report.reasons.items()),
             )
         return report
-
-    def take_counts(self) -> tuple[int, int]:
-        """Objects that were deleted, and those that could not be, since the last call."""
-        counts = self.num_swept, self.num_failed
-        self.num_swept = self.num_failed = 0
-        return counts
 
     def _yield(self, number: int) -> None:
         """Let the engine's threads run: a sweep is never urgent."""
