@@ -11,7 +11,9 @@ from test_worker_facts import layout
 
 from hybridkv.connectors.config import ObjectTierConfig, OffloadConfig, RamTierConfig
 from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload import tiers
+from hybridkv.tiers.object import StoreCounts
 
 LAYOUT = layout()
 SIZES = tiers.ArenaSizes(1 << 20, 4096)
@@ -61,3 +63,26 @@ def test_two_caches_of_one_store_find_nothing_of_each_other(tmp_path: Path) -> N
     stack = build(ObjectTierConfig(url=f"file://{tmp_path}/fleet"))
     stack.close()
     assert all(len(name) == 40 for name in os.listdir(tmp_path / "fleet"))
+
+
+def test_what_the_store_counts_is_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stack = build(ObjectTierConfig(url=f"file://{tmp_path}/fleet", time_to_live_seconds=3600.0, capacity=1 << 30))
+    try:
+        counted = StoreCounts(duplicates=3, renewed=2, sweeps_failed=1)
+        monkeypatch.setattr(stack.slower["object"], "take_store_counts", lambda: counted)
+        metrics = ConnectorMetrics()
+        metrics.tiers(stack, 1)
+        totals = metrics.take().reduce()
+    finally:
+        stack.close()
+    assert totals["vllm:hybridkv_duplicate_chunks_total"] == 3
+    assert totals["vllm:hybridkv_store_upkeep_total"] == 3
+
+
+@pytest.mark.parametrize(("number", "share"), [(None, None), (64 << 20, 64 << 20)])
+def test_budgets_are_shared_by_the_ranks(tmp_path: Path, number: int | None, share: float | None) -> None:
+    stack = build(ObjectTierConfig(url=f"file://{tmp_path}/fleet", store_bytes_per_second=number))
+    try:
+        assert stack.slower["object"]._bytes_budget._per_s == (None if share is None else share / LAYOUT.world_size)
+    finally:
+        stack.close()
