@@ -71,9 +71,10 @@ def repository(version: str) -> str:
 
 def with_version(versions: str, version: str, url: str, sha256: str) -> str:
     """The text of `VERSIONS` with one more version."""
-    pin = f'    "{version}": {{\n        "url": "{url}",\n        "sha256": "{sha256}",\n    }},\n}}\n\n# Tests'
-    skips = f'    "{version}": {{}},\n}}\n\ndef '
-    return versions.replace("}\n\n# Tests", pin, 1).replace("}\n\ndef ", skips, 1)
+    pin = f'    "{version}": {{\n        "url": "{url}",\n        "sha256": "{sha256}",\n    }},\n'
+    pins, separator, rest = versions.partition("}\n\n# Tests")
+    skips, end, code = rest.partition("}\n\ndef ")
+    return pins + pin + separator + skips + f'    "{version}": {{}},\n' + end + code
 
 
 def with_repository(module: str, version: str) -> str:

@@ -18,7 +18,7 @@ VLLM_VERSIONS = {
     },
 }
 
-# Tests, or modules of tests, that a version skips, because it lacks this feature.
+# Tests, or modules of tests, that a version skips because it lacks this feature.
 VLLM_SKIPS = {
     "0.30.0": {
         "test_a_window_that_is_computed_again_is_refused": "bounded replay",
