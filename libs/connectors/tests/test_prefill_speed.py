@@ -9,6 +9,7 @@ import pytest
 from hybridkv.connectors.vllm.offload.prefill_speed import (
     BREAK_EVEN_S,
     FIRST_TOKENS_PER_S,
+    LOG_AGAIN_S,
     MAX_IN_FLIGHT,
     BreakEvenLog,
     PrefillSpeed,
@@ -96,9 +97,12 @@ def test_the_break_even_of_a_tier_is_logged_at_first_and_when_it_has_changed_muc
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
-    log = BreakEvenLog(lambda: 0.0)
+    now_s = 0.0
+    log = BreakEvenLog(lambda: now_s)
 
-    def lines(answer_s: float, saved_s: float = 0.00008) -> list[str]:
+    def lines(answer_s: float, saved_s: float = 0.00008, after_s: float = LOG_AGAIN_S) -> list[str]:
+        nonlocal now_s
+        now_s += after_s
         caplog.clear()
         log.record("object", LookupWait(1.0, answer_s, 0.004, saved_s), 0.0001)
         return [record.getMessage() for record in caplog.records]
@@ -115,6 +119,7 @@ def test_the_break_even_of_a_tier_is_logged_at_first_and_when_it_has_changed_muc
     assert not lines(0.06, -0.02)
     assert "no request waits" not in lines(0.05)[0]
     assert "no request waits" in lines(1.5)[0], "answers come after the deadline"
+    assert not lines(0.05, after_s=LOG_AGAIN_S - 1)
 
 
 def test_break_evens_are_checked_once_a_second() -> None:

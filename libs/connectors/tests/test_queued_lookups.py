@@ -17,7 +17,7 @@ from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload import loads
 from hybridkv.connectors.vllm.offload.loads import LOOKUP_AGAIN_S, Deadlines, LoadPlanner, LoadsInFlight
 from hybridkv.planner import LoadAdmission, LookupResult, longest_hit
-from hybridkv.tiers import Key
+from hybridkv.tiers import Key, Slot
 from hybridkv.tiers.object.client import LookupAnswered, News
 from hybridkv.tiers.object.index import ObjectIndex
 from hybridkv.tiers.object.options import ObjectOptions
@@ -136,6 +136,36 @@ def test_answers_of_a_queued_request_are_kept_fresh(is_polled: bool, monkeypatch
     bench.answer(*bench.client.asked[0])
     bench.step(0.001)
     assert bench.planner.matched_tokens(queued, 0) is None and bench.stack.hold("queued") is not None
+
+
+def test_an_answer_that_took_long_is_renewed_soon_after_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench(monkeypatch)
+    queued = bench.request("queued")
+    bench.planner.look_up_ahead(queued)
+    ((number, keys),) = bench.client.asked
+    bench.client.asked.clear()
+    bench.step(0.9)
+    bench.answer(number, keys)
+    for _ in range(320):  # the answer expires after 30.9 s, and the first look is after 30.5 s
+        bench.step(0.1)
+    assert len(bench.client.asked) == 1
+
+
+def test_a_state_that_has_expired_is_renewed_where_host_memory_has_all_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(monkeypatch)
+    queued = bench.request("queued")
+    for end in range(CHUNK_TOKENS, CHUNKS * CHUNK_TOKENS + 1, CHUNK_TOKENS):
+        key = bench.layout.keys.key(0, queued.request.block_hashes, end)
+        assert isinstance(bench.stack.near.reserve(key, 64), Slot) and bench.stack.near.commit(key)
+    bench.planner.look_up_ahead(queued)
+    ((number, keys),) = bench.client.asked
+    bench.client.asked.clear()
+    bench.answer(number, keys)
+    for _ in range(320):
+        bench.step(0.1)
+    assert len(bench.client.asked) == 1
 
 
 def test_what_a_store_lacks_is_not_looked_up_again_for_a_queued_request(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,6 +59,19 @@ def test_sessions_whose_end_was_lost_are_ended_once_when_the_server_is_back() ->
     assert len(channel.calls) == 3 and len(posted) == 1
 
 
+def test_sessions_are_ended_with_the_next_one_if_the_connection_dropped_the_errand() -> None:
+    channel = PlayedChannel({"end_session": CallFailure(Trouble.LOST)})
+    connection: Any = SimpleNamespace(channel=channel, state=_ready(), ready=_ready(), post=lambda errand: None)
+    operations = Operations(connection, lambda: 0.0)
+    operations.release(PrefixHit(PREFIX, None, 1, "first"))
+    channel.answers.clear()
+    channel.calls.clear()
+    for session, number in (("second", 2), ("third", 1)):
+        operations.release(PrefixHit(PREFIX, None, 1, session))
+        assert channel.calls == ["free_lookup_locks"] + ["end_session"] * number
+        channel.calls.clear()
+
+
 def _looked_up(channel: PlayedChannel) -> Ended[PrefixHit]:
     ready = _ready()
     connection: Any = SimpleNamespace(channel=channel, state=ready, ready=ready)

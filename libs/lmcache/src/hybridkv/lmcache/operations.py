@@ -371,11 +371,13 @@ class Operations:
             freed(CallAnswer(None))
 
     def _forget(self, ready: Ready, session: str, timeout_s: float) -> None:
-        """Ends a session. Without an answer it is ended once more when the server is usable again."""
+        """Ends a session. Without an answer it is ended once more when the server answers again."""
 
         def ended(answer: Ended[None]) -> None:
             if isinstance(answer, CallFailure):
                 self._forget_later(session)
+            elif self._unended:  # the connection may have dropped the errand
+                self._forget_again(ready)
 
         self._channel.call(ready.codec.end_session(session), timeout_s, ended)
 

@@ -337,6 +337,10 @@ MAX_POLL_S = 1.0
 LOOKUP_AGAIN_S = 30.5
 """Lookups of a queued request are sent again after so long, if their answers have expired. Peers lease chunks that they
 found for a minute, and offer them for half of it."""
+CHECK_AGAIN_S = 1.0
+"""After that it is looked at once a second whether answers of a queued request have expired."""
+MAX_CHECKED = 64
+"""Chunks of windows and of states that are looked at for that, the last ones."""
 _MANY_CHUNKS = 1024
 """A hit of so many chunks needs as much of windows and states as any longer one."""
 
@@ -491,35 +495,47 @@ class LoadPlanner:
     def look_up_ahead(self, tracked: TrackedRequest) -> None:
         """Sends async lookups for a request that enters the engine's queue. Their answers are kept fresh until it gets
         blocks or ends."""
-        self._queued[tracked.request_id] = tracked, self._clock()
+        self._queued[tracked.request_id] = tracked, self._clock() + LOOKUP_AGAIN_S
         self.lookup_chunks(tracked, tracked.request.num_tokens)
 
     def _look_up_again(self) -> None:
-        """Sends the lookups of one queued request again, if its answers are the oldest and have expired."""
-        request_id, (tracked, asked_s) = next(iter(self._queued.items()))
+        """Sends the lookups of one queued request again, if its answers have expired. Looks at one request a step."""
+        request_id, (tracked, due_s) = next(iter(self._queued.items()))
         now_s = self._clock()
-        if now_s - asked_s < LOOKUP_AGAIN_S:
-            return
-        del self._queued[request_id]
-        self._queued[request_id] = tracked, now_s
         timeout_s = self._stack.lookup_wait_s
-        if timeout_s and tracked.request_keys is not None and self._has_expired(tracked):
-            self.lookup_chunks(tracked, tracked.request.num_tokens)
-            tracked.stage = life.sent_again(tracked.stage, now_s, timeout_s)
+        if now_s >= due_s:
+            due_s = now_s + CHECK_AGAIN_S
+            if timeout_s and tracked.request_keys is not None and self._has_expired(tracked):
+                due_s = now_s + LOOKUP_AGAIN_S
+                self.lookup_chunks(tracked, tracked.request.num_tokens)
+                tracked.stage = life.sent_again(tracked.stage, now_s, timeout_s)
+        del self._queued[request_id]
+        self._queued[request_id] = tracked, due_s
 
     def _has_expired(self, tracked: TrackedRequest) -> bool:
-        """Whether the first chunk that no tier offers was found before, and is not known to be missing since."""
+        """Whether a chunk that a hit may need was found before, and has expired: of each FULL group the first that no
+        tier offers, of the other groups the last ones before it."""
         spec = self._layout.spec
-        group = spec.stored_groups[0] if spec.first_full is None else spec.first_full
         first = tracked.computed_tokens // spec.chunk_tokens
         stop = last_boundary(spec, tracked.request.num_tokens) // spec.chunk_tokens
         if first >= stop:
             return False
-        keys = tracked.keys().between(group, first, stop)
-        num_held = self._stack.leading(keys)
-        if num_held == len(keys):
-            return False
-        return any(index.has_async_lookups and not index.lacks(keys[num_held]) for index in self._stack.slower.values())
+        indexes = [index for index in self._stack.slower.values() if index.has_async_lookups]
+        num_held, others, suspects = stop - first, [], []
+        for group in spec.stored_groups:
+            keys = tracked.keys().between(group, first, stop)
+            if spec.groups[group].kind is GroupKind.FULL:
+                num_leading = self._stack.leading(keys)
+                num_held = min(num_held, num_leading)
+                suspects += keys[num_leading : num_leading + 1]
+            else:
+                others.append(keys)
+        for keys in others:
+            suspects += keys[max(0, num_held - MAX_CHECKED) : num_held]
+        return any(
+            self._stack.lookup(key) is LookupResult.MISS and any(not index.lacks(key) for index in indexes)
+            for key in suspects
+        )
 
     def _lookup_wait(self) -> LookupWait | None:
         """Expected cost and gain of a wait. The measured part is the same for all requests of a step."""

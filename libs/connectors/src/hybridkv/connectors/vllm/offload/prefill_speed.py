@@ -25,6 +25,8 @@ MAX_IN_FLIGHT: Final = 8
 """The oldest measured steps without an output are forgotten."""
 BREAK_EVEN_S: Final = 1.0
 """Shortest time between two checks of the break-even lengths."""
+LOG_AGAIN_S: Final = 60.0
+"""Shortest time between two lines about one tier."""
 LOG_FACTOR: Final = 2.0
 """A break-even length is logged again when it has changed by more than this factor."""
 
@@ -87,7 +89,8 @@ class BreakEvenLog:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._due_s = clock()
-        self._logged: dict[str, int | None] = {}
+        self._logged: dict[str, tuple[int | None, float]] = {}
+        """Last logged length of each tier, and its time."""
 
     def is_due(self) -> bool:
         """Whether a second has passed since the last True."""
@@ -105,12 +108,14 @@ class BreakEvenLog:
             wait: its measured wait.
             compute_s_per_token: measured prefill time.
         """
-        tokens = break_even_tokens(wait)
+        tokens, now_s = break_even_tokens(wait), self._clock()
         if tier in self._logged:
-            last = self._logged[tier]
-            if last == tokens or (last and tokens and last / LOG_FACTOR <= tokens <= last * LOG_FACTOR):
+            last, logged_s = self._logged[tier]
+            if now_s < logged_s + LOG_AGAIN_S or last == tokens:
                 return
-        self._logged[tier] = tokens
+            if last and tokens and last / LOG_FACTOR <= tokens <= last * LOG_FACTOR:
+                return
+        self._logged[tier] = tokens, now_s
         read_s_per_token = compute_s_per_token - wait.saved_s_per_token
         read_ms, compute_ms = 1e3 * (wait.read_s + 1e3 * read_s_per_token), 1e6 * compute_s_per_token
         costs = (
