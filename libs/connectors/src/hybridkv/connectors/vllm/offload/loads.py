@@ -65,7 +65,7 @@ from hybridkv.planner.stages import (
     Searched,
     Stage,
 )
-from hybridkv.tiers import FailureReason, Refusal, Slot
+from hybridkv.tiers import FailureReason, Key, Refusal, Slot
 from hybridkv.tiers.stack import LeaseFailure, TierStack
 
 if TYPE_CHECKING:
@@ -521,7 +521,9 @@ class LoadPlanner:
         if first >= stop:
             return False
         indexes = [index for index in self._stack.slower.values() if index.has_async_lookups]
-        num_held, others, suspects = stop - first, [], []
+        num_held = stop - first
+        others: list[Sequence[Key]] = []
+        suspects: list[Key] = []
         for group in spec.stored_groups:
             keys = tracked.keys().between(group, first, stop)
             if spec.groups[group].kind is GroupKind.FULL:
