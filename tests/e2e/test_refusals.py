@@ -19,6 +19,7 @@ from refused_models import ENGINE_ARGUMENTS, make_model
 
 from hybridkv.connectors.errors import ConfigurationError
 from hybridkv.connectors.vllm import register
+from hybridkv.connectors.vllm.offload import builder
 from hybridkv.connectors.vllm.offload import connector as offload
 
 SHARED_TOKENS: Final = 1024
@@ -75,7 +76,8 @@ def refused(kind: str, directory: Path, extra: dict[str, Any], **arguments: Any)
 def test_what_is_refused_would_have_been_answered_otherwise(
     kind: str, arguments: dict[str, Any], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload, "require_resumable", lambda *facts, **exception: None)
+    for module in (offload, builder):
+        monkeypatch.setattr(module, "require_resumable", lambda *facts, **exception: None)
     with running(kind, directory, kv_transfer_config=connector(), **arguments) as engine:
         switches = engine.core.vllm_config
         assert not switches.cache_config.enable_prefix_caching
