@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,9 @@ from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import BatchedMedium, FailureReason, Slot, Ticket, TierConfigurationError, TierMedium  # noqa: E402
 from hybridkv.tiers.object import ObjectMedium, open_index  # noqa: E402
 from hybridkv.tiers.object.directory_store import DirectoryStore  # noqa: E402
+from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart, encode_manifest  # noqa: E402
+from hybridkv.tiers.object.format.seals import Seals  # noqa: E402
+from hybridkv.tiers.object.names import manifest_name, prefix_of  # noqa: E402
 from hybridkv.tiers.stack import (  # noqa: E402
     Direction,
 )
@@ -292,6 +296,84 @@ def test_an_engine_hears_that_another_began_an_epoch(tmp_path: Path, engines: li
     other.store(keys, chunks)
     other.close()
     patience.wait_until(lambda: engines[1].hear(keys[:1]) == [HIT], "the new epoch is heard of")
+
+
+def test_a_store_that_ends_after_a_reset_is_in_no_manifest(tmp_path: Path) -> None:
+    """The engine's thread commits before it takes the news of the other epoch."""
+    options = patient(epoch_check_s=0.02, missing_s=0.01)
+    key = path_of(1)[0]
+    indexes = [index_at(tmp_path, options)]
+    medium = medium_at(tmp_path, options)
+    try:
+        slot = indexes[0].reserve(key, CHUNK_BYTES, ())
+        assert isinstance(slot, Slot)
+        indexes[0].end_batch()
+        medium.store(Ticket(1), key, slot, [bytes(CHUNK_BYTES)])
+        medium.flush()
+        patience.wait_until(lambda: bool(packs(tmp_path)), "the pack is written")
+        indexes.append(open_index(depot_at(tmp_path), FINGERPRINT, 1, options, time.monotonic, clears_all=True))
+        clients: list[Any] = [index._client for index in indexes]
+        indexes[1].clear()
+        patience.wait_until(lambda: clients[0].namespace == clients[1].namespace, "the new epoch is heard of")
+        assert indexes[0].commit(key)
+        other = path_of(1, b"new")[0]
+        slot = indexes[1].reserve(other, CHUNK_BYTES, ())
+        assert isinstance(slot, Slot)
+        indexes[1].end_batch()
+        medium.store(Ticket(2), other, slot, [bytes(CHUNK_BYTES)])
+        medium.flush()
+        indexes[1].commit(other)
+        patience.wait_until(lambda: last_is_named(tmp_path, [other]), "the new epoch is used")
+        indexes[0].close()
+        assert not last_is_named(tmp_path, [key])
+    finally:
+        for index in indexes:
+            index.close()
+        medium.close()
+
+
+def test_a_manifest_that_lists_a_pack_of_another_epoch_is_not_read(tmp_path: Path) -> None:
+    index = index_at(tmp_path)
+    try:
+        client: Any = index._client
+        key = path_of(1)[0]
+        name = manifest_name(client.namespace, prefix_of(key))
+        path = [ManifestNode(prefix_of(key), [ManifestPart(FULL, f"{'ab' * 20}/p/{'cd' * 16}-1", 0, 9)])]
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_bytes(encode_manifest(Seals(b""), name, 1, path))
+        assert heard(index, [key]) == [MISS]
+    finally:
+        index.close()
+
+
+def test_a_reset_forgets_and_changes_the_namespace_in_one_step(tmp_path: Path) -> None:
+    """What the loop does in between belongs to the old epoch."""
+    index = open_index(depot_at(tmp_path), FINGERPRINT, 1, patient(), time.monotonic, clears_all=True)
+    try:
+        client: Any = index._client
+        old = client.namespace
+        seen: list[str] = []
+        forget = client._forget
+        held, free = threading.Event(), threading.Event()
+
+        def forgets() -> None:
+            seen.append(client._namespace)
+            forget()
+
+        def waits() -> None:
+            held.set()
+            free.wait(TIMEOUT_S)
+            seen.append(client._namespace)
+
+        client._forget = forgets
+        client._post(waits)
+        assert held.wait(TIMEOUT_S)
+        index.clear()
+        free.set()
+        patience.wait_until(lambda: len(seen) == 2, "the loop has forgotten")
+        assert seen == [old, client.namespace] and old != client.namespace
+    finally:
+        index.close()
 
 
 def test_a_store_that_cannot_be_written_to_is_refused_at_the_start(tmp_path: Path) -> None:

@@ -158,6 +158,11 @@ class ManifestStore:
         self._clock = clock
         self._epoch = 0
         self.namespace: str | None = None
+        """Namespace of new packs. A reset changes it at once, on the engine's thread."""
+        self._namespace: str | None = None
+        """Namespace of manifests. Changes in the step of the loop that forgets the old epoch."""
+        self._epoch_lock = threading.Lock()
+        """For `_epoch` and `namespace`, which both threads change."""
         self.takes_objects = False
         self.news: deque[News] = deque()
         self._opened: Future[None] = Future()
@@ -166,30 +171,13 @@ class ManifestStore:
         self._bad: Quarantine[tuple[str, int], bool] = Quarantine(options.max_asked, options.bad_s, clock)
         """Places with wrong or missing bytes."""
         self._keep_alive: KeepAlive | None = None
-        life_s = options.renewal_life_s
-        if life_s is not None:
-            is_local = isinstance(collection.store, DirectoryStore)
-            self._keep_alive = KeepAlive(
-                collection.store,
-                collection.cache,
-                collection.world_size,
-                RenewalPace(life_s, options.renewals_per_s * (_LOCAL_RENEWALS if is_local else 1)),
-                self._manifest_bytes,
-                self._clock_ahead,
-                clock,
-            )
+        if options.renewal_life_s is not None:
+            self._keep_alive = self._new_keep_alive(options.renewal_life_s)
         self._renewal: asyncio.Task[None] | None = None
         self._sweeper: CapacitySweeper | None = None
         self._sweeping: asyncio.Task[None] | None = None
         if options.capacity_bytes is not None:
-            if not isinstance(collection.store, DirectoryStore):
-                raise TierConfigurationError("capacity_bytes", "a file: URL", "a store with expiry rules of its own")
-            self._sweeper = CapacitySweeper(
-                collection.store,
-                options.capacity_bytes,
-                partial(clock_ahead_s, collection.store, collection.cache),
-                lambda: self._is_closed,
-            )
+            self._sweeper = self._new_sweeper(options.capacity_bytes)
         self._num_duplicates = 0
         self._taken = StoreCounts()
         """Counts at the last `take_counts`."""
@@ -212,6 +200,19 @@ class ManifestStore:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="hybridkv-object-index", daemon=True)
         self._thread.start()
+
+    def _new_keep_alive(self, life_s: float) -> KeepAlive:
+        per_s = self._options.renewals_per_s * (_LOCAL_RENEWALS if isinstance(self._store, DirectoryStore) else 1)
+        pace = RenewalPace(life_s, per_s)
+        return KeepAlive(
+            self._store, self._cache, self._world_size, pace, self._manifest_bytes, self._clock_ahead, self._clock
+        )
+
+    def _new_sweeper(self, capacity_bytes: int) -> CapacitySweeper:
+        if not isinstance(self._store, DirectoryStore):
+            raise TierConfigurationError("capacity_bytes", "a file: URL", "a store with expiry rules of its own")
+        clock_ahead = partial(clock_ahead_s, self._store, self._cache)
+        return CapacitySweeper(self._store, capacity_bytes, clock_ahead, lambda: self._is_closed)
 
     # On the engine's thread.
 
@@ -261,12 +262,13 @@ class ManifestStore:
         self._post(lambda: self._retract(key, place))
 
     def clear(self, *, is_for_all: bool) -> None:
-        if is_for_all and self.namespace is not None:
-            self._epoch = next_epoch(self._epoch, time.time())
-            self.namespace = namespace_of(self._cache, self._epoch)
-            epoch = self._epoch
-            self._post(lambda: self._begin(self._begin_epoch(epoch)))
-        self._post(self._forget)
+        if not is_for_all or self.namespace is None:
+            self._post(self._forget)
+            return
+        with self._epoch_lock:
+            epoch = self._epoch = next_epoch(self._epoch, time.time())
+            self.namespace = namespace_of(self._cache, epoch)
+        self._post(lambda: self._reset(epoch))
 
     def close(self) -> None:
         """Close. Manifests being written get `close_timeout_s` to finish."""
@@ -300,9 +302,6 @@ class ManifestStore:
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         return task
-
-    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
-        self._do(work)
 
     def _finish(self, done: threading.Event) -> None:
         async def wait() -> None:
@@ -386,23 +385,32 @@ class ManifestStore:
         try:
             return await asyncio.wrap_future(self._pool.submit(prove, self._store, self._cache))
         except TierConfigurationError as error:
-            if self.namespace is None:
+            if self._namespace is None:
                 raise
             return str(error)
 
     def _enter(self, epoch: int) -> None:
-        if self.namespace is None:
+        is_first = self._namespace is None
+        with self._epoch_lock:
+            if not is_first and epoch <= self._epoch:
+                return
             self._epoch = epoch
-            self.namespace = namespace_of(self._cache, epoch)
+            self.namespace = self._namespace = namespace_of(self._cache, epoch)
+        if is_first:
             self._has_complained = False
             if not self._opened.done():
                 self._opened.set_result(None)
-        elif epoch > self._epoch:
+        else:
             logger.info("another engine began epoch %d of this cache: earlier chunks are not found any more", epoch)
-            self._epoch = epoch
-            self.namespace = namespace_of(self._cache, epoch)
             self._forget()
             self.news.append(EpochChanged(self._clock()))
+
+    def _reset(self, epoch: int) -> None:
+        """This engine began an epoch."""
+        if epoch == self._epoch:  # else a later one began meanwhile
+            self._namespace = namespace_of(self._cache, epoch)
+            self._do(self._begin_epoch(epoch))
+        self._forget()
 
     # Searches.
 
@@ -434,7 +442,7 @@ class ManifestStore:
             self._end_search()
 
     async def _found(self, request: int, keys: Sequence[Key]) -> LookupAnswered | None:
-        namespace = self.namespace
+        namespace = self._namespace
         if namespace is None:
             return None
         prefixes = list(dict.fromkeys(map(prefix_of, keys)))
@@ -452,7 +460,7 @@ class ManifestStore:
         if found is not None:
             source = found[0]
             path = await self._path(lookup, places_of[source], source)
-            if namespace == self.namespace:
+            if namespace == self._namespace:
                 self._paths.learn(path, self._is_bad)
                 self._on_read([node.prefix for node in path])
             wanted = set(keys)
@@ -494,7 +502,9 @@ class ManifestStore:
 
     def _decoded(self, name: str, prefix: bytes, body: ObjectBody) -> list[ManifestNode] | None:
         path = decode_manifest(self._seals, name, self._world_size, body.data or b"")
-        return None if path is None or path[-1:] == [] or path[-1].prefix != prefix else path
+        if path is None or path[-1:] == [] or path[-1].prefix != prefix:
+            return None
+        return path if _is_all_in(path, name.partition("/")[0]) else None
 
     def _is_bad(self, part: ManifestPart) -> bool:
         return (part.pack, part.offset) in self._bad
@@ -503,12 +513,12 @@ class ManifestStore:
 
     def _on_read(self, path: Sequence[bytes]) -> None:
         """The manifest of the last of these prefixes was read for a request. Each boundary before it has one too."""
-        if self._keep_alive is None or self.namespace is None or not path:
+        if self._keep_alive is None or self._namespace is None or not path:
             return
         used = [prefix for prefix in path[:-1] if is_boundary(prefix, BOUNDARY_EVERY)]
         used.append(path[-1])
         for prefix in used:
-            self._keep_alive.found(prefix, manifest_name(self.namespace, prefix))
+            self._keep_alive.found(prefix, manifest_name(self._namespace, prefix))
         self._use(used)
 
     def _use(self, prefixes: Iterable[bytes]) -> None:
@@ -537,8 +547,11 @@ class ManifestStore:
     # Manifests.
 
     def _publish(self, stored: Sequence[Stored]) -> None:
-        if self.namespace is None:
+        """Write manifests. Chunks of an epoch that ended are left out: a store may end after a reset."""
+        namespace = self._namespace
+        if namespace is None:
             return
+        stored = [each for each in stored if _is_in(each.place.pack, namespace)]
         if self._keep_alive is not None:
             self._keep_alive.stored({each.place.pack for each in stored})
         own = {each.key: each.place.pack for each in stored}
@@ -548,8 +561,8 @@ class ManifestStore:
             path = self._paths.up_to(prefix)
             if path is None:
                 self._unpublished[prefix] = None
-            else:
-                self._do(self._put(prefix, manifest_name(self.namespace, prefix), path, own))
+            elif _is_all_in(path, namespace):
+                self._do(self._put(prefix, manifest_name(namespace, prefix), path, own))
         while len(self._unpublished) > MAX_UNPUBLISHED:
             del self._unpublished[next(iter(self._unpublished))]
 
@@ -617,3 +630,12 @@ class ManifestStore:
             await begin_epoch(self._store, self._seals, self._cache, epoch)
         except Exception as error:
             self._complain("reset", error)
+
+
+def _is_in(pack: str, namespace: str) -> bool:
+    return pack.startswith(f"{namespace}/")
+
+
+def _is_all_in(path: Sequence[ManifestNode], namespace: str) -> bool:
+    """Whether a path lists packs of this namespace alone."""
+    return all(_is_in(pack, namespace) for pack in {part.pack for node in path for part in node.parts})
