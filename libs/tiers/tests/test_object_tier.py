@@ -28,7 +28,7 @@ from object_depots import (  # noqa: E402
     packs,
     patient,
 )
-from object_engines import FULL, Engine, chunks_of, last_is_named, path_of  # noqa: E402
+from object_engines import FULL, WINDOW, Engine, chunks_of, last_is_named, path_of  # noqa: E402
 
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import BatchedMedium, FailureReason, Slot, Ticket, TierConfigurationError, TierMedium  # noqa: E402
@@ -276,6 +276,21 @@ def test_a_manifest_that_could_not_be_written_is_written_with_what_is_stored_nex
     client._store = store
     engines[0].store(others, chunks_of(others))
     patience.wait_until(lambda: last_is_named(tmp_path, keys), "the last manifest is written")
+
+
+def test_what_is_stored_later_for_the_same_prefixes_is_found(tmp_path: Path, engines: list[Engine]) -> None:
+    """Its manifests exist, and list no window."""
+    engines.append(Engine(depot_at(tmp_path), options=patient(missing_s=0.01)))
+    keys = path_of(12)
+    windows = [WINDOW + prefix_of(key) for key in keys]
+    chunks = chunks_of([*keys, *windows])
+    engines[0].store(keys, chunks)
+    patience.wait_until(lambda: last_is_named(tmp_path, keys), "the manifests are written")
+    engines[0].store(windows, chunks)
+    engines[0].close()
+    engines[:] = [Engine(depot_at(tmp_path))]
+    assert engines[0].hear([*keys, *windows]) == [HIT] * 24
+    assert engines[0].load([*keys, *windows]) == [chunks[key] for key in (*keys, *windows)]
 
 
 async def fails(*arguments: object, **more: object) -> None:

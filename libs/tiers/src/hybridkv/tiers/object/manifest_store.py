@@ -567,7 +567,7 @@ class ManifestStore:
             del self._unpublished[next(iter(self._unpublished))]
 
     async def _put(self, prefix: bytes, name: str, path: list[ManifestNode], own: dict[Key, str]) -> None:
-        """Write a manifest. An existing one is kept, since its writer had stored the same path, unless it is bad.
+        """Write a manifest. An existing one is kept if its writer had stored the same path, unless it is bad.
 
         Args:
             prefix: the last prefix of the path.
@@ -600,21 +600,22 @@ class ManifestStore:
             self._unpublished[prefix] = None  # retried with the next store
 
     async def _is_worse(self, prefix: bytes, name: str, path: list[ManifestNode], own: dict[Key, str]) -> bool:
-        """Whether this path should replace the existing manifest: that one is invalid, or it lists a bad place and no
-        chunk that this path lacks."""
+        """Whether this path should replace the existing manifest: that one is invalid, or lists no chunk that this path
+        lacks, and either a bad place or fewer chunks."""
         body = await self._reader.read(name, is_again=True)
         standing = None if body is None else self._decoded(name, prefix, body)
         if standing is None:
             return True
-        if not any(self._is_bad(part) for node in standing for part in node.parts):
-            for node in standing:
-                for part in node.parts:
-                    if own.get(part.tag + node.prefix, part.pack) != part.pack:
-                        del own[part.tag + node.prefix]
-                        self._num_duplicates += 1
-            return False
-        named = {(node.prefix, part.tag) for node in path for part in node.parts}
-        return all((node.prefix, part.tag) in named for node in standing for part in node.parts)
+        listed = {(node.prefix, part.tag) for node in path for part in node.parts}
+        standing_listed = {(node.prefix, part.tag) for node in standing for part in node.parts}
+        if any(self._is_bad(part) for node in standing for part in node.parts):
+            return standing_listed <= listed
+        for node in standing:
+            for part in node.parts:
+                if own.get(part.tag + node.prefix, part.pack) != part.pack:
+                    del own[part.tag + node.prefix]
+                    self._num_duplicates += 1
+        return standing_listed < listed
 
     def _retract(self, key: Key, place: PackPlace) -> None:
         """Stop offering a place. Manifests that list it are replaced when the chunk is stored again."""

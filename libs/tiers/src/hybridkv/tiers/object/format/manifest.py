@@ -1,7 +1,7 @@
 """Manifest of one prefix: every stored chunk of all groups on its path, from the first token, with its place.
 
 The name of a manifest is derived from its last prefix, so a reader can compute it from the prompt. It is written after
-all chunks that it lists, and replaced only if it is bad.
+all chunks that it lists, and replaced only if it is bad or lists fewer chunks.
 """
 
 from __future__ import annotations
