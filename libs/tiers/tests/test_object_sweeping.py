@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import time
@@ -19,9 +20,11 @@ from object_engines import CHUNK_BYTES, Engine, chunks_of, path_of
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import TierConfigurationError
+from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.object import ObjectOptions, StoreLocation, open_index
 from hybridkv.tiers.object.directory_store import DirectoryStore
 from hybridkv.tiers.object.names import ObjectKind, parse_name
+from hybridkv.tiers.object.store import clock_ahead_s
 from hybridkv.tiers.object.sweeping import (
     CapacitySweeper,
     NameFilter,
@@ -138,6 +141,43 @@ def test_a_directory_with_a_capacity_stays_within_it_and_keeps_what_is_used(depo
         patience.wait_until(lambda: found(depot, *unused) == 0, "the least recently used is gone")
     finally:
         engine.close()
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file takes another byte."""
+
+    def is_full(self: FileIO, fd: int, buffers: object, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(FileIO, "pwritev", is_full)
+
+
+@pytest.mark.parametrize("has_lock", [True, False])
+def test_a_full_disk_is_swept(depot: Path, request: pytest.FixtureRequest, has_lock: bool) -> None:
+    stored(depot, b"a", 900.0)
+    if has_lock:
+        (depot / "sweep.lock").touch()
+        age(depot / "sweep.lock", 5 * HOUR_S)
+    request.getfixturevalue("full_disk")
+    store = DirectoryStore(str(depot), True)
+    assert abs(clock_ahead_s(store, "doctor")) < 2.0
+    report = CapacitySweeper(store, 1, lambda: clock_ahead_s(store, "doctor"), lambda: False).sweep()
+    assert report is not None and report.num_deleted > 0
+    assert not packs(depot)
+
+
+def test_an_engine_that_starts_on_a_full_disk_sweeps_it(depot: Path, request: pytest.FixtureRequest) -> None:
+    stored(depot, b"a", 900.0)
+    request.getfixturevalue("full_disk")
+    options = patient(capacity_bytes=1, sweep_s=0.05, first_retry_s=0.02)
+    index = open_index(depot_at(depot), bytes(32), 1, options, time.monotonic)
+    try:
+        client: Any = index._client
+        assert not client.takes_objects
+        patience.wait_until(lambda: not packs(depot), "all is deleted")
+    finally:
+        index.close()
 
 
 def test_a_server_has_rules_of_its_own_and_takes_no_capacity() -> None:

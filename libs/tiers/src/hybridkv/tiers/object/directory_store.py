@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import stat
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
@@ -282,6 +283,25 @@ class DirectoryStore:
             yield is_locked
         finally:
             self._io.close(fd)
+            root.close()
+
+    def clock_ahead_s(self) -> float:
+        """How far the clock of the file system is ahead of this host's, in seconds. Touches the lock file; needs no
+        room on the disk if it exists.
+
+        Raises:
+            OSError: the lock file cannot be created or touched.
+        """
+        root = Directory.root(self._io, self._path, False, self._may_be_shared)
+        try:
+            fd = root.open_file(_LOCK_NAME, os.O_RDWR | os.O_CREAT)
+            try:
+                self._io.set_modified_now(fd)
+                now_s = time.time()
+                return self._io.stat(fd).st_mtime - now_s
+            finally:
+                self._io.close(fd)
+        finally:
             root.close()
 
     async def put_async(

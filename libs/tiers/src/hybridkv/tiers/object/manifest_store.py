@@ -332,17 +332,18 @@ class ManifestStore:
             self._sweeping = self._do(self._sweep(self._sweeper))
 
     async def _sweep(self, sweeper: CapacitySweeper) -> None:
-        """Keep the directory within its bound until `close`."""
+        """Keep the directory within its bound until `close`, also while the disk is full and takes no objects."""
         while not self._is_closed:
             took_s = 0.0
-            if self.takes_objects:
+            is_reached = self._namespace is not None
+            if is_reached:
                 began_s = time.monotonic()
                 try:
                     await asyncio.wrap_future(self._pool.submit(sweeper.sweep))
                 except Exception as error:
                     self._complain("swept", error)
                 took_s = time.monotonic() - began_s
-            first_s = self._options.sweep_s if self.takes_objects else self._options.first_retry_s
+            first_s = self._options.sweep_s if is_reached else self._options.first_retry_s
             await asyncio.sleep(max(first_s, _SWEEP_PAUSE * took_s))
 
     async def _follow_epochs(self) -> None:

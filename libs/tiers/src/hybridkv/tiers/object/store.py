@@ -6,6 +6,7 @@ Credentials come from the usual places of those clouds (environment, files) and 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 import uuid
@@ -134,11 +135,24 @@ def prove(store: Store, cache: str) -> str | None:
 
 
 def clock_ahead_s(store: Store, cache: str) -> float:
-    """How far the store's clock is ahead of this host's, in seconds. Writes a short-lived object.
+    """How far the store's clock is ahead of this host's, in seconds.
+
+    Touches the lock file of a directory, so that a full disk can be swept. Other stores get a short-lived object. 0 for
+    a directory that cannot be written at all.
 
     Raises:
-        Exception: (obstore or the system) a request failed.
+        Exception: (obstore) a request failed.
     """
+    if isinstance(store, DirectoryStore):
+        with contextlib.suppress(OSError):
+            return store.clock_ahead_s()
+        with contextlib.suppress(OSError):  # the lock file is another user's
+            return _clock_ahead_s(store, cache)
+        return 0.0
+    return _clock_ahead_s(store, cache)
+
+
+def _clock_ahead_s(store: Store, cache: str) -> float:
     name = f"{cache}/proof/{uuid.uuid4().hex}"
     store.put(name, b"hybridkv reads this store's clock", use_multipart=False)
     try:
