@@ -135,7 +135,7 @@ def promoted_to_each_others_places(monkeypatch: pytest.MonkeyPatch) -> None:
         up = [move for move in moves if move.direction is Direction.PROMOTE]
         places = iter([*(move.primary for move in up[1:]), *(move.primary for move in up[:1])])
         return [
-            msgspec.structs.replace(move, near=next(places)) if move.direction is Direction.PROMOTE else move
+            msgspec.structs.replace(move, primary=next(places)) if move.direction is Direction.PROMOTE else move
             for move in moves
         ]
 

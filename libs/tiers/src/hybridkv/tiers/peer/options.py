@@ -5,7 +5,6 @@ from __future__ import annotations
 from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.remote.options import RemoteOptions
 
-MAX_PEERS = 256
 MAX_KEYS = 4096
 """Limit of keys in one message. More keys need several messages."""
 

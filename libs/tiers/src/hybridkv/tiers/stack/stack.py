@@ -161,10 +161,6 @@ class TierStack:
         """True if a secondary tier that chunks cascade to lacks this key."""
         return any(tier.index.lacks(key) for tier in self._cascading)
 
-    def in_secondary(self, key: Key) -> bool:
-        """True if a secondary tier that chunks cascade to holds this key, or is about to."""
-        return any(not tier.index.lacks(key) for tier in self._cascading)
-
     def in_all_secondaries(self, keys: Sequence[Key]) -> bool:
         """True if no secondary tier with the policy ALL lacks one of these keys."""
         return all(_leading_held(tier.index, keys) == len(keys) for tier in self._eager)
