@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import patience
@@ -20,6 +21,7 @@ from object_engines import CHUNK_BYTES, Engine, chunks_of, path_of
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import TierConfigurationError
+from hybridkv.tiers.files.directory import Directory
 from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.object import ObjectOptions, StoreLocation, open_index
 from hybridkv.tiers.object.directory_store import DirectoryStore
@@ -270,6 +272,63 @@ def test_what_is_not_ours_is_never_deleted(depot: Path) -> None:
     assert report.num_other == len(others)
     assert all(path.exists() for path in others) and (outside / ("cd" * 20)).exists()
     assert not packs(depot) and {path.name for path in depot.glob("*/m/*")} == {"mine.txt", "cd" * 20}
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
+def test_a_foreign_directory_that_cannot_be_opened_stops_no_sweep(
+    depot: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
+) -> None:
+    """As root's lost+found."""
+    stored(depot, b"a", 900.0)
+    (depot / "lost+found").mkdir()
+    real = Directory.child
+
+    def child(self: Directory, path: str, create: bool) -> Directory:
+        if path == "lost+found":
+            raise error
+        return real(self, path, create)
+
+    monkeypatch.setattr(Directory, "child", child)
+    report = sweep(depot, capacity_bytes=1)
+    assert report.num_deleted > 0 and report.is_complete
+    assert not packs(depot)
+
+
+def test_packs_are_kept_while_a_directory_of_manifests_cannot_be_opened(
+    depot: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored(depot, b"a", 3 * HOUR_S)
+    real = Directory.child
+
+    def child(self: Directory, path: str, create: bool) -> Directory:
+        if path == "m":
+            raise PermissionError(13, "Permission denied")
+        return real(self, path, create)
+
+    monkeypatch.setattr(Directory, "child", child)
+    before = packs(depot)
+    report = sweep(depot)
+    assert report.num_deleted == 0 and not report.is_complete
+    assert packs(depot) == before
+
+
+@pytest.mark.parametrize("at_s", [300_000_000_000, -300_000_000_000])
+def test_a_file_with_an_impossible_time_stops_no_sweep(depot: Path, monkeypatch: pytest.MonkeyPatch, at_s: int) -> None:
+    stored(depot, b"a", 900.0)
+    (depot / "note").write_bytes(b"mine")
+    real = FileIO.stat_name
+
+    def stat_name(self: FileIO, name: str, dir_fd: int) -> Any:
+        found = real(self, name, dir_fd)
+        if name != "note":
+            return found
+        more = {"st_mtime": float(at_s), "st_mtime_ns": at_s * 10**9}
+        return SimpleNamespace(st_mode=found.st_mode, st_size=found.st_size, st_ino=found.st_ino, **more)
+
+    monkeypatch.setattr(FileIO, "stat_name", stat_name)
+    report = sweep(depot, capacity_bytes=1)
+    assert report.num_deleted > 0 and report.num_other == 1
+    assert not packs(depot) and (depot / "note").exists()
 
 
 def test_a_manifest_that_cannot_be_read_now_keeps_unlisted_packs(depot: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,8 @@ _LISTED = 256
 """Objects in one piece of a list."""
 _PIECE_BYTES = 1 << 20
 """Size of one read."""
+_FIRST_S, _LAST_S = 0.0, datetime(9999, 12, 31, tzinfo=UTC).timestamp()
+"""Times outside of this range are shown as its ends: anyone may set any time, and no date expresses them all."""
 _NUM_THREADS = 16
 """Threads for asynchronous calls."""
 
@@ -85,6 +87,8 @@ class DirectoryStore:
         self._io = io or FileIO()
         self._pool = DaemonPool(_NUM_THREADS, "hybridkv-object-files")
         self._has_complained = False
+        self.num_unlisted = 0
+        """Directories of namespaces that could not be opened, since the start: lists lack their objects."""
 
     def check(self) -> None:
         """Create the directory if needed, and warn if other users could replace it.
@@ -195,7 +199,8 @@ class DirectoryStore:
                 self._remove_directory(path.rpartition("/")[0])
 
     def list(self) -> Iterator[Sequence[ObjectMeta]]:
-        """All objects and temporary files, in no order, some at a time. Links and special files are left out."""
+        """All objects and temporary files, in no order, some at a time. Links, special files and directories that
+        cannot be opened are left out."""
         try:
             root = Directory.root(self._io, self._path, False, self._may_be_shared)
         except FileNotFoundError:
@@ -210,18 +215,25 @@ class DirectoryStore:
     def _walk(self, directory: Directory, prefix: str, num_levels: int) -> Iterator[ObjectMeta]:
         for name in self._io.scan(directory.fd):
             path = prefix + name
+            child = None
             try:
                 found = self._io.stat_name(name, directory.fd)
-                if stat.S_ISREG(found.st_mode):
-                    yield _meta(path, found)
-                elif stat.S_ISDIR(found.st_mode) and num_levels:
+                if stat.S_ISDIR(found.st_mode) and num_levels:
                     child = directory.child(name, create=False)
-                    try:
-                        yield from self._walk(child, f"{path}/", num_levels - 1)
-                    finally:
-                        child.close()
-            except (FileNotFoundError, NotADirectoryError, ForeignFileError) as error:
+                meta = _meta(path, found) if stat.S_ISREG(found.st_mode) else None
+            except OSError as error:
+                is_gone = isinstance(error, (FileNotFoundError, NotADirectoryError, ForeignFileError))
+                if not is_gone and is_owner(path.partition("/")[0]):
+                    self.num_unlisted += 1
                 logger.debug("%s: left out of the list: %s", path, error)
+                continue
+            if meta is not None:
+                yield meta
+            if child is not None:
+                try:
+                    yield from self._walk(child, f"{path}/", num_levels - 1)
+                finally:
+                    child.close()
 
     def remove_empty_directories(self, before_s: float) -> int:
         """Remove directories of packs and namespaces that are empty and were changed before this time, such as those
@@ -408,7 +420,7 @@ def _tag(found: os.stat_result) -> str:
 
 
 def _meta(path: str, found: os.stat_result) -> ObjectMeta:
-    modified = datetime.fromtimestamp(found.st_mtime, UTC)
+    modified = datetime.fromtimestamp(min(max(found.st_mtime, _FIRST_S), _LAST_S), UTC)
     return {"path": path, "size": found.st_size, "last_modified": modified, "e_tag": _tag(found), "version": None}
 
 

@@ -256,6 +256,7 @@ class Sweep:
     def _sweep_manifests(self, kept_from_s: float, present: NameFilter | None) -> NameFilter | None:
         """Delete manifests. Returns the packs that the others list; None if not all are known."""
         listed = NameFilter() if present is not None else None
+        num_unlisted = self._num_unlisted()
         for meta in self._list():
             name = meta["path"]
             kind, owner, _ = parse_name(name)
@@ -290,7 +291,12 @@ class Sweep:
             if listed is not None:
                 for pack in packs:
                     listed.add(pack)
+        if self._num_unlisted() != num_unlisted:
+            listed, self._report.is_complete = None, False
         return listed
+
+    def _num_unlisted(self) -> int:
+        return self._store.num_unlisted if isinstance(self._store, DirectoryStore) else 0
 
     def _sweep_packs(self, kept_from_s: float, listed: NameFilter | None) -> None:
         if self._should_stop() or not self._report.is_complete:
