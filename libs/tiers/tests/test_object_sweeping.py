@@ -18,6 +18,7 @@ import patience
 import pytest
 from object_depots import depot_at, manifests, packs, patient
 from object_engines import CHUNK_BYTES, Engine, chunks_of, path_of
+from obstore.store import MemoryStore
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import TierConfigurationError
@@ -25,6 +26,8 @@ from hybridkv.tiers.files.directory import Directory
 from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.object import ObjectOptions, StoreLocation, open_index
 from hybridkv.tiers.object.directory_store import DirectoryStore
+from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart, encode_manifest
+from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.names import ObjectKind, parse_name
 from hybridkv.tiers.object.store import clock_ahead_s
 from hybridkv.tiers.object.sweeping import (
@@ -345,6 +348,37 @@ def test_a_manifest_that_cannot_be_read_now_keeps_unlisted_packs(depot: Path, mo
     report = sweep(depot)
     assert SweepReason.UNLISTED not in report.reasons and not report.is_complete
     assert bad.exists() and left[SweepReason.UNLISTED][0].exists()
+
+
+def test_a_manifest_that_lists_a_name_that_no_store_takes_keeps_unlisted_packs() -> None:
+    """obstore refuses the name with a `ValueError`."""
+    store = MemoryStore()
+    owner = "ab" * 20
+    name = f"{owner}/m/{'cd' * 20}"
+    part = ManifestPart(b"t", f"{owner}/p/../x", 0, 9)
+    store.put(name, encode_manifest(Seals(b""), name, 1, [ManifestNode(b"p", [part])]))
+    store.put(f"{owner}/p/{'ef' * 16}-1/0", b"x")
+    report = Sweep(store, SweepRules(is_dry=False), time.time() + 2 * HOUR_S).run()
+    assert report.num_deleted == 0 and not report.is_complete
+
+
+@pytest.mark.parametrize("rules", [{}, {"unused_s": 2.9 * HOUR_S}])
+def test_a_pack_that_cannot_be_looked_at_now_stops_no_sweep(
+    depot: Path, monkeypatch: pytest.MonkeyPatch, rules: dict[str, float]
+) -> None:
+    stored(depot, b"a", 3 * HOUR_S)
+    stored(depot, b"b", 2.8 * HOUR_S)
+    for pack in packs(depot):
+        pack.unlink()
+
+    def failing(self: DirectoryStore, path: str) -> Any:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(DirectoryStore, "head", failing)
+    report = sweep(depot, **rules)
+    assert not report.is_complete
+    assert bool(report.num_deleted) is bool(rules), "those that were not used for long"
+    assert manifests(depot), "the others stay"
 
 
 # Beside others.

@@ -270,30 +270,39 @@ class Sweep:
             if listed is None and not may_list_deleted:
                 continue
             try:
-                packs = self._packs_of(name, owner)
+                reason, packs = self._judged(meta, owner, kept_from_s if may_list_deleted else 0.0, present)
             except FileNotFoundError:
                 continue
-            except Exception as error:
+            except Exception as error:  # also the `ValueError` of obstore for a name that it does not take
                 logger.debug("%s cannot be read, so unlisted packs are kept: %s", name, describe(error))
                 listed, self._report.is_complete = None, False
                 continue
-            is_old = self._age_s(meta) > GRACE_S
-            if packs is None:
-                if is_old and present is not None:
-                    self._delete(meta, SweepReason.UNREADABLE)
-                continue
-            if may_list_deleted and any(self._goes(pack, kept_from_s) for pack in packs):
-                self._delete(meta, SweepReason.LEAST_RECENTLY_USED)
-                continue
-            if is_old and present is not None and any(pack not in present and self._is_gone(pack) for pack in packs):
-                self._delete(meta, SweepReason.BROKEN)
-                continue
-            if listed is not None:
+            if reason is not None:
+                self._delete(meta, reason)
+            elif listed is not None:
                 for pack in packs:
                     listed.add(pack)
         if self._num_unlisted() != num_unlisted:
             listed, self._report.is_complete = None, False
         return listed
+
+    def _judged(
+        self, meta: ObjectMeta, owner: str, kept_from_s: float, present: NameFilter | None
+    ) -> tuple[SweepReason | None, Sequence[str]]:
+        """Why a manifest is deleted, or None, and the packs that it lists.
+
+        Raises:
+            Exception: (obstore or the system) it, or one of its packs, cannot be looked at now.
+        """
+        packs = self._packs_of(meta["path"], owner)
+        is_leftover = present is not None and self._age_s(meta) > GRACE_S
+        if packs is None:
+            return SweepReason.UNREADABLE if is_leftover else None, []
+        if kept_from_s and any(self._goes(pack, kept_from_s) for pack in packs):
+            return SweepReason.LEAST_RECENTLY_USED, []
+        if is_leftover and present is not None and any(pack not in present and self._is_gone(pack) for pack in packs):
+            return SweepReason.BROKEN, []
+        return None, packs
 
     def _num_unlisted(self) -> int:
         return self._store.num_unlisted if isinstance(self._store, DirectoryStore) else 0
