@@ -408,3 +408,13 @@ def test_no_more_is_stored_than_the_budgets_say() -> None:
     assert [isinstance(packs.index.reserve(key, 10), Slot) for key in keys[:4]] == [True, True, False, False]
     packs.time_s += 0.5
     assert [isinstance(packs.index.reserve(key, 10), Slot) for key in keys[2:5]] == [True, False, False]
+
+
+def test_the_budget_of_packs_is_for_new_packs_alone() -> None:
+    """What goes into the open pack costs no request."""
+    stores = Stores({}, store_packs_per_s=1.0)
+    slots = [stores.index.reserve(b"key %d" % number, 10) for number in range(100)]
+    assert len({slot.pack for slot in slots if isinstance(slot, ObjectSlot)}) == 1
+    assert all(isinstance(slot, ObjectSlot) for slot in slots)
+    stores.index.end_batch()
+    assert stores.index.reserve(b"next", 10) is Refusal.BUSY

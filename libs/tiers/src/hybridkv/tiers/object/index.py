@@ -161,12 +161,12 @@ class ObjectIndex(RemoteIndex[PackPlace]):
             return Refusal.BUSY
         if not self._was_looked_up(key):
             return Refusal.BUSY if key not in self._found.by_key else Refusal.PRESENT
-        if not (self._bytes_budget.is_left() and self._packs_budget.is_left()):
+        needs_pack = self._packs.needs_pack(key, num_bytes)
+        if not self._bytes_budget.is_left() or (needs_pack and not self._packs_budget.is_left()):
             return Refusal.BUSY
-        num_packs = self._num_packs
         place = self._packs.place(key, num_bytes, extends[-1:])
         self._bytes_budget.spend(num_bytes)
-        self._packs_budget.spend(self._num_packs - num_packs)
+        self._packs_budget.spend(needs_pack)
         return place
 
     def _was_looked_up(self, key: Key) -> bool:

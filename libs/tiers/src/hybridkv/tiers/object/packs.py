@@ -90,13 +90,18 @@ class Packs:
         self._open: dict[bytes, PackPlace] = {}
         """Last place in the open pack of each group, by tag."""
 
+    def needs_pack(self, key: Key, num_bytes: int) -> bool:
+        """Whether a new pack would begin with this chunk."""
+        last = self._open.get(tag_of(key))
+        return last is None or last.end + num_bytes > self._pack_bytes
+
     def place(self, key: Key, num_bytes: int, needs: Sequence[Key]) -> PackPlace:
         """Assign a place to a chunk."""
         tag = tag_of(key)
-        last = self._open.get(tag)
-        if last is None or last.end + num_bytes > self._pack_bytes:
+        if self.needs_pack(key, num_bytes):
             place = PackPlace(self._new_name(), 0, num_bytes)
         else:
+            last = self._open[tag]
             place = PackPlace(last.pack, last.end, num_bytes)
         self._open[tag] = place
         self._batch.open_keys[key] = (place, needs)
