@@ -20,6 +20,7 @@ from hybridkv.tiers import (  # noqa: E402
     TierIndex,
 )
 from hybridkv.tiers.object import ObjectIndex, ObjectOptions, ObjectSlot, PackPlace  # noqa: E402
+from hybridkv.tiers.object import index as index_module  # noqa: E402
 from kits.tiers.conformance import (  # noqa: E402
     CHUNK_BYTES,
     AskConformance,
@@ -418,3 +419,24 @@ def test_the_budget_of_packs_is_for_new_packs_alone() -> None:
     assert all(isinstance(slot, ObjectSlot) for slot in slots)
     stores.index.end_batch()
     assert stores.index.reserve(b"next", 10) is Refusal.BUSY
+
+
+def test_the_newest_path_of_a_key_is_looked_up_and_a_dropped_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_module, "MAX_ANNOUNCED", 4)
+    stores = Stores({})
+    stores.announce(A, B)
+    stores.announce(A, C)
+    assert stores.index.reserve(A, 10) is Refusal.BUSY
+    assert [keys for _, keys in stores.depot.asked] == [(A, C)]
+    stores.depot.answer()
+    stores.announce(b"x", b"y")  # drops the first path, not the second
+    assert isinstance(stores.index.reserve(B, 10), Slot), "its path is dropped"
+    assert stores.index._path_of.keys() == {A, C, b"x", b"y"}
+
+
+def test_nothing_is_looked_up_while_the_budget_is_spent() -> None:
+    stores = Stores({}, store_bytes_per_s=100.0)
+    assert isinstance(stores.index.reserve(b"first", 250), Slot)
+    stores.announce(A, B)
+    assert stores.index.reserve(A, 10) is Refusal.BUSY
+    assert not stores.depot.asked

@@ -27,17 +27,11 @@ MAX_ANNOUNCED = 16_384
 class _AnnouncedPath:
     """A path of a request, from its beginning on."""
 
-    __slots__ = ("_members", "is_asked", "keys")
+    __slots__ = ("is_asked", "keys")
 
     def __init__(self, keys: list[Key]) -> None:
         self.keys = keys
         self.is_asked = False
-        self._members: frozenset[Key] | None = None
-
-    def __contains__(self, key: Key) -> bool:
-        if self._members is None:
-            self._members = frozenset(self.keys)
-        return key in self._members
 
 
 class _Budget:
@@ -96,8 +90,8 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         """Paths of the last requests, the newest last."""
         self._num_announced = 0
         """Their keys."""
-        self._last_path: _AnnouncedPath | None = None
-        """Path of the last chunk that was stored: the next one is mostly of the same."""
+        self._path_of: dict[Key, _AnnouncedPath] = {}
+        """Newest of these paths with a key."""
         self._bytes_budget = _Budget(options.store_bytes_per_s, clock)
         self._packs_budget = _Budget(options.store_packs_per_s, clock)
 
@@ -144,8 +138,13 @@ class ObjectIndex(RemoteIndex[PackPlace]):
     def _announce(self, keys: list[Key]) -> None:
         self._announced.append(_AnnouncedPath(keys))
         self._num_announced += len(keys)
+        self._path_of.update(dict.fromkeys(keys, self._announced[-1]))
         while self._num_announced > MAX_ANNOUNCED and len(self._announced) > 1:
-            self._num_announced -= len(self._announced.popleft().keys)
+            dropped = self._announced.popleft()
+            self._num_announced -= len(dropped.keys)
+            for key in dropped.keys:
+                if self._path_of.get(key) is dropped:
+                    del self._path_of[key]
 
     # Storing.
 
@@ -159,11 +158,11 @@ class ObjectIndex(RemoteIndex[PackPlace]):
             raise TierProtocolError(f"reserve: expected a key of 1 to {LARGEST_KEY_BYTES} bytes, got {len(key)}")
         if self._client.namespace is None or not self._client.takes_objects:
             return Refusal.BUSY
-        if not self._was_looked_up(key):
-            return Refusal.BUSY if key not in self._found.by_key else Refusal.PRESENT
         needs_pack = self._packs.needs_pack(key, num_bytes)
         if not self._bytes_budget.is_left() or (needs_pack and not self._packs_budget.is_left()):
             return Refusal.BUSY
+        if not self._was_looked_up(key):
+            return Refusal.BUSY if key not in self._found.by_key else Refusal.PRESENT
         place = self._packs.place(key, num_bytes, extends[-1:])
         self._bytes_budget.spend(num_bytes)
         self._packs_budget.spend(needs_pack)
@@ -175,9 +174,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         now_s = self._clock()
         if self._tracker.is_missing(key, now_s):
             return True
-        path = self._last_path
-        if path is None or key not in path:
-            path = self._last_path = next((path for path in reversed(self._announced) if key in path), None)
+        path = self._path_of.get(key)
         if path is None:
             return True
         if self._tracker.is_pending(key):
