@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import patience
@@ -17,6 +20,7 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers import TierConfigurationError
 from hybridkv.tiers.object import ObjectOptions, keep_alive
 from hybridkv.tiers.object.directory_store import DirectoryStore
+from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart
 
 HIT = LookupResult.HIT
 TO_LIVE_S = 1000.0
@@ -172,6 +176,66 @@ def test_more_than_may_wait_is_dropped_with_a_count(monkeypatch: pytest.MonkeyPa
         kept.found(prefix, f"n/m/{prefix.decode()}")
     kept.use([b"a", b"b", b"c", b"a", b"unknown"])
     assert kept.counts.dropped == 1
+
+
+class TimedStore:
+    """A store that deletes objects after a time, by the test's clock. Objects have no bytes."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.written_s: dict[str, float] = {}
+
+    async def head_async(self, name: str) -> dict[str, datetime]:
+        if self.now_s - self.written_s.get(name, -TO_LIVE_S) >= TO_LIVE_S:
+            raise FileNotFoundError(name)
+        return {"last_modified": datetime.fromtimestamp(self.written_s[name], UTC)}
+
+    async def put_async(self, name: str, data: bytes, **more: Any) -> None:
+        self.written_s[name] = self.now_s
+
+    async def copy_async(self, name: str, other: str) -> None:
+        await self.head_async(name)
+        self.written_s[other] = self.now_s
+
+    async def delete_async(self, names: list[str]) -> None:
+        for name in names:
+            del self.written_s[name]
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["written here", "found"])
+@pytest.mark.parametrize("first_use", [0.02, 0.2, 0.249, 0.26, 0.499])
+def test_a_prefix_that_is_used_once_in_half_of_the_life_keeps_its_packs(
+    monkeypatch: pytest.MonkeyPatch, is_new: bool, first_use: float
+) -> None:
+    """The packs are almost a quarter of the life old when their manifest is written."""
+    store: Any = TimedStore()
+    monkeypatch.setattr(keep_alive, "time", SimpleNamespace(time=lambda: store.now_s, monotonic=lambda: store.now_s))
+
+    async def read(prefix: bytes, name: str) -> tuple[list[ManifestNode], bytes]:
+        await store.head_async(name)
+        return [ManifestNode(b"p", [ManifestPart(b"t", "pack", 0, 1)])], b"data"
+
+    async def clock_ahead() -> float:
+        return 0.0
+
+    async def lives() -> None:
+        pace = keep_alive.RenewalPace(TO_LIVE_S, 1e9)
+        kept = keep_alive.KeepAlive(store, "c", 1, pace, read, clock_ahead, lambda: store.now_s)
+        store.written_s = {"pack/0": 0.0, "m": 0.24 * TO_LIVE_S}
+        store.now_s = 0.24 * TO_LIVE_S
+        (kept.written if is_new else kept.found)(b"p", "m")
+        await kept.renew_waiting()
+        store.now_s += first_use * TO_LIVE_S
+        for _ in range(6):
+            kept.use([b"p"])
+            await kept.renew_waiting()
+            assert set(store.written_s) == {"pack/0", "m"} and kept.counts.failed == 0
+            for name in store.written_s:
+                await store.head_async(name)
+            store.now_s += 0.499 * TO_LIVE_S
+
+    asyncio.run(lives())
+    assert store.now_s > 3 * TO_LIVE_S
 
 
 def test_no_chunk_is_offered_for_longer_than_a_quarter_of_the_life(tmp_path: Path, engines: list[Engine]) -> None:

@@ -1,8 +1,9 @@
 """Keeps manifests and packs in use alive in a store that deletes objects after a time to live.
 
 A store counts an object's life from its last write, so an object that is used in the second half of its life is written
-again. Packs first, then the manifest that lists them: a manifest outlives no pack. Packs are renewed from a quarter of
-the time to live on, because they are looked at only when their manifest is renewed.
+again: what is used once in each half of the time to live stays. Packs first, then the manifest that lists them. Packs
+of a new or old manifest are renewed from a quarter of the time to live on, so they are never older than their manifest
+by more than that; the oldest pack decides when they are checked again.
 
 Ages are measured by the store's clock. Requests are limited to an average rate; every engine that uses an object checks
 its age first, so one renewal is enough for the fleet.
@@ -106,8 +107,8 @@ class KeepAlive:
         self._store = store
         self._cache = cache
         self._world_size = world_size
-        self._manifest_age_s = pace.time_to_live_s / 2
-        self._pack_age_s = pace.time_to_live_s / 4
+        self._half_s = pace.time_to_live_s / 2
+        self._quarter_s = pace.time_to_live_s / 4
         self._interval_s = 1 / pace.requests_per_s
         self._next_request_s = 0.0
         self._read = read
@@ -116,7 +117,7 @@ class KeepAlive:
         self._manifests: OrderedDict[bytes, _KnownManifest] = OrderedDict()
         """By prefix, the least recently used first."""
         self._packs: OrderedDict[str, float] = OrderedDict()
-        """When the age of each pack has to be checked."""
+        """Last known write of each pack, of the rank with the oldest object."""
         self._waiting: OrderedDict[bytes, None] = OrderedDict()
         self._ahead_s = 0.0
         """The store's clock is ahead of this host's wall clock by so much."""
@@ -142,7 +143,7 @@ class KeepAlive:
     def stored(self, packs: Iterable[str]) -> None:
         """Packs were written now."""
         for pack in packs:
-            _put(self._packs, pack, self._clock() + self._pack_age_s, MAX_PACKS)
+            _put(self._packs, pack, self._clock(), MAX_PACKS)
 
     def use(self, prefixes: Iterable[bytes]) -> None:
         """A request uses these prefixes: queue their manifests that may have to be renewed."""
@@ -196,19 +197,22 @@ class KeepAlive:
             self._ahead_s = await self._limited(self._clock_ahead)
             self._compared_s = now_s
         age_s = await self._age_s(name)
-        is_old = age_s >= self._manifest_age_s
-        if is_old or manifest.has_unchecked_packs:
-            found = await self._limited(lambda: self._read(prefix, name))
-            if found is None:
-                raise FileNotFoundError(name)
-            path, data = found
-            for pack in dict.fromkeys(part.pack for node in path for part in node.parts):
-                await self._renew_pack(pack)
-            manifest.has_unchecked_packs = False
-            if is_old:
-                await self._renew_manifest(name, data)
-                return self._clock() + self._manifest_age_s
-        return now_s + self._manifest_age_s - age_s
+        written_s, is_old = now_s - age_s, age_s >= self._half_s
+        if age_s < self._quarter_s and not manifest.has_unchecked_packs:
+            return written_s + self._quarter_s  # its packs may be older by a quarter
+        found = await self._limited(lambda: self._read(prefix, name))
+        if found is None:
+            raise FileNotFoundError(name)
+        path, data = found
+        from_age_s = self._quarter_s if is_old or manifest.has_unchecked_packs else self._half_s
+        oldest_s = now_s
+        for pack in dict.fromkeys(part.pack for node in path for part in node.parts):
+            oldest_s = min(oldest_s, await self._renew_pack(pack, from_age_s))
+        manifest.has_unchecked_packs = False
+        if is_old:
+            await self._renew_manifest(name, data)
+            written_s = self._clock()
+        return min(written_s, oldest_s) + self._half_s
 
     async def _renew_manifest(self, name: str, data: bytes) -> None:
         if isinstance(self._store, DirectoryStore):
@@ -217,18 +221,21 @@ class KeepAlive:
             await self._limited(lambda: self._store.put_async(name, data, use_multipart=False))
             self.num_renewed += 1
 
-    async def _renew_pack(self, pack: str) -> None:
-        if self._packs.get(pack, _NEVER_CHECKED) > self._clock():
-            return
-        oldest_s = 0.0
+    async def _renew_pack(self, pack: str, from_age_s: float) -> float:
+        """Renew the objects of a pack that are so old. Returns the earliest last write, by this host's clock."""
+        written_s = self._packs.get(pack, _NEVER_CHECKED)
+        if self._clock() - written_s < from_age_s:
+            return written_s
+        oldest_s = self._clock()
         for rank in range(self._world_size):
             name = rank_name(pack, rank)
             age_s = await self._age_s(name)
-            if age_s >= self._pack_age_s:
+            if age_s >= from_age_s:
                 await self._renew(name)
                 age_s = 0.0
-            oldest_s = max(oldest_s, age_s)
-        _put(self._packs, pack, self._clock() + self._pack_age_s - oldest_s, MAX_PACKS)
+            oldest_s = min(oldest_s, self._clock() - age_s)
+        _put(self._packs, pack, oldest_s, MAX_PACKS)
+        return oldest_s
 
     async def _renew(self, name: str) -> None:
         """Write an object again, without its bytes on this host."""
