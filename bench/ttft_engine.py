@@ -104,7 +104,7 @@ class TtftServing(CheckpointServing):
     def forget_near(self) -> None:
         """Drop the engine's own prefix cache and what host memory holds; slower tiers keep what they have."""
         self.engine.reset_prefix_cache()
-        self.engine.connector._scheduler._stack.near.clear()
+        self.engine.connector._scheduler._stack.primary.clear()
 
     def copy_seconds(self, num_bytes: int, times: int) -> float:
         """The median of copies of so many bytes in a row, in memory that was touched before."""

@@ -128,7 +128,7 @@ def stored_views(engine: Engine, key: bytes, child: int | None = None) -> Iterat
     """
     halves = engine.connector, engine.worker_connector
     scheduler, worker = halves if child is None else (half.sub_connectors[child] for half in halves)
-    index, arena = scheduler._scheduler._stack.near, worker._worker._arena
+    index, arena = scheduler._scheduler._stack.primary, worker._worker._arena
     slot = index.pin(key)
     assert slot is not None, "nothing is stored under this key"
     yield from arena.views(slot)

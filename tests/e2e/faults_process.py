@@ -98,9 +98,9 @@ def count() -> None:
 def take_counts_of(stack: TierStack) -> dict[str, Any]:
     """What was counted since the last call."""
     stack.take_counts()
-    assert isinstance(stack.slower["disk"], DiskIndex)
-    stack.slower["disk"].drain(restart_process.DRAIN_S)
-    stack.slower["disk"].take_disk_counts()
+    assert isinstance(stack.secondary["disk"], DiskIndex)
+    stack.secondary["disk"].drain(restart_process.DRAIN_S)
+    stack.secondary["disk"].take_disk_counts()
     promotions: Counter[str] = Counter()
     cascades: Counter[str] = Counter()
     openings: Counter[str] = Counter()
@@ -168,18 +168,18 @@ def injected(directory: Path) -> dict[str, Callable[[], object]]:
 def begin(engine: Engine, stored: list[list[int]]) -> tuple[TierStack, list[dict[str, Any]]]:
     """The tiers, with these prompts on a disk that works and nowhere else, and what they gave, computed."""
     stack: TierStack = engine.connector._scheduler._stack
-    assert isinstance(stack.slower["disk"], DiskIndex)
+    assert isinstance(stack.secondary["disk"], DiskIndex)
     stack._tiers[0].health = TierHealth(BreakerOptions(), BreakerOptions())
     plan()
     accept_writes()
     # What failed in the life before need not rest any longer.
-    stack.slower["disk"]._maintenance.state.retries._until_s.clear()
+    stack.secondary["disk"]._maintenance.state.retries._until_s.clear()
     cold = []
     for prompt in stored:
         cold += restart_process.run(engine, [prompt], drain=True)
         restart_process.bring_to_disk(engine, stack)
     engine.reset_prefix_cache()
-    stack.near.clear()
+    stack.primary.clear()
     return stack, cold
 
 
@@ -191,7 +191,7 @@ def life(engine: Engine, kind: str, number: int, fault: Callable[[], object]) ->
     fault()
     warm = restart_process.run(engine, stored, drain=True)
     restart_process.run(engine, [make_prompt(len(stored[-1]), seed=100 * number + 99)], drain=True)
-    disk = stack.slower["disk"]
+    disk = stack.secondary["disk"]
     disk_bytes = disk._segments.allocated_bytes if isinstance(disk, DiskIndex) else None
     return {"cold": cold, "warm": warm, "before": before, "disk_bytes": disk_bytes, **take_counts_of(stack)}
 

@@ -36,7 +36,7 @@ def question(number: int) -> list[int]:
 def run(engine: Engine, prompt: Sequence[int]) -> dict[str, Any]:
     """Its lookups are answered while it waits in the engine's queue, as at a busy engine: so a slow machine gives no
     other result."""
-    index = engine.connector._scheduler._stack.slower["object"]
+    index = engine.connector._scheduler._stack.secondary["object"]
     request_id = engine.add(prompt)
     patience.wait_until(lambda: not index.generation or index._tracker.is_empty, "an answer of the store")
     engine.run()

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> None:
         results = run(engine, prompts(chosen.kind), drain=True)
         stack = engine.connector._scheduler._stack
         for _ in range(MAX_CASCADES):  # what a slow machine had no room for on its way at first
-            for key in stack.near.eviction_order():
+            for key in stack.primary.eviction_order():
                 stack.cascade(key)
             engine.drain()
         chosen.output.write_text(json.dumps(results))

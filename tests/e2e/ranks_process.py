@@ -103,7 +103,7 @@ class LoadLog:
 
 def damage_host_memory(engine: Engine, key: bytes, rank: int) -> None:
     """One bit of a chunk on a rank."""
-    near = engine.connector._scheduler._stack.near
+    near = engine.connector._scheduler._stack.primary
     slot = near.pin(key)
     near.unpin(key)
     flipped = engine.core.model_executor.collective_rpc(flip_in_host_memory, args=(rank, slot))
@@ -122,7 +122,7 @@ def life(engine: Engine, kind: str, loads: LoadLog, forgets_host_memory: bool = 
     stack._tiers[0].health = TierHealth(BreakerOptions(), BreakerOptions())
     engine.reset_prefix_cache()
     if forgets_host_memory:
-        stack.near.clear()
+        stack.primary.clear()
     faults_process.COUNTED.clear()
     loads.forget()
     before = engine.counters()
@@ -179,7 +179,7 @@ def main() -> None:
         damage_host_memory(engine, key, rank=1)
         lives["torn, whole on disk"] = life(engine, chosen.kind, loads)
         damage_host_memory(engine, key, rank=1)
-        stack.slower["disk"].invalidate(key)
+        stack.secondary["disk"].invalidate(key)
         lives["torn"] = life(engine, chosen.kind, loads)
         lives["far"] = life(engine, chosen.kind, loads, forgets_host_memory=True)
         damage(cache, rank=1)

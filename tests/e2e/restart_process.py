@@ -44,8 +44,8 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], drain: bool) -> list[d
 def bring_to_disk(engine: Engine, stack: Any) -> None:
     """What a slow machine had no room for on the way to the disk at first."""
     for _ in range(MAX_CASCADES):
-        stack.slower["disk"].drain(DRAIN_S)
-        for key in stack.near.eviction_order():
+        stack.secondary["disk"].drain(DRAIN_S)
+        for key in stack.primary.eviction_order():
             stack.cascade(key)
         engine.drain()
 

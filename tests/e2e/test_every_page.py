@@ -187,7 +187,7 @@ def forget_memory(engine: Engine, keys: Iterable[bytes]) -> None:
     """Let the engine and its host memory lose these keys. Slower tiers keep them."""
     engine.reset_prefix_cache()
     for key in keys:
-        engine.connector._scheduler._stack.near.invalidate(key)
+        engine.connector._scheduler._stack.primary.invalidate(key)
 
 
 def test_one_changed_byte_in_a_tier_is_seen(engine: Engine, ledger: PageLedger) -> None:

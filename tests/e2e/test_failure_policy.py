@@ -87,7 +87,7 @@ def test_a_failed_load_ends_its_request_with_an_error_and_no_other(engine: Engin
     first_keys = len(audit.stored) // 2
     engine.reset_prefix_cache()
     arena = engine.worker_connector._worker._arena
-    near = engine.connector._scheduler._stack.near
+    near = engine.connector._scheduler._stack.primary
     for key in list(audit.stored)[:first_keys]:
         slot = near.pin(key)
         arena.views(slot)[-1][-1] ^= 1
@@ -109,7 +109,7 @@ def test_one_damaged_prefix_ends_one_request_whatever_of_its_windows_is_damaged(
     stack = engine.connector._scheduler._stack
     engine.reset_prefix_cache()
     # No copy below host memory, which would be as good.
-    for tier in stack.slower.values():
+    for tier in stack.secondary.values():
         tier.clear()
     layout = engine.connector._layout
     (window,) = [index for index, group in enumerate(layout.spec.groups) if group.kind is GroupKind.WINDOW]
@@ -117,9 +117,9 @@ def test_one_damaged_prefix_ends_one_request_whatever_of_its_windows_is_damaged(
     assert len(keys) >= 3
     arena = engine.worker_connector._worker._arena
     for key in keys:
-        slot = stack.near.pin(key)
+        slot = stack.primary.pin(key)
         arena.views(slot)[-1][-1] ^= 1
-        stack.near.unpin(key)
+        stack.primary.unpin(key)
     warm = [engine.generate([prompt])[0] for _ in range(3)]
     assert [each.finish_reason for each in warm] == ["error", cold.finish_reason, cold.finish_reason]
     require_same_output([cold, cold], warm[1:])
@@ -132,7 +132,7 @@ def test_a_read_of_the_disk_that_fails_is_no_failed_load(engine: Engine, audit: 
     cold = engine.generate([prompt])[0]
     stack = engine.connector._scheduler._stack
     engine.reset_prefix_cache()
-    stack.near.clear()
+    stack.primary.clear()
     faults_process.plan(Rule(Operation.LOAD, Fail(FailureReason.IO)))
     warm = engine.generate([prompt])[0]
     faults_process.plan()

@@ -151,7 +151,7 @@ def test_one_flipped_bit_is_a_recompute_and_never_an_answer(
     cold = one_by_one(engine, prompts)
     engine.reset_prefix_cache()
     arena = engine.worker_connector._worker._arena
-    index = engine.connector._scheduler._stack.near
+    index = engine.connector._scheduler._stack.primary
     for group_index in engine.connector._scheduler._layout.spec.stored_groups:
         key = audit.keys_of(group_index)[-1]
         slot = index.pin(key)

@@ -150,7 +150,7 @@ def test_a_tail_of_attention_that_was_zeroed_is_seen(engine: Engine, audit: Audi
 def test_a_damaged_tail_is_a_recompute_and_never_an_answer(engine: Engine, audit: Audit) -> None:
     cold = one(engine, PROMPT)
     engine.reset_prefix_cache()
-    arena, index = engine.worker_connector._worker._arena, engine.connector._scheduler._stack.near
+    arena, index = engine.worker_connector._worker._arena, engine.connector._scheduler._stack.primary
     for group in engine.connector._scheduler._layout.spec.stored_groups:
         key = audit.keys_of(group)[-1]
         arena.views(index.pin(key))[-1][-1] ^= 1

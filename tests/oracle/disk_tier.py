@@ -48,7 +48,7 @@ def forget(random: Random) -> Callable[[OracleEngine, int], None]:
 
     def before_step(engine: OracleEngine, step: int) -> None:
         nonlocal is_due
-        near = stack_of(engine).near
+        near = stack_of(engine).primary
         assert isinstance(near, RamIndex | PlainRamIndex)
         if is_due:
             for key in near.eviction_order():

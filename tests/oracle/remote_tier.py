@@ -54,9 +54,9 @@ class World:
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Every connector that is built from now on lives here."""
-        indexes, media = tiers.slower_tiers, tiers.media
+        indexes, media = tiers.secondary_tiers, tiers.media
 
-        def slower_tiers(*arguments: Any) -> list[SecondaryTier]:
+        def secondary_tiers(*arguments: Any) -> list[SecondaryTier]:
             options = SecondaryTierOptions(
                 cascades=self.cascades, async_lookup_timeout_s=ASK_S, load_timeout_s=LOAD_S / 2
             )
@@ -66,7 +66,7 @@ class World:
             return {**media(config, rank, *more), PEER: lambda namespace: self.make_medium(rank)}
 
         monkeypatch.setattr(tiers, "clock", self.clock)
-        monkeypatch.setattr(tiers, "slower_tiers", slower_tiers)
+        monkeypatch.setattr(tiers, "secondary_tiers", secondary_tiers)
         monkeypatch.setattr(tiers, "media", all_media)
 
     def make_index(self) -> RemoteIndex:

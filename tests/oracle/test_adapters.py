@@ -110,7 +110,7 @@ def test_what_a_step_computed_while_files_changed_is_not_left(tmp_path: Path) ->
 
     with living(tmp_path, retrain, max_step_tokens=64) as life:
         assert [life.restored(lora, 1), life.restored(lora, 1)] == [0, 0]
-        assert not life.engine.scheduler_connector._scheduler._stack.near.num_keys  # type: ignore[union-attr]
+        assert not life.engine.scheduler_connector._scheduler._stack.primary.num_keys  # type: ignore[union-attr]
 
 
 def test_an_identity_that_goes_by_name_and_path_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

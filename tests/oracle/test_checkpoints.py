@@ -222,8 +222,8 @@ def test_a_state_to_which_no_request_has_come_back_is_copied_to_a_disk(tmp_path:
     for seed in (10, 11, 12):  # steps in which copies go down
         engine.ask(prompt(UNIT, seed))
         wait_for_disk(engine.engine)
-    for key in stack.near.eviction_order():
-        stack.near.invalidate(key)
+    for key in stack.primary.eviction_order():
+        stack.primary.invalidate(key)
     if is_answer:
         assert engine.ask(again[: 5 * UNIT + 3]) == 3 * UNIT, "the disk gets the last state of an answer alone"
     assert engine.ask(again) == expected

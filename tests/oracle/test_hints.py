@@ -170,7 +170,7 @@ def test_after_a_prefetch_of_an_aborted_request_the_next_one_hits_in_host_memory
     it, tokens = Asked(mix, inside_multi(store) if in_secondary else store, heard), prompt(mix)
     it.ask(tokens)
     (stack,) = stacks
-    stack.near.clear()
+    stack.primary.clear()
     it.name(tokens, named)
     assert it.ask(tokens) == 4 * mix.alignment_tokens
     assert it.told.source == source

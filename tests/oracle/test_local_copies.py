@@ -152,7 +152,7 @@ def test_what_was_promoted_for_nothing_is_counted_by_the_tier_that_had_it(seen: 
     with OracleEngine(QWEN3_NEXT, replace(settings(QWEN3_NEXT), connector=connector)) as engine:
         engine.submit("cold", PROMPT, 2)
         engine.drain()
-        near = stack_of(engine).near
+        near = stack_of(engine).primary
         assert isinstance(near, RamIndex)
         near.clear()
         lose_states(engine)

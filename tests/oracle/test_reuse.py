@@ -73,7 +73,7 @@ def test_a_loop_over_more_than_host_memory_says_how_much_it_needs(
 ) -> None:
     monkeypatch.setattr(reuse, "RECORD_S", 0.0)
     roomy = Run(mix, 64 << 20, prompts(mix, again=True))
-    needed = roomy.scheduler._stack.near.used_bytes
+    needed = roomy.scheduler._stack.primary.used_bytes
     assert roomy.restored_share == pytest.approx((TURNS - 1) / TURNS, abs=0.08)
 
     tight = Run(mix, needed // 3, prompts(mix, again=True))

@@ -124,17 +124,17 @@ def test_a_consumer_loads_what_a_producer_stored_and_adds_nothing(
         assert [serve(producer, f"p{turn}", PROMPT) for turn in range(2)] == [0, 0]
         assert seen.searches == 0 and seen.total("lookups_total") == 0
         assert seen.total("moves_total", "promote") == 0
-        num_keys = stack_of(producer).slower["disk"].num_keys  # type: ignore[union-attr]
+        num_keys = stack_of(producer).secondary["disk"].num_keys  # type: ignore[union-attr]
         assert num_keys > 0
     seen.forget()
     with engine(mix, build(mix, tmp_path, "kv_consumer")) as consumer:
         stack = stack_of(consumer)
-        assert stack.slower["disk"].num_keys == num_keys
+        assert stack.secondary["disk"].num_keys == num_keys
         assert serve(consumer, "warm", PROMPT) > 0
-        promoted = stack.near.num_keys
+        promoted = stack.primary.num_keys
         assert promoted > 0 and seen.searches > 0
         assert serve(consumer, "cold", OTHER_PROMPT) == 0
-        assert (stack.near.num_keys, stack.slower["disk"].num_keys) == (promoted, num_keys)
+        assert (stack.primary.num_keys, stack.secondary["disk"].num_keys) == (promoted, num_keys)
         assert seen.total("moves_total", "cascade") == 0
         assert serve(consumer, "again", PROMPT) > 0, "from host memory, where it was promoted to"
 
@@ -164,11 +164,11 @@ def test_a_request_that_reads_no_cache_is_not_searched_for_and_brings_nothing_up
 ) -> None:
     with engine(GPT_OSS, build(GPT_OSS, tmp_path, "kv_both")) as opened:
         assert serve(opened, "cold", PROMPT) == 0
-        stack_of(opened).near.clear()
+        stack_of(opened).primary.clear()
         seen.forget()
         assert serve(opened, "scored", PROMPT, skips_prefix_cache=True) == 0
         assert seen.searches == 0
         assert seen.total("lookups_total") == seen.total("lookup_tokens_total") == 0
         assert seen.total("moves_total", "promote") == 0
-        stack_of(opened).near.clear()
+        stack_of(opened).primary.clear()
         assert serve(opened, "warm", PROMPT) > 0 and seen.total("moves_total", "promote") > 0

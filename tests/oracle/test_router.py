@@ -261,7 +261,7 @@ def test_without_kv_events_nothing_is_watched() -> None:
         Restored(engine).ask([1] * 40)
         assert engine.scheduler_connector is not None
         assert list(engine.scheduler_connector.take_events()) == []
-        near = stack_of(engine).near
+        near = stack_of(engine).primary
         assert isinstance(near, ReportsChanges)
         assert near.num_keys > 0 and near.take_changes() == Changes(set(), False)
     assert publisher.num_batches == 0
@@ -316,6 +316,6 @@ def test_of_two_children_the_last_that_holds_a_block_takes_it_back() -> None:
             assert predicted == restored.ask(prompt, reset=number % 10 == 9)
         assert engine.scheduler_connector is not None
         small, large = engine.scheduler_connector.sub_connectors  # type: ignore[attr-defined]
-        held = [child._scheduler._stack.near.num_keys for child in (small, large)]
+        held = [child._scheduler._stack.primary.num_keys for child in (small, large)]
     assert 0 < held[0] < held[1], "the small one evicted nothing"
     assert restored.hits[True] > 10

@@ -190,8 +190,8 @@ def test_an_index_that_forgets_the_deadline_keeps_nobody_waiting(
     is_told_apart: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the negative control of the tests above: where questions are taken for stores, the wait is found out."""
-    ask = RemoteIndex.ask
-    monkeypatch.setattr(RemoteIndex, "ask", lambda index, keys, deadline_s: ask(index, keys, deadline_s + 1.0))
+    ask = RemoteIndex.start_lookup
+    monkeypatch.setattr(RemoteIndex, "start_lookup", lambda index, keys, deadline_s: ask(index, keys, deadline_s + 1.0))
     if not is_told_apart:
         monkeypatch.setattr(TierStack, "is_lookup_pending", lambda stack, key: False)
     world.store.is_silent = True
@@ -233,7 +233,7 @@ def store_and_lose(mix: Mix, world: World, directory: Path) -> None:
     with opened(mix, world, directory / "first") as engine:
         engine.submit("cold", PROMPT, 2)
         engine.drain()
-        assert stack_of(engine).slower[PEER].num_keys > 0
+        assert stack_of(engine).secondary[PEER].num_keys > 0
 
 
 def elsewhere(mix: Mix, world: World, directory: Path) -> OracleEngine:

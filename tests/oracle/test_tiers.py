@@ -186,7 +186,7 @@ def storing(mix: Mix, directory: Path, num_prompts: int = 1) -> OracleEngine:
         engine.submit(f"cold-{number}", prompt(number), 2)
         engine.drain()
     engine.reset_prefix_cache()
-    stack_of(engine).near.clear()
+    stack_of(engine).primary.clear()
     return engine
 
 
@@ -207,7 +207,7 @@ def test_nothing_is_read_from_disk_where_one_group_cannot_resume(mix: Mix, tmp_p
         engine.submit("warm", prompt(0), 2)
         keys = connector._requests.get("warm").keys()
         for end in range(spec.chunk_tokens, len(prompt(0)) + 1, spec.chunk_tokens):
-            stack.slower["disk"].invalidate(keys.key(lacking, end))  # type: ignore[union-attr]
+            stack.secondary["disk"].invalidate(keys.key(lacking, end))  # type: ignore[union-attr]
         engine.drain()
         assert engine.restored_tokens == 0
         assert moved["promoted done"] == 0 and stack.take_counts().moves.promoted_bytes == 0
@@ -217,7 +217,7 @@ def test_nothing_is_read_from_disk_where_one_group_cannot_resume(mix: Mix, tmp_p
 def test_only_what_the_boundary_needs_is_read_from_disk(mix: Mix, tmp_path: Path, moved: Moved) -> None:
     with storing(mix, tmp_path) as engine:
         connector = engine.scheduler_connector._scheduler  # type: ignore[union-attr]
-        num_keys = stack_of(engine).slower["disk"].num_keys  # type: ignore[union-attr]
+        num_keys = stack_of(engine).secondary["disk"].num_keys  # type: ignore[union-attr]
         engine.submit("warm", prompt(0), 2)
         engine.drain()
         assert engine.restored_tokens > 0

@@ -173,7 +173,7 @@ class Checks:
         if any(engine.far.lookup(key) is not LookupResult.HIT for key in keys):
             return False
         for key in keys:
-            engine.near.invalidate(key)
+            engine.primary.invalidate(key)
         num_promoted = self._tally.get(PROMOTED)
         engine.request(prompt)
         engine.settle()

@@ -99,7 +99,7 @@ class Engine:
         self, parts: Parts, random: Random, tally: Tally, tamper: Callable[[bytes, int, bytearray], bytearray]
     ) -> None:
         self.groups, self.far, self.media = parts.groups, parts.far, parts.media
-        self.near = RamIndex(parts.near_bytes, parts.granule_bytes)
+        self.primary = RamIndex(parts.near_bytes, parts.granule_bytes)
         self.arenas = [RamArena(parts.near_bytes, parts.granule_bytes) for _ in parts.media]
         self.copies = [CopyingMedium(arena) for arena in self.arenas]
         self.movers = [
@@ -110,7 +110,7 @@ class Engine:
             load_timeout_s=LOAD_TIMEOUT_S,
             breaker=BreakerOptions(failures=3, first_backoff_s=5.0, max_backoff_s=LONGEST_PAUSE_S),
         )
-        self.stack = TierStack(self.near, [SecondaryTier("disk", self.far, options)], len(parts.media), parts.clock)
+        self.stack = TierStack(self.primary, [SecondaryTier("disk", self.far, options)], len(parts.media), parts.clock)
         self._clock = parts.clock
         self._random = random
         self._tally = tally
@@ -160,7 +160,7 @@ class Engine:
     def _load(self, waiting: Waiting) -> None:
         """Every chunk is in the fast tier, protected."""
         for key in keys_needed(waiting.prompt, waiting.num_chunks, self.groups):
-            slot = self.near.pin(key)
+            slot = self.primary.pin(key)
             if slot is None:  # withdrawn under the hold
                 continue
             for rank, copies in enumerate(self.copies):
@@ -170,7 +170,7 @@ class Engine:
                 if completion.failure is not None:
                     raise SoakError("wrong memory", f"{key.hex()} in host memory: {completion.failure}")
                 self.check(key, rank, self._tamper(key, rank, destination))
-            self.near.unpin(key)
+            self.primary.unpin(key)
             self._tally.add("chunks served")
         self.stack.release(waiting.owner)
 
@@ -187,7 +187,7 @@ class Engine:
         begun: list[PromptPart] = []
         present: list[PromptPart] = []
         for chunk in self._chunks(prompt):
-            answer = self.near.lookup(chunk.key)
+            answer = self.primary.lookup(chunk.key)
             if answer is LookupResult.HIT:
                 present.append(chunk)
             elif answer is LookupResult.MISS and self._begin(chunk):
@@ -268,7 +268,7 @@ class Engine:
                 self.stack.on_move(move.move_id, MoveOutcome(1, failure))
 
     def _require_bounds(self) -> None:
-        for index in (self.near, self.far):
+        for index in (self.primary, self.far):
             if not 0 <= index.used_bytes <= index.capacity_bytes:
                 name = type(index).__name__
                 raise SoakError("out of bounds", f"{name} uses {index.used_bytes} of {index.capacity_bytes} bytes")

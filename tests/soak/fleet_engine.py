@@ -101,7 +101,7 @@ class FleetEngine:
         """One prompt."""
         keys = path_of(self._random.randrange(NUM_PATHS))
         stack = self._stack
-        stack.ask(keys)
+        stack.start_lookup(keys)
         self._wait(lambda: not stack.any_pending(keys))
         held = next((at for at, key in enumerate(keys) if stack.lookup(key) is not LookupResult.HIT), len(keys))
         restored = held if held and self._load(keys[:held]) else 0
@@ -115,8 +115,8 @@ class FleetEngine:
         hold = stack.acquire("prompt", keys)
         if isinstance(hold, Refusal):
             return False
-        self._wait(lambda: (hold := stack.hold("prompt")) is None or not hold.waiting or hold.failure is not None)
-        hold = stack.hold("prompt")
+        self._wait(lambda: (hold := stack.lease("prompt")) is None or not hold.waiting or hold.failure is not None)
+        hold = stack.lease("prompt")
         slots = stack.pin_all(keys) if hold is not None and hold.failure is None and not hold.waiting else None
         if hold is not None:
             stack.release("prompt")

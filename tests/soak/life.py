@@ -125,9 +125,9 @@ class Life:
         with self.stopwatch.timed("settle"):
             engine.settle()
         self.checks.require_counts()
-        engine.near.clear()
-        if engine.near.used_bytes:
-            num_bytes, why_not = engine.near.used_bytes, engine.why_not()
+        engine.primary.clear()
+        if engine.primary.used_bytes:
+            num_bytes, why_not = engine.primary.used_bytes, engine.why_not()
             raise SoakError("leaked", f"{num_bytes} bytes of host memory are nobody's: {why_not}")
         with self.stopwatch.timed("close"):
             for mover in engine.movers:

@@ -57,7 +57,7 @@ class Sabotage(StrEnum):
 
     def at_step(self, engine: Engine, log: Log) -> None:
         """After each step."""
-        held = [key for key in log.ledger.must if engine.near.lookup(key) is LookupResult.HIT]
+        held = [key for key in log.ledger.must if engine.primary.lookup(key) is LookupResult.HIT]
         if self is Sabotage.UNDO_CLEAR and held:
             log.say("cleared")
         elif self is Sabotage.DESTROY and held:
@@ -67,7 +67,7 @@ class Sabotage(StrEnum):
         elif self is Sabotage.LEAK_DESCRIPTOR:
             os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         elif self is Sabotage.LEAK_MEMORY and held:
-            engine.near.pin(held[0])
+            engine.primary.pin(held[0])
         elif self is Sabotage.HANG:
             time.sleep(3600.0)
         elif self is Sabotage.CRASH:

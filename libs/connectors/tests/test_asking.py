@@ -50,7 +50,7 @@ class Bench:
 
     def measure_answers(self) -> None:
         """Lookups of other keys, which are answered."""
-        self.peer.ask([b"another key"], 1e9)
+        self.peer.start_lookup([b"another key"], 1e9)
         self.now_s += 0.01
         assert self.peer.lookup(b"another key") is LookupResult.MISS and self.peer.answer_s == 0.01
 

@@ -174,7 +174,7 @@ def test_a_mistake_is_reported_with_path_expected_got_and_hint(
 )
 def test_a_slower_tier_has_deadlines_of_its_own(keys: dict, load_s: float, lookup_wait_s: float) -> None:
     config = decode_config({"tiers": [RAM, DISK | keys], "load_timeout_seconds": 20})
-    [tier] = config.slower.values()
+    [tier] = config.secondary.values()
     assert (config.load_timeout_of(tier), config.ask_timeout_of(tier)) == (load_s, lookup_wait_s)
 
 

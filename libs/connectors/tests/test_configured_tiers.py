@@ -91,7 +91,7 @@ def test_a_model_of_which_nothing_is_ever_stored_has_tiers() -> None:
     config = OffloadConfig(tiers=(RamTierConfig(capacity=1 << 20),))
     sizes = tiers.arena_sizes(config, nothing)
     stack = tiers.build_stack(config, nothing, LAYOUT.fingerprint({"model": "m"}), sizes)
-    assert stack.near.num_keys == 0
+    assert stack.primary.num_keys == 0
     stack.close()
 
 
@@ -103,7 +103,7 @@ def test_the_order_of_the_list_is_the_stack(world: World, tmp_path: Path) -> Non
     for expected in (["disk", "peer"], ["peer", "disk"]):
         configured = {"disk": disk(tmp_path), "peer": PeerTierConfig()}
         stack = world.stack(*(configured[name] for name in expected))
-        assert list(stack.slower) == expected
+        assert list(stack.secondary) == expected
         stack.close()
 
 
@@ -116,7 +116,7 @@ def test_the_sizes_of_chunks_are_all_that_occur() -> None:
 
 def test_host_memory_alone_is_a_stack(world: World) -> None:
     stack = world.stack()
-    assert dict(stack.slower) == {} and not stack.has_async_lookups
+    assert dict(stack.secondary) == {} and not stack.has_async_lookups
     stack.close()
 
 
@@ -126,7 +126,7 @@ def test_an_asked_key_is_a_miss_when_the_time_of_its_tier_is_over(
 ) -> None:
     stack = world.stack(disk(tmp_path), PeerTierConfig(**keys))
     assert stack.lookup_wait_s == lookup_wait_s
-    stack.ask([KEY])
+    stack.start_lookup([KEY])
     world.now_s += lookup_wait_s * 0.9
     assert stack.lookup(KEY) is LookupResult.PENDING
     world.now_s += lookup_wait_s * 0.2
@@ -138,7 +138,7 @@ def test_who_waits_for_a_tier_waits_as_long_as_that_may_take(world: World, tmp_p
     world.peer.is_silent = False
     stack = world.stack(disk(tmp_path), PeerTierConfig(load_timeout_seconds=5))
     world.peer.lie(KEY, 16)
-    stack.ask([KEY])
+    stack.start_lookup([KEY])
     hold = stack.acquire("request", [KEY])
     assert isinstance(hold, PromotionLease) and hold.source == "peer"
     for seconds in (4.0, 2.0):

@@ -56,7 +56,7 @@ def explained(
         (Miss(None, "too short"), END, {"computed_tokens": END}, LookupReason.NO_BOUNDARY, ""),
         (Miss(RECURRENT, "no state"), 0, {}, LookupReason.NOT_STORED, "full"),
         (Miss(RECURRENT, "no state"), 0, {"waited_in_vain": True}, LookupReason.TIMEOUT, "full"),
-        (Hit(48), 48, {"near_only": True}, LookupReason.TIMEOUT, "full"),
+        (Hit(48), 48, {"only_primary": True}, LookupReason.TIMEOUT, "full"),
         (Miss(None, "3 loads failed"), 0, {"failed_loads": 3}, LookupReason.FAILED_LOADS, "full"),
         (Hit(48), 48, {"failed_loads": 1, "limit": 50}, LookupReason.FAILED_LOADS, ""),
     ],

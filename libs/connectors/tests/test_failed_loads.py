@@ -31,8 +31,8 @@ class Engine:
 
     def __init__(self, other: GroupSpec) -> None:
         self.keyed = make_layout([FULL, other])
-        self.near = RamIndex(1 << 22, 4096)
-        self.stack = TierStack(self.near, [], 1, lambda: 0.0)
+        self.primary = RamIndex(1 << 22, 4096)
+        self.stack = TierStack(self.primary, [], 1, lambda: 0.0)
         admission, metrics = LoadAdmission(self.keyed.spec, 64), ConnectorMetrics()
         self.in_flight = LoadsInFlight(self.keyed.layout, self.stack, admission, metrics)
         deadlines = Deadlines(10.0, 10.0, lambda: 0.0)
@@ -52,7 +52,7 @@ class Engine:
         for group in (0, 1):
             for chunk in range(CHUNKS):
                 key = self.key(group, chunk)
-                if isinstance(self.near.reserve(key, 1), Slot) and self.near.commit(key):
+                if isinstance(self.primary.reserve(key, 1), Slot) and self.primary.commit(key):
                     self.damaged.discard(key)
 
     def damage(self, group: int, chunks: Iterable[int]) -> None:
@@ -100,16 +100,16 @@ def test_one_damaged_prefix_ends_one_request(other: GroupSpec, chunks: Iterable[
     engine.damage(1, chunks)
     assert engine.failed() == 1
     assert engine.serve("last") == (NUM_TOKENS, False)
-    assert engine.near.used_bytes == 2 * CHUNKS * 4096
-    engine.near.clear()
-    assert engine.near.used_bytes == 0, "nothing stays pinned"
+    assert engine.primary.used_bytes == 2 * CHUNKS * 4096
+    engine.primary.clear()
+    assert engine.primary.used_bytes == 0, "nothing stays pinned"
 
 
 def test_what_a_failed_load_proved_right_stays() -> None:
     engine = Engine(WINDOW)
     engine.damage(1, [CHUNKS - 1])
     assert engine.failed(1) == 1
-    assert engine.near.leading([engine.key(0, chunk) for chunk in range(CHUNKS)]) == CHUNKS
+    assert engine.primary.leading([engine.key(0, chunk) for chunk in range(CHUNKS)]) == CHUNKS
     assert engine.stack.in_primary(engine.key(1, CHUNKS - 2))
     assert not any(engine.stack.in_primary(engine.key(1, chunk)) for chunk in (*range(CHUNKS - 2), CHUNKS - 1))
 
@@ -136,4 +136,4 @@ def test_the_check_of_one_rank_proves_nothing_of_another() -> None:
     engine.damage(1, [CHUNKS - 1])
     engine.reasons = ("timeout",)
     assert engine.failed(1) == 1
-    assert engine.near.used_bytes == 0
+    assert engine.primary.used_bytes == 0

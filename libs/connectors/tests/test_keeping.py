@@ -41,7 +41,7 @@ class Kept:
             self.ask(f"other {self.now_s} {number}", 4)
 
     def in_primary(self, name: str) -> int:
-        return self.engine.resumable(name, self.engine.near) // CHUNK_TOKENS
+        return self.engine.resumable(name, self.engine.primary) // CHUNK_TOKENS
 
     def counted(self) -> dict[tuple[str, ...], float]:
         stats = self.metrics.take()

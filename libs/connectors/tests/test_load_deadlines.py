@@ -34,9 +34,9 @@ class Bench:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.layout = make_layout([FULL, STATE])
-        self.near, self.far = RamIndex(1 << 22, 4096), RamIndex(1 << 22, 4096)
+        self.primary, self.far = RamIndex(1 << 22, 4096), RamIndex(1 << 22, 4096)
         options = SecondaryTierOptions(load_timeout_s=LOAD_TIMEOUT_S)
-        self.stack = TierStack(self.near, [SecondaryTier("disk", self.far, options)], 1, lambda: self.now_s)
+        self.stack = TierStack(self.primary, [SecondaryTier("disk", self.far, options)], 1, lambda: self.now_s)
         deadlines = Deadlines(10.0, LOAD_TIMEOUT_S, lambda: self.now_s)
         self.admission = LoadAdmission(self.layout.spec, 64)
         self.metrics = ConnectorMetrics()
@@ -169,8 +169,8 @@ def test_a_chunk_of_another_length_is_not_loaded_and_never_met_again(has_async_l
     is_there = bench.stack.leading([bench.key(0, end) for end in range(CHUNK_TOKENS, offered + 1, CHUNK_TOKENS)])
     assert is_there == (0 if has_async_lookups else CHUNKS)
     bench.in_flight.on_ended("a", tracked, failed=has_async_lookups)
-    bench.near.clear()
-    assert bench.near.used_bytes == 0, "nothing stays pinned"
+    bench.primary.clear()
+    assert bench.primary.used_bytes == 0, "nothing stays pinned"
 
 
 @pytest.mark.parametrize("reason", [FailureReason.CHECKSUM, FailureReason.MISSING, FailureReason.IO])

@@ -32,7 +32,7 @@ def secret(path: Path, text: str = "s" * 32, mode: int = 0o600) -> str:
 
 def test_a_directory_is_a_store(tmp_path: Path) -> None:
     stack = build(ObjectTierConfig(url=f"file://{tmp_path}/fleet", secret_file=secret(tmp_path / "secret")))
-    assert list(stack.slower) == ["object"] and stack.has_async_lookups
+    assert list(stack.secondary) == ["object"] and stack.has_async_lookups
     stack.close()
 
 
@@ -69,7 +69,7 @@ def test_what_the_store_counts_is_a_metric(tmp_path: Path, monkeypatch: pytest.M
     stack = build(ObjectTierConfig(url=f"file://{tmp_path}/fleet", time_to_live_seconds=3600.0, capacity=1 << 30))
     try:
         counted = StoreCounts(duplicates=3, renewed=2, sweeps_failed=1)
-        monkeypatch.setattr(stack.slower["object"], "take_store_counts", lambda: counted)
+        monkeypatch.setattr(stack.secondary["object"], "take_store_counts", lambda: counted)
         metrics = ConnectorMetrics()
         metrics.tiers(stack, 1)
         totals = metrics.take().reduce()
@@ -83,6 +83,6 @@ def test_what_the_store_counts_is_a_metric(tmp_path: Path, monkeypatch: pytest.M
 def test_budgets_are_shared_by_the_ranks(tmp_path: Path, number: int | None, share: float | None) -> None:
     stack = build(ObjectTierConfig(url=f"file://{tmp_path}/fleet", store_bytes_per_second=number))
     try:
-        assert stack.slower["object"]._bytes_budget._per_s == (None if share is None else share / LAYOUT.world_size)
+        assert stack.secondary["object"]._bytes_budget._per_s == (None if share is None else share / LAYOUT.world_size)
     finally:
         stack.close()

@@ -70,7 +70,7 @@ class Disk:
         self.engine.stack.take_moves()
 
     def in_primary(self, name: str) -> int:
-        return self.engine.resumable(name, self.engine.near) // CHUNK_TOKENS
+        return self.engine.resumable(name, self.engine.primary) // CHUNK_TOKENS
 
     def outcomes(self) -> dict[str, float]:
         self.metrics.tiers(self.engine.stack, 1)
@@ -84,7 +84,7 @@ def test_a_prefix_that_only_the_disk_holds_comes_into_host_memory_if_it_is_asked
     it = Disk(tmp_path)
     with it.engine:
         it.ask("a", 8)
-        it.engine.near.clear()
+        it.engine.primary.clear()
         assert it.in_primary("a") == 0
         if is_asked:
             it.prefetch("a")
@@ -96,11 +96,11 @@ def test_of_states_only_the_last_one_comes(tmp_path: Path) -> None:
     it = Disk(tmp_path)
     with it.engine:
         it.ask("a", 8)
-        it.engine.near.clear()
+        it.engine.primary.clear()
         it.prefetch("a")
         keys = it.engine.states["a"].keys()
         ends = range(CHUNK_TOKENS, 8 * CHUNK_TOKENS + 1, CHUNK_TOKENS)
-        assert [end for end in ends if not it.engine.near.lacks(keys.key(1, end))] == [8 * CHUNK_TOKENS]
+        assert [end for end in ends if not it.engine.primary.lacks(keys.key(1, end))] == [8 * CHUNK_TOKENS]
 
 
 def test_what_is_near_or_nowhere_is_nothing_to_bring(tmp_path: Path) -> None:
@@ -117,10 +117,10 @@ def test_where_the_share_is_none_nothing_comes(tmp_path: Path) -> None:
     it = Disk(tmp_path)
     with it.engine:
         it.ask("a", 2)
-        it.engine.near.clear()
+        it.engine.primary.clear()
         it.keeper.keep_share = 0.0
         it.prefetch("a", it.keeper.near_bytes_left)
-        assert it.engine.near.num_keys == 0 and it.outcomes() == {"no_room": 1}
+        assert it.engine.primary.num_keys == 0 and it.outcomes() == {"no_room": 1}
 
 
 def test_no_more_comes_than_the_share_has_room_for_beside_what_is_kept(tmp_path: Path) -> None:
@@ -128,22 +128,22 @@ def test_no_more_comes_than_the_share_has_room_for_beside_what_is_kept(tmp_path:
     with it.engine:
         it.ask("a", NUM_FITTING // 4)
         it.ask("kept", NUM_FITTING // 8, keep_seconds=60.0)
-        it.engine.near.clear()
+        it.engine.primary.clear()
         left = it.keeper.near_bytes_left
         assert 0 < left <= SHARE_BYTES - it.keeper._kept_bytes[0]
         it.prefetch("a", left)
-        assert 0 < it.engine.near.used_bytes <= left and it.outcomes() == {"no_room": 1}
+        assert 0 < it.engine.primary.used_bytes <= left and it.outcomes() == {"no_room": 1}
 
 
 def test_what_is_kept_meanwhile_leaves_less_to_what_has_begun(tmp_path: Path) -> None:
     it = Disk(tmp_path)
     with it.engine:
         it.ask("a", NUM_FITTING // 8)
-        it.engine.near.clear()
+        it.engine.primary.clear()
         it.prefetcher.begin(it.engine.states["a"].request, SHARE_BYTES)
         it.prefetcher.advance(0)
         it.engine.settle()
-        assert it.engine.near.num_keys == 0 and it.outcomes() == {"no_room": 1}
+        assert it.engine.primary.num_keys == 0 and it.outcomes() == {"no_room": 1}
 
 
 @pytest.mark.parametrize("keep_share", [0.25, 1.0])
@@ -203,7 +203,7 @@ def test_one_that_does_not_answer_is_not_waited_for_after_its_time() -> None:
     it.prefetcher.begin(it.request, 1 << 22)
     assert it.advance(0.5) == [] and it.prefetcher.has_work()
     it.now_s += 0.5
-    it.stack.ask(it.keys)  # for another, who waits longer
+    it.stack.start_lookup(it.keys)  # for another, who waits longer
     assert it.advance(0.0) == [] and not it.prefetcher.has_work()
     assert counted(it.metrics) == {"nothing": 1}
 
@@ -237,7 +237,7 @@ def test_few_are_looked_for_in_one_step_and_all_in_turn(monkeypatch: pytest.Monk
     waiting = set(it.prefetcher._waiting)
     for number in range(3):
         looked.clear()
-        put(it.stack.near, bytes([number]))
+        put(it.stack.primary, bytes([number]))
         assert it.advance(0.0) == [] and 0 < len(looked) <= 2 * MAX_TRIED
     assert set(it.prefetcher._waiting) == waiting
     it.now_s += 1.0
@@ -299,7 +299,7 @@ def hinting(request: Any, params: object = HINT) -> Any:
 
 def brought(scheduler: OffloadScheduler, request: Any) -> int:
     """Chunks that are on their way up after the request was heard of."""
-    far = RamIndex(1 << 20, 4096) if not scheduler._stack.slower else scheduler._stack.slower["0"]
+    far = RamIndex(1 << 20, 4096) if not scheduler._stack.secondary else scheduler._stack.secondary["0"]
     for end in (8, 16):
         put(far, scheduler._requests.beside(request).keys().key(0, end))
     scheduler.track(request)

@@ -46,10 +46,10 @@ class World:
         layers = tuple((LayerLayout(f"layer{index}", GRANULE_BYTES),) for index in range(len(groups)))
         self.layout = dataclasses.replace(made.layout, layers=layers)
         self._keys, self._looks_at_each = made.keys, looks_at_each
-        self.near = RamIndex(near_chunks * 2 * GRANULE_BYTES, GRANULE_BYTES)
+        self.primary = RamIndex(near_chunks * 2 * GRANULE_BYTES, GRANULE_BYTES)
         self.far = RamIndex(max(1, far_chunks) * 2 * GRANULE_BYTES, GRANULE_BYTES)
         slower = [SecondaryTier("disk", self.far)] if far_chunks else []
-        self.stack = TierStack(self.near, slower, 1, lambda: 0.0)
+        self.stack = TierStack(self.primary, slower, 1, lambda: 0.0)
         self.recorder = ConnectorMetrics()
         self.planner = StorePlanner(self.layout, self.stack, Adapters(made.keys, 0), self.recorder)
         self.planner.bind_block_pool(cast(Any, Pool()))
@@ -111,8 +111,8 @@ class World:
     def seen(self) -> object:
         """All that anybody could see of it."""
         paths = [(number, each.path.keys) for number, each in self.tracked.items()]
-        orders = [index.eviction_order() for index in (self.near, self.far)]
-        waiting = {name: self.stack.num_waiting(name) for name in self.stack.slower}
+        orders = [index.eviction_order() for index in (self.primary, self.far)]
+        waiting = {name: self.stack.num_waiting(name) for name in self.stack.secondary}
         return orders, paths, self.said, self.moves, waiting
 
 
@@ -175,12 +175,12 @@ def test_a_request_that_resumes_asks_once_for_each_group_and_touches_what_it_met
     world.end_store()
     world.finish(0)
     world.begin(1, 0, 8)
-    with mock.patch.object(world.near, "lookup", side_effect=AssertionError("a chunk was looked at by itself")):
+    with mock.patch.object(world.primary, "lookup", side_effect=AssertionError("a chunk was looked at by itself")):
         world.compute(1, 1)
     assert world.said[-1] is None
     spec, keys = world.layout.spec, world.tracked[1].keys()
     path = [keys.key(group, end) for end in range(CHUNK, 8 * CHUNK + 1, CHUNK) for group in (0, 1)]
-    assert world.near.eviction_order() == path[::-1]
+    assert world.primary.eviction_order() == path[::-1]
     assert world.tracked[1].path.keys.keys() == {(0, end) for end in range(CHUNK, 8 * CHUNK + 1, CHUNK)} | {
         (1, 8 * CHUNK)
     }
@@ -199,7 +199,7 @@ def test_what_is_met_ends_before_the_first_chunk_that_a_group_could_store_and_la
     ends = range(CHUNK, MOST_CHUNKS * CHUNK + 1, CHUNK)
     said = {(index, end): data.draw(answers) for index in spec.stored_groups for end in ends}
     for part, answer in said.items():
-        hold(world.near, keys.key(*part), answer)
+        hold(world.primary, keys.key(*part), answer)
     tables = []
     for group in groups:
         first = read_blocks(group, resumed * CHUNK).start

@@ -102,7 +102,7 @@ def test_an_answer_is_looked_at_by_the_requests_that_wait_for_it(monkeypatch: py
             bench.planner.matched_tokens(each, 0)
         assert bench.num_searches <= 2, "the others still wait for their own"
     for each in waiting:
-        hold = bench.stack.hold(each.request_id)
+        hold = bench.stack.lease(each.request_id)
         assert hold is not None, "its chunks are promoted"
 
 
@@ -135,7 +135,7 @@ def test_answers_of_a_queued_request_are_kept_fresh(is_polled: bool, monkeypatch
             bench.step(LOOKUP_AGAIN_S / 100)
     bench.answer(*bench.client.asked[0])
     bench.step(0.001)
-    assert bench.planner.matched_tokens(queued, 0) is None and bench.stack.hold("queued") is not None
+    assert bench.planner.matched_tokens(queued, 0) is None and bench.stack.lease("queued") is not None
 
 
 def test_an_answer_that_took_long_is_renewed_soon_after_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_a_state_that_has_expired_is_renewed_where_host_memory_has_all_attention
     queued = bench.request("queued")
     for end in range(CHUNK_TOKENS, CHUNKS * CHUNK_TOKENS + 1, CHUNK_TOKENS):
         key = bench.layout.keys.key(0, queued.request.block_hashes, end)
-        assert isinstance(bench.stack.near.reserve(key, 64), Slot) and bench.stack.near.commit(key)
+        assert isinstance(bench.stack.primary.reserve(key, 64), Slot) and bench.stack.primary.commit(key)
     bench.planner.look_up_ahead(queued)
     ((number, keys),) = bench.client.asked
     bench.client.asked.clear()

@@ -212,7 +212,7 @@ def test_what_a_tier_was_asked_for_is_counted_by_tier_and_answer() -> None:
     worlds["peer"].lie(b"a", 16)
     below = [SecondaryTier(name, RemoteIndex(world, 1 << 20)) for name, world in worlds.items()]
     stack = TierStack(RamIndex(4096, 4096), below, 1, lambda: now_s)
-    stack.ask([b"a", b"b"])
+    stack.start_lookup([b"a", b"b"])
     now_s = 2.0
     metrics = ConnectorMetrics()
     metrics.tiers(stack, 1)

@@ -63,11 +63,14 @@ class Engine:
         layout = dataclasses.replace(made.layout, layers=layers)
         self.spec, self._keys = made.spec, made.keys
         self.far = DiskIndex(str(path), layout.fingerprint({"model": "m"}), OPTIONS, InlineJanitor())
-        self.near = RamIndex(near_bytes, GRANULE_BYTES)
+        self.primary = RamIndex(near_bytes, GRANULE_BYTES)
         self._arena = RamArena(near_bytes, GRANULE_BYTES)
         self._copies = CopyingMedium(self._arena)
         self.stack = TierStack(
-            self.near, [SecondaryTier("disk", self.far, SecondaryTierOptions(load_timeout_s=NEVER_S))], 1, lambda: 0.0
+            self.primary,
+            [SecondaryTier("disk", self.far, SecondaryTierOptions(load_timeout_s=NEVER_S))],
+            1,
+            lambda: 0.0,
         )
         self._mover = TierMover(
             self._arena, {"disk": DiskMedium(str(path), self.far.namespace, 0, OPTIONS)}, lambda: 0.0
@@ -196,10 +199,10 @@ def test_host_memory_loses_ends_and_not_beginnings(tmp_path: Path, is_paced: boo
                 engine.settle()
         engine.end("first")
         engine.settle()
-        assert engine.resumable("first", engine.near) == engine.num_computed("first")
+        assert engine.resumable("first", engine.primary) == engine.num_computed("first")
         engine.compute("second", 100)
-        assert engine.resumable("second", engine.near) == 100 * CHUNK_TOKENS
-        assert engine.resumable("first", engine.near) >= 80 * CHUNK_TOKENS
+        assert engine.resumable("second", engine.primary) == 100 * CHUNK_TOKENS
+        assert engine.resumable("first", engine.primary) >= 80 * CHUNK_TOKENS
 
 
 @pytest.mark.parametrize(
@@ -239,7 +242,7 @@ def test_an_end_that_came_last_goes_first(tmp_path: Path) -> None:
         engine.settle()
         # So many that one chunk of the first has to go.
         engine.compute("second", 4 * MIB // PAIR_BYTES - 20)
-        assert engine.resumable("first", engine.near) == 20 * CHUNK_TOKENS
+        assert engine.resumable("first", engine.primary) == 20 * CHUNK_TOKENS
 
 
 @pytest.mark.parametrize("is_in_host_memory", [True, False])
@@ -252,7 +255,7 @@ def test_a_request_that_ends_offers_again_what_the_disk_lacks_of_it(tmp_path: Pa
         for number in (3, 4, 8):
             engine.far.invalidate(keys.key(0, CHUNK_TOKENS * number))
         if not is_in_host_memory:
-            engine.near.invalidate(keys.key(0, CHUNK_TOKENS * 4))
+            engine.primary.invalidate(keys.key(0, CHUNK_TOKENS * 4))
         assert engine.resumable("r", engine.far) == 2 * CHUNK_TOKENS
         engine.stack.take_counts()
         engine.end("r")
@@ -266,7 +269,7 @@ def test_a_tail_that_is_gone_keeps_nothing_that_follows_it_from_the_disk(tmp_pat
     with Engine(tmp_path / "store", 32 * MIB, tail_tokens=4) as engine:
         engine.compute("r", 2)
         engine.compute_tail("r", 4)
-        assert engine.resumable("r", engine.near) == 2 * CHUNK_TOKENS + 4
+        assert engine.resumable("r", engine.primary) == 2 * CHUNK_TOKENS + 4
         engine.compute("r", 3)
         engine.settle()
         keys = engine.states["r"].keys()
@@ -274,7 +277,7 @@ def test_a_tail_that_is_gone_keeps_nothing_that_follows_it_from_the_disk(tmp_pat
         for group in (0, 1):
             tail = keys.key(group, 2 * CHUNK_TOKENS + 4)
             engine.far.invalidate(tail)
-            engine.near.invalidate(tail)
+            engine.primary.invalidate(tail)
         engine.far.invalidate(keys.key(0, 4 * CHUNK_TOKENS))
         engine.end("r")
         engine.settle()
@@ -300,7 +303,7 @@ def test_what_only_the_disk_has_of_a_prompt_makes_no_room_for_what_follows_it(tm
         engine.compute("a", 20)
         engine.settle()
         for key in engine.states["a"].path.keys.values():
-            engine.near.invalidate(key)
+            engine.primary.invalidate(key)
         engine.compute("b", NUM_FITTING - 20)
         engine.settle()
         engine.compute("a#1", 60)

@@ -46,7 +46,7 @@ class Engine:
 
     def finds(self, *keys: Key) -> list[LookupResult]:
         """What is known when everybody has answered."""
-        self.stack.ask(keys)
+        self.stack.start_lookup(keys)
         until(lambda: not self.stack.any_pending(keys))
         return [self.stack.lookup(key) for key in keys]
 
@@ -57,7 +57,7 @@ class Engine:
 
         def is_over() -> bool:
             self.step()
-            now = self.stack.hold("request")
+            now = self.stack.lease("request")
             return now is None or now.is_ready or now.failure is not None
 
         until(is_over)

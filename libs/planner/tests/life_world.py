@@ -54,13 +54,13 @@ class World:
     counts: list[str] = field(default_factory=list)
 
     def search(
-        self, computed: int, limit: int, near_only: bool, is_last: bool, unasked: bool = False
+        self, computed: int, limit: int, only_primary: bool, is_last: bool, unasked: bool = False
     ) -> Hit | Pending | Miss:
         """The longest boundary within the limit, whose last token is always computed. `unasked`: nothing counts of
         which a tier only was asked."""
-        readable = self.near if near_only else self.near | self.far
+        readable = self.near if only_primary else self.near | self.far
         coming = self.arriving if unasked else self.arriving | self.asked
-        arriving = set() if near_only or is_last else coming - readable
+        arriving = set() if only_primary or is_last else coming - readable
         best = max((each for each in readable | arriving if computed < each < limit), default=None)
         if best is None:
             return Miss(0, "nothing")
@@ -107,8 +107,8 @@ def run(
     if isinstance(errand, Search):
         if errand.is_last:
             world.counts.append("stores were waited for in vain")
-        answer = world.search(facts.computed_tokens, errand.limit_tokens, errand.near_only, errand.is_last)
-        settled = world.search(facts.computed_tokens, errand.limit_tokens, errand.near_only, errand.is_last, True)
+        answer = world.search(facts.computed_tokens, errand.limit_tokens, errand.only_primary, errand.is_last)
+        settled = world.search(facts.computed_tokens, errand.limit_tokens, errand.only_primary, errand.is_last, True)
         stage, step = life.searched(stage, facts, bounds, errand, answer, settled)
     elif isinstance(errand, Ask):
         world.ask()
@@ -116,7 +116,7 @@ def run(
         stage, step = life.asked(stage, facts, bounds, errand)
     elif isinstance(errand, Bring):
         if errand.boundary in world.near:
-            outcome = Brought.NEAR
+            outcome = Brought.IN_PRIMARY
         else:
             outcome = world.acquire(errand.boundary, facts.computed_tokens) if errand.has_time else Brought.BUSY
         stage, step = life.brought(stage, facts, bounds, errand, outcome)

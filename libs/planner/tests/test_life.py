@@ -29,9 +29,9 @@ from hybridkv.planner.stages import (
 )
 
 BOUNDS = Bounds(10.0, 30.0)
-FACTS = Facts(100, 0, 7, 50.0, has_slower=True)
+FACTS = Facts(100, 0, 7, 50.0, has_secondary=True)
 FOUND = Searched(Past(), 7, 100, 0, Hit(64))
-NEAR = Searched(Past(), 7, 100, 0, Hit(64), is_near=True)
+NEAR = Searched(Past(), 7, 100, 0, Hit(64), is_in_primary=True)
 LOADING = Loading(Past(), 64)
 GIVEN_UP = GivenUp(Past(failed_loads=3))
 STAGES: tuple[Stage, ...] = (NEW, FOUND, NEAR, Holding(FOUND), LOADING, GIVEN_UP)
@@ -67,10 +67,10 @@ def test_a_load_of_which_a_request_knows_nothing_is_not_its_own(stage: Stage) ->
 
 @stages
 def test_who_starts_over_keeps_its_failures_and_its_load_and_forgets_its_waits(stage: Stage) -> None:
-    past = Past(failed_loads=stage.past.failed_loads, room_limit=48, near_only=True, waited_in_vain=True)
+    past = Past(failed_loads=stage.past.failed_loads, room_limit=48, only_primary=True, waited_in_vain=True)
     begun = life.start_over(life.allocated(Unsearched(past), 64 if isinstance(stage, Loading) else None))
     assert isinstance(begun, Loading) is isinstance(stage, Loading)
-    assert (begun.past.room_limit, begun.past.near_only, begun.past.waited_in_vain) == (48, True, False)
+    assert (begun.past.room_limit, begun.past.only_primary, begun.past.waited_in_vain) == (48, True, False)
 
 
 @stages
@@ -88,12 +88,12 @@ def test_nothing_is_brought_near_where_one_tier_is_all() -> None:
 
 
 def test_a_search_that_waits_although_it_was_the_last_is_a_miss() -> None:
-    _, step = life.searched(NEW, FACTS, BOUNDS, Search(100, near_only=False, is_last=True), Pending(64))
+    _, step = life.searched(NEW, FACTS, BOUNDS, Search(100, only_primary=False, is_last=True), Pending(64))
     assert step is COMPUTE
 
 
 def test_an_answer_that_gains_nothing_is_computed() -> None:
-    found = Searched(Past(), 7, 100, 64, Hit(64), is_near=True)
+    found = Searched(Past(), 7, 100, 64, Hit(64), is_in_primary=True)
     assert life.resume(found, Facts(100, 64, 7, 0.0), BOUNDS)[1] is COMPUTE
 
 
@@ -128,5 +128,5 @@ def test_the_slow_tiers_deadline_counts_from_the_first_wait_whatever_is_waited_f
     assert reply is ASK_AGAIN and stage.past.tier_since_s == 0.0
     world.now_s, world.hold = 30.0, HoldState.LOST
     stage, reply = ask(stage, world, BOUNDS, 101)
-    assert reply is COMPUTE and stage.past.near_only
+    assert reply is COMPUTE and stage.past.only_primary
     assert world.counts == ["the slow tier was waited for in vain"]

@@ -31,7 +31,7 @@ WAIT = LookupWait(timeout_s=ASK_S, answer_s=ASK_S, read_s=0.0, saved_s_per_token
 
 
 def facts(now_s: float = 0.0, num_tokens: int = 10_000, lookup: LookupWait | None = WAIT) -> Facts:
-    return Facts(num_tokens, 0, round(now_s * 1000), now_s, has_slower=True, lookup=lookup)
+    return Facts(num_tokens, 0, round(now_s * 1000), now_s, has_secondary=True, lookup=lookup)
 
 
 def searched(

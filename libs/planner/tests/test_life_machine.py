@@ -52,7 +52,7 @@ class Twin:
         self.failed = 0
         self.limit = NUM_TOKENS
         self.room_limit: int | None = None
-        self.near_only = False
+        self.only_primary = False
         self.stores_since: float | None = None
         self.tier_since: float | None = None
         self.polls = 0
@@ -114,7 +114,7 @@ class Twin:
             return computed
         for _ in range(8):
             boundary = self.longest(world, computed)
-            if boundary is None or boundary == computed or self.near_only or boundary in world.near:
+            if boundary is None or boundary == computed or self.only_primary or boundary in world.near:
                 return boundary
             if self.tier_since is None:
                 self.tier_since = world.now_s
@@ -135,18 +135,18 @@ class Twin:
 
     def longest(self, world: World, computed: int) -> int | None:
         limit = self.limit
-        if self.room_limit is not None and not self.near_only:
+        if self.room_limit is not None and not self.only_primary:
             limit = min(limit, self.room_limit)
         asked = (world.generation, limit, computed)
         is_hopeless = asked in self.hopeless
-        found = world.search(computed, limit, self.near_only, is_hopeless, True)
+        found = world.search(computed, limit, self.only_primary, is_hopeless, True)
         wait = world.lookup
-        may_ask = wait is not None and self.asked_until is None and not self.near_only
+        may_ask = wait is not None and self.asked_until is None and not self.only_primary
         if wait is not None and may_ask and limit - resumes_at(found, computed) > BOUNDARY_TOKENS:
             self.asked_at, self.asked_until = world.now_s, world.now_s + wait.timeout_s
             world.ask()
             return self.longest(world, computed)
-        possible = world.search(computed, limit, self.near_only, is_hopeless)
+        possible = world.search(computed, limit, self.only_primary, is_hopeless)
         if possible != found and self.resigned != asked:
             more = resumes_at(possible, computed) - resumes_at(found, computed)
             if wait is not None and self.asked_at is not None and self.asked_until is not None:
@@ -173,7 +173,7 @@ class Twin:
 
     def go_without(self, world: World) -> None:
         world.counts.append("the slow tier was waited for in vain")
-        self.near_only = True
+        self.only_primary = True
         self.hopeless.clear()
         self.resigned = None
 
@@ -286,7 +286,7 @@ class Life(RuleBasedStateMachine):
     @invariant()
     def nothing_was_forgotten(self) -> None:
         past = self.stage.past
-        assert (past.failed_loads, past.near_only) == (self.twin.failed, self.twin.near_only)
+        assert (past.failed_loads, past.only_primary) == (self.twin.failed, self.twin.only_primary)
         assert isinstance(self.stage, GivenUp) is (self.twin.failed >= 3) or isinstance(self.stage, Loading)
 
 

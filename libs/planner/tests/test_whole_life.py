@@ -26,7 +26,7 @@ def test_a_request_waits_loads_fails_tries_with_less_and_is_given_up() -> None:
 def test_a_request_goes_without_a_slow_tier_that_does_not_answer_in_time() -> None:
     engine = play_without_the_slow_tier()
     assert engine.story == WITHOUT
-    assert isinstance(engine.stage, Unsearched) and engine.stage.past.near_only and engine.stage != NEW
+    assert isinstance(engine.stage, Unsearched) and engine.stage.past.only_primary and engine.stage != NEW
 
 
 def run(source: str) -> list[str]:

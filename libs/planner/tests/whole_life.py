@@ -99,15 +99,15 @@ class Engine:
     def search(self, errand: Search) -> Hit | Pending | Miss:
         def lookup(group_index: int, end_token: int) -> LookupResult:
             part = (group_index, end_token)
-            found = self.near.get(part) or (MISS if errand.near_only else self.far.get(part, MISS))
-            return MISS if found is PENDING and (errand.is_last or errand.near_only) else found
+            found = self.near.get(part) or (MISS if errand.only_primary else self.far.get(part, MISS))
+            return MISS if found is PENDING and (errand.is_last or errand.only_primary) else found
 
         return longest_hit(SPEC, errand.limit_tokens, 0, lookup)
 
     def bring(self, errand: Bring) -> Brought:
         parts = needed_parts(SPEC, errand.boundary, 0)
         if all(part in self.near for part in parts):
-            return Brought.NEAR
+            return Brought.IN_PRIMARY
         if not errand.has_time:
             return Brought.BUSY
         self.held = parts

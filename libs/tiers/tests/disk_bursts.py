@@ -46,11 +46,14 @@ class Burst:
         self, path: Path, options: DiskOptions, near_bytes: int, sizes: tuple[int, int], janitor: Janitor | None = None
     ) -> None:
         self.far = DiskIndex(str(path), disk_store.FINGERPRINT, options, janitor)
-        self.near = RamIndex(near_bytes, GRANULE_BYTES)
+        self.primary = RamIndex(near_bytes, GRANULE_BYTES)
         arena = RamArena(near_bytes, GRANULE_BYTES)
         self._clock = disk_store.Clock()
         self.stack = TierStack(
-            self.near, [SecondaryTier("disk", self.far, SecondaryTierOptions(load_timeout_s=NEVER_S))], 1, self._clock
+            self.primary,
+            [SecondaryTier("disk", self.far, SecondaryTierOptions(load_timeout_s=NEVER_S))],
+            1,
+            self._clock,
         )
         self._mover = TierMover(arena, {"disk": DiskMedium(str(path), self.far.namespace, 0, options)}, self._clock)
         self._copies = CopyingMedium(arena)

@@ -29,8 +29,8 @@ class Tiers:
         self.io = disk_faults.FaultyIO()
         self.clock = disk_store.Clock()
         self.index = disk_store.make_index(path, options, clock=self.clock)
-        self.near, self.arena = RamIndex(near_chunks * PLACE_BYTES, PLACE_BYTES), RamArena(near_chunks * PLACE_BYTES)
-        self.stack = TierStack(self.near, [SecondaryTier("disk", self.index)], 1, self.clock)
+        self.primary, self.arena = RamIndex(near_chunks * PLACE_BYTES, PLACE_BYTES), RamArena(near_chunks * PLACE_BYTES)
+        self.stack = TierStack(self.primary, [SecondaryTier("disk", self.index)], 1, self.clock)
         self.open_medium()
 
     def open_medium(self) -> None:
@@ -63,7 +63,7 @@ class Tiers:
 
     def forget_near(self) -> None:
         """The fast tier is empty, and no segment is open."""
-        self.near.clear()
+        self.primary.clear()
         for number in range(64):
             self.medium._cache.forget(number)
         self.medium._cache.close_unused()

@@ -74,6 +74,6 @@ def packs(directory: Path) -> list[Path]:
 def heard(index: TierIndex, keys: Iterable[Key]) -> list[LookupResult]:
     """Ask, and wait for the answers."""
     keys = list(keys)
-    index.ask(keys, time.monotonic() + TIMEOUT_S)
+    index.start_lookup(keys, time.monotonic() + TIMEOUT_S)
     patience.wait_until(lambda: not index.any_pending(keys), "every question is answered")
     return [index.lookup(key) for key in keys]

@@ -34,9 +34,9 @@ class Engine:
     ) -> None:
         options = options or patient()
         self.index: ObjectIndex = open_index(depot, FINGERPRINT, num_ranks, options, time.monotonic)
-        self.near = RamIndex(1 << 24, 4096)
+        self.primary = RamIndex(1 << 24, 4096)
         self.stack = TierStack(
-            self.near, [SecondaryTier("object", self.index, slower or PATIENT)], num_ranks, time.monotonic
+            self.primary, [SecondaryTier("object", self.index, slower or PATIENT)], num_ranks, time.monotonic
         )
         self.arenas = [RamArena(1 << 24, 4096) for _ in range(num_ranks)]
         self.media = [open_medium(depot, rank, options) for rank in range(num_ranks)]
@@ -80,7 +80,7 @@ class Engine:
         self.step()
 
     def hear(self, keys: list[bytes]) -> list[LookupResult]:
-        self.stack.ask(keys)
+        self.stack.start_lookup(keys)
         patience.wait_until(lambda: not self.stack.any_pending(keys), "every question is answered")
         return [self.stack.lookup(key) for key in keys]
 
@@ -92,12 +92,12 @@ class Engine:
 
         def is_over() -> bool:
             self.step()
-            hold = self.stack.hold("r")
+            hold = self.stack.lease("r")
             assert hold is not None
             return not hold.waiting or hold.failure is not None
 
         patience.wait_until(is_over, "the load is over")
-        hold = self.stack.hold("r")
+        hold = self.stack.lease("r")
         assert hold is not None
         if hold.failure is not None:
             self.stack.release("r")

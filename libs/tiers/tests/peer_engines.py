@@ -76,7 +76,7 @@ def chunk_bytes(seed: int, num_bytes: int = CHUNK_BYTES) -> bytes:
 def found(asker: Engine, *keys: Key) -> list[LookupResult]:
     """What its peers say."""
     until(asker.client.ready)
-    asker.index.ask(keys, 1e12)
+    asker.index.start_lookup(keys, 1e12)
     until(lambda: not asker.index.any_pending(keys))
     return [asker.index.lookup(key) for key in keys]
 

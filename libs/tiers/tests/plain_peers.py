@@ -19,7 +19,7 @@ class PlainPeers:
     """
 
     def __init__(self, clock: Callable[[], float], held: Sequence[dict[Key, Slot]], lease_s: float = 1e6) -> None:
-        self.news: deque[PeerAnswer | ConnectionLost] = deque()
+        self.events: deque[PeerAnswer | ConnectionLost] = deque()
         self.held = list(held)
         self.lost: set[int] = set()
         self.waiting: list[tuple[int, int, tuple[Key, ...]]] = []
@@ -48,11 +48,11 @@ class PlainPeers:
                 self.waiting.append((peer, request, keys))
             elif peer not in self.lost:
                 slots = tuple(self.held[peer].get(key) for key in keys)
-                self.news.append(PeerAnswer(peer, request, slots, self._lease_s, self._clock()))
+                self.events.append(PeerAnswer(peer, request, slots, self._lease_s, self._clock()))
 
     def lose(self, peer: int) -> None:
         self.lost.add(peer)
-        self.news.append(ConnectionLost(peer, self._clock()))
+        self.events.append(ConnectionLost(peer, self._clock()))
 
     def close(self) -> None:
         self.is_closed = True

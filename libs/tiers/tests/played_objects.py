@@ -21,7 +21,7 @@ class PlayedDepot:
         self._clock = clock
         self.held = held
         self.namespace: str | None = "n"
-        self.news: deque[News] = deque()
+        self.events: deque[News] = deque()
         self.asked: list[tuple[int, tuple[Key, ...]]] = []
         self.published: list[Stored] = []
         self.used: list[tuple[Key, ...]] = []
@@ -31,7 +31,7 @@ class PlayedDepot:
         self.takes_objects = True
         self.is_closed = False
 
-    def ask(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
+    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
         if self.is_reachable:
             self.asked.append((request, tuple(keys)))
         return self.is_reachable
@@ -42,17 +42,17 @@ class PlayedDepot:
         for request, keys in asked:
             places = {key: self.held[key]._replace(source=b"source") for key in keys if key in self.held}
             places = {key: place for key, place in places.items() if (key, place) not in self.retracted}
-            self.news.append(LookupAnswered(request, places, self._clock()))
+            self.events.append(LookupAnswered(request, places, self._clock()))
 
     def fail(self) -> None:
         """Everything that was asked has no answer."""
         asked, self.asked = self.asked, []
-        self.news += [LookupFailed(request, self._clock()) for request, _ in asked]
+        self.events += [LookupFailed(request, self._clock()) for request, _ in asked]
 
     def move(self) -> None:
         """Somebody else has begun another epoch."""
         self.namespace = "n2"
-        self.news.append(EpochChanged(self._clock()))
+        self.events.append(EpochChanged(self._clock()))
 
     def publish(self, stored: Sequence[Stored]) -> None:
         self.published += stored

@@ -23,7 +23,7 @@ def test_what_has_cascaded_leaves_the_fast_tier_from_its_end() -> None:
     store_path(it, A, B, C)
     it.end(it.moves(Direction.CASCADE))
     it.put_near(D)
-    assert held(it.near, A, B, C) == [A, B]
+    assert held(it.primary, A, B, C) == [A, B]
 
 
 def test_an_end_that_is_made_again_does_not_outlive_its_beginning() -> None:
@@ -49,8 +49,8 @@ def test_a_chunk_that_is_asked_for_again_on_its_way_stays_pinned_once() -> None:
     it.end(moves, IO)
     it.end(it.moves(Direction.CASCADE))
     assert held(it.far, A) == [A]
-    it.near.invalidate(A)
-    assert it.near.used_bytes == 0, "nobody has it pinned"
+    it.primary.invalidate(A)
+    assert it.primary.used_bytes == 0, "nobody has it pinned"
 
 
 @pytest.mark.parametrize("lands_first", [True, False])
@@ -89,7 +89,7 @@ def test_what_was_to_be_made_again_and_is_dropped_takes_what_needs_it() -> None:
     first, *behind = it.moves(Direction.CASCADE)
     it.end([first], BUSY)
     it.end(behind)
-    it.near.invalidate(A)
+    it.primary.invalidate(A)
     it.clock.now_s += 1
     it.stack.tick()
     assert it.stack.take_moves() == []

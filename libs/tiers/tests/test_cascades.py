@@ -49,7 +49,7 @@ def test_a_chunk_that_failed_takes_those_with_it_that_wait_behind_it() -> None:
 def test_what_leaves_the_fast_tier_before_its_turn_is_dropped_with_what_needs_it() -> None:
     it = Stack(max_cascading=1)
     store_path(it, A, B, C)
-    it.near.invalidate(B)
+    it.primary.invalidate(B)
     it.end(it.moves(Direction.CASCADE))
     assert it.stack.take_moves() == [] and not it.stack.has_live_moves()
     assert it.stack.take_counts().moves.cascades == {"done": 1, "dropped_evicted": 1, "dropped_orphan": 1}
@@ -259,4 +259,4 @@ def test_a_reset_forgets_what_waits() -> None:
     it.stack.clear()
     it.end(moves)
     assert not it.stack.has_live_moves() and it.stack.take_moves() == []
-    assert it.near.used_bytes == 0 and it.far.used_bytes == 0
+    assert it.primary.used_bytes == 0 and it.far.used_bytes == 0

@@ -71,7 +71,7 @@ def test_a_store_without_files_leaves_the_chunk_where_it_is(tmp_path: Path) -> N
     tiers = Tiers(tmp_path / "store", OPTIONS)
     tiers.io.failing["open"] = errno.EMFILE
     assert [failure.reason for failure in tiers.store(KEYS[:1]) if failure] == [FailureReason.BUSY]
-    assert tiers.near.lookup(KEYS[0]) is LookupResult.HIT and tiers.index.lookup(KEYS[0]) is LookupResult.MISS
+    assert tiers.primary.lookup(KEYS[0]) is LookupResult.HIT and tiers.index.lookup(KEYS[0]) is LookupResult.MISS
     assert tiers.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.CLOSED
     tiers.io.failing.clear()
     tiers.clock.now_s += 5

@@ -329,7 +329,7 @@ if what == "packs":
     engine.stack.acquire("r", keys)
     engine.step()
 else:
-    engine.stack.ask(keys)
+    engine.stack.start_lookup(keys)
 assert begun.wait(TIMEOUT_S)
 if what != "unclosed":
     engine.close(within_s=0.3)

@@ -491,7 +491,7 @@ def test_a_store_in_trouble_costs_chunks_and_gives_no_wrong_byte(
     chunks = chunks_of(keys)
 
     def is_stored() -> bool:
-        engines[0].near.clear()
+        engines[0].primary.clear()
         engines[0].store(keys, chunks)
         return loaded(s3, keys) == [chunks[key] for key in keys]
 

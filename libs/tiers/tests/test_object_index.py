@@ -79,7 +79,7 @@ class World:
         self.index = ObjectIndex(self.depot, ObjectOptions(**options), lambda: self.time_s, clears_all=clears_all)
 
     def hear(self, *keys: Key) -> list[LookupResult]:
-        self.index.ask(keys, self.time_s + 1.0)
+        self.index.start_lookup(keys, self.time_s + 1.0)
         self.depot.answer()
         return [self.index.lookup(key) for key in keys]
 
@@ -103,32 +103,32 @@ def test_what_was_found_is_offered_where_it_lies() -> None:
 
 def test_a_prompt_is_one_question() -> None:
     world = World()
-    world.index.ask([A, B, C], 1.0)
+    world.index.start_lookup([A, B, C], 1.0)
     assert [keys for _, keys in world.depot.asked] == [(A, B, C)]
 
 
 def test_a_store_that_cannot_be_asked_leaves_nobody_waiting() -> None:
     world = World()
     world.depot.is_reachable = False
-    world.index.ask([A], 1.0)
+    world.index.start_lookup([A], 1.0)
     assert world.index.lookup(A) is MISS
 
 
 def test_a_question_without_an_answer_is_over() -> None:
     world = World()
-    world.index.ask([A, B], 1.0)
+    world.index.start_lookup([A, B], 1.0)
     world.depot.fail()
     assert not world.index.any_pending([A, B])
-    assert world.index.heard == (0, 2)
+    assert world.index.lookup_counts == (0, 2)
 
 
 def test_what_is_not_there_is_not_asked_for_again_for_a_while() -> None:
     world = World(missing_s=5.0)
     world.hear(C)
-    world.index.ask([C], 2.0)
+    world.index.start_lookup([C], 2.0)
     assert not world.depot.asked
     world.time_s = 5.1
-    world.index.ask([C], 6.0)
+    world.index.start_lookup([C], 6.0)
     assert world.depot.asked
 
 
@@ -288,7 +288,7 @@ def test_before_the_store_is_reached_nothing_is_stored_and_asking_again_helps() 
 def test_when_another_epoch_begins_nothing_of_the_last_one_is_offered_or_named() -> None:
     world = World()
     world.hear(A)
-    world.index.ask([C], 1.0)
+    world.index.start_lookup([C], 1.0)
     first = world.reserve(FULL + b"1")
     world.depot.move()
     assert [world.index.lookup(key) for key in (A, C)] == [MISS, MISS]
@@ -333,13 +333,13 @@ def test_what_nobody_knows_any_more_takes_no_room() -> None:
 
 def test_a_key_that_was_withdrawn_is_asked_for_again_by_a_question_of_its_own() -> None:
     world = World()
-    world.index.ask([A, B], 1.0)
+    world.index.start_lookup([A, B], 1.0)
     world.index.invalidate(A)
-    world.index.ask([A, B], 1.0)
+    world.index.start_lookup([A, B], 1.0)
     assert [keys for _, keys in world.depot.asked] == [(A, B), (A,)]
     world.depot.answer()
     assert [world.index.lookup(key) for key in (A, B)] == [HIT, HIT]
-    assert world.index.heard == (2, 0)
+    assert world.index.lookup_counts == (2, 0)
 
 
 # Looking before storing.
@@ -371,7 +371,7 @@ def test_what_was_not_looked_up_is_before_it_is_stored() -> None:
 
 def test_what_was_looked_up_lately_is_stored_at_once() -> None:
     stores = Stores({})
-    stores.index.ask([A, B], 1.0)
+    stores.index.start_lookup([A, B], 1.0)
     stores.depot.answer()
     assert stores.index.lookup(A) is MISS
     stores.announce(A, B)

@@ -299,7 +299,7 @@ def test_a_reader_of_a_pack_that_expires_computes_and_gets_no_wrong_byte(tmp_pat
         path.unlink()
     assert engine.load(keys) is None
     assert engine.hear(keys) == [LookupResult.MISS] * NUM_KEYS
-    engine.near.clear()
+    engine.primary.clear()
     engine.store(keys, chunks)
     patience.wait_until(lambda: last_is_named(tmp_path, keys), "it is stored anew")
 

@@ -428,7 +428,7 @@ def test_engines_read_and_write_beside_sweeps_and_get_no_wrong_byte(depot: Path)
             keys = path_of(NUM_KEYS, seed)
             writer, reader = engines[number % 2], engines[(number + 1) % 2]
             for engine in engines:
-                engine.near.clear()
+                engine.primary.clear()
             writer.store(keys, chunks[seed])
             held = reader.hear(keys)
             wanted = keys[: held.index(MISS)] if MISS in held else keys

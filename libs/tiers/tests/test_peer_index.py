@@ -55,7 +55,7 @@ class World:
         self.index = PeerIndex(self.peers, PeerOptions(**options), lambda: self.time_s)
 
     def ask(self, *keys: Key) -> None:
-        self.index.ask(keys, self.time_s + 1.0)
+        self.index.start_lookup(keys, self.time_s + 1.0)
 
     def lookups(self, *keys: Key) -> list[LookupResult]:
         return [self.index.lookup(key) for key in keys]
@@ -63,7 +63,7 @@ class World:
 
 def test_a_batch_is_one_message_to_each_peer() -> None:
     world = World()
-    world.index.ask([b"%d" % number for number in range(1000)], 1.0)
+    world.index.start_lookup([b"%d" % number for number in range(1000)], 1.0)
     assert world.peers.num_messages == 2
 
 
@@ -161,7 +161,7 @@ def test_where_no_peer_can_be_asked_nobody_waits_and_nobody_is_blamed() -> None:
     world.peers.lose(1)
     world.ask(A)
     assert world.lookups(A) == [MISS]
-    assert world.index.take_counts().answers == {LookupAnswer.TIMED_OUT: 1} and world.index.heard == (0, 0)
+    assert world.index.take_counts().answers == {LookupAnswer.TIMED_OUT: 1} and world.index.lookup_counts == (0, 0)
 
 
 def test_a_peer_that_is_lost_is_waited_for_no_more_and_believed_no_more() -> None:
@@ -211,7 +211,7 @@ def test_answers_that_fit_no_question_change_nothing() -> None:
     world.ask(A)
     there_is = slots(A)[A]
     for peer, request, answered in ((2, 1, (there_is,)), (0, 77, (there_is,)), (0, 1, ())):
-        world.peers.news.append(PeerAnswer(peer, request, answered, 60.0, 0.0))
+        world.peers.events.append(PeerAnswer(peer, request, answered, 60.0, 0.0))
         assert world.lookups(A) == [PENDING]
     world.time_s = 1.0
     assert world.lookups(A) == [MISS]

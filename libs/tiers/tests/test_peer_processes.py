@@ -58,7 +58,7 @@ def test_a_peer_that_is_killed_costs_a_load_and_is_missed(peer: EngineProcess) -
         assert completion.failure is not None and completion.failure.reason is FailureReason.IO
         until(lambda: asker.index.lookup(A) is MISS)
         asker.index.unpin(A)
-        asker.index.ask([B], time.monotonic() + TIMEOUT_S)
+        asker.index.start_lookup([B], time.monotonic() + TIMEOUT_S)
         assert asker.index.lookup(B) is MISS, "there is nobody to wait for"
     finally:
         asker.close()
@@ -69,7 +69,7 @@ def test_a_peer_that_is_stopped_costs_the_time_that_was_given(peer: EngineProces
     try:
         assert found(asker, A) == [HIT]
         peer.stop()
-        asker.index.ask([B], time.monotonic() + patience.seconds(0.05))
+        asker.index.start_lookup([B], time.monotonic() + patience.seconds(0.05))
         assert asker.index.lookup(B) is PENDING
         until(lambda: asker.index.lookup(B) is MISS)
         assert asker.index.take_counts().answers == {LookupAnswer.FOUND: 1, LookupAnswer.TIMED_OUT: 1}

@@ -259,7 +259,7 @@ def test_another_model_is_refused_and_what_differs_is_said(
         time.sleep(0.01)
     said = [record.message for record in caplog.records if "model.name" in record.message]
     assert len(said) <= 3, "not with each try"
-    other.index.ask([A], 1e12)
+    other.index.start_lookup([A], 1e12)
     assert other.index.lookup(A) is MISS
 
 
@@ -277,7 +277,7 @@ def test_who_does_not_know_the_secret_hears_nothing(engine: MakeEngine, caplog: 
     holder = engine()
     stranger = engine([holder.port], secret=Secret(b"a secret that nobody else knows"))
     until(lambda: "secret" in caplog.text)
-    stranger.index.ask([A], 1e12)
+    stranger.index.start_lookup([A], 1e12)
     assert stranger.index.lookup(A) is MISS and stranger.client.ready() == []
 
 

@@ -49,12 +49,12 @@ class Stack:
         **options: object,
     ) -> None:
         self.clock = Clock()
-        self.near = RamIndex(near_chunks * CHUNK, CHUNK)
+        self.primary = RamIndex(near_chunks * CHUNK, CHUNK)
         self.far = far_type(far_chunks * CHUNK, CHUNK)
         chosen = SecondaryTierOptions(
             **{"promoting_share": 1.0, "cascading_share": 1.0, "arriving_share": 1.0, **options}
         )  # type: ignore[arg-type]
-        self.stack = TierStack(self.near, [SecondaryTier("disk", self.far, chosen)], ranks, self.clock)
+        self.stack = TierStack(self.primary, [SecondaryTier("disk", self.far, chosen)], ranks, self.clock)
 
     def put_far(self, *keys: bytes) -> None:
         for key in keys:
@@ -63,8 +63,8 @@ class Stack:
 
     def put_near(self, *keys: bytes) -> None:
         for key in keys:
-            assert isinstance(self.near.reserve(key, CHUNK), Slot)
-            assert self.near.commit(key)
+            assert isinstance(self.primary.reserve(key, CHUNK), Slot)
+            assert self.primary.commit(key)
 
     def store(self, *keys: bytes) -> None:
         for key in keys:
@@ -104,7 +104,7 @@ def test_a_hold_promotes_exactly_what_the_fast_tier_lacks() -> None:
     assert not hold.is_ready
     it.end(moves)
     assert hold.is_ready
-    assert it.near.lookup(A) is LookupResult.HIT and it.near.lookup(C) is LookupResult.MISS
+    assert it.primary.lookup(A) is LookupResult.HIT and it.primary.lookup(C) is LookupResult.MISS
 
 
 def test_a_promoted_chunk_is_pending_until_every_rank_has_it() -> None:
@@ -136,23 +136,23 @@ def test_what_a_ready_hold_keeps_is_not_evicted() -> None:
     hold = it.hold(A)
     it.end(it.moves(Direction.PROMOTE))
     it.put_near(B, C)
-    assert hold.is_ready and it.near.lookup(A) is LookupResult.HIT
+    assert hold.is_ready and it.primary.lookup(A) is LookupResult.HIT
     it.stack.release("request")
     it.put_near(b"d", b"e")
-    assert it.near.lookup(A) is LookupResult.MISS
+    assert it.primary.lookup(A) is LookupResult.MISS
 
 
 def test_a_hold_that_does_not_fit_is_refused_and_keeps_nothing() -> None:
     it = Stack(near_chunks=2)
     it.put_far(A, B, C)
-    it.near.pin(A)
+    it.primary.pin(A)
     assert it.stack.acquire("request", [A, B, C]) is Refusal.TOO_LARGE
     it.put_near(b"d")
-    assert it.near.pin(b"d") is not None
+    assert it.primary.pin(b"d") is not None
     assert it.stack.acquire("request", [A, B]) is Refusal.NO_ROOM
     assert it.stack.take_moves() == []
     assert all(it.far.pin(key) is not None for key in (A, B))
-    assert it.near.lookup(A) is LookupResult.MISS
+    assert it.primary.lookup(A) is LookupResult.MISS
 
 
 def test_a_hold_that_does_not_fit_pushes_out_nothing_for_what_is_behind_it() -> None:
@@ -160,14 +160,14 @@ def test_a_hold_that_does_not_fit_pushes_out_nothing_for_what_is_behind_it() -> 
     for key, num_chunks in ((A, 1), (B, 3), (C, 1)):
         assert isinstance(it.far.reserve(key, num_chunks * CHUNK), Slot) and it.far.commit(key)
     it.put_near(b"pinned", b"pinned too", b"oldest", b"old")
-    assert all(it.near.pin(key) is not None for key in (b"pinned", b"pinned too"))
+    assert all(it.primary.pin(key) is not None for key in (b"pinned", b"pinned too"))
     assert it.stack.acquire("request", [B, A]) is Refusal.NO_ROOM
-    assert it.near.num_keys == 4, "the first of them found no room"
+    assert it.primary.num_keys == 4, "the first of them found no room"
     assert it.stack.acquire("request", [A, B, C]) is Refusal.TOO_LARGE, "as a whole"
     assert it.far.invalidate(C)
     assert it.stack.acquire("request", [A, B]) is Refusal.NO_ROOM
-    assert it.near.lookup(b"oldest") is LookupResult.MISS, "which the first of them took the place of"
-    assert it.near.lookup(b"old") is LookupResult.HIT
+    assert it.primary.lookup(b"oldest") is LookupResult.MISS, "which the first of them took the place of"
+    assert it.primary.lookup(b"old") is LookupResult.HIT
 
 
 def test_more_than_its_share_is_refused_while_something_moves() -> None:
@@ -193,11 +193,11 @@ def test_a_hold_fails_when_its_time_is_over_and_the_late_bytes_find_their_own_pl
     it.stack.tick()
     assert not it.stack.has_live_moves()
     # The space stays reserved, so nobody else is given it while the medium may still write.
-    slots = [it.near.reserve(bytes([number]), CHUNK) for number in range(7)]
+    slots = [it.primary.reserve(bytes([number]), CHUNK) for number in range(7)]
     assert all(isinstance(slot, Slot) for slot in slots)
     assert move.primary not in slots
     it.end([move])
-    assert it.near.lookup(A) is LookupResult.HIT
+    assert it.primary.lookup(A) is LookupResult.HIT
 
 
 @pytest.mark.parametrize("reason", [FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason.IO])
@@ -224,7 +224,7 @@ def test_what_is_stored_cascades_once() -> None:
     it = Stack()
     it.store(A)
     (move,) = it.moves(Direction.CASCADE)
-    assert it.near.pin(A) is not None and it.far.lookup(A) is LookupResult.PENDING
+    assert it.primary.pin(A) is not None and it.far.lookup(A) is LookupResult.PENDING
     it.end([move])
     assert it.far.lookup(A) is LookupResult.HIT
     it.stack.cascade(A)
@@ -256,7 +256,7 @@ def test_a_failed_cascade_leaves_the_fast_tier_as_it_was() -> None:
     it = Stack()
     it.store(A)
     it.end(it.moves(Direction.CASCADE), Failure(FailureReason.IO, "no space"))
-    assert it.near.lookup(A) is LookupResult.HIT and it.far.lookup(A) is LookupResult.MISS
+    assert it.primary.lookup(A) is LookupResult.HIT and it.far.lookup(A) is LookupResult.MISS
 
 
 def test_bytes_that_changed_in_the_fast_tier_are_withdrawn_from_both() -> None:
@@ -276,7 +276,7 @@ def test_a_reset_fails_holds_and_nothing_that_moved_is_offered_afterwards() -> N
     assert hold.failure is LeaseFailure.LOST
     it.end(moves)
     assert [it.stack.lookup(key) for key in (A, B)] == [LookupResult.MISS] * 2
-    assert it.near.used_bytes == 0 and it.far.used_bytes == 0
+    assert it.primary.used_bytes == 0 and it.far.used_bytes == 0
 
 
 def test_the_breaker_hides_a_dead_tier_and_lets_it_come_back() -> None:
@@ -308,7 +308,7 @@ def test_a_caller_that_stood_still_blames_no_tier_for_it() -> None:
     it.stack.tick()
     it.end(moves)
     it.stack.tick()
-    assert hold.failure is LeaseFailure.TIMEOUT and it.near.lookup(A) is LookupResult.HIT
+    assert hold.failure is LeaseFailure.TIMEOUT and it.primary.lookup(A) is LookupResult.HIT
     assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
 
 
@@ -337,7 +337,7 @@ def test_what_is_read_too_late_is_not_offered_until_it_has_come() -> None:
     assert it.stack.leading([A, B, C]) == 1 and it.stack.last_held([A, B]) == 0 and it.stack.last_held([B]) is None
     assert not it.stack.any_pending([A, B])
     assert it.stack.acquire("another", [A, B]) is Refusal.PRESENT
-    assert it.near.invalidate(A) and it.near.lookup(A) is LookupResult.MISS
+    assert it.primary.invalidate(A) and it.primary.lookup(A) is LookupResult.MISS
     it.put_near(A)  # which is refused while a pin is left
     generation = it.stack.generation
     it.end(moves)
@@ -521,10 +521,10 @@ def test_a_breaker_of_stores_changes_no_answer_of_a_lookup() -> None:
     it = Stack(breaker=BreakerOptions(failures=1))
     it.store(A)
     [move] = it.moves(Direction.CASCADE)
-    before = it.stack.generation - it.near.generation - it.far.generation
+    before = it.stack.generation - it.primary.generation - it.far.generation
     it.end([move], Failure(FailureReason.IO))
     assert it.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.OPEN
-    assert it.stack.generation - it.near.generation - it.far.generation == before
+    assert it.stack.generation - it.primary.generation - it.far.generation == before
 
 
 def test_counts_say_what_moved_since_they_were_taken() -> None:

@@ -21,7 +21,7 @@ QUESTIONS: dict[str, Callable[[Stack], object]] = {
     "last_held": lambda it: it.stack.last_held([C]),
     "any_pending": lambda it: it.stack.any_pending([C]),
     "acquire": lambda it: it.stack.acquire("somebody", [C]),
-    "hold": lambda it: it.stack.hold("request"),
+    "hold": lambda it: it.stack.lease("request"),
     "has_live_moves": lambda it: it.stack.has_live_moves(),
 }
 
@@ -71,7 +71,7 @@ def test_a_caller_that_stood_still_blames_no_tier_for_it_however_often_it_asks()
     it.stack.tick()
     it.end(moves)
     assert it.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
-    assert it.near.lookup(A) is LookupResult.HIT
+    assert it.primary.lookup(A) is LookupResult.HIT
 
 
 def test_a_pause_of_the_breaker_ends_though_nobody_ticks() -> None:
@@ -108,7 +108,7 @@ def test_a_hold_whose_chunks_came_has_no_deadline() -> None:
     hold = it.hold(B)
     it.end(it.moves(Direction.PROMOTE))
     it.clock.now_s += 10 * LIMIT_S
-    assert it.stack.hold("request") is hold and hold.is_ready and hold.failure is None
+    assert it.stack.lease("request") is hold and hold.is_ready and hold.failure is None
 
 
 def test_the_clock_is_read_only_where_something_waits() -> None:
@@ -136,5 +136,5 @@ def test_a_hold_made_after_its_time_is_over_fails_at_once() -> None:
     it, _ = waiting()
     it.put_far(B)
     hold = it.stack.acquire("late", [B], it.clock.now_s - LIMIT_S)
-    assert not isinstance(hold, Refusal) and it.stack.hold("late") is hold
+    assert not isinstance(hold, Refusal) and it.stack.lease("late") is hold
     assert hold.failure is LeaseFailure.TIMEOUT

@@ -40,9 +40,9 @@ class Three:
 
     def __init__(self, disk: SecondaryTierOptions = WIDE, peer: SecondaryTierOptions = WIDE) -> None:
         self.now_s = 100.0
-        self.near, self.disk, self.peer = (RamIndex(chunks * CHUNK, CHUNK) for chunks in (8, 16, 32))
+        self.primary, self.disk, self.peer = (RamIndex(chunks * CHUNK, CHUNK) for chunks in (8, 16, 32))
         below = [SecondaryTier("disk", self.disk, disk), SecondaryTier("peer", self.peer, peer)]
-        self.stack = TierStack(self.near, below, 1, lambda: self.now_s)
+        self.stack = TierStack(self.primary, below, 1, lambda: self.now_s)
 
     def hold(self, *keys: Key) -> PromotionLease:
         hold = self.stack.acquire("request", keys)
@@ -89,7 +89,7 @@ def test_each_chunk_is_promoted_from_the_nearest_tier_that_holds_it() -> None:
     moves = it.moves()
     assert ways(moves) == [(A, "disk"), (B, "disk"), (C, "peer")] and hold.source == "peer"
     it.end(moves)
-    assert hold.is_ready and it.near.leading([A, B, C]) == 3
+    assert hold.is_ready and it.primary.leading([A, B, C]) == 3
 
 
 def test_a_tier_that_is_left_alone_is_passed_over() -> None:
@@ -104,7 +104,7 @@ def test_a_tier_that_is_left_alone_is_passed_over() -> None:
 
 def test_a_boundary_is_found_over_all_tiers_at_once() -> None:
     it = Three()
-    put(it.near, A)
+    put(it.primary, A)
     put(it.peer, B)
     put(it.disk, C)
     assert it.stack.leading([A, B, C]) == 3 and it.stack.last_held([A, b"x", B, b"y"]) == 2
@@ -116,7 +116,7 @@ def test_a_hold_is_all_or_nothing_over_all_tiers() -> None:
     put(it.disk, A)
     put(it.peer, B)
     assert it.stack.acquire("request", [A, B, C]) == "present"
-    assert it.moves() == [] and it.near.used_bytes == 0
+    assert it.moves() == [] and it.primary.used_bytes == 0
     for index, key in ((it.disk, A), (it.peer, B)):
         index.invalidate(key)
         assert index.used_bytes == 0, "nobody has it pinned"
@@ -163,7 +163,7 @@ def test_a_tier_for_what_is_used_again_is_given_nothing_at_its_first_use() -> No
     it = Three(peer=SecondaryTierOptions(cascades=CascadePolicy.REUSED))
     it.stack.reserve(A, CHUNK)
     assert it.stack.commit(A)
-    it.stack.cascade(A, is_met=False)
+    it.stack.cascade(A, is_reuse=False)
     assert ways(it.moves()) == [(A, "disk")]
     assert it.stack.missing_in_secondary(A) and it.stack.in_all_secondaries([A]), (
         "the end of a path offers it to nobody else"
@@ -207,7 +207,7 @@ def test_who_waits_for_two_tiers_waits_for_each_as_long_as_it_may_take() -> None
     assert hold.failure is LeaseFailure.TIMEOUT
     assert isinstance(of_disk, PromotionLease) and of_disk.failure is None
     it.now_s = 100.0 + SecondaryTierOptions().load_timeout_s
-    assert it.stack.hold("other") is of_disk and of_disk.failure is LeaseFailure.TIMEOUT
+    assert it.stack.lease("other") is of_disk and of_disk.failure is LeaseFailure.TIMEOUT
 
 
 def test_what_others_had_promoted_comes_from_the_tier_that_brings_it() -> None:
@@ -249,17 +249,17 @@ class Asked:
     def __init__(self) -> None:
         self.now_s = 0.0
         self.worlds = [RemoteStore(1, lambda: self.now_s, answer_s=0.5) for _ in range(2)]
-        self.near = RamIndex(8 * CHUNK, CHUNK)
+        self.primary = RamIndex(8 * CHUNK, CHUNK)
         self.peer, self.object = (RemoteIndex(world, 64 * CHUNK) for world in self.worlds)
         below = [SecondaryTier("peer", self.peer, READ_ONLY), SecondaryTier("object", self.object, READ_ONLY)]
-        self.stack = TierStack(self.near, below, 1, lambda: self.now_s)
+        self.stack = TierStack(self.primary, below, 1, lambda: self.now_s)
 
 
 def test_each_tier_that_answers_late_is_asked() -> None:
     it = Asked()
     it.worlds[1].lie(A, CHUNK)
-    it.peer.ask([B], 9.0)
-    it.stack.ask([A, B])
+    it.peer.start_lookup([B], 9.0)
+    it.stack.start_lookup([A, B])
     assert [world.num_asked for world in it.worlds] == [2, 2], "what one was asked before, another was not"
     it.now_s = 0.5
     assert (it.stack.lookup(A), it.stack.lookup(B)) == (LookupResult.HIT, LookupResult.MISS)
@@ -271,7 +271,7 @@ def test_a_question_that_is_asked_again_and_again_has_the_first_deadline() -> No
         world.is_silent = True
     for quarter in range(4):
         it.now_s = quarter / 4
-        it.stack.ask([A])
+        it.stack.start_lookup([A])
         assert it.stack.lookup(A) is LookupResult.PENDING
     it.now_s = it.stack.lookup_wait_s
     assert it.stack.lookup(A) is LookupResult.MISS
@@ -306,12 +306,12 @@ def test_a_late_hold_is_counted_once_and_a_later_tier_keeps_awake() -> None:
 def test_a_tier_that_cannot_be_asked_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     it = Asked()
 
-    def ask(keys: Iterable[Key], deadline_s: float) -> None:
+    def start_lookup(keys: Iterable[Key], deadline_s: float) -> None:
         raise OSError("no route")
 
-    monkeypatch.setattr(it.peer, "ask", ask)
+    monkeypatch.setattr(it.peer, "start_lookup", start_lookup)
     for _ in range(BreakerOptions().failures):
-        it.stack.ask([A])
+        it.stack.start_lookup([A])
         assert it.stack.lookup(A) is LookupResult.PENDING, "the other tier was asked"
     assert it.stack.breaker_state(Direction.PROMOTE, "peer") is BreakerState.OPEN
     assert it.stack.breaker_state(Direction.PROMOTE, "object") is BreakerState.CLOSED
@@ -323,10 +323,10 @@ def test_what_was_only_asked_for_is_told_from_what_is_being_stored() -> None:
     it = Asked()
     assert isinstance(it.stack.reserve(A, CHUNK), Slot)
     assert isinstance(it.peer.reserve(C, CHUNK), Slot)
-    it.stack.ask([A, B, C])
+    it.stack.start_lookup([A, B, C])
     assert [it.stack.lookup(key) for key in (A, B, C)] == [LookupResult.PENDING] * 3
     assert [it.stack.is_lookup_pending(key) for key in (A, B, C, b"x")] == [False, True, False, False]
-    it.object.ask([C], 9.0)
+    it.object.start_lookup([C], 9.0)
     assert not it.stack.is_lookup_pending(C), "one is asked, and the other is given it"
 
 
@@ -391,7 +391,7 @@ def test_a_tier_that_answers_late_is_asked_for_what_no_other_holds_and_still_giv
     below = [SecondaryTier("disk", disk, WIDE), SecondaryTier("peer", peer, WIDE)]
     stack = TierStack(near, below, 1, lambda: now_s)
     put(disk, A)
-    stack.ask([A, B])
+    stack.start_lookup([A, B])
     assert world.num_asked == 1 and stack.lookup_wait_s == 1.0
     assert stack.lookup(A) is LookupResult.HIT and stack.lookup(B) is LookupResult.PENDING
     assert stack.missing_in_secondary(B) and not stack.in_all_secondaries([B])
@@ -407,7 +407,7 @@ def test_every_tier_that_answers_late_is_asked_at_once_and_has_its_own_time() ->
     below = [SecondaryTier(*each) for each in zip(("peer", "object"), indexes, options, strict=True)]
     stack = TierStack(RamIndex(8 * CHUNK, CHUNK), below, 1, lambda: now_s)
     worlds[1].lie(A, CHUNK)
-    stack.ask([A, B])
+    stack.start_lookup([A, B])
     assert [world.num_asked for world in worlds] == [2, 2] and stack.lookup_wait_s == 3.0
     now_s = 1.0
     assert indexes[0].lookup(A) is LookupResult.MISS and stack.lookup(A) is LookupResult.PENDING
@@ -423,7 +423,7 @@ def test_what_a_tier_says_after_its_time_is_a_miss_until_it_says_it() -> None:
     world.lie(A, CHUNK)
     peer = SecondaryTier("peer", RemoteIndex(world, 64 * CHUNK), SecondaryTierOptions(async_lookup_timeout_s=0.5))
     stack = TierStack(RamIndex(8 * CHUNK, CHUNK), [peer], 1, lambda: now_s)
-    stack.ask([A])
+    stack.start_lookup([A])
     seen = []
     for now_s in (0.4, 0.6, 1.1):  # noqa: B007 - the stack's clock
         seen.append((stack.lookup(A), stack.generation))
@@ -465,7 +465,7 @@ def test_what_two_tiers_never_answer_takes_up_no_more_than_one_may_bring() -> No
     assert [wait_in_vain("disk", number) for number in range(4)] == [True] * 4
     assert wait_in_vain("peer", 0), "one that has nothing late is asked"
     assert not wait_in_vain("peer", 1) and not wait_in_vain("disk", 4)
-    assert it.near.used_bytes == 5 * CHUNK
+    assert it.primary.used_bytes == 5 * CHUNK
 
 
 def test_what_one_tier_never_answers_leaves_others_one_load_at_a_time() -> None:

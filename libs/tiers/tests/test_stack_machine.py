@@ -39,7 +39,7 @@ class StackMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
-        self.near = RamIndex(4 * CHUNK, CHUNK)
+        self.primary = RamIndex(4 * CHUNK, CHUNK)
         self.far = RamIndex(5 * CHUNK, CHUNK)
         options = SecondaryTierOptions(
             load_timeout_s=10.0,
@@ -50,7 +50,7 @@ class StackMachine(RuleBasedStateMachine):
         )
         self.farthest = RamIndex(6 * CHUNK, CHUNK)
         below = [SecondaryTier("disk", self.far, options), SecondaryTier("peer", self.farthest, options)]
-        self.stack = TierStack(self.near, below[: self.num_slower], NUM_RANKS, lambda: self.now_s)
+        self.stack = TierStack(self.primary, below[: self.num_slower], NUM_RANKS, lambda: self.now_s)
         self.near_bytes: list[dict[int, Key]] = [{} for _ in range(NUM_RANKS)]
         self.far_bytes: dict[str, list[dict[int, Key]]] = {
             tier: [{} for _ in range(NUM_RANKS)] for tier in ("disk", "peer")
@@ -93,12 +93,12 @@ class StackMachine(RuleBasedStateMachine):
 
     @rule(wanted=st.lists(keys, min_size=1, max_size=4, unique=True), is_pumped=st.booleans())
     def prefetch(self, wanted: list[Key], is_pumped: bool) -> None:
-        pinned = [key for hold in self.holds.values() for key in hold.pinned if self.near.lookup(key) is HIT]
+        pinned = [key for hold in self.holds.values() for key in hold.pinned if self.primary.lookup(key) is HIT]
         self.stack.prefetch(wanted, PREFETCHED * CHUNK)
         self.num_prefetches += 1
         if is_pumped:
             self.collect()
-        assert all(self.near.lookup(key) is HIT for key in pinned)
+        assert all(self.primary.lookup(key) is HIT for key in pinned)
 
     @rule(owner=owners)
     def release(self, owner: str) -> None:
@@ -145,7 +145,7 @@ class StackMachine(RuleBasedStateMachine):
     @invariant()
     def a_key_that_is_offered_has_its_own_bytes_on_every_rank(self) -> None:
         for index, places in (
-            (self.near, self.near_bytes),
+            (self.primary, self.near_bytes),
             (self.far, self.far_bytes["disk"]),
             (self.farthest, self.far_bytes["peer"]),
         ):
@@ -160,19 +160,19 @@ class StackMachine(RuleBasedStateMachine):
     def a_ready_hold_has_all_its_chunks_in_the_fast_tier(self) -> None:
         for hold in self.holds.values():
             if hold.is_ready:
-                assert all(self.near.pin(key) is not None or self.is_doomed(key) for key in hold.pinned)
+                assert all(self.primary.pin(key) is not None or self.is_doomed(key) for key in hold.pinned)
                 for key in hold.pinned:
-                    if self.near.lookup(key) is LookupResult.HIT:
-                        self.near.unpin(key)
+                    if self.primary.lookup(key) is LookupResult.HIT:
+                        self.primary.unpin(key)
 
     def is_doomed(self, key: Key) -> bool:
         """Withdrawn under the hold: its bytes stay, nobody new is offered them."""
-        return self.near.lookup(key) is LookupResult.MISS
+        return self.primary.lookup(key) is LookupResult.MISS
 
     @invariant()
     def a_wait_has_an_end(self) -> None:
         for owner in self.holds:
-            hold = self.stack.hold(owner)
+            hold = self.stack.lease(owner)
             assert hold is not None and (not hold.waiting or self.now_s - hold.since_s < 10.0)
 
     @invariant()
@@ -202,7 +202,7 @@ class StackMachine(RuleBasedStateMachine):
         assert [tier.in_flight.prefetching_bytes for tier in self.stack._tiers] == [0] * self.num_slower
 
     def tiers(self) -> list[TierIndex]:
-        return [self.near, self.far, self.farthest]
+        return [self.primary, self.far, self.farthest]
 
 
 class DeepStackMachine(StackMachine):

@@ -43,7 +43,7 @@ def results(it: Stack) -> dict[str, int]:
 
 
 def in_primary(it: Stack, keys: list[bytes]) -> list[bytes]:
-    return [key for key in keys if it.near.lookup(key) is HIT]
+    return [key for key in keys if it.primary.lookup(key) is HIT]
 
 
 def test_what_the_fast_tier_lacks_of_a_prefix_comes_from_its_beginning_on() -> None:
@@ -62,7 +62,7 @@ def test_nothing_comes_that_nobody_asked_for() -> None:
     it = Stack()
     it.put_far(A, B)
     it.stack.prefetch([A], ALL)
-    assert bring(it) == [A] and it.near.lookup(B) is MISS
+    assert bring(it) == [A] and it.primary.lookup(B) is MISS
 
 
 def test_where_all_is_near_there_is_nothing_to_bring() -> None:
@@ -159,13 +159,13 @@ def test_what_left_unused_and_was_stored_anew_is_given_up_for_no_prefix() -> Non
     it.put_far(A, B)
     it.stack.prefetch([A], CHUNK)
     bring(it)
-    it.near.invalidate(A)
+    it.primary.invalidate(A)
     it.store(A)
     it.end(it.stack.take_moves())
     it.stack.prefetch([B], CHUNK)
     bring(it)
     it.put_near(C)
-    assert it.near.lookup(A) is MISS or it.near.lookup(B) is HIT
+    assert it.primary.lookup(A) is MISS or it.primary.lookup(B) is HIT
     assert "displaced" not in it.stack.take_counts().prefetch_bytes
 
 
@@ -178,7 +178,7 @@ def test_what_left_unused_comes_again_and_takes_up_nothing_meanwhile() -> None:
         bring(it)
         assert in_primary(it, wanted) == wanted
         for key in wanted:
-            it.near.invalidate(key)
+            it.primary.invalidate(key)
     counts = it.stack.take_counts()
     assert counts.prefetches == {"brought": 3} and counts.prefetch_bytes == {"brought": 12 * CHUNK}
 
@@ -202,10 +202,10 @@ def test_no_pinned_chunk_makes_room_and_one_waits_until_it_may() -> None:
     it = Stack(near_chunks=1)
     it.put_far(A)
     it.put_near(B)
-    assert it.near.pin(B) is not None
+    assert it.primary.pin(B) is not None
     it.stack.prefetch([A], ALL)
-    assert it.stack.take_moves() == [] and it.near.lookup(B) is HIT
-    it.near.unpin(B)
+    assert it.stack.take_moves() == [] and it.primary.lookup(B) is HIT
+    it.primary.unpin(B)
     assert bring(it) == [A]
 
 
@@ -284,7 +284,7 @@ def test_one_that_takes_too_long_ends_and_what_comes_later_still_counts() -> Non
     it.clock.now_s += 30
     assert it.stack.take_moves() == [] and results(it) == {"late": 1}
     it.end(moves)
-    assert it.near.lookup(A) is HIT and it.stack.take_moves() == []
+    assert it.primary.lookup(A) is HIT and it.stack.take_moves() == []
     assert it.stack.take_counts().prefetch_bytes == {"brought": CHUNK}
 
 
@@ -326,12 +326,12 @@ def test_what_waits_in_vain_keeps_nobody_awake_for_long() -> None:
     it = Stack(near_chunks=1)
     it.put_far(A)
     it.put_near(B)
-    assert it.near.pin(B) is not None
+    assert it.primary.pin(B) is not None
     it.stack.prefetch([A], ALL)
     assert it.stack.take_moves() == [] and it.stack.has_live_moves()
     it.clock.now_s += STEP_AGAIN_S
     assert not it.stack.has_live_moves()
-    it.near.unpin(B)
+    it.primary.unpin(B)
     assert bring(it) == [A], "it comes with whoever comes next"
 
 
@@ -344,7 +344,7 @@ def test_a_reset_ends_what_waits_and_what_moves_comes_to_nothing() -> None:
     it.stack.clear()
     it.end(moves)
     assert not it.stack.has_live_moves() and it.stack.take_moves() == []
-    assert it.near.used_bytes == it.far.used_bytes == 0 and results(it) == {"lost": 2}
+    assert it.primary.used_bytes == it.far.used_bytes == 0 and results(it) == {"lost": 2}
 
 
 def test_at_an_end_nothing_more_is_begun() -> None:
@@ -414,11 +414,11 @@ def test_a_fast_tier_without_room_is_tried_once_a_step() -> None:
     keys = prefix(4)
     it.put_far(*keys)
     it.put_near(B)
-    assert it.near.pin(B) is not None and isinstance(it.far, Watched)
+    assert it.primary.pin(B) is not None and isinstance(it.far, Watched)
     for key in keys:
         it.stack.prefetch([key], ALL)
     assert it.stack.take_moves() == [] and it.far.pinned == keys[:1]
-    it.near.unpin(B)
+    it.primary.unpin(B)
     assert bring(it) == keys
 
 
@@ -488,7 +488,7 @@ def test_what_has_no_room_though_nothing_moves_has_none() -> None:
     wanted = prefix(4)
     it.put_far(*wanted)
     it.put_near(A)
-    assert it.near.pin(A) is not None
+    assert it.primary.pin(A) is not None
     assert it.stack.acquire("request", wanted) is Refusal.NO_ROOM
 
 
@@ -589,7 +589,7 @@ def test_whatever_is_asked_for_comes_as_far_as_a_list_that_is_walked_says(wanted
             own.append(number)
             near.add(number)
         unused += [each for each in reversed(numbers) if each in own]
-    assert {number for number in range(12) if it.near.lookup(bytes([number])) is HIT} == near
+    assert {number for number in range(12) if it.primary.lookup(bytes([number])) is HIT} == near
 
 
 def test_a_prefix_comes_from_a_disk_whole(tmp_path: Path) -> None:
@@ -600,5 +600,5 @@ def test_a_prefix_comes_from_a_disk_whole(tmp_path: Path) -> None:
     it.stack.prefetch(keys, len(keys) * PLACE_BYTES)
     while it.move():
         pass
-    assert all(it.near.lookup(key) is HIT for key in keys)
+    assert all(it.primary.lookup(key) is HIT for key in keys)
     it.close()

@@ -48,7 +48,7 @@ class Elsewhere:
         """About a key that nobody was asked about."""
         self.num_questions += 1
         key = b"question %d" % self.num_questions
-        self.stack.ask([key])
+        self.stack.start_lookup([key])
         return key
 
     def be_silent(self, num_questions: int = BREAKER.failures) -> None:
@@ -62,7 +62,7 @@ class Elsewhere:
     def know(self, key: Key) -> None:
         """It was answered before that this is there."""
         self.world.lie(key, CHUNK)
-        self.stack.ask([key])
+        self.stack.start_lookup([key])
         self.now_s += ANSWER_S
         assert self.stack.lookup(key) is LookupResult.HIT
 
@@ -104,7 +104,7 @@ def test_a_probe_that_is_answered_ends_the_pause_at_once() -> None:
     it.world.is_silent = False
     it.now_s += BREAKER.first_backoff_s
     it.world.lie(A, CHUNK)
-    it.stack.ask([A])
+    it.stack.start_lookup([A])
     it.now_s += ANSWER_S
     assert it.stack.lookup_wait_s == ASK_S and it.state is BreakerState.CLOSED
     assert it.stack.lookup(A) is LookupResult.HIT
@@ -118,7 +118,7 @@ def test_an_answer_between_begins_the_count_anew_whatever_it_says(is_there: bool
         it.world.is_silent = False
         if is_there:
             it.world.lie(A, CHUNK)
-        it.stack.ask([A])
+        it.stack.start_lookup([A])
         it.now_s += ASK_S
         assert it.state is BreakerState.CLOSED
         it.index.invalidate(A)
@@ -182,11 +182,11 @@ def test_a_question_of_which_nothing_is_left_says_nothing() -> None:
 def test_a_tier_that_cannot_be_asked_is_as_one_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     it = Elsewhere()
 
-    def ask(keys: Iterable[Key], deadline_s: float) -> None:
+    def start_lookup(keys: Iterable[Key], deadline_s: float) -> None:
         raise OSError("no route")
 
     it.be_silent(BREAKER.failures - 1)
-    monkeypatch.setattr(it.index, "ask", ask)
+    monkeypatch.setattr(it.index, "start_lookup", start_lookup)
     it.question()
     assert it.state is BreakerState.OPEN and it.stack.lookup_wait_s == 0.0
 

@@ -19,13 +19,13 @@ class AskConformance(TierSuite):
         committed(index, A)
         reserved(index, B)
         before = (index.generation, index.used_bytes, index.num_keys)
-        index.ask([A, B], DEADLINE_S)
+        index.start_lookup([A, B], DEADLINE_S)
         assert (index.generation, index.used_bytes, index.num_keys) == before
         assert (index.lookup(A), index.lookup(B)) == (LookupResult.HIT, LookupResult.PENDING)
 
     def test_a_key_that_was_asked_for_is_lacking_and_can_be_reserved(self) -> None:
         index = self.make_index(2)
-        index.ask([A], DEADLINE_S)
+        index.start_lookup([A], DEADLINE_S)
         assert index.lacks(A) and index.used_bytes == 0 and index.pin(A) is None
         assert isinstance(index.reserve(A, CHUNK_BYTES), Slot)
         assert not index.lacks(A) and index.commit(A) and not index.lacks(A)
@@ -36,9 +36,9 @@ class AskConformance(TierSuite):
         index = self.make_index(1)
         if not index.has_async_lookups:
             before = index.generation
-            index.ask([A], DEADLINE_S)
+            index.start_lookup([A], DEADLINE_S)
             assert (index.lookup(A), index.generation) == (LookupResult.MISS, before)
-            assert index.heard == (0, 0)
+            assert index.lookup_counts == (0, 0)
 
 
 class LateAnswersConformance(TierSuite):
@@ -62,7 +62,7 @@ class LateAnswersConformance(TierSuite):
 
     def asked(self, *keys: Key) -> TierIndex:
         index = self.make_late()
-        index.ask(keys, self.now_s() + 2.0)
+        index.start_lookup(keys, self.now_s() + 2.0)
         return index
 
     def test_what_nobody_asked_for_is_a_miss(self) -> None:
@@ -97,7 +97,7 @@ class LateAnswersConformance(TierSuite):
     def test_the_generation_changes_when_a_question_is_asked_answered_or_over(self) -> None:
         index = self.make_late()
         seen = [index.generation]
-        index.ask([A, B], self.now_s() + 2.0)
+        index.start_lookup([A, B], self.now_s() + 2.0)
         seen.append(index.generation)
         self.pass_time(2.1)
         seen.append(index.generation)
@@ -107,7 +107,7 @@ class LateAnswersConformance(TierSuite):
 
     def test_how_a_question_ended_is_counted_once_for_each_key(self) -> None:
         index = self.make_late()
-        index.ask([A, C], self.now_s() + DEADLINE_S)
+        index.start_lookup([A, C], self.now_s() + DEADLINE_S)
         assert index.take_counts().answers == {}
         self.answer_all()
         assert index.take_counts().answers == {LookupAnswer.FOUND: 1, LookupAnswer.MISSING: 1}
@@ -127,10 +127,10 @@ class LateAnswersConformance(TierSuite):
     def test_asking_again_puts_no_answer_off_and_keeps_the_later_deadline(self) -> None:
         index = self.asked(A)
         self.pass_time(1.0)
-        index.ask([A], self.now_s() + 0.1)
+        index.start_lookup([A], self.now_s() + 0.1)
         self.pass_time(0.5)
         assert index.lookup(A) is LookupResult.PENDING
-        index.ask([A], self.now_s() + 2.0)
+        index.start_lookup([A], self.now_s() + 2.0)
         self.pass_time(1.0)
         assert index.lookup(A) is LookupResult.PENDING
         self.answer_all()
@@ -138,12 +138,12 @@ class LateAnswersConformance(TierSuite):
 
     def test_what_is_asked_while_as_much_is_as_may_be_is_a_miss(self) -> None:
         index = self.make_late()
-        index.ask([b"%d" % number for number in range(100_000)], self.now_s() + 2.0)
-        index.ask([A], self.now_s() + 2.0)
+        index.start_lookup([b"%d" % number for number in range(100_000)], self.now_s() + 2.0)
+        index.start_lookup([A], self.now_s() + 2.0)
         assert index.lookup(A) is LookupResult.MISS and index.used_bytes == index.num_keys == 0
         self.pass_time(2.1)
         self.answer_all()
-        index.ask([A], self.now_s() + 2.0)
+        index.start_lookup([A], self.now_s() + 2.0)
         self.answer_all()
         assert index.lookup(A) is LookupResult.HIT
 
@@ -158,7 +158,7 @@ class LateAnswersConformance(TierSuite):
         index = self.asked(A)
         index.close()
         self.answer_all()
-        index.ask([B], self.now_s() + 2.0)
+        index.start_lookup([B], self.now_s() + 2.0)
         self.answer_all()
         assert (index.lookup(A), index.lookup(B)) == (LookupResult.MISS, LookupResult.MISS)
         assert index.used_bytes == 0
@@ -171,29 +171,29 @@ class LateAnswersConformance(TierSuite):
 
     def test_what_was_answered_in_time_is_told_from_what_was_not(self) -> None:
         index = self.make_late()
-        index.ask([A, C], self.now_s() + DEADLINE_S)
-        assert index.heard == (0, 0)
+        index.start_lookup([A, C], self.now_s() + DEADLINE_S)
+        assert index.lookup_counts == (0, 0)
         self.answer_all()
-        assert index.heard == (2, 0)
+        assert index.lookup_counts == (2, 0)
         index = self.asked(A, B, C)
         self.pass_time(2.1)
-        assert index.heard == (0, 3)
+        assert index.lookup_counts == (0, 3)
         self.answer_all()
-        assert index.heard == (0, 3), "an answer after its time is none, and is told of once"
+        assert index.lookup_counts == (0, 3), "an answer after its time is none, and is told of once"
         index.take_counts()
-        assert index.heard == (0, 3), "it is not taken"
+        assert index.lookup_counts == (0, 3), "it is not taken"
 
     def test_the_expected_time_of_an_answer_follows_the_answers(self) -> None:
         index = self.make_late()
         for number in range(20):
-            index.ask([b"missing %d" % number], self.now_s() + 2.0)
+            index.start_lookup([b"missing %d" % number], self.now_s() + 2.0)
             self.pass_time(2.1)
-            assert index.heard.num_timed_out == number + 1
+            assert index.lookup_counts.num_timed_out == number + 1
         assert 3.5 < index.answer_s <= 4.01, "a lookup that was not answered counts with twice its time"
         longest_s = 0.0
         for number in range(20):
             asked_s = self.now_s()
-            index.ask([b"answered %d" % number], asked_s + 60.0)
+            index.start_lookup([b"answered %d" % number], asked_s + 60.0)
             self.answer_all()
             longest_s = max(longest_s, self.now_s() - asked_s)
         assert index.answer_s <= longest_s + 0.1
@@ -212,7 +212,7 @@ class LateConformance(LateAnswersConformance):
         index = self.make_late()
         for number in range(4):
             assert isinstance(index.reserve(b"%d" % number, CHUNK_BYTES), Slot)
-        index.ask([A], self.now_s() + 2.0)
+        index.start_lookup([A], self.now_s() + 2.0)
         self.answer_all()
         assert index.lookup(A) is LookupResult.MISS and index.used_bytes <= index.capacity_bytes
 
@@ -221,9 +221,9 @@ class LateConformance(LateAnswersConformance):
         index.invalidate(A)
         assert isinstance(index.reserve(B, CHUNK_BYTES), Slot)
         self.pass_time(2.1)
-        assert index.heard == (0, 0)
+        assert index.lookup_counts == (0, 0)
         index = self.make_late()
-        index.ask([b"%d" % number for number in range(100_000)], self.now_s() + 2.0)
-        assert index.heard == (0, 0), "as much is asked as may be"
+        index.start_lookup([b"%d" % number for number in range(100_000)], self.now_s() + 2.0)
+        assert index.lookup_counts == (0, 0), "as much is asked as may be"
         self.pass_time(2.1)
-        assert 0 < index.heard.num_timed_out < 100_000
+        assert 0 < index.lookup_counts.num_timed_out < 100_000

@@ -62,7 +62,7 @@ class ReadOnlyConformance(LateAnswersConformance):
         index.unpin(A)
         assert index.used_bytes == used_bytes // 2
         assert index.take_counts().invalidations == 1
-        index.ask([A], self.now_s() + 2.0)
+        index.start_lookup([A], self.now_s() + 2.0)
         self.answer_all()
         assert index.lookup(A) is LookupResult.HIT, "it may be asked for again"
 
@@ -82,7 +82,7 @@ class ReadOnlyConformance(LateAnswersConformance):
 
     def test_a_question_about_many_keys_heard_of_is_answered_as_one_by_one(self) -> None:
         index = self.heard_of()
-        index.ask([C], self.now_s() + 2.0)
+        index.start_lookup([C], self.now_s() + 2.0)
         assert_answers_agree(index, [A, B, C, b"unknown"])
         assert_answers_agree(index, [b"unknown", A])
         assert_answers_agree(index, [])
@@ -92,6 +92,6 @@ class ReadOnlyConformance(LateAnswersConformance):
         index = self.heard_of()
         slot = index.pin(A)
         index.touch([B, A, C])
-        index.ask([A, B], self.now_s() + 2.0)
+        index.start_lookup([A, B], self.now_s() + 2.0)
         assert [index.lookup(key) for key in (A, B)] == [LookupResult.HIT] * 2
         assert index.pin(A) == slot

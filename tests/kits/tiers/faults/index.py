@@ -51,12 +51,12 @@ class FaultInjectingIndex:
     def has_async_lookups(self) -> bool:
         return self._inner.has_async_lookups
 
-    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
-        self._inner.ask(keys, deadline_s)
+    def start_lookup(self, keys: Iterable[Key], deadline_s: float) -> None:
+        self._inner.start_lookup(keys, deadline_s)
 
     @property
-    def heard(self) -> LookupCounts:
-        return self._inner.heard
+    def lookup_counts(self) -> LookupCounts:
+        return self._inner.lookup_counts
 
     @property
     def answer_s(self) -> float:

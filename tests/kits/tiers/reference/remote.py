@@ -123,7 +123,7 @@ class RemoteIndex:
     def has_async_lookups(self) -> bool:
         return True
 
-    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
+    def start_lookup(self, keys: Iterable[Key], deadline_s: float) -> None:
         self._hear()
         now_s = self._store.clock()
         for key in keys:
@@ -180,7 +180,7 @@ class RemoteIndex:
         self._answers[answer] = self._answers.get(answer, 0) + 1
 
     @property
-    def heard(self) -> LookupCounts:
+    def lookup_counts(self) -> LookupCounts:
         self._hear()
         return self._heard
 

@@ -73,7 +73,7 @@ def _connector(name: str, extra: Mapping[str, Any]) -> Iterator[CheckResult]:
     elif name == LMCACHE_CONNECTOR:
         yield from _lmcache(extra)
     elif name == CONNECTOR:
-        for tier in decode_config(extra).slower.values():
+        for tier in decode_config(extra).secondary.values():
             if isinstance(tier, DiskTierConfig):
                 yield from _disk(Path(tier.path), tier.capacity)
             elif isinstance(tier, ObjectTierConfig):

@@ -112,7 +112,7 @@ def plan(model: str, transfer: Mapping[str, Any], options: Sequence[str]) -> Pla
     with set_current_vllm_config(vllm_config):
         config, layout, _ = check_settings(vllm_config, engine.kv_cache_config)
         cuts.require_divisible(vllm_config, layout)
-        if config.slower:
+        if config.secondary:
             configuration_facts(vllm_config, config.identity_ignores)
         startup = startup_report(vllm_config, config, layout)
         misfiled = misfiled_warning(CONNECTOR, vllm_config, layout)
@@ -153,7 +153,7 @@ def _room_warnings(startup: StartupReport, max_model_len: int) -> Iterator[str]:
 
 
 def _never_asked(config: OffloadConfig, role: str) -> Iterator[tuple[str, str]]:
-    for name, tier in config.slower.items():
+    for name, tier in config.secondary.items():
         if role == "kv_producer":
             yield name, "kv_role kv_producer stores only"
         elif isinstance(tier, PeerTierConfig) and not set(tier.peers) - {tier.listen}:

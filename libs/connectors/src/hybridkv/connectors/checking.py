@@ -217,7 +217,7 @@ def _silent(config: OffloadConfig, role: object) -> Iterator[SettingProblem]:
             "the object store before the disk",
             "a chunk is loaded from the first tier that has it: list the disk first",
         )
-    if not config.slower and role in ("kv_producer", "kv_consumer"):
+    if not config.secondary and role in ("kv_producer", "kv_consumer"):
         lost = "no engine loads its chunks" if role == "kv_producer" else "it has no chunks to load"
         yield SettingProblem(
             "warning",

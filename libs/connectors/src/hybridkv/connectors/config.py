@@ -192,7 +192,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return tier
 
     @property
-    def slower(self) -> dict[str, SecondaryTierConfig]:
+    def secondary(self) -> dict[str, SecondaryTierConfig]:
         """The secondary tiers by name, in lookup order."""
         return {name_of(tier): tier for tier in self.tiers if isinstance(tier, SecondaryTierConfig)}
 
@@ -322,7 +322,7 @@ def _require_stack(config: OffloadConfig) -> None:
         _require_addresses(config.path_of("peer"), config.peer)
     if config.object is not None:
         _require_fleet(config, config.object)
-    for name, tier in config.slower.items():
+    for name, tier in config.secondary.items():
         _require_timeouts(config, config.path_of(name), tier)
 
 

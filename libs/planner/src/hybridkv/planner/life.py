@@ -86,7 +86,7 @@ def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | E
             return _decide(stage, facts, bounds, 0)
         if facts.is_unanswered and past.tier_since_s is not None and _is_worth_waiting(stage, facts):
             return stage, ASK_AGAIN
-    return stage, Search(limit_tokens, past.near_only)
+    return stage, Search(limit_tokens, past.only_primary)
 
 
 def searched(
@@ -119,7 +119,7 @@ def asked(
         return resume(stage, facts, bounds)
     if not is_news:
         return _decide(stage, facts, bounds, errand.num_shrinks)
-    return stage, Search(errand.limit_tokens, stage.past.near_only, num_shrinks=errand.num_shrinks)
+    return stage, Search(errand.limit_tokens, stage.past.only_primary, num_shrinks=errand.num_shrinks)
 
 
 def is_worth_waiting(num_tokens: int, rest_s: float, wait: LookupWait) -> bool:
@@ -153,8 +153,8 @@ def brought(
     """Takes the outcome of `errand`. `facts` are those of the question."""
     if type(stage) is not Searched:
         return resume(stage, facts, bounds)
-    if outcome is Brought.NEAR:
-        found = replace(stage, is_near=True)
+    if outcome is Brought.IN_PRIMARY:
+        found = replace(stage, is_in_primary=True)
         return _settle(found, found.answer, facts, bounds)
     if stage.past.tier_since_s is None:
         stage = replace(stage, past=replace(stage.past, tier_since_s=errand.since_s))
@@ -168,7 +168,7 @@ def brought(
         stage = Unsearched(past)
         if errand.num_shrinks + 1 < MAX_SHRINKS:
             limit_tokens = _limit(past, facts.num_tokens)
-            return stage, Search(limit_tokens, past.near_only, num_shrinks=errand.num_shrinks + 1)
+            return stage, Search(limit_tokens, past.only_primary, num_shrinks=errand.num_shrinks + 1)
     if facts.now_s - errand.since_s >= bounds.load_s:
         return _without(stage), GO_WITHOUT
     return stage, ASK_AGAIN
@@ -266,7 +266,7 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
     past, answer = found.past, found.answer
     settled = found.settled
     wait = facts.lookup
-    if wait is not None and past.asked_until_s is None and not past.near_only:
+    if wait is not None and past.asked_until_s is None and not past.only_primary:
         known_tokens = _resumes_at(answer if settled is None else settled, found)
         if found.limit_tokens - known_tokens > bounds.boundary_tokens:
             past = replace(past, asked_s=facts.now_s, asked_until_s=facts.now_s + wait.timeout_s)
@@ -279,7 +279,7 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
             return found, ASK_AGAIN
         # Lookups of other requests may still be in flight. This request does not wait for them.
         found, answer = replace(found, answer=settled, settled=None), settled
-    if type(answer) is Hit and facts.has_slower and not found.is_near and not past.near_only:
+    if type(answer) is Hit and facts.has_secondary and not found.is_in_primary and not past.only_primary:
         since_s = facts.now_s if past.tier_since_s is None else past.tier_since_s
         return found, Bring(answer.num_tokens, since_s, facts.now_s - since_s < bounds.load_s, num_shrinks)
     if type(answer) is Pending:
@@ -289,7 +289,7 @@ def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> 
                 found = replace(found, past=replace(past, stores_since_s=since_s))
             return found, ASK_AGAIN
         past = replace(past, waited_in_vain=True)
-        return replace(found, past=past), Search(found.limit_tokens, past.near_only, True, num_shrinks)
+        return replace(found, past=past), Search(found.limit_tokens, past.only_primary, True, num_shrinks)
     return _settle(found, answer, facts, bounds)
 
 
@@ -326,7 +326,7 @@ def _limit(past: Past, num_tokens: int) -> int:
     """Number of tokens to look up."""
     if past.boundary_limit is not None and past.boundary_limit < num_tokens:
         num_tokens = past.boundary_limit
-    if past.room_limit is not None and past.room_limit < num_tokens and not past.near_only:
+    if past.room_limit is not None and past.room_limit < num_tokens and not past.only_primary:
         num_tokens = past.room_limit
     return num_tokens
 
@@ -338,7 +338,7 @@ def limit_tokens(stage: Stage, num_tokens: int) -> int:
 
 def _without(stage: Stage) -> Stage:
     """Secondary tiers timed out: the request uses the primary tier alone from now on."""
-    past = replace(stage.past, near_only=True)
+    past = replace(stage.past, only_primary=True)
     return Unsearched(past) if type(stage) is Searched or type(stage) is Holding else _with_past(stage, past)
 
 

@@ -25,7 +25,7 @@ class Past(msgspec.Struct, frozen=True):
         failed_loads: number of failed loads, ever.
         boundary_limit: a load to this boundary failed for an unknown reason: only shorter loads are offered.
         room_limit: the primary tier has no room for a longer load: only shorter loads are offered.
-        near_only: secondary tiers timed out: the request uses the primary tier alone.
+        only_primary: secondary tiers timed out: the request uses the primary tier alone.
         waited_in_vain: chunks in flight into a tier did not arrive in time.
         stores_since_s: start of the wait for chunks in flight into a tier; None if there is no such wait.
         tier_since_s: start of the wait for secondary tiers; None if there is no such wait.
@@ -39,7 +39,7 @@ class Past(msgspec.Struct, frozen=True):
     failed_loads: int = 0
     boundary_limit: int | None = None
     room_limit: int | None = None
-    near_only: bool = False
+    only_primary: bool = False
     waited_in_vain: bool = False
     stores_since_s: float | None = None
     tier_since_s: float | None = None
@@ -68,7 +68,7 @@ class Searched(msgspec.Struct, frozen=True):
         limit_tokens: so many tokens of the request were looked up.
         computed_tokens: prefix that the engine held.
         answer: result of the search.
-        is_near: the primary tier holds all chunks of the hit.
+        is_in_primary: the primary tier holds all chunks of the hit.
         settled: result if unanswered async lookups count as misses; None if that is `answer`.
     """
 
@@ -77,7 +77,7 @@ class Searched(msgspec.Struct, frozen=True):
     limit_tokens: int
     computed_tokens: int
     answer: Hit | Pending | Miss
-    is_near: bool = False
+    is_in_primary: bool = False
     settled: Hit | Pending | Miss | None = None
 
 
@@ -159,7 +159,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
         computed_tokens: prefix that the engine holds itself.
         generation: changes whenever the answer of a search may have changed. Not read while there is a hold.
         now_s: the time, on any monotonic clock.
-        has_slower: there is a secondary tier, whose chunks are promoted before a load.
+        has_secondary: there is a secondary tier, whose chunks are promoted before a load.
         hold: state of the chunks that the tiers hold for the request; None if they hold none.
         room: blocks as this request sees them; None if no other request holds blocks and no load failed.
         lookup: wait for async lookups; None if no tier accepts one now.
@@ -171,7 +171,7 @@ class Facts(msgspec.Struct, frozen=True, gc=False):
     computed_tokens: int
     generation: int
     now_s: float
-    has_slower: bool = False
+    has_secondary: bool = False
     hold: HoldState | None = None
     room: Room | None = None
     lookup: LookupWait | None = None
@@ -227,13 +227,13 @@ class Search(msgspec.Struct, frozen=True):
 
     Args:
         limit_tokens: look up so many tokens of the request.
-        near_only: look up the primary tier alone. Chunks in flight count as misses.
+        only_primary: look up the primary tier alone. Chunks in flight count as misses.
         is_last: the wait for chunks in flight is over: they count as misses.
         num_shrinks: so often the boundary was lowered for this question.
     """
 
     limit_tokens: int
-    near_only: bool
+    only_primary: bool
     is_last: bool = False
     num_shrinks: int = 0
 
@@ -287,7 +287,7 @@ GO_WITHOUT: Final = Release(is_late=True)
 class Brought(enum.Enum):
     """Outcome of `Bring`."""
 
-    NEAR = enum.auto()
+    IN_PRIMARY = enum.auto()
     """The primary tier has all chunks. None is pinned for the request."""
     READY = enum.auto()
     """The primary tier has all chunks, pinned for the request."""

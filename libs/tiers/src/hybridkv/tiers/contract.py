@@ -204,10 +204,10 @@ class TierIndex(Protocol):
 
     @property
     def has_async_lookups(self) -> bool:
-        """True if the tier needs async lookups: `lookup` may miss keys that `ask` would find."""
+        """True if the tier needs async lookups: `lookup` may miss keys that `start_lookup` would find."""
         ...
 
-    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
+    def start_lookup(self, keys: Iterable[Key], deadline_s: float) -> None:
         """Start an async lookup of keys, with a deadline by the tier's clock.
 
         Separate from `lookup`, which changes nothing. An unknown key is PENDING until it is answered; it is a MISS
@@ -218,7 +218,7 @@ class TierIndex(Protocol):
         ...
 
     @property
-    def heard(self) -> LookupCounts:
+    def lookup_counts(self) -> LookupCounts:
         """Answered and unanswered lookups since the start, to judge the health of the tier.
 
         Reading does not reset it, so there may be several readers.
@@ -353,11 +353,11 @@ class SyncLookups:
         """False: `lookup` knows all keys."""
         return False
 
-    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
+    def start_lookup(self, keys: Iterable[Key], deadline_s: float) -> None:
         """Does nothing."""
 
     @property
-    def heard(self) -> LookupCounts:
+    def lookup_counts(self) -> LookupCounts:
         """No lookups."""
         return NO_LOOKUPS
 

@@ -57,7 +57,7 @@ class StoreCounts(NamedTuple):
 
 
 class ObjectClient(LookupClient, Protocol):
-    """Lookup client of an `ObjectIndex`. The items of `news` are `News`."""
+    """Lookup client of an `ObjectIndex`. The items of `events` are `News`."""
 
     @property
     def namespace(self) -> str | None:
@@ -69,7 +69,7 @@ class ObjectClient(LookupClient, Protocol):
         """False if the store cannot be written: it is full, or the credentials are read-only. Lookups still work."""
         ...
 
-    def ask(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
+    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
         """Start a lookup of keys in prefix order. False if it cannot be sent; then no answer comes."""
         ...
 

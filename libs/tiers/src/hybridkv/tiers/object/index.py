@@ -104,7 +104,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
     # Lookups.
 
     def _send(self, number: int, keys: Sequence[Key], until_s: float) -> bool:
-        return self._client.ask(number, keys, until_s)
+        return self._client.send_lookup(number, keys, until_s)
 
     def _on_event(self, event: News) -> None:
         if isinstance(event, EpochChanged):
@@ -182,7 +182,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         if path.is_asked:
             return True
         path.is_asked = True
-        self.ask(path.keys, now_s + self._check_timeout_s)
+        self.start_lookup(path.keys, now_s + self._check_timeout_s)
         return not self._tracker.is_pending(key) and key not in self._found.by_key
 
     def commit(self, key: Key) -> bool:

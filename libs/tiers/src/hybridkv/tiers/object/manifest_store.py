@@ -164,7 +164,7 @@ class ManifestStore:
         self._epoch_lock = threading.Lock()
         """For `_epoch` and `namespace`, which both threads change."""
         self.takes_objects = False
-        self.news: deque[News] = deque()
+        self.events: deque[News] = deque()
         self._opened: Future[None] = Future()
         self._paths = Paths(MAX_NODES)
         self._reader = ManifestReader(collection.store, collection.seals, options, clock)
@@ -229,7 +229,7 @@ class ManifestStore:
         except FutureTimeoutError:
             logger.warning("the object store is not reached yet: nothing is found or stored there until it is")
 
-    def ask(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
+    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
         if self._is_closed or self.namespace is None:
             return False
         self._post(lambda: self._begin_search(partial(self._search, request, tuple(keys), until_s)))
@@ -404,7 +404,7 @@ class ManifestStore:
         else:
             logger.info("another engine began epoch %d of this cache: earlier chunks are not found any more", epoch)
             self._forget()
-            self.news.append(EpochChanged(self._clock()))
+            self.events.append(EpochChanged(self._clock()))
 
     def _reset(self, epoch: int) -> None:
         """This engine began an epoch."""
@@ -439,7 +439,7 @@ class ManifestStore:
             if not isinstance(error, TimeoutError):
                 self._complain("read", error)
         finally:
-            self.news.append(news or LookupFailed(request, self._clock()))
+            self.events.append(news or LookupFailed(request, self._clock()))
             self._end_search()
 
     async def _found(self, request: int, keys: Sequence[Key]) -> LookupAnswered | None:

@@ -39,7 +39,7 @@ class ConnectionLost(NamedTuple):
 
 
 class PeerClient(LookupClient, Protocol):
-    """Lookup client of a `PeerIndex`. The items of `news` are `Answered` and `ConnectionLost`."""
+    """Lookup client of a `PeerIndex`. The items of `events` are `Answered` and `ConnectionLost`."""
 
     def ready(self) -> Sequence[int]:
         """Peers that can be sent a lookup now."""
@@ -55,7 +55,7 @@ class PeerClient(LookupClient, Protocol):
 
 
 class PeerLookupClient:
-    """`PeerClient` that also answers lookups of peers. The loop's thread appends to `news`; all other calls are made on
+    """`PeerClient` that also answers lookups of peers. The loop's thread appends to `events`; all other calls are on
     the index's thread.
 
     Args:
@@ -76,7 +76,7 @@ class PeerLookupClient:
         options: PeerOptions,
         clock: Callable[[], float],
     ) -> None:
-        self.news: deque[PeerAnswer | ConnectionLost] = deque()
+        self.events: deque[PeerAnswer | ConnectionLost] = deque()
         self.leases = leases
         self._clock = clock
         self._node = PeerNode(loop, NodeIdentity(description), NodeCallbacks(self, self), peers, options.retry_s, clock)
@@ -114,10 +114,10 @@ class PeerLookupClient:
         message = messages.decode(body)
         if not isinstance(message, messages.FindReply):
             raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
-        self.news.append(PeerAnswer(peer, request, messages.slots_of(message), message.lease_s, self._clock()))
+        self.events.append(PeerAnswer(peer, request, messages.slots_of(message), message.lease_s, self._clock()))
 
     def on_lost(self, peer: int) -> None:
-        self.news.append(ConnectionLost(peer, self._clock()))
+        self.events.append(ConnectionLost(peer, self._clock()))
 
     def on_ready(self, peer: int, description: Describe) -> None:
         """Does nothing: `ready` returns this peer from now on."""

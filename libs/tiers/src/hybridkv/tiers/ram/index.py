@@ -74,11 +74,11 @@ class RamIndex(_Ledger):
         """False: `lookup` knows all keys."""
         return False
 
-    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
+    def start_lookup(self, keys: Iterable[Key], deadline_s: float) -> None:
         """Does nothing."""
 
     @property
-    def heard(self) -> LookupCounts:
+    def lookup_counts(self) -> LookupCounts:
         """No lookups."""
         return NO_LOOKUPS
 

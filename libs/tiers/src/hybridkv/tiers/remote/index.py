@@ -39,7 +39,7 @@ class LookupClient(Protocol):
     """Sends lookups and receives answers. No call waits."""
 
     @property
-    def news(self) -> deque[Any]:
+    def events(self) -> deque[Any]:
         """Events in order of arrival, appended by another thread. The index pops from the left."""
         ...
 
@@ -92,7 +92,7 @@ class RemoteIndex(Generic[P]):
     def __init__(self, client: LookupClient, options: RemoteOptions, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._options = options
-        self._news, self._close_client = client.news, client.close
+        self._events, self._close_client = client.events, client.close
         self._tracker = LookupTracker(options.max_asked, options.missing_s, options.given_up_s)
         self._number = 0
         """Number of the last lookup."""
@@ -146,7 +146,7 @@ class RemoteIndex(Generic[P]):
     def has_async_lookups(self) -> bool:
         return True
 
-    def ask(self, keys: Iterable[Key], deadline_s: float) -> None:
+    def start_lookup(self, keys: Iterable[Key], deadline_s: float) -> None:
         self._poll_events()
         if self._known.is_closed:
             return
@@ -165,9 +165,9 @@ class RemoteIndex(Generic[P]):
             self._tracker.not_sent(len(keys))
 
     @property
-    def heard(self) -> LookupCounts:
+    def lookup_counts(self) -> LookupCounts:
         self._poll_events()
-        return self._tracker.heard
+        return self._tracker.lookup_counts
 
     @property
     def answer_s(self) -> float:
@@ -182,7 +182,7 @@ class RemoteIndex(Generic[P]):
 
     def _poll_events(self) -> None:
         """Handle pending events, timeouts and expiries."""
-        news = self._news
+        news = self._events
         while news:
             self._on_event(news.popleft())
         now_s = self._clock()

@@ -55,7 +55,7 @@ class LookupTracker:
         """Next time at which `pass_time` has work."""
         self.changes = 0
         """Number of changes. Part of the index's `generation`."""
-        self.heard = LookupCounts()
+        self.lookup_counts = LookupCounts()
         self.answer_s = FIRST_ANSWER_S
         """Moving average of the time from a lookup to its first answer."""
         self._missing: dict[Key, float] = {}
@@ -214,7 +214,7 @@ class LookupTracker:
             self.answer_s += (max(took_s, 0.0) - self.answer_s) * _NEW_SHARE
         self._count(answer, num_keys)
         is_timed_out = answer is LookupAnswer.TIMED_OUT
-        num_answered, num_timed_out = self.heard
-        self.heard = LookupCounts(
+        num_answered, num_timed_out = self.lookup_counts
+        self.lookup_counts = LookupCounts(
             num_answered + (0 if is_timed_out else num_keys), num_timed_out + (num_keys if is_timed_out else 0)
         )

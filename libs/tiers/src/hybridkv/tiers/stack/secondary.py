@@ -137,14 +137,14 @@ class SecondaryTierState:
             self._check_lookups(self._clock())  # the probe may have been answered before its deadline
         return self.health.allows_lookup(len(self._lookups))
 
-    def ask(self, keys: Sequence[Key], now_s: float) -> None:
+    def start_lookup(self, keys: Sequence[Key], now_s: float) -> None:
         """Send an async lookup. If it cannot be sent, that counts as unanswered."""
         if not keys:
             return
         index, deadline_s = self.index, now_s + self.async_lookup_timeout_s
         try:
-            before = index.heard
-            index.ask(keys, deadline_s)
+            before = index.lookup_counts
+            index.start_lookup(keys, deadline_s)
         except Exception:  # an error of a remote tier must not stop the engine
             self.health.on_lookup_timeout(now_s)
             self._context.wake_at(self.health.next_change_s)
@@ -166,7 +166,7 @@ class SecondaryTierState:
         """
         lookups = self._lookups
         while lookups:
-            (deadline_s, before), counts = lookups[0], self.index.heard
+            (deadline_s, before), counts = lookups[0], self.index.lookup_counts
             if counts.num_answered > before.num_answered:
                 self.health.on_lookup_answered()
             elif now_s < deadline_s:
@@ -215,10 +215,10 @@ class SecondaryTierState:
     def _plan_cascade(self, key: Key, primary: Slot, secondary: Slot) -> None:
         self.plan(Direction.CASCADE, key, primary, secondary)
 
-    def cascade(self, key: Key, extends: Extends, *, is_met: bool) -> None:
+    def cascade(self, key: Key, extends: Extends, *, is_reuse: bool) -> None:
         """Queue a chunk for this tier, if the policy wants it and the tier lacks it."""
         queue = self.queue
-        if queue is not None and (is_met or self.is_eager):
+        if queue is not None and (is_reuse or self.is_eager):
             if queue.is_full and queue.has_new:
                 self.pump()
             dropped = queue.add(key, extends, self._clock())

@@ -53,7 +53,7 @@ class TierStack:
         names = [tier.name for tier in secondary]
         if len(set(names)) != len(names):
             raise TierConfigurationError("secondary", "unique names", names)
-        self.near = primary
+        self.primary = primary
         """Index of the primary tier."""
         self._clock = clock
         self._moves = SharedMoves(num_ranks)
@@ -64,7 +64,7 @@ class TierStack:
         self._cascading = tuple(tier for tier in self._tiers if tier.queue is not None)
         self._eager = tuple(tier for tier in self._cascading if tier.is_eager)
         self._queues = tuple(tier.queue for tier in self._tiers if tier.queue is not None)
-        self.slower: Mapping[str, TierIndex] = {tier.name: tier.index for tier in secondary}
+        self.secondary: Mapping[str, TierIndex] = {tier.name: tier.index for tier in secondary}
         """Indexes of the secondary tiers by name, the nearest first."""
         self._nearest = names[0] if names else ""
         self._by_name = {tier.name: tier for tier in self._tiers}
@@ -102,34 +102,34 @@ class TierStack:
     def lookup(self, key: Key) -> LookupResult:
         """HIT if a usable tier holds the key; MISS while a timed-out promotion of it is in flight."""
         if not self._tiers:
-            return self.near.lookup(key)
+            return self.primary.lookup(key)
         self._check_deadlines()
         return self._view.lookup(key)
 
     def leading(self, keys: Sequence[Key]) -> int:
         """Number of leading keys that are HIT or PENDING."""
         if not self._tiers:
-            return self.near.leading(keys)
+            return self.primary.leading(keys)
         self._check_deadlines()
         return self._view.leading(keys)
 
     def last_held(self, keys: Sequence[Key]) -> int | None:
         """Position of the last key that is HIT or PENDING, None if there is none."""
         if not self._tiers:
-            return self.near.last_held(keys)
+            return self.primary.last_held(keys)
         self._check_deadlines()
         return self._view.last_held(keys)
 
     def any_pending(self, keys: Iterable[Key]) -> bool:
         """True if one of these keys is PENDING."""
         if not self._tiers:
-            return self.near.any_pending(keys)
+            return self.primary.any_pending(keys)
         self._check_deadlines()
         return self._view.any_pending(keys)
 
     @property
     def lookup_wait_s(self) -> float:
-        """Longest time until every key of an `ask` is answered or counts as missing; 0 if no tier accepts lookups."""
+        """Longest time until every key of a `start_lookup` is answered or counts as missing; 0 without such tiers."""
         self._check_deadlines()
         return self._view.lookup_wait_s
 
@@ -143,14 +143,14 @@ class TierStack:
         return {
             tier.name: (tier.async_lookup_timeout_s, tier.index.answer_s, tier.read_s_per_byte)
             for tier in self._tiers
-            if tier.index.has_async_lookups and tier.index.heard.num_answered
+            if tier.index.has_async_lookups and tier.index.lookup_counts.num_answered
         }
 
-    def ask(self, keys: Sequence[Key]) -> None:
+    def start_lookup(self, keys: Sequence[Key]) -> None:
         """Send an async lookup for the keys that no tier holds, to all tiers that accept one. Each tier has its own
         deadline; keys it has not answered by then count as missing."""
         self._check_deadlines()
-        self._view.ask(keys, self._clock())
+        self._view.start_lookup(keys, self._clock())
 
     def is_lookup_pending(self, key: Key) -> bool:
         """True if a key is PENDING only because of async lookups."""
@@ -176,35 +176,35 @@ class TierStack:
     @property
     def primary_only(self) -> TierIndex:
         """Index to look up in place of the stack when the secondary tiers must not be used."""
-        return self.near
+        return self.primary
 
     def lookup_primary(self, key: Key) -> LookupResult:
         """Lookup in the primary tier."""
-        return self.near.lookup(key)
+        return self.primary.lookup(key)
 
     def leading_primary(self, keys: Sequence[Key]) -> int:
         """Number of leading keys that are HIT or PENDING in the primary tier."""
-        return self.near.leading(keys)
+        return self.primary.leading(keys)
 
     def in_primary(self, key: Key) -> bool:
         """True if the primary tier holds the key now."""
-        return self.near.lookup(key) is _HIT
+        return self.primary.lookup(key) is _HIT
 
     def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
         """Pin keys in the primary tier, all or none, and return their slots."""
-        slots = self.near.pin_all(keys)
+        slots = self.primary.pin_all(keys)
         if slots is not None:
             self._prefetches.on_used(keys)
         return slots
 
     def unpin_all(self, keys: Iterable[Key]) -> None:
         """Undo one `pin_all`."""
-        self.near.unpin_all(keys)
+        self.primary.unpin_all(keys)
 
     def withdraw(self, key: Key) -> None:
         """Invalidate a key in the primary tier alone: its bytes are bad there, or replaced. Secondary tiers verify
         their bytes when they are read."""
-        self.near.invalidate(key)
+        self.primary.invalidate(key)
 
     # Leases.
 
@@ -225,11 +225,16 @@ class TierStack:
         if owner in self._leases.by_owner:
             self.release(owner)
         lease = PromotionLease(owner, self._clock() if since_s is None else since_s, source=self._nearest)
-        timed_out_keys, pinned, pin, lookup = self._moves.timed_out_keys, lease.pinned, self.near.pin, self.near.lookup
+        timed_out_keys, pinned, pin, lookup = (
+            self._moves.timed_out_keys,
+            lease.pinned,
+            self.primary.pin,
+            self.primary.lookup,
+        )
         missing: list[Key] = []
         refusal: Refusal | None = None
         rest = keys
-        if timed_out_keys.isdisjoint(keys) and self.near.pin_all(keys) is not None:
+        if timed_out_keys.isdisjoint(keys) and self.primary.pin_all(keys) is not None:
             pinned += keys
             rest = ()
         for key in rest:
@@ -262,7 +267,7 @@ class TierStack:
         names = {source_by_key[key] for key in keys if key in source_by_key}
         return next((name for name in reversed(self._by_name) if name in names), self._nearest)
 
-    def hold(self, owner: str) -> PromotionLease | None:
+    def lease(self, owner: str) -> PromotionLease | None:
         """The lease of this owner in its current state."""
         self._check_deadlines()
         return self._leases.by_owner.get(owner)
@@ -297,7 +302,7 @@ class TierStack:
 
     def _touch_all(self, keys: list[Key]) -> None:
         """`touch` that does not count as a use."""
-        self.near.touch(keys)
+        self.primary.touch(keys)
         for tier in self._tiers:
             tier.index.touch(keys)
 
@@ -306,7 +311,7 @@ class TierStack:
     def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
         """Reserve space in the primary tier."""
         self._pump_new()
-        slot = self.near.reserve(key, num_bytes, extends)
+        slot = self.primary.reserve(key, num_bytes, extends)
         if isinstance(slot, Slot):
             self._prefetches.forget((key,))
         return slot
@@ -314,7 +319,7 @@ class TierStack:
     def reserve_all(self, chunks: Sequence[NewChunk]) -> list[Slot | Refusal]:
         """`reserve` for each chunk."""
         self._pump_new()
-        slots = self.near.reserve_all(chunks)
+        slots = self.primary.reserve_all(chunks)
         stored = [chunk[0] for chunk, slot in zip(chunks, slots, strict=True) if isinstance(slot, Slot)]
         self._prefetches.forget(stored)
         return slots
@@ -325,7 +330,7 @@ class TierStack:
 
     def commit_all(self, chunks: Sequence[tuple[Key, Extends]], primary_only: Collection[Key] = ()) -> list[bool]:
         """`commit` of each key, in order, with the keys that it extends. Keys of `primary_only` do not cascade."""
-        are_stored = self.near.commit_all([key for key, _ in chunks])
+        are_stored = self.primary.commit_all([key for key, _ in chunks])
         if self._tiers:
             for (key, extends), is_stored in zip(chunks, are_stored, strict=True):
                 self._on_committed(key, extends, is_stored, key not in primary_only)
@@ -336,12 +341,12 @@ class TierStack:
             self._leases.on_arrived(key) if is_stored else self._leases.on_lost(key)
         for tier in self._cascading:
             if is_stored and cascades:
-                tier.cascade(key, extends, is_met=False)
+                tier.cascade(key, extends, is_reuse=False)
         self._unpark(key)
 
     def abort(self, key: Key) -> None:
         """Abort a reservation in the primary tier."""
-        self.near.abort(key)
+        self.primary.abort(key)
         self._leases.on_lost(key)
         self._unpark(key)
 
@@ -351,24 +356,24 @@ class TierStack:
         A prefetched key then counts as found, not as used.
         """
         self._prefetches.forget(keys)
-        self.near.touch(keys, extends)
+        self.primary.touch(keys, extends)
         for tier in self._tiers:
             tier.index.touch(keys, extends)
 
     def touch_primary(self, keys: Sequence[Key]) -> None:
         """Make keys that are found or kept, but not read, the most recently used in the primary tier alone."""
         self._prefetches.forget(keys)
-        self.near.touch(keys)
+        self.primary.touch(keys)
 
     def invalidate(self, key: Key, reason: str = UNSPECIFIED) -> None:
         """Invalidate a key in every tier."""
-        self.near.invalidate(key, reason)
+        self.primary.invalidate(key, reason)
         for tier in self._tiers:
             tier.index.invalidate(key, reason)
 
     def clear(self) -> None:
         """Invalidate everything in every tier, and fail every lease. Moves in flight have no effect."""
-        self.near.clear()
+        self.primary.clear()
         for tier in self._tiers:
             tier.index.clear()
         for tier in self._cascading:
@@ -376,19 +381,19 @@ class TierStack:
         self._prefetches.clear()
         self._leases.fail_all()
 
-    def cascade(self, key: Key, extends: Extends = (), *, is_met: bool = True) -> None:
+    def cascade(self, key: Key, extends: Extends = (), *, is_reuse: bool = True) -> None:
         """Queue a chunk of the primary tier for each secondary tier that lacks it, according to its `CascadePolicy`.
 
         Args:
             key: of the chunk.
             extends: keys; it extends the first that a tier holds, and is sent only after the last.
-            is_met: True if the chunk was found by a request that did not store it.
+            is_reuse: True if the chunk was found by a request that did not store it.
 
         Chunks are sent in the order of these calls; call it for a chunk after the one that it extends. They are sent
         before anything else is added to the primary tier, or at `take_moves`.
         """
         for tier in self._cascading:
-            tier.cascade(key, extends, is_met=is_met)
+            tier.cascade(key, extends, is_reuse=is_reuse)
 
     def num_waiting(self, tier: str) -> int:
         """Chunks in the cascade queue of a tier."""
@@ -422,12 +427,12 @@ class TierStack:
         if in_flight is None or in_flight.move.direction is not _PROMOTE:
             return
         key = in_flight.move.key
-        is_present = in_flight.failure is None and self.near.commit(key)
+        is_present = in_flight.failure is None and self.primary.commit(key)
         if is_present:
             self._leases.on_arrived(key)
         else:
             if in_flight.failure is not None:
-                self.near.abort(key)
+                self.primary.abort(key)
             self._leases.on_lost(key)
         self._prefetches.on_ended(key, is_present, self._clock())
         self._unpark(key)
@@ -464,7 +469,7 @@ class TierStack:
             self.release(owner)
         for tier in self._cascading:
             tier.clear()
-        self.near.close()
+        self.primary.close()
         for tier in self._tiers:
             tier.index.close()
 

@@ -107,7 +107,7 @@ class StackView:
 
     @property
     def lookup_wait_s(self) -> float:
-        """Longest time until every key of an `ask` is answered or counts as missing; 0 if no tier accepts lookups."""
+        """Longest time until every key of a `start_lookup` is answered or counts as missing; 0 without such tiers."""
         timeouts = (tier.async_lookup_timeout_s for tier in self._tiers if tier.accepts_lookup())
         return max(timeouts, default=0.0)
 
@@ -118,7 +118,7 @@ class StackView:
         tiers = [tier for tier in tiers if tier.has_open_lookups()] or tiers
         return min(((tier.index.answer_s, tier.read_s_per_byte) for tier in tiers), default=(0.0, 0.0))
 
-    def ask(self, keys: Sequence[Key], now_s: float) -> None:
+    def start_lookup(self, keys: Sequence[Key], now_s: float) -> None:
         """Send an async lookup for the keys that no tier holds to each tier that accepts one. Each tier has its own
         deadline; keys it has not answered by then count as missing."""
         tiers = [tier for tier in self._tiers if tier.accepts_lookup()]
@@ -133,7 +133,7 @@ class StackView:
             if key not in timed_out_keys and (self.lookup(key) is _MISS or self.is_lookup_pending(key))
         ]
         for tier in tiers:
-            tier.ask([key for key in unknown if tier.index.lookup(key) is _MISS], now_s)
+            tier.start_lookup([key for key in unknown if tier.index.lookup(key) is _MISS], now_s)
 
     def is_lookup_pending(self, key: Key) -> bool:
         """True if a key is PENDING only because of async lookups."""

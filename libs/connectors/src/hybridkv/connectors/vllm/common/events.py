@@ -173,7 +173,7 @@ class RouterEvents:
         self._layout, self._groups, self._metrics = layout, groups, metrics
         spec = layout.spec
         self._tiers: list[_Watched] = []
-        for name, index in {RAM: stack.near, **stack.slower}.items():
+        for name, index in {RAM: stack.primary, **stack.secondary}.items():
             if name in MEDIA and isinstance(index, ReportsChanges):
                 index.watch()
                 self._tiers.append(_Watched(index, index, MEDIA[name]))

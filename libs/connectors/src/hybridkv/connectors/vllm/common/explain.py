@@ -204,7 +204,7 @@ def _reason(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> L
         if past.failed_loads:
             return LookupReason.FAILED_LOADS
         return LookupReason.NO_BOUNDARY if past.room_limit is None else LookupReason.TIER_ROOM
-    if past.waited_in_vain or past.near_only:
+    if past.waited_in_vain or past.only_primary:
         return LookupReason.TIMEOUT
     return LookupReason.PREFIX_ENDS if isinstance(answer, Hit) else LookupReason.NOT_STORED
 

@@ -204,14 +204,14 @@ class ConnectorMetrics:
     def tiers(self, stack: TierStack, num_ranks: int) -> None:
         """Current state of the tiers over all ranks, and their activity since the last call."""
         self._tier(RAM, stack.primary_only, num_ranks)
-        if not stack.slower:
+        if not stack.secondary:
             return
         counts = stack.take_counts()
         for result, number in counts.prefetches.items():
             self.prefetch(str(result), number)
         for outcome, num_bytes in counts.prefetch_bytes.items():
             self._counts.add("vllm:hybridkv_prefetch_bytes_total", num_bytes * num_ranks, outcome=str(outcome))
-        for name, index in stack.slower.items():
+        for name, index in stack.secondary.items():
             self._tier(name, index, num_ranks)
             if isinstance(index, DiskIndex):
                 self._disk(index.take_disk_counts())

@@ -106,7 +106,7 @@ class OffloadBuilder:
             inputs.config,
             inputs.layout,
             "HybridOffloadConnector",
-            is_shared=bool(inputs.config.slower),
+            is_shared=bool(inputs.config.secondary),
         )
 
     @property
@@ -168,7 +168,7 @@ class OffloadBuilder:
         return Checkpoints(
             inputs.layout,
             stack,
-            [name for name, tier in config.slower.items() if tier.cascade == "all"],
+            [name for name, tier in config.secondary.items() if tier.cascade == "all"],
             options,
             inputs.prefill_stops or PrefillStops(compat.max_chunk_tokens(inputs.vllm_config)),
             inputs.metrics,

@@ -207,7 +207,7 @@ class Checkpoints:
         self._states = state_groups(layout.spec)
         self._step_tokens = state_step_tokens(layout.spec)
         self._largest: TierIndex = max(
-            (stack.primary_only, *(stack.slower[name] for name in kept_in)), key=lambda tier: tier.capacity_bytes
+            (stack.primary_only, *(stack.secondary[name] for name in kept_in)), key=lambda tier: tier.capacity_bytes
         )
         self._costs = _costs(layout, self._largest, self._states, options.step_tokens)
         self._experience = NO_EXPERIENCE
@@ -327,7 +327,7 @@ class Checkpoints:
         The load has touched it. A second touch would let the prompt's own, deeper state be evicted first.
         """
         asked = tracked.checkpoint_state.asked
-        if self._stack.slower or asked is None or state.num_tokens != asked.resumed_tokens:
+        if self._stack.secondary or asked is None or state.num_tokens != asked.resumed_tokens:
             return False
         return self._stack.in_primary(tracked.keys().key(state.group_index, state.num_tokens))
 

@@ -81,7 +81,7 @@ class HybridOffloadConnector(StoreConnector):
             stores, loads = self._device.copy_engines(config.load)
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, tiers.clock)
             self._worker = OffloadWorker(layout, arena, paths, self._metrics)
-            if config.slower:
+            if config.secondary:
                 self._worker.bind_secondary_tiers(
                     tiers.media(config, compat.rank(vllm_config), arena), tiers.opened_at_once(config)
                 )

@@ -57,7 +57,7 @@ class Keeper:
         """Share of each tier for kept chunks."""
         self._clock = clock
         self._metrics = metrics
-        own = {name: index for name, index in stack.slower.items() if not index.has_async_lookups}
+        own = {name: index for name, index in stack.secondary.items() if not index.has_async_lookups}
         self._tiers = {RAM: stack.primary_only, **own}
         self._kept: dict[bytes, _Kept] = {}
         self._kept_bytes = [0] * len(self._tiers)

@@ -142,7 +142,7 @@ class LoadsInFlight:
     def _plan(self, tracked: TrackedRequest, boundary: int, blocks: KVCacheBlocks) -> tuple[Load, _LoadInFlight]:
         request_id, computed = tracked.request_id, tracked.computed_tokens
         table = tables_of(blocks.blocks)
-        hold = self._stack.hold(request_id)
+        hold = self._stack.lease(request_id)
         source = RAM if hold is None else hold.source
         in_flight = _LoadInFlight(tracked, boundary, [], boundary - computed, 0, source=source)
         try:
@@ -404,7 +404,7 @@ class LoadPlanner:
         self._expected: tuple[float, float] | None = None
         """`TierStack.expected_answer` in this step."""
         self._metrics = metrics
-        self._has_secondary, self._has_async_lookups = bool(stack.slower), stack.has_async_lookups
+        self._has_secondary, self._has_async_lookups = bool(stack.secondary), stack.has_async_lookups
         self._pool: BlockPool | None = None
         self._in_flight = in_flight
         self._num_steps = 0
@@ -449,7 +449,7 @@ class LoadPlanner:
 
     def _facts(self, tracked: TrackedRequest) -> Facts:
         """Current inputs of a decision."""
-        num_tokens, hold = tracked.request.num_tokens, self._stack.hold(tracked.request.request_id)
+        num_tokens, hold = tracked.request.num_tokens, self._stack.lease(tracked.request.request_id)
         generation, held, room = 0, None, None
         if hold is None:
             generation = self._stack.generation
@@ -520,7 +520,7 @@ class LoadPlanner:
         stop = last_boundary(spec, tracked.request.num_tokens) // spec.chunk_tokens
         if first >= stop:
             return False
-        indexes = [index for index in self._stack.slower.values() if index.has_async_lookups]
+        indexes = [index for index in self._stack.secondary.values() if index.has_async_lookups]
         num_held = stop - first
         others: list[Sequence[Key]] = []
         suspects: list[Key] = []
@@ -583,7 +583,7 @@ class LoadPlanner:
 
     def _log_timeout(self, request_id: str) -> None:
         self._metrics.wait_timeout("load")
-        hold = self._stack.hold(request_id)
+        hold = self._stack.lease(request_id)
         why = "no promotion could start in time" if hold is None else f"{hold.source} timed out"
         logger.warning("request %s loads nothing from secondary tiers: %s", request_id, why)
 
@@ -599,9 +599,9 @@ class LoadPlanner:
         return answer
 
     def _longest_hit(self, tracked: TrackedRequest, errand: Search) -> Hit | Pending | Miss:
-        near_only = errand.near_only
-        tiers = self._stack if self._has_secondary and not near_only else self._stack.primary_only
-        lookup = TierLookup(tracked.keys(), tiers, errand.is_last or near_only)
+        only_primary = errand.only_primary
+        tiers = self._stack if self._has_secondary and not only_primary else self._stack.primary_only
+        lookup = TierLookup(tracked.keys(), tiers, errand.is_last or only_primary)
         return longest_hit(self._layout.spec, errand.limit_tokens, tracked.computed_tokens, lookup, lookup)
 
     def _search_without_unanswered(self, tracked: TrackedRequest, errand: Search) -> Hit | Pending | Miss:
@@ -652,13 +652,13 @@ class LoadPlanner:
             ends = range(last, after, -spec.boundary_tokens)
             wanted += [keys.key(group, end) for end in ends for group in spec.stored_groups]
         if wanted:
-            self._stack.ask(wanted)
+            self._stack.start_lookup(wanted)
 
     def _promote(self, tracked: TrackedRequest, errand: Bring) -> Brought:
         keys = tracked.keys()
         needed = [keys.key(*part) for part in needed_parts(self._layout.spec, errand.boundary, tracked.computed_tokens)]
         if all(self._stack.in_primary(key) for key in needed):
-            return Brought.NEAR
+            return Brought.IN_PRIMARY
         if not errand.has_time:
             return Brought.BUSY
         hold = self._stack.acquire(tracked.request_id, needed, errand.since_s)
@@ -715,7 +715,9 @@ class LoadPlanner:
         known = tracked.measured
         if known is not None and known[0] is answer and known[1] == computed:
             return known[2]
-        lookup = TierLookup(tracked.keys(), self._stack.primary_only if tracked.stage.past.near_only else self._stack)
+        lookup = TierLookup(
+            tracked.keys(), self._stack.primary_only if tracked.stage.past.only_primary else self._stack
+        )
         resumed = max(answer.num_tokens, computed) if isinstance(answer, Hit) else computed
         limit = self._limit(tracked)
         loss = measure_loss(self._layout.spec, limit, computed, resumed, lookup, lookup)
@@ -729,7 +731,7 @@ class LoadPlanner:
         """Explains the number of tokens that the request loads."""
         loss = self.loss(tracked)
         assert loss is not None, "the lookup has an answer"
-        hold = self._stack.hold(tracked.request_id)
+        hold = self._stack.lease(tracked.request_id)
         source = RAM if hold is None else hold.source
         had_async_lookup = None
         if self._stack.has_async_lookups and (

@@ -69,7 +69,7 @@ class Prefetcher:
 
     def begin(self, request: Request, most_bytes: int) -> None:
         """Begins the prefetch of a new request. `most_bytes`: see `TierStack.prefetch`."""
-        if not self._stack.slower:
+        if not self._stack.secondary:
             self._metrics.prefetch(PrefetchResult.NOTHING)
         elif len(self._waiting) >= MAX_WAITING:
             self._metrics.prefetch(PrefetchResult.CROWDED)

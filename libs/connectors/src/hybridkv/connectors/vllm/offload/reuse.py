@@ -52,9 +52,9 @@ class ReuseMeter:
         self._states = next(iter(states), None)
 
         def size(groups: list[int] | tuple[int, ...]) -> int:
-            return sum(stack.near.cost(layout.chunk_bytes(index, chunk_tokens)) for index in groups)
+            return sum(stack.primary.cost(layout.chunk_bytes(index, chunk_tokens)) for index in groups)
 
-        self._capacity_bytes = stack.near.capacity_bytes
+        self._capacity_bytes = stack.primary.capacity_bytes
         self._estimator = ReuseEstimator(self._capacity_bytes, size(attention), chunk_tokens, size(states))
         self._admitted: set[str] = set()
         self._is_on = True

@@ -105,7 +105,7 @@ def startup_report(vllm_config: VllmConfig, config: OffloadConfig, layout: Cache
     num_tokens = capacity // chunk_bytes * chunk
     ram = f"ram {format_size(capacity)} holds about {num_tokens} tokens"
     tiers = [TierReport(name_of(config.ram), capacity, num_tokens, ram)]
-    tiers += (_tier_report(name, tier, layout, chunk_bytes) for name, tier in config.slower.items())
+    tiers += (_tier_report(name, tier, layout, chunk_bytes) for name, tier in config.secondary.items())
     transfer = vllm_config.kv_transfer_config
     parts = [
         "groups " + ", ".join(f"{each.index} {each.kind} blocks of {each.block_tokens}" for each in groups),

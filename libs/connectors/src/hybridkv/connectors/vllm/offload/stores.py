@@ -187,7 +187,7 @@ class StorePlanner:
         self._count(plan, [*prefix.parts, *present])
         parts, sizes = self._chunks(plan.runs, request_keys, keys)
         path = self._path(tracked, prefix, [*present, *parts], keys)
-        if path.keys and (prefix.parts or present or self._stack.slower):
+        if path.keys and (prefix.parts or present or self._stack.secondary):
             # Chunks that are stored already were reused, and must not be evicted for the chunks that follow them. The
             # tiers may not know yet which chunk is before which: a load and a restart bring chunks without their order.
             self._stack.touch(path.keys[::-1], [*zip(path.keys[-2::-1], strict=True), ()])
@@ -220,7 +220,7 @@ class StorePlanner:
         """
         num_tokens, tracked.resumed_tokens = tracked.resumed_tokens, 0
         spec = self._layout.spec
-        if not num_tokens or not self._stack.slower or len(spec.full_groups) == len(spec.stored_groups):
+        if not num_tokens or not self._stack.secondary or len(spec.full_groups) == len(spec.stored_groups):
             return {}
         lookup = TierLookup(tracked.keys(), self._stack.primary_only, pending_is_miss=True)
         hit = longest_hit(spec, num_tokens + max(1, spec.lookahead_tokens), 0, lookup, lookup)
@@ -385,7 +385,7 @@ class StorePlanner:
         queue are not queued twice.
         """
         spec, stack = self._layout.spec, self._stack
-        if not stack.slower or stack.in_all_secondaries(list(path.keys.values())):
+        if not stack.secondary or stack.in_all_secondaries(list(path.keys.values())):
             return
         order = path_order(spec, path.keys)
         keys = [path.keys[part] for part in order]
@@ -393,7 +393,7 @@ class StorePlanner:
             if not stack.missing_in_secondary(key):
                 continue
             if stack.in_primary(key):
-                stack.cascade(key, extends, is_met=False)
+                stack.cascade(key, extends, is_reuse=False)
             elif spec.groups[part[0]].kind is GroupKind.FULL and part[1] % spec.chunk_tokens == 0:
                 return
 

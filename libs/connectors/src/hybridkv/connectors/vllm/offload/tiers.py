@@ -57,14 +57,14 @@ class Setting:
         layout: the engine's groups.
         fingerprint: identity of the stored content.
         burst_bytes: limit for bytes that arrive at one time, over all ranks.
-        near: index of the primary tier, for tiers that report its keys to others.
+        primary: index of the primary tier, for tiers that report its keys to others.
         load_timeout_s: timeout of a load from the tier.
     """
 
     layout: CacheLayout
     fingerprint: Fingerprint
     burst_bytes: int = 0
-    near: RamIndex | None = None
+    primary: RamIndex | None = None
     load_timeout_s: float = 30.0
 
 
@@ -128,7 +128,7 @@ def require_host(config: OffloadConfig) -> None:
         ConfigurationError: it lacks one.
     """
     _require_memory(config.ram.capacity)
-    for name, tier in config.slower.items():
+    for name, tier in config.secondary.items():
         try:
             match tier:
                 case DiskTierConfig():
@@ -160,36 +160,36 @@ def build_stack(config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerp
         ConfigurationError: a tier cannot be opened.
     """
     try:
-        near = RamIndex(sizes.rank_bytes, sizes.granule_bytes, sizes.smallest_bytes)
+        primary = RamIndex(sizes.rank_bytes, sizes.granule_bytes, sizes.smallest_bytes)
     except TierConfigurationError as error:
         raise _of_tier(config, "ram", error) from error
     logger.info(
         "HybridOffloadConnector: host memory: index of %d records takes up to %.1f MiB",
-        near.max_keys,
-        near.most_index_bytes / 2**20,
+        primary.max_keys,
+        primary.most_index_bytes / 2**20,
     )
-    slower = slower_tiers(config, layout, fingerprint, near)
-    return TierStack(near, slower, layout.world_size, clock)
+    secondary = secondary_tiers(config, layout, fingerprint, primary)
+    return TierStack(primary, secondary, layout.world_size, clock)
 
 
-def slower_tiers(
-    config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint, near: RamIndex
+def secondary_tiers(
+    config: OffloadConfig, layout: CacheLayout, fingerprint: Fingerprint, primary: RamIndex
 ) -> list[SecondaryTier]:
-    """The tiers below host memory. `near` is the index of host memory.
+    """The tiers below host memory. `primary` is the index of host memory.
 
     Raises:
         ConfigurationError: a tier cannot be opened.
     """
-    slower = []
-    for name, tier in config.slower.items():
+    secondary = []
+    for name, tier in config.secondary.items():
         options = SecondaryTierOptions(
             cascades=CascadePolicy(tier.cascade),
             load_timeout_s=config.load_timeout_of(tier),
             async_lookup_timeout_s=config.ask_timeout_of(tier),
         )
-        burst_bytes = int(options.cascading_share * near.capacity_bytes) * layout.world_size
+        burst_bytes = int(options.cascading_share * primary.capacity_bytes) * layout.world_size
         try:
-            index = open_index(tier, Setting(layout, fingerprint, burst_bytes, near, options.load_timeout_s))
+            index = open_index(tier, Setting(layout, fingerprint, burst_bytes, primary, options.load_timeout_s))
         except TierConfigurationError as error:
             raise _of_tier(config, name, error) from error
         if tier.ask_timeout_seconds is not None and not index.has_async_lookups:
@@ -200,8 +200,8 @@ def slower_tiers(
                 f"one of type {name}, which answers at once",
                 "leave it out",
             )
-        slower.append(SecondaryTier(name, index, options))
-    return slower
+        secondary.append(SecondaryTier(name, index, options))
+    return secondary
 
 
 def _of_tier(config: OffloadConfig, name: str, error: TierConfigurationError) -> ConfigurationError:
@@ -220,8 +220,8 @@ def open_index(tier: SecondaryTierConfig, setting: Setting) -> TierIndex:
         case DiskTierConfig():
             return disk_index(tier, setting)
         case PeerTierConfig():
-            assert setting.near is not None
-            return peer_index(tier, setting.near, setting.fingerprint, setting.load_timeout_s, clock)
+            assert setting.primary is not None
+            return peer_index(tier, setting.primary, setting.fingerprint, setting.load_timeout_s, clock)
         case ObjectTierConfig():
             return object_index(tier, setting.layout, setting.fingerprint, setting.load_timeout_s, clock)
     raise AssertionError(f"no index for {type(tier).__name__}")
@@ -268,7 +268,7 @@ def require_own_directory(config: OffloadConfig, vllm_config: VllmConfig) -> Non
 
 def opened_at_once(config: OffloadConfig) -> frozenset[str]:
     """Tiers with a medium that a worker opens at its start, because other engines read from it."""
-    return frozenset(config.slower) & {"peer"}
+    return frozenset(config.secondary) & {"peer"}
 
 
 def media(config: OffloadConfig, rank: int, arena: SealedMemory) -> dict[str, Callable[[bytes], TierMedium]]:
@@ -279,7 +279,7 @@ def media(config: OffloadConfig, rank: int, arena: SealedMemory) -> dict[str, Ca
         worker = WorkerPart(rank, arena, config.load_timeout_of(tier))
         return lambda namespace: open_medium(tier, namespace, worker)
 
-    return {name: opener(tier) for name, tier in config.slower.items()}
+    return {name: opener(tier) for name, tier in config.secondary.items()}
 
 
 def disk_index(config: DiskTierConfig, setting: Setting) -> DiskIndex:
