@@ -15,6 +15,7 @@ import patience
 import pytest
 from object_depots import depot_at, manifests, packs, patient
 from object_engines import CHUNK_BYTES, Engine, chunks_of, last_is_named, path_of
+from obstore.store import MemoryStore
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import TierConfigurationError
@@ -236,6 +237,34 @@ def test_a_prefix_that_is_used_once_in_half_of_the_life_keeps_its_packs(
 
     asyncio.run(lives())
     assert store.now_s > 3 * TO_LIVE_S
+
+
+def test_a_manifest_that_another_engine_replaces_is_not_written_over() -> None:
+    """Its packs were looked at for minutes since it was read."""
+    store: Any = MemoryStore()
+    store.put("m", b"old")
+    store.put("pack/0", b"chunks")
+    reads: list[bytes] = []
+
+    async def read(prefix: bytes, name: str) -> tuple[list[ManifestNode], bytes]:
+        data = bytes(store.get(name).bytes())
+        reads.append(data)
+        store.put(name, b"new")
+        return [ManifestNode(b"p", [ManifestPart(b"t", "pack", 0, 1)])], data
+
+    async def clock_ahead() -> float:
+        return TO_LIVE_S
+
+    kept = keep_alive.KeepAlive(
+        store, "c", 1, keep_alive.RenewalPace(TO_LIVE_S, 1e9), read, clock_ahead, time.monotonic
+    )
+    kept.found(b"p", "m")
+    kept.use([b"p"])
+    asyncio.run(kept.renew_waiting())
+    assert reads[0] == b"old" and bytes(store.get("m").bytes()) == b"new"
+    assert kept.counts == (1, 0, 0), "the pack alone"
+    kept.use([b"p"])
+    assert kept.has_waiting, "the packs of the new one are checked at the next use"
 
 
 def test_no_chunk_is_offered_for_longer_than_a_quarter_of_the_life(tmp_path: Path, engines: list[Engine]) -> None:

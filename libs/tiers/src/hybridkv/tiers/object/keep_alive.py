@@ -210,16 +210,25 @@ class KeepAlive:
             oldest_s = min(oldest_s, await self._renew_pack(pack, from_age_s))
         manifest.has_unchecked_packs = False
         if is_old:
-            await self._renew_manifest(name, data)
+            if not await self._renew_manifest(prefix, name, data):
+                manifest.has_unchecked_packs = True
+                return self._clock()
             written_s = self._clock()
         return min(written_s, oldest_s) + self._half_s
 
-    async def _renew_manifest(self, name: str, data: bytes) -> None:
+    async def _renew_manifest(self, prefix: bytes, name: str, data: bytes) -> bool:
+        """Write a manifest again. False if another engine replaced it since these bytes were read: the packs may have
+        taken minutes."""
         if isinstance(self._store, DirectoryStore):
             await self._renew(name)
-        else:
-            await self._limited(lambda: self._store.put_async(name, data, use_multipart=False))
-            self.num_renewed += 1
+            return True
+        found = await self._limited(lambda: self._read(prefix, name))
+        if found is None or found[1] != data:
+            return False
+        self._next_request_s += self._interval_s  # the put does not wait, but counts
+        await self._store.put_async(name, data, use_multipart=False)
+        self.num_renewed += 1
+        return True
 
     async def _renew_pack(self, pack: str, from_age_s: float) -> float:
         """Renew the objects of a pack that are so old. Returns the earliest last write, by this host's clock."""
