@@ -31,7 +31,7 @@ def require_nixl() -> None:
 
 
 def _missing(got: str) -> PeersConfigurationError:
-    return PeersConfigurationError("nixl", "NIXL, installed", got, "pip install 'hybridkv-peers[nixl]'")
+    return PeersConfigurationError("nixl", "NIXL, installed", got, "pip install nixl")
 
 
 def load_nixl() -> Any:

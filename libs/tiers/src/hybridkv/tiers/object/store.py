@@ -52,7 +52,7 @@ def open_object_store(url: str, settings: dict[str, str], options: ObjectOptions
         from obstore.store import from_url
     except ImportError as error:
         raise TierConfigurationError(
-            "url", "obstore, which cannot be imported", str(error), "pip install 'hybridkv-tiers[object]'"
+            "url", "obstore, which cannot be imported", str(error), "pip install obstore"
         ) from error
     if is_directory(url):
         directory = DirectoryStore(path_of(url), may_be_shared=has_secret)
