@@ -33,11 +33,11 @@ class Client:
     """A store that answers when the test says so."""
 
     def __init__(self) -> None:
-        self.news: deque[News] = deque()
+        self.events: deque[News] = deque()
         self.namespace, self.takes_objects = "cache", True
         self.asked: list[tuple[int, Sequence[Key]]] = []
 
-    def ask(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
+    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
         self.asked.append((request, keys))
         return True
 
@@ -82,7 +82,7 @@ class Bench:
     def answer(self, number: int, keys: Sequence[Key]) -> None:
         """The store has all of these keys."""
         places: Mapping[Key, PackPlace] = {key: PackPlace("pack", 100 * at, 64) for at, key in enumerate(keys)}
-        self.client.news.append(LookupAnswered(number, places, self.now_s))
+        self.client.events.append(LookupAnswered(number, places, self.now_s))
 
     def step(self, seconds: float) -> None:
         self.now_s += seconds
@@ -112,7 +112,7 @@ def test_a_request_that_was_looked_up_ahead_is_searched_and_looked_up_once(monke
     bench.planner.look_up_ahead(queued)
     bench.step(0.001)
     with monkeypatch.context() as patch:
-        patch.setattr(bench.stack, "ask", lambda keys: pytest.fail("the lookups are in flight"))
+        patch.setattr(bench.stack, "start_lookup", lambda keys: pytest.fail("the lookups are in flight"))
         assert bench.planner.matched_tokens(queued, 0) is None
     assert bench.num_searches == 2, "with unanswered lookups, and without"
 
@@ -202,3 +202,27 @@ def test_the_break_even_is_logged_when_the_store_has_answered(
         bench.step(1.0)
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("break-even of object: requests wait for hits of 1 tokens or more"), "a token takes 0.1 s"
+
+
+def test_after_three_requests_nobody_waits_for_a_store_that_answers_after_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Bench(monkeypatch)
+    late: deque[tuple[float, int, Sequence[Key]]] = deque()
+    waits: list[float] = []
+    for number in range(20):
+        request = bench.request(str(number))
+        bench.planner.look_up_ahead(request)
+        began_s = bench.now_s
+        while bench.planner.matched_tokens(request, 0) is None:
+            late.extend((bench.now_s + 5.0, *asked) for asked in bench.client.asked)
+            bench.client.asked.clear()
+            while late and late[0][0] <= bench.now_s:
+                _, at, keys = late.popleft()
+                bench.answer(at, keys)
+            bench.step(0.005)
+        waits.append(bench.now_s - began_s)
+        bench.planner.on_request_finished(request.request_id)
+        bench.step(0.5)
+    assert waits[0] > 0.5, "the first waits for its deadline"
+    assert sum(waits[3:]) / len(waits[3:]) < 0.02, waits
