@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import patience
 import pytest
 from object_depots import depot_at, manifests, packs, patient
@@ -27,7 +28,8 @@ from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.object import ObjectOptions, StoreLocation, open_index
 from hybridkv.tiers.object.directory_store import DirectoryStore
 from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart, encode_manifest
-from hybridkv.tiers.object.format.seals import Seals
+from hybridkv.tiers.object.format.seals import SEAL_BYTES, Seals
+from hybridkv.tiers.object.inspection import ObjectVerifier
 from hybridkv.tiers.object.names import ObjectKind, parse_name
 from hybridkv.tiers.object.store import clock_ahead_s
 from hybridkv.tiers.object.sweeping import (
@@ -360,6 +362,21 @@ def test_a_manifest_that_lists_a_name_that_no_store_takes_keeps_unlisted_packs()
     store.put(f"{owner}/p/{'ef' * 16}-1/0", b"x")
     report = Sweep(store, SweepRules(is_dry=False), time.time() + 2 * HOUR_S).run()
     assert report.num_deleted == 0 and not report.is_complete
+
+
+@pytest.mark.parametrize("body", [[2, "other", {}], [2, 1, [], [], [], [], []], [9]])
+def test_a_manifest_of_another_version_and_its_packs_stay(depot: Path, body: list[object]) -> None:
+    """An engine of that version reads it."""
+    stored(depot, b"a", 3 * HOUR_S)
+    for path in manifests(depot):
+        path.write_bytes(bytes(SEAL_BYTES) + msgspec.msgpack.encode(body))
+        age(path, 3 * HOUR_S)
+    before = [*manifests(depot), *packs(depot)]
+    report = sweep(depot)
+    assert report.num_deleted == 0 and not report.is_complete
+    assert [*manifests(depot), *packs(depot)] == before
+    verified = ObjectVerifier(DirectoryStore(str(depot), True), Seals(b"")).run()
+    assert verified.num_damaged == 0 and verified.num_unread == len(manifests(depot))
 
 
 @pytest.mark.parametrize("rules", [{}, {"unused_s": 2.9 * HOUR_S}])

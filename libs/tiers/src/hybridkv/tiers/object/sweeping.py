@@ -323,6 +323,7 @@ class Sweep:
         """Packs that a manifest lists. None if no engine can read it; it is read twice.
 
         Raises:
+            ManifestVersionError: it has another version.
             Exception: (obstore or the system) it cannot be read now.
         """
         for _ in range(2):

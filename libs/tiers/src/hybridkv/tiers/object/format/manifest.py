@@ -72,6 +72,17 @@ class _ManifestBody(msgspec.Struct, array_like=True, forbid_unknown_fields=True,
     """Numbers of all parts, concatenated."""
 
 
+class _AnyVersion(msgspec.Struct, array_like=True, gc=False):
+    """Beginning of a manifest of any version."""
+
+    version: int
+
+
+class ManifestVersionError(Exception):
+    """A manifest of another version. Engines of that version read it."""
+
+
+_any_version_decoder = msgspec.msgpack.Decoder(_AnyVersion)
 _decoder = msgspec.msgpack.Decoder(_ManifestBody)
 _encoder = msgspec.msgpack.Encoder()
 
@@ -132,9 +143,16 @@ def decode_manifest(seals: Seals, name: str, world_size: int, data: bytes) -> li
 
 
 def packs_of(data: bytes) -> list[str] | None:
-    """Packs that a manifest lists, without a check of its seal. None if it cannot be decoded."""
+    """Packs that a manifest lists, without a check of its seal. None if it cannot be decoded.
+
+    Raises:
+        ManifestVersionError: it has another version.
+    """
+    body = memoryview(data)[SEAL_BYTES:]
     try:
-        found = _decoder.decode(memoryview(data)[SEAL_BYTES:])
+        version = _any_version_decoder.decode(body).version
+        if version != VERSION:
+            raise ManifestVersionError(f"version {version}, expected {VERSION}")
+        return _decoder.decode(body).packs
     except (msgspec.DecodeError, RecursionError):
         return None
-    return found.packs if found.version == VERSION else None
