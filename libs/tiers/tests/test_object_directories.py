@@ -23,6 +23,7 @@ from hybridkv.tiers import TierConfigurationError
 from hybridkv.tiers.object import open_index
 from hybridkv.tiers.object.directory_store import DirectoryStore
 from hybridkv.tiers.object.directory_store import path_of as directory_of
+from hybridkv.tiers.object.store import open_object_store
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 SECRET = b"a secret of sixteen or more"
@@ -353,3 +354,10 @@ def test_a_read_that_never_ends_does_not_keep_its_process_alive(tmp_path: Path, 
     finally:
         process.kill()
         process.wait()
+
+
+@pytest.mark.parametrize("url", ["FILE:///tmp/x", "File:///tmp/x", " file:///tmp/x", "fi\tle:///tmp/x", "S3://b/x"])
+def test_a_scheme_that_is_not_in_lower_case_is_refused(url: str) -> None:
+    """obstore would open the directory without the checks of this tier."""
+    with pytest.raises(TierConfigurationError, match="lower case"):
+        open_object_store(url, {}, patient(), has_secret=False)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 _RETRIES = 1
+_SCHEME = re.compile(r"[a-z][a-z0-9]*:")
 _STATUS = " - Server returned non-2xx status code: "
 _REQUEST = "Error performing "
 _CODE = re.compile(r"<Code>([^<]{1,100})")
@@ -54,6 +55,8 @@ def open_object_store(url: str, settings: dict[str, str], options: ObjectOptions
         raise TierConfigurationError(
             "url", "obstore, which cannot be imported", str(error), "pip install obstore"
         ) from error
+    if _SCHEME.match(url) is None:  # obstore ignores case and white space, and would open a directory unchecked
+        raise TierConfigurationError("url", "a scheme in lower case, such as s3:// or file://", repr(url))
     if is_directory(url):
         directory = DirectoryStore(path_of(url), may_be_shared=has_secret)
         directory.check()
