@@ -168,3 +168,11 @@ def test_a_store_that_cannot_be_opened_is_an_error(command: str, place: str, exp
 def test_a_server_that_is_not_there_is_an_error() -> None:
     result = run("inspect", "s3://bucket/prefix", "--endpoint", "http://127.0.0.1:9", "--region", "r")
     assert result.exit_code == 2 and "a store that can be used" in result.stderr, result.output
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify", "gc"])
+@pytest.mark.parametrize("place", ["s3://user:hunter2@bucket/prefix", "file://user:hunter2@host/directory"])
+def test_a_url_with_credentials_is_refused_and_not_printed(command: str, place: str) -> None:
+    result = run(command, place)
+    assert result.exit_code == 2 and "a URL without credentials" in result.stderr
+    assert "hunter2" not in result.output

@@ -35,8 +35,11 @@ def location_of(url: str, options: Mapping[str, str | None]) -> StoreLocation:
         options: "endpoint", "region", "credentials_file" and "secret_file" of the tier.
 
     Raises:
-        ReportError: a file cannot be used.
+        ReportError: a file cannot be used, or the URL has credentials.
     """
+    if "@" in url.partition("://")[2].partition("/")[0]:  # not quoted: it may be a secret
+        hint = "put them into --credentials-file, or the environment"
+        raise ReportError(SettingProblem("error", "url", "a URL without credentials", "one with @", hint))
     settings: dict[str, str] = {}
     credentials, secret_file = options.get("credentials_file"), options.get("secret_file")
     if credentials is not None:
