@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import patience
 import pytest
 
@@ -291,6 +292,29 @@ def test_what_is_stored_later_for_the_same_prefixes_is_found(tmp_path: Path, eng
     engines[:] = [Engine(depot_at(tmp_path))]
     assert engines[0].hear([*keys, *windows]) == [HIT] * 24
     assert engines[0].load([*keys, *windows]) == [chunks[key] for key in (*keys, *windows)]
+
+
+def test_a_manifest_of_another_version_is_not_written_over(tmp_path: Path, engines: list[Engine]) -> None:
+    engines.append(Engine(depot_at(tmp_path), options=patient(missing_s=0.01)))
+    keys = path_of(1)
+    client: Any = engines[0].index._client
+    name = manifest_name(client.namespace, prefix_of(keys[0]))
+    body = msgspec.msgpack.encode([2, "of another version"])
+    sealed = Seals(b"").of(name.encode(), body) + body
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_bytes(sealed)
+    judged = client._is_worse
+    ends: list[bool] = []
+
+    async def judge(*arguments: Any) -> bool:
+        ends.append(await judged(*arguments))
+        return ends[-1]
+
+    client._is_worse = judge
+    engines[0].store(keys, chunks_of(keys))
+    patience.wait_until(lambda: bool(ends), "the existing manifest is read")
+    engines.pop().close()
+    assert (tmp_path / name).read_bytes() == sealed
 
 
 async def fails(*arguments: object, **more: object) -> None:

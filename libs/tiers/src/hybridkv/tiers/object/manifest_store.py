@@ -34,6 +34,7 @@ from hybridkv.tiers.object.format.manifest import (
     ManifestPart,
     decode_manifest,
     encode_manifest,
+    is_of_another_version,
 )
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.keep_alive import KeepAlive, RenewalCounts, RenewalPace
@@ -602,11 +603,11 @@ class ManifestStore:
 
     async def _is_worse(self, prefix: bytes, name: str, path: list[ManifestNode], own: dict[Key, str]) -> bool:
         """Whether this path should replace the existing manifest: that one is invalid, or lists no chunk that this path
-        lacks, and either a bad place or fewer chunks."""
+        lacks, and either a bad place or fewer chunks. One of another version is kept."""
         body = await self._reader.read(name, is_again=True)
         standing = None if body is None else self._decoded(name, prefix, body)
         if standing is None:
-            return True
+            return body is None or not is_of_another_version(body.data or b"")
         listed = {(node.prefix, part.tag) for node in path for part in node.parts}
         standing_listed = {(node.prefix, part.tag) for node in standing for part in node.parts}
         if any(self._is_bad(part) for node in standing for part in node.parts):

@@ -142,6 +142,15 @@ def decode_manifest(seals: Seals, name: str, world_size: int, data: bytes) -> li
     return path
 
 
+def is_of_another_version(data: bytes) -> bool:
+    """Whether a manifest has another version, so that other engines may read it."""
+    try:
+        packs_of(data)
+    except ManifestVersionError:
+        return True
+    return False
+
+
 def packs_of(data: bytes) -> list[str] | None:
     """Packs that a manifest lists, without a check of its seal. None if it cannot be decoded.
 
