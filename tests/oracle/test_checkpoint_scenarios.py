@@ -191,7 +191,7 @@ def flip(engine: OracleEngine, random: Random) -> None:
     """Damages one chunk of the tier now and then, while nothing is being copied."""
     worker = engine.worker_connector._worker  # type: ignore[union-attr]
     sealed = sorted(worker._arena._seals)
-    if sealed and not worker._copies._open and random.random() < 0.1:
+    if sealed and not worker._copies._open and random.random() < 0.7:
         worker._arena._buffer[random.choice(sealed)] ^= 1 << random.randrange(8)
 
 

@@ -47,6 +47,12 @@ def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
     assert list(dead_links(page, PAGES, tree().paths)) == []
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_has_no_mark_of_a_merge(page: str) -> None:
+    marks = [line for line in PAGES[page].splitlines() if line.startswith(("<<<<<<<", ">>>>>>>", "======="))]
+    assert marks == []
+
+
 def test_no_foreign_name_is_listed_in_vain() -> None:
     text = "\n".join(PAGES.values())
     assert [name for name in sorted(FOREIGN) if name not in text] == [], "no page has it any more: delete the entry"
