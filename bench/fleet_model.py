@@ -330,7 +330,7 @@ class SimulatedEngine:
         present = set(met)
         wanted = [key for key, _ in prompt.chunks(0, end) if key not in present]
         if wanted:
-            index.ask(wanted, self._clock() + 0.25)
+            index.start_lookup(wanted, self._clock() + 0.25)
 
         def anywhere(key: Key) -> bool:
             return key in present or index.lookup(key) is HIT

@@ -82,7 +82,7 @@ class RealEngine(SimulatedEngine):
     def begin(self, prompt: Prompt) -> tuple[int, list[bytes]]:
         end = (prompt.num_tokens - 1) // SETTINGS.chunk_tokens
         wanted = [key for key, _ in prompt.chunks(0, end) if not self.ram.leading([key])]
-        self.index.ask(wanted, time.monotonic() + TIMEOUT_S)
+        self.index.start_lookup(wanted, time.monotonic() + TIMEOUT_S)
         wait_until(lambda: not self.index.any_pending(wanted))
         return super().begin(prompt)
 
