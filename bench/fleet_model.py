@@ -150,11 +150,11 @@ class SimulatedClient:
 
     def __init__(self, store: SimulatedStore, options: ObjectOptions, clock: Callable[[], float]) -> None:
         self._store, self._options, self._clock = store, options, clock
-        self.news: deque[News] = deque()
+        self.events: deque[News] = deque()
         self._paths = Paths(MAX_NODES)
         self._unpublished: dict[bytes, None] = {}
 
-    def ask(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
+    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
         self._store.counts.num_lookups += 1
         prefixes = list(dict.fromkeys(map(prefix_of, keys)))
 
@@ -177,7 +177,7 @@ class SimulatedClient:
                 for part in parts:
                     if (key := part.tag + prefix) in wanted:
                         places[key] = PackPlace(part.pack, part.offset, part.num_bytes, source)
-        self.news.append(LookupAnswered(request, places, self._clock()))
+        self.events.append(LookupAnswered(request, places, self._clock()))
         return True
 
     def publish(self, stored: Sequence[Stored]) -> None:
