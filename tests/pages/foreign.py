@@ -8,6 +8,7 @@ from __future__ import annotations
 
 _BY_OWNER: dict[str, tuple[str, ...]] = {
     "vLLM": (
+        "--kv-cache-memory-bytes",
         "--max-num-batched-tokens",
         "--prefix-cache-retention-interval",
         "--prefix-caching-hash-algo",
