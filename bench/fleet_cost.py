@@ -115,11 +115,17 @@ def cost_of(counts: FleetCounts, kept_bytes: int, options: argparse.Namespace) -
 def row_of(
     name: str, settings: FleetSettings, num: int, store: SimulatedStore, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Result of one run. Figures "per_million" are of prompt tokens."""
+    """Result of one run.
+
+    `per_million` and `dollars` are of prompt tokens; `dollars_per_restored_million` of tokens that the store restored
+    and host memory would not have. `engines_for_one_prefix` reach what S3 documents for one prefix of a bucket.
+    """
     counts, kept_bytes = store.counts, store.kept_bytes
     millions = counts.total_tokens / 1e6
     fleet_millions_per_s = settings.num_engines * settings.tokens_per_s / 1e6
     hottest = max(counts.gets_of.values(), default=0)
+    dollars = cost_of(counts, kept_bytes, options)
+    gain = (counts.hit_tokens - counts.ram_tokens) / counts.total_tokens
     return {
         "trace": name,
         "engines": settings.num_engines,
@@ -138,7 +144,8 @@ def row_of(
             "GB down": round(counts.bytes_down / 1e9 / millions, 3),
             "GB kept": round(kept_bytes / 1e9 / millions, 3),
         },
-        "dollars": {part: round(dollars, 5) for part, dollars in cost_of(counts, kept_bytes, options).items()},
+        "dollars": {part: round(price, 5) for part, price in dollars.items()},
+        "dollars_per_restored_million": round(sum(dollars.values()) / gain, 3) if gain else None,
         "duplicate_share": round(counts.num_duplicates / max(1, counts.num_chunks), 4),
         "hottest_share_of_gets": round(hottest / max(1, counts.gets), 4),
         "fleet_per_s": {
@@ -188,11 +195,14 @@ def run_burst(options: argparse.Namespace) -> list[dict[str, Any]]:
             store = run_fleet(requests, settings, CHUNK_TOKENS)
             row = row_of("burst", settings, len(requests), store, options)
             counts = store.counts
-            row["hottest_gets"] = [(name[-44:], number) for name, number in counts.gets_of.most_common(3)]
-            row["totals"] = dict(counts.requests) | {"duplicates": counts.num_duplicates, "chunks": counts.num_chunks}
+            row["totals"] = dict(counts.requests) | {
+                "duplicates": counts.num_duplicates,
+                "chunks": counts.num_chunks,
+                "GET of the hottest object": max(counts.gets_of.values(), default=0),
+            }
             rows.append(row)
             show(row, time.perf_counter() - began_s)
-            print("   ", row["totals"], row["hottest_gets"], flush=True)
+            print("   ", row["totals"], flush=True)
     return rows
 
 
@@ -257,7 +267,7 @@ def main() -> None:
     if options.burst:
         rows += run_burst(options)
     if options.json:
-        given = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+        given = {name: value for name, value in vars(options).items() if not isinstance(value, Path)}
         options.json.write_text(json.dumps({"options": given, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
