@@ -11,7 +11,7 @@ import heapq
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -83,7 +83,7 @@ class FleetCounts:
     """Requests to the store, bytes and tokens of one run."""
 
     requests: Counter[str] = field(default_factory=Counter)
-    """By kind: pack PUT, manifest PUT, replaced PUT, range GET, lookup GET (found or not), conflict GET."""
+    """By kind: "PUT pack", "PUT manifest", "PUT replaced", "GET range", "GET lookup" (found or not), "GET conflict"."""
     gets_of: Counter[str] = field(default_factory=Counter)
     """GET requests by object name without the rank."""
     num_lookups: int = 0
@@ -468,8 +468,3 @@ def run_fleet(
 
 def _step(work: Callable[..., None], *arguments: object) -> Callable[[], None]:
     return lambda: work(*arguments)
-
-
-def requests_per_million(counts: FleetCounts) -> Mapping[str, float]:
-    """Requests of each kind in a million prompt tokens."""
-    return {kind: 1e6 * number / counts.total_tokens for kind, number in sorted(counts.requests.items())}
