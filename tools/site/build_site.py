@@ -24,7 +24,7 @@ API = {
     "canonical": ("",),
     "connectors": ("config", "checking", "errors", "vllm", "vllm.multi.config"),
     "hashing": ("",),
-    "lmcache": ("block_ids", "geometry", "keys", "page", "pool"),
+    "lmcache": ("geometry", "keys", "page", "pool"),
     "metrics": ("",),
     "peers": ("cells", "comparison", "description", "digests", "pairing", "errors", "tables"),
     "planner": ("",),
