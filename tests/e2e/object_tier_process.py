@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--tier", type=json.loads, required=True)
     chosen = parser.parse_args(arguments)
     # A server that is slow today is no reason for another answer.
-    tier = {"type": "object", "ask_timeout_seconds": patience.seconds(6.0), "cascade": "all", **chosen.tier}
+    tier = {"type": "object", "lookup_timeout_seconds": patience.seconds(6.0), "cascade": "all", **chosen.tier}
     config = {
         "kv_connector": "HybridOffloadConnector",
         "kv_role": "kv_both",

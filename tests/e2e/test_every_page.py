@@ -45,7 +45,7 @@ def kv_transfer_config(tmp_path_factory: pytest.TempPathFactory, load: str) -> d
             "url": f"file://{fleet}",
             "secret_file": str(secret),
             "cascade": "all",
-            "ask_timeout_seconds": patience.seconds(6.0),
+            "lookup_timeout_seconds": patience.seconds(6.0),
         },
     ]
     # Any tier is worth its wait, so that every source is read on a fast machine and a slow one.

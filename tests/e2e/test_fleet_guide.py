@@ -63,7 +63,7 @@ def seaweedfs(directory: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]
         options = server.settings()
         tier = {"type": "object", "url": f"s3://{BUCKET}/guide", **{n: options.pop(n) for n in ("endpoint", "region")}}
         # A server that is slow today is no reason for another result.
-        tier["ask_timeout_seconds"] = min(patience.seconds(6.0), LOAD_TIMEOUT_S)
+        tier["lookup_timeout_seconds"] = min(patience.seconds(6.0), LOAD_TIMEOUT_S)
         yield tier, {f"AWS_{name.upper()}": value for name, value in options.items()}
 
 
@@ -84,8 +84,8 @@ def test_a_second_engine_restores_what_its_own_host_memory_would(kind: str, stor
             return one_life(fleet_process.main, kind, directory, *arguments, environment=environment)
 
         first, second = live("first"), live("second")
-    num_asked = len(fleet_process.LENGTHS) + 1
-    by_store, by_memory = second.cached[:num_asked], second.cached[num_asked:]
+    num_lookups = len(fleet_process.LENGTHS) + 1
+    by_store, by_memory = second.cached[:num_lookups], second.cached[num_lookups:]
     *alike, system = zip(by_store, by_memory, strict=True)
     for restored, own in alike:
         assert restored >= own - CHUNK_TOKENS > 0, (second.cached, first.log, second.log)

@@ -63,22 +63,22 @@ class Played:
         self.engine = OracleEngine(
             mix, EngineSettings(num_blocks=600, max_step_tokens=step_tokens, connector=connector, **settings)
         )
-        self.num_asked = 0
+        self.num_lookups = 0
 
     def ask(self, tokens: list[int], num_outputs: int = 2, *, keep_cache: bool = False) -> int:
         """Tokens that were restored, of a request whose engine holds nothing of it unless it keeps its cache."""
         if not keep_cache:
             self.engine.reset_prefix_cache()
         before = self.engine.restored_tokens
-        self.engine.submit(f"request-{self.num_asked}", tokens, num_outputs)
-        self.num_asked += 1
+        self.engine.submit(f"request-{self.num_lookups}", tokens, num_outputs)
+        self.num_lookups += 1
         self.engine.drain()
         self.engine.check_idle()
         return self.engine.restored_tokens - before
 
     def outputs(self) -> list[int]:
         """What the last request was answered."""
-        return self.engine.outputs(f"request-{self.num_asked - 1}")
+        return self.engine.outputs(f"request-{self.num_lookups - 1}")
 
 
 @pytest.mark.parametrize("plans_ahead", [False, True], ids=["in_step", "ahead"])

@@ -51,23 +51,23 @@ class Asked:
     def __init__(self, mix: Mix, connector: Connector, heard: Heard) -> None:
         settings = EngineSettings(num_blocks=400, max_step_tokens=512, retention_tokens=0, connector=connector)
         self.engine, self.heard = OracleEngine(mix, settings), heard
-        self.num_asked = 0
+        self.num_lookups = 0
 
     def ask(self, tokens: list[int], params: object = None, num_outputs: int = 2) -> int:
         """Tokens that were restored."""
         self.engine.reset_prefix_cache()
         before = self.engine.restored_tokens
-        self.engine.submit(f"request-{self.num_asked}", tokens, num_outputs, transfer_params=params)
-        self.num_asked += 1
+        self.engine.submit(f"request-{self.num_lookups}", tokens, num_outputs, transfer_params=params)
+        self.num_lookups += 1
         self.engine.drain()
         self.engine.check_idle()
         return self.engine.restored_tokens - before
 
     def name(self, tokens: list[int], params: object) -> None:
         """A request that is aborted before anything is done for it."""
-        self.engine.submit(f"request-{self.num_asked}", tokens, 2, transfer_params=params)
-        self.engine.abort(f"request-{self.num_asked}")
-        self.num_asked += 1
+        self.engine.submit(f"request-{self.num_lookups}", tokens, 2, transfer_params=params)
+        self.engine.abort(f"request-{self.num_lookups}")
+        self.num_lookups += 1
         self.engine.drain()
         self.engine.check_idle()
 
@@ -210,4 +210,4 @@ def test_whatever_is_prefetched_of_whatever_comes_no_byte_is_wrong(
 
     check()
     assert tally.with_restored > tally.scenarios // 20, tally
-    assert brought["brought"] > 0, brought
+    assert brought["promoted"] > 0, brought

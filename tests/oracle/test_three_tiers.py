@@ -151,10 +151,10 @@ def test_a_short_prompt_pays_for_no_round_trip(world: World, tmp_path: Path) -> 
     with elsewhere(GPT_OSS, world, tmp_path) as engine:
         engine.submit("short", PROMPT[:30], 2)
         engine.drain()
-        assert world.store.num_asked > 0 and world.longest_wait_s == 0.0
+        assert world.store.num_lookups > 0 and world.longest_wait_s == 0.0
         engine.submit("long", PROMPT, 2)
         engine.drain()
-        assert world.store.num_asked > 0
+        assert world.store.num_lookups > 0
 
 
 def test_a_store_that_never_answers_is_waited_for_until_its_deadline(world: World, tmp_path: Path) -> None:
@@ -256,5 +256,5 @@ def ask_again(engine: OracleEngine) -> None:
 def wait_for_answers(world: World, directory: Path) -> float:
     with elsewhere(GPT_OSS, world, directory) as engine:
         ask_again(engine)
-        assert world.store.num_asked > 0 and engine.restored_tokens == 0
+        assert world.store.num_lookups > 0 and engine.restored_tokens == 0
     return world.longest_wait_s

@@ -123,7 +123,7 @@ def test_the_search_finds_a_key_of_the_configuration(address: str, page: Page) -
     page.open(address)
     page.value("document.querySelector('[data-md-toggle=search]').click()")
     page.value(
-        "(field => { field.focus(); field.value = 'ask_timeout_seconds'; field.dispatchEvent(new Event('keyup')) })"
+        "(field => { field.focus(); field.value = 'lookup_timeout_seconds'; field.dispatchEvent(new Event('keyup')) })"
         "(document.querySelector('.md-search__input'))"
     )
     found = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"

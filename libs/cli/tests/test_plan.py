@@ -45,7 +45,7 @@ def report(**fields: object) -> PlanReport:
         "ranks": 1,
         "startup": STARTUP,
         "bytes_per_token": planning._bytes_per_token(STARTUP),
-        "never_asked": {},
+        "unused_tiers": {},
         "warnings": [],
         "kv_transfer_config": planning.transfer_of(None),
     }
@@ -144,6 +144,6 @@ def test_warnings_are_shown_and_change_the_exit_status(monkeypatch: pytest.Monke
 )
 def test_tiers_that_are_never_asked(tiers: list[object], role: str, expected: dict[str, str]) -> None:
     config = decode_config({"tiers": tiers, "weights_digest": "model-1"})
-    found = dict(planning._never_asked(config, role))
+    found = dict(planning._unused_tiers(config, role))
     assert found.keys() == expected.keys()
     assert all(words in found[name] for name, words in expected.items())

@@ -61,13 +61,13 @@ class PlayedServer:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self.asked: list[Asked] = []
-        self.num_asked = 0
+        self.num_lookups = 0
         self.locked: dict[str, PrefixHit] = {}
 
     def lookup(self, prefix: Prefix) -> LookupHandle:
-        self.num_asked += 1
+        self.num_lookups += 1
         lookup = LookupHandle(self._clock() + TIMEOUT_S, self.release)
-        self.asked.append(Asked(prefix, f"session {self.num_asked}", lookup))
+        self.asked.append(Asked(prefix, f"session {self.num_lookups}", lookup))
         return lookup
 
     def release(self, found: PrefixHit) -> None:

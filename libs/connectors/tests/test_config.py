@@ -109,15 +109,15 @@ def test_anything_else_is_no_size(value: object) -> None:
             "leave it out",
         ),
         (
-            {"tiers": [RAM, DISK | {"ask_timeout_seconds": 0}]},
-            "tiers[1].ask_timeout_seconds",
+            {"tiers": [RAM, DISK | {"lookup_timeout_seconds": 0}]},
+            "tiers[1].lookup_timeout_seconds",
             "above 0",
             "0",
             "leave it out",
         ),
         (
-            {"tiers": [RAM, DISK | {"load_timeout_seconds": 2, "ask_timeout_seconds": 3}]},
-            "tiers[1].ask_timeout_seconds",
+            {"tiers": [RAM, DISK | {"load_timeout_seconds": 2, "lookup_timeout_seconds": 3}]},
+            "tiers[1].lookup_timeout_seconds",
             "at most the 2 of kv_connector_extra_config.tiers[1].load_timeout_seconds",
             "3",
             "leave it out",
@@ -127,7 +127,7 @@ def test_anything_else_is_no_size(value: object) -> None:
         ({"tiers": [RAM, DISK | {"direct": "yes"}]}, "tiers[1].direct", '"auto"', "'yes'", "configuration.md"),
         ({"tiers": [RAM, DISK | {"capacity": 0}]}, "tiers[1].capacity", "positive", "0", "512MiB"),
         ({"tiers": [RAM], "load_timeout_seconds": 0}, "load_timeout_seconds", "above 0", "0", "30"),
-        ({"tiers": [RAM], "lookup_timeout_seconds": -1}, "lookup_timeout_seconds", "above 0", "-1", "30"),
+        ({"tiers": [RAM], "pending_timeout_seconds": -1}, "pending_timeout_seconds", "above 0", "-1", "30"),
         ({"tiers": [RAM], "keep_share": 1.5}, "keep_share", "from 0 to 1", "1.5", "0.25"),
         ({"tiers": [RAM], "keep_share": "half"}, "keep_share", "float", "'half'", "configuration.md"),
         ({"tiers": [RAM], "compute_tokens_per_second": 0}, "compute_tokens_per_second", "above 0", "0", "measure"),
@@ -168,14 +168,14 @@ def test_a_mistake_is_reported_with_path_expected_got_and_hint(
         ({}, 20.0, 1.0),
         ({"load_timeout_seconds": 0.5}, 0.5, 0.5),
         ({"load_timeout_seconds": 5}, 5.0, 1.0),
-        ({"ask_timeout_seconds": 0.25}, 20.0, 0.25),
-        ({"load_timeout_seconds": 5, "ask_timeout_seconds": 5}, 5.0, 5.0),
+        ({"lookup_timeout_seconds": 0.25}, 20.0, 0.25),
+        ({"load_timeout_seconds": 5, "lookup_timeout_seconds": 5}, 5.0, 5.0),
     ],
 )
 def test_a_slower_tier_has_deadlines_of_its_own(keys: dict, load_s: float, lookup_wait_s: float) -> None:
     config = decode_config({"tiers": [RAM, DISK | keys], "load_timeout_seconds": 20})
     [tier] = config.secondary.values()
-    assert (config.load_timeout_of(tier), config.ask_timeout_of(tier)) == (load_s, lookup_wait_s)
+    assert (config.load_timeout_of(tier), config.lookup_timeout_of(tier)) == (load_s, lookup_wait_s)
 
 
 @pytest.mark.parametrize(("num_bytes", "text"), [(10, "10 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB")])
@@ -187,7 +187,7 @@ def test_an_object_store_is_given_what_is_used_again_and_has_less_time_to_answer
     config = decode_config({"tiers": [RAM, OBJECT], "weights_digest": "v1"})
     tier = config.object
     assert tier is not None
-    assert (tier.cascade, config.ask_timeout_of(tier), tier.pack) == ("reused", 0.25, 16 << 20)
+    assert (tier.cascade, config.lookup_timeout_of(tier), tier.pack) == ("reused", 0.25, 16 << 20)
     config = decode_config({"tiers": [RAM, {**OBJECT, "cascade": "all", "pack": "4MiB"}], "weights_digest": "full"})
     assert config.object is not None
     assert (config.object.cascade, config.object.pack) == ("all", 4 << 20)

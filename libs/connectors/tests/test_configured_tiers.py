@@ -120,7 +120,7 @@ def test_host_memory_alone_is_a_stack(world: World) -> None:
     stack.close()
 
 
-@pytest.mark.parametrize(("keys", "lookup_wait_s"), [({}, 1.0), ({"ask_timeout_seconds": 0.25}, 0.25)])
+@pytest.mark.parametrize(("keys", "lookup_wait_s"), [({}, 1.0), ({"lookup_timeout_seconds": 0.25}, 0.25)])
 def test_an_asked_key_is_a_miss_when_the_time_of_its_tier_is_over(
     keys: dict[str, float], lookup_wait_s: float, world: World, tmp_path: Path
 ) -> None:
@@ -159,12 +159,12 @@ def test_a_tier_that_is_only_read_is_given_nothing(world: World, tmp_path: Path)
 
 
 def test_a_time_to_answer_in_is_refused_where_a_tier_answers_at_once(world: World, tmp_path: Path) -> None:
-    keys = {"type": "disk", "path": str(tmp_path / "store"), "capacity": "64MiB", "ask_timeout_seconds": 0.5}
+    keys = {"type": "disk", "path": str(tmp_path / "store"), "capacity": "64MiB", "lookup_timeout_seconds": 0.5}
     config = decode_config({"tiers": [{"type": "ram", "capacity": "1MiB"}, keys]})
     with pytest.raises(ConfigurationError) as caught:
         tiers.build_stack(config, LAYOUT, LAYOUT.fingerprint({"model": "m"}), SIZES)
     error = caught.value
-    assert error.path == "kv_connector_extra_config.tiers[1].ask_timeout_seconds"
+    assert error.path == "kv_connector_extra_config.tiers[1].lookup_timeout_seconds"
     assert "answers late" in error.expected and "disk" in str(error.got) and error.hint == "leave it out"
     stack = world.stack(disk(tmp_path))  # and gave its directory back
     stack.close()

@@ -96,7 +96,7 @@ def test_every_reason_has_its_series_and_every_series_its_reason() -> None:
         for label in CATALOGUE.named("vllm:hybridkv_lookups_total").labels
         if isinstance(label, Label) and label.name == "reason"
     )
-    assert set(declared) == {str(reason) for reason in LookupReason} | {"being_stored", "asked"}
+    assert set(declared) == {str(reason) for reason in LookupReason} | {"being_stored", "async_lookup"}
 
 
 def test_a_record_is_one_line_of_json_and_silent_above_debug(

@@ -55,7 +55,7 @@ def is_clean(engine: PlayedEngine) -> bool:
 def test_a_request_waits_for_the_answer_and_loads_what_was_found(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
-    assert engine.server.num_asked == 1
+    assert engine.server.num_lookups == 1
     assert engine.half.matched_tokens(request, BLOCK) is None
     engine.server.answer(2)
     assert engine.half.matched_tokens(request, BLOCK) == engine.half.matched_tokens(request, BLOCK) == 2 * CHUNK - BLOCK
@@ -70,7 +70,7 @@ def test_a_request_waits_for_the_answer_and_loads_what_was_found(engine: PlayedE
     assert engine.server.locked and engine.half.has_work_in_flight()
     engine.tell(loaded=["r"])
     assert not engine.server.locked
-    assert engine.server.num_asked == 1
+    assert engine.server.num_lookups == 1
     end(engine, request)
     assert is_clean(engine)
 
@@ -283,7 +283,7 @@ def test_a_new_request_inherits_nothing_from_one_of_its_name(engine: PlayedEngin
     engine.step(finished=["r"])
     assert engine.half.matched_tokens(new, 0) is None
     assert engine.server.asked[-1].num_chunks == 3
-    assert engine.server.num_asked == 2, "the end of the old one is not that of the new one"
+    assert engine.server.num_lookups == 2, "the end of the old one is not that of the new one"
     engine.server.answer(3, which=-1)
     assert engine.half.matched_tokens(new, 0) == 3 * CHUNK
 
@@ -315,7 +315,7 @@ def test_what_was_found_under_another_adapter_is_given_back(
     monkeypatch.setattr(engine.half._requests, "identify", identify)
     assert engine.half.matched_tokens(request, 0) == (None if is_known else 0)
     assert not engine.server.locked
-    assert engine.server.num_asked == 1 + is_known
+    assert engine.server.num_lookups == 1 + is_known
     assert tracked is engine.half.track(request)
 
 
@@ -327,7 +327,7 @@ def test_other_tokens_are_asked_about_anew(engine: PlayedEngine) -> None:
     request._all_token_ids[:] = other._all_token_ids
     request.block_hashes[:] = other.block_hashes
     assert engine.half.matched_tokens(request, 0) is None
-    assert not engine.server.locked and engine.server.num_asked == 2
+    assert not engine.server.locked and engine.server.num_lookups == 2
     engine.server.answer(2)
     assert engine.half.matched_tokens(request, 0) == 2 * CHUNK
 
@@ -358,11 +358,11 @@ def test_a_prefix_over_which_a_load_failed_is_offered_to_nobody_else_for_a_while
     engine.tell(failures={"first": [LoadFailure("checksum", "bad", planned.digests[2])]})
     first.status = first.status.FINISHED_ERROR
     engine.step(finished=["first"])
-    num_asked = engine.server.num_asked
+    num_lookups = engine.server.num_lookups
     assert engine.half.matched_tokens(waiting, 0) == 0, "it was found before"
     late = new_request("late", (*PROMPT, *PROMPT))
     assert engine.half.matched_tokens(late, 0) == 0
-    assert engine.server.num_asked == num_asked and not engine.server.locked
+    assert engine.server.num_lookups == num_lookups and not engine.server.locked
     other = new_request("other", tuple(reversed(PROMPT)))
     engine.half.track(other)
     engine.server.answer(3)

@@ -159,9 +159,9 @@ MISTAKES: Final[list[Mistake]] = [
     ("resets unknown", offload(None, RAM, {**OBJECT, "resets": "all"}), "error", f"{TOP}.tiers[1].resets"),
     (
         "lookup longer than the load",
-        offload(None, RAM, {**OBJECT, "ask_timeout_seconds": 99}),
+        offload(None, RAM, {**OBJECT, "lookup_timeout_seconds": 99}),
         "error",
-        f"{TOP}.tiers[1].ask_timeout_seconds",
+        f"{TOP}.tiers[1].lookup_timeout_seconds",
     ),
     (
         "object store with sampled digests",

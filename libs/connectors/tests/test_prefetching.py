@@ -89,7 +89,7 @@ def test_a_prefix_that_only_the_disk_holds_comes_into_host_memory_if_it_is_asked
         if is_asked:
             it.prefetch("a")
         assert it.in_primary("a") == (8 if is_asked else 0)
-        assert it.outcomes() == ({"brought": 1} if is_asked else {})
+        assert it.outcomes() == ({"promoted": 1} if is_asked else {})
 
 
 def test_of_states_only_the_last_one_comes(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Bench:
         self.now_s = 0.0
         self.client = Client()
         self.layout = make_layout([FULL, STATE])
-        options = ObjectOptions(believed_s=BELIEVED_S, max_asked=1 << 20)
+        options = ObjectOptions(found_s=BELIEVED_S, max_open_keys=1 << 20)
         self.index = ObjectIndex(cast(Any, self.client), options, lambda: self.now_s)
         tier = SecondaryTier("object", self.index, SecondaryTierOptions(async_lookup_timeout_s=1.0))
         self.stack = TierStack(RamIndex(1 << 26, 4096), [tier], 1, lambda: self.now_s)

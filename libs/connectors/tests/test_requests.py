@@ -161,11 +161,11 @@ def test_lookups_are_sent_when_a_request_enters_the_engines_queue(kv_role: Role,
     request = new_request()
     request.kv_transfer_params = {"hybridkv_hints": hints}
     scheduler.track(request)
-    num_sent = world.num_asked
+    num_sent = world.num_lookups
     assert num_sent == (2 if is_sent else 0), "chunks of 8 tokens, of 20"
     scheduler.track(request)
     scheduler.matched_tokens(request, 0)
-    assert world.num_asked == num_sent, "they are open"
+    assert world.num_lookups == num_sent, "they are open"
 
 
 def first_key(tracked: TrackedRequest) -> bytes:

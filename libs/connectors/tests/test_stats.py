@@ -55,7 +55,7 @@ def used_stack() -> TierStack:
 def everything() -> ConnectorMetrics:
     metrics = ConnectorMetrics()
     metrics.pending()
-    metrics.pending(is_asked=True)
+    metrics.pending(is_async=True)
     metrics.lookup(explanation("hit", LookupReason.COMPLETE, num_tokens=40, offered_tokens=32, source="ram"))
     metrics.lookup(explanation("hit", LookupReason.PREFIX_ENDS, junction="resumed"))
     metrics.lookup(
@@ -118,7 +118,7 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
         'vllm:hybridkv_lookups_total{engine="0",reason="complete",result="hit"} 1.0',
         'vllm:hybridkv_lookups_total{engine="0",reason="group_limits",result="miss"} 1.0',
         'vllm:hybridkv_lookups_total{engine="0",reason="being_stored",result="pending"} 1.0',
-        'vllm:hybridkv_lookups_total{engine="0",reason="asked",result="pending"} 1.0',
+        'vllm:hybridkv_lookups_total{engine="0",reason="async_lookup",result="pending"} 1.0',
         'vllm:hybridkv_lookup_tokens_total{engine="0",source="ram"} 32.0',
         'vllm:hybridkv_lookup_tokens_total{engine="0",source="compute"} 8.0',
         'vllm:hybridkv_limited_lookups_total{engine="0",limiting_kind="recurrent"} 1.0',
@@ -148,9 +148,9 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
         'vllm:hybridkv_misled_requests_total{cause="copied_copy",engine="0"} 1.0',
         'vllm:hybridkv_hints_total{engine="0",hint="invalid"} 1.0',
         'vllm:hybridkv_keeps_total{engine="0",outcome="refused",tier="disk"} 1.0',
-        'vllm:hybridkv_prefetches_total{engine="0",outcome="brought"} 1.0',
+        'vllm:hybridkv_prefetches_total{engine="0",outcome="promoted"} 1.0',
         'vllm:hybridkv_prefetches_total{engine="0",outcome="crowded"} 1.0',
-        'vllm:hybridkv_prefetch_bytes_total{engine="0",outcome="brought"} 8192.0',
+        'vllm:hybridkv_prefetch_bytes_total{engine="0",outcome="promoted"} 8192.0',
         'vllm:hybridkv_kept_bytes{engine="0",tier="ram"} 4096.0',
         'vllm:hybridkv_tier_capacity_bytes{engine="0",tier="ram"} 16384.0',
         'vllm:hybridkv_tier_capacity_bytes{engine="0",tier="disk"} 4.194304e+06',
@@ -220,7 +220,7 @@ def test_what_a_tier_was_asked_for_is_counted_by_tier_and_answer() -> None:
     stack.close()
     assert stats is not None
     text = exposed(stats)
-    assert set(re.findall(r'vllm:hybridkv_asked_total{engine="0",outcome="(\w+)",tier="(\w+)"} 1.0', text)) >= {
+    assert set(re.findall(r'vllm:hybridkv_async_lookups_total{engine="0",outcome="(\w+)",tier="(\w+)"} 1.0', text)) >= {
         ("held", "peer"),
         ("missing", "peer"),
     }

@@ -113,7 +113,7 @@ def test_a_call_that_was_answered_takes_up_nothing_until_its_deadline(server: Sc
     try:
         for _ in range(20):
             assert _ping(channel, 3600.0) == CallAnswer(True)
-        assert not channel._asked and not channel._timers
+        assert not channel._open_calls and not channel._timers
         server.script = silent
         ended = _ping(channel, QUICK_S)
         assert isinstance(ended, CallFailure) and ended.trouble is Trouble.TIMEOUT, "a deadline before all that were"
@@ -227,12 +227,12 @@ def test_a_server_is_looked_at_between_errands(server: ScriptedServer) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         is_posted, num_looks = threading.Event(), list[int]()
 
-        def errand(ready: Ready) -> None:
+        def task(ready: Ready) -> None:
             assert is_posted.wait(TIMEOUT_S)
             num_looks.append(server.calls.count("ping"))
 
         for _ in range(3):
-            rig.connection.post(errand)
+            rig.connection.post(task)
         is_posted.set()
         assert eventually(lambda: len(num_looks) == 3)
         assert num_looks[0] < num_looks[1] < num_looks[2]

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from hybridkv.planner import Hit, Miss, Pending, Room, life
 from hybridkv.planner.stages import (
-    Ask,
-    AskAgain,
+    StartLookups,
+    RetryLater,
     Bounds,
-    Bring,
-    Brought,
+    Promote,
+    Promoted,
     Compute,
-    Errand,
+    Action,
     Facts,
     HoldState,
     LookupWait,
@@ -25,7 +25,7 @@ from hybridkv.planner.stages import (
     Stage,
 )
 
-MAX_ERRANDS = 64
+MAX_ACTIONS = 64
 """Of one question; more would be a circle."""
 
 
@@ -71,28 +71,28 @@ class World:
         self.asked |= self.elsewhere
         self.generation += 1
 
-    def acquire(self, boundary: int, computed: int) -> Brought:
+    def acquire(self, boundary: int, computed: int) -> Promoted:
         """The tiers hold all up to a boundary, or say why not."""
         self.hold = None
         if self.is_busy:
-            return Brought.BUSY
+            return Promoted.BUSY
         if boundary - computed > self.fitting_tokens:
-            return Brought.NO_ROOM
+            return Promoted.NO_ROOM
         self.hold = HoldState.READY if self.comes_at_once else HoldState.WAITING
-        return Brought.READY if self.comes_at_once else Brought.HELD
+        return Promoted.READY if self.comes_at_once else Promoted.HELD
 
 
 def ask(stage: Stage, world: World, bounds: Bounds, num_tokens: int, computed: int = 0) -> tuple[Stage, Reply]:
-    """One question of the engine, with every errand run."""
+    """One question of the engine, with every action run."""
     facts = facts_of(world, num_tokens, computed)
     stage, step = life.resume(stage, facts, bounds)
-    for _ in range(MAX_ERRANDS):
-        if isinstance(step, Offer | AskAgain | Compute):
+    for _ in range(MAX_ACTIONS):
+        if isinstance(step, Offer | RetryLater | Compute):
             if isinstance(step, Compute):
                 world.hold = None
             return stage, step
         stage, facts, step = run(stage, world, bounds, facts, step)
-    raise AssertionError(f"errands go round in a circle: {stage}, {step}")
+    raise AssertionError(f"actions go round in a circle: {stage}, {step}")
 
 
 def facts_of(world: World, num_tokens: int, computed: int) -> Facts:
@@ -101,28 +101,28 @@ def facts_of(world: World, num_tokens: int, computed: int) -> Facts:
 
 
 def run(
-    stage: Stage, world: World, bounds: Bounds, facts: Facts, errand: Errand
-) -> tuple[Stage, Facts, Reply | Errand]:
-    """Runs one errand."""
-    if isinstance(errand, Search):
-        if errand.is_last:
+    stage: Stage, world: World, bounds: Bounds, facts: Facts, action: Action
+) -> tuple[Stage, Facts, Reply | Action]:
+    """Runs one action."""
+    if isinstance(action, Search):
+        if action.is_last:
             world.counts.append("stores were waited for in vain")
-        answer = world.search(facts.computed_tokens, errand.limit_tokens, errand.only_primary, errand.is_last)
-        settled = world.search(facts.computed_tokens, errand.limit_tokens, errand.only_primary, errand.is_last, True)
-        stage, step = life.searched(stage, facts, bounds, errand, answer, settled)
-    elif isinstance(errand, Ask):
+        answer = world.search(facts.computed_tokens, action.limit_tokens, action.only_primary, action.is_last)
+        settled = world.search(facts.computed_tokens, action.limit_tokens, action.only_primary, action.is_last, True)
+        stage, step = life.searched(stage, facts, bounds, action, answer, settled)
+    elif isinstance(action, StartLookups):
         world.ask()
         facts = facts_of(world, facts.num_tokens, facts.computed_tokens)
-        stage, step = life.asked(stage, facts, bounds, errand)
-    elif isinstance(errand, Bring):
-        if errand.boundary in world.near:
-            outcome = Brought.IN_PRIMARY
+        stage, step = life.lookups_started(stage, facts, bounds, action)
+    elif isinstance(action, Promote):
+        if action.boundary in world.near:
+            outcome = Promoted.IN_PRIMARY
         else:
-            outcome = world.acquire(errand.boundary, facts.computed_tokens) if errand.has_time else Brought.BUSY
-        stage, step = life.brought(stage, facts, bounds, errand, outcome)
+            outcome = world.acquire(action.boundary, facts.computed_tokens) if action.has_time else Promoted.BUSY
+        stage, step = life.promoted(stage, facts, bounds, action, outcome)
     else:
         world.hold = None
-        if errand.is_late:
+        if action.is_late:
             world.counts.append("the slow tier was waited for in vain")
         facts = facts_of(world, facts.num_tokens, facts.computed_tokens)
         stage, step = life.resume(stage, facts, bounds)

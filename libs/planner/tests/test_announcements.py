@@ -192,7 +192,9 @@ class AnnouncerMachine(RuleBasedStateMachine):
         self.world.forget()
         assert self.subscriber.told == self.world.should_be_told()
         told = [(each.tier, each.group_index, each.payload) for each in self.announcer.announced()]
-        assert set(told) == self.subscriber.told and len(told) == len(self.subscriber.told) == self.announcer.num_told
+        assert (
+            set(told) == self.subscriber.told and len(told) == len(self.subscriber.told) == self.announcer.num_announced
+        )
         assert self.announcer.num_chunks == len(self.world.known)
         assert all(self.announcer.knows(name.encode()) == (name in self.world.known) for name in NAMES)
         places = [(name, place) for name in self.world.known for place in self._places()]
@@ -262,7 +264,7 @@ def test_attention_that_no_state_reaches_is_not_announced() -> None:
     assert stored == {(FULL, "0"), (FULL, "00"), (STATE, "00"), (WINDOW, "0"), (WINDOW, "00")}
     assert not removed
     # Two windows and the chunk behind the state.
-    assert (told.announcer.num_held, told.announcer.num_told) == (7, 5)
+    assert (told.announcer.num_held, told.announcer.num_announced) == (7, 5)
 
 
 def test_one_set_of_attention_blocks_cannot_be_exact_for_two_prompts_that_part() -> None:

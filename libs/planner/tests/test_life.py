@@ -7,14 +7,14 @@ from life_world import World, ask
 
 from hybridkv.planner import Hit, Miss, Pending, Room, life
 from hybridkv.planner.stages import (
-    ASK_AGAIN,
+    RETRY_LATER,
     COMPUTE,
     GO_WITHOUT,
     NEW,
     RELEASE,
     Bounds,
-    Bring,
-    Brought,
+    Promote,
+    Promoted,
     Facts,
     GivenUp,
     Holding,
@@ -52,9 +52,9 @@ def test_every_question_has_an_answer_that_changes_nothing_when_it_is_asked_agai
 
 
 @stages
-@pytest.mark.parametrize("outcome", list(Brought))
-def test_what_was_brought_for_a_stage_that_is_over_is_a_question_like_another(stage: Stage, outcome: Brought) -> None:
-    after = life.brought(stage, FACTS, BOUNDS, Bring(64, 50.0, has_time=True), outcome)
+@pytest.mark.parametrize("outcome", list(Promoted))
+def test_what_was_brought_for_a_stage_that_is_over_is_a_question_like_another(stage: Stage, outcome: Promoted) -> None:
+    after = life.promoted(stage, FACTS, BOUNDS, Promote(64, 50.0, has_time=True), outcome)
     if not isinstance(stage, Searched):
         assert after == life.resume(stage, FACTS, BOUNDS)
 
@@ -84,7 +84,7 @@ def test_other_tokens_take_with_them_what_was_searched_for_and_nothing_else(stag
 def test_nothing_is_brought_near_where_one_tier_is_all() -> None:
     alone = Facts(100, 0, 7, 50.0)
     assert life.resume(FOUND, alone, BOUNDS) == (FOUND, Offer(64))
-    assert life.resume(FOUND, FACTS, BOUNDS) == (FOUND, Bring(64, 50.0, has_time=True))
+    assert life.resume(FOUND, FACTS, BOUNDS) == (FOUND, Promote(64, 50.0, has_time=True))
 
 
 def test_a_search_that_waits_although_it_was_the_last_is_a_miss() -> None:
@@ -98,12 +98,12 @@ def test_an_answer_that_gains_nothing_is_computed() -> None:
 
 
 def test_a_request_that_loads_is_told_to_ask_again() -> None:
-    assert life.resume(LOADING, FACTS, BOUNDS) == (LOADING, ASK_AGAIN)
+    assert life.resume(LOADING, FACTS, BOUNDS) == (LOADING, RETRY_LATER)
 
 
 def test_a_request_that_is_given_up_still_lets_others_pass() -> None:
     room = Room(10, 5, 0, False, 40, 40)
-    assert life.resume(GIVEN_UP, facts(room=room), BOUNDS) == (GIVEN_UP, ASK_AGAIN)
+    assert life.resume(GIVEN_UP, facts(room=room), BOUNDS) == (GIVEN_UP, RETRY_LATER)
     assert life.resume(GIVEN_UP, FACTS, BOUNDS) == (GIVEN_UP, COMPUTE)
     assert life.answer_of(GIVEN_UP) == Miss(None, "3 loads of this request failed")
 
@@ -112,10 +112,10 @@ def test_a_boundary_is_brought_down_by_a_quarter_until_it_fits_or_so_often() -> 
     world = World(far=set(range(1, 100)), fitting_tokens=30)
     stage, reply = ask(NEW, world, BOUNDS, 101)
     # 99, 73, 53, 38, 27
-    assert reply is ASK_AGAIN and isinstance(stage, Holding) and stage.found.answer == Hit(27)
+    assert reply is RETRY_LATER and isinstance(stage, Holding) and stage.found.answer == Hit(27)
     world = World(far=set(range(1, 10_000)), fitting_tokens=0)
     stage, reply = ask(NEW, world, BOUNDS, 10_001)
-    assert reply is ASK_AGAIN and isinstance(stage, Unsearched)
+    assert reply is RETRY_LATER and isinstance(stage, Unsearched)
     assert stage.past.room_limit == 997, "not to the end at once: a tier without room may have some soon"
 
 
@@ -125,7 +125,7 @@ def test_the_slow_tiers_deadline_counts_from_the_first_wait_whatever_is_waited_f
     world.now_s, world.hold = 29.0, HoldState.LOST
     world.far, world.generation = {32}, 1
     stage, reply = ask(stage, world, BOUNDS, 101)
-    assert reply is ASK_AGAIN and stage.past.tier_since_s == 0.0
+    assert reply is RETRY_LATER and stage.past.tier_since_s == 0.0
     world.now_s, world.hold = 30.0, HoldState.LOST
     stage, reply = ask(stage, world, BOUNDS, 101)
     assert reply is COMPUTE and stage.past.only_primary

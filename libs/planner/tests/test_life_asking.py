@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from hybridkv.planner import Hit, Miss, Pending, life
 from hybridkv.planner.stages import (
     NEW,
-    Ask,
-    AskAgain,
+    StartLookups,
+    RetryLater,
     Bounds,
-    Bring,
+    Promote,
     Compute,
     Facts,
     LookupWait,
@@ -37,44 +37,44 @@ def facts(now_s: float = 0.0, num_tokens: int = 10_000, lookup: LookupWait | Non
 def searched(
     stage: Stage, now: Facts, answer: Hit | Pending | Miss, settled: Hit | Pending | Miss | None = None
 ) -> tuple[Stage, object]:
-    stage, errand = life.resume(stage, now, BOUNDS)
-    assert isinstance(errand, Search)
-    return life.searched(stage, now, BOUNDS, errand, answer, settled)
+    stage, action = life.resume(stage, now, BOUNDS)
+    assert isinstance(action, Search)
+    return life.searched(stage, now, BOUNDS, action, answer, settled)
 
 
-def asked(possible: int, settled: int | None, num_tokens: int = 10_000) -> tuple[Stage, object]:
+def looked_up(possible: int, settled: int | None, num_tokens: int = 10_000) -> tuple[Stage, object]:
     """A request that asked, and what it is told when so much may be there."""
-    stage, errand = searched(NEW, facts(num_tokens=num_tokens), MISS)
-    assert isinstance(errand, Ask)
-    stage, again = life.asked(stage, facts(num_tokens=num_tokens), BOUNDS, errand)
+    stage, action = searched(NEW, facts(num_tokens=num_tokens), MISS)
+    assert isinstance(action, StartLookups)
+    stage, again = life.lookups_started(stage, facts(num_tokens=num_tokens), BOUNDS, action)
     assert isinstance(again, Search)
     found = MISS if settled is None else Hit(settled)
     return life.searched(stage, facts(num_tokens=num_tokens), BOUNDS, again, Pending(possible), found)
 
 
 def test_a_short_prompt_asks_and_does_not_wait() -> None:
-    _, step = asked(2000, None, 2001)
+    _, step = looked_up(2000, None, 2001)
     assert isinstance(step, Compute), "two seconds of computing, and two of waiting"
-    _, step = asked(2001, None, 2002)
-    assert isinstance(step, AskAgain)
+    _, step = looked_up(2001, None, 2002)
+    assert isinstance(step, RetryLater)
 
 
 def test_a_prompt_without_a_further_boundary_does_not_ask() -> None:
     _, step = searched(NEW, facts(num_tokens=1000), MISS)
     assert isinstance(step, Compute), "its last token is computed in any case"
     _, step = searched(NEW, facts(num_tokens=1001), MISS)
-    assert isinstance(step, Ask)
+    assert isinstance(step, StartLookups)
 
 
 def first_wait_s(wait: LookupWait, possible: int = 8000) -> float:
     """How long a request waits for a tier that does not answer."""
-    stage, errand = searched(NEW, facts(lookup=wait), MISS)
-    assert isinstance(errand, Ask)
-    stage, again = life.asked(stage, facts(lookup=wait), BOUNDS, errand)
+    stage, action = searched(NEW, facts(lookup=wait), MISS)
+    assert isinstance(action, StartLookups)
+    stage, again = life.lookups_started(stage, facts(lookup=wait), BOUNDS, action)
     assert isinstance(again, Search)
     stage, step = life.searched(stage, facts(lookup=wait), BOUNDS, again, Pending(possible), MISS)
     for milliseconds in range(1, 5000):
-        if not isinstance(step, AskAgain):
+        if not isinstance(step, RetryLater):
             return (milliseconds - 1) / 1000
         stage, step = searched(stage, facts(milliseconds / 1000, lookup=wait), Pending(possible), MISS)
     raise AssertionError("it waits for ever")
@@ -86,7 +86,7 @@ def test_shorter_hits_than_the_break_even_are_not_waited_for(
 ) -> None:
     wait = LookupWait(timeout_s, answer_s, read_s, saved_s)
     tokens = life.break_even_tokens(wait)
-    rest_s = life.expected_rest_s(Past(asked_s=0.0, asked_until_s=timeout_s), 0.0, wait)
+    rest_s = life.expected_rest_s(Past(lookups_sent_s=0.0, lookup_deadline_s=timeout_s), 0.0, wait)
     if tokens is None:
         assert not life.is_worth_waiting(1 << 40, rest_s, wait)
     else:
@@ -122,8 +122,8 @@ def test_a_tier_that_reads_as_slowly_as_the_engine_computes_is_not_waited_for(wa
 
 
 def test_a_long_prompt_asks_once() -> None:
-    stage, step = asked(8000, None)
-    assert isinstance(step, AskAgain)
+    stage, step = looked_up(8000, None)
+    assert isinstance(step, RetryLater)
     stage, step = searched(stage, facts(2.5), MISS)
     assert isinstance(step, Compute)
     _, step = searched(stage, facts(3.0), MISS)
@@ -131,18 +131,18 @@ def test_a_long_prompt_asks_once() -> None:
 
 
 def test_lookups_that_were_in_flight_at_the_search_need_no_other_search() -> None:
-    stage, errand = searched(NEW, facts(), Pending(8000), MISS)
-    assert isinstance(errand, Ask)
-    waiting, step = life.asked(stage, facts(), BOUNDS, errand, is_news=False)
-    assert isinstance(step, AskAgain)
-    assert (waiting.past.asked_s, waiting.past.asked_until_s) == (0.0, ASK_S)
+    stage, action = searched(NEW, facts(), Pending(8000), MISS)
+    assert isinstance(action, StartLookups)
+    waiting, step = life.lookups_started(stage, facts(), BOUNDS, action, is_news=False)
+    assert isinstance(step, RetryLater)
+    assert (waiting.past.lookups_sent_s, waiting.past.lookup_deadline_s) == (0.0, ASK_S)
 
 
 def test_a_request_whose_lookup_is_unanswered_is_not_searched_again_while_it_waits() -> None:
-    stage, step = asked(8000, None)
-    assert isinstance(step, AskAgain)
+    stage, step = looked_up(8000, None)
+    assert isinstance(step, RetryLater)
     same, step = life.resume(stage, replace(facts(0.5), is_unanswered=True), BOUNDS)
-    assert same == stage and isinstance(step, AskAgain), "another request's lookup was answered"
+    assert same == stage and isinstance(step, RetryLater), "another request's lookup was answered"
     _, step = life.resume(stage, facts(0.5), BOUNDS)
     assert isinstance(step, Search), "its own was"
     _, step = life.resume(stage, replace(facts(ASK_S), is_unanswered=True), BOUNDS)
@@ -153,11 +153,11 @@ def test_a_request_whose_lookup_is_unanswered_is_not_searched_again_while_it_wai
 
 @pytest.mark.parametrize(("pause_s", "goes_on"), [(0.0, False), (40.0, True)])
 def test_time_in_which_the_engine_does_not_call_is_no_wait_for_tiers(pause_s: float, goes_on: bool) -> None:
-    stage, step = asked(8000, None)
-    assert isinstance(step, AskAgain)
+    stage, step = looked_up(8000, None)
+    assert isinstance(step, RetryLater)
     stage = life.paused(stage, pause_s)
     _, step = searched(stage, facts(41.0), Hit(8000))
-    assert isinstance(step, Bring) and step.has_time is goes_on
+    assert isinstance(step, Promote) and step.has_time is goes_on
 
 
 def test_a_pause_changes_nothing_for_a_request_that_waits_for_nothing() -> None:
@@ -165,10 +165,10 @@ def test_a_pause_changes_nothing_for_a_request_that_waits_for_nothing() -> None:
 
 
 def test_lookups_that_are_sent_again_are_waited_for_again() -> None:
-    stage, _ = asked(8000, None)
+    stage, _ = looked_up(8000, None)
     stage = life.sent_again(stage, 40.0, ASK_S)
     _, step = searched(stage, facts(40.5), Pending(8000), MISS)
-    assert isinstance(step, AskAgain)
+    assert isinstance(step, RetryLater)
     _, step = searched(stage, facts(40.0 + ASK_S), Pending(8000), MISS)
     assert isinstance(step, Compute)
     assert life.sent_again(NEW, 40.0, ASK_S) is NEW, "the first poll sends them"
@@ -178,19 +178,21 @@ def test_lookups_that_are_sent_again_are_waited_for_again() -> None:
 @pytest.mark.parametrize("failed", [False, True])
 def test_a_request_that_is_searched_anew_after_it_had_blocks_asks_anew(boundary: int | None, failed: bool) -> None:
     """It ran, or loaded, and much later was preempted, or its load failed."""
-    stage, _ = asked(8000, None)
+    stage, _ = looked_up(8000, None)
     stage, step = searched(stage, facts(2.5), MISS)
     assert isinstance(step, Compute)
     stage = life.allocated(stage, boundary)
     stage = life.load_ended(stage, failed=failed, is_explained=True)
     stage, step = searched(life.start_over(stage), facts(1000.0), MISS)
-    assert isinstance(step, Ask) and isinstance(stage, Searched)
+    assert isinstance(step, StartLookups) and isinstance(stage, Searched)
     past = stage.past
-    assert (past.asked_s, past.asked_until_s, past.tier_since_s) == (1000.0, 1000.0 + ASK_S, None), "its wait is new"
+    assert (past.lookups_sent_s, past.lookup_deadline_s, past.tier_since_s) == (1000.0, 1000.0 + ASK_S, None), (
+        "its wait is new"
+    )
 
 
 def test_a_request_that_finds_no_blocks_asks_no_second_time() -> None:
-    stage, _ = asked(8000, None)
+    stage, _ = looked_up(8000, None)
     stage, step = searched(stage, facts(2.5), MISS)
     assert isinstance(step, Compute)
     for now_s in (10.0, 1000.0):
@@ -200,7 +202,7 @@ def test_a_request_that_finds_no_blocks_asks_no_second_time() -> None:
 
 def test_a_long_hit_leaves_too_little_to_ask_for() -> None:
     _, step = searched(NEW, facts(), Hit(9000))
-    assert isinstance(step, Bring)
+    assert isinstance(step, Promote)
 
 
 def test_where_no_tier_answers_late_nobody_is_asked() -> None:
@@ -209,51 +211,51 @@ def test_where_no_tier_answers_late_nobody_is_asked() -> None:
 
 
 def test_what_is_settled_is_taken_when_too_little_more_is_possible() -> None:
-    _, step = asked(8000, 7000)
-    assert step == Bring(7000, 0.0, True, 0)
-    _, step = asked(1500, None)
+    _, step = looked_up(8000, 7000)
+    assert step == Promote(7000, 0.0, True, 0)
+    _, step = looked_up(1500, None)
     assert isinstance(step, Compute)
 
 
 def test_the_last_moments_of_a_wait_are_worth_less_than_its_beginning() -> None:
-    stage, step = asked(8000, 5000)
-    assert isinstance(step, AskAgain)
+    stage, step = looked_up(8000, 5000)
+    assert isinstance(step, RetryLater)
     stage, step = searched(stage, facts(1.5), Pending(5400), Hit(5000))
-    assert step == Bring(5000, 0.0, True, 0), "the tiers are waited for since they were asked"
+    assert step == Promote(5000, 0.0, True, 0), "the tiers are waited for since they were asked"
 
 
 def test_after_the_deadline_what_is_pending_is_being_stored_and_waited_for_as_ever() -> None:
-    stage, _ = asked(8000, None)
+    stage, _ = looked_up(8000, None)
     stage, step = searched(stage, facts(2.0), Pending(8000))
-    assert isinstance(step, AskAgain)
+    assert isinstance(step, RetryLater)
     assert isinstance(stage, Searched) and stage.past.stores_since_s == 2.0
 
 
 def test_what_others_asked_is_not_waited_for() -> None:
-    stage, _ = asked(8000, None)
+    stage, _ = looked_up(8000, None)
     stage, step = searched(stage, facts(2.0), Pending(8000), MISS)
     assert isinstance(step, Compute), "somebody asked again when this request's time was over"
 
 
 def test_what_is_being_stored_is_waited_for_while_others_ask() -> None:
-    stage, _ = asked(8000, None)
+    stage, _ = looked_up(8000, None)
     stage, step = searched(stage, facts(0.1), Pending(1500), None)
-    assert isinstance(step, AskAgain), "the tiers have answered; a store is about to end"
+    assert isinstance(step, RetryLater), "the tiers have answered; a store is about to end"
     stage, step = searched(NEW, facts(num_tokens=1500, lookup=None), Pending(1400), Pending(1200))
-    assert isinstance(step, AskAgain) and isinstance(stage, Searched) and stage.answer == Pending(1200)
+    assert isinstance(step, RetryLater) and isinstance(stage, Searched) and stage.answer == Pending(1200)
 
 
 def test_a_chunk_that_others_asked_for_is_asked_for_too() -> None:
     _, step = searched(NEW, facts(), Pending(9000), MISS)
-    assert isinstance(step, Ask), "what is pending only because it was asked for is not known"
+    assert isinstance(step, StartLookups), "what is pending only because it was asked for is not known"
     _, step = searched(NEW, facts(), Pending(9000), None)
-    assert isinstance(step, AskAgain), "what is being stored is"
+    assert isinstance(step, RetryLater), "what is being stored is"
 
 
 def test_asking_and_loading_have_one_deadline() -> None:
-    stage, _ = asked(8000, None)
+    stage, _ = looked_up(8000, None)
     stage, step = searched(stage, facts(1.9), Hit(8000))
-    assert step == Bring(8000, 0.0, True, 0)
+    assert step == Promote(8000, 0.0, True, 0)
 
 
 @given(
@@ -261,15 +263,15 @@ def test_asking_and_loading_have_one_deadline() -> None:
     st.lists(st.tuples(st.floats(0.01, 0.7), st.integers(0, 20_000), st.integers(0, 20_000)), min_size=8, max_size=12),
 )
 def test_no_answer_is_waited_for_beyond_its_deadline(num_tokens: int, polls: list[tuple[float, int, int]]) -> None:
-    stage, step = asked(num_tokens, None, num_tokens)
+    stage, step = looked_up(num_tokens, None, num_tokens)
     now_s = 0.0
     for seconds, possible, settled in polls:
-        if not isinstance(step, AskAgain):
+        if not isinstance(step, RetryLater):
             break
         now_s += seconds
         pending = now_s < ASK_S
         answer = Pending(max(possible, settled, 1)) if pending else Hit(settled) if settled else MISS
         found = Hit(settled) if settled else MISS
         stage, step = searched(stage, facts(now_s, num_tokens), answer, found if pending else None)
-    assert not isinstance(step, AskAgain) or now_s < ASK_S
+    assert not isinstance(step, RetryLater) or now_s < ASK_S
     assert not isinstance(step, Offer), "a hit is brought near first"

@@ -18,9 +18,9 @@ from life_world import World, ask
 from hybridkv.planner import Hit, Miss, Pending, Room, RoomBounds, life
 from hybridkv.planner.stages import (
     NEW,
-    AskAgain,
+    RetryLater,
     Bounds,
-    Brought,
+    Promoted,
     Compute,
     GivenUp,
     HoldState,
@@ -121,10 +121,10 @@ class Twin:
             if world.now_s - self.tier_since >= LOAD_S:
                 break
             outcome = world.acquire(boundary, computed)
-            if outcome in (Brought.READY, Brought.HELD):
+            if outcome in (Promoted.READY, Promoted.HELD):
                 self.held = (boundary, computed)
-                return boundary if outcome is Brought.READY else None
-            if outcome is Brought.BUSY:
+                return boundary if outcome is Promoted.READY else None
+            if outcome is Promoted.BUSY:
                 break
             self.room_limit = computed + (boundary - computed) * 3 // 4
         if self.tier_since is not None and world.now_s - self.tier_since >= LOAD_S:
@@ -241,7 +241,7 @@ class Life(RuleBasedStateMachine):
         for _ in range(times):
             self.stage, reply = ask(self.stage, self.world, self.bounds, NUM_TOKENS, computed)
             expected = self.twin.ask(self.other_world, computed, self.loads_end)
-            told = {Offer: getattr(reply, "num_tokens", 0), AskAgain: None, Compute: 0}[type(reply)]
+            told = {Offer: getattr(reply, "num_tokens", 0), RetryLater: None, Compute: 0}[type(reply)]
             assert told == expected
             self.offered = (computed + told, told) if told else None
             assert not told or computed < computed + told < NUM_TOKENS

@@ -51,10 +51,10 @@ from hybridkv.planner import (  # noqa: E402
 )
 from hybridkv.planner.stages import (  # noqa: E402
     NEW,
-    AskAgain,
+    RetryLater,
     Bounds,
-    Bring,
-    Brought,
+    Promote,
+    Promoted,
     Compute,
     Facts,
     HoldState,
@@ -96,39 +96,39 @@ class Engine:
             room = self.admission.room("r", NUM_TOKENS, POOL_BLOCKS, POOL_BLOCKS)
         return Facts(NUM_TOKENS, 0, self.generation, self.now_s, True, self.hold(), room)
 
-    def search(self, errand: Search) -> Hit | Pending | Miss:
+    def search(self, action: Search) -> Hit | Pending | Miss:
         def lookup(group_index: int, end_token: int) -> LookupResult:
             part = (group_index, end_token)
-            found = self.near.get(part) or (MISS if errand.only_primary else self.far.get(part, MISS))
-            return MISS if found is PENDING and (errand.is_last or errand.only_primary) else found
+            found = self.near.get(part) or (MISS if action.only_primary else self.far.get(part, MISS))
+            return MISS if found is PENDING and (action.is_last or action.only_primary) else found
 
-        return longest_hit(SPEC, errand.limit_tokens, 0, lookup)
+        return longest_hit(SPEC, action.limit_tokens, 0, lookup)
 
-    def bring(self, errand: Bring) -> Brought:
-        parts = needed_parts(SPEC, errand.boundary, 0)
+    def bring(self, action: Promote) -> Promoted:
+        parts = needed_parts(SPEC, action.boundary, 0)
         if all(part in self.near for part in parts):
-            return Brought.IN_PRIMARY
-        if not errand.has_time:
-            return Brought.BUSY
+            return Promoted.IN_PRIMARY
+        if not action.has_time:
+            return Promoted.BUSY
         self.held = parts
-        return Brought.HELD
+        return Promoted.HELD
 
     def ask(self) -> int | None:
         """Tokens that are offered, None to be asked again."""
         facts = self.facts()
         stage, step = life.resume(self.stage, facts, BOUNDS)
-        while not isinstance(step, Offer | AskAgain | Compute):
+        while not isinstance(step, Offer | RetryLater | Compute):
             match step:
                 case Search():
                     stage, step = life.searched(stage, facts, BOUNDS, step, self.search(step))
-                case Bring():
-                    stage, step = life.brought(stage, facts, BOUNDS, step, self.bring(step))
+                case Promote():
+                    stage, step = life.promoted(stage, facts, BOUNDS, step, self.bring(step))
                 case _:
                     self.held, self.is_late = None, False
                     facts = self.facts()
                     stage, step = life.resume(stage, facts, BOUNDS)
         self.stage = stage
-        answer = step.num_tokens if isinstance(step, Offer) else None if isinstance(step, AskAgain) else 0
+        answer = step.num_tokens if isinstance(step, Offer) else None if isinstance(step, RetryLater) else 0
         self.story.append({None: "ask again", 0: "compute"}.get(answer, f"offer {answer}"))
         return answer
 

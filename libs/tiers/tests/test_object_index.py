@@ -133,7 +133,7 @@ def test_what_is_not_there_is_not_asked_for_again_for_a_while() -> None:
 
 
 def test_what_was_found_is_believed_for_a_while_and_then_asked_for_again() -> None:
-    world = World(believed_s=60.0)
+    world = World(found_s=60.0)
     world.hear(A)
     world.time_s = 59.0
     assert world.index.lookup(A) is HIT
@@ -143,7 +143,7 @@ def test_what_was_found_is_believed_for_a_while_and_then_asked_for_again() -> No
 
 
 def test_what_faded_is_not_stored_again_before_somebody_asked() -> None:
-    world = World(believed_s=60.0, missing_s=1.0)
+    world = World(found_s=60.0, missing_s=1.0)
     world.hear(A, B)
     world.time_s = 60.0
     assert not world.index.lacks(A) and world.index.lacks(C)
@@ -153,7 +153,7 @@ def test_what_faded_is_not_stored_again_before_somebody_asked() -> None:
 
 
 def test_what_is_read_while_it_fades_stays_until_it_is_read() -> None:
-    world = World(believed_s=60.0)
+    world = World(found_s=60.0)
     world.hear(A)
     world.index.pin(A)
     world.time_s = 60.0
@@ -322,7 +322,7 @@ def test_of_an_answer_for_which_there_is_no_room_the_beginning_is_known() -> Non
 
 
 def test_what_nobody_knows_any_more_takes_no_room() -> None:
-    world = World(believed_s=60.0)
+    world = World(found_s=60.0)
     world.hear(A, B)
     world.index.pin(A)
     world.index.unpin(A)

@@ -269,7 +269,7 @@ def test_a_manifest_that_another_engine_replaces_is_not_written_over() -> None:
 
 def test_no_chunk_is_offered_for_longer_than_a_quarter_of_the_life(tmp_path: Path, engines: list[Engine]) -> None:
     engine = start(tmp_path, engines, options(time_to_live_s=40.0))
-    assert engine.index._believed_s == 10.0
+    assert engine.index._found_s == 10.0
 
 
 def test_a_time_to_live_that_cannot_be_is_refused() -> None:

@@ -271,7 +271,7 @@ def test_what_is_in_use_is_written_again_at_the_server(
     assert len(old) > 2
     to_live_s = 4.0
     time.sleep(to_live_s / 2 + 1.0)
-    options = msgspec.structs.replace(OPTIONS, time_to_live_s=to_live_s, renewals_per_s=10_000.0, believed_s=600.0)
+    options = msgspec.structs.replace(OPTIONS, time_to_live_s=to_live_s, renewals_per_s=10_000.0, found_s=600.0)
     engines.append(Engine(location, options=options, slower=PATIENT))
     assert engines[0].hear(keys) == [HIT] * 40
     patience.wait_until(lambda: all(modified()[path] > at for path, at in old.items()), "all are renewed")

@@ -196,7 +196,7 @@ def test_an_answer_to_an_older_question_brings_nothing_back() -> None:
 
 
 def test_a_peer_that_never_answers_takes_up_no_room_for_ever() -> None:
-    world = World(max_asked=4, given_up_s=10.0)
+    world = World(max_open_keys=4, given_up_s=10.0)
     world.ask(b"1", b"2", b"3", b"4")
     world.time_s = 5.0
     world.ask(A)
@@ -250,7 +250,7 @@ def test_what_was_heard_of_is_counted_as_no_store() -> None:
     assert (counts.reservations, counts.commits, counts.answers) == (0, 0, {LookupAnswer.FOUND: 1})
 
 
-@pytest.mark.parametrize("field", ["lease_s", "max_asked", "leased_share"])
+@pytest.mark.parametrize("field", ["lease_s", "max_open_keys", "leased_share"])
 def test_options_of_peers_that_cannot_work_name_the_field(field: str) -> None:
     from hybridkv.tiers import TierConfigurationError
 

@@ -260,7 +260,7 @@ def test_each_tier_that_answers_late_is_asked() -> None:
     it.worlds[1].lie(A, CHUNK)
     it.peer.start_lookup([B], 9.0)
     it.stack.start_lookup([A, B])
-    assert [world.num_asked for world in it.worlds] == [2, 2], "what one was asked before, another was not"
+    assert [world.num_lookups for world in it.worlds] == [2, 2], "what one was asked before, another was not"
     it.now_s = 0.5
     assert (it.stack.lookup(A), it.stack.lookup(B)) == (LookupResult.HIT, LookupResult.MISS)
 
@@ -392,7 +392,7 @@ def test_a_tier_that_answers_late_is_asked_for_what_no_other_holds_and_still_giv
     stack = TierStack(near, below, 1, lambda: now_s)
     put(disk, A)
     stack.start_lookup([A, B])
-    assert world.num_asked == 1 and stack.lookup_wait_s == 1.0
+    assert world.num_lookups == 1 and stack.lookup_wait_s == 1.0
     assert stack.lookup(A) is LookupResult.HIT and stack.lookup(B) is LookupResult.PENDING
     assert stack.missing_in_secondary(B) and not stack.in_all_secondaries([B])
     assert isinstance(stack.reserve(B, CHUNK), Slot) and stack.commit(B)
@@ -408,7 +408,7 @@ def test_every_tier_that_answers_late_is_asked_at_once_and_has_its_own_time() ->
     stack = TierStack(RamIndex(8 * CHUNK, CHUNK), below, 1, lambda: now_s)
     worlds[1].lie(A, CHUNK)
     stack.start_lookup([A, B])
-    assert [world.num_asked for world in worlds] == [2, 2] and stack.lookup_wait_s == 3.0
+    assert [world.num_lookups for world in worlds] == [2, 2] and stack.lookup_wait_s == 3.0
     now_s = 1.0
     assert indexes[0].lookup(A) is LookupResult.MISS and stack.lookup(A) is LookupResult.PENDING
     now_s = 2.5

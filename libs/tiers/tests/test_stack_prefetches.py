@@ -55,7 +55,7 @@ def test_what_the_fast_tier_lacks_of_a_prefix_comes_from_its_beginning_on() -> N
     assert bring(it) == [keys[0], *keys[2:]]
     assert in_primary(it, keys) == keys
     counts = it.stack.take_counts()
-    assert counts.prefetches == {"brought": 1} and counts.prefetch_bytes == {"brought": 3 * CHUNK}
+    assert counts.prefetches == {"promoted": 1} and counts.prefetch_bytes == {"promoted": 3 * CHUNK}
 
 
 def test_nothing_comes_that_nobody_asked_for() -> None:
@@ -151,7 +151,7 @@ def test_what_was_used_makes_room_for_others_and_is_given_up_for_none(use: str) 
     bring(it)
     it.put_near(C, b"d")
     assert in_primary(it, [A, B]) == [A, B]
-    assert it.stack.take_counts().prefetch_bytes == {"brought": 2 * CHUNK, "used": CHUNK}
+    assert it.stack.take_counts().prefetch_bytes == {"promoted": 2 * CHUNK, "used": CHUNK}
 
 
 def test_what_left_unused_and_was_stored_anew_is_given_up_for_no_prefix() -> None:
@@ -180,7 +180,7 @@ def test_what_left_unused_comes_again_and_takes_up_nothing_meanwhile() -> None:
         for key in wanted:
             it.primary.invalidate(key)
     counts = it.stack.take_counts()
-    assert counts.prefetches == {"brought": 3} and counts.prefetch_bytes == {"brought": 12 * CHUNK}
+    assert counts.prefetches == {"promoted": 3} and counts.prefetch_bytes == {"promoted": 12 * CHUNK}
 
 
 def test_what_is_kept_is_given_up_for_no_prefix_and_was_not_used() -> None:
@@ -195,7 +195,7 @@ def test_what_is_kept_is_given_up_for_no_prefix_and_was_not_used() -> None:
     it.stack.touch_primary([A])
     it.put_near(C)
     assert in_primary(it, [A, B]) == [A]
-    assert it.stack.take_counts().prefetch_bytes == {"brought": 2 * CHUNK}
+    assert it.stack.take_counts().prefetch_bytes == {"promoted": 2 * CHUNK}
 
 
 def test_no_pinned_chunk_makes_room_and_one_waits_until_it_may() -> None:
@@ -285,7 +285,7 @@ def test_one_that_takes_too_long_ends_and_what_comes_later_still_counts() -> Non
     assert it.stack.take_moves() == [] and results(it) == {"late": 1}
     it.end(moves)
     assert it.primary.lookup(A) is HIT and it.stack.take_moves() == []
-    assert it.stack.take_counts().prefetch_bytes == {"brought": CHUNK}
+    assert it.stack.take_counts().prefetch_bytes == {"promoted": CHUNK}
 
 
 def test_what_is_late_is_not_among_the_few_on_their_way() -> None:
@@ -310,7 +310,7 @@ def test_a_chunk_that_fails_ends_its_prefix() -> None:
     assert it.stack.lookup(A) is MISS
     it.stack.prefetch([B], CHUNK)
     assert bring(it) == [B], "what failed takes up nothing"
-    assert it.stack.take_counts().prefetch_bytes == {"brought": CHUNK}
+    assert it.stack.take_counts().prefetch_bytes == {"promoted": CHUNK}
 
 
 def test_no_more_prefixes_wait_than_may_and_the_rest_is_counted() -> None:
@@ -319,7 +319,7 @@ def test_no_more_prefixes_wait_than_may_and_the_rest_is_counted() -> None:
     for _ in range(MAX_PREFIXES + 3):
         it.stack.prefetch([A], ALL)
     assert bring(it) == [A]
-    assert results(it) == {"crowded": 3, "brought": 1, "nothing": MAX_PREFIXES - 1}
+    assert results(it) == {"crowded": 3, "promoted": 1, "nothing": MAX_PREFIXES - 1}
 
 
 def test_what_waits_in_vain_keeps_nobody_awake_for_long() -> None:
@@ -518,7 +518,7 @@ def test_what_was_refused_was_not_used(use: str) -> None:
         assert it.stack.acquire("request", [A, B]) is Refusal.PRESENT
     else:
         assert it.stack.pin_all([A, B]) is None
-    assert it.stack.take_counts().prefetch_bytes == {"brought": CHUNK}
+    assert it.stack.take_counts().prefetch_bytes == {"promoted": CHUNK}
 
 
 @pytest.mark.parametrize("has_come", [True, False])
@@ -530,7 +530,7 @@ def test_what_somebody_waits_for_is_used_when_it_has_come(has_come: bool) -> Non
     it.hold(A)
     assert it.stack.take_counts().prefetch_bytes == {}
     it.end(moves, None if has_come else Failure(FailureReason.IO))
-    assert it.stack.take_counts().prefetch_bytes == ({"brought": CHUNK, "used": CHUNK} if has_come else {})
+    assert it.stack.take_counts().prefetch_bytes == ({"promoted": CHUNK, "used": CHUNK} if has_come else {})
 
 
 @pytest.mark.parametrize("is_stored", [True, False])
@@ -542,7 +542,7 @@ def test_what_others_were_bringing_counts_when_it_is_there(is_stored: bool) -> N
     assert bring(it) == [A] and results(it) == {}
     assert it.stack.commit(B) if is_stored else it.stack.abort(B) is None
     it.end(it.stack.take_moves())
-    assert results(it) == {"brought" if is_stored else "lost": 1}
+    assert results(it) == {"promoted" if is_stored else "lost": 1}
 
 
 def test_one_that_is_asked_for_again_gives_way_from_its_end() -> None:

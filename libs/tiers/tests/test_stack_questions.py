@@ -74,8 +74,8 @@ def test_a_tier_that_answers_no_question_is_left_alone_for_a_pause() -> None:
     it.be_silent(1)
     assert it.state is BreakerState.OPEN
     assert it.stack.lookup_wait_s == 0.0, "nobody waits"
-    asked = it.world.num_asked
-    assert it.stack.lookup(it.question()) is LookupResult.MISS and it.world.num_asked == asked
+    asked = it.world.num_lookups
+    assert it.stack.lookup(it.question()) is LookupResult.MISS and it.world.num_lookups == asked
     it.now_s += BREAKER.first_backoff_s
     assert it.state is BreakerState.PROBING and it.stack.lookup_wait_s == ASK_S
     assert it.stack.take_counts().tiers["peer"].breaker_openings == {"promote": 1}

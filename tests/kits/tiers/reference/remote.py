@@ -62,7 +62,7 @@ class RemoteStore:
     """What it says that it holds."""
     media: list[ReferenceMedium] = field(init=False)
     """What it does hold, for each rank."""
-    num_asked: int = 0
+    num_lookups: int = 0
     """Keys, ever."""
     _next_place: int = 0
 
@@ -92,7 +92,7 @@ class RemoteStore:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    asked_s: float
+    lookups_sent_s: float
     answers_s: float
     deadline_s: float
 
@@ -132,12 +132,12 @@ class RemoteIndex:
                 # It is being found out: to ask once more would put the answer off.
                 later_s = max(asked.deadline_s, deadline_s)
                 self._changes += later_s != asked.deadline_s
-                self._asked[key] = _Asked(asked.asked_s, asked.answers_s, later_s)
+                self._asked[key] = _Asked(asked.lookups_sent_s, asked.answers_s, later_s)
             elif self._known.lacks(key) and not self._known.is_doomed(key):
                 if len(self._asked) >= MAX_ASKED:
                     self._count(LookupAnswer.TIMED_OUT)
                     continue
-                self._store.num_asked += 1
+                self._store.num_lookups += 1
                 self._changes += 1
                 answers_s = _NEVER_S if self._store.is_silent else now_s + self._store.answer_s
                 self._asked[key] = _Asked(now_s, answers_s, deadline_s)
@@ -163,7 +163,7 @@ class RemoteIndex:
                 self._end(asked, LookupAnswer.TIMED_OUT)
             if now_s < asked.answers_s < _NEVER_S:
                 # An answer may still come. Until then it is a MISS.
-                self._asked[key] = _Asked(asked.asked_s, asked.answers_s, _OVER_S)
+                self._asked[key] = _Asked(asked.lookups_sent_s, asked.answers_s, _OVER_S)
                 self._changes += 1
                 continue
             del self._asked[key]
@@ -172,7 +172,7 @@ class RemoteIndex:
     def _end(self, asked: _Asked, answer: LookupAnswer) -> None:
         self._count(answer)
         is_late = answer is LookupAnswer.TIMED_OUT
-        took_s = 2 * (asked.deadline_s - asked.asked_s) if is_late else asked.answers_s - asked.asked_s
+        took_s = 2 * (asked.deadline_s - asked.lookups_sent_s) if is_late else asked.answers_s - asked.lookups_sent_s
         self._answer_s = took_s if self._answer_s is None else (3 * self._answer_s + took_s) / 4
         self._heard = LookupCounts(self._heard.num_answered + (not is_late), self._heard.num_timed_out + is_late)
 

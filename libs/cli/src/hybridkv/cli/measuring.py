@@ -199,7 +199,7 @@ class _Server:
 
     def model(self, name: str | None) -> tuple[str, int | None]:
         """Name and longest prompt of a served model; None where the server does not say."""
-        with self._ask("GET", "/v1/models", None) as reply:
+        with self._request("GET", "/v1/models", None) as reply:
             served = {str(each["id"]): each.get("max_model_len") for each in json.loads(reply.read())["data"]}
         if name is None and served:
             name = next(iter(served))
@@ -221,7 +221,7 @@ class _Server:
         }
         took_s, cached = None, None
         started_s = time.perf_counter()
-        with self._ask("POST", "/v1/completions", body) as reply:
+        with self._request("POST", "/v1/completions", body) as reply:
             for line in reply:
                 if not line.startswith(b"data: {"):
                     continue
@@ -241,7 +241,7 @@ class _Server:
         for _ in range(RESET_TRIES):
             time.sleep(COPY_S)
             try:
-                with self._ask("POST", "/reset_prefix_cache?reset_external=false", {}) as reply:
+                with self._request("POST", "/reset_prefix_cache?reset_external=false", {}) as reply:
                     if json.loads(reply.read() or b"{}").get("success", True):
                         return True
             except ReportError:
@@ -249,7 +249,7 @@ class _Server:
         return False
 
     @contextmanager
-    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
+    def _request(self, method: str, path: str, body: Mapping[str, Any] | None) -> Iterator[http.client.HTTPResponse]:
         kind = http.client.HTTPSConnection if self._is_tls else http.client.HTTPConnection
         connection = kind(self._host, self._port, timeout=TIMEOUT_S)
         headers = {} if body is None else {"Content-Type": "application/json"}

@@ -36,7 +36,7 @@ class PlanReport(msgspec.Struct, frozen=True):
         ranks: number of workers; each holds its own part of every chunk.
         startup: the startup log and its facts.
         bytes_per_token: bytes that a token takes in a tier, by kind of group, over all ranks.
-        never_asked: tiers in which no request looks up a chunk, with the reason.
+        unused_tiers: tiers in which no request looks up a chunk, with the reason.
         warnings: findings with which an engine starts.
         kv_transfer_config: value of --kv-transfer-config.
     """
@@ -48,7 +48,7 @@ class PlanReport(msgspec.Struct, frozen=True):
     ranks: int
     startup: StartupReport
     bytes_per_token: dict[str, float]
-    never_asked: dict[str, str]
+    unused_tiers: dict[str, str]
     warnings: list[SettingProblem | str]
     kv_transfer_config: dict[str, Any]
 
@@ -127,7 +127,7 @@ def plan(model: str, transfer: Mapping[str, Any], options: Sequence[str]) -> Pla
         ranks=layout.world_size,
         startup=startup,
         bytes_per_token=_bytes_per_token(startup),
-        never_asked=dict(_never_asked(config, str(transfer.get("kv_role")))),
+        unused_tiers=dict(_unused_tiers(config, str(transfer.get("kv_role")))),
         warnings=warnings,
         kv_transfer_config=dict(transfer),
     )
@@ -152,7 +152,7 @@ def _room_warnings(startup: StartupReport, max_model_len: int) -> Iterator[str]:
         )
 
 
-def _never_asked(config: OffloadConfig, role: str) -> Iterator[tuple[str, str]]:
+def _unused_tiers(config: OffloadConfig, role: str) -> Iterator[tuple[str, str]]:
     for name, tier in config.secondary.items():
         if role == "kv_producer":
             yield name, "kv_role kv_producer stores only"
@@ -197,7 +197,7 @@ def text_of(report: PlanReport) -> str:
 
 
 def _tier_text(report: PlanReport, name: str, tokens: int | None) -> str:
-    why = f"no request looks there: {report.never_asked[name]}" if name in report.never_asked else ""
+    why = f"no request looks there: {report.unused_tiers[name]}" if name in report.unused_tiers else ""
     if tokens is not None:
         return "; ".join(filter(None, [f"holds {tokens:,} tokens", why]))
     if why:

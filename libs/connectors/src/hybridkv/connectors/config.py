@@ -36,8 +36,8 @@ OBJECT_SCHEMES = ("s3", "gs", "az", "file")
 """URL schemes of object stores."""
 KEEP_SHARE = 0.25
 """Default of `keep_share`."""
-ASK_TIMEOUT_S = 1.0
-"""Default of `ask_timeout_seconds`, for disk and peer tiers."""
+LOOKUP_TIMEOUT_S = 1.0
+"""Default of `lookup_timeout_seconds`, for disk and peer tiers."""
 _LMCACHE_HINT = (
     "an LMCache server is not a tier: list HybridLMCacheConnector beside HybridOffloadConnector in the connectors of "
     "HybridMultiConnector (docs/guides/lmcache.md)"
@@ -62,13 +62,13 @@ class SecondaryTierConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
         cascade: chunks that are written to this tier: "all" that are stored in host memory; "reused" only those that a
             later request hits; "nothing" makes the tier read-only.
         load_timeout_seconds: how long a request waits for a load from this tier; by default as long as for all tiers.
-        ask_timeout_seconds: how long a lookup in a tier without a local index may take.
+        lookup_timeout_seconds: how long a lookup in a tier without a local index may take.
     """
 
     cascade: Literal["all", "reused", "nothing"] = "all"
     load_timeout_seconds: float | None = None
-    ask_timeout_seconds: float | None = None
-    default_ask_timeout_s: ClassVar[float] = ASK_TIMEOUT_S
+    lookup_timeout_seconds: float | None = None
+    default_lookup_timeout_s: ClassVar[float] = LOOKUP_TIMEOUT_S
 
 
 class DiskTierConfig(SecondaryTierConfig, frozen=True, tag_field="type", tag="disk"):
@@ -134,7 +134,7 @@ class ObjectTierConfig(SecondaryTierConfig, frozen=True, kw_only=True, tag_field
     store_bytes_per_second: int | None = None
     store_requests_per_second: float | None = None
     cascade: Literal["all", "reused", "nothing"] = "reused"
-    default_ask_timeout_s: ClassVar[float] = 0.25
+    default_lookup_timeout_s: ClassVar[float] = 0.25
 
 
 TierConfig = RamTierConfig | DiskTierConfig | PeerTierConfig | ObjectTierConfig
@@ -150,7 +150,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         load: "async" copies in the background while other requests run; "sync" copies on the engine's own thread.
         local_copies: copy blocks that the engine still holds from GPU memory in place of a tier.
         load_timeout_seconds: how long a request waits for a load before it is computed instead.
-        lookup_timeout_seconds: how long a request waits for chunks that another request is storing.
+        pending_timeout_seconds: how long a request waits for chunks that another request is storing.
         compute_tokens_per_second: prefill speed of the engine; measured if it is not set. A request waits for a lookup
             only while that is expected to be faster than computing.
         checkpoints: "auto" stops prefills where a recurrent state is worth storing, while the store has room; "off"
@@ -172,7 +172,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     load: Literal["async", "sync"] = "async"
     local_copies: bool = True
     load_timeout_seconds: float = 30.0
-    lookup_timeout_seconds: float = 10.0
+    pending_timeout_seconds: float = 10.0
     compute_tokens_per_second: float | None = None
     checkpoints: Literal["auto", "off"] = "auto"
     checkpoint_stops: int = 8
@@ -219,10 +219,10 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         """Seconds that a request waits for a load from a secondary tier."""
         return self.load_timeout_seconds if tier.load_timeout_seconds is None else tier.load_timeout_seconds
 
-    def ask_timeout_of(self, tier: SecondaryTierConfig) -> float:
+    def lookup_timeout_of(self, tier: SecondaryTierConfig) -> float:
         """Seconds that a lookup in a secondary tier without a local index may take."""
-        given = tier.ask_timeout_seconds
-        return min(tier.default_ask_timeout_s, self.load_timeout_of(tier)) if given is None else given
+        given = tier.lookup_timeout_seconds
+        return min(tier.default_lookup_timeout_s, self.load_timeout_of(tier)) if given is None else given
 
 
 def name_of(tier: RamTierConfig | SecondaryTierConfig) -> str:
@@ -251,7 +251,7 @@ def decode_config(raw: Mapping[str, Any]) -> OffloadConfig:
         config = msgspec.convert(plain, OffloadConfig, strict=True)
     except msgspec.ValidationError as error:
         raise as_configuration_error(error, raw, ROOT, _CHOICES, "docs/reference/configuration.md") from None
-    for name in ("load_timeout_seconds", "lookup_timeout_seconds"):
+    for name in ("load_timeout_seconds", "pending_timeout_seconds"):
         if not 0 < getattr(config, name) < math.inf:
             raise ConfigurationError(f"{ROOT}.{name}", "seconds above 0", getattr(config, name), "30 is usual")
     speed = config.compute_tokens_per_second
@@ -427,11 +427,11 @@ def parse_address(text: str) -> tuple[str, int] | None:
 
 
 def _require_timeouts(config: OffloadConfig, path: str, tier: SecondaryTierConfig) -> None:
-    default_s = tier.default_ask_timeout_s
+    default_s = tier.default_lookup_timeout_s
     limits = (
         ("load_timeout_seconds", config.load_timeout_seconds, ROOT, "to wait for this tier as long as for all tiers"),
         (
-            "ask_timeout_seconds",
+            "lookup_timeout_seconds",
             config.load_timeout_of(tier),
             path,
             f"for {default_s:g}, or for load_timeout_seconds if that is less",

@@ -77,7 +77,7 @@ class Channel:
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self._uids = itertools.count(1)
-        self._asked: dict[bytes, _OpenCall] = {}
+        self._open_calls: dict[bytes, _OpenCall] = {}
         self._late: dict[bytes, _OpenCall] = {}
         """Calls past their deadline, oldest first."""
         self._due_s = math.inf
@@ -111,8 +111,8 @@ class Channel:
         if trouble is not None:
             self._post(lambda: on_end(CallFailure(trouble, call.name)))
             return
-        asked = _OpenCall(call, self._clock() + timeout_s, on_end, on_late)
-        self._post(lambda: self._send(asked))
+        open_call = _OpenCall(call, self._clock() + timeout_s, on_end, on_late)
+        self._post(lambda: self._send(open_call))
 
     def after(self, delay_s: float, action: Callable[[], None], *, is_open: bool = False) -> None:
         """Runs `action` on the channel's thread after `delay_s`, or when the channel closes if that is earlier.
@@ -278,9 +278,9 @@ class Channel:
         if self._is_closing:
             return  # `_finish` ends all calls with CLOSED
         self._disconnect()
-        asked, self._asked = self._asked, {}
+        open_calls, self._open_calls = self._open_calls, {}
         self._late.clear()
-        for each in asked.values():
+        for each in open_calls.values():
             self._end(each, CallFailure(Trouble.LOST, each.call.name))
         self._reconnect()
 
@@ -295,31 +295,33 @@ class Channel:
             due_s = self._clock() + _RECONNECT_S
             heapq.heappush(self._timers, (due_s, next(self._uids), self._reconnect))
 
-    def _send(self, asked: _OpenCall) -> None:
+    def _send(self, open_call: _OpenCall) -> None:
         """Sends a call, or retries soon if there is no connection yet."""
-        if self._is_closing or self._clock() >= asked.until_s:
-            self._end(asked, CallFailure(Trouble.CLOSED if self._is_closing else Trouble.UNSENT, asked.call.name))
+        if self._is_closing or self._clock() >= open_call.until_s:
+            self._end(
+                open_call, CallFailure(Trouble.CLOSED if self._is_closing else Trouble.UNSENT, open_call.call.name)
+            )
             return
         uid = next(self._uids).to_bytes(8, "big")
         try:
             if self._socket.closed:
                 raise zmq.Again
-            self._socket.send_multipart((uid, asked.call.operation, *asked.call.payloads), zmq.NOBLOCK)
+            self._socket.send_multipart((uid, open_call.call.operation, *open_call.call.payloads), zmq.NOBLOCK)
         except zmq.Again:
-            heapq.heappush(self._timers, (self._clock() + 0.02, next(self._uids), lambda: self._send(asked)))
+            heapq.heappush(self._timers, (self._clock() + 0.02, next(self._uids), lambda: self._send(open_call)))
             return
-        self._asked[uid] = asked
-        self._due_s = min(self._due_s, asked.until_s)
+        self._open_calls[uid] = open_call
+        self._due_s = min(self._due_s, open_call.until_s)
 
     def _expire(self, now_s: float) -> None:
-        for uid in [uid for uid, asked in self._asked.items() if asked.until_s <= now_s]:
-            asked = self._asked.pop(uid)
-            if asked.on_late is not None:
+        for uid in [uid for uid, open_call in self._open_calls.items() if open_call.until_s <= now_s]:
+            open_call = self._open_calls.pop(uid)
+            if open_call.on_late is not None:
                 if len(self._late) >= MAX_LATE:
                     del self._late[next(iter(self._late))]
-                self._late[uid] = asked
-            self._end(asked, CallFailure(Trouble.TIMEOUT, asked.call.name))
-        self._due_s = min((asked.until_s for asked in self._asked.values()), default=math.inf)
+                self._late[uid] = open_call
+            self._end(open_call, CallFailure(Trouble.TIMEOUT, open_call.call.name))
+        self._due_s = min((open_call.until_s for open_call in self._open_calls.values()), default=math.inf)
 
     def _read(self) -> bool:
         """Reads one answer. False if there is none."""
@@ -335,11 +337,11 @@ class Channel:
                     break
         except zmq.Again:
             return False
-        asked = self._asked.pop(frames[0], None)
-        if asked is not None:
-            self._end(asked, self._value(asked.call, frames, num_frames))
-        elif (asked := self._late.pop(frames[0], None)) is not None and asked.on_late is not None:
-            self._safely(asked.on_late)
+        open_call = self._open_calls.pop(frames[0], None)
+        if open_call is not None:
+            self._end(open_call, self._value(open_call.call, frames, num_frames))
+        elif (open_call := self._late.pop(frames[0], None)) is not None and open_call.on_late is not None:
+            self._safely(open_call.on_late)
         return True  # frames of no call are ignored
 
     def _value(self, call: RpcCall[Any], frames: list[bytes], num_frames: int) -> Ended[Any]:
@@ -351,8 +353,8 @@ class Channel:
             return CallFailure(Trouble.MALFORMED, str(error))
         return CallAnswer(value)
 
-    def _end(self, asked: _OpenCall, ended: Ended[Any]) -> None:
-        on_end, asked.on_end = asked.on_end, None
+    def _end(self, open_call: _OpenCall, ended: Ended[Any]) -> None:
+        on_end, open_call.on_end = open_call.on_end, None
         if on_end is not None:
             self._safely(lambda: on_end(ended))
         self._one_less()  # after the callback, so that `drain` includes it
@@ -366,8 +368,8 @@ class Channel:
         with self._lock:
             self._is_closing = True  # also where the thread ends because of a bug
         self._disconnect()
-        asked, self._asked = self._asked, {}
-        for each in asked.values():
+        open_calls, self._open_calls = self._open_calls, {}
+        for each in open_calls.values():
             self._end(each, CallFailure(Trouble.CLOSED, each.call.name))
         self._late.clear()
         # Unsent calls are among commands and timers; each ends with CLOSED.

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-MAX_ERRANDS = 256
+MAX_TASKS = 256
 CLOSE_S = 2.0
 """Maximum duration of `Connection.close`, in seconds."""
 _END_S = 0.5
@@ -138,7 +138,7 @@ class Connection:
         self._changed = threading.Condition()
         self._state: ServerState = Down("not tried yet")
         self._was_ready = False
-        self._errands: deque[Callable[[Ready], None]] = deque(maxlen=MAX_ERRANDS)
+        self._tasks: deque[Callable[[Ready], None]] = deque(maxlen=MAX_TASKS)
         self._registered: int | None = None
         """Instance of the last registration."""
         self._is_suspect = False
@@ -183,13 +183,13 @@ class Connection:
             self._is_suspect = True
             self._changed.notify_all()
 
-    def post(self, errand: Callable[[Ready], None]) -> None:
+    def post(self, task: Callable[[Ready], None]) -> None:
         """Queues a blocking task for the connection's thread. It runs while the server is usable.
 
-        If more than `MAX_ERRANDS` are queued, the oldest is dropped.
+        If more than `MAX_TASKS` are queued, the oldest is dropped.
         """
         with self._changed:
-            self._errands.append(errand)
+            self._tasks.append(task)
             self._changed.notify_all()
 
     @property
@@ -271,7 +271,7 @@ class Connection:
             self._said(codec.register(registration))
             if self._registered not in (None, registration.instance):
                 # A server that was only slow still has the old registration; a new server does not.
-                self._ask(codec.unregister(self._registered))
+                self._call(codec.unregister(self._registered))
             self._registered = registration.instance
         self._said(codec.ping(registration.instance if registration else None))
         logger.info(
@@ -284,11 +284,11 @@ class Connection:
         return Ready(facts, codec, chunk_tokens, registration)
 
     def _agree(self, codec: Codec, alignment: int) -> int:
-        ended = self._ask(codec.chunk_tokens(alignment))
+        ended = self._call(codec.chunk_tokens(alignment))
         if isinstance(ended, CallFailure) and codec.negotiates and ended.trouble is Trouble.TIMEOUT:
             # A server does not answer if another engine has settled another chunk size. Its configuration does not
             # show which.
-            ended = self._ask(codec.settled_chunk_tokens())
+            ended = self._call(codec.settled_chunk_tokens())
         if isinstance(ended, CallFailure):
             raise _SilentError(f"no answer about the chunk: {ended}")
         chunk_tokens = ended.value
@@ -306,44 +306,44 @@ class Connection:
         """Sends heartbeats until the server is down. Returns the reason."""
         missed = 0
         while True:
-            self._pause(self._options.beat_s, lambda: self._is_suspect or self._is_cut or bool(self._errands))
+            self._pause(self._options.beat_s, lambda: self._is_suspect or self._is_cut or bool(self._tasks))
             if self._is_closed:
                 return "closed"
             if self._is_cut:
                 return "the connection is cut"
             self._is_suspect = False
-            if self._errands:  # one per heartbeat: tasks are slow, and heartbeats must continue
-                self._run_errand(self._errands.popleft(), ready)
+            if self._tasks:  # one per heartbeat: tasks are slow, and heartbeats must continue
+                self._run_task(self._tasks.popleft(), ready)
             missed = 0 if self._lives(ready) else missed + 1
             if missed >= self._options.max_missed_beats:
                 return f"{missed} heartbeats without an answer"
 
-    def _run_errand(self, errand: Callable[[Ready], None], ready: Ready) -> None:
+    def _run_task(self, task: Callable[[Ready], None], ready: Ready) -> None:
         try:
-            errand(ready)
+            task(ready)
         except Exception:
             logger.exception("a task for LMCache's server failed")
 
     def _lives(self, ready: Ready) -> bool:
         # Repeating a registration has no effect. A server drops the registration of an idle process.
         if ready.registration is not None and isinstance(
-            self._ask(ready.codec.register(ready.registration)), CallFailure
+            self._call(ready.codec.register(ready.registration)), CallFailure
         ):
             return False
         instance = ready.registration.instance if ready.registration else None
-        return isinstance(self._ask(ready.codec.ping(instance)), CallAnswer)
+        return isinstance(self._call(ready.codec.ping(instance)), CallAnswer)
 
     def _leave(self, ready: Ready) -> None:
         if ready.registration is not None:
-            self._ask(ready.codec.unregister(ready.registration.instance))
+            self._call(ready.codec.unregister(ready.registration.instance))
 
     def _said(self, call: RpcCall[T]) -> T:
-        ended = self._ask(call)
+        ended = self._call(call)
         if isinstance(ended, CallFailure):
             raise _SilentError(f"no answer: {ended}")
         return ended.value
 
-    def _ask(self, call: RpcCall[T]) -> Ended[T]:
+    def _call(self, call: RpcCall[T]) -> Ended[T]:
         """Sends a call and waits for its result."""
         done = threading.Event()
         answers: list[Ended[T]] = []

@@ -36,7 +36,7 @@ def get_json(address: HttpAddress, path: str, timeout_s: float, clock: Callable[
     Raises:
         HttpError: no answer in time, not JSON, or too long.
     """
-    status, body = _ask(address, "GET", path, b"", timeout_s, clock)
+    status, body = _request(address, "GET", path, b"", timeout_s, clock)
     if status != http.client.OK:
         raise HttpError(f"GET {path}: status {status}")
     try:
@@ -51,10 +51,10 @@ def delete(address: HttpAddress, path: str, body: object, timeout_s: float) -> t
     Raises:
         HttpError: no answer in time, or too long.
     """
-    return _ask(address, "DELETE", path, msgspec.json.encode(body), timeout_s, time.monotonic)
+    return _request(address, "DELETE", path, msgspec.json.encode(body), timeout_s, time.monotonic)
 
 
-def _ask(
+def _request(
     address: HttpAddress, method: str, path: str, body: bytes, timeout_s: float, clock: Callable[[], float]
 ) -> tuple[int, bytes]:
     until_s = clock() + timeout_s

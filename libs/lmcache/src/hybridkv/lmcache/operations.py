@@ -376,7 +376,7 @@ class Operations:
         def ended(answer: Ended[None]) -> None:
             if isinstance(answer, CallFailure):
                 self._forget_later(session)
-            elif self._unended:  # the connection may have dropped the errand
+            elif self._unended:  # the connection may have dropped the task
                 self._forget_again(ready)
 
         self._channel.call(ready.codec.end_session(session), timeout_s, ended)

@@ -65,7 +65,7 @@ def _begin(connection: Connection, withdrawal: _Withdrawal, attempt: int) -> Non
     def again() -> None:
         _begin(connection, withdrawal, attempt + 1)
 
-    def errand(ready: Ready) -> None:
+    def task(ready: Ready) -> None:
         if ready.facts.hash_algorithm != "blake3":
             return  # the object stays until it is evicted
         keys = withdrawal.keys(ready.chunk_tokens)
@@ -79,7 +79,7 @@ def _begin(connection: Connection, withdrawal: _Withdrawal, attempt: int) -> Non
         if has_skipped and attempt < MAX_ATTEMPTS:
             connection.channel.after(RETRY_S, again)
 
-    connection.post(errand)
+    connection.post(task)
 
 
 def _delete(address: HttpAddress, keys: list[dict[str, object]], tier: str) -> bool:

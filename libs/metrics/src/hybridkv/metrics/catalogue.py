@@ -44,7 +44,7 @@ _REASON = Label(
         "hint",
         "adapter",
         "being_stored",
-        "asked",
+        "async_lookup",
     ),
 )
 """Reasons why a hit was not longer; docs/guides/observing.md explains each."""
@@ -273,15 +273,15 @@ CATALOGUE = Catalogue(
             "requests",
             "Prefixes that requests asked to prefetch into host memory, by outcome: all chunks arrived, nothing to "
             "fetch, no room within `keep_share`, too late, a chunk was lost, or too many prefetches waited.",
-            (Label("outcome", ("brought", "nothing", "no_room", "late", "lost", "crowded")),),
+            (Label("outcome", ("promoted", "nothing", "no_room", "late", "lost", "crowded")),),
             panel=Panel(Section.TIERS, "Prefixes to be prefetched"),
         ),
         Metric(
             "vllm:hybridkv_prefetch_bytes_total",
             Kind.COUNTER,
             "bytes",
-            "Prefetched bytes: brought into host memory, used by another request, or displaced by a later prefetch.",
-            (Label("outcome", ("brought", "used", "displaced")),),
+            "Prefetched bytes: promoted into host memory, used by another request, or displaced by a later prefetch.",
+            (Label("outcome", ("promoted", "used", "displaced")),),
             panel=Panel(Section.TIERS, "Prefetched"),
         ),
         Metric(
@@ -366,7 +366,7 @@ CATALOGUE = Catalogue(
             panel=Panel(Section.LOADS, "Waits in vain"),
         ),
         Metric(
-            "vllm:hybridkv_asked_total",
+            "vllm:hybridkv_async_lookups_total",
             Kind.COUNTER,
             "chunks",
             "Chunks in asynchronous lookups of secondary tiers, by the result within the time limit.",

@@ -113,7 +113,7 @@ class ReuseEstimator:
         self._by_chunk = [0.0] * num_buckets
         self._by_state = [0.0] * num_buckets
         self._prompt_tokens = 0.0
-        self._asked_chunks = 0.0
+        self._requested_chunks = 0.0
         self._sampled_chunks = 0.0
 
     def ask(self, prompt_tokens: int, chunks: Sequence[bytes], states: Sequence[bytes] = ()) -> None:
@@ -125,7 +125,7 @@ class ReuseEstimator:
             states: keys of the states at the same boundaries; empty if the model has none.
         """
         self._prompt_tokens += prompt_tokens
-        self._asked_chunks += len(chunks)
+        self._requested_chunks += len(chunks)
         self._measure_chunks(chunks)
         if self._state_bytes:
             self._measure_states(states)
@@ -167,7 +167,7 @@ class ReuseEstimator:
         self._by_chunk = [tokens / 2 for tokens in self._by_chunk]
         self._by_state = [tokens / 2 for tokens in self._by_state]
         self._prompt_tokens /= 2
-        self._asked_chunks /= 2
+        self._requested_chunks /= 2
         self._sampled_chunks /= 2
 
     def _measure_chunks(self, chunks: Sequence[bytes]) -> None:
@@ -276,7 +276,7 @@ class ReuseEstimator:
         by_units = list(counts)
         if counts is self._by_chunk:
             # Requests share few chunks, so the sample may hold too many or too few of those that are used most.
-            missing = (self._asked_chunks - self._sampled_chunks) * self._chunk_tokens
+            missing = (self._requested_chunks - self._sampled_chunks) * self._chunk_tokens
             for place, tokens in enumerate(by_units):
                 by_units[place] = max(0.0, tokens + missing)
                 missing = min(0.0, tokens + missing)

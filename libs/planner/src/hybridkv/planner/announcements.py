@@ -109,7 +109,7 @@ class Announcer(Generic[P]):
         self._changed: dict[bytes, _Node[P]] = {}
         self.num_held = 0
         """Number of held parts, counted once for each tier."""
-        self.num_told = 0
+        self.num_announced = 0
         """Number of announced parts."""
         self.num_on_paths = 0
         """Number of chunks on a path to a resumable boundary; 0 without a FULL group."""
@@ -194,7 +194,7 @@ class Announcer(Generic[P]):
                     node.told[tier] = wanted
             if node.is_empty:
                 self._forget(node)
-        self.num_told += len(stored) - len(removed)
+        self.num_announced += len(stored) - len(removed)
         return News(_in_order(stored), _in_order(removed)[::-1])
 
     # Consequences of a change.

@@ -102,10 +102,10 @@ class _HitSearch:
         self._first_token = load_start if spec.cut_groups else read_start
         if ranges is None:
             scan = Scan(spec, lookup)
-            self._ask: Lookup = scan.ask
+            self._lookup: Lookup = scan.ask
             self._ranges: RangeLookup = scan
         else:
-            self._ask, self._ranges = lookup, ranges
+            self._lookup, self._ranges = lookup, ranges
         self._has_ranges = ranges is not None
         # A window of two tokens or more reads the chunk before every boundary, but a tail may be all that it reads.
         self._has_plain_windows = spec.tail_tokens is None
@@ -219,7 +219,7 @@ class _HitSearch:
     def _is_held(self, group_index: int, end_token: int) -> bool:
         if self._has_ranges:
             return self._ranges.held(group_index, end_token, end_token) > 0
-        return self._ask(group_index, end_token) is not LookupResult.MISS
+        return self._lookup(group_index, end_token) is not LookupResult.MISS
 
     def is_pending(self, boundary: int) -> bool:
         """True if a chunk that a settled boundary needs is not readable yet."""
@@ -231,7 +231,7 @@ class _HitSearch:
             if start < last and self._ranges.any_pending(group_index, (start // chunk + 1) * chunk, last):
                 return True
             reads_tail = max(start, last) < boundary
-            if reads_tail and self._ask(group_index, boundary) is LookupResult.PENDING:
+            if reads_tail and self._lookup(group_index, boundary) is LookupResult.PENDING:
                 return True
         return False
 

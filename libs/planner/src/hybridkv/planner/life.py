@@ -1,12 +1,12 @@
 """State machine of a request's load: lookup, wait, offer, load, failure, retry.
 
 One function for each event of a request. Each function takes a stage and returns the next one. A function that answers
-the engine returns a step too: a `Reply`, or an `Errand`, whose outcome the caller reports by another function. All
+the engine returns a step too: a `Reply`, or an `Action`, whose outcome the caller reports by another function. All
 functions are total. None does I/O, waits or counts; the caller does.
 
     stage, step = resume(stage, facts, bounds)
     while not isinstance(step, Reply):
-        stage, step = ...  # run the errand; then `searched`, `brought`, or `resume` after a `Release`
+        stage, step = ...  # run the action; then `searched`, `promoted`, or `resume` after a `Release`
 
 First a boundary is found at which every group can resume. Then its chunks that only secondary tiers hold are promoted,
 and no others. Meanwhile the engine is told to ask again, and the request holds no blocks. Every wait has a deadline.
@@ -23,18 +23,18 @@ from msgspec.structs import replace
 from hybridkv.planner.admission import NOT_WAITED, RoomWait, Verdict, gate_load, gate_lookup
 from hybridkv.planner.hit import Hit, Miss, Pending
 from hybridkv.planner.stages import (
-    ASK_AGAIN,
+    RETRY_LATER,
     COMPUTE,
     GO_WITHOUT,
     MAX_FAILED_LOADS,
     MAX_SHRINKS,
     RELEASE,
     UNTROUBLED,
-    Ask,
+    StartLookups,
     Bounds,
-    Bring,
-    Brought,
-    Errand,
+    Promote,
+    Promoted,
+    Action,
     Facts,
     GivenUp,
     Holding,
@@ -58,14 +58,14 @@ _WAITING, _READY, _LATE = HoldState.WAITING, HoldState.READY, HoldState.LATE
 # Questions of the engine.
 
 
-def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Errand]:
+def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Action]:
     """Answers the engine's question about a request. If nothing has changed, the same stage comes back."""
     room = facts.room
     if room is not None:
         past = stage.past
         verdict, wait = gate_lookup(room, past.room, facts.now_s, bounds.room, past.failed_loads)
         if verdict is not _ADMIT:
-            return _with_room(stage, wait), ASK_AGAIN if verdict is _WAIT else COMPUTE
+            return _with_room(stage, wait), RETRY_LATER if verdict is _WAIT else COMPUTE
     if facts.hold is not None:
         return _with_hold(stage, facts, bounds)
     past = stage.past
@@ -73,7 +73,7 @@ def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | E
         stage = stage.found
     elif type(stage) is Loading:
         # Its blocks are taken, and a load always ends.
-        return stage, ASK_AGAIN
+        return stage, RETRY_LATER
     elif type(stage) is GivenUp:
         return stage, COMPUTE
     limit_tokens = facts.num_tokens if past is UNTROUBLED else _limit(past, facts.num_tokens)
@@ -85,7 +85,7 @@ def resume(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | E
         if stage.generation == facts.generation:
             return _decide(stage, facts, bounds, 0)
         if facts.is_unanswered and past.tier_since_s is not None and _is_worth_waiting(stage, facts):
-            return stage, ASK_AGAIN
+            return stage, RETRY_LATER
     return stage, Search(limit_tokens, past.only_primary)
 
 
@@ -93,33 +93,33 @@ def searched(
     stage: Stage,
     facts: Facts,
     bounds: Bounds,
-    errand: Search,
+    action: Search,
     answer: Hit | Pending | Miss,
     settled: Hit | Pending | Miss | None = None,
-) -> tuple[Stage, Reply | Errand]:
-    """Takes the result of the search `errand`. `facts` are those of the question.
+) -> tuple[Stage, Reply | Action]:
+    """Takes the result of the search `action`. `facts` are those of the question.
 
     `settled` is the result if unanswered async lookups count as misses; None if that is `answer`.
     """
-    if errand.is_last and isinstance(answer, Pending):
+    if action.is_last and isinstance(answer, Pending):
         # Chunks in flight were to count as misses, so this answer causes no further wait.
         answer = Miss(None, "it was being stored for too long")
     if settled == answer:
         settled = None
-    found = Searched(stage.past, facts.generation, errand.limit_tokens, facts.computed_tokens, answer, False, settled)
-    return _decide(found, facts, bounds, errand.num_shrinks)
+    found = Searched(stage.past, facts.generation, action.limit_tokens, facts.computed_tokens, answer, False, settled)
+    return _decide(found, facts, bounds, action.num_shrinks)
 
 
-def asked(
-    stage: Stage, facts: Facts, bounds: Bounds, errand: Ask, *, is_news: bool = True
-) -> tuple[Stage, Reply | Errand]:
-    """The async lookups of `errand` were sent: the chunks that are known are searched again. Not if they had been sent
+def lookups_started(
+    stage: Stage, facts: Facts, bounds: Bounds, action: StartLookups, *, is_news: bool = True
+) -> tuple[Stage, Reply | Action]:
+    """The async lookups of `action` were sent: the chunks that are known are searched again. Not if they had been sent
     before the last search (`is_news` is False)."""
     if type(stage) is not Searched:
         return resume(stage, facts, bounds)
     if not is_news:
-        return _decide(stage, facts, bounds, errand.num_shrinks)
-    return stage, Search(errand.limit_tokens, stage.past.only_primary, num_shrinks=errand.num_shrinks)
+        return _decide(stage, facts, bounds, action.num_shrinks)
+    return stage, Search(action.limit_tokens, stage.past.only_primary, num_shrinks=action.num_shrinks)
 
 
 def is_worth_waiting(num_tokens: int, rest_s: float, wait: LookupWait) -> bool:
@@ -139,39 +139,39 @@ def expected_rest_s(past: Past, now_s: float, wait: LookupWait) -> float:
 
     An overdue answer is expected after as long as it is overdue, but not before a quarter of its usual time.
     """
-    if past.asked_s is None or past.asked_until_s is None:
+    if past.lookups_sent_s is None or past.lookup_deadline_s is None:
         return inf
-    waited_s = now_s - past.asked_s
+    waited_s = now_s - past.lookups_sent_s
     overdue_s = waited_s - wait.answer_s
     rest_s = -overdue_s if overdue_s < 0 else max(overdue_s, wait.answer_s / 4)
-    return rest_s if now_s < past.asked_until_s and now_s + rest_s <= past.asked_until_s else inf
+    return rest_s if now_s < past.lookup_deadline_s and now_s + rest_s <= past.lookup_deadline_s else inf
 
 
-def brought(
-    stage: Stage, facts: Facts, bounds: Bounds, errand: Bring, outcome: Brought
-) -> tuple[Stage, Reply | Errand]:
-    """Takes the outcome of `errand`. `facts` are those of the question."""
+def promoted(
+    stage: Stage, facts: Facts, bounds: Bounds, action: Promote, outcome: Promoted
+) -> tuple[Stage, Reply | Action]:
+    """Takes the outcome of `action`. `facts` are those of the question."""
     if type(stage) is not Searched:
         return resume(stage, facts, bounds)
-    if outcome is Brought.IN_PRIMARY:
+    if outcome is Promoted.IN_PRIMARY:
         found = replace(stage, is_in_primary=True)
         return _settle(found, found.answer, facts, bounds)
     if stage.past.tier_since_s is None:
-        stage = replace(stage, past=replace(stage.past, tier_since_s=errand.since_s))
-    if outcome is Brought.READY:
+        stage = replace(stage, past=replace(stage.past, tier_since_s=action.since_s))
+    if outcome is Promoted.READY:
         return _settle(Holding(stage), stage.answer, facts, bounds)
-    if outcome is Brought.HELD:
-        return Holding(stage), ASK_AGAIN
-    if outcome is Brought.NO_ROOM:
-        beyond = errand.boundary - facts.computed_tokens
+    if outcome is Promoted.HELD:
+        return Holding(stage), RETRY_LATER
+    if outcome is Promoted.NO_ROOM:
+        beyond = action.boundary - facts.computed_tokens
         past = replace(stage.past, room_limit=facts.computed_tokens + beyond * 3 // 4)
         stage = Unsearched(past)
-        if errand.num_shrinks + 1 < MAX_SHRINKS:
+        if action.num_shrinks + 1 < MAX_SHRINKS:
             limit_tokens = _limit(past, facts.num_tokens)
-            return stage, Search(limit_tokens, past.only_primary, num_shrinks=errand.num_shrinks + 1)
-    if facts.now_s - errand.since_s >= bounds.load_s:
+            return stage, Search(limit_tokens, past.only_primary, num_shrinks=action.num_shrinks + 1)
+    if facts.now_s - action.since_s >= bounds.load_s:
         return _without(stage), GO_WITHOUT
-    return stage, ASK_AGAIN
+    return stage, RETRY_LATER
 
 
 # Events from the engine and the workers.
@@ -180,9 +180,9 @@ def brought(
 def allocated(stage: Stage, boundary: int | None) -> Stage:
     """The engine gave blocks to the request: to load up to `boundary`, or to compute (None)."""
     past = stage.past
-    if past.asked_until_s is not None:
+    if past.lookup_deadline_s is not None:
         # A later search means that the blocks were lost or the load failed: by then the answers are old.
-        past = replace(past, asked_s=None, asked_until_s=None)
+        past = replace(past, lookups_sent_s=None, lookup_deadline_s=None)
     return _begin(past) if boundary is None else Loading(past, boundary)
 
 
@@ -227,9 +227,9 @@ def paused(stage: Stage, pause_s: float) -> Stage:
 
 def sent_again(stage: Stage, now_s: float, timeout_s: float) -> Stage:
     """The async lookups of a queued request were sent again, since their answers have expired."""
-    if stage.past.asked_until_s is None:
+    if stage.past.lookup_deadline_s is None:
         return stage
-    return _with_past(stage, replace(stage.past, asked_s=now_s, asked_until_s=now_s + timeout_s))
+    return _with_past(stage, replace(stage.past, lookups_sent_s=now_s, lookup_deadline_s=now_s + timeout_s))
 
 
 def forget_search(stage: Stage) -> Stage:
@@ -249,45 +249,45 @@ def answer_of(stage: Stage) -> Hit | Pending | Miss | None:
 # Steps.
 
 
-def _with_hold(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Errand]:
+def _with_hold(stage: Stage, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Action]:
     """The tiers hold chunks for the request: it waits for them, or they are of no use any more."""
     if type(stage) is Holding and stage.found.computed_tokens == facts.computed_tokens:
         if facts.hold is _READY:
             return _settle(stage, stage.found.answer, facts, bounds)
         if facts.hold is _WAITING:
-            return stage, ASK_AGAIN
+            return stage, RETRY_LATER
     if facts.hold is _LATE:
         return _without(stage), GO_WITHOUT
     return stage.found if type(stage) is Holding else stage, RELEASE
 
 
-def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> tuple[Stage, Reply | Errand]:
+def _decide(found: Searched, facts: Facts, bounds: Bounds, num_shrinks: int) -> tuple[Stage, Reply | Action]:
     """Next step after a valid search result."""
     past, answer = found.past, found.answer
     settled = found.settled
     wait = facts.lookup
-    if wait is not None and past.asked_until_s is None and not past.only_primary:
+    if wait is not None and past.lookup_deadline_s is None and not past.only_primary:
         known_tokens = _resumes_at(answer if settled is None else settled, found)
         if found.limit_tokens - known_tokens > bounds.boundary_tokens:
-            past = replace(past, asked_s=facts.now_s, asked_until_s=facts.now_s + wait.timeout_s)
-            return replace(found, past=past), Ask(found.limit_tokens, num_shrinks)
+            past = replace(past, lookups_sent_s=facts.now_s, lookup_deadline_s=facts.now_s + wait.timeout_s)
+            return replace(found, past=past), StartLookups(found.limit_tokens, num_shrinks)
     if settled is not None:
         if _is_worth_waiting(found, facts):
             if past.tier_since_s is None:
                 # All waits for tiers share one deadline.
                 found = replace(found, past=replace(past, tier_since_s=facts.now_s))
-            return found, ASK_AGAIN
+            return found, RETRY_LATER
         # Lookups of other requests may still be in flight. This request does not wait for them.
         found, answer = replace(found, answer=settled, settled=None), settled
     if type(answer) is Hit and facts.has_secondary and not found.is_in_primary and not past.only_primary:
         since_s = facts.now_s if past.tier_since_s is None else past.tier_since_s
-        return found, Bring(answer.num_tokens, since_s, facts.now_s - since_s < bounds.load_s, num_shrinks)
+        return found, Promote(answer.num_tokens, since_s, facts.now_s - since_s < bounds.load_s, num_shrinks)
     if type(answer) is Pending:
         since_s = facts.now_s if past.stores_since_s is None else past.stores_since_s
         if facts.now_s - since_s < bounds.lookup_s:
             if past.stores_since_s is None:
                 found = replace(found, past=replace(past, stores_since_s=since_s))
-            return found, ASK_AGAIN
+            return found, RETRY_LATER
         past = replace(past, waited_in_vain=True)
         return replace(found, past=past), Search(found.limit_tokens, past.only_primary, True, num_shrinks)
     return _settle(found, answer, facts, bounds)
@@ -307,7 +307,7 @@ def _resumes_at(answer: Hit | Pending | Miss, found: Searched) -> int:
     return found.computed_tokens if isinstance(answer, Miss) else answer.num_tokens
 
 
-def _settle(stage: Stage, answer: Hit | Pending | Miss, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Errand]:
+def _settle(stage: Stage, answer: Hit | Pending | Miss, facts: Facts, bounds: Bounds) -> tuple[Stage, Reply | Action]:
     """The hit is known and in the primary tier: offers it if the engine has room."""
     past = stage.past
     if past.stores_since_s is not None or past.tier_since_s is not None:
@@ -318,7 +318,7 @@ def _settle(stage: Stage, answer: Hit | Pending | Miss, facts: Facts, bounds: Bo
     if facts.room is not None:
         verdict, wait = gate_load(facts.room, past.room, facts.now_s, bounds.room)
         if verdict is not _ADMIT:
-            return _with_room(stage, wait), ASK_AGAIN if verdict is _WAIT else COMPUTE
+            return _with_room(stage, wait), RETRY_LATER if verdict is _WAIT else COMPUTE
     return stage, Offer(answer.num_tokens - facts.computed_tokens)
 
 

@@ -1,4 +1,4 @@
-"""Values of a request's load: its stages, the facts for a decision, replies and errands. The rules are in `life.py`.
+"""Values of a request's load: its stages, the facts for a decision, replies and actions. The rules are in `life.py`.
 
 A stage holds facts about one request that stay true. Facts that change without the request (the clock, the content of
 tiers, free blocks) come with each question, as `Facts`.
@@ -29,10 +29,10 @@ class Past(msgspec.Struct, frozen=True):
         waited_in_vain: chunks in flight into a tier did not arrive in time.
         stores_since_s: start of the wait for chunks in flight into a tier; None if there is no such wait.
         tier_since_s: start of the wait for secondary tiers; None if there is no such wait.
-        asked_s: time at which the async lookups for this request were sent; None if there were none. A request sends
+        lookups_sent_s: time at which the async lookups for this request were sent; None if there were none. A request sends
             them once until it gets blocks, so that waits do not follow each other. If it is searched anew after that,
             it sends them anew.
-        asked_until_s: deadline of these lookups; None if there were none.
+        lookup_deadline_s: deadline of these lookups; None if there were none.
         room: wait for room beside other loads.
     """
 
@@ -43,8 +43,8 @@ class Past(msgspec.Struct, frozen=True):
     waited_in_vain: bool = False
     stores_since_s: float | None = None
     tier_since_s: float | None = None
-    asked_s: float | None = None
-    asked_until_s: float | None = None
+    lookups_sent_s: float | None = None
+    lookup_deadline_s: float | None = None
     room: RoomWait = NOT_WAITED
 
 
@@ -205,7 +205,7 @@ class Offer(msgspec.Struct, frozen=True, gc=False):
 
 
 @final
-class AskAgain(msgspec.Struct, frozen=True):
+class RetryLater(msgspec.Struct, frozen=True):
     """The answer is not known yet, or there is no room yet."""
 
 
@@ -214,7 +214,7 @@ class Compute(msgspec.Struct, frozen=True):
     """The request loads nothing. The tiers release the chunks that they hold for it."""
 
 
-ASK_AGAIN: Final = AskAgain()
+RETRY_LATER: Final = RetryLater()
 COMPUTE: Final = Compute()
 
 
@@ -239,8 +239,8 @@ class Search(msgspec.Struct, frozen=True):
 
 
 @final
-class Ask(msgspec.Struct, frozen=True):
-    """Send async lookups for the request, then call `asked`.
+class StartLookups(msgspec.Struct, frozen=True):
+    """Send async lookups for the request, then call `lookups_started`.
 
     Args:
         limit_tokens: look up so many tokens of the request.
@@ -252,9 +252,9 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 @final
-class Bring(msgspec.Struct, frozen=True):
+class Promote(msgspec.Struct, frozen=True):
     """Find out whether the primary tier holds all chunks of a hit. If not, and there is time, promote the others and
-    pin all of them. Then call `brought`.
+    pin all of them. Then call `promoted`.
 
     Args:
         boundary: end of the hit.
@@ -284,8 +284,8 @@ RELEASE: Final = Release()
 GO_WITHOUT: Final = Release(is_late=True)
 
 
-class Brought(enum.Enum):
-    """Outcome of `Bring`."""
+class Promoted(enum.Enum):
+    """Outcome of `Promote`."""
 
     IN_PRIMARY = enum.auto()
     """The primary tier has all chunks. None is pinned for the request."""
@@ -299,7 +299,7 @@ class Brought(enum.Enum):
     """A promotion cannot start now, or no time is left."""
 
 
-Reply: TypeAlias = Offer | AskAgain | Compute
+Reply: TypeAlias = Offer | RetryLater | Compute
 """Answer to the engine."""
-Errand: TypeAlias = Search | Ask | Bring | Release
+Action: TypeAlias = Search | StartLookups | Promote | Release
 """Work before there is a reply."""

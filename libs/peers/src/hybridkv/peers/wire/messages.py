@@ -53,7 +53,7 @@ class Refused(_Message, frozen=True, tag="refused"):
     hint: str = ""
 
 
-class RequestDigests(_Message, frozen=True, tag="ask_digests"):
+class RequestDigests(_Message, frozen=True, tag="request_digests"):
     """Request for the digests of some cells of a lease. The answer has the same `request`.
 
     See `hybridkv.peers.digests.DigestRequest`. Only blocks that the lease holds are digested.

@@ -16,7 +16,7 @@ class LookupAnswered(NamedTuple):
     request: int
     places: Mapping[Key, PackPlace]
     """Places of the keys that were found."""
-    heard_s: float
+    answered_s: float
     """Time of the answer, by the index's clock."""
 
 
@@ -24,13 +24,13 @@ class LookupFailed(NamedTuple):
     """A lookup failed or timed out: no answer will come."""
 
     request: int
-    heard_s: float
+    answered_s: float
 
 
 class EpochChanged(NamedTuple):
     """Another engine began a new epoch: chunks found or stored before it must not be offered."""
 
-    heard_s: float
+    answered_s: float
 
 
 News = LookupAnswered | LookupFailed | EpochChanged

@@ -1,6 +1,6 @@
 """Index of the chunks in a fleet's object store.
 
-A chunk that was found or stored is offered for `believed_s`, and looked up again after that, because packs expire.
+A chunk that was found or stored is offered for `found_s`, and looked up again after that, because packs expire.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MAX_ANNOUNCED = 16_384
 class _AnnouncedPath:
     """A path of a request, from its beginning on."""
 
-    __slots__ = ("is_asked", "keys")
+    __slots__ = ("is_looked_up", "keys")
 
     def __init__(self, keys: list[Key]) -> None:
         self.keys = keys
-        self.is_asked = False
+        self.is_looked_up = False
 
 
 class _Budget:
@@ -79,7 +79,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         super().__init__(client, options, clock)
         self._client = client
         to_live_s = options.time_to_live_s
-        self._believed_s = options.believed_s if to_live_s is None else min(options.believed_s, to_live_s / 4)
+        self._found_s = options.found_s if to_live_s is None else min(options.found_s, to_live_s / 4)
         self._is_kept_alive = options.renewal_life_s is not None
         self._clears_all = clears_all
         self._packs = Packs(options.pack_bytes, self._new_pack)
@@ -115,17 +115,17 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         elif isinstance(event, LookupAnswered):
             self._on_found(event)
         else:
-            self._end_lookup(event.request, LookupAnswer.TIMED_OUT, event.heard_s)
+            self._end_lookup(event.request, LookupAnswer.TIMED_OUT, event.answered_s)
 
     def _on_found(self, found: LookupAnswered) -> None:
         places, wanted = found.places, self._tracker.open_keys(found.request)
         if not places.keys() <= wanted.keys():
             places = {key: place for key, place in places.items() if key in wanted}
-        self._add_found(found.request, places, self._clock() + self._believed_s, found.heard_s)
-        self._end_lookup(found.request, LookupAnswer.MISSING, found.heard_s)
+        self._add_found(found.request, places, self._clock() + self._found_s, found.answered_s)
+        self._end_lookup(found.request, LookupAnswer.MISSING, found.answered_s)
 
     def _expires_s(self, place: PackPlace) -> float:
-        return self._clock() + self._believed_s
+        return self._clock() + self._found_s
 
     def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
         keys = list(keys)
@@ -179,9 +179,9 @@ class ObjectIndex(RemoteIndex[PackPlace]):
             return True
         if self._tracker.is_pending(key):
             return False
-        if path.is_asked:
+        if path.is_looked_up:
             return True
-        path.is_asked = True
+        path.is_looked_up = True
         self.start_lookup(path.keys, now_s + self._check_timeout_s)
         return not self._tracker.is_pending(key) and key not in self._found.by_key
 

@@ -169,7 +169,7 @@ class ManifestStore:
         self._opened: Future[None] = Future()
         self._paths = Paths(MAX_NODES)
         self._reader = ManifestReader(collection.store, collection.seals, options, clock)
-        self._bad: Quarantine[tuple[str, int], bool] = Quarantine(options.max_asked, options.bad_s, clock)
+        self._bad: Quarantine[tuple[str, int], bool] = Quarantine(options.max_open_keys, options.bad_s, clock)
         """Places with wrong or missing bytes."""
         self._keep_alive: KeepAlive | None = None
         if options.renewal_life_s is not None:

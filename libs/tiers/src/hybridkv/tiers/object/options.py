@@ -19,7 +19,7 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
     max_known: int = 262_144
     known_bytes: int = 1 << 44
     missing_s: float = 5.0
-    believed_s: float = 600.0
+    found_s: float = 600.0
     """A chunk is offered for so long after it was found or stored. Then it is looked up again, since packs expire."""
     bad_s: float = 600.0
     """A place with wrong or missing bytes is not offered for so long, whichever manifest lists it."""

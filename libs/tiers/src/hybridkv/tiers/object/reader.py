@@ -138,7 +138,7 @@ class ManifestReader:
         self._room = ReadMemoryLimit(max(options.reading_bytes, options.manifest_bytes))
         self.requests = asyncio.Semaphore(MAX_REQUESTS)
         """Limits concurrent requests to the store."""
-        self._bad: Quarantine[str, str] = Quarantine(options.max_asked, options.bad_s, clock)
+        self._bad: Quarantine[str, str] = Quarantine(options.max_open_keys, options.bad_s, clock)
         """ETag of the version that is not read again, by object name. No store has empty ETags."""
 
     def distrust(self, name: str, tag: str | None) -> None:

@@ -70,7 +70,7 @@ class EndLeases(_PeerMessageBase, frozen=True, tag="give_up"):
     ends: bytes
 
 
-class SealsRequest(_PeerMessageBase, frozen=True, tag="ask_seals"):
+class SealsRequest(_PeerMessageBase, frozen=True, tag="request_seals"):
     """Request for the digest under which each key is sealed in the slot at its offset. Sent to a rank."""
 
     keys: bytes

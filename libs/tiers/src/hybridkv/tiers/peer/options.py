@@ -37,8 +37,10 @@ class PeerOptions(RemoteOptions, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_asked > MAX_KEYS:
-            raise TierConfigurationError("max_asked", f"at most {MAX_KEYS}, which is one message", self.max_asked)
+        if self.max_open_keys > MAX_KEYS:
+            raise TierConfigurationError(
+                "max_open_keys", f"at most {MAX_KEYS}, which is one message", self.max_open_keys
+            )
         if self.load_timeout_s > self.lease_s / 2:
             expected = f"at most {self.lease_s / 2:g}, half of lease_s"
             hint = "a chunk may be loaded for the second half of its lease, and may be gone after it"

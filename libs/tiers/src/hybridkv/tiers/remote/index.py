@@ -93,7 +93,7 @@ class RemoteIndex(Generic[P]):
         self._clock = clock
         self._options = options
         self._events, self._close_client = client.events, client.close
-        self._tracker = LookupTracker(options.max_asked, options.missing_s, options.given_up_s)
+        self._tracker = LookupTracker(options.max_open_keys, options.missing_s, options.given_up_s)
         self._number = 0
         """Number of the last lookup."""
         self._found: FoundPlaces[P] = FoundPlaces()
@@ -268,7 +268,7 @@ class RemoteIndex(Generic[P]):
 
     def _expire_entries(self, now_s: float) -> None:
         expiries, by_key = self._expiries, self._known.by_key
-        while expiries and (expiries[0][0] <= now_s or len(expiries) > 2 * len(by_key) + self._options.max_asked):
+        while expiries and (expiries[0][0] <= now_s or len(expiries) > 2 * len(by_key) + self._options.max_open_keys):
             _, _, entry = heapq.heappop(expiries)
             if by_key.get(entry.key) is entry and self._known.lookup(entry.key) is _HIT:
                 if entry.num_pins:

@@ -39,13 +39,13 @@ class LookupTracker:
     """Lookups of one index, by number.
 
     Args:
-        max_asked: limit of open keys, and of remembered missing keys.
+        max_open_keys: limit of open keys, and of remembered missing keys.
         missing_s: seconds in which a missing key is not looked up again.
         given_up_s: seconds from the deadline of a lookup until it is forgotten.
     """
 
-    def __init__(self, max_asked: int, missing_s: float, given_up_s: float) -> None:
-        self._max_asked = max_asked
+    def __init__(self, max_open_keys: int, missing_s: float, given_up_s: float) -> None:
+        self._max_open_keys = max_open_keys
         self._missing_s = missing_s
         self._given_up_s = given_up_s
         self._number_of: dict[Key, int] = {}
@@ -88,7 +88,7 @@ class LookupTracker:
 
     def keys_to_send(self, keys: Sequence[Key], deadline_s: float, now_s: float) -> list[Key]:
         """Select the keys to look up now: not open already (the later deadline then applies), not recently missing, and
-        within `max_asked`."""
+        within `max_open_keys`."""
         known = self._number_of
         if known and not known.keys().isdisjoint(keys):
             for number in {known[key] for key in keys if key in known}:
@@ -98,7 +98,7 @@ class LookupTracker:
         if missing and not missing.keys().isdisjoint(keys):
             keys = [key for key in keys if missing.get(key, _OVER_S) <= now_s]
         keys = list(dict.fromkeys(keys))
-        room = max(0, self._max_asked - len(known))
+        room = max(0, self._max_open_keys - len(known))
         if len(keys) > room:
             self._count(LookupAnswer.TIMED_OUT, len(keys) - room)
             del keys[room:]
@@ -149,7 +149,7 @@ class LookupTracker:
         self._record(lookup, answer, len(keys), answered_s)
         if answer is LookupAnswer.MISSING:
             self._missing.update(dict.fromkeys(keys, answered_s + self._missing_s))
-            if (surplus := len(self._missing) - self._max_asked) > 0:
+            if (surplus := len(self._missing) - self._max_open_keys) > 0:
                 for key in list(islice(self._missing, surplus)):
                     del self._missing[key]
         return keys

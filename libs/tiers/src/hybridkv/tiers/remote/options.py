@@ -14,7 +14,7 @@ class RemoteOptions(msgspec.Struct, frozen=True, kw_only=True):
         TierConfigurationError: a value is invalid.
     """
 
-    max_asked: int = 4096
+    max_open_keys: int = 4096
     """Limit of keys without an answer."""
     max_known: int = 65_536
     """Limit of chunks in the index."""

@@ -73,7 +73,7 @@ class MoveResult(enum.StrEnum):
 class PrefetchResult(enum.StrEnum):
     """Result of the prefetch of one prefix."""
 
-    BROUGHT = "brought"
+    PROMOTED = "promoted"
     """All missing chunks arrived, including those that others promoted or stored meanwhile."""
     NOTHING = "nothing"
     """Nothing was missing, or others promoted all of it."""
@@ -90,7 +90,7 @@ class PrefetchResult(enum.StrEnum):
 class PrefetchBytes(enum.StrEnum):
     """What happened to prefetched bytes."""
 
-    BROUGHT = "brought"
+    PROMOTED = "promoted"
     """Arrived in the primary tier."""
     USED = "used"
     """Used for the first time: leased, pinned or touched."""

@@ -209,7 +209,7 @@ class Prefetches:
         prefix, num_bytes = moved
         prefix.num_moving -= 1
         if is_present:
-            self._bytes[PrefetchBytes.BROUGHT] += num_bytes
+            self._bytes[PrefetchBytes.PROMOTED] += num_bytes
             self._bytes[PrefetchBytes.USED] += num_bytes if key in self._used_early else 0
         else:
             self._drop(key)
@@ -266,7 +266,7 @@ class Prefetches:
             if answer is _MISS:
                 prefix.failure = PrefetchResult.LOST
             prefix.pending.pop()
-        done = PrefetchResult.BROUGHT if prefix.has_sent else PrefetchResult.NOTHING
+        done = PrefetchResult.PROMOTED if prefix.has_sent else PrefetchResult.NOTHING
         self._end(prefix, prefix.failure or done)
 
     def _end(self, prefix: _PrefixPrefetch, result: PrefetchResult) -> None:

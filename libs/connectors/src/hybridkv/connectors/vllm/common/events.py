@@ -269,7 +269,7 @@ class RouterEvents:
         if events:
             announcer = self._announcer
             num_tokens = announcer.num_on_paths * self._layout.spec.chunk_tokens
-            self._metrics.announcements(num_tokens, announcer.num_held - announcer.num_told)
+            self._metrics.announcements(num_tokens, announcer.num_held - announcer.num_announced)
         return new_events
 
     def _read_changes(self) -> None:

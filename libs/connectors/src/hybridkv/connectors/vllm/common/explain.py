@@ -77,7 +77,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         stops: prefill stops of this request: tokens from its start, and a reason.
         junction: "" or, if the request diverges from the prefix that the FULL groups hold, "resumed" if it resumes at
             that point and "lost" if a group prevents it.
-        asked: whether secondary tiers without a local index were looked up; False if that was not worth the wait. None
+        async_lookup: whether secondary tiers without a local index were looked up; False if that was not worth the wait. None
             if there are none, or none that may be used.
         detail: more detail, as text.
     """
@@ -99,7 +99,7 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
     stop_reason: str = ""
     stops: tuple[tuple[int, str], ...] = ()
     junction: str = ""
-    asked: bool | None = None
+    async_lookup: bool | None = None
     detail: str = ""
 
 
@@ -113,7 +113,7 @@ class Admission:
         taken_tokens: tokens that the engine loads.
         loss: tokens that the groups held.
         source: slowest tier that is read.
-        asked: whether secondary tiers without a local index were looked up; None if there are none.
+        async_lookup: whether secondary tiers without a local index were looked up; None if there are none.
     """
 
     answer: Hit | Miss
@@ -121,7 +121,7 @@ class Admission:
     taken_tokens: int
     loss: Loss
     source: str
-    asked: bool | None = None
+    async_lookup: bool | None = None
 
 
 def explain(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> Explanation:
@@ -149,7 +149,7 @@ def explain(spec: CacheSpec, tracked: TrackedRequest, admission: Admission) -> E
         stop_reason=tracked.checkpoint_state.reason_at(stop),
         stops=tuple((each.num_tokens, str(each.reason)) for each in tracked.checkpoint_state.placement.stops),
         junction=("lost" if loss.lost_tokens else "resumed") if has_ended and loss.full_tokens else "",
-        asked=admission.asked,
+        async_lookup=admission.async_lookup,
         detail=answer.reason if isinstance(answer, Miss) else "",
     )
 

@@ -44,9 +44,9 @@ class ConnectorMetrics:
         self.waited_s = 0.0
         """Time that requests waited before they ran."""
 
-    def pending(self, *, is_asked: bool = False) -> None:
-        """A lookup must wait: for a store of its chunks, or (`is_asked`) for an asynchronous lookup in a tier."""
-        reason = "asked" if is_asked else "being_stored"
+    def pending(self, *, is_async: bool = False) -> None:
+        """A lookup must wait: for a store of its chunks, or (`is_async`) for an asynchronous lookup in a tier."""
+        reason = "async_lookup" if is_async else "being_stored"
         self._counts.add("vllm:hybridkv_lookups_total", 1, result="pending", reason=reason)
 
     def lookup(self, explained: Explanation) -> None:
@@ -196,10 +196,10 @@ class ConnectorMetrics:
         kind = "stored" if event == "BlockStored" else "removed"
         self._counts.add("vllm:hybridkv_kv_events_total", 1, type=kind, medium=medium.lower())
 
-    def announcements(self, num_tokens: int, num_untold_chunks: int) -> None:
+    def announcements(self, num_tokens: int, num_unannounced_chunks: int) -> None:
         """Tokens that are announced to routers now, and stored chunks that are not."""
         self._gauge("vllm:hybridkv_announced_tokens", num_tokens)
-        self._gauge("vllm:hybridkv_unannounced_chunks", num_untold_chunks)
+        self._gauge("vllm:hybridkv_unannounced_chunks", num_unannounced_chunks)
 
     def tiers(self, stack: TierStack, num_ranks: int) -> None:
         """Current state of the tiers over all ranks, and their activity since the last call."""
@@ -269,7 +269,7 @@ class ConnectorMetrics:
         if counts.invalidations:
             self._counts.add("vllm:hybridkv_invalidations_total", counts.invalidations, tier=name)
         for answer, number in counts.answers.items():
-            self._counts.add("vllm:hybridkv_asked_total", number, tier=name, outcome=str(answer))
+            self._counts.add("vllm:hybridkv_async_lookups_total", number, tier=name, outcome=str(answer))
         self._gauge("vllm:hybridkv_tier_used_bytes", index.used_bytes * num_ranks, tier=name)
         self._gauge("vllm:hybridkv_tier_capacity_bytes", index.capacity_bytes * num_ranks, tier=name)
 

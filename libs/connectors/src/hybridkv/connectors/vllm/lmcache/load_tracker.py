@@ -262,7 +262,7 @@ class LoadTracker:
             return 0
         if not state.has_waited:
             state.has_waited = True
-            self._metrics.pending(is_asked=True)
+            self._metrics.pending(is_async=True)
         return None
 
     def _num_unsuspected(self, digests: Sequence[bytes]) -> int:
@@ -371,7 +371,7 @@ class LoadTracker:
             offered_tokens=num_external_tokens,
             compute_tokens=num_tokens - computed - num_external_tokens,
             source=LMCACHE if state.stage is LoadStage.FOUND else "",
-            asked=True if state.has_waited or state.stage is LoadStage.FOUND else None,
+            async_lookup=True if state.has_waited or state.stage is LoadStage.FOUND else None,
             detail=state.detail,
         )
         self._metrics.lookup(explanation)

@@ -82,7 +82,7 @@ class LMCacheScheduler:
         self._requests = Requests(layout, identity.keys, identity.adapters)
         self._wrong = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
         self._planned_loads: list[PageLoad] = []
-        self._has_told_namespace = False
+        self._has_sent_namespace = False
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Sets the engine's block pool."""
@@ -171,8 +171,8 @@ class LMCacheScheduler:
             self._load_tracker.on_request_finished(request_id)
         loads, self._planned_loads = self._planned_loads, []
         releases = self._store_tracker.take_releases()
-        is_needed = bool(loads or stores or releases) or not self._has_told_namespace
-        self._has_told_namespace = True
+        is_needed = bool(loads or stores or releases) or not self._has_sent_namespace
+        self._has_sent_namespace = True
         if not is_needed:
             return LMCachePlan()
         return LMCachePlan(tuple(loads), tuple(stores), self._identity.namespace, self._payload_bytes, releases)

@@ -138,7 +138,7 @@ class OffloadBuilder:
             stack,
             inputs.admission,
             Deadlines(
-                inputs.config.lookup_timeout_seconds,
+                inputs.config.pending_timeout_seconds,
                 inputs.config.load_timeout_seconds,
                 tiers.clock,
                 inputs.config.compute_tokens_per_second,

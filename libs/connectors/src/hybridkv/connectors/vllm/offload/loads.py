@@ -47,13 +47,13 @@ from hybridkv.planner import (
     transfers_of,
 )
 from hybridkv.planner.stages import (
-    Ask,
-    AskAgain,
+    StartLookups,
+    RetryLater,
     Bounds,
-    Bring,
-    Brought,
+    Promote,
+    Promoted,
     Compute,
-    Errand,
+    Action,
     Facts,
     Holding,
     HoldState,
@@ -428,7 +428,7 @@ class LoadPlanner:
             if type(step) is Offer:
                 tracked.stage, tracked.last_reply = stage, step
                 return step.num_tokens
-            if type(step) is AskAgain:
+            if type(step) is RetryLater:
                 tracked.stage, tracked.last_reply = stage, step
                 if tracked.waiting_since_s is None:
                     tracked.waiting_since_s = facts.now_s
@@ -438,7 +438,7 @@ class LoadPlanner:
                 if facts.hold is not None or type(stage) is Holding:
                     self._stack.release(tracked.request_id)
                 return 0
-            stage, facts, step = self._run_errand(tracked, stage, facts, step)
+            stage, facts, step = self._run_queued(tracked, stage, facts, step)
 
     def _note_poll(self, tracked: TrackedRequest, now_s: float) -> None:
         """Records a poll. Takes the time in which the engine took steps without one off the waits of the request, but
@@ -552,27 +552,27 @@ class LoadPlanner:
         saved_s = self.prefill_speed.seconds_per_token - self._bytes_per_token * read_s_per_byte
         return LookupWait(timeout_s, answer_s, self._fixed_bytes * read_s_per_byte, saved_s)
 
-    def _run_errand(
-        self, tracked: TrackedRequest, stage: Stage, facts: Facts, errand: Errand
-    ) -> tuple[Stage, Facts, Reply | Errand]:
-        """Runs one errand, and gives its result to `life`."""
-        match errand:
+    def _run_queued(
+        self, tracked: TrackedRequest, stage: Stage, facts: Facts, action: Action
+    ) -> tuple[Stage, Facts, Reply | Action]:
+        """Runs one action, and gives its result to `life`."""
+        match action:
             case Search():
-                answer = self._search(tracked, stage, errand, facts.now_s)
+                answer = self._search(tracked, stage, action, facts.now_s)
                 settled = tracked.awaited_key = None
                 if self._has_async_lookups and type(answer) is Pending:
-                    settled = self._search_without_unanswered(tracked, errand)
+                    settled = self._search_without_unanswered(tracked, action)
                     tracked.awaited_key = self._first_unanswered(tracked, answer.num_tokens, settled)
-                stage, step = life.searched(stage, facts, self._bounds, errand, answer, settled)
-            case Ask(limit_tokens):
+                stage, step = life.searched(stage, facts, self._bounds, action, answer, settled)
+            case StartLookups(limit_tokens):
                 is_sent = self._is_looked_up(tracked, limit_tokens)
                 if not is_sent:
                     self.lookup_chunks(tracked, limit_tokens)
                     facts = self._facts(tracked)
-                stage, step = life.asked(stage, facts, self._bounds, errand, is_news=not is_sent)
-            case Bring():
-                outcome = self._promote(tracked, errand)
-                stage, step = life.brought(stage, facts, self._bounds, errand, outcome)
+                stage, step = life.lookups_started(stage, facts, self._bounds, action, is_news=not is_sent)
+            case Promote():
+                outcome = self._promote(tracked, action)
+                stage, step = life.promoted(stage, facts, self._bounds, action, outcome)
             case Release(is_timeout):
                 if is_timeout:
                     self._log_timeout(tracked.request_id)
@@ -589,25 +589,25 @@ class LoadPlanner:
 
     # Lookups and promotions.
 
-    def _search(self, tracked: TrackedRequest, stage: Stage, errand: Search, now_s: float) -> Hit | Pending | Miss:
-        if errand.is_last:
+    def _search(self, tracked: TrackedRequest, stage: Stage, action: Search, now_s: float) -> Hit | Pending | Miss:
+        if action.is_last:
             self._metrics.wait_timeout("lookup")
-        answer = self._longest_hit(tracked, errand)
+        answer = self._longest_hit(tracked, action)
         if type(answer) is Pending and not (type(stage) is Searched and type(stage.answer) is Pending):
-            asked_until_s = stage.past.asked_until_s
-            self._metrics.pending(is_asked=asked_until_s is not None and now_s < asked_until_s)
+            lookup_deadline_s = stage.past.lookup_deadline_s
+            self._metrics.pending(is_async=lookup_deadline_s is not None and now_s < lookup_deadline_s)
         return answer
 
-    def _longest_hit(self, tracked: TrackedRequest, errand: Search) -> Hit | Pending | Miss:
-        only_primary = errand.only_primary
+    def _longest_hit(self, tracked: TrackedRequest, action: Search) -> Hit | Pending | Miss:
+        only_primary = action.only_primary
         tiers = self._stack if self._has_secondary and not only_primary else self._stack.primary_only
-        lookup = TierLookup(tracked.keys(), tiers, errand.is_last or only_primary)
-        return longest_hit(self._layout.spec, errand.limit_tokens, tracked.computed_tokens, lookup, lookup)
+        lookup = TierLookup(tracked.keys(), tiers, action.is_last or only_primary)
+        return longest_hit(self._layout.spec, action.limit_tokens, tracked.computed_tokens, lookup, lookup)
 
-    def _search_without_unanswered(self, tracked: TrackedRequest, errand: Search) -> Hit | Pending | Miss:
+    def _search_without_unanswered(self, tracked: TrackedRequest, action: Search) -> Hit | Pending | Miss:
         """Result of the search if keys with an unanswered async lookup count as misses."""
         lookup = TierLookup(tracked.keys(), UnansweredIsMiss(self._stack))
-        return longest_hit(self._layout.spec, errand.limit_tokens, tracked.computed_tokens, lookup, lookup)
+        return longest_hit(self._layout.spec, action.limit_tokens, tracked.computed_tokens, lookup, lookup)
 
     def _first_unanswered(
         self, tracked: TrackedRequest, num_tokens: int, settled: Hit | Pending | Miss
@@ -654,17 +654,17 @@ class LoadPlanner:
         if wanted:
             self._stack.start_lookup(wanted)
 
-    def _promote(self, tracked: TrackedRequest, errand: Bring) -> Brought:
+    def _promote(self, tracked: TrackedRequest, action: Promote) -> Promoted:
         keys = tracked.keys()
-        needed = [keys.key(*part) for part in needed_parts(self._layout.spec, errand.boundary, tracked.computed_tokens)]
+        needed = [keys.key(*part) for part in needed_parts(self._layout.spec, action.boundary, tracked.computed_tokens)]
         if all(self._stack.in_primary(key) for key in needed):
-            return Brought.IN_PRIMARY
-        if not errand.has_time:
-            return Brought.BUSY
-        hold = self._stack.acquire(tracked.request_id, needed, errand.since_s)
+            return Promoted.IN_PRIMARY
+        if not action.has_time:
+            return Promoted.BUSY
+        hold = self._stack.acquire(tracked.request_id, needed, action.since_s)
         if isinstance(hold, Refusal):
-            return Brought.NO_ROOM if hold in (Refusal.NO_ROOM, Refusal.TOO_LARGE) else Brought.BUSY
-        return Brought.READY if hold.is_ready else Brought.HELD
+            return Promoted.NO_ROOM if hold in (Refusal.NO_ROOM, Refusal.TOO_LARGE) else Promoted.BUSY
+        return Promoted.READY if hold.is_ready else Promoted.HELD
 
     # Called after the engine has allocated blocks.
 
@@ -735,9 +735,9 @@ class LoadPlanner:
         source = RAM if hold is None else hold.source
         had_async_lookup = None
         if self._stack.has_async_lookups and (
-            self._stack.lookup_wait_s or tracked.stage.past.asked_until_s is not None
+            self._stack.lookup_wait_s or tracked.stage.past.lookup_deadline_s is not None
         ):
-            had_async_lookup = tracked.stage.past.asked_until_s is not None
+            had_async_lookup = tracked.stage.past.lookup_deadline_s is not None
         admission = Admission(answer, self._limit(tracked), num_external_tokens, loss, source, had_async_lookup)
         return explain(self._layout.spec, tracked, admission)
 

@@ -32,7 +32,7 @@ AWAKE_S: Final = 1.0
 class _Waiting:
     tracked: TrackedRequest
     since_s: float
-    asked_until_s: float | None = None
+    lookup_deadline_s: float | None = None
     """Deadline of the async lookups; None before they were sent."""
     generation: int | None = None
     """Generation of the stack at the last search; None while the adapter is not identified."""
@@ -45,7 +45,7 @@ class Prefetcher:
         layout: the model's groups.
         requests: gives the keys of a request.
         stack: the tiers.
-        ask: sends async lookups for so many tokens of a request.
+        start_lookup: sends async lookups for so many tokens of a request.
         clock: seconds.
         metrics: counts what happens.
     """
@@ -55,14 +55,14 @@ class Prefetcher:
         layout: CacheLayout,
         requests: Requests,
         stack: TierStack,
-        ask: Callable[[TrackedRequest, int], None],
+        start_lookup: Callable[[TrackedRequest, int], None],
         clock: Callable[[], float],
         metrics: ConnectorMetrics,
     ) -> None:
         self._spec = layout.spec
         self._requests = requests
         self._stack = stack
-        self._ask = ask
+        self._start_lookup = start_lookup
         self._clock = clock
         self._metrics = metrics
         self._waiting: list[_Waiting] = []
@@ -91,14 +91,14 @@ class Prefetcher:
 
     def _is_due(self, waiting: _Waiting, now_s: float, generation: int) -> bool:
         """Whether a search may find more than the last one, or the deadline has passed."""
-        is_over = waiting.asked_until_s is not None and now_s >= waiting.asked_until_s
+        is_over = waiting.lookup_deadline_s is not None and now_s >= waiting.lookup_deadline_s
         return is_over or waiting.generation != generation
 
     def _try(self, waiting: _Waiting, most_bytes: int) -> bool:
         """Tries one prefetch. False if it must wait."""
         now_s, tracked = self._clock(), waiting.tracked
         if not self._requests.identify(tracked):
-            waiting.generation = waiting.asked_until_s = None
+            waiting.generation = waiting.lookup_deadline_s = None
             if now_s - waiting.since_s < self._stack.load_timeout_s:
                 return False
             self._metrics.prefetch(PrefetchResult.LATE)
@@ -116,11 +116,11 @@ class Prefetcher:
 
     def _may_hear_of_more(self, waiting: _Waiting, found: Prefetch, now_s: float) -> bool:
         """Sends async lookups, once. Whether their answers may still make the prefix longer."""
-        if waiting.asked_until_s is None:
-            waiting.asked_until_s = now_s + self._stack.lookup_wait_s
-            if waiting.asked_until_s > now_s:
-                self._ask(waiting.tracked, waiting.tracked.request.num_tokens)
-        is_over = now_s >= waiting.asked_until_s
+        if waiting.lookup_deadline_s is None:
+            waiting.lookup_deadline_s = now_s + self._stack.lookup_wait_s
+            if waiting.lookup_deadline_s > now_s:
+                self._start_lookup(waiting.tracked, waiting.tracked.request.num_tokens)
+        is_over = now_s >= waiting.lookup_deadline_s
         return not is_over and self._find(waiting.tracked, self._stack).num_tokens > found.num_tokens
 
     def _find(self, tracked: TrackedRequest, tiers: LookupIndex) -> Prefetch:
@@ -130,7 +130,7 @@ class Prefetcher:
     def has_work(self) -> bool:
         """Whether the engine must keep stepping for a waiting prefetch."""
         now_s = self._clock()
-        return any(each.asked_until_s is not None or now_s < each.since_s + AWAKE_S for each in self._waiting)
+        return any(each.lookup_deadline_s is not None or now_s < each.since_s + AWAKE_S for each in self._waiting)
 
     def end(self) -> None:
         """Ends all prefetches."""

@@ -185,17 +185,17 @@ def secondary_tiers(
         options = SecondaryTierOptions(
             cascades=CascadePolicy(tier.cascade),
             load_timeout_s=config.load_timeout_of(tier),
-            async_lookup_timeout_s=config.ask_timeout_of(tier),
+            async_lookup_timeout_s=config.lookup_timeout_of(tier),
         )
         burst_bytes = int(options.cascading_share * primary.capacity_bytes) * layout.world_size
         try:
             index = open_index(tier, Setting(layout, fingerprint, burst_bytes, primary, options.load_timeout_s))
         except TierConfigurationError as error:
             raise _of_tier(config, name, error) from error
-        if tier.ask_timeout_seconds is not None and not index.has_async_lookups:
+        if tier.lookup_timeout_seconds is not None and not index.has_async_lookups:
             index.close()
             raise ConfigurationError(
-                f"{config.path_of(name)}.ask_timeout_seconds",
+                f"{config.path_of(name)}.lookup_timeout_seconds",
                 "a tier that answers late",
                 f"one of type {name}, which answers at once",
                 "leave it out",

@@ -200,7 +200,7 @@ class LeaseServer:
                 if ended is not None:
                     self._end(ended)
             case RequestDigests():
-                self._on_ask_digests(link, message)
+                self._on_request_digests(link, message)
             case _:
                 self._control.end(link, CloseReason.UNEXPECTED)
 
@@ -236,7 +236,7 @@ class LeaseServer:
             self._held_before_plan.add(request_id)
         return self._leases.holds(lease, now_s)
 
-    def _on_ask_digests(self, link: LinkId, message: RequestDigests) -> None:
+    def _on_request_digests(self, link: LinkId, message: RequestDigests) -> None:
         exchange = self._exchanges.get(link)
         if exchange is None:
             self._control.end(link, CloseReason.UNEXPECTED)

@@ -148,7 +148,7 @@ class RankRead:
         assert self._pairing is not None and self.peer.remote is not None
         self._transfer = self._tools.transport.read(self.peer.remote, self._pairing.ranges, timeout_s)
         if self._tools.verify:
-            self._ask(self._pairing)
+            self._request_digests(self._pairing)
 
     def cancel(self) -> None:
         """Cancels the transfer."""
@@ -286,7 +286,7 @@ class RankRead:
 
     # Digests.
 
-    def _ask(self, pairing: Pairing) -> None:
+    def _request_digests(self, pairing: Pairing) -> None:
         requested = self._requested = _DigestReplies(digest_request(pairing))
         for part in requested.request.parts(CELLS_PER_REQUEST):
             number = next(self._tools.numbers)
