@@ -9,20 +9,20 @@ from dataclasses import dataclass, field
 
 from hybridkv.planner import Hit, Miss, Pending, Room, life
 from hybridkv.planner.stages import (
-    StartLookups,
-    RetryLater,
-    Bounds,
-    Promote,
-    Promoted,
-    Compute,
     Action,
+    Bounds,
+    Compute,
     Facts,
     HoldState,
     LookupWait,
     Offer,
+    Promote,
+    Promoted,
     Reply,
+    RetryLater,
     Search,
     Stage,
+    StartLookups,
 )
 
 MAX_ACTIONS = 64

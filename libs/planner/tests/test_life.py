@@ -7,14 +7,12 @@ from life_world import World, ask
 
 from hybridkv.planner import Hit, Miss, Pending, Room, life
 from hybridkv.planner.stages import (
-    RETRY_LATER,
     COMPUTE,
     GO_WITHOUT,
     NEW,
     RELEASE,
+    RETRY_LATER,
     Bounds,
-    Promote,
-    Promoted,
     Facts,
     GivenUp,
     Holding,
@@ -22,6 +20,8 @@ from hybridkv.planner.stages import (
     Loading,
     Offer,
     Past,
+    Promote,
+    Promoted,
     Search,
     Searched,
     Stage,

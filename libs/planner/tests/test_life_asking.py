@@ -10,18 +10,18 @@ from msgspec.structs import replace
 from hybridkv.planner import Hit, Miss, Pending, life
 from hybridkv.planner.stages import (
     NEW,
-    StartLookups,
-    RetryLater,
     Bounds,
-    Promote,
     Compute,
     Facts,
     LookupWait,
     Offer,
     Past,
+    Promote,
+    RetryLater,
     Search,
     Searched,
     Stage,
+    StartLookups,
 )
 
 BOUNDS = Bounds(lookup_s=10.0, load_s=30.0, boundary_tokens=1000)

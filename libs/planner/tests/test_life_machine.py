@@ -18,15 +18,15 @@ from life_world import World, ask
 from hybridkv.planner import Hit, Miss, Pending, Room, RoomBounds, life
 from hybridkv.planner.stages import (
     NEW,
-    RetryLater,
     Bounds,
-    Promoted,
     Compute,
     GivenUp,
     HoldState,
     Loading,
     LookupWait,
     Offer,
+    Promoted,
+    RetryLater,
     Stage,
 )
 

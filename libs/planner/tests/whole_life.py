@@ -51,14 +51,14 @@ from hybridkv.planner import (  # noqa: E402
 )
 from hybridkv.planner.stages import (  # noqa: E402
     NEW,
-    RetryLater,
     Bounds,
-    Promote,
-    Promoted,
     Compute,
     Facts,
     HoldState,
     Offer,
+    Promote,
+    Promoted,
+    RetryLater,
     Search,
     Stage,
 )

@@ -23,18 +23,15 @@ from msgspec.structs import replace
 from hybridkv.planner.admission import NOT_WAITED, RoomWait, Verdict, gate_load, gate_lookup
 from hybridkv.planner.hit import Hit, Miss, Pending
 from hybridkv.planner.stages import (
-    RETRY_LATER,
     COMPUTE,
     GO_WITHOUT,
     MAX_FAILED_LOADS,
     MAX_SHRINKS,
     RELEASE,
+    RETRY_LATER,
     UNTROUBLED,
-    StartLookups,
-    Bounds,
-    Promote,
-    Promoted,
     Action,
+    Bounds,
     Facts,
     GivenUp,
     Holding,
@@ -43,10 +40,13 @@ from hybridkv.planner.stages import (
     LookupWait,
     Offer,
     Past,
+    Promote,
+    Promoted,
     Reply,
     Search,
     Searched,
     Stage,
+    StartLookups,
     Unsearched,
 )
 

@@ -29,9 +29,9 @@ class Past(msgspec.Struct, frozen=True):
         waited_in_vain: chunks in flight into a tier did not arrive in time.
         stores_since_s: start of the wait for chunks in flight into a tier; None if there is no such wait.
         tier_since_s: start of the wait for secondary tiers; None if there is no such wait.
-        lookups_sent_s: time at which the async lookups for this request were sent; None if there were none. A request sends
-            them once until it gets blocks, so that waits do not follow each other. If it is searched anew after that,
-            it sends them anew.
+        lookups_sent_s: time at which the async lookups for this request were sent; None if there were none. A request
+            sends them once until it gets blocks, so that waits do not follow each other. If it is searched anew after
+            that, it sends them anew.
         lookup_deadline_s: deadline of these lookups; None if there were none.
         room: wait for room beside other loads.
     """

@@ -7,10 +7,11 @@ seconds old, and records that the engine deletes meanwhile may look damaged. Onl
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from hybridkv.hashing import Fingerprint
 from hybridkv.tiers.contract import Failure, FailureReason
@@ -30,7 +31,7 @@ from hybridkv.tiers.disk.format.layout import (
 )
 from hybridkv.tiers.disk.format.segment import RECORD_HEAD_BYTES, RecordHeader, verify
 from hybridkv.tiers.disk.index.found import FoundRecord
-from hybridkv.tiers.disk.recovery.recovery import FoundStore, recover
+from hybridkv.tiers.disk.recovery.recovery import recover
 from hybridkv.tiers.files.directory import Directory, read_at, refused, root_path
 from hybridkv.tiers.files.file_io import FileIO
 
@@ -157,7 +158,7 @@ class StoreInspector:
                 opened_s,
                 disk_bytes,
                 num_records=len(found.records),
-                record_bytes=sum(record.payload_bytes for record in found.records.in_order()) * namespace.num_ranks,
+                record_bytes=int(found.records.columns()[2].sum()) * namespace.num_ranks,
                 num_segments=len(found.segments),
                 num_useless_segments=len(found.useless),
                 num_unreadable_segments=len(found.unavailable),
@@ -177,10 +178,13 @@ class StoreInspector:
         """
         namespace = InspectedNamespace(self._root, name)
         try:
-            found: FoundStore = recover(namespace, MAX_METADATA_BYTES, MAX_RECORDS)
-            records = sorted(found.records.in_order(), key=lambda record: record.address)
-            done, total = 0, len(records) * namespace.num_ranks
+            found = recover(namespace, MAX_METADATA_BYTES, MAX_RECORDS)
+            keys, addresses, payload_bytes = found.records.columns()
+            del found
+            order = np.argsort(addresses)
+            done, total = 0, len(keys) * namespace.num_ranks
             for rank in range(namespace.num_ranks):
+                records = (FoundRecord(keys[i], int(addresses[i]), int(payload_bytes[i])) for i in order)
                 for damage in _verify_rank(namespace, rank, records):
                     done += 1
                     yield done, total, damage
@@ -223,7 +227,7 @@ def _facts(namespace: InspectedNamespace) -> dict[str, str]:
         return {}
 
 
-def _verify_rank(namespace: InspectedNamespace, rank: int, records: list[FoundRecord]) -> Iterator[Damage | None]:
+def _verify_rank(namespace: InspectedNamespace, rank: int, records: Iterable[FoundRecord]) -> Iterator[Damage | None]:
     directory, number, fd = namespace.ranks[rank], -1, -1
     try:
         for record in records:

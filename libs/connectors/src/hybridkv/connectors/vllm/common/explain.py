@@ -77,8 +77,8 @@ class Explanation(msgspec.Struct, frozen=True, kw_only=True):
         stops: prefill stops of this request: tokens from its start, and a reason.
         junction: "" or, if the request diverges from the prefix that the FULL groups hold, "resumed" if it resumes at
             that point and "lost" if a group prevents it.
-        async_lookup: whether secondary tiers without a local index were looked up; False if that was not worth the wait. None
-            if there are none, or none that may be used.
+        async_lookup: whether secondary tiers without a local index were looked up; False if that was not worth the
+            wait. None if there are none, or none that may be used.
         detail: more detail, as text.
     """
 

@@ -47,23 +47,23 @@ from hybridkv.planner import (
     transfers_of,
 )
 from hybridkv.planner.stages import (
-    StartLookups,
-    RetryLater,
-    Bounds,
-    Promote,
-    Promoted,
-    Compute,
     Action,
+    Bounds,
+    Compute,
     Facts,
     Holding,
     HoldState,
     LookupWait,
     Offer,
+    Promote,
+    Promoted,
     Release,
     Reply,
+    RetryLater,
     Search,
     Searched,
     Stage,
+    StartLookups,
 )
 from hybridkv.tiers import FailureReason, Key, Refusal, Slot
 from hybridkv.tiers.stack import LeaseFailure, TierStack
