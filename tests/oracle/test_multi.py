@@ -177,9 +177,9 @@ def flip_bits_of_the_first(random: Random) -> Callable[[OracleEngine, int], None
     return before_step
 
 
-def warm(engine: OracleEngine, name: str) -> None:
+def warm(engine: OracleEngine, name: str, num_tokens: int = 100) -> None:
     engine.reset_prefix_cache()
-    engine.submit(name, list(range(100)), 2)
+    engine.submit(name, list(range(num_tokens)), 2)
     engine.drain()
 
 
@@ -207,6 +207,28 @@ def test_a_failed_load_bars_its_store_and_the_retry_takes_the_other(loaded: Load
     assert stats[f"{CONNECTOR}-0"].failures == 1
     assert (stats[f"{CONNECTOR}-1"].hits, stats[f"{CONNECTOR}-1"].hit_tokens) == (1, 96)
     assert stats[f"{CONNECTOR}-1"].load_bytes > 0
+
+
+def lose_everything(engine: OracleEngine, child: int) -> None:
+    index = engine.scheduler_connector.sub_connectors[child]._scheduler._stack.primary  # type: ignore[union-attr]
+    index.invalidate_all(index.eviction_order())
+
+
+@pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
+def test_a_child_stores_what_another_child_loaded(mix: Mix) -> None:
+    """So no child lacks the beginning of a prefix that it could extend."""
+    unit = mix.alignment_tokens
+    num_tokens = 2 * unit + 1
+    connector = multi(offload(unit, weight=10.0), offload(unit))
+    with OracleEngine(mix, EngineSettings(num_blocks=400, connector=connector)) as engine:
+        engine.submit("cold", list(range(num_tokens)), 2)
+        engine.drain()
+        lose_everything(engine, 1)
+        warm(engine, "loads from the first", num_tokens)
+        from_first = engine.restored_tokens
+        lose_everything(engine, 0)
+        warm(engine, "loads from the second", num_tokens)
+        assert engine.restored_tokens == 2 * from_first > 0
 
 
 @pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])

@@ -29,7 +29,7 @@ from hybridkv.connectors.vllm.multi.stats import MultiPromMetrics, MultiStats
 from hybridkv.connectors.vllm.multi.worker_side import SchedulerSaves, SyncLoadTimer, WorkerSaves
 from hybridkv.connectors.vllm.offload.connector import HybridOffloadConnector
 from hybridkv.metrics import ChildSelection, SelectionStats
-from hybridkv.planner import CacheSpec, GroupKind, GroupSpec
+from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, PlanError, plan_load_runs
 
 SPEC = CacheSpec((GroupSpec(GroupKind.FULL, 16),), 16)
 
@@ -242,3 +242,30 @@ def test_counts_below_zero_do_not_end_the_metrics_loop() -> None:
     labels = {"model_name": "tiny", "engine": "0", "connector": "HybridOffloadConnector-1"}
     assert registry.get_sample_value("vllm:kv_connector_mc_hit_tokens_total", labels) == 0
     assert registry.get_sample_value("vllm:kv_connector_mc_clamped_tokens_total", labels) == 64
+
+
+# Why no two children load one request (ADR 11). The tables are those of a request that resumes at 96: the engine gives
+# blocks to a recurrent group for the last state alone, and to a window for its last tokens alone.
+
+FULL, WINDOW, STATES = (
+    GroupSpec(GroupKind.FULL, 16),
+    GroupSpec(GroupKind.WINDOW, 16, window_tokens=64),
+    GroupSpec(GroupKind.RECURRENT, 16),
+)
+FULL_TABLE = [1, 2, 3, 4, 5, 6]
+OTHER_TABLES = {WINDOW: [0, 0, 13, 14, 15, 16], STATES: [0, 0, 0, 0, 0, 26]}
+
+
+def test_a_first_child_cannot_end_before_the_resume_point_of_a_window_or_a_state() -> None:
+    for other, table in OTHER_TABLES.items():
+        spec = CacheSpec((FULL, other), 16)
+        assert plan_load_runs(spec, 96, 0, [FULL_TABLE, table])
+        with pytest.raises(PlanError):
+            plan_load_runs(spec, 48, 0, [FULL_TABLE, table])
+    assert plan_load_runs(CacheSpec((FULL,), 16), 48, 0, [FULL_TABLE])
+
+
+def test_a_second_child_does_not_fill_the_part_of_a_window_before_its_own_beginning() -> None:
+    runs = plan_load_runs(CacheSpec((FULL, WINDOW), 16), 96, 64, [FULL_TABLE, OTHER_TABLES[WINDOW]])
+    loaded = {block_id for run in runs if run.group_index == 1 for block_id in run.block_ids}
+    assert loaded == {15, 16} and {13, 14} <= set(OTHER_TABLES[WINDOW])

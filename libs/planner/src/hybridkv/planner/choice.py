@@ -43,7 +43,7 @@ class Take(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """StartLookups again: these stores may still answer, and the wait is worth it."""
+    """Look up again later: these stores may still answer, and the wait is worth it."""
 
     children: tuple[int, ...]
 
