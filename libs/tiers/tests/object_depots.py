@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -64,11 +66,25 @@ def flip_payload(directory: Path, slot: Slot, at: int = -1, rank: int = 0) -> No
 
 
 def manifests(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.glob("*/m/*") if path.is_file())
+    return [path for path in _files(directory) if path.parent.name == "m"]
 
 
 def packs(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.glob("*/p/*/*") if path.is_file())
+    return [path for path in _files(directory) if path.parents[1].name == "p"]
+
+
+def num_bytes_of(paths: Iterable[Path]) -> int:
+    """Size of the files that still exist: a sweeper may delete some meanwhile."""
+    total = 0
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            total += path.stat().st_size
+    return total
+
+
+def _files(directory: Path) -> list[Path]:
+    """All files. Unlike `glob`, `os.walk` skips a directory that a sweeper deletes meanwhile."""
+    return sorted(Path(root, name) for root, _, names in os.walk(directory) for name in names)
 
 
 def heard(index: TierIndex, keys: Iterable[Key]) -> list[LookupResult]:

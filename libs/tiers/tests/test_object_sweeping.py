@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import patience
 import pytest
-from object_depots import depot_at, manifests, packs, patient
+from object_depots import depot_at, manifests, num_bytes_of, packs, patient
 from object_engines import CHUNK_BYTES, Engine, chunks_of, path_of
 from obstore.store import MemoryStore
 
@@ -68,7 +68,7 @@ def sweep(directory: Path, **rules: Any) -> SweepReport:
 
 
 def total_bytes(directory: Path) -> int:
-    return sum(path.stat().st_size for path in (*manifests(directory), *packs(directory)))
+    return num_bytes_of([*manifests(directory), *packs(directory)])
 
 
 def found(directory: Path, keys: list[bytes], chunks: dict[bytes, bytes]) -> int:
