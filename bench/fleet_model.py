@@ -25,12 +25,11 @@ from hybridkv.tiers.object import LookupAnswered, News, ObjectIndex, ObjectOptio
 from hybridkv.tiers.object.format.manifest import ManifestNode, encode_manifest
 from hybridkv.tiers.object.format.record import HEADER_BYTES
 from hybridkv.tiers.object.format.seals import Seals
-from hybridkv.tiers.object.manifest_store import MAX_NODES, MAX_PROBES, MAX_TAIL_PROBES
+from hybridkv.tiers.object.manifests.paths import MAX_NODES, Paths
+from hybridkv.tiers.object.manifests.search import MAX_PROBES, MAX_TAIL_PROBES, find_last
 from hybridkv.tiers.object.medium import GAP_BYTES, READ_BYTES
 from hybridkv.tiers.object.names import BOUNDARY_EVERY, manifest_name, namespace_of, prefix_of
 from hybridkv.tiers.object.packs import Stored
-from hybridkv.tiers.object.paths import Paths
-from hybridkv.tiers.object.reader import find_last
 from hybridkv.tiers.ram import RamIndex
 
 FULL, WINDOW = b"f" * TAG_BYTES, b"w" * TAG_BYTES

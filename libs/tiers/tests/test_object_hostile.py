@@ -23,9 +23,9 @@ from hybridkv.tiers.object.bodies import ReadMemoryLimit
 from hybridkv.tiers.object.format.epoch import encode_epoch
 from hybridkv.tiers.object.format.manifest import MAX_PARTS, ManifestNode, ManifestPart, encode_manifest
 from hybridkv.tiers.object.format.seals import Seals
-from hybridkv.tiers.object.manifest_store import next_epoch
+from hybridkv.tiers.object.manifests.epochs import next_epoch
+from hybridkv.tiers.object.manifests.reader import Quarantine
 from hybridkv.tiers.object.names import BOUNDARY_EVERY, cache_name, epoch_name, manifest_name, namespace_of, prefix_of
-from hybridkv.tiers.object.reader import Quarantine
 from hybridkv.tiers.stack import BreakerOptions, SecondaryTierOptions
 from kits.tiers.played_s3 import PlayedS3, Request, Trouble, Zeros
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from hybridkv.tiers.object import PackPlace, Stored
 from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart
+from hybridkv.tiers.object.manifests.paths import Paths
+from hybridkv.tiers.object.manifests.search import find_last
 from hybridkv.tiers.object.names import is_boundary
-from hybridkv.tiers.object.paths import Paths
-from hybridkv.tiers.object.reader import find_last
 
 EVERY = 4
 FULL, WINDOW = b"f" * 16, b"w" * 16

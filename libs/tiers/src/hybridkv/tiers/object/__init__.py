@@ -1,11 +1,9 @@
 """Object tier: one store that all engines of one model share.
 
 index.py            the scheduler's index of chunks, built on remote/
-manifest_store.py   finds and writes manifests, on its own thread; follows epochs
+manifests/          finds, writes and renews manifests, on a thread of its own; follows epochs
 keep_alive.py       renews objects in use before the store expires them
 sweeping.py         deletes what is least recently used, and leftovers of kills
-reader.py           reads manifests and searches for the last one of a path
-paths.py            the prefixes and chunks that a manifest lists
 packs.py            assigns chunks to packs
 medium.py           each rank's medium: writes packs, reads ranges of them
 format/             byte formats of packs, manifests and epoch marks; FORMAT.md

@@ -14,6 +14,8 @@ from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart
 from hybridkv.tiers.object.names import is_boundary, prefix_of, tag_of
 from hybridkv.tiers.object.packs import Stored
 
+MAX_NODES = 131_072
+"""Prefixes and chunks in the prefix graph, from which manifests are built."""
 _BEGINNING = b""
 """Parent of the first prefix of a path."""
 

@@ -24,10 +24,9 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.errors import TierConfigurationError
-from hybridkv.tiers.object.bodies import ObjectBody, ReadMemoryLimit, read_body
+from hybridkv.tiers.object.bodies import ObjectBody
 from hybridkv.tiers.object.client import EpochChanged, LookupAnswered, LookupFailed, News, StoreCounts
 from hybridkv.tiers.object.directory_store import DirectoryStore
-from hybridkv.tiers.object.format.epoch import EPOCH_MARK_BYTES, decode_epoch, encode_epoch
 from hybridkv.tiers.object.format.manifest import (
     MAX_PARTS,
     ManifestNode,
@@ -38,18 +37,13 @@ from hybridkv.tiers.object.format.manifest import (
 )
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.keep_alive import KeepAlive, RenewalCounts, RenewalPace
-from hybridkv.tiers.object.names import (
-    BOUNDARY_EVERY,
-    epoch_name,
-    is_boundary,
-    manifest_name,
-    namespace_of,
-    prefix_of,
-)
+from hybridkv.tiers.object.manifests.epochs import begin_epoch, current_epoch, next_epoch
+from hybridkv.tiers.object.manifests.paths import MAX_NODES, Paths
+from hybridkv.tiers.object.manifests.reader import ManifestReader, Quarantine
+from hybridkv.tiers.object.manifests.search import MAX_PROBES, MAX_TAIL_PROBES, find_last
+from hybridkv.tiers.object.names import BOUNDARY_EVERY, is_boundary, manifest_name, namespace_of, prefix_of
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import PackPlace, Stored
-from hybridkv.tiers.object.paths import Paths
-from hybridkv.tiers.object.reader import ManifestReader, Quarantine, find_last
 from hybridkv.tiers.object.store import clock_ahead_s, describe, prove
 from hybridkv.tiers.object.sweeping import CapacitySweeper
 from hybridkv.tiers.threads import DaemonPool
@@ -61,50 +55,12 @@ logger = logging.getLogger(__name__)
 
 MAX_SEARCHING = 32
 """Concurrent searches; others wait."""
-MAX_PROBES = 16
-"""Manifests read in one round of a search for the last boundary with a manifest."""
-MAX_TAIL_PROBES = 32
-"""Manifests read after that boundary, where a path may have ended at any prefix."""
-MAX_NODES = 131_072
-"""Prefixes and chunks in the prefix graph, from which manifests are built."""
 MAX_UNPUBLISHED = 1024
 """Path ends without a manifest yet, because an earlier part is unknown."""
 USE_INTERVAL_S = 60.0
 """A use of one path is reported at most once in so long."""
 MAX_USED = 4096
 """Paths with a remembered report."""
-# An epoch is the second in which it began, by the clock of the host that began it.
-FARTHEST_AHEAD_S = 86_400
-"""A mark further in the future is ignored. Clocks of hosts differ by less."""
-
-
-def next_epoch(epoch: int, now_s: float) -> int:
-    """Number of the epoch that begins now, after `epoch`."""
-    return max(epoch + 1, int(now_s))
-
-
-async def current_epoch(store: Store, seals: Seals, cache: str, now_s: float) -> int:
-    """Read the mark of the current epoch. 0 if there is no valid mark.
-
-    Raises:
-        Exception: (obstore) the request failed.
-    """
-    name = epoch_name(cache)
-    try:
-        async with read_body(store, name, EPOCH_MARK_BYTES, ReadMemoryLimit(EPOCH_MARK_BYTES)) as body:
-            epoch = decode_epoch(seals, name, body.data) if body.data is not None else None
-    except FileNotFoundError:
-        return 0
-    return epoch if epoch is not None and epoch <= now_s + FARTHEST_AHEAD_S else 0
-
-
-async def begin_epoch(store: Store, seals: Seals, cache: str, epoch: int) -> None:
-    """Write the mark of an epoch. If two engines do this at once and the earlier epoch wins, the engine of the later
-    one writes its mark again at its next check."""
-    name = epoch_name(cache)
-    await store.put_async(name, encode_epoch(seals, name, epoch), use_multipart=False)
-
-
 _NUM_THREADS = 3
 _SWEEP_PAUSE = 20
 """Sweeps take at most one part in so many of the time."""
