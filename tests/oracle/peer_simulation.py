@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import pytest
 
-from hybridkv.connectors.vllm.common.identity.background import Outcome
 from hybridkv.connectors.vllm.nixl import worker
 from hybridkv.connectors.vllm.nixl.agent import lease_server, read_manager
 from hybridkv.connectors.vllm.nixl.agent.agent import Agent
 from hybridkv.connectors.vllm.nixl.memory.rank_memory import SCRATCH_SLOTS, NixlRankMemory
 from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
+from hybridkv.tiers.threads import Outcome
 from kits.peers.faults import FaultInjectingTransport, FaultPlan
 from kits.peers.in_memory import World
 from oracle import engine

@@ -22,7 +22,6 @@ from peer_ranks import (
     wrong_tokens,
 )
 
-from hybridkv.connectors.vllm.common.identity.background import MAX_WAITING, BackgroundThread
 from hybridkv.connectors.vllm.nixl.agent.connections import ControlChannel, ProducerConnection, ProducerConnections
 from hybridkv.connectors.vllm.nixl.agent.lease_server import LeaseServer
 from hybridkv.connectors.vllm.nixl.agent.read_manager import ReadManager
@@ -35,6 +34,7 @@ from hybridkv.peers.leases import Lease
 from hybridkv.peers.reads import ReadFailure
 from hybridkv.peers.tables import offered
 from hybridkv.peers.wire import CloseReason
+from hybridkv.tiers.threads import MAX_QUEUED, BackgroundThread
 from kits.peers.in_memory import InMemoryTransport, World
 
 NUM_TOKENS = 23
@@ -180,7 +180,7 @@ def test_a_thread_with_much_to_do_ends_when_it_is_done() -> None:
 
     background.submit(wait)
     assert begun.wait(WAIT_S)
-    done = [background.submit(lambda: None) for _ in range(MAX_WAITING + 1)]
+    done = [background.submit(lambda: None) for _ in range(MAX_QUEUED + 1)]
     assert done.pop() is None
     background.close()
     assert not background.has_ended(0.0)

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from peer_ranks import WAIT_S, Engine, Rank, Side, failures, hand_over, load, tables_of, write_prompt
 
-from hybridkv.connectors.vllm.common.identity import background
 from hybridkv.connectors.vllm.nixl.agent import lease_server, rank_read
 from hybridkv.connectors.vllm.nixl.agent.agent import Agent
 from hybridkv.connectors.vllm.nixl.memory import rank_memory
@@ -68,7 +67,7 @@ def test_who_waits_for_the_thread_does_not_work_out_again_and_again_what_it_is_t
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Both sides look every millisecond whether there is room."""
-    monkeypatch.setattr(background, "MAX_WAITING", 1)
+    monkeypatch.setattr(rank_memory, "MAX_QUEUED", 1)
     monkeypatch.setattr(rank_memory, "INLINE_DIGEST_BYTES", -1)
     may_digest, calls, turns = threading.Event(), Counter[str](), Counter[Agent]()
     digests, turn = NixlRankMemory.digests, Agent._turn

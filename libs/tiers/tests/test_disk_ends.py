@@ -281,7 +281,7 @@ def test_a_close_without_time_gives_up_the_lock_when_file_work_has_ended(tmp_pat
     with pytest.raises(TierConfigurationError, match="no other engine has open"):
         opened(tmp_path / "store", FileIO())
     held.set()
-    janitor._thread.join(disk_store.TIMEOUT_S)
+    assert janitor._thread.has_ended(disk_store.TIMEOUT_S)
     opened(tmp_path / "store", FileIO()).close()
 
 

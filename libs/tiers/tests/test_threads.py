@@ -6,12 +6,13 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import wait
+from functools import partial
 
 import patience
 import pytest
 
 import hybridkv.tiers.threads as module
-from hybridkv.tiers.threads import DaemonPool
+from hybridkv.tiers.threads import MAX_QUEUED, BackgroundThread, DaemonPool
 
 TIMEOUT_S = patience.seconds(6.0)
 
@@ -104,3 +105,49 @@ assert begun.wait({TIMEOUT_S})
 """
     path = "import sys; sys.path[:] = " + repr(sys.path)
     assert subprocess.run([sys.executable, "-c", path + script], check=False, timeout=TIMEOUT_S).returncode == 0
+
+
+def test_a_background_thread_makes_calls_in_order_and_keeps_their_results() -> None:
+    thread = BackgroundThread("test-thread")
+    assert not thread.is_started and thread.settle(0.0)
+    outcomes = [thread.submit(partial(divmod, 1, divisor)) for divisor in (1, 0)]
+    assert thread.settle(TIMEOUT_S)
+    [first, second] = outcomes
+    assert first is not None and first.is_done and first.value == (1, 0)
+    assert second is not None and isinstance(second.error, ZeroDivisionError)
+    thread.close()
+    assert thread.has_ended(TIMEOUT_S)
+    assert not thread.post(lambda: None) and thread.submit(lambda: None) is None
+
+
+def test_a_background_thread_logs_a_bug_and_makes_delayed_calls_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    thread, made = BackgroundThread("test-thread"), list[str]()
+
+    def fail() -> None:
+        raise KeyError("a bug")
+
+    assert thread.post(fail)
+    assert thread.post(lambda: made.append("late"), 3600.0)
+    assert thread.post(lambda: made.append("soon"), 0.001)
+    assert thread.at_end(lambda: made.append("last"))
+    thread.close()
+    assert thread.has_ended(TIMEOUT_S)
+    assert sorted(made[:2]) == ["late", "soon"] and made[2:] == ["last"]
+    assert "test-thread" in caplog.text
+    assert not thread.at_end(lambda: made.append("never"))
+
+
+def test_a_background_thread_starts_later_if_there_is_no_thread_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    thread = BackgroundThread("test-thread", max_queued=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            thread.post(lambda: None)
+    assert not thread.is_started
+    outcomes = [thread.submit(lambda: 1) for _ in range(3 * MAX_QUEUED)]
+    thread.close()
+    assert thread.has_ended(TIMEOUT_S)
+    assert all(outcome is not None and outcome.value == 1 for outcome in outcomes)

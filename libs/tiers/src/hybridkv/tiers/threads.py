@@ -1,20 +1,203 @@
-"""Thread pool with daemon threads, which never keep a process alive: a call may wait forever for a dead file system.
+"""Daemon threads, which never keep a process alive: a call may wait forever for a dead file system.
 
+`BackgroundThread` is one thread with a queue; its calls run one at a time. `DaemonPool` has several threads.
 `concurrent.futures.ThreadPoolExecutor` joins its threads at interpreter exit, however long that takes.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import queue
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+logger = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+
+MAX_QUEUED = 64
+"""Size of a background thread's queue; more calls are refused."""
+
+
+def _start(name: str, run: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    return thread
+
+
+class Outcome(Generic[Result]):
+    """Result of a submitted call: a value, or the exception that it raised."""
+
+    def __init__(self) -> None:
+        self.value: Result | None = None
+        self.error: Exception | None = None
+        self._done = threading.Event()
+
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether the call was done within the timeout."""
+        return self._done.wait(timeout_s)
+
+    def run(self, call: Callable[[], Result]) -> None:
+        """Makes the call. Called on the thread."""
+        try:
+            self.value = call()
+        except Exception as error:  # any error is kept for the caller
+            self.error = error
+        self._done.set()
+
+
+class _QueuedCall(NamedTuple):
+    due_s: float
+    """0: at once."""
+    call: Callable[[], None]
+
+
+class BackgroundThread:
+    """One daemon thread that makes calls one at a time, in order. The first call starts it.
+
+    Args:
+        name: name of the thread.
+        max_queued: size of its queue; more calls are refused. 0: no limit.
+    """
+
+    def __init__(self, name: str, max_queued: int = MAX_QUEUED) -> None:
+        self._name = name
+        self._queue: queue.Queue[_QueuedCall | None] = queue.Queue(max_queued)
+        self._delayed: list[_QueuedCall] = []
+        """Used by the thread alone."""
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+        self._end_lock = threading.Lock()
+        self._has_run = False
+        self._last: Callable[[], None] | None = None
+
+    @property
+    def is_started(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the queue is full."""
+        return self._queue.full()
+
+    def start(self) -> None:
+        """Starts the thread, unless it is started.
+
+        Raises:
+            RuntimeError: the system gives no thread.
+            MemoryError: there is no memory for one.
+        """
+        if self._thread is None:
+            self._thread = _start(self._name, self._run)
+
+    def post(self, call: Callable[[], None], delay_s: float = 0.0) -> bool:
+        """Queues a call; its exception is logged. False if the queue is full or the thread is closed.
+
+        Args:
+            call: the call.
+            delay_s: the call is made so much later, or at the end.
+
+        Raises:
+            RuntimeError, MemoryError: see `start`.
+        """
+        if self._is_closed:
+            return False
+        self.start()
+        due_s = time.monotonic() + delay_s if delay_s > 0 else 0.0
+        try:
+            self._queue.put_nowait(_QueuedCall(due_s, call))
+        except queue.Full:
+            return False
+        return True
+
+    def submit(self, call: Callable[[], Result]) -> Outcome[Result] | None:
+        """Queues a call with a result. None where `post` returns False."""
+        outcome: Outcome[Result] = Outcome()
+        return outcome if self.post(lambda: outcome.run(call)) else None
+
+    def settle(self, timeout_s: float) -> bool:
+        """Waits until all calls queued before are made. False after the timeout."""
+        if self._thread is None:
+            return True
+        last = self.submit(lambda: None)
+        return last is not None and last.wait(timeout_s)
+
+    def close(self) -> None:
+        """Makes the thread end after the queued calls. Does not wait."""
+        self._is_closed = True
+        if self._thread is not None:
+            # If the queue is full, the thread checks `_is_closed` after each call.
+            with contextlib.suppress(queue.Full):
+                self._queue.put_nowait(None)
+
+    def has_ended(self, timeout_s: float | None) -> bool:
+        """Whether the thread ended within the timeout; None: no timeout. It ends only after `close`."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        return self._thread is None or not self._thread.is_alive()
+
+    def at_end(self, last: Callable[[], None]) -> bool:
+        """Makes the call `last` on the thread after all others. False if these are all made; then `last` is not."""
+        with self._end_lock:
+            if not self._has_run:
+                self._last = last
+            return not self._has_run
+
+    def _run(self) -> None:
+        self._make_calls()
+        with self._end_lock:
+            self._has_run = True
+        if self._last is not None:
+            self._make(self._last)
+
+    def _make_calls(self) -> None:
+        while not (self._is_closed and self._queue.empty()):
+            wait_s = self._make_due()
+            try:
+                queued = self._queue.get(timeout=wait_s)
+            except queue.Empty:
+                continue
+            if queued is None:
+                break
+            if queued.due_s:
+                self._delayed.append(queued)
+            else:
+                self._make(queued.call)
+            del queued  # it may hold much memory until the next call
+        for delayed in self._delayed:
+            self._make(delayed.call)
+
+    def _make_due(self) -> float | None:
+        """Makes delayed calls that are due. Returns the seconds until the next one, None if there is none."""
+        if not self._delayed:
+            return None
+        now_s = time.monotonic()
+        due = [delayed for delayed in self._delayed if delayed.due_s <= now_s]
+        self._delayed = [delayed for delayed in self._delayed if delayed.due_s > now_s]
+        for delayed in due:
+            self._make(delayed.call)
+        if not self._delayed:
+            return None
+        return max(min(delayed.due_s for delayed in self._delayed) - time.monotonic(), 0.0)
+
+    def _make(self, call: Callable[[], None]) -> None:
+        """Logs the exception of a call, so that the thread continues."""
+        try:
+            call()
+        except Exception:
+            logger.exception("bug on the thread %s", self._name)
+
 
 _IDLE_S = 5.0
 """An idle thread ends after so long, so an abandoned pool leaves no threads."""
@@ -58,7 +241,7 @@ class DaemonPool(Executor):
     def _start_thread(self) -> None:
         self._num_threads += 1
         try:
-            threading.Thread(target=self._run, name=self._name, daemon=True).start()
+            _start(self._name, self._run)
         except (RuntimeError, MemoryError):
             self._num_threads -= 1
             if not self._num_threads:

@@ -2,28 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-import queue
-import threading
-import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-logger = logging.getLogger(__name__)
-
+from hybridkv.tiers.threads import MAX_QUEUED, BackgroundThread
 
 Task: TypeAlias = Callable[[], None]
 """File work. It must not raise; it reports results through a queue of its owner."""
-
-MAX_QUEUED_TASKS = 64
-
-
-class _QueuedTask(NamedTuple):
-    """Task in the queue of a thread."""
-
-    due_s: float
-    """0: at once."""
-    task: Task
 
 
 class Janitor(Protocol):
@@ -83,88 +68,19 @@ class ThreadJanitor:
 
     can_wait = True
 
-    def __init__(self, max_queued: int = MAX_QUEUED_TASKS) -> None:
-        self._tasks: queue.Queue[_QueuedTask | None] = queue.Queue(max_queued)
-        self._delayed: list[_QueuedTask] = []
-        """Used by the thread alone."""
-        self._is_closed = False
-        self._has_end = False
-        self._end_lock = threading.Lock()
-        self._has_ended = False
-        self._last: Task | None = None
-        self._thread = threading.Thread(target=self._run, name="hybridkv-disk-janitor", daemon=True)
+    def __init__(self, max_queued: int = MAX_QUEUED) -> None:
+        self._thread = BackgroundThread("hybridkv-disk-janitor", max_queued)
         self._thread.start()
 
     def submit(self, task: Task) -> bool:
-        return self.submit_later(task, 0.0)
+        return self._thread.post(task)
 
     def submit_later(self, task: Task, delay_s: float) -> bool:
-        if self._is_closed:
-            return False
-        due_s = time.monotonic() + delay_s if delay_s > 0 else 0.0
-        try:
-            self._tasks.put_nowait(_QueuedTask(due_s, task))
-        except queue.Full:
-            return False
-        return True
+        return self._thread.post(task, delay_s)
 
     def close(self, timeout_s: float) -> bool:
-        deadline_s = time.monotonic() + timeout_s
-        self._is_closed = True
-        if not self._has_end:
-            try:
-                self._tasks.put(None, timeout=timeout_s)
-            except queue.Full:
-                return False
-            self._has_end = True
-        self._thread.join(max(deadline_s - time.monotonic(), 0.0))
-        return not self._thread.is_alive()
+        self._thread.close()
+        return self._thread.has_ended(timeout_s)
 
     def leave(self, last: Task) -> bool:
-        with self._end_lock:
-            if not self._has_ended:
-                self._last = last
-            return not self._has_ended
-
-    def _run(self) -> None:
-        self._run_tasks()
-        with self._end_lock:
-            self._has_ended = True
-        if self._last is not None:
-            self._last()
-
-    def _run_tasks(self) -> None:
-        # If the queue was full, the end marker is missing.
-        while not (self._is_closed and self._tasks.empty()):
-            wait_s = self._run_delayed()
-            try:
-                item = self._tasks.get(timeout=wait_s)
-            except queue.Empty:
-                continue
-            if item is None:
-                break
-            if item.due_s:
-                self._delayed.append(item)
-            else:
-                _run_safely(item.task)
-        for item in self._delayed:
-            _run_safely(item.task)
-
-    def _run_delayed(self) -> float | None:
-        """Run tasks that are due. Returns the seconds until the next one, None if there is none."""
-        now_s = time.monotonic()
-        due = [item for item in self._delayed if item.due_s <= now_s]
-        self._delayed = [item for item in self._delayed if item.due_s > now_s]
-        for item in due:
-            _run_safely(item.task)
-        if not self._delayed:
-            return None
-        return max(min(item.due_s for item in self._delayed) - time.monotonic(), 0.0)
-
-
-def _run_safely(task: Task) -> None:
-    """A bug in one task is logged, and the thread continues."""
-    try:
-        task()
-    except Exception:
-        logger.exception("bug in the janitor of the disk tier")
+        return self._thread.at_end(last)

@@ -31,6 +31,7 @@ from hybridkv.tiers.errors import SHORTAGES, is_shortage
 from hybridkv.tiers.files.directory import root_path
 from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.native import RecordQueue
+from hybridkv.tiers.threads import BackgroundThread
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -216,7 +217,7 @@ class Runner:
         self._num_open = [0, 0]
         """Loads and stores that have not ended."""
         self._completions: list[Completion] = []
-        self._opener: threading.Thread | None = None
+        self._opener = BackgroundThread("hybridkv-disk-open", max_queued=0)
         self._is_closed = False
         self._is_short = False
         self._queue = self._made_queue()
@@ -279,13 +280,14 @@ class Runner:
         if self._queue is not None:
             self._queue.close(0.0)  # cancels operations that have not begun
         # A call that a device holds longer is abandoned.
-        ending = threading.Thread(target=self._finish, name="hybridkv-disk-end", daemon=True)
+        ending = BackgroundThread("hybridkv-disk-end")
         try:
-            ending.start()
+            ending.post(self._finish)
         except (RuntimeError, MemoryError):  # no thread: finish in this one
             self._finish_within(self._options.close_timeout_s)
             return
-        ending.join(self._options.close_timeout_s)
+        ending.close()
+        ending.has_ended(self._options.close_timeout_s)
 
     def _finish(self) -> None:
         """Runs in a thread of its own, because each step may wait for a device."""
@@ -294,10 +296,9 @@ class Runner:
 
     def _finish_within(self, timeout_s: float) -> bool:
         """False if a thread has not ended by then."""
-        if self._opener is not None:
-            self._opener.join(timeout_s)
-            if self._opener.is_alive():
-                return False
+        self._opener.close()
+        if not self._opener.has_ended(timeout_s):
+            return False
         if self._queue is not None and not self._queue.close(timeout_s):
             return False
         with self._condition:
@@ -394,35 +395,29 @@ class Runner:
 
     def _open_later(self, operation: DiskOperation) -> bool:
         """False if no thread can be started."""
-        if self._opener is None:
-            opener = threading.Thread(target=self._open_files, name="hybridkv-disk-open", daemon=True)
-            try:
-                opener.start()
-            except (RuntimeError, MemoryError):
-                return False
-            self._opener = opener
-        self._to_open.append(operation)
-        self._condition.notify_all()
-        return True
+        try:
+            is_queued = self._opener.post(self._open_next)
+        except (RuntimeError, MemoryError):
+            return False
+        if is_queued:
+            self._to_open.append(operation)
+        return is_queued
 
     # The opener's thread.
 
-    def _open_files(self) -> None:
-        while True:
-            with self._condition:
-                while not self._to_open:
-                    if self._is_closed:
-                        return
-                    self._condition.wait()
-                operation = self._to_open.popleft()
-            segment, failure = self._opened(operation)
-            with self._condition:
-                if segment is not None:
-                    self._start(operation, segment)
-                else:
-                    self._end(operation, Completion(operation.ticket, failure))
-                self._condition.notify_all()
-            self._cache.close_unused()
+    def _open_next(self) -> None:
+        with self._condition:
+            if not self._to_open:  # `close` failed them
+                return
+            operation = self._to_open.popleft()
+        segment, failure = self._opened(operation)
+        with self._condition:
+            if segment is not None:
+                self._start(operation, segment)
+            else:
+                self._end(operation, Completion(operation.ticket, failure))
+            self._condition.notify_all()
+        self._cache.close_unused()
 
     def _opened(self, operation: DiskOperation) -> tuple[OpenSegment | None, Failure | None]:
         is_direct = self._direct.is_on

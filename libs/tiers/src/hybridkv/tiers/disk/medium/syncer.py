@@ -10,6 +10,7 @@ from hybridkv.tiers.disk.medium.segment_cache import SegmentCache
 from hybridkv.tiers.disk.options import DiskOptions, Fsync
 from hybridkv.tiers.errors import is_shortage
 from hybridkv.tiers.files.file_io import FileIO
+from hybridkv.tiers.threads import BackgroundThread
 
 logger = logging.getLogger(__name__)
 
@@ -81,20 +82,19 @@ class SyncThread:
     def __init__(self, io: FileIO, cache: SegmentCache, options: DiskOptions, clock: Callable[[], float]) -> None:
         self._syncer = Syncer(io, cache, options, clock)
         self._condition = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread = BackgroundThread("hybridkv-disk-sync")
         self._is_short = False
         self._is_closed = False
 
     def written(self, number: int) -> None:
         """A record was written to this segment."""
         is_first = self._syncer.written(number)
-        if not is_first and (self._thread is not None or self._syncer.wait_s is None):
+        if not is_first and (self._thread.is_started or self._syncer.wait_s is None):
             return
         with self._condition:
-            if self._thread is None and not self._is_closed:
-                thread = threading.Thread(target=self._work, name="hybridkv-disk-sync", daemon=True)
+            if not self._thread.is_started and not self._is_closed:
                 try:
-                    thread.start()
+                    self._thread.post(self._work)
                 except (RuntimeError, MemoryError) as error:
                     if not self._is_short:
                         logger.warning(
@@ -103,7 +103,7 @@ class SyncThread:
                         )
                     self._is_short = True
                     return
-                self._thread, self._is_short = thread, False
+                self._is_short = False
             self._condition.notify()
 
     def close(self) -> None:
@@ -111,8 +111,8 @@ class SyncThread:
         with self._condition:
             self._is_closed = True
             self._condition.notify()
-        if self._thread is not None:
-            self._thread.join()
+        self._thread.close()
+        self._thread.has_ended(None)
         self._syncer.sync()
 
     def _work(self) -> None:

@@ -24,9 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hybridkv.connectors.vllm.common.identity.background import BackgroundThread, Outcome
 from hybridkv.connectors.vllm.common.identity.files import Content, NotReadableError, Signature, content, signature
 from hybridkv.hashing import ChunkKeys
+from hybridkv.tiers.threads import BackgroundThread, Outcome
 
 logger = logging.getLogger("vllm.hybridkv.adapters")
 

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from hybridkv.connectors.vllm.common.identity.background import BackgroundThread
 from hybridkv.connectors.vllm.nixl.agent.connections import ControlChannel, ProducerConnections
 from hybridkv.connectors.vllm.nixl.agent.lease_server import LeaseServer, ServerOptions
 from hybridkv.connectors.vllm.nixl.agent.read_manager import ReadManager, ReadOptions
@@ -23,6 +22,7 @@ from hybridkv.connectors.vllm.nixl.stats import NixlMetrics
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
 from hybridkv.peers.transport import Transport
 from hybridkv.peers.wire import CloseReason, Digests, Message
+from hybridkv.tiers.threads import BackgroundThread
 
 MAX_LINK_BYTES = 32 << 20
 """Bytes of one peer: a few messages of the largest size."""

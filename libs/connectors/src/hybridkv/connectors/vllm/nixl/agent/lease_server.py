@@ -10,7 +10,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hybridkv.connectors.vllm.common.identity.background import Outcome
 from hybridkv.connectors.vllm.nixl.agent.connections import ControlChannel
 from hybridkv.connectors.vllm.nixl.memory.rank_memory import DigestThread, NixlRankMemory
 from hybridkv.connectors.vllm.nixl.messages import OfferedRequest, OpenedLease
@@ -37,6 +36,7 @@ from hybridkv.peers.wire import (
     RequestDigests,
     unpack_columns,
 )
+from hybridkv.tiers.threads import Outcome
 
 logger = logging.getLogger("vllm.hybridkv.nixl")
 

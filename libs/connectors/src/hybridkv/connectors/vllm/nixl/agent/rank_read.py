@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hybridkv.connectors.vllm.common.identity.background import Outcome
 from hybridkv.connectors.vllm.nixl.agent.connections import ConnectionState, ControlChannel, ProducerConnection
 from hybridkv.connectors.vllm.nixl.agent.lease_server import BUSY, DIGESTS_FAILED, ENDED
 from hybridkv.connectors.vllm.nixl.memory.rank_memory import DigestThread, NixlRankMemory
@@ -30,6 +29,7 @@ from hybridkv.peers.transport import (
 )
 from hybridkv.peers.wire import Digests, RequestDigests, pack_columns
 from hybridkv.peers.wire.messages import DIGEST_BYTES
+from hybridkv.tiers.threads import Outcome
 
 CELLS_PER_REQUEST = 16384
 _OF_DIGESTS = {ENDED: ReadFailure.LEASE, BUSY: ReadFailure.BUSY, DIGESTS_FAILED: ReadFailure.OTHER}

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import xxhash
 
-from hybridkv.connectors.vllm.common.identity.background import BackgroundThread, Outcome
 from hybridkv.connectors.vllm.nixl.memory.description import MemoryRegion
 from hybridkv.peers.digests import DigestRuns, plain_digester
+from hybridkv.tiers.threads import MAX_QUEUED, BackgroundThread, Outcome
 
 SCRATCH_SLOTS = 256
 """Most leases that this rank reads at the same time."""
@@ -95,7 +95,7 @@ class DigestThread(BackgroundThread):
     """
 
     def __init__(self, memory: NixlRankMemory, wake: Callable[[], None]) -> None:
-        super().__init__("hybridkv-peer-digests")
+        super().__init__("hybridkv-peer-digests", MAX_QUEUED)
         self._memory = memory
         self._wake = wake
 
