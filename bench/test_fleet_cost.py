@@ -93,8 +93,8 @@ class RealEngine(SimulatedEngine):
         super().commit(keys)
         client: Any = self.index._client
         done: list[None] = []
-        client._loop.call_soon_threadsafe(lambda: done.append(None))
-        wait_until(lambda: bool(done) and client._work == {client._follower})
+        client._loop.post(lambda: done.append(None))
+        wait_until(lambda: bool(done) and len(client._loop._tasks) == 1)  # follows the epochs
 
     def close(self) -> None:
         self._medium.close()

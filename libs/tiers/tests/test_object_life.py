@@ -75,7 +75,9 @@ def start(directory: Path, engines: list[Engine], chosen: ObjectOptions | None =
 def end(engine: Engine) -> None:
     """Every renewal has ended."""
     client: Any = engine.index._client
-    patience.wait_until(lambda: client._renewal is None or client._renewal.done(), "no renewal is running")
+    patience.wait_until(
+        lambda: client._renewer._renewal is None or client._renewer._renewal.done(), "no renewal is running"
+    )
 
 
 def test_what_is_found_in_the_second_half_of_its_life_is_renewed(tmp_path: Path, engines: list[Engine]) -> None:
@@ -109,9 +111,9 @@ def test_what_is_served_from_host_memory_is_renewed(tmp_path: Path, engines: lis
     patience.wait_until(lambda: bool(manifests(tmp_path)), "manifests are written")
     end(engine)
     client: Any = engine.index._client
-    for known in client._keep_alive._manifests.values():
+    for known in client._renewer._keep_alive._manifests.values():
         known.due_s = 0.0  # as after half of its life
-    client._keep_alive._packs.clear()
+    client._renewer._keep_alive._packs.clear()
     old = make_old(objects(tmp_path), OLD_S)
     engine.stack.touch(keys[::-1])
     patience.wait_until(lambda: all(now > old[path] for path, now in modified(list(old)).items()), "all are renewed")

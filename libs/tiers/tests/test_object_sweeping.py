@@ -140,7 +140,7 @@ def test_a_directory_with_a_capacity_stays_within_it_and_keeps_what_is_used(depo
             lambda: any(path.exists() and path.stat().st_mtime > at + 500 for path, at in old.items()), "a use is seen"
         )
         client: Any = engine.index._client
-        patience.wait_until(client._renewal.done, "all of it is renewed")
+        patience.wait_until(client._renewer._renewal.done, "all of it is renewed")
         for number in range(4):
             keys = path_of(NUM_KEYS, bytes([200 + number]))
             engine.store(keys, chunks_of(keys))

@@ -268,13 +268,13 @@ def test_a_manifest_that_could_not_be_written_is_written_with_what_is_stored_nex
 ) -> None:
     engines.append(Engine(depot_at(tmp_path)))
     others, client = path_of(3, b"other"), engines[0].index._client
-    store = client._store
-    client._store = SimpleNamespace(put_async=fails)
+    store = client._writer._store
+    client._writer._store = SimpleNamespace(put_async=fails)
     keys = path_of(5)
     chunks = chunks_of(keys)
     engines[0].store(keys, chunks)
-    patience.wait_until(lambda: bool(client._unpublished), "the manifest was not written")
-    client._store = store
+    patience.wait_until(lambda: bool(client._writer._unpublished), "the manifest was not written")
+    client._writer._store = store
     engines[0].store(others, chunks_of(others))
     patience.wait_until(lambda: last_is_named(tmp_path, keys), "the last manifest is written")
 
@@ -303,14 +303,14 @@ def test_a_manifest_of_another_version_is_not_written_over(tmp_path: Path, engin
     sealed = Seals(b"").of(name.encode(), body) + body
     (tmp_path / name).parent.mkdir(parents=True)
     (tmp_path / name).write_bytes(sealed)
-    judged = client._is_worse
+    judged = client._writer._is_worse
     ends: list[bool] = []
 
     async def judge(*arguments: Any) -> bool:
         ends.append(await judged(*arguments))
         return ends[-1]
 
-    client._is_worse = judge
+    client._writer._is_worse = judge
     engines[0].store(keys, chunks_of(keys))
     patience.wait_until(lambda: bool(ends), "the existing manifest is read")
     engines.pop().close()
@@ -396,16 +396,16 @@ def test_a_reset_forgets_and_changes_the_namespace_in_one_step(tmp_path: Path) -
         held, free = threading.Event(), threading.Event()
 
         def forgets() -> None:
-            seen.append(client._namespace)
+            seen.append(client._epochs.manifest_namespace)
             forget()
 
         def waits() -> None:
             held.set()
             free.wait(TIMEOUT_S)
-            seen.append(client._namespace)
+            seen.append(client._epochs.manifest_namespace)
 
         client._forget = forgets
-        client._post(waits)
+        client._loop.post(waits)
         assert held.wait(TIMEOUT_S)
         index.clear()
         free.set()

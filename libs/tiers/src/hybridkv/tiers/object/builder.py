@@ -12,7 +12,8 @@ from hybridkv.tiers.files.directory import require_directory
 from hybridkv.tiers.object.directory_store import path_of
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.index import ObjectIndex
-from hybridkv.tiers.object.manifests.manifest_store import Collection, ManifestStore
+from hybridkv.tiers.object.manifests.manifest_store import ManifestStore
+from hybridkv.tiers.object.manifests.reader import Collection
 from hybridkv.tiers.object.medium import ObjectMedium
 from hybridkv.tiers.object.names import BOUNDARY_EVERY, cache_name
 from hybridkv.tiers.object.options import ObjectOptions

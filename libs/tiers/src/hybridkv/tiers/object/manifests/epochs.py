@@ -1,16 +1,30 @@
-"""Epochs of a cache: the mark of the current one, and its number. Chunks of an earlier epoch are not found."""
+"""Epochs of a cache: the mark of the current one, its number and its namespace. Earlier chunks are not found."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING
 
+from hybridkv.tiers.errors import TierConfigurationError
 from hybridkv.tiers.object.bodies import ReadMemoryLimit, read_body
 from hybridkv.tiers.object.format.epoch import EPOCH_MARK_BYTES, decode_epoch, encode_epoch
 from hybridkv.tiers.object.format.seals import Seals
-from hybridkv.tiers.object.names import epoch_name
+from hybridkv.tiers.object.manifests.loop import StoreLoop
+from hybridkv.tiers.object.manifests.reader import Collection
+from hybridkv.tiers.object.names import epoch_name, namespace_of
+from hybridkv.tiers.object.options import ObjectOptions
+from hybridkv.tiers.object.store import prove
 
 if TYPE_CHECKING:
     from hybridkv.tiers.object.store import Store
+
+logger = logging.getLogger(__name__)
 
 # An epoch is the second in which it began, by the clock of the host that began it.
 FARTHEST_AHEAD_S = 86_400
@@ -42,3 +56,128 @@ async def begin_epoch(store: Store, seals: Seals, cache: str, epoch: int) -> Non
     one writes its mark again at its next check."""
     name = epoch_name(cache)
     await store.put_async(name, encode_epoch(seals, name, epoch), use_multipart=False)
+
+
+class EpochTracker:
+    """Current epoch of a cache, and whether the store can be written.
+
+    Args:
+        collection: the cache in the store.
+        options: limits.
+        loop: event loop of the requests.
+        on_changed: called on the loop when another engine has begun an epoch.
+    """
+
+    def __init__(
+        self, collection: Collection, options: ObjectOptions, loop: StoreLoop, on_changed: Callable[[], None]
+    ) -> None:
+        self._store = collection.store
+        self._seals = collection.seals
+        self._cache = collection.cache
+        self._options = options
+        self._loop = loop
+        self._on_changed = on_changed
+        self._epoch = 0
+        self.namespace: str | None = None
+        """Namespace of new packs. A reset changes it at once, on the engine's thread."""
+        self.manifest_namespace: str | None = None
+        """Namespace of manifests. Changes in the step of the loop that forgets the old epoch."""
+        self._lock = threading.Lock()
+        """For `_epoch` and `namespace`, which both threads change."""
+        self.takes_objects = False
+        self._opened: Future[None] = Future()
+        self._is_only_read = False
+        """The log says that the store is read-only."""
+
+    # On the engine's thread.
+
+    def wait_until_opened(self, timeout_s: float) -> None:
+        """Wait until the store was checked.
+
+        Raises:
+            TierConfigurationError: the store lacks a needed feature, or denies access.
+        """
+        try:
+            self._opened.result(timeout_s)
+        except FutureTimeoutError:
+            logger.warning("the object store is not reached yet: nothing is found or stored there until it is")
+
+    def begin_next(self) -> int:
+        """Switch new packs to a new epoch, and return it. `reset` follows on the loop."""
+        with self._lock:
+            epoch = self._epoch = next_epoch(self._epoch, time.time())
+            self.namespace = namespace_of(self._cache, epoch)
+        return epoch
+
+    # On the loop.
+
+    def reset(self, epoch: int) -> None:
+        """Switch manifests to an epoch that this engine began, and write its mark."""
+        if epoch == self._epoch:  # else a later one began meanwhile
+            self.manifest_namespace = namespace_of(self._cache, epoch)
+            self._loop.spawn(self._begin_epoch(epoch), is_write=True)
+
+    async def follow(self) -> None:
+        """Check the store as soon as it can be reached, then poll the epoch. Runs until `close`: a store that is
+        recovering may refuse a request once and accept it a second later."""
+        options, retry_s = self._options, self._options.first_retry_s
+        while not self._loop.is_closed:
+            try:
+                if not self.takes_objects:
+                    self._note(await self._prove())
+                epoch = await current_epoch(self._store, self._seals, self._cache, time.time())
+                self._enter(epoch)
+                if epoch < self._epoch:  # the mark expired or was overwritten
+                    await self._begin_epoch(self._epoch)
+            except Exception as error:
+                if isinstance(error, TierConfigurationError) and not self._opened.done():
+                    self._opened.set_exception(error)
+                self._loop.complain("reached", error)
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, options.last_retry_s)
+                continue
+            if self.takes_objects:
+                retry_s = options.first_retry_s
+                await asyncio.sleep(options.epoch_check_s)
+            else:
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, options.last_retry_s)
+
+    def _note(self, refused: str | None) -> None:
+        """Record whether the store can be written. Logs one line for each change."""
+        self.takes_objects = refused is None
+        if self.takes_objects and self._is_only_read:
+            logger.info("the object store can be written again")
+        elif not self.takes_objects and not self._is_only_read:
+            logger.warning("the object store cannot be written, so it is only read: %s", refused)
+        self._is_only_read = not self.takes_objects
+
+    async def _prove(self) -> str | None:
+        """Reason why the store cannot be written, or None. Raises if it cannot be used, unless it was read before."""
+        try:
+            return await self._loop.call(prove, self._store, self._cache)
+        except TierConfigurationError as error:
+            if self.manifest_namespace is None:
+                raise
+            return str(error)
+
+    def _enter(self, epoch: int) -> None:
+        is_first = self.manifest_namespace is None
+        with self._lock:
+            if not is_first and epoch <= self._epoch:
+                return
+            self._epoch = epoch
+            self.namespace = self.manifest_namespace = namespace_of(self._cache, epoch)
+        if is_first:
+            self._loop.succeeded()
+            if not self._opened.done():
+                self._opened.set_result(None)
+        else:
+            logger.info("another engine began epoch %d of this cache: earlier chunks are not found any more", epoch)
+            self._on_changed()
+
+    async def _begin_epoch(self, epoch: int) -> None:
+        try:
+            await begin_epoch(self._store, self._seals, self._cache, epoch)
+        except Exception as error:
+            self._loop.complain("reset", error)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from hybridkv.tiers.object.bodies import ObjectBody, ReadMemoryLimit, read_body
-from hybridkv.tiers.object.format.manifest import is_sealed
+from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart, decode_manifest, is_sealed
 from hybridkv.tiers.object.format.seals import Seals
 from hybridkv.tiers.object.options import ObjectOptions
 
@@ -72,25 +73,44 @@ class Quarantine(Generic[K, V]):
         self._entries.pop(key, None)
 
 
-class ManifestReader:
-    """Reads manifests. Used on one event loop.
+@dataclass(frozen=True, slots=True)
+class Collection:
+    """One cache of a fleet in a store.
 
     Args:
-        store: the store.
+        store: the opened store.
         seals: seals of the fleet.
+        cache: name of the cache, the same in all epochs.
+        world_size: number of ranks; each stores its part of every chunk.
+    """
+
+    store: Store
+    seals: Seals
+    cache: str
+    world_size: int
+
+
+class ManifestReader:
+    """Reads manifests. Remembers which versions and which places of chunks are bad. Used on one event loop.
+
+    Args:
+        collection: the cache in the store.
         options: limits.
         clock: seconds.
     """
 
-    def __init__(self, store: Store, seals: Seals, options: ObjectOptions, clock: Callable[[], float]) -> None:
-        self._store = store
-        self._seals = seals
+    def __init__(self, collection: Collection, options: ObjectOptions, clock: Callable[[], float]) -> None:
+        self._store = collection.store
+        self._seals = collection.seals
+        self._world_size = collection.world_size
         self._options = options
         self._room = ReadMemoryLimit(max(options.reading_bytes, options.manifest_bytes))
         self.requests = asyncio.Semaphore(MAX_REQUESTS)
         """Limits concurrent requests to the store."""
         self._bad: Quarantine[str, str] = Quarantine(options.max_open_keys, options.bad_s, clock)
         """ETag of the version that is not read again, by object name. No store has empty ETags."""
+        self._bad_places: Quarantine[tuple[str, int], bool] = Quarantine(options.max_open_keys, options.bad_s, clock)
+        """Places with wrong or missing bytes, by pack and offset."""
 
     def distrust(self, name: str, tag: str | None) -> None:
         """Do not read this version again for a while: its content is unusable, even if its seal is right."""
@@ -101,6 +121,22 @@ class ManifestReader:
     def trust(self, name: str) -> None:
         """A manifest was rewritten, or read without errors."""
         self._bad.release(name)
+
+    def distrust_place(self, pack: str, offset: int) -> None:
+        """Do not offer a place for a while: its bytes are wrong or missing."""
+        self._bad_places.add((pack, offset), True)
+
+    def is_bad(self, part: ManifestPart) -> bool:
+        """Whether a part lies in a place that is not offered."""
+        return (part.pack, part.offset) in self._bad_places
+
+    def decoded(self, name: str, prefix: bytes, body: ObjectBody) -> list[ManifestNode] | None:
+        """Path of a manifest that was read. None if it is unusable: it ends elsewhere, or lists packs of another
+        namespace."""
+        path = decode_manifest(self._seals, name, self._world_size, body.data or b"")
+        if path is None or path[-1:] == [] or path[-1].prefix != prefix:
+            return None
+        return path if is_all_in(path, name.partition("/")[0]) else None
 
     async def read(self, name: str, *, is_again: bool = False) -> ObjectBody | None:
         """Read a manifest with a valid seal. None if there is none.
@@ -144,3 +180,13 @@ class ManifestReader:
         except Exception as error:  # an empty object has no range; the first result stands
             logger.debug("a manifest could not be read a second time: %s", type(error).__name__)
             return None
+
+
+def is_in(pack: str, namespace: str) -> bool:
+    """Whether a pack belongs to a namespace."""
+    return pack.startswith(f"{namespace}/")
+
+
+def is_all_in(path: Sequence[ManifestNode], namespace: str) -> bool:
+    """Whether a path lists packs of this namespace alone."""
+    return all(is_in(pack, namespace) for pack in {part.pack for node in path for part in node.parts})

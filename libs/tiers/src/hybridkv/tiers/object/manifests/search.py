@@ -1,12 +1,30 @@
-"""Search for the last manifest of a path."""
+"""Search for the last manifest of a path, and the searches of an engine.
+
+Every search ends with `LookupAnswered` or `LookupFailed`, whatever the store does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
-from hybridkv.tiers.object.names import is_boundary
+from hybridkv.tiers.contract import Key
+from hybridkv.tiers.object.bodies import ObjectBody
+from hybridkv.tiers.object.client import LookupAnswered, LookupFailed
+from hybridkv.tiers.object.format.manifest import ManifestNode
+from hybridkv.tiers.object.manifests.epochs import EpochTracker
+from hybridkv.tiers.object.manifests.loop import StoreLoop
+from hybridkv.tiers.object.manifests.reader import ManifestReader
+from hybridkv.tiers.object.names import BOUNDARY_EVERY, is_boundary, manifest_name, prefix_of
+from hybridkv.tiers.object.options import ObjectOptions
+from hybridkv.tiers.object.packs import PackPlace
 
+MAX_SEARCHING = 32
+"""Concurrent searches; others wait."""
 MAX_PROBES = 16
 """Manifests read in one round of a search for the last boundary with a manifest."""
 MAX_TAIL_PROBES = 32
@@ -58,3 +76,132 @@ def _spread(low: int, high: int, number: int) -> list[int]:
     if width <= number:
         return list(range(low, high))
     return [low + (step + 1) * width // number - 1 for step in range(number)]
+
+
+@dataclass(slots=True)
+class _ManifestSearch:
+    """One search. Keeps the last manifest that it read."""
+
+    namespace: str
+    place: int = -1
+    """Position of the prefix of `body` among the searched prefixes."""
+    body: ObjectBody | None = None
+
+
+class ManifestSearcher:
+    """Searches manifests for the chunks of lookups. Used on one event loop.
+
+    Args:
+        options: limits.
+        reader: reads manifests.
+        epochs: namespace of the manifests.
+        loop: event loop of the requests.
+        clock: seconds.
+        on_read: called with the path of a manifest that was read for a lookup.
+        on_ended: called with the answer of each lookup.
+    """
+
+    def __init__(
+        self,
+        options: ObjectOptions,
+        reader: ManifestReader,
+        epochs: EpochTracker,
+        loop: StoreLoop,
+        clock: Callable[[], float],
+        on_read: Callable[[Sequence[ManifestNode]], None],
+        on_ended: Callable[[LookupAnswered | LookupFailed], None],
+    ) -> None:
+        self._kept_bytes = options.lookup_bytes
+        self._reader = reader
+        self._epochs = epochs
+        self._loop = loop
+        self._clock = clock
+        self._on_read = on_read
+        self._on_ended = on_ended
+        self._num_searching = 0
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def begin(self, request: int, keys: Sequence[Key], until_s: float) -> None:
+        """Begin a lookup, or queue it if too many run."""
+        if self._num_searching >= MAX_SEARCHING:
+            self._waiting.append(partial(self.begin, request, keys, until_s))
+            return
+        self._num_searching += 1
+        self._loop.spawn(self._search(request, keys, until_s))
+
+    def drop_waiting(self) -> None:
+        """Drop the lookups that have not begun."""
+        self._waiting.clear()
+
+    async def _search(self, request: int, keys: Sequence[Key], until_s: float) -> None:
+        answer: LookupAnswered | LookupFailed | None = None
+        try:
+            left_s = until_s - self._clock()
+            if left_s > 0:
+                answer = await asyncio.wait_for(self._found(request, keys), left_s)
+        except Exception as error:
+            if not isinstance(error, TimeoutError):
+                self._loop.complain("read", error)
+        finally:
+            self._on_ended(answer or LookupFailed(request, self._clock()))
+            self._num_searching -= 1
+            if self._waiting:
+                self._waiting.popleft()()
+
+    async def _found(self, request: int, keys: Sequence[Key]) -> LookupAnswered | None:
+        namespace = self._epochs.manifest_namespace
+        if namespace is None:
+            return None
+        prefixes = list(dict.fromkeys(map(prefix_of, keys)))
+        places_of = {prefix: place for place, prefix in enumerate(prefixes)}
+        search = _ManifestSearch(namespace)
+        found = await find_last(
+            prefixes,
+            lambda wanted: self._probe_all(search, {prefix: places_of[prefix] for prefix in wanted}),
+            BOUNDARY_EVERY,
+            MAX_PROBES,
+            MAX_TAIL_PROBES,
+        )
+        self._loop.succeeded()
+        places: dict[Key, PackPlace] = {}
+        if found is not None:
+            source = found[0]
+            path = await self._path(search, places_of[source], source)
+            if namespace == self._epochs.manifest_namespace:
+                self._on_read(path)
+            wanted = set(keys)
+            for prefix, parts in path:
+                for part in parts:
+                    if (key := part.tag + prefix) in wanted and not self._reader.is_bad(part):
+                        places[key] = PackPlace(part.pack, part.offset, part.num_bytes, source)
+        return LookupAnswered(request, places, self._clock())
+
+    async def _probe_all(self, search: _ManifestSearch, wanted: Mapping[bytes, int]) -> list[bool | None]:
+        """Whether these prefixes have manifests. One unreadable object counts as missing, since anyone may create one.
+        Raises if all reads failed."""
+        probes = (self._probe(search, prefix, place) for prefix, place in wanted.items())
+        answers = await asyncio.gather(*probes, return_exceptions=True)
+        failures = [answer for answer in answers if isinstance(answer, BaseException)]
+        if failures and len(failures) == len(answers):
+            raise failures[0]
+        return [None if isinstance(answer, BaseException) else answer for answer in answers]
+
+    async def _probe(self, search: _ManifestSearch, prefix: bytes, place: int) -> bool | None:
+        body = await self._reader.read(manifest_name(search.namespace, prefix))
+        if body is None or body.data is None:
+            return None
+        if place > search.place:
+            search.place, search.body = place, body if len(body.data) <= self._kept_bytes else None
+        return True
+
+    async def _path(self, search: _ManifestSearch, place: int, prefix: bytes) -> list[ManifestNode]:
+        """Path of the manifest that a search found. Empty if the manifest is unusable."""
+        name = manifest_name(search.namespace, prefix)
+        body = search.body if search.place == place else None
+        body = body or await self._reader.read(name)
+        if body is None:
+            return []
+        path = self._reader.decoded(name, prefix, body)
+        if path is None:
+            self._reader.distrust(name, body.tag)
+        return path or []

@@ -1,0 +1,139 @@
+"""Renewals of the manifests that this engine uses, if the store deletes objects after a time to live."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from hybridkv.tiers.contract import Key
+from hybridkv.tiers.object.directory_store import DirectoryStore
+from hybridkv.tiers.object.format.manifest import ManifestNode
+from hybridkv.tiers.object.keep_alive import KeepAlive, RenewalCounts, RenewalPace
+from hybridkv.tiers.object.manifests.epochs import EpochTracker
+from hybridkv.tiers.object.manifests.loop import StoreLoop
+from hybridkv.tiers.object.manifests.reader import Collection, ManifestReader
+from hybridkv.tiers.object.names import BOUNDARY_EVERY, is_boundary, manifest_name
+from hybridkv.tiers.object.options import ObjectOptions
+from hybridkv.tiers.object.store import clock_ahead_s
+
+USE_INTERVAL_S = 60.0
+"""A use of one path is reported at most once in so long."""
+MAX_USED = 4096
+"""Paths with a remembered report."""
+_LOCAL_RENEWALS = 50
+"""A directory takes so many times as many renewals a second as a server."""
+
+
+class ManifestRenewer:
+    """Tells a `KeepAlive` about uses, and runs its renewals. Does nothing if objects live forever.
+
+    Args:
+        collection: the cache in the store.
+        options: limits.
+        reader: reads manifests.
+        epochs: namespace of the manifests.
+        loop: event loop of the requests.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        collection: Collection,
+        options: ObjectOptions,
+        reader: ManifestReader,
+        epochs: EpochTracker,
+        loop: StoreLoop,
+        clock: Callable[[], float],
+    ) -> None:
+        self._store = collection.store
+        self._cache = collection.cache
+        self._life_s = options.renewal_life_s
+        self._reader = reader
+        self._epochs = epochs
+        self._loop = loop
+        self._clock = clock
+        self._used: OrderedDict[Key, float] = OrderedDict()
+        """When the last reported use of each path was, by the first of the keys."""
+        self._renewal: asyncio.Task[None] | None = None
+        self._keep_alive: KeepAlive | None = None
+        if self._life_s is not None:
+            is_local = isinstance(collection.store, DirectoryStore)
+            pace = RenewalPace(self._life_s, options.renewals_per_s * (_LOCAL_RENEWALS if is_local else 1))
+            self._keep_alive = KeepAlive(
+                self._store, self._cache, collection.world_size, pace, self._manifest_bytes, self._clock_ahead, clock
+            )
+
+    # On the engine's thread.
+
+    def is_use_due(self, key: Key) -> bool:
+        """Whether a use of the path that begins with this key is to be reported now."""
+        now_s = self._clock()
+        if self._life_s is None or not self._epochs.takes_objects:
+            return False
+        if now_s - self._used.get(key, -math.inf) < min(USE_INTERVAL_S, self._life_s / 16):
+            return False
+        self._used[key] = now_s
+        self._used.move_to_end(key)
+        if len(self._used) > MAX_USED:
+            self._used.popitem(last=False)
+        return True
+
+    @property
+    def counts(self) -> RenewalCounts:
+        """Counts since the start."""
+        return self._keep_alive.counts if self._keep_alive is not None else RenewalCounts()
+
+    # On the loop.
+
+    def use(self, prefixes: Iterable[bytes]) -> None:
+        """Manifests of these prefixes are in use."""
+        if self._keep_alive is not None:
+            self._keep_alive.use(prefixes)
+            self._renew()
+
+    def on_read(self, path: Sequence[bytes]) -> None:
+        """The manifest of the last of these prefixes was read for a request. Each boundary before it has one too."""
+        namespace = self._epochs.manifest_namespace
+        if self._keep_alive is None or namespace is None or not path:
+            return
+        used = [prefix for prefix in path[:-1] if is_boundary(prefix, BOUNDARY_EVERY)]
+        used.append(path[-1])
+        for prefix in used:
+            self._keep_alive.found(prefix, manifest_name(namespace, prefix))
+        self.use(used)
+
+    def on_stored(self, packs: set[str]) -> None:
+        """These packs were written."""
+        if self._keep_alive is not None:
+            self._keep_alive.stored(packs)
+
+    def on_written(self, prefix: bytes, name: str) -> None:
+        """A manifest was written."""
+        if self._keep_alive is not None:
+            self._keep_alive.written(prefix, name)
+            self._renew()
+
+    def clear(self) -> None:
+        """Forget all manifests."""
+        if self._keep_alive is not None:
+            self._keep_alive.clear()
+
+    def _renew(self) -> None:
+        """Start the renewals that wait, unless they run already."""
+        assert self._keep_alive is not None
+        is_running = self._renewal is not None and not self._renewal.done()
+        if self._keep_alive.has_waiting and self._epochs.takes_objects and not is_running:
+            self._renewal = self._loop.spawn(self._keep_alive.renew_waiting())
+
+    async def _clock_ahead(self) -> float:
+        return await self._loop.call(clock_ahead_s, self._store, self._cache)
+
+    async def _manifest_bytes(self, prefix: bytes, name: str) -> tuple[list[ManifestNode], bytes] | None:
+        """Path of a manifest, and its bytes. None if it is missing or unusable."""
+        body = await self._reader.read(name)
+        if body is None or body.data is None:
+            return None
+        path = self._reader.decoded(name, prefix, body)
+        return None if path is None else (path, body.data)

@@ -1,0 +1,148 @@
+"""Manifest writer: writes manifests of stored paths, and replaces bad ones.
+
+It deletes nothing: a manifest that this host cannot read may be readable by another. An engine replaces a bad manifest
+once it has stored all chunks that the manifest lists.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from hybridkv.tiers.contract import Key
+from hybridkv.tiers.object.format.manifest import MAX_PARTS, ManifestNode, encode_manifest, is_of_another_version
+from hybridkv.tiers.object.manifests.epochs import EpochTracker
+from hybridkv.tiers.object.manifests.loop import StoreLoop
+from hybridkv.tiers.object.manifests.paths import MAX_NODES, Paths
+from hybridkv.tiers.object.manifests.reader import Collection, ManifestReader, is_all_in, is_in
+from hybridkv.tiers.object.manifests.renewer import ManifestRenewer
+from hybridkv.tiers.object.names import BOUNDARY_EVERY, manifest_name, prefix_of
+from hybridkv.tiers.object.options import ObjectOptions
+from hybridkv.tiers.object.packs import PackPlace, Stored
+
+logger = logging.getLogger(__name__)
+
+MAX_UNPUBLISHED = 1024
+"""Path ends without a manifest yet, because an earlier part is unknown."""
+
+
+class ManifestWriter:
+    """Writes manifests. Used on one event loop.
+
+    Args:
+        collection: the cache in the store.
+        options: limits.
+        reader: reads existing manifests.
+        renewer: keeps the written ones alive.
+        epochs: namespace of the manifests.
+        loop: event loop of the requests.
+    """
+
+    def __init__(
+        self,
+        collection: Collection,
+        options: ObjectOptions,
+        reader: ManifestReader,
+        renewer: ManifestRenewer,
+        epochs: EpochTracker,
+        loop: StoreLoop,
+    ) -> None:
+        self._store = collection.store
+        self._seals = collection.seals
+        self._world_size = collection.world_size
+        self._options = options
+        self._reader = reader
+        self._renewer = renewer
+        self._epochs = epochs
+        self._loop = loop
+        self._paths = Paths(MAX_NODES)
+        self._unpublished: dict[bytes, None] = {}
+        """Ends of paths without a manifest yet: an earlier part is unknown, or the write failed. The oldest first."""
+        self.num_duplicates = 0
+        """Chunks that this engine stored, though another one had stored them, since the start."""
+
+    def learn(self, path: Iterable[ManifestNode]) -> None:
+        """Add the path of a manifest that was read."""
+        self._paths.learn(path, self._reader.is_bad)
+
+    def publish(self, stored: Sequence[Stored]) -> None:
+        """Write manifests. Chunks of an epoch that ended are left out: a store may end after a reset."""
+        namespace = self._epochs.manifest_namespace
+        if namespace is None:
+            return
+        stored = [each for each in stored if is_in(each.place.pack, namespace)]
+        self._renewer.on_stored({each.place.pack for each in stored})
+        own = {each.key: each.place.pack for each in stored}
+        ends = self._paths.ends(self._paths.add(stored), BOUNDARY_EVERY)
+        waiting, self._unpublished = self._unpublished, {}
+        for prefix in (*waiting, *ends):
+            path = self._paths.up_to(prefix)
+            if path is None:
+                self._unpublished[prefix] = None
+            elif is_all_in(path, namespace):
+                self._loop.spawn(self._put(prefix, manifest_name(namespace, prefix), path, own), is_write=True)
+        while len(self._unpublished) > MAX_UNPUBLISHED:
+            del self._unpublished[next(iter(self._unpublished))]
+
+    def retract(self, key: Key, place: PackPlace) -> None:
+        """Stop offering a place. Manifests that list it are replaced when the chunk is stored again."""
+        self._reader.distrust_place(place.pack, place.offset)
+        self._paths.forget(key, place.pack)
+        if not place.source:
+            return
+        for end in self._paths.behind(prefix_of(key), place.source, BOUNDARY_EVERY):
+            self._unpublished[end] = None
+
+    def clear(self) -> None:
+        """Forget all paths."""
+        self._paths.clear()
+        self._unpublished.clear()
+
+    async def _put(self, prefix: bytes, name: str, path: list[ManifestNode], own: dict[Key, str]) -> None:
+        """Write a manifest. An existing one is kept if its writer had stored the same path, unless it is bad.
+
+        Args:
+            prefix: the last prefix of the path.
+            name: name of the object.
+            path: the path.
+            own: packs of the chunks that were stored now. Those that others had stored are counted and removed.
+        """
+        from obstore.exceptions import AlreadyExistsError
+
+        data = encode_manifest(self._seals, name, self._world_size, path)
+        if len(data) > self._options.manifest_bytes or sum(len(node.parts) for node in path) > MAX_PARTS:
+            logger.debug("a path of %d chunks is too long for a manifest", len(path))
+            return
+        try:
+            try:
+                async with self._reader.requests:
+                    await self._store.put_async(name, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                if not await self._is_worse(prefix, name, path, own):
+                    self._renewer.on_read([prefix])
+                    return
+                async with self._reader.requests:
+                    await self._store.put_async(name, data, use_multipart=False)
+            self._reader.trust(name)
+            self._renewer.on_written(prefix, name)
+        except Exception as error:
+            self._loop.complain("written to", error)
+            self._unpublished[prefix] = None  # retried with the next store
+
+    async def _is_worse(self, prefix: bytes, name: str, path: list[ManifestNode], own: dict[Key, str]) -> bool:
+        """Whether this path should replace the existing manifest: that one is invalid, or lists no chunk that this path
+        lacks, and either a bad place or fewer chunks. One of another version is kept."""
+        body = await self._reader.read(name, is_again=True)
+        standing = None if body is None else self._reader.decoded(name, prefix, body)
+        if standing is None:
+            return body is None or not is_of_another_version(body.data or b"")
+        listed = {(node.prefix, part.tag) for node in path for part in node.parts}
+        standing_listed = {(node.prefix, part.tag) for node in standing for part in node.parts}
+        if any(self._reader.is_bad(part) for node in standing for part in node.parts):
+            return standing_listed <= listed
+        for node in standing:
+            for part in node.parts:
+                if own.get(part.tag + node.prefix, part.pack) != part.pack:
+                    del own[part.tag + node.prefix]
+                    self.num_duplicates += 1
+        return standing_listed < listed
