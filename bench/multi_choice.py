@@ -48,7 +48,7 @@ class Offload:
         from hybridkv.connectors.vllm.common.identity.adapters import Adapters
         from hybridkv.connectors.vllm.common.layout import CacheLayout
         from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-        from hybridkv.connectors.vllm.offload.loads import Deadlines
+        from hybridkv.connectors.vllm.offload.loads.load_planner import Deadlines
         from hybridkv.connectors.vllm.offload.scheduler import Identity, OffloadScheduler
         from hybridkv.hashing import ChunkKeys, GroupFingerprint
         from hybridkv.planner import CacheSpec, GroupKind, GroupSpec, LoadAdmission

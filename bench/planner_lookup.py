@@ -47,7 +47,7 @@ from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.layout import AUTO_CHUNK_TOKENS, CacheLayout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys, TierLookup
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload.loads import Deadlines
+from hybridkv.connectors.vllm.offload.loads.load_planner import Deadlines
 from hybridkv.connectors.vllm.offload.scheduler import Identity, OffloadScheduler
 from hybridkv.hashing import ChunkKeys, GroupFingerprint, LayerFingerprint
 from hybridkv.planner import (

@@ -17,7 +17,7 @@ from harness import Engine, make_prompt
 from noise import own_cache_only
 from page_ledger import LOCAL, PageLedger
 
-from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
+from hybridkv.connectors.vllm.offload.loads.local_blocks import LocalBlocks
 from hybridkv.planner import GroupKind, LocalCopies
 
 ROUNDS = int(os.environ.get("HYBRIDKV_E2E_ROUNDS", "30"))

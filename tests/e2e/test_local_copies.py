@@ -11,7 +11,7 @@ from audit import Audit
 from equality import require_same
 from harness import Engine, Result, exact_prompt_lengths, make_prompt
 
-from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
+from hybridkv.connectors.vllm.offload.loads.local_blocks import LocalBlocks
 from hybridkv.planner import GroupKind, LocalCopies
 
 LOCAL_TOKENS = "vllm:hybridkv_local_tokens"

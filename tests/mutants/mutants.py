@@ -161,7 +161,7 @@ MUTANTS: Final = (
     ),
     Mutant(
         "a failed load that leaves its prefix offered",
-        f"{_CONNECTORS}/offload/loads.py",
+        f"{_CONNECTORS}/offload/loads/loads_in_flight.py",
         "doubted = culprits | set(self._prefix_keys(in_flight))",
         "doubted = set(culprits)",
         "//libs/connectors:connectors_test",

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from hybridkv.connectors.vllm import CONNECTOR
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.offload import tiers as opened_tiers
-from hybridkv.connectors.vllm.offload.loads import LoadsInFlight
+from hybridkv.connectors.vllm.offload.loads.loads_in_flight import LoadsInFlight
 from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
-from hybridkv.connectors.vllm.offload.stores import StorePlanner
+from hybridkv.connectors.vllm.offload.stores.store_planner import StorePlanner
 from hybridkv.tiers.contract import Key
 from hybridkv.tiers.disk.recovery import builder
 from hybridkv.tiers.ledger import LruPolicy

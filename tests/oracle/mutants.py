@@ -11,7 +11,7 @@ from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.connectors.vllm.offload.checkpoints import Answers
 from hybridkv.connectors.vllm.offload.hints import HintReader
-from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
+from hybridkv.connectors.vllm.offload.loads.local_blocks import LocalBlocks
 from hybridkv.planner import LocalCopies, State
 from hybridkv.planner.hints import NO_HINTS
 from hybridkv.tiers.disk.recovery import builder

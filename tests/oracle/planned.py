@@ -24,4 +24,4 @@ def change_loads(
             return runs
         return tuple(TransferRun(one.group_index, one.end_token, 1, one.first_block, one.block_ids) for one in changed)
 
-    monkeypatch.setattr("hybridkv.connectors.vllm.offload.loads.plan_load_runs", planned)
+    monkeypatch.setattr("hybridkv.connectors.vllm.offload.loads.loads_in_flight.plan_load_runs", planned)

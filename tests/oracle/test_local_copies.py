@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hybridkv.connectors.vllm import CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
+from hybridkv.connectors.vllm.offload.loads.local_blocks import LocalBlocks
 from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
 from hybridkv.tiers.ram import RamIndex
 from oracle.disk_tier import LARGE, SMALL, forget, stack_of, stacked

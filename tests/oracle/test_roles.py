@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR, register
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics, OffloadStats
-from hybridkv.connectors.vllm.offload.loads import LoadPlanner
+from hybridkv.connectors.vllm.offload.loads.load_planner import LoadPlanner
 from hybridkv.metrics import Counts
 from oracle import disk_tier
 from oracle.engine import OracleEngine

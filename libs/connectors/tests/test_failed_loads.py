@@ -13,7 +13,8 @@ from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import LoadFailure
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
+from hybridkv.connectors.vllm.offload.loads.load_planner import Deadlines, LoadPlanner
+from hybridkv.connectors.vllm.offload.loads.loads_in_flight import LoadsInFlight
 from hybridkv.planner import GroupKind, GroupSpec, LoadAdmission, resume_start
 from hybridkv.tiers import Slot
 from hybridkv.tiers.ram import RamIndex

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from test_store_bursts import CHUNK_TOKENS, MIB, PAIR_BYTES, Engine
 
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload.keeping import Keeper
+from hybridkv.connectors.vllm.offload.stores.keeping import Keeper
 from hybridkv.metrics import Counts
 from hybridkv.planner.hints import Hints, keep_in
 
@@ -110,7 +110,7 @@ def test_nothing_is_kept_where_the_share_is_none(tmp_path: Path) -> None:
 
 
 def test_no_more_chunks_are_kept_than_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridkv.connectors.vllm.offload.keeping.MAX_KEPT", 5)
+    monkeypatch.setattr("hybridkv.connectors.vllm.offload.stores.keeping.MAX_KEPT", 5)
     it = Kept(tmp_path)
     with it.engine:
         it.ask("a", 2, 60.0)

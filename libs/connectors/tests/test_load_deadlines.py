@@ -11,7 +11,8 @@ from test_lookups import FULL, HASHES, STATE, make_layout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.requests import NULL_BLOCK, TrackedRequest
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
+from hybridkv.connectors.vllm.offload.loads.load_planner import Deadlines, LoadPlanner
+from hybridkv.connectors.vllm.offload.loads.loads_in_flight import LoadsInFlight
 from hybridkv.metrics import Counts
 from hybridkv.planner import LoadAdmission
 from hybridkv.planner.admission import MAX_GATE_S, MAX_GATED_POLLS

@@ -19,7 +19,7 @@ from vllm.v1.request import Request
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
-from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
+from hybridkv.connectors.vllm.offload.loads.local_blocks import LocalBlocks
 from hybridkv.planner import GroupKind, GroupSpec, LocalCopies, plan_load_runs
 
 FULL, LARGE = GroupSpec(GroupKind.FULL, BLOCK), GroupSpec(GroupKind.FULL, 2 * BLOCK)

@@ -16,10 +16,11 @@ from hybridkv.connectors.vllm.common.requests import Requests
 from hybridkv.connectors.vllm.common.role import BOTH, Role
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload import prefetching
-from hybridkv.connectors.vllm.offload.keeping import Keeper
-from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
+from hybridkv.connectors.vllm.offload.loads.load_planner import Deadlines, LoadPlanner
+from hybridkv.connectors.vllm.offload.loads.loads_in_flight import LoadsInFlight
 from hybridkv.connectors.vllm.offload.prefetching import MAX_TRIED, Prefetcher
 from hybridkv.connectors.vllm.offload.scheduler import Identity, OffloadScheduler
+from hybridkv.connectors.vllm.offload.stores.keeping import Keeper
 from hybridkv.metrics import Counts
 from hybridkv.planner import LoadAdmission
 from hybridkv.planner.hints import Hints, Prefetch, plan_prefetch

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from hybridkv.connectors.vllm.offload.prefill_speed import (
+from hybridkv.connectors.vllm.offload.loads.prefill_speed import (
     BREAK_EVEN_S,
     FIRST_TOKENS_PER_S,
     LOG_AGAIN_S,

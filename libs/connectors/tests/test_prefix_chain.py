@@ -19,9 +19,9 @@ from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import Store, StoreOutcome
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload import stores
-from hybridkv.connectors.vllm.offload.prefix_chain import StoredPrefix, find_stored_prefix
-from hybridkv.connectors.vllm.offload.stores import StorePlanner
+from hybridkv.connectors.vllm.offload.stores import store_planner
+from hybridkv.connectors.vllm.offload.stores.prefix_chain import StoredPrefix, find_stored_prefix
+from hybridkv.connectors.vllm.offload.stores.store_planner import StorePlanner
 from hybridkv.planner import GroupKind, GroupSpec, LookupResult, State, read_blocks, storable_ends
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import MoveOutcome, SecondaryTier, TierMove, TierStack
@@ -86,7 +86,7 @@ class World:
             if group.kind is GroupKind.RECURRENT and end // CHUNK > computed // CHUNK
         ]
         met = nothing_met if self._looks_at_each else find_stored_prefix
-        with mock.patch.object(stores, "find_stored_prefix", met):
+        with mock.patch.object(store_planner, "find_stored_prefix", met):
             store = self.planner.plan(tracked, end - computed, states, lambda _: tables)
         request.num_computed_tokens = end
         self.said.append(store)

@@ -14,8 +14,9 @@ from test_lookups import FULL, STATE, chain, make_layout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload import loads
-from hybridkv.connectors.vllm.offload.loads import LOOKUP_AGAIN_S, Deadlines, LoadPlanner, LoadsInFlight
+from hybridkv.connectors.vllm.offload.loads import load_planner
+from hybridkv.connectors.vllm.offload.loads.load_planner import LOOKUP_AGAIN_S, Deadlines, LoadPlanner
+from hybridkv.connectors.vllm.offload.loads.loads_in_flight import LoadsInFlight
 from hybridkv.planner import LoadAdmission, LookupResult, longest_hit
 from hybridkv.tiers import Key, Slot
 from hybridkv.tiers.object.client import LookupAnswered, News
@@ -72,7 +73,7 @@ class Bench:
             self.num_searches += 1
             return search(*arguments)
 
-        monkeypatch.setattr(loads, "longest_hit", counting)
+        monkeypatch.setattr(load_planner, "longest_hit", counting)
 
     def request(self, name: str) -> TrackedRequest:
         hashes = chain(2 * CHUNKS, name.encode())

@@ -30,9 +30,9 @@ from hybridkv.connectors.vllm.common.messages import Store, StoreOutcome
 from hybridkv.connectors.vllm.common.requests import Requests, TrackedRequest
 from hybridkv.connectors.vllm.common.role import BOTH, Role
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload.loads import Deadlines
+from hybridkv.connectors.vllm.offload.loads.load_planner import Deadlines
 from hybridkv.connectors.vllm.offload.scheduler import Identity, OffloadScheduler
-from hybridkv.connectors.vllm.offload.stores import _StoreInFlight as StoreInFlight
+from hybridkv.connectors.vllm.offload.stores.store_planner import _StoreInFlight as StoreInFlight
 from hybridkv.hashing import TokenHashes
 from hybridkv.planner import Hit, LoadAdmission
 from hybridkv.planner.stages import NEW, Compute, Holding, Searched, Stage

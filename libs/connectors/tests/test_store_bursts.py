@@ -21,7 +21,7 @@ from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import StoreOutcome
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload.stores import StorePlanner
+from hybridkv.connectors.vllm.offload.stores.store_planner import StorePlanner
 from hybridkv.planner import Hit, LookupResult, State, longest_hit
 from hybridkv.tiers import Ticket
 from hybridkv.tiers.disk import DiskIndex, DiskMedium, DiskOptions, Fsync, InlineJanitor

@@ -22,8 +22,8 @@ from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.connectors.vllm.offload.checkpoints import STEP_S, CheckpointOptions, Checkpoints, has_states
-from hybridkv.connectors.vllm.offload.loads import Deadlines
-from hybridkv.connectors.vllm.offload.prefill_speed import FIRST_TOKENS_PER_S
+from hybridkv.connectors.vllm.offload.loads.load_planner import Deadlines
+from hybridkv.connectors.vllm.offload.loads.prefill_speed import FIRST_TOKENS_PER_S
 from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler
 from hybridkv.connectors.vllm.offload.startup_log import log_startup
 from hybridkv.connectors.vllm.offload.tiers import ArenaSizes

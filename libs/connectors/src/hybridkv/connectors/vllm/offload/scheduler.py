@@ -20,12 +20,13 @@ from hybridkv.connectors.vllm.common.role import BOTH, Role
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.checkpoints import Checkpoints
 from hybridkv.connectors.vllm.offload.hints import HintReader
-from hybridkv.connectors.vllm.offload.keeping import Keeper
-from hybridkv.connectors.vllm.offload.loads import Deadlines, LoadPlanner, LoadsInFlight
-from hybridkv.connectors.vllm.offload.local_blocks import LocalBlocks
+from hybridkv.connectors.vllm.offload.loads.load_planner import Deadlines, LoadPlanner
+from hybridkv.connectors.vllm.offload.loads.loads_in_flight import LoadsInFlight
+from hybridkv.connectors.vllm.offload.loads.local_blocks import LocalBlocks
 from hybridkv.connectors.vllm.offload.prefetching import Prefetcher
 from hybridkv.connectors.vllm.offload.reuse import ReuseMeter
-from hybridkv.connectors.vllm.offload.stores import StorePlanner
+from hybridkv.connectors.vllm.offload.stores.keeping import Keeper
+from hybridkv.connectors.vllm.offload.stores.store_planner import StorePlanner
 from hybridkv.planner import LoadAdmission, State
 from hybridkv.planner.stages import COMPUTE
 from hybridkv.tiers.stack import TierStack

@@ -32,8 +32,8 @@ from hybridkv.connectors.vllm.common.requests import (
     state_groups,
 )
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload.keeping import Keeper
-from hybridkv.connectors.vllm.offload.prefix_chain import StoredPrefix, extended_keys, find_stored_prefix
+from hybridkv.connectors.vllm.offload.stores.keeping import Keeper
+from hybridkv.connectors.vllm.offload.stores.prefix_chain import StoredPrefix, extended_keys, find_stored_prefix
 from hybridkv.planner import (
     GroupKind,
     Hit,
