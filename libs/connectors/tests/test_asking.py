@@ -13,8 +13,9 @@ from hybridkv.canonical import LayerLayout
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
-from hybridkv.connectors.vllm.offload.loads.load_planner import Deadlines, LoadPlanner, _bytes_of_hit
+from hybridkv.connectors.vllm.offload.loads.load_planner import Deadlines, LoadPlanner
 from hybridkv.connectors.vllm.offload.loads.loads_in_flight import LoadsInFlight
+from hybridkv.connectors.vllm.offload.loads.lookup_costs import _bytes_of_hit
 from hybridkv.planner import GroupKind, GroupSpec, LoadAdmission, LookupResult, needed_parts
 from hybridkv.tiers.ram import RamIndex
 from hybridkv.tiers.stack import SecondaryTier, SecondaryTierOptions, TierStack

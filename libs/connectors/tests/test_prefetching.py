@@ -56,7 +56,7 @@ class Disk:
         in_flight = LoadsInFlight(layout, engine.stack, admission, self.metrics)
         loads = LoadPlanner(layout, engine.stack, admission, waits, self.metrics, in_flight)
         self.keeper = engine.planner._keeper = Keeper(layout, engine.stack, clock, self.metrics)
-        self.prefetcher = Prefetcher(layout, requests, engine.stack, loads.lookup_chunks, clock, self.metrics)
+        self.prefetcher = Prefetcher(layout, requests, engine.stack, loads.lookups.send, clock, self.metrics)
 
     def ask(self, name: str, num_chunks: int, keep_seconds: float = 0.0) -> None:
         self.engine._begin(name).hints = Hints(keep_seconds=keep_seconds)
@@ -177,7 +177,7 @@ class Late:
         waits, admission = Deadlines(10.0, 30.0, clock), LoadAdmission(made.spec, 64)
         in_flight = LoadsInFlight(made.layout, self.stack, admission, self.metrics)
         loads = LoadPlanner(made.layout, self.stack, admission, waits, self.metrics, in_flight)
-        self.prefetcher = Prefetcher(made.layout, requests, self.stack, loads.lookup_chunks, clock, self.metrics)
+        self.prefetcher = Prefetcher(made.layout, requests, self.stack, loads.lookups.send, clock, self.metrics)
         self.request = new_request()
         self.keys = [requests.beside(self.request).keys().key(0, end) for end in (8, 16)]
 

@@ -6,14 +6,8 @@ import logging
 
 import pytest
 
-from hybridkv.connectors.vllm.offload.loads.prefill_speed import (
-    BREAK_EVEN_S,
-    FIRST_TOKENS_PER_S,
-    LOG_AGAIN_S,
-    MAX_IN_FLIGHT,
-    BreakEvenLog,
-    PrefillSpeed,
-)
+from hybridkv.connectors.vllm.offload.loads.lookup_costs import BREAK_EVEN_S, LOG_AGAIN_S, BreakEvenLog
+from hybridkv.connectors.vllm.offload.loads.prefill_speed import FIRST_TOKENS_PER_S, MAX_IN_FLIGHT, PrefillSpeed
 from hybridkv.planner.stages import LookupWait
 
 

@@ -15,8 +15,9 @@ from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.loads import load_planner
-from hybridkv.connectors.vllm.offload.loads.load_planner import LOOKUP_AGAIN_S, Deadlines, LoadPlanner
+from hybridkv.connectors.vllm.offload.loads.load_planner import Deadlines, LoadPlanner
 from hybridkv.connectors.vllm.offload.loads.loads_in_flight import LoadsInFlight
+from hybridkv.connectors.vllm.offload.loads.lookup_sender import LOOKUP_AGAIN_S
 from hybridkv.planner import LoadAdmission, LookupResult, longest_hit
 from hybridkv.tiers import Key, Slot
 from hybridkv.tiers.object.client import LookupAnswered, News
@@ -110,7 +111,7 @@ def test_an_answer_is_looked_at_by_the_requests_that_wait_for_it(monkeypatch: py
 def test_a_request_that_was_looked_up_ahead_is_searched_and_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     queued = bench.request("queued")
-    bench.planner.look_up_ahead(queued)
+    bench.planner.lookups.enqueue(queued)
     bench.step(0.001)
     with monkeypatch.context() as patch:
         patch.setattr(bench.stack, "start_lookup", lambda keys: pytest.fail("the lookups are in flight"))
@@ -122,7 +123,7 @@ def test_a_request_that_was_looked_up_ahead_is_searched_and_looked_up_once(monke
 def test_answers_of_a_queued_request_are_kept_fresh(is_polled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     queued = bench.request("queued")
-    bench.planner.look_up_ahead(queued)
+    bench.planner.lookups.enqueue(queued)
     if is_polled:
         assert bench.planner.matched_tokens(queued, 0) is None
     key = bench.layout.keys.key(0, queued.request.block_hashes, CHUNK_TOKENS)
@@ -142,7 +143,7 @@ def test_answers_of_a_queued_request_are_kept_fresh(is_polled: bool, monkeypatch
 def test_an_answer_that_took_long_is_renewed_soon_after_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     queued = bench.request("queued")
-    bench.planner.look_up_ahead(queued)
+    bench.planner.lookups.enqueue(queued)
     ((number, keys),) = bench.client.asked
     bench.client.asked.clear()
     bench.step(0.9)
@@ -160,7 +161,7 @@ def test_a_state_that_has_expired_is_renewed_where_host_memory_has_all_attention
     for end in range(CHUNK_TOKENS, CHUNKS * CHUNK_TOKENS + 1, CHUNK_TOKENS):
         key = bench.layout.keys.key(0, queued.request.block_hashes, end)
         assert isinstance(bench.stack.primary.reserve(key, 64), Slot) and bench.stack.primary.commit(key)
-    bench.planner.look_up_ahead(queued)
+    bench.planner.lookups.enqueue(queued)
     ((number, keys),) = bench.client.asked
     bench.client.asked.clear()
     bench.answer(number, keys)
@@ -171,7 +172,7 @@ def test_a_state_that_has_expired_is_renewed_where_host_memory_has_all_attention
 
 def test_what_a_store_lacks_is_not_looked_up_again_for_a_queued_request(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
-    bench.planner.look_up_ahead(bench.request("queued"))
+    bench.planner.lookups.enqueue(bench.request("queued"))
     ((number, _),) = bench.client.asked
     bench.answer(number, ())
     for _ in range(200):
@@ -181,7 +182,7 @@ def test_what_a_store_lacks_is_not_looked_up_again_for_a_queued_request(monkeypa
 
 def test_a_request_that_has_ended_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
-    bench.planner.look_up_ahead(bench.request("queued"))
+    bench.planner.lookups.enqueue(bench.request("queued"))
     bench.answer(*bench.client.asked[0])
     bench.step(0.001)
     bench.planner.on_request_finished("queued")
@@ -195,7 +196,7 @@ def test_the_break_even_is_logged_when_the_store_has_answered(
 ) -> None:
     caplog.set_level(logging.INFO)
     bench = Bench(monkeypatch)
-    bench.planner.look_up_ahead(bench.request("queued"))
+    bench.planner.lookups.enqueue(bench.request("queued"))
     bench.step(0.02)
     assert not caplog.records, "nothing is known of the store"
     bench.answer(*bench.client.asked[0])
@@ -213,7 +214,7 @@ def test_after_three_requests_nobody_waits_for_a_store_that_answers_after_the_de
     waits: list[float] = []
     for number in range(20):
         request = bench.request(str(number))
-        bench.planner.look_up_ahead(request)
+        bench.planner.lookups.enqueue(request)
         began_s = bench.now_s
         while bench.planner.matched_tokens(request, 0) is None:
             late.extend((bench.now_s + 5.0, *asked) for asked in bench.client.asked)

@@ -78,9 +78,7 @@ class OffloadScheduler:
         self._in_flight = LoadsInFlight(layout, stack, admission, metrics, local)
         self._loads = LoadPlanner(layout, stack, admission, deadlines, metrics, self._in_flight)
         self._stores = StorePlanner(layout, stack, identity.adapters, metrics, self._keeper)
-        self._prefetcher = Prefetcher(
-            layout, self._requests, stack, self._loads.lookup_chunks, deadlines.clock, metrics
-        )
+        self._prefetcher = Prefetcher(layout, self._requests, stack, self._loads.lookups.send, deadlines.clock, metrics)
         self._reuse = ReuseMeter(layout, stack, metrics, deadlines.clock)
         self._planned_loads: list[Load] = []
         self._planned_stores: list[Store] = []
@@ -126,7 +124,7 @@ class OffloadScheduler:
             if tracked.hints.prefetch:
                 self._prefetcher.begin(request, self._keeper.near_bytes_left)
             elif self._may_look_up(tracked):
-                self._loads.look_up_ahead(tracked)
+                self._loads.lookups.enqueue(tracked)
         return tracked
 
     def _may_look_up(self, tracked: TrackedRequest) -> bool:

@@ -7,7 +7,7 @@ facts, does the lookups and promotions in the tiers, and records metrics.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,16 +20,15 @@ from hybridkv.connectors.vllm.common.messages import Load
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import RAM, ConnectorMetrics
 from hybridkv.connectors.vllm.offload.loads.loads_in_flight import LoadsInFlight
-from hybridkv.connectors.vllm.offload.loads.prefill_speed import BreakEvenLog, PrefillSpeed
+from hybridkv.connectors.vllm.offload.loads.lookup_costs import LookupCosts
+from hybridkv.connectors.vllm.offload.loads.lookup_sender import LookupSender
+from hybridkv.connectors.vllm.offload.loads.prefill_speed import PrefillSpeed
 from hybridkv.planner import (
-    GroupKind,
     Hit,
     LoadAdmission,
-    LookupResult,
     Loss,
     Miss,
     Pending,
-    last_boundary,
     life,
     longest_hit,
     measure_loss,
@@ -42,7 +41,6 @@ from hybridkv.planner.stages import (
     Facts,
     Holding,
     HoldState,
-    LookupWait,
     Offer,
     Promote,
     Promoted,
@@ -54,7 +52,7 @@ from hybridkv.planner.stages import (
     Stage,
     StartLookups,
 )
-from hybridkv.tiers import Key, Refusal
+from hybridkv.tiers import Refusal
 from hybridkv.tiers.stack import LeaseFailure, TierStack
 
 if TYPE_CHECKING:
@@ -71,25 +69,6 @@ _FAILED_HOLDS = {LeaseFailure.TIMEOUT: HoldState.LATE, LeaseFailure.LOST: HoldSt
 
 MAX_POLL_S = 1.0
 """A wait counts at most so long between two polls with steps between them: that time is the engine's queue."""
-LOOKUP_AGAIN_S = 30.5
-"""Lookups of a queued request are sent again after so long, if their answers have expired. Peers lease chunks that they
-found for a minute, and offer them for half of it."""
-CHECK_AGAIN_S = 1.0
-"""After that it is looked at once a second whether answers of a queued request have expired."""
-MAX_CHECKED = 64
-"""Chunks of windows and of states that are looked at for that, the last ones."""
-_MANY_CHUNKS = 1024
-"""A hit of so many chunks needs as much of windows and states as any longer one."""
-
-
-def _bytes_of_hit(layout: CacheLayout) -> tuple[float, int]:
-    """Bytes of one rank that a hit loads: for each token, and for windows and states."""
-    spec = layout.spec
-    size, full = layout.largest_chunk_bytes, GroupKind.FULL
-    parts = needed_parts(spec, _MANY_CHUNKS * spec.chunk_tokens, 0)
-    fixed = sum(size(group) for group, _ in parts if spec.groups[group].kind is not full)
-    growing = sum(size(group) for group in spec.stored_groups if spec.groups[group].kind is full)
-    return growing / spec.chunk_tokens, fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,17 +115,13 @@ class LoadPlanner:
         self._clock = deadlines.clock
         self._bounds = Bounds(deadlines.lookup_s, deadlines.load_s, boundary_tokens=layout.spec.boundary_tokens)
         self.prefill_speed = PrefillSpeed(deadlines.clock, deadlines.tokens_per_s)
-        self._break_even = BreakEvenLog(deadlines.clock)
-        self._bytes_per_token, self._fixed_bytes = _bytes_of_hit(layout)
-        self._expected: tuple[float, float] | None = None
-        """`TierStack.expected_answer` in this step."""
+        self.lookups = LookupSender(layout, stack, deadlines.clock)
+        self._costs = LookupCosts(layout, stack, self.prefill_speed, deadlines.clock)
         self._metrics = metrics
         self._has_secondary, self._has_async_lookups = bool(stack.secondary), stack.has_async_lookups
         self._pool: BlockPool | None = None
         self._in_flight = in_flight
         self._num_steps = 0
-        self._queued: dict[str, tuple[TrackedRequest, float]] = {}
-        """Requests in the engine's queue, and when their async lookups were last sent. The oldest first."""
 
     def bind_block_pool(self, pool: BlockPool) -> None:
         """Sets the block pool; loads need free blocks in it."""
@@ -175,7 +150,7 @@ class LoadPlanner:
                 if facts.hold is not None or type(stage) is Holding:
                     self._stack.release(tracked.request_id)
                 return 0
-            stage, facts, step = self._run_queued(tracked, stage, facts, step)
+            stage, facts, step = self._run_action(tracked, stage, facts, step)
 
     def _note_poll(self, tracked: TrackedRequest, now_s: float) -> None:
         """Records a poll. Takes the time in which the engine took steps without one off the waits of the request, but
@@ -207,7 +182,7 @@ class LoadPlanner:
             self._has_secondary,
             held,
             room,
-            self._lookup_wait() if self._has_async_lookups else None,
+            self._costs.wait() if self._has_async_lookups else None,
             self._has_async_lookups and hold is None and self._is_unanswered(tracked, generation),
         )
 
@@ -220,76 +195,12 @@ class LoadPlanner:
 
     def begin_step(self, num_scheduled_tokens: Mapping[str, int]) -> int:
         """A step was planned. Returns its number if its time is measured, else 0."""
-        self._expected = None
         self._num_steps += 1
-        if self._queued:
-            self._look_up_again()
-        if self._has_async_lookups and self.prefill_speed.is_measured and self._break_even.is_due():
-            for name, measured in self._stack.measured_lookups().items():
-                self._break_even.record(name, self._wait_of(*measured), self.prefill_speed.seconds_per_token)
+        self.lookups.send_again()
+        self._costs.begin_step()
         return self.prefill_speed.on_planned(num_scheduled_tokens)
 
-    def look_up_ahead(self, tracked: TrackedRequest) -> None:
-        """Sends async lookups for a request that enters the engine's queue. Their answers are kept fresh until it gets
-        blocks or ends."""
-        self._queued[tracked.request_id] = tracked, self._clock() + LOOKUP_AGAIN_S
-        self.lookup_chunks(tracked, tracked.request.num_tokens)
-
-    def _look_up_again(self) -> None:
-        """Sends the lookups of one queued request again, if its answers have expired. Looks at one request a step."""
-        request_id, (tracked, due_s) = next(iter(self._queued.items()))
-        now_s = self._clock()
-        timeout_s = self._stack.lookup_wait_s
-        if now_s >= due_s:
-            due_s = now_s + CHECK_AGAIN_S
-            if timeout_s and tracked.request_keys is not None and self._has_expired(tracked):
-                due_s = now_s + LOOKUP_AGAIN_S
-                self.lookup_chunks(tracked, tracked.request.num_tokens)
-                tracked.stage = life.sent_again(tracked.stage, now_s, timeout_s)
-        del self._queued[request_id]
-        self._queued[request_id] = tracked, due_s
-
-    def _has_expired(self, tracked: TrackedRequest) -> bool:
-        """Whether a chunk that a hit may need was found before, and has expired: of each FULL group the first that no
-        tier offers, of the other groups the last ones before it."""
-        spec = self._layout.spec
-        first = tracked.computed_tokens // spec.chunk_tokens
-        stop = last_boundary(spec, tracked.request.num_tokens) // spec.chunk_tokens
-        if first >= stop:
-            return False
-        indexes = [index for index in self._stack.secondary.values() if index.has_async_lookups]
-        num_held = stop - first
-        others: list[Sequence[Key]] = []
-        suspects: list[Key] = []
-        for group in spec.stored_groups:
-            keys = tracked.keys().between(group, first, stop)
-            if spec.groups[group].kind is GroupKind.FULL:
-                num_leading = self._stack.leading(keys)
-                num_held = min(num_held, num_leading)
-                suspects += keys[num_leading : num_leading + 1]
-            else:
-                others.append(keys)
-        for keys in others:
-            suspects += keys[max(0, num_held - MAX_CHECKED) : num_held]
-        return any(
-            self._stack.lookup(key) is LookupResult.MISS and any(not index.lacks(key) for index in indexes)
-            for key in suspects
-        )
-
-    def _lookup_wait(self) -> LookupWait | None:
-        """Expected cost and gain of a wait. The measured part is the same for all requests of a step."""
-        timeout_s = self._stack.lookup_wait_s
-        if not timeout_s:
-            return None
-        if self._expected is None:
-            self._expected = self._stack.expected_answer()
-        return self._wait_of(timeout_s, *self._expected)
-
-    def _wait_of(self, timeout_s: float, answer_s: float, read_s_per_byte: float) -> LookupWait:
-        saved_s = self.prefill_speed.seconds_per_token - self._bytes_per_token * read_s_per_byte
-        return LookupWait(timeout_s, answer_s, self._fixed_bytes * read_s_per_byte, saved_s)
-
-    def _run_queued(
+    def _run_action(
         self, tracked: TrackedRequest, stage: Stage, facts: Facts, action: Action
     ) -> tuple[Stage, Facts, Reply | Action]:
         """Runs one action, and gives its result to `life`."""
@@ -302,9 +213,9 @@ class LoadPlanner:
                     tracked.awaited_key = self._first_unanswered(tracked, answer.num_tokens, settled)
                 stage, step = life.searched(stage, facts, self._bounds, action, answer, settled)
             case StartLookups(limit_tokens):
-                is_sent = self._is_looked_up(tracked, limit_tokens)
+                is_sent = self.lookups.are_in_flight(tracked, limit_tokens)
                 if not is_sent:
-                    self.lookup_chunks(tracked, limit_tokens)
+                    self.lookups.send(tracked, limit_tokens)
                     facts = self._facts(tracked)
                 stage, step = life.lookups_started(stage, facts, self._bounds, action, is_news=not is_sent)
             case Promote():
@@ -360,37 +271,6 @@ class LoadPlanner:
                     return key
         return None
 
-    def _is_looked_up(self, tracked: TrackedRequest, limit_tokens: int) -> bool:
-        """Whether the async lookups of the request are in flight, so that it need not send them. The lookup of the last
-        chunk is left out first where a tier accepts only some of the keys."""
-        spec = self._layout.spec
-        last = last_boundary(spec, limit_tokens)
-        if spec.tail_tokens is not None or last <= tracked.computed_tokens:
-            return False
-        return self._stack.is_lookup_pending(tracked.keys().key(spec.stored_groups[-1], last))
-
-    def lookup_chunks(self, tracked: TrackedRequest, limit_tokens: int) -> None:
-        """Sends async lookups for every chunk after `tracked.computed_tokens`, interleaved over the groups: the first
-        chunk of each group, then the second of each, and so on.
-
-        A tier may accept only the first of the keys; those still cover a prefix at which all groups can resume. Windows
-        and states are looked up at every chunk, since the boundary of the resume is not known yet. Tails have many
-        keys, so only those after the last chunk are looked up, where the same request may have been stored before.
-        """
-        spec, keys = self._layout.spec, tracked.keys()
-        last = last_boundary(spec, limit_tokens)
-        first, stop = tracked.computed_tokens // spec.chunk_tokens, last // spec.chunk_tokens
-        wanted: list[bytes] = []
-        if first < stop:
-            by_group = [keys.between(group, first, stop) for group in spec.stored_groups]
-            wanted = [key for chunk in zip(*by_group, strict=True) for key in chunk]
-        if stop * spec.chunk_tokens < last:
-            after = max(stop * spec.chunk_tokens, tracked.computed_tokens)
-            ends = range(last, after, -spec.boundary_tokens)
-            wanted += [keys.key(group, end) for end in ends for group in spec.stored_groups]
-        if wanted:
-            self._stack.start_lookup(wanted)
-
     def _promote(self, tracked: TrackedRequest, action: Promote) -> Promoted:
         keys = tracked.keys()
         needed = [keys.key(*part) for part in needed_parts(self._layout.spec, action.boundary, tracked.computed_tokens)]
@@ -408,7 +288,7 @@ class LoadPlanner:
     def on_allocated(self, tracked: TrackedRequest, blocks: KVCacheBlocks, num_external_tokens: int) -> Load | None:
         """Plans the load of the external tokens into the allocated blocks; None if there are none."""
         request_id = tracked.request_id
-        self._queued.pop(request_id, None)
+        self.lookups.leave_queue(request_id)
         # A request that continues without a new lookup is not explained again, even if an old answer is known.
         answer = None if tracked.last_reply is None else life.answer_of(tracked.stage)
         explained = None
@@ -480,6 +360,6 @@ class LoadPlanner:
 
     def on_request_finished(self, request_id: str) -> None:
         """Releases the request's lease and admission."""
-        self._queued.pop(request_id, None)
+        self.lookups.leave_queue(request_id)
         self._stack.release(request_id)
         self._in_flight.on_request_finished(request_id)

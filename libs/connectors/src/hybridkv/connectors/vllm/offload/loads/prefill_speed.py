@@ -1,17 +1,11 @@
-"""Measured time in which the engine computes one token of a prompt, and the prompts that are worth a wait by it."""
+"""Measured time in which the engine computes one token of a prompt."""
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Mapping
 from statistics import median
 from typing import Final
-
-from hybridkv.planner.life import break_even_tokens
-from hybridkv.planner.stages import LookupWait
-
-logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 FIRST_TOKENS_PER_S: Final = 10_000.0
 """Assumed speed before the first measured step."""
@@ -23,12 +17,6 @@ NUM_STEPS: Final = 15
 """Steps in the median. From the third on, one slow step does not change it."""
 MAX_IN_FLIGHT: Final = 8
 """The oldest measured steps without an output are forgotten."""
-BREAK_EVEN_S: Final = 1.0
-"""Shortest time between two checks of the break-even lengths."""
-LOG_AGAIN_S: Final = 60.0
-"""Shortest time between two lines about one tier."""
-LOG_FACTOR: Final = 2.0
-"""A break-even length is logged again when it has changed by more than this factor."""
 
 
 class PrefillSpeed:
@@ -76,59 +64,3 @@ class PrefillSpeed:
             self._samples.append((now_s - max(planned_s, self._last_end_s)) / num_tokens)
             self.seconds_per_token = median(self._samples)
         self._last_end_s = now_s
-
-
-class BreakEvenLog:
-    """Logs, for each tier with async lookups, the shortest hit that a request waits for. Silent until the tier has
-    answered and the prefill speed is measured. `hybridkv explain` shows the last line of each tier.
-
-    Args:
-        clock: time in seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._due_s = clock()
-        self._logged: dict[str, tuple[int | None, float]] = {}
-        """Last logged length of each tier, and its time."""
-
-    def is_due(self) -> bool:
-        """Whether a second has passed since the last True."""
-        now_s = self._clock()
-        if now_s < self._due_s:
-            return False
-        self._due_s = now_s + BREAK_EVEN_S
-        return True
-
-    def record(self, tier: str, wait: LookupWait, compute_s_per_token: float) -> None:
-        """Logs the break-even length of a tier, if it is new or has changed much.
-
-        Args:
-            tier: name of the tier.
-            wait: its measured wait.
-            compute_s_per_token: measured prefill time.
-        """
-        tokens, now_s = break_even_tokens(wait), self._clock()
-        if tier in self._logged:
-            last, logged_s = self._logged[tier]
-            if now_s < logged_s + LOG_AGAIN_S or last == tokens:
-                return
-            if last and tokens and last / LOG_FACTOR <= tokens <= last * LOG_FACTOR:
-                return
-        self._logged[tier] = tokens, now_s
-        read_s_per_token = compute_s_per_token - wait.saved_s_per_token
-        read_ms, compute_ms = 1e3 * (wait.read_s + 1e3 * read_s_per_token), 1e6 * compute_s_per_token
-        costs = (
-            f"an answer takes {1e3 * wait.answer_s:.1f} ms, a hit of 1,000 tokens {read_ms:.1f} ms to read and "
-            f"{compute_ms:.1f} ms to compute"
-        )
-        if tokens is None:
-            logger.info("break-even of %s: no request waits for a lookup (%s)", tier, costs)
-        else:
-            logger.info(
-                "break-even of %s: requests wait for hits of %d tokens or more (%s); shorter ones are found if the "
-                "answer comes while the request is queued",
-                tier,
-                tokens,
-                costs,
-            )
