@@ -12,7 +12,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from hybridkv.connectors.vllm import CONNECTOR, MULTI_CONNECTOR
-from hybridkv.connectors.vllm.common import store_connector
+from hybridkv.connectors.vllm.common.base import store_connector
 from hybridkv.connectors.vllm.lmcache.connector import HybridLMCacheConnector
 from hybridkv.connectors.vllm.multi.connector import HybridMultiConnector
 from hybridkv.connectors.vllm.nixl.connector import HybridNixlConnector

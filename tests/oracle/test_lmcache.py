@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import register
-from hybridkv.connectors.vllm.common.store_connector import StoreConnector
+from hybridkv.connectors.vllm.common.base.store_connector import StoreConnector
 from hybridkv.connectors.vllm.lmcache import store_handler
 from oracle.engine import OracleEngine
 from oracle.lmcache_runs import Play, Played, at, played, reach, require_idle, until_idle

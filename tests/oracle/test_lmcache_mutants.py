@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from hybridkv.connectors.vllm import register
-from hybridkv.connectors.vllm.common.blocks import BlockPins
+from hybridkv.connectors.vllm.common.blocks.blocks import BlockPins
 from hybridkv.connectors.vllm.lmcache import (
     load_handler,
     load_tracker,

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import PEER_CONNECTOR, register
-from hybridkv.connectors.vllm.common.load_room import LoadRoom
+from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
 from hybridkv.planner.admission import Verdict
 from kits.peers.faults import FaultPlan
 from oracle.engine import StuckError

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat, corrupt_blocks
-from hybridkv.connectors.vllm.common.corrupt_blocks import CorruptBlocks
+from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import CorruptBlocks
 from oracle.content import VOCABULARY_TOKENS
 from oracle.engine import OracleEngine
 from oracle.mixes import QWEN3_NEXT, Group, Kind, Layers, Mix

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from hybridkv.connectors.vllm import CONNECTOR, PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.corrupt_blocks import CorruptBlocks
+from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import CorruptBlocks
 from oracle.engine import OracleEngine
 from oracle.memory import KVMemory
 from oracle.mixes import Group, Kind, Layers, Mix

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.connectors.vllm.common.blocks import BlockIds, lazy_tables
+from hybridkv.connectors.vllm.common.blocks.blocks import BlockIds, lazy_tables
 
 NULL = 0
 

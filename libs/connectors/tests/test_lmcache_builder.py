@@ -11,9 +11,9 @@ import pytest
 from lmcache_played import BLOCK, FULL, layout_of, new_request
 
 from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.identity.identification import Identity
-from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache import builder as module
 from hybridkv.connectors.vllm.lmcache.builder import LMCacheBuilder, require_fit

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 from test_peer_prompts import FULL, held
 
-from hybridkv.connectors.vllm.common.load_room import LoadRoom
+from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
 from hybridkv.connectors.vllm.nixl.consumer import Consumer
 from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan

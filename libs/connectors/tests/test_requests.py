@@ -21,8 +21,8 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
 from hybridkv.canonical import LayerLayout
+from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import SuspectGroups
 from hybridkv.connectors.vllm.common.compat import extra_hash_bytes
-from hybridkv.connectors.vllm.common.corrupt_blocks import SuspectGroups
 from hybridkv.connectors.vllm.common.identity import adapters as module
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters
 from hybridkv.connectors.vllm.common.identity.files import Signature

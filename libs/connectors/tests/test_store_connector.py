@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from hybridkv.connectors.vllm.common.store_connector import StoreConnector
+from hybridkv.connectors.vllm.common.base.store_connector import StoreConnector
 
 HOOKS = ("_open_store", "_scheduler_half", "_worker_half")
 

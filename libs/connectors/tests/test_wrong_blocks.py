@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hybridkv.connectors.vllm.common.corrupt_blocks import CorruptBlocks, SuspectGroups
+from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import CorruptBlocks, SuspectGroups
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 
 STATES, ATTENTION = 0, 1

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.blocks import lazy_tables
+from hybridkv.connectors.vllm.common.blocks.blocks import lazy_tables
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

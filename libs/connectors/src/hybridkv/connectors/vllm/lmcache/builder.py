@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from hybridkv.connectors.config import ROOT, format_size
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.common.corrupt_blocks import suspect_groups
+from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import suspect_groups
+from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.identity.identification import IdentityBuilder
 from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_groups, resolve_layout
-from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.lmcache.config import LMCacheConfig

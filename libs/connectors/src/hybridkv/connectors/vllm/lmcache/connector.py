@@ -13,12 +13,17 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.base.store_connector import (
+    StoreConnector,
+    WaitingScheduler,
+    mark_live,
+    mark_shut_down,
+)
+from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.copies import devices
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 from hybridkv.connectors.vllm.common.identity.worker_facts import worker_facts
-from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
-from hybridkv.connectors.vllm.common.store_connector import StoreConnector, WaitingScheduler, mark_live, mark_shut_down
 from hybridkv.connectors.vllm.lmcache.builder import NAME, LMCacheBuilder, agree_on_layout
 from hybridkv.connectors.vllm.lmcache.config import decode_config
 from hybridkv.connectors.vllm.lmcache.messages import LMCachePlan

@@ -27,10 +27,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.corrupt_blocks import suspect_groups
-from hybridkv.connectors.vllm.common.half_connector import HalfConnector
+from hybridkv.connectors.vllm.common.base.half_connector import HalfConnector
+from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import suspect_groups
+from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_groups
-from hybridkv.connectors.vllm.common.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.prefill_stops import current_child
 from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.corrupt_blocks import CorruptBlocks
+from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import CorruptBlocks
 from hybridkv.connectors.vllm.nixl.memory.host_buffer import HostCopyTracker
 from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, OfferedRequest, OpenedLease
 from hybridkv.connectors.vllm.nixl.params import RankAddress, RemotePrompt, compose, is_remote_decode

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from hybridkv.connectors.config import OffloadConfig, decode_config
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.corrupt_blocks import suspect_groups
+from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import suspect_groups
 from hybridkv.connectors.vllm.common.identity.identification import IdentityBuilder
 from hybridkv.connectors.vllm.common.layout import CacheLayout, resolve_layout
 from hybridkv.connectors.vllm.common.prefill_stops import PrefillStops

@@ -18,13 +18,18 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from hybridkv.connectors.config import decode_config
 from hybridkv.connectors.vllm.common import compat
+from hybridkv.connectors.vllm.common.base.store_connector import (
+    StoreConnector,
+    WaitingScheduler,
+    mark_live,
+    mark_shut_down,
+)
 from hybridkv.connectors.vllm.common.copies import devices
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyPaths
 from hybridkv.connectors.vllm.common.identity.worker_facts import worker_facts
 from hybridkv.connectors.vllm.common.messages import StepPlan
 from hybridkv.connectors.vllm.common.specs import cuts
 from hybridkv.connectors.vllm.common.specs.resumable import require_resumable
-from hybridkv.connectors.vllm.common.store_connector import StoreConnector, WaitingScheduler, mark_live, mark_shut_down
 from hybridkv.connectors.vllm.offload import tiers
 from hybridkv.connectors.vllm.offload.builder import BuilderInputs, OffloadBuilder, check_settings
 from hybridkv.connectors.vllm.offload.scheduler import OffloadScheduler

@@ -20,7 +20,7 @@ from hybridkv.connectors.config import (
     name_of,
 )
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.corrupt_blocks import partly_copied_groups
+from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import partly_copied_groups
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.role import role_of
 from hybridkv.planner import GroupKind

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from hybridkv.connectors.vllm.common.blocks import tables_of
+from hybridkv.connectors.vllm.common.blocks.blocks import tables_of
 from hybridkv.connectors.vllm.common.copies.table import copies_of, copies_of_runs
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import CopyTable, Load, LoadFailure

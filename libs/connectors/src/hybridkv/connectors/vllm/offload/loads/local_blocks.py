@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.blocks import BlockPins, frees_on_end
+from hybridkv.connectors.vllm.common.blocks.blocks import BlockPins, frees_on_end
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.planner import LocalCopies, TransferRun, find_local_copies, has_local_copies, transfers_of

@@ -17,7 +17,7 @@ from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 from hybridkv.connectors.vllm.common import compat
-from hybridkv.connectors.vllm.common.blocks import BlockPins, frees_on_end
+from hybridkv.connectors.vllm.common.blocks.blocks import BlockPins, frees_on_end
 from hybridkv.connectors.vllm.common.copies.table import copies_of_runs
 from hybridkv.connectors.vllm.common.events import RouterEvents
 from hybridkv.connectors.vllm.common.identity.adapters import Adapters, AdapterVersion
