@@ -2,7 +2,6 @@
 
 The size arrives before the body, so an object that is too large is not read. `ReadMemoryLimit` bounds the memory of all
 reads together.
-
 """
 
 from __future__ import annotations

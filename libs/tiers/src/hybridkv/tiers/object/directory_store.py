@@ -404,13 +404,6 @@ class StoredFile:
         while (piece := await _result(self._pool, next, pieces, None)) is not None:
             yield piece
 
-    def bytes(self) -> Buffer:
-        return b"".join(self)
-
-    async def bytes_async(self) -> Buffer:
-        data: Buffer = await _result(self._pool, self.bytes)
-        return data
-
     def __del__(self) -> None:
         self._io.close(self._fd)
 

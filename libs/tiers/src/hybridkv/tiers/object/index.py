@@ -109,7 +109,6 @@ class ObjectIndex(RemoteIndex[PackPlace]):
     def _on_event(self, event: News) -> None:
         if isinstance(event, EpochChanged):
             # All known chunks belong to the old epoch. Stores in progress are dropped.
-
             self._tracker.end_all()
             self._num_expired += self._forget_all()
         elif isinstance(event, LookupAnswered):

@@ -1,10 +1,7 @@
 """Packs: assigns chunks to packs, and reports the chunks to publish when their batch is complete.
 
-
-
 A batch is everything that an engine stores in one step. Chunks of one group and batch share a pack until it is full.
 All ranks write the same chunks to the same offsets, so they need to agree only on the name of a pack.
-
 """
 
 from __future__ import annotations
