@@ -9,11 +9,12 @@ import numpy as np
 
 from hybridkv.tiers.contract import Extends, Key, Refusal, Slot
 from hybridkv.tiers.disk.format.layout import ADDRESS_BITS, number_of
+from hybridkv.tiers.disk.format.snapshot import Numbers
 from hybridkv.tiers.disk.index.change_log import ChangeLog, Cut
 from hybridkv.tiers.disk.index.found import FoundRecords
 from hybridkv.tiers.disk.index.records import Record, cost_of
 from hybridkv.tiers.disk.index.segments import Segment, SegmentTable
-from hybridkv.tiers.disk.index.snapshot_source import Numbers, RecordColumns
+from hybridkv.tiers.disk.index.snapshot_source import RecordColumns
 from hybridkv.tiers.disk.options import DiskSizes
 from hybridkv.tiers.ledger import EvictionPolicy, KeyLedger, KeyState, LruPolicy
 from hybridkv.tiers.yielding import pieces

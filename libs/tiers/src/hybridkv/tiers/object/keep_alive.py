@@ -41,8 +41,8 @@ RETRY_S = 60.0
 """A manifest that could not be renewed is tried again at its first use after so long."""
 
 Result = TypeVar("Result")
-Key = TypeVar("Key")
-Value = TypeVar("Value")
+K = TypeVar("K")
+V = TypeVar("V")
 _NEVER_CHECKED = -float("inf")
 
 
@@ -280,7 +280,7 @@ class KeepAlive:
         return RenewalCounts(self.num_renewed, self.num_dropped, self.num_failed)
 
 
-def _put(entries: OrderedDict[Key, Value], key: Key, value: Value, most: int) -> None:
+def _put(entries: OrderedDict[K, V], key: K, value: V, most: int) -> None:
     entries[key] = value
     entries.move_to_end(key)
     while len(entries) > most:

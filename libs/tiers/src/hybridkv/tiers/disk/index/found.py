@@ -7,11 +7,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hybridkv.tiers.contract import Key
-
-Numbers = npt.NDArray[np.uint64]
+from hybridkv.tiers.disk.format.snapshot import Numbers
 
 
 class FoundRecord(NamedTuple):

@@ -19,8 +19,9 @@ from hybridkv.planner import LookupResult
 from hybridkv.tiers.changes import MAX_CHANGED_KEYS, Changes
 from hybridkv.tiers.contract import Extends, Key, Refusal, Slot, TierCounts
 from hybridkv.tiers.disk.format.layout import ADDRESS_BITS, PAGE_BYTES, record_bytes
+from hybridkv.tiers.disk.format.snapshot import Numbers
 from hybridkv.tiers.disk.index.change_log import ChangeLog
-from hybridkv.tiers.disk.index.found import FoundRecord, FoundRecords, Numbers
+from hybridkv.tiers.disk.index.found import FoundRecord, FoundRecords
 from hybridkv.tiers.disk.index.segments import Segment, SegmentTable
 from hybridkv.tiers.disk.index.snapshot_source import WalkedSource
 from hybridkv.tiers.disk.options import DiskSizes

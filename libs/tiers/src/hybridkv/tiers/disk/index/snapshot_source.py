@@ -13,13 +13,13 @@ import numpy as np
 import numpy.typing as npt
 
 from hybridkv.tiers.contract import Key
+from hybridkv.tiers.disk.format.snapshot import Numbers
 from hybridkv.tiers.disk.index.change_log import Cut, SnapshotCancelledError
 from hybridkv.tiers.yielding import ENTRIES_AT_A_TIME, YIELD_S
 
 if TYPE_CHECKING:
     from hybridkv.tiers.native import RecordLedger
 
-Numbers: TypeAlias = npt.NDArray[np.uint64]
 Lengths: TypeAlias = npt.NDArray[np.uint16]
 
 _LIST_BITS = 32
