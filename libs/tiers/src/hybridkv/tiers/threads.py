@@ -134,7 +134,7 @@ class BackgroundThread:
         return last is not None and last.wait(timeout_s)
 
     def close(self) -> None:
-        """Makes the thread end after the queued calls. Does not wait."""
+        """Ends the thread after the queued calls. Does not wait."""
         self._is_closed = True
         if self._thread is not None:
             # If the queue is full, the thread checks `_is_closed` after each call.

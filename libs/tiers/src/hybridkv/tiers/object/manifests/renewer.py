@@ -27,7 +27,7 @@ _LOCAL_RENEWALS = 50
 
 
 class ManifestRenewer:
-    """Tells a `KeepAlive` about uses, and runs its renewals. Does nothing if objects live forever.
+    """Reports uses to a `KeepAlive`, and runs its renewals. Does nothing if objects live forever.
 
     Args:
         collection: the cache in the store.
