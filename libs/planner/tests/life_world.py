@@ -1,6 +1,7 @@
-"""What a request's life is played in: tiers that hold boundaries, a clock, and who drives the planner as it asks to be.
+"""World of one request in tests of `life`: tiers as sets of boundaries, a clock, and a driver that runs the planner's
+actions.
 
-It has no groups and no keys: `longest_hit` has tests of its own. Here a tier holds boundaries.
+It has no groups and no keys: `longest_hit` has tests of its own.
 """
 
 from __future__ import annotations
@@ -26,29 +27,29 @@ from hybridkv.planner.stages import (
 )
 
 MAX_ACTIONS = 64
-"""Of one question; more would be a circle."""
+"""Per poll; more would be a loop."""
 
 
 @dataclass
 class World:
-    """Everything that is not the request's own. Whoever changes what tiers hold counts `generation` up."""
+    """State outside of the request. Every change of the tiers' content increments `generation`."""
 
     now_s: float = 0.0
     generation: int = 0
-    near: set[int] = field(default_factory=set)
-    far: set[int] = field(default_factory=set)
+    primary: set[int] = field(default_factory=set)
+    secondary: set[int] = field(default_factory=set)
     arriving: set[int] = field(default_factory=set)
     """Being stored: not readable yet."""
-    elsewhere: set[int] = field(default_factory=set)
-    """What a tier that answers late has not said yet, neither that it is there nor that it is not."""
+    unanswered: set[int] = field(default_factory=set)
+    """Boundaries that a tier with async lookups has not answered yet."""
     asked: set[int] = field(default_factory=set)
-    """What it was asked about, by anybody."""
+    """Boundaries with a lookup in flight, of any request."""
     lookup: LookupWait | None = None
     fitting_tokens: int = 1 << 20
-    """What the fast tier can take at once."""
+    """Tokens that the primary tier can take at once."""
     is_busy: bool = False
     comes_at_once: bool = False
-    """What is brought near is there when it is held."""
+    """A promotion is complete as soon as it starts."""
     hold: HoldState | None = None
     room: Room | None = None
     counts: list[str] = field(default_factory=list)
@@ -56,9 +57,9 @@ class World:
     def search(
         self, computed: int, limit: int, only_primary: bool, is_last: bool, unasked: bool = False
     ) -> Hit | Pending | Miss:
-        """The longest boundary within the limit, whose last token is always computed. `unasked`: nothing counts of
-        which a tier only was asked."""
-        readable = self.near if only_primary else self.near | self.far
+        """Returns the longest boundary below the limit: the last token is always computed. With `unasked`, boundaries
+        that only have a lookup in flight do not count."""
+        readable = self.primary if only_primary else self.primary | self.secondary
         coming = self.arriving if unasked else self.arriving | self.asked
         arriving = set() if only_primary or is_last else coming - readable
         best = max((each for each in readable | arriving if computed < each < limit), default=None)
@@ -67,12 +68,12 @@ class World:
         return Pending(best) if best in arriving else Hit(best)
 
     def ask(self) -> None:
-        """Of a tier that answers late, whatever it may have."""
-        self.asked |= self.elsewhere
+        """Starts the lookups of a tier that answers later."""
+        self.asked |= self.unanswered
         self.generation += 1
 
     def acquire(self, boundary: int, computed: int) -> Promoted:
-        """The tiers hold all up to a boundary, or say why not."""
+        """Starts the promotion of everything up to a boundary, or returns why it cannot."""
         self.hold = None
         if self.is_busy:
             return Promoted.BUSY
@@ -83,7 +84,7 @@ class World:
 
 
 def ask(stage: Stage, world: World, bounds: Bounds, num_tokens: int, computed: int = 0) -> tuple[Stage, Reply]:
-    """One question of the engine, with every action run."""
+    """One poll of the engine, with every action run."""
     facts = facts_of(world, num_tokens, computed)
     stage, step = life.resume(stage, facts, bounds)
     for _ in range(MAX_ACTIONS):
@@ -92,21 +93,19 @@ def ask(stage: Stage, world: World, bounds: Bounds, num_tokens: int, computed: i
                 world.hold = None
             return stage, step
         stage, facts, step = run(stage, world, bounds, facts, step)
-    raise AssertionError(f"actions go round in a circle: {stage}, {step}")
+    raise AssertionError(f"actions repeat without end: {stage}, {step}")
 
 
 def facts_of(world: World, num_tokens: int, computed: int) -> Facts:
-    """What is so now."""
     return Facts(num_tokens, computed, world.generation, world.now_s, True, world.hold, world.room, world.lookup)
 
 
 def run(
     stage: Stage, world: World, bounds: Bounds, facts: Facts, action: Action
 ) -> tuple[Stage, Facts, Reply | Action]:
-    """Runs one action."""
     if isinstance(action, Search):
         if action.is_last:
-            world.counts.append("stores were waited for in vain")
+            world.counts.append("timed out waiting for stores")
         answer = world.search(facts.computed_tokens, action.limit_tokens, action.only_primary, action.is_last)
         settled = world.search(facts.computed_tokens, action.limit_tokens, action.only_primary, action.is_last, True)
         stage, step = life.searched(stage, facts, bounds, action, answer, settled)
@@ -115,7 +114,7 @@ def run(
         facts = facts_of(world, facts.num_tokens, facts.computed_tokens)
         stage, step = life.lookups_started(stage, facts, bounds, action)
     elif isinstance(action, Promote):
-        if action.boundary in world.near:
+        if action.boundary in world.primary:
             outcome = Promoted.IN_PRIMARY
         else:
             outcome = world.acquire(action.boundary, facts.computed_tokens) if action.has_time else Promoted.BUSY
@@ -123,7 +122,7 @@ def run(
     else:
         world.hold = None
         if action.is_late:
-            world.counts.append("the slow tier was waited for in vain")
+            world.counts.append("timed out waiting for the secondary tier")
         facts = facts_of(world, facts.num_tokens, facts.computed_tokens)
         stage, step = life.resume(stage, facts, bounds)
     return stage, facts, step

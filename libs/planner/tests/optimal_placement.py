@@ -1,11 +1,11 @@
-"""Where states of one prompt should have been, for whoever knows where later requests part from it.
+"""Optimal positions of states for one prompt, given where later requests diverge from it.
 
-The twin of the planner's guesses. A request that parts at depth d resumes at the deepest state not behind d and
-computes the tokens between anew. With N depths and M states, the least that can be lost is found state by state: what
-the first m states lose up to depth j, where the m-th lies, is the least over the place i of the one before it. For a
-given j each i contributes a straight line in the number of requests before j, and both slopes and questions come in
-order, so the lower hull of these lines answers all j in one pass: O(N) a state, O(NM) in all. The method is that of
-"Sparse Prefix Caching" (arXiv 2605.05219).
+Reference for the planner's guesses. A request that diverges at depth d resumes at the deepest state at or before d and
+computes the tokens between again. With N depths and M states, the least loss is found state by state: the loss of the
+first m states up to depth j, the place of the m-th, is the least over the place i of the state before it. For a given j
+each i contributes a straight line in the number of requests before j, and both slopes and queries are sorted, so the
+lower hull of these lines answers all j in one pass: O(N) per state, O(NM) in all. The method is that of "Sparse Prefix
+Caching" (arXiv 2605.05219).
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 Partings = Sequence[tuple[int, float]]
-"""(depth, how many requests part there), ascending by depth."""
+"""(depth, number of requests that diverge there), ascending by depth."""
 _Line = tuple[float, float, int]
-"""Slope, height at 0, and the place that it stands for."""
+"""Slope, height at 0, and the place that the line stands for."""
 
 
 def lost_tokens(partings: Partings, base: int, stops: Sequence[int]) -> float:
-    """What requests compute anew that was computed before, with states at `base` and at `stops`."""
+    """Tokens that requests compute again, with states at `base` and at `stops`."""
     return sum(weight * (depth - max([base, *(stop for stop in stops if stop <= depth)])) for depth, weight in partings)
 
 
 def optimal_stops(partings: Partings, base: int, max_stops: int, price: float = 0.0) -> tuple[int, ...]:
-    """The stops, at most `max_stops`, that lose least, where each costs `price` tokens. All depths are above `base`."""
+    """Returns the stops, at most `max_stops`, with the least loss when each costs `price` tokens. All depths are above
+    `base`."""
     depths = [base, *(depth for depth, _ in partings)]
     weight_before, moment_before = [0.0, 0.0], [0.0, 0.0]
     for depth, weight in partings:
         weight_before.append(weight_before[-1] + weight)
         moment_before.append(moment_before[-1] + weight * depth)
     num = len(depths)
-    # Of the states so far the last is at depths[i]: what the requests before depths[i] lose, and the state before it.
+    # With the last state at depths[i]: the loss of the requests before depths[i], and the place of the state before it.
     lost: list[float | None] = [0.0] + [None] * (num - 1)
     befores: list[list[int]] = []
     best, best_row = (float("inf"), 0), 0
@@ -56,7 +57,7 @@ def optimal_stops(partings: Partings, base: int, max_stops: int, price: float = 
 def _next_state(
     lost: Sequence[float | None], depths: Sequence[int], weight_before: Sequence[float], moment_before: Sequence[float]
 ) -> tuple[list[float | None], list[int]]:
-    """The same with one state more, and for each of its places that of the state before it."""
+    """Adds one state: the least loss by its place, and for each place that of the state before it."""
     num = len(depths)
     following: list[float | None] = [None] * num
     before = [0] * num

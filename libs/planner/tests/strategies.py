@@ -27,7 +27,7 @@ def groups(draw: st.DrawFn, cuts: bool = False) -> GroupSpec:
 
 @st.composite
 def caches(draw: st.DrawFn, tails: bool = False, cuts: bool = False) -> CacheSpec:
-    """With `tails`, with boundaries inside chunks; with `cuts`, with chunks that mostly end inside blocks."""
+    """With `tails`, boundaries inside chunks; with `cuts`, chunks that mostly end inside blocks."""
     chosen = tuple(draw(st.lists(groups(cuts), min_size=1, max_size=5)))
     chunk = chunk_unit(chosen) * draw(st.integers(1, 5 if cuts else 2))
     divisors = [d for d in range(1, chunk + 1) if chunk % d == 0][-4:]
@@ -38,7 +38,7 @@ any_caches = st.one_of(caches(), caches(tails=True), caches(cuts=True))
 
 
 def computed_tokens(spec: CacheSpec, most: int) -> st.SearchStrategy[int]:
-    """What an engine may hold: whole blocks, which makes a difference only where chunks cut some."""
+    """Tokens that an engine may hold: whole blocks, which makes a difference only where chunks cut some."""
     unit = whole_chunk_unit(spec.groups) if spec.cut_groups else 1
     return st.integers(0, max(0, most) // unit).map(lambda count: count * unit)
 
@@ -50,18 +50,18 @@ def boundaries(spec: CacheSpec) -> range:
 
 @st.composite
 def stores(draw: st.DrawFn, spec: CacheSpec) -> Store:
-    """What a tier answers for every part of every chunk and tail; mostly stored, so that hits have all lengths."""
+    """A tier's answer for every part of every chunk and tail; mostly stored, so that hits have all lengths."""
     answers = st.sampled_from([LookupResult.HIT] * 6 + [LookupResult.MISS, LookupResult.PENDING])
     store = {(group, end): draw(answers) for group in spec.stored_groups for end in boundaries(spec)}
     for group in spec.stored_groups:
-        if draw(st.booleans()):  # nothing from here on, as where prompts part
+        if draw(st.booleans()):  # nothing from here on, as where prompts diverge
             part = draw(st.integers(0, CHUNKS)) * spec.chunk_tokens
             store |= {(group, end): LookupResult.MISS for end in boundaries(spec) if end > part}
     return store
 
 
 class Ranges:
-    """A tier that answers ranges, straight from the words of `RangeLookup`; counts the questions."""
+    """Tier that answers ranges, as `RangeLookup` defines them; counts the queries."""
 
     def __init__(self, spec: CacheSpec, store: Store) -> None:
         self.spec, self.store, self.questions = spec, store, 0

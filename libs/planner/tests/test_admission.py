@@ -1,4 +1,4 @@
-"""Whoever may load can be scheduled some day, and what is counted is what a list of all that happened says."""
+"""Admission of loads: no deadlock, and the counters agree with a list of all events."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = ("a", "b", "c", "d")
 
 
 class Ledger(RuleBasedStateMachine):
-    """Requests of four names, in any order; a list of what happened says who holds what."""
+    """Events of four requests in any order; the expected counters come from the list of events."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Ledger(RuleBasedStateMachine):
         return next((blocks for what, blocks in reversed(self.since_given_back(name)) if what == "fail"), 0)
 
     @rule(name=st.sampled_from(NAMES), num_tokens=st.integers(1, 90), what=st.sampled_from(["take", "fail", "back"]))
-    def happen(self, name: str, num_tokens: int, what: str) -> None:
+    def record(self, name: str, num_tokens: int, what: str) -> None:
         self.happened.append((what, name, self.admission.blocks(num_tokens)))
         if what == "take":
             self.admission.take(name, num_tokens)
@@ -62,7 +62,7 @@ class Ledger(RuleBasedStateMachine):
             self.admission.give_back(name)
 
     @invariant()
-    def the_counts_are_those_of_the_list(self) -> None:
+    def the_counts_agree_with_the_list(self) -> None:
         all_held = {name: self.held(name) for name in NAMES}
         all_reserved = {name: self.reserved(name) for name in NAMES}
         assert self.admission.is_idle is not any([*all_held.values(), *all_reserved.values()])
@@ -79,8 +79,9 @@ class Ledger(RuleBasedStateMachine):
             )
 
 
-class Engine(RuleBasedStateMachine):
-    """An engine that gives blocks to whom the gate admits, and schedules who has loaded when all it needs is free."""
+class SimulatedEngine(RuleBasedStateMachine):
+    """Engine that gives blocks to admitted requests and schedules a loaded request once all the blocks that it needs
+    are free."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,25 +130,25 @@ class Engine(RuleBasedStateMachine):
             self.admission.give_back(name)
 
     @invariant()
-    def all_who_hold_blocks_fit_or_one_is_alone(self) -> None:
+    def loading_requests_fit_together_or_one_is_alone(self) -> None:
         needed = [self.admission.blocks(num_tokens) for num_tokens in self.loading.values()]
         assert len(needed) <= 1 or sum(needed) <= POOL_BLOCKS
 
     @invariant()
-    def somebody_can_always_go_on(self) -> None:
+    def some_request_can_always_proceed(self) -> None:
         if self.loading or not self.waiting:
             return
         verdicts = [gate_load(self.room(name), NOT_WAITED, 0.0, RoomBounds())[0] for name in self.waiting]
-        assert any(verdict is not Verdict.WAIT for verdict in verdicts), "they wait for each other"
+        assert any(verdict is not Verdict.WAIT for verdict in verdicts), "the requests wait for each other"
 
 
 TestLedger = Ledger.TestCase
-TestEngine = Engine.TestCase
+TestEngine = SimulatedEngine.TestCase
 TestLedger.settings = TestEngine.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 
 
 @given(groups(), st.integers(1, 500), st.integers(0, 200))
-def test_a_group_needs_what_its_window_keeps_and_no_more_than_all(
+def test_a_group_needs_the_blocks_of_its_window_and_never_more_than_all(
     group: GroupSpec, num_tokens: int, in_flight: int
 ) -> None:
     needed, everything = blocks_to_run(group, num_tokens, in_flight), -(-num_tokens // group.block_tokens) + 1
@@ -201,7 +202,7 @@ PASSING = Room(10, 0, 5, False, POOL_BLOCKS, 40)
         (PASSING, RoomBounds(polls=None, loads_end=False), 10.0, 6),
     ],
 )
-def test_room_is_waited_for_in_bounds_and_a_turn_that_is_certain_without(
+def test_a_wait_for_room_is_bounded_unless_the_turn_is_certain(
     room: Room, bounds: RoomBounds, step_s: float, polls: int
 ) -> None:
     assert polls_until_refused(room, bounds, step_s) == polls
@@ -210,7 +211,7 @@ def test_room_is_waited_for_in_bounds_and_a_turn_that_is_certain_without(
 @pytest.mark.parametrize(
     ("has_failed", "failed_loads", "waits"), [(True, 0, True), (False, 1, True), (False, 0, False)]
 )
-def test_a_request_whose_load_failed_lets_those_pass_that_hold_blocks(
+def test_a_request_with_a_failed_load_waits_for_those_that_hold_blocks(
     has_failed: bool, failed_loads: int, waits: bool
 ) -> None:
     room = Room(10, 1, 0, has_failed, POOL_BLOCKS, 40)
@@ -219,6 +220,6 @@ def test_a_request_whose_load_failed_lets_those_pass_that_hold_blocks(
     assert gate_lookup(ALONE, NOT_WAITED, 0.0, RoomBounds(), failed_loads)[0] is Verdict.ADMIT
 
 
-def test_a_wait_that_has_not_changed_is_the_same_value() -> None:
+def test_an_unchanged_wait_is_the_same_value() -> None:
     wait = RoomWait(3, None)
     assert gate_load(PASSING, wait, 5.0, RoomBounds())[1] is wait

@@ -1,4 +1,4 @@
-"""What is announced is what a computation from scratch says, in an order in which it can be followed."""
+"""KV events of the announcer equal those computed from scratch, in an order that a subscriber can apply."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MISS, PENDING, HIT = LookupResult.MISS, LookupResult.PENDING, LookupResult.HIT
 DEPTH, TIERS = 4, 2
 NAMES = ["".join(digits) for depth in range(1, DEPTH + 1) for digits in product("0123", "01", "01", "01", repeat=1)]
 NAMES = sorted({name[:depth] for name in NAMES for depth in range(1, DEPTH + 1)})
-"""Chunks of all paths: a name is its path. At the beginning four meet, below each two."""
+"""Chunks of all paths: a name is its path. Four children at the first level, two below each."""
 
 HYBRID = CacheSpec(
     (
@@ -39,12 +39,12 @@ HYBRID = CacheSpec(
 )
 STATE, WINDOW, FULL = 0, 1, 2
 
-Told = tuple[int, int, str]
+AnnouncedPart = tuple[int, int, str]
 """A tier, a group and a chunk."""
 
 
 class World:
-    """Which parts tiers hold, and what should be announced of them."""
+    """Content of the tiers, and the parts of it that should be announced."""
 
     def __init__(self, spec: CacheSpec, shared: bool) -> None:
         self.spec = spec
@@ -58,7 +58,7 @@ class World:
         return ChunkNode(name.encode(), parent, len(name) * self.spec.chunk_tokens, keys, name)
 
     def key(self, name: str, place: int) -> bytes:
-        """With a drafter, chunks that differ behind their end alone share the parts of the other groups."""
+        """With a drafter, chunks that differ only after their end share the parts of the other groups."""
         if self.shared and place % 2 == 0:
             name = name[:-1] + str(int(name[-1]) // 2)
         return f"{place}:{name}".encode()
@@ -70,25 +70,25 @@ class World:
         return any(self.answer(tier, self.key(name, place)) in answers for tier in range(TIERS))
 
     def forget(self) -> None:
-        """Chunks of which nobody has anything."""
+        """Drops chunks that no tier holds or stores."""
         places = range(len(self.spec.stored_groups))
         self.known = {name for name in self.known if any(self.has(name, place, (HIT, PENDING)) for place in places)}
 
     def needed(self, name: str) -> list[tuple[int, str]]:
-        """Parts that a request needs to be resumed behind this chunk."""
+        """Parts that a request needs to resume at the end of this chunk."""
         chunk = self.spec.chunk_tokens
         ends = [(index, needed_ends(self.spec, index, len(name) * chunk, 0)) for index in self.spec.stored_groups]
         return [(place, name[: end // chunk]) for place, (_, of_group) in enumerate(ends) for end in of_group]
 
     def boundaries(self) -> list[str]:
-        """Chunks behind which a request can resume."""
+        """Chunks at the end of which a request can resume."""
         return [
             name
             for name in self.known
             if all(part in self.known and self.has(part, place) for place, part in self.needed(name))
         ]
 
-    def should_be_told(self) -> set[Told]:
+    def should_be_announced(self) -> set[AnnouncedPart]:
         return {
             (tier, self.spec.stored_groups[place], part)
             for name in self.boundaries()
@@ -99,18 +99,18 @@ class World:
 
 
 def common_depth(one: str, other: str) -> int:
-    """Number of chunks with which both paths begin."""
+    """Number of chunks that both paths have in common from their beginning."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 class Subscriber:
-    """Follows the news one by one, and finds what cannot be followed."""
+    """Applies the events one by one, and fails on one that cannot be applied."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self.spec = spec
-        self.told: set[Told] = set()
+        self.told: set[AnnouncedPart] = set()
 
-    def hear(self, news: News[str]) -> None:
+    def apply(self, news: News[str]) -> None:
         for each in news.stored:
             assert self._part(each) not in self.told, "announced twice"
             self.told.add(self._part(each))
@@ -119,7 +119,7 @@ class Subscriber:
             self.told.remove(self._part(each))
             self._require_whole_prefix(each)
 
-    def _part(self, each: Announcement[str]) -> Told:
+    def _part(self, each: Announcement[str]) -> AnnouncedPart:
         assert each.end_token == len(each.payload) * self.spec.chunk_tokens
         return each.tier, each.group_index, each.payload
 
@@ -128,11 +128,11 @@ class Subscriber:
             return
         for _, group, name in self.told:
             if group == each.group_index and len(name) > 1:
-                assert any((tier, group, name[:-1]) in self.told for tier in range(TIERS)), "an end without beginning"
+                assert any((tier, group, name[:-1]) in self.told for tier in range(TIERS)), "a chunk without its prefix"
 
 
 class AnnouncerMachine(RuleBasedStateMachine):
-    """Tiers change in any way, requests meet chunks in any order, and now and then somebody looks."""
+    """Tiers change in any way, chunks are described in any order, and `take` runs at any time."""
 
     @initialize(spec=caches(), shared=st.booleans())
     def begin(self, spec: CacheSpec, shared: bool) -> None:
@@ -147,15 +147,15 @@ class AnnouncerMachine(RuleBasedStateMachine):
         self.announcer.note(tier, key, answer)
 
     @rule(name=st.sampled_from(NAMES))
-    def meet(self, name: str) -> None:
-        self._meet(name)
+    def describe(self, name: str) -> None:
+        self._describe(name)
 
     @rule(name=st.sampled_from([name for name in NAMES if len(name) == DEPTH]))
-    def meet_a_path(self, name: str) -> None:
+    def describe_path(self, name: str) -> None:
         for depth in range(1, DEPTH + 1):
-            self._meet(name[:depth])
+            self._describe(name[:depth])
 
-    def _meet(self, name: str) -> None:
+    def _describe(self, name: str) -> None:
         chunk = self.world.chunk(name)
         self.announcer.describe(chunk)
         self.world.known.add(name)
@@ -174,11 +174,11 @@ class AnnouncerMachine(RuleBasedStateMachine):
         self._set(tier, self.world.key(name, place), answer)
 
     @rule(tier=st.integers(0, TIERS - 1), name=st.sampled_from(NAMES))
-    def store_a_path(self, tier: int, name: str) -> None:
+    def store_path(self, tier: int, name: str) -> None:
         for depth in range(1, len(name) + 1):
             for place in self._places():
                 self._set(tier, self.world.key(name[:depth], place), HIT)
-            self._meet(name[:depth])
+            self._describe(name[:depth])
 
     @rule(tier=st.integers(0, TIERS - 1))
     def clear(self, tier: int) -> None:
@@ -188,9 +188,9 @@ class AnnouncerMachine(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        self.subscriber.hear(self.announcer.take())
+        self.subscriber.apply(self.announcer.take())
         self.world.forget()
-        assert self.subscriber.told == self.world.should_be_told()
+        assert self.subscriber.told == self.world.should_be_announced()
         told = [(each.tier, each.group_index, each.payload) for each in self.announcer.announced()]
         assert (
             set(told) == self.subscriber.told and len(told) == len(self.subscriber.told) == self.announcer.num_announced
@@ -212,7 +212,7 @@ class AnnouncerMachine(RuleBasedStateMachine):
         self._compare_routers()
 
     def _compare_routers(self) -> None:
-        """Two routers that know one kind of group alone, beside the resume points that brute force finds."""
+        """Two routers that use the events of one kind of group alone, beside the resume points found by brute force."""
         boundaries = self.world.boundaries()
         for prompt in NAMES:
             exact = max((len(name) for name in boundaries if prompt.startswith(name)), default=0)
@@ -229,12 +229,12 @@ class AnnouncerMachine(RuleBasedStateMachine):
                         assert by_attention >= exact
 
 
-def test_whatever_happens_what_a_computation_from_scratch_says_is_announced() -> None:
+def test_announcements_equal_those_computed_from_scratch() -> None:
     run_state_machine_as_test(AnnouncerMachine, settings=settings(max_examples=examples(400), stateful_step_count=30))
 
 
 class Store:
-    """A few paths of one hybrid cache over one tier."""
+    """A few paths of one hybrid cache in one tier."""
 
     def __init__(self) -> None:
         self.world = World(HYBRID, shared=False)
@@ -258,18 +258,18 @@ class Store:
         )
 
 
-def test_attention_that_no_state_reaches_is_not_announced() -> None:
+def test_attention_chunks_without_a_state_after_them_are_not_announced() -> None:
     told = Store().store("0", WINDOW, FULL).store("00", WINDOW, FULL, STATE).store("000", WINDOW, FULL)
     stored, removed = told.news()
     assert stored == {(FULL, "0"), (FULL, "00"), (STATE, "00"), (WINDOW, "0"), (WINDOW, "00")}
     assert not removed
-    # Two windows and the chunk behind the state.
+    # The other two are the window and the full chunk after the state.
     assert (told.announcer.num_held, told.announcer.num_announced) == (7, 5)
 
 
-def test_one_set_of_attention_blocks_cannot_be_exact_for_two_prompts_that_part() -> None:
-    """A prompt that resumes behind its fourth chunk needs its first two announced. A prompt that parts from it there
-    resumes nowhere, and a router that counts attention blocks sees two. The states tell the two apart."""
+def test_attention_events_alone_cannot_be_exact_for_two_prompts_that_diverge() -> None:
+    """A prompt that resumes after its fourth chunk needs its first two announced. A prompt that diverges from it there
+    resumes nowhere, yet a router that counts attention blocks sees two. The state events distinguish the two."""
     told = Store().store("0", WINDOW, FULL).store("00", WINDOW, FULL).store("000", WINDOW, FULL)
     stored, _ = told.store("0000", WINDOW, FULL, STATE).news()
     attention, states = ({name for group, name in stored if group == kind} for kind in (FULL, STATE))
@@ -278,7 +278,7 @@ def test_one_set_of_attention_blocks_cannot_be_exact_for_two_prompts_that_part()
     assert [sum(prompt[:depth] in states for depth in range(1, 5)) for prompt in (continues, parts)] == [1, 0]
 
 
-def test_a_state_that_is_lost_takes_back_all_that_led_to_it_alone() -> None:
+def test_losing_a_state_withdraws_the_chunks_that_only_it_needed() -> None:
     told = Store().store("0", WINDOW, FULL, STATE).store("00", WINDOW, FULL, STATE)
     told.news()
     stored, removed = told.lose("00", STATE).news()
@@ -286,7 +286,7 @@ def test_a_state_that_is_lost_takes_back_all_that_led_to_it_alone() -> None:
     assert removed == {(FULL, "00"), (STATE, "00"), (WINDOW, "00")}
 
 
-def test_a_beginning_that_is_lost_takes_back_everything_behind_it_and_gives_it_again() -> None:
+def test_losing_a_prefix_chunk_withdraws_all_after_it_until_it_returns() -> None:
     told = Store().store("0", WINDOW, FULL, STATE).store("00", WINDOW, FULL, STATE)
     before, _ = told.news()
     _, removed = told.lose("0", FULL).news()
@@ -295,7 +295,7 @@ def test_a_beginning_that_is_lost_takes_back_everything_behind_it_and_gives_it_a
     assert stored == before
 
 
-def test_what_came_and_went_between_two_looks_is_not_news() -> None:
+def test_a_change_that_is_reverted_between_two_takes_is_no_event() -> None:
     told = Store().store("0", WINDOW, FULL, STATE)
     told.news()
     told.lose("0", FULL).store("0", FULL).store("1", WINDOW, FULL, STATE)
@@ -305,7 +305,7 @@ def test_what_came_and_went_between_two_looks_is_not_news() -> None:
     assert told.announcer.num_chunks == 1
 
 
-def test_a_chunk_that_is_on_its_way_is_known_and_not_announced() -> None:
+def test_a_pending_chunk_is_known_and_not_announced() -> None:
     told = Store()
     told.announcer.describe(told.world.chunk("0"))
     told.announcer.note(0, told.world.key("0", FULL), PENDING)
@@ -322,8 +322,8 @@ def test_a_chunk_with_too_few_keys_is_refused() -> None:
 
 
 @given(st.integers(2, 400))
-def test_what_one_more_chunk_costs_does_not_grow_with_the_path(depth: int) -> None:
-    """Chunks that are looked at again, by how many are asked whether they changed."""
+def test_the_cost_of_one_more_chunk_does_not_grow_with_the_path(depth: int) -> None:
+    """Measured as the number of chunks that are checked for changes."""
     told = Store()
     for length in range(1, depth + 1):
         told.store("0" * length, WINDOW, FULL, STATE)

@@ -1,4 +1,4 @@
-"""Which states of answers are worth their bytes: those to which enough requests come back."""
+"""States at the end of answers: which are worth their bytes, since enough requests resume at them."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ calls = st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 5), max_size=3
 
 
 def tight(tokens_a_state: float) -> Market:
-    """A store in which the bytes of one of `COSTS`' states are worth so many tokens."""
+    """Market in which the bytes of one state of `COSTS` are worth so many tokens."""
     learned = msgspec.structs.replace(NO_EXPERIENCE, aged_tokens=1.0, stored_bytes=1.0)
     aged = tokens_a_state / COSTS.state_bytes / learned.tokens_per_byte
     return Market(1 << 30, 0, msgspec.structs.replace(learned, aged_tokens=aged))
 
 
-def played(states: AwaitedStates, steps: list[tuple[bool, list[int]]]) -> AwaitedStates:
+def replay(states: AwaitedStates, steps: list[tuple[bool, list[int]]]) -> AwaitedStates:
     for is_met, keys in steps:
         if is_met:
             states.meet(keys)
@@ -39,14 +39,14 @@ def played(states: AwaitedStates, steps: list[tuple[bool, list[int]]]) -> Awaite
     return states
 
 
-def test_before_anybody_came_back_every_state_is_unproven() -> None:
+def test_every_state_is_unproven_before_the_first_request_returns() -> None:
     states = AwaitedStates(10)
     assert states.is_unproven(1_000_000, Market(1 << 30), COSTS)
     states.note("a")
     assert states.is_unproven(1_000_000, Market(1 << 30), COSTS)
 
 
-def test_where_every_other_state_is_met_they_are_worth_it_and_where_one_in_a_hundred_is_they_are_not() -> None:
+def test_states_are_worth_storing_at_a_return_rate_of_one_half_not_of_one_percent() -> None:
     often, seldom = AwaitedStates(1_000), AwaitedStates(1_000)
     for number in range(300):
         often.note(number)
@@ -59,16 +59,16 @@ def test_where_every_other_state_is_met_they_are_worth_it_and_where_one_in_a_hun
     assert seldom.is_unproven(10_000, market, COSTS)
 
 
-def test_where_bytes_cost_nothing_every_state_is_worth_it_that_anybody_may_come_back_to() -> None:
+def test_every_state_is_proven_once_returns_were_seen_and_bytes_are_free() -> None:
     states = AwaitedStates(10)
     states.note("a")
     states.meet(["a"])
     stored_anew = msgspec.structs.replace(NO_EXPERIENCE, bytes_ever=float(4 << 30))
     assert not states.is_unproven(128, Market(1 << 30, 0, stored_anew), COSTS)
-    assert states.is_unproven(128, Market(1 << 30), COSTS), "what a young store gave up can hardly have been missed"
+    assert states.is_unproven(128, Market(1 << 30), COSTS), "a store that has evicted little can have lost few states"
 
 
-def test_each_state_counts_once_and_what_was_forgotten_does_not() -> None:
+def test_each_state_counts_once_and_a_forgotten_state_does_not() -> None:
     states = AwaitedStates(2)
     for key in "abc":
         states.note(key)
@@ -83,14 +83,14 @@ def test_each_state_counts_once_and_what_was_forgotten_does_not() -> None:
     assert (len(states), states.met_share) == (0, once)
 
 
-def test_two_answers_that_pass_one_state_are_one_that_waits_and_one_that_comes_back() -> None:
+def test_two_answers_with_the_same_state_count_as_a_state_and_its_return() -> None:
     states = AwaitedStates(10)
     for _ in range(2):
         states.note("a")
     assert (len(states), states.met_share) == (0, pytest.approx(0.5, abs=0.01))
 
 
-def test_what_nobody_comes_back_to_any_more_is_learned_again() -> None:
+def test_the_return_rate_falls_again_when_requests_stop_returning() -> None:
     states = AwaitedStates(10)
     for number in range(50):
         states.note(number)
@@ -101,8 +101,8 @@ def test_what_nobody_comes_back_to_any_more_is_learned_again() -> None:
 
 
 @given(st.integers(0, 6), calls)
-def test_it_agrees_with_a_list_of_all_that_happened(max_states: int, steps: list[tuple[bool, list[int]]]) -> None:
-    states = played(AwaitedStates(max_states), steps)
+def test_the_counts_agree_with_a_list_of_all_events(max_states: int, steps: list[tuple[bool, list[int]]]) -> None:
+    states = replay(AwaitedStates(max_states), steps)
     waiting: list[int] = []
     outgrown, met = [1.0], []
     for is_met, keys in steps:
@@ -121,12 +121,12 @@ def test_it_agrees_with_a_list_of_all_that_happened(max_states: int, steps: list
 def test_deeper_states_and_cheaper_bytes_are_never_worth_less(
     steps: list[tuple[bool, list[int]]], num_tokens: int, more_tokens: int, market: Market, more_bytes: int
 ) -> None:
-    states = played(AwaitedStates(4), steps)
+    states = replay(AwaitedStates(4), steps)
     dear = msgspec.structs.replace(COSTS, state_bytes=COSTS.state_bytes + more_bytes)
     assert states.is_unproven(num_tokens, market, COSTS) >= states.is_unproven(num_tokens + more_tokens, market, COSTS)
     assert states.is_unproven(num_tokens, market, dear) >= states.is_unproven(num_tokens, market, COSTS)
 
 
-def test_a_bound_below_nothing_is_refused() -> None:
+def test_a_negative_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="max_states"):
         AwaitedStates(-1)

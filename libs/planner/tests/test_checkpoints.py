@@ -1,4 +1,4 @@
-"""Laws of placement: where stops may lie, what comes first, what limits and prices do, what is kept."""
+"""Placement of prefill stops: valid positions, priorities, limits and prices, and the learned statistics."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def prompts(draw: st.DrawFn) -> Prompt:
 
 
 @given(sizes, prompts(), markets, costs, limits)
-def test_stops_are_boundaries_that_are_computed_and_before_the_engines_own(
+def test_stops_are_computed_boundaries_before_the_engines_own_last_state(
     boundary: int, prompt: Prompt, market: Market, cost: Costs, limit: Limits
 ) -> None:
     tokens = [stop.num_tokens for stop in plan_stops(boundary, prompt, market, cost, limit).stops]
@@ -63,10 +63,11 @@ def test_stops_are_boundaries_that_are_computed_and_before_the_engines_own(
 
 
 @given(sizes, prompts(), markets, costs, limits)
-def test_the_last_boundary_is_a_stop_where_the_engine_has_none_there(
+def test_the_last_boundary_is_a_stop_where_the_engine_keeps_no_state(
     boundary: int, prompt: Prompt, market: Market, cost: Costs, limit: Limits
 ) -> None:
-    """Whatever it costs, unless no state finds room. The other stops are as they would be with one fewer allowed."""
+    """Whatever it costs, unless the store has no room for a state. The other stops are as they would be with one fewer
+    allowed."""
     end = prompt.end_boundary(boundary)
     placement = plan_stops(boundary, msgspec.structs.replace(prompt, keeps_end=False), market, cost, limit)
     is_made = end > prompt.resumed_tokens and cost.state_bytes <= market.capacity_bytes and limit.max_stops > 0
@@ -78,7 +79,7 @@ def test_the_last_boundary_is_a_stop_where_the_engine_has_none_there(
 
 
 @given(sizes, prompts(), markets, costs, limits)
-def test_limits_hold_for_the_request_and_for_all_of_lately(
+def test_limits_hold_for_the_request_and_for_recent_requests_together(
     boundary: int, prompt: Prompt, market: Market, cost: Costs, limit: Limits
 ) -> None:
     placement = plan_stops(boundary, prompt, market, cost, limit)
@@ -92,7 +93,7 @@ def test_limits_hold_for_the_request_and_for_all_of_lately(
         assert learned.extra_tokens + placement.extra_tokens <= limit.max_extra_share * computed + 1e-6
 
 
-def test_the_second_of_a_few_short_siblings_stops_where_they_part_on_a_fresh_store() -> None:
+def test_the_second_of_a_few_short_siblings_stops_at_their_junction_in_a_fresh_store() -> None:
     cost, room = Costs(1 << 20, 1 << 10, 64), Market(1 << 40)
     first = plan_stops(16, Prompt(329), room, cost, Limits())
     assert first.stops == ()
@@ -101,8 +102,8 @@ def test_the_second_of_a_few_short_siblings_stops_where_they_part_on_a_fresh_sto
     assert second.stops == (Stop(224, StopReason.JUNCTION, is_unproven=True),)
 
 
-def test_short_prompts_that_all_part_stop_little_more_often_than_the_share_allows() -> None:
-    """Each at a place of its own, where nobody comes again."""
+def test_short_prompts_that_all_diverge_stay_near_the_allowed_share() -> None:
+    """Each diverges at a place of its own, where no request returns."""
     cost, limit, learned, stops = Costs(1 << 20, 1 << 10, 64), Limits(), NO_EXPERIENCE, 0
     for _ in range(1_000):
         prompt = Prompt(2_000, junction_tokens=1_600)
@@ -112,7 +113,7 @@ def test_short_prompts_that_all_part_stop_little_more_often_than_the_share_allow
 
 
 @given(sizes, prompts(), markets, costs, limits, st.integers(0, 10))
-def test_where_requests_parted_comes_before_any_guess(
+def test_junctions_and_branches_come_before_guesses(
     boundary: int, prompt: Prompt, market: Market, cost: Costs, limit: Limits, max_stops: int
 ) -> None:
     free = Limits(1000, 1e9)
@@ -137,7 +138,7 @@ def test_a_tighter_budget_never_adds_stops(
 
 
 @given(sizes, prompts(), markets, costs, limits)
-def test_what_is_left_out_is_counted_by_its_cause(
+def test_left_out_stops_are_counted_by_cause(
     boundary: int, prompt: Prompt, market: Market, cost: Costs, limit: Limits
 ) -> None:
     placement = plan_stops(boundary, prompt, market, cost, limit)
@@ -155,7 +156,7 @@ def test_a_store_without_room_for_a_state_gets_no_stop() -> None:
 
 
 @pytest.mark.parametrize("changes", [{}, {"known_share": 0.5, "is_cut": True}], ids=["new", "cut"])
-def test_a_junction_to_which_nobody_is_known_to_come_back_takes_no_more_than_room(changes: dict[str, float]) -> None:
+def test_an_unproven_junction_gets_a_stop_only_while_the_store_has_room(changes: dict[str, float]) -> None:
     prompt, costs = msgspec.structs.replace(Prompt(9_000, 512, 5_000), **changes), Costs(2_048, 1, 16)
     placed, in_full = (plan_stops(512, prompt, Market(1 << 30, used), costs, Limits(1)) for used in (0, 1 << 30))
     assert placed.stops == (Stop(4_608, StopReason.JUNCTION, is_unproven=True),)
@@ -164,13 +165,13 @@ def test_a_junction_to_which_nobody_is_known_to_come_back_takes_no_more_than_roo
     assert plan_stops(512, proven, Market(1 << 30, 1 << 30), costs, Limits(1)).stops != ()
 
 
-def test_a_junction_is_stopped_at_and_says_so() -> None:
+def test_a_proven_junction_gets_a_stop_with_its_reason() -> None:
     prompt = Prompt(9_000, 512, 5_000, known_share=0.5)
     placement = plan_stops(512, prompt, Market(1 << 30), Costs(2_048, 1, 16), Limits(1))
     assert placement.stops == (Stop(4_608, StopReason.JUNCTION),)
 
 
-def test_guesses_thin_out_as_old_content_of_the_store_gains_worth() -> None:
+def test_guesses_become_rare_as_old_content_of_the_store_gains_value() -> None:
     def num_stops(aged_tokens: float) -> int:
         learned = msgspec.structs.replace(NO_EXPERIENCE, aged_tokens=aged_tokens, stored_bytes=1e6)
         return len(plan_stops(512, Prompt(100_000), Market(1 << 30, 0, learned), Costs(2_048, 1, 8), Limits()).stops)
@@ -179,7 +180,7 @@ def test_guesses_thin_out_as_old_content_of_the_store_gains_worth() -> None:
     assert counts == sorted(counts, reverse=True) and counts[0] > 0 == counts[-1]
 
 
-def test_a_distance_at_which_requests_part_is_learned_and_forgotten() -> None:
+def test_a_distance_of_divergence_is_learned_and_forgotten() -> None:
     cost, limit, learned = Costs(2_048, 1, 8), Limits(max_stops=1), NO_EXPERIENCE
     nothing = Placement(boundary_tokens=512)
     for _ in range(20):
@@ -194,7 +195,7 @@ def test_a_distance_at_which_requests_part_is_learned_and_forgotten() -> None:
     assert learned.parting_rate(RUNGS.index(6), 58) < 0.001
 
 
-def test_what_prompts_of_one_length_teach_counts_more_for_those_than_for_others() -> None:
+def test_learned_distances_count_most_for_prompts_of_similar_length() -> None:
     learned, nothing = NO_EXPERIENCE, Placement(boundary_tokens=512)
     for _ in range(200):
         learned = learn_request(learned, Prompt(100_000), nothing)
@@ -204,8 +205,8 @@ def test_what_prompts_of_one_length_teach_counts_more_for_those_than_for_others(
     assert long > middle > short > 0
 
 
-def test_who_parts_where_the_other_prompt_had_no_rung_promises_nothing_to_longer_ones() -> None:
-    """Near the beginning: of 59 boundaries the last 50 differ, and the next rung is 64."""
+def test_a_divergence_where_the_prompt_had_no_rung_is_not_learned_for_that_rung() -> None:
+    """Near the beginning: the last 50 of 59 boundaries differ, and the next rung is 64."""
     nothing = Placement(boundary_tokens=512)
     learned = learn_request(NO_EXPERIENCE, Prompt(30_001, 0, 9 * 512, parted_tokens=50 * 512), nothing)
     assert learned.partings[RUNGS.index(64)] == NO_EXPERIENCE.partings[RUNGS.index(64)]
@@ -213,7 +214,7 @@ def test_who_parts_where_the_other_prompt_had_no_rung_promises_nothing_to_longer
     assert learned.partings[RUNGS.index(64)] > NO_EXPERIENCE.partings[RUNGS.index(64)]
 
 
-def test_the_more_prefill_stops_took_the_more_must_a_stop_promise() -> None:
+def test_a_stop_must_gain_more_the_more_time_stops_have_taken() -> None:
     def num_stops(extra_tokens: float) -> int:
         learned = Experience(computed_tokens=1e6, extra_tokens=extra_tokens)
         return len(plan_stops(512, Prompt(9_000), Market(1 << 30, 0, learned), Costs(2_048, 1, 200), FREE).stops)
@@ -237,7 +238,7 @@ def test_experience_stays_bounded_and_finite(requests: list[Prompt], market: Mar
     assert price_tokens(Market(1 << 50, 0, learned), Costs(1, 1, 1)) >= 0
 
 
-def test_who_starts_over_costs_once_more_and_teaches_nothing_of_partings() -> None:
+def test_a_restarted_request_costs_again_and_teaches_no_divergence() -> None:
     asked = Prompt(30_000, 0, 26_624, parted_tokens=6 * 512)
     placement = Placement(boundary_tokens=512, extra_tokens=64.0)
     once = learn_request(NO_EXPERIENCE, asked, placement)
@@ -247,11 +248,11 @@ def test_who_starts_over_costs_once_more_and_teaches_nothing_of_partings() -> No
     assert again.computed_tokens > once.computed_tokens and again.extra_tokens > once.extra_tokens
 
 
-def test_a_placement_of_nobody_teaches_nothing() -> None:
+def test_an_empty_placement_teaches_nothing() -> None:
     assert learn_request(NO_EXPERIENCE, Prompt(1_000), Placement()) == NO_EXPERIENCE
 
 
-def test_a_boundary_of_nothing_is_refused() -> None:
+def test_a_boundary_of_zero_tokens_is_refused() -> None:
     with pytest.raises(ValueError, match="boundary_tokens"):
         plan_stops(0, Prompt(10), Market(0), Costs(1, 1, 1), Limits())
 

@@ -1,4 +1,4 @@
-"""The choice between stores: scores, ties, stores that need more time, that raise, that change their answer."""
+"""Choice between stores: scores, ties, stores that need more time, that raise, that change their answer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cases(draw: st.DrawFn) -> tuple[list[Answer], list[Weight], Rates, bool]:
 
 
 def expected_score(child: int, answer: Answer, weight: Weight, rates: Rates) -> float:
-    """In seconds of prefill where everything is known, in tokens otherwise: the definition, spelled out."""
+    """Seconds of saved prefill where all rates are known, tokens otherwise: the definition, written out."""
     if not isinstance(answer, int) or answer <= 0:
         return 0.0
     if weight != AUTO:
@@ -55,7 +55,7 @@ def test_the_choice_is_the_first_of_the_best_scores(case: tuple[list[Answer], li
 
 
 @given(cases(), st.integers(0, 6), st.sampled_from([None, *Unusable]))
-def test_a_store_without_an_answer_changes_nothing_for_those_that_have_tokens(
+def test_a_store_without_an_answer_changes_nothing_for_stores_with_a_hit(
     case: tuple[list[Answer], list[Weight], Rates, bool], place: int, absent: Answer
 ) -> None:
     given_answers, weights, _, may_wait = case
@@ -74,21 +74,21 @@ def test_a_store_without_an_answer_changes_nothing_for_those_that_have_tokens(
 
 
 @given(st.lists(st.none() | st.integers(1, 100), min_size=1, max_size=6))
-def test_equal_scores_go_to_the_order_of_configuration(tokens: list[int | None]) -> None:
+def test_equal_scores_are_decided_by_the_configured_order(tokens: list[int | None]) -> None:
     best = max((t for t in tokens if t is not None), default=None)
     choice = choose(tokens, [1.0] * len(tokens))
     assert choice == (Take(tokens.index(best), best) if best else Wait(tuple(range(len(tokens)))))
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_one_that_needs_more_time_holds_up_nobody_who_has_tokens(place: int) -> None:
+def test_a_store_that_needs_time_does_not_delay_stores_with_a_hit(place: int) -> None:
     given_answers: list[Answer] = [64, 64, 64]
     given_answers[place] = None
     assert choose(given_answers, [1.0] * 3) == Take(0 if place else 1, 64)
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_one_that_needs_more_time_is_waited_for_while_all_others_are_of_no_use_and_there_is_time(place: int) -> None:
+def test_a_pending_store_is_awaited_while_all_others_are_unusable_and_time_remains(place: int) -> None:
     given_answers: list[Answer] = [*Unusable]
     given_answers.insert(place, None)
     assert choose(given_answers, [1.0] * 4) == Wait((place,))
@@ -97,14 +97,14 @@ def test_one_that_needs_more_time_is_waited_for_while_all_others_are_of_no_use_a
 
 @pytest.mark.parametrize("nothing", [0, -1])
 @pytest.mark.parametrize("place", range(3))
-def test_one_that_needs_more_time_holds_up_nobody_who_has_nothing(place: int, nothing: int) -> None:
+def test_a_store_that_needs_time_does_not_delay_a_store_without_a_hit(place: int, nothing: int) -> None:
     given_answers: list[Answer] = [nothing, Unusable.BARRED]
     given_answers.insert(place, None)
     assert choose(given_answers, [1.0] * 3) == Pass()
 
 
 @given(cases())
-def test_the_choice_is_to_wait_only_while_every_store_of_use_needs_more_time(
+def test_the_choice_waits_only_while_every_usable_store_needs_time(
     case: tuple[list[Answer], list[Weight], Rates, bool],
 ) -> None:
     given_answers, weights, rates, may_wait = case
@@ -120,7 +120,7 @@ def test_a_weight_outweighs_a_longer_hit() -> None:
     assert choose([1000, 400], [3.0, 1.0]) == Take(0, 1000)
 
 
-def test_a_hit_that_is_slower_than_computing_is_not_taken() -> None:
+def test_a_hit_that_loads_slower_than_computing_is_not_taken() -> None:
     rates = Rates((0.002, None), prefill_seconds_per_token=0.001)
     assert choose([1000], [AUTO], rates) == Pass()
     assert choose([1000, 10], [AUTO, AUTO], rates) == Take(1, 10)
@@ -132,7 +132,7 @@ def test_learned_stores_are_ordered_by_saved_minus_load_seconds() -> None:
     assert choose([1000, 500], [AUTO, AUTO], Rates((0.0009, 0.0001), 0.001)) == Take(1, 500)
 
 
-def test_what_is_not_known_yet_is_tried() -> None:
+def test_a_store_with_an_unknown_rate_is_tried() -> None:
     assert choose([10], [AUTO], Rates((0.5,), None)) == Take(0, 10)
     assert choose([10], [AUTO], Rates((None,), 1e-9)) == Take(0, 10)
     assert choose([10], [AUTO]) == Take(0, 10)
@@ -164,11 +164,11 @@ def test_a_weight_is_positive_and_finite_or_auto(value: object) -> None:
 @pytest.mark.parametrize(
     "value", [0, 0.0, -1, -0.5, math.nan, math.inf, -math.inf, True, None, "1", "Auto", [], 10**400]
 )
-def test_anything_else_is_no_weight(value: object) -> None:
+def test_any_other_value_is_no_weight(value: object) -> None:
     assert not is_weight(value)
 
 
-def test_one_that_answers_soon_is_waited_for_where_it_could_be_the_best() -> None:
+def test_a_store_that_answers_soon_is_awaited_if_it_could_be_the_best() -> None:
     answers: list[Answer] = [64, None, 0]
     assert choose(answers, [1.0] * 3, soon={1: 65}) == Wait((1,))
     assert choose(answers, [1.0] * 3, soon={1: 64}) == Take(0, 64)
@@ -178,7 +178,7 @@ def test_one_that_answers_soon_is_waited_for_where_it_could_be_the_best() -> Non
     assert choose(answers, [1.0] * 3) == Take(0, 64)
 
 
-def test_one_that_answers_soon_and_has_answered_is_one_of_all() -> None:
+def test_a_soon_store_that_has_answered_is_treated_like_the_others() -> None:
     assert choose([64, 100], [1.0] * 2, soon={1: 200}) == Take(1, 100)
     assert choose([0, 0], [1.0] * 2, soon={1: 200}) == Pass()
     assert choose([0, None], [1.0] * 2, soon={1: 200}) == Wait((1,))

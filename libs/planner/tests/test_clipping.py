@@ -12,7 +12,7 @@ STATE = GroupSpec(GroupKind.RECURRENT, 16)
 SCRATCH = GroupSpec(GroupKind.SCRATCH, 16)
 
 
-def test_every_group_is_clipped_to_what_its_kind_reads() -> None:
+def test_every_group_is_clipped_to_the_blocks_its_kind_reads() -> None:
     ids = [1, 2, 3, 4]
     clipped = clip_blocks((FULL, WINDOW, STATE, SCRATCH), [ids, ids, ids, ids])
     assert clipped.block_ids == ((1, 2, 3, 4), (3, 4), (4,), ())

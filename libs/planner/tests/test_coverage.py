@@ -43,7 +43,7 @@ def test_a_recurrent_group_needs_one_state() -> None:
     assert list(needed_ends(spec(GroupKind.RECURRENT), 0, 128, 64)) == [128]
 
 
-def test_nothing_is_needed_to_start_from_nothing() -> None:
+def test_nothing_is_needed_at_boundary_zero() -> None:
     for kind, sizes in (
         (GroupKind.FULL, {}),
         (GroupKind.WINDOW, {"window_tokens": 8}),
@@ -59,12 +59,12 @@ def test_a_negative_boundary_is_refused() -> None:
 
 
 @pytest.mark.parametrize("group_index", [-1, 1, 5])
-def test_a_group_that_is_not_there_is_refused_by_name(group_index: int) -> None:
+def test_a_missing_group_is_refused_by_name(group_index: int) -> None:
     with pytest.raises(ValueError, match=f"group_index must be one of 1 groups, from 0, got {group_index}"):
         coverage(spec(GroupKind.FULL), group_index, 64)
 
 
-def test_only_the_tail_of_a_window_chunk_is_stored() -> None:
+def test_only_the_last_blocks_of_a_window_chunk_are_stored() -> None:
     assert chunk_span(spec(GroupKind.WINDOW, window_tokens=17), 0, 128) == TokenSpan(112, 128)
     assert chunk_span(spec(GroupKind.WINDOW, window_tokens=18), 0, 128) == TokenSpan(96, 128)
     assert chunk_span(spec(GroupKind.WINDOW, window_tokens=500), 0, 128) == TokenSpan(64, 128)
@@ -75,7 +75,7 @@ def test_only_the_state_of_a_recurrent_chunk_is_stored() -> None:
 
 
 @given(caches(), st.data())
-def test_what_is_stored_of_the_chunks_is_all_that_any_boundary_needs(cache: CacheSpec, data: st.DataObject) -> None:
+def test_the_stored_chunks_cover_the_tokens_that_any_boundary_needs(cache: CacheSpec, data: st.DataObject) -> None:
     boundary = data.draw(st.integers(1, CHUNKS)) * cache.chunk_tokens
     for group_index, group in enumerate(cache.groups):
         stored: set[int] = set()
@@ -88,9 +88,7 @@ def test_what_is_stored_of_the_chunks_is_all_that_any_boundary_needs(cache: Cach
 
 
 @given(caches(), st.data())
-def test_what_a_group_needs_never_reaches_further_back_for_a_later_boundary(
-    cache: CacheSpec, data: st.DataObject
-) -> None:
+def test_a_later_boundary_never_needs_earlier_tokens(cache: CacheSpec, data: st.DataObject) -> None:
     first = data.draw(st.integers(0, 100))
     second = data.draw(st.integers(first, 200))
     for group in cache.groups:
@@ -98,7 +96,7 @@ def test_what_a_group_needs_never_reaches_further_back_for_a_later_boundary(
 
 
 @given(caches(cuts=True), st.integers(1, CHUNKS))
-def test_the_blocks_of_parts_that_are_alike_are_those_of_their_spans(cache: CacheSpec, number: int) -> None:
+def test_the_blocks_of_parts_with_one_layout_are_those_of_their_spans(cache: CacheSpec, number: int) -> None:
     end = number * cache.chunk_tokens
     for index in cache.stored_groups:
         span, size = chunk_span(cache, index, end), cache.groups[index].block_tokens
@@ -108,7 +106,7 @@ def test_the_blocks_of_parts_that_are_alike_are_those_of_their_spans(cache: Cach
         assert alike is None or range(first + alike.start, first + alike.stop) == expected
 
 
-def test_parts_are_alike_unless_blocks_are_cut_or_attention_chunks_end_inside() -> None:
+def test_parts_have_one_layout_unless_blocks_are_cut_or_attention_chunks_end_inside() -> None:
     assert spec(GroupKind.FULL).alike_parts == (range(4),)
     assert spec(GroupKind.WINDOW, window_tokens=18).alike_parts == (range(2, 4),)
     assert spec(GroupKind.RECURRENT).alike_parts == (range(3, 4),)

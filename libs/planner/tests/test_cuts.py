@@ -1,4 +1,4 @@
-"""Chunks that end inside blocks: what of a block belongs to which chunk, and what must stay whole."""
+"""Chunks that end inside blocks: which part of a block belongs to which chunk, and which blocks stay whole."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -57,18 +57,18 @@ def test_a_chunk_that_cuts_a_state_is_refused(chunk: int) -> None:
         {"kind": GroupKind.FULL, "part_tokens": 0},
     ],
 )
-def test_only_blocks_of_attention_have_parts_and_these_are_equal(facts: dict[str, Any]) -> None:
+def test_only_attention_blocks_have_parts_and_the_parts_are_equal(facts: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="part_tokens"):
         GroupSpec(block_tokens=32, **facts)
 
 
-def test_tails_stand_only_in_chunks_of_whole_blocks() -> None:
+def test_tails_are_allowed_only_in_chunks_of_whole_blocks() -> None:
     with pytest.raises(ValueError, match=r"groups \(1, 2\) are cut"):
         CacheSpec(SPEC.groups, 24, tail_tokens=12)
     assert CacheSpec(SPEC.groups, 480, tail_tokens=12).boundary_tokens == 12
 
 
-def test_the_block_that_two_chunks_share_is_stored_with_each_in_part() -> None:
+def test_a_block_that_two_chunks_share_is_stored_in_part_with_each() -> None:
     assert [chunk_span(SPEC, 2, end) for end in (24, 48, 72)] == [(0, 24), (24, 48), (48, 72)]
     assert [chunk_blocks(SPEC, 2, end) for end in (24, 48, 72)] == [range(1), range(2), range(1, 3)]
     plan = plan_store(SPEC, 0, 72, [[], [0, 0, 23, 24], [31, 32, 33]], [], everything)
@@ -102,7 +102,7 @@ def test_a_load_begins_inside_a_chunk_where_the_engine_holds_blocks() -> None:
 
 
 def moved_tokens(spec: CacheSpec, transfer: Transfer) -> range:
-    """What a transfer moves: its blocks, as far as they are the chunk's."""
+    """Tokens that a transfer moves: its blocks, as far as they belong to the chunk."""
     span = chunk_span(spec, transfer.group_index, transfer.end_token)
     stored = chunk_blocks(spec, transfer.group_index, transfer.end_token)
     block_tokens = spec.groups[transfer.group_index].block_tokens
@@ -113,7 +113,7 @@ def moved_tokens(spec: CacheSpec, transfer: Transfer) -> range:
 
 @given(caches(cuts=True), st.data())
 def test_every_block_is_filled_up_to_the_boundary_and_no_token_twice(spec: CacheSpec, data: st.DataObject) -> None:
-    """The engine keeps whole blocks for others, so none may be read in part but the last."""
+    """The engine shares whole blocks, so only the last may be read in part."""
     boundary = data.draw(st.integers(1, CHUNKS)) * spec.chunk_tokens
     computed = data.draw(computed_tokens(spec, boundary - 1))
     tables = []

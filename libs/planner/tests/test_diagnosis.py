@@ -10,11 +10,11 @@ def problems(planner: HybridOffloadPlanner, max_model_len: int) -> dict[Problem,
     return {finding.problem: finding for finding in diagnose(planner, max_model_len)}
 
 
-def test_nothing_is_found_where_all_is_well() -> None:
+def test_a_valid_configuration_has_no_findings() -> None:
     assert diagnose(HybridOffloadPlanner(16, (65536, 65536, 65536, 1056), 16384), 98304) == ()
 
 
-def test_a_group_that_cannot_be_split_is_named_with_the_tokens_it_needs() -> None:
+def test_an_unsplittable_group_is_named_with_the_tokens_it_needs() -> None:
     [finding] = diagnose(HybridOffloadPlanner(16, (50000, 1056), 16384), 98304)
     assert finding.problem is Problem.UNSPLIT_GROUP
     assert finding.group_index == 0 and finding.needed_tokens == 50000
@@ -31,7 +31,7 @@ def test_a_chunk_that_would_leave_another_group_whole_is_not_suggested() -> None
     assert "no chunk splits it" in finding.message and "leaves no other group whole" in finding.message
 
 
-def test_a_chunk_that_max_model_len_does_not_reach_is_not_suggested() -> None:
+def test_a_chunk_beyond_max_model_len_is_not_suggested() -> None:
     found = problems(HybridOffloadPlanner(16, (16144,), 10000), 12000)
     assert found[Problem.UNSPLIT_GROUP].nearest_chunk_tokens == 16
     assert found[Problem.OFFLOAD_DISABLED].nearest_chunk_tokens == 16
@@ -39,7 +39,7 @@ def test_a_chunk_that_max_model_len_does_not_reach_is_not_suggested() -> None:
     assert {finding.nearest_chunk_tokens for finding in found.values()} == {None}
 
 
-def test_a_chunk_beyond_max_model_len_disables_offload_and_the_nearest_that_works_is_named() -> None:
+def test_a_chunk_beyond_max_model_len_disables_offload_and_names_the_nearest() -> None:
     finding = problems(HybridOffloadPlanner(16, (16, 1056), 16384), 8192)[Problem.OFFLOAD_DISABLED]
     assert finding.nearest_max_model_len == finding.needed_tokens == 16384
     assert finding.nearest_chunk_tokens == 8192
@@ -54,16 +54,16 @@ def test_a_state_as_long_as_the_model_disables_offload_unless_it_is_split() -> N
     assert disabled.nearest_chunk_tokens == 16384
 
 
-def test_a_length_that_nothing_works_with_says_so() -> None:
+def test_a_length_without_any_working_chunk_says_so() -> None:
     finding = problems(HybridOffloadPlanner(16, (17,), 32), 16)[Problem.OFFLOAD_DISABLED]
     assert finding.nearest_chunk_tokens is None and "no chunk works" in finding.message
 
 
-def test_units_that_block_hashes_do_not_name_are_found() -> None:
+def test_units_that_are_no_multiple_of_hash_blocks_are_found() -> None:
     assert problems(HybridOffloadPlanner(16, (24,), 64), 4096)[Problem.UNHASHABLE_UNIT].group_index == 0
 
 
-def test_a_chunk_that_ends_inside_a_state_gains_nothing_and_the_nearest_that_does_not_is_named() -> None:
+def test_a_chunk_that_ends_inside_a_state_gains_nothing_and_names_the_nearest() -> None:
     planner = HybridOffloadPlanner(16, (65536, 65536, 1056), 16384, unsplittable=(0, 1))
     finding = problems(planner, 98304)[Problem.NO_GAIN]
     assert finding.needed_tokens == 65537 and finding.nearest_chunk_tokens == 65536
@@ -80,7 +80,7 @@ def test_max_model_len_must_be_positive() -> None:
 
 @st.composite
 def whole_planners(draw: st.DrawFn) -> HybridOffloadPlanner:
-    """It is known which blocks cannot be split."""
+    """With known unsplittable blocks."""
     hash_block = draw(st.integers(1, 8))
     blocks = draw(st.lists(st.sampled_from([1, 2, 3, 4, 6, 12]), min_size=1, max_size=4))
     whole = draw(st.sets(st.sampled_from(range(len(blocks)))))
@@ -105,7 +105,7 @@ def places(planner: HybridOffloadPlanner, max_model_len: int) -> set[tuple[Probl
 
 
 @given(planners, st.integers(1, 200))
-def test_whoever_follows_a_suggestion_is_rid_of_the_finding_and_gets_no_other(
+def test_following_a_suggestion_removes_the_finding_and_adds_none(
     planner: HybridOffloadPlanner, max_model_len: int
 ) -> None:
     before = places(planner, max_model_len)
@@ -125,9 +125,7 @@ def test_whoever_follows_a_suggestion_is_rid_of_the_finding_and_gets_no_other(
 
 
 @given(planners, st.integers(1, 200))
-def test_no_chunk_that_works_is_nearer_than_the_suggested_one(
-    planner: HybridOffloadPlanner, max_model_len: int
-) -> None:
+def test_no_working_chunk_is_nearer_than_the_suggested_one(planner: HybridOffloadPlanner, max_model_len: int) -> None:
     before = places(planner, max_model_len)
     chunks = range(planner.hash_block_size, max_model_len + 1, planner.hash_block_size)
     after = {chunk: places(planner.with_chunk(chunk), max_model_len) for chunk in chunks}

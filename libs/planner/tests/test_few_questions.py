@@ -1,4 +1,4 @@
-"""How many keys a search asks for: what the engine's loop waits for."""
+"""Number of keys that a search looks up: the engine's loop waits for it."""
 
 import math
 from collections import Counter
@@ -19,7 +19,8 @@ LONG = 1024
 
 
 class Tier:
-    """Holds what `holds(group, chunk)` says, chunks counted from 1; counts the questions for each group."""
+    """Holds the chunks for which `holds(group, chunk)` is true, chunks counted from 1; counts the lookups of each
+    group."""
 
     def __init__(self, holds: Callable[[int, int], bool]) -> None:
         self.holds, self.asked = holds, Counter()
@@ -37,13 +38,13 @@ def window(chunks: int) -> GroupSpec:
     return GroupSpec(GroupKind.WINDOW, 16, window_tokens=chunks * CHUNK)
 
 
-def test_a_full_hit_costs_one_question_a_chunk_and_one_a_state() -> None:
+def test_a_full_hit_costs_one_lookup_per_chunk_and_one_per_state() -> None:
     tier = Tier(lambda group, chunk: True)
     assert search((STATE, STATE, window(8), FULL), tier) == Hit(LONG * CHUNK)
     assert tier.asked == {0: 1, 1: 1, 2: 8, 3: LONG}
 
 
-def test_a_prompt_of_which_nothing_is_stored_costs_a_few_questions_however_long_it_is() -> None:
+def test_a_full_miss_costs_a_few_lookups_however_long_the_prompt() -> None:
     for groups in ((FULL,), (STATE, FULL), (window(1), FULL), (STATE, window(8), FULL)):
         tier = Tier(lambda group, chunk: False)
         assert isinstance(search(groups, tier), Miss)
@@ -61,13 +62,13 @@ def test_a_miss_beside_tails_costs_no_more_for_a_longer_prompt(scarce: tuple[Gro
     assert totals[0] == totals[1] <= 576
 
 
-def test_a_window_of_which_nothing_is_stored_costs_one_question_a_window() -> None:
+def test_a_missing_window_costs_one_lookup_per_window() -> None:
     tier = Tier(lambda group, chunk: False)
     assert isinstance(search((window(8),), tier), Miss)
     assert tier.asked[0] == LONG // 8
 
 
-def test_states_are_not_sought_beyond_where_the_full_prefix_ends() -> None:
+def test_states_are_not_looked_up_beyond_the_end_of_the_full_prefix() -> None:
     tier = Tier(lambda group, chunk: chunk == 100 if group == 0 else chunk <= 110)
     assert search((STATE, FULL), tier) == Hit(100 * CHUNK)
     assert tier.asked[0] <= 16 + 11
@@ -81,7 +82,7 @@ def test_a_full_prefix_is_walked_only_as_far_as_the_states_reach() -> None:
 
 
 @given(any_caches, st.data())
-def test_no_search_asks_for_more_keys_than_there_are_boundaries(spec: CacheSpec, data: st.DataObject) -> None:
+def test_no_search_looks_up_more_keys_than_boundaries(spec: CacheSpec, data: st.DataObject) -> None:
     store = data.draw(stores(spec))
     asked: Counter[int] = Counter()
 
@@ -95,13 +96,13 @@ def test_no_search_asks_for_more_keys_than_there_are_boundaries(spec: CacheSpec,
 
 
 @given(st.integers(0, LONG), st.sampled_from([STATE, window(1)]))
-def test_a_scarce_group_alone_is_asked_about_every_chunk_that_it_lacks(stored_chunks: int, group: GroupSpec) -> None:
+def test_a_scarce_group_alone_is_looked_up_at_every_missing_chunk(stored_chunks: int, group: GroupSpec) -> None:
     tier = Tier(lambda _, chunk: chunk <= stored_chunks)
     search((group,), tier)
     assert tier.asked[0] == min(LONG, LONG - stored_chunks + 1)
 
 
-def test_states_that_are_missing_from_a_cache_with_tails_cost_a_question_a_boundary() -> None:
+def test_missing_states_beside_tails_cost_one_lookup_per_boundary() -> None:
     asked: Counter[int] = Counter()
 
     def lookup(group: int, end: int) -> LookupResult:
@@ -116,7 +117,7 @@ def test_states_that_are_missing_from_a_cache_with_tails_cost_a_question_a_bound
     assert asked[1] <= 2
 
 
-def test_a_tier_that_answers_ranges_is_asked_for_every_hole_of_two_groups_that_alternate() -> None:
+def test_two_alternating_groups_cost_one_range_lookup_per_hole() -> None:
     groups = (window(2), FULL)
     spec = CacheSpec(groups, CHUNK)
     ranges = Ranges(
@@ -130,7 +131,7 @@ def test_a_tier_that_answers_ranges_is_asked_for_every_hole_of_two_groups_that_a
 
 @pytest.mark.parametrize("stored_chunks", [0, 1, 100, LONG])
 @pytest.mark.parametrize("groups", [(FULL,), (STATE, STATE, FULL), (window(1), window(8), FULL), (FULL,) * 64])
-def test_a_tier_that_answers_ranges_is_asked_a_few_times_a_group_and_for_no_single_key(
+def test_range_lookups_are_few_per_group_and_replace_single_keys(
     groups: tuple[GroupSpec, ...], stored_chunks: int
 ) -> None:
     spec = CacheSpec(groups, CHUNK)
@@ -140,7 +141,7 @@ def test_a_tier_that_answers_ranges_is_asked_a_few_times_a_group_and_for_no_sing
     )
 
     def lookup(group: int, end: int) -> LookupResult:
-        raise AssertionError("a single key was asked for")
+        raise AssertionError("a single key was looked up")
 
     found = longest_hit(spec, LONG * CHUNK + 1, 0, lookup, ranges)
     assert found == Hit(stored_chunks * CHUNK) if stored_chunks else isinstance(found, Miss)
@@ -148,14 +149,14 @@ def test_a_tier_that_answers_ranges_is_asked_a_few_times_a_group_and_for_no_sing
 
 
 @pytest.mark.parametrize("groups", [(FULL,), (STATE, FULL), (window(1), window(8), FULL), (FULL,) * 64])
-def test_a_tier_that_answers_ranges_settles_a_miss_with_one_question(groups: tuple[GroupSpec, ...]) -> None:
+def test_a_miss_costs_one_range_lookup(groups: tuple[GroupSpec, ...]) -> None:
     spec = CacheSpec(groups, CHUNK)
     ranges = Ranges(spec, {})
     assert isinstance(longest_hit(spec, LONG * CHUNK + 1, 0, lambda *key: LookupResult.MISS, ranges), Miss)
     assert ranges.questions == 1
 
 
-def test_the_walk_of_a_full_prefix_goes_on_after_its_first_chunk_which_is_asked_for_before_all_else() -> None:
+def test_the_first_chunk_of_a_full_prefix_is_looked_up_alone() -> None:
     spec = CacheSpec((FULL,), CHUNK)
     spans: list[tuple[int, int]] = []
 
@@ -174,7 +175,7 @@ def test_the_walk_of_a_full_prefix_goes_on_after_its_first_chunk_which_is_asked_
         assert spans == [(first, first), (first + 1, LONG)]
 
 
-def test_a_range_reaches_no_further_than_where_the_full_prefix_ends() -> None:
+def test_a_range_lookup_ends_where_the_full_prefix_ends() -> None:
     spec = CacheSpec((STATE, FULL), CHUNK)
     reached: list[int] = []
 

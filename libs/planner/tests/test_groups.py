@@ -56,7 +56,7 @@ def test_a_kind_given_by_its_value_is_searched_like_the_kind() -> None:
 
 
 @pytest.mark.parametrize("kind", ["FULL", "sliding", "", None, 0, ["full"]])
-def test_what_is_no_kind_is_refused_by_name(kind: object) -> None:
+def test_an_unknown_kind_is_refused_by_name(kind: object) -> None:
     with pytest.raises(ValueError, match=r"^kind must be one of full, window, chunked, recurrent, scratch, got"):
         GroupSpec(kind, 16)
 
@@ -65,7 +65,7 @@ def test_what_is_no_kind_is_refused_by_name(kind: object) -> None:
     ("field", "chunk_tokens", "tail_tokens"),
     [("chunk_tokens", 32.0, None), ("chunk_tokens", True, None), ("tail_tokens", 32, 16.0), ("tail_tokens", 32, True)],
 )
-def test_a_chunk_or_tail_that_is_no_whole_number_is_refused_by_name(
+def test_a_chunk_or_tail_that_is_no_positive_integer_is_refused_by_name(
     field: str, chunk_tokens: int, tail_tokens: int | None
 ) -> None:
     with pytest.raises(ValueError, match=f"^{field} must be a positive whole number"):
@@ -80,7 +80,7 @@ def test_a_chunk_must_be_whole_blocks_of_every_stored_group() -> None:
         CacheSpec(groups, 64)
 
 
-def test_a_scratch_group_bounds_no_chunk() -> None:
+def test_a_scratch_group_does_not_constrain_the_chunk() -> None:
     groups = (FULL, GroupSpec(kind=GroupKind.SCRATCH, block_tokens=7))
     assert CacheSpec(groups, 32).stored_groups == (0,)
 

@@ -48,9 +48,9 @@ def hit(spec: CacheSpec, num_tokens: int, computed: int, store: Store) -> Hit | 
 
 
 def resumable(spec: CacheSpec, boundary: int, computed: int, store: Store) -> set[LookupResult]:
-    """Every answer that bears on a boundary, straight from `coverage`: the definition, without any search.
+    """Every answer that a boundary depends on, computed from `coverage` without any search.
 
-    Blocks are loaded whole, or the engine would keep some that are not.
+    Blocks are loaded whole, or the engine would keep incomplete ones.
     """
     answers = set()
     for group_index in spec.stored_groups:
@@ -72,7 +72,7 @@ def exhaustive(spec: CacheSpec, num_tokens: int, computed: int, store: Store) ->
 
 
 @given(any_caches, st.data())
-def test_a_hit_is_what_exhaustive_search_finds(spec: CacheSpec, data: st.DataObject) -> None:
+def test_a_hit_equals_that_of_exhaustive_search(spec: CacheSpec, data: st.DataObject) -> None:
     store = data.draw(stores(spec))
     num_tokens = data.draw(st.integers(0, CHUNKS * spec.chunk_tokens))
     computed = data.draw(computed_tokens(spec, num_tokens - 1))
@@ -90,7 +90,7 @@ def test_a_hit_is_what_exhaustive_search_finds(spec: CacheSpec, data: st.DataObj
 
 
 @given(any_caches, st.data())
-def test_a_hit_never_exceeds_what_any_group_covers(spec: CacheSpec, data: st.DataObject) -> None:
+def test_a_hit_never_exceeds_the_coverage_of_any_group(spec: CacheSpec, data: st.DataObject) -> None:
     store = data.draw(stores(spec))
     found = hit(spec, CHUNKS * spec.chunk_tokens, 0, store)
     if isinstance(found, Hit):
@@ -109,7 +109,7 @@ def test_storing_one_more_chunk_never_shortens_a_hit(spec: CacheSpec, data: st.D
 
 
 @given(any_caches, st.data())
-def test_no_chunk_is_asked_for_twice(spec: CacheSpec, data: st.DataObject) -> None:
+def test_no_chunk_is_looked_up_twice(spec: CacheSpec, data: st.DataObject) -> None:
     store = data.draw(stores(spec))
     asked: Counter[tuple[int, int]] = Counter()
 
@@ -127,14 +127,14 @@ def test_the_last_token_is_never_part_of_a_hit() -> None:
     assert hit(GPT_OSS, 257, 0, everything(GPT_OSS, 8)) == Hit(256)
 
 
-def test_a_hit_stops_where_the_last_recurrent_state_is() -> None:
+def test_a_hit_ends_at_the_last_recurrent_state() -> None:
     store = everything(QWEN3_NEXT, 8)
     for chunk in (4, 5, 6, 7):
         del store[1, (chunk + 1) * 64]
     assert hit(QWEN3_NEXT, 1000, 0, store) == Hit(256)
 
 
-def test_a_missing_state_settles_a_miss_before_the_full_prefix_is_walked() -> None:
+def test_a_missing_state_ends_the_search_before_the_full_prefix_is_walked() -> None:
     asked: list[int] = []
 
     def lookup(group: int, end: int) -> LookupResult:
@@ -146,7 +146,7 @@ def test_a_missing_state_settles_a_miss_before_the_full_prefix_is_walked() -> No
     assert set(asked) == {0}
 
 
-def test_a_hole_before_the_window_is_no_matter() -> None:
+def test_a_hole_before_the_window_does_not_matter() -> None:
     store = everything(GPT_OSS, 8)
     del store[0, 64]
     assert hit(GPT_OSS, 513, 0, store) == Hit(512)
@@ -154,7 +154,7 @@ def test_a_hole_before_the_window_is_no_matter() -> None:
     assert hit(GPT_OSS, 513, 0, store) == Hit(384)
 
 
-def test_what_the_engine_holds_need_not_be_stored() -> None:
+def test_chunks_that_the_engine_holds_need_not_be_stored() -> None:
     store = everything(GPT_OSS, 8)
     for chunk in range(4):
         del store[1, (chunk + 1) * 64]

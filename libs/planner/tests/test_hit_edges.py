@@ -1,4 +1,4 @@
-"""Prompts and caches at the edges of what occurs."""
+"""Searches with the smallest and largest prompts and caches."""
 
 import pytest
 
@@ -12,9 +12,9 @@ def stored(group: int, end: int) -> LookupResult:
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1])
-def test_an_empty_prompt_or_one_token_is_a_miss_that_asks_nothing(num_tokens: int) -> None:
+def test_a_prompt_of_at_most_one_token_is_a_miss_without_a_lookup(num_tokens: int) -> None:
     def lookup(group: int, end: int) -> LookupResult:
-        raise AssertionError("asked")
+        raise AssertionError("looked up")
 
     assert isinstance(longest_hit(CacheSpec((FULL,), 16), num_tokens, 0, lookup), Miss)
 
@@ -28,7 +28,7 @@ def test_chunks_of_one_token_stop_before_the_last_token() -> None:
     assert longest_hit(CacheSpec((GroupSpec(GroupKind.FULL, 1),), 1), 2, 0, stored) == Hit(1)
 
 
-def test_sixty_four_groups_agree_on_the_shortest() -> None:
+def test_sixty_four_groups_agree_on_the_shortest_prefix() -> None:
     spec = CacheSpec((FULL,) * 64, 16)
 
     def lookup(group: int, end: int) -> LookupResult:
@@ -37,7 +37,7 @@ def test_sixty_four_groups_agree_on_the_shortest() -> None:
     assert longest_hit(spec, 10_000, 0, lookup) == Hit(16 * 37)
 
 
-def test_coprime_blocks_meet_at_their_common_multiple() -> None:
+def test_coprime_blocks_resume_at_their_common_multiple() -> None:
     groups = (GroupSpec(GroupKind.FULL, 5), GroupSpec(GroupKind.WINDOW, 7, window_tokens=9))
     spec = CacheSpec(groups, chunk_unit(groups))
     assert longest_hit(spec, 100, 0, stored) == Hit(70)
@@ -62,7 +62,7 @@ def test_a_chunked_group_needs_nothing_where_an_attention_chunk_begins() -> None
     assert longest_hit(spec, 128, 0, lookup) == Hit(64)
 
 
-def test_a_drafter_group_resumes_only_where_the_tokens_after_its_chunk_are_known() -> None:
+def test_a_drafter_group_resumes_only_where_its_lookahead_tokens_are_known() -> None:
     spec = CacheSpec((FULL, GroupSpec(GroupKind.FULL, 16, lookahead_tokens=4)), 16)
     assert longest_hit(spec, 67, 0, stored) == Hit(48)
     assert longest_hit(spec, 68, 0, stored) == Hit(64)

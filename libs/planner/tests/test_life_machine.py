@@ -1,7 +1,7 @@
-"""The life of a request against a twin that remembers everything in plain variables and looks everything up anew.
+"""State machine of one request against a reference that keeps plain variables and searches again at every poll.
 
-The twin is what the connector did before the planner decided: written down apart, with no stage, no step and nothing
-kept but what happened.
+The reference is the connector's code from before the planner decided: written independently, with no stage and no step,
+only the events so far.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ boundaries = st.sets(st.sampled_from(list(BOUNDARIES)), max_size=5)
 blocks = st.integers(0, 20)
 
 
-class Twin:
-    """One request. `ask` answers tokens, or None to be asked again."""
+class Reference:
+    """One request. `ask` returns tokens, or None to be polled again."""
 
     def __init__(self) -> None:
         self.failed = 0
@@ -59,11 +59,11 @@ class Twin:
         self.gate_since: float | None = None
         self.held: tuple[int, int] | None = None
         self.hopeless: set[tuple[int, int, int]] = set()
-        """Questions for which stores were waited for in vain."""
+        """Searches that timed out waiting for stores."""
         self.asked_at: float | None = None
         self.asked_until: float | None = None
         self.resigned: tuple[int, int, int] | None = None
-        """The question for which answers were not worth waiting any more."""
+        """The search for which further answers were not worth a wait."""
 
     def ask(self, world: World, computed: int, loads_end: bool) -> int | None:
         room = world.room
@@ -87,7 +87,7 @@ class Twin:
         return self.end(world, answer)
 
     def end(self, world: World, answer: int | None) -> int | None:
-        """Who computes holds nothing."""
+        """A request that computes holds no promotion."""
         if answer == 0:
             world.hold = None
         return answer
@@ -114,7 +114,7 @@ class Twin:
             return computed
         for _ in range(8):
             boundary = self.longest(world, computed)
-            if boundary is None or boundary == computed or self.only_primary or boundary in world.near:
+            if boundary is None or boundary == computed or self.only_primary or boundary in world.primary:
                 return boundary
             if self.tier_since is None:
                 self.tier_since = world.now_s
@@ -166,13 +166,13 @@ class Twin:
                 self.stores_since = world.now_s
             if world.now_s - self.stores_since < LOOKUP_S:
                 return None
-            world.counts.append("stores were waited for in vain")
+            world.counts.append("timed out waiting for stores")
             self.hopeless.add(asked)
             return self.longest(world, computed)
         return computed if isinstance(found, Miss) else found.num_tokens
 
     def go_without(self, world: World) -> None:
-        world.counts.append("the slow tier was waited for in vain")
+        world.counts.append("timed out waiting for the secondary tier")
         self.only_primary = True
         self.hopeless.clear()
         self.resigned = None
@@ -187,8 +187,8 @@ def resumes_at(found: Hit | Pending | Miss, computed: int) -> int:
     return computed if isinstance(found, Miss) else found.num_tokens
 
 
-class Life(RuleBasedStateMachine):
-    """Two copies of one world, one for each."""
+class RequestMachine(RuleBasedStateMachine):
+    """Two copies of one world: one for the planner, one for the reference."""
 
     loads_end = True
 
@@ -196,10 +196,10 @@ class Life(RuleBasedStateMachine):
         super().__init__()
         self.world, self.other_world = World(), World()
         self.stage: Stage = NEW
-        self.twin = Twin()
+        self.reference = Reference()
         self.bounds = Bounds(LOOKUP_S, LOAD_S, RoomBounds(GATE_POLLS, GATE_S, self.loads_end), BOUNDARY_TOKENS)
         self.offered: tuple[int, int] | None = None
-        """(boundary, tokens) that the engine may give blocks for now."""
+        """(boundary, tokens) for which the engine may allocate blocks now."""
 
     def change(self, **values: Any) -> None:
         self.offered = None
@@ -207,15 +207,15 @@ class Life(RuleBasedStateMachine):
             for name, value in values.items():
                 setattr(world, name, copy.copy(value))
 
-    @rule(near=boundaries, far=boundaries, arriving=boundaries)
-    def store_and_evict(self, near: set[int], far: set[int], arriving: set[int]) -> None:
-        self.change(near=near, far=far, arriving=arriving, generation=self.world.generation + 1)
+    @rule(primary=boundaries, secondary=boundaries, arriving=boundaries)
+    def store_and_evict(self, primary: set[int], secondary: set[int], arriving: set[int]) -> None:
+        self.change(primary=primary, secondary=secondary, arriving=arriving, generation=self.world.generation + 1)
 
-    @rule(elsewhere=boundaries, asked=boundaries, lookup=st.sampled_from(WAITS))
-    def be_elsewhere(self, elsewhere: set[int], asked: set[int], lookup: LookupWait | None) -> None:
-        """Others ask too, and tiers answer."""
+    @rule(unanswered=boundaries, asked=boundaries, lookup=st.sampled_from(WAITS))
+    def change_lookups(self, unanswered: set[int], asked: set[int], lookup: LookupWait | None) -> None:
+        """Other requests send lookups too, and tiers answer."""
         generation = self.world.generation + 1
-        self.change(elsewhere=elsewhere, asked=asked, lookup=lookup, generation=generation)
+        self.change(unanswered=unanswered, asked=asked, lookup=lookup, generation=generation)
 
     @rule(later_s=st.sampled_from([0.0, 0.5, 9.0, 25.0, 61.0]))
     def pass_time(self, later_s: float) -> None:
@@ -231,7 +231,7 @@ class Life(RuleBasedStateMachine):
 
     @precondition(lambda self: self.world.hold is not None)
     @rule(state=st.sampled_from(HoldState))
-    def follow_the_hold(self, state: HoldState) -> None:
+    def change_the_promotion(self, state: HoldState) -> None:
         generation = self.world.generation + (state is HoldState.LOST)
         self.change(hold=state, generation=generation)
 
@@ -240,7 +240,7 @@ class Life(RuleBasedStateMachine):
     def ask(self, computed: int, times: int) -> None:
         for _ in range(times):
             self.stage, reply = ask(self.stage, self.world, self.bounds, NUM_TOKENS, computed)
-            expected = self.twin.ask(self.other_world, computed, self.loads_end)
+            expected = self.reference.ask(self.other_world, computed, self.loads_end)
             told = {Offer: getattr(reply, "num_tokens", 0), RetryLater: None, Compute: 0}[type(reply)]
             assert told == expected
             self.offered = (computed + told, told) if told else None
@@ -248,12 +248,12 @@ class Life(RuleBasedStateMachine):
 
     @precondition(lambda self: self.offered is not None)
     @rule(is_taken=st.booleans())
-    def give_blocks(self, is_taken: bool) -> None:
+    def allocate_blocks(self, is_taken: bool) -> None:
         assert self.offered is not None
         self.stage = life.allocated(self.stage, self.offered[0] if is_taken else None)
         self.world.hold = self.other_world.hold = None
-        self.twin.hopeless.clear()
-        self.twin.resigned = self.twin.asked_at = self.twin.asked_until = None
+        self.reference.hopeless.clear()
+        self.reference.resigned = self.reference.asked_at = self.reference.asked_until = None
         self.offered = None
 
     @precondition(lambda self: isinstance(self.stage, Loading))
@@ -263,40 +263,40 @@ class Life(RuleBasedStateMachine):
         boundary = self.stage.boundary
         self.stage = life.load_ended(self.stage, failed=failed, is_explained=is_explained)
         if failed:
-            self.twin.failed += 1
-            self.twin.limit = self.twin.limit if is_explained else boundary
-            self.twin.start_over()
+            self.reference.failed += 1
+            self.reference.limit = self.reference.limit if is_explained else boundary
+            self.reference.start_over()
 
     @rule()
     def start_over(self) -> None:
         self.stage, self.offered = life.start_over(self.stage), None
-        self.twin.start_over()
+        self.reference.start_over()
 
     @rule()
-    def take_tokens_back(self) -> None:
+    def drop_tokens(self) -> None:
         self.stage, self.offered = life.forget_search(self.stage), None
-        self.twin.held = None
-        self.twin.hopeless.clear()
-        self.twin.resigned = None
+        self.reference.held = None
+        self.reference.hopeless.clear()
+        self.reference.resigned = None
 
     @invariant()
-    def the_same_was_done_to_both_worlds(self) -> None:
+    def both_worlds_saw_the_same_actions(self) -> None:
         assert self.world == self.other_world
 
     @invariant()
-    def nothing_was_forgotten(self) -> None:
+    def failures_and_mode_agree(self) -> None:
         past = self.stage.past
-        assert (past.failed_loads, past.only_primary) == (self.twin.failed, self.twin.only_primary)
-        assert isinstance(self.stage, GivenUp) is (self.twin.failed >= 3) or isinstance(self.stage, Loading)
+        assert (past.failed_loads, past.only_primary) == (self.reference.failed, self.reference.only_primary)
+        assert isinstance(self.stage, GivenUp) is (self.reference.failed >= 3) or isinstance(self.stage, Loading)
 
 
-class LifeAmongStrangers(Life):
-    """Beside loads of which nobody knows that they end."""
+class RequestMachineWithUnboundedLoads(RequestMachine):
+    """Beside loads of other connectors, which may never end."""
 
     loads_end = False
 
 
-TestLife = Life.TestCase
-TestLife.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)
-TestLifeAmongStrangers = LifeAmongStrangers.TestCase
-TestLifeAmongStrangers.settings = settings(max_examples=examples(50), stateful_step_count=30, deadline=None)
+TestRequest = RequestMachine.TestCase
+TestRequest.settings = settings(max_examples=examples(100), stateful_step_count=30, deadline=None)
+TestRequestWithUnboundedLoads = RequestMachineWithUnboundedLoads.TestCase
+TestRequestWithUnboundedLoads.settings = settings(max_examples=examples(50), stateful_step_count=30, deadline=None)

@@ -1,4 +1,4 @@
-"""What a load need not read from a tier: the transfers that an engine holds itself, and never what it must not."""
+"""Local copies: transfers of a load that the engine can serve from its own blocks, and those it must not."""
 
 import msgspec
 import pytest
@@ -30,17 +30,17 @@ def everything(group_index: int, place: int) -> int | None:
     return 100 * (group_index + 1) + place
 
 
-def test_of_what_the_engine_holds_only_the_state_is_read_from_a_tier() -> None:
+def test_only_the_state_is_read_from_a_tier_when_the_engine_holds_all() -> None:
     found = find_local_copies(SPEC, PLAN, 0, everything)
     assert found == LocalCopies(((100, 101), (102, 103), (202, 203), ()), 16)
 
 
-def test_a_chunk_that_one_group_lacks_is_no_local_one() -> None:
+def test_a_chunk_that_one_group_lacks_is_not_local() -> None:
     found = find_local_copies(SPEC, PLAN, 0, lambda group, place: None if group == 1 else everything(group, place))
     assert found == LocalCopies(((100, 101), (102, 103), (), ()), 8)
 
 
-def test_a_transfer_is_copied_whole_or_not_at_all_and_a_full_group_up_to_its_first_gap() -> None:
+def test_a_transfer_is_copied_whole_and_a_full_group_up_to_its_first_gap() -> None:
     asked = []
 
     def held(group_index: int, place: int) -> int | None:
@@ -51,7 +51,7 @@ def test_a_transfer_is_copied_whole_or_not_at_all_and_a_full_group_up_to_its_fir
     assert asked == [(0, 0), (0, 1), (1, 2), (1, 3)]
 
 
-def test_tokens_that_the_engine_goes_on_from_are_not_counted() -> None:
+def test_tokens_before_the_resume_point_are_not_counted() -> None:
     spec = CacheSpec((FULL,), 16)
     plan = plan_load(spec, 16, 8, [[11, 12, 13, 14]])
     assert find_local_copies(spec, plan, 8, everything) == LocalCopies(((102, 103),), 8)
@@ -73,7 +73,7 @@ def test_some_content_is_never_copied(group: GroupSpec, chunk_tokens: int, tail_
 
 
 def by_definition(spec: CacheSpec, plan: tuple[Transfer, ...], computed: int, has: set[tuple[int, int]]) -> LocalCopies:
-    """Block by block: the table's ids say which place each has."""
+    """Reference, block by block: the ids of the table give the place of each."""
     found = []
     for number, transfer in enumerate(plan):
         group = spec.groups[transfer.group_index]
@@ -103,7 +103,7 @@ def by_definition(spec: CacheSpec, plan: tuple[Transfer, ...], computed: int, ha
 
 
 @given(any_caches, st.data())
-def test_what_is_found_is_what_the_definition_says(spec: CacheSpec, data: st.DataObject) -> None:
+def test_local_copies_equal_the_definition(spec: CacheSpec, data: st.DataObject) -> None:
     boundary = data.draw(st.sampled_from(boundaries(spec)))
     unit = spec.chunk_tokens
     computed = data.draw(computed_tokens(spec, boundary - 1)) // unit * unit
@@ -125,7 +125,7 @@ def test_what_is_found_is_what_the_definition_says(spec: CacheSpec, data: st.Dat
     assert has_local_copies(spec, runs, held) or not any(found.block_ids)
 
 
-def test_where_the_engine_holds_nothing_few_blocks_are_asked_for() -> None:
+def test_few_blocks_are_checked_where_the_engine_holds_nothing() -> None:
     asked = []
     runs = plan_load_runs(SPEC, 16, 0, [[11, 12, 13, 14], [0, 0, 23, 24], [0, 32]])
     assert not has_local_copies(SPEC, runs, lambda group, place: asked.append((group, place)))

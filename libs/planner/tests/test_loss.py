@@ -1,4 +1,4 @@
-"""What a scarce state or window costs is measured as the definition says."""
+"""The measured loss by a scarce state or window equals its definition."""
 
 import pytest
 from hypothesis import given
@@ -43,7 +43,7 @@ def holds(spec: CacheSpec, group: int, boundary: int, computed: int, store: Stor
 
 
 @given(any_caches, st.data())
-def test_a_loss_is_what_the_definition_says(spec: CacheSpec, data: st.DataObject) -> None:
+def test_a_loss_equals_its_definition(spec: CacheSpec, data: st.DataObject) -> None:
     store = data.draw(stores(spec))
     num_tokens = data.draw(st.integers(0, CHUNKS * spec.chunk_tokens))
     computed = data.draw(computed_tokens(spec, num_tokens - 1))
@@ -66,13 +66,13 @@ def test_a_loss_is_what_the_definition_says(spec: CacheSpec, data: st.DataObject
     assert measure_loss(spec, num_tokens, computed, resumed, answering(store), Ranges(spec, store)) == loss
 
 
-def test_a_state_that_is_missing_loses_what_the_full_group_holds() -> None:
+def test_a_missing_state_loses_the_tokens_that_the_full_group_holds() -> None:
     store = stored((FULL, 64), (FULL, 128), (FULL, 192), (RECURRENT, 64))
     loss = measure_loss(QWEN3_NEXT, 300, 0, 64, answering(store))
     assert (loss.full_tokens, loss.lost_tokens, loss.limiting_group) == (192, 128, RECURRENT)
 
 
-def test_a_boundary_that_the_full_group_has_no_tail_for_does_not_hide_a_loss() -> None:
+def test_a_boundary_without_a_tail_of_the_full_group_does_not_hide_a_loss() -> None:
     spec = CacheSpec(QWEN3_NEXT.groups, 64, tail_tokens=16)
     store = stored((FULL, 64), (FULL, 96), (RECURRENT, 64), (RECURRENT, 80))
     assert longest_hit(spec, 128, 0, answering(store)) == Hit(64)
@@ -80,30 +80,30 @@ def test_a_boundary_that_the_full_group_has_no_tail_for_does_not_hide_a_loss() -
     assert (loss.full_tokens, loss.lost_tokens, loss.limiting_group) == (96, 32, RECURRENT)
 
 
-def test_where_the_full_prefix_ends_nothing_is_lost() -> None:
+def test_nothing_is_lost_where_the_full_prefix_ends() -> None:
     store = stored((FULL, 64), (RECURRENT, 64))
     loss = measure_loss(QWEN3_NEXT, 300, 0, 64, answering(store))
     assert (loss.full_tokens, loss.lost_tokens, loss.limiting_group) == (64, 0, None)
 
 
-def test_what_the_engine_holds_is_not_lost() -> None:
+def test_tokens_that_the_engine_holds_are_not_lost() -> None:
     store = stored((FULL, 192))
     assert measure_loss(QWEN3_NEXT, 300, 128, 128, answering(store)).lost_tokens == 64
 
 
-def test_a_complete_hit_asks_for_nothing() -> None:
+def test_a_complete_hit_looks_up_nothing() -> None:
     def ask(group: int, end: int) -> LookupResult:
         pytest.fail(f"asked for {group}, {end}")
 
     assert measure_loss(QWEN3_NEXT, 300, 0, 256, ask).lost_tokens == 0
 
 
-def test_without_a_full_group_nothing_is_lost() -> None:
+def test_nothing_is_lost_without_a_full_group() -> None:
     spec = CacheSpec((GroupSpec(kind=GroupKind.RECURRENT, block_tokens=64),), 64)
     assert measure_loss(spec, 300, 0, 0, answering({})).lost_tokens == 0
 
 
 @pytest.mark.parametrize(("computed", "resumed"), [(-1, 0), (64, 0), (0, 301)])
-def test_a_request_is_resumed_between_what_is_computed_and_its_end(computed: int, resumed: int) -> None:
+def test_resumed_tokens_outside_of_the_request_are_refused(computed: int, resumed: int) -> None:
     with pytest.raises(ValueError, match="resumed_tokens"):
         measure_loss(QWEN3_NEXT, 300, computed, resumed, answering({}))

@@ -1,4 +1,4 @@
-"""What a miss is blamed on, and what counts as one."""
+"""Misses: the group that limits them, and the answers that count as one."""
 
 from unittest import mock
 
@@ -29,9 +29,7 @@ DOUBTFUL = [False, None, 0, "miss", "hit", True, 1]
 
 @pytest.mark.parametrize("num_stored", [1, 20, 84, 90, 100])
 @pytest.mark.parametrize("scarce", [STATE, WINDOW])
-def test_a_miss_for_want_of_the_full_prefix_is_blamed_on_it_however_far_the_others_reach(
-    scarce: GroupSpec, num_stored: int
-) -> None:
+def test_a_miss_names_the_full_group_however_far_the_others_reach(scarce: GroupSpec, num_stored: int) -> None:
     spec = CacheSpec((scarce, FULL), 64)
 
     def lookup(group: int, end: int) -> LookupResult:
@@ -43,7 +41,7 @@ def test_a_miss_for_want_of_the_full_prefix_is_blamed_on_it_however_far_the_othe
 
 
 @given(any_caches, st.data())
-def test_the_group_that_is_blamed_lacks_what_the_first_boundary_needs(spec: CacheSpec, data: st.DataObject) -> None:
+def test_the_limiting_group_lacks_a_chunk_of_the_first_boundary(spec: CacheSpec, data: st.DataObject) -> None:
     store = data.draw(stores(spec))
     num_tokens = CHUNKS * spec.chunk_tokens
     computed = data.draw(computed_tokens(spec, num_tokens - 1))
@@ -60,15 +58,13 @@ def test_the_group_that_is_blamed_lacks_what_the_first_boundary_needs(spec: Cach
 @pytest.mark.parametrize("doubtful", DOUBTFUL)
 @pytest.mark.parametrize("groups", [(FULL,), (STATE,), (WINDOW,), (STATE, WINDOW, FULL)])
 @pytest.mark.parametrize("tail_tokens", [None, 32])
-def test_an_answer_that_is_none_of_the_three_is_a_miss(
-    groups: tuple[GroupSpec, ...], tail_tokens: int | None, doubtful: object
-) -> None:
+def test_an_invalid_answer_is_a_miss(groups: tuple[GroupSpec, ...], tail_tokens: int | None, doubtful: object) -> None:
     spec = CacheSpec(groups, 64, tail_tokens)
     assert isinstance(longest_hit(spec, 50 * 64 + 1, 0, lambda group, end: doubtful), Miss)
 
 
 @given(any_caches, st.data())
-def test_a_doubtful_answer_is_treated_like_a_miss_wherever_it_comes(spec: CacheSpec, data: st.DataObject) -> None:
+def test_an_invalid_answer_equals_a_miss_at_any_place(spec: CacheSpec, data: st.DataObject) -> None:
     store = data.draw(stores(spec))
     doubtful = data.draw(st.sampled_from(DOUBTFUL))
     num_tokens = CHUNKS * spec.chunk_tokens

@@ -34,7 +34,7 @@ def test_a_block_that_the_chunk_does_not_divide_stays_whole() -> None:
     assert HybridOffloadPlanner(16, (16, 1056), 16384).requires_partial_group_offload_any is False
 
 
-def test_chunks_are_counted_from_the_first_in_which_every_group_has_a_whole_unit() -> None:
+def test_chunks_are_counted_from_the_first_with_a_whole_unit_of_every_group() -> None:
     assert WHOLE.group_covered_tokens_for_chunk_count(0) == (0, 0, 0)
     assert WHOLE.group_covered_tokens_for_chunk_count(1) == (65536, 50000, 65472)
     assert WHOLE.chunk_prefix_tokens(1) == WHOLE.chunk_prefix_tokens(2) == 50000
@@ -46,22 +46,22 @@ def test_a_unit_that_is_not_whole_hash_blocks_has_no_factor() -> None:
     assert planner.chunk_prefix_tokens(1) == 15840
 
 
-def test_a_prefix_is_what_every_group_covers_in_whole_hash_blocks() -> None:
+def test_a_prefix_is_covered_by_every_group_in_whole_hash_blocks() -> None:
     assert PLANNER.group_covered_tokens_for_chunk_count(1) == (16384, 16384, 16384, 15840)
     assert [PLANNER.chunk_prefix_tokens(n) for n in (0, 1, 2, 4)] == [0, 15840, 32736, 65472]
 
 
-def test_counts_of_chunks_invert_their_prefixes() -> None:
+def test_chunk_counts_invert_their_prefixes() -> None:
     counts = {0: 0, 15839: 0, 15840: 1, 32735: 1, 32736: 2}
     assert {tokens: PLANNER.chunk_count_for_tokens(tokens) for tokens in counts} == counts
 
 
-def test_what_is_storable_is_cut_to_whole_units_of_every_group() -> None:
+def test_a_storable_prefix_is_whole_units_of_every_group() -> None:
     prefixes = {0: 0, 1: 0, 10_000: 0, 16_384: 15_840, 20_000: 16_384, 33_000: 32_736}
     assert {tokens: PLANNER.storable_prefix_tokens(tokens) for tokens in prefixes} == prefixes
 
 
-def test_what_is_loadable_is_as_long_as_the_shortest_group() -> None:
+def test_a_loadable_prefix_is_as_long_as_the_shortest_group() -> None:
     assert PLANNER.loadable_prefix_tokens((16384, 16384, 16384, 15840)) == 15840
     assert PLANNER.loadable_prefix_tokens((16384, 0, 16384, 15840)) == 0
 
@@ -111,16 +111,16 @@ def test_a_planner_is_a_frozen_value() -> None:
 STATES = HybridOffloadPlanner(16, (65536, 65536, 1056), 65536, unsplittable=(1, 0))
 
 
-def test_a_block_that_cannot_be_split_is_its_unit_and_all_others_follow_the_chunk() -> None:
+def test_an_unsplittable_block_is_its_own_unit_and_the_others_follow_the_chunk() -> None:
     assert STATES.offload_unit_sizes == (65536, 65536, 32)
     assert STATES.requires_partial_group_offload == (False, False, True)
     assert STATES.unsplittable == (0, 1)
-    assert PLANNER.offload_unit_sizes[0] == 16384  # nobody said that it is a state
+    assert PLANNER.offload_unit_sizes[0] == 16384  # not marked as a state
     small = STATES.with_chunk(16384)
     assert small.offload_unit_sizes == (65536, 65536, 32) and small.first_hashable_chunk_idx == 3
 
 
-def test_boundaries_are_multiples_of_every_block_that_cannot_be_split() -> None:
+def test_boundaries_are_multiples_of_every_unsplittable_block() -> None:
     assert STATES.boundary_unit == 65536
     assert [STATES.chunk_prefix_tokens(n) for n in (0, 1, 2)] == [0, 65536, 131072]
     assert STATES.storable_prefix_tokens(131071) == 65536
@@ -130,15 +130,13 @@ def test_boundaries_are_multiples_of_every_block_that_cannot_be_split() -> None:
 
 
 @pytest.mark.parametrize("unsplittable", [(2,), (-1,), (0, 5)])
-def test_a_group_that_is_not_there_cannot_be_unsplittable(unsplittable: tuple[int, ...]) -> None:
+def test_a_missing_group_cannot_be_unsplittable(unsplittable: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="unsplittable must name some of 2 groups"):
         HybridOffloadPlanner(16, (64, 64), 64, unsplittable)
 
 
 @given(caches(cuts=True), st.integers(1, 60), st.sampled_from([1, 2, 4]), st.integers(0, 300))
-def test_a_planner_of_groups_is_right_about_their_cache(
-    spec: CacheSpec, chunk: int, hash_block: int, tokens: int
-) -> None:
+def test_a_planner_of_groups_agrees_with_their_cache(spec: CacheSpec, chunk: int, hash_block: int, tokens: int) -> None:
     planner = HybridOffloadPlanner.of_groups(spec.groups, hash_block, chunk)
     is_gainless = Problem.NO_GAIN in {finding.problem for finding in diagnose(planner, 1 << 20)}
     try:
@@ -157,7 +155,7 @@ def test_a_planner_of_groups_is_right_about_their_cache(
 
 
 @given(planners(), st.integers(0, 2000))
-def test_a_count_is_the_most_chunks_whose_prefix_fits(planner: HybridOffloadPlanner, tokens: int) -> None:
+def test_a_count_is_the_most_chunks_with_a_prefix_that_fits(planner: HybridOffloadPlanner, tokens: int) -> None:
     count = 0
     while planner.chunk_prefix_tokens(count + 1) <= tokens:
         count += 1
@@ -165,7 +163,7 @@ def test_a_count_is_the_most_chunks_whose_prefix_fits(planner: HybridOffloadPlan
 
 
 @given(planners(), st.integers(0, 60))
-def test_a_prefix_comes_back_from_the_count_of_its_chunks(planner: HybridOffloadPlanner, count: int) -> None:
+def test_a_prefix_follows_from_its_chunk_count(planner: HybridOffloadPlanner, count: int) -> None:
     prefix = planner.chunk_prefix_tokens(count)
     assert planner.chunk_count_for_tokens(prefix) >= count
     assert planner.chunk_prefix_tokens(planner.chunk_count_for_tokens(prefix)) == prefix
@@ -174,7 +172,7 @@ def test_a_prefix_comes_back_from_the_count_of_its_chunks(planner: HybridOffload
 
 
 @given(planners(), st.integers(0, 2000))
-def test_what_is_storable_is_loadable_and_never_more_than_was_computed(
+def test_a_storable_prefix_is_loadable_and_never_longer_than_computed(
     planner: HybridOffloadPlanner, tokens: int
 ) -> None:
     storable = planner.storable_prefix_tokens(tokens)

@@ -1,4 +1,4 @@
-"""The twin is the optimum: against every subset of small cases. And what guesses reach beside it."""
+"""The reference is optimal: compared with every subset in small cases; and the guesses are compared with it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_no_subset_of_stops_loses_less(case: tuple[Partings, int], max_stops: in
     assert lost_tokens(partings, base, stops) + price * len(stops) == least
 
 
-def test_a_stop_between_its_partings_would_lose_more() -> None:
+def test_a_stop_between_two_divergences_would_lose_more() -> None:
     partings = [(10, 1.0), (20, 5.0)]
     assert optimal_stops(partings, 0, 1) == (20,)
     assert lost_tokens(partings, 0, (20,)) < lost_tokens(partings, 0, (15,)) < lost_tokens(partings, 0, (10,))

@@ -1,4 +1,4 @@
-"""In path order everything comes behind what it needs, and what was copied or kept so far can be resumed."""
+"""Path order: every chunk comes after those it needs, so any leading part of it can be resumed."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,18 +41,18 @@ def resumable(spec: CacheSpec, parts: set[tuple[int, int]]) -> int:
 
 
 @given(st.one_of(caches(), caches(cuts=True)), st.data())
-def test_the_beginning_of_the_order_can_be_resumed_as_far_as_it_goes(spec: CacheSpec, data: st.DataObject) -> None:
-    """Read backwards, this is eviction: whatever number of chunks goes, what is left is not in vain."""
+def test_a_leading_part_of_the_order_can_be_resumed_to_its_end(spec: CacheSpec, data: st.DataObject) -> None:
+    """Read in reverse, this is eviction: whatever number of chunks goes, the rest is usable."""
     order = path_order(spec, whole_path(spec))
     kept = order[: data.draw(st.integers(0, len(order)))]
     missing = order[len(kept) :]
     whole_until = missing[0][1] - spec.chunk_tokens if missing else CHUNKS * spec.chunk_tokens
-    # Where CHUNKED groups need nothing, there may be more.
+    # Where CHUNKED groups need nothing, more may be resumable.
     assert resumable(spec, set(kept)) >= whole_until
 
 
-def test_the_order_of_eviction_of_before_left_nothing_to_resume() -> None:
-    """The negative control: states and windows of a whole path first, as it was once, and half of it gone."""
+def test_evicting_states_and_windows_first_leaves_nothing_to_resume() -> None:
+    """Negative control: states and windows of a whole path go first, until half of it is gone."""
     path = whole_path(HYBRID)
     by_kind = sorted(path, key=lambda part: (HYBRID.groups[part[0]].kind is GroupKind.FULL, -part[1]))
     num_gone = len(path) // 2

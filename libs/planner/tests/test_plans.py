@@ -36,7 +36,7 @@ def everything(group_index: int, ends: Sequence[int]) -> Sequence[int]:
 
 
 def table(spec: CacheSpec, group_index: int, boundary: int, computed: int) -> list[int]:
-    """The block table that an engine hands over for a load: null where nothing is read."""
+    """Block table that an engine passes for a load: null where nothing is read."""
     group = spec.groups[group_index]
     spans = coverage(spec, group_index, boundary)
     first = spans[0].start // group.block_tokens if spans else boundary // group.block_tokens
@@ -46,7 +46,7 @@ def table(spec: CacheSpec, group_index: int, boundary: int, computed: int) -> li
     ]
 
 
-def test_a_load_writes_what_each_kind_needs_and_no_more() -> None:
+def test_a_load_writes_the_blocks_that_each_kind_needs_and_no_more() -> None:
     tables = [[11, 12, 13, 14], [0, 0, 23, 24], [0, 32]]
     assert plan_load(SPEC, 16, 0, tables) == (
         Transfer(0, 8, 0, (11, 12)),
@@ -56,7 +56,7 @@ def test_a_load_writes_what_each_kind_needs_and_no_more() -> None:
     )
 
 
-def test_whole_chunks_in_a_row_are_one_run_and_its_ends_are_runs_of_their_own() -> None:
+def test_adjacent_whole_chunks_are_one_run_and_the_ends_are_separate_runs() -> None:
     blocks = list(range(1, 13))
     spec = CacheSpec((FULL, msgspec.structs.replace(WINDOW, window_tokens=13)), 8)
     assert plan_load_runs(spec, 40, 0, [blocks[:10], [0] * 7 + blocks[7:10]]) == (
@@ -73,7 +73,7 @@ def test_whole_chunks_in_a_row_are_one_run_and_its_ends_are_runs_of_their_own() 
     assert plan_load_runs(tails, 4, 0, [[1]]) == (TransferRun(0, 4, 1, 0, (1,)),)
 
 
-def test_a_load_leaves_alone_what_the_engine_holds() -> None:
+def test_a_load_skips_the_blocks_that_the_engine_holds() -> None:
     tables = [[11, 12, 13, 14], [0, 0, 23, 24], [0, 32]]
     assert plan_load(SPEC, 16, 8, tables) == (
         Transfer(0, 16, 0, (13, 14)),
@@ -100,12 +100,12 @@ def test_a_load_that_would_leave_a_block_unwritten_is_refused() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [-8, 12, 15])
-def test_a_load_to_what_is_no_boundary_is_refused_by_name(num_tokens: int) -> None:
+def test_a_load_to_a_token_that_is_no_boundary_is_refused_by_name(num_tokens: int) -> None:
     with pytest.raises(PlanError, match="num_tokens must be a multiple of 8 tokens"):
         plan_load(SPEC, num_tokens, 0, [[11, 12, 13, 14], [21, 22, 23, 24], [31, 32]])
 
 
-def test_a_load_from_less_than_nothing_is_refused_by_name() -> None:
+def test_a_load_from_negative_tokens_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match="computed_tokens must not be negative, got -8"):
         plan_load(SPEC, 16, -8, [[11, 12, 13, 14], [0, 0, 23, 24], [0, 32]])
 
@@ -120,13 +120,13 @@ def test_a_group_without_a_table_is_refused_by_name() -> None:
         plan_store(tails, 0, 4, [], [State(2, 31, 4)], everything)
 
 
-def test_a_store_of_nothing_but_states_needs_no_table() -> None:
+def test_a_store_of_states_alone_needs_no_table() -> None:
     assert plan_store(SPEC, 8, 8, [], [State(2, 31, 8)], everything).transfers(SPEC.chunk_tokens) == (
         Transfer(2, 8, 0, (31,)),
     )
 
 
-def test_a_store_takes_whole_chunks_of_attention_and_only_states_handed_over() -> None:
+def test_a_store_takes_whole_attention_chunks_and_the_given_states() -> None:
     tables = [[11, 12, 13, 14, 15], [21, 22, 23, 24, 25], [31, 32, 33]]
     plan = plan_store(SPEC, 0, 19, tables, [State(2, 32, 16)], everything)
     assert plan.transfers(SPEC.chunk_tokens) == (
@@ -138,7 +138,7 @@ def test_a_store_takes_whole_chunks_of_attention_and_only_states_handed_over() -
     )
 
 
-def test_a_chunk_whose_blocks_are_gone_is_left_out() -> None:
+def test_a_chunk_with_freed_blocks_is_left_out() -> None:
     plan = plan_store(SPEC, 0, 16, [[11, 12, 13, 14], [0, 22, 23, 24], [0, 0]], [], everything)
     assert [t for t in plan.transfers(SPEC.chunk_tokens) if t.group_index == 1] == [Transfer(1, 16, 0, (23, 24))]
 
@@ -161,7 +161,7 @@ def test_a_state_off_the_chunk_grid_is_counted_and_left_out() -> None:
         ("group_index", State(-2, 31, 8)),
     ],
 )
-def test_what_is_no_state_of_a_recurrent_group_is_refused_by_name(field: str, state: State) -> None:
+def test_an_invalid_state_is_refused_by_name(field: str, state: State) -> None:
     spec = CacheSpec((FULL, WINDOW, RECURRENT, GroupSpec(GroupKind.SCRATCH, 4)), 8)
     with pytest.raises(PlanError, match=rf"^states\[1\]\.{field} must be"):
         plan_store(spec, 8, 8, [[], [], [], []], [State(2, 31, 8), state], everything)
@@ -173,12 +173,12 @@ def test_a_store_from_inside_a_chunk_is_refused_by_name(first_token: int) -> Non
         plan_store(SPEC, first_token, 32, [[1] * 8, [1] * 8, [1] * 4], [], everything)
 
 
-def test_a_store_of_less_than_nothing_is_refused_by_name() -> None:
+def test_a_store_of_negative_tokens_is_refused_by_name() -> None:
     with pytest.raises(PlanError, match="num_tokens must not be negative, got -1"):
         plan_store(SPEC, 0, -1, [[], [], []], [], everything)
 
 
-def test_a_state_whose_content_is_not_final_is_left_out() -> None:
+def test_a_state_with_content_that_is_not_final_is_left_out() -> None:
     early = State(2, 31, 16)
     assert plan_store(SPEC, 8, 15, [[], [], []], [early], everything) == StorePlan(())
     assert plan_store(SPEC, 16, 16, [[], [], []], [early], everything).transfers(SPEC.chunk_tokens) == (
@@ -187,7 +187,7 @@ def test_a_state_whose_content_is_not_final_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("end_token", [8, 12])
-def test_a_state_waits_for_the_tokens_that_it_depends_on(end_token: int) -> None:
+def test_a_state_is_stored_once_its_lookahead_tokens_are_known(end_token: int) -> None:
     spec = CacheSpec((GroupSpec(GroupKind.RECURRENT, 8, lookahead_tokens=4),), 8, tail_tokens=4)
     state = State(0, 31, end_token)
     assert plan_store(spec, 0, end_token + 3, [[]], [state], everything) == StorePlan(())
@@ -196,7 +196,7 @@ def test_a_state_waits_for_the_tokens_that_it_depends_on(end_token: int) -> None
     )
 
 
-def test_a_tail_waits_for_the_tokens_that_its_state_depends_on() -> None:
+def test_a_tail_is_stored_once_the_lookahead_tokens_of_its_state_are_known() -> None:
     spec = CacheSpec((GroupSpec(GroupKind.RECURRENT, 8, lookahead_tokens=4),), 8, tail_tokens=4)
     state = State(0, 31, 12)
     assert plan_tail(spec, 12, 15, [[]], [state], everything) == StorePlan((), incomplete_tails=1)
@@ -205,13 +205,13 @@ def test_a_tail_waits_for_the_tokens_that_its_state_depends_on() -> None:
     )
 
 
-def test_what_is_stored_already_is_left_out() -> None:
+def test_chunks_that_are_stored_already_are_left_out() -> None:
     tables = [[11, 12], [21, 22], [31]]
     plan = plan_store(SPEC, 0, 8, tables, [State(2, 31, 8)], lambda group, ends: ends if group == 1 else ())
     assert plan.transfers(SPEC.chunk_tokens) == (Transfer(1, 8, 0, (21, 22)),)
 
 
-def test_a_drafter_chunk_waits_for_the_tokens_that_it_depends_on() -> None:
+def test_a_drafter_chunk_is_stored_once_its_lookahead_tokens_are_known() -> None:
     spec = CacheSpec((GroupSpec(kind=GroupKind.FULL, block_tokens=4, lookahead_tokens=4),), 8)
     assert plan_store(spec, 0, 11, [[1, 2, 3]], [], everything).transfers(spec.chunk_tokens) == ()
     assert plan_store(spec, 0, 12, [[1, 2, 3]], [], everything).transfers(spec.chunk_tokens) == (
@@ -220,15 +220,13 @@ def test_a_drafter_chunk_waits_for_the_tokens_that_it_depends_on() -> None:
 
 
 @given(any_caches, st.data())
-def test_the_chunks_that_can_be_stored_are_those_of_which_every_block_is_there(
-    spec: CacheSpec, data: st.DataObject
-) -> None:
+def test_storable_chunks_are_those_with_every_block_present(spec: CacheSpec, data: st.DataObject) -> None:
     groups = [index for index in spec.stored_groups if spec.groups[index].kind is not GroupKind.RECURRENT]
     group_index = data.draw(st.sampled_from(groups or [0]))
     chunk, size = spec.chunk_tokens, spec.groups[group_index].block_tokens
     first, last = data.draw(st.integers(0, CHUNKS)) * chunk, data.draw(st.integers(0, CHUNKS * chunk))
     num_blocks = data.draw(st.integers(0, -(-CHUNKS * chunk // size)))
-    # As an engine leaves it, null at the beginning; or anything.
+    # As an engine leaves it, null at the beginning; or any holes.
     num_null = data.draw(st.integers(0, num_blocks))
     holes = data.draw(st.sets(st.integers(0, num_blocks), max_size=2))
     blocks = [0 if place < num_null or place in holes else 1 + place for place in range(num_blocks)]
@@ -241,15 +239,13 @@ def test_the_chunks_that_can_be_stored_are_those_of_which_every_block_is_there(
     assert list(storable_ends(spec, group_index, first, last, tables)) == expected
 
 
-def test_chunks_behind_a_window_that_moved_on_are_a_range() -> None:
+def test_chunks_after_the_start_of_a_moved_window_are_a_range() -> None:
     tables = [[], [0, 0, 0, 0, 25, 26, 27, 28], []]
     assert storable_ends(SPEC, 1, 0, 32, tables) == range(24, 33, 8)
 
 
 @given(caches(), st.data())
-def test_every_token_that_a_boundary_needs_is_loaded_from_where_it_was_stored(
-    spec: CacheSpec, data: st.DataObject
-) -> None:
+def test_every_token_that_a_boundary_needs_is_loaded_from_its_chunk(spec: CacheSpec, data: st.DataObject) -> None:
     boundary = data.draw(st.integers(1, CHUNKS)) * spec.chunk_tokens
     computed = data.draw(st.integers(0, boundary // spec.chunk_tokens - 1)) * spec.chunk_tokens
     tables = [table(spec, i, boundary, computed) for i in range(len(spec.groups))]
@@ -270,9 +266,7 @@ def test_every_token_that_a_boundary_needs_is_loaded_from_where_it_was_stored(
 
 
 @given(any_caches, st.data())
-def test_a_store_is_of_each_chunk_that_is_wanted_and_of_the_blocks_that_it_lies_in(
-    spec: CacheSpec, data: st.DataObject
-) -> None:
+def test_a_store_moves_the_blocks_of_each_wanted_chunk(spec: CacheSpec, data: st.DataObject) -> None:
     total = CHUNKS * spec.chunk_tokens
     tables = [[1 + i for i in range(-(-total // group.block_tokens))] for group in spec.groups]
     ends = range(spec.chunk_tokens, total + 1, spec.chunk_tokens)
@@ -292,7 +286,7 @@ def test_a_store_is_of_each_chunk_that_is_wanted_and_of_the_blocks_that_it_lies_
             expected.append(Transfer(index, end, 0, tuple(tables[index][stored.start : stored.stop])))
     assert plan.transfers(spec.chunk_tokens) == tuple(expected)
     if not unwanted:
-        # Nothing stands for a chunk where all of them are alike.
+        # Chunks with the same layout need one run, not one transfer each.
         alike = [index for index in spec.stored_groups if spec.alike_parts[index] is not None]
         assert all(sum(run.group_index == index for run in plan.runs) <= 1 for index in alike)
 

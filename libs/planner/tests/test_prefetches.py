@@ -1,4 +1,4 @@
-"""What is brought near ahead of time is what the deepest resume reads, and nothing else."""
+"""A prefetch plans the parts that the deepest resume point reads, and nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def plan(spec: CacheSpec, num_tokens: int, store: Store) -> Prefetch:
 
 
 def read_at(spec: CacheSpec, boundary: int) -> set[tuple[int, int]]:
-    """The twin: the chunk, or the tail, of every token that a resume reads, each block whole."""
+    """Reference: the chunk, or the tail, of every token that a resume reads, each block whole."""
     return {
         (group, min((token // spec.chunk_tokens + 1) * spec.chunk_tokens, boundary))
         for group in spec.stored_groups
@@ -26,7 +26,7 @@ def read_at(spec: CacheSpec, boundary: int) -> set[tuple[int, int]]:
 
 
 @given(st.data())
-def test_what_the_deepest_boundary_reads_is_planned_and_nothing_else(data: st.DataObject) -> None:
+def test_a_prefetch_plans_exactly_the_parts_that_the_deepest_boundary_reads(data: st.DataObject) -> None:
     spec = data.draw(any_caches)
     store = data.draw(stores(spec))
     num_tokens = data.draw(st.integers(0, (CHUNKS + 1) * spec.chunk_tokens))
@@ -43,7 +43,7 @@ def test_what_the_deepest_boundary_reads_is_planned_and_nothing_else(data: st.Da
 
 
 @given(st.data())
-def test_each_part_comes_behind_the_full_prefix_that_it_is_of_use_with(data: st.DataObject) -> None:
+def test_each_part_comes_after_the_full_prefix_that_it_needs(data: st.DataObject) -> None:
     spec = data.draw(any_caches)
     planned = plan(spec, (CHUNKS + 1) * spec.chunk_tokens, data.draw(stores(spec)))
     ends = [end for _, end in planned.parts]
@@ -54,7 +54,7 @@ def test_each_part_comes_behind_the_full_prefix_that_it_is_of_use_with(data: st.
             assert not any(other == end and spec.groups[index].kind is GroupKind.FULL for index, other in behind)
 
 
-def test_of_states_and_windows_only_the_last_ones_are_brought() -> None:
+def test_only_the_last_states_and_windows_are_planned() -> None:
     states = plan(QWEN3_NEXT, 4 * 64 + 1, everything(QWEN3_NEXT, 4)).parts
     assert [end for group, end in states if group != 3] == [256] * 3
     assert [end for group, end in states if group == 3] == [64, 128, 192, 256]
@@ -63,7 +63,7 @@ def test_of_states_and_windows_only_the_last_ones_are_brought() -> None:
     assert [end for group, end in windows if group == 0] == [end for end in range(64, 513, 64) if end > first]
 
 
-def test_what_lies_behind_the_deepest_state_is_left_where_it_is() -> None:
+def test_chunks_after_the_deepest_state_are_not_planned() -> None:
     store = everything(QWEN3_NEXT, 4)
     for group in range(3):
         store[group, 256] = LookupResult.MISS
@@ -72,6 +72,6 @@ def test_what_lies_behind_the_deepest_state_is_left_where_it_is() -> None:
     assert max(end for _, end in planned.parts) == 192
 
 
-def test_without_any_state_there_is_nothing_to_bring() -> None:
+def test_nothing_is_planned_without_any_state() -> None:
     store = {part: answer for part, answer in everything(QWEN3_NEXT, 4).items() if part[0] == 3}
     assert plan(QWEN3_NEXT, 4 * 64 + 1, store) == Prefetch(0, (), False)

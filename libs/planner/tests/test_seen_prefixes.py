@@ -1,4 +1,4 @@
-"""What the table of prefixes tells: how far a prompt went on, where others parted, what is old. And its bound."""
+"""Table of seen prefixes: how far a prompt went on, where other requests diverged, what is old; and its bound."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def market(bytes_ever: float = 0.0, capacity_bytes: int = 1_000) -> Market:
 
 
 def prompt_of(text: str, resumed: int = 0, held: int = 0) -> Prompt:
-    """A prompt of one token more than its boundaries: all of them are its own."""
+    """A prompt of one token more than its boundaries: it can resume at all of them."""
     return Prompt(len(text) * B + 1, resumed * B, held * B)
 
 
@@ -36,33 +36,33 @@ def visit(
     return prompt
 
 
-def test_the_first_that_parts_tells_how_far_before_the_end() -> None:
+def test_the_first_divergence_tells_its_distance_from_the_end() -> None:
     seen = SeenPrefixes(100)
     visit(seen, "abcdefgh")
     assert visit(seen, "abcxyz", held=3).parted_tokens == 5 * B
 
 
-def test_who_resumes_where_others_parted_is_not_the_first() -> None:
+def test_a_request_that_resumes_at_a_known_divergence_is_not_the_first() -> None:
     seen = SeenPrefixes(100)
     visit(seen, "abcdefgh")
     visit(seen, "abcxyz", held=3)
     assert visit(seen, "abcuvw", resumed=3, held=3).parted_tokens == 0
 
 
-def test_a_guess_that_served_counts_as_a_parting_once() -> None:
+def test_a_useful_guess_counts_as_one_divergence() -> None:
     seen = SeenPrefixes(100)
     visit(seen, "abcdefgh", guess=3)
     assert visit(seen, "abcxyz", resumed=3, held=3).parted_tokens == 5 * B
     assert visit(seen, "abcuvw", resumed=3, held=3).parted_tokens == 0
 
 
-def test_a_chats_next_turn_parts_from_nothing() -> None:
+def test_the_next_turn_of_a_chat_is_no_divergence() -> None:
     seen = SeenPrefixes(100)
     visit(seen, "abc")
     assert visit(seen, "abcdef", resumed=3, held=3).parted_tokens == 0
 
 
-def test_where_requests_parted_is_told_to_those_that_compute_it_again() -> None:
+def test_a_divergence_is_a_branch_of_requests_that_compute_it_again() -> None:
     seen = SeenPrefixes(100)
     visit(seen, "abcdefgh")
     visit(seen, "abcxyz", held=3)
@@ -70,24 +70,26 @@ def test_where_requests_parted_is_told_to_those_that_compute_it_again() -> None:
     assert visit(seen, "abcdefgh", resumed=3, held=3).branches == ()
 
 
-def test_who_starts_over_does_not_part_from_itself() -> None:
-    """Whether it finds what it has stored itself, with a state of its own guess or without."""
+def test_a_restarted_request_does_not_diverge_from_itself() -> None:
+    """Whether it finds chunks that it stored itself, with a state of its own guess or without."""
     for resumed, held in ((0, 4), (3, 3), (3, 4)):
         seen = SeenPrefixes(100)
         visit(seen, "abcdefgh", guess=3)
         assert visit(seen, "abcdefgh", resumed, held, again=True).parted_tokens == 0
         assert seen.look(B, keys_of("abcdefgh"), prompt_of("abcdefgh"), market()).branches == ()
-        assert visit(seen, "abcxyz", resumed=3, held=3).parted_tokens == 5 * B, "its guess has served nobody yet"
+        assert visit(seen, "abcxyz", resumed=3, held=3).parted_tokens == 5 * B, (
+            "its guess has served no other request yet"
+        )
 
 
-def test_where_a_request_parted_from_others_is_told_it_when_it_starts_over() -> None:
+def test_a_restarted_request_gets_the_branch_at_its_own_divergence() -> None:
     seen = SeenPrefixes(100)
     visit(seen, "abcdefgh")
     visit(seen, "abcxyz", held=3)
     assert visit(seen, "abcxyz", again=True).branches == (3 * B,)
 
 
-def test_only_what_was_last_used_long_ago_is_old() -> None:
+def test_only_chunks_that_were_unused_for_long_are_old() -> None:
     seen = SeenPrefixes(100)
     visit(seen, "abcdef", at=0.0)
     visit(seen, "abxy", resumed=2, held=2, at=900.0)
@@ -95,7 +97,7 @@ def test_only_what_was_last_used_long_ago_is_old() -> None:
     assert visit(seen, "abcdefgh", resumed=6, held=6, at=1_100.0).aged_tokens == 0
 
 
-def test_what_was_forgotten_is_only_not_learned_from() -> None:
+def test_forgotten_prefixes_only_teach_nothing() -> None:
     seen = SeenPrefixes(3)
     visit(seen, "abcdefgh")
     assert (len(seen), seen.num_forgotten) == (3, 5)
@@ -103,7 +105,7 @@ def test_what_was_forgotten_is_only_not_learned_from() -> None:
     assert visit(seen, "abz", held=2).parted_tokens == 6 * B
 
 
-def test_a_bound_below_nothing_is_refused() -> None:
+def test_a_negative_bound_is_refused() -> None:
     with pytest.raises(ValueError, match="max_chunks"):
         SeenPrefixes(-1)
 
@@ -112,7 +114,7 @@ def test_a_bound_below_nothing_is_refused() -> None:
     st.integers(0, 12),
     st.lists(st.tuples(st.text("ab", max_size=8), st.integers(0, 10), st.integers(0, 10), st.integers(0, 8))),
 )
-def test_whatever_is_told_it_stays_bounded_and_answers_within_the_prompt(
+def test_the_table_stays_bounded_and_answers_within_the_prompt(
     max_chunks: int, visits: list[tuple[str, int, int, int]]
 ) -> None:
     seen = SeenPrefixes(max_chunks)
@@ -128,14 +130,14 @@ def test_whatever_is_told_it_stays_bounded_and_answers_within_the_prompt(
         assert msgspec.structs.replace(prompt, branches=(), **learned) == prompt_of(text, start, held)
 
 
-# Prompts of more boundaries than are looked at.
+# Prompts with more boundaries than are looked at.
 
 COARSE = Grain(max_places=12, fine_places=4, coarse_step=4)
 FINE = Grain(max_places=10_000, fine_places=4, coarse_step=4)
 
 
 @given(st.integers(0, 400), st.integers(1, 9), st.integers(1, 9), st.integers(2, 9))
-def test_as_many_boundaries_are_looked_at_as_may_be_and_the_last_ones_all(
+def test_the_places_use_the_budget_and_include_all_of_the_last_ones(
     num_places: int, fine: int, step: int, coarse: int
 ) -> None:
     grain = Grain(max_places=fine + coarse, fine_places=fine, coarse_step=step)
@@ -150,19 +152,19 @@ def test_as_many_boundaries_are_looked_at_as_may_be_and_the_last_ones_all(
 
 
 @pytest.mark.parametrize("numbers", [(4, 4, 1), (5, 4, 1), (8, 0, 1), (8, 4, 0)])
-def test_a_grain_that_looks_at_nothing_is_refused(numbers: tuple[int, int, int]) -> None:
+def test_a_grain_without_places_is_refused(numbers: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="grain"):
         Grain(*numbers)
 
 
 @given(st.integers(0, 1 << 40))
-def test_the_offsets_of_marks_are_its_bits(marks: int) -> None:
+def test_the_offsets_of_marks_are_their_bits(marks: int) -> None:
     found = list(offsets(marks))
     assert sum(1 << offset for offset in found) == marks and found == sorted({*found}, reverse=True)
 
 
 forks = st.tuples(st.integers(0, 60), st.text("ab", max_size=30))
-"""Where a prompt leaves the path of all, and what it is from there on."""
+"""Where a prompt leaves the common path, and its content from there on."""
 
 
 @given(
@@ -171,14 +173,14 @@ forks = st.tuples(st.integers(0, 60), st.text("ab", max_size=30))
     forks,
     st.integers(0, 60),
 )
-def test_of_a_long_prompt_no_branch_is_found_that_is_none_and_those_near_its_end_are_all(
+def test_a_long_prompt_finds_no_false_branch_and_all_branches_near_its_end(
     path: str, visits: list[tuple[tuple[int, str], int, int]], fork: tuple[int, str], resumed: int
 ) -> None:
     coarse, fine = SeenPrefixes(10_000, COARSE), SeenPrefixes(10_000, FINE)
     for clock, ((cut, more), start, held) in enumerate(visits):
         text = path[:cut] + more
         asked, at = prompt_of(text, min(start, len(text)), min(held, len(text))), market(300.0 * clock)
-        prompt = fine.look(B, keys_of(text), asked, at)  # whether a path goes on, each knows as finely as it looks
+        prompt = fine.look(B, keys_of(text), asked, at)  # both know as precisely as they look whether a path goes on
         for seen in (coarse, fine):
             seen.note(B, keys_of(text), prompt, Placement(boundary_tokens=B), at)
     last = path[: fork[0]] + fork[1]
@@ -188,14 +190,14 @@ def test_of_a_long_prompt_no_branch_is_found_that_is_none_and_those_near_its_end
     assert {*got.branches} <= {*wanted.branches}
     near = {at for at in wanted.branches if at > (len(last) - COARSE.fine_places) * B}
     assert near <= {*got.branches}
-    # What of the rest is looked at tells where the branches behind it are.
+    # The places that are looked at earlier tell where the branches after them are.
     if len(last) <= COARSE.fine_places + COARSE.coarse_step * (COARSE.max_places - COARSE.fine_places - 1):
         assert got.branches == wanted.branches
     assert wanted.aged_tokens <= got.aged_tokens <= got.resumed_tokens
 
 
 @given(st.integers(8, 60), st.integers(1, 60), st.integers(1, 30))
-def test_who_parts_near_the_end_of_a_long_prompt_tells_how_far_before_it(
+def test_a_divergence_near_the_end_of_a_long_prompt_tells_its_distance(
     num_places: int, held: int, num_more: int
 ) -> None:
     seen, held = SeenPrefixes(10_000, COARSE), min(held, num_places - 1)
@@ -207,7 +209,7 @@ def test_who_parts_near_the_end_of_a_long_prompt_tells_how_far_before_it(
         assert parted in (0, (num_places - held) * B)
 
 
-def test_a_long_prompt_takes_as_many_places_of_the_table_as_are_looked_at() -> None:
+def test_a_long_prompt_takes_only_the_looked_up_places_of_the_table() -> None:
     seen = SeenPrefixes(1 << 16)
     keys = range(1 << 16)
     for _ in range(2):
@@ -216,7 +218,7 @@ def test_a_long_prompt_takes_as_many_places_of_the_table_as_are_looked_at() -> N
     assert len(seen) <= Grain().max_places and seen.num_forgotten == 0
 
 
-def test_where_others_parted_on_a_path_of_their_own_is_not_told() -> None:
+def test_a_divergence_on_another_path_is_no_branch() -> None:
     seen = SeenPrefixes(10_000, COARSE)
     visit(seen, "a" * 30)
     visit(seen, "a" * 17 + "b" * 13, held=17)
@@ -224,7 +226,7 @@ def test_where_others_parted_on_a_path_of_their_own_is_not_told() -> None:
     assert visit(seen, "a" * 16 + "c" * 14).branches == ()
 
 
-def test_who_used_a_long_prompt_used_all_of_it() -> None:
+def test_using_a_long_prompt_counts_as_using_all_of_it() -> None:
     seen = SeenPrefixes(10_000, COARSE)
     visit(seen, "a" * 30, at=900.0)
     assert visit(seen, "a" * 9, resumed=6, at=1_000.0).aged_tokens == 0

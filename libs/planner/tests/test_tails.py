@@ -44,7 +44,7 @@ def lookup_in(stored: set[tuple[int, int]]) -> Lookup:
     return lambda group, end: LookupResult.HIT if (group, end) in stored else LookupResult.MISS
 
 
-def test_a_cache_stores_no_tails_unless_it_says_so() -> None:
+def test_a_cache_stores_no_tails_by_default() -> None:
     spec = CacheSpec((FULL,), 16)
     assert spec.tail_tokens is None and spec.boundary_tokens == 16
     assert last_boundary(spec, 31) == 16 and last_boundary(SPEC, 31) == 30
@@ -56,7 +56,7 @@ def test_a_tail_that_does_not_divide_the_chunk_is_refused_by_name(tail_tokens: i
         CacheSpec((FULL,), 16, tail_tokens)
 
 
-def test_a_tail_is_what_lies_between_the_last_chunk_and_the_boundary() -> None:
+def test_a_tail_spans_from_the_last_chunk_to_the_boundary() -> None:
     assert chunk_span(SPEC, 0, 26) == TokenSpan(16, 26) and chunk_blocks(SPEC, 0, 26) == range(2, 4)
     assert chunk_span(SPEC, 1, 26) == TokenSpan(20, 26) and chunk_blocks(SPEC, 1, 26) == range(5, 7)
     assert chunk_span(SPEC, 2, 26) == TokenSpan(16, 26) and chunk_blocks(SPEC, 2, 26) == range(1, 2)
@@ -86,19 +86,19 @@ def test_a_state_inside_a_chunk_is_stored_with_the_tails_of_the_other_groups() -
     assert plan.unaligned_states == plan.incomplete_tails == 0
 
 
-def test_a_tail_that_some_group_cannot_give_is_left_out_and_counted() -> None:
+def test_a_tail_that_some_group_lacks_is_left_out_and_counted() -> None:
     gone = [TABLES[0], [0] * 7, TABLES[2]]
     assert plan_tail(SPEC, 26, 26, gone, STATES, everything).incomplete_tails == 1
     assert plan_tail(SPEC, 26, 26, TABLES, [], everything).incomplete_tails == 1
     assert plan_tail(SPEC, 26, 25, TABLES, STATES, everything).transfers(SPEC.chunk_tokens) == ()
 
 
-def test_a_state_off_the_grid_of_tails_is_counted_and_left_out() -> None:
+def test_a_state_off_the_tail_grid_is_counted_and_left_out() -> None:
     plan = plan_store(SPEC, 16, 26, TABLES, [State(2, 39, 25)], everything)
     assert plan.transfers(SPEC.chunk_tokens) == () and plan.unaligned_states == 1
 
 
-def test_a_drafter_tail_waits_for_the_tokens_that_it_depends_on() -> None:
+def test_a_drafter_tail_is_stored_once_its_lookahead_tokens_are_known() -> None:
     spec = CacheSpec((GroupSpec(GroupKind.FULL, 8, lookahead_tokens=2),), 16, tail_tokens=2)
     assert plan_tail(spec, 26, 27, TABLES, [], everything).transfers(spec.chunk_tokens) == ()
     assert plan_tail(spec, 26, 28, TABLES, [], everything).transfers(spec.chunk_tokens) == (
@@ -107,7 +107,7 @@ def test_a_drafter_tail_waits_for_the_tokens_that_it_depends_on() -> None:
 
 
 @pytest.mark.parametrize(("spec", "end"), [(SPEC, 16), (SPEC, 25), (SPEC, 0), (CacheSpec((FULL,), 16), 8)])
-def test_what_is_no_tail_is_refused(spec: CacheSpec, end: int) -> None:
+def test_an_end_that_is_no_tail_is_refused(spec: CacheSpec, end: int) -> None:
     with pytest.raises(ValueError, match="end_token"):
         plan_tail(spec, end, 100, TABLES, [], everything)
 
@@ -123,7 +123,7 @@ def test_a_load_to_a_tail_writes_whole_chunks_then_the_tail() -> None:
 
 
 @given(caches(tails=True), st.data())
-def test_whatever_a_boundary_needs_is_in_its_chunks_and_its_tail(spec: CacheSpec, data: st.DataObject) -> None:
+def test_chunks_and_tail_hold_all_that_a_boundary_needs(spec: CacheSpec, data: st.DataObject) -> None:
     boundary = data.draw(st.sampled_from(boundaries(spec)))
     computed = data.draw(st.integers(0, boundary - 1)) // spec.chunk_tokens * spec.chunk_tokens
     tables: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""The planner decides a request's loads and stores from its first question to its end, and loads no engine for it."""
+"""The planner decides all loads and stores of a request, and imports no engine for it."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import whole_life
-from whole_life import play, play_without_the_slow_tier
+from whole_life import play, play_without_secondary
 
 from hybridkv.planner.stages import NEW, GivenUp, Unsearched
 
@@ -16,15 +16,15 @@ TRIES = ["offer 32", "load 5 chunks", "fail", "offer 24", "load 4 chunks", "fail
 WITHOUT = ["ask again", "ask again", "offer 8", "load 2 chunks"]
 
 
-def test_a_request_waits_loads_fails_tries_with_less_and_is_given_up() -> None:
+def test_a_request_waits_loads_fails_retries_with_less_and_is_given_up() -> None:
     engine = play()
     assert engine.story == [*WAITS, *TRIES, "compute", "store 5 chunks"]
     assert isinstance(engine.stage, GivenUp) and engine.stage.past.failed_loads == 3
     assert engine.admission.is_idle
 
 
-def test_a_request_goes_without_a_slow_tier_that_does_not_answer_in_time() -> None:
-    engine = play_without_the_slow_tier()
+def test_a_request_loads_without_a_secondary_tier_that_times_out() -> None:
+    engine = play_without_secondary()
     assert engine.story == WITHOUT
     assert isinstance(engine.stage, Unsearched) and engine.stage.past.only_primary and engine.stage != NEW
 
@@ -37,9 +37,9 @@ def run(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("engine", [None, *whole_life.ENGINES])
-def test_no_engine_is_asked_for_in_a_whole_life(engine: str | None) -> None:
-    """A fresh interpreter, since an import cannot be undone; an attempt counts also where there is no engine. The
-    others are the control: an attempt is seen."""
+def test_no_engine_is_imported_in_a_whole_life(engine: str | None) -> None:
+    """In a fresh interpreter, since an import cannot be undone; an attempt counts even where the engine is not
+    installed. The other parameters are the control: an attempt is noticed."""
     source = Path(whole_life.__file__).read_text()
     if engine is not None:
         attempt = f"\n    try:\n        import {engine}\n    except ImportError:\n        pass\n"

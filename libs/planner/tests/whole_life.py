@@ -1,8 +1,8 @@
-"""A request's whole life, decided by hybridkv.planner alone: no engine, no tensor, no tier but two dictionaries.
+"""Whole life of a request, decided by hybridkv.planner alone: no engine, no tensor, and two dictionaries as tiers.
 
-It asks, waits for a store, waits for the slow tier, waits for room, is offered a load, loads, fails, tries again with
-less, is given up and computed, and what it computes is planned to be stored. `python whole_life.py` prints what became
-of it and which engines were asked for on the way; `test_whole_life.py` says what must be.
+The request is polled, waits for a store, for the secondary tier and for room, is offered a load, loads, fails, retries
+with less, is given up and computed; what it computes is planned to be stored. `python whole_life.py` prints these
+events and the engine modules that were imported; `test_whole_life.py` asserts them.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from types import ModuleType
 
 ENGINES = ("torch", "vllm")
 asked_for: list[str] = []
-"""Modules of an engine that somebody tried to import."""
+"""Engine modules with an attempted import."""
 
 
-class Refusing(MetaPathFinder):
-    """Notes every attempt, also where there is no engine to be found."""
+class ImportRecorder(MetaPathFinder):
+    """Records every attempted import, even where the engine is not installed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -30,7 +30,7 @@ class Refusing(MetaPathFinder):
 
 
 if __name__ == "__main__":
-    sys.meta_path.insert(0, Refusing())
+    sys.meta_path.insert(0, ImportRecorder())
 
 from hybridkv.planner import (  # noqa: E402
     CacheSpec,
@@ -71,12 +71,12 @@ HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
 
 
 class Engine:
-    """As much of one as a request needs that asks for a load."""
+    """The part of an engine that a load needs."""
 
     def __init__(self) -> None:
         self.now_s, self.generation = 0.0, 0
-        self.near: dict[Part, LookupResult] = {}
-        self.far: dict[Part, LookupResult] = {}
+        self.primary: dict[Part, LookupResult] = {}
+        self.secondary: dict[Part, LookupResult] = {}
         self.held: list[Part] | None = None
         self.is_late = False
         self.admission = LoadAdmission(SPEC, max_in_flight_tokens=64)
@@ -88,7 +88,7 @@ class Engine:
             return None
         if self.is_late:
             return HoldState.LATE
-        return HoldState.READY if all(part in self.near for part in self.held) else HoldState.WAITING
+        return HoldState.READY if all(part in self.primary for part in self.held) else HoldState.WAITING
 
     def facts(self) -> Facts:
         room = None
@@ -99,14 +99,14 @@ class Engine:
     def search(self, action: Search) -> Hit | Pending | Miss:
         def lookup(group_index: int, end_token: int) -> LookupResult:
             part = (group_index, end_token)
-            found = self.near.get(part) or (MISS if action.only_primary else self.far.get(part, MISS))
+            found = self.primary.get(part) or (MISS if action.only_primary else self.secondary.get(part, MISS))
             return MISS if found is PENDING and (action.is_last or action.only_primary) else found
 
         return longest_hit(SPEC, action.limit_tokens, 0, lookup)
 
-    def bring(self, action: Promote) -> Promoted:
+    def promote(self, action: Promote) -> Promoted:
         parts = needed_parts(SPEC, action.boundary, 0)
-        if all(part in self.near for part in parts):
+        if all(part in self.primary for part in parts):
             return Promoted.IN_PRIMARY
         if not action.has_time:
             return Promoted.BUSY
@@ -114,7 +114,7 @@ class Engine:
         return Promoted.HELD
 
     def ask(self) -> int | None:
-        """Tokens that are offered, None to be asked again."""
+        """Tokens that are offered, None to be polled again."""
         facts = self.facts()
         stage, step = life.resume(self.stage, facts, BOUNDS)
         while not isinstance(step, Offer | RetryLater | Compute):
@@ -122,7 +122,7 @@ class Engine:
                 case Search():
                     stage, step = life.searched(stage, facts, BOUNDS, step, self.search(step))
                 case Promote():
-                    stage, step = life.promoted(stage, facts, BOUNDS, step, self.bring(step))
+                    stage, step = life.promoted(stage, facts, BOUNDS, step, self.promote(step))
                 case _:
                     self.held, self.is_late = None, False
                     facts = self.facts()
@@ -133,7 +133,7 @@ class Engine:
         return answer
 
     def load(self, boundary: int) -> tuple[Transfer, ...]:
-        """The engine gives blocks; what must be written into which of them."""
+        """Allocates blocks; returns which parts are written into which blocks."""
         table = [[*[0] * (boundary // CHUNK - 1), 7], list(range(20, 20 + boundary // 4))]
         self.stage = life.allocated(self.stage, boundary)
         self.admission.take("r", NUM_TOKENS)
@@ -143,32 +143,31 @@ class Engine:
         return transfers
 
     def fail(self, blamed: Part | None) -> None:
-        """The load has failed; with it goes the chunk that is to blame, if one is."""
+        """Fails the load and removes the faulty chunk, if one is given."""
         if blamed is not None:
-            del self.near[blamed]
-            self.far.pop(blamed, None)
+            del self.primary[blamed]
+            self.secondary.pop(blamed, None)
             self.generation += 1
         self.admission.fail("r", NUM_TOKENS)
         self.stage = life.load_ended(self.stage, failed=True, is_explained=blamed is not None)
         self.story.append("fail")
 
     def change(self) -> None:
-        """Something was stored, or came near."""
+        """Something was stored or promoted."""
         self.generation += 1
 
 
 def play() -> Engine:
-    """The life."""
     engine = Engine()
     parts = needed_parts(SPEC, 32, 0) + [(0, end) for end in (8, 16, 24)]
-    engine.far = dict.fromkeys(parts, HIT)
-    engine.near[0, 32] = PENDING
-    del engine.far[0, 32]
+    engine.secondary = dict.fromkeys(parts, HIT)
+    engine.primary[0, 32] = PENDING
+    del engine.secondary[0, 32]
     engine.ask()  # its last state is being stored
-    engine.near[0, 32] = HIT
+    engine.primary[0, 32] = HIT
     engine.change()
-    engine.ask()  # and its prefix lies in the slow tier
-    engine.near |= engine.far
+    engine.ask()  # and its prefix lies in the secondary tier
+    engine.primary |= engine.secondary
     engine.change()
     engine.admission.take("other", 4 * NUM_TOKENS)
     engine.ask()  # and another loads into the blocks that it needs
@@ -186,11 +185,11 @@ def play() -> Engine:
     return engine
 
 
-def play_without_the_slow_tier() -> Engine:
-    """The life of one for which the slow tier never answers: it goes without, and loads what there is."""
+def play_without_secondary() -> Engine:
+    """The secondary tier never answers: the request loads what the primary tier holds."""
     engine = Engine()
-    engine.far = dict.fromkeys(needed_parts(SPEC, 32, 0), HIT)
-    engine.near = dict.fromkeys(needed_parts(SPEC, 8, 0), HIT)
+    engine.secondary = dict.fromkeys(needed_parts(SPEC, 32, 0), HIT)
+    engine.primary = dict.fromkeys(needed_parts(SPEC, 8, 0), HIT)
     engine.ask()
     engine.now_s = 29.0
     engine.ask()
@@ -205,5 +204,5 @@ def play_without_the_slow_tier() -> Engine:
 
 if __name__ == "__main__":
     print(*play().story, sep=", ")
-    print(*play_without_the_slow_tier().story, sep=", ")
+    print(*play_without_secondary().story, sep=", ")
     print(*asked_for, *(name for name in ENGINES if name in sys.modules))
