@@ -1,6 +1,6 @@
-"""What strangers do at the port of control connections, each until it is told to stop, and honest questions beside it.
+"""Attacks of strangers on the port of control connections, each repeated until stopped, with honest requests beside it.
 
-A stranger does not know the secret. Those who do, and keep to no other rule, are in `test_control.py`.
+A stranger does not know the secret. `test_control.py` covers peers that know it and break every other rule.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SECRET = Secret(b"a secret that both sides know")
 WRONG = Secret(b"a secret that nobody knows")
 Address = tuple[str, int]
 CROWD = "127.0.0.2"
-"""Where it comes from, so that it is told from honest peers by its address."""
+"""Source address of the crowd, so that it differs from that of honest peers."""
 GREETING = (b"\xff" + bytes(8) + b"\x7f\x03\x01CURVE").ljust(64, b"\0")
 HELLO = MessageCodec(Limits()).encode(Hello(PROTOCOL_VERSION, "stranger"))
 
 
-def _said(address: Address, data: bytes, is_closed: bool = True) -> socket.socket:
+def _send(address: Address, data: bytes, is_closed: bool = True) -> socket.socket:
     sock = socket.create_connection(address, TIMEOUT_S)
     with contextlib.suppress(OSError):
         sock.sendall(data)
@@ -40,7 +40,7 @@ def _said(address: Address, data: bytes, is_closed: bool = True) -> socket.socke
     return sock
 
 
-def _heard(sock: socket.socket, num_bytes: int) -> bytes:
+def _receive(sock: socket.socket, num_bytes: int) -> bytes:
     data = b""
     with contextlib.suppress(OSError):
         while len(data) < num_bytes and (more := sock.recv(num_bytes - len(data))):
@@ -49,47 +49,47 @@ def _heard(sock: socket.socket, num_bytes: int) -> bytes:
 
 
 def garbage(address: Address, chance: random.Random) -> None:
-    """Bytes that are nothing."""
-    _said(address, chance.randbytes(chance.randrange(1, 4096)))
+    """Random bytes."""
+    _send(address, chance.randbytes(chance.randrange(1, 4096)))
 
 
 def another_protocol(address: Address, chance: random.Random) -> None:
-    _said(address, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    _send(address, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
 
 
 def half_greeting(address: Address, chance: random.Random) -> None:
-    _said(address, GREETING[: chance.randrange(1, 64)])
+    _send(address, GREETING[: chance.randrange(1, 64)])
 
 
 def half_frame(address: Address, chance: random.Random) -> None:
-    """A first command that breaks off, behind a right greeting."""
-    _said(address, GREETING + b"\x04\xc8\x05HELLO\x01\x00" + chance.randbytes(chance.randrange(190)))
+    """A first command that breaks off, after a valid greeting."""
+    _send(address, GREETING + b"\x04\xc8\x05HELLO\x01\x00" + chance.randbytes(chance.randrange(190)))
 
 
 def oversized_frame(address: Address, chance: random.Random) -> None:
-    """The head of one that is longer than any may be."""
-    _said(address, GREETING + b"\x06" + struct.pack(">Q", 1 << 62) + bytes(64))
+    """The header of a frame longer than any may be."""
+    _send(address, GREETING + b"\x06" + struct.pack(">Q", 1 << 62) + bytes(64))
 
 
 def forged_hello(address: Address, chance: random.Random) -> None:
-    """A first command of the right form, with a key and a box that nobody made."""
-    _said(address, GREETING + b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + chance.randbytes(120))
+    """A first command of the right form, with a key and a box that were not made by a peer."""
+    _send(address, GREETING + b"\x04\xc8\x05HELLO\x01\x00" + bytes(72) + chance.randbytes(120))
 
 
 def no_security(address: Address, chance: random.Random) -> None:
-    """A peer of ZeroMQ that wants to be let in without a key."""
-    _said(address, GREETING.replace(b"CURVE", b"NULL\0") + b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER")
+    """A ZeroMQ peer that wants to connect without a key."""
+    _send(address, GREETING.replace(b"CURVE", b"NULL\0") + b"\x04\x19\x05READY\x0bSocket-Type\0\0\0\x06DEALER")
 
 
 def old_peer(address: Address, chance: random.Random) -> None:
-    """What version 1 said first."""
+    """The first message of protocol version 1."""
     hello = b"\x96\xa5hello\xaehybridkv.peers\x01\xa7control\xa1x\xc4\x20" + chance.randbytes(32)
-    _said(address, len(hello).to_bytes(4, "big") + hello)
+    _send(address, len(hello).to_bytes(4, "big") + hello)
 
 
 def slow_clients(address: Address, chance: random.Random) -> None:
-    """As many as there are places, each a byte at a time."""
-    slow = [_said(address, GREETING[:1], is_closed=False) for _ in range(Limits().max_handshakes)]
+    """As many clients as there are places, each sending a byte at a time."""
+    slow = [_send(address, GREETING[:1], is_closed=False) for _ in range(Limits().max_handshakes)]
     for at in range(1, 12):
         for each in slow:
             with contextlib.suppress(OSError):
@@ -99,19 +99,19 @@ def slow_clients(address: Address, chance: random.Random) -> None:
 
 
 def flood(address: Address, chance: random.Random) -> None:
-    """Connections that say nothing, many times more than there are places."""
+    """Silent connections, many times more than there are places."""
     crowd = [socket.create_connection(address, TIMEOUT_S, (CROWD, 0)) for _ in range(4 * Limits().max_handshakes)]
     for each in crowd:
         each.close()
 
 
 def replay(address: Address, chance: random.Random) -> None:
-    """All that an honest peer said, once more."""
-    _said(address, _recorded(address))
+    """All bytes of an honest peer, sent again."""
+    _send(address, _recorded(address))
 
 
 def wrong_key(address: Address, chance: random.Random) -> None:
-    """A peer of ZeroMQ that knows another secret."""
+    """A ZeroMQ peer that knows another secret."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.linger = 0
         dealer.reconnect_ivl = -1
@@ -131,7 +131,7 @@ _records: dict[Address, bytes] = {}
 
 
 def _recorded(address: Address) -> bytes:
-    """What an honest peer says to be let in, as a relay on the way heard it."""
+    """Bytes that an honest peer sends to be admitted, as recorded by a relay."""
     if address not in _records:
         with socket.create_server(("127.0.0.1", 0)) as server:
             loop, heard = ControlLoop("recorded", SECRET, Limits()), Recorder()
@@ -156,8 +156,8 @@ def _recorded(address: Address) -> bytes:
     return _records[address]
 
 
-class Besieged:
-    """A listener that answers, and an honest peer that asks it."""
+class AttackedListener:
+    """A listener that replies, and an honest peer that sends requests to it."""
 
     def __init__(self) -> None:
         self.listening = ControlLoop("producer", SECRET, Limits())
@@ -173,7 +173,7 @@ class Besieged:
         self.listening.send(link, Renewed(message.lease, 1.0))
 
     def ask(self) -> float:
-        """Seconds until the answer."""
+        """Seconds until the reply."""
         expected = len(self._here.received) + 1
         began_s = time.perf_counter()
         assert self.connecting.send(self.link, Renew(Lease(1, 1)))
@@ -182,7 +182,7 @@ class Besieged:
 
     @contextlib.contextmanager
     def under(self, attack: Callable[[Address, random.Random], None]) -> Iterator[Callable[[], int]]:
-        """While this goes on. What is given says how many times it was tried."""
+        """Runs the attack meanwhile. Yields a function that returns the number of attempts."""
         is_over, tries = threading.Event(), [0]
 
         def go_on() -> None:
@@ -201,10 +201,10 @@ class Besieged:
             is_over.set()
             attacker.join(TIMEOUT_S)
 
-    def num_let_in(self) -> int:
+    def num_admitted(self) -> int:
         return self.listening.counts().opened
 
-    def num_turned_out(self) -> int:
+    def num_rejected(self) -> int:
         ended = self.listening.counts().closed
         return sum(ended.values()) - ended.get(CloseReason.DONE, 0)
 

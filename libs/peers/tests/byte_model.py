@@ -1,6 +1,8 @@
-"""Two engines as arrays, one number a byte, written out by loops: which layer, head, token and byte it is.
+"""Two engines as arrays, one number per byte, written with plain loops: each number identifies layer, head, token and
+byte.
 
-The twin of `pairing`: it knows the layout of a piece and what a kind reads, and nothing of cells, templates or runs.
+Reference for `pairing`: it knows the layout of a piece and the tokens that a kind reads, but no cells, templates or
+runs.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from hybridkv.peers.ranges import Ranges
 from hybridkv.planner import GroupKind, resume_start
 
 Item = tuple[int, ...]
-"""Group, piece, row, head of the model, and token at which a unit begins; of a state the token that it follows."""
+"""Group, piece, row, head of the model, and the token at which a unit begins; for a state, the token that it
+follows."""
 
 
-class Names:
-    """A number for each byte of each item, above zero, the same on both sides."""
+class ByteNumbers:
+    """A positive number for each byte of each item, the same on both sides."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Item, int], int] = {}
@@ -32,7 +35,7 @@ class Names:
 
 @dataclasses.dataclass(frozen=True)
 class ItemPlace:
-    """Where an item lies."""
+    """Position of an item in memory."""
 
     item: Item
     region: int
@@ -45,7 +48,7 @@ def pieces_of(group: GroupDescription) -> list[Piece]:
 
 
 def places(side: Description, index: int, table_place: int, block_id: int, num_tokens: int) -> Iterator[ItemPlace]:
-    """The items of one block; `num_tokens` names a state."""
+    """The items of one block; `num_tokens` identifies a state."""
     group = side.groups[index]
     for number, piece in enumerate(pieces_of(group)):
         own = 1000 * (side.rank + 1) if piece.total_heads == 0 else 0
@@ -73,9 +76,9 @@ def unit_tokens(group: GroupDescription, item: Item) -> int:
 
 
 class Side:
-    """The memory of one rank. Bytes of nothing are below zero, each with a number of its own."""
+    """The memory of one rank. Bytes outside of items are negative, each with a number of its own."""
 
-    def __init__(self, description: Description, names: Names) -> None:
+    def __init__(self, description: Description, names: ByteNumbers) -> None:
         self.description, self.names = description, names
         self.regions = []
         count = 0
@@ -109,7 +112,7 @@ class Side:
 
 
 def apply(ranges: Ranges, local: Side, remote: Side) -> None:
-    """What a transport does."""
+    """Copies the ranges as a transport does."""
     for local_region, local_offset, remote_region, remote_offset, num_bytes in zip(*ranges.columns, strict=True):
         source = remote.regions[remote_region][remote_offset : remote_offset + num_bytes]
         assert source.size == num_bytes
@@ -117,7 +120,7 @@ def apply(ranges: Ranges, local: Side, remote: Side) -> None:
 
 
 def wrong_reads(side: Side, index: int, table: list[int], num_tokens: int) -> list[Item]:
-    """The items that a resume at `num_tokens` reads of a group and that are not what they should be."""
+    """The items of a group that a resume at `num_tokens` reads and that hold wrong bytes."""
     group = side.description.groups[index]
     if group.spec.kind is GroupKind.SCRATCH:
         return []
@@ -140,11 +143,11 @@ def wrong_reads(side: Side, index: int, table: list[int], num_tokens: int) -> li
 
 
 def stray_writes(before: list[np.ndarray], side: Side, tables: list[list[int]], span: tuple[int, int]) -> int:
-    """Bytes that were changed and are neither an item of the tokens of `span` in its place, nor behind the last token.
+    """Number of changed bytes that are neither an item of the tokens of `span` in its place, nor after the last token.
 
     Args:
-        before: the memory as it was.
-        side: as it is.
+        before: the memory before the read.
+        side: the memory after it.
         tables: of the request.
         span: (computed tokens, tokens).
     """

@@ -1,4 +1,4 @@
-"""A busy machine is no reason to fail: properties have no time limit, and neither has making their examples."""
+"""Properties have no time limit, and neither has generating their examples, since the machine may be busy."""
 
 from hypothesis import HealthCheck, settings
 

@@ -1,4 +1,4 @@
-"""What tests of control connections hear, and a stranger who speaks bytes."""
+"""Helpers for tests of control connections: recorded callbacks, a peer that breaks the rules, and a raw TCP client."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = patience.seconds(12.0)
 
 
 class Recorder:
-    """Keeps what its handlers are told; `reply` may answer."""
+    """Records the calls of its handlers; `reply` may answer messages."""
 
     def __init__(self, reply: Callable[[LinkId, Message], None] | None = None) -> None:
         self.opened: list[tuple[LinkId, str]] = []
@@ -59,8 +59,8 @@ class Recorder:
             self._changed.notify_all()
 
 
-def counted(loop: ControlLoop, reason: CloseReason, times: int = 1) -> None:
-    """Wait until so many connections ended so."""
+def wait_counted(loop: ControlLoop, reason: CloseReason, times: int = 1) -> None:
+    """Waits until so many connections ended for the reason."""
     until(lambda: loop.counts().closed.get(reason, 0) >= times, TIMEOUT_S)
 
 
@@ -68,7 +68,7 @@ CODEC = MessageCodec(WireLimits())
 
 
 class Rogue:
-    """A peer of ZeroMQ that proves a secret, and keeps to no other rule."""
+    """ZeroMQ peer that proves a secret and obeys no other rule."""
 
     def __init__(self, address: tuple[str, int], secret: Secret, keys: CurveKeys | None = None) -> None:
         self._context = zmq.Context()
@@ -88,14 +88,14 @@ class Rogue:
         self.say(Hello(version, name))
 
     def hear(self) -> Word:
-        assert self.sock.poll(TIMEOUT_S * 1000), "nothing is said"
+        assert self.sock.poll(TIMEOUT_S * 1000), "no message arrived"
         return CODEC.decode(self.sock.recv())
 
     def until_thrown_out(self) -> None:
         while self.monitor.poll(TIMEOUT_S * 1000):
             if parse_monitor_message(self.monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
                 return
-        raise AssertionError("it is not thrown out")
+        raise AssertionError("the connection was not closed")
 
     def close(self) -> None:
         if self.sock.closed:
@@ -105,7 +105,7 @@ class Rogue:
 
 
 class Stranger:
-    """A connection of TCP that says whatever a test wants."""
+    """TCP connection that sends arbitrary bytes."""
 
     def __init__(self, address: tuple[str, int]) -> None:
         self.sock = socket.create_connection(address, timeout=TIMEOUT_S)
@@ -120,7 +120,7 @@ class Stranger:
         return data
 
     def hear_all(self) -> bytes:
-        """Everything until the other side closes."""
+        """All bytes until the other side closes."""
         data = b""
         try:
             while more := self.sock.recv(65536):

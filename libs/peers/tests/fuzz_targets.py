@@ -1,4 +1,4 @@
-"""What of this library takes bytes that others wrote, each with bytes that it takes."""
+"""Fuzz targets: every decoder of this library that takes bytes from others, with valid inputs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _message(data: bytes) -> None:
         _digested(message)
 
 
-# Descriptions, and all that is made of one that fits.
+# Descriptions, and everything that is computed from one that fits.
 
 WORLD = world(
     (

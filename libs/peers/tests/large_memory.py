@@ -1,4 +1,4 @@
-"""More addresses than bytes: one small file, mapped again and again in a row. Takes no memory worth counting."""
+"""Large address range over little memory: one small file, mapped many times in a row."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _MAP_NORESERVE = 0x4000
 
 
 class LargeMemory:
-    """`num_pieces` times the same 16 MiB, in a row. Its first bytes are `piece`, which is writable."""
+    """The same 16 MiB `num_pieces` times in a row. The first bytes are `piece`, which is writable."""
 
     def __init__(self, num_pieces: int) -> None:
         self.num_bytes = num_pieces * PIECE_BYTES

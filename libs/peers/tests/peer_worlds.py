@@ -24,7 +24,7 @@ from hybridkv.planner import GroupKind, GroupSpec, read_blocks
 
 @dataclasses.dataclass(frozen=True)
 class PieceShape:
-    """What both sides have in common of a piece."""
+    """The properties of a piece that both sides share."""
 
     item_bytes: int
     rows: int
@@ -39,7 +39,7 @@ class GroupShape:
     align_tokens: int | None
     unit_tokens: int
     blocks: tuple[int, int]
-    """Tokens in a block, here and there."""
+    """Tokens per block, of ours and of theirs."""
     pieces: tuple[PieceShape, ...]
 
     def spec(self, side: int) -> GroupSpec:
@@ -51,11 +51,11 @@ class World:
     shapes: tuple[GroupShape, ...]
     ours: tuple[Description, ...]
     theirs: tuple[Description, ...]
-    """All ranks of each."""
+    """All ranks of each side."""
     num_tokens: int
     computed_tokens: int
     tables: tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]
-    """Of each side, each group, from token 0."""
+    """For each side, for each group, from token 0."""
 
 
 HEADS = (0, 1, 2, 4)
@@ -113,7 +113,7 @@ def layouts(
 
 
 Choice = tuple[tuple[str, ...], bool, int, int]
-"""Of a piece: axes from outside, whether heads lie outside of blocks, bytes of padding, kernel blocks."""
+"""Layout of a piece: axes from the outermost, whether heads lie outside of blocks, bytes of padding, kernel blocks."""
 
 
 def rank_of(
@@ -137,7 +137,7 @@ def rank_of(
                 _piece(piece, heads, (kernels, units // kernels), order, heads_outside and not packed, pad, num_blocks)
             )
         built.append(pieces)
-    # Groups overlay each other, as blocks belong to one group at a time; heads outside of blocks lie by themselves.
+    # Groups share memory, as a block belongs to one group at a time; heads outside of blocks have memory of their own.
     overlaid = [[size for piece, size in pieces if not _heads_outside(piece)] for pieces in built]
     if packed:
         strides = [max(sum(sizes) for sizes in overlaid) + 1]
@@ -179,10 +179,10 @@ def _piece(
     pad: int,
     num_blocks: int,
 ) -> tuple[Piece, int]:
-    """Dense but for `pad`; and the bytes of a block."""
+    """Returns a piece, dense except for `pad`, and the bytes of a block."""
     kernels, units = tokens
     counts = {"rows": shape.rows, "heads": heads, "units": units, "kernels": kernels}
-    # Kernel blocks lie outside of all else, as an engine that splits a block leaves them.
+    # Kernel blocks are the outermost axis, as in an engine that splits a block.
     nest = ["units" if each == "tokens" else each for each in order]
     nest = ["kernels", *nest]
     if heads_outside:
@@ -220,6 +220,6 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 def freed(spec: GroupSpec, table: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
-    """An engine gives no blocks where none is read."""
+    """The table as an engine passes it: no blocks where none is read."""
     read = read_blocks(spec, num_tokens)
     return tuple(block if place in read else NULL_BLOCK for place, block in enumerate(table))

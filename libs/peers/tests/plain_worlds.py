@@ -1,4 +1,4 @@
-"""Pairs of engines that are written down: one piece a layer, tokens before all else, each layer in a region."""
+"""Pairs of engines written by hand: one piece per layer, tokens as the outermost axis, each layer in a region."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def group(
     unit_tokens: int = 1,
     token_bytes: int = 2,
 ) -> GroupShape:
-    """One layer. Blocks of the reader, and of the read."""
+    """One layer. `blocks`: block sizes of the reader and of the producer."""
     pieces = (PieceShape(token_bytes, 1, 0, 1),)
     return GroupShape(kind, window_tokens, align_tokens, unit_tokens, blocks, pieces)
 
 
 def engine(shapes: tuple[GroupShape, ...], side: int, num_blocks: int) -> Description:
-    """Groups overlay one region."""
+    """All groups share one region."""
     pages = []
     for shape in shapes:
         units = 1 if shape.kind is GroupKind.RECURRENT else shape.blocks[side] // shape.unit_tokens
@@ -55,7 +55,7 @@ def engine(shapes: tuple[GroupShape, ...], side: int, num_blocks: int) -> Descri
 
 
 def world(shapes: tuple[GroupShape, ...], num_tokens: int, computed_tokens: int = 0, in_order: bool = False) -> World:
-    """Block ids count from 1, through all groups in order, or in reverse."""
+    """Block ids count from 1 through all groups, in order or in reverse."""
     tables, sides = [], []
     for side in (0, 1):
         lengths = [-(-num_tokens // shape.blocks[side]) for shape in shapes]

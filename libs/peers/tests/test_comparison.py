@@ -1,4 +1,4 @@
-"""What two sides need not have alike, and the field that is named where they cannot exchange."""
+"""Comparison of two descriptions: which differences are allowed, and which field a refusal names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OURS = engine((FULL, WINDOW), 0, 8)
 
 
 def changed(value: Any, path: str, new: Any) -> Any:
-    """A copy of a description in which one field, by path, is another."""
+    """A copy of a description with one field, given by its path, replaced."""
     head, _, rest = path.partition(".")
     if head.isdigit():
         items = list(value)
@@ -55,7 +55,7 @@ def test_equal_descriptions_agree() -> None:
         ("tp_size", 2, "groups[0].layer.pieces[0]: not split by heads, tp_size"),
     ],
 )
-def test_the_field_that_differs_is_named(path: str, new: Any, field: str) -> None:
+def test_a_refusal_names_the_field_that_differs(path: str, new: Any, field: str) -> None:
     refusal = compare(OURS, changed(OURS, path, new))
     assert isinstance(refusal, Incompatibility)
     assert refusal.field == field
@@ -75,14 +75,14 @@ def blocks(
 
 @pytest.mark.parametrize("kind", [GroupKind.FULL, GroupKind.CHUNKED])
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 64), (64, 16), (16, 16)])
-def test_blocks_that_can_be_cut_need_not_be_equal(kind: GroupKind, ours: int, theirs: int) -> None:
+def test_blocks_that_can_be_split_need_not_be_equal(kind: GroupKind, ours: int, theirs: int) -> None:
     found = blocks(ours, theirs, (1, 1), kind)
     assert isinstance(found, Agreement)
     assert found.groups[0].cell_tokens == 16
 
 
-def test_blocks_that_cannot_be_cut_must_be_equal() -> None:
-    """As of an engine that packs the tokens of a block its own way."""
+def test_blocks_that_cannot_be_split_must_be_equal() -> None:
+    """For an engine that packs the tokens of a block in its own way."""
     refusal = blocks(128, 64, (128, 64))
     assert isinstance(refusal, Incompatibility)
     assert refusal.field == "groups[0].layer.pieces[0].unit_tokens (smallest number of tokens that can move)"
@@ -90,7 +90,7 @@ def test_blocks_that_cannot_be_cut_must_be_equal() -> None:
     assert isinstance(blocks(64, 64, (64, 64)), Agreement)
 
 
-def test_blocks_of_which_none_divides_the_other_are_refused() -> None:
+def test_blocks_where_neither_size_divides_the_other_are_refused() -> None:
     refusal = blocks(24, 16, (1, 1))
     assert isinstance(refusal, Incompatibility)
     assert refusal.field == "groups[0].block_tokens"
@@ -100,7 +100,7 @@ def test_a_state_is_exchanged_between_blocks_of_any_sizes() -> None:
     assert isinstance(blocks(640, 528, (1, 1), GroupKind.RECURRENT), Agreement)
 
 
-def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+def test_heads_that_cannot_be_split_equally_are_refused() -> None:
     def rank(tp_size: int, heads: int) -> Description:
         piece = Piece(0, 0, 8, 1, heads=Axis(heads, 1), total_heads=6)
         layers = (LayerDescription("layer", "plain", (piece,)),)
@@ -113,7 +113,7 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
 
 @settings(max_examples=examples(50), deadline=None)
 @given(worlds())
-def test_descriptions_travel_and_both_sides_come_to_the_same(world: World) -> None:
+def test_an_encoded_description_compares_like_the_original(world: World) -> None:
     ours, theirs = world.ours[0], world.theirs[0]
     there = description.decode(description.encode(ours))
     assert isinstance(there, Description)
@@ -121,7 +121,7 @@ def test_descriptions_travel_and_both_sides_come_to_the_same(world: World) -> No
     assert compare(there, theirs) == compare(ours, theirs)
 
 
-# What is decoded is bounded.
+# Decoding is bounded.
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_descriptions_travel_and_both_sides_come_to_the_same(world: World) -> No
         ("groups.0.layers.0.pieces.0.total_heads", 2, "heads"),
     ],
 )
-def test_what_contradicts_itself_is_refused_by_name(path: str, new: Any, field: str) -> None:
+def test_a_contradictory_description_is_refused_by_name(path: str, new: Any, field: str) -> None:
     with pytest.raises(ValueError, match=field.replace("[", r"\[")):
         changed(OURS, path, new)
 
@@ -158,7 +158,7 @@ PLAIN = msgspec.json.decode(msgspec.json.encode(OURS))
 
 
 def mutated(value: Any, data: st.DataObject) -> Any:
-    """The same data with something in it replaced."""
+    """The same data with one value replaced."""
     if isinstance(value, dict) and value and data.draw(st.booleans()):
         key = data.draw(st.sampled_from(sorted(value)))
         return {**value, key: mutated(value[key], data)}
@@ -171,7 +171,7 @@ def mutated(value: Any, data: st.DataObject) -> Any:
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.data())
-def test_whatever_is_decoded_is_a_description_that_can_be_compared_or_an_error(data: st.DataObject) -> None:
+def test_any_decoded_description_can_be_compared_or_is_an_error(data: st.DataObject) -> None:
     theirs = description.decode(msgspec.json.encode(mutated(PLAIN, data)))
     if isinstance(theirs, Incompatibility):
         assert theirs.field == "description"
@@ -181,13 +181,13 @@ def test_whatever_is_decoded_is_a_description_that_can_be_compared_or_an_error(d
 
 @settings(deadline=None)
 @given(st.binary(max_size=200))
-def test_bytes_that_are_no_description_are_refused(data: bytes) -> None:
+def test_invalid_bytes_are_refused(data: bytes) -> None:
     assert isinstance(description.decode(data), Incompatibility)
     whole = description.encode(OURS)
     assert isinstance(description.decode(whole[: len(data)]), Incompatibility)
 
 
-def test_a_description_that_is_too_long_is_not_looked_at() -> None:
+def test_a_description_that_is_too_long_is_not_decoded() -> None:
     refusal = description.decode(description.encode(OURS) + b" " * description.MAX_ENCODED_BYTES)
     assert isinstance(refusal, Incompatibility)
     assert "at most" in refusal.ours

@@ -1,4 +1,5 @@
-"""Control connections: who is let in, what arrives, and that no peer holds this process up. Real sockets."""
+"""Control connections over real sockets: who is admitted, which messages arrive, and that no peer blocks this
+process."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator
 import msgspec
 import pytest
 import zmq
-from control_pair import TIMEOUT_S, Recorder, Rogue, Stranger, counted
+from control_pair import TIMEOUT_S, Recorder, Rogue, Stranger, wait_counted
 from zmq.utils.monitor import parse_monitor_message
 
 from hybridkv.peers.control import ControlLoop, LinkId
@@ -42,7 +43,7 @@ from kits.peers.suite import until
 SECRET = Secret(b"a secret that both sides know")
 WRONG = Secret(b"a secret that nobody knows")
 KEPT = WireLimits(handshake_timeout_s=TIMEOUT_S, heartbeat_s=TIMEOUT_S / 3, silence_timeout_s=TIMEOUT_S)
-"""Nothing ends by itself on a busy machine."""
+"""No connection times out on a busy machine."""
 CAPABILITY = b"where the memory lies"
 
 MakeLoop = Callable[..., ControlLoop]
@@ -62,7 +63,7 @@ def make_loop() -> Iterator[MakeLoop]:
 
 
 def connected(make_loop: MakeLoop, **limits: WireLimits) -> tuple[ControlLoop, Recorder, ControlLoop, Recorder]:
-    """(listening, what it hears, connecting, what it hears)"""
+    """(listening loop, its recorder, connecting loop, its recorder)"""
     listening, connecting = make_loop("producer", **limits), make_loop("consumer", **limits)
     heard_there, heard_here = Recorder(), Recorder()
     host, port = listening.listen("127.0.0.1", 0, heard_there.handlers)
@@ -74,7 +75,7 @@ def connected(make_loop: MakeLoop, **limits: WireLimits) -> tuple[ControlLoop, R
 
 @pytest.fixture
 def make_rogue() -> Iterator[Callable[..., Rogue]]:
-    """Somebody who knows the secret and keeps to no other rule. It has said who it is, unless it shall not."""
+    """Peers that know the secret and obey no other rule. Each has sent its Hello, unless `is_polite` is false."""
     made = []
 
     def make(address: tuple[str, int], is_polite: bool = True) -> Rogue:
@@ -91,7 +92,7 @@ def make_rogue() -> Iterator[Callable[..., Rogue]]:
 MakeRogue = Callable[..., Rogue]
 
 
-def test_messages_arrive_in_order_and_both_ways(make_loop: MakeLoop) -> None:
+def test_messages_arrive_in_order_in_both_directions(make_loop: MakeLoop) -> None:
     listening, heard_there, connecting, heard_here = connected(make_loop)
     assert heard_there.opened[0][1] == "consumer"
     assert heard_here.opened[0][1] == "producer"
@@ -104,7 +105,7 @@ def test_messages_arrive_in_order_and_both_ways(make_loop: MakeLoop) -> None:
     heard_here.until(lambda: heard_here.received == [Renewed(Lease(1, 1), 3.0)])
 
 
-def test_a_bug_of_the_poller_ends_no_loop(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_of_the_poller_does_not_end_the_loop(make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     listening, heard_there, connecting, heard_here = connected(make_loop)
     poll, errors = listening._poller.poll, [KeyError("a bug"), OSError(9, "bad file")]
 
@@ -114,16 +115,16 @@ def test_a_bug_of_the_poller_ends_no_loop(make_loop: MakeLoop, monkeypatch: pyte
         return poll(timeout_ms)
 
     monkeypatch.setattr(listening._poller, "poll", fail_first)
-    # Messages may be heard in the turn that was under way.
+    # Messages may arrive in the turn that was already running.
     for number in range(1, 1000):
         assert connecting.send(heard_here.opened[0][0], Renew(Lease(number, 2)))
         heard_there.until(lambda number=number: len(heard_there.received) == number)  # type: ignore[misc]
         if not errors:
             return
-    raise AssertionError("the poller was not asked")
+    raise AssertionError("the poller was not called")
 
 
-def test_a_name_is_looked_up_again_when_there_are_threads_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_is_resolved_again_once_threads_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
     resolver, found = Resolver(), threading.Event()
 
     def no_thread(thread: threading.Thread) -> None:
@@ -137,7 +138,7 @@ def test_a_name_is_looked_up_again_when_there_are_threads_again(monkeypatch: pyt
     assert found.wait(TIMEOUT_S)
 
 
-def test_a_handler_may_answer(make_loop: MakeLoop) -> None:
+def test_a_handler_may_reply(make_loop: MakeLoop) -> None:
     listening, connecting = make_loop("producer"), make_loop("consumer")
 
     def reply(link: LinkId, message: Message) -> None:
@@ -151,7 +152,7 @@ def test_a_handler_may_answer(make_loop: MakeLoop) -> None:
     heard.until(lambda: heard.received == [Renewed(Lease(4, 2), 1.0)])
 
 
-def test_a_frame_of_megabytes_arrives(make_loop: MakeLoop) -> None:
+def test_a_message_of_megabytes_arrives(make_loop: MakeLoop) -> None:
     _, heard_there, connecting, heard_here = connected(make_loop)
     large = Describe(bytes(range(256)) * 16384, b"")
     assert connecting.send(heard_here.opened[0][0], large)
@@ -164,15 +165,15 @@ def test_a_wrong_secret_is_refused_and_counted_on_both_sides(make_loop: MakeLoop
     host, port = listening.listen("127.0.0.1", 0, heard_there.handlers)
     stranger.connect(host, port, None, heard.handlers)
     assert heard.until_closed() is CloseReason.HUNG_UP
-    counted(listening, CloseReason.SECRET)
+    wait_counted(listening, CloseReason.SECRET)
     assert heard_there.opened == heard_there.closed == []
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_connection_that_fails_before_the_first_word_says_why(
+def test_a_connection_that_fails_before_hello_has_the_right_reason(
     make_loop: MakeLoop, monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
-    """As on a busy machine, where the handshake has failed before this side sends Hello."""
+    """On a busy machine the handshake may fail before this side sends Hello."""
     connecting = Dialing._connecting
 
     def connect_slowly(dialing: Dialing, address: Address) -> object:
@@ -191,7 +192,8 @@ def test_a_connection_that_fails_before_the_first_word_says_why(
 
 
 def test_a_stranger_receives_no_capability(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
-    """All bytes that a listener sends to who has no proof, though its owner describes itself to whoever is let in."""
+    """Checks all bytes that a listener sends to a client without the secret, though it describes itself to admitted
+    peers."""
     listening = make_loop("producer")
     described = Recorder()
 
@@ -211,13 +213,13 @@ def test_a_stranger_receives_no_capability(make_loop: MakeLoop, make_rogue: Make
         stranger.close()
         assert theirs.ljust(64, b"\0").startswith(heard), (said, heard)
     assert described.opened == []
-    # Whoever proves the secret does hear it, or this test would show nothing.
+    # Control: a peer with the secret does receive it.
     friend = make_rogue(address)
     assert friend.hear() == Hello(PROTOCOL_VERSION, "producer")
     assert friend.hear() == Describe(b"description", CAPABILITY)
 
 
-def test_what_a_stranger_says_ends_its_connection_alone(make_loop: MakeLoop) -> None:
+def test_invalid_bytes_of_a_stranger_end_only_its_own_connection(make_loop: MakeLoop) -> None:
     listening, heard_there, connecting, heard_here = connected(make_loop)
     address = listening.listen("127.0.0.1", 0, Recorder().handlers)
     for data, reason in [
@@ -232,7 +234,7 @@ def test_what_a_stranger_says_ends_its_connection_alone(make_loop: MakeLoop) -> 
             stranger.sock.shutdown(1)
         stranger.hear_all()
         stranger.close()
-        counted(listening, reason, before + 1)
+        wait_counted(listening, reason, before + 1)
     assert connecting.send(heard_here.opened[0][0], LeaseDone(Lease(1, 2), True))
     heard_there.until(lambda: heard_there.received == [LeaseDone(Lease(1, 2), True)])
 
@@ -247,7 +249,7 @@ RUBBISH: list[tuple[CloseReason, Word | bytes]] = [
 
 
 @pytest.mark.parametrize(("reason", "said"), RUBBISH, ids=["bytes", "nothing", "hello", "bye", "oversized"])
-def test_rubbish_from_who_knows_the_secret_ends_its_connection(
+def test_an_invalid_message_of_an_admitted_peer_ends_its_connection(
     make_loop: MakeLoop, make_rogue: MakeRogue, reason: CloseReason, said: Word | bytes
 ) -> None:
     listening, heard = make_loop("producer"), Recorder()
@@ -259,7 +261,7 @@ def test_rubbish_from_who_knows_the_secret_ends_its_connection(
     assert heard.received == []
 
 
-def test_a_message_in_parts_is_none(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
+def test_a_message_in_several_parts_is_refused(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
     listening, heard = make_loop("producer"), Recorder()
     rogue = make_rogue(listening.listen("127.0.0.1", 0, heard.handlers))
     heard.until_open()
@@ -281,7 +283,7 @@ def test_a_message_in_parts_is_none(make_loop: MakeLoop, make_rogue: MakeRogue) 
         (b"\xc1", CloseReason.MALFORMED),
     ],
 )
-def test_who_does_not_say_who_it_is_is_not_let_in_and_its_owner_hears_nothing(
+def test_a_peer_without_a_valid_hello_is_rejected_without_a_callback(
     make_loop: MakeLoop, make_rogue: MakeRogue, hello: Word | bytes, reason: CloseReason
 ) -> None:
     listening, heard = make_loop("producer"), Recorder()
@@ -289,11 +291,11 @@ def test_who_does_not_say_who_it_is_is_not_let_in_and_its_owner_hears_nothing(
     rogue.say(hello)
     if reason in (CloseReason.VERSION, CloseReason.SELF):
         assert rogue.hear() == Bye(reason.value)
-    counted(listening, reason)
+    wait_counted(listening, reason)
     assert heard.opened == heard.closed == []
 
 
-def test_who_proves_the_secret_and_says_nothing_gives_way(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
+def test_a_silent_peer_that_proved_the_secret_makes_way_for_another(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
     listening = make_loop("producer", limits=msgspec.structs.replace(KEPT, max_handshakes=1))
     address = listening.listen("127.0.0.1", 0, Recorder().handlers)
     silent = make_rogue(address, is_polite=False)
@@ -301,10 +303,10 @@ def test_who_proves_the_secret_and_says_nothing_gives_way(make_loop: MakeLoop, m
     assert parse_monitor_message(silent.monitor.recv_multipart())["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
     make_rogue(address, is_polite=False)
     silent.until_thrown_out()
-    counted(listening, CloseReason.TOO_MANY)
+    wait_counted(listening, CloseReason.TOO_MANY)
 
 
-def test_a_client_of_another_key_is_refused_though_it_knows_the_servers(make_loop: MakeLoop) -> None:
+def test_a_client_with_another_key_is_refused_though_it_knows_the_servers_key(make_loop: MakeLoop) -> None:
     listening, heard = make_loop("producer"), Recorder()
     address = listening.listen("127.0.0.1", 0, heard.handlers)
     own, other = CurveKeys.of(SECRET), CurveKeys.of(WRONG)
@@ -312,20 +314,20 @@ def test_a_client_of_another_key_is_refused_though_it_knows_the_servers(make_loo
     rogue = Rogue(address, SECRET, msgspec.structs.replace(own, **keys))
     try:
         rogue.until_thrown_out()
-        counted(listening, CloseReason.SECRET)
+        wait_counted(listening, CloseReason.SECRET)
         assert heard.opened == []
     finally:
         rogue.close()
 
 
-def test_keys_come_of_the_secret_alone_and_do_not_show() -> None:
+def test_keys_depend_on_the_secret_alone_and_are_not_printed() -> None:
     assert CurveKeys.of(SECRET) == CurveKeys.of(Secret(b"a secret that both sides know")) != CurveKeys.of(WRONG)
     keys = CurveKeys.of(SECRET)
     assert len({keys.server_public, keys.server_secret, keys.client_public, keys.client_secret}) == 4
     assert keys.server_secret.decode() not in repr(keys)
 
 
-def test_an_exception_in_a_handler_ends_that_connection_alone(make_loop: MakeLoop) -> None:
+def test_an_exception_in_a_handler_ends_only_that_connection(make_loop: MakeLoop) -> None:
     listening, connecting = make_loop("producer"), make_loop("consumer")
 
     def fail(link: LinkId, message: Message) -> None:
@@ -356,7 +358,7 @@ signal.pause()
 """
 
 
-def test_a_peer_that_is_stopped_is_left(make_loop: MakeLoop) -> None:
+def test_a_stopped_peer_is_disconnected(make_loop: MakeLoop) -> None:
     limits = WireLimits(heartbeat_s=0.05, silence_timeout_s=0.2, handshake_timeout_s=TIMEOUT_S)
     listening, heard = make_loop("producer", limits=limits), Recorder()
     _, port = listening.listen("127.0.0.1", 0, heard.handlers)
@@ -369,7 +371,7 @@ def test_a_peer_that_is_stopped_is_left(make_loop: MakeLoop) -> None:
             process.kill()
 
 
-def test_heartbeats_keep_a_connection_on_which_nothing_is_said(make_loop: MakeLoop) -> None:
+def test_heartbeats_keep_an_idle_connection_open(make_loop: MakeLoop) -> None:
     limits = msgspec.structs.replace(KEPT, heartbeat_s=0.05, silence_timeout_s=0.5)
     _, heard_there, connecting, heard_here = connected(make_loop, limits=limits)
     time.sleep(3 * limits.silence_timeout_s)
@@ -378,7 +380,7 @@ def test_heartbeats_keep_a_connection_on_which_nothing_is_said(make_loop: MakeLo
     assert heard_there.closed == heard_here.closed == []
 
 
-def test_a_peer_that_reads_nothing_is_left(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
+def test_a_peer_that_reads_nothing_is_disconnected(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
     limits = msgspec.structs.replace(KEPT, max_queued=4)
     listening, heard = make_loop("producer", limits=limits), Recorder()
     rogue = make_rogue(listening.listen("127.0.0.1", 0, heard.handlers))
@@ -390,7 +392,7 @@ def test_a_peer_that_reads_nothing_is_left(make_loop: MakeLoop, make_rogue: Make
     rogue.until_thrown_out()
 
 
-def test_a_peer_that_reads_may_be_told_without_end(make_loop: MakeLoop) -> None:
+def test_a_peer_that_reads_may_receive_any_number_of_messages(make_loop: MakeLoop) -> None:
     limits = msgspec.structs.replace(KEPT, max_queued=4)
     _, heard_there, connecting, heard_here = connected(make_loop, limits=limits)
     for number in range(1, 20):
@@ -398,13 +400,13 @@ def test_a_peer_that_reads_may_be_told_without_end(make_loop: MakeLoop) -> None:
         heard_there.until(lambda number=number: len(heard_there.received) == number)  # type: ignore[misc]
 
 
-def test_a_handshake_has_its_time(make_loop: MakeLoop) -> None:
+def test_a_handshake_has_a_time_limit(make_loop: MakeLoop) -> None:
     limits = WireLimits(handshake_timeout_s=0.1)
     listening = make_loop("producer", limits=limits)
     stranger = Stranger(listening.listen("127.0.0.1", 0, Recorder().handlers))
     stranger.say(b"\xff")
     stranger.hear_all()
-    counted(listening, CloseReason.TOO_SLOW)
+    wait_counted(listening, CloseReason.TOO_SLOW)
     stranger.close()
 
 
@@ -425,7 +427,7 @@ def test_strangers_do_not_keep_a_peer_out(make_loop: MakeLoop) -> None:
     connecting, heard = make_loop("consumer"), Recorder()
     connecting.connect(*address, "producer", heard.handlers)
     heard.until_open()
-    counted(listening, CloseReason.TOO_MANY, 8)
+    wait_counted(listening, CloseReason.TOO_MANY, 8)
     for stranger in strangers:
         stranger.close()
 
@@ -439,11 +441,11 @@ def test_more_connections_than_allowed_are_refused(make_loop: MakeLoop, make_rog
     heard.until(lambda: len(heard.opened) == 2)
     third = make_rogue(address)
     assert third.hear() == Bye(CloseReason.TOO_MANY.value)
-    counted(listening, CloseReason.TOO_MANY)
+    wait_counted(listening, CloseReason.TOO_MANY)
     assert heard.closed == []
 
 
-def test_nobody_there_is_said(make_loop: MakeLoop) -> None:
+def test_an_unreachable_peer_is_reported(make_loop: MakeLoop) -> None:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as gone:
@@ -454,25 +456,25 @@ def test_nobody_there_is_said(make_loop: MakeLoop) -> None:
         assert heard.until_closed() is CloseReason.UNREACHABLE
 
 
-def test_without_a_secret_nobody_else_is_connected_to(make_loop: MakeLoop) -> None:
+def test_a_loop_without_a_secret_connects_to_no_other_host(make_loop: MakeLoop) -> None:
     heard = Recorder()
     make_loop("consumer", NO_SECRET).connect("192.0.2.1", 80, None, heard.handlers)
     assert heard.until_closed() is CloseReason.NO_SECRET
 
 
-def test_without_a_secret_peers_of_this_host_talk(make_loop: MakeLoop) -> None:
+def test_peers_of_one_host_connect_without_a_secret(make_loop: MakeLoop) -> None:
     listening, connecting, heard = make_loop("producer", NO_SECRET), make_loop("consumer", NO_SECRET), Recorder()
     connecting.connect(*listening.listen("127.0.0.1", 0, Recorder().handlers), "producer", heard.handlers)
     heard.until_open()
 
 
-def test_somebody_else_at_the_address_is_refused(make_loop: MakeLoop) -> None:
+def test_another_peer_at_the_address_is_refused(make_loop: MakeLoop) -> None:
     listening, connecting, heard = make_loop("somebody"), make_loop("consumer"), Recorder()
     connecting.connect(*listening.listen("127.0.0.1", 0, Recorder().handlers), "producer", heard.handlers)
     assert heard.until_closed() is CloseReason.WRONG_PEER
 
 
-def test_an_end_is_heard_on_the_other_side(make_loop: MakeLoop) -> None:
+def test_the_other_side_is_notified_of_an_end(make_loop: MakeLoop) -> None:
     _, heard_there, connecting, heard_here = connected(make_loop)
     connecting.end(heard_here.opened[0][0])
     assert heard_here.until_closed() is CloseReason.DONE
@@ -480,7 +482,7 @@ def test_an_end_is_heard_on_the_other_side(make_loop: MakeLoop) -> None:
     assert not connecting.send(heard_here.opened[0][0], Renew(Lease(1, 1)))
 
 
-def test_a_close_sends_what_waits_and_tells_everybody(make_loop: MakeLoop) -> None:
+def test_a_close_sends_queued_messages_and_ends_all_connections(make_loop: MakeLoop) -> None:
     _, heard_there, connecting, heard_here = connected(make_loop)
     for number in range(50):
         connecting.send(heard_here.opened[0][0], LeaseDone(Lease(number, 1), True))
@@ -492,7 +494,7 @@ def test_a_close_sends_what_waits_and_tells_everybody(make_loop: MakeLoop) -> No
         connecting.connect("127.0.0.1", 1, None, heard_here.handlers)
 
 
-def test_a_close_with_a_peer_that_reads_nothing_ends(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
+def test_a_close_ends_despite_a_peer_that_reads_nothing(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
     listening, heard = make_loop("producer"), Recorder()
     make_rogue(listening.listen("127.0.0.1", 0, heard.handlers))
     link = heard.until_open()
@@ -501,7 +503,7 @@ def test_a_close_with_a_peer_that_reads_nothing_ends(make_loop: MakeLoop, make_r
     assert listening.close(2.0)
 
 
-def test_a_peer_that_is_killed_is_heard_of_at_once(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
+def test_a_killed_peer_is_noticed_at_once(make_loop: MakeLoop, make_rogue: MakeRogue) -> None:
     listening, heard = make_loop("producer"), Recorder()
     rogue = make_rogue(listening.listen("127.0.0.1", 0, heard.handlers))
     heard.until_open()

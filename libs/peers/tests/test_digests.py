@@ -1,4 +1,4 @@
-"""Digests: equal over what arrived whole, whatever the layouts; different for the cell in which one byte is not."""
+"""Digests: equal for content that arrived whole, whatever the layouts; different for the cell with a wrong byte."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from peer_worlds import World, worlds
 from plain_worlds import group, world
-from played_worlds import play
+from world_reads import run_reads
 
 from hybridkv.peers.cells import Side
 from hybridkv.peers.digests import (
@@ -38,25 +38,25 @@ def num_digests(request: DigestRequest) -> int:
 
 def digests(memory: Memory, runs: DigestRuns | Incompatibility) -> list[bytes]:
     assert isinstance(runs, DigestRuns), runs
-    # A number a byte: eight bytes for each.
+    # The model has one number per byte: eight bytes each.
     wide = DigestRuns(runs.regions, runs.offsets * 8, runs.num_bytes * 8, runs.ends)
     return list(plain_digester(memory.regions, hashlib.sha256)(wide))
 
 
 @MODERATE
 @given(worlds(), st.data())
-def test_digests_are_equal_and_one_wrong_byte_is_laid_to_its_cell(world: World, data: st.DataObject) -> None:
-    played = play(world, 0)
-    assume(played.refusal is None)
+def test_digests_are_equal_and_a_wrong_byte_is_found_in_its_cell(world: World, data: st.DataObject) -> None:
+    outcome = run_reads(world, 0)
+    assume(outcome.refusal is None)
     local = BlockTables.whole(world.num_tokens, world.tables[0])
-    for pairing, (exchange, remote, theirs) in zip(played.pairings, played.remotes, strict=True):
+    for pairing, (exchange, remote, theirs) in zip(outcome.pairings, outcome.remotes, strict=True):
         request = digest_request(pairing)
         runs = digest_runs(exchange, Side.OURS, local, request)
         assert isinstance(runs, DigestRuns) or not request.spans
         if not request.spans:
             continue
         assert runs.num_bytes.sum() == pairing.num_bytes
-        mine = digests(played.ours, runs)
+        mine = digests(outcome.ours, runs)
         yours = digests(theirs, digest_runs(exchange, Side.THEIRS, remote, request))
         assert len(mine) == num_digests(request)
         assert mismatches(request, mine, yours) == ()
@@ -65,11 +65,11 @@ def test_digests_are_equal_and_one_wrong_byte_is_laid_to_its_cell(world: World, 
         if first == runs.ends[wrong]:
             continue
         region, offset = runs.regions[first], runs.offsets[first]
-        played.ours.regions[region][offset] ^= 1
-        broken = digests(played.ours, runs)
+        outcome.ours.regions[region][offset] ^= 1
+        broken = digests(outcome.ours, runs)
         assert len(mismatches(request, broken, yours)) == 1
         assert broken[wrong] != yours[wrong]
-        played.ours.regions[region][offset] ^= 1
+        outcome.ours.regions[region][offset] ^= 1
 
 
 WORLD = world(
@@ -77,12 +77,12 @@ WORLD = world(
 )
 
 
-def test_each_digest_is_of_the_bytes_of_its_cell() -> None:
-    """Cells of 2 tokens, two in a block here, of blocks that count from 1; each is one run."""
+def test_each_digest_covers_the_bytes_of_its_cell() -> None:
+    """Cells of 2 tokens, two per local block, block ids from 1; each cell is one run."""
     case = world((group(GroupKind.FULL, (4, 2)),), num_tokens=11, in_order=True)
-    played = play(case, 0)
+    outcome = run_reads(case, 0)
     local = BlockTables.whole(11, case.tables[0])
-    runs = digest_runs(played.remotes[0][0], Side.OURS, local, digest_request(played.pairings[0]))
+    runs = digest_runs(outcome.remotes[0][0], Side.OURS, local, digest_request(outcome.pairings[0]))
     assert isinstance(runs, DigestRuns)
     assert runs.offsets.tolist() == [8, 12, 16, 20, 24, 28]
     assert runs.num_bytes.tolist() == [4, 4, 4, 4, 4, 2]
@@ -90,14 +90,14 @@ def test_each_digest_is_of_the_bytes_of_its_cell() -> None:
 
 
 def test_a_mismatch_names_group_and_cell() -> None:
-    played = play(WORLD, 0)
-    request = digest_request(played.pairings[0])
+    outcome = run_reads(WORLD, 0)
+    request = digest_request(outcome.pairings[0])
     assert request == DigestRequest(11, (DigestSpan(0, 0, 6), DigestSpan(1, 0, 1)))
     good = [bytes([i]) for i in range(7)]
     assert mismatches(request, good, [*good[:3], b"x", *good[4:6], b"y"]) == (Mismatch(0, 3), Mismatch(1, 0))
 
 
-def test_digests_that_are_missing_are_mismatches() -> None:
+def test_missing_digests_are_mismatches() -> None:
     request = DigestRequest(11, (DigestSpan(0, 0, 2),))
     assert mismatches(request, [b"a", b"b"], [b"a"]) == (Mismatch(0, 0), Mismatch(0, 1))
     assert mismatches(DigestRequest(11, ()), [], [b"a"]) != ()
@@ -109,7 +109,7 @@ def test_digests_that_are_missing_are_mismatches() -> None:
         ("digests.num_tokens", DigestRequest(0, ())),
         ("digests.num_tokens", DigestRequest(12, ())),
         ("digests.num_tokens", DigestRequest(1 << 70, ())),
-        # A state after 11 tokens, which lies in the block that one after 10 would lie in.
+        # The state after 11 tokens lies in the block in which one after 10 would lie.
         ("digests.num_tokens", DigestRequest(10, (DigestSpan(1, 0, 1),))),
         ("digests.group_index", DigestRequest(11, (DigestSpan(3, 0, 1),))),
         ("digests.group_index", DigestRequest(11, (DigestSpan(0, 0, 1), DigestSpan(0, 0, 1)))),
@@ -120,8 +120,8 @@ def test_digests_that_are_missing_are_mismatches() -> None:
         ("digests.cells of group 2", DigestRequest(11, (DigestSpan(2, 0, 1),))),
     ],
 )
-def test_what_a_lease_does_not_hold_is_not_digested(field: str, request_: DigestRequest) -> None:
-    exchange, remote, _ = play(WORLD, 0).remotes[0]
+def test_blocks_outside_of_the_lease_are_not_digested(field: str, request_: DigestRequest) -> None:
+    exchange, remote, _ = run_reads(WORLD, 0).remotes[0]
     found = digest_runs(exchange, Side.THEIRS, remote, request_)
     assert isinstance(found, Incompatibility)
     assert found.field == field
@@ -137,8 +137,8 @@ def test_what_a_lease_does_not_hold_is_not_digested(field: str, request_: Digest
         ).map(tuple),
     )
 )
-def test_any_request_is_answered_from_the_leases_blocks_or_refused(request_: DigestRequest) -> None:
-    exchange, remote, theirs = play(WORLD, 0).remotes[0]
+def test_any_request_is_answered_from_the_blocks_of_the_lease_or_refused(request_: DigestRequest) -> None:
+    exchange, remote, theirs = run_reads(WORLD, 0).remotes[0]
     found = digest_runs(exchange, Side.THEIRS, remote, request_)
     if isinstance(found, Incompatibility):
         return
@@ -149,9 +149,7 @@ def test_any_request_is_answered_from_the_leases_blocks_or_refused(request_: Dig
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9), st.integers(1, 40)), max_size=5), st.integers(1, 20))
-def test_a_request_in_parts_asks_for_the_same_cells_in_the_same_order(
-    rows: list[tuple[int, int, int]], most: int
-) -> None:
+def test_a_split_request_covers_the_same_cells_in_the_same_order(rows: list[tuple[int, int, int]], most: int) -> None:
     def cells(asked: DigestRequest) -> list[tuple[int, int]]:
         return [(span.group_index, span.first_cell + i) for span in asked.spans for i in range(span.num_cells)]
 
@@ -163,7 +161,7 @@ def test_a_request_in_parts_asks_for_the_same_cells_in_the_same_order(
     assert DigestRequest.of(7, request.columns) == request
 
 
-def test_a_run_that_leaves_its_region_is_not_digested() -> None:
+def test_a_run_outside_of_its_region_is_not_digested() -> None:
     column = lambda *numbers: np.array(numbers, dtype=np.int64)  # noqa: E731
     digest = plain_digester([b"1234"], hashlib.sha256)
     assert digest(DigestRuns(column(0), column(1), column(3), column(1))) == [hashlib.sha256(b"234").digest()]
@@ -171,6 +169,6 @@ def test_a_run_that_leaves_its_region_is_not_digested() -> None:
         digest(DigestRuns(column(0), column(1), column(4), column(1)))
 
 
-def test_no_bytes_make_no_digest() -> None:
+def test_no_bytes_give_no_digest() -> None:
     empty = np.empty(0, dtype=np.int64)
     assert list(plain_digester([b""], hashlib.sha256)(DigestRuns(empty, empty, empty, empty))) == []

@@ -1,4 +1,4 @@
-"""Changed bytes are refused within bounds by everything that decodes them. For minutes, if asked for."""
+"""Every decoder refuses changed bytes within bounds. `FUZZ_SECONDS` makes it run longer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SECONDS = float(os.environ.get("FUZZ_SECONDS", "0"))
 SEED = int(os.environ.get("FUZZ_SEED", "0"))
 NUM_INPUTS = 1000
 MEMORY_BYTES = 1 << 30
-"""That a target may take up beyond what this process does."""
+"""Bytes that a target may allocate beyond those of this process."""
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name.replace(" ", "_"))
@@ -24,14 +24,14 @@ def test_changed_bytes_are_refused_within_bounds(target: Target) -> None:
     assert count >= NUM_INPUTS
 
 
-def test_a_seed_changes_the_same_bytes_the_same_way() -> None:
+def test_a_seed_always_makes_the_same_changes() -> None:
     corpus = TARGETS[0].corpus
     first, again, other = ([changed(random, corpus) for _ in range(50)] for random in map(Random, (1, 1, 2)))
     assert first == again != other
     assert len(set(first)) > 40
 
 
-def test_what_a_target_cannot_cope_with_is_found_with_its_bytes() -> None:
+def test_a_failure_of_a_target_is_reported_with_its_bytes() -> None:
     def fragile(data: bytes) -> None:
         if len(data) > 4:
             raise KeyError("a bug")

@@ -57,7 +57,7 @@ def test_a_slot_never_gets_the_same_nonce_twice_in_a_row() -> None:
     assert slots.issue("b") == Lease(0, 6)
 
 
-def test_a_source_that_draws_one_number_for_ever_is_a_mistake_of_ours() -> None:
+def test_a_source_that_repeats_one_number_is_a_protocol_error() -> None:
     slots = LeaseSlots(1, lambda: 5)
     slots.issue("a")
     slots.retire("a")
@@ -65,7 +65,7 @@ def test_a_source_that_draws_one_number_for_ever_is_a_mistake_of_ours() -> None:
         slots.issue("b")
 
 
-def test_the_nonce_stands_before_a_request_has_finished() -> None:
+def test_the_nonce_is_set_before_the_request_has_finished() -> None:
     rank = Rank()
     rank.leases.open("a", Lease(0, 7))
     assert rank.slots == [7, NO_NONCE]
@@ -74,7 +74,7 @@ def test_the_nonce_stands_before_a_request_has_finished() -> None:
     assert rank.leases.holds(Lease(0, 7), 0.0) == "a"
 
 
-def test_the_slot_is_empty_before_anybody_hears_that_the_lease_has_ended() -> None:
+def test_the_slot_is_cleared_before_the_end_of_the_lease_is_returned() -> None:
     seen = []
     rank = Rank()
     lease = rank.held()
@@ -83,7 +83,7 @@ def test_the_slot_is_empty_before_anybody_hears_that_the_lease_has_ended() -> No
     assert rank.slots == [NO_NONCE, NO_NONCE]
 
 
-def test_a_lease_ends_when_every_reader_has_said_so_and_none_counts_twice() -> None:
+def test_a_lease_ends_when_every_reader_is_done_and_none_counts_twice() -> None:
     rank = Rank()
     lease = rank.held()
     assert rank.leases.done(lease, 0, 2) is None
@@ -93,7 +93,7 @@ def test_a_lease_ends_when_every_reader_has_said_so_and_none_counts_twice() -> N
     assert rank.leases.done(lease, 1, 2) == Ended("a", LeaseEnd.DONE)
 
 
-def test_what_comes_after_the_end_is_counted_and_changes_nothing() -> None:
+def test_messages_after_the_end_are_counted_and_change_nothing() -> None:
     rank = Rank()
     lease = rank.held()
     assert rank.leases.expire(30.0) == [Ended("a", LeaseEnd.EXPIRED)]
@@ -104,7 +104,7 @@ def test_what_comes_after_the_end_is_counted_and_changes_nothing() -> None:
     assert rank.leases.late == 2
 
 
-def test_a_nonce_that_is_not_the_slots_ends_nothing() -> None:
+def test_a_nonce_of_another_slot_ends_nothing() -> None:
     rank = Rank()
     lease = rank.held()
     assert rank.leases.done(Lease(0, 8), 0, 1) is None
@@ -114,7 +114,7 @@ def test_a_nonce_that_is_not_the_slots_ends_nothing() -> None:
     assert rank.leases.holds(lease, 0.0) == "a"
 
 
-def test_renewals_carry_a_lease_on_but_not_for_ever() -> None:
+def test_renewals_extend_a_lease_up_to_a_limit() -> None:
     rank = Rank()
     lease = rank.held()
     for now_s in (25.0, 40.0, 55.0, 70.0, 85.0):
@@ -125,14 +125,14 @@ def test_renewals_carry_a_lease_on_but_not_for_ever() -> None:
     assert rank.leases.expire(100.0) == [Ended("a", LeaseEnd.EXPIRED)]
 
 
-def test_a_lease_that_was_aborted_before_the_request_finished_keeps_no_blocks() -> None:
+def test_a_lease_aborted_before_the_request_finished_keeps_no_blocks() -> None:
     rank = Rank()
     rank.leases.open("a", Lease(0, 7))
     assert rank.leases.abort("a") == Ended("a", LeaseEnd.ABORTED)
     assert not rank.leases.hold("a", 0.0)
 
 
-def test_a_slot_with_another_lease_is_a_mistake_of_ours() -> None:
+def test_opening_a_slot_with_another_lease_is_a_protocol_error() -> None:
     rank = Rank()
     rank.leases.open("a", Lease(0, 7))
     rank.leases.open("a", Lease(0, 7))
@@ -142,7 +142,7 @@ def test_a_slot_with_another_lease_is_a_mistake_of_ours() -> None:
 
 
 class LeaseMachine(RuleBasedStateMachine):
-    """Slots and two ranks, beside a plain account of who may read what."""
+    """Slots and two ranks, beside a plain record of which reader may read which blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.names = itertools.count()
         self.expiry: list[dict[str, list[float]]] = [{}, {}]
-        """Of each rank, held requests: [expires, latest, and the readers that are done]."""
+        """For each rank, held requests: [expiry, latest expiry]."""
         self.open: list[set[str]] = [set(), set()]
         self.leases: dict[str, Lease] = {}
         self.given_back: list[dict[str, int]] = [{}, {}]
@@ -242,7 +242,7 @@ class LeaseMachine(RuleBasedStateMachine):
         self.ended(rank, ends)
 
     @invariant()
-    def slots_hold_the_nonces_of_what_lives_and_nothing_else(self) -> None:
+    def slots_hold_the_nonces_of_live_leases_only(self) -> None:
         for rank in (0, 1):
             living = {*self.expiry[rank], *self.open[rank]}
             expected = [NO_NONCE] * 3
@@ -256,7 +256,7 @@ class LeaseMachine(RuleBasedStateMachine):
             )
 
     @invariant()
-    def what_was_held_is_given_back_once(self) -> None:
+    def each_held_request_is_released_once(self) -> None:
         for rank in (0, 1):
             assert all(count == 1 for count in self.given_back[rank].values())
             assert set(self.given_back[rank]) == self.held_once[rank] - set(self.expiry[rank])

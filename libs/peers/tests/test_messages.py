@@ -1,4 +1,4 @@
-"""Messages come out as they went in, and whatever else arrives is refused within bounds."""
+"""Messages survive encoding, and any other bytes are refused within bounds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from hybridkv.peers.wire import (
 LIMITS = WireLimits(max_frame_bytes=4096, max_items=64, max_text_bytes=100)
 CODEC = MessageCodec(LIMITS)
 CALM = settings(deadline=None)
-"""A machine may have other things to do."""
+"""No deadline: the machine may be busy."""
 LEASE = Lease(3, (1 << 63) - 1)
 
 natural = st.integers(0, (1 << 63) - 1)
@@ -82,7 +82,7 @@ def reason_of(body: bytes) -> CloseReason:
 
 @CALM
 @given(messages)
-def test_a_message_comes_out_as_it_went_in(message: Word) -> None:
+def test_a_message_survives_encoding(message: Word) -> None:
     assert CODEC.decode(CODEC.encode(message)) == message
 
 
@@ -113,7 +113,7 @@ def test_a_message_with_a_byte_changed_is_a_message_or_refused(message: Word, da
         b"\x92\xa4ping" + b"\x91" * 100_000,
     ],
 )
-def test_a_header_that_promises_billions_takes_no_memory(body: bytes) -> None:
+def test_a_header_that_announces_billions_of_items_takes_no_memory(body: bytes) -> None:
     before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert reason_of(body) is CloseReason.MALFORMED
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 64 << 10
@@ -126,7 +126,7 @@ def test_a_list_that_is_too_long_is_refused() -> None:
     for counts in ([LIMITS.max_items, 1], [(1 << 62), (1 << 62)], [(1 << 63) - 1] * 2):
         ask = RequestDigests(1, LEASE, 5, pack_columns([[0, 1], [0, 0], counts]))
         assert reason_of(msgspec.msgpack.encode(ask)) is CloseReason.OVERSIZED
-    # However many numbers a list may have: a group has one span.
+    # A group has one span, whatever the limit of items.
     many = RequestDigests(1, LEASE, 5, pack_columns([[0] * 65] * 3))
     with pytest.raises(WireError, match="oversized"):
         MessageCodec(WireLimits()).decode(msgspec.msgpack.encode(many))
@@ -155,18 +155,18 @@ def test_a_text_that_is_too_long_is_refused() -> None:
         Renew(Lease(0, 1 << 63)),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(message: Message) -> None:
+def test_impossible_numbers_are_refused(message: Message) -> None:
     assert reason_of(msgspec.msgpack.encode(message)) is CloseReason.MALFORMED
 
 
-def test_what_the_other_side_would_refuse_is_not_sent() -> None:
+def test_a_message_that_the_other_side_would_refuse_is_not_sent() -> None:
     with pytest.raises(PeersProtocolError, match="does not fit"):
         CODEC.encode(Describe(bytes(5000), b""))
 
 
 @CALM
 @given(st.lists(st.tuples(*[st.integers(-(1 << 63), (1 << 63) - 1)] * 3), max_size=20))
-def test_columns_come_out_as_they_went_in(rows: list[tuple[int, int, int]]) -> None:
+def test_columns_survive_encoding(rows: list[tuple[int, int, int]]) -> None:
     table = np.array(rows, dtype=np.int64).reshape(-1, 3)
     columns = unpack_columns(pack_columns(list(table.T)), 3, 20)
     assert [column.tolist() for column in columns] == table.T.tolist()

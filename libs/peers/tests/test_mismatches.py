@@ -1,6 +1,6 @@
-"""Every way in which two engines may differ, one by one: read with every byte right, or refused by the field's name.
+"""Every difference between two engines, one by one: read with every byte right, or refused with the field's name.
 
-What is read and what is refused is said here once more, as plain rules; bytes are those of the model of both sides.
+Plain rules state again which pairs are read and which are refused; the bytes are those of the model of both sides.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pytest
 from byte_model import stray_writes, wrong_reads
 from examples import thinned
 from peer_worlds import Choice, GroupShape, PieceShape, World, freed, rank_of
-from played_worlds import play
+from world_reads import run_reads
 
 from hybridkv.peers.comparison import Agreement, compare
 from hybridkv.peers.description import Description
@@ -24,7 +24,7 @@ BLOCKS = ((4, 4), (4, 8), (8, 4), (4, 12), (12, 4), (2, 12), (4, 6), (6, 4), (8,
 UNITS = ((1, 1), (2, 2), (1, 2), (None, None), (1, None), (None, 1))
 """Tokens that move only together, on each side; None: the whole block."""
 RESUMES = ((1, 0), (23, 0), (24, 0), (25, 24), (47, 24), (48, 24), (48, 48))
-"""Tokens, and those of them that the reader has."""
+"""(tokens, tokens that the reader already has)"""
 WINDOW_TOKENS, ALIGN_TOKENS = 6, 10
 
 LAYOUTS: dict[str, tuple[bool, Choice]] = {
@@ -78,13 +78,13 @@ def world(
 
 def require_read(case: World) -> None:
     for rank in range(len(case.ours)):
-        played = play(case, rank, serves_blocks=False)
-        assert played.refusal is None, played.refusal
+        outcome = run_reads(case, rank, serves_blocks=False)
+        assert outcome.refusal is None, outcome.refusal
         for index, table in enumerate(case.tables[0]):
             if case.num_tokens > case.computed_tokens:
-                assert wrong_reads(played.ours, index, list(table), case.num_tokens) == []
+                assert wrong_reads(outcome.ours, index, list(table), case.num_tokens) == []
         span = case.computed_tokens, case.num_tokens
-        assert stray_writes(played.before, played.ours, [list(table) for table in case.tables[0]], span) == 0
+        assert stray_writes(outcome.before, outcome.ours, [list(table) for table in case.tables[0]], span) == 0
 
 
 def require_refused(case: World, field: str) -> None:
@@ -95,8 +95,8 @@ def require_refused(case: World, field: str) -> None:
     assert refusal.hint
 
 
-def why_blocks_are_refused(kind: GroupKind, blocks: tuple[int, int], units: tuple[int, int]) -> str | None:
-    """The field, None where tokens can be paired. A state is whole, whatever block it is kept under."""
+def refused_field(kind: GroupKind, blocks: tuple[int, int], units: tuple[int, int]) -> str | None:
+    """The field that refuses the blocks, None where tokens can be paired. A state is whole, whatever its block size."""
     if kind in (GroupKind.RECURRENT, GroupKind.SCRATCH):
         return None
     if max(blocks) % min(blocks):
@@ -110,7 +110,7 @@ def test_blocks_of_any_sizes_are_read_or_refused_by_name(kind: GroupKind, blocks
     for wanted in UNITS:
         units = (wanted[0] or blocks[0], wanted[1] or blocks[1])
         sides = (shape(kind, blocks, units[0]),), (shape(kind, blocks, units[1]),)
-        field = why_blocks_are_refused(kind, blocks, units)
+        field = refused_field(kind, blocks, units)
         for num_tokens, computed_tokens in RESUMES:
             case = world(sides, (num_tokens, computed_tokens // blocks[0] * blocks[0]))
             if field is not None:
@@ -133,7 +133,7 @@ MIXED = tuple(
 
 
 @pytest.mark.parametrize("layouts", thinned([*itertools.product(LAYOUTS, LAYOUTS)], 5), ids=" from ".join)
-def test_bytes_in_any_order_are_read_from_any_other(layouts: tuple[str, str]) -> None:
+def test_any_layout_is_read_from_any_other(layouts: tuple[str, str]) -> None:
     for resume in ((45, 0), (45, 16), (48, 40)):
         require_read(world((MIXED, MIXED), resume, layouts=layouts))
 
@@ -142,8 +142,8 @@ def test_bytes_in_any_order_are_read_from_any_other(layouts: tuple[str, str]) ->
     "tp_sizes", itertools.product((1, 2, 4, 8), repeat=2), ids=lambda sizes: f"{sizes[0]}of{sizes[1]}"
 )
 @pytest.mark.parametrize("total_heads", [0, 1, 4])
-def test_ranks_of_any_number_are_read_or_refused_by_name(tp_sizes: tuple[int, int], total_heads: int) -> None:
-    """None of 0 heads is shared out, 1 lies on every rank as a latent does, and 4 of 8 ranks have each head twice."""
+def test_any_number_of_ranks_is_read_or_refused_by_name(tp_sizes: tuple[int, int], total_heads: int) -> None:
+    """0 heads: no split by heads. 1 head: every rank has it, as with a latent. 4 heads on 8 ranks: each head twice."""
     shapes = tuple(
         shape(kind, blocks, pieces=(PieceShape(2, 1, total_heads, 2),))
         for kind, blocks in ((GroupKind.FULL, (8, 4)), (GroupKind.WINDOW, (4, 8)), (GroupKind.RECURRENT, (4, 8)))
@@ -157,7 +157,7 @@ def test_ranks_of_any_number_are_read_or_refused_by_name(tp_sizes: tuple[int, in
 
 @pytest.mark.parametrize("ratio", [1, 2, 3])
 def test_windows_of_any_length_are_read_into_blocks_of_any_size(ratio: int) -> None:
-    """Rounded up to the smaller block, whichever side has it."""
+    """Rounded up to the smaller block, on either side."""
     for window_tokens, flipped in itertools.product(range(1, 4 * 4 * ratio), (False, True)):
         blocks = (4 * ratio, 4) if flipped else (4, 4 * ratio)
         window = dataclasses.replace(shape(GroupKind.WINDOW, blocks), window_tokens=window_tokens)
@@ -165,11 +165,11 @@ def test_windows_of_any_length_are_read_into_blocks_of_any_size(ratio: int) -> N
             require_read(world(((window,), (window,)), (num_tokens, 0)))
 
 
-def test_a_token_in_the_place_of_another_would_be_seen() -> None:
-    """The control: a world whose ids are shifted in one group is wrong in it."""
+def test_a_token_in_the_place_of_another_is_noticed() -> None:
+    """Negative control: shifted ids in one group make that group wrong."""
     case = world((MIXED, MIXED), (45, 0))
     assert isinstance(compare(case.ours[0], case.theirs[0]), Agreement)
     for shifted in range(3):
-        played = play(case, 0, serves_blocks=False, shifted=shifted)
-        wrong = [i for i, table in enumerate(case.tables[0]) if wrong_reads(played.ours, i, list(table), 45)]
+        outcome = run_reads(case, 0, serves_blocks=False, shifted=shifted)
+        wrong = [i for i, table in enumerate(case.tables[0]) if wrong_reads(outcome.ours, i, list(table), 45)]
         assert wrong == [shifted]

@@ -1,4 +1,4 @@
-"""NIXL by itself: ranges of gigabytes, options, and what is said where it is not installed."""
+"""NIXL alone: ranges of gigabytes, options, and the error where it is not installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kits.peers.memory import pattern
 from kits.peers.suite import TIMEOUT_S, reason_of, whole
 
 
-def test_without_nixl_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_without_nixl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in MODULES:
         monkeypatch.setitem(sys.modules, name, None)
         monkeypatch.delitem(sys.modules, f"{name}._api", raising=False)

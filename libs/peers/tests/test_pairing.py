@@ -1,4 +1,4 @@
-"""What moves is what a resume reads: every byte right, no other byte written, nothing more than the formula says."""
+"""Pairing moves what a resume reads: every byte right, no other byte written, no more bytes than the formula says."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peer_worlds import World, worlds
 from plain_worlds import group, world
-from played_worlds import Played, agreed, play
+from world_reads import ReadOutcome, agreed, run_reads
 
 from hybridkv.peers import cells, digests, pairing
 from hybridkv.peers.cells import Side
@@ -27,17 +27,17 @@ MODERATE = settings(max_examples=examples(60), deadline=None, suppress_health_ch
 @given(worlds())
 def test_every_byte_that_a_resume_reads_is_right_and_no_other_is_written(world: World) -> None:
     for rank in range(len(world.ours)):
-        played = play(world, rank, serves_blocks=False)
-        assert played.refusal is None, played.refusal
+        outcome = run_reads(world, rank, serves_blocks=False)
+        assert outcome.refusal is None, outcome.refusal
         for index, table in enumerate(world.tables[0]):
             if world.num_tokens > world.computed_tokens:
-                assert wrong_reads(played.ours, index, list(table), world.num_tokens) == []
+                assert wrong_reads(outcome.ours, index, list(table), world.num_tokens) == []
         span = world.computed_tokens, world.num_tokens
-        assert stray_writes(played.before, played.ours, [list(t) for t in world.tables[0]], span) == 0
+        assert stray_writes(outcome.before, outcome.ours, [list(t) for t in world.tables[0]], span) == 0
 
 
 def needs_more(world: World, index: int) -> bool:
-    """Whether what the producer offers of a group lacks a token that a hit at the end of a block here would read."""
+    """Whether the producer's offer of a group lacks a token that a hit at the end of a local block would read."""
     shape = world.shapes[index]
     if shape.kind not in (GroupKind.WINDOW, GroupKind.CHUNKED):
         return False
@@ -54,18 +54,18 @@ def needs_more(world: World, index: int) -> bool:
 
 @MODERATE
 @given(worlds())
-def test_a_block_that_may_be_found_again_serves_whoever_finds_it(world: World) -> None:
+def test_a_block_that_may_be_hit_again_is_complete(world: World) -> None:
     require_blocks_serve(world)
 
 
 def require_blocks_serve(case: World) -> None:
     for rank in range(len(case.ours)):
-        played = play(case, rank)
+        outcome = run_reads(case, rank)
         lacking = any(needs_more(case, index) for index in range(len(case.shapes)))
         if case.num_tokens > case.computed_tokens:
-            assert (played.refusal is not None) == lacking
-        if played.refusal is not None:
-            assert all((old == new).all() for old, new in zip(played.before, played.ours.regions, strict=True))
+            assert (outcome.refusal is not None) == lacking
+        if outcome.refusal is not None:
+            assert all((old == new).all() for old, new in zip(outcome.before, outcome.ours.regions, strict=True))
             return
         for index, table in enumerate(case.tables[0]):
             spec = case.shapes[index].spec(0)
@@ -74,12 +74,12 @@ def require_blocks_serve(case: World) -> None:
             for end in range(spec.block_tokens, case.num_tokens + 1, spec.block_tokens):
                 read = range(resume_start(spec, end) // spec.block_tokens, end // spec.block_tokens)
                 if end > case.computed_tokens and all(table[place] != NULL_BLOCK for place in read):
-                    assert wrong_reads(played.ours, index, list(table), end) == []
+                    assert wrong_reads(outcome.ours, index, list(table), end) == []
 
 
 @st.composite
 def windows_into_larger_blocks(draw: st.DrawFn) -> World:
-    """What is read begins inside a block here, and that block may end before the boundary."""
+    """The read begins inside a local block, and that block may end before the boundary."""
     small = draw(st.integers(1, 4))
     large = small * draw(st.integers(2, 4))
     reach = draw(st.integers(1, 3 * large))
@@ -90,22 +90,22 @@ def windows_into_larger_blocks(draw: st.DrawFn) -> World:
 
 @settings(max_examples=examples(200), deadline=None)
 @given(windows_into_larger_blocks())
-def test_a_larger_block_that_begins_before_the_window_serves_whoever_finds_it(case: World) -> None:
+def test_a_larger_block_that_begins_before_the_window_is_complete(case: World) -> None:
     require_blocks_serve(case)
 
 
-def test_a_block_that_would_be_found_with_a_hole_is_not_read_into() -> None:
-    """A window of 5 before token 26 begins at 22. Who finds the block that ends with 24 reads from 20, and the other
-    side has dropped that."""
+def test_a_block_that_could_be_hit_with_a_hole_is_refused() -> None:
+    """A window of 5 before token 26 begins at 22. A hit on the block that ends at 24 reads from 20, and the other side
+    has freed that."""
     case = world((group(GroupKind.WINDOW, (8, 2), window_tokens=5),), num_tokens=26)
-    refused = play(case, 0).refusal
+    refused = run_reads(case, 0).refusal
     assert refused is not None
     assert refused.field == "block_ids[0]"
-    assert play(case, 0, serves_blocks=False).refusal is None
+    assert run_reads(case, 0, serves_blocks=False).refusal is None
 
 
-def test_a_request_of_too_many_runs_is_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of both sides: a producer takes the digests of the same runs."""
+def test_a_request_with_too_many_runs_is_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On both sides: a producer computes the digests of the same runs."""
     exchange = Exchange(agreed(MIXED))
     tables = BlockTables.whole(200, MIXED.tables[0])
     remote = offered([shape.spec(1) for shape in MIXED.shapes], MIXED.tables[1], 200)
@@ -126,7 +126,7 @@ def test_a_request_of_too_many_runs_is_refused_before_they_are_made(monkeypatch:
     assert isinstance(exchange.pair(tables, remote, Resume(200)), Incompatibility)
 
 
-# Controls: the model sees what it is there to see.
+# Controls: the model notices errors.
 
 FULL_16 = group(GroupKind.FULL, (16, 16))
 WINDOW_16 = group(GroupKind.WINDOW, (16, 16), window_tokens=24)
@@ -135,46 +135,46 @@ STATE_64 = group(GroupKind.RECURRENT, (64, 64))
 MIXED = world((FULL_16, WINDOW_16, CHUNKED_16, STATE_64), num_tokens=200)
 
 
-def wrong_groups(world: World, played: Played) -> list[int]:
-    return [i for i, table in enumerate(world.tables[0]) if wrong_reads(played.ours, i, list(table), world.num_tokens)]
+def wrong_groups(world: World, outcome: ReadOutcome) -> list[int]:
+    return [i for i, table in enumerate(world.tables[0]) if wrong_reads(outcome.ours, i, list(table), world.num_tokens)]
 
 
-def test_nothing_is_wrong_in_the_world_of_the_controls() -> None:
-    assert wrong_groups(MIXED, play(MIXED, 0)) == []
+def test_the_world_of_the_controls_is_read_correctly() -> None:
+    assert wrong_groups(MIXED, run_reads(MIXED, 0)) == []
 
 
 @pytest.mark.parametrize("shifted", [0, 1, 2])
-def test_ids_that_are_shifted_in_one_group_are_seen_in_that_group(shifted: int) -> None:
-    assert wrong_groups(MIXED, play(MIXED, 0, shifted=shifted)) == [shifted]
+def test_shifted_ids_of_one_group_are_noticed_in_that_group(shifted: int) -> None:
+    assert wrong_groups(MIXED, run_reads(MIXED, 0, shifted=shifted)) == [shifted]
 
 
 def test_a_state_of_another_boundary_is_refused() -> None:
-    played = Exchange(agreed(MIXED)).pair(
+    outcome = Exchange(agreed(MIXED)).pair(
         BlockTables.whole(200, MIXED.tables[0]),
         offered([shape.spec(1) for shape in MIXED.shapes], MIXED.tables[1], 200),
         Resume(199),
     )
     hint = "a state is valid at one boundary only"
-    assert played == Incompatibility("groups[3]: the boundary of a state", "199", "200", hint)
+    assert outcome == Incompatibility("groups[3]: the boundary of a state", "199", "200", hint)
 
 
-def test_a_window_that_is_one_token_short_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window of 19 tokens before token 33 reads back to token 15, and one of 18 a block less."""
+def test_a_window_that_is_one_token_short_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window of 19 tokens before token 33 reads back to token 15; a window of 18 reads one block less."""
     short = world((group(GroupKind.WINDOW, (16, 16), window_tokens=19),), num_tokens=33)
-    assert wrong_groups(short, play(short, 0)) == []
+    assert wrong_groups(short, run_reads(short, 0)) == []
 
     def off_by_one(spec: GroupSpec, *rest: int) -> TokenSpan:
         return cells.moved_span(msgspec.structs.replace(spec, window_tokens=(spec.window_tokens or 0) - 1), *rest)
 
     monkeypatch.setattr(pairing, "moved_span", off_by_one)
-    assert wrong_groups(short, play(short, 0)) == [0]
+    assert wrong_groups(short, run_reads(short, 0)) == [0]
 
 
-# What another connector gets wrong: blocks that are paired by their place in lists of different grids.
+# An error of another connector: blocks paired by their index in lists of different block sizes.
 
 
 def block_pairs(world: World, cell_tokens: int, **resume: int) -> list[tuple[int, int]]:
-    """Which cell of the local table is read from which cell of the remote one: ids are places plus one here."""
+    """Pairs of (local cell, remote cell); block ids are index plus one here."""
     exchange = Exchange(agreed(world))
     remote = offered([shape.spec(1) for shape in world.shapes], world.tables[1], world.num_tokens)
     local = BlockTables.whole(world.num_tokens, world.tables[0])
@@ -192,16 +192,17 @@ def block_pairs(world: World, cell_tokens: int, **resume: int) -> list[tuple[int
     ]
 
 
-def test_a_window_is_paired_by_tokens_where_blocks_have_different_sizes() -> None:
-    """1,200 tokens, a window of 64, blocks of 64 there and 128 here. By places [16, 17] would be read from [17, 18]."""
+def test_a_window_is_paired_by_tokens_where_block_sizes_differ() -> None:
+    """1,200 tokens, a window of 64, remote blocks of 64, local ones of 128. By index, [16, 17] would be read from [17,
+    18]."""
     window = group(GroupKind.WINDOW, (128, 64), window_tokens=64)
     case = world((window,), num_tokens=1200, in_order=True)
     assert block_pairs(case, 64) == [(17, 17), (18, 18)]
-    assert wrong_groups(case, play(case, 0)) == []
+    assert wrong_groups(case, run_reads(case, 0)) == []
 
 
-def test_a_local_prefix_is_left_out_by_tokens_where_blocks_have_different_sizes() -> None:
-    """4 blocks of 128 are computed of 1,200 tokens. By places [8 to 19] would be read from [7 to 18]."""
+def test_a_local_prefix_is_skipped_by_tokens_where_block_sizes_differ() -> None:
+    """4 blocks of 128 of 1,200 tokens are computed. By index, [8 to 19] would be read from [7 to 18]."""
     case = world((group(GroupKind.FULL, (128, 64)),), num_tokens=1200, computed_tokens=512, in_order=True)
     assert block_pairs(case, 64, computed_tokens=512) == [(cell, cell) for cell in range(8, 19)]
-    assert wrong_groups(case, play(case, 0)) == []
+    assert wrong_groups(case, run_reads(case, 0)) == []

@@ -1,4 +1,4 @@
-"""Faults happen as planned, and not without a plan."""
+"""The fault-injecting transport injects the planned faults, and none without a plan."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def is_equal(faulty: Faulty, reader: Reader) -> bool:
     return bool((reader.regions[0] == faulty.owner.regions[0]).all())
 
 
-def test_without_a_rule_the_same_read_is_right(faulty: Faulty) -> None:
+def test_a_read_without_a_rule_is_right(faulty: Faulty) -> None:
     reader, remote = faulty.reader()
     assert isinstance(reader.finish(remote, RANGES), TransferDone)
     assert is_equal(faulty, reader)
@@ -60,14 +60,14 @@ def test_the_nth_read_fails_with_the_planned_reason(faulty: Faulty) -> None:
     assert isinstance(reader.finish(remote, RANGES), TransferDone)
 
 
-def test_a_late_read_misses_so_many_polls(faulty: Faulty) -> None:
+def test_a_late_read_is_pending_for_the_planned_polls(faulty: Faulty) -> None:
     reader, remote = faulty.reader(Rule(Late(num_polls=2)))
     transfer = reader.transport.read(remote, RANGES, 1.0)
     assert [reader.transport.poll(transfer) is PENDING for _ in range(3)] == [True, True, False]
     assert is_equal(faulty, reader)
 
 
-def test_a_lost_end_never_comes_until_it_is_cancelled(faulty: Faulty) -> None:
+def test_a_lost_read_never_ends_until_it_is_cancelled(faulty: Faulty) -> None:
     reader, remote = faulty.reader(Rule(Lost()))
     transfer = reader.transport.read(remote, RANGES, 1.0)
     assert {reader.transport.poll(transfer) for _ in range(100)} == {PENDING}
@@ -83,26 +83,26 @@ def test_a_half_done_read_has_its_first_ranges_and_fails(faulty: Faulty) -> None
     assert (reader.regions[0][192:] == POISON).all()
 
 
-def test_a_read_of_wrong_bytes_is_done_and_differs_in_one(faulty: Faulty) -> None:
+def test_a_read_with_wrong_bytes_succeeds_and_differs_in_one_byte(faulty: Faulty) -> None:
     reader, remote = faulty.reader(Rule(WrongBytes(byte_index=100)))
     assert isinstance(reader.finish(remote, RANGES), TransferDone)
     assert (reader.regions[0] != faulty.owner.regions[0]).nonzero()[0].tolist() == [100]
 
 
-def test_a_peer_that_vanished_stays_away(faulty: Faulty) -> None:
+def test_a_vanished_peer_stays_gone(faulty: Faulty) -> None:
     reader, remote = faulty.reader(Rule(Vanish(), nth=2))
     assert isinstance(reader.finish(remote, RANGES), TransferDone)
     for _ in range(3):
         assert reason_of(reader.finish(remote, RANGES)) is TransferFailureReason.GONE
 
 
-def test_a_read_of_nothing_counts_for_no_rule(faulty: Faulty) -> None:
+def test_an_empty_read_counts_for_no_rule(faulty: Faulty) -> None:
     reader, remote = faulty.reader(Rule(Fail(), nth=1))
     assert isinstance(reader.finish(remote, Ranges.of([])), TransferDone)
     assert reason_of(reader.finish(remote, RANGES)) is TransferFailureReason.BROKEN
 
 
-def test_a_plan_that_cannot_be_is_refused() -> None:
+def test_an_impossible_plan_is_refused() -> None:
     with pytest.raises(PeersConfigurationError):
         Rule(Fail(), nth=0)
     with pytest.raises(PeersConfigurationError):

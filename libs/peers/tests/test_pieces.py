@@ -21,7 +21,7 @@ def locate(address: int) -> tuple[int, int]:
 
 
 def strided(shape: Sequence[int], order: Sequence[int], item_bytes: int = 2) -> Strides:
-    """A dense tensor whose dimensions lie in memory in that order, outermost first."""
+    """A dense tensor with its dimensions in memory in that order, outermost first."""
     strides, span = [0] * len(shape), 1
     for dim in reversed(order):
         strides[dim] = span
@@ -30,7 +30,7 @@ def strided(shape: Sequence[int], order: Sequence[int], item_bytes: int = 2) -> 
 
 
 def covered(piece: Piece, block: int) -> set[int]:
-    """The bytes of a block."""
+    """Byte offsets of a block."""
     start = piece.offset_bytes + block * piece.block_stride_bytes
     steps = [range(0, axis.count * axis.stride_bytes or 1, axis.stride_bytes or 1) for _, axis in piece.axes]
     return {start + sum(offsets) + byte for offsets in itertools.product(*steps) for byte in range(piece.item_bytes)}
@@ -46,9 +46,7 @@ def canonical_bytes(layer: LayerLayout, tensor: Strides, num_blocks: int, block:
 
 @pytest.mark.parametrize("num_blocks", [6, 3, 2])
 @pytest.mark.parametrize("order", [(*order, 3) for order in itertools.permutations((0, 1, 2))])
-def test_pieces_cover_the_pages_of_every_layout_and_every_split_of_blocks(
-    order: tuple[int, ...], num_blocks: int
-) -> None:
+def test_pieces_cover_the_pages_of_every_layout_and_every_block_split(order: tuple[int, ...], num_blocks: int) -> None:
     tensor = strided((BLOCKS, HEADS, TOKENS, CONTENT), order)
     layer = LayerLayout("layer", BLOCKS // num_blocks * HEADS * TOKENS * CONTENT * 2, interleaved=True)
     piece = attention_piece("layer", tensor, AttentionDims(0, 1, 2, HEADS), num_blocks, locate)
@@ -58,7 +56,7 @@ def test_pieces_cover_the_pages_of_every_layout_and_every_split_of_blocks(
         assert covered(piece, block) == canonical_bytes(layer, tensor, num_blocks, block)
 
 
-def test_k_and_v_in_halves_of_their_own_are_rows() -> None:
+def test_separate_halves_for_k_and_v_are_rows() -> None:
     tensor = strided((2, BLOCKS, TOKENS, HEADS, CONTENT), (0, 1, 2, 3, 4))
     piece = attention_piece("layer", tensor, AttentionDims(1, 3, 2, HEADS), BLOCKS, locate)
     assert piece.rows == Axis(2, BLOCKS * TOKENS * HEADS * CONTENT * 2)
@@ -72,13 +70,13 @@ def test_latents_are_one_head_that_every_rank_has() -> None:
     assert (piece.heads.count, piece.total_heads, piece.units.count, piece.item_bytes) == (1, 1, TOKENS, 1152)
 
 
-def test_tokens_that_cannot_be_told_apart_are_one_unit_of_a_head() -> None:
+def test_inseparable_tokens_are_one_unit_of_a_head() -> None:
     tensor = strided((BLOCKS, HEADS, TOKENS, CONTENT), (0, 1, 2, 3))
     piece = attention_piece("layer", tensor, AttentionDims(0, 1, None, HEADS), BLOCKS // 2, locate)
     assert (piece.kernels.count, piece.units.count, piece.item_bytes) == (2, 1, TOKENS * CONTENT * 2)
 
 
-def test_what_does_not_lie_together_or_has_other_blocks_is_refused() -> None:
+def test_a_non_contiguous_or_badly_split_tensor_is_refused() -> None:
     gaps = Strides(BASE, 2, (BLOCKS, HEADS, TOKENS, CONTENT), (HEADS * TOKENS * 16, TOKENS * 16, 16, 2))
     piece = attention_piece("layer", gaps, AttentionDims(0, 1, 2, HEADS), BLOCKS, locate)
     assert (piece.rows, piece.item_bytes) == (Axis(CONTENT, 4), 2)
@@ -89,7 +87,7 @@ def test_what_does_not_lie_together_or_has_other_blocks_is_refused() -> None:
         attention_piece("layer", gaps, AttentionDims(0, 1, 2, HEADS), 4, locate)
 
 
-def test_a_tensor_of_numbers_is_read_where_its_piece_says() -> None:
+def test_a_tensor_is_read_at_the_offsets_of_its_piece() -> None:
     memory = np.arange(BLOCKS * HEADS * TOKENS * CONTENT, dtype=np.int16)
     view = memory.reshape(BLOCKS, TOKENS, HEADS, CONTENT).transpose(0, 2, 1, 3)
     strides = tuple(stride // 2 for stride in view.strides)

@@ -1,4 +1,4 @@
-"""Ranges join where both sides follow on, and only there."""
+"""Ranges are merged where both sides are adjacent, and only there."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hybridkv.peers.ranges import Ranges, joined, merged, template
 
 
 def bytes_of(ranges: Ranges) -> dict[tuple[int, int], tuple[int, int]]:
-    """Each local byte, and the remote one that it comes from."""
+    """Maps each local byte to the remote byte that it is read from."""
     return {
         (lr, lo + i): (rr, ro + i) for lr, lo, rr, ro, size in zip(*ranges.columns, strict=True) for i in range(size)
     }
@@ -23,7 +23,7 @@ def bytes_of(ranges: Ranges) -> dict[tuple[int, int], tuple[int, int]]:
 
 @st.composite
 def some(draw: st.DrawFn) -> Ranges:
-    """A few short ranges, none of which writes what another does."""
+    """A few short ranges that write no local byte twice."""
     cuts = sorted(draw(st.sets(st.integers(0, 24), min_size=2, max_size=12)))
     rows = [
         (place // 12, place, draw(st.integers(0, 1)), place + draw(st.sampled_from([0, 0, 0, 30])), end - place)
@@ -35,7 +35,7 @@ def some(draw: st.DrawFn) -> Ranges:
 
 @settings(max_examples=examples(200), deadline=None)
 @given(some())
-def test_merging_keeps_every_byte_and_leaves_no_two_that_follow_on(ranges: Ranges) -> None:
+def test_merging_keeps_every_byte_and_leaves_no_adjacent_ranges(ranges: Ranges) -> None:
     found = merged(ranges)
     assert bytes_of(found) == bytes_of(ranges)
     assert not found.overlap
@@ -61,7 +61,7 @@ def columns(*rows: tuple[int, int, int]) -> np.ndarray:
     return np.array(rows, dtype=np.int64).T
 
 
-def test_parts_of_a_block_join_only_where_they_stay_neighbours_in_every_block() -> None:
+def test_parts_of_a_block_join_only_if_adjacent_in_every_block() -> None:
     size = [np.array([4], dtype=np.int64)] * 2
     near, far = columns((0, 4, 32)), columns((0, 4, 64))
     first = columns((0, 0, 32))
@@ -70,7 +70,7 @@ def test_parts_of_a_block_join_only_where_they_stay_neighbours_in_every_block() 
     assert template([first, near], [first, far], size).num_bytes.tolist() == [4, 4]
 
 
-def test_columns_that_do_not_belong_together_are_a_mistake_of_ours() -> None:
+def test_columns_of_different_lengths_are_a_protocol_error() -> None:
     short, long = np.zeros(1, dtype=np.int64), np.zeros(2, dtype=np.int64)
     with pytest.raises(PeersProtocolError, match="remote_offsets"):
         Ranges(short, short, short, long, short)

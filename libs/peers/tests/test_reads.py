@@ -1,4 +1,4 @@
-"""The life of a read: one report, never while a transfer may write, and each rank that was reached is told once."""
+"""Life of a read: one report, never while a transfer may write, and one release for each connected rank."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_read_of_two_ranks_is_reported_when_both_are_checked() -> None:
     assert life.over
 
 
-def test_a_rank_from_which_nothing_is_needed_is_told_and_nobody_waits_for_it() -> None:
+def test_a_rank_without_needed_content_is_released_and_not_awaited() -> None:
     life = begin((True, False), BOUNDS, 0.0)
     life, commands = run(life, Connected(0), TransferEnded(0), Checked(0))
     assert commands[-1] == Report(None)
@@ -60,7 +60,7 @@ def test_a_rank_from_which_nothing_is_needed_is_told_and_nobody_waits_for_it() -
     assert life.over
 
 
-def test_a_full_local_prefix_reads_nothing_reports_nothing_and_tells_the_producer() -> None:
+def test_a_full_local_prefix_reads_nothing_and_releases_the_lease() -> None:
     life, commands = run(begin((False,), BOUNDS, 0.0), Connected(0))
     assert commands == [ReleaseLease(0)]
     assert life.over
@@ -81,7 +81,7 @@ def test_an_aborted_read_is_reported_only_when_its_transfer_has_ended() -> None:
     assert commands == [ReleaseLease(0), Report(ReadFailure.CANCELLED)]
 
 
-def test_a_transfer_that_will_not_end_is_severed_once_and_still_waited_for() -> None:
+def test_a_transfer_that_does_not_end_is_severed_once_and_awaited() -> None:
     life, _ = run(begin((True,), BOUNDS, 0.0), Connected(0))
     life, commands = run(life, Tick(), now_s=30.0)
     assert commands == [Cancel(0)]
@@ -102,7 +102,7 @@ def test_a_peer_that_never_answers_fails_the_request_at_its_deadline() -> None:
     assert life.over
 
 
-def test_one_rank_that_fails_ends_the_others_and_one_that_comes_late_is_told() -> None:
+def test_a_failed_rank_ends_the_others_and_a_late_one_is_released() -> None:
     life, commands = run(
         begin((True, True, True), BOUNDS, 0.0), Connected(0), Connected(1), PeerLost(0, ReadFailure.GONE)
     )
@@ -115,7 +115,7 @@ def test_one_rank_that_fails_ends_the_others_and_one_that_comes_late_is_told() -
     assert life.over
 
 
-def test_no_stage_goes_on_when_the_whole_has_had_its_time() -> None:
+def test_no_stage_continues_after_the_deadline_of_the_whole_read() -> None:
     bounds = ReadBounds(connect_s=10, read_s=30, check_s=5, end_s=3, whole_s=12)
     life, _ = run(begin((True,), bounds, 0.0), Connected(0), now_s=9.0)
     assert life.next_deadline_s == 12.0
@@ -127,13 +127,13 @@ def test_no_stage_goes_on_when_the_whole_has_had_its_time() -> None:
     assert run(begin((True,), BOUNDS, 0.0), Connected(0), now_s=9.0)[0].next_deadline_s == 39.0
 
 
-def test_whoever_drives_a_read_may_say_why_it_ends() -> None:
+def test_an_abort_may_carry_its_reason() -> None:
     _, commands = run(begin((True,), BOUNDS, 0.0), Abort(ReadFailure.OTHER))
     assert commands == [Report(ReadFailure.OTHER)]
 
 
 class ReadMachine(RuleBasedStateMachine):
-    """Any order of events, with transfers that end when they like."""
+    """Events in any order; transfers end at any time."""
 
     @initialize(reads=st.lists(st.booleans(), min_size=1, max_size=3))
     def start(self, reads: list[bool]) -> None:
@@ -210,13 +210,13 @@ class ReadMachine(RuleBasedStateMachine):
         assert deadline_s is None or deadline_s > self.now_s
 
     @invariant()
-    def nobody_is_told_twice(self) -> None:
+    def nothing_is_reported_or_released_twice(self) -> None:
         assert len(self.reports) <= self.wanted
         assert len(set(self.released)) == len(self.released)
         assert len(set(self.severed)) == len(self.severed)
 
     def teardown(self) -> None:
-        """Transfers end at last, and time passes: then everybody has been told."""
+        """Ends all transfers and lets time pass: then every lease has been released."""
         if not hasattr(self, "life"):
             return
         self.now_s += 1000.0

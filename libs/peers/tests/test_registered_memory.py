@@ -1,4 +1,4 @@
-"""Ranges are checked against registered memory, whatever numbers they hold."""
+"""Ranges are checked against registered memory, whatever their numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ wide = st.integers(-(1 << 63), (1 << 63) - 1)
 @given(
     st.lists(st.tuples(wide | st.integers(-1, 3), wide | st.integers(-2, 70), wide | st.integers(-1, 70)), max_size=9)
 )
-def test_whatever_numbers_a_peer_sends_only_registered_memory_passes(found: list[tuple[int, int, int]]) -> None:
+def test_only_ranges_in_registered_memory_pass_whatever_the_numbers(found: list[tuple[int, int, int]]) -> None:
     sizes = [64, 0, 32]
     memory = RegisteredMemory((Region(4096, 64), None, Region(8192, 32)))
     columns = np.array(found, dtype=np.int64).reshape(-1, 3).T

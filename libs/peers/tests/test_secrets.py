@@ -1,4 +1,5 @@
-"""A secret comes from a file that is its owner's, and shows nowhere. Without one a process keeps to itself."""
+"""Secrets: read from a file that only its owner may access, never printed. Without a secret only loopback is
+allowed."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def written(path: Path, data: bytes = WORDS, mode: int = 0o600) -> Path:
     return path
 
 
-def test_white_space_around_a_secret_does_not_count(tmp_path: Path) -> None:
+def test_white_space_around_a_secret_is_ignored(tmp_path: Path) -> None:
     plain = read_secret(written(tmp_path / "plain"))
     spaced = read_secret(written(tmp_path / "spaced", b"\n " + WORDS + b" \n"))
     assert plain.derive(b"x") == spaced.derive(b"x")
@@ -43,14 +44,14 @@ def test_a_secret_of_the_wrong_size_is_refused_and_not_printed(tmp_path: Path, d
     assert "xxxx" not in str(caught.value)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_a_directory_or_a_missing_file_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(PeersConfigurationError) as caught:
             read_secret(path)
         assert caught.value.field == "secret_file"
 
 
-def test_a_secret_is_neither_shown_nor_pickled() -> None:
+def test_a_secret_is_neither_printed_nor_pickled() -> None:
     secret = Secret(WORDS)
     assert "words" not in f"{secret} {secret!r} {vars(type(secret))}"
     with pytest.raises(TypeError):
@@ -73,11 +74,11 @@ def test_a_secret_is_neither_shown_nor_pickled() -> None:
         ("", False),
     ],
 )
-def test_which_addresses_reach_no_other_host(host: str, is_ours: bool) -> None:
+def test_only_loopback_addresses_reach_no_other_host(host: str, is_ours: bool) -> None:
     assert is_loopback(host) is is_ours
 
 
-def test_without_a_secret_nothing_listens_where_others_reach_it() -> None:
+def test_a_loop_without_a_secret_refuses_to_listen_for_other_hosts() -> None:
     loop = ControlLoop("name", NO_SECRET, WireLimits())
     try:
         from control_pair import Recorder

@@ -1,4 +1,4 @@
-"""What moves of a group, beside the planner's own words for it, and the formula beside what is moved."""
+"""Moved spans compared with the planner's reads, and moved bytes compared with the formula."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peer_worlds import World, worlds
 from plain_worlds import group, world
-from played_worlds import play
+from world_reads import run_reads
 
 from hybridkv.peers.cells import moved_span
 from hybridkv.planner import GroupKind, GroupSpec, read_blocks
@@ -29,7 +29,9 @@ def specs(draw: st.DrawFn) -> GroupSpec:
 
 @settings(deadline=None)
 @given(specs(), st.integers(0, 100), st.integers(0, 12), st.booleans())
-def test_with_equal_blocks_it_is_what_a_load_reads(spec: GroupSpec, tokens: int, blocks: int, serves: bool) -> None:
+def test_the_moved_span_with_equal_blocks_equals_the_read_of_a_load(
+    spec: GroupSpec, tokens: int, blocks: int, serves: bool
+) -> None:
     computed = min(blocks * spec.block_tokens, tokens)
     span = moved_span(spec, spec.block_tokens, tokens, computed, serves)
     start = load_start(spec, tokens, computed) if computed < tokens else tokens
@@ -41,9 +43,7 @@ def test_with_equal_blocks_it_is_what_a_load_reads(spec: GroupSpec, tokens: int,
 
 @settings(deadline=None)
 @given(specs(), st.integers(1, 100))
-def test_blocks_that_move_to_an_engine_without_a_prefix_are_those_that_a_resume_reads(
-    spec: GroupSpec, tokens: int
-) -> None:
+def test_blocks_moved_to_an_empty_engine_equal_those_a_resume_reads(spec: GroupSpec, tokens: int) -> None:
     assert moved_blocks(spec, tokens) == len(read_blocks(spec, tokens))
 
 
@@ -55,12 +55,12 @@ def test_a_window_is_rounded_up_to_blocks() -> None:
 
 @settings(max_examples=examples(60), deadline=None)
 @given(worlds())
-def test_what_is_moved_comes_to_the_formula(given_world: World) -> None:
+def test_moved_bytes_equal_the_formula(given_world: World) -> None:
     if len(given_world.ours) > 1 or len(given_world.theirs) > 1:
         return
     if any(shape.blocks[0] != shape.blocks[1] for shape in given_world.shapes):
         return
-    pairing = play(given_world, 0).pairings[0]
+    pairing = run_reads(given_world, 0).pairings[0]
     table = group_table(given_world.ours[0])
     most = moved_bytes(table, given_world.num_tokens, given_world.computed_tokens)
     trimmed = [s.unit_tokens < s.blocks[0] and s.kind is not GroupKind.RECURRENT for s in given_world.shapes]
@@ -76,7 +76,7 @@ def test_whole_blocks_move_as_the_formula_says(num_tokens: int) -> None:
         group(GroupKind.SCRATCH, (16, 16)),
     )
     case = world(shapes, num_tokens)
-    pairing = play(case, 0).pairings[0]
+    pairing = run_reads(case, 0).pairings[0]
     table = group_table(case.ours[0])
     assert pairing.num_bytes == moved_bytes(table, num_tokens)
     assert [moves.num_cells for moves in pairing.groups] == [moved_blocks(row.spec, num_tokens) for row in table]

@@ -1,4 +1,4 @@
-"""What a producer offers, and what a reader refuses of a list that came from elsewhere."""
+"""Block tables: what a producer offers, and which tables of the other side a reader refuses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plain_worlds import group, world
-from played_worlds import agreed
+from world_reads import agreed
 
 from hybridkv.peers.errors import Incompatibility
 from hybridkv.peers.pairing import Exchange, Pairing, Resume
@@ -35,12 +35,12 @@ LOCAL = BlockTables.whole(100, WORLD.tables[0])
 REMOTE = offered([shape.spec(1) for shape in WORLD.shapes], WORLD.tables[1], 100)
 
 
-def test_a_producer_offers_what_a_resume_reads_and_where_it_begins() -> None:
+def test_a_producer_offers_the_blocks_of_a_resume_and_their_first_index() -> None:
     ids = tuple(range(1, 8))
     assert offered(SPECS, [ids, ids, (8, 9), ids], 100) == BlockTables(100, (0, 4, 1, 0), (ids, (5, 6, 7), (9,), ()))
 
 
-def test_a_table_that_is_too_short_is_a_mistake_of_the_producer() -> None:
+def test_a_table_that_is_too_short_is_an_error_of_the_producer() -> None:
     with pytest.raises(ValueError, match="100 tokens in 7 blocks"):
         offered(SPECS[:1], [(1, 2)], 100)
 
@@ -49,7 +49,7 @@ def pair(local: BlockTables = LOCAL, remote: BlockTables = REMOTE, **resume: Any
     return Exchange(agreed(WORLD)).pair(local, remote, Resume(**{"num_tokens": 100, **resume}))
 
 
-def test_the_lists_of_the_controls_are_paired() -> None:
+def test_the_tables_of_the_controls_are_paired() -> None:
     assert isinstance(pair(), Pairing)
 
 
@@ -76,7 +76,7 @@ def with_ids(tables: BlockTables, group_index: int, ids: tuple[Any, ...]) -> Blo
         (with_ids(REMOTE, 2, ()), "block_ids[2]"),
     ],
 )
-def test_a_list_of_theirs_that_lacks_something_is_refused_by_name(remote: BlockTables, field: str) -> None:
+def test_an_invalid_remote_table_is_refused_by_name(remote: BlockTables, field: str) -> None:
     refusal = pair(remote=remote)
     assert isinstance(refusal, Incompatibility)
     assert refusal.field == field
@@ -91,7 +91,7 @@ def test_a_local_block_in_two_places_is_refused() -> None:
     assert isinstance(pair(local=across), Incompatibility)
 
 
-def test_a_prefix_that_is_computed_in_part_of_a_block_is_refused() -> None:
+def test_a_prefix_that_ends_inside_a_block_is_refused() -> None:
     refusal = pair(computed_tokens=40)
     assert isinstance(refusal, Incompatibility)
     assert refusal.field == "groups[0].computed_tokens"
@@ -104,7 +104,7 @@ def test_a_full_local_prefix_moves_nothing() -> None:
 
 
 def test_a_remote_block_may_be_read_twice_where_requests_share_it() -> None:
-    """Two of theirs with one id are two prefixes that are equal, not a mistake."""
+    """One remote id in two places means two equal prefixes, not an error."""
     shared = with_ids(REMOTE, 0, (REMOTE.block_ids[0][1], *REMOTE.block_ids[0][1:]))
     assert isinstance(pair(remote=shared), Pairing)
 
@@ -119,7 +119,7 @@ def test_a_remote_block_may_be_read_twice_where_requests_share_it() -> None:
     ),
     st.sampled_from([0, 16, 64, 100]),
 )
-def test_any_list_is_paired_within_the_regions_or_refused(remote: BlockTables, computed: int) -> None:
+def test_any_table_is_paired_within_the_regions_or_refused(remote: BlockTables, computed: int) -> None:
     found = pair(remote=remote, computed_tokens=computed)
     if isinstance(found, Incompatibility):
         return
@@ -130,10 +130,10 @@ def test_any_list_is_paired_within_the_regions_or_refused(remote: BlockTables, c
         assert offset >= 0 and offset + size <= theirs[region]
 
 
-def test_what_moves_is_counted_by_group() -> None:
+def test_moved_bytes_are_counted_per_group() -> None:
     found = pair()
     assert isinstance(found, Pairing)
-    # 100 tokens in the full group, but for those behind the last; the window's begin with a block; one state.
+    # 100 tokens in the full group, none after the last; the window's begin with a block; one state.
     assert [moves.num_bytes for moves in found.groups] == [200, 2 * (100 - 64), 2]
 
 

@@ -1,4 +1,4 @@
-"""NIXL, the in-memory transport, and that in an idle fault injector pass the same suite."""
+"""NIXL, the in-memory transport, and an idle fault injector over it pass the same suite."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class TestNixl(TransportConformance):
         return factories.nixl(max_transfers)
 
     @pytest.mark.parametrize("call", ["transfer", "check_xfer_state"])
-    def test_a_peer_that_nixl_has_lost_is_read_again_once_it_is_attached_anew(
+    def test_a_peer_that_nixl_has_lost_is_read_again_after_a_new_attach(
         self, call: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """NIXL never mends the way to a peer whose connection broke, whether or not the peer is there."""
+        """NIXL never repairs the connection to a peer once it is broken, even if the peer still runs."""
         reader, owner, remote = self.pair()
         reads = reader.transport._reads  # type: ignore[attr-defined]
 
@@ -58,4 +58,4 @@ class TestNixl(TransportConformance):
 
 
 class TestNixlProcesses(ProcessConformance):
-    """Inherited whole."""
+    """All tests are inherited."""

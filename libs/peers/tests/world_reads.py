@@ -1,11 +1,11 @@
-"""A world played out: one rank of ours reads from all ranks that it must."""
+"""Reads of a generated world: one rank of ours reads from all ranks that it needs."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import numpy as np
-from byte_model import Names, Side, apply
+from byte_model import ByteNumbers, Side, apply
 from peer_worlds import World
 
 from hybridkv.peers.comparison import Agreement, compare
@@ -17,8 +17,8 @@ from hybridkv.planner import GroupKind
 
 
 @dataclasses.dataclass
-class Played:
-    """A world in which one rank of ours has read from all that it must."""
+class ReadOutcome:
+    """A world after one rank of ours has read from all ranks that it needs."""
 
     ours: Side
     before: list[np.ndarray]
@@ -28,14 +28,14 @@ class Played:
 
 
 def agreed(world: World) -> Agreement:
-    """Of the first ranks."""
+    """The agreement of the first ranks."""
     agreement = compare(world.ours[0], world.theirs[0])
     assert isinstance(agreement, Agreement)
     return agreement
 
 
-def play(world: World, rank: int, serves_blocks: bool = True, shifted: int | None = None) -> Played:
-    names = Names()
+def run_reads(world: World, rank: int, serves_blocks: bool = True, shifted: int | None = None) -> ReadOutcome:
+    names = ByteNumbers()
     ours = Side(world.ours[rank], names)
     for index, table in enumerate(world.tables[0]):
         if world.shapes[index].kind is not GroupKind.RECURRENT:
@@ -61,8 +61,8 @@ def play(world: World, rank: int, serves_blocks: bool = True, shifted: int | Non
         exchange = Exchange(agreement)
         found = exchange.pair(local, remote, Resume(world.num_tokens, world.computed_tokens, serves_blocks))
         if isinstance(found, Incompatibility):
-            return Played(ours, before, [], refusal=found)
+            return ReadOutcome(ours, before, [], refusal=found)
         pairings.append(found)
         remotes.append((exchange, remote, theirs))
         apply(found.ranges, ours, theirs)
-    return Played(ours, before, pairings, remotes)
+    return ReadOutcome(ours, before, pairings, remotes)
