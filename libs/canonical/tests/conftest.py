@@ -1,4 +1,4 @@
-"""A busy machine is no reason to fail: properties have no time limit."""
+"""Properties have no time limit, since the machine may be busy."""
 
 from hypothesis import settings
 

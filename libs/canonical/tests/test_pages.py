@@ -18,7 +18,7 @@ def test_all_pages_of_a_block_come_before_those_of_the_next() -> None:
     assert sizes.tolist() == [60, 40, 60, 40]
 
 
-def test_every_page_begins_at_a_multiple_of_16_and_zeros_fill_what_is_between() -> None:
+def test_every_page_begins_at_a_multiple_of_16_with_zeros_between() -> None:
     pages = GroupPages(TWO_LAYERS, 8)
     assert pages.block_bytes == 64 + 48
     assert pages.chunk_offsets(0, 3, 3).tolist() == [0, 64, 112, 176, 224, 288]
@@ -26,14 +26,14 @@ def test_every_page_begins_at_a_multiple_of_16_and_zeros_fill_what_is_between() 
     assert (offsets.tolist(), sizes.tolist()) == ([60, 104, 172, 216, 284, 328], [4, 8] * 3)
 
 
-def test_pages_of_whole_words_have_nothing_between_them() -> None:
+def test_pages_of_whole_words_have_no_padding() -> None:
     pages = GroupPages([[PageRegion(0, 64, 64)], [PageRegion(64, 64, 48)]], 8)
     assert pages.block_bytes == 112
     assert [array.tolist() for array in pages.padding(0, 3, 3)] == [[], []]
 
 
-def test_a_page_in_several_regions_is_the_bytes_of_a_page_in_one() -> None:
-    """What is stored does not hang on whether K and V, or heads, lie apart."""
+def test_a_page_in_several_regions_equals_a_page_in_one() -> None:
+    """Stored bytes do not depend on whether K and V, or heads, are separate in memory."""
     apart = GroupPages([[PageRegion(1000, 100, 37), PageRegion(3000, 100, 23)], [PageRegion(5000, 100, 40)]], 8)
     assert apart.block_bytes == GroupPages(TWO_LAYERS, 8).block_bytes
     assert apart.chunk_offsets(0, 2, 2).tolist() == [0, 37, 64, 112, 149, 176]
@@ -41,7 +41,7 @@ def test_a_page_in_several_regions_is_the_bytes_of_a_page_in_one() -> None:
         assert mine.tolist() == theirs.tolist()
 
 
-def test_a_part_of_a_chunk_is_one_stretch_of_it() -> None:
+def test_a_part_of_a_chunk_is_one_range_of_it() -> None:
     pages = GroupPages(TWO_LAYERS, 8)
     assert pages.chunk_offsets(1, 2, 3).tolist() == pages.chunk_offsets(0, 3, 3).tolist()[2:]
     assert pages.padding(1, 2, 3)[0].tolist() == pages.padding(0, 3, 3)[0].tolist()[2:]
@@ -76,7 +76,7 @@ def test_pages_and_zeros_fill_a_chunk_without_gap_or_overlap(
 
 
 @pytest.mark.parametrize(("page_bytes", "taken"), [(1, 16), (15, 16), (16, 16), (17, 32), (32768, 32768)])
-def test_a_page_takes_up_whole_words(page_bytes: int, taken: int) -> None:
+def test_a_page_is_rounded_up_to_whole_words(page_bytes: int, taken: int) -> None:
     assert aligned_page_bytes(page_bytes) == taken
 
 
@@ -93,13 +93,13 @@ def test_a_block_id_that_is_no_integer_is_refused(block_ids: Any) -> None:
 
 
 @pytest.mark.parametrize("block_ids", [(), [], range(0), np.zeros(0, np.int32)])
-def test_no_blocks_have_no_pages(block_ids: Any) -> None:
+def test_no_blocks_give_no_pages(block_ids: Any) -> None:
     addresses, sizes = GroupPages(ONE, 8).addresses(block_ids)
     assert (addresses.tolist(), sizes.tolist()) == ([], [])
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.int32, np.uint64])
-def test_block_ids_come_in_any_kind_of_integer(kind: type) -> None:
+def test_block_ids_may_have_any_integer_type(kind: type) -> None:
     pages = GroupPages([[PageRegion(2**40, 2**32, 10)]], 8)
     assert pages.addresses(np.array([7], dtype=kind))[0].tolist() == [2**40 + 7 * 2**32]
 

@@ -10,7 +10,8 @@ from hybridkv.canonical.strides import MAX_REGIONS, TokenRange, first_overlap, m
 
 @st.composite
 def dense_tensors(draw: st.DrawFn) -> tuple[Strides, int, int]:
-    """A tensor in any order of its dimensions, perhaps with a gap behind every step of one, and its blocks."""
+    """A tensor with its dimensions in any order, perhaps with a gap after each step of one of them; and its block
+    dimension and number."""
     num_blocks = draw(st.integers(1, 4))
     rest = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
     block_dim = draw(st.integers(0, len(rest)))
@@ -41,7 +42,7 @@ def region_bytes(region: PageRegion, block: int) -> range:
 
 
 @given(dense_tensors())
-def test_the_regions_of_a_block_are_its_bytes_and_each_of_them_once(case: tuple[Strides, int, int]) -> None:
+def test_the_regions_of_a_block_cover_each_of_its_bytes_once(case: tuple[Strides, int, int]) -> None:
     tensor, block_dim, num_blocks = case
     layer = LayerLayout("a", 0, block_dim, interleaved=True)
     regions = page_regions(layer, tensor, num_blocks)
@@ -52,7 +53,7 @@ def test_the_regions_of_a_block_are_its_bytes_and_each_of_them_once(case: tuple[
 
 
 @given(dense_tensors())
-def test_only_layers_that_say_so_may_have_gaps_in_a_block(case: tuple[Strides, int, int]) -> None:
+def test_only_interleaved_layers_may_have_gaps_in_a_block(case: tuple[Strides, int, int]) -> None:
     tensor, block_dim, num_blocks = case
     try:
         regions = page_regions(LayerLayout("a", 0, block_dim), tensor, num_blocks)
@@ -63,7 +64,7 @@ def test_only_layers_that_say_so_may_have_gaps_in_a_block(case: tuple[Strides, i
     assert num_blocks == 1 or all(abs(a - b) >= regions[0].stride_bytes for a, b in itertools.pairwise(addresses))
 
 
-def test_a_dimension_of_size_two_is_what_the_caller_says_it_is() -> None:
+def test_a_dimension_of_size_two_is_interpreted_as_the_caller_says() -> None:
     tensor = Strides(0, 1, (2, 2, 8), (16, 8, 1))
     assert page_regions(LayerLayout("a", 16), tensor, 2) == [PageRegion(0, 16, 16)]
     assert page_regions(LayerLayout("a", 16, block_dim=1), tensor, 2) == [PageRegion(0, 8, 8), PageRegion(16, 8, 8)]
@@ -86,18 +87,18 @@ def test_a_wrong_block_dimension_is_refused_with_the_ones_that_fit() -> None:
         (Strides(0, 1, (6, MAX_REGIONS + 1, 2), (3 * (MAX_REGIONS + 1), 3, 1)), "a page consists of more than"),
     ],
 )
-def test_what_is_no_page_of_its_own_is_refused(tensor: Strides, words: str) -> None:
+def test_a_tensor_without_separate_pages_is_refused(tensor: Strides, words: str) -> None:
     with pytest.raises(LayoutError, match=words):
         page_regions(LayerLayout("a", 4, interleaved=True), tensor, 6)
 
 
 @pytest.mark.parametrize("block_dim", [-1, 2])
-def test_a_block_dimension_that_is_not_there_is_refused(block_dim: int) -> None:
+def test_a_missing_block_dimension_is_refused(block_dim: int) -> None:
     with pytest.raises(LayoutError, match="block_dim could be 0"):
         page_regions(LayerLayout("a", 4, block_dim), Strides(0, 1, (6, 4), (4, 1)), 6)
 
 
-def test_the_stride_of_a_single_block_means_nothing() -> None:
+def test_the_stride_of_a_single_block_is_ignored() -> None:
     [region] = page_regions(LayerLayout("a", 8), Strides(0, 1, (1, 2, 4), (1, 4, 1)), 1)
     assert (region.address, region.page_bytes) == (0, 8)
 
@@ -129,13 +130,13 @@ def test_merging_keeps_the_bytes_of_a_block_and_their_order(regions: list[PageRe
     assert len(merged) <= len(regions)
 
 
-def test_states_that_follow_each_other_in_every_block_are_one_region() -> None:
+def test_states_that_are_adjacent_in_every_block_are_one_region() -> None:
     pages = [PageRegion(0, 300, 100), PageRegion(100, 300, 150), PageRegion(260, 300, 40)]
     assert merge_adjacent(pages) == [PageRegion(0, 300, 250), PageRegion(260, 300, 40)]
 
 
 KERNEL_BLOCKS = MAX_REGIONS + 4
-"""In each of two blocks: kernel blocks of two tokens, each of two heads of three bytes."""
+"""Per block; there are two blocks. A kernel block has two tokens, each with two heads of three bytes."""
 BLOCK_TOKENS, BLOCK_BYTES = 2 * KERNEL_BLOCKS, 12 * KERNEL_BLOCKS
 BY_TOKENS = Strides(1000, 1, (2 * KERNEL_BLOCKS, 2, 2, 3), (12, 3, 6, 1))
 BY_HEADS = Strides(1000, 1, (2 * KERNEL_BLOCKS, 2, 2, 3), (12, 6, 3, 1))
@@ -143,14 +144,14 @@ SPLIT = LayerLayout("a", BLOCK_BYTES, token_dim=2)
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 2), (1, BLOCK_TOKENS), (3, 8), (5, BLOCK_TOKENS - 3)])
-def test_tokens_of_kernel_blocks_that_follow_each_other_are_one_region(start: int, end: int) -> None:
+def test_tokens_of_adjacent_kernel_blocks_are_one_region(start: int, end: int) -> None:
     [region] = token_regions(SPLIT, BY_TOKENS, 2, TokenRange(start, end, BLOCK_TOKENS))
     assert region == PageRegion(1000 + 6 * start, BLOCK_BYTES, 6 * (end - start))
     assert page_regions(SPLIT, BY_TOKENS, 2) == [PageRegion(1000, BLOCK_BYTES, BLOCK_BYTES)]
 
 
-def test_how_many_kernel_blocks_a_block_has_is_no_limit() -> None:
-    """Heads lie within each kernel block: no two of its tokens' runs are neighbours of the next one's."""
+def test_the_number_of_kernel_blocks_is_not_limited() -> None:
+    """Heads are inside each kernel block: the runs of one are not adjacent to those of the next."""
     pages = page_regions(SPLIT, BY_HEADS, 2)
     assert [page.address - 1000 for page in pages] == [
         12 * k + 6 * head for head in (0, 1) for k in range(KERNEL_BLOCKS)
@@ -164,8 +165,8 @@ def test_how_many_kernel_blocks_a_block_has_is_no_limit() -> None:
 
 
 @pytest.mark.parametrize(("start", "end"), [(0, 2), (0, 16)])
-def test_too_many_regions_within_a_kernel_block_are_refused_whatever_tokens_are_asked_for(start: int, end: int) -> None:
-    """So who was told at the start that tokens can be told apart is not told otherwise later."""
+def test_too_many_regions_in_a_kernel_block_are_refused_for_any_tokens(start: int, end: int) -> None:
+    """A caller that may split tokens at the start may split them always."""
     heads = MAX_REGIONS // 8 + 1
     strides = Strides(0, 1, (4, heads, 8, 1), (16 * heads, 16, 2, 1))
     with pytest.raises(LayoutError, match="tokens consist of more than"):

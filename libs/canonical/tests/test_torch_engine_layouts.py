@@ -1,4 +1,4 @@
-"""vLLM's own placement of layers and its own views, in every memory order it has: the independent maker of layouts."""
+"""Layouts from vLLM's own placement of layers and its own views, in every memory order: an independent source."""
 
 from types import SimpleNamespace
 
@@ -90,7 +90,7 @@ def content_bytes(spec: object) -> int:
 
 
 class Engine:
-    """KV memory as vLLM's model runner makes it."""
+    """KV memory as vLLM's model runner allocates it."""
 
     def __init__(self, model: str, order: str, kernel_block_size: int | None = None) -> None:
         layout = KVCacheLayout[order]
@@ -119,7 +119,7 @@ class Engine:
         self.caches: CanonicalKVCaches = canonical_kv_caches(self.views, self.groups, BLOCKS)
 
     def block(self, name: str, block: int) -> torch.Tensor:
-        """What a layer keeps of a block, as bytes in memory order; a view."""
+        """The part of a block that a layer holds, as bytes in memory order; a view."""
         part = interface.group_kernel_blocks(self.views[name], BLOCKS)[block]
         return part.permute(sorted(range(part.dim()), key=lambda dim: -part.stride(dim))).view(U8)
 
@@ -150,7 +150,7 @@ def check_both_directions(engine: Engine) -> None:
 
 
 @every_layout
-def test_both_sides_read_what_the_other_wrote(model: str, order: str) -> None:
+def test_engine_and_views_read_what_the_other_wrote(model: str, order: str) -> None:
     check_both_directions(Engine(model, order))
 
 
@@ -175,13 +175,13 @@ def test_every_byte_of_a_layer_is_covered_once_by_its_group(model: str, order: s
 
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC"])
 @pytest.mark.parametrize("model", ["attention", "latent attention", "sliding window and full attention"])
-def test_kernel_blocks_are_joined_to_the_blocks_that_the_manager_knows(model: str, order: str) -> None:
+def test_kernel_blocks_are_joined_to_the_blocks_of_the_manager(model: str, order: str) -> None:
     engine = Engine(model, order, kernel_block_size=4)
     assert next(iter(engine.views.values())).shape[0] == 4 * BLOCKS
     check_both_directions(engine)
 
 
-def test_groups_of_one_page_size_share_their_regions() -> None:
+def test_groups_with_one_page_size_share_their_regions() -> None:
     engine = Engine("recurrent state, padded to attention's page", "LBHNC")
     assert len(engine.caches.tensors) == 2
     assert [[ref.page_size_bytes for ref in refs] for refs in engine.caches.group_data_refs] == [
@@ -191,7 +191,7 @@ def test_groups_of_one_page_size_share_their_regions() -> None:
     ]
 
 
-def test_heads_before_layers_are_refused_unless_the_caller_says_so() -> None:
+def test_heads_before_layers_are_refused_unless_marked_interleaved() -> None:
     engine = Engine("attention", "BHLNC")
     groups = [[layer._replace(interleaved=False) for layer in layers] for layers in engine.groups]
     with pytest.raises(LayoutError, match="not contiguous"):

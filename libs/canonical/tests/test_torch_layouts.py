@@ -1,4 +1,4 @@
-"""Written through the engine's tensors and read through the views, and the reverse, for every layout."""
+"""Bytes written through the engine's tensors are read through the views, and the reverse, in every layout."""
 
 from collections.abc import Callable
 
@@ -36,7 +36,7 @@ def group_blocks(case: Case) -> list[tuple[int, int]]:
 
 
 @every_layout
-def test_what_the_engine_writes_is_what_the_view_reads(make: Callable[[], Case]) -> None:
+def test_the_view_reads_what_the_engine_writes(make: Callable[[], Case]) -> None:
     case = make()
     caches = case.build()
     random = torch.Generator().manual_seed(1)
@@ -49,7 +49,7 @@ def test_what_the_engine_writes_is_what_the_view_reads(make: Callable[[], Case])
 
 
 @every_layout
-def test_what_the_view_writes_is_what_the_engine_reads_in_that_block_alone(make: Callable[[], Case]) -> None:
+def test_the_engine_reads_what_the_view_writes_in_that_block_alone(make: Callable[[], Case]) -> None:
     case = make()
     caches = case.build()
     random = torch.Generator().manual_seed(2)
@@ -92,7 +92,7 @@ def test_a_group_covers_every_byte_of_its_tensors_once_and_no_other(make: Callab
 
 
 @every_layout
-def test_views_copy_nothing_and_stay_inside_of_the_storage(make: Callable[[], Case]) -> None:
+def test_views_copy_nothing_and_stay_inside_the_storage(make: Callable[[], Case]) -> None:
     case = make()
     storages = {
         part.untyped_storage().data_ptr(): part.untyped_storage().nbytes()
@@ -114,7 +114,7 @@ def test_layers_that_share_a_tensor_count_once() -> None:
 
 
 @pytest.mark.parametrize("narrow_first", [True, False])
-def test_of_layers_in_one_place_the_wider_page_counts(narrow_first: bool) -> None:
+def test_the_wider_page_counts_for_layers_in_one_place(narrow_first: bool) -> None:
     wide = padded((1, 1, 900), 1024, I8)
     narrow = wide[..., :700]
     layers = [LayerLayout("n", 700), LayerLayout("w", 900)]
@@ -122,7 +122,7 @@ def test_of_layers_in_one_place_the_wider_page_counts(narrow_first: bool) -> Non
     assert [ref.page_size_bytes for ref in caches.group_data_refs[0]] == [900]
 
 
-def test_a_state_in_two_tensors_is_the_region_that_one_packed_tensor_makes() -> None:
+def test_a_state_in_two_tensors_has_the_region_of_one_packed_tensor() -> None:
     case = state_tensors()
     case.caches["p"] = [case.caches["s"][0].view(I8).as_strided((BLOCKS, 1, 1, 704), (1024, 704, 704, 1))]
     case.groups.append([LayerLayout("p", 704)])
@@ -138,7 +138,7 @@ def test_kernel_blocks_and_whole_blocks_have_the_same_pages() -> None:
     assert len(case.build().tensors) == 1
 
 
-def test_the_caller_says_whether_two_is_keys_and_values_or_blocks() -> None:
+def test_the_caller_says_whether_a_dimension_of_two_is_blocks() -> None:
     cache = tensor((2, 2, 16, 8), I8)
     cache.copy_(torch.arange(512).view(2, 2, 16, 8) // 128)
     as_blocks = canonical_kv_caches({"a": cache}, [[LayerLayout("a", 256)]], 2)
@@ -166,13 +166,13 @@ def refusals() -> dict[str, tuple[Case, str]]:
         "tensors of a layer that overlap": (Case({"a": [low, high]}, [[LayerLayout("a", 1200)]]), "same bytes twice"),
         "a tensor given twice": (Case({"a": [low, low]}, [[LayerLayout("a", 1200)]]), "same bytes twice"),
         "a storage that is too short": (Case({"a": [short]}, [[LayerLayout("a", 2304)]]), "leave its"),
-        "gaps that nobody spoke of": (gaps, "not contiguous"),
+        "undeclared gaps": (gaps, "not contiguous"),
         "no blocks": (Case({"a": [low]}, [layers[:1]], 0), "num_blocks"),
     }
 
 
 @pytest.mark.parametrize("name", refusals())
-def test_bytes_that_are_not_a_groups_own_are_refused(name: str) -> None:
+def test_bytes_that_a_group_does_not_own_are_refused(name: str) -> None:
     case, words = refusals()[name]
     with pytest.raises(LayoutError, match=words):
         case.build()

@@ -92,7 +92,7 @@ def test_regions_of_one_layer_are_one_page_of_a_chunk() -> None:
 
 
 @pytest.mark.parametrize("widest", [0, 1])
-def test_layers_that_share_a_tensor_have_one_page_where_the_first_of_them_is(widest: int) -> None:
+def test_layers_that_share_a_tensor_have_one_page_at_the_place_of_the_first(widest: int) -> None:
     storage = torch.zeros(BLOCKS * 128, dtype=torch.int8)
     sizes = (70, 50) if widest == 0 else (50, 70)
     first, second = (storage.as_strided((BLOCKS, size), (128, 1)) for size in sizes)
@@ -121,7 +121,7 @@ def test_states_in_several_tensors_are_one_page_in_order() -> None:
     assert torch.equal(block_bytes(caches, 0, 1), storage[300:550])
 
 
-def test_plain_numbers_agree_with_the_views() -> None:
+def test_page_addresses_agree_with_the_views() -> None:
     cache = torch.zeros(BLOCKS, 2, 16, 8, dtype=torch.bfloat16)
     pages = build({"a": cache}, [("a", 512)]).pages(0)
     assert pages.regions[0].address == cache.data_ptr()
@@ -141,7 +141,7 @@ def test_plain_numbers_agree_with_the_views() -> None:
         (torch.nested.nested_tensor([torch.zeros(8)] * BLOCKS), "a strided tensor, got a nested one"),
     ],
 )
-def test_what_is_no_plain_tensor_is_refused(cache: Any, words: str) -> None:
+def test_a_value_that_is_no_plain_tensor_is_refused(cache: Any, words: str) -> None:
     for page_bytes in (0, 32):
         with pytest.raises(LayoutError, match=f"a: expected .*{words}"):
             build({"a": cache}, [("a", page_bytes)])
@@ -155,16 +155,16 @@ def test_a_group_without_layers_has_no_pages() -> None:
     assert caches.pages(1).block_bytes == 32
 
 
-def loaded_by(program: str) -> str:
-    """What a fresh interpreter prints at the end of a program: whether it has loaded torch."""
+def loads_torch(program: str) -> str:
+    """Runs a program in a fresh interpreter; returns "True" if it has loaded torch."""
     program = f"import sys; {program}; print('torch' in sys.modules)"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_only_who_asks_for_the_views_loads_torch() -> None:
-    assert loaded_by("import hybridkv.canonical as c; dir(c); c.GroupPages; hasattr(c, 'CanonicalKVCach')") == "False"
+def test_only_importing_the_views_loads_torch() -> None:
+    assert loads_torch("import hybridkv.canonical as c; dir(c); c.GroupPages; hasattr(c, 'CanonicalKVCach')") == "False"
     for name in VIEWS:
-        assert loaded_by(f"from hybridkv.canonical import {name}") == "True"
+        assert loads_torch(f"from hybridkv.canonical import {name}") == "True"
 
 
 def test_the_views_are_names_of_the_library_itself() -> None:

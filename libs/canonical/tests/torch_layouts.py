@@ -1,6 +1,6 @@
-"""Every layout that an engine may hand over, as tensors and what a caller says about them.
+"""Layouts that an engine may pass, as tensors with the caller's description.
 
-What a block holds is worked out with torch's own indexing: the engine tensor's slice in the order of its strides.
+The bytes of a block are found with torch's own indexing: the slice of the engine tensor in the order of its strides.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ FP8 = torch.float8_e4m3fn
 
 @dataclass
 class Case:
-    """Engine tensors by layer, and what the caller says about them."""
+    """Engine tensors by layer, and the caller's description of them."""
 
     caches: dict[str, list[torch.Tensor]]
     groups: list[list[LayerLayout]]
@@ -32,7 +32,7 @@ class Case:
         )
 
     def slices(self, layer: LayerLayout, block: int) -> list[torch.Tensor]:
-        """What the engine keeps of a layer for one block, as views of bytes in memory order."""
+        """The engine's content of a layer for one block, as views of bytes in memory order."""
         found = []
         for tensor in self.caches[layer.name]:
             ratio = tensor.shape[layer.block_dim] // self.num_blocks
@@ -45,14 +45,14 @@ class Case:
         return torch.cat([part.flatten() for part in self.slices(layer, block)])
 
     def layers(self, group: int) -> list[LayerLayout]:
-        """The group's layers, one for each set of tensors."""
+        """The group's layers, one per set of tensors."""
         return list({self.caches[layer.name][0].data_ptr(): layer for layer in reversed(self.groups[group])}.values())[
             ::-1
         ]
 
 
 def tensor(shape: tuple[int, ...], dtype: torch.dtype = BF16, order: tuple[int, ...] | None = None) -> torch.Tensor:
-    """Zeros of a logical shape, laid out in memory in the order of these dimensions, outermost first."""
+    """Zeros with this logical shape; dimensions in memory in `order`, outermost first."""
     order = order or tuple(range(len(shape)))
     memory = torch.zeros([shape[dim] for dim in order], dtype=torch.float32).to(dtype)
     return memory.permute([order.index(dim) for dim in range(len(shape))])
@@ -64,7 +64,7 @@ def one_layer(cache: torch.Tensor, block_dim: int = 0, num_blocks: int = BLOCKS)
 
 
 def padded(page: tuple[int, ...], stride_bytes: int, dtype: torch.dtype, at: int = 0) -> torch.Tensor:
-    """(BLOCKS, *page) with each page `stride_bytes` after the one before."""
+    """Tensor (BLOCKS, *page) with pages `stride_bytes` apart."""
     width = torch.empty(0, dtype=dtype).element_size()
     storage = torch.zeros(BLOCKS * stride_bytes, dtype=torch.uint8).view(dtype)
     inner = torch.empty(page).stride()

@@ -58,7 +58,7 @@ def test_every_full_block_is_hashed_with_its_parent(tokens: list[int], size: int
 
 
 @given(TOKENS, st.integers(1, 9), st.lists(st.integers(0, 59), max_size=8))
-def test_a_block_is_hashed_once_and_not_before_it_is_asked_for(tokens: list[int], size: int, order: list[int]) -> None:
+def test_a_block_is_hashed_once_and_only_when_needed(tokens: list[int], size: int, order: list[int]) -> None:
     hash_function, hashed = counting()
     hashes = RequestBlockHashList(Request(tokens), size, hash_function)
     asked = [index for index in order if index < len(hashes)]
@@ -97,19 +97,19 @@ def test_a_list_of_hashes_is_indexed_like_a_list() -> None:
             hashes[index]
 
 
-def test_extra_keys_are_part_of_their_block_and_of_all_that_follow() -> None:
+def test_extra_keys_change_their_block_and_all_after_it() -> None:
     tokens = [1, 2, 3, 4]
     salted = RequestBlockHashList(SaltedRequest(tokens), 2, sha256)
     assert salted[0] == sha256((bytes(32), (1, 2), ("salt",)))
     assert not set(salted) & set(block_oracle(tokens, 2))
 
 
-def test_the_root_is_the_first_blocks_parent() -> None:
+def test_the_root_is_the_parent_of_the_first_block() -> None:
     assert RequestBlockHashList(Request([1]), 1, sha256, b"root")[0] == sha256((b"root", (1,), None))
 
 
 @given(TOKENS, SIZES, st.integers(1, 20), st.lists(st.integers(0, 59), max_size=8))
-def test_a_chunk_is_the_last_full_block_of_every_group_in_any_order_of_access(
+def test_a_chunk_hash_covers_the_last_full_block_of_every_group(
     tokens: list[int], sizes: list[int], chunk: int, order: list[int]
 ) -> None:
     hash_function, hashed = counting()
@@ -117,16 +117,16 @@ def test_a_chunk_is_the_last_full_block_of_every_group_in_any_order_of_access(
     asked = [index for index in order if index < len(hashes)]
     for index in [*asked, *range(len(hashes)), *asked]:
         assert hashes[index] == chunk_oracle(tokens, sizes, chunk, index)
-    assert len(hashed) == len(set(hashed)), "something was hashed twice"
+    assert len(hashed) == len(set(hashed)), "a value was hashed twice"
     different = len({*hashes} - {None})
     blocks = sum(len(hashes) * chunk // size for size in set(sizes)) if different else 0
-    assert len(hashed) == different + blocks, "something was hashed that nobody asked for"
+    assert len(hashed) == different + blocks, "a value was hashed without need"
 
 
 @pytest.mark.parametrize(
     ("sizes", "chunk", "num_tokens"), [((544,), 64, 8704), ((50,), 10, 100), ((96, 544), 32, 9000)]
 )
-def test_chunks_that_bring_no_group_a_block_cost_no_hash(sizes: tuple[int, ...], chunk: int, num_tokens: int) -> None:
+def test_chunks_that_complete_no_block_cost_no_hash(sizes: tuple[int, ...], chunk: int, num_tokens: int) -> None:
     hash_function, hashed = counting()
     request = Request([])
     hashes = HybridChunkBlockHashList(request, sizes, chunk, hash_function)
@@ -148,7 +148,7 @@ def test_chunks_have_a_hash_as_soon_as_every_group_has_a_block(sizes: list[int],
 
 
 @given(TOKENS, SIZES, st.integers(1, 20))
-def test_a_list_of_chunks_is_a_sequence_also_before_the_first_that_has_a_hash(
+def test_a_list_of_chunks_is_a_sequence_with_none_before_the_first_hash(
     tokens: list[int], sizes: list[int], chunk: int
 ) -> None:
     hashes = HybridChunkBlockHashList(Request(tokens), sizes, chunk, sha256)
@@ -162,7 +162,7 @@ def test_a_list_of_chunks_is_a_sequence_also_before_the_first_that_has_a_hash(
 
 
 @given(TOKENS, SIZES, st.integers(1, 20), st.integers(0, 59))
-def test_chunks_of_a_growing_request_are_those_of_the_grown_one(
+def test_chunks_of_a_growing_request_equal_those_of_the_final_one(
     tokens: list[int], sizes: list[int], chunk: int, cut: int
 ) -> None:
     request = Request(tokens[:cut])
@@ -183,7 +183,7 @@ def test_a_request_that_lost_tokens_loses_the_hashes_of_their_chunks() -> None:
     assert hashes[:] == HybridChunkBlockHashList(request, [2, 3], 4, sha256)[:]
 
 
-def test_groups_of_one_block_size_share_their_hashes() -> None:
+def test_groups_with_one_block_size_share_their_hashes() -> None:
     hash_function, hashed = counting()
     hashes = HybridChunkBlockHashList(Request([0] * 8), [2, 2, 4], 4, hash_function)
     assert len(hashes[:]) == 2

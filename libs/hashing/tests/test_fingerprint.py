@@ -87,7 +87,7 @@ def test_every_field_changes_the_digest_and_is_named_by_diff(field: str, value: 
         ),
     ],
 )
-def test_a_layer_that_differs_is_called_by_its_name(layers: tuple[LayerFingerprint, ...], words: tuple[str]) -> None:
+def test_a_layer_that_differs_is_reported_by_its_name(layers: tuple[LayerFingerprint, ...], words: tuple[str]) -> None:
     mine = msgspec.structs.replace(CACHE, groups=(msgspec.structs.replace(GROUP, layers=(LAYER, OTHER_LAYER)),))
     other = msgspec.structs.replace(CACHE, groups=(msgspec.structs.replace(GROUP, layers=layers),))
     assert diff(mine, other) == words
@@ -114,7 +114,7 @@ CACHES = st.builds(
 
 @st.composite
 def neighbours(draw: st.DrawFn) -> tuple[Fingerprint, Fingerprint]:
-    """Two caches whose groups are much the same, in any order."""
+    """Two caches with similar groups in any order."""
     first = draw(CACHES)
     groups = draw(st.permutations(first.groups))
     changed = draw(st.integers(0, len(groups)))
@@ -123,12 +123,12 @@ def neighbours(draw: st.DrawFn) -> tuple[Fingerprint, Fingerprint]:
 
 
 def repr_of(group: GroupFingerprint) -> str:
-    """Groups hold facts, so they have no hash; equal ones have equal representations."""
+    """Groups hold facts, so they are not hashable; equal ones have equal representations."""
     return repr(msgspec.to_builtins(group, order="sorted"))
 
 
 @given(neighbours() | st.tuples(CACHES, CACHES))
-def test_fingerprints_differ_in_words_exactly_when_their_digests_differ(both: tuple[Fingerprint, Fingerprint]) -> None:
+def test_the_diff_is_empty_exactly_when_the_digests_are_equal(both: tuple[Fingerprint, Fingerprint]) -> None:
     a, b = both
     same = a.tensor_parallel_rank == b.tensor_parallel_rank and a.facts == b.facts
     same = same and Counter(map(repr_of, a.groups)) == Counter(map(repr_of, b.groups))
@@ -136,13 +136,13 @@ def test_fingerprints_differ_in_words_exactly_when_their_digests_differ(both: tu
 
 
 @given(CACHES, st.randoms())
-def test_the_order_of_groups_is_no_part_of_a_fingerprint(cache: Fingerprint, random: Random) -> None:
+def test_the_order_of_groups_does_not_change_the_digest(cache: Fingerprint, random: Random) -> None:
     groups = list(cache.groups)
     random.shuffle(groups)
     assert msgspec.structs.replace(cache, groups=tuple(groups)).digest() == cache.digest()
 
 
-def test_groups_are_matched_by_their_layers_and_called_by_their_own_index() -> None:
+def test_groups_are_matched_by_their_layers_and_reported_by_their_own_index() -> None:
     layers = [msgspec.structs.replace(LAYER, name=name) for name in "abcd"]
     mine = (
         msgspec.structs.replace(GROUP, layers=(layers[0],)),
@@ -164,7 +164,7 @@ def test_groups_are_matched_by_their_layers_and_called_by_their_own_index() -> N
     )
 
 
-def test_groups_with_no_layer_in_common_are_compared_in_order() -> None:
+def test_groups_without_common_layers_are_compared_in_order() -> None:
     renamed = msgspec.structs.replace(GROUP, layers=(OTHER_LAYER,))
     assert diff(CACHE, msgspec.structs.replace(CACHE, groups=(renamed,))) == (
         "groups[0].layers (the group's layers): only mine: model.layers.0.attn",
@@ -180,13 +180,13 @@ def test_the_digest_of_a_group_is_no_plain_digest_of_its_bytes() -> None:
     assert group_digest(GROUP) != blake3(msgspec.msgpack.encode(GROUP, order="sorted")).digest()
 
 
-def test_a_fingerprint_is_read_back_from_its_encoding() -> None:
+def test_a_fingerprint_survives_encoding() -> None:
     cache = msgspec.structs.replace(CACHE, tensor_parallel_rank=1)
     assert Fingerprint.decode(cache.encode()) == cache
 
 
 @given(CACHES)
-def test_a_fingerprint_that_was_read_back_is_the_same_cache(cache: Fingerprint) -> None:
+def test_any_decoded_fingerprint_equals_the_original(cache: Fingerprint) -> None:
     found = Fingerprint.decode(cache.encode())
     assert found.encode() == cache.encode() and diff(found, cache) == ()
 
@@ -212,15 +212,15 @@ def test_an_encoding_with_its_groups_in_another_order_is_refused() -> None:
         msgspec.msgpack.encode(msgspec.to_builtins(CACHE) | {"zeal": 1}, order="sorted"),
     ],
 )
-def test_what_is_not_the_canonical_encoding_of_a_fingerprint_is_refused(data: bytes) -> None:
+def test_a_non_canonical_encoding_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="not the encoding of a fingerprint"):
         Fingerprint.decode(data)
 
 
-def test_equal_fingerprints_differ_in_nothing() -> None:
+def test_equal_fingerprints_have_an_empty_diff() -> None:
     assert diff(CACHE, msgspec.structs.replace(CACHE)) == ()
 
 
-def test_ranks_of_one_cache_have_fingerprints_of_their_own() -> None:
+def test_ranks_of_one_cache_have_different_fingerprints() -> None:
     first, second = (msgspec.structs.replace(CACHE, tensor_parallel_rank=rank) for rank in (0, 1))
     assert first.digest() != second.digest() != CACHE.digest()

@@ -25,7 +25,7 @@ def test_a_key_is_the_same_in_every_process_and_release() -> None:
     assert KEYS.key(2, PREFIX, 128).hex() == tags[2] + PREFIX[2].hex()
 
 
-def test_a_key_is_the_tag_of_cache_and_group_and_the_prefix_hash_as_it_is() -> None:
+def test_a_key_is_the_tag_of_cache_and_group_followed_by_the_prefix_hash() -> None:
     for group in range(2):
         tag = KEYS.key(group, PREFIX, 64)[:TAG_BYTES]
         assert len(tag) == TAG_BYTES == 16
@@ -45,7 +45,7 @@ def test_a_key_depends_on_group_boundary_prefix_and_cache() -> None:
     assert len(keys) == 5
 
 
-def test_an_adapter_has_keys_of_its_own_for_the_same_prefixes() -> None:
+def test_an_adapter_has_its_own_keys_for_the_same_prefixes() -> None:
     first, second = KEYS.for_adapter(b"first"), KEYS.for_adapter(b"second")
     several = [each.key(group, PREFIX, 64) for each in (KEYS, first, second) for group in range(3)]
     assert len(set(several)) == 9
@@ -58,7 +58,7 @@ def test_an_adapter_has_keys_of_its_own_for_the_same_prefixes() -> None:
         KEYS.for_adapter(b"")
 
 
-def test_a_drafter_chunk_is_told_apart_by_the_token_that_follows_it() -> None:
+def test_a_drafter_key_depends_on_the_token_after_its_chunk() -> None:
     changed = [*PREFIX[:2], PREFIX[7], *PREFIX[3:]]
     assert KEYS.key(0, PREFIX, 128) == KEYS.key(0, changed, 128)
     assert KEYS.key(2, PREFIX, 128) != KEYS.key(2, changed, 128)
@@ -70,7 +70,7 @@ def test_a_boundary_without_a_prefix_hash_is_refused(end_token: int) -> None:
         KEYS.key(0, PREFIX, end_token)
 
 
-def test_two_groups_that_are_the_same_are_refused() -> None:
+def test_two_equal_groups_are_refused() -> None:
     with pytest.raises(ValueError, match="share keys"):
         ChunkKeys(msgspec.structs.replace(CACHE, groups=(GROUP, GROUP)), 64)
 
@@ -81,7 +81,7 @@ def test_a_hash_block_must_divide_the_chunk(hash_block_tokens: int) -> None:
         ChunkKeys(CACHE, hash_block_tokens)
 
 
-def test_many_keys_at_once_are_the_keys_one_by_one() -> None:
+def test_keys_of_many_boundaries_equal_the_single_keys() -> None:
     ends = [128, 256, 64, 448]
     for group in range(3):
         assert KEYS.keys(group, PREFIX, ends) == [KEYS.key(group, PREFIX, end) for end in ends]
@@ -94,7 +94,7 @@ def test_many_keys_at_once_are_the_keys_one_by_one() -> None:
     st.integers(1, 5),
     st.lists(st.sampled_from([16, 32, 32, 32]), min_size=4, max_size=44),
 )
-def test_keys_of_a_range_are_the_keys_one_by_one(
+def test_keys_of_a_range_equal_the_single_keys(
     group: int, first: int, count: int, step: int, hash_sizes: list[int]
 ) -> None:
     prefix = [bytes([i]) * size for i, size in enumerate(hash_sizes)]
@@ -120,7 +120,7 @@ def test_prefix_hashes_of_different_lengths_give_different_keys() -> None:
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_an_empty_prefix_hash_stands_for_no_prefix_and_is_refused(place: int) -> None:
+def test_an_empty_prefix_hash_is_refused(place: int) -> None:
     prefix = [b"" if i == place else value for i, value in enumerate(PREFIX)]
     end = 64 * (place + 1)
     with pytest.raises(ValueError, match=f"got {end}$"):
@@ -129,7 +129,7 @@ def test_an_empty_prefix_hash_stands_for_no_prefix_and_is_refused(place: int) ->
         KEYS.keys(0, prefix, range(64, 193, 64))
 
 
-def test_prefix_hashes_of_a_cache_are_its_own() -> None:
+def test_prefix_hashes_belong_to_one_cache() -> None:
     other_cache = ChunkKeys(msgspec.structs.replace(KEYS.fingerprint, facts={"weights": "other"}), 64)
     tokens = list(range(128))
     assert KEYS.token_hashes().upto(tokens) == KEYS.token_hashes(lambda start, end: b"").upto(tokens)
@@ -138,7 +138,7 @@ def test_prefix_hashes_of_a_cache_are_its_own() -> None:
 
 
 @pytest.mark.parametrize("order", list(permutations(range(3))))
-def test_keys_of_a_group_are_the_same_wherever_it_stands(order: tuple[int, ...]) -> None:
+def test_keys_of_a_group_do_not_depend_on_its_position(order: tuple[int, ...]) -> None:
     groups = tuple(KEYS.fingerprint.groups[i] for i in order)
     moved = ChunkKeys(msgspec.structs.replace(KEYS.fingerprint, groups=groups), 64)
     for place, group in enumerate(order):
@@ -161,7 +161,7 @@ def test_keys_of_a_group_are_the_same_wherever_it_stands(order: tuple[int, ...])
         {"layers": (msgspec.structs.replace(GROUP.layers[0], name=""),)},
     ],
 )
-def test_a_group_that_differs_shares_no_key_nor_does_any_other_group_of_its_cache(changes: dict[str, Any]) -> None:
+def test_a_changed_group_shares_no_key_and_neither_do_the_others(changes: dict[str, Any]) -> None:
     changed = msgspec.structs.replace(GROUP, **changes)
     other = ChunkKeys(msgspec.structs.replace(KEYS.fingerprint, groups=(WINDOW, DRAFTER, changed)), 64)
     assert group_digest(changed) != group_digest(GROUP)
@@ -170,7 +170,7 @@ def test_a_group_that_differs_shares_no_key_nor_does_any_other_group_of_its_cach
 
 
 @pytest.mark.parametrize("group", [-1, -3, 3, 5])
-def test_a_group_that_the_cache_has_not_is_refused(group: int) -> None:
+def test_an_unknown_group_is_refused(group: int) -> None:
     with pytest.raises(ValueError, match=f"group must be an index into the 3 groups of the fingerprint, got {group}"):
         KEYS.key(group, PREFIX, 64)
     with pytest.raises(ValueError, match=f"groups of the fingerprint, got {group}"):

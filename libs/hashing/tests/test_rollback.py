@@ -1,4 +1,4 @@
-"""A request that is rolled back and grows again, seen in between or not, has the hashes of its present tokens."""
+"""A request that is rolled back and grows again, read in between or not, has the hashes of its present tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from hybridkv.hashing import HybridChunkBlockHashList, RequestBlockHashList, TokenHashes
 
 TOKENS = st.lists(st.integers(0, 1), max_size=30)
-"""Of two ids, so that a regrown request often has the length and the last tokens that it had before."""
+"""Two token ids, so that a regrown request often has its former length and last tokens."""
 CHANGES = st.lists(st.tuples(st.integers(0, 60), TOKENS, st.integers(0, 3)), max_size=8)
-"""Each: tokens that are kept, tokens that come, and what is read then: nothing, one hash, a slice, all."""
+"""Each change: number of kept tokens, new tokens, and what is read then (0: nothing, 1: one hash, 2: a slice, 3:
+all)."""
 
 
 class Request:
@@ -44,7 +45,7 @@ def look(hashes: Any, fresh: Any, how: int) -> None:
 
 
 @given(st.integers(1, 5), CHANGES)
-def test_block_hashes_are_those_of_the_present_tokens(size: int, changes: list[tuple[int, list[int], int]]) -> None:
+def test_block_hashes_equal_those_of_the_present_tokens(size: int, changes: list[tuple[int, list[int], int]]) -> None:
     request = Request()
     hashes = RequestBlockHashList(request, size, sha256)
     for kept, new, how in [*changes, (0, [], 3)]:
@@ -53,7 +54,7 @@ def test_block_hashes_are_those_of_the_present_tokens(size: int, changes: list[t
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(1, 8), CHANGES)
-def test_chunk_hashes_are_those_of_the_present_tokens(
+def test_chunk_hashes_equal_those_of_the_present_tokens(
     sizes: list[int], chunk: int, changes: list[tuple[int, list[int], int]]
 ) -> None:
     request = Request()
@@ -64,7 +65,7 @@ def test_chunk_hashes_are_those_of_the_present_tokens(
 
 
 @given(st.integers(1, 5), CHANGES, st.booleans())
-def test_token_hashes_are_those_of_the_present_tokens(
+def test_token_hashes_equal_those_of_the_present_tokens(
     size: int, changes: list[tuple[int, list[int], int]], is_told: bool
 ) -> None:
     request, before = Request(), [0]
@@ -79,7 +80,7 @@ def test_token_hashes_are_those_of_the_present_tokens(
 
 
 @pytest.mark.parametrize("regrown", [[2] * 400, [2] * 399 + [1], [2] + [1] * 399])
-def test_fifteen_blocks_cut_to_seven_and_grown_to_fifteen_are_hashed_anew(regrown: list[int]) -> None:
+def test_blocks_that_were_cut_and_grown_again_are_hashed_again(regrown: list[int]) -> None:
     request = Request()
     request.change(0, [1] * 750)
     hashes, chain = RequestBlockHashList(request, 50, sha256), TokenHashes(50)

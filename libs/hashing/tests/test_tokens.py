@@ -39,15 +39,13 @@ def test_the_chain_is_the_same_in_every_process_and_release() -> None:
 
 
 @given(TOKENS, st.integers(1, 7), st.binary(max_size=40), st.dictionaries(st.integers(0, 40), st.binary(max_size=9)))
-def test_the_chain_is_what_is_written_about_it(
-    tokens: list[int], block: int, identity: bytes, extra: dict[int, bytes]
-) -> None:
+def test_the_chain_is_as_documented(tokens: list[int], block: int, identity: bytes, extra: dict[int, bytes]) -> None:
     hashes = TokenHashes(block, lambda start, end: extra.get(start, b""), identity).upto(tokens)
     assert hashes == oracle(tokens, block, identity, extra)
 
 
 @given(TOKENS, st.lists(st.integers(0, 40), max_size=4), st.integers(1, 7))
-def test_a_prefix_hashes_alike_however_it_grows(tokens: list[int], cuts: list[int], block: int) -> None:
+def test_a_prefix_has_the_same_hashes_however_it_grows(tokens: list[int], cuts: list[int], block: int) -> None:
     growing = TokenHashes(block)
     for cut in cuts:
         assert len(growing.upto(tokens[:cut])) == min(cut, len(tokens)) // block
@@ -85,20 +83,20 @@ def test_extra_content_changes_the_hashes_from_its_block_on() -> None:
     assert [a == b for a, b in zip(salted.upto(tokens), plain.upto(tokens), strict=True)] == [True, False, False]
 
 
-def test_chains_of_other_block_sizes_or_caches_share_no_hash() -> None:
+def test_chains_of_different_block_sizes_or_caches_share_no_hash() -> None:
     tokens = [7] * 12
     chains = [TokenHashes(2), TokenHashes(3), TokenHashes(2, None, b"a"), TokenHashes(2, None, b"b")]
     hashes = [hash_ for chain in chains for hash_ in chain.upto(tokens)]
     assert len(set(hashes)) == len(hashes)
 
 
-def test_tokens_may_come_in_any_sequence() -> None:
+def test_tokens_may_be_any_sequence() -> None:
     tokens = list(range(64))
     for sequence in (tuple(tokens), array("I", tokens), np.array(tokens, dtype=np.int64)):
         assert TokenHashes(4).upto(sequence) == TokenHashes(4).upto(tokens)  # type: ignore[arg-type]
 
 
-def test_a_prompt_that_lost_tokens_keeps_the_hashes_of_what_is_left() -> None:
+def test_a_prompt_that_lost_tokens_keeps_the_hashes_of_the_rest() -> None:
     hashes = TokenHashes(2)
     hashes.upto([1, 2, 3, 4, 5, 6])
     assert hashes.upto([1, 2, 3]) == TokenHashes(2).upto([1, 2])
@@ -106,7 +104,7 @@ def test_a_prompt_that_lost_tokens_keeps_the_hashes_of_what_is_left() -> None:
 
 
 @pytest.mark.parametrize("token", [-1, 2**32])
-def test_a_token_that_does_not_fit_32_bits_is_refused_and_nothing_is_hashed(token: int) -> None:
+def test_a_token_that_does_not_fit_32_bits_is_refused_without_hashing(token: int) -> None:
     hashes = TokenHashes(1)
     with pytest.raises(OverflowError):
         hashes.upto([1, token])
@@ -115,7 +113,7 @@ def test_a_token_that_does_not_fit_32_bits_is_refused_and_nothing_is_hashed(toke
 
 
 @pytest.mark.parametrize("block_tokens", [0, -4])
-def test_a_block_has_tokens(block_tokens: int) -> None:
+def test_a_block_without_tokens_is_refused(block_tokens: int) -> None:
     with pytest.raises(ValueError, match="block_tokens"):
         TokenHashes(block_tokens)
 

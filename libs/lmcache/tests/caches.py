@@ -1,4 +1,4 @@
-"""Caches that the tests store: groups as models have them, with small pages."""
+"""Caches that the tests store: groups of real models, with small pages."""
 
 import hashlib
 import random
@@ -17,7 +17,7 @@ DEEPSEEK_V4 = (
     PageGroup(GroupSpec(FULL, 4), 72),
     PageGroup(GroupSpec(FULL, 8), 136),
 )
-"""Five groups, two of which are the same but for their blocks."""
+"""Five groups; two of them differ only in their blocks."""
 QWEN3_NEXT = (
     PageGroup(GroupSpec(RECURRENT, 256), 3000),
     PageGroup(GroupSpec(RECURRENT, 256), 3000),
@@ -31,11 +31,11 @@ INTERLEAVED = (
     PageGroup(GroupSpec(FULL, 128), 900),
     PageGroup(GroupSpec(FULL, 64), 500),
 )
-"""Laws that take turns, which 0.5.6 stores wrongly in this order."""
+"""Alternating retention rules, which 0.5.6 stores wrongly in this order."""
 
 
 def digests_of(seed: object, num_chunks: int) -> list[bytes]:
-    """One digest a chunk, each of what came before it."""
+    """One digest per chunk, each covering all chunks before it."""
     chain, digest = [], repr(seed).encode()
     for _ in range(num_chunks):
         digest = hashlib.blake2b(digest, digest_size=32).digest()
@@ -44,7 +44,7 @@ def digests_of(seed: object, num_chunks: int) -> list[bytes]:
 
 
 def content_of(seed: object, geometry: Geometry, num_chunks: int, states_at: Sequence[int] | None = None) -> Blocks:
-    """Bytes of every block; of states only behind these counts of chunks, or behind all."""
+    """Bytes of every block; states only after these numbers of chunks, or after every chunk."""
     chance = random.Random(repr(seed))
     content: Blocks = {}
     for index, group in enumerate(geometry.groups):

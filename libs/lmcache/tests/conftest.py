@@ -1,4 +1,4 @@
-"""A busy machine is no reason to fail: properties have no time limit, and neither has making their examples."""
+"""Properties have no time limit, and neither has generating their examples, since the machine may be busy."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +16,14 @@ settings.load_profile("untimed")
 
 @pytest.fixture(scope="module", params=sorted(CODECS))
 def version(request: pytest.FixtureRequest) -> str:
-    """Of a server."""
+    """Version of the server."""
     name: str = request.param
     return name
 
 
 @pytest.fixture(scope="module")
 def server(version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of each version, with states and windows apart."""
+    """A server of each version, with states and windows in separate object groups."""
     directory: Path = tmp_path_factory.mktemp("lmcache")
     with ServerProcess(lmcache_of(version), directory, ["--chunk-size", "256", "--separate-object-groups"]) as process:
         yield process

@@ -1,9 +1,9 @@
-"""The command `lmcache` of the environment that this runs in, and `forks`, a command of ours.
+"""The command `lmcache` of the environment that runs it, and the command `forks`.
 
-A server takes several times as long to import torch and LMCache as to start. `forks` imports them once. Then it reads
-lines: each is a JSON list of a path and of arguments, for a fork that goes on as `lmcache` with these arguments and
-writes to that path. The answer is a line with the fork's number, which leads a process group. No fork is waited for, so
-that its number remains its own. At the end of the lines all forks are killed.
+Importing torch and LMCache takes several times as long as starting a server. `forks` imports them once, then reads
+lines. Each line is a JSON list of a path and of arguments: a fork runs `lmcache` with these arguments and writes to
+that path. The reply is a line with the pid of the fork, which leads a process group. Forks are not reaped, so that a
+pid is not reused. All forks are killed at the end of the input.
 """
 
 import gc
@@ -18,11 +18,11 @@ _MODULES: Final = ("lmcache.cli.main", "lmcache.v1.multiprocess.http_server")
 
 
 def in_fork() -> list[str]:
-    """Returns in forks alone, with the arguments of each."""
+    """Returns in the forks alone, with the arguments of each."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # a module that says something when it is imported gives no answer
+    os.dup2(2, 1)  # output of a module at import is no reply
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    gc.disable()  # an import makes objects that stay: the collector would look at them again and again
+    gc.disable()  # objects of an import stay: the collector would visit them again and again
     for name in _MODULES:
         importlib.import_module(name)
     gc.freeze()

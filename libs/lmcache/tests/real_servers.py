@@ -1,4 +1,4 @@
-"""Which `lmcache` a test starts."""
+"""Command of the `lmcache` that a test starts."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from kits.lmcache.server_process import command, variable
 
 
 def lmcache_of(version: str) -> list[str]:
-    """The command of a version. A test that needs it is skipped where it is not here."""
+    """Returns the command of a version. Skips the test where that version is not installed."""
     found = command(version)
     if found is None:
         pytest.skip(f"{variable(version)} names no lmcache of version {version}")

@@ -1,10 +1,10 @@
-"""Records what LMCache's own connector for vLLM asks of a server for made-up requests: which tokens, which blocks.
+"""Records which tokens and blocks LMCache's own vLLM connector stores and retrieves for generated requests.
 
 Run by hand, with the interpreter of an environment that has LMCache and not vLLM:
 
     python libs/lmcache/tests/record_lmcache_calls.py > libs/lmcache/tests/golden/lmcache_calls_VERSION.json
 
-Nothing of vLLM is used but names of base classes, which are made up here.
+Only names of base classes are used of vLLM; they are faked here.
 """
 
 import importlib.abc
@@ -57,7 +57,7 @@ def _case(meta: types.ModuleType, name: str, blocks: list[int], chance: random.R
     tracker = meta.LMCacheMPRequestTracker.__new__(meta.LMCacheMPRequestTracker)
     tracker.request_id, tracker.cache_salt, tracker.request_configs = "request", "", None
     tracker.max_offload_tokens, tracker.mm_adjusted_prompt_ids = None, []
-    tracker.packed_tokens = b""  # of younger versions
+    tracker.packed_tokens = b""  # newer versions only
     tracker.all_token_ids, tracker.num_prompt_tokens = list(range(tokens)), tokens
     tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens = local, found
     tracker.num_stored_tokens, tracker.num_scheduled_tokens = found, 0
@@ -87,7 +87,7 @@ def _call(metadata: object) -> dict[str, object] | None:
     if metadata is None:
         return None
     op = metadata.op  # type: ignore[attr-defined]
-    # Block ids are runs; first and last say them all.
+    # Block ids are runs, so first and last describe them.
     runs = [[ids[0], ids[-1], len(ids)] if ids else [] for ids in op.block_ids]
     return {"start": op.start, "end": op.end, "blocks": runs}
 

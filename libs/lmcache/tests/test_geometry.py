@@ -1,4 +1,4 @@
-"""Groups under a server's chunk: windows, orders, refusals; and which blocks a range of tokens takes."""
+"""Geometry of groups under a server's chunk: windows, order, refusals, and the blocks of a range of tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ def _tables(geometry: Geometry, num_chunks: int) -> dict[int, list[int]]:
     }
 
 
-def test_a_prompt_of_4096_tokens_takes_the_blocks_of_every_group() -> None:
+def test_a_prompt_of_4096_tokens_has_blocks_in_every_group() -> None:
     geometry = Geometry(DEEPSEEK_V4, CHUNK)
     tables = _tables(geometry, 16)
     cut = cut_tables(geometry, tables, 0, 4096)
@@ -48,7 +48,7 @@ def test_a_prompt_of_4096_tokens_takes_the_blocks_of_every_group() -> None:
 
 
 @given(caches, st.lists(st.integers(0, 8), min_size=2, max_size=5))
-def test_ranges_that_follow_each_other_take_every_block_once_and_in_the_servers_order(
+def test_consecutive_ranges_cover_every_block_once_in_the_servers_order(
     groups: tuple[PageGroup, ...], cuts: list[int]
 ) -> None:
     geometry = Geometry(groups, CHUNK)
@@ -62,7 +62,7 @@ def test_ranges_that_follow_each_other_take_every_block_once_and_in_the_servers_
         assert taken[index] == tables[index][cuts[0] * blocks : cuts[-1] * blocks]
 
 
-def test_a_group_without_blocks_leaves_no_common_chunk_and_nothing_to_cut() -> None:
+def test_a_group_without_blocks_limits_the_common_chunks() -> None:
     geometry = Geometry(DEEPSEEK_V4, CHUNK)
     tables: dict[int, Sequence[int]] = {**_tables(geometry, 4)}
     assert common_chunks(geometry, tables) == 4
@@ -76,7 +76,7 @@ def test_a_group_without_blocks_leaves_no_common_chunk_and_nothing_to_cut() -> N
 
 
 @pytest.mark.parametrize("cut", [(0, 100), (100, 256), (256, 256), (512, 256), (-256, 256)])
-def test_what_is_no_run_of_chunks_is_a_mistake_of_the_caller(cut: tuple[int, int]) -> None:
+def test_a_range_of_partial_chunks_is_a_protocol_error(cut: tuple[int, int]) -> None:
     geometry = Geometry(DEEPSEEK_V4, CHUNK)
     with pytest.raises(LMCacheProtocolError, match="not a range of whole chunks"):
         cut_tables(geometry, _tables(geometry, 4), *cut)
@@ -88,9 +88,7 @@ def test_a_single_group_is_a_list_of_one() -> None:
 
 
 @given(caches, st.integers(1, 6))
-def test_what_a_resume_needs_is_what_the_planner_says_in_whole_blocks(
-    groups: tuple[PageGroup, ...], num_chunks: int
-) -> None:
+def test_the_blocks_of_a_resume_agree_with_the_planner(groups: tuple[PageGroup, ...], num_chunks: int) -> None:
     geometry = Geometry(groups, CHUNK)
     end = num_chunks * CHUNK
     for index, group in enumerate(groups):
@@ -104,14 +102,14 @@ def test_what_a_resume_needs_is_what_the_planner_says_in_whole_blocks(
 
 
 @given(caches, st.integers(1, 6))
-def test_what_a_resume_needs_a_server_has_kept(groups: tuple[PageGroup, ...], num_chunks: int) -> None:
+def test_a_server_keeps_the_blocks_of_a_resume(groups: tuple[PageGroup, ...], num_chunks: int) -> None:
     geometry = Geometry(groups, CHUNK)
     for index in range(len(groups)):
         assert set(needed_blocks(geometry, index, num_chunks)) <= set(kept_blocks(geometry, index, num_chunks))
 
 
 @given(caches)
-def test_groups_under_one_law_are_neighbours(groups: tuple[PageGroup, ...]) -> None:
+def test_groups_with_the_same_retention_rule_are_adjacent(groups: tuple[PageGroup, ...]) -> None:
     geometry = Geometry(groups, CHUNK)
 
     def law(index: int) -> tuple[bool, int | None]:
@@ -124,38 +122,38 @@ def test_groups_under_one_law_are_neighbours(groups: tuple[PageGroup, ...]) -> N
 
 
 @given(caches)
-def test_a_window_is_whole_blocks_as_a_server_demands(groups: tuple[PageGroup, ...]) -> None:
+def test_a_window_is_whole_blocks_as_a_server_requires(groups: tuple[PageGroup, ...]) -> None:
     geometry = Geometry(groups, CHUNK)
     for group, window in zip(groups, geometry.windows, strict=True):
         assert window is None or (window > 0 and window % group.spec.block_tokens == 0)
 
 
-def test_laws_that_take_turns_are_sorted() -> None:
+def test_groups_with_alternating_retention_rules_are_sorted() -> None:
     assert Geometry(INTERLEAVED, CHUNK).order == (0, 3, 4, 1, 2)
     assert Geometry(QWEN3_NEXT, CHUNK).order == (3, 0, 1, 2)
 
 
-def test_a_chunk_that_is_no_whole_blocks_is_refused_with_both_numbers_and_what_fits() -> None:
+def test_a_chunk_of_partial_blocks_is_refused_with_both_numbers_and_a_hint() -> None:
     assert chunk_alignment(DEEPSEEK_V4) == 256
     with pytest.raises(LMCacheConfigurationError, match=r"multiple of 256 tokens.*got 384\nhint:.*--chunk-size 512"):
         Geometry(DEEPSEEK_V4, 384)
 
 
-def test_groups_that_are_not_stored_are_refused() -> None:
+def test_scratch_groups_and_empty_caches_are_refused() -> None:
     with pytest.raises(LMCacheConfigurationError, match="SCRATCH"):
         Geometry((PageGroup(GroupSpec(GroupKind.SCRATCH, 16), 1),), CHUNK)
     with pytest.raises(LMCacheConfigurationError, match="1 to 64"):
         Geometry((), CHUNK)
 
 
-def test_names_of_caches_differ_where_content_or_layout_does() -> None:
+def test_cache_names_differ_by_content_and_layout() -> None:
     layouts = [Geometry(groups, chunk).digest() for groups in (DEEPSEEK_V4, QWEN3_NEXT) for chunk in (256, 512)]
     names = {cache_name(fingerprint, layout) for fingerprint in (b"a", b"b") for layout in layouts}
     assert len(names) == 8
     assert all(name.replace("-", "").isalnum() for name in names)
 
 
-def test_words_are_one_chunk_for_each_digest() -> None:
+def test_words_are_one_chunk_per_digest() -> None:
     assert words_of([b"a" * 32, b"b" * 48], 16) == b"a" * 32 + bytes(32) + b"b" * 48 + bytes(16)
     with pytest.raises(LMCacheConfigurationError, match="at least 12 tokens"):
         words_of([b"b" * 48], 8)

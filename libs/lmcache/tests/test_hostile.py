@@ -1,4 +1,4 @@
-"""Servers that say anything: every call ends once, memory stays bounded, and nothing is believed that does not fit."""
+"""Servers that send anything: every call ends once, memory stays bounded, and invalid answers are refused."""
 
 import contextlib
 import errno
@@ -38,7 +38,7 @@ from kits.lmcache.server_process import eventually
 
 TIMEOUT_S = patience.seconds(6.0)
 QUICK_S = patience.seconds(0.03)
-"""Of calls that nobody answers."""
+"""For calls that are never answered."""
 SOON = ConnectionOptions(call_timeout_s=QUICK_S, beat_s=0.1, retry_s=0.05, retry_max_s=0.1)
 NUM_CHANGED = 20_000
 CALLS = (
@@ -65,17 +65,17 @@ def _ping(channel: Channel, timeout_s: float = TIMEOUT_S) -> Ended[bool]:
 
 
 def _after(name: str, script: Script) -> Script:
-    """Polite, but for calls of this name."""
+    """Polite, except for calls with this name."""
     return lambda called, frames: script(called, frames) if called == name else polite(called, frames)
 
 
-def test_a_polite_server_is_spoken_with(server: ScriptedServer) -> None:
+def test_a_polite_server_is_used(server: ScriptedServer) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         assert rig.num_found(digests_of("nothing", 2)) == 0
         assert rig.store(digests_of("nothing", 1), content_of("nothing", rig.geometry, 1)) == CallAnswer(None)
 
 
-def test_a_server_that_never_answers_is_down_and_costs_nobody_anything(server: ScriptedServer) -> None:
+def test_a_server_that_never_answers_is_down_and_costs_no_call_time(server: ScriptedServer) -> None:
     server.script = silent
     rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON)
     try:
@@ -86,7 +86,7 @@ def test_a_server_that_never_answers_is_down_and_costs_nobody_anything(server: S
         rig.close()
 
 
-def test_a_call_without_an_answer_ends_at_its_deadline_and_is_told_of_a_late_one(server: ScriptedServer) -> None:
+def test_an_unanswered_call_ends_at_its_deadline_and_its_late_answer_is_reported(server: ScriptedServer) -> None:
     held: list[list[bytes]] = []
 
     def hold(name: str, frames: Frames) -> list[Frames]:
@@ -108,7 +108,7 @@ def test_a_call_without_an_answer_ends_at_its_deadline_and_is_told_of_a_late_one
         channel.close(TIMEOUT_S)
 
 
-def test_a_call_that_was_answered_takes_up_nothing_until_its_deadline(server: ScriptedServer) -> None:
+def test_an_answered_call_keeps_no_timer(server: ScriptedServer) -> None:
     channel = _channel(server)
     try:
         for _ in range(20):
@@ -116,12 +116,14 @@ def test_a_call_that_was_answered_takes_up_nothing_until_its_deadline(server: Sc
         assert not channel._open_calls and not channel._timers
         server.script = silent
         ended = _ping(channel, QUICK_S)
-        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.TIMEOUT, "a deadline before all that were"
+        assert isinstance(ended, CallFailure) and ended.trouble is Trouble.TIMEOUT, (
+            "the deadline is earlier than all before it"
+        )
     finally:
         channel.close(TIMEOUT_S)
 
 
-def test_more_calls_than_may_wait_are_busy(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_beyond_the_limit_are_busy(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridkv.lmcache.channel.MAX_CALLS", 2)
     server.script = silent
     channel = _channel(server)
@@ -137,7 +139,7 @@ def test_more_calls_than_may_wait_are_busy(server: ScriptedServer, monkeypatch: 
     assert isinstance(_ping(channel), CallFailure)
 
 
-def test_what_was_not_sent_by_its_deadline_is_never_sent() -> None:
+def test_a_call_that_is_unsent_at_its_deadline_is_never_sent() -> None:
     with ScriptedServer() as server:
         address = server.address
     channel = Channel(address.host, address.port)
@@ -148,7 +150,7 @@ def test_what_was_not_sent_by_its_deadline_is_never_sent() -> None:
         channel.close(TIMEOUT_S)
 
 
-def test_a_connection_that_is_given_up_ends_what_is_under_way_and_begins_anew(server: ScriptedServer) -> None:
+def test_a_dropped_connection_ends_its_calls_and_connects_again(server: ScriptedServer) -> None:
     server.script = silent
     channel = _channel(server)
     try:
@@ -179,7 +181,7 @@ def test_a_connection_that_is_given_up_ends_what_is_under_way_and_begins_anew(se
     ],
     ids=lambda tail: f"{len(tail)}x{tail[0][:4].hex() if tail else 'none'}",
 )
-def test_an_answer_that_is_none_is_malformed_and_the_next_one_counts(server: ScriptedServer, tail: list[bytes]) -> None:
+def test_an_invalid_answer_is_malformed_and_the_next_one_is_used(server: ScriptedServer, tail: list[bytes]) -> None:
     server.script = lambda name, frames: [[*frames[:3], *tail]]
     channel = _channel(server)
     try:
@@ -191,7 +193,7 @@ def test_an_answer_that_is_none_is_malformed_and_the_next_one_counts(server: Scr
         channel.close(TIMEOUT_S)
 
 
-def test_answers_that_nobody_asked_for_are_passed_over(server: ScriptedServer) -> None:
+def test_unknown_answers_are_ignored(server: ScriptedServer) -> None:
     strange = [[b"who", b"\x16", b"\xc3"], [b""], [b"\x00" * 8, b"\x16", b"\xc2"]]
     server.script = lambda name, frames: [*([frames[0], *each] for each in strange), *polite(name, frames)]
     channel = _channel(server)
@@ -207,7 +209,7 @@ def test_a_frame_that_is_too_long_ends_the_connection_and_takes_no_memory(server
     channel = _channel(server)
     try:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        bytes(64 << 20)  # what the script takes itself
+        bytes(64 << 20)  # what the script itself allocates
         ended = _ping(channel)
         assert isinstance(ended, CallFailure) and ended.trouble in {Trouble.LOST, Trouble.TIMEOUT}
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300 << 10
@@ -215,7 +217,7 @@ def test_a_frame_that_is_too_long_ends_the_connection_and_takes_no_memory(server
         channel.close(TIMEOUT_S)
 
 
-def test_what_is_put_off_again_while_a_channel_closes_is_done(server: ScriptedServer) -> None:
+def test_delayed_tasks_run_when_a_channel_closes(server: ScriptedServer) -> None:
     channel = _channel(server)
     done: list[bool] = []
     channel.after(3600.0, lambda: channel.after(3600.0, lambda: done.append(True)))
@@ -223,7 +225,7 @@ def test_what_is_put_off_again_while_a_channel_closes_is_done(server: ScriptedSe
     assert done == [True]
 
 
-def test_a_server_is_looked_at_between_errands(server: ScriptedServer) -> None:
+def test_a_server_is_pinged_between_tasks(server: ScriptedServer) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         is_posted, num_looks = threading.Event(), list[int]()
 
@@ -238,7 +240,7 @@ def test_a_server_is_looked_at_between_errands(server: ScriptedServer) -> None:
         assert num_looks[0] < num_looks[1] < num_looks[2]
 
 
-def test_a_server_that_finds_more_than_was_looked_for_is_not_believed(server: ScriptedServer) -> None:
+def test_a_server_that_finds_more_than_was_looked_up_is_malformed(server: ScriptedServer) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x05"]])
         ended = rig.lookup(digests_of("more", 4))
@@ -254,7 +256,7 @@ def test_a_lookup_that_never_ends_ends_at_its_deadline(server: ScriptedServer) -
         assert eventually(lambda: "free_lookup_locks" in server.calls and "end_session" in server.calls)
 
 
-def test_pages_that_are_void_are_not_written_and_the_locks_are_given_back(server: ScriptedServer) -> None:
+def test_void_pages_are_not_written_and_the_locks_are_released(server: ScriptedServer) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x01"]])
         found = rig.lookup(digests_of("void", 1))
@@ -270,7 +272,7 @@ def test_pages_that_are_void_are_not_written_and_the_locks_are_given_back(server
         assert "retrieve" not in server.calls
 
 
-def test_a_server_that_says_it_wrote_and_did_not_is_found_out(server: ScriptedServer) -> None:
+def test_a_server_that_falsely_reports_a_write_is_noticed(server: ScriptedServer) -> None:
     with Rig(server.address, DEEPSEEK_V4, uuid.uuid4().bytes) as rig:
         server.script = _after("query_prefetch_status", lambda name, frames: [[*frames[:3], b"\x02"]])
         ended, found, states = rig.retrieve(digests_of("nothing was written", 2))
@@ -292,7 +294,7 @@ def test_a_server_that_says_it_wrote_and_did_not_is_found_out(server: ScriptedSe
         ),
     ],
 )
-def test_a_server_that_cannot_be_used_is_refused_by_name(pages: dict[str, bytes], expected: str) -> None:
+def test_an_unusable_server_is_refused_by_name(pages: dict[str, bytes], expected: str) -> None:
     with ScriptedServer(pages=pages) as server:
         rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON)
         try:
@@ -317,7 +319,7 @@ def test_a_server_that_cannot_be_used_is_refused_by_name(pages: dict[str, bytes]
     ],
     ids=itertools.count(),
 )
-def test_a_server_that_says_nonsense_of_itself_is_down(pages: dict[str, bytes]) -> None:
+def test_a_server_with_an_invalid_configuration_is_down(pages: dict[str, bytes]) -> None:
     with ScriptedServer(pages=pages) as server:
         rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON)
         try:
@@ -331,7 +333,7 @@ def test_a_server_that_says_nonsense_of_itself_is_down(pages: dict[str, bytes]) 
 
 
 @pytest.mark.parametrize("said", [b"HTTP/1.0 200 OK\r\nX: ", b"HTTP/1.0 200 OK\r\n\r\n"], ids=["headers", "body"])
-def test_an_answer_over_http_that_comes_byte_by_byte_ends_at_its_deadline(said: bytes) -> None:
+def test_a_slow_http_answer_ends_at_its_deadline(said: bytes) -> None:
     ended: list[str] = []
 
     def ask(address: HttpAddress) -> None:
@@ -351,11 +353,11 @@ def test_an_answer_over_http_that_comes_byte_by_byte_ends_at_its_deadline(said: 
                 with contextlib.suppress(OSError):
                     client.sendall(b"1")
                 asker.join(0.05)
-            assert not asker.is_alive(), "what comes byte by byte is waited for"
+            assert not asker.is_alive(), "the deadline counts for the whole answer, not per byte"
     assert len(ended) == 1 and ended[0].startswith("GET /config")
 
 
-def test_a_server_that_came_back_with_another_chunk_is_refused(server: ScriptedServer) -> None:
+def test_a_server_that_returns_with_another_chunk_is_refused(server: ScriptedServer) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON) as rig:
         server.script = _after(
             "negotiate_chunk_size", lambda name, frames: [[*frames[:3], msgspec.msgpack.encode(512)]]
@@ -374,8 +376,9 @@ def test_a_server_that_came_back_with_another_chunk_is_refused(server: ScriptedS
         assert eventually(is_refused)
 
 
-def test_a_server_whose_chunk_another_engine_has_settled_is_refused(server: ScriptedServer) -> None:
-    """It says nothing to an alignment that its chunk has not, and its configuration says what it was started with."""
+def test_a_server_with_a_chunk_settled_by_another_engine_is_refused(server: ScriptedServer) -> None:
+    """Such a server does not answer an alignment that its chunk lacks, and its configuration shows the chunk it was
+    started with."""
 
     def settled(name: str, frames: Frames) -> list[Frames]:
         if name == "negotiate_chunk_size":
@@ -392,8 +395,8 @@ def test_a_server_whose_chunk_another_engine_has_settled_is_refused(server: Scri
         rig.close()
 
 
-def test_what_a_lookup_locks_while_the_connection_is_closed_is_given_back(server: ScriptedServer) -> None:
-    """Between two looks at it no call is open, and it goes on all the same."""
+def test_locks_of_a_lookup_during_a_close_are_released(server: ScriptedServer) -> None:
+    """Between two polls of the lookup no call is open, and the lookup continues all the same."""
     looks, is_done = [0], threading.Event()
 
     def slow(name: str, frames: Frames) -> list[Frames]:
@@ -413,7 +416,7 @@ def test_what_a_lookup_locks_while_the_connection_is_closed_is_given_back(server
             rig.operations.release(answer.value)
 
     rig.operations.lookup(rig.prefix(digests_of("slow", 1)), 0, TIMEOUT_S, end)
-    assert eventually(lambda: looks[0] > 8), "by now it is looked at every 50 ms"
+    assert eventually(lambda: looks[0] > 8), "by now it is polled every 50 ms"
     closing = threading.Thread(target=rig.connection.close, args=(TIMEOUT_S,))
     closing.start()
     before = looks[0]
@@ -426,7 +429,7 @@ def test_what_a_lookup_locks_while_the_connection_is_closed_is_given_back(server
     assert "free_lookup_locks" in server.calls[server.calls.index("lookup") :]
 
 
-def test_a_server_that_comes_back_is_looked_for_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_server_is_tried_every_two_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     has_tried_often = threading.Event()
 
@@ -471,7 +474,7 @@ def test_a_channel_without_a_socket_makes_one_when_it_can(
         assert channel.close(TIMEOUT_S)
 
 
-def test_a_channel_that_has_no_socket_closes(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_channel_without_a_socket_closes(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     channel = _channel(server)
     has_failed = threading.Event()
 
@@ -489,7 +492,7 @@ def test_a_channel_that_has_no_socket_closes(server: ScriptedServer, monkeypatch
 
 
 @pytest.mark.parametrize("leaves", [False, True], ids=["half-open", "silent"])
-def test_an_end_with_open_calls_takes_one_bounded_time_not_one_for_each_wait(
+def test_a_close_with_open_calls_takes_one_bounded_time(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, leaves: bool
 ) -> None:
     waited: list[float] = []
@@ -510,14 +513,14 @@ def test_an_end_with_open_calls_takes_one_bounded_time_not_one_for_each_wait(
         assert eventually(lambda: server.calls.count("ping") > 142)
     began_s = time.monotonic()
     rig.close()
-    # A half of it for calls; the other for a server that does not say that it has forgotten this process.
+    # Half of it is for calls; the other half for a server that does not confirm the unregistration.
     assert time.monotonic() - began_s < patience.seconds(CLOSE_S)
     assert waited == [CLOSE_S / 2]
     assert len(ended) == 142
 
 
 def test_changed_bytes_of_answers_are_values_or_malformed() -> None:
-    """Of what is decoded, without a network: as fast as it goes."""
+    """Only the decoder, without a network, as fast as possible."""
     chance = random.Random(int(os.environ.get("FUZZ_SEED", "0")))
     until_s = time.monotonic() + float(os.environ.get("FUZZ_SECONDS", "0"))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

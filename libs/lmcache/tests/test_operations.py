@@ -1,4 +1,4 @@
-"""What follows what in an operation, where a server is a table: which call is not made, and what is given back."""
+"""Order of calls in an operation, with a table of answers as the server: which calls are made and what is released."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ CHUNK = 256
 PREFIX = Prefix("model", 1, words_of(digests_of("prefix", 2), CHUNK))
 
 
-class PlayedChannel:
-    """Answers each call at once, as a test has it; others with nothing."""
+class FakeChannel:
+    """Answers each call at once from a table; other calls with None."""
 
     def __init__(self, answers: dict[str, Ended[Any]]) -> None:
         self.answers = answers
@@ -42,8 +42,8 @@ def _ready() -> Ready:
     return Ready(ServerFacts("0.5.7rc2", True, 0, False, "blake3"), CODEC_0_5_7RC2, CHUNK, None)
 
 
-def test_sessions_whose_end_was_lost_are_ended_once_when_the_server_is_back() -> None:
-    channel = PlayedChannel({"end_session": CallFailure(Trouble.LOST)})
+def test_sessions_with_a_lost_end_are_ended_once_when_the_server_returns() -> None:
+    channel = FakeChannel({"end_session": CallFailure(Trouble.LOST)})
     posted: list[Callable[[Ready], None]] = []
     connection: Any = SimpleNamespace(channel=channel, state=_ready(), ready=_ready(), post=posted.append)
     operations = Operations(connection, lambda: 0.0)
@@ -59,8 +59,8 @@ def test_sessions_whose_end_was_lost_are_ended_once_when_the_server_is_back() ->
     assert len(channel.calls) == 3 and len(posted) == 1
 
 
-def test_sessions_are_ended_with_the_next_one_if_the_connection_dropped_the_errand() -> None:
-    channel = PlayedChannel({"end_session": CallFailure(Trouble.LOST)})
+def test_sessions_are_ended_with_the_next_one_if_the_task_was_dropped() -> None:
+    channel = FakeChannel({"end_session": CallFailure(Trouble.LOST)})
     connection: Any = SimpleNamespace(channel=channel, state=_ready(), ready=_ready(), post=lambda errand: None)
     operations = Operations(connection, lambda: 0.0)
     operations.release(PrefixHit(PREFIX, None, 1, "first"))
@@ -72,7 +72,7 @@ def test_sessions_are_ended_with_the_next_one_if_the_connection_dropped_the_erra
         channel.calls.clear()
 
 
-def _looked_up(channel: PlayedChannel) -> Ended[PrefixHit]:
+def _look_up(channel: FakeChannel) -> Ended[PrefixHit]:
     ready = _ready()
     connection: Any = SimpleNamespace(channel=channel, state=ready, ready=ready)
     ended: list[Ended[PrefixHit]] = []
@@ -91,21 +91,21 @@ def _looked_up(channel: PlayedChannel) -> Ended[PrefixHit]:
     ],
     ids=["unsent", "busy", "timeout", "malformed"],
 )
-def test_a_lookup_that_was_sent_is_given_back_however_its_poll_ends(poll: CallFailure, lookup: CallFailure) -> None:
-    channel = PlayedChannel({"query_prefetch_status": poll})
-    assert _looked_up(channel) == lookup
+def test_a_sent_lookup_is_released_however_its_poll_ends(poll: CallFailure, lookup: CallFailure) -> None:
+    channel = FakeChannel({"query_prefetch_status": poll})
+    assert _look_up(channel) == lookup
     assert channel.calls == ["lookup", "query_prefetch_status", "free_lookup_locks", "end_session"]
 
 
 @pytest.mark.parametrize("trouble", [Trouble.UNSENT, Trouble.BUSY])
-def test_of_a_lookup_that_never_left_nothing_is_given_back(trouble: Trouble) -> None:
-    channel = PlayedChannel({"lookup": CallFailure(trouble)})
-    assert _looked_up(channel) == CallFailure(trouble)
+def test_a_lookup_that_was_not_sent_releases_nothing(trouble: Trouble) -> None:
+    channel = FakeChannel({"lookup": CallFailure(trouble)})
+    assert _look_up(channel) == CallFailure(trouble)
     assert channel.calls == ["lookup"]
 
 
-def test_a_lookup_that_found_something_keeps_it() -> None:
-    channel = PlayedChannel({"query_prefetch_status": CallAnswer(2)})
-    found = _looked_up(channel)
+def test_a_lookup_with_a_hit_keeps_its_locks() -> None:
+    channel = FakeChannel({"query_prefetch_status": CallAnswer(2)})
+    found = _look_up(channel)
     assert isinstance(found, CallAnswer) and found.value.num_chunks == 2
     assert channel.calls == ["lookup", "query_prefetch_status"]

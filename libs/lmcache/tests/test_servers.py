@@ -1,4 +1,4 @@
-"""Against real servers of both versions: what was stored is what comes back, byte for byte, and nothing else does."""
+"""Real servers of both versions: stored content comes back byte for byte, and nothing else does."""
 
 import uuid
 
@@ -14,7 +14,7 @@ from kits.lmcache.server_process import ServerProcess, eventually
 
 
 def _needed(rig: Rig, content: Blocks, num_chunks: int, start_chunk: int = 0) -> Blocks:
-    """Of `content`, what a resume behind `num_chunks` needs that begins at `start_chunk`."""
+    """The part of `content` that a resume at `num_chunks` needs when it begins at `start_chunk`."""
     shift = {group: start_chunk * rig.geometry.blocks_per_chunk[group] for group in content}
     return {
         group: {
@@ -28,7 +28,7 @@ def _needed(rig: Rig, content: Blocks, num_chunks: int, start_chunk: int = 0) ->
 @pytest.mark.parametrize(
     "groups", [DEEPSEEK_V4, QWEN3_NEXT, INTERLEAVED], ids=["deepseek_v4", "qwen3_next", "interleaved"]
 )
-def test_what_a_resume_needs_comes_back_byte_for_byte(server: ServerProcess, groups: tuple[PageGroup, ...]) -> None:
+def test_the_blocks_of_a_resume_come_back_byte_for_byte(server: ServerProcess, groups: tuple[PageGroup, ...]) -> None:
     with Rig(server.address, groups, uuid.uuid4().bytes) as rig:
         digests = digests_of("prompt", 4)
         content = content_of("prompt", rig.geometry, 4)
@@ -41,7 +41,7 @@ def test_what_a_resume_needs_comes_back_byte_for_byte(server: ServerProcess, gro
         assert found != _needed(rig, content_of("another prompt", rig.geometry, 4), 4)
 
 
-def test_a_long_prompt_of_five_groups_of_four_block_sizes_is_stored_and_found(server: ServerProcess) -> None:
+def test_a_long_prompt_with_four_block_sizes_is_stored_and_found(server: ServerProcess) -> None:
     with Rig(server.address, DEEPSEEK_V4, uuid.uuid4().bytes, num_chunks=16) as rig:
         digests = digests_of("4096 tokens", 16)
         content = content_of("4096 tokens", rig.geometry, 16)
@@ -52,7 +52,7 @@ def test_a_long_prompt_of_five_groups_of_four_block_sizes_is_stored_and_found(se
         assert found == _needed(rig, content, 16)
 
 
-def test_groups_that_differ_in_nothing_but_their_blocks_stay_apart(server: ServerProcess) -> None:
+def test_groups_that_differ_only_in_their_blocks_stay_apart(server: ServerProcess) -> None:
     with Rig(server.address, DEEPSEEK_V4, uuid.uuid4().bytes) as rig:
         assert rig.groups[1] == rig.groups[2]
         layout = server.status()["cache_context_meta"][str(rig.pool.instance)]["kv_cache_layout"]
@@ -65,7 +65,7 @@ def test_groups_that_differ_in_nothing_but_their_blocks_stay_apart(server: Serve
         assert (found[1], found[2]) == (_needed(rig, content, 1)[1], _needed(rig, content, 1)[2])
 
 
-def test_a_prefix_is_resumed_only_where_every_group_has_its_state(server: ServerProcess) -> None:
+def test_a_prefix_is_found_only_up_to_where_every_group_has_its_state(server: ServerProcess) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         digests = digests_of("states", 5)
         content = content_of("states", rig.geometry, 5, states_at=[2, 4])
@@ -78,7 +78,7 @@ def test_a_prefix_is_resumed_only_where_every_group_has_its_state(server: Server
         assert found == _needed(rig, content, 2)
 
 
-def test_a_prefix_that_grew_is_stored_behind_what_was_stored(server: ServerProcess) -> None:
+def test_a_longer_prefix_is_stored_after_the_stored_chunks(server: ServerProcess) -> None:
     with Rig(server.address, INTERLEAVED, uuid.uuid4().bytes) as rig:
         digests = digests_of("turns", 4)
         content = content_of("turns", rig.geometry, 4)
@@ -90,7 +90,7 @@ def test_a_prefix_that_grew_is_stored_behind_what_was_stored(server: ServerProce
         assert found == _needed(rig, content, 4)
 
 
-def test_a_resume_behind_a_local_prefix_reads_only_what_lies_behind_it(server: ServerProcess) -> None:
+def test_a_resume_after_a_local_prefix_reads_only_the_chunks_after_it(server: ServerProcess) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         digests = digests_of("local", 4)
         content = content_of("local", rig.geometry, 4)
@@ -100,7 +100,7 @@ def test_a_resume_behind_a_local_prefix_reads_only_what_lies_behind_it(server: S
         assert found == _needed(rig, content, 4, start_chunk=3)
 
 
-def test_a_block_that_was_not_there_is_seen_as_absent(server: ServerProcess) -> None:
+def test_a_missing_block_is_absent(server: ServerProcess) -> None:
     with Rig(server.address, DEEPSEEK_V4, uuid.uuid4().bytes) as rig:
         digests = digests_of("hole", 1)
         content = content_of("hole", rig.geometry, 1)
@@ -111,7 +111,7 @@ def test_a_block_that_was_not_there_is_seen_as_absent(server: ServerProcess) -> 
         assert 7 not in found[3]
 
 
-def test_what_was_stored_as_something_else_is_seen_as_foreign(server: ServerProcess) -> None:
+def test_content_stored_under_another_identity_is_foreign(server: ServerProcess) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         digests = digests_of("mine", 1)
         rig.store_readable(digests, content_of("mine", rig.geometry, 1))
@@ -122,7 +122,7 @@ def test_what_was_stored_as_something_else_is_seen_as_foreign(server: ServerProc
         assert not any(found.values())
 
 
-def test_caches_of_other_content_or_other_layout_share_nothing(server: ServerProcess) -> None:
+def test_caches_with_other_content_or_layout_share_nothing(server: ServerProcess) -> None:
     fingerprint = uuid.uuid4().bytes
     digests = digests_of("shared", 2)
     with Rig(server.address, DEEPSEEK_V4, fingerprint) as rig, Rig(server.address, DEEPSEEK_V4, fingerprint) as same:
@@ -134,23 +134,23 @@ def test_caches_of_other_content_or_other_layout_share_nothing(server: ServerPro
             assert other.num_found(digests) == 0
 
 
-def test_ranks_read_their_own_part_of_what_all_of_them_have(server: ServerProcess) -> None:
+def test_ranks_read_their_own_part_of_a_common_prefix(server: ServerProcess) -> None:
     fingerprint = uuid.uuid4().bytes
     digests = digests_of("ranks", 2)
     rigs = [Rig(server.address, QWEN3_NEXT, fingerprint, rank=rank, world_size=2).ready() for rank in (0, 1)]
     try:
         contents = [content_of(("ranks", rank), rigs[rank].geometry, 2) for rank in (0, 1)]
         rigs[0].store_readable(digests, contents[0])
-        everybody = rigs[0].lookup(digests, rank=None)
-        assert isinstance(everybody, CallAnswer) and everybody.value.num_chunks == 0
+        all_ranks = rigs[0].lookup(digests, rank=None)
+        assert isinstance(all_ranks, CallAnswer) and all_ranks.value.num_chunks == 0
         rigs[1].store_readable(digests, contents[1])
-        everybody = rigs[0].lookup(digests, rank=None)
-        assert isinstance(everybody, CallAnswer) and everybody.value.num_chunks == 2
+        all_ranks = rigs[0].lookup(digests, rank=None)
+        assert isinstance(all_ranks, CallAnswer) and all_ranks.value.num_chunks == 2
         for rig, content in zip(rigs, contents, strict=True):
             _, found, states = rig.retrieve(digests, start_chunk=1)
             assert set(states) == {PageState.GOOD}
             assert found == _needed(rig, content, 2, start_chunk=1)
-        rigs[0].operations.release(everybody.value)
+        rigs[0].operations.release(all_ranks.value)
         assert eventually(lambda: _locks(server) == (0, 0))
     finally:
         for rig in rigs:
@@ -175,7 +175,7 @@ def test_no_lock_and_no_session_is_left(server: ServerProcess) -> None:
         assert (counts.stored_chunks, counts.retrieved_chunks, counts.lacks) == (4, 4 + 2, {})
 
 
-def test_what_is_withdrawn_is_not_found_and_the_rest_is(server: ServerProcess) -> None:
+def test_a_withdrawn_chunk_is_not_found_and_the_rest_is(server: ServerProcess) -> None:
     with Rig(server.address, DEEPSEEK_V4, uuid.uuid4().bytes) as rig:
         digests, others = digests_of("withdrawn", 3), digests_of("kept", 3)
         for each in (digests, others):
@@ -187,7 +187,7 @@ def test_what_is_withdrawn_is_not_found_and_the_rest_is(server: ServerProcess) -
         assert rig.num_found(digests) == 3
 
 
-def test_a_server_that_forgot_the_pool_is_told_again(server: ServerProcess) -> None:
+def test_a_pool_that_a_server_forgot_is_registered_again(server: ServerProcess) -> None:
     with Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes) as rig:
         digests = digests_of("forgotten", 1)
         content = content_of("forgotten", rig.geometry, 1)
@@ -201,6 +201,6 @@ def test_a_server_that_forgot_the_pool_is_told_again(server: ServerProcess) -> N
 
 
 def _locks(server: ServerProcess) -> tuple[int, int]:
-    """Objects that are locked for reading, and sessions."""
+    """Number of objects locked for reading, and of sessions."""
     status = server.status()
     return status["storage_manager"]["l1_manager"]["read_locked_count"], status["active_sessions"]

@@ -1,4 +1,4 @@
-"""Servers that are killed, stopped, brought back, or whose disk lies: nothing hangs, and no wrong byte is believed."""
+"""Servers that are killed, stopped, restarted, or have a corrupt disk: nothing hangs, and wrong bytes are found."""
 
 import json
 import signal
@@ -23,8 +23,8 @@ SOON = ConnectionOptions(call_timeout_s=patience.seconds(0.3), beat_s=0.2, retry
 GOOD, CORRUPT = PageState.GOOD, PageState.CORRUPT
 
 
-class Site:
-    """Where a server with a disk is started, killed and started again."""
+class ServerSite:
+    """Directory and address with which a server with a disk is started, killed and started again."""
 
     def __init__(self, lmcache: Sequence[str], directory: Path) -> None:
         self.disk = directory / "disk"
@@ -41,7 +41,7 @@ class Site:
         return self.server
 
     def files(self) -> list[Path]:
-        """What is on the disk, whole."""
+        """The complete files on the disk."""
         return sorted(path for path in self.disk.rglob("*") if path.is_file() and ".tmp" not in path.name)
 
     def has_written(self, num_files: int) -> bool:
@@ -52,9 +52,9 @@ class Site:
 
 
 @pytest.fixture(scope="module")
-def site(version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """One of each version: it takes longest to start."""
-    site = Site(lmcache_of(version), tmp_path_factory.mktemp("site"))
+def site(version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerSite]:
+    """One per version, since a server with a disk takes longest to start."""
+    site = ServerSite(lmcache_of(version), tmp_path_factory.mktemp("site"))
     try:
         yield site
     finally:
@@ -62,13 +62,13 @@ def site(version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sit
 
 
 @pytest.mark.full
-def test_what_is_on_a_servers_disk_is_read_by_the_next_one_and_a_changed_byte_is_found(site: Site) -> None:
+def test_a_new_server_reads_the_disk_of_the_old_one_and_a_changed_byte_is_found(site: ServerSite) -> None:
     with Rig(site.server.address, DEEPSEEK_V4, uuid.uuid4().bytes, options=SOON) as rig:
         digests = digests_of("disk", 2)
         content = content_of("disk", rig.geometry, 2)
         before = set(site.files())
         rig.store_readable(digests, content)
-        # Two chunks, of whole attention and of windows.
+        # Two chunks, each with one object of full attention and one of windows.
         assert eventually(lambda: site.has_written(len(before) + 4)), site.files()
         site.server.kill()
         assert eventually(lambda: isinstance(rig.connection.state, Down))
@@ -87,10 +87,10 @@ def test_what_is_on_a_servers_disk_is_read_by_the_next_one_and_a_changed_byte_is
         site.start()
         assert eventually(lambda: rig.connection.ready is not None)
         ended, found, states = rig.retrieve(digests)
-        assert ended == CallAnswer(None), "the server says that all is well"
+        assert ended == CallAnswer(None), "the server reports success"
         assert (
             states[CORRUPT] == 3
-        )  # of the middle: of each chunk's whole attention one, of the last chunk's windows one
+        )  # middle bytes: one of full attention in each chunk, one of windows in the last chunk
         assert all(content[group][at] == data for group in found for at, data in found[group].items())
         for chunk in range(2):
             withdraw(rig.connection, rig.prefix(digests), rig.rank, chunk, len(rig.groups))
@@ -100,12 +100,12 @@ def test_what_is_on_a_servers_disk_is_read_by_the_next_one_and_a_changed_byte_is
         assert set(states) == {GOOD}
 
 
-def test_a_server_that_is_killed_in_mid_flight_ends_every_call_and_serves_again(site: Site) -> None:
+def test_a_server_killed_during_calls_ends_every_call_and_serves_again(site: ServerSite) -> None:
     with Rig(site.server.address, QWEN3_NEXT, uuid.uuid4().bytes, num_chunks=16, options=SOON) as rig:
         digests = [digests_of(("killed", number), 2) for number in range(4)]
         contents = [content_of(("killed", number), rig.geometry, 2) for number in range(4)]
         rig.store_readable(digests[0], contents[0])
-        site.server.signal(signal.SIGSTOP)  # so that they are under way for certain
+        site.server.signal(signal.SIGSTOP)  # so that the calls are certainly in flight
         ended: list[Ended[None]] = []
         threads = [
             threading.Thread(target=lambda n=n: ended.append(rig.store(digests[n], contents[n]))) for n in (1, 2, 3)
@@ -122,7 +122,7 @@ def test_a_server_that_is_killed_in_mid_flight_ends_every_call_and_serves_again(
         instance = rig.pool.instance
         site.start()
         rig.ready()
-        assert rig.pool.instance != instance, "what was under way has other memory"
+        assert rig.pool.instance != instance, "in-flight calls use the old memory"
         assert rig.pool.num_taken == 0
         again = digests_of("after", 2)
         rig.store_readable(again, content_of("after", rig.geometry, 2))
@@ -130,14 +130,14 @@ def test_a_server_that_is_killed_in_mid_flight_ends_every_call_and_serves_again(
         assert set(states) == {GOOD}
 
 
-def test_a_server_that_answers_no_more_costs_the_deadline(site: Site) -> None:
+def test_a_stopped_server_costs_the_deadline(site: ServerSite) -> None:
     with Rig(site.server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON) as rig:
         digests = digests_of("stopped", 1)
         content = content_of("stopped", rig.geometry, 1)
         site.server.signal(signal.SIGSTOP)
         ended = rig.store(digests, content, timeout_s=patience.seconds(0.05))
         assert isinstance(ended, CallFailure) and ended.trouble in MAY_HAPPEN
-        assert rig.pool.num_taken == 4, "the server may read them yet"
+        assert rig.pool.num_taken == 4, "the server may still read them"
         assert eventually(lambda: isinstance(rig.connection.state, Down))
         lookup = rig.lookup(digests, timeout_s=0.5)
         assert isinstance(lookup, CallFailure) and lookup.trouble is Trouble.UNSENT
@@ -149,7 +149,7 @@ def test_a_server_that_answers_no_more_costs_the_deadline(site: Site) -> None:
         assert eventually(lambda: site.server.status()["registered_gpu_ids"] == [rig.pool.instance]), status
 
 
-def test_an_engine_that_leaves_is_forgotten(site: Site) -> None:
+def test_an_engine_that_leaves_is_unregistered(site: ServerSite) -> None:
     with Rig(site.server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON) as rig:
         assert site.server.status()["registered_gpu_ids"] == [rig.pool.instance]
     assert eventually(lambda: site.server.status()["registered_gpu_ids"] == [])

@@ -1,4 +1,4 @@
-"""Servers that cannot keep what they would be given: found out at the first connection, said with both numbers."""
+"""Servers that cannot store the cache: refused at the first connection, with both numbers."""
 
 import uuid
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ FULL_OF_256 = (PageGroup(GroupSpec(FULL, 256), 5000),)
 
 @pytest.fixture(scope="module")
 def plain_server(version: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of each version, started with nothing said."""
+    """A server of each version with default options."""
     with ServerProcess(lmcache_of(version), tmp_path_factory.mktemp("plain")) as process:
         yield process
 
@@ -35,7 +35,7 @@ def _refusal(rig: Rig) -> str:
     return str(state.refusal)
 
 
-def test_a_state_is_refused_by_a_server_that_keeps_everything_together(plain_server: ServerProcess) -> None:
+def test_a_state_is_refused_by_a_server_without_separate_object_groups(plain_server: ServerProcess) -> None:
     rig = Rig(plain_server.address, QWEN3_NEXT, uuid.uuid4().bytes)
     try:
         assert "--separate-object-groups" in _refusal(rig)
@@ -45,7 +45,7 @@ def test_a_state_is_refused_by_a_server_that_keeps_everything_together(plain_ser
         rig.close()
 
 
-def test_windows_are_kept_by_a_server_that_keeps_everything_together(plain_server: ServerProcess) -> None:
+def test_windows_are_kept_by_a_server_without_separate_object_groups(plain_server: ServerProcess) -> None:
     with Rig(plain_server.address, DEEPSEEK_V4, uuid.uuid4().bytes) as rig:
         digests = digests_of("together", 3)
         content = content_of("together", rig.geometry, 3)
@@ -56,10 +56,10 @@ def test_windows_are_kept_by_a_server_that_keeps_everything_together(plain_serve
         assert found[0] == {at: content[0][at] for at in range(2)}
 
 
-def test_a_chunk_that_is_no_whole_blocks_is_refused_with_both_numbers(
+def test_a_chunk_of_partial_blocks_is_refused_with_both_numbers(
     plain_server: ServerProcess,
 ) -> None:
-    # Settles the chunk of a server that negotiates, where no other test has.
+    # Settles the chunk of a server that negotiates, if no other test has.
     with Rig(plain_server.address, DEEPSEEK_V4, uuid.uuid4().bytes):
         pass
     rig = Rig(plain_server.address, FULL_OF_640, uuid.uuid4().bytes)
@@ -71,7 +71,7 @@ def test_a_chunk_that_is_no_whole_blocks_is_refused_with_both_numbers(
 
 
 @pytest.mark.full
-def test_a_chunk_that_a_server_has_settled_is_what_it_refuses_others_with(version: str, tmp_path: Path) -> None:
+def test_a_server_refuses_other_chunks_than_the_settled_one(version: str, tmp_path: Path) -> None:
     if not CODECS[version].negotiates:
         pytest.skip(f"{version} does not settle it")
     with (
@@ -84,7 +84,7 @@ def test_a_chunk_that_a_server_has_settled_is_what_it_refuses_others_with(versio
         stored = rig.store(digests, content_of("negotiated", rig.geometry, 2))
         assert stored == CallAnswer(None)
         assert eventually(lambda: rig.num_found(digests) == 2)
-        # Another engine, whose blocks fit what the server was started with, and not what it has settled.
+        # Another engine with blocks that fit the chunk at the server's start, but not the settled one.
         other = Rig(fresh.address, FULL_OF_256, uuid.uuid4().bytes)
         try:
             refusal = _refusal(other)

@@ -1,4 +1,4 @@
-"""Segments and pools: removed when given up, reclaimed after a crash, and nobody's page is another's."""
+"""Segments and pools: removed when closed, reclaimed after a crash, and no page is used twice."""
 
 import itertools
 import subprocess
@@ -22,7 +22,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_segment_is_removed_when_it_is_given_up(tmp_path: Path) -> None:
+def test_a_segment_is_removed_when_it_is_closed(tmp_path: Path) -> None:
     memory = SharedMemory(8192, tmp_path)
     path = tmp_path / memory.name.lstrip("/")
     assert path.stat().st_size == 8192
@@ -33,7 +33,7 @@ def test_a_segment_is_removed_when_it_is_given_up(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_crash_left_is_removed_by_the_next_start_and_what_lives_is_not(tmp_path: Path) -> None:
+def test_segments_of_a_crashed_process_are_removed_by_the_next_start(tmp_path: Path) -> None:
     alive = SharedMemory(4096, tmp_path)
     subprocess.run([sys.executable, "-c", CRASHES, str(tmp_path)], stdout=subprocess.PIPE, check=False)
     (tmp_path / "another").write_bytes(b"not ours")
@@ -43,7 +43,7 @@ def test_what_a_crash_left_is_removed_by_the_next_start_and_what_lives_is_not(tm
     alive.close()
 
 
-def test_memory_that_is_not_there_is_an_operators_mistake(tmp_path: Path) -> None:
+def test_too_little_shared_memory_is_a_configuration_error(tmp_path: Path) -> None:
     with pytest.raises(LMCacheConfigurationError, match="bytes of shared memory"):
         SharedMemory(1 << 60, tmp_path)
     assert not list(tmp_path.iterdir())
@@ -76,7 +76,7 @@ def test_pages_are_taken_once_and_all_or_none() -> None:
         pool.close()
 
 
-def test_pages_lie_apart_and_inside() -> None:
+def test_groups_of_pages_do_not_overlap_and_stay_inside_the_pool() -> None:
     geometry = Geometry(DEEPSEEK_V4, 256)
     pool = Pool(geometry, 3)
     try:
@@ -97,7 +97,7 @@ def test_pages_lie_apart_and_inside() -> None:
         pool.close()
 
 
-def test_a_pool_that_is_made_anew_voids_what_was_taken() -> None:
+def test_renewing_a_pool_voids_the_taken_pages() -> None:
     pool = Pool(Geometry(QWEN3_NEXT, 256), 2)
     try:
         taken = pool.take({0: 2})

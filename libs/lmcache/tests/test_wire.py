@@ -1,4 +1,4 @@
-"""What is sent, as FORMAT.md says it: read back by a decoder that knows nothing of ours."""
+"""Encoded calls have the form that FORMAT.md states, read back by a generic decoder."""
 
 import ast
 from pathlib import Path
@@ -40,7 +40,7 @@ COMMON = {
 KEYS = {"0.5.6": {**COMMON, "token_ids": [1, 258]}, "0.5.7rc2": {**COMMON, "token_bytes": KEY.tokens}}
 
 
-def _said(call: RpcCall[Any]) -> tuple[object, list[object]]:
+def _decoded(call: RpcCall[Any]) -> tuple[object, list[object]]:
     return msgspec.msgpack.decode(call.operation), [msgspec.msgpack.decode(payload) for payload in call.payloads]
 
 
@@ -51,40 +51,40 @@ def codec(request: pytest.FixtureRequest) -> Codec:
 
 def test_a_key_has_the_form_of_the_version(codec: Codec) -> None:
     key = KEYS[codec.version]
-    assert _said(codec.store(KEY, 7, [[1, 2], [3]])) == (6, [key, 7, [[1, 2], [3]], b""])
-    assert _said(codec.retrieve(KEY, 7, [[1], []])) == (7, [key, 7, [[1], []], b"", 0])
-    assert _said(codec.lookup(KEY)) == (8, [key, 2])
+    assert _decoded(codec.store(KEY, 7, [[1, 2], [3]])) == (6, [key, 7, [[1, 2], [3]], b""])
+    assert _decoded(codec.retrieve(KEY, 7, [[1], []])) == (7, [key, 7, [[1], []], b"", 0])
+    assert _decoded(codec.lookup(KEY)) == (8, [key, 2])
 
 
-def test_locks_are_freed_with_further_ranges_where_a_server_counts_them() -> None:
-    assert _said(CODEC_0_5_6.free_locks(KEY)) == (12, [KEYS["0.5.6"], 2])
-    assert _said(CODEC_0_5_7RC2.free_locks(KEY)) == (12, [KEYS["0.5.7rc2"], 2, []])
+def test_freed_locks_carry_further_ranges_where_a_server_counts_them() -> None:
+    assert _decoded(CODEC_0_5_6.free_locks(KEY)) == (12, [KEYS["0.5.6"], 2])
+    assert _decoded(CODEC_0_5_7RC2.free_locks(KEY)) == (12, [KEYS["0.5.7rc2"], 2, []])
 
 
-def test_the_chunk_is_asked_for_or_negotiated() -> None:
-    assert _said(CODEC_0_5_6.chunk_tokens(640)) == (21, [])
-    assert _said(CODEC_0_5_7RC2.chunk_tokens(640)) == ("negotiate_chunk_size", [640])
+def test_the_chunk_is_queried_or_negotiated() -> None:
+    assert _decoded(CODEC_0_5_6.chunk_tokens(640)) == (21, [])
+    assert _decoded(CODEC_0_5_7RC2.chunk_tokens(640)) == ("negotiate_chunk_size", [640])
     for codec in CODECS.values():
-        assert _said(codec.settled_chunk_tokens()) == (21, [])
+        assert _decoded(codec.settled_chunk_tokens()) == (21, [])
 
 
-def test_what_all_versions_have_in_common(codec: Codec) -> None:
-    assert _said(codec.unregister(7)) == (2, [7])
-    assert _said(codec.found_chunks("session")) == (9, ["session"])
-    assert _said(codec.end_session("session")) == (13, ["session"])
-    assert _said(codec.ping(None)) == (22, [None])
-    assert _said(codec.noop()) == (24, [])
-    assert _said(codec.probe())[0] == 12
+def test_calls_that_all_versions_share(codec: Codec) -> None:
+    assert _decoded(codec.unregister(7)) == (2, [7])
+    assert _decoded(codec.found_chunks("session")) == (9, ["session"])
+    assert _decoded(codec.end_session("session")) == (13, ["session"])
+    assert _decoded(codec.ping(None)) == (22, [None])
+    assert _decoded(codec.noop()) == (24, [])
+    assert _decoded(codec.probe())[0] == 12
 
 
-def test_a_registration_is_one_tensor_of_words_a_group(codec: Codec) -> None:
+def test_a_registration_has_one_int32_tensor_per_group(codec: Codec) -> None:
     place = TensorPlace("/segment", 1 << 20, 4096, 9, 128)
     groups = (
         WireGroup(0, place, 256, None, False),
         WireGroup(1, place, 64, 128, False),
         WireGroup(2, place, 256, 256, True),
     )
-    operation, payloads = _said(codec.register(Registration(7, "model", 2, groups)))
+    operation, payloads = _decoded(codec.register(Registration(7, "model", 2, groups)))
     instance, tensors, model, world_size, engine, hints, infos = payloads
     assert (operation, instance, model, world_size, engine) == (1, 7, "model", 2, "vllm")
     assert hints == {"kv_layout": "NHD"}
@@ -113,17 +113,17 @@ def test_a_registration_is_one_tensor_of_words_a_group(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("place", [TensorPlace("/s", 1 << 20, 2, 9, 128), TensorPlace("/s", 1 << 20, 0, 9, 126)])
-def test_pages_that_are_no_whole_words_are_a_mistake_of_the_caller(codec: Codec, place: TensorPlace) -> None:
+def test_pages_of_partial_words_are_a_protocol_error(codec: Codec, place: TensorPlace) -> None:
     with pytest.raises(LMCacheProtocolError, match="no whole words"):
         codec.register(Registration(7, "model", 1, (WireGroup(0, place, 256, None, False),)))
 
 
-def test_tokens_that_do_not_reach_to_the_end_are_a_mistake_of_the_caller(codec: Codec) -> None:
+def test_tokens_that_end_before_the_range_are_a_protocol_error(codec: Codec) -> None:
     with pytest.raises(LMCacheProtocolError, match="do not reach to 2"):
         codec.lookup(Key("model", 1, None, b"\0\0\0\1", 0, 2, "session"))
 
 
-def test_answers_are_read_as_they_were_asked_for(codec: Codec) -> None:
+def test_answers_are_read_as_their_call_expects(codec: Codec) -> None:
     store = codec.store(KEY, 7, [[1]])
     assert read_answer(store, [store.operation, b"\x92\xc4\x01h\xc3"]) == MoveAnswer(True, True)
     assert read_answer(store, [store.operation, b"\x92\xc4\x01h\xc2"]) == MoveAnswer(False, True)
@@ -145,14 +145,14 @@ def test_answers_are_read_as_they_were_asked_for(codec: Codec) -> None:
             read_answer(found, [found.operation, value])
 
 
-def test_a_version_that_is_not_known_is_refused_and_says_which_are() -> None:
+def test_an_unknown_version_is_refused_with_the_known_ones() -> None:
     assert codec_of("0.5.6") is CODEC_0_5_6
     for version in ("0.5.7", "0.5.5", "", "0.5.6 "):
         with pytest.raises(LMCacheConfigurationError, match=r"0\.5\.6 or 0\.5\.7rc2"):
             codec_of(version)
 
 
-def test_nothing_of_lmcache_is_imported() -> None:
+def test_lmcache_torch_and_vllm_are_not_imported() -> None:
     imported = set()
     for path in (LIBRARY / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
