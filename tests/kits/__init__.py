@@ -1,1 +1,1 @@
-"""What tests share: models in plain Python that native code is compared with."""
+"""Shared test kits, with plain-Python models that native code is compared with."""

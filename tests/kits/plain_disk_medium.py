@@ -1,4 +1,4 @@
-"""A medium of the disk tier that moves its bytes in Python, on threads: tests make any of its system calls fail."""
+"""Disk medium that moves bytes in Python, on threads: tests can make any of its system calls fail."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from kits.record_io import FilePosition, RecordReader, RecordWriter, Scratch
 logger = logging.getLogger(__name__)
 
 MAX_LOADS_BEFORE_A_STORE = 8
-"""A store that waits is overtaken by no more."""
+"""A waiting store is overtaken by no more loads."""
 
 
 class PlainDiskMedium(DiskMedium):
-    """Every call is one of `io`."""
+    """Makes every system call through `io`."""
 
     def _make_runner(  # type: ignore[override]
         self, io: FileIO, headers: Headers, options: DiskOptions, clock: Callable[[], float]
@@ -44,7 +44,7 @@ class PlainDiskMedium(DiskMedium):
 
 
 class PlainRunner:
-    """Has the members of `Runner`. Loads go before stores, and neighbours in a file are moved together."""
+    """Has the members of `Runner`. Loads go before stores, and adjacent records are moved together."""
 
     def __init__(
         self, io: FileIO, cache: SegmentCache, headers: Headers, options: DiskOptions, clock: Callable[[], float]
@@ -94,17 +94,17 @@ class PlainRunner:
             self._loads.clear()
             self._stores.clear()
             self._condition.notify_all()
-        # A thread that a device holds longer is left.
+        # A thread that a device holds longer is abandoned.
         ending = threading.Thread(target=self._end, name="hybridkv-disk-end", daemon=True)
         try:
             ending.start()
-        except (RuntimeError, MemoryError):  # there is no other thread: as far as it goes in this one
+        except (RuntimeError, MemoryError):  # no other thread can start: do as much as possible in this one
             self._end(self._options.close_timeout_s)
             return
         ending.join(self._options.close_timeout_s)
 
     def _end(self, timeout_s: float | None = None) -> None:
-        """In a thread of its own: any of it may wait for a device."""
+        """Runs in a thread of its own, since each step may wait for a device."""
         for thread in self._threads:
             thread.join(timeout_s)
             if thread.is_alive():
@@ -116,7 +116,7 @@ class PlainRunner:
         return not (self._loads or self._stores or self._num_running)
 
     def _start_thread(self) -> bool:
-        """False when there is no thread at all: the process may have no more, or no memory for one."""
+        """False if there is no thread at all: the process can start none, or has no memory for it."""
         name = f"hybridkv-disk-{len(self._threads)}"
         try:
             scratch = Scratch(self._options.batch_bytes)
@@ -151,7 +151,7 @@ class PlainRunner:
                     self._condition.notify_all()
 
     def _next_batch(self) -> list[DiskOperation]:
-        """The first operation that waits, and those behind it that continue it in the file."""
+        """The first waiting operation, and the following ones that continue it in the file."""
         has_turn = not self._stores or self._loads_in_a_row < MAX_LOADS_BEFORE_A_STORE
         queue = self._loads if self._loads and has_turn else self._stores
         self._loads_in_a_row = self._loads_in_a_row + 1 if queue is self._loads else 0
@@ -173,7 +173,7 @@ def _continues(operation: DiskOperation, before: DiskOperation) -> bool:
 
 
 class RecordExecutor:
-    """Carries out a run of adjacent stores or loads in one segment. Used by every thread of a medium."""
+    """Executes a run of adjacent stores or loads in one segment. Shared by all threads of a medium."""
 
     def __init__(self, io: FileIO, cache: SegmentCache, headers: Headers, options: DiskOptions) -> None:
         self._io = io
@@ -195,14 +195,14 @@ class RecordExecutor:
         except OSError as error:
             if is_direct and self._direct.falls_back(error):
                 return self.run(batch, scratch)
-            if len(batch) > 1:  # one bad place must not fail its neighbours
+            if len(batch) > 1:  # one bad record must not fail its neighbours
                 return [completion for operation in batch for completion in self.run([operation], scratch)]
             if not is_shortage(error):
                 self._cache.forget(number_of(batch[0].address))
             return [Completion(batch[0].ticket, failure_of(batch[0], error))]
         except MemoryError as error:
             return [Completion(operation.ticket, failure_of(operation, error)) for operation in batch]
-        except Exception as error:  # a thread that ends would leave everybody waiting
+        except Exception as error:  # without this thread the operations would never complete
             logger.exception("a disk operation could not be carried out")
             failure = Failure(FailureReason.IO, f"{type(error).__name__}: {error}")
             return [Completion(operation.ticket, failure) for operation in batch]
@@ -242,7 +242,7 @@ class RecordExecutor:
 
 
 class SharedSync:
-    """Of one descriptor. Any thread may use it."""
+    """Syncs of one descriptor, shared by the threads that write to it. Any thread may use it."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -251,12 +251,12 @@ class SharedSync:
         self._num_ended = 0
         self._error_number = 0
         self.num_failed = 0
-        """Whoever writes asks for it before."""
+        """Writers read it before they write."""
 
     def sync(self, call: Callable[[], None], num_failed: int) -> None:
-        """Returns when all that this thread wrote is on the device. `call` syncs, where nobody else does.
+        """Returns once all that this thread wrote is on the device. Runs `call` if no other thread syncs.
 
-        `OSError` also where a sync went wrong since the caller asked for `num_failed`, which was before it wrote.
+        `OSError` also if a sync has failed since the caller read `num_failed` before its write.
         """
         if self._is_mine():
             self._run(call)
@@ -265,7 +265,7 @@ class SharedSync:
                 raise OSError(self._error_number, os.strerror(self._error_number))
 
     def _is_mine(self) -> bool:
-        """Wait for the first sync that begins from now on. Whether it is this thread's to make."""
+        """Waits for the first sync that begins from now on. Returns whether this thread must run it."""
         with self._condition:
             wanted = self._num_begun + 1
             self._condition.wait_for(lambda: self._num_ended >= wanted or not self._is_running)
@@ -276,7 +276,7 @@ class SharedSync:
             return True
 
     def _run(self, call: Callable[[], None]) -> None:
-        error_number = errno.EIO  # whatever else is raised
+        error_number = errno.EIO  # also for any other exception
         try:
             call()
             error_number = 0

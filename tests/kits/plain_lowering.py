@@ -1,4 +1,4 @@
-"""Runs of a job, chunk by chunk with numpy: the model that the native `JobLowering` is compared with."""
+"""Runs of a job, chunk by chunk with numpy: the reference for the native `JobLowering`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class PlainLowering:
 
     def store(self, copies: CopyTable) -> StoreRuns:
         parts = [self._store(copy).coalesce() for copy in copies]
-        # What joins runs of two chunks would join two records.
+        # Joining runs of two chunks would join two records.
         runs = CopyRuns.concatenate(parts)
         ends = np.cumsum([len(part) for part in parts], dtype=np.int64)
         return StoreRuns(runs, ends, self._memory.zeros.num_bytes_in(runs))
@@ -75,8 +75,8 @@ def local_runs(copy: ChunkCopy, pages: GroupPages) -> CopyRuns:
 
 
 def joined_loads(copies: Sequence[ChunkCopy], parts: Sequence[CopyRuns]) -> CopyRuns:
-    """The runs of a load's copies in as few as can be. Never one of bytes from the tier and from the engine's blocks:
-    memory of one may end where that of the other begins, and no run lies in two registrations."""
+    """The runs of a load's copies, as few as possible. Bytes from the tier and from the engine's blocks are never
+    joined: the memory of one may end where that of the other begins, and a run must lie in one registration."""
     from_tier = [part for copy, part in zip(copies, parts, strict=True) if not copy.local_blocks]
     local = [part for copy, part in zip(copies, parts, strict=True) if copy.local_blocks]
     return CopyRuns.concatenate([CopyRuns.concatenate(each).coalesce() for each in (from_tier, local)])
@@ -110,7 +110,7 @@ def pieces_of(copy: ChunkCopy, blocks: GroupBlocks) -> Iterator[tuple[GroupPages
 def _pieces(
     copy: ChunkCopy, blocks: GroupBlocks, extents: Sequence[Extent]
 ) -> Iterator[tuple[ChunkCopy, GroupPages, list[Extent]]]:
-    """What is copied of each piece, as a copy of its own. The last one has the rest of the slot."""
+    """The part of the copy in each piece, as a copy of its own. The last one has the rest of the slot."""
     begin, copied = 0, range(copy.first_block, copy.first_block + len(copy.block_ids))
     for pages, first, count in pieces_of(copy, blocks):
         is_last = first + count == copy.stored_blocks

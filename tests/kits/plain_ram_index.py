@@ -1,4 +1,4 @@
-"""The index of host memory over Python's own tables: the model that `RamIndex` is compared with."""
+"""Index of host memory over plain Python tables: the reference for `RamIndex`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _RESERVED = KeyState.RESERVED
 
 
 class SlotEntry(Entry):
-    """A chunk's granules."""
+    """Entry with the granules of a chunk."""
 
     slot: Slot
 
 
 class GranuleAllocator:
-    """The `Space` of host memory: `num_granules` places of `granule_bytes` each, numbered from offset 0.
+    """The `Space` of host memory: `num_granules` granules of `granule_bytes` each, from offset 0.
 
-    What it is asked for costs whole granules, and the caller made sure that so many are free.
+    Requests cost whole granules, and the caller has checked that enough are free.
     """
 
     __slots__ = ("_count_by_first", "_first_by_last", "granule_bytes", "num_granules")
@@ -34,7 +34,7 @@ class GranuleAllocator:
         self._give_back(0, num_granules)
 
     def take(self, key: Key, num_bytes: int, cost: int) -> SlotEntry:
-        """A slot of exactly `num_bytes`."""
+        """Allocates a slot of exactly `num_bytes`."""
         granule_bytes = self.granule_bytes
         wanted = cost // granule_bytes
         first, count = self._take_run(wanted)
@@ -47,7 +47,7 @@ class GranuleAllocator:
         return SlotEntry(cost, _RESERVED, 0, self._slot(runs, cost - num_bytes))
 
     def _take_run(self, wanted: int) -> tuple[int, int]:
-        """Of one free run as many granules as are wanted, or all that it has."""
+        """Takes the wanted number of granules from one free run, or all that it has."""
         first, count = self._count_by_first.popitem()
         last = first + count - 1
         if count <= wanted:
@@ -58,7 +58,7 @@ class GranuleAllocator:
         return first, wanted
 
     def _slot(self, runs: list[tuple[int, int]], spare_bytes: int) -> Slot:
-        """Free runs are maximal, so runs that were taken never touch each other and are extents as they stand."""
+        """Free runs are maximal, so taken runs are never adjacent and each is an extent."""
         granule_bytes = self.granule_bytes
         extents = [(first * granule_bytes, count * granule_bytes) for first, count in sorted(runs)]
         offset, length = extents[-1]
@@ -106,10 +106,10 @@ class PlainRamIndex(KeyLedger[SlotEntry]):
         super().__init__(space, order, num_granules * granule_bytes, max_keys=self.max_keys)
         self.granule_bytes = granule_bytes
         self.before_reserving: Callable[[], None] | None = None
-        """Called before space is taken, which alone evicts, for whoever has something to pin that peers read."""
+        """Called before space is taken (only that evicts), so that memory that peers read can be pinned first."""
 
     def find(self, key: Key) -> Slot | None:
-        """Where a committed key lies. Also for other threads, to whom it may not be true any more when they hear it."""
+        """Slot of a committed key. Other threads may call it; the answer may be outdated when they get it."""
         entry = self.by_key.get(key)
         return entry.slot if entry is not None and entry.state is KeyState.COMMITTED else None
 

@@ -1,4 +1,4 @@
-"""The records of a disk tier over Python's own tables: the model that `RecordTable` is compared with."""
+"""Records of a disk tier over plain Python tables: the reference for `RecordTable`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _LIST_BITS = 32
 
 
 class PlainRecord(Record):
-    """Knows its last use, too; higher: more recently."""
+    """Record with its last use; a higher number is more recent."""
 
     last_used: int = 0
 
 
 class PlacedKeys(Sequence[Key]):
-    """Keys that are looked up, a part at a time, where they stand in lists that only grow."""
+    """Keys that are looked up, a part at a time, by their places in append-only lists."""
 
     def __init__(self, key_lists: Sequence[Sequence[Key]], places: Numbers) -> None:
         self._key_lists = key_lists
@@ -54,16 +54,16 @@ class PlacedKeys(Sequence[Key]):
         return [lists[place >> _LIST_BITS][place & mask] for place in self._places[part].tolist()]
 
     def last(self, count: int) -> PlacedKeys:
-        """So many of them."""
+        """The last `count` of them."""
         return PlacedKeys(self._key_lists, self._places[len(self._places) - count :])
 
 
 class PlainSource(NamedTuple):
-    """The tables of an index, whose lists of keys only grow."""
+    """Tables of an index with append-only lists of keys."""
 
     by_key: Mapping[Key, PlainRecord]
     key_lists: Sequence[Sequence[Key]]
-    """Of each segment. A key may stand in several, or belong to no record any more."""
+    """By segment. A key may be in several lists, or belong to no record any more."""
 
     def committed(self, cut: Cut) -> RecordColumns:
         counts = list(map(len, self.key_lists))
@@ -78,7 +78,7 @@ class PlainSource(NamedTuple):
         return self._in_order(columns[:, :end])
 
     def _rows(self, number: int, part: slice) -> list[tuple[int, int, int, int]]:
-        """Last use, address, payload bytes and place of the records to which a part of a list leads."""
+        """(last use, address, payload bytes, place) of the records that a part of a list refers to."""
         find, committed = self.by_key.get, KeyState.COMMITTED
         rows = []
         for place, key in enumerate(self.key_lists[number][part], (number << _LIST_BITS) + part.start):
@@ -88,7 +88,7 @@ class PlainSource(NamedTuple):
         return rows
 
     def _in_order(self, columns: Numbers) -> RecordColumns:
-        """Sorted in place, and each address once: what stands in two lists was read twice."""
+        """Sorts in place and keeps each address once: an address in two lists was read twice."""
         order = np.argsort(columns[0], kind="stable")
         for column in columns[1:]:
             column[:] = column[order]
@@ -103,14 +103,14 @@ class PlainSource(NamedTuple):
 
 
 class _RecordSpace:
-    """Where records lie: the ledger's space and its witness."""
+    """The ledger's space and its observer: positions of records."""
 
     def __init__(self, segments: SegmentTable, log: ChangeLog) -> None:
         self._segments = segments
         self._log = log
         self.num_uses = 0
         self.key_lists: dict[int, list[Key]] = {}
-        """Of each segment the keys of every record that ever lay in it; most may live elsewhere by now, or nowhere."""
+        """For each segment the keys of every record that was ever in it; most may be elsewhere by now, or gone."""
 
     def lies_at(self, key: Key, address: int) -> None:
         self.key_lists.setdefault(number_of(address), []).append(key)
@@ -210,7 +210,7 @@ class PlainRecordTable(KeyLedger[PlainRecord]):
             self.withdraw(record.key)
 
     def _held_in(self, segment: Segment) -> list[PlainRecord]:
-        """What is committed or reserved, in the order in which it lies there."""
+        """Committed or reserved records in the order of their addresses."""
         found = {}
         for key in self._record_space.key_lists.get(segment.number, ()):
             record = self.by_key.get(key)
@@ -230,7 +230,7 @@ class PlainRecordTable(KeyLedger[PlainRecord]):
     def restore(self, found: FoundRecords) -> None:
         by_number, live_bytes = self._segments.by_number, dict.fromkeys(self._segments.by_number, 0)
         by_key, track, num_uses = self.by_key, self.evictable.track, 0
-        costs: dict[int, int] = {}  # asked for without a call, as `number_of` is: there are millions
+        costs: dict[int, int] = {}  # computed without calls: there may be millions of records
         for key, address, payload_bytes in found.in_order():
             cost = costs.get(payload_bytes)
             if cost is None:

@@ -1,7 +1,7 @@
-"""Moves records between memory and a segment file in few calls: adjacent ones together, aligned where it must be.
+"""Moves records between memory and a segment file in few calls: adjacent ones together, aligned where needed.
 
-With O_DIRECT memory is used as it is where every part begins on a page and is whole pages long, but for the end of the
-last part; what is not goes through page-aligned memory of the thread, piece by piece. Verifies nothing.
+With O_DIRECT, memory is used directly if every part begins on a page and is whole pages long, except for the end of the
+last part; other memory goes through page-aligned memory of the thread, piece by piece. Verifies nothing.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from hybridkv.tiers.disk.medium.disk_medium import ShortReadError
 from hybridkv.tiers.files.file_io import FileIO
 
 MAX_PIECES = 1000
-"""In one call; the system takes 1024."""
+"""Per call; the system takes 1024."""
 _ZEROS = bytes(PAGE_BYTES)
 
 
 class Scratch:
-    """Page-aligned memory of one thread, given out in order and taken back all at once. `num_bytes`: whole pages."""
+    """Page-aligned memory of one thread, allocated in order and freed all at once. `num_bytes`: whole pages."""
 
     def __init__(self, num_bytes: int) -> None:
         self._view = memoryview(mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -34,7 +34,7 @@ class Scratch:
         return len(self._view) - self._used
 
     def take(self, num_bytes: int) -> memoryview:
-        """Whole pages, as many as hold `num_bytes`."""
+        """Allocates whole pages for `num_bytes`."""
         view = self._view[self._used : self._used + round_up(num_bytes)]
         self._used += len(view)
         return view
@@ -44,7 +44,7 @@ class Scratch:
 
 
 class FilePosition(NamedTuple):
-    """Where a run of records begins."""
+    """Position at which a run of records begins."""
 
     io: FileIO
     fd: int
@@ -64,7 +64,7 @@ class _Run:
         scratch.reset()
 
     def flush(self) -> None:
-        """Move what was added. The scratch memory is free again."""
+        """Moves the added pieces. The scratch memory is free again."""
         raise NotImplementedError
 
     def append(self, piece: memoryview) -> None:
@@ -84,7 +84,7 @@ class _Run:
         return self.scratch.free_bytes
 
     def pieces_of(self, payload: Sequence[memoryview]) -> Iterator[tuple[list[memoryview], bool]]:
-        """The payload in order, as parts to be moved together, and whether they need other memory to be moved in."""
+        """The payload in order, as parts to be moved together, each with whether it must be copied to other memory."""
         if not self.is_direct:
             yield from (([view], False) for view in payload)
         elif is_aligned(payload):
@@ -102,10 +102,10 @@ class _Run:
 
 
 class RecordWriter(_Run):
-    """Writes records one behind the other. Call `flush` at the end."""
+    """Writes adjacent records. Call `flush` at the end."""
 
     def add(self, header: bytes, payload: Sequence[memoryview]) -> None:
-        """A record: its header, and the parts of its payload, none empty."""
+        """Adds a record: its header, and the parts of its payload, none empty."""
         page = self.page()
         page[: len(header)] = header
         page[len(header) :] = _ZEROS[len(header) :]
@@ -137,7 +137,7 @@ class RecordWriter(_Run):
 
 
 class RecordReader(_Run):
-    """Reads records one behind the other. `flush` at the end fills what is still to be filled."""
+    """Reads adjacent records. `flush` at the end fills the remaining parts."""
 
     def __init__(self, position: FilePosition, scratch: Scratch, batch_bytes: int) -> None:
         super().__init__(position, scratch, batch_bytes)
@@ -147,7 +147,7 @@ class RecordReader(_Run):
         self._copies: list[tuple[memoryview, memoryview]] = []
 
     def add(self, payload: Sequence[memoryview]) -> None:
-        """The next record, its payload into these parts, none empty."""
+        """Adds the next record; its payload goes into these parts, none empty."""
         page = self.page()
         self._pages.append(page)
         self.append(page)
@@ -183,7 +183,7 @@ class RecordReader(_Run):
 
 
 def is_aligned(payload: Sequence[memoryview]) -> bool:
-    """Whether O_DIRECT can use this memory, but for the end of the last part."""
+    """Whether O_DIRECT can use this memory, except for the end of the last part."""
     if any(len(view) % PAGE_BYTES for view in payload[:-1]):
         return False
     return not any(np.frombuffer(view, np.uint8).__array_interface__["data"][0] % PAGE_BYTES for view in payload)
@@ -200,7 +200,7 @@ def _split(parts: list[memoryview], num_bytes: int) -> tuple[list[memoryview], l
 
 
 def _advanced(pieces: list[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left when the first `num_bytes` are done."""
+    """The pieces without their first `num_bytes`."""
     for position, piece in enumerate(pieces):
         if num_bytes < len(piece):
             return [piece[num_bytes:], *pieces[position + 1 :]]

@@ -80,7 +80,7 @@ def test_a_server_that_never_answers_is_down_and_costs_no_call_time(server: Scri
     rig = Rig(server.address, QWEN3_NEXT, uuid.uuid4().bytes, options=SOON)
     try:
         assert eventually(lambda: len(server.calls) >= 2)
-        ended = rig.ask_when_down(digests_of("silence", 1), timeout_s=3600.0)
+        ended = rig.lookup_when_down(digests_of("silence", 1), timeout_s=3600.0)
         assert isinstance(ended, CallFailure) and ended.trouble is Trouble.UNSENT
     finally:
         rig.close()

@@ -39,7 +39,7 @@ def test_a_state_is_refused_by_a_server_without_separate_object_groups(plain_ser
     rig = Rig(plain_server.address, QWEN3_NEXT, uuid.uuid4().bytes)
     try:
         assert "--separate-object-groups" in _refusal(rig)
-        ended = rig.ask_when_down(digests_of("refused", 1))
+        ended = rig.lookup_when_down(digests_of("refused", 1))
         assert isinstance(ended, CallFailure) and ended.trouble is Trouble.UNSENT
     finally:
         rig.close()

@@ -37,9 +37,9 @@ class Hoarder(LruPolicy[Entry]):
 @pytest.mark.parametrize(
     ("policy", "test"),
     [
-        (FirstInFirstOut, "test_what_is_used_again_and_again_outlives_the_others"),
-        (FirstInFirstOut, "test_touching_what_is_not_tracked_does_nothing"),
-        (Hoarder, "test_everything_goes_at_last"),
+        (FirstInFirstOut, "test_a_key_in_constant_use_outlives_the_others"),
+        (FirstInFirstOut, "test_touching_an_untracked_key_does_nothing"),
+        (Hoarder, "test_every_key_is_evicted_in_the_end"),
     ],
 )
 def test_the_suite_finds_a_policy_that_is_none(policy: type[LruPolicy[Entry]], test: str) -> None:

@@ -1,1 +1,1 @@
-"""Test kit for LMCache: a real server as a process, and a server that answers as scripted."""
+"""Test kit for LMCache: a real server as a process, and a scripted server."""

@@ -1,4 +1,4 @@
-"""One process's half of a cache at a server, for tests: a pool, a connection, and calls that wait."""
+"""One process's side of a cache at an LMCache server: a pool, a connection, and blocking calls."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Rig:
         self.connection = Connection(address, self.member, options)
         self.operations = Operations(self.connection, time.monotonic)
 
-    # What a test does.
+    # Operations of a test.
 
     @property
     def groups(self) -> tuple[PageGroup, ...]:
@@ -71,7 +71,7 @@ class Rig:
         return self.member.pool
 
     def ready(self) -> Rig:
-        """Return when the server can be asked."""
+        """Returns once the server is ready."""
         state = self.connection.wait_ready(WAIT_S)
         if isinstance(state, Down):
             raise AssertionError(state)
@@ -82,23 +82,23 @@ class Rig:
         return Prefix(self.member.model, self._world_size, words_of(digests, self.geometry.chunk_tokens))
 
     def ask(self, call: RpcCall[T]) -> Ended[T]:
-        """One call, and how it ended."""
+        """Makes one call and returns how it ended."""
         return wait(lambda end: self.connection.channel.call(call, WAIT_S, end))
 
     def lookup(
         self, digests: Sequence[bytes], timeout_s: float = WAIT_S, *, rank: int | None = OWN
     ) -> Ended[PrefixHit]:
-        """For this rank, another or all of them."""
-        whose = self.rank if rank == OWN else rank
-        return wait(lambda end: self.operations.lookup(self.prefix(digests), whose, timeout_s, end))
+        """Looks up for this rank, for another, or for all of them (None)."""
+        worker = self.rank if rank == OWN else rank
+        return wait(lambda end: self.operations.lookup(self.prefix(digests), worker, timeout_s, end))
 
-    def ask_when_down(self, digests: Sequence[bytes], timeout_s: float = WAIT_S) -> Ended[PrefixHit]:
-        """A lookup at a server whose chunk is not known."""
+    def lookup_when_down(self, digests: Sequence[bytes], timeout_s: float = WAIT_S) -> Ended[PrefixHit]:
+        """Looks up at a server with an unknown chunk size."""
         prefix = Prefix("nothing", self._world_size, words_of(digests, 256))
         return wait(lambda end: self.operations.lookup(prefix, self.rank, timeout_s, end))
 
     def num_found(self, digests: Sequence[bytes]) -> int:
-        """Chunks that can be read now."""
+        """Number of chunks that can be read now."""
         ended = self.lookup(digests)
         assert isinstance(ended, CallAnswer), ended
         self.operations.release(ended.value)
@@ -107,7 +107,7 @@ class Rig:
     def store(
         self, digests: Sequence[bytes], content: Blocks, start_chunk: int = 0, timeout_s: float = WAIT_S
     ) -> Ended[None]:
-        """Store what `content` has of the chunks from `start_chunk`; a position that it has not is no block."""
+        """Stores the blocks that `content` has of the chunks from `start_chunk`; a missing position has no block."""
         geometry, pool, num_chunks = self.geometry, self.pool, len(digests) - start_chunk
         positions = {
             group: [
@@ -135,7 +135,7 @@ class Rig:
         )
 
     def store_readable(self, digests: Sequence[bytes], content: Blocks, start_chunk: int = 0) -> None:
-        """Store, and return when it can be read."""
+        """Stores, and returns once the chunks can be read."""
         stored = self.store(digests, content, start_chunk)
         assert stored == CallAnswer(None), stored
         confirmed: Ended[None] = wait(lambda end: self.operations.confirm(self.prefix(digests), self.rank, WAIT_S, end))
@@ -144,7 +144,8 @@ class Rig:
     def retrieve(
         self, digests: Sequence[bytes], start_chunk: int = 0, timeout_s: float = WAIT_S
     ) -> tuple[Ended[None], Blocks, dict[PageState, int]]:
-        """What a resume at the end of what is found needs: how it ended, what is good, and how pages turned out."""
+        """Retrieves the blocks that a resume at the end of the hit needs: how the call ended, the valid content, and
+        the number of pages by state."""
         ended = self.lookup(digests)
         if isinstance(ended, CallFailure) or not ended.value.num_chunks:
             return ended if isinstance(ended, CallFailure) else CallAnswer(None), {}, {}
@@ -182,7 +183,7 @@ class Rig:
         return ended, content, states
 
     def identity(self, digests: Sequence[bytes], group: int, position: int) -> bytes:
-        """Of the page of one block."""
+        """Identity of the page of one block."""
         blocks = self.geometry.blocks_per_chunk[group]
         return page_identity(digests[position // blocks], group, position % blocks)
 
@@ -214,7 +215,8 @@ class Rig:
         taken: Taken,
         read: Callable[[], None],
     ) -> Ended[None]:
-        """How a move ended. Its pages are given back when they were read and the server is done with them."""
+        """Returns how a move ended. Its pages are given back once they were read and the server has finished with
+        them."""
         settled, lock, over = threading.Event(), threading.Lock(), [0]
 
         def one_of_two() -> None:
@@ -239,13 +241,13 @@ class Rig:
 
 
 def kept_blocks(geometry: Geometry, group: int, num_chunks: int) -> list[int]:
-    """Positions, in a table of so many chunks, of the blocks of a group that a server reads and writes."""
+    """Positions, in a table of `num_chunks` chunks, of the blocks of a group that a server reads and writes."""
     blocks, kept = geometry.blocks_per_chunk[group], geometry.kept_per_chunk[group]
     return [chunk * blocks + block for chunk in range(num_chunks) for block in range(blocks - kept, blocks)]
 
 
 def needed_blocks(geometry: Geometry, group: int, num_chunks: int) -> list[int]:
-    """Positions of the blocks that a resume at the end of so many chunks needs of a group."""
+    """Positions of the blocks of a group that a resume at the end of `num_chunks` chunks needs."""
     window = geometry.windows[group]
     blocks = num_chunks * geometry.blocks_per_chunk[group]
     needed = blocks if window is None else min(blocks, window // geometry.groups[group].spec.block_tokens)
@@ -253,7 +255,7 @@ def needed_blocks(geometry: Geometry, group: int, num_chunks: int) -> list[int]:
 
 
 def wait(begin: Callable[[Callable[[Ended[T]], None]], object], timeout_s: float = 2 * WAIT_S) -> Ended[T]:
-    """Begin something that ends with a call, and return what it ended with."""
+    """Starts a call that ends with a callback; returns what it ended with."""
     done = threading.Event()
     answers: list[Ended[T]] = []
 
@@ -262,6 +264,6 @@ def wait(begin: Callable[[Callable[[Ended[T]], None]], object], timeout_s: float
         done.set()
 
     begin(end)
-    assert done.wait(timeout_s), "it never ended"
+    assert done.wait(timeout_s), "the call never ended"
     assert len(answers) == 1
     return answers[0]

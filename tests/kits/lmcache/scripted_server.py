@@ -1,4 +1,4 @@
-"""A server that says what a test wants: the same two sides, and answers that may be anything or nothing."""
+"""LMCache server with scripted answers: its ZeroMQ and HTTP sides, with answers that may be anything or nothing."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from hybridkv.lmcache.connection import ServerAddress
 
 Frames = Sequence[bytes]
 Script = Callable[[str, Frames], Sequence[Frames]]
-"""What is sent back. Given are the call's name and its frames: identity, uid, operation, payloads. An answer begins
-with the identity."""
+"""Returns the frames to send. Receives the call's name and its frames: identity, uid, operation, payloads. An answer
+begins with the identity."""
 
 NAMES = {
     1: "register_kv_cache",
@@ -52,13 +52,13 @@ CONFIG: dict[str, Any] = {
 
 
 def polite(name: str, frames: Frames) -> list[Frames]:
-    """What a real server would answer that holds nothing."""
+    """The answer of a real server that holds nothing."""
     value = VALUES.get(name)
     return [[*frames[:3], *([] if value is None else [msgspec.msgpack.encode(value)])]]
 
 
 def silent(name: str, frames: Frames) -> list[Frames]:
-    """Nothing."""
+    """No answer."""
     return []
 
 
@@ -66,9 +66,9 @@ class ScriptedServer:
     """Listens on loopback until it is closed.
 
     Args:
-        script: what is answered; may be replaced.
-        version: that it says of itself.
-        pages: what GET answers, by path; others are as of a real server.
+        script: returns the answers; may be replaced.
+        version: the version that it reports.
+        pages: bodies of GET by path; the others are as of a real server.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class ScriptedServer:
     ) -> None:
         self.script = script
         self.calls: list[str] = []
-        """Names of what was asked."""
+        """Names of the received calls."""
         said = {"/lmc_version": msgspec.json.encode(version), "/config": msgspec.json.encode({"mp": CONFIG})}
         self.pages = {**said, **(pages or {})}
         self._context = zmq.Context(io_threads=1)

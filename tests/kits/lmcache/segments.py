@@ -1,4 +1,4 @@
-"""Which shared memory a process holds. Names do not say: tests share the directory, and numbers of processes."""
+"""Shared memory that a process holds. Names do not tell: tests share the directory, and pids are reused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridkv.lmcache.pool import DIRECTORY, PREFIX
 
 
 def segments_of(process: int) -> set[Path]:
-    """Segments of the library's that a process has open and that still have their names."""
+    """Segments of the library that a process has open and that still have their names."""
     found = set()
     for descriptor in Path(f"/proc/{process}/fd").iterdir():
         try:

@@ -1,8 +1,8 @@
-"""A real server of LMCache, started from an environment of its own: nothing of it is imported here.
+"""A real LMCache server from an environment of its own; nothing of LMCache is imported here.
 
-Which one: `HYBRIDKV_LMCACHE_0_5_6` and `HYBRIDKV_LMCACHE_0_5_7RC2` each hold a command that runs
-`libs/lmcache/tests/lmcache_command.py` beside that version. All servers of a command are forks of one process, which
-has imported LMCache.
+`HYBRIDKV_LMCACHE_0_5_6` and `HYBRIDKV_LMCACHE_0_5_7RC2` each hold a command that runs
+`libs/lmcache/tests/lmcache_command.py` with that version. All servers of a command are forks of one process that has
+imported LMCache.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridkv.lmcache.connection import ServerAddress
 from hybridkv.lmcache.http import HttpAddress, HttpError, get_json
 
 START_S = 900.0
-"""It imports torch, and machines are busy."""
+"""A server imports torch, and the machine may be busy."""
 STOP_S = 60.0
 
 
@@ -35,7 +35,7 @@ def variable(version: str) -> str:
 
 
 def command(version: str) -> list[str] | None:
-    """What starts `lmcache` of a version; None where it is not here."""
+    """Command that starts `lmcache` of a version; None where it is not installed."""
     return shlex.split(os.environ.get(variable(version), "")) or None
 
 
@@ -66,7 +66,7 @@ class ServerProcess:
         )
 
     def wait(self) -> ServerProcess:
-        """Return when it answers. `RuntimeError` with the end of its log when it does not."""
+        """Returns once it answers. `RuntimeError` with the end of its log if it does not."""
         until_s = time.monotonic() + START_S
         http = HttpAddress(self.address.host, self.address.http_port)
         while True:
@@ -80,19 +80,19 @@ class ServerProcess:
                 time.sleep(0.1)
 
     def status(self) -> dict[str, Any]:
-        """What it says of itself."""
+        """The server's status page."""
         status: dict[str, Any] = get_json(HttpAddress(self.address.host, self.address.http_port), "/status", 300.0)
         return status
 
     def log(self) -> str:
-        """What it has said."""
+        """The server's log."""
         return self.log_path.read_text(errors="replace")
 
     def signal(self, number: int) -> None:
-        """Stop it, or let it go on. One that is stopped does nothing more when this returns."""
+        """Stops or continues the server. Returns once a stopped server has stopped all its threads."""
         os.killpg(self._process.pid, number)
         if number == signal.SIGSTOP and not eventually(self._stands_still):
-            raise RuntimeError("the server goes on")
+            raise RuntimeError("the server does not stop")
 
     def _stands_still(self) -> bool:
         threads = Path(f"/proc/{self._process.pid}/task")
@@ -102,11 +102,11 @@ class ServerProcess:
             return False  # one has ended just now
 
     def kill(self) -> None:
-        """As a crash would."""
+        """Ends it as a crash would."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """As an operator would, with a crash behind it if it takes too long."""
+        """Ends it as an operator would, and kills it if that takes too long."""
         self._end(signal.SIGTERM)
 
     def _end(self, number: int) -> None:
@@ -114,7 +114,8 @@ class ServerProcess:
             if not self._process.has_ended(0.0):
                 os.killpg(self._process.pid, each)
                 if each != signal.SIGKILL:
-                    # One that is stopped hears nothing before it goes on. To be killed it must not: it would answer.
+                    # A stopped server receives SIGTERM only once it continues. Before SIGKILL it must not continue: it
+                    # would answer.
                     os.killpg(self._process.pid, signal.SIGCONT)
             if self._process.has_ended(STOP_S):
                 break
@@ -127,7 +128,7 @@ class ServerProcess:
 
 
 class _Fork(NamedTuple):
-    """A process that its parent never waits for, so that its number remains its own."""
+    """A process that its parent never reaps, so that its pid is not reused."""
 
     pid: int
 
@@ -140,13 +141,13 @@ class _Fork(NamedTuple):
 
 
 class _Parent:
-    """A process that has imported LMCache, and ends with this one, as its forks do."""
+    """A process that has imported LMCache and ends with this one, as its forks do."""
 
     def __init__(self, lmcache: Sequence[str]) -> None:
-        # A place for compiled functions: a package may be read-only.
+        # Directory for compiled functions: a package may be read-only.
         self._directory = tempfile.TemporaryDirectory(prefix="lmcache-")
         self._log_path = Path(self._directory.name) / "parent.log"
-        # Without packages of this process.
+        # Without the packages of this process.
         packages = os.environ.get("LMCACHE_PYTHONPATH", "")
         ours = {"LMCACHE_TRACK_USAGE": "false", "PYTHONPATH": packages, "NUMBA_CACHE_DIR": self._directory.name}
         with self._log_path.open("wb") as log:
@@ -160,12 +161,14 @@ class _Parent:
             )
 
     def fork(self, log_path: Path, arguments: Sequence[str]) -> _Fork:
-        """`RuntimeError` with the end of its log when it has ended."""
+        """`RuntimeError` with the end of the log if the parent has ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([str(log_path.absolute()), arguments]).encode() + b"\n")
         self._process.stdin.flush()
         if not (answer := self._process.stdout.readline()):
-            raise RuntimeError(f"no parent of servers:\n{self._log_path.read_text(errors='replace')[-4000:]}")
+            raise RuntimeError(
+                f"the parent of the servers has ended:\n{self._log_path.read_text(errors='replace')[-4000:]}"
+            )
         return _Fork(int(answer))
 
 
@@ -173,7 +176,7 @@ _parent = functools.cache(_Parent)
 
 
 def eventually(is_true: Callable[[], bool], within_s: float = 300.0) -> bool:
-    """Whether something that another process does becomes true in time."""
+    """Whether a state of another process becomes true in time."""
     until_s = time.monotonic() + within_s
     while not is_true():
         if time.monotonic() > until_s:

@@ -1,1 +1,1 @@
-"""Test kit for peers: suites for transports, an in-memory one, a peer as a process, faults, a reference, a fuzzer."""
+"""Test kit for peers: transport suites, an in-memory transport, a peer as a process, faults, a reference, a fuzzer."""

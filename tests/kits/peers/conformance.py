@@ -1,4 +1,5 @@
-"""What every transport must pass, with both sides in one process. A test derives from it and gives `make_transport`.
+"""Suite that every transport must pass, with both sides in one process. A test derives from it and defines
+`make_transport`.
 
 Uses no test framework: any runner that collects `test_*` methods of classes will do.
 """
@@ -27,7 +28,7 @@ HUGE = (1 << 63) - 1
 
 
 class TransportConformance:
-    """Two transports of one kind. Sides are closed by `teardown_method`, which a test runner calls."""
+    """Two transports of one kind. `teardown_method`, called by the runner, closes them."""
 
     sees_every_read = True
     """Whether the side that is read from checks each read itself."""
@@ -48,7 +49,7 @@ class TransportConformance:
         return self._made[-1]
 
     def pair(self) -> tuple[Reader, Reader, RemoteId]:
-        """(who reads, who is read from, what the first calls the second)"""
+        """(reader, owner of the memory, the reader's id of the owner)"""
         owner = Reader(self.transport(), SIZES, self._made)
         for number, region in enumerate(owner.regions):
             region[:] = pattern(number, len(region))
@@ -66,7 +67,7 @@ class TransportConformance:
         return state
 
     def expect_refused(self, *reads: list[tuple[int, int, int, int, int]]) -> None:
-        """Each of these reads by itself."""
+        """Requires that each of these reads is refused."""
         reader, _, remote = self.pair()
         before = [each.copy() for each in reader.regions]
         for rows in reads:
@@ -81,7 +82,7 @@ class TransportConformance:
         rows = [(0, 100, 2, 7, 5000), (1, 0, 0, 60000, 4096), (2, 199_999, 1, 0, 1), (0, 0, 0, 0, 100)]
         assert self.expect_read(rows).num_descriptors == len(rows)
 
-    def test_another_place_has_other_bytes(self) -> None:
+    def test_the_check_of_the_suite_notices_bytes_of_another_place(self) -> None:
         reader, owner, remote = self.pair()
         before = [each.copy() for each in reader.regions]
         assert isinstance(reader.finish(remote, Ranges.of([(0, 0, 0, 1, 4096)])), TransferDone)
@@ -89,23 +90,23 @@ class TransportConformance:
             reader.check(owner.regions, Ranges.of([(0, 0, 0, 0, 4096)]), before)
         except AssertionError:
             return
-        raise RuntimeError("the check of this suite cannot tell one place from another")
+        raise RuntimeError("the check of this suite does not notice bytes of another place")
 
     def test_thousands_of_small_ranges_are_read(self) -> None:
         numbers = list(range(4096))
         random.Random(1).shuffle(numbers)
         self.expect_read([(2, 16 * number, 0, 16 * at, 16) for at, number in enumerate(numbers)])
 
-    def test_neighbours_are_joined_and_not_mixed_up(self) -> None:
+    def test_adjacent_ranges_are_joined_without_mixing_them_up(self) -> None:
         self.expect_read([(2, 1000 + 8 * at, 2, 8 * at, 8) for at in range(3000)])
 
     def test_one_place_may_be_read_into_many(self) -> None:
         self.expect_read([(0, 64 * at, 1, 128, 64) for at in range(500)])
 
-    def test_a_range_longer_than_what_is_moved_at_once_is_read(self) -> None:
+    def test_a_range_longer_than_one_transfer_is_read(self) -> None:
         self.expect_read([(2, 0, 2, 0, SIZES[2])])
 
-    def test_no_ranges_are_done_at_once(self) -> None:
+    def test_an_empty_read_is_done_at_once(self) -> None:
         reader, _, remote = self.pair()
         transfer = reader.transport.read(remote, Ranges.of([]), 1.0)
         state = reader.transport.poll(transfer)
@@ -113,25 +114,25 @@ class TransportConformance:
         assert state.num_bytes == 0
         assert reader.transport.release(transfer)
 
-    def test_a_range_outside_of_this_sides_memory_is_refused_before_a_byte_moves(self) -> None:
+    def test_a_range_outside_the_local_memory_is_refused_before_a_byte_moves(self) -> None:
         good = (0, 0, 0, 0, 64)
         wrong = [(0, SIZES[0] - 7, 8), (3, 0, 8), (-1, 0, 8), (0, -8, 8), (0, HUGE, HUGE)]
         self.expect_refused(*([good, (region, offset, 0, 0, size)] for region, offset, size in wrong))
 
-    def test_a_range_outside_of_the_peers_memory_is_refused(self) -> None:
+    def test_a_range_outside_the_peers_memory_is_refused(self) -> None:
         wrong = [(1, SIZES[1] - 7, 8), (3, 0, 8), (-1, 0, 8), (0, -8, 8), (0, HUGE, 64)]
         self.expect_refused(*([(0, 0, region, offset, size)] for region, offset, size in wrong))
 
-    def test_a_range_of_no_bytes_is_refused(self) -> None:
+    def test_an_empty_range_is_refused(self) -> None:
         self.expect_refused([(0, 0, 0, 0, 0)], [(0, 0, 0, 0, -64)])
 
-    def test_what_is_no_capability_is_refused(self) -> None:
+    def test_an_invalid_capability_is_refused(self) -> None:
         reader, owner, _ = self.pair()
         good = owner.capability
         for data in (b"", b"\0" * 40, b"\xdd\xff\xff\xff\xff", good[: len(good) // 2], reader.capability):
             assert reason_of(reader.transport.attach(data)) is TransferFailureReason.REFUSED, data  # type: ignore[arg-type]
 
-    def test_a_region_that_came_later_is_read_by_who_attached_it(self) -> None:
+    def test_a_later_region_is_read_after_a_new_attach(self) -> None:
         reader, owner, _ = self.pair()
         late = pattern(9, 1024)
         remote = reader.attach(owner.transport.register([region_of(late)]))
@@ -160,7 +161,7 @@ class TransportConformance:
         assert reason_of(reader.finish(remote, whole(64))) is TransferFailureReason.CLOSED
 
     def test_a_peer_that_is_attached_twice_is_detached_one_at_a_time(self) -> None:
-        """As one is that was reached by two addresses, when one of the two connections ends."""
+        """A peer reached by two addresses is attached twice; then one of the two connections ends."""
         reader, owner, first = self.pair()
         second = reader.attach(owner.capability)
         for remote in (first, second):
@@ -185,7 +186,7 @@ class TransportConformance:
             reader.release(transfer)
         assert isinstance(reader.finish(remote, whole(64)), TransferDone)
 
-    def test_several_reads_go_on_at_a_time(self) -> None:
+    def test_several_reads_run_concurrently(self) -> None:
         reader, owner, remote = self.pair()
         before = [each.copy() for each in reader.regions]
         parts = [Ranges.of([(2, 10_000 * at, 2, 10_000 * at, 10_000)]) for at in range(20)]
@@ -195,7 +196,7 @@ class TransportConformance:
             reader.release(transfer)
         reader.check(owner.regions, whole(200_000, region=2), before)
 
-    def test_a_state_stays_until_it_is_released(self) -> None:
+    def test_a_state_remains_until_it_is_released(self) -> None:
         reader, _, remote = self.pair()
         transfer = reader.transport.read(remote, whole(64), TIMEOUT_S)
         state = reader.ended(transfer)
@@ -204,7 +205,7 @@ class TransportConformance:
         assert reader.transport.release(transfer)
         assert reader.transport.release(transfer)
 
-    def test_what_was_released_writes_nothing(self) -> None:
+    def test_a_released_read_writes_nothing(self) -> None:
         reader, _, remote = self.pair()
         for _ in range(20):
             transfer = reader.transport.read(remote, whole(SIZES[2], region=2), TIMEOUT_S)
@@ -224,7 +225,7 @@ class TransportConformance:
         assert (reader.regions[2] == 1).all()
         assert reader.transport.close(TIMEOUT_S)
 
-    def test_mistakes_of_the_caller_are_errors(self) -> None:
+    def test_invalid_calls_are_protocol_errors(self) -> None:
         reader, _, remote = self.pair()
         transport = reader.transport
         memory = poisoned(64)

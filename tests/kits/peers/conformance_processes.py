@@ -13,7 +13,7 @@ LARGE = 16 << 20
 
 
 class ProcessConformance:
-    """A test derives from it. Memory of the same host is read from a stopped process as well."""
+    """A test derives from it. Memory of the same host can be read from a stopped process too."""
 
     _made: list[Transport]
 
@@ -28,7 +28,7 @@ class ProcessConformance:
         self._made.append(factories.nixl())
         return Reader(self._made[-1], [size])
 
-    def test_another_process_is_read(self) -> None:
+    def test_memory_of_another_process_is_read(self) -> None:
         reader = self.reader()
         with PeerProcess([SIZE, 4096]) as peer:
             remote = reader.attach(peer.capability)
@@ -37,17 +37,17 @@ class ProcessConformance:
             assert isinstance(reader.finish(remote, ranges), TransferDone)
             reader.check(peer.regions, ranges, before)
 
-    def test_what_is_read_is_what_is_there_now(self) -> None:
+    def test_a_read_returns_the_present_bytes(self) -> None:
         reader = self.reader()
         with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
             assert isinstance(reader.finish(remote, whole(SIZE)), TransferDone)
             assert not (reader.regions[0] == 7).all()
-            peer.tell({"do": "fill", "region": 0, "value": 7})
+            peer.send({"do": "fill", "region": 0, "value": 7})
             assert isinstance(reader.finish(remote, whole(SIZE)), TransferDone)
             assert (reader.regions[0] == 7).all()
 
-    def test_a_peer_that_is_killed_is_gone(self) -> None:
+    def test_a_killed_peer_is_gone(self) -> None:
         reader = self.reader()
         with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
@@ -55,14 +55,14 @@ class ProcessConformance:
             peer.kill()
             assert reason_of(reader.finish(remote, whole(SIZE))) is TransferFailureReason.GONE
 
-    def test_a_peer_that_was_gone_before_the_first_read_is_gone(self) -> None:
+    def test_a_peer_killed_before_the_first_read_is_gone(self) -> None:
         reader = self.reader()
         with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
             peer.kill()
             assert reason_of(reader.finish(remote, whole(SIZE))) is TransferFailureReason.GONE
 
-    def test_a_peer_that_is_killed_in_mid_read_ends_the_read(self) -> None:
+    def test_killing_a_peer_during_a_read_ends_the_read(self) -> None:
         reader = self.reader(LARGE)
         with PeerProcess([LARGE]) as peer:
             remote = reader.attach(peer.capability)
@@ -75,7 +75,7 @@ class ProcessConformance:
             peer.kill()
             state = reader.ended(transfer)
             reader.release(transfer)
-            # Whoever was quick had all of it; nobody has half of it and says that it is done.
+            # A read that ended in time has all of it; none is done with half of it.
             is_whole = reader.regions[0].tobytes() == peer.regions[0].tobytes()
             assert is_whole if isinstance(state, TransferDone) else reason_of(state) is TransferFailureReason.GONE
             reader.regions[0][:] = 1
@@ -85,7 +85,7 @@ class ProcessConformance:
             )
             assert (reader.regions[0] == 1).all()
 
-    def test_a_peer_that_answers_no_more_costs_the_time_that_was_given(self) -> None:
+    def test_a_read_from_a_stopped_peer_takes_at_most_its_timeout(self) -> None:
         reader = self.reader()
         with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
@@ -95,10 +95,10 @@ class ProcessConformance:
             assert isinstance(state, TransferDone) or reason_of(state) is TransferFailureReason.TIMEOUT
             reader.regions[0][:] = 1
             peer.go_on()
-            peer.tell({"do": "fill", "region": 0, "value": 2})
+            peer.send({"do": "fill", "region": 0, "value": 2})
             assert (reader.regions[0] == 1).all()
 
-    def test_a_cancelled_read_ends_and_writes_nothing_once_it_was_released(self) -> None:
+    def test_a_cancelled_read_writes_nothing_once_it_is_released(self) -> None:
         reader = self.reader()
         with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
@@ -111,10 +111,10 @@ class ProcessConformance:
             reader.release(transfer)
             reader.regions[0][:] = 1
             peer.go_on()
-            peer.tell({"do": "fill", "region": 0, "value": 2})
+            peer.send({"do": "fill", "region": 0, "value": 2})
             assert (reader.regions[0] == 1).all()
 
-    def test_a_close_with_a_read_from_a_stopped_peer_ends_and_writes_nothing_afterwards(self) -> None:
+    def test_a_close_during_a_read_from_a_stopped_peer_writes_nothing_afterwards(self) -> None:
         reader = self.reader()
         with PeerProcess([SIZE]) as peer:
             remote = reader.attach(peer.capability)
@@ -124,11 +124,11 @@ class ProcessConformance:
             assert reader.transport.close(TIMEOUT_S)
             reader.regions[0][:] = 1
             peer.go_on()
-            peer.tell({"do": "fill", "region": 0, "value": 2})
+            peer.send({"do": "fill", "region": 0, "value": 2})
             assert (reader.regions[0] == 1).all()
             assert reader.transport.release(transfer)
 
-    def test_a_peer_that_came_back_is_attached_anew(self) -> None:
+    def test_a_restarted_peer_is_attached_again(self) -> None:
         reader = self.reader()
         with PeerProcess([SIZE]) as peer:
             old = reader.attach(peer.capability)

@@ -1,4 +1,4 @@
-"""A NIXL transport for tests, and for the processes that they start."""
+"""NIXL transports for tests, and for the processes that they start."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def fresh_name() -> str:
 
 
 def nixl(max_transfers: int = 64) -> Transport:
-    """Posts are small in this process from now on, so reads are several of them."""
+    """Makes posts small in this process from now on, so that a read takes several."""
     from hybridkv.peers.transport import nixl_reads
     from hybridkv.peers.transport.nixl import NixlTransport
 

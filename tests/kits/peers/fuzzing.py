@@ -1,8 +1,8 @@
-"""A fuzzer for decoders in Python: bytes of a corpus, changed in many ways, are handed to what decodes them.
+"""Fuzzer for decoders in Python: inputs of a corpus are changed in many ways and passed to the decoder.
 
-A target may refuse its bytes as it says it does, and nothing else: no other exception, and no more memory than it is
-given. It knows no coverage. Where bytes are msgpack or JSON their values are changed as well, and written anew, so that
-what lies behind the first check is reached. The same seed hands out the same bytes.
+A target may raise the refusals that it declares, but no other exception, and may allocate no more memory than it is
+given. The fuzzer uses no coverage. Where inputs are msgpack or JSON, their values are changed and encoded again too, so
+that code after the first check is reached. The same seed gives the same inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 MAX_BYTES = 1 << 20
-"""Of one input."""
+"""Per input."""
 _NUMBERS = (0, 1, 2, 7, 255, 256, 65535, 65536, (1 << 31) - 1, 1 << 32, (1 << 50) + 1, (1 << 62), (1 << 63) - 1)
 _HEADERS = (
     *(b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff"),
@@ -30,13 +30,13 @@ _HEADERS = (
 
 @dataclass(frozen=True)
 class Target:
-    """What is fuzzed.
+    """Target of the fuzzer.
 
     Args:
-        name: of it.
-        corpus: bytes that it takes.
-        run: takes bytes; raises one of `refusals`, or nothing. Whatever it checks it asserts.
-        refusals: what it may raise.
+        name: name of the target.
+        corpus: valid inputs.
+        run: takes bytes; raises one of `refusals` or nothing; asserts its own checks.
+        refusals: exceptions that it may raise.
     """
 
     name: str
@@ -46,14 +46,14 @@ class Target:
 
 
 class FindingError(AssertionError):
-    """Bytes that a target could not cope with."""
+    """Bytes that a target fails on."""
 
 
 def fuzz(target: Target, seed: int, num_inputs: int = 0, seconds: float = 0.0) -> int:
-    """Hand it the corpus, then so many changed inputs, or as many as there is time for. How many it took.
+    """Passes the corpus, then `num_inputs` changed inputs, or as many as `seconds` allow. Returns their number.
 
     Raises:
-        FindingError: with the bytes; the cause is what was raised.
+        FindingError: with the bytes; the cause is the exception.
     """
     random = Random(f"{seed} {target.name}")
     until_s = time.monotonic() + seconds
@@ -77,7 +77,7 @@ def _hand(target: Target, data: bytes, refusals: tuple[type[Exception], ...]) ->
 
 @contextlib.contextmanager
 def bounded_memory(num_bytes: int) -> Iterator[None]:
-    """This process may take up so much more than it does; beyond that there is a `MemoryError`."""
+    """Limits this process to `num_bytes` more memory than now; beyond that, `MemoryError`."""
     with open("/proc/self/statm") as statm:
         now = int(statm.read().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -89,12 +89,12 @@ def bounded_memory(num_bytes: int) -> Iterator[None]:
 
 
 def changed(random: Random, corpus: tuple[bytes, ...]) -> bytes:
-    """Bytes of the corpus that are not as they were."""
+    """An input of the corpus with changes."""
     data = random.choice(corpus)
     if random.random() < 0.5:
         data = _other_value(random, data)
     for _ in range(random.choice((0, 1, 1, 1, 2, 4))):
-        # Repeated again and again it would be gigabytes, before anybody cut it.
+        # Repeated changes could grow to gigabytes, so each result is cut.
         data = random.choice(_CHANGES)(random, data, corpus)[:MAX_BYTES]
     return data[:MAX_BYTES]
 
@@ -141,7 +141,7 @@ _CHANGES = (_flip, _write, _cut, _repeat, _splice)
 
 
 def _other_value(random: Random, data: bytes) -> bytes:
-    """The same document with a value changed; other bytes as they are."""
+    """The same document with one value changed; other bytes as they are."""
     for codec in (msgspec.json, msgspec.msgpack):
         try:
             value = codec.decode(data)
@@ -153,7 +153,7 @@ def _other_value(random: Random, data: bytes) -> bytes:
 
 
 def other_value(random: Random, value: Any) -> Any:
-    """A plain value of which one part is another."""
+    """A plain value with one part replaced."""
     if isinstance(value, list | dict) and value and random.random() < 0.9:
         keys = list(value) if isinstance(value, dict) else range(len(value))
         key = random.choice(list(keys))
@@ -186,7 +186,7 @@ def _other_leaf(random: Random, value: Any) -> Any:
 
 
 def _numbers_changed(random: Random, data: bytes) -> bytes:
-    """As columns of eight bytes, which many numbers travel as."""
+    """Changes one number of a column of eight-byte numbers."""
     if len(data) < 8:
         return random.randbytes(8)
     at = random.randrange(len(data) // 8) * 8

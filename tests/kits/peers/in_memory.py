@@ -23,12 +23,12 @@ from hybridkv.peers.transport.memory import RegisteredMemory
 
 
 class World:
-    """Where peers of one process find each other. `kill` is what SIGKILL is to a process."""
+    """Registry of the peers of one process. `kill` acts like SIGKILL on a process."""
 
     def __init__(self) -> None:
         self.transports: dict[bytes, InMemoryTransport] = {}
         self.lock = threading.Lock()
-        """Nothing is copied from memory that is deregistered meanwhile."""
+        """Prevents copies from memory that is being deregistered."""
 
     def kill(self, capability: bytes) -> None:
         self.transports.pop(capability.split(b"/")[0], None)
@@ -50,17 +50,17 @@ class InMemoryTransport:
         world.transports[self._peer] = self
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        self._demand_open("register")
+        self._require_open("register")
         self.memory = self.memory.with_regions(regions)
         return self._peer + b"/%d" % len(self.memory.regions)
 
     def deregister(self, regions: Sequence[int]) -> None:
-        self._demand_open("deregister")
+        self._require_open("deregister")
         with self._world.lock:
             self.memory = self.memory.without(regions)
 
     def attach(self, capability: bytes) -> RemoteId | TransferFailed:
-        self._demand_open("attach")
+        self._require_open("attach")
         peer, _, known = capability.partition(b"/")
         if not known.isdigit() or peer == self._peer:
             return TransferFailed(TransferFailureReason.REFUSED, "no capability of this transport")
@@ -72,7 +72,7 @@ class InMemoryTransport:
         self._remotes.pop(remote, None)
 
     def read(self, remote: RemoteId, ranges: Ranges, timeout_s: float) -> TransferId:
-        self._demand_open("read")
+        self._require_open("read")
         number = TransferId(next(self._numbers))
         why_not = self.memory.why_not("local", ranges.local_regions, ranges.local_offsets, ranges.num_bytes)
         state: TransferState = PENDING
@@ -108,10 +108,10 @@ class InMemoryTransport:
         return True
 
     def wait(self, timeout_s: float) -> None:
-        """Nothing goes on by itself."""
+        """Does nothing: reads advance in `poll`."""
 
     def progress(self) -> None:
-        """Nothing goes on by itself."""
+        """Does nothing: reads advance in `poll`."""
 
     def close(self, timeout_s: float) -> bool:
         self._is_closed = True
@@ -138,6 +138,6 @@ class InMemoryTransport:
             ctypes.memmove(to, source, size)
         return TransferDone(ranges.total_bytes, len(ranges), 0.0)
 
-    def _demand_open(self, call: str) -> None:
+    def _require_open(self, call: str) -> None:
         if self._is_closed:
             raise PeersProtocolError(f"{call}: called after close")

@@ -1,4 +1,4 @@
-"""Memory for tests: regions with bytes that tell where they came from."""
+"""Memory for tests: regions with bytes that identify their region and offset."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POISON = 0xA5
 
 
 def pattern(region: int, num_bytes: int, seed: int = 0) -> Bytes:
-    """Bytes of which no two regions, and no two places near each other, have the same."""
+    """Bytes that differ between regions and between nearby offsets."""
     places = np.arange(num_bytes, dtype=np.uint64)
     mixed = (places + np.uint64(1 + region * 1_000_003 + seed * 7_919)) * np.uint64(0x9E3779B97F4A7C15)
     return (mixed >> np.uint64(56)).astype(np.uint8)
@@ -26,12 +26,12 @@ def poisoned(num_bytes: int) -> Bytes:
 
 
 def region_of(memory: Bytes) -> Region:
-    """The caller keeps `memory`."""
+    """The caller keeps `memory` alive."""
     return Region(memory.ctypes.data, memory.nbytes)
 
 
 def expected(local: Sequence[Bytes], remote: Sequence[Bytes], ranges: Ranges) -> list[Bytes]:
-    """What local memory holds behind a read: the plainest loop there is."""
+    """Content of local memory after a read, computed with a plain loop."""
     after = [each.copy() for each in local]
     columns = (
         ranges.local_regions,

@@ -1,7 +1,7 @@
-"""A peer that is a process of its own, so that it can be stopped and killed.
+"""A peer in a process of its own, so that it can be stopped and killed.
 
-The child registers regions full of `pattern` and lets them be read; it obeys lines of JSON on its standard input and
-answers each with one. It ends when its standard input does, so no test leaves one behind.
+The child registers regions full of `pattern` and lets them be read. It executes lines of JSON from its standard input
+and answers each with a line. It ends with its standard input, so no test leaves one running.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ANSWER_TIMEOUT_S = 300.0
 
 
 class PeerProcess:
-    """Its memory is read over NIXL. Use it as a context."""
+    """A process with memory that is read over NIXL. Use it as a context manager."""
 
     def __init__(self, sizes: Sequence[int], seed: int = 0) -> None:
         self.regions = [pattern(number, size, seed) for number, size in enumerate(sizes)]
@@ -35,7 +35,7 @@ class PeerProcess:
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
-        answer = self.tell({"do": "register", "sizes": list(sizes), "seed": seed})
+        answer = self.send({"do": "register", "sizes": list(sizes), "seed": seed})
         self.capability = base64.b64decode(answer["capability"])
 
     def __enter__(self) -> PeerProcess:
@@ -50,8 +50,8 @@ class PeerProcess:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def tell(self, command: dict[str, Any]) -> dict[str, Any]:
-        """The child's answer. `TimeoutError` where none comes."""
+    def send(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Sends a command and returns the child's answer. `TimeoutError` if none comes."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(command).encode() + b"\n")
@@ -65,7 +65,7 @@ class PeerProcess:
         return answer
 
     def stop(self) -> None:
-        """It does nothing more, and is not gone. Comes back when it has stopped."""
+        """Stops the process, which remains. Returns once it has stopped."""
         os.kill(self._process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
@@ -73,12 +73,12 @@ class PeerProcess:
         os.kill(self._process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """SIGKILL. Comes back when it is no more."""
+        """SIGKILL. Returns once the process has ended."""
         self._process.kill()
         self._process.wait()
 
 
-def _obey(transport: Any, memory: list[Bytes], command: dict[str, Any]) -> dict[str, Any]:
+def _execute(transport: Any, memory: list[Bytes], command: dict[str, Any]) -> dict[str, Any]:
     match command["do"]:
         case "register":
             first = len(memory)
@@ -106,11 +106,11 @@ def _serve() -> None:
             continue
         data = os.read(0, 1 << 16)
         if not data:
-            # Not the interpreter's way out: what a transport's library does there is not what is tested.
+            # Skips the interpreter's shutdown: how the transport's library behaves there is not tested.
             os._exit(0)
         *lines, pending = (pending + data).split(b"\n")
         for line in lines:
-            os.write(1, json.dumps(_obey(transport, memory, json.loads(line))).encode() + b"\n")
+            os.write(1, json.dumps(_execute(transport, memory, json.loads(line))).encode() + b"\n")
 
 
 if __name__ == "__main__":

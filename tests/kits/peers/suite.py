@@ -1,4 +1,4 @@
-"""What every suite of transports starts from. Uses no test framework."""
+"""Common parts of the transport suites. Uses no test framework."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from hybridkv.peers.transport import (
 from kits.peers.memory import Bytes, expected, pattern, poisoned, region_of
 
 TIMEOUT_S = 300.0
-"""Of what shall come, and comes at once on a quiet machine."""
+"""For events that come at once on an idle machine."""
 
 
 def until(holds: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
-    """Wait for what another thread or process does. AssertionError where it does not in time."""
+    """Waits for a state that another thread or process reaches. AssertionError if it does not come in time."""
     until_s = time.monotonic() + timeout_s
     while not holds():
         assert time.monotonic() < until_s, holds
@@ -32,7 +32,7 @@ def until(holds: Callable[[], object], timeout_s: float = TIMEOUT_S) -> None:
 class Reader:
     """One side that reads, with poisoned memory of its own.
 
-    `neighbours` are transports of the same process, which may have no thread that would serve this one.
+    `neighbours` are transports of the same process, which may need to be polled to serve this one.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Reader:
         return remote
 
     def finish(self, remote: RemoteId, ranges: Ranges, timeout_s: float = TIMEOUT_S) -> TransferState:
-        """Read, wait for the end, release."""
+        """Reads, waits for the end, releases."""
         transfer = self.transport.read(remote, ranges, timeout_s)
         state = self.ended(transfer)
         self.release(transfer)
         return state
 
     def ended(self, transfer: TransferId) -> TransferState:
-        """The state in which a read ends."""
+        """Waits for the end of a read and returns its state."""
         until_s = time.monotonic() + TIMEOUT_S
         while (state := self.transport.poll(transfer)) is PENDING:
             assert time.monotonic() < until_s, "the read does not end"
@@ -73,7 +73,7 @@ class Reader:
             self._turn()
 
     def check(self, remote_regions: Sequence[Bytes], ranges: Ranges, before: Sequence[Bytes]) -> None:
-        """That exactly the bytes of the ranges have changed, into the peer's."""
+        """Requires that exactly the bytes of the ranges have changed, into the peer's."""
         for ours, wanted in zip(self.regions, expected(before, remote_regions, ranges), strict=True):
             assert ours.tobytes() == wanted.tobytes()
 
@@ -88,7 +88,7 @@ def reason_of(state: TransferState) -> TransferFailureReason | None:
 
 
 def whole(size: int, region: int = 0) -> Ranges:
-    """All of one region of either side."""
+    """All of one region on both sides."""
     return Ranges.of([(region, 0, region, 0, size)])
 
 

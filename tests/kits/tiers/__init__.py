@@ -1,6 +1,5 @@
-"""Test kit for tiers, eviction orders and media.
+"""Test kit for tiers, eviction policies and media.
 
-`conformance` has the suites that each must pass, `reference` the executable specification that the suites were written
-from, `faults` wrappers that make any tier fail as planned, `copying` a medium over memory. None of it needs a test
-framework.
+`conformance` has the suites that each must pass, `reference` the executable specification of the suites, `faults`
+wrappers that make any tier fail as planned, `copying` a medium over memory. None of it needs a test framework.
 """

@@ -1,4 +1,4 @@
-"""Copies one sequence of buffers over another, as one run of bytes. Slow and obvious."""
+"""Copies one sequence of buffers over another, as one run of bytes. Slow and simple."""
 
 from __future__ import annotations
 

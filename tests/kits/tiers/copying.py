@@ -1,6 +1,6 @@
-"""A medium over `SealedMemory` that copies in the calling thread, where an engine has a copy engine.
+"""Medium over `SealedMemory` that copies in the calling thread instead of a copy engine.
 
-What tests and examples store and load with; it is not meant to serve an engine.
+For tests and examples; not meant to serve an engine.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class CopyingMedium:
         self._memory.close()
 
     def views(self, slot: Slot) -> list[memoryview]:
-        """The memory's own."""
+        """Views of the memory itself."""
         return self._memory.views(slot)
 
     def _store(self, key: Key, slot: Slot, source: Sequence[Buffer]) -> Failure | None:

@@ -1,4 +1,4 @@
-"""A real server of objects, SeaweedFS, on loopback. `HYBRIDKV_SEAWEEDFS` holds the command that is its `weed`."""
+"""A real object server, SeaweedFS, on loopback. `HYBRIDKV_SEAWEEDFS` holds the command of its `weed`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import IO, Any
 VARIABLE = "HYBRIDKV_SEAWEEDFS"
 BUCKET = "fleet"
 START_S = 300.0
-"""It elects a leader first, and machines are busy."""
+"""It elects a leader first, and the machine may be busy."""
 STOP_S = 10.0
 _IDENTITIES = [
     ("owner", "AKOWNER00000", "SKOWNER00000", ["Admin", "Read", "Write", "List", "Tagging"]),
@@ -26,7 +26,7 @@ _IDENTITIES = [
 
 
 def command() -> list[str] | None:
-    """What starts `weed`; None where it is not here."""
+    """Command that starts `weed`; None where it is not installed."""
     return shlex.split(os.environ.get(VARIABLE, "")) or None
 
 
@@ -75,22 +75,22 @@ class ObjectServer:
 
     @property
     def port(self) -> int:
-        """Where it speaks S3."""
+        """Port of its S3 interface."""
         return self.ports[3]
 
     @property
     def endpoint(self) -> str:
-        """The same as a URL."""
+        """URL of its S3 interface."""
         return f"http://127.0.0.1:{self.port}"
 
     def settings(self, who: str = "owner", endpoint: str | None = None) -> dict[str, Any]:
-        """Of a client."""
+        """Settings of a client."""
         _, access, secret, _ = next(identity for identity in _IDENTITIES if identity[0] == who)
         keys = {"access_key_id": access, "secret_access_key": secret}
         return {"endpoint": endpoint or self.endpoint, "region": "us-east-1", **keys}
 
     def wait(self) -> ObjectServer:
-        """Return when it takes objects. `RuntimeError` with the end of its log when it does not."""
+        """Returns once it takes objects. `RuntimeError` with the end of its log if it does not."""
         import obstore
         from obstore.store import from_url
 
@@ -109,11 +109,11 @@ class ObjectServer:
                 time.sleep(0.1)
 
     def signal(self, number: int) -> None:
-        """Stop it, or let it go on."""
+        """Stops or continues the server."""
         os.killpg(self._process.pid, number)
 
     def kill(self) -> None:
-        """As a crash would."""
+        """Ends it as a crash would."""
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait(STOP_S)

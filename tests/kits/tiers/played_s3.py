@@ -1,6 +1,6 @@
-"""A server of objects in memory that speaks as much S3 as this library needs, and fails as a test says.
+"""Object server in memory that implements the S3 calls of this library and fails as a test says.
 
-Clients are told apart by their access keys, so that one host's reads can be damaged and nobody else's.
+Clients are distinguished by their access keys, so that the reads of one host alone can be damaged.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Trouble:
     """What is done to a request instead of, or before, an answer.
 
     Args:
-        status: answered at once, with an error's body; 0: the request is carried out.
+        status: sent at once, with an error body; 0: the request is carried out.
         damage: changes the bytes of an object on their way to the client.
         delay_s: waited before anything else.
-        more_bytes: behind an answer, that nobody asked for.
-        code: of the error; empty: one that goes with the status.
+        more_bytes: extra bytes after an answer.
+        code: of the error; empty: the usual one of the status.
         message: of the error.
     """
 
@@ -57,10 +57,10 @@ class Trouble:
 
 
 class Zeros:
-    """An object of zeros that takes no memory.
+    """An object of zeros that uses no memory.
 
     Args:
-        num_bytes: of it.
+        num_bytes: size of the object.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -74,8 +74,8 @@ class PlayedS3:
     """Listens on loopback until it is closed. `objects` may be changed by a test at any time.
 
     Args:
-        trouble: asked about each request; None: there is none.
-        port: where it listens; 0: anywhere.
+        trouble: called for each request; None: no trouble.
+        port: to listen on; 0: any.
     """
 
     def __init__(self, trouble: Callable[[Request], Trouble | None] = lambda request: None, port: int = 0) -> None:
@@ -85,7 +85,7 @@ class PlayedS3:
         self.counts: Counter[str] = Counter()
         """Requests by method."""
         self.sent_bytes = 0
-        """Of objects, that the system took."""
+        """Bytes of objects passed to the system."""
         played = self
 
         class Handler(_Handler):
@@ -97,12 +97,12 @@ class PlayedS3:
         self._thread.start()
 
     def settings(self, who: str = "owner") -> dict[str, str]:
-        """Of a client with this access key."""
+        """Settings of a client with this access key."""
         endpoint = f"http://127.0.0.1:{self.port}"
         return {"endpoint": endpoint, "region": "us-east-1", "access_key_id": who, "secret_access_key": "played"}
 
     def names(self, part: str) -> list[str]:
-        """Of the objects that have this in their name."""
+        """Names of the objects that contain this part."""
         with self.lock:
             return sorted(name for name in self.objects if part in name)
 
@@ -122,7 +122,7 @@ class _Server(ThreadingHTTPServer):
     request_queue_size = 128
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that reads no further is no error."""
+        """A client that stops reading is no error."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -134,7 +134,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.connection.setsockopt(6, 1, 1)  # TCP_NODELAY
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Nothing."""
+        """Logs nothing."""
 
     def do_GET(self) -> None:
         request = self._request("LIST" if "list-type" in self.path else "GET")
@@ -184,16 +184,16 @@ class _Handler(BaseHTTPRequestHandler):
         if self._troubled(request) is None:
             return
         with self.s3.lock:
-            is_there = request.name in self.s3.objects and self.headers.get("If-None-Match") == "*"
-            if not is_there:
+            is_present = request.name in self.s3.objects and self.headers.get("If-None-Match") == "*"
+            if not is_present:
                 self.s3.objects[request.name] = data
-        if is_there:
+        if is_present:
             self._say(412, _error(_CODES[412]))
         else:
             self._say(200, b"", {"ETag": f'"{hashlib.md5(data).hexdigest()}"'})
 
     def do_POST(self) -> None:
-        """Deletes many at once."""
+        """Deletes many objects at once."""
         body = self.rfile.read(int(self.headers.get("Content-Length", "0"))).decode()
         names = re.findall("<Key>([^<]*)</Key>", body)
         if self._troubled(Request("DELETE", " ".join(names), self._who())) is None:
@@ -230,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
         return Request(method, unquote(urlsplit(self.path).path).lstrip("/").partition("/")[2], self._who())
 
     def _troubled(self, request: Request) -> Trouble | None:
-        """What is done to the answer. None where the request was answered with an error."""
+        """The trouble of the answer. None if the request was answered with an error."""
         with self.s3.lock:
             self.s3.counts[request.method] += 1
         trouble = self.s3.trouble(request) or Trouble()

@@ -1,4 +1,4 @@
-"""A transport that does what networks and peers do, as planned."""
+"""Transport that injects planned faults of networks and peers."""
 
 from kits.peers.faults.plan import (
     Action,

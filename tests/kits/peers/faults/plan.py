@@ -1,4 +1,4 @@
-"""What shall happen to which read: a value that can be printed, stored and replayed. Deterministic."""
+"""Plan of faults by read: a value that can be printed, stored and replayed. Deterministic."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from hybridkv.peers.transport import TransferFailureReason
 
 
 class Fail(msgspec.Struct, frozen=True, tag=True):
-    """Nothing is read, and the read fails so."""
+    """Nothing is read, and the read fails with this reason."""
 
     reason: TransferFailureReason = TransferFailureReason.BROKEN
 
 
 class Late(msgspec.Struct, frozen=True, tag=True):
-    """It is over so many polls later."""
+    """The read ends this many polls later."""
 
     num_polls: int = 1
 
 
 class Lost(msgspec.Struct, frozen=True, tag=True):
-    """The bytes arrive and nobody hears of it: pending until it is cancelled."""
+    """The bytes arrive without a completion: pending until it is cancelled."""
 
 
 class HalfDone(msgspec.Struct, frozen=True, tag=True):
-    """The first ranges arrive, and then it fails."""
+    """The first ranges arrive, then the read fails."""
 
     num_ranges: int = 1
     reason: TransferFailureReason = TransferFailureReason.GONE
 
 
 class WrongBytes(msgspec.Struct, frozen=True, tag=True):
-    """Done, with all bits of one byte that arrived turned round."""
+    """Done, with all bits of one received byte inverted."""
 
     byte_index: int = 0
     """Counted over the bytes of the read; reduced modulo their number."""
 
 
 class Vanish(msgspec.Struct, frozen=True, tag=True):
-    """The peer is gone from this read on: it and every later one of this peer fails."""
+    """The peer is gone from this read on: this and every later read of it fails."""
 
 
 Action: TypeAlias = Fail | Late | Lost | HalfDone | WrongBytes | Vanish
@@ -61,10 +61,10 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 class FaultPlan(msgspec.Struct, frozen=True):
-    """Rules in order of precedence: the first that meets a read acts. Empty: idle."""
+    """Rules in order of precedence: the first that matches a read acts. Empty: no faults."""
 
     rules: tuple[Rule, ...] = ()
 
     def action(self, nth: int) -> Action | None:
-        """What happens to the nth read."""
+        """The action for the nth read."""
         return next((rule.action for rule in self.rules if rule.nth in (None, nth)), None)

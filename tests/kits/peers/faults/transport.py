@@ -1,4 +1,4 @@
-"""A `Transport` that is late, loses, stops halfway, lies and vanishes as planned, and otherwise is the one it wraps."""
+"""`Transport` that delays, loses, truncates, corrupts and ends reads as planned, and otherwise delegates to another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from kits.peers.faults.plan import Action, Fail, FaultPlan, HalfDone, Late, Lost
 
 
 class _Planned:
-    """What becomes of one read: `override` is its state, where the plan has decided it."""
+    """State of one planned read; `override` is its state once the plan has decided it."""
 
     def __init__(self, action: Action, ranges: Ranges) -> None:
         self.action = action
@@ -32,7 +32,7 @@ class _Planned:
 
 
 class FaultInjectingTransport:
-    """Starts no thread and reads no clock. What it does to memory it does in `poll`."""
+    """Starts no thread and reads no clock. Changes memory only in `poll`."""
 
     def __init__(self, inner: Transport, plan: FaultPlan) -> None:
         self._inner = inner
@@ -110,7 +110,7 @@ class FaultInjectingTransport:
         return is_closed
 
     def _decide(self, planned: _Planned, state: TransferState) -> TransferState | None:
-        """The state for good, or None for one more poll."""
+        """The final state, or None for one more poll."""
         action = planned.action
         if isinstance(state, TransferFailed):
             return state
@@ -122,10 +122,10 @@ class FaultInjectingTransport:
             planned.polls_left -= 1
             return None if planned.polls_left >= 0 else state
         if isinstance(action, WrongBytes) and isinstance(state, TransferDone):
-            self._turn_round(planned.ranges, action.byte_index % planned.ranges.total_bytes)
+            self._invert(planned.ranges, action.byte_index % planned.ranges.total_bytes)
         return state
 
-    def _turn_round(self, ranges: Ranges, position: int) -> None:
+    def _invert(self, ranges: Ranges, position: int) -> None:
         places = self._memory.places(ranges.local_regions, ranges.local_offsets)
         for address, size in zip(places.tolist(), ranges.num_bytes.tolist(), strict=True):
             if position < size:

@@ -1,7 +1,7 @@
-"""What every tier must pass. A test registers a tier by deriving from the class and giving `make_tier`.
+"""Suites that every tier must pass. A test derives from the class and defines `make_tier`.
 
-So do sealed memory (`make_memory`) and the policies of eviction (`make_order`). Uses no test framework: any runner that
-collects `test_*` methods of classes will do.
+Sealed memory (`make_memory`) and eviction policies (`make_order`) have suites too. Uses no test framework: any runner
+that collects `test_*` methods of classes will do.
 """
 
 from kits.tiers.conformance.changes import ChangesConformance
@@ -16,11 +16,11 @@ from kits.tiers.conformance.tier import CHUNK_BYTES, Tier, TierSuite
 
 
 class TierConformance(IndexConformance, AskConformance, EvictionConformance, MediumConformance):
-    """What every tier promises."""
+    """Contract of every tier."""
 
 
 class ExactTierConformance(TierConformance, ExactEvictionConformance):
-    """What a tier promises beside, that evicts chunk by chunk and none too early."""
+    """Contract of a tier that also evicts chunk by chunk and none too early."""
 
 
 __all__ = [

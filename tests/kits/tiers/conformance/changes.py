@@ -1,6 +1,6 @@
-"""What an index promises that tells which answers changed: none is missed, and what it names is bounded.
+"""Contract of an index that reports changed answers: none is missed, and the report is bounded.
 
-Not a part of `TierConformance`: only tiers that nobody else changes behind their back can tell.
+Not a part of `TierConformance`: a tier that other processes change cannot report changes.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _STEPS = 2000
 
 class ChangesConformance(TierSuite):
     def make_watched(self, num_chunks: int) -> tuple[TierIndex, ReportsChanges]:
-        """An index under both its faces, watched from now on."""
+        """The index and its reports, watched from now on."""
         index = self.make_index(num_chunks)
         assert isinstance(index, ReportsChanges)
         index.watch()
         return index, index
 
-    def test_nothing_is_told_before_somebody_watches(self) -> None:
+    def test_no_change_is_reported_before_the_first_watch(self) -> None:
         index = self.make_index(2)
         assert isinstance(index, ReportsChanges)
         committed(index, A)
@@ -33,7 +33,7 @@ class ChangesConformance(TierSuite):
         index.watch()
         assert index.take_changes() == Changes(set(), False)
 
-    def test_what_came_and_what_went_is_told_once(self) -> None:
+    def test_added_and_removed_keys_are_reported_once(self) -> None:
         index, told = self.make_watched(3)
         reserved(index, A)
         assert told.take_changes() == Changes({A}, False)
@@ -45,7 +45,7 @@ class ChangesConformance(TierSuite):
         assert told.take_changes() == Changes({A, B}, False)
         assert told.take_changes() == Changes(set(), False)
 
-    def test_what_makes_room_is_told(self) -> None:
+    def test_evicted_keys_are_reported(self) -> None:
         index, told = self.make_watched(2)
         committed(index, A, B)
         told.take_changes()
@@ -54,7 +54,7 @@ class ChangesConformance(TierSuite):
         gone = {key for key in (A, B) if index.lookup(key) is LookupResult.MISS}
         assert gone and gone | {C} <= changes.keys
 
-    def test_a_reset_says_that_any_answer_may_have_changed(self) -> None:
+    def test_a_reset_reports_that_any_answer_may_have_changed(self) -> None:
         index, told = self.make_watched(2)
         committed(index, A)
         index.clear()
@@ -62,7 +62,7 @@ class ChangesConformance(TierSuite):
         committed(index, B)
         assert told.take_changes() == Changes({B}, False)
 
-    def test_uses_pins_and_questions_are_no_changes(self) -> None:
+    def test_touches_pins_and_lookups_are_not_reported(self) -> None:
         index, told = self.make_watched(2)
         committed(index, A)
         told.take_changes()
@@ -72,8 +72,8 @@ class ChangesConformance(TierSuite):
         index.unpin(A)
         assert told.take_changes() == Changes(set(), False)
 
-    def test_no_answer_changes_untold(self) -> None:
-        """Whatever is done: what a lookup says otherwise than at the last look was told."""
+    def test_no_answer_changes_without_a_report(self) -> None:
+        """After any calls: every answer that differs from the last one was reported."""
         index, told = self.make_watched(3)
         draw = random.Random(16)
         seen = dict.fromkeys(_KEYS, LookupResult.MISS)
@@ -90,7 +90,7 @@ class ChangesConformance(TierSuite):
                 seen = now
         assert num_changed > _STEPS / 20
 
-    def test_a_feed_that_nobody_takes_stays_small_and_says_so(self) -> None:
+    def test_a_feed_that_is_not_read_stays_small_and_reports_any(self) -> None:
         feed = ChangeFeed(max_keys=4)
         for number in range(9):
             feed.add(b"%d" % number)
@@ -101,7 +101,7 @@ class ChangesConformance(TierSuite):
 
 
 def _do_something(index: TierIndex, draw: random.Random, pinned: list[Key]) -> None:
-    """One call that fits the state of the key it is for, or is a refusal."""
+    """Makes one call that the state of its key allows, or that is refused."""
     key = draw.choice(_KEYS)
     match draw.randrange(6):
         case 0 | 1:

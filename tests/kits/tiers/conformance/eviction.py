@@ -1,8 +1,8 @@
-"""What any `TierIndex` gives up for a new chunk, and what it never gives up.
+"""Eviction of any `TierIndex`: which chunks make room for a new one, and which never do.
 
-`EvictionConformance` is a promise of every tier. `ExactEvictionConformance` is one of tiers that evict chunk by chunk,
-none before its room is needed: a tier that frees larger pieces may pass it where it has room to spare.
-`LeafFirstConformance` is one of tiers that evict a key before the one that it extends.
+`EvictionConformance` is for every tier. `ExactEvictionConformance` is for tiers that evict chunk by chunk, none before
+its room is needed: a tier that frees larger pieces may pass it while it has room to spare. `LeafFirstConformance` is
+for tiers that evict a key before the one that it extends.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kits.tiers.conformance.tier import CHUNK_BYTES, TierSuite, committed, reser
 
 A, B, C, D = b"key a", b"key b", b"key c", b"key d"
 ROUNDS = 12
-"""Times that a tier is filled, so that whatever it does behind its capacity is done."""
+"""Number of times that a tier is filled, so that work beyond its capacity is included."""
 
 
 def hits(index: TierIndex) -> list[Key]:
@@ -22,7 +22,7 @@ def hits(index: TierIndex) -> list[Key]:
 
 class EvictionConformance(TierSuite):
     def flood(self, index: TierIndex, num_chunks: int) -> int:
-        """Store so many chunks of other keys; how many were taken."""
+        """Stores so many chunks under other keys; returns how many were taken."""
         taken = 0
         for number in range(num_chunks):
             key = b"flood %d" % number
@@ -52,7 +52,7 @@ class EvictionConformance(TierSuite):
         index = self.make_index(4)
         assert self.flood(index, 4 * ROUNDS) == 4 * ROUNDS
 
-    def test_what_is_pinned_or_reserved_leaves_no_room(self) -> None:
+    def test_pinned_and_reserved_keys_leave_no_room(self) -> None:
         index = self.make_index(2)
         committed(index, A)
         index.pin(A)
@@ -100,14 +100,14 @@ class ExactEvictionConformance(TierSuite):
         committed(index, D)
         assert hits(index) == [A, C, D]
 
-    def test_of_keys_touched_together_the_last_is_the_most_recent(self) -> None:
+    def test_the_last_of_keys_touched_together_is_the_most_recent(self) -> None:
         index = self.make_index(2)
         committed(index, A, B)
         index.touch([B, A])
         committed(index, C)
         assert hits(index) == [A, C]
 
-    def test_a_lookup_is_no_use(self) -> None:
+    def test_a_lookup_is_not_a_use(self) -> None:
         index = self.make_index(2)
         committed(index, A, B)
         index.lookup(A)
@@ -122,7 +122,7 @@ class ExactEvictionConformance(TierSuite):
         committed(index, C)
         assert hits(index) == [A, C]
 
-    def test_what_many_keys_are_given_back_in_is_their_order_of_use(self) -> None:
+    def test_the_order_of_commits_and_unpins_is_the_order_of_use(self) -> None:
         index = self.make_index(3)
         index.reserve_all([(A, CHUNK_BYTES), (B, CHUNK_BYTES), (C, CHUNK_BYTES)])
         for key in (C, B, A):
@@ -134,7 +134,7 @@ class ExactEvictionConformance(TierSuite):
         committed(index, C, b"key e")
         assert hits(index) == [A, C]
 
-    def test_many_keys_that_were_not_pinned_are_as_recent_as_before(self) -> None:
+    def test_a_failed_pin_of_many_keys_changes_no_order(self) -> None:
         index = self.make_index(2)
         committed(index, A, B)
         assert index.pin_all([A, D]) is None
@@ -179,17 +179,17 @@ class ExactEvictionConformance(TierSuite):
 
 
 class LeafFirstConformance(TierSuite):
-    """What a tier promises that evicts chunk by chunk and keeps chunks of its own, not other tiers' answers."""
+    """Contract of a tier that evicts chunk by chunk and holds chunks of its own, not answers of other tiers."""
 
-    def test_a_key_goes_after_those_that_extend_it(self) -> None:
+    def test_a_key_is_evicted_after_those_that_extend_it(self) -> None:
         index = self.make_index(3)
         self.extend(index, A, B, C)
         committed(index, D)
         assert hits(index) == [A, B, D]
         committed(index, b"key e")
-        assert hits(index) == [A, D], "what lost its last extension is the next"
+        assert hits(index) == [A, D], "a key without extensions is the next to go"
 
-    def test_a_use_of_the_last_key_of_a_path_is_one_of_the_path(self) -> None:
+    def test_touching_the_last_key_of_a_path_makes_the_path_recent(self) -> None:
         index = self.make_index(4)
         self.extend(index, A, B)
         committed(index, C, D)
@@ -197,7 +197,7 @@ class LeafFirstConformance(TierSuite):
         committed(index, b"key e", b"key f")
         assert hits(index) == [A, B]
 
-    def test_a_path_that_fills_the_tier_evicts_nothing_of_itself(self) -> None:
+    def test_a_path_that_fills_the_tier_evicts_none_of_its_own_keys(self) -> None:
         index = self.make_index(3)
         committed(index, D)
         self.extend(index, A, B, C)
@@ -207,7 +207,7 @@ class LeafFirstConformance(TierSuite):
         assert isinstance(index.reserve(D, CHUNK_BYTES, (b"unknown",)), Slot)
         assert hits(index) == [A, B]
 
-    def test_what_a_pinned_key_extends_leaves_no_room(self) -> None:
+    def test_a_key_that_a_pinned_key_extends_leaves_no_room(self) -> None:
         index = self.make_index(3)
         self.extend(index, A, B, C)
         index.pin(B)
@@ -228,7 +228,7 @@ class LeafFirstConformance(TierSuite):
         committed(index, b"key g")
         assert hits(index) == [D]
 
-    def test_what_was_used_after_what_extended_it_is_the_most_recent(self) -> None:
+    def test_a_key_used_after_its_extension_is_the_most_recent(self) -> None:
         index = self.make_index(4)
         self.extend(index, A, B)
         committed(index, C)
@@ -238,14 +238,14 @@ class LeafFirstConformance(TierSuite):
         committed(index, b"key f")
         assert hits(index) == [A, D]
 
-    def test_a_touch_says_what_keys_extend(self) -> None:
+    def test_a_touch_may_set_which_keys_extend(self) -> None:
         index = self.make_index(3)
         committed(index, A, B, C)
         index.touch([C, B, A], [(B, A), (D, A), (C,)])
         committed(index, D)
-        assert hits(index) == [A, B, D], "a circle is none"
+        assert hits(index) == [A, B, D], "a cycle is ignored"
 
-    def test_what_extended_an_invalidated_key_extends_what_that_one_did(self) -> None:
+    def test_extensions_of_an_invalidated_key_extend_its_predecessor(self) -> None:
         index = self.make_index(4)
         self.extend(index, A, B, C)
         index.invalidate(B)
@@ -256,7 +256,7 @@ class LeafFirstConformance(TierSuite):
 
     @staticmethod
     def extend(index: TierIndex, *keys: Key) -> None:
-        """Store keys, each of which extends the one before."""
+        """Stores keys that each extend the one before."""
         for number, key in enumerate(keys):
             assert isinstance(index.reserve(key, CHUNK_BYTES, keys[max(number - 1, 0) : number]), Slot)
             assert index.commit(key)

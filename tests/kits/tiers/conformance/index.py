@@ -1,4 +1,4 @@
-"""The life of a key in any `TierIndex`: reserve, commit, pin, invalidate. Eviction has its own suite."""
+"""Life of a key in any `TierIndex`: reserve, commit, pin, invalidate. Eviction has its own suite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ A, B, C = b"key a", b"key b", b"key c"
 
 
 def assert_answers_agree(index: TierIndex, keys: Sequence[Key]) -> None:
-    """What an index says of many keys at once is what it says of each."""
+    """Requires that the answers for many keys at once agree with those for each."""
     answers = [index.lookup(key) for key in keys]
     held = [answer is not LookupResult.MISS for answer in answers]
     assert index.leading(keys) == len(list(itertools.takewhile(bool, held)))
@@ -40,12 +40,12 @@ class IndexConformance(TierSuite):
         assert index.commit(A)
         assert index.lookup(A) is LookupResult.HIT
 
-    def test_a_slot_has_exactly_the_bytes_that_were_asked_for(self) -> None:
+    def test_a_slot_has_exactly_the_requested_bytes(self) -> None:
         index = self.make_index(6)
         sizes = [1, CHUNK_BYTES - 1, CHUNK_BYTES + 1]
         assert [reserved(index, str(size).encode(), size).num_bytes for size in sizes] == sizes
 
-    def test_a_chunk_takes_up_what_the_index_says_that_it_costs(self) -> None:
+    def test_a_chunk_uses_the_bytes_that_the_index_says_it_costs(self) -> None:
         index = self.make_index(6)
         used_bytes = 0
         for size in (1, CHUNK_BYTES, CHUNK_BYTES + 1):
@@ -53,7 +53,7 @@ class IndexConformance(TierSuite):
             reserved(index, str(size).encode(), size)
             assert index.used_bytes == used_bytes and index.cost(size) >= size
 
-    def test_a_pin_gives_the_slot_that_was_reserved(self) -> None:
+    def test_a_pin_returns_the_reserved_slot(self) -> None:
         index = self.make_index(3)
         slot = reserved(index, A, CHUNK_BYTES + 5)
         index.commit(A)
@@ -88,7 +88,7 @@ class IndexConformance(TierSuite):
         assert index.invalidate(A)
         assert (index.lookup(A), index.pin(A), index.used_bytes) == (LookupResult.MISS, None, 0)
 
-    def test_invalidating_what_is_not_offered_says_so(self) -> None:
+    def test_invalidating_a_missing_key_returns_false(self) -> None:
         index = self.make_index(2)
         assert not index.invalidate(A)
         reserved(index, A)
@@ -112,7 +112,7 @@ class IndexConformance(TierSuite):
         reserved(index, A)
         assert index.invalidate(A)
         assert index.lookup(A) is LookupResult.MISS
-        assert index.reserve(B, CHUNK_BYTES) is Refusal.NO_ROOM, "somebody still writes there"
+        assert index.reserve(B, CHUNK_BYTES) is Refusal.NO_ROOM, "a writer still uses it"
         assert not index.commit(A)
         assert (index.lookup(A), index.used_bytes) == (LookupResult.MISS, 0)
 
@@ -123,7 +123,7 @@ class IndexConformance(TierSuite):
         index.abort(A)
         assert index.used_bytes == 0
 
-    def test_a_doomed_key_is_refused_as_present_until_its_space_is_free(self) -> None:
+    def test_a_deleted_key_in_use_is_refused_as_present_until_its_space_is_free(self) -> None:
         index = self.make_index(2)
         committed(index, A)
         index.pin(A)
@@ -145,7 +145,7 @@ class IndexConformance(TierSuite):
         assert is_protocol_error(lambda: index.unpin(B))
         assert is_protocol_error(lambda: index.unpin(C))
 
-    def test_many_keys_are_reserved_one_after_the_other_each_with_its_own_answer(self) -> None:
+    def test_many_keys_are_reserved_in_order_each_with_its_own_answer(self) -> None:
         index = self.make_index(3)
         reserved(index, B)
         sizes = [(A, CHUNK_BYTES), (B, CHUNK_BYTES), (C, self.bytes_of(3) + 1), (C, self.bytes_of(2)), (C, CHUNK_BYTES)]
@@ -158,12 +158,12 @@ class IndexConformance(TierSuite):
         assert index.take_counts().refusals == {Refusal.PRESENT: 1, Refusal.TOO_LARGE: 1, Refusal.NO_ROOM: 1}
         assert index.reserve_all([]) == []
 
-    def test_of_many_reservations_those_before_a_mistake_are_made(self) -> None:
+    def test_reservations_before_an_invalid_one_are_made(self) -> None:
         index = self.make_index(2)
         assert is_protocol_error(lambda: index.reserve_all([(A, CHUNK_BYTES), (B, 0)]))
         assert (index.lookup(A), index.lookup(B)) == (LookupResult.PENDING, LookupResult.MISS)
 
-    def test_many_keys_are_committed_one_after_the_other_each_with_its_own_answer(self) -> None:
+    def test_many_keys_are_committed_in_order_each_with_its_own_answer(self) -> None:
         index = self.make_index(3)
         index.reserve_all([(A, CHUNK_BYTES), (B, CHUNK_BYTES), (C, CHUNK_BYTES)])
         index.invalidate(B)
@@ -171,7 +171,7 @@ class IndexConformance(TierSuite):
         assert [index.lookup(key) for key in (A, B, C)] == [LookupResult.HIT, LookupResult.MISS, LookupResult.PENDING]
         assert index.commit_all([]) == []
         assert is_protocol_error(lambda: index.commit_all([C, A]))
-        assert index.lookup(C) is LookupResult.HIT, "those before a mistake are made"
+        assert index.lookup(C) is LookupResult.HIT, "commits before an invalid one are made"
         assert index.take_counts().commits == 2
 
     def test_many_keys_are_pinned_all_or_none(self) -> None:
@@ -185,8 +185,8 @@ class IndexConformance(TierSuite):
             assert index.pin_all([A, B, lacking]) is None
             assert (index.generation, index.used_bytes) == before
         index.unpin_all([A, B])
-        assert is_protocol_error(lambda: index.unpin(A)), "nothing was pinned beside"
-        assert is_protocol_error(lambda: index.unpin(B)), "nothing was pinned beside"
+        assert is_protocol_error(lambda: index.unpin(A)), "no other pin was made"
+        assert is_protocol_error(lambda: index.unpin(B)), "no other pin was made"
         assert index.pin_all([]) == []
 
     def test_a_key_that_is_named_twice_is_pinned_twice(self) -> None:
@@ -199,7 +199,7 @@ class IndexConformance(TierSuite):
         index.unpin_all([A])
         assert index.used_bytes == 0
 
-    def test_of_many_unpins_those_before_a_mistake_are_made(self) -> None:
+    def test_unpins_before_an_invalid_one_are_made(self) -> None:
         index = self.make_index(2)
         committed(index, A, B)
         index.pin_all([A, B])
@@ -246,7 +246,7 @@ class IndexConformance(TierSuite):
             seen.append(index.generation)
         assert len(set(seen)) == len(seen)
 
-    def test_a_refusal_and_a_lookup_leave_the_generation(self) -> None:
+    def test_a_refusal_and_a_lookup_keep_the_generation(self) -> None:
         index = self.make_index(1)
         reserved(index, A)
         before = index.generation
@@ -254,12 +254,12 @@ class IndexConformance(TierSuite):
         assert index.reserve(B, CHUNK_BYTES) is Refusal.NO_ROOM
         assert index.generation == before
 
-    def test_a_question_about_many_keys_is_answered_as_one_by_one_in_every_state(self) -> None:
+    def test_a_lookup_of_many_keys_agrees_with_single_lookups_in_every_state(self) -> None:
         index, keys = self.make_index_in_every_state()
         for asked in itertools.chain(itertools.product(keys, repeat=3), [(), tuple(keys)]):
             assert_answers_agree(index, asked)
 
-    def test_a_question_about_many_keys_takes_any_iterable(self) -> None:
+    def test_a_lookup_of_many_keys_takes_any_iterable(self) -> None:
         index = self.make_index(2)
         committed(index, A)
         reserved(index, B)
@@ -267,7 +267,7 @@ class IndexConformance(TierSuite):
         assert index.any_pending(iter([C, A, B]))
         assert (index.leading(iter(())), index.any_pending(iter(()))) == (0, False)
 
-    def test_a_question_about_many_keys_changes_nothing(self) -> None:
+    def test_a_lookup_of_many_keys_changes_nothing(self) -> None:
         index = self.make_index(2)
         committed(index, A, B)
         index.take_counts()
@@ -276,10 +276,11 @@ class IndexConformance(TierSuite):
         assert (index.generation, index.used_bytes, index.num_keys) == before
         assert index.take_counts() == TierCounts()
         committed(index, C)
-        assert (index.lookup(A), index.lookup(B)) == (LookupResult.MISS, LookupResult.HIT), "asking is no use"
+        assert (index.lookup(A), index.lookup(B)) == (LookupResult.MISS, LookupResult.HIT), "a lookup is not a use"
 
     def make_index_in_every_state(self) -> tuple[TierIndex, list[Key]]:
-        """Keys: unknown, reserved, committed, pinned, doomed while written, doomed while pinned, withdrawn, aborted."""
+        """Keys: unknown, reserved, committed, pinned, deleted while written, deleted while pinned, withdrawn,
+        aborted."""
         index = self.make_index(8)
         names = ("unknown", "reserved", "committed", "pinned", "doomed_write", "doomed_read", "withdrawn", "aborted")
         keys = [name.encode() for name in names]
@@ -294,7 +295,7 @@ class IndexConformance(TierSuite):
         index.abort(aborted)
         return index, keys
 
-    def test_counts_say_what_happened_since_they_were_taken(self) -> None:
+    def test_counts_cover_the_time_since_they_were_taken(self) -> None:
         index = self.make_index(1)
         committed(index, A)
         reserved(index, B)

@@ -1,4 +1,4 @@
-"""What a tier promises about `ask`, and more of it where answers come late."""
+"""Contract of `start_lookup`, with more for tiers with async lookups."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from kits.tiers.conformance.tier import CHUNK_BYTES, TierSuite, committed, reser
 
 A, B, C = b"key a", b"key b", b"key c"
 DEADLINE_S = 1e9
-"""No suite lives so long."""
+"""Longer than any suite runs."""
 
 
 class AskConformance(TierSuite):
-    """Of every tier."""
+    """Contract of every tier."""
 
-    def test_asking_changes_nothing_about_what_is_known(self) -> None:
+    def test_starting_a_lookup_changes_no_known_answer(self) -> None:
         index = self.make_index(4)
         committed(index, A)
         reserved(index, B)
@@ -23,7 +23,7 @@ class AskConformance(TierSuite):
         assert (index.generation, index.used_bytes, index.num_keys) == before
         assert (index.lookup(A), index.lookup(B)) == (LookupResult.HIT, LookupResult.PENDING)
 
-    def test_a_key_that_was_asked_for_is_lacking_and_can_be_reserved(self) -> None:
+    def test_a_key_in_lookup_is_lacking_and_can_be_reserved(self) -> None:
         index = self.make_index(2)
         index.start_lookup([A], DEADLINE_S)
         assert index.lacks(A) and index.used_bytes == 0 and index.pin(A) is None
@@ -32,7 +32,7 @@ class AskConformance(TierSuite):
         index.invalidate(A)
         assert index.lacks(A)
 
-    def test_a_tier_that_knows_everything_answers_at_once(self) -> None:
+    def test_a_tier_with_sync_lookups_answers_at_once(self) -> None:
         index = self.make_index(1)
         if not index.has_async_lookups:
             before = index.generation
@@ -42,19 +42,18 @@ class AskConformance(TierSuite):
 
 
 class LateAnswersConformance(TierSuite):
-    """Of a tier whose index hears late what the tier holds, also of one that nothing is stored to. Needs a world whose
-    time the suite may move."""
+    """Contract of a tier with async lookups, read-only ones included. Needs a clock that the suite can advance."""
 
     def make_late(self) -> TierIndex:
-        """An index with room for four usual chunks, over a store that somebody else has filled with A and B."""
+        """An index with room for four usual chunks, over a store that already holds A and B."""
         raise NotImplementedError
 
     def pass_time(self, seconds: float) -> None:
-        """Of the clock by which deadlines are."""
+        """Advances the clock of the deadlines."""
         raise NotImplementedError
 
     def answer_all(self) -> None:
-        """What was asked is answered from now on."""
+        """Answers all lookups in flight."""
         raise NotImplementedError
 
     def now_s(self) -> float:
@@ -65,11 +64,11 @@ class LateAnswersConformance(TierSuite):
         index.start_lookup(keys, self.now_s() + 2.0)
         return index
 
-    def test_what_nobody_asked_for_is_a_miss(self) -> None:
+    def test_a_key_without_a_lookup_is_a_miss(self) -> None:
         index = self.make_late()
         assert index.has_async_lookups and index.lookup(A) is LookupResult.MISS
 
-    def test_an_asked_key_is_pending_until_it_is_answered(self) -> None:
+    def test_a_key_in_lookup_is_pending_until_it_is_answered(self) -> None:
         index = self.asked(A, C)
         assert (index.lookup(A), index.lookup(C), index.lookup(B)) == (
             LookupResult.PENDING,
@@ -81,7 +80,7 @@ class LateAnswersConformance(TierSuite):
         assert (index.lookup(A), index.lookup(C)) == (LookupResult.HIT, LookupResult.MISS)
         assert index.pin(A) is not None
 
-    def test_an_asked_key_is_a_miss_after_its_deadline(self) -> None:
+    def test_a_key_in_lookup_is_a_miss_after_its_deadline(self) -> None:
         index = self.asked(A)
         self.pass_time(1.9)
         assert index.lookup(A) is LookupResult.PENDING
@@ -94,7 +93,7 @@ class LateAnswersConformance(TierSuite):
         self.answer_all()
         assert index.lookup(A) is LookupResult.HIT
 
-    def test_the_generation_changes_when_a_question_is_asked_answered_or_over(self) -> None:
+    def test_the_generation_changes_when_a_lookup_starts_ends_or_times_out(self) -> None:
         index = self.make_late()
         seen = [index.generation]
         index.start_lookup([A, B], self.now_s() + 2.0)
@@ -105,7 +104,7 @@ class LateAnswersConformance(TierSuite):
         seen.append(index.generation)
         assert len(set(seen)) == len(seen)
 
-    def test_how_a_question_ended_is_counted_once_for_each_key(self) -> None:
+    def test_each_key_of_a_lookup_is_counted_once_by_its_answer(self) -> None:
         index = self.make_late()
         index.start_lookup([A, C], self.now_s() + DEADLINE_S)
         assert index.take_counts().answers == {}
@@ -113,7 +112,7 @@ class LateAnswersConformance(TierSuite):
         assert index.take_counts().answers == {LookupAnswer.FOUND: 1, LookupAnswer.MISSING: 1}
         assert index.take_counts().answers == {}
 
-    def test_a_question_that_is_over_counts_as_late_and_its_answer_no_more(self) -> None:
+    def test_a_timed_out_lookup_is_counted_once_even_if_answered_later(self) -> None:
         index = self.asked(A, C)
         self.pass_time(2.1)
         assert index.take_counts().answers == {LookupAnswer.TIMED_OUT: 2}
@@ -122,9 +121,9 @@ class LateAnswersConformance(TierSuite):
         index = self.asked(A, C)
         self.pass_time(2.1)
         self.answer_all()
-        assert index.take_counts().answers == {LookupAnswer.TIMED_OUT: 2}, "though nobody looked meanwhile"
+        assert index.take_counts().answers == {LookupAnswer.TIMED_OUT: 2}, "although the index was not used meanwhile"
 
-    def test_asking_again_puts_no_answer_off_and_keeps_the_later_deadline(self) -> None:
+    def test_a_second_lookup_delays_no_answer_and_keeps_the_later_deadline(self) -> None:
         index = self.asked(A)
         self.pass_time(1.0)
         index.start_lookup([A], self.now_s() + 0.1)
@@ -136,7 +135,7 @@ class LateAnswersConformance(TierSuite):
         self.answer_all()
         assert index.lookup(A) is LookupResult.HIT
 
-    def test_what_is_asked_while_as_much_is_as_may_be_is_a_miss(self) -> None:
+    def test_a_lookup_beyond_the_limit_is_a_miss(self) -> None:
         index = self.make_late()
         index.start_lookup([b"%d" % number for number in range(100_000)], self.now_s() + 2.0)
         index.start_lookup([A], self.now_s() + 2.0)
@@ -147,14 +146,14 @@ class LateAnswersConformance(TierSuite):
         self.answer_all()
         assert index.lookup(A) is LookupResult.HIT
 
-    def test_what_was_asked_before_everything_was_withdrawn_is_not_offered_by_the_answer(self) -> None:
+    def test_an_answer_to_a_lookup_before_a_clear_is_ignored(self) -> None:
         index = self.asked(A)
         index.clear()
         assert index.lookup(A) is LookupResult.MISS
         self.answer_all()
         assert index.lookup(A) is LookupResult.MISS
 
-    def test_a_closed_index_hears_no_answer(self) -> None:
+    def test_a_closed_index_ignores_answers(self) -> None:
         index = self.asked(A)
         index.close()
         self.answer_all()
@@ -163,13 +162,13 @@ class LateAnswersConformance(TierSuite):
         assert (index.lookup(A), index.lookup(B)) == (LookupResult.MISS, LookupResult.MISS)
         assert index.used_bytes == 0
 
-    def test_what_was_withdrawn_while_it_was_asked_for_is_not_offered_by_the_answer(self) -> None:
+    def test_an_answer_to_a_lookup_of_an_invalidated_key_is_ignored(self) -> None:
         index = self.asked(A)
         index.invalidate(A)
         self.answer_all()
         assert index.lookup(A) is LookupResult.MISS
 
-    def test_what_was_answered_in_time_is_told_from_what_was_not(self) -> None:
+    def test_answered_and_timed_out_lookups_are_counted_apart(self) -> None:
         index = self.make_late()
         index.start_lookup([A, C], self.now_s() + DEADLINE_S)
         assert index.lookup_counts == (0, 0)
@@ -179,17 +178,17 @@ class LateAnswersConformance(TierSuite):
         self.pass_time(2.1)
         assert index.lookup_counts == (0, 3)
         self.answer_all()
-        assert index.lookup_counts == (0, 3), "an answer after its time is none, and is told of once"
+        assert index.lookup_counts == (0, 3), "a late answer counts once, as timed out"
         index.take_counts()
-        assert index.lookup_counts == (0, 3), "it is not taken"
+        assert index.lookup_counts == (0, 3), "taking the counts does not reset it"
 
-    def test_the_expected_time_of_an_answer_follows_the_answers(self) -> None:
+    def test_the_expected_answer_time_follows_the_answers(self) -> None:
         index = self.make_late()
         for number in range(20):
             index.start_lookup([b"missing %d" % number], self.now_s() + 2.0)
             self.pass_time(2.1)
             assert index.lookup_counts.num_timed_out == number + 1
-        assert 3.5 < index.answer_s <= 4.01, "a lookup that was not answered counts with twice its time"
+        assert 3.5 < index.answer_s <= 4.01, "an unanswered lookup counts with twice its time"
         longest_s = 0.0
         for number in range(20):
             lookups_sent_s = self.now_s()
@@ -200,15 +199,15 @@ class LateAnswersConformance(TierSuite):
 
 
 class LateConformance(LateAnswersConformance):
-    """The same, and more, of one that chunks are stored to as well."""
+    """Contract of a tier with async lookups that chunks are stored to."""
 
-    def test_an_answer_about_what_was_reserved_meanwhile_changes_nothing(self) -> None:
+    def test_an_answer_about_a_key_reserved_meanwhile_changes_nothing(self) -> None:
         index = self.asked(A)
         assert isinstance(index.reserve(A, CHUNK_BYTES), Slot)
         self.answer_all()
         assert index.lookup(A) is LookupResult.PENDING and index.commit(A)
 
-    def test_answers_find_no_more_room_than_there_is(self) -> None:
+    def test_answers_use_no_more_room_than_there_is(self) -> None:
         index = self.make_late()
         for number in range(4):
             assert isinstance(index.reserve(b"%d" % number, CHUNK_BYTES), Slot)
@@ -216,7 +215,7 @@ class LateConformance(LateAnswersConformance):
         self.answer_all()
         assert index.lookup(A) is LookupResult.MISS and index.used_bytes <= index.capacity_bytes
 
-    def test_what_nobody_could_answer_is_not_told_as_unanswered(self) -> None:
+    def test_lookups_that_were_dropped_or_not_sent_are_not_timed_out(self) -> None:
         index = self.asked(A, B)
         index.invalidate(A)
         assert isinstance(index.reserve(B, CHUNK_BYTES), Slot)
@@ -224,6 +223,6 @@ class LateConformance(LateAnswersConformance):
         assert index.lookup_counts == (0, 0)
         index = self.make_late()
         index.start_lookup([b"%d" % number for number in range(100_000)], self.now_s() + 2.0)
-        assert index.lookup_counts == (0, 0), "as much is asked as may be"
+        assert index.lookup_counts == (0, 0), "the limit of lookups is reached"
         self.pass_time(2.1)
         assert 0 < index.lookup_counts.num_timed_out < 100_000

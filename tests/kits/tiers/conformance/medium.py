@@ -1,4 +1,4 @@
-"""What any `TierMedium` does with bytes, above all when it cannot give back what was stored."""
+"""Contract of any `TierMedium` about bytes, above all when it cannot return the stored ones."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class MediumConformance(TierSuite):
     def test_a_medium_is_a_tier_medium(self) -> None:
         assert isinstance(self.make_tier_of(1).medium, TierMedium)
 
-    def test_what_was_stored_is_loaded(self) -> None:
+    def test_a_stored_chunk_is_loaded(self) -> None:
         tier, slot = self.stored()
         destination = bytearray(NUM_BYTES)
         tier.medium.load(SECOND, A, slot, [destination])
         assert failure_of(tier.medium, SECOND) is None
         assert destination == chunk_bytes(1)
 
-    def test_buffers_may_be_cut_anywhere(self) -> None:
+    def test_buffers_may_be_split_anywhere(self) -> None:
         tier = self.make_tier_of(4)
         slot = reserved(tier.index, A, NUM_BYTES)
         chunk = chunk_bytes(3)
@@ -54,7 +54,7 @@ class MediumConformance(TierSuite):
         assert failure_of(tier.medium, SECOND) is None
         assert b"".join(parts) == chunk
 
-    def test_the_source_is_free_again_after_its_completion(self) -> None:
+    def test_the_source_may_be_reused_after_its_completion(self) -> None:
         tier = self.make_tier_of(4)
         slot = reserved(tier.index, A, NUM_BYTES)
         source = bytearray(chunk_bytes(1))
@@ -87,7 +87,7 @@ class MediumConformance(TierSuite):
         assert {completion.failure for completion in completions} == {None}
         assert finish(tier.medium) == []
 
-    def test_a_checksum_that_a_medium_tells_is_that_of_the_bytes(self) -> None:
+    def test_a_reported_checksum_is_that_of_the_bytes(self) -> None:
         tier = self.make_tier_of(4)
         slot = reserved(tier.index, A, NUM_BYTES)
         chunk = chunk_bytes(5)
@@ -98,12 +98,12 @@ class MediumConformance(TierSuite):
             assert completion.failure is None
             assert completion.checksum in (None, xxhash.xxh3_128_digest(chunk))
 
-    def test_what_was_never_stored_is_missing(self) -> None:
+    def test_a_chunk_that_was_never_stored_is_missing(self) -> None:
         tier = self.make_tier_of(4)
         slot = reserved(tier.index, A, NUM_BYTES)
         self._expect_failed_load(tier.medium, A, slot, FailureReason.MISSING)
 
-    def test_another_keys_bytes_are_not_loaded(self) -> None:
+    def test_bytes_of_another_key_are_not_loaded(self) -> None:
         tier, slot = self.stored()
         self._expect_failed_load(tier.medium, B, slot, FailureReason.WRONG_KEY)
 
@@ -168,5 +168,5 @@ class MediumConformance(TierSuite):
         destination = bytearray([POISON]) * num_bytes
         medium.load(SECOND, key, slot, [destination])
         failure = failure_of(medium, SECOND)
-        assert failure is not None, "wrong bytes were offered as right ones"
+        assert failure is not None, "wrong bytes were returned as valid"
         assert failure.reason is reason

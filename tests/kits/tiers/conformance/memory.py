@@ -1,4 +1,4 @@
-"""What any `SealedMemory` does: whoever writes by address, reads by view, and what a seal covers."""
+"""Contract of any `SealedMemory`: writes by address, reads by view, and the bytes that a seal covers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ A, B = b"key a", b"key b"
 NUM_CHUNKS = 8
 CAPACITY_BYTES = NUM_CHUNKS * CHUNK_BYTES
 SCATTERED = Slot(((1 * CHUNK_BYTES, CHUNK_BYTES), (4 * CHUNK_BYTES, CHUNK_BYTES), (6 * CHUNK_BYTES, 100)))
-"""Three extents, the last one no whole chunk."""
+"""Three extents; the last one is no whole chunk."""
 
 
 def reason(failure: Failure | None) -> FailureReason | None:
@@ -36,14 +36,14 @@ def check(memory: SealedMemory, key: Key, slot: Slot) -> Failure | None:
 
 
 class SealedMemoryConformance:
-    """Derive from it, and give `make_memory`."""
+    """Derive from it and define `make_memory`."""
 
     def make_memory(self, capacity_bytes: int) -> SealedMemory:
         """New memory of exactly this capacity, a multiple of `CHUNK_BYTES`."""
         raise NotImplementedError
 
     def sealed(self, slot: Slot = SCATTERED, key: Key = A) -> SealedMemory:
-        """Memory whose slot is filled, no two of its chunks alike, and sealed for the key."""
+        """Memory with the slot filled, each chunk with other bytes, and sealed for the key."""
         memory = self.make_memory(CAPACITY_BYTES)
         for number, view in enumerate(memory.views(slot)):
             view[:] = bytes((number + position) % 251 for position in range(len(view)))
@@ -68,12 +68,12 @@ class SealedMemoryConformance:
     def test_a_sealed_slot_passes_its_check(self) -> None:
         assert check(self.sealed(), A, SCATTERED) is None
 
-    def test_what_was_never_sealed_is_missing(self) -> None:
+    def test_a_slot_that_was_never_sealed_is_missing(self) -> None:
         memory = self.make_memory(CAPACITY_BYTES)
         assert reason(check(memory, A, SCATTERED)) is FailureReason.MISSING
         assert memory.sealed_checksum(A, SCATTERED) is None
 
-    def test_every_extent_is_under_the_seal(self) -> None:
+    def test_a_seal_covers_every_extent(self) -> None:
         for extent, position in ((0, 0), (1, CHUNK_BYTES - 1), (2, 99)):
             memory = self.sealed()
             memory.views(SCATTERED)[extent][position] ^= 1
@@ -85,7 +85,7 @@ class SealedMemoryConformance:
         first, second, third = SCATTERED.extents
         assert reason(check(self.sealed(), A, Slot((first, third, second)))) is FailureReason.CHECKSUM
 
-    def test_another_keys_seal_does_not_pass(self) -> None:
+    def test_a_seal_of_another_key_does_not_pass(self) -> None:
         memory = self.sealed(key=B)
         assert reason(check(memory, A, SCATTERED)) is FailureReason.WRONG_KEY
         assert memory.sealed_checksum(A, SCATTERED) is None
@@ -108,9 +108,9 @@ class SealedMemoryConformance:
         digest = xxhash.xxh3_128_digest(bytes_of(memory, SCATTERED))
         assert memory.sealed_checksum(A, SCATTERED) == digest
         memory.views(SCATTERED)[0][0] ^= 1
-        assert memory.sealed_checksum(A, SCATTERED) == digest, "of what was sealed"
+        assert memory.sealed_checksum(A, SCATTERED) == digest, "the checksum of the sealed bytes"
 
-    def test_a_checksum_that_is_given_is_what_is_checked(self) -> None:
+    def test_a_given_checksum_is_the_one_that_is_checked(self) -> None:
         memory = self.sealed()
         digest = xxhash.xxh3_128_digest(bytes_of(memory, SCATTERED))
         assert memory.seal_all([(A, SCATTERED)], [digest]) == [None]
@@ -126,7 +126,7 @@ class SealedMemoryConformance:
         assert check(memory, A, SCATTERED) is None
 
     def test_each_of_many_chunks_gets_its_own_answer(self) -> None:
-        """A slot outside, an empty one, one of no seal and one of another key, among chunks that are as they were."""
+        """An outside slot, an empty one, an unsealed one and one of another key, among unchanged chunks."""
         memory = self.make_memory(CAPACITY_BYTES)
         slots = [Slot(((number * CHUNK_BYTES, CHUNK_BYTES - number),)) for number in range(NUM_CHUNKS)]
         for number, slot in enumerate(slots):
@@ -149,7 +149,7 @@ class SealedMemoryConformance:
         assert checked[3] is not None and good[2][0].hex() in checked[3].detail
         assert memory.seal_all([]) == memory.check_all([]) == []
 
-    def test_checksums_that_are_given_stay_with_their_chunks(self) -> None:
+    def test_given_checksums_stay_with_their_chunks(self) -> None:
         memory = self.make_memory(CAPACITY_BYTES)
         slots = [Slot(((number * CHUNK_BYTES, CHUNK_BYTES),)) for number in range(3)]
         chunks = [(A, slots[0]), (A, Slot(())), (B, slots[1]), (A, slots[2])]
@@ -169,14 +169,14 @@ class SealedMemoryConformance:
                 assert is_protocol_error(lambda use=use, outside=outside: use(outside))  # type: ignore[misc]
         assert check(memory, A, SCATTERED) is None
 
-    def test_a_slot_without_extents_is_none(self) -> None:
+    def test_a_slot_without_extents_is_invalid(self) -> None:
         memory, empty = self.make_memory(CAPACITY_BYTES), Slot(())
         assert reason(seal(memory, A, empty)) is FailureReason.IO
         assert reason(check(memory, A, empty)) is FailureReason.IO
         for use in (memory.addresses, memory.views, memory.discard):
             assert is_protocol_error(lambda use=use: use(empty))  # type: ignore[misc]
 
-    def test_closed_memory_gives_nothing(self) -> None:
+    def test_closed_memory_fails_every_call(self) -> None:
         memory = self.sealed()
         memory.close()
         memory.close()
@@ -186,7 +186,7 @@ class SealedMemoryConformance:
         for use in (memory.addresses, memory.views, memory.discard):
             assert is_protocol_error(lambda use=use: use(SCATTERED))  # type: ignore[misc]
 
-    def test_a_copy_thread_and_the_main_thread_may_use_it_at_once(self) -> None:
+    def test_a_copy_thread_and_the_main_thread_may_use_it_concurrently(self) -> None:
         memory, rounds = self.make_memory(CAPACITY_BYTES), 64
         failures: list[Failure] = []
         start = threading.Barrier(2)

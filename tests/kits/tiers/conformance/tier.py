@@ -1,4 +1,4 @@
-"""What the suites need to know of the tier under test, and the few steps they share."""
+"""Description of the tier under test, and steps that the suites share."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from hybridkv.tiers.contract import Completion, Failure, Key, Slot, Ticket, Tier
 from hybridkv.tiers.errors import TierProtocolError
 
 CHUNK_BYTES = 4096
-"""Of the suites' usual chunk; a tier that rounds must round to a divisor of it."""
+"""Size of the suites' usual chunk; a tier that rounds must round to a divisor of it."""
 
 TIMEOUT_S = 30.0
-"""Only a broken tier ever waits that long."""
+"""Only a broken tier waits that long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Two halves that belong together."""
+    """Index and medium of one tier."""
 
     index: TierIndex
     medium: TierMedium
@@ -27,14 +27,14 @@ class TierSuite:
     """Base of the suites."""
 
     chunk_cost_bytes: int = CHUNK_BYTES
-    """What one usual chunk takes up in the tier, with whatever it stores beside the bytes."""
+    """Bytes that one usual chunk uses in the tier, with everything stored beside the content."""
 
     def make_tier(self, capacity_bytes: int) -> Tier:
         """A new, empty tier of exactly this capacity, a multiple of `chunk_cost_bytes`."""
         raise NotImplementedError
 
     def corrupt(self, medium: TierMedium, slot: Slot) -> None:
-        """Change one stored byte of the slot behind the medium's back."""
+        """Changes one stored byte of the slot without the medium's knowledge."""
         raise NotImplementedError
 
     def make_tier_of(self, num_chunks: int) -> Tier:
@@ -45,39 +45,39 @@ class TierSuite:
         return self.make_tier_of(num_chunks).index
 
     def bytes_of(self, num_chunks: int) -> int:
-        """Size of the largest chunk that takes up no more than so many usual ones."""
+        """Size of the largest chunk that uses no more than so many usual ones."""
         return num_chunks * self.chunk_cost_bytes - (self.chunk_cost_bytes - CHUNK_BYTES)
 
 
 def reserved(index: TierIndex, key: Key, num_bytes: int = CHUNK_BYTES) -> Slot:
-    """Reserve what must not be refused."""
+    """Reserves a key; must not be refused."""
     slot = index.reserve(key, num_bytes)
     assert isinstance(slot, Slot), f"{key!r} was refused: {slot}"
     return slot
 
 
 def committed(index: TierIndex, *keys: Key) -> None:
-    """Reserve and commit one chunk for each key."""
+    """Reserves and commits one chunk for each key."""
     for key in keys:
         reserved(index, key)
         assert index.commit(key)
 
 
 def finish(medium: TierMedium) -> list[Completion]:
-    """All completions that are still to come."""
+    """All remaining completions."""
     assert medium.drain(TIMEOUT_S)
     return medium.poll()
 
 
 def failure_of(medium: TierMedium, ticket: Ticket) -> Failure | None:
-    """Finish everything; it must have been this one operation."""
+    """Completes everything; exactly this operation must have been in flight."""
     completions = finish(medium)
     assert [completion.ticket for completion in completions] == [ticket]
     return completions[0].failure
 
 
 def is_protocol_error(call: Callable[[], object]) -> bool:
-    """Whether the call is refused as the caller's mistake."""
+    """Whether the call raises `TierProtocolError`."""
     try:
         call()
     except TierProtocolError:

@@ -1,4 +1,4 @@
-"""Wrappers that make a working tier fail in a way that is written down beforehand."""
+"""Wrappers that make a working tier fail as planned."""
 
 from kits.tiers.faults.index import FaultInjectingIndex
 from kits.tiers.faults.medium import FaultInjectingMedium

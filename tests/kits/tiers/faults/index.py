@@ -1,4 +1,4 @@
-"""A `TierIndex` that refuses and loses keys as planned, and otherwise is the index it wraps."""
+"""`TierIndex` that refuses and loses keys as planned, and otherwise delegates to another."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kits.tiers.faults.plan import FaultPlan, Operation, Refuse, Trigger, Vanish
 
 
 class FaultInjectingIndex:
-    """Wraps `inner`. Whatever is planned, this still keeps the contract of `TierIndex`."""
+    """Wraps `inner`. Keeps the contract of `TierIndex`, whatever is planned."""
 
     def __init__(self, inner: TierIndex, plan: FaultPlan) -> None:
         self._inner = inner
@@ -81,7 +81,7 @@ class FaultInjectingIndex:
         self._inner.touch(keys, extends)
 
     def end_batch(self) -> None:
-        """As the inner index, if it is told."""
+        """As the inner index, if it is batched."""
         if isinstance(self._inner, BatchedIndex):
             self._inner.end_batch()
 

@@ -1,6 +1,6 @@
-"""A `TierMedium` that fails, corrupts, delays and loses as planned, and otherwise is the medium it wraps.
+"""`TierMedium` that fails, corrupts, delays and loses as planned, and otherwise delegates to another.
 
-It reaches bytes only through `ExposesBytes`, and only when the plan corrupts. Starts no thread and reads no clock.
+It accesses bytes only through `ExposesBytes`, and only when the plan corrupts. Starts no thread and reads no clock.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class FaultInjectingMedium:
         self._num_dropped = 0
 
     def store(self, ticket: Ticket, key: Key, slot: Slot, source: Sequence[Buffer]) -> None:
-        if not self._meet(Operation.STORE, ticket, key, slot):
+        if not self._intercept(Operation.STORE, ticket, key, slot):
             self._inner.store(ticket, key, slot, source)
 
     def load(self, ticket: Ticket, key: Key, slot: Slot, destination: Sequence[Buffer]) -> None:
-        if not self._meet(Operation.LOAD, ticket, key, slot):
+        if not self._intercept(Operation.LOAD, ticket, key, slot):
             self._inner.load(ticket, key, slot, destination)
 
     def flush(self) -> None:
-        """As the inner medium, if it gathers."""
+        """As the inner medium, if it is batched."""
         if isinstance(self._inner, BatchedMedium):
             self._inner.flush()
 
@@ -52,7 +52,8 @@ class FaultInjectingMedium:
         return completions
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits for no delay, which only polls end: False while a completion is held back or when one was dropped."""
+        """Does not wait for delays, which only polls end: False while a completion is held back or after one was
+        dropped."""
         is_drained = self._inner.drain(timeout_s)
         self._collect()
         return is_drained and not self._delayed and not self._num_dropped
@@ -61,12 +62,12 @@ class FaultInjectingMedium:
         self._inner.close()
 
     def views(self, slot: Slot) -> list[memoryview]:
-        """As the inner medium; `TierConfigurationError` when it has none."""
+        """As the inner medium; `TierConfigurationError` if it has none."""
         if not isinstance(self._inner, ExposesBytes):
             raise TierConfigurationError("medium", "a medium with views()", type(self._inner).__name__)
         return self._inner.views(slot)
 
-    def _meet(self, operation: Operation, ticket: Ticket, key: Key, slot: Slot) -> bool:
+    def _intercept(self, operation: Operation, ticket: Ticket, key: Key, slot: Slot) -> bool:
         """Whether the plan answers this call itself."""
         action = self._trigger.action(operation, key)
         if isinstance(action, Fail):
@@ -77,7 +78,7 @@ class FaultInjectingMedium:
         return False
 
     def _collect(self) -> None:
-        """Take over what the inner medium completed."""
+        """Takes the completions of the inner medium."""
         for completion in self._inner.poll():
             action, slot = self._planned.pop(completion.ticket, (None, None))
             if isinstance(action, Drop):

@@ -1,4 +1,5 @@
-"""What shall fail, and when: a value that can be printed, stored and replayed. Deterministic; knows no tier."""
+"""Plan of failures by call: a value that can be printed, stored and replayed. Deterministic; independent of any
+tier."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from hybridkv.tiers.errors import TierConfigurationError
 
 
 class Operation(enum.StrEnum):
-    """A call that a rule can meet."""
+    """A call that a rule can match."""
 
     STORE = "store"
     LOAD = "load"
@@ -22,7 +23,7 @@ class Operation(enum.StrEnum):
 
 
 class Fail(msgspec.Struct, frozen=True, tag=True):
-    """STORE, LOAD: complete with this reason; the inner medium is not asked."""
+    """STORE, LOAD: complete with this reason; the inner medium is not called."""
 
     reason: FailureReason = FailureReason.INJECTED
 
@@ -45,7 +46,7 @@ class Drop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refuse(msgspec.Struct, frozen=True, tag=True):
-    """RESERVE: refused for this reason; the inner index is not asked."""
+    """RESERVE: refused for this reason; the inner index is not called."""
 
     refusal: Refusal = Refusal.NO_ROOM
 
@@ -56,7 +57,7 @@ class Vanish(msgspec.Struct, frozen=True, tag=True):
 
 Action: TypeAlias = Fail | Corrupt | Delay | Drop | Refuse | Vanish
 
-_MEETS: dict[type[Action], frozenset[Operation]] = {
+_OPERATIONS: dict[type[Action], frozenset[Operation]] = {
     Fail: frozenset({Operation.STORE, Operation.LOAD}),
     Corrupt: frozenset({Operation.STORE}),
     Delay: frozenset({Operation.STORE, Operation.LOAD}),
@@ -75,8 +76,8 @@ class Rule(msgspec.Struct, frozen=True):
     nth: int | None = None
 
     def __post_init__(self) -> None:
-        if self.operation not in _MEETS[type(self.action)]:
-            expected = "one of " + ", ".join(sorted(_MEETS[type(self.action)]))
+        if self.operation not in _OPERATIONS[type(self.action)]:
+            expected = "one of " + ", ".join(sorted(_OPERATIONS[type(self.action)]))
             raise TierConfigurationError("operation", f"{expected} for {self.action}", str(self.operation))
         if self.nth is not None and self.nth < 1:
             raise TierConfigurationError("nth", "a number >= 1", self.nth)
@@ -85,20 +86,20 @@ class Rule(msgspec.Struct, frozen=True):
 
 
 class FaultPlan(msgspec.Struct, frozen=True):
-    """Rules in order of precedence: of those that meet a call the first one acts, all count it. Empty: idle."""
+    """Rules in order of precedence: the first that matches a call acts, all that match count it. Empty: no failures."""
 
     rules: tuple[Rule, ...] = ()
 
 
 class Trigger:
-    """Where a plan stands: counts the calls that each rule met."""
+    """State of a plan: counts the calls that each rule matched."""
 
     def __init__(self, plan: FaultPlan) -> None:
         self._rules = plan.rules
         self._num_calls = [0] * len(plan.rules)
 
     def action(self, operation: Operation, key: Key) -> Action | None:
-        """Count this call; what shall be done to it."""
+        """Counts this call and returns its action."""
         chosen: Action | None = None
         for position, rule in enumerate(self._rules):
             if rule.operation is not operation or rule.key not in (None, key):

@@ -1,4 +1,4 @@
-"""The executable specification of `TierIndex`: every answer is computed from first principles, over all keys.
+"""Executable specification of `TierIndex`: every answer is computed from first principles, over all keys.
 
 Other indices are tested against it. It is slow on purpose and not meant to serve an engine.
 """
@@ -29,9 +29,9 @@ class _Entry:
 
 
 class ReferenceIndex(SyncLookups):
-    """A `TierIndex` whose slots are numbered, each as large as the whole tier.
+    """A `TierIndex` with numbered slots, each as large as the whole tier.
 
-    A chunk takes up whole multiples of `granule_bytes`, so that it can be compared with tiers that round up.
+    A chunk uses whole multiples of `granule_bytes`, so that it can be compared with tiers that round up.
     """
 
     def __init__(self, capacity_bytes: int, granule_bytes: int = 1) -> None:
@@ -86,7 +86,7 @@ class ReferenceIndex(SyncLookups):
         return self.lookup(key) is not LookupResult.MISS
 
     def is_doomed(self, key: Key) -> bool:
-        """Whether it was invalidated while somebody still writes or reads it."""
+        """Whether it was invalidated while still written or read."""
         entry = self._entries.get(key)
         return entry is not None and entry.is_doomed
 
@@ -112,7 +112,7 @@ class ReferenceIndex(SyncLookups):
         self._entries[key].extends = extends
 
     def _remove(self, key: Key) -> _Entry:
-        """The entry goes. What extended it extends what it did, which is the next to go if nothing extends it."""
+        """Removes the entry. Its extensions extend its predecessor, which is the next to go if nothing extends it."""
         gone = self._entries.pop(key)
         for entry in self._entries.values():
             if entry.extends == key:
@@ -155,7 +155,7 @@ class ReferenceIndex(SyncLookups):
         return None
 
     def _victims(self, kept: Key | None) -> list[Key]:
-        """What may be evicted, first to go first."""
+        """Evictable keys, first to go first."""
         num_extend = Counter(entry.extends for entry in self._entries.values())
         num_extend[kept] += 1
         free = {key for key, entry in self._entries.items() if not entry.is_reserved and not entry.num_pins}
@@ -245,7 +245,7 @@ class ReferenceIndex(SyncLookups):
                 self._remove(key)
 
     def _give_back(self, entry: _Entry) -> None:
-        """It is used, and nobody writes or reads it any more."""
+        """Marks the entry as used now, without readers or writers."""
         entry.last_used, entry.last_call = self._now(), self._num_calls
 
     def unpin_all(self, keys: Iterable[Key]) -> None:

@@ -43,7 +43,7 @@ class ReferenceMedium:
         self._stored.clear()
 
     def forget(self, slot: Slot) -> None:
-        """Lose what was stored there."""
+        """Loses the content of the slot."""
         self._stored.pop(slot.first_offset, None)
 
     def views(self, slot: Slot) -> list[memoryview]:

@@ -1,8 +1,8 @@
-"""The executable specification of a tier that answers late: a store elsewhere, which may be slow, lie and lose things.
+"""Executable specification of a tier with async lookups: a remote store, which may be slow, wrong and lose chunks.
 
-Also the worked example of a tier that is neither memory nor a disk: one store, an index for each engine that uses it,
-and a medium for each rank. `RemoteStore` is the world; a test tells it what goes wrong there. Nothing waits: time is
-the clock's, and what is on its way comes when the clock says so.
+Also an example of a tier that is neither memory nor a disk: one store, an index for each engine that uses it, and a
+medium for each rank. `RemoteStore` is shared; a test sets what goes wrong there. No call waits: time is the clock's,
+and results arrive when the clock says so.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ if TYPE_CHECKING:
 
 _NEVER_S = math.inf
 _OVER_S = -math.inf
-"""The deadline of what was not answered in time."""
+"""Deadline of a lookup that has timed out."""
 MAX_ASKED = 4096
-"""Keys about which an index waits for answers at one time."""
+"""Keys that an index may have in lookup at one time."""
 
 
 @dataclass(slots=True)
 class RemoteStore:
-    """What lies elsewhere, and how it behaves.
+    """The remote store and its behaviour.
 
     Args:
         num_ranks: each has its part of every chunk.
         clock: seconds.
-        answer_s: how long an answer takes.
-        move_s: how long a store or a load takes.
+        answer_s: time until an answer.
+        move_s: time of a store or a load.
         is_silent: nothing is answered, and nothing that begins now ends.
     """
 
@@ -59,31 +59,31 @@ class RemoteStore:
     move_s: float = 0.0
     is_silent: bool = False
     directory: dict[Key, Slot] = field(default_factory=dict)
-    """What it says that it holds."""
+    """Chunks that it claims to hold."""
     media: list[ReferenceMedium] = field(init=False)
-    """What it does hold, for each rank."""
+    """Chunks that it does hold, for each rank."""
     num_lookups: int = 0
-    """Keys, ever."""
+    """Total number of keys."""
     _next_place: int = 0
 
     def __post_init__(self) -> None:
         self.media = [ReferenceMedium() for _ in range(self.num_ranks)]
 
     def allocate(self, num_bytes: int) -> Slot:
-        """A place that nobody else has, ever."""
+        """Allocates a place that is never reused."""
         place, self._next_place = self._next_place, self._next_place + num_bytes
         return Slot(((place, num_bytes),))
 
     def lie(self, key: Key, num_bytes: int) -> None:
-        """Say from now on that a chunk is there which is not."""
+        """Claims from now on to hold a chunk that is missing."""
         self.directory[key] = self.allocate(num_bytes)
 
     def confuse(self, key: Key, other: Key) -> None:
-        """Say from now on that a chunk lies where another does, whose bytes and length are its own."""
+        """Claims from now on that a chunk is at the place of another, with that one's bytes and length."""
         self.directory[key] = self.directory[other]
 
     def vanish(self, key: Key) -> None:
-        """Lose a chunk. Who has heard that it is there will still ask for it."""
+        """Loses a chunk. Engines that found it before will still load it."""
         slot = self.directory.pop(key, None)
         if slot is not None:
             for medium in self.media:
@@ -98,12 +98,12 @@ class _Asked:
 
 
 class RemoteIndex:
-    """A `TierIndex` over a `RemoteStore`: what this engine stored there, and what it has heard of.
+    """`TierIndex` over a `RemoteStore`: the chunks that this engine stored there, and those that it found.
 
     Args:
-        store: elsewhere.
-        capacity_bytes: what this engine may take up there, or know of. What makes room is forgotten here, and still
-            found there by asking.
+        store: the remote store.
+        capacity_bytes: bytes that this engine may use there, or know of. Evicted keys are forgotten here, and can still
+            be found by a lookup.
         granule_bytes: as `ReferenceIndex`.
     """
 
@@ -114,22 +114,22 @@ class RemoteIndex:
         self._asked: dict[Key, _Asked] = {}
         self._changes = 0
         self._answers: dict[LookupAnswer, int] = {}
-        self._heard = LookupCounts()
+        self._lookup_counts = LookupCounts()
         self._answer_s: float | None = None
 
-    # What is not known yet.
+    # Lookups.
 
     @property
     def has_async_lookups(self) -> bool:
         return True
 
     def start_lookup(self, keys: Iterable[Key], deadline_s: float) -> None:
-        self._hear()
+        self._receive()
         now_s = self._store.clock()
         for key in keys:
             asked = self._asked.get(key)
             if asked is not None:
-                # It is being found out: to ask once more would put the answer off.
+                # Already in lookup: a second one would delay the answer.
                 later_s = max(asked.deadline_s, deadline_s)
                 self._changes += later_s != asked.deadline_s
                 self._asked[key] = _Asked(asked.lookups_sent_s, asked.answers_s, later_s)
@@ -141,10 +141,10 @@ class RemoteIndex:
                 self._changes += 1
                 answers_s = _NEVER_S if self._store.is_silent else now_s + self._store.answer_s
                 self._asked[key] = _Asked(now_s, answers_s, deadline_s)
-        self._hear()
+        self._receive()
 
-    def _hear(self) -> None:
-        """What was answered by now, and what was not in time."""
+    def _receive(self) -> None:
+        """Applies answers that have arrived, and ends lookups that have timed out."""
         now_s = self._store.clock()
         for key, asked in list(self._asked.items()):
             if now_s >= asked.answers_s:
@@ -162,7 +162,7 @@ class RemoteIndex:
             else:
                 self._end(asked, LookupAnswer.TIMED_OUT)
             if now_s < asked.answers_s < _NEVER_S:
-                # An answer may still come. Until then it is a MISS.
+                # An answer may still come. Until then the key is a MISS.
                 self._asked[key] = _Asked(asked.lookups_sent_s, asked.answers_s, _OVER_S)
                 self._changes += 1
                 continue
@@ -174,26 +174,28 @@ class RemoteIndex:
         is_late = answer is LookupAnswer.TIMED_OUT
         took_s = 2 * (asked.deadline_s - asked.lookups_sent_s) if is_late else asked.answers_s - asked.lookups_sent_s
         self._answer_s = took_s if self._answer_s is None else (3 * self._answer_s + took_s) / 4
-        self._heard = LookupCounts(self._heard.num_answered + (not is_late), self._heard.num_timed_out + is_late)
+        self._lookup_counts = LookupCounts(
+            self._lookup_counts.num_answered + (not is_late), self._lookup_counts.num_timed_out + is_late
+        )
 
     def _count(self, answer: LookupAnswer) -> None:
         self._answers[answer] = self._answers.get(answer, 0) + 1
 
     @property
     def lookup_counts(self) -> LookupCounts:
-        self._hear()
-        return self._heard
+        self._receive()
+        return self._lookup_counts
 
     @property
     def answer_s(self) -> float:
-        self._hear()
+        self._receive()
         return self._answer_s or 0.0
 
     def lacks(self, key: Key) -> bool:
-        self._hear()
+        self._receive()
         return self._known.lacks(key)
 
-    # What is known.
+    # Known keys.
 
     @property
     def capacity_bytes(self) -> int:
@@ -212,11 +214,11 @@ class RemoteIndex:
 
     @property
     def generation(self) -> int:
-        self._hear()
+        self._receive()
         return self._known.generation + self._changes
 
     def lookup(self, key: Key) -> LookupResult:
-        self._hear()
+        self._receive()
         answer = self._known.lookup(key)
         if answer is LookupResult.MISS and (asked := self._asked.get(key)) and asked.deadline_s != _OVER_S:
             return LookupResult.PENDING
@@ -241,7 +243,7 @@ class RemoteIndex:
         self._known.touch(keys, extends)
 
     def reserve(self, key: Key, num_bytes: int, extends: Extends = ()) -> Slot | Refusal:
-        self._hear()
+        self._receive()
         answer = self._known.reserve(key, num_bytes, extends)
         if isinstance(answer, Refusal):
             return answer
@@ -275,11 +277,11 @@ class RemoteIndex:
         return is_withdrawn
 
     def pin(self, key: Key) -> Slot | None:
-        self._hear()
+        self._receive()
         return None if self._known.pin(key) is None else self._slots[key]
 
     def pin_all(self, keys: Sequence[Key]) -> list[Slot] | None:
-        self._hear()
+        self._receive()
         return None if self._known.pin_all(keys) is None else [self._slots[key] for key in keys]
 
     def unpin(self, key: Key) -> None:
@@ -296,17 +298,17 @@ class RemoteIndex:
         return self._known.clear()
 
     def take_counts(self) -> TierCounts:
-        self._hear()
+        self._receive()
         answers, self._answers = self._answers, {}
         return self._known.take_counts().merge(TierCounts(answers=answers))
 
     def close(self) -> None:
-        """What was stored stays with the store."""
+        """Stored chunks stay in the store."""
         self._asked.clear()
         self._known.close()
 
     def _forget_slots(self) -> None:
-        """Of what made room, when that is as many as there are others."""
+        """Forgets the slots of evicted keys once they are as many as the others."""
         if len(self._slots) <= 2 * self._known.num_keys + MAX_ASKED:
             return
         for key in [key for key in self._slots if self._known.lacks(key) and not self._known.is_doomed(key)]:
@@ -314,7 +316,7 @@ class RemoteIndex:
 
 
 class RemoteMedium:
-    """One rank's `TierMedium` of a `RemoteStore`. What it is asked for ends when the clock says so."""
+    """One rank's `TierMedium` of a `RemoteStore`. Operations end when the clock says so."""
 
     def __init__(self, store: RemoteStore, rank: int) -> None:
         self._store = store
@@ -358,7 +360,7 @@ class RemoteMedium:
         return all(ends_s <= limit_s for ends_s, _ in self._moving)
 
     def close(self) -> None:
-        """The store goes on without it."""
+        """The store remains open."""
         self._is_closed = True
 
     def views(self, slot: Slot) -> list[memoryview]:
