@@ -1,4 +1,4 @@
-"""`hybridkv bench` against a played server, which knows which prompts it has seen. A real one is in //tests/e2e."""
+"""`hybridkv bench` against a fake server that knows which prompts it has seen. A real one is in //tests/e2e."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hybridkv.cli.measuring import Measurement
 COLD_S, OWN_S, RESTORED_S = 0.09, 0.01, 0.03
 
 
-class PlayedServer(ThreadingHTTPServer):
-    """A server with a cache of its own and a tier below it."""
+class FakeServer(ThreadingHTTPServer):
+    """Server with a prefix cache and a tier below it."""
 
     def __init__(self, *, can_reset: bool) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -35,7 +35,7 @@ class PlayedServer(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: PlayedServer
+    server: FakeServer
 
     def log_message(self, *arguments: Any) -> None:
         pass
@@ -82,8 +82,8 @@ def short_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def server(request: pytest.FixtureRequest) -> Iterator[PlayedServer]:
-    played = PlayedServer(can_reset=getattr(request, "param", True))
+def server(request: pytest.FixtureRequest) -> Iterator[FakeServer]:
+    played = FakeServer(can_reset=getattr(request, "param", True))
     thread = threading.Thread(target=played.serve_forever, daemon=True)
     thread.start()
     yield played
@@ -92,12 +92,12 @@ def server(request: pytest.FixtureRequest) -> Iterator[PlayedServer]:
     thread.join()
 
 
-def benched(url: str, *options: str) -> Result:
+def run_bench(url: str, *options: str) -> Result:
     return CliRunner().invoke(main, ["bench", url, *options])
 
 
-def test_cold_own_and_restored_are_told_apart(server: PlayedServer) -> None:
-    result = benched(server.url + "/v1/", "--tokens", "600", "--prompts", "2", "--json")
+def test_cold_cached_and_restored_prompts_are_distinguished(server: FakeServer) -> None:
+    result = run_bench(server.url + "/v1/", "--tokens", "600", "--prompts", "2", "--json")
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     kinds = {each["kind"]: each for each in report["measurements"]}
@@ -111,14 +111,14 @@ def test_cold_own_and_restored_are_told_apart(server: PlayedServer) -> None:
 
 
 @pytest.mark.parametrize("server", [False], indirect=True)
-def test_a_server_that_cannot_reset_its_cache_has_two_kinds(server: PlayedServer) -> None:
-    result = benched(server.url, "--tokens", "600", "--prompts", "1")
+def test_a_server_that_cannot_reset_its_cache_has_two_kinds(server: FakeServer) -> None:
+    result = run_bench(server.url, "--tokens", "600", "--prompts", "1")
     assert result.exit_code == 0 and "restored from the tiers" not in result.stdout
     assert "VLLM_SERVER_DEV_MODE=1" in result.stdout and "no restore is measured" in result.stderr
 
 
-def test_the_table_and_the_paragraph(server: PlayedServer) -> None:
-    lines = benched(server.url, "--tokens", "600", "--prompts", "1").stdout.splitlines()
+def test_the_text_report_has_a_table_and_a_paragraph(server: FakeServer) -> None:
+    lines = run_bench(server.url, "--tokens", "600", "--prompts", "1").stdout.splitlines()
     assert lines[0] == "tiny: 1 prompt of 600 tokens, one after the other; median of each kind, fewest cached tokens"
     assert lines[2].split() == ["time", "to", "first", "token", "fastest", "slowest", "cached", "tokens"]
     assert [line.split()[0] for line in lines[3:6]] == ["cold", "again,", "restored"]
@@ -136,7 +136,9 @@ def test_the_table_and_the_paragraph(server: PlayedServer) -> None:
         ([1.9, 1.9, 1.9], 99, "save little or nothing"),
     ],
 )
-def test_the_verdict(restored_s: list[float], cached_tokens: int | None, words: str) -> None:
+def test_the_verdict_depends_on_times_and_cached_tokens(
+    restored_s: list[float], cached_tokens: int | None, words: str
+) -> None:
     restored = Measurement("restored", restored_s, cached_tokens)
     found = [Measurement("cold", [2.0, 2.1, 1.8], 0), Measurement("own", [0.1], 99), restored]
     said = measuring.verdict(8000, found, 4000.0)
@@ -144,10 +146,10 @@ def test_the_verdict(restored_s: list[float], cached_tokens: int | None, words: 
     assert "4,000 tokens a second" in said
 
 
-def test_what_cannot_be_measured_is_refused(server: PlayedServer) -> None:
-    assert "less than the 2048 tokens of tiny" in benched(server.url, "--tokens", "2048").stderr
-    assert "--model: expected one of tiny" in benched(server.url, "--model", "other").stderr
+def test_an_unusable_server_or_option_is_refused(server: FakeServer) -> None:
+    assert "less than the 2048 tokens of tiny" in run_bench(server.url, "--tokens", "2048").stderr
+    assert "--model: expected one of tiny" in run_bench(server.url, "--model", "other").stderr
     for url in ("ftp://host", "localhost:99999", "http://127.0.0.1:abc", "http://[::1"):
-        assert "URL: expected http://HOST:PORT" in benched(url).stderr
-    result = benched("http://127.0.0.1:1")
+        assert "URL: expected http://HOST:PORT" in run_bench(url).stderr
+    result = run_bench("http://127.0.0.1:1")
     assert result.exit_code == 2 and "is the server up" in result.stderr

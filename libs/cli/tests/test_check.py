@@ -1,4 +1,4 @@
-"""`hybridkv check` finds what the engine's decoders refuse, and warns of settings that an engine accepts silently."""
+"""`hybridkv check` reports what the engine's decoders refuse, and warns of settings that an engine accepts silently."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def transfer(extra: object, **more: Any) -> dict[str, Any]:
     return fields | more
 
 
-def checked(config: object, *options: str) -> Result:
+def run_check(config: object, *options: str) -> Result:
     text = config if isinstance(config, str) else json.dumps(config)
     return CliRunner().invoke(main, ["check", text, *options])
 
 
 @pytest.mark.parametrize("tiers", [[RAM], [RAM, DISK], [RAM, DISK, OBJECT]])
-def test_a_good_configuration_has_no_problem(tiers: list[object]) -> None:
-    result = checked(transfer({"tiers": tiers, "weights_digest": "model-1"}))
+def test_a_valid_configuration_has_no_problem(tiers: list[object]) -> None:
+    result = run_check(transfer({"tiers": tiers, "weights_digest": "model-1"}))
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout == "no problem found: HybridOffloadConnector\n"
 
@@ -63,8 +63,8 @@ def test_a_good_configuration_has_no_problem(tiers: list[object]) -> None:
         ("[1]", ["[1]: expected a readable file"]),
     ],
 )
-def test_what_an_engine_refuses_is_an_error_with_its_path_and_a_hint(config: object, words: list[str]) -> None:
-    result = checked(config)
+def test_a_refused_setting_is_an_error_with_its_path_and_a_hint(config: object, words: list[str]) -> None:
+    result = run_check(config)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
     for each in words:
@@ -84,8 +84,8 @@ def test_what_an_engine_refuses_is_an_error_with_its_path_and_a_hint(config: obj
         (transfer({"tiers": [RAM]}, kv_connector="NixlConnector"), "kv_connector"),
     ],
 )
-def test_what_an_engine_takes_silently_is_a_warning(config: object, path: str) -> None:
-    result = checked(config, "--json")
+def test_a_doubtful_setting_is_a_warning(config: object, path: str) -> None:
+    result = run_check(config, "--json")
     problems = json.loads(result.stdout)["problems"]
     assert [(each["severity"], each["path"]) for each in problems] == [("warning", path)]
 
@@ -94,13 +94,13 @@ def test_a_configuration_comes_from_a_file_or_from_stdin(tmp_path: Path) -> None
     text = json.dumps(transfer({"tiers": [RAM]}))
     file = tmp_path / "transfer.json"
     file.write_text(text)
-    assert checked(str(file)).exit_code == 0
+    assert run_check(str(file)).exit_code == 0
     assert CliRunner().invoke(main, ["check", "-"], input=text).exit_code == 0
-    assert f"{tmp_path}/none: expected a readable file" in checked(f"{tmp_path}/none").stderr
+    assert f"{tmp_path}/none: expected a readable file" in run_check(f"{tmp_path}/none").stderr
 
 
 def test_json_has_the_same_findings() -> None:
-    result = checked(transfer({"tiers": [{"type": "ram"}]}), "--json")
+    result = run_check(transfer({"tiers": [{"type": "ram"}]}), "--json")
     assert result.exit_code == 2
     [problem] = json.loads(result.stdout)["problems"]
     assert problem["path"] == "kv_connector_extra_config.tiers[0].capacity" and problem["hint"]

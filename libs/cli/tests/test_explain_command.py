@@ -1,4 +1,4 @@
-"""`hybridkv explain` sums up the explain log, whatever stands between its lines."""
+"""`hybridkv explain` summarizes the explain log, whatever other lines it contains."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ LINES = [
 ]
 
 
-def explained(tmp_path: Path, lines: list[str], *options: str) -> Result:
+def run_explain(tmp_path: Path, lines: list[str], *options: str) -> Result:
     log = tmp_path / "explain.jsonl"
     log.write_text("\n".join(lines))
     return CliRunner().invoke(main, ["explain", str(log), *options])
 
 
-def test_the_sums_and_the_advice(tmp_path: Path) -> None:
-    result = explained(tmp_path, LINES)
+def test_the_report_has_sums_and_advice(tmp_path: Path) -> None:
+    result = run_explain(tmp_path, LINES)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[:2] == ["4 requests, 25.0 % of them hits", "3,000 tokens: compute 71.7 %, ram 26.7 %, engine 1.7 %"]
@@ -64,32 +64,32 @@ def test_the_sums_and_the_advice(tmp_path: Path) -> None:
     assert lines[-1] == REUSE
 
 
-def test_one_json_document(tmp_path: Path) -> None:
-    report = json.loads(explained(tmp_path, LINES, "--json").stdout)
+def test_the_json_report_is_one_document(tmp_path: Path) -> None:
+    report = json.loads(run_explain(tmp_path, LINES, "--json").stdout)
     assert (report["requests"], report["hits"], report["tokens"], report["other_lines"]) == (4, 1, 2150 + 850, 3)
     assert report["by_source"] == {"compute": 2150, "ram": 800, "engine": 50}
     assert report["reuse"] == REUSE
 
 
 def test_the_last_break_even_of_each_tier_is_shown(tmp_path: Path) -> None:
-    """Where a log has one."""
+    """If the log has one."""
     other = BREAK_EVEN.replace("peer", "object")
     lines = [*LINES, f"INFO [a.py:1] {other.replace('301', '999')}", f"INFO [a.py:1] {BREAK_EVEN}", f"INFO {other}"]
-    assert explained(tmp_path, lines).stdout.splitlines()[-2:] == [other, BREAK_EVEN]
-    assert json.loads(explained(tmp_path, lines, "--json").stdout)["break_even"] == {
+    assert run_explain(tmp_path, lines).stdout.splitlines()[-2:] == [other, BREAK_EVEN]
+    assert json.loads(run_explain(tmp_path, lines, "--json").stdout)["break_even"] == {
         "object": other,
         "peer": BREAK_EVEN,
     }
-    assert json.loads(explained(tmp_path, LINES, "--json").stdout)["break_even"] == {}
+    assert json.loads(run_explain(tmp_path, LINES, "--json").stdout)["break_even"] == {}
 
 
-def test_stdin_is_read() -> None:
+def test_the_log_may_come_from_stdin() -> None:
     result = CliRunner().invoke(main, ["explain", "-"], input=record(LookupReason.COMPLETE) + "\n")
     assert result.stdout.startswith("1 requests")
 
 
 def test_a_log_without_records_says_how_to_get_them(tmp_path: Path) -> None:
-    result = explained(tmp_path, ["INFO nothing", "more"])
+    result = run_explain(tmp_path, ["INFO nothing", "more"])
     assert (result.exit_code, result.stdout) == (2, "")
     assert "explain.jsonl: expected lines of the logger vllm.hybridkv.explain, got 2 other lines" in result.stderr
     assert "explain-logging.json" in result.stderr
@@ -97,5 +97,5 @@ def test_a_log_without_records_says_how_to_get_them(tmp_path: Path) -> None:
     assert missing.exit_code == 2 and "none: expected a readable file" in missing.stderr
 
 
-def test_each_reason_has_its_line_of_advice() -> None:
+def test_every_reason_has_advice() -> None:
     assert set(ADVICE) == set(LookupReason)

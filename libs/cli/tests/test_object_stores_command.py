@@ -23,7 +23,7 @@ DAY_S = 86_400.0
 
 
 def store(path: Path, seed: bytes = b"a", secret: bytes = b"") -> None:
-    """A path that an engine stored and left."""
+    """Stores the chunks of one path, as an engine does before it ends."""
     location = StoreLocation(f"file://{path}", secret=secret)
     options = ObjectOptions(pack_bytes=25_000)
     index = open_index(location, bytes(32), 1, options, time.monotonic)
@@ -64,7 +64,7 @@ def packs(path: Path) -> list[Path]:
     return sorted(path.glob("*/p/*/*"))
 
 
-def test_inspect_shows_packs_manifests_and_others(path: Path) -> None:
+def test_inspect_shows_packs_manifests_and_other_objects(path: Path) -> None:
     store(path)
     (path / "README").write_text("mine")
     result = run("inspect", url(path))
@@ -90,7 +90,7 @@ def test_verify_reads_every_chunk_and_finds_the_damaged_one(path: Path) -> None:
     assert report["num_damaged"] == 1 and report["damages"][0]["name"] == str(pack.relative_to(path))
 
 
-def test_verify_names_a_cut_pack_and_a_manifest_without_its_pack(path: Path) -> None:
+def test_verify_names_a_truncated_pack_and_a_manifest_without_its_pack(path: Path) -> None:
     store(path)
     first, second = packs(path)[:2]
     first.unlink()
@@ -102,7 +102,7 @@ def test_verify_names_a_cut_pack_and_a_manifest_without_its_pack(path: Path) -> 
     assert json.loads(run("verify", url(path), "--json").stdout)["num_damaged"] == 2
 
 
-def test_verify_with_and_without_the_secret(path: Path, tmp_path: Path) -> None:
+def test_verify_checks_the_seals_only_with_the_secret(path: Path, tmp_path: Path) -> None:
     from hybridkv.peers.wire import read_secret
     from hybridkv.tiers.object import SECRET_PURPOSE
 
@@ -118,7 +118,7 @@ def test_verify_with_and_without_the_secret(path: Path, tmp_path: Path) -> None:
     assert wrong.exit_code == 1 and json.loads(wrong.stdout)["num_damaged"] >= NUM_CHUNKS
 
 
-def test_gc_is_a_dry_run_until_it_is_told_to_delete(path: Path) -> None:
+def test_gc_only_reports_until_delete_is_given(path: Path) -> None:
     store(path)
     left = path / packs(path)[0].parts[-4] / "p" / f"{uuid.uuid4().hex}-1" / "0"
     left.parent.mkdir()
@@ -132,7 +132,7 @@ def test_gc_is_a_dry_run_until_it_is_told_to_delete(path: Path) -> None:
     assert "nothing to delete" in run("gc", url(path)).stdout
 
 
-def test_gc_by_age_and_by_size(path: Path) -> None:
+def test_gc_deletes_by_age_and_by_size(path: Path) -> None:
     store(path, b"a")
     make_old(path, 3 * DAY_S)
     store(path, b"b")
@@ -143,7 +143,7 @@ def test_gc_by_age_and_by_size(path: Path) -> None:
     assert not packs(path)
 
 
-def test_gc_leaves_a_directory_alone_that_another_process_sweeps(path: Path) -> None:
+def test_gc_refuses_a_directory_that_another_process_sweeps(path: Path) -> None:
     store(path)
     fd = os.open(path / "sweep.lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -165,7 +165,7 @@ def test_a_store_that_cannot_be_opened_is_an_error(command: str, place: str, exp
     assert result.exit_code == 2 and expected in result.stderr
 
 
-def test_a_server_that_is_not_there_is_an_error() -> None:
+def test_an_unreachable_server_is_an_error() -> None:
     result = run("inspect", "s3://bucket/prefix", "--endpoint", "http://127.0.0.1:9", "--region", "r")
     assert result.exit_code == 2 and "a store that can be used" in result.stderr, result.output
 

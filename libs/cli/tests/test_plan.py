@@ -52,22 +52,22 @@ def report(**fields: object) -> PlanReport:
     return PlanReport(**usual | fields)  # type: ignore[arg-type]
 
 
-def planned(*arguments: str) -> Result:
+def run_plan(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["plan", *arguments])
 
 
-def test_without_vllm_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_error_without_vllm_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(engine_groups, "find_spec", lambda name: None)
-    result = planned(str(tmp_path))
+    result = run_plan(str(tmp_path))
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: vllm: expected an installed vLLM") and "pip install vllm" in result.stderr
     assert "vllm" not in sys.modules or result.exit_code == 2
 
 
-def test_a_directory_without_a_configuration_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_directory_without_a_model_configuration_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(engine_groups, "find_spec", lambda name: object())
     for model in (str(tmp_path), "/none/here", "./none"):
-        result = planned(model)
+        result = run_plan(model)
         assert result.exit_code == 2 and f"error: {model}: expected a directory with config.json" in result.stderr
 
 
@@ -86,7 +86,7 @@ def test_a_configuration_is_refused_before_vllm_is_loaded(
     options: list[str], words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_groups, "plan_engine", lambda *_: pytest.fail("vLLM was loaded"))
-    result = planned("model", *options)
+    result = run_plan("model", *options)
     assert result.exit_code == 2
     for each in words:
         assert each in result.stderr
@@ -100,7 +100,7 @@ def test_options_of_vllm_are_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
         return report()
 
     monkeypatch.setattr(planning, "plan", plan)
-    result = planned("granite", "--max-model-len", "8k", "--block-size", "32", "--enforce-eager", "-tp", "2", "--json")
+    result = run_plan("granite", "--max-model-len", "8k", "--block-size", "32", "--enforce-eager", "-tp", "2", "--json")
     assert result.exit_code == 0, result.output
     assert given[0] == "granite"
     assert given[2] == [
@@ -129,7 +129,7 @@ def test_the_text_ends_with_the_option_to_paste() -> None:
 
 def test_warnings_are_shown_and_change_the_exit_status(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "plan", lambda *_: report(warnings=list(planning._room_warnings(STARTUP, 1 << 24))))
-    result = planned("granite")
+    result = run_plan("granite")
     assert result.exit_code == 1
     assert "warning: host memory holds 8,589,678 tokens of one prompt, fewer than max_model_len" in result.stdout
 
@@ -142,7 +142,7 @@ def test_warnings_are_shown_and_change_the_exit_status(monkeypatch: pytest.Monke
         ([RAM, PEER | {"peers": ["127.0.0.1:7300"]}], "kv_both", {"peer": "names no other engine"}),
     ],
 )
-def test_tiers_that_are_never_asked(tiers: list[object], role: str, expected: dict[str, str]) -> None:
+def test_unused_tiers_are_reported_with_the_reason(tiers: list[object], role: str, expected: dict[str, str]) -> None:
     config = decode_config({"tiers": tiers, "weights_digest": "model-1"})
     found = dict(planning._unused_tiers(config, role))
     assert found.keys() == expected.keys()

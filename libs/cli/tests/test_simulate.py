@@ -27,7 +27,7 @@ def write_lines(file: Path, lines: list[dict[str, Any]]) -> Path:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Sixty prompts about twenty documents: eight shared chunks of 512 tokens, and two of its own."""
+    """Sixty prompts about twenty documents: eight shared chunks of 512 tokens, and two of their own."""
     lines = []
     for i in range(60):
         shared, own = [1000 * (i % 20) + place for place in range(8)], [100_000 + 10 * i, 100_001 + 10 * i]
@@ -52,11 +52,11 @@ def plan(chunk_tokens: int, state_bytes: int) -> str:
     return msgspec.json.encode({"model": "tiny", "startup": startup}).decode()
 
 
-def simulated(trace: Path, *options: str, stdin: str = "") -> Result:
+def run_simulate(trace: Path, *options: str, stdin: str = "") -> Result:
     return CliRunner().invoke(main, ["simulate", str(trace), *options], input=stdin)
 
 
-def test_what_a_trace_stores_is_counted_by_hand() -> None:
+def test_the_stored_tokens_of_a_trace_equal_those_counted_by_hand() -> None:
     trace, costs = chained("two", 10, [(31, "abc"), (31, "abd")]), CostModel(step_tokens=8)
     outcome = simulate(trace, ROOM, costs, PromptEnds())
     assert (outcome.total_tokens, outcome.hit_tokens) == (62, 0)
@@ -65,7 +65,7 @@ def test_what_a_trace_stores_is_counted_by_hand() -> None:
     assert unique_chunks(trace, costs) == 4 + 2 * 4
 
 
-def test_a_state_below_a_chunk_takes_its_part_alone() -> None:
+def test_a_state_smaller_than_a_chunk_costs_its_share_alone() -> None:
     trace = chained("two", 80, [(161, "ab"), (161, "cd")])
     outcome = simulate(trace, ROOM, CostModel(state_chunks=0.25), PromptEnds())
     assert outcome.stored_tokens == 4 * 80 + 2 * 20
@@ -88,7 +88,7 @@ def test_traces_are_read_as_prefixes(tmp_path: Path) -> None:
     assert read_trace(tmp_path).requests == (only,)
 
 
-def test_larger_chunks_are_named_by_their_ends() -> None:
+def test_larger_chunks_are_named_by_their_last_part() -> None:
     trace = chained("two", 10, [(75, "abcdefg"), (45, "abxd")])
     larger = in_chunks(trace, 25)
     assert larger.chunk_tokens == 30
@@ -99,15 +99,15 @@ def test_larger_chunks_are_named_by_their_ends() -> None:
     assert in_chunks(trace, 8) is trace
 
 
-def test_without_a_plan_sizes_are_percents_of_the_trace(trace: Path) -> None:
-    result = simulated(trace)
+def test_sizes_without_a_plan_are_percentages_of_the_trace(trace: Path) -> None:
+    result = run_simulate(trace)
     assert result.exit_code == 0, result.output
     lines = result.stdout.splitlines()
     assert lines[0].startswith(
         "trace.jsonl: 60 requests, 313,200 tokens, chunks of 512 tokens; the states of a boundary"
     )
     assert [line.split()[0] for line in lines[3:]] == ["5", "10", "30", "100"]
-    report = json.loads(simulated(trace, "--json").stdout)
+    report = json.loads(run_simulate(trace, "--json").stdout)
     rates = [row["hit_rate"] for row in report["rows"]]
     assert all(rate["ends"] <= rate["planner"] <= rate["attention"] for rate in rates)
     assert rates[-1]["attention"] == pytest.approx(40 * 8 * 512 / 313_200)
@@ -115,19 +115,19 @@ def test_without_a_plan_sizes_are_percents_of_the_trace(trace: Path) -> None:
 
 
 def test_a_plan_gives_the_sizes_of_the_model(trace: Path, tmp_path: Path) -> None:
-    report = json.loads(simulated(trace, "--plan", "-", "--json", stdin=plan(1024, 512 << 10)).stdout)
+    report = json.loads(run_simulate(trace, "--plan", "-", "--json", stdin=plan(1024, 512 << 10)).stdout)
     assert (report["chunk_tokens"], report["state_chunks"]) == (1024, 0.5)
     assert [row["size"] for row in report["rows"]] == ["4 MiB", "8 MiB", "16 MiB", "32 MiB", "64 MiB", "128 MiB"]
     document = tmp_path / "plan.json"
     document.write_text(plan(128, 0))
-    result = simulated(trace, "--plan", str(document), "--capacity", "1GiB", "--capacity", "64MiB")
+    result = run_simulate(trace, "--plan", str(document), "--capacity", "1GiB", "--capacity", "64MiB")
     assert result.stdout.splitlines()[2].split() == ["host", "memory", "of", "the", "trace", "hit", "rate"]
     assert [line.split()[0] for line in result.stdout.splitlines()[3:]] == ["64", "1"]
 
 
 def test_the_chart_is_xml_and_names_the_sizes(trace: Path, tmp_path: Path) -> None:
     svg = tmp_path / "chart.svg"
-    assert simulated(trace, "--svg", str(svg)).exit_code == 0
+    assert run_simulate(trace, "--svg", str(svg)).exit_code == 0
     texts = {element.text for element in ElementTree.fromstring(svg.read_text()).iter()}
     assert {"trace.jsonl: token hit rate", "the planner", "5 %", "100 %"} <= texts
 
@@ -146,20 +146,20 @@ def test_the_chart_is_xml_and_names_the_sizes(trace: Path, tmp_path: Path) -> No
         ("[1]", ":1: expected|got a list"),
     ],
 )
-def test_another_format_is_refused(tmp_path: Path, content: str, words: str) -> None:
+def test_a_trace_in_another_format_is_refused(tmp_path: Path, content: str, words: str) -> None:
     file = tmp_path / "other.jsonl"
     file.write_text(content)
-    result = simulated(file)
+    result = run_simulate(file)
     assert result.exit_code == 2
     assert all(f"other.jsonl{part}" in result.stderr or part in result.stderr for part in words.split("|")), (
         result.stderr
     )
 
 
-def test_options_that_cannot_work_are_refused(trace: Path) -> None:
-    assert "--plan: expected the sizes of the model" in simulated(trace, "--capacity", "1GiB").stderr
-    refused = simulated(trace, "--plan", '{"startup": 1}')
+def test_invalid_options_are_refused(trace: Path) -> None:
+    assert "--plan: expected the sizes of the model" in run_simulate(trace, "--capacity", "1GiB").stderr
+    refused = run_simulate(trace, "--plan", '{"startup": 1}')
     assert refused.exit_code == 2 and "expected the document of hybridkv plan --json" in refused.stderr
-    bad = simulated(trace, "--plan", plan(128, 0), "--capacity", "4 gigs")
+    bad = run_simulate(trace, "--plan", plan(128, 0), "--capacity", "4 gigs")
     assert bad.exit_code == 2 and "--capacity: expected a unit among" in bad.stderr
-    assert "expected a readable file" in simulated(trace.parent / "none").stderr
+    assert "expected a readable file" in run_simulate(trace.parent / "none").stderr

@@ -21,7 +21,7 @@ NUM_CHUNKS, CHUNK_BYTES = 5, 10_000
 
 
 class Engine:
-    """A disk tier with a few chunks, as one engine has it open."""
+    """The disk tier of one engine, open, with a few chunks."""
 
     def __init__(self, path: Path, model: str) -> None:
         facts = {"model": model, "dtype": "bfloat16"}
@@ -72,13 +72,13 @@ def test_inspect_shows_each_cache_and_the_facts_that_differ(path: Path) -> None:
     assert result.exit_code == 0, result.output
     assert result.stdout.count("5 chunks, 48.83 KiB, in ") == 2
     assert "model: first" in result.stdout and "model: second" in result.stdout
-    assert "dtype" not in result.stdout, "it is the same in both"
+    assert "dtype" not in result.stdout, "equal in both"
     reports = json.loads(run("inspect", path, "--json").stdout)
     assert [report["num_records"] for report in reports] == [NUM_CHUNKS] * 2
     assert reports[0]["facts"] == {"model": "second", "dtype": "bfloat16"}
 
 
-def test_verify_finds_the_damaged_record_alone(path: Path) -> None:
+def test_verify_finds_only_the_damaged_record(path: Path) -> None:
     engine = Engine(path, "tiny")
     engine.close()
     assert run("verify", path).exit_code == 0
@@ -91,7 +91,7 @@ def test_verify_finds_the_damaged_record_alone(path: Path) -> None:
     assert report["num_damaged"] == len(report["damages"]) == 1
 
 
-def test_clear_asks_and_deletes_what_was_named(path: Path) -> None:
+def test_clear_asks_and_deletes_the_named_cache(path: Path) -> None:
     first, second = (Engine(path, model) for model in ("first", "second"))
     first.close()
     second.close()
@@ -103,13 +103,13 @@ def test_clear_asks_and_deletes_what_was_named(path: Path) -> None:
     assert run("inspect", path).stdout == "no cache\n"
 
 
-def test_an_empty_name_deletes_nothing(path: Path) -> None:
+def test_an_empty_namespace_deletes_nothing(path: Path) -> None:
     Engine(path, "tiny").close()
     assert run("clear", path, "--namespace", "", "--yes").exit_code == 2
     assert len(json.loads(run("inspect", path, "--json").stdout)) == 1
 
 
-def test_verify_names_a_segment_whose_header_is_damaged(path: Path) -> None:
+def test_verify_reports_a_segment_with_a_damaged_header(path: Path) -> None:
     engine = Engine(path, "tiny")
     engine.close()
     for file in path.glob(f"{engine.name}/rank-0/segment-*"):
@@ -118,7 +118,7 @@ def test_verify_names_a_segment_whose_header_is_damaged(path: Path) -> None:
     assert result.exit_code == 1 and "segments are damaged, cleared or unreadable" in result.stdout
 
 
-def test_clear_by_age(path: Path) -> None:
+def test_clear_deletes_by_age(path: Path) -> None:
     old, new = (Engine(path, model) for model in ("old", "new"))
     old.close()
     new.close()
@@ -129,7 +129,7 @@ def test_clear_by_age(path: Path) -> None:
     assert [left["name"] for left in json.loads(run("inspect", path, "--json").stdout)] == [new.name]
 
 
-def test_clear_leaves_a_cache_that_an_engine_has_open(path: Path) -> None:
+def test_clear_refuses_a_cache_that_an_engine_has_open(path: Path) -> None:
     engine = Engine(path, "tiny")
     result = run("clear", path, "--yes")
     assert result.exit_code == 2 and "an engine has it open" in result.stderr
@@ -138,13 +138,13 @@ def test_clear_leaves_a_cache_that_an_engine_has_open(path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", [("inspect",), ("verify",), ("clear", "--yes")])
-def test_a_directory_that_cannot_be_read_is_an_error(tmp_path: Path, command: tuple[str, ...]) -> None:
+def test_an_unreadable_directory_is_an_error(tmp_path: Path, command: tuple[str, ...]) -> None:
     result = run(command[0], tmp_path / "none", *command[1:])
     assert result.exit_code == 2
     assert "path: expected a directory that can be used" in result.stderr and "No such file" in result.stderr
 
 
-def test_gc_of_a_disk_takes_old_caches_and_leaves_open_ones(path: Path) -> None:
+def test_gc_deletes_old_caches_of_a_disk_and_keeps_open_ones(path: Path) -> None:
     old, new = (Engine(path, model) for model in ("old", "new"))
     old.close()
     ten_days_ago = time.time() - 10 * 86_400

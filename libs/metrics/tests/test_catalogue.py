@@ -1,4 +1,4 @@
-"""The declaration is sound, and the reference page says what it says."""
+"""The catalogue of metrics: valid names, kinds and labels."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hybridkv.metrics import CATALOGUE, Catalogue, ConfiguredLabel, Counts, Kind
 
 
 @pytest.mark.parametrize("metric", CATALOGUE.metrics, ids=lambda metric: metric.name)
-def test_every_metric_is_named_as_prometheus_wants_it(metric: Metric) -> None:
+def test_every_metric_has_a_valid_prometheus_name(metric: Metric) -> None:
     assert re.fullmatch(r"vllm:(hybridkv|kv_connector_mc)_[a-z_]+", metric.name)
     assert all(re.fullmatch(r"[a-z_]+", label) for label in metric.label_names)
     assert metric.help.endswith(".")
     assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER)
 
 
-def test_a_metric_that_makes_no_sense_cannot_be_declared() -> None:
+def test_an_invalid_metric_cannot_be_declared() -> None:
     for arguments in (
         {"name": "x", "kind": Kind.COUNTER},
         {"name": "x_total", "kind": Kind.COUNTER, "buckets": (1.0,)},
@@ -27,7 +27,7 @@ def test_a_metric_that_makes_no_sense_cannot_be_declared() -> None:
         {"name": "x", "kind": Kind.HISTOGRAM, "buckets": (2.0, 1.0)},
         {"name": "x", "kind": Kind.GAUGE, "labels": (Label("empty", ()),)},
         {"name": "x", "kind": Kind.GAUGE, "labels": (Label("twice", ("a", "a")),)},
-        {"name": "x", "kind": Kind.GAUGE, "labels": (ConfiguredLabel("none", 0, "nobody"),)},
+        {"name": "x", "kind": Kind.GAUGE, "labels": (ConfiguredLabel("none", 0, "none"),)},
     ):
         with pytest.raises(MetricsError):
             Metric(unit="", help="", **arguments)  # type: ignore[arg-type]
@@ -39,13 +39,13 @@ def test_a_name_is_declared_once() -> None:
         Catalogue((metric, metric))
 
 
-def having_configured_labels() -> Catalogue:
+def with_configured_labels() -> Catalogue:
     label = ConfiguredLabel("store", 2, "stores")
     return Catalogue((Metric("x_total", Kind.COUNTER, "", "", (label,)), Metric("y_total", Kind.COUNTER, "", "")))
 
 
-def test_a_configured_label_takes_only_the_values_that_were_configured() -> None:
-    counts = Counts(having_configured_labels().configured("store", ["fast", "slow"]))
+def test_a_configured_label_takes_only_the_configured_values() -> None:
+    counts = Counts(with_configured_labels().configured("store", ["fast", "slow"]))
     counts.add("x_total", 1, store="fast")
     with pytest.raises(MetricsError, match="one of"):
         counts.add("x_total", 1, store="other")
@@ -53,26 +53,26 @@ def test_a_configured_label_takes_only_the_values_that_were_configured() -> None
 
 def test_a_label_that_was_not_configured_takes_no_value() -> None:
     with pytest.raises(MetricsError, match="configured"):
-        Counts(having_configured_labels()).add("x_total", 1, store="fast")
+        Counts(with_configured_labels()).add("x_total", 1, store="fast")
 
 
-def test_configuring_a_label_leaves_the_metrics_that_have_it() -> None:
-    configured = having_configured_labels().configured("store", ["fast"])
+def test_configuring_a_label_keeps_only_the_metrics_with_it() -> None:
+    configured = with_configured_labels().configured("store", ["fast"])
     assert [metric.name for metric in configured.metrics] == ["x_total"]
 
 
 @pytest.mark.parametrize("values", [[], ["a", "a"], ["a", "b", "c"]], ids=["none", "twice the same", "too many"])
 def test_the_values_of_a_configured_label_are_bounded(values: list[str]) -> None:
     with pytest.raises(MetricsError, match=r"x_total\.store"):
-        having_configured_labels().configured("store", values)
+        with_configured_labels().configured("store", values)
 
 
-def test_a_label_that_no_metric_has_cannot_be_configured() -> None:
+def test_an_unknown_label_cannot_be_configured() -> None:
     with pytest.raises(MetricsError, match="configured label"):
-        having_configured_labels().configured("shop", ["a"])
+        with_configured_labels().configured("shop", ["a"])
 
 
-def test_metrics_load_neither_torch_nor_vllm_nor_prometheus() -> None:
+def test_metrics_import_neither_torch_nor_vllm_nor_prometheus() -> None:
     program = (
         "import sys, hybridkv.metrics\n"
         "sys.exit(', '.join({'torch', 'vllm', 'prometheus_client'} & set(sys.modules)) or 0)"

@@ -1,4 +1,4 @@
-"""Counts below zero become zero, are said once an interval, and lose none of their numbers."""
+"""Negative counts become zero, with at most one warning per interval and no number lost."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Clock:
 
 
 @given(st.lists(st.tuples(st.integers(-1000, 1000), st.floats(0.0, 30.0)), max_size=50))
-def test_nothing_below_zero_comes_out_and_nothing_else_changes(seen: list[tuple[int, float]]) -> None:
+def test_negative_values_become_zero_and_others_do_not_change(seen: list[tuple[int, float]]) -> None:
     clock = Clock()
     warned_at_s: list[float] = []
     clamp = TokenClamp(lambda text: warned_at_s.append(clock.now_s), clock)
@@ -27,7 +27,7 @@ def test_nothing_below_zero_comes_out_and_nothing_else_changes(seen: list[tuple[
     assert all(later - earlier >= 60.0 for earlier, later in zip(warned_at_s, warned_at_s[1:], strict=False))  # noqa: RUF007
 
 
-def test_a_warning_names_the_source_and_the_numbers_of_all_that_it_stands_for() -> None:
+def test_a_warning_names_the_source_and_sums_the_skipped_ones() -> None:
     clock, texts = Clock(), list[str]()
     clamp = TokenClamp(texts.append, clock)
     clamp.clamp("ram", -7)

@@ -1,4 +1,4 @@
-"""Counts add up the same whatever is merged first, survive the wire, and take nothing that was not declared."""
+"""Counts add up in any order of merges, survive encoding, and refuse undeclared names."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def all_counts(draw: st.DrawFn, kinds: tuple[Kind, ...] = tuple(Kind)) -> Counts
 
 
 def series(counts: Counts) -> tuple[dict[object, object], ...]:
-    """Comparable: the order in which series first occurred does not matter."""
+    """Comparable form: the order of the series does not matter."""
     data = counts.data()
     return tuple(
         {(name, values): value for name, values, value in lines}
@@ -62,12 +62,12 @@ def test_merging_counters_and_histograms_ignores_order(a: Counts, b: Counts) -> 
 
 
 @given(all_counts())
-def test_merging_nothing_changes_nothing(a: Counts) -> None:
+def test_merging_empty_counts_changes_nothing(a: Counts) -> None:
     assert series(merged(a, Counts())) == series(merged(Counts(), a)) == series(a)
 
 
 @given(all_counts(), all_counts())
-def test_merging_leaves_the_other_as_it_was(a: Counts, b: Counts) -> None:
+def test_merging_does_not_change_the_other_counts(a: Counts, b: Counts) -> None:
     before = b.to_dict()
     a.merge(b)
     a.merge(b)
@@ -75,7 +75,7 @@ def test_merging_leaves_the_other_as_it_was(a: Counts, b: Counts) -> None:
 
 
 @given(all_counts())
-def test_counts_survive_the_wire(a: Counts) -> None:
+def test_counts_survive_encoding(a: Counts) -> None:
     plain = a.to_dict()
     for encoding in (msgspec.msgpack, msgspec.json):
         assert series(Counts.from_dict(encoding.decode(encoding.encode(plain)))) == series(a)
@@ -120,7 +120,7 @@ def test_totals_sum_over_labels() -> None:
     assert counts.totals() == {LOOKUPS: 3, TOKENS: 128}
 
 
-def test_no_data_are_no_counts() -> None:
+def test_empty_data_are_empty_counts() -> None:
     assert Counts.from_dict({}).is_empty()
 
 
@@ -135,7 +135,7 @@ def test_no_data_are_no_counts() -> None:
     ],
     ids=["unknown name", "not a counter", "label missing", "label too many", "unknown label value"],
 )
-def test_what_was_not_declared_is_refused_and_changes_nothing(name: str, labels: dict[str, str]) -> None:
+def test_undeclared_names_and_labels_are_refused_and_change_nothing(name: str, labels: dict[str, str]) -> None:
     counts = Counts()
     with pytest.raises(MetricsError, match="expected"):
         counts.add(name, 1, **labels)
@@ -148,7 +148,7 @@ def test_a_misspelt_name_is_answered_with_the_right_one() -> None:
 
 
 @pytest.mark.parametrize("amount", [-1, -0.5, math.nan, math.inf])
-def test_a_counter_never_goes_backwards(amount: float) -> None:
+def test_a_counter_never_decreases(amount: float) -> None:
     counts = Counts()
     for record_amount in (
         lambda: counts.add(TOKENS, amount),
@@ -173,7 +173,7 @@ def test_a_counter_never_goes_backwards(amount: float) -> None:
         {"something": []},
     ],
 )
-def test_foreign_data_are_refused(plain: dict[str, object]) -> None:
+def test_invalid_data_are_refused(plain: dict[str, object]) -> None:
     with pytest.raises(MetricsError):
         Counts.from_dict(plain)
 

@@ -22,5 +22,5 @@ def test_every_claim_of_the_contract_names_a_test_that_exists() -> None:
     assert claims
     for claim in claims:
         named = re.findall(r"`(test_\w+)`", claim)
-        assert named, f"no test is named: {claim}"
+        assert named, f"the claim names no test: {claim}"
         assert set(named) <= known, claim

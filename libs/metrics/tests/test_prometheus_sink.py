@@ -1,4 +1,4 @@
-"""What /metrics shows, as prometheus_client writes it."""
+"""Output of /metrics, as prometheus_client writes it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_counters_add_up_over_observations() -> None:
     assert registry.get_sample_value(TOKENS, labels(0)) == 256
 
 
-def test_series_without_labels_start_at_zero_and_others_appear_with_their_first_count() -> None:
+def test_series_without_labels_start_at_zero_and_others_appear_when_counted() -> None:
     _, registry = make_sink()
     assert registry.get_sample_value(TOKENS, labels(1)) == 0
     assert registry.get_sample_value(f"{SECONDS}_count", labels(1)) == 0
@@ -58,7 +58,7 @@ def test_series_without_labels_start_at_zero_and_others_appear_with_their_first_
         assert not [line for line in lines(registry) if line.startswith(f"vllm:hybridkv_{name}")]
 
 
-def test_a_metric_that_is_declared_to_starts_at_zero_in_every_series() -> None:
+def test_a_metric_declared_so_starts_at_zero_in_every_series() -> None:
     _, registry = make_sink()
     assert registry.get_sample_value("vllm:hybridkv_load_failures_total", labels(1, reason="checksum")) == 0
 
@@ -74,7 +74,7 @@ def test_a_gauge_shows_its_last_value() -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.0001, 0.1, 0.3, 0.7, 10.0, 11.5]) | st.floats(0, 20), max_size=30))
-def test_a_histogram_shows_what_direct_observation_would(observations: list[float]) -> None:
+def test_a_histogram_equals_direct_observation(observations: list[float]) -> None:
     sink, registry = make_sink()
     counts = Counts()
     for value in observations:
@@ -101,7 +101,7 @@ def test_help_and_type_come_from_the_declaration() -> None:
         assert {f"# HELP {metric.name} {metric.help}", f"# TYPE {metric.name} {metric.kind}"} <= shown
 
 
-def test_a_metric_whose_label_was_not_configured_is_not_shown() -> None:
+def test_a_metric_with_an_unconfigured_label_is_not_shown() -> None:
     _, registry = make_sink()
     assert "kv_connector_mc" not in generate_latest(registry).decode()
 
@@ -116,14 +116,14 @@ def test_a_configured_label_takes_each_of_its_values() -> None:
     assert "hybridkv" not in generate_latest(registry).decode()
 
 
-def test_foreign_data_are_refused_whole() -> None:
+def test_invalid_data_are_refused_as_a_whole() -> None:
     sink, registry = make_sink()
     with pytest.raises(MetricsError):
         sink.observe({"counters": [[TOKENS, [], 5], ["nonsense", [], 1]]})
     assert registry.get_sample_value(TOKENS, labels(0)) == 0
 
 
-def test_a_counter_is_not_turned_back() -> None:
+def test_a_counter_is_not_decreased() -> None:
     sink, registry = make_sink()
     with pytest.raises(MetricsError):
         sink.observe({"counters": [[TOKENS, [], -5]]})

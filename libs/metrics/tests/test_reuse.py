@@ -1,4 +1,4 @@
-"""Estimated reuse against an exact LRU tier, its bounded memory, and two workloads of an operator."""
+"""Estimated reuse compared with an exact LRU tier, its bounded memory, and two workloads."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ CHUNK_BYTES, STATE_BYTES, CHUNK_TOKENS = 1000, 4000, 64
 CAPACITY = 400 * CHUNK_BYTES
 MULTIPLES = (0.5, 1, 2, 4, 8)
 WITHIN = 0.02
-"""Of all tokens. A sample, whose chunks are chosen anew in each process, may be six times as far off."""
+"""Share of all tokens. A sample, with chunks drawn anew in each process, may be six times as far off."""
 
 
 class ExactTier:
-    """LRU tier. A request uses its path from the end on, so that the beginning is evicted last."""
+    """LRU tier. A request uses its path from the end, so that its beginning is evicted last."""
 
     def __init__(self, capacity: float) -> None:
         self._capacity = capacity
@@ -61,7 +61,7 @@ def names(prefix: bytes, path: Sequence[int]) -> list[bytes]:
 
 @pytest.mark.parametrize("has_states", [False, True])
 @pytest.mark.parametrize("max_chunks", [1 << 14, 1 << 12])
-def test_every_size_restores_what_an_exact_tier_does(
+def test_every_size_restores_as_much_as_an_exact_tier(
     monkeypatch: pytest.MonkeyPatch, has_states: bool, max_chunks: int
 ) -> None:
     monkeypatch.setattr(reuse, "MAX_CHUNKS", max_chunks)
@@ -92,7 +92,7 @@ def test_every_size_restores_what_an_exact_tier_does(
     assert 0.02 < restored[0.5] / total < restored[8] / total - 0.1, "the sizes differ in this workload"
 
 
-def test_unique_prompts_and_prompts_in_a_loop_are_told_apart() -> None:
+def test_unique_prompts_and_looping_prompts_are_distinguished() -> None:
     capacity, num_chunks = 16 << 20, 18
     chunk_bytes = 64 << 10
     unique = ReuseEstimator(capacity, chunk_bytes, CHUNK_TOKENS)
@@ -115,7 +115,7 @@ def test_unique_prompts_and_prompts_in_a_loop_are_told_apart() -> None:
     assert report.bytes_for(0.95) == pytest.approx(40 * num_chunks * chunk_bytes, rel=0.1)
 
 
-def test_tokens_of_states_end_at_the_deepest_state() -> None:
+def test_reused_tokens_end_at_the_deepest_state() -> None:
     estimator = ReuseEstimator(CAPACITY, CHUNK_BYTES, CHUNK_TOKENS, STATE_BYTES)
     path = range(10)
     chunks, states = names(b"chunk", path), names(b"state", path)

@@ -1,4 +1,4 @@
-"""Selection counts add up whatever is merged first, survive the wire, and reach Prometheus store by store."""
+"""Selection counts add up in any order of merges, survive encoding, and reach Prometheus for each store."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_merging_ignores_grouping_of_selections(a: SelectionStats, b: SelectionS
 
 
 @given(all_stats, all_stats)
-def test_merging_selections_ignores_order_but_for_pending_loads(a: SelectionStats, b: SelectionStats) -> None:
+def test_merging_selections_ignores_order_except_for_pending_loads(a: SelectionStats, b: SelectionStats) -> None:
     there, back = merged(a, b), merged(b, a)
     for one in (there, back):
         for child in one.children.values():
@@ -53,7 +53,7 @@ def test_the_last_number_of_pending_loads_counts() -> None:
 
 
 @given(all_stats, all_stats)
-def test_merging_a_selection_leaves_the_other_as_it_was(a: SelectionStats, b: SelectionStats) -> None:
+def test_merging_a_selection_does_not_change_the_other(a: SelectionStats, b: SelectionStats) -> None:
     before = b.to_dict()
     a.merge(b)
     a.merge(b)
@@ -61,7 +61,7 @@ def test_merging_a_selection_leaves_the_other_as_it_was(a: SelectionStats, b: Se
 
 
 @given(all_stats)
-def test_a_selection_survives_the_wire(a: SelectionStats) -> None:
+def test_a_selection_survives_encoding(a: SelectionStats) -> None:
     for encoding in (msgspec.msgpack, msgspec.json):
         assert SelectionStats.from_dict(encoding.decode(encoding.encode(a.to_dict()))) == a
 
@@ -75,19 +75,19 @@ def test_taking_a_selection_leaves_nothing_and_loses_nothing(a: SelectionStats, 
     assert merged(taken, a) == whole
 
 
-def test_foreign_selections_are_refused() -> None:
+def test_invalid_selections_are_refused() -> None:
     for plain in ({"ram": {"querys": 1}}, {"ram": 3}, {"ram": {"hits": "many"}}):
         with pytest.raises(MetricsError, match="SelectionStats"):
             SelectionStats.from_dict(plain)
 
 
-def test_every_field_has_its_metric_and_every_metric_its_field() -> None:
+def test_every_field_has_a_metric_and_every_metric_a_field() -> None:
     declared = {metric.name: metric.kind for metric in CATALOGUE.metrics if "kv_connector_mc" in metric.name}
     expected = {f"vllm:kv_connector_mc_{field}_total": Kind.COUNTER for field in COUNTERS}
     assert declared == expected | {"vllm:kv_connector_mc_pending_loads": Kind.GAUGE}
 
 
-def test_a_selection_is_shown_store_by_store() -> None:
+def test_a_selection_is_shown_for_each_store() -> None:
     registry = CollectorRegistry()
     catalogue = CATALOGUE.configured("connector", ["ram", "disk"])
     classes = [partial(metric, registry=registry) for metric in (Counter, Gauge, Histogram)]
@@ -101,7 +101,7 @@ def test_a_selection_is_shown_store_by_store() -> None:
     assert 'vllm:kv_connector_mc_pending_loads{connector="ram",engine="0",model_name="tiny"} 1.0' in text
 
 
-def test_a_count_below_zero_is_shown_as_zero_and_in_its_own_counter() -> None:
+def test_a_negative_count_is_shown_as_zero_and_in_its_own_counter() -> None:
     texts: list[str] = []
     catalogue = CATALOGUE.configured("connector", ["ram"])
     stats = SelectionStats({"ram": ChildSelection(hits=1, hit_tokens=-128)})
@@ -111,12 +111,12 @@ def test_a_count_below_zero_is_shown_as_zero_and_in_its_own_counter() -> None:
     assert len(texts) == 1 and re.search(r"ram.hit_tokens counted -128", texts[0])
 
 
-def test_a_store_that_was_not_configured_is_not_shown() -> None:
+def test_an_unconfigured_store_is_not_shown() -> None:
     stats = SelectionStats({"other": ChildSelection(hits=1)})
     with pytest.raises(MetricsError, match="one of"):
         stats.counts(CATALOGUE.configured("connector", ["ram"]), never.clamp)
 
 
-def test_totals_name_what_is_not_zero() -> None:
+def test_totals_contain_the_values_above_zero() -> None:
     stats = SelectionStats({"ram": ChildSelection(hits=2, pending_loads=0), "disk": ChildSelection()})
     assert stats.totals() == {"ram.hits": 2}
