@@ -1,4 +1,4 @@
-"""Prompts that go to a disk tier under host memory, at once or one by one, and what can be resumed of them."""
+"""Prompts stored in a disk tier below host memory, at once or one by one, and how much of them can be resumed."""
 
 from __future__ import annotations
 
@@ -27,19 +27,15 @@ CHUNK_TOKENS = 64
 HYBRID = CacheSpec((GroupSpec(GroupKind.FULL, 64), GroupSpec(GroupKind.RECURRENT, 64)), CHUNK_TOKENS)
 NEVER_S = 1e6
 PAUSE_S = 1e-4
-"""Between two steps: whoever spins lets the threads that write wait for the interpreter."""
+"""Between two steps. A busy loop would keep the writing threads waiting for the interpreter."""
 GRANULE_BYTES = 4096
 
 
 class Burst:
-    """An engine's half and a worker's half of two tiers, and the prompts that went through them.
+    """Scheduler half and worker half of a two-tier stack, and the prompts stored through them.
 
-    Args:
-        path: of the store.
-        options: of the disk.
-        near_bytes: of host memory.
-        sizes: bytes of a chunk of each group.
-        janitor: of the disk; None: a thread.
+    Args: path: of the store. options: of the disk. near_bytes: capacity of host memory. sizes: bytes per chunk of each
+    group. janitor: of the disk; None: a thread.
     """
 
     def __init__(
@@ -78,7 +74,9 @@ class Burst:
         return name + b"-%d-%d" % part
 
     def offer(self, name: bytes, first_chunk: int, num_chunks: int, state_every: int = 1) -> None:
-        """Store so many more chunks of a prompt, with a state at every so many of them, as one store of an engine."""
+        """Store `num_chunks` more chunks of a prompt, with a state every `state_every` chunks, as one store of an
+        engine.
+        """
         self._touch(name)
         parts = []
         for number in range(first_chunk + 1, first_chunk + num_chunks + 1):
@@ -103,12 +101,12 @@ class Burst:
         self._touch(name)
 
     def _touch(self, name: bytes) -> None:
-        """Its end may go first."""
+        """Mark the end of the path as the first to be evicted."""
         path = self._paths.get(name, [])
         self.stack.touch([self.key(name, part) for part in reversed(path_order(HYBRID, path))])
 
     def settle(self) -> None:
-        """Step as an engine does until nothing moves any more."""
+        """Run engine steps until no move is in flight."""
         while self.stack.has_live_moves():
             self.stack.tick()
             self._mover.start(self.stack.take_moves())
@@ -136,7 +134,7 @@ class Burst:
 
     @property
     def fitting_tokens(self) -> float:
-        """Of what was offered, as much as the disk has room for."""
+        """Offered tokens that the disk has room for."""
         return self.offered_tokens * min(1.0, self.far.capacity_bytes / sum(self._path_bytes.values()))
 
     def cascades(self) -> dict[MoveResult, int]:

@@ -1,4 +1,4 @@
-"""System calls that fail or stand still as a test says."""
+"""System calls that fail or block on demand."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ TIMEOUT_S = disk_store.TIMEOUT_S
 
 
 class FaultyIO(FileIO):
-    """Calls named in `failing` raise an `OSError` of that number; calls named in `stalled` wait for their event.
+    """File calls that fail or block on demand.
 
-    So do those that open, make or remove a file or directory named in `failing_names`.
+    Calls named in `failing` raise an `OSError` of that number; calls named in `stalled` wait for their event. Calls
+    that open, make or remove a file or directory named in `failing_names` fail too.
     """
 
     def __init__(self) -> None:
@@ -84,7 +85,7 @@ OPTIONS = disk_store.options_for(6 * 12288, num_spare=3, direct=False)
 
 
 class Store:
-    """An index and a medium over system calls that can be made to fail."""
+    """Disk index and medium over system calls that can be made to fail."""
 
     def __init__(self, path: Path, options: DiskOptions = OPTIONS) -> None:
         self.path = path
@@ -100,7 +101,7 @@ class Store:
         return disk_store.store(self.index, self.medium, key or b"%d" % self.num_stored, CHUNK)
 
     def fill(self) -> None:
-        """Until every segment is in use."""
+        """Store chunks until every segment is in use."""
         for _ in range(40):
             assert self.store()
 
@@ -126,7 +127,7 @@ class WithoutDirect(FileIO):
 
 
 class InPieces(FileIO):
-    """Reads and writes no more than a page at a time."""
+    """Reads and writes at most one page per call."""
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         return os.preadv(fd, [buffers[0][:4096]], offset)

@@ -1,6 +1,6 @@
-"""A program that stores through the extension, many chunks at once, until somebody kills it.
+"""Program that stores many chunks at once through the native extension until it is killed.
 
-It says what it begins and, after that, what it committed. Arguments: the path of the store.
+It prints each store that it begins, and then each that it committed. Arguments: the path of the store.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RANKS = {"tensor_parallel_size": NUM_RANKS}
 OPTIONS = DiskOptions(
     capacity_bytes=64 << 20, segment_bytes=1 << 20, fsync=Fsync.NONE, max_quarantined=64, snapshot_interval_s=0.05
 )
-"""Room for all of it, so that nothing is evicted, and a snapshot again and again."""
+"""Room for all records, so that nothing is evicted, and frequent snapshots."""
 
 
 def key_of(number: int) -> bytes:
@@ -40,7 +40,7 @@ def say(words: str) -> None:
 
 
 class Writer:
-    """Keeps some chunks on their way: before it commits one it begins the next."""
+    """Keeps `NUM_AT_ONCE` stores in flight: it begins the next one before it commits one."""
 
     def __init__(self, path: str) -> None:
         cache = disk_store.fingerprint(**RANKS)

@@ -1,4 +1,4 @@
-"""A stack over a disk tier, with the mover that carries out what it plans, all in one process."""
+"""Tier stack over a disk tier with its mover, all in one process."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from kits.tiers.copying import CopyingMedium
 
 CHUNK = disk_faults.CHUNK
 PLACE_BYTES = 8192
-"""Of one chunk in the fast tier."""
+"""Size of one chunk in the primary tier."""
 
 
 class Tiers:
-    """Calls that open, close and sync can be made to fail, and all of a `PlainDiskMedium`; time stands still."""
+    """Stack over a disk whose open, close and sync calls can fail. The clock stands still.
+
+    With `PlainDiskMedium` all calls can fail.
+    """
 
     def __init__(
         self, path: Path, options: DiskOptions, near_chunks: int = 24, medium_type: type[DiskMedium] = DiskMedium
@@ -34,14 +37,14 @@ class Tiers:
         self.open_medium()
 
     def open_medium(self) -> None:
-        """Anew, where there was one."""
+        """Opens the medium, or opens it again."""
         digest = disk_store.FINGERPRINT.digest()
         self.medium = self.medium_type(str(self.path), digest, 0, self.options, self.io)
         self.copies = CopyingMedium(self.arena)
         self.mover = TierMover(self.arena, {"disk": self.medium}, self.clock)
 
     def move(self) -> list[Failure | None]:
-        """Carry out what is planned; how it ended."""
+        """Carry out the planned moves; return how each ended."""
         self.mover.start(self.stack.take_moves())
         assert self.medium.drain(disk_faults.TIMEOUT_S)
         ended = self.mover.poll()
@@ -50,7 +53,7 @@ class Tiers:
         return [failure for _, failure, _ in ended]
 
     def store(self, keys: Sequence[Key]) -> list[Failure | None]:
-        """Into the fast tier, one after the other; how their way down ended."""
+        """Store keys one by one in the primary tier; return how their cascades ended."""
         ended = []
         for key in keys:
             slot = self.stack.reserve(key, len(CHUNK))
@@ -62,7 +65,7 @@ class Tiers:
         return ended
 
     def forget_near(self) -> None:
-        """The fast tier is empty, and no segment is open."""
+        """Empty the primary tier and close all segment files."""
         self.primary.clear()
         for number in range(64):
             self.medium._cache.forget(number)
@@ -74,7 +77,7 @@ class Tiers:
         return hold
 
     def serves(self, key: Key) -> bool:
-        """Whether a hold of a chunk becomes ready. It is given up afterwards."""
+        """Whether a promotion lease on the chunk becomes ready. The lease is released afterwards."""
         hold = self.stack.acquire("request", [key])
         self.move()
         is_ready = isinstance(hold, PromotionLease) and hold.is_ready

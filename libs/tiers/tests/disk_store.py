@@ -17,7 +17,7 @@ from hybridkv.tiers.disk.index.records import Record
 from kits.plain_disk_medium import PlainDiskMedium
 
 TIMEOUT_S = patience.seconds(6.0)
-"""Only a broken tier ever waits that long."""
+"""Only a broken tier waits this long."""
 
 FINGERPRINT = Fingerprint(
     facts={"model": "tiny", "dtype": "bfloat16"},
@@ -35,21 +35,21 @@ FINGERPRINT = Fingerprint(
 
 
 def fingerprint(**changes: object) -> Fingerprint:
-    """With other fields, and with other facts where a name is no field."""
+    """`FINGERPRINT` with changed fields. Names that are no field change facts."""
     facts = {name: str(value) for name, value in changes.items() if name not in FINGERPRINT.__struct_fields__}
     fields = {name: value for name, value in changes.items() if name not in facts}
     return msgspec.structs.replace(FINGERPRINT, facts=FINGERPRINT.facts | facts, **fields)
 
 
 def records_of(index: DiskIndex) -> dict[bytes, Record]:
-    """All that an index knows, by key: what goes first first, and then what is reserved or pinned."""
+    """All records of an index by key: first in eviction order, then those reserved or pinned."""
     table = index._records
     keys = [*table.eviction_order(), *(record.key for record in table.in_use())]
     return {key: record for key in keys if (record := table.find(key)) is not None}
 
 
 class Clock:
-    """Seconds that pass only when a test says so."""
+    """Clock that advances only when a test sets it."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -59,7 +59,7 @@ class Clock:
 
 
 def options_for(usable_bytes: int, num_ranks: int = 1, num_spare: int = 9, **more: object) -> DiskOptions:
-    """Options whose index has exactly this capacity: one segment's room, beside so many spare segments."""
+    """Options with which an index has exactly this capacity: one segment of data plus `num_spare` spare segments."""
     chosen: dict[str, object] = {"fsync": Fsync.NONE, "max_in_flight": 2, "batch_bytes": 1 << 18, "max_quarantined": 64}
     chosen |= more
     segment_bytes = SEGMENT_HEAD_BYTES + usable_bytes
@@ -78,7 +78,7 @@ def options_for(usable_bytes: int, num_ranks: int = 1, num_spare: int = 9, **mor
 def make_index(
     path: Path, options: DiskOptions, io: FileIO | None = None, clock: Clock | None = None, **changes: object
 ) -> DiskIndex:
-    """An index that does all file work before it answers."""
+    """Index that does all file work inline, before it returns."""
     return DiskIndex(str(path), fingerprint(**changes), options, InlineJanitor(), io, clock or Clock())
 
 
@@ -90,7 +90,7 @@ def make_medium(
 
 
 def disk_bytes(path: Path) -> int:
-    """What everything below a path takes up on disk, and the path itself."""
+    """Disk usage of a path and everything below it."""
     total = os.lstat(path).st_blocks * 512
     with os.scandir(path) as entries:
         for entry in entries:
@@ -100,18 +100,18 @@ def disk_bytes(path: Path) -> int:
 
 
 def segment_path(path: Path, slot: Slot, rank: int = 0, **changes: object) -> Path:
-    """The file in which a slot lies."""
+    """Segment file of a slot."""
     number = number_of(slot.first_offset)
     return path / fingerprint(**changes).digest().hex() / rank_name(rank) / segment_name(number)
 
 
 def payload_offset(slot: Slot) -> int:
-    """Where the slot's bytes begin in that file."""
+    """Offset of the slot's payload in its segment file."""
     return offset_of(slot.first_offset) + 4096
 
 
 def flip(path: Path, offset: int, mask: int = 1) -> None:
-    """Change bits of one byte behind the tier's back."""
+    """Flip bits of one byte of a file."""
     with path.open("r+b", buffering=0) as file:
         file.seek(offset)
         byte = file.read(1)[0]
@@ -125,7 +125,7 @@ def finish(medium: TierMedium) -> list[Completion]:
 
 
 def store(index: DiskIndex, media: DiskMedium | list[DiskMedium], key: bytes, chunk: bytes) -> bool:
-    """Reserve, store on every rank, commit. False when it was refused or failed."""
+    """Reserve, store on every rank, commit. False if it was refused or failed."""
     slot = index.reserve(key, len(chunk))
     if not isinstance(slot, Slot):
         return False
@@ -139,7 +139,7 @@ def store(index: DiskIndex, media: DiskMedium | list[DiskMedium], key: bytes, ch
 
 
 def load(index: DiskIndex, medium: DiskMedium, key: bytes) -> tuple[Completion, bytes] | None:
-    """Pin, load, unpin. None when it is not offered."""
+    """Pin, load, unpin. None if the key is not found."""
     slot = index.pin(key)
     if slot is None:
         return None
@@ -151,5 +151,5 @@ def load(index: DiskIndex, medium: DiskMedium, key: bytes) -> tuple[Completion, 
 
 
 def encoded_snapshot(saved: snapshot.Snapshot, namespace: bytes) -> bytes:
-    """All pieces of a small one."""
+    """All pieces of a small snapshot."""
     return b"".join(snapshot.Encoding(saved, namespace).pieces())

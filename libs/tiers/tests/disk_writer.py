@@ -1,6 +1,7 @@
-"""A process that stores, evicts, compacts, withdraws and clears until it is killed in the middle of some system call.
+"""Process that stores, evicts, compacts, withdraws and clears until it is killed during a system call.
 
-It says through a pipe what it is about to do and what is done. What it was told is done must be true after the crash.
+Through a pipe it reports each action before it starts and after it is done. An action reported as done must hold after
+the crash.
 """
 
 from __future__ import annotations
@@ -44,19 +45,19 @@ OPTIONS = DiskOptions(
     snapshot_interval_s=10.0,
 )
 ROOMY_OPTIONS = msgspec.structs.replace(OPTIONS, capacity_bytes=96 * NUM_RANKS * SEGMENT_BYTES)
-"""For everything that a writer ever stores."""
+"""Room for everything that a writer stores."""
 NUM_STEPS = 120
 KEYS = [b"key %d" % number for number in range(NUM_KEYS)]
 HELD_KEYS = [b"held %d" % number for number in range(4)]
-"""Committed only many steps after they were stored."""
+"""Keys committed many steps after their store."""
 JANITOR_NAME = "hybridkv-disk-janitor"
 CHORES = ("Create", "Drop", "Copy", "Seal", "WriteEpoch", "Append", "Rewrite", "Save", "Log")
 
 
 class KillingIO(FileIO):
-    """Counts calls that change something, and at one of them ends the process: before, in the middle of, or after it.
+    """Counts modifying calls and kills the process before, during or after one of them.
 
-    With `on_janitor` only those of the janitor's thread, so that it is the one that ends and drops nothing more.
+    With `on_janitor` it counts only calls of the janitor's thread.
     """
 
     def __init__(self, kill_at: int, on_janitor: bool, last_words: Callable[[str], None]) -> None:
@@ -67,7 +68,7 @@ class KillingIO(FileIO):
         self.num_calls = 0
 
     def _meet(self) -> int:
-        """0: go on; 1 to 3: end before, within or after the call."""
+        """0: continue; 1 to 3: kill before, during or after the call."""
         if self._on_janitor and threading.current_thread().name != JANITOR_NAME:
             return 0
         with self._lock:
@@ -113,13 +114,13 @@ class KillingIO(FileIO):
 
 
 def write_part(fd: int, data: bytes, num_pages: int, offset: int) -> None:
-    """The first pages, through another descriptor: this one may be open with O_DIRECT."""
+    """Write the first pages through another descriptor, because this one may be open with O_DIRECT."""
     other = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
     os.pwrite(other, data[: num_pages * 4096 or len(data) // 2], offset)
 
 
 def running_job() -> str:
-    """Which file work of the index is being done by this thread, or "medium"."""
+    """Class of the file work that this thread runs now, or "medium" or "index"."""
     frame = sys._getframe()
     while frame is not None:
         name = type(frame.f_locals.get("self")).__name__
@@ -130,7 +131,7 @@ def running_job() -> str:
 
 
 class Step(NamedTuple):
-    """Something that the writer does."""
+    """One action of the writer."""
 
     verb: str
     key: bytes
@@ -144,7 +145,7 @@ def payload(key: bytes, version: int, rank: int) -> bytes:
 
 
 class Writer:
-    """What the process does. `tell` reports; every word of it was true when it was said."""
+    """Performs random actions and reports each through `tell`. Every report is true when it is sent."""
 
     def __init__(
         self, path: Path, seed: int, options: DiskOptions, io: KillingIO, janitor: Janitor, tell: Callable[[str], None]
@@ -172,8 +173,8 @@ class Writer:
         self.tell("done close - 0")
 
     def gone(self) -> list[bytes]:
-        """What was evicted since it was committed."""
-        # Not `lookup`, which answers anew only behind what the janitor may have written down by then.
+        """Committed keys that have been evicted since."""
+        # Not `lookup`: it can see an eviction only after the janitor may have logged it.
         return [key for key in self.committed if self.index.lacks(key)]
 
     def tell_evictions(self) -> None:
@@ -196,7 +197,7 @@ class Writer:
         self.tell(f"{'done' if is_done else 'nothing'} {step.verb} {key.hex()} {step.version}")
 
     def hold_or_release(self) -> None:
-        """Store something to be committed later, or commit it."""
+        """Store a chunk to commit later, or commit such a chunk."""
         if len(self.held) < len(HELD_KEYS) and self.random.random() < 0.5:
             key = next(key for key in HELD_KEYS if key not in {step.key for step in self.held})
             step = Step("put", key, self.version)
@@ -256,7 +257,7 @@ class Writer:
 def write_until_killed(
     path: Path, seed: int, kill_at: int, on_janitor: bool = False, options: DiskOptions = OPTIONS
 ) -> tuple[list[str], int]:
-    """Run a writer in a process of its own. What it said, and how many calls it made if it was not killed."""
+    """Run a writer in its own process. Returns its reports, and its number of calls if it was not killed."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

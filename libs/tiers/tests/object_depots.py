@@ -1,4 +1,4 @@
-"""A fleet's store in a directory, and what tests do to it behind a tier's back."""
+"""Directories as object stores, and direct changes to their files."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from hybridkv.tiers.object.format.record import HEADER_BYTES
 
 FINGERPRINT = bytes(range(32))
 TIMEOUT_S = patience.seconds(12.0)
-"""Only a broken tier waits so long."""
+"""Only a broken tier waits this long."""
 
 
 def patient(**chosen: Any) -> ObjectOptions:
-    """Options of an engine with a store that answers: no busy machine makes it give up what it expects."""
+    """Options with timeouts that a busy machine does not exceed."""
     bounds = {"request_timeout_s": 1.0, "connect_timeout_s": 0.5, "opening_timeout_s": 1.0, "close_timeout_s": 1.0}
     return ObjectOptions(**{name: patience.seconds(expected_s) for name, expected_s in bounds.items()} | chosen)
 
@@ -53,14 +53,14 @@ def pack_path(directory: Path, slot: Slot, rank: int = 0) -> Path:
 
 
 def flip(path: Path, offset: int) -> None:
-    """Change one bit of a byte."""
+    """Flip one bit of a byte."""
     data = bytearray(path.read_bytes())
     data[offset] ^= 4
     path.write_bytes(data)
 
 
 def flip_payload(directory: Path, slot: Slot, at: int = -1, rank: int = 0) -> None:
-    """Change a byte of a chunk."""
+    """Flip one bit in the payload of a chunk."""
     assert isinstance(slot, ObjectSlot)
     flip(pack_path(directory, slot, rank), slot.offset + HEADER_BYTES + at % slot.num_bytes)
 
@@ -88,8 +88,8 @@ def _files(directory: Path) -> list[Path]:
 
 
 def heard(index: TierIndex, keys: Iterable[Key]) -> list[LookupResult]:
-    """Ask, and wait for the answers."""
+    """Look keys up and wait for the results."""
     keys = list(keys)
     index.start_lookup(keys, time.monotonic() + TIMEOUT_S)
-    patience.wait_until(lambda: not index.any_pending(keys), "every question is answered")
+    patience.wait_until(lambda: not index.any_pending(keys), "every lookup has a result")
     return [index.lookup(key) for key in keys]

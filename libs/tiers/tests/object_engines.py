@@ -1,4 +1,4 @@
-"""Engines that use a fleet's store: a stack of memory over it and each rank's mover, without an engine."""
+"""Schedulers and ranks over an object store without an engine: a stack of memory over the store, and a mover per rank."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from hybridkv.tiers.stack import MoveOutcome, SecondaryTier, SecondaryTierOption
 CHUNK_BYTES = 4096
 PATIENT = SecondaryTierOptions(async_lookup_timeout_s=patience.seconds(6.0), load_timeout_s=patience.seconds(6.0))
 FULL, WINDOW = b"f" * 16, b"w" * 16
-"""Tags of two groups."""
+"""Key tags of two groups."""
 
 
 class Engine:
-    """A stack of memory over the store, and each rank's mover, without an engine."""
+    """Stack of memory over the object store, with a mover per rank."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Engine:
         self.stack.tick()
 
     def run(self) -> None:
-        """Until nothing moves."""
+        """Step until no move is in flight."""
 
         def is_idle() -> bool:
             self.step()
@@ -63,12 +63,12 @@ class Engine:
         patience.wait_until(is_idle, "nothing moves")
 
     def store(self, path: list[bytes], chunks: dict[bytes, bytes]) -> None:
-        """Each needs the one before it."""
+        """Store chunks of one prefix and wait. Each key extends the one before it."""
         self.begin_store(path, chunks)
         self.run()
 
     def begin_store(self, path: list[bytes], chunks: dict[bytes, bytes]) -> None:
-        """The same, and do not wait until it is there."""
+        """Like `store`, without the wait."""
         for number, key in enumerate(path):
             slot = self.stack.reserve(key, len(chunks[key]))
             assert isinstance(slot, Slot)
@@ -81,11 +81,11 @@ class Engine:
 
     def hear(self, keys: list[bytes]) -> list[LookupResult]:
         self.stack.start_lookup(keys)
-        patience.wait_until(lambda: not self.stack.any_pending(keys), "every question is answered")
+        patience.wait_until(lambda: not self.stack.any_pending(keys), "every lookup has a result")
         return [self.stack.lookup(key) for key in keys]
 
     def load(self, keys: list[bytes]) -> list[bytes] | None:
-        """The first rank's bytes, when all ranks' are right. None where they cannot be had."""
+        """Bytes of the first rank, checked against all ranks. None if they cannot be loaded."""
         hold = self.stack.acquire("r", keys)
         if isinstance(hold, Refusal):
             return None
@@ -101,7 +101,7 @@ class Engine:
         assert hold is not None
         if hold.failure is not None:
             self.stack.release("r")
-            self.run()  # others of them are on their way
+            self.run()  # other moves are in flight
             return None
         slots = self.stack.pin_all(keys)
         assert slots is not None
@@ -125,12 +125,12 @@ class Engine:
 
 
 def path_of(number: int, seed: bytes = b"") -> list[bytes]:
-    """Keys of a path of one group."""
+    """Keys of one prefix of one group."""
     return [FULL + seed + bytes([step]) * (32 - len(seed)) for step in range(number)]
 
 
 def last_is_named(directory: Path, keys: list[bytes]) -> bool:
-    """Whether the manifest of a whole path is there."""
+    """Whether the manifest of the whole prefix exists."""
     return any(path.name == manifest_name("", prefix_of(keys[-1]))[3:] for path in manifests(directory))
 
 

@@ -1,4 +1,4 @@
-"""A fleet's store that a test plays: it answers when it is told to."""
+"""Object client under the control of a test: it answers when the test says so."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ from hybridkv.tiers.object import EpochChanged, LookupAnswered, LookupFailed, Ne
 
 
 class PlayedDepot:
-    """An `ObjectClient`.
+    """`ObjectClient` under the control of a test.
 
-    Args:
-        clock: the test's.
-        held: what the store holds, and where.
+    Args: clock: the test's. held: the chunks in the store, with their places.
     """
 
     def __init__(self, clock: Callable[[], float], held: dict[Key, PackPlace]) -> None:
@@ -37,7 +35,7 @@ class PlayedDepot:
         return self.is_reachable
 
     def answer(self) -> None:
-        """Everything that was asked."""
+        """Answer all pending lookups."""
         asked, self.asked = self.asked, []
         for request, keys in asked:
             places = {key: self.held[key]._replace(source=b"source") for key in keys if key in self.held}
@@ -45,12 +43,12 @@ class PlayedDepot:
             self.events.append(LookupAnswered(request, places, self._clock()))
 
     def fail(self) -> None:
-        """Everything that was asked has no answer."""
+        """Fail all pending lookups."""
         asked, self.asked = self.asked, []
         self.events += [LookupFailed(request, self._clock()) for request, _ in asked]
 
     def move(self) -> None:
-        """Somebody else has begun another epoch."""
+        """Another client starts a new epoch."""
         self.namespace = "n2"
         self.events.append(EpochChanged(self._clock()))
 

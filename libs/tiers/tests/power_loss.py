@@ -1,11 +1,11 @@
-"""A disk that loses power: from a log of what it was asked and what had ended, what may be left of it.
+"""Disk that loses power: builds possible contents after the loss from a log of writes and syncs.
 
-What was written is there when a sync of the file that began after the write had ended has ended itself. Of everything
-else any part may be there: of each write any of its sectors, of a file's sizes any, of what happened to a directory's
-names since its last sync any beginning. Nothing else is taken for granted: no order between files, none between data
-and names, no sector that is larger than 512 bytes. Directories that are made are there at once, unless told otherwise.
+A write is durable if a sync of its file began after the write ended and has ended itself. Of everything else any part
+may be durable: any sectors of a write, any of a file's sizes, any prefix of the changes to a directory's names since
+its last sync. Nothing else is assumed: no order between files or between data and names, and no atomic unit larger than
+a sector of 512 bytes. New directories are durable at once, unless configured otherwise.
 
-`power_loss_writer` writes the log. This knows no record and no index; `power_loss_check` does.
+`power_loss_writer` writes the log. This module knows no record and no index; `power_loss_check` does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WRITE, _SYNC, _END, _NOTE, _UNKNOWN = range(1, 6)
 
 @dataclass
 class Asked:
-    """A write or a sync. Times are places in the log."""
+    """Write or sync in the log. Times are positions in the log."""
 
     begun: int
     inode: int
@@ -45,7 +45,7 @@ class Asked:
 
 
 class Note(NamedTuple):
-    """What the writer said, and when."""
+    """Note of the writer, and its time."""
 
     time: int
     words: tuple[Any, ...]
@@ -53,16 +53,16 @@ class Note(NamedTuple):
 
 @dataclass
 class Log:
-    """In the order in which it happened."""
+    """Log of a writer, in the order of events."""
 
     asked: list[Asked]
     notes: list[Note]
     end: int
-    """Behind everything."""
+    """Time after all events."""
 
     @property
     def said(self) -> list[Note]:
-        """The writer's own words."""
+        """Notes of what the writer reported."""
         return [Note(note.time, note.words[1:]) for note in self.notes if note.words[0] == "said"]
 
 
@@ -71,7 +71,7 @@ def read_log(path: Path) -> Log:
     notes = []
     time = 0
     for time, (kind, result, number, inode, offset, data) in enumerate(_events(path.read_bytes())):
-        assert kind != _UNKNOWN, f"io_uring was given operation {result} with flags {offset}: say here what that means"
+        assert kind != _UNKNOWN, f"unknown io_uring operation {result} with flags {offset}: describe it here"
         if kind == _NOTE:
             notes.append(Note(time, tuple(msgspec.json.decode(data))))
         elif kind == _END:
@@ -99,19 +99,19 @@ class Resize(NamedTuple):
 
 @dataclass
 class File:
-    """What was done to one inode, in order."""
+    """Changes to one inode, in order."""
 
     done: list[Asked | Resize] = field(default_factory=list)
     syncs: list[Asked] = field(default_factory=list)
 
     def synced_until(self, time: int) -> int:
-        """What ended before is there when power is lost at this time."""
+        """Writes that ended before this time are durable if power is lost at `time`."""
         return max((sync.begun for sync in self.syncs if sync.has_ended(time) and not sync.result), default=-1)
 
 
 @dataclass
 class Folder:
-    """What was done to one directory's names: when, and what they lead to (None: removed)."""
+    """Changes to one directory's names: their time, and the new targets (None: removed)."""
 
     changes: list[tuple[int, dict[str, File | Folder | None]]] = field(default_factory=list)
     syncs: list[Asked] = field(default_factory=list)
@@ -119,18 +119,16 @@ class Folder:
 
 
 class Moods:
-    """What becomes of whatever is not certain: nothing of it is there, all of it, or what chance says."""
+    """Fate of everything that is not durable for certain: none of it is kept, all, or a random part."""
 
     NOTHING, ALL, CHANCE = range(3)
 
 
 class Disk:
-    """What the log is about, below one directory.
+    """Contents of one directory according to a log.
 
-    Args:
-        log: of a writer.
-        top: inode of the directory in which the writer made its store.
-        keeps_made_directories: also without a sync of the directory that they were made in.
+    Args: log: of a writer. top: inode of the directory that holds the writer's store. keeps_made_directories: also
+    without a sync of the parent directory.
     """
 
     def __init__(self, log: Log, top: int, keeps_made_directories: bool = True) -> None:
@@ -171,9 +169,9 @@ class Disk:
                 folder.changes.append((time, {words[1]: None, words[2]: moved}))
 
     def is_certain(self, path: tuple[str, ...], start: int, num_bytes: int, since: int) -> int | None:
-        """When these bytes of a file, as they were written until `since`, became certain; None: never.
+        """Time at which these bytes of a file, as written before `since`, became durable; None: never.
 
-        The names that lead to it are another matter.
+        Says nothing about the names in the file's path.
         """
         at: File | Folder | None = self.top
         for name in path:
@@ -195,7 +193,7 @@ class Disk:
         return min(covering, default=None)
 
     def write_out(self, time: int, mood: int, chooser: random.Random, path: Path) -> None:
-        """Make what is there when power was lost at this time."""
+        """Write out the contents after a power loss at this time."""
         self._write_folder(self.top, time, mood, chooser, path)
 
     def _write_folder(self, folder: Folder, time: int, mood: int, chooser: random.Random, path: Path) -> None:
@@ -245,7 +243,7 @@ def _write_file(file: File, time: int, mood: int, chooser: random.Random, path: 
 
 
 def _parts(one: Asked, mood: int, chooser: random.Random) -> Iterator[tuple[int, int]]:
-    """What of a write is there."""
+    """Byte ranges of a write that are kept."""
     size = len(one.data)
     how = "whole" if mood == Moods.ALL else chooser.choice(["nothing", "whole", "beginning", "end", "some", "most"])
     if how in ("whole", "beginning", "end"):

@@ -1,11 +1,13 @@
-"""What an opening may find after a loss of power, by what the writer was told until then; and whether it is so.
+"""Checks a store that is opened after a loss of power against the reports of its writer.
 
-- `always`: what was committed is there, with its bytes on every rank, unless it was evicted. What was withdrawn is not,
-  and whatever is offered loads.
-- `interval`: the same of what a sync had covered. What is offered may fail to load, and is a miss then.
-- `none`: whatever loads was stored under that key at some time, and not before the last `clear` that was done.
+- `always`: a committed chunk is found with its bytes on every rank, unless it was evicted. A withdrawn chunk is not
+found. Every found chunk loads.
 
-Nothing else ever loads, and one chunk is the same on every rank.
+- `interval`: the same for chunks that a sync covered. A load of another found chunk may fail, and is a miss then.
+
+- `none`: every loaded chunk was stored under its key, and not before the last finished `clear`.
+
+No other bytes ever load, and a chunk has the same version on every rank.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ RANKS = {"tensor_parallel_size": NUM_RANKS}
 
 @dataclass
 class Expected:
-    """Which versions of one key may be found. `must` 0: none has to."""
+    """Versions of one key that may be found. `must` 0: none has to be found."""
 
     must: int = 0
     may: set[int] = field(default_factory=set)
@@ -53,11 +55,9 @@ class Expected:
 
 
 class Run:
-    """A writer's run, that power is lost in afterwards, anywhere and as often as wanted.
+    """Run of a writer; power can be lost anywhere in its log, any number of times.
 
-    Args:
-        orders: for the writer.
-        watch: the library that is preloaded into it.
+    Args: orders: for the writer. watch: the library that is preloaded into it.
     """
 
     def __init__(self, orders: WriterOrders, watch: Path) -> None:
@@ -71,12 +71,12 @@ class Run:
         ended = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
         assert not ended.returncode, ended.stderr[-4000:]
         self.log = read_log(Path(orders.log))
-        # The directories of a new store are synced, but with `none`.
+        # The directories of a new store are synced, except with `none`.
         self.disk = Disk(self.log, top.stat().st_ino, keeps_made_directories=orders.fsync is Fsync.NONE)
         self.certain_at = {
             time: self._certain_at(time, *words[2:]) for time, words in self.log.said if words[:2] == ("done", "put")
         }
-        """Of each commit: when a sync had covered its record on every rank."""
+        """Per commit: the time at which a sync had covered its record on every rank."""
         self.found: Counter[str] = Counter()
 
     def _certain_at(self, time: int, key_hex: str, version: int, address: int) -> int | None:
@@ -93,9 +93,9 @@ class Run:
         return latest
 
     def share_certain(self, kind: str) -> float:
-        """How often the last commit before the writer began this was certain when it had ended.
+        """Share of actions of this kind after which the last commit before them was certain.
 
-        The last one: what lies in a segment that was sealed meanwhile is certain anyway.
+        Only the last commit counts: records in a segment that was sealed meanwhile are certain in any case.
         """
         outcomes = []
         last = begun = None
@@ -112,7 +112,7 @@ class Run:
         return sum(outcomes) / len(outcomes)
 
     def lose_power(self, time: int, mood: int, seed: int, path: Path) -> None:
-        """What is left then is made at `path`, opened, and looked at."""
+        """Build the contents after a power loss at `path`, open the store, and check it."""
         self.disk.write_out(time, mood, random.Random(seed), path)
         try:
             self._check(path / Path(self.orders.path).name, self.expectations(time))
@@ -128,7 +128,7 @@ class Run:
         for told_at, (verb, kind, key_hex, version, _) in self.log.said:
             if told_at <= time:
                 self._apply(found, time, told_at, verb, kind, bytes.fromhex(key_hex), version)
-            # What an index evicts it says only when it is asked, or when it has room for the same key again.
+            # An index reports an eviction only on the next lookup or reservation of the key.
             elif not has_looked and (verb == "evicted" or (verb, kind) == ("begin", "put")):
                 found[bytes.fromhex(key_hex)].give_up()
             elif verb == "looked":
@@ -167,7 +167,7 @@ class Run:
                 versions = self._loaded(index, media, key, expected.allowed)
                 if expected.must:
                     self.found["had to be there"] += 1
-                    assert versions or key in evicted, f"{key!r} was committed and is not there"
+                    assert versions or key in evicted, f"{key!r} was committed and is not found"
                 self.found["was there"] += bool(versions)
         finally:
             for medium in media:
@@ -175,7 +175,7 @@ class Run:
             index.close()
 
     def _reopened(self, path: Path) -> tuple[DiskIndex, set[bytes]]:
-        """The next index, and the keys that it evicted while it was opened."""
+        """The reopened index, and the keys that it evicted during the opening."""
         evicted: set[bytes] = set()
         evict = RecordTable._evicted
 
@@ -187,11 +187,11 @@ class Run:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RecordTable, "_evicted", watch)
             index = disk_store.make_index(path, self.orders.options, **RANKS)
-        assert not (evicted and self.orders.is_roomy), "there is room for all"
+        assert not (evicted and self.orders.is_roomy), "there is room for all chunks"
         return index, evicted
 
     def _loaded(self, index: DiskIndex, media: Sequence[DiskMedium], key: bytes, allowed: set[int]) -> set[int]:
-        """The version that is there, if one is."""
+        """The version that loads, if one does."""
         slot = index.pin(key)
         if slot is None:
             return set()
@@ -201,18 +201,18 @@ class Run:
             medium.load(Ticket(1), key, slot, [destination])
             [completion] = disk_store.finish(medium)
             if completion.failure is not None:
-                assert self.orders.fsync is not Fsync.ALWAYS, f"{key!r} is offered and cannot be loaded: {completion}"
+                assert self.orders.fsync is not Fsync.ALWAYS, f"{key!r} is found and cannot be loaded: {completion}"
                 self.found["could not be loaded"] += 1
                 return set()
             same = [version for version in allowed if disk_writer.payload(key, version, rank) == destination]
-            assert same, f"{key!r} is offered with bytes that it may not have; it may be one of {allowed}"
+            assert same, f"{key!r} is found with wrong bytes; allowed versions: {allowed}"
             versions.add(same[0])
-        assert len(versions) == 1, f"{key!r} is another one on another rank: {versions}"
+        assert len(versions) == 1, f"{key!r} has different versions on the ranks: {versions}"
         index.unpin(key)
         return versions
 
     def times(self, count: int, chooser: random.Random) -> list[int]:
-        """To lose power at: the end, behind commits, and anywhere."""
+        """Times to lose power at: the end, right after commits, and random ones."""
         commits = [time for time, words in self.log.said if words[0] == "done"]
         chosen = [self.log.end]
         while len(chosen) < count:
@@ -220,13 +220,13 @@ class Run:
         return chosen
 
     def lose_power_often(self, count: int, path: Path) -> None:
-        """Each time what is not certain is not there, all there, or what chance says."""
+        """Uncertain writes are lost, kept, or kept at random."""
         chooser = random.Random(self.orders.seed)
         moods = (Moods.NOTHING, Moods.CHANCE, Moods.ALL, Moods.CHANCE, Moods.CHANCE)
         for number, time in enumerate(self.times(count, chooser)):
             self.lose_power(time, moods[number % len(moods)], number, path / f"lost-{number}")
 
-    def lose_power_behind_each_commit(self, path: Path) -> None:
-        """And of what is not certain nothing is there."""
+    def lose_power_after_each_commit(self, path: Path) -> None:
+        """All uncertain writes are lost."""
         for number, time in enumerate(sorted(self.certain_at)):
             self.lose_power(time, Moods.NOTHING, number, path / f"commit-{number}")

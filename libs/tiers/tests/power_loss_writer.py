@@ -1,8 +1,8 @@
-"""A program that stores, withdraws, clears and evicts with many chunks on their way, and has all of it written down.
+"""Program that stores, withdraws, clears and evicts with many chunks in flight, and logs all of it.
 
-What it gives the kernel to write and to sync, and when each ended, the library under `LD_PRELOAD` writes down
-(csrc/tests/file_watch.cc), whoever asks: io_uring or threads. This adds what the disk's directories went through,
-and its own words: what it began, and what it was told is done. All of it stands in one log, in one order.
+The library under `LD_PRELOAD` (csrc/tests/file_watch.cc) logs the writes and syncs given to the kernel, by io_uring or
+by threads, and the end of each. This program adds the changes to the disk's directories, and its own reports: the
+actions that it began and those that were done. Everything is in one log, in one order.
 
 Arguments: a `WriterOrders` as JSON.
 """
@@ -42,7 +42,7 @@ NUM_AT_ONCE = 6
 
 
 class WriterOrders(msgspec.Struct):
-    """What to do. `mistake`: something done wrong on purpose, which a check of the log must find."""
+    """Settings of the writer. `mistake`: a deliberate fault that a check of the log must find."""
 
     path: str
     log: str
@@ -60,7 +60,7 @@ class WriterOrders(msgspec.Struct):
 
 
 class Log:
-    """The log of the library under `LD_PRELOAD`."""
+    """Log of the library under `LD_PRELOAD`."""
 
     def __init__(self, path: str, forgets_syncs: bool) -> None:
         self._library = ctypes.CDLL(None)
@@ -73,7 +73,7 @@ class Log:
 
 
 class NotingIO(FileIO):
-    """Notes what becomes of directories and of sizes, when it has."""
+    """Logs each change to directories and sizes after it happened."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
@@ -125,10 +125,10 @@ class NotingIO(FileIO):
                 self._changed.notify_all()
 
     def wait_until_synced(self, syncers: list[Syncer]) -> None:
-        """Until they have nothing to sync. What one of them is about to begin may be missed."""
+        """Wait until the syncers have nothing to sync. May miss a sync that is about to begin."""
         with self._changed:
             while self._num_syncing or any(syncer._dirty for syncer in syncers):
-                self._changed.wait(0.01)  # what is gone is not synced, and nobody says so
+                self._changed.wait(0.01)  # no notification for deleted files, which are not synced
 
 
 def _is_there(name: str, dir_fd: int) -> bool:
@@ -140,7 +140,7 @@ def _is_there(name: str, dir_fd: int) -> bool:
 
 
 class Writer:
-    """What the process does. Every word that it says is true when it says it."""
+    """Performs random actions and reports each. Every report is true when it is sent."""
 
     def __init__(self, orders: WriterOrders, log: Log) -> None:
         self.orders = orders
@@ -183,7 +183,7 @@ class Writer:
         self.say_evictions()
 
     def say_evictions(self) -> None:
-        """Also that there was none, since whoever looks in between has to know what comes next."""
+        """Also report that there was none, because the check reads up to the next such report."""
         for key in sorted(self.committed):
             if self.index.lookup(key) is LookupResult.MISS:
                 self.committed.discard(key)
@@ -211,14 +211,14 @@ class Writer:
             medium.store(Ticket(self.version), key, slot, [chunk])
 
     def do_put(self) -> None:
-        """Begin some, and commit those that have ended."""
+        """Begin some stores, and commit those that have ended."""
         for _ in range(self.random.randrange(1, NUM_AT_ONCE)):
             if len(self.under_way) < NUM_AT_ONCE:
                 self.begin()
         self.take()
 
     def take(self) -> None:
-        """Wait for one medium, look at all, and commit what every rank has."""
+        """Wait for one medium, poll all, and commit the chunks that every rank has stored."""
         assert self.random.choice(self.media).drain(disk_store.TIMEOUT_S)
         for medium in self.media:
             for completion in medium.poll():
@@ -273,7 +273,7 @@ class Writer:
         self.say("done", "clear")
 
     def do_settle(self) -> None:
-        """With syncs every so often, let them come to what was committed so far."""
+        """With `fsync: interval`, wait until a sync has covered all commits so far."""
         self.finish()
         if self.orders.fsync is not Fsync.INTERVAL:
             return
@@ -284,7 +284,7 @@ class Writer:
 
 
 class EarlyQueue:
-    """A record queue whose stores end when they are written, and are synced when that was said."""
+    """Record queue that ends stores when they are written, and syncs them only at the next submission."""
 
     def __init__(self, queue: RecordQueue) -> None:
         self._queue = queue
@@ -311,7 +311,7 @@ class EarlyQueue:
 
 
 def make_mistake(name: str) -> None:
-    """In this process, for good."""
+    """Patch this process for good."""
     if name == "stores are not synced":
         Runner._syncs = property(lambda _: False, lambda _, __: None)  # type: ignore[assignment]
     elif name == "nothing is synced every so often":

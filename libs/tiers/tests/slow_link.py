@@ -1,4 +1,4 @@
-"""A connection between two processes that a test makes slow, stops or cuts."""
+"""Connection between two processes that a test can slow down, stop or cut."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ _LOOK_AGAIN_S = 0.02
 
 
 class SlowLink:
-    """Listens on loopback and passes on what comes to a server.
+    """Listens on loopback and forwards data to a server.
 
-    Args:
-        server_port: on loopback.
+    Args: server_port: on loopback.
     """
 
     def __init__(self, server_port: int) -> None:
         self.bytes_per_s = 0.0
-        """In each direction of each connection; 0: as fast as it goes."""
+        """In each direction of each connection; 0: unlimited."""
         self.is_stalled = False
-        """Nothing passes."""
+        """No data passes."""
         self.is_refusing = False
-        """Whoever comes is sent away."""
+        """New connections are closed at once."""
         self._server_port = server_port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
@@ -41,7 +40,7 @@ class SlowLink:
         self.cut()
 
     def cut(self) -> None:
-        """End all connections that there are."""
+        """Close all connections."""
         for each in list(self._sockets):
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)

@@ -1,7 +1,7 @@
-"""What comes in a burst comes back: of all that was offered the disk keeps what can be resumed, as far as it has room.
+"""Bursts of prompts: the disk keeps as many resumable tokens as fit.
 
-The measure is tokens that can be resumed from the disk alone over tokens that were offered and fit. Chunks, hits of
-single keys and bytes say nothing of it: an end without its beginning counts for all three.
+Measured as tokens that can be resumed from the disk alone, over tokens that were offered and fit. Chunks, hits of
+single keys and bytes measure nothing here: an end without its beginning counts for all three.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybridkv.tiers.disk.maintenance.maintenance import MAX_CHORES_IN_A_ROW
 
 KIB, MIB = 1 << 10, 1 << 20
 SIZES = (128 * KIB, 40 * KIB)
-"""Of a chunk of attention, and of a state."""
+"""Bytes of a chunk of attention, and of a state."""
 OPTIONS = DiskOptions(capacity_bytes=64 * MIB, fsync=Fsync.NONE, max_in_flight=2)
 NUM_FITTING = 288
 """Chunks, with a state each, that the disk has room for."""
@@ -37,7 +37,7 @@ def share(burst: Burst) -> float:
     ("num_prompts", "has_thread", "is_paced"),
     thinned([(*case, is_paced) for case in [(1, True), (3, False), (12, True)] for is_paced in (False, True)], 3),
 )
-def test_what_fits_can_be_resumed_whether_it_comes_at_once_or_not(
+def test_prompts_that_fit_are_resumable_in_a_burst_and_paced(
     tmp_path: Path, num_prompts: int, has_thread: bool, is_paced: bool
 ) -> None:
     janitor = None if has_thread else InlineJanitor()
@@ -54,10 +54,10 @@ def test_what_fits_can_be_resumed_whether_it_comes_at_once_or_not(
     ("num_prompts", "num_steps", "is_paced"),
     thinned([(*case, is_paced) for case in [(1, 6), (1, 1), (6, 1), (6, 4)] for is_paced in (False, True)], 7),
 )
-def test_of_more_than_fits_the_disk_loses_ends_and_not_beginnings(
+def test_a_full_disk_evicts_ends_and_keeps_beginnings(
     tmp_path: Path, num_prompts: int, num_steps: int, is_paced: bool
 ) -> None:
-    """Twice as much as there is room for, also where one prompt alone is that long, and comes in steps."""
+    """Twice as many chunks as fit, also as one long prompt that comes in steps."""
     with Burst(tmp_path / "store", OPTIONS, 256 * MIB, SIZES, InlineJanitor()) as burst:
         chunks = 2 * NUM_FITTING // num_prompts // num_steps
         for number in range(num_prompts):
@@ -74,10 +74,10 @@ def test_of_more_than_fits_the_disk_loses_ends_and_not_beginnings(
     ("num_prompts", "num_turns"),
     [pytest.param(4, 3, marks=pytest.mark.full), pytest.param(4, 6, marks=pytest.mark.full), (4, 24)],
 )
-def test_prompts_that_grow_in_turns_fill_the_disk_with_what_can_be_resumed(
+def test_prompts_that_grow_in_turns_fill_the_disk_with_resumable_chunks(
     tmp_path: Path, num_prompts: int, num_turns: int, is_paced: bool
 ) -> None:
-    """Four times as much as there is room for: each turn of a prompt comes behind turns of all others."""
+    """Four times as many chunks as fit: each turn of a prompt follows turns of all others."""
     with Burst(tmp_path / "store", OPTIONS, 256 * MIB, SIZES, InlineJanitor()) as burst:
         chunks = 4 * NUM_FITTING // num_prompts // num_turns
         for turn in range(num_turns):
@@ -89,8 +89,8 @@ def test_prompts_that_grow_in_turns_fill_the_disk_with_what_can_be_resumed(
         assert share(burst) >= 0.98, (burst.cascades(), burst.far.used_bytes / burst.far.capacity_bytes)
 
 
-def test_an_end_without_its_beginning_counts_for_nothing(tmp_path: Path) -> None:
-    """The negative control of the measure."""
+def test_an_end_without_its_beginning_counts_as_zero(tmp_path: Path) -> None:
+    """Negative control of the measure."""
     with Burst(tmp_path / "store", OPTIONS, 64 * MIB, SIZES, InlineJanitor()) as burst:
         burst.offer(b"a", 0, 20)
         burst.settle()
@@ -100,7 +100,7 @@ def test_an_end_without_its_beginning_counts_for_nothing(tmp_path: Path) -> None
 
 
 class HeldJanitor(InlineJanitor):
-    """Runs a task when a test says so."""
+    """Janitor that runs tasks when a test calls `run`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,14 +115,14 @@ class HeldJanitor(InlineJanitor):
             self.tasks.pop(0)()
 
 
-def test_a_segment_that_is_being_made_is_a_reason_to_ask_again(tmp_path: Path) -> None:
+def test_reserve_is_busy_while_a_segment_is_being_made(tmp_path: Path) -> None:
     janitor = HeldJanitor()
     index = DiskIndex(str(tmp_path / "store"), disk_store.FINGERPRINT, OPTIONS, janitor)
     answers: list[Slot | Refusal] = []
     while not answers or isinstance(answers[-1], Slot):
         answers.append(index.reserve(b"%d" % len(answers), SIZES[0]))
     assert answers[-1] is Refusal.BUSY and len(answers) < NUM_FITTING
-    for _ in range(3):  # a snapshot was before it
+    for _ in range(3):  # a snapshot runs first
         janitor.run()
         index.take_disk_counts()
     assert isinstance(index.reserve(b"later", SIZES[0]), Slot)
@@ -131,7 +131,7 @@ def test_a_segment_that_is_being_made_is_a_reason_to_ask_again(tmp_path: Path) -
 
 
 def held_index(path: Path, clock: disk_store.Clock) -> tuple[DiskIndex, HeldJanitor, list[bytes]]:
-    """Every segment but the last empty one holds a chunk that somebody reads: their keys."""
+    """An index and its pinned keys: every segment but the last empty one holds a pinned chunk."""
     options, janitor = disk_store.options_for(4 * 8192, num_spare=3), HeldJanitor()
     index = DiskIndex(str(path), disk_store.FINGERPRINT, options, janitor, None, clock)
     pinned: list[bytes] = []
@@ -153,23 +153,23 @@ def settle(index: DiskIndex, janitor: HeldJanitor) -> None:
         index.take_disk_counts()
 
 
-def test_work_that_makes_no_room_is_no_reason_to_ask_again(tmp_path: Path) -> None:
+def test_reserve_has_no_room_while_file_work_frees_no_segment(tmp_path: Path) -> None:
     clock = disk_store.Clock()
     index, janitor, pinned = held_index(tmp_path / "store", clock)
-    assert index.reserve(b"more", 4000) is Refusal.NO_ROOM, "nothing is on its way"
+    assert index.reserve(b"more", 4000) is Refusal.NO_ROOM, "no file work is in flight"
     clock.now_s += 1000
-    assert index.reserve(b"more", 4000) is Refusal.NO_ROOM and janitor.tasks, "a snapshot is"
+    assert index.reserve(b"more", 4000) is Refusal.NO_ROOM and janitor.tasks, "a snapshot is in flight"
     for key in pinned:
         index.unpin(key)
-    assert index.reserve(b"more", 4000) is Refusal.BUSY, "behind it a segment can be emptied now"
+    assert index.reserve(b"more", 4000) is Refusal.BUSY, "after the snapshot a segment can be emptied"
     settle(index, janitor)
     assert isinstance(index.reserve(b"more", 4000), Slot)
     settle(index, janitor)
     index.close()
 
 
-def test_what_rests_after_it_failed_is_no_reason_to_ask_again(tmp_path: Path) -> None:
-    """Also while a snapshot is written. What was given up for it may be deleted, and then there is nothing more."""
+def test_reserve_has_no_room_while_failed_file_work_backs_off(tmp_path: Path) -> None:
+    """Also while a snapshot is written. Records given up for it may be deleted, and then no work is left."""
     clock, io, janitor = disk_store.Clock(), disk_faults.FaultyIO(), HeldJanitor()
     options = disk_store.options_for(4 * 8192, num_spare=3, close_timeout_s=0.0)
     index = DiskIndex(str(tmp_path / "store"), disk_store.FINGERPRINT, options, janitor, io, clock)
@@ -179,7 +179,7 @@ def test_what_rests_after_it_failed_is_no_reason_to_ask_again(tmp_path: Path) ->
         assert isinstance(index.reserve(b"%d" % number, 4000), Slot) and index.commit(b"%d" % number)
         settle(index, janitor)
     clock.now_s += options.snapshot_interval_s
-    assert index.reserve(b"more", 4000) is Refusal.BUSY and janitor.tasks, "a segment is tried again"
+    assert index.reserve(b"more", 4000) is Refusal.BUSY and janitor.tasks, "making a segment is tried again"
     settle(index, janitor)
     clock.now_s += options.retry_interval_s / 2
     index.touch([b"7"])
@@ -200,7 +200,7 @@ def test_what_rests_after_it_failed_is_no_reason_to_ask_again(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("burst_bytes", "ready_segments", "expected"), [(0, None, 2), (4 * MIB, None, 5), (1 << 40, None, 7), (0, 3, 3)]
 )
-def test_as_many_segments_are_ready_as_a_burst_fills_within_a_part_of_the_capacity(
+def test_ready_segments_cover_a_burst_up_to_a_share_of_the_capacity(
     tmp_path: Path, burst_bytes: int, ready_segments: int | None, expected: int
 ) -> None:
     options = msgspec.structs.replace(OPTIONS, burst_bytes=burst_bytes, ready_segments=ready_segments)
@@ -209,9 +209,10 @@ def test_as_many_segments_are_ready_as_a_burst_fills_within_a_part_of_the_capaci
     index.close()
 
 
-def test_more_segments_than_an_opening_makes_in_a_row_are_all_used(tmp_path: Path) -> None:
-    """What came of the last piece of file work of an opening is heard of too: a segment that nobody knew would lie
-    there for good, its space counted."""
+def test_all_segments_made_by_an_opening_are_used(tmp_path: Path) -> None:
+    """The result of an opening's last piece of file work is processed too: otherwise a segment would stay unused on
+    disk, with its space counted.
+    """
     count = 2 * MAX_CHORES_IN_A_ROW
     options = disk_store.options_for(16 << 12, num_spare=9)
     segment_bytes = options.segment_bytes or 0

@@ -1,4 +1,4 @@
-"""A store never takes up more than it may, however much goes through it, and keeps what is used."""
+"""Stores stay within their capacity under any amount of data, and keep recently used chunks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def chunk(number: int) -> bytes:
 
 
 @pytest.mark.parametrize("has_thread", [pytest.param(False, marks=pytest.mark.full), True])
-def test_many_times_the_capacity_goes_through_within_it_and_a_working_set_stays(
-    tmp_path: Path, has_thread: bool
-) -> None:
+def test_a_store_stays_within_capacity_and_keeps_a_working_set(tmp_path: Path, has_thread: bool) -> None:
     path = tmp_path / "store"
     janitor = ThreadJanitor() if has_thread else None
     index = (
@@ -41,7 +39,7 @@ def test_many_times_the_capacity_goes_through_within_it_and_a_working_set_stays(
     working_set = [b"used %d" % number for number in range(num_used)]
     num_bytes = num_lookups = num_hits = number = 0
     while num_bytes < examples(20, 7) * CAPACITY_BYTES:
-        # Two lookups of what is used for each chunk that is never used again.
+        # Two lookups of the working set for each chunk that is never used again.
         for turn in range(2):
             key = working_set[(2 * number + turn) % len(working_set)]
             is_warm = number > len(working_set)
@@ -72,7 +70,7 @@ def store(index: DiskIndex, medium: disk_store.DiskMedium, key: bytes, data: byt
     return is_stored
 
 
-def test_compaction_keeps_what_is_used_where_everything_else_dies(tmp_path: Path) -> None:
+def test_compaction_keeps_a_used_record_among_dead_ones(tmp_path: Path) -> None:
     path = tmp_path / "store"
     options = disk_store.options_for(16 * 8192, num_spare=3)
     index = disk_store.make_index(path, options)
@@ -90,10 +88,8 @@ def test_compaction_keeps_what_is_used_where_everything_else_dies(tmp_path: Path
 
 
 @pytest.mark.parametrize("ready_segments", [1, 2, 5, None])
-def test_a_store_goes_on_when_all_segments_are_in_use_however_few_are_ready(
-    tmp_path: Path, ready_segments: int | None
-) -> None:
-    """Any half of what is there is used again and again, so that hardly a segment dies by itself."""
+def test_a_store_goes_on_when_all_segments_are_in_use(tmp_path: Path, ready_segments: int | None) -> None:
+    """A random half of the records is used again and again, so that hardly any segment dies by itself."""
     options = disk_store.options_for(6 * 8192, num_spare=15)
     options = msgspec.structs.replace(options, spare_share=0.0, ready_segments=ready_segments)
     index = disk_store.make_index(tmp_path / "store", options)
@@ -108,7 +104,7 @@ def test_a_store_goes_on_when_all_segments_are_in_use_however_few_are_ready(
     index.close()
 
 
-def test_every_segment_held_by_a_pin_is_a_refusal_that_ends_with_the_pins(tmp_path: Path) -> None:
+def test_segments_held_by_pins_refuse_stores_until_the_pins_end(tmp_path: Path) -> None:
     options = disk_store.options_for(4 * 8192, num_spare=3)
     index = disk_store.make_index(tmp_path / "store", options)
     medium = disk_store.make_medium(tmp_path / "store", options)
@@ -130,7 +126,7 @@ def test_every_segment_held_by_a_pin_is_a_refusal_that_ends_with_the_pins(tmp_pa
     index.close()
 
 
-def test_no_more_records_are_kept_than_may_be(tmp_path: Path) -> None:
+def test_max_records_is_not_exceeded(tmp_path: Path) -> None:
     options = msgspec.structs.replace(disk_store.options_for(16 * 8192), max_records=5)
     index = disk_store.make_index(tmp_path / "store", options)
     for number in range(20):
@@ -161,7 +157,7 @@ def test_no_more_records_are_kept_than_may_be(tmp_path: Path) -> None:
         ({"fsync_interval_s": -1.0}, "fsync_interval_s"),
     ],
 )
-def test_options_that_cannot_work_name_the_field(changes: dict[str, object], field: str) -> None:
+def test_invalid_options_name_the_field(changes: dict[str, object], field: str) -> None:
     with pytest.raises(TierConfigurationError) as caught:
         plan_sizes(msgspec.structs.replace(OPTIONS, **changes), 1)
     assert caught.value.field == field
@@ -169,7 +165,7 @@ def test_options_that_cannot_work_name_the_field(changes: dict[str, object], fie
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 8])
 @pytest.mark.parametrize("capacity_bytes", [256 << 20, 1 << 30, 1 << 40, 1 << 44])
-def test_the_usual_sizes_leave_most_of_the_capacity_to_records(num_ranks: int, capacity_bytes: int) -> None:
+def test_usual_sizes_leave_most_of_the_capacity_to_records(num_ranks: int, capacity_bytes: int) -> None:
     options = DiskOptions(capacity_bytes=capacity_bytes, largest_chunk_bytes=200_000)
     sizes = plan_sizes(options, num_ranks)
     assert 1 << 20 <= sizes.segment_bytes <= 256 << 20
@@ -188,7 +184,7 @@ def test_disk_counts_merge_in_any_order() -> None:
     assert a.merge(DiskCounts()) == a
 
 
-def test_questions_about_many_keys_are_answered_as_one_by_one(tmp_path: Path) -> None:
+def test_lookups_of_many_keys_equal_lookups_of_each_key(tmp_path: Path) -> None:
     index = disk_store.make_index(tmp_path / "store", disk_store.options_for(16 * 8192))
     states = [LookupResult.HIT, LookupResult.PENDING, LookupResult.HIT, LookupResult.MISS, LookupResult.HIT]
     keys = [b"%d" % number for number in range(len(states) + 1)]
