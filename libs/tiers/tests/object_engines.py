@@ -1,4 +1,4 @@
-"""Schedulers and ranks over an object store without an engine: a stack of memory over the store, and a mover per rank."""
+"""Schedulers and ranks over an object store without an engine: a stack over the store, and a mover per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""What happens to the records is on disk soon after, whoever ends the process, and damage there costs only reading."""
+"""Log of changes: records are on disk soon after a change, also if the process is killed; a damaged log costs only
+reading.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def opened(path: Path, options: DiskOptions = OPTIONS, io: FileIO | None = None)
 
 
 def kill(index: DiskIndex, medium: DiskMedium) -> None:
-    """Nothing more is written, and the lock is free."""
+    """Stop writing and release the lock."""
     medium.close()
     index._namespace.close()
 
@@ -57,7 +59,7 @@ def order_of(index: DiskIndex) -> list[tuple[bytes, int]]:
 
 
 def offered(path: Path, options: DiskOptions = OPTIONS) -> list[bytes]:
-    """Every key that the next process is offered, each with its own bytes."""
+    """Every key that the next process finds. Checks that each loads its own bytes."""
     index, medium = opened(path, options)
     keys = list(disk_store.records_of(index))
     for key in keys:
@@ -72,7 +74,7 @@ def opening_line(caplog: pytest.LogCaptureFixture) -> str:
 
 
 def live(index: DiskIndex, medium: DiskMedium, seed: int, num_steps: int) -> None:
-    """Store, use, withdraw and give up records, more than there is room for."""
+    """Store, use, withdraw and abort records, more than fit."""
     chooser = random.Random(seed)
     for _ in range(num_steps):
         key = b"%d" % chooser.randrange(24)
@@ -93,10 +95,10 @@ moved_records: list[int] = []
 
 
 @pytest.mark.parametrize("seed", range(examples(20, 7)))
-def test_a_killed_index_knew_nothing_that_the_next_one_does_not_know(
+def test_a_reopened_index_has_all_records_of_the_killed_one(
     seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The same records at the same places in the same order of use, and no segment is read for it."""
+    """The same records at the same addresses in the same order of use. No segment is read for it."""
     path = tmp_path / "store"
     before: list[tuple[bytes, int]] = []
     for life in range(3):
@@ -112,12 +114,12 @@ def test_a_killed_index_knew_nothing_that_the_next_one_does_not_know(
         moved_records.append(index.take_disk_counts().moved_records)
 
 
-def test_records_were_moved_before_some_of_these_ends() -> None:
+def test_some_of_these_runs_moved_records() -> None:
     assert sum(map(bool, moved_records)) > examples(5, 7)
 
 
-def test_a_change_that_was_not_written_down_is_seen(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Control: without its changes the same store is read, and its order of use is lost."""
+def test_a_store_without_its_changes_is_scanned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Control: without the log the segments are read, and the order of use is lost."""
     path = tmp_path / "store"
     index, medium = opened(path)
     for number in range(6):
@@ -133,8 +135,8 @@ def test_a_change_that_was_not_written_down_is_seen(tmp_path: Path, caplog: pyte
     kill(index, medium)
 
 
-def test_a_clean_start_goes_on_with_the_file_that_is_there(tmp_path: Path) -> None:
-    """So a start writes no snapshot where what is on disk says it all."""
+def test_a_clean_start_continues_the_existing_log(tmp_path: Path) -> None:
+    """A start writes no snapshot if the log on disk is complete."""
     path = tmp_path / "store"
     index, medium = opened(path)
     assert disk_store.store(index, medium, b"a", chunk(b"a"))
@@ -147,11 +149,11 @@ def test_a_clean_start_goes_on_with_the_file_that_is_there(tmp_path: Path) -> No
 
 
 class Killed(BaseException):
-    """Nothing catches it."""
+    """Derived from BaseException, so that no handler catches it."""
 
 
 class KillingIO(FileIO):
-    """Ends at a call that changes something: before it, when half of it is done, or behind it."""
+    """Raises `Killed` at a modifying call: before it, halfway through it, or after it."""
 
     def __init__(self, kill_at: int, how: str) -> None:
         self._kill_at = kill_at
@@ -164,7 +166,7 @@ class KillingIO(FileIO):
         return super().lock(fd)
 
     def unlock(self) -> None:
-        """As the system does for a process that ended."""
+        """Releases the locks, as the system does for an ended process."""
         for fd in self._lock_fds:
             self.close(fd)
 
@@ -197,7 +199,7 @@ class KillingIO(FileIO):
 
 
 def held_at_its_end(path: Path, io: KillingIO) -> tuple[bool, set[bytes]]:
-    """Whether it ended by itself, and what was committed and not given up by then."""
+    """Whether the run ended by itself, and the keys that were committed and not given up by then."""
     medium = disk_store.make_medium(path, SMALL_OPTIONS)
     held: set[bytes] = set()
     index: DiskIndex | None = None
@@ -209,7 +211,7 @@ def held_at_its_end(path: Path, io: KillingIO) -> tuple[bool, set[bytes]]:
         index.close()
     except Killed:
         io.unlock()
-        # What it was about to give up may be gone or not.
+        # Keys that the index was about to give up may be gone or not.
         return False, held & {key for key, _ in order_of(index)} if index is not None else set()
     finally:
         medium.close()
@@ -217,8 +219,8 @@ def held_at_its_end(path: Path, io: KillingIO) -> tuple[bool, set[bytes]]:
 
 
 @pytest.mark.parametrize(("how", "first"), [("before", 0), ("within", 2), ("behind", 4)])
-def test_an_end_at_any_write_loses_nothing_that_was_committed(how: str, first: int, tmp_path: Path) -> None:
-    """Before a landing at every second write, in one of the three ways."""
+def test_an_end_at_any_write_loses_no_committed_record(how: str, first: int, tmp_path: Path) -> None:
+    """The first ring tests every second write, in one of the three ways."""
     is_alive = False
     for kill_at in thinned(range(1, 1000), 6, first):
         path = tmp_path / str(kill_at)
@@ -233,7 +235,7 @@ def test_an_end_at_any_write_loses_nothing_that_was_committed(how: str, first: i
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[bytes]]:
-    """A store of a process that was killed, and what it held. No segment is sealed, and none was deleted."""
+    """Store of a killed process, and its keys. No segment is sealed, and none was deleted."""
     path = tmp_path_factory.mktemp("changes") / "store"
     index, medium = opened(path)
     for number in range(3):
@@ -255,9 +257,7 @@ def copied(store: Path, path: Path) -> Path:
     return path / NAMESPACE / "changes"
 
 
-def test_any_damaged_byte_and_any_missing_end_costs_only_reading(
-    written: tuple[Path, set[bytes]], tmp_path: Path
-) -> None:
+def test_a_damaged_or_cut_log_costs_only_reading(written: tuple[Path, set[bytes]], tmp_path: Path) -> None:
     store, held = written
     whole = (store / NAMESPACE / "changes").read_bytes()
     damaged = [whole[:end] for end in range(0, len(whole), 7)]
@@ -274,9 +274,7 @@ def test_any_damaged_byte_and_any_missing_end_costs_only_reading(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
-def test_changes_that_cannot_be_read_cost_only_reading(
-    written: tuple[Path, set[bytes]], tmp_path: Path, number: int
-) -> None:
+def test_an_unreadable_log_costs_only_reading(written: tuple[Path, set[bytes]], tmp_path: Path, number: int) -> None:
     store, held = written
     copied(store, tmp_path / "store")
     io = FaultyIO()
@@ -286,8 +284,8 @@ def test_changes_that_cannot_be_read_cost_only_reading(
     kill(index, medium)
 
 
-def test_changes_behind_another_snapshot_are_not_read(written: tuple[Path, set[bytes]], tmp_path: Path) -> None:
-    """As after an end between the two files of a new snapshot; and a snapshot that is older than the changes."""
+def test_a_log_of_another_snapshot_is_not_read(written: tuple[Path, set[bytes]], tmp_path: Path) -> None:
+    """As after an end between the two files of a new snapshot; and a snapshot that is older than the log."""
     store, held = written
     of_the_fixture = (store / NAMESPACE / "changes").read_bytes()
     path = tmp_path / "store"
@@ -307,7 +305,7 @@ def test_changes_behind_another_snapshot_are_not_read(written: tuple[Path, set[b
     assert changes.decode(of_the_fixture, disk_store.FINGERPRINT.digest(), snapshot.checksum_of(snapshot_of_then))
 
 
-def test_changes_of_another_epoch_offer_nothing(written: tuple[Path, set[bytes]], tmp_path: Path) -> None:
+def test_a_log_of_another_epoch_brings_no_record(written: tuple[Path, set[bytes]], tmp_path: Path) -> None:
     store, held = written
     path = tmp_path / "store"
     copied(store, path)
@@ -320,7 +318,7 @@ def test_changes_of_another_epoch_offer_nothing(written: tuple[Path, set[bytes]]
     assert offered(path) == []
 
 
-def test_what_is_stored_after_a_clear_is_written_down(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_record_stored_after_a_clear_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "store"
     index, medium = opened(path)
     assert disk_store.store(index, medium, b"a", chunk(b"a"))
@@ -333,8 +331,10 @@ def test_what_is_stored_after_a_clear_is_written_down(tmp_path: Path, caplog: py
     assert "(0 of " in opening_line(caplog)
 
 
-def test_what_was_on_its_way_is_found_at_its_place(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Of the segments only the places where somebody may have been writing are read."""
+def test_a_record_written_and_not_committed_is_found_at_its_address(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only the places that may have been in use for writes are read."""
     path = tmp_path / "store"
     index, medium = opened(path)
     slot = index.reserve(b"whole", 4000)
@@ -352,8 +352,8 @@ def test_what_was_on_its_way_is_found_at_its_place(tmp_path: Path, caplog: pytes
     assert "(1 of " in opening_line(caplog)
 
 
-def test_changes_never_outgrow_their_share(tmp_path: Path) -> None:
-    """A snapshot takes their place before."""
+def test_the_log_stays_within_its_share(tmp_path: Path) -> None:
+    """A new snapshot replaces it before."""
     path = tmp_path / "store"
     options = msgspec.structs.replace(disk_store.options_for(4 * 8192), changes_interval_s=0.0)
     index, medium = opened(path, options)
@@ -369,10 +369,8 @@ def test_changes_never_outgrow_their_share(tmp_path: Path) -> None:
     kill(index, medium)
 
 
-def test_an_index_that_nobody_calls_any_more_has_written_everything_down(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An engine without requests calls nothing, and is killed then."""
+def test_an_idle_index_logs_everything(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """An engine without requests makes no calls and may be killed then."""
     path = tmp_path / "store"
     options = msgspec.structs.replace(OPTIONS, changes_interval_s=0.2)
     index = DiskIndex(str(path), disk_store.FINGERPRINT, options, ThreadJanitor())
@@ -391,7 +389,7 @@ def test_an_index_that_nobody_calls_any_more_has_written_everything_down(
 
 
 def names_on_disk(path: Path) -> list[bytes]:
-    """The keys that were committed or used since the snapshot, in that order."""
+    """Keys committed or used since the snapshot, in that order, as read from the log."""
     try:
         base = snapshot.checksum_of((path / NAMESPACE / "snapshot").read_bytes())
         data = (path / NAMESPACE / "changes").read_bytes()
@@ -409,7 +407,7 @@ def names_on_disk(path: Path) -> list[bytes]:
     return names
 
 
-def test_changes_that_could_not_be_written_are_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_changes_that_failed_to_write_are_written_later(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "store"
     io = FaultyIO()
     clock = disk_store.Clock()
@@ -430,7 +428,7 @@ def test_changes_that_could_not_be_written_are_written_later(tmp_path: Path, cap
     assert "(0 of " in opening_line(caplog)
 
 
-def test_changes_that_could_not_be_written_are_written_when_nothing_new_happens(tmp_path: Path) -> None:
+def test_changes_that_failed_to_write_are_written_without_new_events(tmp_path: Path) -> None:
     path = tmp_path / "store"
     io, clock = FaultyIO(), disk_store.Clock()
     index = disk_store.make_index(path, OPTIONS, io, clock)
@@ -449,13 +447,13 @@ def test_changes_that_could_not_be_written_are_written_when_nothing_new_happens(
     kill(index, medium)
 
 
-def test_changes_do_not_wait_for_a_snapshot_that_could_not_even_be_begun(tmp_path: Path) -> None:
+def test_changes_do_not_wait_for_a_snapshot_that_cannot_begin(tmp_path: Path) -> None:
     path = tmp_path / "store"
     io, clock = FaultyIO(), disk_store.Clock()
     index = disk_store.make_index(path, OPTIONS, io, clock)
     medium = disk_store.make_medium(path, OPTIONS)
     assert disk_store.store(index, medium, b"a", chunk(b"a"))
-    (path / NAMESPACE / "LOCK").unlink()  # which is to be made anew before anything is written
+    (path / NAMESPACE / "LOCK").unlink()  # the next write makes it again first
     io.failing["open"] = errno.EMFILE
     clock.now_s += OPTIONS.snapshot_interval_s - 3
     index.touch([b"a"])
@@ -463,7 +461,7 @@ def test_changes_do_not_wait_for_a_snapshot_that_could_not_even_be_begun(tmp_pat
     clock.now_s += 3
     assert index.take_disk_counts().failures == {"save: EMFILE": 1}
     io.failing.clear()
-    clock.now_s += OPTIONS.retry_interval_s - 2  # the changes may be tried again, the snapshot not yet
+    clock.now_s += OPTIONS.retry_interval_s - 2  # changes may be retried, the snapshot not yet
     index.touch([b"a"])
     assert names_on_disk(path) == [b"a", b"a"]
     index.touch([b"a"])
@@ -475,9 +473,7 @@ def test_changes_do_not_wait_for_a_snapshot_that_could_not_even_be_begun(tmp_pat
     kill(index, medium)
 
 
-def test_changes_that_somebody_removed_are_behind_a_new_snapshot(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_removed_log_is_replaced_by_a_snapshot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "store"
     index, medium = opened(path)
     assert disk_store.store(index, medium, b"a", chunk(b"a"))
@@ -491,10 +487,10 @@ def test_changes_that_somebody_removed_are_behind_a_new_snapshot(
     assert "(0 of " in opening_line(caplog)
 
 
-def test_changes_that_are_larger_than_any_index_writes_are_not_read(
+def test_a_log_above_the_size_limit_is_not_read(
     written: tuple[Path, set[bytes]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a start reads is bounded, also where a snapshot may be large."""
+    """The amount read at a start is bounded, also if a snapshot may be large."""
     store, held = written
     num_read = []
     for num_more in (0, -1):
@@ -507,7 +503,7 @@ def test_changes_that_are_larger_than_any_index_writes_are_not_read(
 
 
 @pytest.mark.parametrize(("fsync", "expected"), [(Fsync.NONE, 0), (Fsync.INTERVAL, 2), (Fsync.ALWAYS, 4)])
-def test_changes_are_synced_as_often_as_what_is_stored(tmp_path: Path, fsync: Fsync, expected: int) -> None:
+def test_changes_are_synced_as_often_as_records(tmp_path: Path, fsync: Fsync, expected: int) -> None:
     options = msgspec.structs.replace(OPTIONS, fsync=fsync)
     io, clock = FaultyIO(), disk_store.Clock()
     index = disk_store.make_index(tmp_path / "store", options, io, clock)
@@ -524,7 +520,7 @@ def test_changes_are_synced_as_often_as_what_is_stored(tmp_path: Path, fsync: Fs
     index.close()
 
 
-def test_a_log_that_nobody_reads_gives_up_what_waits_and_says_so() -> None:
+def test_a_full_change_log_drops_its_entries_and_reports_a_gap() -> None:
     log = ChangeLog(max_waiting=4)
     for address in range(4):
         log.gone(address)
@@ -534,7 +530,7 @@ def test_a_log_that_nobody_reads_gives_up_what_waits_and_says_so() -> None:
     assert log.take() == ([changes.Gone(4), changes.Gone(5)], True)
 
 
-def test_uses_leave_a_log_room_for_what_may_not_be_missing() -> None:
+def test_uses_leave_room_in_the_log_for_other_changes() -> None:
     log = ChangeLog(max_waiting=8)
     for address in range(10):
         log.used([address])
@@ -545,7 +541,7 @@ def test_uses_leave_a_log_room_for_what_may_not_be_missing() -> None:
     assert taken == [*map(changes.Used, range(4)), *map(changes.Gone, range(4))]
 
 
-def test_a_log_stops_at_a_cut_until_it_is_over() -> None:
+def test_a_log_stops_at_a_cut_until_it_ends() -> None:
     log = ChangeLog()
     log.gone(1)
     cut = log.cut()
@@ -563,7 +559,7 @@ def test_a_log_stops_at_a_cut_until_it_is_over() -> None:
     assert not log.skip_to(cut)
 
 
-def test_of_many_uses_a_log_keeps_the_last_ones_in_their_order() -> None:
+def test_a_log_keeps_the_last_uses_in_order() -> None:
     log = ChangeLog()
     log.used([1, 2, 1])
     log.gone(2)
@@ -573,7 +569,7 @@ def test_of_many_uses_a_log_keeps_the_last_ones_in_their_order() -> None:
     assert log.take()[0] == [changes.Used(address) for address in range(10, MAX_USES_IN_A_BATCH + 10)]
 
 
-def test_a_janitor_runs_what_is_to_wait_when_it_is_time_or_at_the_end() -> None:
+def test_a_janitor_runs_delayed_tasks_when_due_or_at_close() -> None:
     janitor = ThreadJanitor()
     ran, done = threading.Event(), []
     assert janitor.submit_later(ran.set, 0.01)
@@ -585,8 +581,8 @@ def test_a_janitor_runs_what_is_to_wait_when_it_is_time_or_at_the_end() -> None:
     assert not janitor.submit_later(ran.set, 0.0)
 
 
-def test_what_was_given_up_long_ago_is_not_offered_again(tmp_path: Path) -> None:
-    """What was evicted is written down too: a restart keeps within the capacity what was used last."""
+def test_a_record_evicted_long_ago_is_not_found_again(tmp_path: Path) -> None:
+    """Evictions are logged too: after a restart the most recently used records are kept within the capacity."""
     path = tmp_path / "store"
     index, medium = opened(path)
     for number in range(14):

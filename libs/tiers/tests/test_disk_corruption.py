@@ -1,8 +1,8 @@
-"""Whatever changes on disk is found or harmless: a byte that was not stored is never given back.
+"""Corruption on disk is detected or harmless: a load never returns bytes that were not stored.
 
-Of one record every single bit is flipped, padding included, and so is every bit of every metadata file and of what a
-segment's header and seal say. Of the rest of those pages, zeros that nobody reads, one bit of each byte. Before a
-landing one flip in seven is made: at least one in each byte of which all bits are flipped.
+Every bit of one record is flipped, padding included, and every bit of every metadata file and of the fields of a
+segment's header and seal. Of the unused zeros on those pages, one bit of each byte is flipped. The first ring makes one
+flip in seven: at least one in each byte of which all bits are flipped.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MAX_METADATA_BYTES = 1 << 20
 
 
 class Loader:
-    """Loads whatever an opening finds, also what no index would offer."""
+    """Loads every record that an opening recovers, also those that an index would not return."""
 
     def __init__(self, path: Path) -> None:
         self.medium = disk_store.make_medium(path, OPTIONS)
@@ -47,7 +47,7 @@ class Loader:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store with four chunks, one that was withdrawn, and every metadata file."""
+    """Store with four chunks, one withdrawn chunk, and every metadata file."""
     path = tmp_path / "store"
     index = disk_store.make_index(path, OPTIONS)
     medium = disk_store.make_medium(path, OPTIONS)
@@ -74,7 +74,7 @@ def loader(path: Path) -> Iterator[Loader]:
 
 @pytest.fixture
 def namespace(path: Path) -> Iterator[Namespace]:
-    """Open beside the store, to read it as an opening does, again and again."""
+    """Namespace opened beside the store, to recover it again and again."""
     namespace = Namespace(FileIO(), str(path), disk_store.FINGERPRINT)
     yield namespace
     namespace.close()
@@ -89,7 +89,7 @@ def found_in(namespace: Namespace) -> list[FoundRecord]:
 
 
 def offered(namespace: Namespace, loader: Loader) -> set[bytes]:
-    """What an opening finds and a load verifies. Never wrong bytes."""
+    """Keys that an opening recovers and a load verifies. Asserts that no load returns wrong bytes."""
     found = set()
     for record in found_in(namespace):
         completion, data = loader.load(record)
@@ -100,7 +100,7 @@ def offered(namespace: Namespace, loader: Loader) -> set[bytes]:
 
 
 def flips(path: Path, places: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """With each of the places (offset, mask) changed in turn."""
+    """Yield with each place (offset, mask) changed in turn."""
     with path.open("r+b", buffering=0) as file:
         data = file.read()
         for offset, mask in thinned(places, 13):
@@ -119,12 +119,12 @@ def the_record(namespace: Namespace, key: bytes) -> FoundRecord:
     return next(record for record in found_in(namespace) if record.key == key)
 
 
-def test_an_untouched_store_offers_everything(namespace: Namespace, loader: Loader) -> None:
+def test_an_untouched_store_offers_all_chunks(namespace: Namespace, loader: Loader) -> None:
     assert offered(namespace, loader) == set(CHUNKS)
 
 
 @pytest.mark.parametrize("key", [b"key 0", pytest.param(b"key 1", marks=pytest.mark.full)])
-def test_no_flipped_bit_of_a_record_is_given_back(path: Path, namespace: Namespace, loader: Loader, key: bytes) -> None:
+def test_a_flipped_bit_of_a_record_is_detected(path: Path, namespace: Namespace, loader: Loader, key: bytes) -> None:
     record = the_record(namespace, key)
     file = disk_store.segment_path(path, Slot(((record.address, record.payload_bytes),)))
     first = record.address % (1 << 32)
@@ -141,7 +141,7 @@ def test_no_flipped_bit_of_a_record_is_given_back(path: Path, namespace: Namespa
 
 @pytest.mark.parametrize("name", ["snapshot", "changes", "epoch", "quarantine", "LOCK", "namespace.json"])
 @pytest.mark.parametrize("has_snapshot", [True, pytest.param(False, marks=pytest.mark.full)])
-def test_no_flipped_bit_of_the_metadata_brings_wrong_bytes(
+def test_a_flipped_bit_of_metadata_brings_no_wrong_bytes(
     path: Path, namespace: Namespace, loader: Loader, name: str, has_snapshot: bool
 ) -> None:
     if not has_snapshot:
@@ -153,13 +153,13 @@ def test_no_flipped_bit_of_the_metadata_brings_wrong_bytes(
     for offset, mask in flips(file, every_bit(0, file.stat().st_size)):
         found = offered(namespace, loader)
         if name == "quarantine" and not has_snapshot:
-            # Two things went wrong at once: what was withdrawn may come back, and has to be its own bytes.
+            # Two faults at once: a withdrawn chunk may come back, with its own bytes.
             found -= WITHDRAWN.keys()
         assert found == set(CHUNKS), f"byte {offset}, bits {mask}"
 
 
 @pytest.mark.parametrize("has_snapshot", [pytest.param(True, marks=pytest.mark.full), False])
-def test_no_flipped_bit_of_a_segments_first_pages_brings_wrong_bytes(
+def test_a_flipped_bit_of_a_segment_head_brings_no_wrong_bytes(
     path: Path, namespace: Namespace, loader: Loader, has_snapshot: bool
 ) -> None:
     if not has_snapshot:
@@ -172,7 +172,9 @@ def test_no_flipped_bit_of_a_segments_first_pages_brings_wrong_bytes(
     assert results == {frozenset(CHUNKS), frozenset({b"key 3"})}, "key 3 lies in another segment"
 
 
-def test_no_flipped_bit_of_a_header_confuses_an_opening(path: Path, namespace: Namespace, loader: Loader) -> None:
+def test_a_flipped_bit_of_a_record_header_hides_only_that_record(
+    path: Path, namespace: Namespace, loader: Loader
+) -> None:
     (directory_of(path) / "snapshot").unlink()
     record = the_record(namespace, b"key 2")
     file = disk_store.segment_path(path, Slot(((record.address, record.payload_bytes),)))
@@ -182,7 +184,7 @@ def test_no_flipped_bit_of_a_header_confuses_an_opening(path: Path, namespace: N
         assert offered(namespace, loader) in (others, set(CHUNKS))
 
 
-def test_a_cut_segment_offers_what_is_left(path: Path, namespace: Namespace, loader: Loader) -> None:
+def test_a_cut_segment_offers_the_remaining_records(path: Path, namespace: Namespace, loader: Loader) -> None:
     record = the_record(namespace, b"key 3")
     file = disk_store.segment_path(path, Slot(((record.address, record.payload_bytes),)))
     data = file.read_bytes()
@@ -207,7 +209,7 @@ def test_cut_metadata_brings_no_wrong_bytes(path: Path, namespace: Namespace, lo
         assert found == set(CHUNKS) or (name == "epoch" and num_bytes < len(data) // 2 and not found)
 
 
-def test_swapped_records_are_found(path: Path, namespace: Namespace, loader: Loader) -> None:
+def test_swapped_records_are_detected(path: Path, namespace: Namespace, loader: Loader) -> None:
     records = {record.key: record for record in found_in(namespace)}
     one, other = records[b"key 0"], records[b"key 2"]
     file = disk_store.segment_path(path, Slot(((one.address, one.payload_bytes),)))
@@ -225,7 +227,7 @@ def test_swapped_records_are_found(path: Path, namespace: Namespace, loader: Loa
     assert offered(namespace, loader) == {b"key 1", b"key 3"}
 
 
-def test_a_zeroed_page_is_found(path: Path, namespace: Namespace, loader: Loader) -> None:
+def test_a_zeroed_page_is_detected(path: Path, namespace: Namespace, loader: Loader) -> None:
     record = the_record(namespace, b"key 0")
     file = disk_store.segment_path(path, Slot(((record.address, record.payload_bytes),)))
     data = file.read_bytes()

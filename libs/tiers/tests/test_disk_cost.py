@@ -1,4 +1,4 @@
-"""What a call of a disk index costs does not depend on how many segments there are. Counted in looks, not seconds."""
+"""Cost of calls to a disk index does not depend on the number of segments. Counted in attribute reads, not seconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NUM_CALLS = 400
 
 
 class Looks:
-    """How often somebody read something of a segment."""
+    """Number of attribute reads on segments."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -58,7 +58,7 @@ def options_for(num_segments: int) -> DiskOptions:
 
 
 class Subject:
-    """An index and its medium."""
+    """Disk index with its medium."""
 
     def __init__(self, path: Path, num_segments: int) -> None:
         options = options_for(num_segments)
@@ -67,7 +67,7 @@ class Subject:
         self.num_stored = 0
 
     def store(self, count: int, touched: bool = False) -> None:
-        """With `touched`, what was stored about half of the capacity ago is used again, every second of it."""
+        """Store `count` chunks. With `touched`, every second one stored about half a capacity ago is used again."""
         half = self.index.capacity_bytes // 2 // 8192
         for _ in range(count):
             assert disk_store.store(self.index, self.medium, b"%d" % self.num_stored, b"x" * 4000)
@@ -104,7 +104,7 @@ def looks_a_call(looks: Looks, path: Path, num_segments: int, share: float, touc
         pytest.param(1.5, True, id="compacting", marks=pytest.mark.full),
     ],
 )
-def test_a_store_looks_at_as_many_segments_however_many_there_are(
+def test_a_store_reads_as_many_segments_however_many_exist(
     tmp_path: Path, looks: Looks, share: float, touched: bool
 ) -> None:
     few, many = (looks_a_call(looks, tmp_path, count, share, touched) for count in (FEW, MANY))
@@ -112,12 +112,12 @@ def test_a_store_looks_at_as_many_segments_however_many_there_are(
 
 
 def full_segment(index: DiskIndex) -> tuple[bytes, Segment]:
-    """A key whose record lies in one that takes no more, and that segment."""
+    """A key with its record in a segment that takes no more records, and that segment."""
     segments, records = index._segments, disk_store.records_of(index)
     return next((key, found) for key in records if (found := segments.of(records[key].address)) is not segments.open)
 
 
-def test_a_read_of_a_full_segment_is_no_reason_to_look_for_work(tmp_path: Path) -> None:
+def test_a_read_of_a_full_segment_starts_no_search_for_work(tmp_path: Path) -> None:
     subject = Subject(tmp_path / "store", FEW)
     subject.store(3 * RECORDS_IN_SEGMENT)
     index, segments = subject.index, subject.index._segments
@@ -134,11 +134,11 @@ def test_a_read_of_a_full_segment_is_no_reason_to_look_for_work(tmp_path: Path) 
             index.invalidate(record.key)
     before = segments.revision
     index.unpin(key)
-    assert segments.revision > before, "what goes with its last reader is one"
+    assert segments.revision > before, "a segment that its last reader releases for deletion is work"
     subject.close()
 
 
-def test_a_read_that_ends_is_a_reason_to_look_for_work_where_all_segments_were_held(tmp_path: Path) -> None:
+def test_the_end_of_a_read_starts_a_search_for_work_if_all_segments_were_pinned(tmp_path: Path) -> None:
     subject = Subject(tmp_path / "store", FEW)
     subject.store(3 * RECORDS_IN_SEGMENT)
     index, segments = subject.index, subject.index._segments
@@ -155,7 +155,7 @@ def test_a_read_that_ends_is_a_reason_to_look_for_work_where_all_segments_were_h
 
 
 def test_a_search_through_all_segments_is_counted(tmp_path: Path, looks: Looks) -> None:
-    """What the other test would see."""
+    """Control for the test of stores: such a search would be seen."""
     subject = Subject(tmp_path / "store", MANY)
     subject.fill(0.3)
     looks.count = 0

@@ -1,8 +1,8 @@
-"""A writer that is killed anywhere leaves what it said was committed, and nothing that it said was withdrawn.
+"""Killed writers leave all chunks that they reported as committed, and none that they reported as withdrawn.
 
-What its index committed is there with its bytes, but for what an index evicted: the writer's, which says so, or that of
-the next opening, which is watched, key by key. What every rank had written whole, and the index had not committed, may
-be there too, since an opening offers what it finds whole. Nothing else is.
+A committed chunk is found with its bytes, unless an index evicted it: the writer's, which reports it, or that of the
+next opening, which is watched key by key. A chunk that every rank had written whole and the index had not committed may
+be found too, since an opening recovers all whole records. No other chunk is found.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from hybridkv.tiers.disk import DiskIndex, DiskOptions
 from hybridkv.tiers.disk.index.records import Record, RecordTable
 
 KILLS_OF_SEED = dict.fromkeys(range(8), 20) | dict.fromkeys(range(8, 12), 10)
-"""200 in all. The last seeds are of writers whose index works on a thread of its own."""
+"""200 in all. The last seeds are of writers with a janitor thread."""
 FIRST_THREADED_SEED = 8
 kills: Counter[str] = Counter()
 
 
 @dataclass
 class Expected:
-    """What may be found of one key after what the writer said. 0: nothing."""
+    """Versions of one key that may be found after the writer's reports. 0: none."""
 
     must: int = 0
     may: set[int] = field(default_factory=set)
@@ -72,7 +72,7 @@ def begin_or_end_withdrawal(expected: Expected, kind: str) -> None:
 
 
 def reopened(path: Path, options: DiskOptions) -> tuple[DiskIndex, set[bytes]]:
-    """The next index, and the keys that it evicted while it was opened."""
+    """The reopened index, and the keys that it evicted during the opening."""
     evicted: set[bytes] = set()
     evict = RecordTable._evicted
 
@@ -88,7 +88,7 @@ def reopened(path: Path, options: DiskOptions) -> tuple[DiskIndex, set[bytes]]:
 
 
 def check(path: Path, words: list[str], options: DiskOptions = disk_writer.OPTIONS) -> set[bytes]:
-    """What the opening evicted."""
+    """Check the store against the reports; return the keys that the opening evicted."""
     ranks = disk_writer.NUM_RANKS
     index, evicted = reopened(path, options)
     media = [disk_store.make_medium(path, options, rank=rank, tensor_parallel_size=ranks) for rank in range(ranks)]
@@ -106,8 +106,8 @@ def check(path: Path, words: list[str], options: DiskOptions = disk_writer.OPTIO
             [completion] = disk_store.finish(medium)
             assert completion.failure is None, completion.failure
             found.add(next((v for v in allowed if disk_writer.payload(key, v, rank) == destination), None))
-        assert len(found) == 1 and None not in found, f"{key!r} is offered with bytes that it may not have: {allowed}"
-    assert lost <= evicted, f"something that was committed is not there: {lost - evicted}"
+        assert len(found) == 1 and None not in found, f"{key!r} is found with wrong bytes; allowed versions: {allowed}"
+    assert lost <= evicted, f"committed chunks are not found: {lost - evicted}"
     for medium in media:
         medium.close()
     index.close()
@@ -115,7 +115,7 @@ def check(path: Path, words: list[str], options: DiskOptions = disk_writer.OPTIO
 
 
 @pytest.mark.parametrize("seed", KILLS_OF_SEED)
-def test_a_killed_writer_leaves_what_it_committed_and_nothing_else(seed: int, tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_exactly_its_committed_chunks(seed: int, tmp_path: Path) -> None:
     on_janitor = seed >= FIRST_THREADED_SEED
     words, num_calls = disk_writer.write_until_killed(tmp_path / "whole", seed, -1, on_janitor)
     check(tmp_path / "whole", words)
@@ -131,9 +131,9 @@ def test_a_killed_writer_leaves_what_it_committed_and_nothing_else(seed: int, tm
 
 @pytest.mark.parametrize("seed", range(20, 24))
 def test_a_killed_writer_with_room_for_all_loses_nothing(seed: int, tmp_path: Path) -> None:
-    """Nothing is evicted, neither before the end nor by the next opening, so there is no excuse.
+    """Nothing is evicted, neither before the kill nor by the next opening, so that every loss is an error.
 
-    What the writer calls evicted when it is killed is what it was about to clear.
+    Keys that the writer reports as evicted when it is killed are those that it was about to clear.
     """
     words, num_calls = disk_writer.write_until_killed(tmp_path / "whole", seed, -1, options=disk_writer.ROOMY_OPTIONS)
     assert not check(tmp_path / "whole", words, disk_writer.ROOMY_OPTIONS)
@@ -152,7 +152,7 @@ def test_writers_were_killed_in_every_kind_of_work() -> None:
     assert {"Copy", "Save", "Drop", "Create", "Seal", "medium"} <= kills.keys(), kills
 
 
-def test_the_check_finds_a_chunk_that_should_be_there(tmp_path: Path) -> None:
+def test_the_check_finds_a_missing_chunk(tmp_path: Path) -> None:
     words, _ = disk_writer.write_until_killed(tmp_path / "store", 1, kill_at=-1)
     key = next(key for key, expected in expectations(words).items() if not expected.must and not expected.may)
     with pytest.raises(AssertionError, match="not there"):

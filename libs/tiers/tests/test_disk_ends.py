@@ -1,6 +1,6 @@
-"""What the end of a disk tier costs: the caller, its memory, and who waits for the janitor.
+"""Cost of the end of a disk tier: for the caller, in memory, and in waits for the janitor.
 
-Costs are counted in steps and bytes, never in seconds.
+Costs are counted in calls and bytes, never in seconds.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from hybridkv.tiers.ram import RamIndex
 RECORD_BYTES = 8192
 FEW, MANY = 64, 6000
 LARGEST_TABLE_BYTES = 40_000
-"""More than an end makes for a few records, less than a copy of any table of many."""
+"""More than an end allocates for a few records, less than a copy of any table of many."""
 
 
 class SparseIO(FileIO):
-    """Segments take up no space, since nothing is written to them. Says what is written to the snapshot."""
+    """Allocates sparse segments, since no data is written to them. Records writes to the snapshot."""
 
     def __init__(self) -> None:
         self.snapshot_fd = -1
@@ -61,7 +61,7 @@ class SparseIO(FileIO):
 
 
 class LateJanitor(InlineJanitor):
-    """Does nothing before it is told to: what the caller costs is what it does itself."""
+    """Janitor that runs tasks only when a test calls `work`: the caller's cost is its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def key_of(number: int) -> bytes:
 
 
 def fill(index: TierIndex, count: int, num_bytes: int = RECORD_BYTES // 2) -> list[bytes]:
-    """The keys of so many committed chunks. One more is pinned, and one reserved."""
+    """Keys of `count` committed chunks. One more is pinned, and one reserved."""
     keys = [key_of(number) for number in range(count)]
     for key in [*keys, b"pinned"]:
         assert isinstance(index.reserve(key, num_bytes), Slot)
@@ -111,7 +111,7 @@ def fill(index: TierIndex, count: int, num_bytes: int = RECORD_BYTES // 2) -> li
 
 
 def steps_and_bytes(call: Callable[[], object]) -> tuple[int, int]:
-    """Calls, of Python or of C, that a call makes in this thread, and the most memory that it takes."""
+    """Number of Python and C calls in this thread during `call`, and its peak memory."""
     steps = 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -120,7 +120,7 @@ def steps_and_bytes(call: Callable[[], object]) -> tuple[int, int]:
 
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
-    gc.disable()  # hypothesis has the collector call it, whose steps would count here
+    gc.disable()  # hypothesis adds a callback to the collector, and its calls would count here
     sys.setprofile(count)
     try:
         call()
@@ -133,7 +133,7 @@ def steps_and_bytes(call: Callable[[], object]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("end", [DiskIndex.clear, DiskIndex.close])
-def test_an_end_takes_no_step_of_the_caller_for_each_record(tmp_path: Path, end: Callable[[DiskIndex], object]) -> None:
+def test_an_end_costs_the_caller_no_step_per_record(tmp_path: Path, end: Callable[[DiskIndex], object]) -> None:
     steps = []
     for turn, count in enumerate((FEW, FEW, MANY - 2)):
         janitor = LateJanitor()
@@ -149,12 +149,12 @@ def test_an_end_takes_no_step_of_the_caller_for_each_record(tmp_path: Path, end:
         assert index.take_counts().invalidations == count + 2
         janitor.work()
         index.close()
-    # The first time some of Python's own tables are filled.
+    # The first run fills some of Python's own tables.
     assert steps[1] == steps[2]
 
 
 @pytest.mark.parametrize("name", ["clear", "close"])
-def test_an_end_of_host_memory_takes_no_step_for_each_chunk(name: str) -> None:
+def test_an_end_of_host_memory_costs_no_step_per_chunk(name: str) -> None:
     steps, end = [], getattr(RamIndex, name)
     for count in (FEW, FEW, MANY):
         index = RamIndex((count + 2) * 4096, 4096)
@@ -168,12 +168,12 @@ def test_an_end_of_host_memory_takes_no_step_for_each_chunk(name: str) -> None:
         index.unpin(b"pinned")
         assert not index.commit(b"reserved")
         assert index.used_bytes == 0
-    # The first time some of Python's own tables are filled.
+    # The first run fills some of Python's own tables.
     assert steps[1] == steps[2]
 
 
-def test_a_closed_index_leaves_to_the_janitor_what_it_wrote_down(tmp_path: Path) -> None:
-    """The snapshot is read from the tables of then, whatever happens to the new ones meanwhile."""
+def test_a_closed_index_leaves_its_snapshot_to_the_janitor(tmp_path: Path) -> None:
+    """The snapshot is made from the tables at the time of the close, whatever happens to the new ones meanwhile."""
     janitor = LateJanitor()
     index = opened(tmp_path / "store", SparseIO(), janitor)
     keys = fill(index, FEW)
@@ -188,7 +188,7 @@ def test_a_closed_index_leaves_to_the_janitor_what_it_wrote_down(tmp_path: Path)
     again.close()
 
 
-def test_a_snapshot_is_written_in_pieces_that_are_not_all_in_memory(tmp_path: Path) -> None:
+def test_a_snapshot_is_written_in_pieces_not_all_in_memory(tmp_path: Path) -> None:
     count = 60_000
     io = SparseIO()
     chosen = disk_store.options_for(count * RECORD_BYTES, max_records=count)
@@ -203,12 +203,12 @@ def test_a_snapshot_is_written_in_pieces_that_are_not_all_in_memory(tmp_path: Pa
     snapshot_bytes = sum(io.written)
     assert snapshot_bytes > (32 + 18) * (count - 2)
     assert max(io.written) < snapshot_bytes // 4
-    # Keys and columns, these once more, and the pieces.
+    # Keys and columns, a second copy of them, and the pieces.
     assert peak_bytes < 3 * snapshot_bytes + (2 << 20)
     index.close()
 
 
-def test_a_clear_does_not_wait_for_the_snapshot_that_is_being_written(tmp_path: Path) -> None:
+def test_a_clear_does_not_wait_for_a_snapshot_being_written(tmp_path: Path) -> None:
     io, janitor = SparseIO(), LateJanitor()
     index = opened(tmp_path / "store", io, janitor)
     fill(index, MANY - 2)
@@ -217,7 +217,7 @@ def test_a_clear_does_not_wait_for_the_snapshot_that_is_being_written(tmp_path: 
     before = path.read_bytes()
 
     def clear() -> None:
-        """In the middle of it, which the janitor goes on with first."""
+        """Clears while the snapshot is written; the janitor goes on with the snapshot first."""
         io.on_snapshot = lambda: None
         janitor.is_late = True
         index.clear()
@@ -226,16 +226,16 @@ def test_a_clear_does_not_wait_for_the_snapshot_that_is_being_written(tmp_path: 
     io.written.clear()
     index._maintenance.state.is_snapshot_wanted = True
     assert index.take_disk_counts().snapshots == 0
-    assert len(io.written) == 1 and io.written[0] < (32 + 18) * (MANY - 2), "there would have been more"
+    assert len(io.written) == 1 and io.written[0] < (32 + 18) * (MANY - 2), "the rest of the snapshot is not written"
     assert path.read_bytes() == before
     janitor.work()
     janitor.is_late = False
-    assert index.take_disk_counts().snapshots == 1, "there is one of the new epoch soon"
+    assert index.take_disk_counts().snapshots == 1, "a snapshot of the new epoch follows soon"
     assert path.read_bytes() != before
     index.close()
 
 
-def test_without_a_last_snapshot_the_changes_say_the_same(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_replaces_a_missing_last_snapshot(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     io = disk_faults.FaultyIO()
     index = opened(tmp_path / "store", io)
     keys = fill(index, FEW)
@@ -246,12 +246,12 @@ def test_without_a_last_snapshot_the_changes_say_the_same(tmp_path: Path, caplog
     with caplog.at_level(logging.INFO):
         again = opened(tmp_path / "store", FileIO())
     assert list(disk_store.records_of(again)) == [*keys[2:], b"pinned", *keys[:2]]
-    assert "(1 of " in caplog.text, "the place of what was reserved is looked at, and nothing else"
+    assert "(1 of " in caplog.text, "only the place of the reserved record is read"
     again.close()
 
 
 def test_a_close_gives_up_a_snapshot_that_takes_too_long(tmp_path: Path) -> None:
-    """Here its first write takes longer than there is time. What it leaves is all there without it."""
+    """Here its first write takes longer than the time left. The store is complete without it."""
     io = SparseIO()
     index = opened(tmp_path / "store", io)
     keys = fill(index, MANY - 2)
@@ -266,7 +266,7 @@ def test_a_close_gives_up_a_snapshot_that_takes_too_long(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("max_queued", [1, 64])
-def test_a_close_without_time_gives_up_the_lock_when_file_work_has_ended(tmp_path: Path, max_queued: int) -> None:
+def test_a_close_without_time_releases_the_lock_after_file_work(tmp_path: Path, max_queued: int) -> None:
     io, path, clock = disk_faults.FaultyIO(), str(tmp_path / "store"), disk_store.Clock()
     janitor = ThreadJanitor(max_queued)
     index = DiskIndex(path, disk_store.FINGERPRINT, options(FEW), janitor, io, clock)
@@ -285,7 +285,7 @@ def test_a_close_without_time_gives_up_the_lock_when_file_work_has_ended(tmp_pat
     opened(tmp_path / "store", FileIO()).close()
 
 
-def test_a_janitor_that_ended_is_not_left_behind() -> None:
+def test_a_closed_janitor_accepts_no_last_task() -> None:
     janitor = ThreadJanitor()
     done: list[int] = []
     assert janitor.close(disk_store.TIMEOUT_S)
@@ -293,7 +293,7 @@ def test_a_janitor_that_ended_is_not_left_behind() -> None:
     assert not done
 
 
-def test_readers_and_writers_keep_their_bytes_while_everything_else_goes(tmp_path: Path) -> None:
+def test_readers_keep_their_bytes_after_a_clear(tmp_path: Path) -> None:
     chosen = disk_store.options_for(4 * RECORD_BYTES, close_timeout_s=0.0)
     index = disk_store.make_index(tmp_path / "store", chosen)
     medium = disk_store.make_medium(tmp_path / "store", chosen)
@@ -316,7 +316,7 @@ def test_readers_and_writers_keep_their_bytes_while_everything_else_goes(tmp_pat
     index.close()
 
 
-def test_a_file_whose_pieces_fail_is_as_it_was(tmp_path: Path) -> None:
+def test_a_file_is_unchanged_if_a_write_in_pieces_fails(tmp_path: Path) -> None:
     (tmp_path / "root").mkdir(mode=0o700)
     directory = Directory.root(FileIO(), str(tmp_path / "root"), create=False)
     pieces = [bytes([number]) * (1 << 17) for number in range(5)]
@@ -325,5 +325,5 @@ def test_a_file_whose_pieces_fail_is_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         directory.write_pieces("file", (bytes(1 << 17) + bytes([1 // (3 - turn)]) for turn in range(5)), sync=True)
     assert directory.read_file("file") == b"".join(pieces)
-    assert directory.list() == ["file"], "what was half written takes up no room"
+    assert directory.list() == ["file"], "half-written data takes up no room"
     directory.close()

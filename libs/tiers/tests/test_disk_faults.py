@@ -1,4 +1,4 @@
-"""What the system refuses is a refusal or a failed operation, counted by reason, and over when its cause is."""
+"""System errors become refusals or failed operations, are counted by reason, and end with their cause."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def test_segments_that_cannot_be_made_are_refusals_until_they_can(tmp_path: Path
     assert store.index.take_counts().refusals == {Refusal.NO_ROOM: 60 - taken}
     assert store.index.take_disk_counts().failures.keys() == {f"create: {name}"}
     store.io.failing.clear()
-    assert not store.store(), "it rests for a while"
+    assert not store.store(), "file work backs off for a while"
     store.clock.now_s += OPTIONS.retry_interval_s
     store.fill()
     store.close()
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
-def test_a_file_system_that_stays_full_costs_little_of_what_is_there(tmp_path: Path, number: int) -> None:
+def test_a_file_system_that_stays_full_keeps_most_records(tmp_path: Path, number: int) -> None:
     options = disk_store.options_for(6 * 12288, num_spare=9, direct=False)
     store = Store(tmp_path / "store", msgspec.structs.replace(options, spare_share=0.0))
     store.fill()
@@ -60,7 +60,7 @@ def test_a_file_system_that_stays_full_costs_little_of_what_is_there(tmp_path: P
     for _ in range(200):
         store.clock.now_s += options.retry_interval_s
         num_taken += store.store()
-    assert store.index.num_keys > before - 4 * 6, "a segment or two were given up to make room"
+    assert store.index.num_keys > before - 4 * 6, "only a segment or two were given up to make room"
     assert num_taken < 4 * 6, "stores are dropped meanwhile"
     for key in list(disk_store.records_of(store.index)):
         assert store.load_fails_with(key) is None
@@ -70,8 +70,8 @@ def test_a_file_system_that_stays_full_costs_little_of_what_is_there(tmp_path: P
     store.close()
 
 
-def test_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(tmp_path: Path) -> None:
-    """Each segment that is given up makes room for one."""
+def test_a_file_system_smaller_than_the_capacity_is_used_fully(tmp_path: Path) -> None:
+    """Each segment that is given up makes room for another."""
     options = msgspec.structs.replace(disk_store.options_for(6 * 12288, direct=False), spare_share=0.0)
     store = Store(tmp_path / "store", options)
     most_bytes = 5 * (options.segment_bytes or 0)
@@ -90,7 +90,7 @@ def test_a_file_system_smaller_than_the_capacity_is_used_as_far_as_it_goes(tmp_p
     store.close()
 
 
-def test_a_full_file_system_at_the_beginning_is_a_refusal(tmp_path: Path) -> None:
+def test_a_file_system_full_from_the_start_is_a_refusal(tmp_path: Path) -> None:
     io = disk_faults.FaultyIO()
     io.failing["allocate"] = errno.ENOSPC
     index = disk_store.make_index(tmp_path / "store", OPTIONS, io)
@@ -114,7 +114,7 @@ def test_segments_that_cannot_be_deleted_stop_new_ones_until_they_can(tmp_path: 
     store.close()
 
 
-def test_a_segment_that_cannot_be_deleted_keeps_no_other_one(tmp_path: Path) -> None:
+def test_a_segment_that_cannot_be_deleted_does_not_block_other_deletions(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     assert store.store()
     slot = store.index.pin(b"1")
@@ -134,7 +134,7 @@ def test_a_segment_that_cannot_be_deleted_keeps_no_other_one(tmp_path: Path) -> 
 def test_compaction_goes_on_beside_a_segment_that_cannot_be_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Any half of what is there is used again and again, so that hardly a segment dies by itself."""
+    """A random half of the records is used again and again, so that hardly any segment dies by itself."""
     options = msgspec.structs.replace(disk_store.options_for(6 * 12288, num_spare=15, direct=False), spare_share=0.0)
     store = Store(tmp_path / "store", options)
     store.fill()
@@ -163,7 +163,7 @@ def test_compaction_goes_on_beside_a_segment_that_cannot_be_deleted(
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
-def test_where_nothing_can_be_deleted_little_of_what_is_there_is_given_up_for_it(tmp_path: Path, number: int) -> None:
+def test_a_disk_without_deletions_gives_up_few_records(tmp_path: Path, number: int) -> None:
     options = msgspec.structs.replace(disk_store.options_for(6 * 12288, num_spare=15, direct=False), spare_share=0.0)
     store = Store(tmp_path / "store", options)
     for _ in range(90):
@@ -189,7 +189,7 @@ def test_a_read_that_fails_is_one_failed_load(store: Store) -> None:
     store.close()
 
 
-def test_one_bad_place_does_not_fail_its_neighbours(store: Store) -> None:
+def test_a_damaged_record_does_not_fail_its_neighbours(store: Store) -> None:
     slots: dict[bytes, Slot] = {}
     for key in (b"a", b"b", b"c"):
         assert store.store(key)
@@ -210,7 +210,7 @@ def test_one_bad_place_does_not_fail_its_neighbours(store: Store) -> None:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS])
-def test_a_write_that_fails_is_a_failed_store_that_leaves_nothing(store: Store, number: int) -> None:
+def test_a_failed_write_is_a_failed_store_that_leaves_nothing(store: Store, number: int) -> None:
     assert store.store(b"before")
     store.io.failing["pwritev"] = number
     assert not store.store(b"key")
@@ -222,7 +222,7 @@ def test_a_write_that_fails_is_a_failed_store_that_leaves_nothing(store: Store, 
     store.close()
 
 
-def test_a_directory_that_is_removed_is_made_anew(store: Store) -> None:
+def test_a_removed_directory_is_made_again(store: Store) -> None:
     for number in range(8):
         assert store.store(b"old %d" % number)
     shutil.rmtree(store.path)
@@ -248,7 +248,7 @@ def test_loads_from_a_removed_directory_fail_or_are_right(store: Store) -> None:
     store.close()
 
 
-def test_what_cannot_be_written_of_the_metadata_is_tried_again(store: Store) -> None:
+def test_failed_writes_of_metadata_are_retried(store: Store) -> None:
     assert store.store(b"a") and store.store(b"b")
     store.io.failing["rename"] = errno.EIO
     assert store.index.invalidate(b"a", "checksum")
@@ -312,14 +312,12 @@ def test_nothing_is_stored_in_an_epoch_that_is_not_on_disk(
     is_stored = store.store(b"b")
     a, b = _answers(end(store), b"a", b"b")
     assert b is (LookupResult.HIT if is_stored else LookupResult.MISS)
-    # Only a crash may undo it, and only where nothing was stored behind it; that is what the log says.
+    # A crash may undo the clear only if nothing was stored after it; the log message says so.
     assert a is LookupResult.MISS or (end is _crash and not is_stored)
 
 
 @pytest.mark.parametrize("is_pinned", [False, True], ids=["unused", "pinned"])
-def test_a_clear_that_is_on_disk_warns_of_nothing(
-    store: Store, is_pinned: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_clear_on_disk_logs_no_warning(store: Store, is_pinned: bool, caplog: pytest.LogCaptureFixture) -> None:
     assert store.store(b"a")
     assert not is_pinned or store.index.pin(b"a")
     store.index.clear()
@@ -328,12 +326,12 @@ def test_a_clear_that_is_on_disk_warns_of_nothing(
     assert "clear" not in caplog.text
 
 
-def test_a_close_that_cannot_write_the_clear_names_nothing_of_its_epoch(
+def test_a_close_that_cannot_write_the_clear_leaves_epoch_and_snapshot(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert store.store(b"a")
     assert store.index.pin(b"a")
-    store.index._maintenance.finish()  # a snapshot
+    store.index._maintenance.finish()  # writes a snapshot
     cache = store.path / disk_store.FINGERPRINT.digest().hex()
     before = {name: (cache / name).read_bytes() for name in ("epoch", "snapshot")}
     store.io.failing_names["epoch.new"] = errno.ENOSPC
@@ -343,7 +341,7 @@ def test_a_close_that_cannot_write_the_clear_names_nothing_of_its_epoch(
     assert {name: (cache / name).read_bytes() for name in before} == before
 
 
-def test_a_directory_that_was_made_anew_takes_nothing_before_it_has_an_epoch(store: Store) -> None:
+def test_a_directory_made_again_takes_no_record_before_its_epoch(store: Store) -> None:
     assert store.store(b"a")
     shutil.rmtree(store.path)
     store.io.failing_names["epoch.new"] = errno.EIO
@@ -359,7 +357,7 @@ def test_a_directory_that_was_made_anew_takes_nothing_before_it_has_an_epoch(sto
     store.close()
 
 
-def test_a_record_that_compaction_finds_damaged_is_quarantined(tmp_path: Path) -> None:
+def test_a_damaged_record_found_by_compaction_is_quarantined(tmp_path: Path) -> None:
     store = Store(tmp_path / "store")
     assert store.store(b"bad")
     slot = store.index.pin(b"bad")
@@ -374,7 +372,7 @@ def test_a_record_that_compaction_finds_damaged_is_quarantined(tmp_path: Path) -
     store.close()
 
 
-def test_a_read_that_stands_still_holds_up_nobody_else(tmp_path: Path) -> None:
+def test_a_blocked_read_holds_up_no_other_operation(tmp_path: Path) -> None:
     options = msgspec.structs.replace(OPTIONS, max_queued=2, max_in_flight=2, close_timeout_s=0.05)
     store = Store(tmp_path / "store", options)
     assert store.store(b"key")
@@ -396,7 +394,7 @@ def test_a_read_that_stands_still_holds_up_nobody_else(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_full_queue_answers_at_once(tmp_path: Path) -> None:
+def test_a_full_queue_refuses_at_once(tmp_path: Path) -> None:
     options = msgspec.structs.replace(OPTIONS, max_queued=2, max_in_flight=1)
     store = Store(tmp_path / "store", options)
     assert store.store(b"key")
@@ -414,7 +412,7 @@ def test_a_full_queue_answers_at_once(tmp_path: Path) -> None:
     store.close()
 
 
-def test_closing_does_not_wait_for_a_read_that_stands_still(tmp_path: Path) -> None:
+def test_close_does_not_wait_for_a_blocked_read(tmp_path: Path) -> None:
     options = msgspec.structs.replace(OPTIONS, max_in_flight=1, close_timeout_s=0.05)
     store = Store(tmp_path / "store", options)
     assert store.store(b"key")
@@ -434,7 +432,7 @@ def test_closing_does_not_wait_for_a_read_that_stands_still(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("call", ["allocate", "rename", "truncate", "open"])
-def test_file_work_that_stands_still_holds_up_no_call_of_the_index(tmp_path: Path, call: str) -> None:
+def test_blocked_file_work_holds_up_no_call_of_the_index(tmp_path: Path, call: str) -> None:
     options = msgspec.structs.replace(OPTIONS, close_timeout_s=0.05)
     io = disk_faults.FaultyIO()
     index = DiskIndex(str(tmp_path / "store"), disk_store.FINGERPRINT, options, ThreadJanitor(), io, disk_store.Clock())
@@ -451,7 +449,7 @@ def test_file_work_that_stands_still_holds_up_no_call_of_the_index(tmp_path: Pat
 
 
 def test_a_file_size_limit_is_a_full_file_system(tmp_path: Path) -> None:
-    """A real one: the system itself refuses to allocate."""
+    """With a real limit: the system itself refuses to allocate."""
     program = textwrap.dedent(
         """
         import pathlib, resource, signal, sys
@@ -519,7 +517,7 @@ index.close()
 def test_a_small_file_system_that_is_full_and_then_read_only(tmp_path: Path) -> None:
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     if not shutil.which("unshare") or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this machine lets nobody mount a file system in a namespace of his own")
+        pytest.skip("this machine allows no mounts in a user namespace")
     path = tmp_path / "mounted"
     path.mkdir(mode=0o700)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -529,7 +527,7 @@ def test_a_small_file_system_that_is_full_and_then_read_only(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr.decode()
 
 
-def test_a_janitor_that_is_closed_takes_no_more() -> None:
+def test_a_closed_janitor_accepts_no_task() -> None:
     for janitor in (InlineJanitor(), ThreadJanitor()):
         done: list[int] = []
         assert janitor.submit(lambda done=done: done.append(1))  # type: ignore[misc]
@@ -538,7 +536,7 @@ def test_a_janitor_that_is_closed_takes_no_more() -> None:
         assert not janitor.submit(lambda: None)
 
 
-def test_a_janitor_goes_on_behind_a_task_that_raises() -> None:
+def test_a_janitor_goes_on_after_a_task_that_raises() -> None:
     janitor = ThreadJanitor()
     done = threading.Event()
 
@@ -552,7 +550,7 @@ def test_a_janitor_goes_on_behind_a_task_that_raises() -> None:
     assert janitor.close(disk_faults.TIMEOUT_S)
 
 
-def test_a_janitor_takes_a_bounded_number_of_jobs() -> None:
+def test_a_janitor_queues_a_bounded_number_of_tasks() -> None:
     janitor = ThreadJanitor(max_queued=2)
     event = threading.Event()
     taken = [janitor.submit(lambda: event.wait(disk_faults.TIMEOUT_S) and None) for _ in range(5)]

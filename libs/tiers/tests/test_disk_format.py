@@ -1,4 +1,4 @@
-"""The bytes on disk are those that FORMAT.md describes and that the golden files hold."""
+"""Bytes on disk equal the description in FORMAT.md and the golden files."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ FILES = {
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_written_is_the_golden_file(name: str) -> None:
+def test_encoders_write_the_golden_files(name: str) -> None:
     assert FILES[name] == (GOLDEN / f"disk_v1_{name}.bin").read_bytes()
 
 
-def test_the_golden_files_are_read() -> None:
+def test_decoders_read_the_golden_files() -> None:
     data = {name: (GOLDEN / f"disk_v1_{name}.bin").read_bytes() for name in FILES}
     assert decode_segment(data["segment"]) == SEGMENT
     assert decode_seal(data["seal"], SEGMENT) == 65536
@@ -190,7 +190,7 @@ def snapshot_of(
 
 
 def decoded_snapshot(data: bytes, max_records: int = 1 << 32) -> snapshot.Snapshot | None:
-    """Its columns as lists."""
+    """Decoded snapshot with lists as columns."""
     saved = snapshot.decode(data, NAMESPACE, max_records)
     if saved is None:
         return None
@@ -201,13 +201,13 @@ NUMBERS = (1, 2, 3, address_of(2, 8192))
 
 
 @given(st.lists(st.tuples(keys, places)), st.lists(addresses))
-def test_snapshots_survive_their_bytes(records: list[tuple[bytes, tuple[int, int]]], pending: list[int]) -> None:
+def test_snapshots_decode_to_what_was_encoded(records: list[tuple[bytes, tuple[int, int]]], pending: list[int]) -> None:
     saved = snapshot_of(records, pending, NUMBERS)
     assert decoded_snapshot(disk_store.encoded_snapshot(saved, NAMESPACE)) == saved
 
 
 @given(st.lists(st.tuples(keys, places)), st.integers(0, 4))
-def test_a_snapshot_of_more_records_than_may_be_keeps_the_last_used(
+def test_a_snapshot_with_too_many_records_keeps_the_last_used(
     records: list[tuple[bytes, tuple[int, int]]], max_records: int
 ) -> None:
     data = disk_store.encoded_snapshot(snapshot_of(records, [], NUMBERS), NAMESPACE)
@@ -222,7 +222,7 @@ any_number = st.one_of(st.sampled_from(extremes), addresses, st.integers(0, (1 <
 
 
 @given(any_number, any_number)
-def test_a_place_that_cannot_be_makes_everything_damaged_that_names_it(address: int, payload_bytes: int) -> None:
+def test_an_impossible_address_or_size_is_damage(address: int, payload_bytes: int) -> None:
     is_possible = is_place_of(address, payload_bytes)
     fields = (NUMBERS[0], 2, 1 << 31, 1 << 63)
     saved = snapshot_of([(KEY, (address, payload_bytes))], [], fields)
@@ -252,19 +252,19 @@ def test_a_place_that_cannot_be_makes_everything_damaged_that_names_it(address: 
         (1, 2, 3, address_of(1, 512)),
     ],
 )
-def test_a_snapshot_at_an_end_that_cannot_be_is_damaged(numbers: tuple[int, int, int, int]) -> None:
+def test_a_snapshot_with_an_impossible_end_is_damaged(numbers: tuple[int, int, int, int]) -> None:
     assert snapshot.decode(disk_store.encoded_snapshot(snapshot_of([], [], numbers), NAMESPACE), NAMESPACE) is None
     possible = (LARGEST_EPOCH, 1 << 31, 1 << 31, 1 << 63)
     assert snapshot.decode(disk_store.encoded_snapshot(snapshot_of([], [], possible), NAMESPACE), NAMESPACE) is not None
 
 
 @pytest.mark.parametrize(("key", "expected"), [(b"", False), (b"k", True), (b"k" * 256, True), (b"k" * 257, False)])
-def test_a_snapshot_with_a_key_that_cannot_be_is_damaged(key: bytes, expected: bool) -> None:
+def test_a_snapshot_with_an_impossible_key_is_damaged(key: bytes, expected: bool) -> None:
     saved = snapshot_of([(key, (address_of(1, 8192), 1))], [], NUMBERS)
     assert (snapshot.decode(disk_store.encoded_snapshot(saved, NAMESPACE), NAMESPACE) is not None) == expected
 
 
-def test_a_snapshot_whose_keys_are_longer_than_their_bytes_is_damaged() -> None:
+def test_a_snapshot_with_key_lengths_beyond_its_bytes_is_damaged() -> None:
     body = bytearray(FILES["snapshot"][:-16])
     at = body.index(KEY + b"other") - 4
     assert body[at : at + 4] == bytes([32, 0, 5, 0])
@@ -276,17 +276,17 @@ def test_a_snapshot_whose_keys_are_longer_than_their_bytes_is_damaged() -> None:
     ("field", "value"),
     [("number", 1 << 31), ("epoch", 1 << 63), *(("segment_bytes", size) for size in (0, 12288, 20481, 1 << 33))],
 )
-def test_a_segment_that_cannot_be_is_damaged(field: str, value: int) -> None:
+def test_an_impossible_segment_header_is_damaged(field: str, value: int) -> None:
     assert decode_segment(encode_segment(SEGMENT._replace(**{field: value}))) is None
 
 
 @pytest.mark.parametrize(("end_offset", "expected"), [(0, None), (4096, None), (65537, None), ((1 << 20) + 4096, None)])
-def test_a_seal_at_an_end_that_cannot_be_is_damaged(end_offset: int, expected: None) -> None:
+def test_a_seal_with_an_impossible_end_is_damaged(end_offset: int, expected: None) -> None:
     assert decode_seal(encode_seal(SEGMENT, end_offset), SEGMENT) is expected
     assert decode_seal(encode_seal(SEGMENT, 1 << 20), SEGMENT) == 1 << 20
 
 
-def test_an_epoch_that_cannot_be_is_damaged_and_none_comes_there() -> None:
+def test_an_impossible_epoch_is_damaged_and_never_chosen() -> None:
     assert decode_epoch(encode_epoch(LARGEST_EPOCH + 1, NAMESPACE), NAMESPACE) is None
     assert decode_epoch(encode_epoch(LARGEST_EPOCH, NAMESPACE), NAMESPACE) == LARGEST_EPOCH
     assert (next_epoch(4), next_epoch(LARGEST_EPOCH)) == (5, 0)
@@ -303,7 +303,7 @@ some_batches = st.lists(st.lists(any_change, min_size=1, max_size=4), max_size=4
 
 
 @given(some_batches)
-def test_changes_survive_their_bytes(batches: list[list[changes.Change]]) -> None:
+def test_changes_decode_to_what_was_encoded(batches: list[list[changes.Change]]) -> None:
     assert changes.decode(encode_changes(batches), NAMESPACE, BASE) == decoded(batches)
 
 
@@ -326,15 +326,15 @@ IMPOSSIBLE: list[changes.Change] = [
 
 
 @pytest.mark.parametrize("change", IMPOSSIBLE)
-def test_a_change_that_no_store_can_have_ends_the_reading(change: changes.Change) -> None:
-    """Whatever wrote it knew another format, or its memory was damaged."""
+def test_an_impossible_change_ends_the_reading(change: changes.Change) -> None:
+    """Its writer used another format, or its memory was damaged."""
     batches = [[changes.Used(PLACE)], [changes.Gone(PLACE), change], [changes.Used(PLACE)]]
     expected = decoded(batches[:1])._replace(is_whole=False)
     assert changes.decode(encode_changes(batches), NAMESPACE, BASE) == expected
 
 
 @given(some_batches, st.data())
-def test_of_damaged_changes_only_whole_batches_before_the_damage_are_read(
+def test_only_whole_batches_before_the_damage_are_read(
     batches: list[list[changes.Change]], data: st.DataObject
 ) -> None:
     whole = encode_changes(batches)
@@ -353,7 +353,7 @@ def test_of_damaged_changes_only_whole_batches_before_the_damage_are_read(
 
 
 @given(st.lists(any_change, min_size=1), st.lists(any_change, min_size=1))
-def test_a_batch_counts_only_behind_the_one_it_was_written_behind(
+def test_a_batch_counts_only_after_the_batch_it_was_written_after(
     first: list[changes.Change], second: list[changes.Change]
 ) -> None:
     alone = encode_changes([first])
@@ -379,11 +379,11 @@ def test_withdrawals_keep_the_last_of_each_key_within_their_bound(numbers: list[
         assert not withdrawals.covers(b"%d" % number, last + 1)
 
 
-def test_the_description_names_every_magic_and_every_size() -> None:
+def test_format_md_names_every_magic_and_every_size() -> None:
     words = (Path(__file__).parent.parent / "src/hybridkv/tiers/disk/format/FORMAT.md").read_text()
     magics = [SEGMENT_MAGIC, SEAL_MAGIC, RECORD_MAGIC]
     magics += [JOURNAL_MAGIC, snapshot.SNAPSHOT_MAGIC, changes.CHANGES_MAGIC, EPOCH_MAGIC]
-    assert len(set(magics)) == len(magics), "each kind of file begins with bytes of its own"
+    assert len(set(magics)) == len(magics), "each kind of file begins with its own magic"
     for magic in magics:
         assert magic.hex(" ") in words
     tables = re.findall(r"(?:^\|.*\n)+", words, flags=re.MULTILINE)

@@ -1,8 +1,8 @@
-"""Files whose checksums hold and whose fields lie: an opening ends, in bounds, and the store is of use afterwards.
+"""Files with right checksums and wrong fields: an opening ends, stays in bounds, and the store works afterwards.
 
-Every kind of file, its fields at the extremes, beside a store that is whole. Bounds are counted: bytes that are read,
-against what the disk holds of the files; memory, by a limit of the process. `HYBRIDKV_HOSTILE_FACTOR` times as many
-stores are tried.
+Every kind of file with its fields at the extremes, beside a whole store. Bounds are counted: bytes read, against the
+size of the files on disk; memory, by a limit of the process. `HYBRIDKV_HOSTILE_FACTOR` multiplies the number of stores
+tried.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CHUNK = b"x" * 4000
 FRESH = b"fresh"
 MIB = 1 << 20
 MEMORY_BYTES = 2048 * MIB
-"""That an opening may take of addresses: the stacks of its threads, and hardly anything else."""
+"""Address space that an opening may take: hardly more than the stacks of its threads."""
 
 extremes = [0, 1, 2, 4095, 4096, 8191, 8192, 8193, 1 << 20, (1 << 31) - 1, 1 << 31, (1 << 32) - 4096, (1 << 32) - 1]
 extremes += [1 << 32, (1 << 32) + 8192, (1 << 62) + 1, (1 << 63) - 1, 1 << 63, (1 << 64) - 4096, (1 << 64) - 1]
@@ -73,7 +73,7 @@ def mostly(right: object, wrong: st.SearchStrategy[int]) -> st.SearchStrategy[in
 
 
 class Hostile(NamedTuple):
-    """One file: its name, how it begins, what stands in it further on, and its size."""
+    """File with its name, its first bytes, more bytes at other offsets, and its size."""
 
     name: str
     data: bytes
@@ -139,12 +139,12 @@ batches = st.lists(st.lists(any_change, min_size=1, max_size=3), min_size=1, max
 lies = st.one_of(st.none(), st.none(), st.tuples(small_number, small_number))
 
 
-class Behind(NamedTuple):
-    """Changes behind the snapshot that is there."""
+class HostileChanges(NamedTuple):
+    """Changes after the snapshot on disk."""
 
     batches: list[list[changes.Change]]
     lie: tuple[int, int] | None
-    """What the last batch says of its bytes and its changes."""
+    """False byte and change counts of the last batch."""
 
     def encode(self, base: bytes) -> bytes:
         data = changes.encode_head(DIGEST, base)
@@ -170,7 +170,7 @@ hostile_files = st.lists(st.one_of(segments(), segments(), snapshots(), journals
 
 
 class Counting(FileIO):
-    """Counts what is read, and how much at once."""
+    """Counts bytes read, in all and per call."""
 
     def __init__(self) -> None:
         self.read_bytes = 0
@@ -196,16 +196,16 @@ def limited_memory() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def file_system_with_holes(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Without them 8 GiB are 8 GiB."""
+    """Without holes, 8 GiB take 8 GiB."""
     with (tmp_path_factory.mktemp("holes") / "file").open("w+b") as file:
         file.truncate(MIB)
         if FileIO().next_data(file.fileno(), 0) != MIB:
-            pytest.skip("this file system does not say where its files' holes are")
+            pytest.skip("this file system does not report the holes of its files")
 
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store in which some chunks lie, as a kill leaves it."""
+    """Store with some chunks, as a kill leaves it."""
     path = tmp_path_factory.mktemp("template") / "store"
     index = disk_store.make_index(path, OPTIONS)
     medium = disk_store.make_medium(path, OPTIONS)
@@ -217,7 +217,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def write(namespace: Path, files: Sequence[Hostile], behind: Behind | None) -> None:
+def write(namespace: Path, files: Sequence[Hostile], behind: HostileChanges | None) -> None:
     for file in files:
         target = namespace / file.name
         with target.open("wb") as opened:
@@ -234,7 +234,9 @@ def write(namespace: Path, files: Sequence[Hostile], behind: Behind | None) -> N
 
 
 def use(path: Path, is_killed: bool, is_stored: bool) -> None:
-    """An opening within bounds. What it offers fails by a value or is right. Then a chunk is stored, if it is not."""
+    """Open the store within bounds. Each found chunk fails to load or has its bytes. Then store a chunk unless
+    `is_stored`.
+    """
     on_disk_bytes = disk_store.disk_bytes(path)
     io = Counting()
     with limited_memory():
@@ -264,7 +266,7 @@ def use(path: Path, is_killed: bool, is_stored: bool) -> None:
 
 @given(
     files=hostile_files,
-    behind=st.one_of(st.none(), st.builds(Behind, batches, lies)),
+    behind=st.one_of(st.none(), st.builds(HostileChanges, batches, lies)),
     is_killed=st.booleans(),
 )
 @settings(
@@ -273,8 +275,8 @@ def use(path: Path, is_killed: bool, is_stored: bool) -> None:
     suppress_health_check=list(HealthCheck),
     print_blob=True,
 )
-def test_whatever_checksummed_files_say_an_opening_ends_and_the_store_is_of_use(
-    template: Path, files: list[Hostile], behind: Behind | None, is_killed: bool
+def test_an_opening_ends_and_the_store_works_with_hostile_files(
+    template: Path, files: list[Hostile], behind: HostileChanges | None, is_killed: bool
 ) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "store"
@@ -285,8 +287,8 @@ def test_whatever_checksummed_files_say_an_opening_ends_and_the_store_is_of_use(
         use(path, is_killed, is_stored=True)
 
 
-def test_a_store_without_hostile_files_offers_what_it_holds(template: Path, tmp_path: Path) -> None:
-    """So that what the files above cost is not what every opening costs."""
+def test_a_store_without_hostile_files_has_all_its_chunks(template: Path, tmp_path: Path) -> None:
+    """Control: the cost above is not the cost of every opening."""
     shutil.copytree(template, tmp_path / "store")
     io = Counting()
     index = disk_store.make_index(tmp_path / "store", OPTIONS, io)
@@ -303,10 +305,10 @@ def segment_of(num_bytes: int, more: Sequence[tuple[int, bytes]], is_sealed: boo
 
 @pytest.mark.parametrize("num_bytes", [1 << 32, OPTIONS.capacity_bytes // 4096 * 4096])
 @pytest.mark.parametrize("payload_bytes", [4096, None])
-def test_a_segment_that_is_larger_than_a_store_makes_them_costs_no_other_one(
+def test_an_oversized_segment_costs_no_other_segment(
     template: Path, tmp_path: Path, num_bytes: int, payload_bytes: int | None
 ) -> None:
-    """However much it says that it holds."""
+    """Whatever sizes it claims."""
     path = tmp_path / "store"
     shutil.copytree(template, path)
     record = (8192, record_at(8192, payload_bytes or num_bytes - 12288))
@@ -315,7 +317,9 @@ def test_a_segment_that_is_larger_than_a_store_makes_them_costs_no_other_one(
     assert index.num_keys == 8 and index.lookup(b"old 11") is LookupResult.HIT
     assert index.lookup(b"hostile 8192") is LookupResult.MISS
     assert disk_store.disk_bytes(path) <= OPTIONS.capacity_bytes
-    assert index._maintenance._segments.largest_bytes == SEGMENT_BYTES, "nor does compaction give up so much at a time"
+    assert index._maintenance._segments.largest_bytes == SEGMENT_BYTES, (
+        "compaction does not move that much at a time either"
+    )
     index.close()
 
 
@@ -325,9 +329,7 @@ def record_at(offset: int, payload_bytes: int) -> bytes:
 
 
 @pytest.mark.parametrize(("num_bytes", "expected"), [(1 << 26, True), ((1 << 26) + 4096, False)])
-def test_zeros_that_a_file_system_keeps_as_a_hole_are_whole_within_a_bound(
-    tmp_path: Path, num_bytes: int, expected: bool
-) -> None:
+def test_a_hole_of_zeros_is_a_whole_record_up_to_a_bound(tmp_path: Path, num_bytes: int, expected: bool) -> None:
     options = disk_store.options_for(16384 + (1 << 26), num_spare=3, direct=False)
     disk_store.make_index(tmp_path / "store", options).close()
     (tmp_path / "store" / DIGEST.hex() / "snapshot").unlink()
@@ -368,7 +370,7 @@ def test_a_segment_is_read_at_most_once_and_its_holes_never(
     path = tmp_path / "store"
     shutil.copytree(template, path)
     files = [hostile]
-    if is_snapshot_there:  # which says of every place that it was being written
+    if is_snapshot_there:  # it lists every place as being written
         pending = [address_of(900, offset) for offset, _ in hostile.more if offset >= 8192]
         saved = snapshot.Snapshot(0, 901, 901, address_of(901, 0), pending, [], [], [])
         files.append(Hostile("snapshot", disk_store.encoded_snapshot(saved, DIGEST)))

@@ -1,4 +1,6 @@
-"""Any calls, restarts and crashes: what is offered was committed, has its own bytes, and fits the capacity."""
+"""State machine of a disk index: under any calls, restarts and crashes, found chunks were committed, have their own
+bytes, and fit the capacity.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ small_sizes = st.integers(min_value=1, max_value=3 * 4096)
 
 @dataclass
 class KnownChunk:
-    """What the model knows of a key."""
+    """Model of one key."""
 
     slot: Slot
     seed: int
@@ -79,7 +81,7 @@ class DiskIndexMachine(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
     def notice_evictions(self) -> None:
-        """The model learns what was evicted; the index counted as many."""
+        """Move evicted keys to `evicted`; check that the index counted as many."""
         gone = [
             key
             for key, chunk in self.chunks.items()
@@ -121,7 +123,7 @@ class DiskIndexMachine(RuleBasedStateMachine):
 
     @rule(key=keys, num_bytes=small_sizes)
     def put(self, key: bytes, num_bytes: int) -> None:
-        """The usual life, in one step."""
+        """Reserve, store and commit in one step."""
         self.reserve(key, num_bytes)
         self.store(key, stores_all=True)
         if key in self.chunks and self.chunks[key].is_reserved:
@@ -129,7 +131,7 @@ class DiskIndexMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def fill(self, data: st.DataObject) -> None:
-        """Many of them, so that segments are left behind and compacted."""
+        """Put many chunks, so that segments are abandoned and compacted."""
         for number in data.draw(st.lists(st.integers(0, NUM_KEYS - 1), min_size=5, max_size=25)):
             key = b"key %d" % number
             if key in self.chunks and not self.chunks[key].num_pins:
@@ -232,7 +234,7 @@ class DiskIndexMachine(RuleBasedStateMachine):
 
     @rule()
     def crash(self) -> None:
-        """As a process that is killed: nothing is written any more, and the lock is free."""
+        """As for a killed process: nothing more is written, and the lock is free."""
         self.notice_evictions()
         self.index._namespace.close()
         self.reopen()
@@ -241,11 +243,11 @@ class DiskIndexMachine(RuleBasedStateMachine):
         for medium in self.media:
             medium.close()
         self.open()
-        # What every rank has written is whole, also where nobody was left to commit it.
+        # A record written by every rank is whole, even if it was not committed.
         whole = {key: chunk for key, chunk in self.chunks.items() if chunk.is_stored and not chunk.is_doomed}
         offered = {b"key %d" % n for n in range(NUM_KEYS) if self.index.lookup(b"key %d" % n) is LookupResult.HIT}
         assert len(whole.keys() - offered) <= self.index.take_counts().evictions
-        # What was evicted may come back after a crash. What was withdrawn may not.
+        # An evicted chunk may come back after a crash. A withdrawn one may not.
         former = self.evicted | whole
         assert offered <= former.keys()
         self.evicted = {key: chunk for key, chunk in former.items() if key not in offered}
@@ -267,7 +269,7 @@ class DiskIndexMachine(RuleBasedStateMachine):
         return False
 
     @invariant()
-    def the_index_answers_as_the_model_says(self) -> None:
+    def index_answers_equal_the_model(self) -> None:
         self.notice_evictions()
         for number in range(NUM_KEYS):
             key = b"key %d" % number
@@ -280,12 +282,12 @@ class DiskIndexMachine(RuleBasedStateMachine):
         assert self.index.used_bytes == sum(record_bytes(chunk.slot.num_bytes) for chunk in self.chunks.values())
 
     @invariant()
-    def the_capacity_is_never_exceeded(self) -> None:
+    def capacity_is_never_exceeded(self) -> None:
         assert self.index.used_bytes <= self.index.capacity_bytes
         assert disk_store.disk_bytes(self.path) <= OPTIONS.capacity_bytes
 
     @invariant()
-    def segments_that_wait_for_something_are_those_that_a_search_finds(self) -> None:
+    def segment_queues_equal_a_search_of_all_segments(self) -> None:
         table = self.index._segments
         segments = table.by_number.values()
         found = {

@@ -1,4 +1,4 @@
-"""A store is inspected, verified and deleted without its engine, and nothing else is changed."""
+"""Inspection, verification and deletion of a store without its engine change nothing else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHUNKS = {b"key %d" % number: bytes([number]) * (3000 + number) for number in ra
 
 
 def fill(path: Path, **changes: object) -> dict[bytes, Slot]:
-    """Stores all chunks, and ends. Their slots."""
+    """Store all chunks and close. Their slots."""
     index = make_index(path, OPTIONS, **changes)
     medium = make_medium(path, OPTIONS, **changes)
     slots = {}
@@ -42,7 +42,7 @@ def damages(path: Path, name: str) -> list[Damage]:
     return [damage for _, _, damage in rows if damage is not None]
 
 
-def test_a_report_has_what_a_start_would_offer_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_report_equals_a_start_and_changes_nothing(tmp_path: Path) -> None:
     fill(tmp_path / "kv")
     before = content(tmp_path)
     inspector = StoreInspector(str(tmp_path / "kv"))
@@ -56,14 +56,14 @@ def test_a_report_has_what_a_start_would_offer_and_changes_nothing(tmp_path: Pat
     assert content(tmp_path) == before
 
 
-def test_each_namespace_is_reported_and_the_last_opened_comes_first(tmp_path: Path) -> None:
+def test_each_namespace_is_reported_last_opened_first(tmp_path: Path) -> None:
     fill(tmp_path / "kv", model="old")
     fill(tmp_path / "kv", model="new")
     inspector = StoreInspector(str(tmp_path / "kv"))
     assert [inspector.report(name).facts["model"] for name in inspector.names()] == ["new", "old"]
 
 
-def test_a_store_is_inspected_beside_its_engine(tmp_path: Path) -> None:
+def test_a_store_can_be_inspected_while_its_engine_runs(tmp_path: Path) -> None:
     index, medium = make_index(tmp_path / "kv", OPTIONS), make_medium(tmp_path / "kv", OPTIONS)
     for key, chunk in CHUNKS.items():
         assert store(index, medium, key, chunk)
@@ -80,7 +80,7 @@ def test_a_store_is_inspected_beside_its_engine(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("is_header", [False, True])
-def test_a_damaged_record_is_found(tmp_path: Path, is_header: bool) -> None:
+def test_a_damaged_record_is_reported(tmp_path: Path, is_header: bool) -> None:
     slot = fill(tmp_path / "kv")[b"key 3"]
     flip(segment_path(tmp_path / "kv", slot), payload_offset(slot) + (-4096 + 20 if is_header else 100))
     [name] = StoreInspector(str(tmp_path / "kv")).names()
@@ -88,7 +88,7 @@ def test_a_damaged_record_is_found(tmp_path: Path, is_header: bool) -> None:
     assert (damage.key, damage.rank, damage.failure.reason) == (b"key 3", 0, FailureReason.CHECKSUM)
 
 
-def test_a_missing_segment_is_no_record(tmp_path: Path) -> None:
+def test_records_of_a_missing_segment_are_not_counted(tmp_path: Path) -> None:
     slot = fill(tmp_path / "kv")[b"key 3"]
     segment_path(tmp_path / "kv", slot).unlink()
     inspector = StoreInspector(str(tmp_path / "kv"))

@@ -1,4 +1,4 @@
-"""A directory that somebody removed is made anew as soon as that is possible, whatever stood against it meanwhile."""
+"""A removed directory is made again as soon as possible, after any obstacle."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_OLD = 8
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
-    """With a few chunks, in a directory whose parent is the test's own."""
+    """Store with a few chunks, in a directory with a parent that the test made."""
     (tmp_path / "mounted").mkdir(mode=0o700)
     store = Store(tmp_path / "mounted" / "store")
     for number in range(NUM_OLD):
@@ -29,8 +29,8 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def store_for_long(store: Store) -> list[bool]:
-    """Whether each of some stores was taken, a rest of file work apart."""
+def store_repeatedly(store: Store) -> list[bool]:
+    """Whether each of some stores succeeded, with a backoff of file work between them."""
     outcomes = []
     for _ in range(30):
         store.clock.now_s += OPTIONS.retry_interval_s
@@ -38,8 +38,8 @@ def store_for_long(store: Store) -> list[bool]:
     return outcomes
 
 
-def require_that_it_works_again(store: Store) -> None:
-    assert all(store_for_long(store)[10:])
+def require_a_working_store(store: Store) -> None:
+    assert all(store_repeatedly(store)[10:])
     assert all(store.index.lookup(b"old %d" % number) is LookupResult.MISS for number in range(NUM_OLD))
     assert store.store(b"new")
     assert store.load_fails_with(b"new") is None
@@ -51,62 +51,62 @@ def require_that_it_works_again(store: Store) -> None:
     reopened.close()
 
 
-def test_a_directory_that_goes_with_its_parent_is_made_anew_when_the_parent_is_back(
+def test_a_directory_removed_with_its_parent_is_made_again_after_the_parent(
     store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.rmtree(store.path.parent)
-    assert not any(store_for_long(store)[10:])
+    assert not any(store_repeatedly(store)[10:])
     store.path.parent.mkdir(mode=0o700)
-    require_that_it_works_again(store)
+    require_a_working_store(store)
     assert caplog.text.count("was removed; making it anew") == 1
     assert "bug in the file work" not in caplog.text
 
 
 @pytest.mark.parametrize("name", ["the root", "the namespace", "LOCK", "rank-0"])
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ENOSPC])
-def test_a_directory_that_cannot_be_made_anew_at_once_is_later(
+def test_a_directory_that_cannot_be_made_at_once_is_made_later(
     store: Store, caplog: pytest.LogCaptureFixture, name: str, number: int
 ) -> None:
-    """Also when the operator makes it, since its user may not write to the parent."""
+    """Also if the operator makes it, because its user may not write to the parent."""
     names = {"the root": str(store.path), "the namespace": disk_store.FINGERPRINT.digest().hex()}
     shutil.rmtree(store.path)
     store.io.failing_names[names.get(name, name)] = number
-    assert not any(store_for_long(store)[10:])
+    assert not any(store_repeatedly(store)[10:])
     if name == "the root":
         store.path.mkdir(mode=0o700)
     store.io.failing_names.clear()
-    require_that_it_works_again(store)
+    require_a_working_store(store)
     assert caplog.text.count("was removed; making it anew") == 1
     assert "bug in the file work" not in caplog.text
 
 
-def test_a_directory_that_is_back_before_its_epoch_offers_nothing_of_before(store: Store) -> None:
+def test_a_directory_without_its_new_epoch_offers_no_old_record(store: Store) -> None:
     shutil.rmtree(store.path)
     store.io.failing["rename"] = errno.EIO
-    store_for_long(store)
+    store_repeatedly(store)
     store.io.failing.clear()
-    require_that_it_works_again(store)
+    require_a_working_store(store)
 
 
-def test_two_losses_are_said_twice(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_losses_are_logged_twice(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         shutil.rmtree(store.path)
-        assert all(store_for_long(store)[10:])
+        assert all(store_repeatedly(store)[10:])
     assert caplog.text.count("was removed; making it anew") == 2
     store.close()
 
 
-def test_a_rank_that_is_removed_alone_is_made_anew_under_the_same_lock(store: Store) -> None:
+def test_a_removed_rank_is_made_again_under_the_same_lock(store: Store) -> None:
     shutil.rmtree(store.path / disk_store.FINGERPRINT.digest().hex() / "rank-0")
-    assert all(store_for_long(store)[10:])
+    assert all(store_repeatedly(store)[10:])
     with pytest.raises(ValueError, match="no other engine"):
         disk_store.make_index(store.path, OPTIONS)
-    require_that_it_works_again(store)
+    require_a_working_store(store)
 
 
 @pytest.mark.parametrize("how", ["removed", "moved away"])
-def test_a_rank_that_is_gone_is_noticed_by_whatever_is_written_next(store: Store, how: str) -> None:
-    """Not only when the segments that were ready are used up, which may take long while every store fails."""
+def test_the_next_write_notices_a_missing_rank(store: Store, how: str) -> None:
+    """Not only when the ready segments are used up, which may take long while every store fails."""
     rank = store.path / disk_store.FINGERPRINT.digest().hex() / "rank-0"
     if how == "removed":
         shutil.rmtree(rank)
@@ -120,7 +120,7 @@ def test_a_rank_that_is_gone_is_noticed_by_whatever_is_written_next(store: Store
     store.close()
 
 
-def test_files_of_a_namespace_that_is_not_open_are_neither_made_nor_deleted(tmp_path: Path) -> None:
+def test_a_closed_namespace_makes_and_deletes_no_files(tmp_path: Path) -> None:
     namespace = Namespace(FileIO(), str(tmp_path / "store"), disk_store.FINGERPRINT)
     namespace.close()
     files = SegmentFiles(namespace, OPTIONS.capacity_bytes, False)

@@ -1,4 +1,4 @@
-"""How bytes reach a segment and come back: aligned or not, together or alone, synced or not."""
+"""Reads and writes of segments: aligned or not, batched or alone, synced or not."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def parts_of(memory: memoryview, cuts: list[int]) -> list[memoryview]:
 
 
 def aligned(num_bytes: int, shift: int) -> memoryview:
-    """Memory that begins so many bytes behind a page."""
+    """Memory that begins `shift` bytes after a page boundary."""
     memory = np.zeros(num_bytes + 2 * PAGE_BYTES, dtype=np.uint8)
     first = -memory.ctypes.data % PAGE_BYTES + shift
     return memoryview(memory)[first : first + num_bytes]
@@ -85,7 +85,7 @@ def test_any_memory_is_stored_and_loaded(tmp_path: Path, direct: bool | str, io:
     close(index, medium)
 
 
-def test_memory_of_an_arena_goes_to_disk_as_it_is(tmp_path: Path) -> None:
+def test_memory_of_an_arena_is_written_without_a_copy(tmp_path: Path) -> None:
     """Scattered granules and a trimmed end, without a copy of a whole page."""
     near = RamIndex(16 * PAGE_BYTES, PAGE_BYTES)
     arena = RamArena(16 * PAGE_BYTES, PAGE_BYTES)
@@ -131,14 +131,14 @@ def test_adjacent_chunks_are_moved_together(tmp_path: Path) -> None:
                 medium.store(Ticket(ticket), key, slot, [key * 5000])
             else:
                 medium.load(Ticket(ticket), key, slot, [bytearray(5000)])
-            assert io.has_stalled.wait(disk_faults.TIMEOUT_S)  # the first one is on its way alone
+            assert io.has_stalled.wait(disk_faults.TIMEOUT_S)  # the first one is in flight alone
         event.set()
         assert {completion.failure for completion in disk_store.finish(medium)} == {None}
         assert io.count(call) == 2
     close(index, medium)
 
 
-def test_a_load_goes_before_stores_that_wait(tmp_path: Path) -> None:
+def test_a_load_goes_before_queued_stores(tmp_path: Path) -> None:
     io = disk_faults.FaultyIO()
     index, medium = tier(tmp_path / "store", msgspec.structs.replace(OPTIONS, max_in_flight=1), io)
     assert disk_store.store(index, medium, b"key", b"x" * 100)
@@ -157,7 +157,7 @@ def test_a_load_goes_before_stores_that_wait(tmp_path: Path) -> None:
     close(index, medium)
 
 
-def test_without_direct_io_auto_goes_through_the_page_cache_and_says_so(
+def test_without_direct_io_auto_uses_the_page_cache_and_logs_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "hybridkv.tiers.disk"):
@@ -168,7 +168,7 @@ def test_without_direct_io_auto_goes_through_the_page_cache_and_says_so(
     close(index, medium)
 
 
-def test_without_direct_io_demanding_it_fails(tmp_path: Path) -> None:
+def test_required_direct_io_fails_without_support(tmp_path: Path) -> None:
     options = msgspec.structs.replace(OPTIONS, direct=True)
     index, medium = tier(tmp_path / "store", options, disk_faults.WithoutDirect())
     slot = reserve(index, b"key", 100)
@@ -180,7 +180,7 @@ def test_without_direct_io_demanding_it_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("fsync", "expected"), [(Fsync.NONE, 0), (Fsync.ALWAYS, 3)])
-def test_how_often_stores_are_synced(tmp_path: Path, fsync: Fsync, expected: int) -> None:
+def test_stores_are_synced_only_with_fsync_always(tmp_path: Path, fsync: Fsync, expected: int) -> None:
     io = disk_faults.FaultyIO()
     index, medium = tier(tmp_path / "store", msgspec.structs.replace(OPTIONS, fsync=fsync), io)
     for number in range(3):
@@ -190,7 +190,7 @@ def test_how_often_stores_are_synced(tmp_path: Path, fsync: Fsync, expected: int
     assert io.count("fdatasync") == expected
 
 
-def test_with_an_interval_stores_are_synced_together_when_it_is_over_and_at_the_end(tmp_path: Path) -> None:
+def test_an_fsync_interval_syncs_stores_together_and_at_close(tmp_path: Path) -> None:
     io = disk_faults.FaultyIO()
     clock = disk_store.Clock()
     options = msgspec.structs.replace(OPTIONS, fsync=Fsync.INTERVAL, max_in_flight=1)
@@ -211,7 +211,7 @@ def test_with_an_interval_stores_are_synced_together_when_it_is_over_and_at_the_
 
 
 @pytest.mark.parametrize("error", [MemoryError(), ValueError("a bug"), OSError(errno.EIO, "no")])
-def test_the_thread_that_syncs_goes_on_whatever_a_sync_meets(tmp_path: Path, error: Exception) -> None:
+def test_the_sync_thread_survives_any_error_of_a_sync(tmp_path: Path, error: Exception) -> None:
     has_failed, synced = threading.Event(), threading.Event()
     errors = [error]
 
@@ -233,7 +233,7 @@ def test_the_thread_that_syncs_goes_on_whatever_a_sync_meets(tmp_path: Path, err
     close(index, medium)
 
 
-def test_a_store_whose_sync_fails_fails(tmp_path: Path) -> None:
+def test_a_store_fails_if_its_sync_fails(tmp_path: Path) -> None:
     io = disk_faults.FaultyIO()
     index, medium = tier(tmp_path / "store", msgspec.structs.replace(OPTIONS, fsync=Fsync.ALWAYS), io)
     io.failing["fdatasync"] = 5
@@ -243,7 +243,7 @@ def test_a_store_whose_sync_fails_fails(tmp_path: Path) -> None:
 
 
 class LosingIO(FileIO):
-    """Writing back goes wrong once: who syncs first is told so, when a test says so, and nobody after him."""
+    """A write-back that fails once: the first sync reports it, when the test allows, and no later one does."""
 
     def __init__(self) -> None:
         self.is_syncing = threading.Event()
@@ -269,9 +269,7 @@ class LosingIO(FileIO):
 
 
 @pytest.mark.parametrize("is_failing", [True, False])
-def test_a_sync_that_fails_is_one_of_every_store_that_was_begun_before_its_end(
-    tmp_path: Path, is_failing: bool
-) -> None:
+def test_a_failed_sync_fails_every_store_begun_before_its_end(tmp_path: Path, is_failing: bool) -> None:
     io = LosingIO()
     io.is_failing = is_failing
     index, medium = tier(tmp_path / "store", msgspec.structs.replace(OPTIONS, fsync=Fsync.ALWAYS, direct=False), io)
@@ -283,13 +281,13 @@ def test_a_sync_that_fails_is_one_of_every_store_that_was_begun_before_its_end(
     reasons = {done.ticket: done.failure.reason if done.failure else None for done in disk_store.finish(medium)}
     expected = FailureReason.IO if is_failing else None
     assert reasons == {Ticket(1): expected, Ticket(2): expected}
-    assert disk_store.store(index, medium, b"third", bytes(100)), "what is written afterwards is another matter"
+    assert disk_store.store(index, medium, b"third", bytes(100)), "a later write is not affected"
     assert io.num_syncs == 3
     medium.close()
     index.close()
 
 
-def test_those_who_wait_for_a_sync_share_the_next_one() -> None:
+def test_waiting_threads_share_the_next_sync() -> None:
     syncs = SharedSync()
     calls: list[str] = []
     is_running, may_end = threading.Event(), threading.Event()
@@ -317,7 +315,7 @@ def test_those_who_wait_for_a_sync_share_the_next_one() -> None:
     assert calls[-1] == "last"
 
 
-def test_a_medium_that_was_built_first_finds_what_the_index_makes_later(tmp_path: Path) -> None:
+def test_a_medium_built_first_finds_files_that_the_index_makes_later(tmp_path: Path) -> None:
     medium = disk_store.make_medium(tmp_path / "store", OPTIONS)
     slot = Slot(((address_of(0, 8192), 100),))
     medium.load(Ticket(1), b"key", slot, [bytearray(100)])
@@ -337,7 +335,7 @@ def test_a_medium_makes_no_file(tmp_path: Path) -> None:
     medium.close()
 
 
-def test_no_more_files_are_open_than_may_be(tmp_path: Path) -> None:
+def test_max_open_files_is_not_exceeded(tmp_path: Path) -> None:
     options = disk_store.options_for(2 * 8192, num_spare=9, max_in_flight=2, max_open_files=2)
     index, medium = tier(tmp_path / "store", options)
     for number in range(60):
@@ -347,7 +345,7 @@ def test_no_more_files_are_open_than_may_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("extents", [((-4096, 10),), ((100, 10),), ((0, 0),), ((1 << 62, 10),), ((0, 5), (8192, 5))])
-def test_a_slot_that_no_index_gives_out_fails(tmp_path: Path, extents: tuple[tuple[int, int], ...]) -> None:
+def test_an_invalid_slot_fails(tmp_path: Path, extents: tuple[tuple[int, int], ...]) -> None:
     index, medium = tier(tmp_path / "store")
     medium.load(Ticket(1), b"key", Slot(extents), [bytearray(10)])
     [completion] = disk_store.finish(medium)

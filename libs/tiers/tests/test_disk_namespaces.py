@@ -1,4 +1,4 @@
-"""One directory, several caches: they share its capacity, never mix, and nobody else's files are touched."""
+"""Several caches in one directory share its capacity, never mix, and touch no other files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hybridkv.tiers.files.directory import Directory
 OPTIONS = disk_store.options_for(8 * 8192, num_spare=3)
 OTHER_USER = 12345
 OLDER = FORMAT_VERSION - 1
-"""Of keys and chunks: what a build of before wrote, whose chunks have another order of bytes."""
+"""Version of keys and chunks of an older build, which orders the bytes of chunks differently."""
 
 
 def opened(path: Path, options: DiskOptions = OPTIONS, io: FileIO | None = None, **changes: object) -> DiskIndex:
@@ -28,7 +28,7 @@ def opened(path: Path, options: DiskOptions = OPTIONS, io: FileIO | None = None,
 
 
 def filled(path: Path, options: DiskOptions = OPTIONS, **changes: object) -> None:
-    """A cache that somebody used and closed."""
+    """Cache that was used and closed."""
     index = opened(path, options, **changes)
     medium = disk_store.make_medium(path, options, **changes)
     for number in range(40):
@@ -41,7 +41,7 @@ def namespace_of(path: Path, **changes: object) -> Path:
     return path / disk_store.fingerprint(**changes).digest().hex()
 
 
-def test_what_another_cache_stored_is_a_miss(tmp_path: Path) -> None:
+def test_a_chunk_of_another_cache_is_a_miss(tmp_path: Path) -> None:
     options = msgspec.structs.replace(OPTIONS, capacity_bytes=2 * OPTIONS.capacity_bytes)
     filled(tmp_path / "store", options)
     index = opened(tmp_path / "store", options, dtype="float16")
@@ -52,7 +52,7 @@ def test_what_another_cache_stored_is_a_miss(tmp_path: Path) -> None:
     index.close()
 
 
-def test_what_an_older_format_stored_is_a_miss_and_makes_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_chunks_of_an_older_format_are_misses_and_make_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "store"
     filled(path, format_version=OLDER)
     with caplog.at_level("INFO", "hybridkv.tiers.disk"):
@@ -74,8 +74,8 @@ def test_what_an_older_format_stored_is_a_miss_and_makes_room(tmp_path: Path, ca
     index.close()
 
 
-def test_each_record_of_an_older_format_says_that_it_is_one(tmp_path: Path) -> None:
-    """So the name of a directory is not all that keeps formats apart."""
+def test_each_record_carries_its_format_version(tmp_path: Path) -> None:
+    """The name of a directory is not the only separation of formats."""
     path = tmp_path / "store"
     options = msgspec.structs.replace(OPTIONS, capacity_bytes=4 * OPTIONS.capacity_bytes)
     filled(path, options, format_version=OLDER)
@@ -86,7 +86,7 @@ def test_each_record_of_an_older_format_says_that_it_is_one(tmp_path: Path) -> N
         index.close()
 
 
-def test_a_cache_is_found_again_by_an_engine_that_numbers_its_groups_otherwise(tmp_path: Path) -> None:
+def test_a_cache_is_found_with_its_groups_in_another_order(tmp_path: Path) -> None:
     [full] = disk_store.FINGERPRINT.groups
     window = msgspec.structs.replace(full, kind="window", window_tokens=32)
     filled(tmp_path / "store", groups=(full, window))
@@ -95,7 +95,7 @@ def test_a_cache_is_found_again_by_an_engine_that_numbers_its_groups_otherwise(t
     index.close()
 
 
-def test_a_new_cache_says_in_what_the_nearest_one_differs(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_new_cache_logs_the_differences_to_the_nearest_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = msgspec.structs.replace(OPTIONS, capacity_bytes=4 * OPTIONS.capacity_bytes)
     filled(tmp_path / "store", options)
     filled(tmp_path / "store", options, model="another", dtype="float32")
@@ -105,7 +105,7 @@ def test_a_new_cache_says_in_what_the_nearest_one_differs(tmp_path: Path, caplog
     assert line.endswith("the nearest differs: dtype: float16 is not bfloat16")
 
 
-def test_a_second_opener_is_told_who_has_it(tmp_path: Path) -> None:
+def test_a_second_opener_is_refused_with_the_holder(tmp_path: Path) -> None:
     index = opened(tmp_path / "store")
     with pytest.raises(TierConfigurationError) as caught:
         opened(tmp_path / "store")
@@ -115,7 +115,7 @@ def test_a_second_opener_is_told_who_has_it(tmp_path: Path) -> None:
     opened(tmp_path / "store").close()
 
 
-def test_stale_caches_make_room_the_one_opened_longest_ago_first(tmp_path: Path) -> None:
+def test_the_cache_opened_longest_ago_makes_room_first(tmp_path: Path) -> None:
     path = tmp_path / "store"
     options = msgspec.structs.replace(OPTIONS, capacity_bytes=4 * OPTIONS.capacity_bytes, spare_share=0.1)
     for number, model in enumerate(["oldest", "older"]):
@@ -136,23 +136,23 @@ def test_stale_caches_make_room_the_one_opened_longest_ago_first(tmp_path: Path)
     index.close()
 
 
-def test_a_cache_that_is_open_is_never_deleted(tmp_path: Path) -> None:
+def test_an_open_cache_is_never_deleted(tmp_path: Path) -> None:
     path = tmp_path / "store"
     filled(path, model="living")
     living = opened(path, model="living")
     index = opened(path)
     medium = disk_store.make_medium(path, OPTIONS)
     taken = sum(disk_store.store(index, medium, b"%d" % number, b"x" * 4000) for number in range(60))
-    assert taken < 60, "the living cache takes the capacity"
+    assert taken < 60, "the open cache takes the capacity"
     assert "create: EDQUOT" in index.take_disk_counts().failures
-    # But for the small files of the cache that found no room.
+    # Except for the small files of the cache that found no room.
     assert disk_store.disk_bytes(path) <= OPTIONS.capacity_bytes + 15 * 4096
     assert living.lookup(b"39") is LookupResult.HIT
     for each in (medium, index, living):
         each.close()
 
 
-def test_files_are_this_users_alone(tmp_path: Path) -> None:
+def test_files_are_accessible_only_to_their_user(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         filled(tmp_path / "store")
@@ -163,7 +163,7 @@ def test_files_are_this_users_alone(tmp_path: Path) -> None:
         assert stat.S_IMODE(found.stat().st_mode) == expected, found
 
 
-def test_nothing_but_the_configured_path_is_written(tmp_path: Path) -> None:
+def test_only_the_configured_path_is_written(tmp_path: Path) -> None:
     (tmp_path / "store").mkdir(mode=0o700)
     (tmp_path / "store" / "of somebody else").write_text("kept")
     filled(tmp_path / "store")
@@ -188,7 +188,7 @@ def test_a_link_to_a_directory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("behind", ["/", "/.", "//", "/./", "/sub/.."])
-def test_a_link_is_refused_however_its_path_ends(tmp_path: Path, behind: str) -> None:
+def test_a_link_is_refused_with_any_end_of_its_path(tmp_path: Path, behind: str) -> None:
     (tmp_path / "real" / "sub").mkdir(parents=True, mode=0o700)
     (tmp_path / "real").chmod(0o700)
     (tmp_path / "store").symlink_to(tmp_path / "real")
@@ -198,7 +198,7 @@ def test_a_link_is_refused_however_its_path_ends(tmp_path: Path, behind: str) ->
 
 
 @pytest.mark.parametrize("path", ["/tmp/a\0b", "/tmp/\ud800", "relative", ""])
-def test_what_is_no_path_is_refused(path: str) -> None:
+def test_an_invalid_path_is_refused(path: str) -> None:
     with pytest.raises(TierConfigurationError) as caught:
         DiskIndex(path, disk_store.FINGERPRINT, OPTIONS, InlineJanitor())
     assert caught.value.field == "path"
@@ -229,7 +229,7 @@ def test_a_link_anywhere_in_the_store_is_refused(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["", "namespace", "namespace/rank-0", "namespace/LOCK", "namespace/epoch"])
-def test_what_belongs_to_another_user_is_refused(tmp_path: Path, name: str) -> None:
+def test_files_of_another_user_are_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "store"
     filled(path)
     try:
@@ -240,19 +240,19 @@ def test_what_belongs_to_another_user_is_refused(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["", "namespace", "namespace/rank-0", "namespace/LOCK"])
-def test_what_others_may_write_to_is_refused(tmp_path: Path, name: str) -> None:
+def test_files_that_others_may_write_are_refused(tmp_path: Path, name: str) -> None:
     path = tmp_path / "store"
     filled(path)
     (path / name.replace("namespace", namespace_of(path).name)).chmod(0o770)
     assert "others may write" in refusal(path)
 
 
-def test_a_file_is_no_directory(tmp_path: Path) -> None:
+def test_a_file_instead_of_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "store").write_text("")
     assert "Not a directory" in refusal(tmp_path / "store")
 
 
-def test_a_path_without_a_parent_says_so(tmp_path: Path) -> None:
+def test_a_path_without_a_parent_is_refused(tmp_path: Path) -> None:
     assert "its parent must exist" in refusal(tmp_path / "no" / "store")
 
 
@@ -261,7 +261,7 @@ def test_a_relative_path_is_refused() -> None:
 
 
 def test_a_link_that_appears_later_is_not_followed(tmp_path: Path) -> None:
-    """A medium, which opens files long after the index looked at them."""
+    """A medium opens files long after the index checked them."""
     path = tmp_path / "store"
     index = opened(path)
     slot = index.reserve(b"key", 100)
@@ -280,14 +280,14 @@ def test_a_link_that_appears_later_is_not_followed(tmp_path: Path) -> None:
     index.close()
 
 
-def test_a_directory_knows_what_it_takes_up(tmp_path: Path) -> None:
+def test_a_directory_reports_its_disk_usage(tmp_path: Path) -> None:
     filled(tmp_path / "store")
     directory = Directory.root(FileIO(), str(tmp_path / "store"), create=False)
     assert directory.disk_bytes() == disk_store.disk_bytes(tmp_path / "store")
     directory.close()
 
 
-def test_a_closed_index_lets_the_next_one_in_while_its_user_still_holds_it(tmp_path: Path) -> None:
+def test_a_closed_index_releases_the_lock_while_still_referenced(tmp_path: Path) -> None:
     first = DiskIndex(str(tmp_path / "store"), disk_store.FINGERPRINT, OPTIONS, InlineJanitor())
     first.close()
     first.close()

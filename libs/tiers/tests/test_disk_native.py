@@ -1,4 +1,4 @@
-"""What the extension's record queue does for a medium is what Python does; where it stands still, nobody waits."""
+"""The native record queue does the same for a medium as Python, and a blocked call holds up no other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OPTIONS = disk_store.options_for(16 * 8192, num_spare=3, batch_bytes=8 * PAGE_BY
 
 
 def media(path: Path, options: DiskOptions, io: FileIO | None = None) -> tuple[DiskMedium, DiskMedium]:
-    """The product's, and its model."""
+    """Medium of the product, and its model."""
     digest = disk_store.FINGERPRINT.digest()
     return (
         DiskMedium(str(path), digest, 0, options, io),
@@ -42,7 +42,7 @@ def reserve(index: DiskIndex, key: bytes, num_bytes: int) -> Slot:
 
 
 def reserve_elsewhere(index: DiskIndex) -> Slot:
-    """In another segment than what was reserved before."""
+    """Slot in another segment than the one reserved before."""
     reserve(index, b"gap", 60_000)
     index.abort(b"gap")
     return reserve(index, b"elsewhere", 60_000)
@@ -57,7 +57,7 @@ def load(medium: DiskMedium, key: bytes, slot: Slot) -> tuple[Completion, bytes]
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 4097, 20_000])
-def test_the_extension_and_python_write_the_same_file(tmp_path: Path, direct: bool, num_bytes: int) -> None:
+def test_native_and_python_write_the_same_file(tmp_path: Path, direct: bool, num_bytes: int) -> None:
     chunk = random.Random(num_bytes).randbytes(num_bytes)
     files = []
     for number in range(2):
@@ -91,7 +91,7 @@ def test_the_extension_and_python_write_the_same_file(tmp_path: Path, direct: bo
         "cut",
     ],
 )
-def test_the_extension_and_python_say_the_same_of_damage(tmp_path: Path, damage: str) -> None:
+def test_native_and_python_report_the_same_damage(tmp_path: Path, damage: str) -> None:
     options = msgspec.structs.replace(OPTIONS, direct=False)
     index = disk_store.make_index(tmp_path / "store", options)
     both = media(tmp_path / "store", options)
@@ -128,14 +128,12 @@ def test_the_extension_and_python_say_the_same_of_damage(tmp_path: Path, damage:
     index.close()
 
 
-def test_a_call_that_stands_still_holds_up_nobody_else_and_no_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_blocked_call_holds_up_no_other_call_and_no_close(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_queue = RecordQueue
     event = threading.Event()
 
     class StandsStill:
-        """What is loaded of b"stuck" does not come before the event."""
+        """Holds back loads of b"stuck" until the event."""
 
         def __init__(self, *arguments: int) -> None:
             self.queue = make_queue(*arguments)
@@ -188,7 +186,7 @@ def test_a_call_that_stands_still_holds_up_nobody_else_and_no_end(
 
 
 def load_beside(medium: DiskMedium, key: bytes, slot: Slot) -> tuple[Completion, bytes]:
-    """`load` where something else does not end."""
+    """`load` while another operation is blocked."""
     destination = bytearray(slot.num_bytes)
     medium.load(Ticket(2), key, slot, [destination])
     end_s = time.monotonic() + disk_faults.TIMEOUT_S
@@ -200,7 +198,7 @@ def load_beside(medium: DiskMedium, key: bytes, slot: Slot) -> tuple[Completion,
     return completion, bytes(destination)
 
 
-def test_a_file_that_cannot_be_opened_holds_up_nobody_whose_file_is_open(tmp_path: Path) -> None:
+def test_a_blocked_open_holds_up_no_operation_on_open_files(tmp_path: Path) -> None:
     io = disk_faults.FaultyIO()
     options = msgspec.structs.replace(OPTIONS, max_queued=1, max_in_flight=1)
     index = disk_store.make_index(tmp_path / "store", options)
@@ -227,7 +225,7 @@ def test_a_file_that_cannot_be_opened_holds_up_nobody_whose_file_is_open(tmp_pat
 
 
 @pytest.mark.parametrize("medium_type", [DiskMedium, PlainDiskMedium])
-def test_a_file_that_cannot_be_closed_ends_nothing(
+def test_a_failed_close_of_a_file_fails_nothing_else(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, medium_type: type[DiskMedium]
 ) -> None:
     io = disk_faults.FaultyIO()
@@ -244,7 +242,7 @@ def test_a_file_that_cannot_be_closed_ends_nothing(
     index.close()
 
 
-def test_an_operation_that_cannot_be_begun_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_operation_that_cannot_begin_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_queue = RecordQueue
 
     class HasNoMemory:
@@ -261,7 +259,7 @@ def test_an_operation_that_cannot_be_begun_has_failed(tmp_path: Path, monkeypatc
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     medium, _ = media(tmp_path / "store", OPTIONS)
     slot = reserve(index, b"key", 100)
-    for _ in range(2):  # its file is opened for the first, and open for the second
+    for _ in range(2):  # the first opens the file, and the second finds it open
         medium.store(Ticket(1), b"key", slot, [b"x" * 100])
         [completion] = disk_store.finish(medium)
         assert completion.failure is not None and "none left" in completion.failure.detail
@@ -269,7 +267,7 @@ def test_an_operation_that_cannot_be_begun_has_failed(tmp_path: Path, monkeypatc
     index.close()
 
 
-def test_where_there_is_no_thread_operations_are_refused_until_there_is_one(
+def test_operations_are_refused_until_a_thread_can_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_queue = RecordQueue
@@ -305,7 +303,7 @@ def test_a_medium_that_never_got_a_thread_closes(tmp_path: Path, monkeypatch: py
     medium.close()
 
 
-def test_why_threads_make_the_calls_is_said_once(
+def test_the_reason_for_threads_instead_of_io_uring_is_logged_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_queue = RecordQueue
@@ -329,7 +327,7 @@ def test_why_threads_make_the_calls_is_said_once(
 
 
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EBUSY, errno.ENOMEM, errno.EMFILE])
-def test_a_ring_that_is_lacking_at_the_moment_is_asked_for_at_each_opening(
+def test_a_temporary_lack_of_a_ring_is_retried_at_each_opening(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     make_queue = RecordQueue
@@ -352,7 +350,7 @@ def test_a_ring_that_is_lacking_at_the_moment_is_asked_for_at_each_opening(
     assert "until it is opened again" in said[0].getMessage() and not errors
 
 
-def test_without_direct_io_auto_goes_through_the_page_cache(tmp_path: Path) -> None:
+def test_without_direct_io_auto_uses_the_page_cache(tmp_path: Path) -> None:
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     medium, _ = media(tmp_path / "store", OPTIONS, disk_faults.WithoutDirect())
     assert disk_store.store(index, medium, b"key", b"x" * 5000)
@@ -366,7 +364,7 @@ def test_without_direct_io_auto_goes_through_the_page_cache(tmp_path: Path) -> N
     index.close()
 
 
-def test_calls_that_refuse_direct_io_are_made_again_through_the_page_cache(
+def test_refused_direct_io_calls_are_repeated_through_the_page_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with some file systems: the file opens, and then each call fails."""
@@ -405,7 +403,7 @@ def test_calls_that_refuse_direct_io_are_made_again_through_the_page_cache(
     index.close()
 
 
-def test_with_an_interval_stores_are_synced_together_when_it_is_over_and_at_the_end(tmp_path: Path) -> None:
+def test_an_fsync_interval_syncs_stores_together_and_at_close(tmp_path: Path) -> None:
     io = disk_faults.FaultyIO()
     clock = disk_store.Clock()
     options = msgspec.structs.replace(OPTIONS, fsync=Fsync.INTERVAL)
@@ -424,8 +422,8 @@ def test_with_an_interval_stores_are_synced_together_when_it_is_over_and_at_the_
     assert io.count("fdatasync") == before, "nothing was stored"
 
 
-def test_memory_is_kept_until_it_is_no_longer_written_to(tmp_path: Path) -> None:
-    """A destination that nobody else holds any more."""
+def test_memory_is_referenced_until_it_is_no_longer_written(tmp_path: Path) -> None:
+    """Checked with a destination that the test could resize otherwise."""
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     medium, _ = media(tmp_path / "store", OPTIONS)
     assert disk_store.store(index, medium, b"key", b"x" * 5000)
@@ -441,7 +439,7 @@ def test_memory_is_kept_until_it_is_no_longer_written_to(tmp_path: Path) -> None
     index.close()
 
 
-def test_a_store_for_whose_table_there_are_no_addresses_says_so_and_is_let_go(
+def test_a_store_without_memory_for_its_table_is_refused_and_released(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refused(*_: object) -> None:

@@ -1,7 +1,7 @@
-"""A process that stores through the extension and is killed leaves what it committed, and else only whole records.
+"""A killed process that stores through the extension leaves its committed chunks, and otherwise only whole records.
 
-As in test_disk_crash.py, where Python moves the bytes: what the index committed is there; what every rank had written
-whole may be. Here the calls that are on their way end with the process wherever they are.
+Like test_disk_crash.py, where Python moves the bytes: committed chunks are found; chunks that every rank had written
+whole may be found. Here the calls in flight end with the process at any point.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NUM_KILLS = 6
 
 
 def write_until_killed(path: Path, num_commits: int) -> list[str]:
-    """What the writer said: it is killed when it has said so many commits."""
+    """Reports of the writer, which is killed after `num_commits` reported commits."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
     program = [sys.executable, disk_native_writer.__file__, str(path)]
     with subprocess.Popen(program, env=environment, stdout=subprocess.PIPE, text=True) as writer:
@@ -43,20 +43,20 @@ def numbers(words: list[str], verb: str) -> set[int]:
     return {int(line.split()[1]) for line in words if line.startswith(f"{verb} ")}
 
 
-def test_a_writer_that_is_killed_in_the_extension_leaves_what_it_committed(tmp_path: Path) -> None:
+def test_a_writer_killed_in_the_extension_leaves_its_committed_chunks(tmp_path: Path) -> None:
     chooser = random.Random(1)
     for kill in range(examples(NUM_KILLS, 3)):
         path = tmp_path / str(kill)
         words = write_until_killed(path, chooser.randrange(1, disk_native_writer.NUM_RECORDS * 3 // 4))
         assert "end" not in words
         begun, committed = numbers(words, "begin"), numbers(words, "commit")
-        assert committed < begun, "it was killed while something was on its way"
+        assert committed < begun, "it was killed with stores in flight"
         found = offered(path)
         assert committed <= found <= begun
 
 
 def offered(path: Path) -> set[int]:
-    """The numbers of the records that an opening offers. Each is whole on every rank."""
+    """Numbers of the records that an opening finds. Checks that each is whole on every rank."""
     options, ranks = disk_native_writer.OPTIONS, disk_native_writer.RANKS
     index = disk_store.make_index(path, options, **ranks)
     assert index.take_counts().evictions == 0

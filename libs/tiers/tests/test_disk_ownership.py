@@ -1,4 +1,4 @@
-"""A store has one engine, which notices when that is not so any more, and touches nothing that may be another's."""
+"""A store has one engine, which notices the loss of its ownership and touches no files that may be another's."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from hybridkv.tiers.disk.files.locks import find_holder
 NAME = disk_store.FINGERPRINT.digest().hex()
 OTHER_USER = 12345
 FEW = 3
-"""Chunks, of which a store has room for three times as many."""
+"""Chunks; a store has room for three times as many."""
 
 
 class WithoutDirectoryLocks(FaultyIO):
-    """A file system that locks files only."""
+    """File system that locks only files."""
 
     def lock(self, fd: int) -> bool:
         if stat.S_ISDIR(os.fstat(fd).st_mode):
@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def small_store(tmp_path: Path) -> Iterator[Store]:
-    """With room for as much again."""
+    """Store with room for as many chunks again."""
     store = Store(tmp_path / "store")
     assert all(store.store() for _ in range(FEW))
     yield store
@@ -56,7 +56,7 @@ def small_store(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture
 def lonely_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """Where only LOCK keeps others away."""
+    """Store with only LOCK to keep other engines out."""
     monkeypatch.setattr("disk_faults.FaultyIO", WithoutDirectoryLocks)
     store = Store(tmp_path / "store")
     assert all(store.store() for _ in range(FEW))
@@ -78,7 +78,7 @@ def segments_below(path: Path) -> set[str]:
 
 @contextmanager
 def another_process(path: Path, words: str, io: str = "None") -> Iterator[subprocess.Popen[str]]:
-    """An engine that opens the store, does as told, says so, and lives until the end of the block."""
+    """Engine that opens the store, runs the given statements, reports the end, and lives until the end of the block."""
     program = f"""
 import disk_store, disk_faults, test_disk_ownership, sys
 from pathlib import Path
@@ -114,10 +114,10 @@ for number in range({FEW}):
     assert disk_store.store(index, medium, b"another's %d" % number, disk_faults.CHUNK)
 """
 
-# A lock that is deleted.
+# A deleted lock.
 
 
-def test_no_second_engine_comes_in_when_a_cleaner_deletes_the_lock(store: Store) -> None:
+def test_no_second_engine_gets_in_after_a_cleaner_deletes_the_lock(store: Store) -> None:
     (store.path / NAME / "LOCK").unlink()
     with another_process(store.path, STORES_SOMETHING) as process:
         assert said_by(process).startswith("refused:")
@@ -125,7 +125,7 @@ def test_no_second_engine_comes_in_when_a_cleaner_deletes_the_lock(store: Store)
     assert store.load_fails_with(b"%d" % store.num_stored) is None
 
 
-def test_a_neighbour_does_not_delete_a_cache_whose_lock_a_cleaner_deleted(tmp_path: Path) -> None:
+def test_a_cache_with_a_deleted_lock_is_not_deleted_by_another_engine(tmp_path: Path) -> None:
     living = disk_store.make_index(tmp_path / "store", OPTIONS, model="living")
     medium = disk_store.make_medium(tmp_path / "store", OPTIONS, model="living")
     assert disk_store.store(living, medium, b"key", CHUNK)
@@ -141,7 +141,7 @@ def test_a_neighbour_does_not_delete_a_cache_whose_lock_a_cleaner_deleted(tmp_pa
         each.close()
 
 
-def test_a_lock_that_is_deleted_is_made_anew_and_holds(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_deleted_lock_is_made_again_and_holds(store: Store, caplog: pytest.LogCaptureFixture) -> None:
     (store.path / NAME / "LOCK").unlink()
     store.fill()
     assert (store.path / NAME / "LOCK").read_text() == f"{os.getpid()}\n"
@@ -150,7 +150,7 @@ def test_a_lock_that_is_deleted_is_made_anew_and_holds(store: Store, caplog: pyt
         disk_store.make_index(store.path, OPTIONS, WithoutDirectoryLocks())
 
 
-def test_an_engine_whose_lock_another_one_took_deletes_and_writes_nothing_more(
+def test_an_engine_that_lost_its_lock_deletes_and_writes_nothing_more(
     lonely_store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = lonely_store
@@ -179,10 +179,10 @@ def test_an_engine_whose_lock_another_one_took_deletes_and_writes_nothing_more(
     reopened.close()
 
 
-# A directory that is elsewhere.
+# A moved directory.
 
 
-def test_a_root_that_is_moved_away_is_made_anew_and_what_was_moved_stays_whole(
+def test_a_root_that_was_moved_is_made_again_and_the_moved_one_stays_whole(
     small_store: Store, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = small_store
@@ -196,7 +196,7 @@ def test_a_root_that_is_moved_away_is_made_anew_and_what_was_moved_stays_whole(
     assert segments_below(store.path)
     assert store.load_fails_with(b"%d" % store.num_stored) is None
     assert caplog.text.count("was removed; making it anew") == 1
-    # What was open and ready may still be written to until somebody looks, and is nobody's.
+    # Open and ready files may still be written until the move is noticed; they hold no records.
     assert files_below(tmp_path / "backup").keys() == copied.keys()
     store.index.close()
     moved = disk_store.make_index(tmp_path / "backup", OPTIONS)
@@ -207,7 +207,7 @@ def test_a_root_that_is_moved_away_is_made_anew_and_what_was_moved_stays_whole(
     again.close()
 
 
-def test_a_medium_follows_its_index_to_the_directory_that_was_made_anew(store: Store, tmp_path: Path) -> None:
+def test_a_medium_follows_its_index_to_the_new_directory(store: Store, tmp_path: Path) -> None:
     store.path.rename(tmp_path / "backup")
     for _ in range(30):
         store.clock.now_s += OPTIONS.retry_interval_s
@@ -220,10 +220,10 @@ def test_a_medium_follows_its_index_to_the_directory_that_was_made_anew(store: S
 
 
 @pytest.mark.parametrize("copy", [shutil.copy2, os.link], ids=["copied", "linked"])
-def test_a_store_that_was_put_in_the_place_of_another_is_left_alone(
+def test_a_store_put_in_the_place_of_another_is_left_alone(
     store: Store, tmp_path: Path, copy: Callable[[str, str], object]
 ) -> None:
-    """An operator who puts a copy back while the engine runs."""
+    """An operator puts a copy back while the engine runs."""
     assert store.index.drain(disk_store.TIMEOUT_S)
     before = held(store.index)
     shutil.copytree(store.path, tmp_path / "copy", copy_function=copy)
@@ -239,17 +239,17 @@ def test_a_store_that_was_put_in_the_place_of_another_is_left_alone(
     store.index.close()
     after = files_below(store.path)
     assert after.keys() == copied.keys()
-    # A copy by hard links shares what the medium was still writing to, and is none but for the directories.
+    # A copy by hard links shares files that the medium was still writing to; only its directories are copies.
     is_kept = [path for path in copied if path.name != "LOCK" and path.stat().st_nlink == 1]
     assert is_kept or copy is os.link
     assert [after[path] for path in is_kept] == [copied[path] for path in is_kept]
     reopened = disk_store.make_index(store.path, OPTIONS)
-    # What the medium still wrote is whole, and found in the place of what is older.
+    # Later writes of the medium are whole, and replace older records.
     assert len(held(reopened)) >= len(before) if copy is os.link else held(reopened) == before
     reopened.close()
 
 
-# What lies above.
+# Parent directories.
 
 
 def opened_below(parent: Path, caplog: pytest.LogCaptureFixture) -> str:
@@ -258,7 +258,7 @@ def opened_below(parent: Path, caplog: pytest.LogCaptureFixture) -> str:
 
 
 @pytest.mark.parametrize(("mode", "is_said"), [(0o777, True), (0o1777, False), (0o700, False), (0o755, False)])
-def test_a_parent_that_everybody_may_write_to_is_said(
+def test_a_parent_writable_by_everybody_is_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int, is_said: bool
 ) -> None:
     (tmp_path / "parent").mkdir()
@@ -267,7 +267,7 @@ def test_a_parent_that_everybody_may_write_to_is_said(
     assert (f"{tmp_path / 'parent'} may be written to by everybody" in said) == is_said
 
 
-def test_a_parent_of_another_user_is_said_also_further_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_parent_of_another_user_is_logged_also_further_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "theirs" / "ours").mkdir(parents=True)
     try:
         os.chown(tmp_path / "theirs", OTHER_USER, OTHER_USER)
@@ -277,7 +277,7 @@ def test_a_parent_of_another_user_is_said_also_further_up(tmp_path: Path, caplog
     assert f"{tmp_path / 'theirs'} belongs to user {OTHER_USER}" in said
 
 
-# Who has the lock.
+# Holders of the lock.
 
 HOLDS_IN_A_FORKED_CHILD = """
 import fcntl, os, sys, time
@@ -293,7 +293,7 @@ print(child, flush=True)
 """
 
 
-def test_a_refusal_names_a_living_holder_when_the_one_that_forked_it_has_ended(tmp_path: Path) -> None:
+def test_a_refusal_names_a_living_holder_after_its_parent_has_ended(tmp_path: Path) -> None:
     disk_store.make_index(tmp_path / "store", OPTIONS).close()
     lock = tmp_path / "store" / NAME / "LOCK"
     done = subprocess.Popen(
@@ -312,7 +312,7 @@ def test_a_refusal_names_a_living_holder_when_the_one_that_forked_it_has_ended(t
         done.stdout.close()
 
 
-def test_without_proc_the_one_that_the_lock_names_is_named(tmp_path: Path) -> None:
+def test_without_proc_the_holder_is_read_from_the_lock(tmp_path: Path) -> None:
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     lock = (tmp_path / "store" / NAME / "LOCK").stat()
     assert find_holder(lock, os.getpid(), tmp_path / "no proc") is None
@@ -321,13 +321,13 @@ def test_without_proc_the_one_that_the_lock_names_is_named(tmp_path: Path) -> No
     index.close()
 
 
-def test_who_has_it_only_open_is_no_holder(tmp_path: Path) -> None:
+def test_an_open_file_without_a_lock_has_no_holder(tmp_path: Path) -> None:
     (tmp_path / "LOCK").write_text("")
     with (tmp_path / "LOCK").open():
         assert find_holder((tmp_path / "LOCK").stat(), os.getpid()) is None
 
 
-def test_a_child_that_is_forked_does_not_keep_the_lock(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_keep_the_lock(tmp_path: Path) -> None:
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     reading, writing = os.pipe()
     child = os.fork()
@@ -336,7 +336,7 @@ def test_a_child_that_is_forked_does_not_keep_the_lock(tmp_path: Path) -> None:
         signal.pause()
         os._exit(0)
     try:
-        assert os.read(reading, 1) == b"x"  # before it runs it has given up nothing
+        assert os.read(reading, 1) == b"x"  # the child releases the lock only when it runs
         index.close()
         disk_store.make_index(tmp_path / "store", OPTIONS).close()
     finally:
@@ -346,7 +346,7 @@ def test_a_child_that_is_forked_does_not_keep_the_lock(tmp_path: Path) -> None:
         os.close(writing)
 
 
-def test_a_child_that_is_forked_does_not_give_up_its_parents_lock(tmp_path: Path) -> None:
+def test_a_forked_child_does_not_release_its_parents_lock(tmp_path: Path) -> None:
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     child = os.fork()
     if child == 0:
@@ -360,7 +360,7 @@ def test_a_child_that_is_forked_does_not_give_up_its_parents_lock(tmp_path: Path
 # Copies by hard links.
 
 
-def test_a_copy_by_hard_links_keeps_every_byte_of_segments_that_are_deleted(store: Store, tmp_path: Path) -> None:
+def test_a_copy_by_hard_links_keeps_the_bytes_of_deleted_segments(store: Store, tmp_path: Path) -> None:
     assert store.index.drain(disk_store.TIMEOUT_S)
     shutil.copytree(store.path, tmp_path / "copy", copy_function=os.link)
     copied = {path: data for path, data in files_below(tmp_path / "copy").items() if "segment" in path.name}
@@ -373,7 +373,7 @@ def test_a_copy_by_hard_links_keeps_every_byte_of_segments_that_are_deleted(stor
     assert all(CHUNK in path.read_bytes() for path in gone if CHUNK in copied[path])
 
 
-def test_a_deleted_segment_takes_up_no_space_though_a_medium_has_it_open(store: Store) -> None:
+def test_a_deleted_segment_takes_no_space_while_a_medium_has_it_open(store: Store) -> None:
     assert store.medium._cache._open
     fds = {number: segment.fd for number, segment in store.medium._cache._open.items()}
     for _ in range(3):
@@ -391,7 +391,7 @@ def _is_open(fd: int) -> bool:
     return True
 
 
-def test_what_a_crash_left_half_written_is_not_written_through_its_other_name(store: Store, tmp_path: Path) -> None:
+def test_a_half_written_file_is_not_written_through_its_hard_link(store: Store, tmp_path: Path) -> None:
     left = store.path / NAME / "epoch.new"
     left.write_bytes(b"left")
     left.chmod(0o600)
@@ -405,11 +405,11 @@ def test_what_a_crash_left_half_written_is_not_written_through_its_other_name(st
 
 
 class Recorder(FileIO):
-    """Remembers which names were made in which directory since it was last synced."""
+    """Tracks new names in directories that were not synced since."""
 
     def __init__(self) -> None:
         self.unsafe: set[str] = set()
-        """Paths that a loss of power may take away."""
+        """Paths that a loss of power may remove."""
 
     def _path(self, name: str, dir_fd: int | None) -> str:
         return name if dir_fd is None else f"{os.readlink(f'/proc/self/fd/{dir_fd}')}/{name}"
@@ -437,7 +437,7 @@ class Recorder(FileIO):
         self.unsafe = {path for path in self.unsafe if os.path.dirname(path) != synced}
 
     def copy_what_is_left(self, root: Path, to: Path) -> None:
-        """The tree after a loss of power that takes as much as it may."""
+        """Copy of the tree after a loss of power that removes as much as it may."""
         if str(root) in self.unsafe:
             return
         shutil.copytree(
@@ -457,7 +457,7 @@ def offered_after_a_loss_of_power(io: Recorder, path: Path, to: Path) -> set[byt
 
 @pytest.mark.parametrize("fsync", list(disk_store.Fsync))
 @pytest.mark.parametrize("is_removed", [False, True], ids=["at first", "made anew"])
-def test_a_loss_of_power_takes_no_directory_from_above_what_is_synced(
+def test_a_loss_of_power_removes_no_directory_above_synced_records(
     tmp_path: Path, fsync: disk_store.Fsync, is_removed: bool
 ) -> None:
     io = Recorder()
@@ -478,7 +478,7 @@ def test_a_loss_of_power_takes_no_directory_from_above_what_is_synced(
     index.close()
 
 
-def test_directories_that_cannot_be_synced_stop_no_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_sync_of_directories_does_not_stop_a_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     io = FaultyIO()
     io.failing["fsync"] = errno.EINVAL
     options = disk_store.options_for(6 * 12288, num_spare=3, fsync=disk_store.Fsync.ALWAYS)

@@ -1,4 +1,4 @@
-"""What an opening finds after an end of every kind, and what it no longer offers."""
+"""Records that an opening finds after each kind of end, and those that it no longer finds."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def end(index: DiskIndex, media: list[DiskMedium], is_killed: bool = False) -> N
 
 
 def offered(path: Path) -> dict[bytes, bytes]:
-    """Every key that the next process is offered, with the bytes that rank 1 loads."""
+    """Every key that the next process finds, with the bytes that rank 1 loads."""
     index, media = opened(path)
     found = {}
     for key in list(disk_store.records_of(index)):
@@ -54,7 +54,7 @@ def directory_of(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_what_was_committed_is_offered_by_the_next_process(tmp_path: Path, is_killed: bool) -> None:
+def test_a_committed_chunk_is_found_by_the_next_process(tmp_path: Path, is_killed: bool) -> None:
     index, media = opened(tmp_path / "store")
     keys = [b"a", b"b", b"c"]
     for key in keys:
@@ -64,8 +64,8 @@ def test_what_was_committed_is_offered_by_the_next_process(tmp_path: Path, is_ki
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_what_every_rank_stored_before_anybody_heard_of_it_is_offered(tmp_path: Path, is_killed: bool) -> None:
-    """As when an engine ends: its workers finish their writes, and nobody is left to commit them."""
+def test_a_chunk_written_by_every_rank_is_found_without_a_commit(tmp_path: Path, is_killed: bool) -> None:
+    """As when an engine ends: its workers finish their writes, and no scheduler commits them."""
     index, media = opened(tmp_path / "store")
     slot = index.reserve(b"a", 4000)
     assert isinstance(slot, Slot)
@@ -77,7 +77,7 @@ def test_what_every_rank_stored_before_anybody_heard_of_it_is_offered(tmp_path: 
 
 
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_what_one_rank_did_not_store_is_not_offered(tmp_path: Path, is_killed: bool) -> None:
+def test_a_chunk_that_one_rank_did_not_store_is_not_found(tmp_path: Path, is_killed: bool) -> None:
     index, media = opened(tmp_path / "store")
     slot = index.reserve(b"a", 4000)
     assert isinstance(slot, Slot)
@@ -89,7 +89,7 @@ def test_what_one_rank_did_not_store_is_not_offered(tmp_path: Path, is_killed: b
 
 @pytest.mark.parametrize("withdraw", ["invalidate", "abort", "clear"])
 @pytest.mark.parametrize("is_killed", [False, True])
-def test_what_was_withdrawn_is_not_offered_again(tmp_path: Path, withdraw: str, is_killed: bool) -> None:
+def test_a_withdrawn_chunk_is_not_found_again(tmp_path: Path, withdraw: str, is_killed: bool) -> None:
     index, media = opened(tmp_path / "store")
     if withdraw == "abort":
         slot = index.reserve(b"a", 4000)
@@ -105,7 +105,7 @@ def test_what_was_withdrawn_is_not_offered_again(tmp_path: Path, withdraw: str, 
     assert offered(tmp_path / "store") == {}
 
 
-def test_a_key_that_was_withdrawn_can_be_stored_again(tmp_path: Path) -> None:
+def test_a_withdrawn_key_can_be_stored_again(tmp_path: Path) -> None:
     index, media = opened(tmp_path / "store")
     assert disk_store.store(index, media, b"a", b"at first")
     assert index.invalidate(b"a", "checksum")
@@ -114,7 +114,7 @@ def test_a_key_that_was_withdrawn_can_be_stored_again(tmp_path: Path) -> None:
     assert offered(tmp_path / "store") == {b"a": b"anew"}
 
 
-def test_recency_survives_a_restart(tmp_path: Path) -> None:
+def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
     index, media = opened(tmp_path / "store")
     keys = [bytes([number]) for number in range(8)]
     for key in keys:
@@ -128,7 +128,7 @@ def test_recency_survives_a_restart(tmp_path: Path) -> None:
     end(index, media)
 
 
-def test_a_record_committed_after_a_snapshot_is_found_wherever_it_was_reserved(tmp_path: Path) -> None:
+def test_a_record_committed_after_a_snapshot_is_found_at_any_address(tmp_path: Path) -> None:
     clock = disk_store.Clock()
     index, media = opened(tmp_path / "store", clock)
     slot = index.reserve(b"early", 4000)
@@ -145,7 +145,7 @@ def test_a_record_committed_after_a_snapshot_is_found_wherever_it_was_reserved(t
     assert offered(tmp_path / "store")[b"early"] == chunk(b"early")
 
 
-def test_a_snapshot_spares_reading_the_segments_it_covers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_snapshot_saves_reading_the_segments_that_it_covers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     index, media = opened(tmp_path / "store")
     for number in range(40):
         assert disk_store.store(index, media, b"%d" % number, chunk(b"%d" % number))
@@ -158,7 +158,7 @@ def test_a_snapshot_spares_reading_the_segments_it_covers(tmp_path: Path, caplog
 
 
 @pytest.mark.parametrize("damage", ["missing", "damaged", "of another version"])
-def test_without_its_snapshot_a_store_reads_its_segments(tmp_path: Path, damage: str) -> None:
+def test_a_store_without_its_snapshot_reads_its_segments(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "store"
     index, media = opened(path)
     for key in (b"a", b"b"):
@@ -172,7 +172,7 @@ def test_without_its_snapshot_a_store_reads_its_segments(tmp_path: Path, damage:
     assert offered(path) == {key: chunk(key) for key in (b"a", b"b")}
 
 
-def test_segments_that_are_read_side_by_side_are_found_in_their_order(tmp_path: Path) -> None:
+def test_segments_read_in_parallel_are_found_in_order(tmp_path: Path) -> None:
     options = DiskOptions(capacity_bytes=4 << 20, segment_bytes=8192 + 5 * 8192, fsync=Fsync.NONE)
     index, medium = (make(tmp_path / "store", options) for make in (disk_store.make_index, disk_store.make_medium))
     keys = [b"%d" % number for number in range(10 * SCAN_THREADS)]
@@ -219,7 +219,7 @@ def test_a_lost_epoch_offers_nothing(tmp_path: Path) -> None:
     assert offered(path) == {}
 
 
-def test_numbers_of_segments_are_never_used_again(tmp_path: Path) -> None:
+def test_segment_numbers_are_never_reused(tmp_path: Path) -> None:
     path = tmp_path / "store"
     numbers: list[int] = []
     for life in range(4):
@@ -234,7 +234,7 @@ def test_numbers_of_segments_are_never_used_again(tmp_path: Path) -> None:
     assert numbers == sorted(set(numbers))
 
 
-def test_another_capacity_keeps_what_fits(tmp_path: Path) -> None:
+def test_another_capacity_keeps_the_records_that_fit(tmp_path: Path) -> None:
     path = tmp_path / "store"
     index, media = opened(path)
     for number in range(8):
@@ -254,7 +254,7 @@ def test_another_capacity_keeps_what_fits(tmp_path: Path) -> None:
         index.close()
 
 
-def test_a_torn_record_in_a_segment_that_was_open_is_not_offered(tmp_path: Path) -> None:
+def test_a_torn_record_in_an_open_segment_is_not_found(tmp_path: Path) -> None:
     path = tmp_path / "store"
     index, media = opened(path)
     for key in (b"a", b"b", b"c"):
@@ -266,7 +266,7 @@ def test_a_torn_record_in_a_segment_that_was_open_is_not_offered(tmp_path: Path)
     assert set(offered(path)) == {b"a", b"c"}
 
 
-def test_a_snapshot_never_outgrows_its_share(tmp_path: Path) -> None:
+def test_a_snapshot_stays_within_its_share(tmp_path: Path) -> None:
     path = tmp_path / "store"
     options = msgspec.structs.replace(disk_store.options_for(8 * 8192), max_records=8)
     index = disk_store.make_index(path, options)

@@ -1,4 +1,4 @@
-"""What this process lacks, files, memory or threads, is BUSY: nothing was tried, and nothing that is stored is lost."""
+"""A shortage of files, memory or threads in this process is BUSY: nothing was tried, and no stored chunk is lost."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def test_a_promotion_without_files_loses_no_chunk(tmp_path: Path, number: int) -
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
-def test_a_disk_that_fails_is_no_shortage(tmp_path: Path, number: int) -> None:
-    """The other side of the test before: it would pass as well if nothing were ever withdrawn."""
+def test_a_failing_disk_is_no_shortage(tmp_path: Path, number: int) -> None:
+    """Control: the test before would also pass if nothing were ever withdrawn."""
     tiers = Tiers(tmp_path / "store", OPTIONS)
     assert tiers.store(KEYS) == [None] * NUM_CHUNKS
     tiers.forget_near()
@@ -67,7 +67,7 @@ def test_a_disk_that_fails_is_no_shortage(tmp_path: Path, number: int) -> None:
     tiers.close()
 
 
-def test_a_store_without_files_leaves_the_chunk_where_it_is(tmp_path: Path) -> None:
+def test_a_store_without_files_keeps_the_chunk_in_the_primary_tier(tmp_path: Path) -> None:
     tiers = Tiers(tmp_path / "store", OPTIONS)
     tiers.io.failing["open"] = errno.EMFILE
     assert [failure.reason for failure in tiers.store(KEYS[:1]) if failure] == [FailureReason.BUSY]
@@ -82,9 +82,7 @@ def test_a_store_without_files_leaves_the_chunk_where_it_is(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev"])
 @pytest.mark.parametrize("number", SHORTAGES)
-def test_a_call_that_the_system_has_no_memory_for_is_busy_and_keeps_its_file_open(
-    tmp_path: Path, call: str, number: int
-) -> None:
+def test_a_call_without_memory_is_busy_and_keeps_its_file_open(tmp_path: Path, call: str, number: int) -> None:
     store = Store(tmp_path / "store")
     assert store.store(b"key")
     opened = store.medium._cache._open[0]
@@ -95,7 +93,9 @@ def test_a_call_that_the_system_has_no_memory_for_is_busy_and_keeps_its_file_ope
         assert busy_store(store.index, store.medium, b"other") is FailureReason.BUSY
     store.io.failing.clear()
     assert store.load_fails_with(b"key") is None
-    assert store.medium._cache._open[0] is opened, "who has no files to spare gives none back to be opened again"
+    assert store.medium._cache._open[0] is opened, (
+        "a process short of files does not close one that it has to open again"
+    )
     store.close()
 
 
@@ -108,7 +108,7 @@ def busy_store(index: DiskIndex, medium: DiskMedium, key: bytes) -> FailureReaso
     return completion.failure.reason if completion.failure else None
 
 
-def test_memory_that_runs_out_in_an_operation_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_during_an_operation_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path / "store")
     assert store.store(b"key")
 
@@ -143,11 +143,11 @@ def test_without_threads_or_memory_for_them_an_operation_is_busy(
             [completion] = store.medium.poll()
         assert completion.failure is not None and completion.failure.reason is FailureReason.BUSY
         store.index.abort(b"key")
-        assert store.store(b"key"), "and not after it"
+        assert store.store(b"key"), "and it works afterwards"
         store.close()
 
 
-def test_a_medium_says_busy_where_it_gets_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_medium_without_a_thread_is_busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     medium = DiskMedium(str(tmp_path / "store"), disk_store.FINGERPRINT.digest(), 0, OPTIONS)
 
@@ -156,16 +156,14 @@ def test_a_medium_says_busy_where_it_gets_no_thread(tmp_path: Path, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
-        assert busy_store(index, medium, b"key") is FailureReason.BUSY  # there is nobody to open the file
+        assert busy_store(index, medium, b"key") is FailureReason.BUSY  # no thread opens the file
     assert disk_store.store(index, medium, b"key", CHUNK)
     medium.close()
     index.close()
 
 
-def test_a_file_system_without_direct_io_and_a_process_without_threads_lose_no_chunk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Only a read says that O_DIRECT is not possible, and then there is nobody to open the file anew."""
+def test_no_direct_io_and_no_threads_lose_no_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only a read shows that O_DIRECT is not supported, and then no thread can open the file again."""
     options = msgspec.structs.replace(OPTIONS, direct="auto")
     index = disk_store.make_index(tmp_path / "store", options)
     medium = DiskMedium(str(tmp_path / "store"), disk_store.FINGERPRINT.digest(), 0, options)
@@ -176,7 +174,7 @@ def test_a_file_system_without_direct_io_and_a_process_without_threads_lose_no_c
     runner._open_later = lambda operation: False
 
     class Refusing:
-        """A queue whose call fails with EINVAL."""
+        """Queue with calls that fail with EINVAL."""
 
         def __init__(self, queue: Any) -> None:
             self._queue = queue
@@ -202,7 +200,7 @@ def test_a_file_system_without_direct_io_and_a_process_without_threads_lose_no_c
     index.close()
 
 
-def test_a_medium_closes_where_there_is_no_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_medium_without_threads_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = msgspec.structs.replace(OPTIONS, close_timeout_s=0.5)
     index = disk_store.make_index(tmp_path / "store", options)
     medium = DiskMedium(str(tmp_path / "store"), disk_store.FINGERPRINT.digest(), 0, options)
@@ -222,7 +220,7 @@ def test_a_medium_closes_where_there_is_no_thread(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("call", "number"), thinned([*itertools.product(["open", "preadv", "pwritev", "fdatasync"], SHORTAGES)], 3)
 )
-def test_a_copy_that_lacks_something_withdraws_no_record(tmp_path: Path, call: str, number: int) -> None:
+def test_a_copy_with_a_shortage_withdraws_no_record(tmp_path: Path, call: str, number: int) -> None:
     options = msgspec.structs.replace(disk_faults.OPTIONS, fsync=Fsync.ALWAYS)
     store = Store(tmp_path / "store", options)
     copying = store.index._maintenance.state.files.segments.copy
@@ -251,7 +249,7 @@ def test_a_copy_that_lacks_something_withdraws_no_record(tmp_path: Path, call: s
 
 
 class ShortAfterOpening(FileIO):
-    """Segment files can be opened, and not be read for want of memory."""
+    """Segment files can be opened, and reads fail for lack of memory."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -274,7 +272,7 @@ class ShortAfterOpening(FileIO):
 
 
 def stored(path: Path, options: DiskOptions = OPTIONS) -> set[bytes]:
-    """A store that was closed, and what it holds."""
+    """Keys of a store that was filled and closed."""
     store = Store(path, options)
     keys = {b"%d" % (number + 1) for number in range(8) if store.store()}
     store.close()
@@ -283,9 +281,7 @@ def stored(path: Path, options: DiskOptions = OPTIONS) -> set[bytes]:
 
 @pytest.mark.parametrize("number", SHORTAGES)
 @pytest.mark.parametrize("call", ["open", "preadv"])
-def test_an_opening_that_lacks_something_does_not_start_and_drops_nothing(
-    tmp_path: Path, call: str, number: int
-) -> None:
+def test_an_opening_with_a_shortage_fails_and_drops_nothing(tmp_path: Path, call: str, number: int) -> None:
     path = tmp_path / "store"
     keys = stored(path)
     io: FileIO = ShortAfterOpening(number)
@@ -299,7 +295,7 @@ def test_an_opening_that_lacks_something_does_not_start_and_drops_nothing(
     index.close()
 
 
-def test_an_opening_without_threads_reads_one_segment_after_the_other(
+def test_an_opening_without_threads_reads_segments_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "store"
@@ -322,7 +318,7 @@ def test_an_opening_without_threads_reads_one_segment_after_the_other(
 
 
 @pytest.mark.parametrize("number", SHORTAGES)
-def test_a_directory_that_cannot_be_looked_at_is_not_taken_for_removed(
+def test_a_directory_that_cannot_be_read_is_not_taken_as_removed(
     tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = Store(tmp_path / "store")
@@ -340,8 +336,8 @@ def test_a_directory_that_cannot_be_looked_at_is_not_taken_for_removed(
     store.close()
 
 
-def test_what_others_take_up_is_not_taken_for_nothing(tmp_path: Path) -> None:
-    """Else this cache would grow beyond what both may take up."""
+def test_an_unreadable_size_of_other_caches_is_not_taken_as_zero(tmp_path: Path) -> None:
+    """Otherwise this cache would grow beyond the capacity of both."""
     path = tmp_path / "store"
     other = disk_store.make_index(path, OPTIONS, model="another")
     store = Store(path)
@@ -362,7 +358,7 @@ def test_a_segment_that_one_rank_could_not_make_leaves_no_file(tmp_path: Path) -
     options = disk_store.options_for(6 * 12288, num_ranks=2, num_spare=3, direct=False)
 
     class LastFile(FileIO):
-        """The second rank's file is one too many, and so is every one that is opened after it."""
+        """The second rank's file, and every later one, exceeds the limit of open files."""
 
         has_run_out = False
 
@@ -387,7 +383,7 @@ def test_a_segment_that_one_rank_could_not_make_leaves_no_file(tmp_path: Path) -
     index.close()
 
 
-def test_a_sync_that_finds_no_file_to_spare_is_made_up_for(tmp_path: Path) -> None:
+def test_a_sync_without_a_free_file_is_made_later(tmp_path: Path) -> None:
     options = msgspec.structs.replace(OPTIONS, fsync=Fsync.INTERVAL, fsync_interval_s=0.0)
     store = Store(tmp_path / "store", options)
     syncer = store.medium._runner._syncer  # type: ignore[attr-defined]
@@ -432,7 +428,7 @@ tiers.close()
 
 
 def test_a_real_limit_of_open_files_loses_no_chunk(tmp_path: Path) -> None:
-    """In a process of its own, as the limit is the whole process's."""
+    """In its own process, because the limit applies to a whole process."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(LIMITED), str(tmp_path / "store")],
@@ -459,5 +455,5 @@ def test_a_real_limit_of_open_files_loses_no_chunk(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_what_a_shortage_is(error: Exception, expected: bool) -> None:
+def test_shortages_are_recognised_by_errno_and_message(error: Exception, expected: bool) -> None:
     assert is_shortage(error) is expected
