@@ -1,4 +1,4 @@
-"""Names that are not ours, or that lie: left alone, said once, and worth nothing. The store goes on beside them."""
+"""Foreign or false names in a store are left alone, logged once, and not read. The store goes on beside them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ SEGMENT_BYTES = OPTIONS.segment_bytes or 0
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store with one chunk."""
+    """Store with one chunk."""
     path = tmp_path / "store"
     use(path, b"first")
     return path
@@ -54,7 +54,7 @@ def rank_of(path: Path) -> Path:
 
 
 def use(path: Path, key: bytes, *before: bytes) -> int:
-    """A life of the store: offers what was stored before, stores one more. The number of that one's segment."""
+    """Open the store, load earlier chunks, store one more, and close. Number of the segment of that chunk."""
     index = disk_store.make_index(path, OPTIONS)
     medium = disk_store.make_medium(path, OPTIONS)
     for old_key in before:
@@ -95,7 +95,7 @@ STRAYS = [
 
 
 @pytest.mark.parametrize(("name", "kind"), thinned([*product(STRAYS, ["file", "directory"])], 3))
-def test_a_name_that_is_not_ours_is_said_once_and_left_alone(
+def test_a_foreign_name_is_logged_once_and_left_alone(
     path: Path, name: str, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     stray = namespace_of(path) / name
@@ -110,7 +110,7 @@ def test_a_name_that_is_not_ours_is_said_once_and_left_alone(
 
 
 @pytest.mark.parametrize("name", ["README", "A" * 64, "0" * 63, 64 * "\N{ARABIC-INDIC DIGIT ZERO}"])
-def test_what_lies_beside_the_namespaces_is_left_alone_too(
+def test_a_foreign_directory_beside_the_namespaces_is_left_alone(
     path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (path / name).mkdir()
@@ -121,7 +121,7 @@ def test_what_lies_beside_the_namespaces_is_left_alone_too(
     assert (path / name).is_dir()
 
 
-def test_many_strangers_are_one_line_with_a_bound(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_foreign_names_are_one_log_line_of_bounded_length(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for number in range(MAX_NAMES + 92):
         (rank_of(path) / (f"{number:03d}" * 60)).touch()
     use(path, b"second", b"first")
@@ -130,14 +130,14 @@ def test_many_strangers_are_one_line_with_a_bound(path: Path, caplog: pytest.Log
     assert len(line) < len(str(path)) + 250 + MAX_NAMES * (MAX_NAME_CHARACTERS + 4)
 
 
-def test_a_store_without_strangers_says_nothing(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_store_without_foreign_names_logs_no_warning(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     use(path, b"second", b"first")
     assert warnings(caplog) == []
 
 
 @pytest.mark.parametrize("number", [7, LARGEST_FIRST_NUMBER, LARGEST_FIRST_NUMBER + 1, LARGEST_NUMBER])
 @pytest.mark.parametrize("data", [b"", b"\0" * SEGMENT_BYTES, b"another's"])
-def test_a_segment_that_says_nothing_of_itself_costs_nothing(path: Path, number: int, data: bytes) -> None:
+def test_a_segment_without_a_header_costs_nothing(path: Path, number: int, data: bytes) -> None:
     stray = rank_of(path) / segment_name(number)
     stray.write_bytes(data)
     stray.chmod(0o600)
@@ -151,14 +151,14 @@ def header_of(number: int, epoch: int = 0, segment_bytes: int = SEGMENT_BYTES) -
 
 
 def write(file: Path, data: bytes, num_bytes: int) -> None:
-    """As a sparse file of this size."""
+    """Write a sparse file of this size."""
     file.write_bytes(data)
     os.truncate(file, num_bytes)
     file.chmod(0o600)
 
 
 @pytest.mark.parametrize("number", [LARGEST_FIRST_NUMBER, LARGEST_FIRST_NUMBER + 1, LARGEST_NUMBER])
-def test_a_store_whose_numbers_are_used_up_begins_anew(
+def test_a_store_with_used_up_segment_numbers_starts_again(
     path: Path, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(rank_of(path) / segment_name(number), header_of(number), SEGMENT_BYTES)
@@ -169,13 +169,13 @@ def test_a_store_whose_numbers_are_used_up_begins_anew(
 
 
 @pytest.mark.parametrize("number", [LARGEST_FIRST_NUMBER, LARGEST_FIRST_NUMBER + 1, LARGEST_NUMBER])
-def test_what_an_earlier_epoch_left_at_the_end_does_not_begin_it_anew(path: Path, number: int) -> None:
+def test_a_last_number_of_an_earlier_epoch_does_not_start_the_store_again(path: Path, number: int) -> None:
     write(rank_of(path) / segment_name(number), header_of(number, epoch=7), SEGMENT_BYTES)
     assert use(path, b"second", b"first") < 10
 
 
 @pytest.mark.parametrize("name", ["quarantine", "snapshot", "changes"])
-def test_metadata_at_the_end_of_the_numbers_stops_no_store(path: Path, name: str) -> None:
+def test_metadata_with_the_last_number_does_not_stop_a_store(path: Path, name: str) -> None:
     file = namespace_of(path) / name
     end = address_of(LARGEST_NUMBER, 8192)
     if name == "quarantine":
@@ -196,9 +196,7 @@ def test_metadata_at_the_end_of_the_numbers_stops_no_store(path: Path, name: str
 
 
 @pytest.mark.parametrize("name", ["quarantine", "snapshot", "changes"])
-def test_metadata_behind_the_end_of_the_numbers_is_damaged(
-    path: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_metadata_beyond_the_last_number_is_damaged(path: Path, name: str, caplog: pytest.LogCaptureFixture) -> None:
     file = namespace_of(path) / name
     address = address_of(LARGEST_NUMBER + 1, 8192)
     if name == "quarantine":
@@ -223,7 +221,7 @@ def test_metadata_behind_the_end_of_the_numbers_is_damaged(
     assert use(path, b"third", b"first", b"second") < 10
 
 
-def test_a_running_store_never_leaves_the_numbers(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_running_store_stops_at_the_last_segment_number(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     index = disk_store.make_index(path, OPTIONS)
     medium = disk_store.make_medium(path, OPTIONS)
     index._segments.next_number = LARGEST_NUMBER
@@ -241,7 +239,7 @@ def test_a_running_store_never_leaves_the_numbers(path: Path, caplog: pytest.Log
     assert use(path, b"third", b"second") < 10
 
 
-def test_epochs_at_their_end_stop_no_store(path: Path) -> None:
+def test_a_last_epoch_does_not_stop_a_store(path: Path) -> None:
     for number in (LARGEST_EPOCH, LARGEST_EPOCH + 1, (1 << 64) - 1):
         (namespace_of(path) / "epoch").write_bytes(encode_epoch(number, DIGEST))
         write(rank_of(path) / segment_name(9), header_of(9, epoch=LARGEST_EPOCH), SEGMENT_BYTES)
@@ -254,7 +252,7 @@ def test_epochs_at_their_end_stop_no_store(path: Path) -> None:
         use(path, b"fourth", b"third")
 
 
-def test_what_an_end_left_half_written_is_removed(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_half_written_files_are_removed(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     names = ["snapshot.new", "changes.new", "quarantine.new", "epoch.new", "namespace.json.new"]
     for name in names:
         (namespace_of(path) / name).write_bytes(b"half")
@@ -277,7 +275,7 @@ def make_socket(file: Path) -> None:
     here = os.open(".", os.O_RDONLY)
     with socket.socket(socket.AF_UNIX) as listener:
         try:
-            os.chdir(file.parent)  # a socket's path is short
+            os.chdir(file.parent)  # the path of a socket is limited to about 100 bytes
             listener.bind(file.name)
         finally:
             os.fchdir(here)
@@ -304,7 +302,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 
 def within_time(call: Callable[[], None]) -> None:
-    """Fails where the call never comes back."""
+    """Run `call` in a thread and fail if it does not return."""
     errors: list[BaseException] = []
 
     def run() -> None:
@@ -322,7 +320,7 @@ def within_time(call: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), thinned([*product([*OURS, "snapshot.new", "epoch.new"], KINDS)], 3))
-def test_what_is_no_file_under_one_of_our_names_is_refused_by_its_name(path: Path, name: str, kind: str) -> None:
+def test_a_special_file_under_one_of_our_names_is_refused(path: Path, name: str, kind: str) -> None:
     file = namespace_of(path) / name
     file.unlink(missing_ok=True)
     KINDS[kind](file)
@@ -340,9 +338,9 @@ def test_what_is_no_file_under_one_of_our_names_is_refused_by_its_name(path: Pat
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["rank-0", ""])
-def test_what_is_no_directory_under_one_of_our_names_is_refused_by_its_name(path: Path, name: str, kind: str) -> None:
+def test_a_directory_name_that_is_no_directory_is_refused(path: Path, name: str, kind: str) -> None:
     if kind == "a directory":
-        pytest.skip("it is one")
+        pytest.skip("it is a directory")
     place = namespace_of(path) / name
     place.rename(path.parent / "moved away")
     KINDS[kind](place)
@@ -356,7 +354,7 @@ def test_what_is_no_directory_under_one_of_our_names_is_refused_by_its_name(path
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_store", [True, False])
-def test_a_medium_waits_for_nothing_that_is_no_file(path: Path, kind: str, is_store: bool) -> None:
+def test_a_medium_does_not_wait_for_a_special_file(path: Path, kind: str, is_store: bool) -> None:
     index = disk_store.make_index(path, OPTIONS)
     slot = index.reserve(b"second", len(CHUNK))
     assert isinstance(slot, Slot)
@@ -376,8 +374,8 @@ def test_a_medium_waits_for_nothing_that_is_no_file(path: Path, kind: str, is_st
 @pytest.mark.parametrize(
     ("name", "kind"), thinned([*product(["LOCK", "namespace.json", "rank-0/segment-0000000000", "rank-0"], KINDS)], 3)
 )
-def test_what_a_neighbour_holds_stops_nobody(path: Path, name: str, kind: str) -> None:
-    """Also where it has to go to make room."""
+def test_special_files_of_a_neighbour_stop_no_start(path: Path, name: str, kind: str) -> None:
+    """Also if it has to be deleted to make room."""
     index = disk_store.make_index(path, OPTIONS, model="neighbour")
     index.close()
     neighbour = path / disk_store.fingerprint(model="neighbour").digest().hex()
@@ -397,7 +395,7 @@ def test_what_a_neighbour_holds_stops_nobody(path: Path, name: str, kind: str) -
 def full_beside(
     path: Path, name: str = "", before: Callable[[], object] = lambda: None, io: disk_faults.FaultyIO | None = None
 ) -> int:
-    """How many chunks a cache takes beside a closed one, in a directory that is too small for two."""
+    """Number of chunks that a cache takes beside a closed one, in a directory too small for both."""
     options = disk_store.options_for(8 * 8192, num_spare=3, direct=False)
     index = disk_store.make_index(path, options, model="neighbour")
     medium = disk_store.make_medium(path, options, model="neighbour")
@@ -420,20 +418,20 @@ def full_beside(
 @pytest.mark.parametrize(
     "name", ["notes", "rank-0/notes", "rank-7/notes", "rank-0/segment-9999999999", "notes/of mine"]
 )
-def test_a_stale_cache_that_goes_leaves_what_is_not_ours(tmp_path: Path, name: str) -> None:
+def test_deletion_of_a_stale_cache_leaves_foreign_files(tmp_path: Path, name: str) -> None:
     assert full_beside(tmp_path / "store", name) == 60
     neighbour = tmp_path / "store" / disk_store.fingerprint(model="neighbour").digest().hex()
     assert [found for found in neighbour.rglob("*") if found.is_file()] == [neighbour / name]
     assert (neighbour / name).read_text() == "kept"
 
 
-def test_a_stale_cache_without_strangers_goes_whole(tmp_path: Path) -> None:
+def test_a_stale_cache_without_foreign_files_is_deleted_whole(tmp_path: Path) -> None:
     assert full_beside(tmp_path / "store") == 60
     assert [found.name for found in (tmp_path / "store").iterdir()] == [DIGEST.hex()]
 
 
-def test_a_directory_that_only_looks_like_a_cache_is_not_emptied(tmp_path: Path) -> None:
-    """As those that other programs name by their digests."""
+def test_a_directory_named_like_a_cache_is_not_emptied(tmp_path: Path) -> None:
+    """Other programs name directories by digests too."""
     index = disk_store.make_index(tmp_path / "store", OPTIONS)
     index.close()
     theirs = tmp_path / "store" / ("0" * 64)
@@ -458,7 +456,7 @@ def _link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [_file, _loop, _link])
-def test_what_only_has_the_name_of_a_cache_stops_no_storing(
+def test_a_file_or_link_named_like_a_cache_stops_no_store(
     tmp_path: Path, make: Callable[[Path], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "store" / ("a" * 64)
@@ -469,7 +467,7 @@ def test_what_only_has_the_name_of_a_cache_stops_no_storing(
 
 
 class ClosedNeighbourIO(disk_faults.FaultyIO):
-    """A directory of another user, who lets nobody in."""
+    """Directory of another user, without access."""
 
     def stat_name(self, name: str, dir_fd: int) -> os.stat_result:
         if name.startswith("a" * 64 + "/"):
@@ -477,7 +475,7 @@ class ClosedNeighbourIO(disk_faults.FaultyIO):
         return super().stat_name(name, dir_fd)
 
 
-def test_another_users_directory_with_the_name_of_a_cache_stops_no_storing(tmp_path: Path) -> None:
+def test_another_users_directory_named_like_a_cache_stops_no_store(tmp_path: Path) -> None:
     path = tmp_path / "store" / ("a" * 64)
     io = ClosedNeighbourIO()
     io.failing_names[path.name] = errno.EACCES
@@ -485,7 +483,7 @@ def test_another_users_directory_with_the_name_of_a_cache_stops_no_storing(tmp_p
     assert path.is_dir()
 
 
-def test_where_no_cache_can_go_the_log_names_what_may_lie_there(
+def test_the_log_names_foreign_files_if_no_cache_can_be_deleted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "store"
@@ -515,7 +513,7 @@ HOSTILE_FACTS = [
 
 
 @pytest.mark.parametrize("data", HOSTILE_FACTS)
-def test_whatever_a_neighbour_says_of_itself_the_log_stays_short(
+def test_hostile_facts_of_a_neighbour_keep_the_log_short(
     path: Path, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     neighbour = path / ("0" * 64)
@@ -529,7 +527,7 @@ def test_whatever_a_neighbour_says_of_itself_the_log_stays_short(
         assert len(record.getMessage()) < 20_000 and "\n" not in record.getMessage()
 
 
-def test_directories_within_directories_stop_no_start(path: Path) -> None:
+def test_deeply_nested_directories_stop_no_start(path: Path) -> None:
     deep = path / ("0" * 64)
     deep.mkdir(mode=0o700)
     here = os.open(".", os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""One file that cannot be read does not stop an opening: it is as a damaged one, and costs what it held."""
+"""An unreadable file does not stop an opening: it counts as damaged and costs only its own contents."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNK = b"x" * 5000
 
 
 class Unreadable(FileIO):
-    """Files of some names cannot be opened to be read, or cannot be read."""
+    """Files of some names cannot be opened for reading, or cannot be read."""
 
     def __init__(self, names: set[str], number: int, call: str) -> None:
         self.names = names
@@ -56,7 +56,7 @@ class Unreadable(FileIO):
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store in two segments, of which some chunks were withdrawn."""
+    """Store in two segments, with some withdrawn chunks."""
     path = tmp_path / "store"
     index = disk_store.make_index(path, OPTIONS)
     medium = disk_store.make_medium(path, OPTIONS)
@@ -70,7 +70,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def offered(path: Path, io: FileIO | None = None) -> set[bytes]:
-    """What an opening offers, every chunk of it loaded. It stores one more, and ends."""
+    """Keys that an opening finds. Loads each chunk, stores one more, and closes."""
     index = disk_store.make_index(path, OPTIONS, io)
     medium = disk_store.make_medium(path, OPTIONS)
     found = set(disk_store.records_of(index))
@@ -89,13 +89,13 @@ def offered(path: Path, io: FileIO | None = None) -> set[bytes]:
     [*product(["snapshot", "changes", "quarantine", "namespace.json"], ["open", "preadv"]), ("LOCK", "preadv")],
 )
 @pytest.mark.parametrize("number", [errno.EIO, pytest.param(errno.EACCES, marks=pytest.mark.full)])
-def test_metadata_that_cannot_be_read_costs_nothing(path: Path, name: str, call: str, number: int) -> None:
+def test_unreadable_metadata_costs_nothing(path: Path, name: str, call: str, number: int) -> None:
     assert offered(path, Unreadable({name}, number, call)) == KEYS - WITHDRAWN
     assert offered(path) == KEYS - WITHDRAWN
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
-def test_an_epoch_that_cannot_be_read_offers_nothing_of_before(path: Path, call: str) -> None:
+def test_an_unreadable_epoch_hides_older_chunks(path: Path, call: str) -> None:
     assert offered(path, Unreadable({"epoch"}, errno.EIO, call)) == set()
     assert offered(path) == set()
 
@@ -114,20 +114,20 @@ def test_a_segment_that_cannot_be_opened_costs_its_chunks_and_is_left_alone(path
     assert file.read_bytes() == before
 
 
-def test_what_could_not_be_opened_is_found_again_where_no_snapshot_was_written_since(path: Path) -> None:
+def test_a_segment_that_could_not_be_opened_is_found_again_without_a_snapshot(path: Path) -> None:
     index = disk_store.make_index(path, OPTIONS, Unreadable({segment_name(0)}, errno.EIO, "open"))
     assert index.num_keys == 2
-    index._namespace.close()  # as a crash
+    index._namespace.close()  # as after a crash
     assert offered(path) == KEYS - WITHDRAWN
 
 
 @pytest.mark.parametrize("number", [errno.EIO, pytest.param(errno.EACCES, marks=pytest.mark.full)])
 @pytest.mark.parametrize("is_closed", [True, False])
 @pytest.mark.parametrize("is_pending", [True, False])
-def test_what_could_not_be_opened_once_is_found_again_whatever_happened_meanwhile(
+def test_a_segment_that_could_not_be_opened_once_is_found_again(
     tmp_path: Path, is_pending: bool, is_closed: bool, number: int
 ) -> None:
-    """No snapshot may speak for a segment of which it does not know what lies in it."""
+    """A snapshot must not cover a segment with unknown records."""
     options = disk_store.options_for(12 * 8192, num_spare=3, changes_interval_s=0.0, direct=False)
     store, clock = tmp_path / "store", disk_store.Clock()
     index, medium = disk_store.make_index(store, options), disk_store.make_medium(store, options)
@@ -157,8 +157,8 @@ def test_what_could_not_be_opened_once_is_found_again_whatever_happened_meanwhil
     index.close()
 
 
-def test_a_segment_of_before_a_clear_keeps_no_snapshot_away(path: Path) -> None:
-    """Nothing in it may be offered again, so there is nothing to be said of it."""
+def test_a_segment_from_before_a_clear_prevents_no_snapshot(path: Path) -> None:
+    """Its records may not be found again, so that a snapshot without them is complete."""
     index = disk_store.make_index(path, OPTIONS, Unreadable({segment_name(0)}, errno.EIO, "open"))
     assert index.take_disk_counts().snapshots == 0
     index.clear()
@@ -168,8 +168,8 @@ def test_a_segment_of_before_a_clear_keeps_no_snapshot_away(path: Path) -> None:
     assert offered(path) == set()
 
 
-def test_what_cannot_be_opened_is_not_offered_once_it_was_cleared(path: Path) -> None:
-    """Also when nobody knows any more how often it was."""
+def test_a_segment_that_cannot_be_opened_is_not_found_after_a_clear(path: Path) -> None:
+    """Also if the epoch file is lost."""
     name = segment_name(0)
     index = disk_store.make_index(path, OPTIONS, Unreadable({name}, errno.EIO, "open"))
     index.clear()
@@ -180,12 +180,12 @@ def test_what_cannot_be_opened_is_not_offered_once_it_was_cleared(path: Path) ->
 
 
 @pytest.mark.parametrize("call", ["open", "preadv"])
-def test_a_segment_that_cannot_be_read_costs_its_chunks(path: Path, call: str) -> None:
+def test_an_unreadable_segment_costs_its_chunks(path: Path, call: str) -> None:
     (path / disk_store.FINGERPRINT.digest().hex() / "snapshot").unlink()
     assert offered(path, Unreadable({segment_name(0)}, errno.EIO, call)) == {b"key 6", b"key 7"}
 
 
-def test_a_file_system_that_is_read_only_loads_what_it_holds(path: Path) -> None:
+def test_a_read_only_file_system_loads_its_chunks(path: Path) -> None:
     class ReadOnly(FileIO):
         def open(self, name: str, flags: int, mode: int = 0o600, dir_fd: int | None = None) -> int:
             if flags & (os.O_WRONLY | os.O_RDWR):
@@ -207,7 +207,7 @@ def test_a_file_system_that_is_read_only_loads_what_it_holds(path: Path) -> None
         (segment_name(0), "open", errno.ENFILE),
     ],
 )
-def test_what_stops_an_opening_is_named(path: Path, name: str, call: str, number: int) -> None:
+def test_an_error_that_stops_an_opening_names_the_file(path: Path, name: str, call: str, number: int) -> None:
     class LockUnreadable(Unreadable):
         def open(self, name: str, flags: int, mode: int = 0o600, dir_fd: int | None = None) -> int:
             return (
@@ -223,7 +223,7 @@ def test_what_stops_an_opening_is_named(path: Path, name: str, call: str, number
 
 
 @pytest.mark.parametrize("name", ["snapshot", "quarantine", "changes"])
-def test_metadata_that_is_larger_than_may_be_is_named_with_its_size_and_the_bound(
+def test_oversized_metadata_is_logged_with_its_size_and_the_bound(
     path: Path, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = next(path.glob(f"*/{name}"))

@@ -1,4 +1,4 @@
-"""Every policy of eviction passes one suite; least recently used is what it is called, for any sequence of calls."""
+"""Conformance of each eviction policy; LRU equals its model for any sequence of calls."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class TestLeastRecentlyUsed(LeastRecentlyUsedConformance):
 
 
 class FirstInFirstOut(LruPolicy[Entry]):
-    """Takes no note of uses: what the suite must find out."""
+    """Policy that ignores uses. The suite must reject it."""
 
     def touch(self, keys: object) -> int:
         return 0
 
 
 class Hoarder(LruPolicy[Entry]):
-    """Gives up what was used last, and so keeps what was used once for ever."""
+    """Policy that evicts the most recently used entry, and keeps old ones for ever."""
 
     def pick(self) -> tuple[bytes, Entry]:
         return self._entries.popitem()
@@ -42,7 +42,7 @@ class Hoarder(LruPolicy[Entry]):
         (Hoarder, "test_every_key_is_evicted_in_the_end"),
     ],
 )
-def test_the_suite_finds_a_policy_that_is_none(policy: type[LruPolicy[Entry]], test: str) -> None:
+def test_the_suite_rejects_a_wrong_policy(policy: type[LruPolicy[Entry]], test: str) -> None:
     class Suite(EvictionPolicyConformance):
         def make_order(self) -> EvictionPolicy[Entry]:
             return policy()
@@ -55,7 +55,7 @@ CALLS = ["track", "track", "touch", "pick", "forget", "give up"]
 
 
 @given(st.lists(st.tuples(st.sampled_from(CALLS), keys, keys)))
-def test_least_recently_used_is_a_list_that_is_searched(calls: list[tuple[str, bytes, bytes]]) -> None:
+def test_lru_equals_a_list_with_a_linear_search(calls: list[tuple[str, bytes, bytes]]) -> None:
     order: LruPolicy[Entry] = LruPolicy()
     expected: list[bytes] = []
     for call, key, other in calls:

@@ -1,4 +1,4 @@
-"""Each planned fault happens, at the planned call, and nothing else does."""
+"""Each planned fault happens at the planned call, and no other fault does."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_rule_for_a_key_counts_only_that_key() -> None:
     assert failed == {1}
 
 
-def test_the_first_rule_that_meets_a_call_acts() -> None:
+def test_the_first_matching_rule_applies() -> None:
     medium = make_medium(
         Rule(Operation.STORE, Fail(FailureReason.IO), nth=1), Rule(Operation.STORE, Fail(FailureReason.INJECTED))
     )
@@ -91,7 +91,7 @@ def test_without_the_corruption_the_same_load_succeeds() -> None:
 
 
 @pytest.mark.parametrize("num_polls", [1, 3])
-def test_a_delayed_completion_misses_so_many_polls(num_polls: int) -> None:
+def test_a_delayed_completion_is_missing_for_the_planned_polls(num_polls: int) -> None:
     medium = make_medium(Rule(Operation.STORE, Delay(num_polls)))
     store(medium)
     assert not medium.drain(0.0)
@@ -115,7 +115,7 @@ def test_a_reservation_is_refused_and_counted() -> None:
     assert index.take_counts().refusals == {Refusal.NO_ROOM: 1}
 
 
-def test_a_key_that_vanishes_before_its_commit_is_not_offered() -> None:
+def test_a_key_that_vanishes_before_its_commit_is_a_miss() -> None:
     index = make_index(Rule(Operation.COMMIT, Vanish()))
     index.reserve(b"key", 1)
     assert not index.commit(b"key")
@@ -152,7 +152,7 @@ def test_calls_are_counted_from_one() -> None:
         Rule(Operation.STORE, Fail(), nth=0)
 
 
-def test_a_medium_that_hides_its_bytes_cannot_be_corrupted() -> None:
+def test_a_medium_without_views_cannot_be_corrupted() -> None:
     class Hidden:
         pass
 
@@ -161,7 +161,7 @@ def test_a_medium_that_hides_its_bytes_cannot_be_corrupted() -> None:
         FaultInjectingMedium(Hidden(), plan)  # type: ignore[arg-type]
 
 
-def test_a_plan_is_a_value_that_survives_json() -> None:
+def test_a_fault_plan_survives_json() -> None:
     plan = FaultPlan(
         (
             Rule(Operation.STORE, Corrupt(7), key=b"key", nth=3),

@@ -1,4 +1,4 @@
-"""What a ledger asks of its space and tells its observer, in any order of calls; and its bounds."""
+"""State machine of a key ledger with its space and observer, in any order of calls; and its bounds."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class NumberedEntry(Entry):
 
 
 class Recorder:
-    """A space and an observer: who writes and who reads what is taken, as far as it was told."""
+    """Space and observer: the writers and readers of each entry, according to the callbacks."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self.taken: dict[int, int] = {}
-        """The cost of each."""
+        """Cost per number."""
         self.writing: set[int] = set()
         self.reading: set[int] = set()
         self.offered: set[int] = set()
-        """Or about to be."""
+        """Includes entries that are about to be committed."""
         self.committed: set[int] = set()
         self.uses: list[int] = []
 
@@ -52,7 +52,7 @@ class Recorder:
 
     def free(self, entry: NumberedEntry) -> None:
         number = entry.number
-        assert number not in self.writing | self.reading | self.offered, "it is of use still"
+        assert number not in self.writing | self.reading | self.offered, "it is still in use"
         assert self.taken.pop(number) == entry.cost
 
     def keep_only(self, entries: Iterable[NumberedEntry]) -> None:
@@ -128,7 +128,7 @@ class KeyLedgerMachine(RuleBasedStateMachine):
         assert (self.ledger.withdraw(key) is not None) == is_held
 
     @rule(key=keys)
-    def evict_out_of_turn(self, key: bytes) -> None:
+    def evict_at_once(self, key: bytes) -> None:
         if key in list(self.ledger.evictable):
             self.ledger.evict(key)
             assert self.ledger.lookup(key) is LookupResult.MISS
@@ -144,11 +144,11 @@ class KeyLedgerMachine(RuleBasedStateMachine):
         num_offered, table = self.ledger.num_keys, self.ledger.by_key
         before = dict(table)
         assert self.ledger.forget_all() == num_offered
-        assert table == before, "who reads it reads what was there"
+        assert table == before, "a reader of the old table sees the old entries"
         assert not len(self.ledger.evictable)
 
     @invariant()
-    def the_recorder_heard_of_everything(self) -> None:
+    def recorder_equals_the_ledger(self) -> None:
         ledger, recorder = self.ledger, self.recorder
         entries = ledger.by_key.values()
         assert recorder.taken == {entry.number: entry.cost for entry in entries}
@@ -168,7 +168,7 @@ class KeyLedgerMachine(RuleBasedStateMachine):
         assert len(ledger.by_key) <= MAX_KEYS
 
     @invariant()
-    def many_are_answered_as_each(self) -> None:
+    def lookups_of_many_equal_lookups_of_each(self) -> None:
         ledger = self.ledger
         for key in KEYS:
             answer = ledger.lookup(key)
@@ -194,7 +194,7 @@ def store(ledger: KeyLedger[NumberedEntry], key: bytes) -> Refusal | None:
     return refusal
 
 
-def test_no_more_keys_are_kept_than_a_ledger_may_have() -> None:
+def test_max_keys_is_not_exceeded() -> None:
     ledger = make_ledger(max_keys=2)
     for key in KEYS[:3]:
         assert store(ledger, key) is None
@@ -205,13 +205,13 @@ def test_no_more_keys_are_kept_than_a_ledger_may_have() -> None:
     assert store(ledger, KEYS[0]) is None
 
 
-def test_without_such_a_bound_as_many_are_kept_as_fit() -> None:
+def test_without_max_keys_only_bytes_limit_a_ledger() -> None:
     ledger = make_ledger()
     assert {store(ledger, key) for key in KEYS} == {None}
     assert ledger.num_keys == len(KEYS)
 
 
-def test_a_first_miss_is_found_in_any_kind_of_question() -> None:
+def test_leading_finds_the_first_miss_in_any_iterable() -> None:
     ledger = make_ledger()
     for key in KEYS[:4]:
         store(ledger, key)

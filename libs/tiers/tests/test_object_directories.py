@@ -1,4 +1,4 @@
-"""A store in a directory: whose it may be, what is never followed or opened, and what a shared one needs."""
+"""Object stores in directories: their owner, paths that are never followed or opened, and the needs of a shared one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from hybridkv.tiers.object.store import open_object_store
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 SECRET = b"a secret of sixteen or more"
 ANOTHER = 54321
-"""A user's number."""
+"""Number of a user."""
 OPTIONS = patient(missing_s=0.01)
 
 
@@ -53,7 +53,7 @@ def start(directory: Path, secret: bytes = b"") -> Engine:
 
 
 def modes(directory: Path) -> tuple[set[int], set[int]]:
-    """Of the directories and of the files below."""
+    """Modes of the directories and of the files below."""
     found = [(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in directory.rglob("*")]
     return {mode for is_dir, mode in found if is_dir}, {mode for is_dir, mode in found if not is_dir}
 
@@ -72,17 +72,17 @@ def refusal(directory: Path, secret: bytes = b"") -> str:
     return str(raised.value)
 
 
-# Whose it is.
+# Owner.
 
 
-def test_a_store_that_is_made_is_its_users_alone(tmp_path: Path, umask: int) -> None:
+def test_a_new_store_is_accessible_only_to_its_user(tmp_path: Path, umask: int) -> None:
     stored(tmp_path / "fleet")
     assert stat.S_IMODE((tmp_path / "fleet").stat().st_mode) == 0o700
     assert modes(tmp_path / "fleet") == ({0o700}, {0o600})
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770, 0o702])
-def test_a_directory_that_others_may_write_to_is_refused_without_a_secret(tmp_path: Path, mode: int) -> None:
+def test_a_directory_writable_by_others_needs_a_secret(tmp_path: Path, mode: int) -> None:
     (tmp_path / "fleet").mkdir()
     (tmp_path / "fleet").chmod(mode)
     words = refusal(tmp_path / "fleet")
@@ -90,9 +90,7 @@ def test_a_directory_that_others_may_write_to_is_refused_without_a_secret(tmp_pa
     assert not os.listdir(tmp_path / "fleet")
 
 
-def test_a_directory_of_another_user_is_refused_without_a_secret(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_of_another_user_needs_a_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "fleet").mkdir(0o700)
     monkeypatch.setattr(os, "geteuid", lambda: ANOTHER)
     words = refusal(tmp_path / "fleet")
@@ -100,8 +98,8 @@ def test_a_directory_of_another_user_is_refused_without_a_secret(
     assert not os.listdir(tmp_path / "fleet")
 
 
-def test_a_file_of_another_user_is_no_object_of_an_own_store(tmp_path: Path) -> None:
-    """As one that was there before the directory was closed to others."""
+def test_a_file_of_another_user_is_no_object_without_a_secret(tmp_path: Path) -> None:
+    """For example a file that was added before the directory was closed to others."""
     keys, _ = stored(tmp_path)
     for path in manifests(tmp_path):
         give_away(path)
@@ -120,13 +118,13 @@ def test_a_root_that_is_a_link_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["file://host/directory", "file:///directory?x", "file:///directory#x", "file:d"])
-def test_a_url_that_names_more_than_a_directory_is_refused(url: str) -> None:
+def test_a_url_with_more_than_a_directory_is_refused(url: str) -> None:
     with pytest.raises(TierConfigurationError) as raised:
         DirectoryStore(directory_of(url), may_be_shared=False).check()
     assert raised.value.field == "url"
 
 
-def test_a_url_may_have_any_character(tmp_path: Path) -> None:
+def test_a_url_may_contain_any_character(tmp_path: Path) -> None:
     assert directory_of("file:///a%20b%3Fc%23") == "/a b?c#"
     assert directory_of("file://localhost/a") == "/a"
 
@@ -138,7 +136,7 @@ def test_a_url_may_have_any_character(tmp_path: Path) -> None:
     ("mode", "directories", "files"),
     [(0o2770, 0o2770, 0o640), (0o1777, 0o1777, 0o644), (0o700, 0o700, 0o600)],
 )
-def test_with_a_secret_what_is_made_can_be_used_by_whoever_may_use_the_directory(
+def test_a_secret_gives_new_files_the_access_of_the_directory(
     tmp_path: Path, umask: int, mode: int, directories: int, files: int
 ) -> None:
     (tmp_path / "fleet").mkdir()
@@ -151,7 +149,7 @@ def test_with_a_secret_what_is_made_can_be_used_by_whoever_may_use_the_directory
     engine.close()
 
 
-def test_with_a_secret_other_users_files_are_believed_by_their_seals_alone(tmp_path: Path) -> None:
+def test_a_secret_allows_files_of_other_users_with_a_valid_seal(tmp_path: Path) -> None:
     (tmp_path / "fleet").mkdir()
     (tmp_path / "fleet").chmod(0o777)
     keys, chunks = stored(tmp_path / "fleet", SECRET)
@@ -171,12 +169,12 @@ def test_with_a_secret_other_users_files_are_believed_by_their_seals_alone(tmp_p
     engine.close()
 
 
-# What is never followed, and never opened.
+# Paths that are never followed or opened.
 
 
 @pytest.mark.parametrize("secret", [b"", SECRET])
 @pytest.mark.parametrize("folder", ["m", "p"])
-def test_nothing_is_written_through_a_link_inside_the_store(tmp_path: Path, secret: bytes, folder: str) -> None:
+def test_no_write_follows_a_link_inside_the_store(tmp_path: Path, secret: bytes, folder: str) -> None:
     fleet, elsewhere = tmp_path / "fleet", tmp_path / "elsewhere"
     elsewhere.mkdir()
     fleet.mkdir()
@@ -192,7 +190,7 @@ def test_nothing_is_written_through_a_link_inside_the_store(tmp_path: Path, secr
 
 
 @pytest.mark.parametrize("secret", [b"", SECRET])
-def test_nothing_is_read_through_a_link_inside_the_store(tmp_path: Path, secret: bytes) -> None:
+def test_no_read_follows_a_link_inside_the_store(tmp_path: Path, secret: bytes) -> None:
     fleet = tmp_path / "fleet"
     keys, _ = stored(fleet, secret)
     for number, path in enumerate(manifests(fleet)):
@@ -206,7 +204,7 @@ def test_nothing_is_read_through_a_link_inside_the_store(tmp_path: Path, secret:
 @pytest.mark.parametrize(
     "name", ["../outside", "a/../../outside", "/outside", "a//b", ".", "", "a/\0", "x" * 300, "\u00e9"]
 )
-def test_a_name_that_leads_out_of_the_store_is_no_object(tmp_path: Path, name: str) -> None:
+def test_a_name_outside_the_store_is_no_object(tmp_path: Path, name: str) -> None:
     (tmp_path / "outside").write_bytes(b"1")
     store = DirectoryStore(str(tmp_path / "fleet"), may_be_shared=False)
     store.check()
@@ -218,7 +216,7 @@ def test_a_name_that_leads_out_of_the_store_is_no_object(tmp_path: Path, name: s
 
 
 @pytest.mark.parametrize("what", ["manifests", "packs"])
-def test_a_pipe_in_an_objects_place_is_a_miss_and_stops_nobody(tmp_path: Path, what: str) -> None:
+def test_a_pipe_in_the_place_of_an_object_is_a_miss_and_blocks_nothing(tmp_path: Path, what: str) -> None:
     keys, _ = stored(tmp_path)
     for path in manifests(tmp_path) if what == "manifests" else packs(tmp_path):
         path.unlink()
@@ -228,17 +226,17 @@ def test_a_pipe_in_an_objects_place_is_a_miss_and_stops_nobody(tmp_path: Path, w
     assert found == [MISS if what == "manifests" else HIT] * 20
     if what == "packs":
         assert engine.load(keys) is None
-        assert engine.index.lookup(keys[0]) is MISS, "its place is believed no more"
+        assert engine.index.lookup(keys[0]) is MISS, "its place is no longer used"
     others = path_of(3, b"other")
     engine.store(others, chunks_of(others))
     assert engine.index.lookup(others[0]) is HIT
     engine.close()
 
 
-# As a store of obstore's.
+# Interface of an obstore store.
 
 
-def test_an_object_is_put_once_or_over(tmp_path: Path) -> None:
+def test_an_object_is_created_once_or_overwritten(tmp_path: Path) -> None:
     store = DirectoryStore(str(tmp_path), may_be_shared=False)
     store.put("a/b/c", [b"12", memoryview(b"345"), bytearray(b"")], mode="create")
     with pytest.raises(AlreadyExistsError):
@@ -249,10 +247,10 @@ def test_an_object_is_put_once_or_over(tmp_path: Path) -> None:
     store.delete(["a/b/c", "a/b/d"])
     with pytest.raises(FileNotFoundError):
         store.get("a/b/c")
-    assert not os.listdir(tmp_path / "a/b"), "nothing is left beside it"
+    assert not os.listdir(tmp_path / "a/b"), "no file is left beside it"
 
 
-def test_a_part_of_an_object_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_a_range_beyond_the_end_is_cut(tmp_path: Path) -> None:
     store = DirectoryStore(str(tmp_path), may_be_shared=False)
     data = os.urandom(3 << 20)
     store.put("a", data)
@@ -261,7 +259,7 @@ def test_a_part_of_an_object_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
         assert b"".join(found) == data[first:last] and found.meta["size"] == len(data)
 
 
-def test_an_event_loop_reads_and_writes_the_same(tmp_path: Path) -> None:
+def test_async_calls_read_and_write_the_same(tmp_path: Path) -> None:
     store = DirectoryStore(str(tmp_path), may_be_shared=False)
     data = os.urandom(3 << 20)
 
@@ -279,7 +277,7 @@ def test_an_event_loop_reads_and_writes_the_same(tmp_path: Path) -> None:
     asyncio.run(work())
 
 
-def test_no_file_is_left_open(tmp_path: Path) -> None:
+def test_no_file_stays_open(tmp_path: Path) -> None:
     store = DirectoryStore(str(tmp_path), may_be_shared=False)
     store.put("a/b", b"1")
     before = len(os.listdir("/proc/self/fd"))
@@ -291,7 +289,7 @@ def test_no_file_is_left_open(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_directory_that_is_removed_is_made_anew(tmp_path: Path) -> None:
+def test_a_removed_object_directory_is_made_again(tmp_path: Path) -> None:
     keys, _ = stored(tmp_path / "fleet")
     engine = start(tmp_path / "fleet")
     (tmp_path / "fleet").rename(tmp_path / "gone")
@@ -349,14 +347,14 @@ def test_a_read_that_never_ends_does_not_keep_its_process_alive(tmp_path: Path, 
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "over\n"
-        assert process.wait(patience.seconds(6.0)) == 0, "it is gone after its end"
+        assert process.wait(patience.seconds(6.0)) == 0, "the process ends after its last statement"
     finally:
         process.kill()
         process.wait()
 
 
 @pytest.mark.parametrize("url", ["FILE:///tmp/x", "File:///tmp/x", " file:///tmp/x", "fi\tle:///tmp/x", "S3://b/x"])
-def test_a_scheme_that_is_not_in_lower_case_is_refused(url: str) -> None:
+def test_a_scheme_in_upper_case_is_refused(url: str) -> None:
     """obstore would open the directory without the checks of this tier."""
     with pytest.raises(TierConfigurationError, match="lower case"):
         open_object_store(url, {}, patient(), has_secret=False)

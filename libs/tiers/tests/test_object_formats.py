@@ -1,4 +1,4 @@
-"""The bytes of packs and manifests: what was written comes back, and nothing else does."""
+"""Formats of packs and manifests: encoded values decode to themselves, and changed bytes are rejected."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def header(seals: Seals) -> bytes:
 
 
 @pytest.mark.parametrize("secret", [b"", b"one"])
-def test_a_header_says_what_it_was_told(secret: bytes) -> None:
+def test_a_header_decodes_to_its_checksum(secret: bytes) -> None:
     seals = Seals(secret)
     made = header(seals)
     assert len(made) == HEADER_BYTES
@@ -68,15 +68,15 @@ def test_a_header_says_what_it_was_told(secret: bytes) -> None:
 
 
 @pytest.mark.parametrize("secret", [b"", b"one"])
-def test_buffers_may_be_cut_anywhere(secret: bytes) -> None:
-    """Who reads a chunk has other memory than who wrote it."""
+def test_a_seal_does_not_depend_on_the_cuts_between_buffers(secret: bytes) -> None:
+    """The reader of a chunk has other buffers than its writer."""
     seals = Seals(secret)
     for views in ([CHUNK], [CHUNK[:1], CHUNK[1:99], CHUNK[99:]]):
         assert check_seal(seals, header(seals), PLACE, views) is None
 
 
 @pytest.mark.parametrize("secret", [b"", b"one"])
-def test_any_changed_byte_of_a_header_is_found(secret: bytes) -> None:
+def test_a_changed_byte_of_a_header_is_detected(secret: bytes) -> None:
     seals = Seals(secret)
     made = header(seals)
     for at in range(HEADER_BYTES):
@@ -87,7 +87,7 @@ def test_any_changed_byte_of_a_header_is_found(secret: bytes) -> None:
         assert found, at
 
 
-def test_a_header_is_good_for_its_place_alone() -> None:
+def test_a_header_is_valid_only_at_its_place() -> None:
     seals = Seals()
     made = header(seals)
     for place in (
@@ -107,19 +107,19 @@ def test_a_header_is_good_for_its_place_alone() -> None:
         assert checked.reason is FailureReason.WRONG_KEY
 
 
-def test_a_header_that_ends_too_early_is_missing() -> None:
+def test_a_short_header_is_missing() -> None:
     checked = check_header(header(Seals())[:-1], PLACE, KEY, len(CHUNK))
     assert isinstance(checked, Failure)
     assert checked.reason is FailureReason.MISSING
 
 
-def test_with_a_secret_the_bytes_are_sealed_too() -> None:
+def test_a_secret_seals_the_payload_too() -> None:
     other = memoryview(bytes(100))
     assert check_seal(Seals(b"one"), header(Seals(b"one")), PLACE, [other]) is not None
-    assert check_seal(Seals(), header(Seals()), PLACE, [other]) is None, "the checksum finds that"
+    assert check_seal(Seals(), header(Seals()), PLACE, [other]) is None, "the checksum covers the payload"
 
 
-def test_nobody_makes_a_seal_without_the_secret() -> None:
+def test_a_seal_needs_the_secret() -> None:
     for secret in (b"", b"two"):
         assert check_seal(Seals(b"one"), header(Seals(secret)), PLACE, [CHUNK[:30], CHUNK[30:]]) is not None
         assert decode_manifest(Seals(b"one"), "m", 1, encode_manifest(Seals(secret), "m", 1, PATH)) is None
@@ -127,13 +127,13 @@ def test_nobody_makes_a_seal_without_the_secret() -> None:
 
 @settings(max_examples=examples(100, 8))
 @given(paths, st.integers(1, 64), st.sampled_from([b"", b"one"]))
-def test_a_manifest_says_what_it_was_told(path: list[ManifestNode], world_size: int, secret: bytes) -> None:
+def test_a_manifest_decodes_to_its_path(path: list[ManifestNode], world_size: int, secret: bytes) -> None:
     data = encode_manifest(Seals(secret), "n/m/1", world_size, path)
     assert decode_manifest(Seals(secret), "n/m/1", world_size, data) == path
 
 
 @given(st.data())
-def test_a_changed_manifest_is_none(data: st.DataObject) -> None:
+def test_a_changed_manifest_is_rejected(data: st.DataObject) -> None:
     made = bytearray(encode_manifest(Seals(), "m", 1, PATH))
     at = data.draw(st.integers(0, len(made) - 1))
     made[at] ^= data.draw(st.integers(1, 255))
@@ -142,7 +142,7 @@ def test_a_changed_manifest_is_none(data: st.DataObject) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_no_bytes_whatever_raise_even_where_their_seal_holds(body: bytes) -> None:
+def test_sealed_random_bytes_raise_nothing(body: bytes) -> None:
     data = Seals().of(b"m", body) + body
     decode_manifest(Seals(), "m", 1, data)
     check_header(body, PLACE, KEY, 100)
@@ -168,7 +168,7 @@ def test_no_bytes_whatever_raise_even_where_their_seal_holds(body: bytes) -> Non
         [1, 1, [], [], [], [], [], []],
     ],
 )
-def test_a_manifest_that_does_not_fit_together_is_none(body: list[object]) -> None:
+def test_an_inconsistent_manifest_is_rejected(body: list[object]) -> None:
     import msgspec
 
     data = msgspec.msgpack.encode(body)
@@ -185,8 +185,8 @@ LISTS = {
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_a_crafted_manifest_costs_no_memory(name: str) -> None:
-    """Its lengths are looked at before anything is made of it."""
+def test_a_crafted_manifest_costs_little_memory(name: str) -> None:
+    """Its lengths are checked before any object is made from it."""
     import msgspec
 
     data = msgspec.msgpack.encode(LISTS[name](1_000_000))
@@ -198,7 +198,7 @@ def test_a_crafted_manifest_costs_no_memory(name: str) -> None:
     assert most_bytes < 1 << 20
 
 
-def test_a_manifest_of_as_many_chunks_as_it_may_have_is_read() -> None:
+def test_a_manifest_of_the_largest_size_is_read() -> None:
     path = [
         ManifestNode(bytes([7]) * 32, [ManifestPart(b"f" * 16, "n/p/e-1", 4096 * number, 4096)])
         for number in range(MAX_PARTS)
@@ -210,7 +210,7 @@ def test_a_manifest_of_as_many_chunks_as_it_may_have_is_read() -> None:
 
 
 @pytest.mark.parametrize("secret", [b"", b"one"])
-def test_a_mark_of_an_epoch_says_what_it_was_told(secret: bytes) -> None:
+def test_an_epoch_mark_decodes_to_its_number(secret: bytes) -> None:
     made = encode_epoch(Seals(secret), "c/epoch", 7)
     assert len(made) == EPOCH_MARK_BYTES
     assert decode_epoch(Seals(secret), "c/epoch", made) == 7
@@ -223,14 +223,14 @@ def test_a_mark_of_an_epoch_says_what_it_was_told(secret: bytes) -> None:
         assert decode_epoch(Seals(secret), "c/epoch", made[:at]) is None
 
 
-def test_a_manifest_is_good_under_its_name_alone() -> None:
+def test_a_manifest_is_valid_only_under_its_name() -> None:
     data = encode_manifest(Seals(), "n/m/1", 1, PATH)
     assert decode_manifest(Seals(), "n/m/2", 1, data) is None
     assert decode_manifest(Seals(), "n/m/1", 2, data) is None
 
 
 @pytest.mark.parametrize("secret", [b"", b"one"])
-def test_the_bytes_are_those_of_version_1(secret: bytes) -> None:
+def test_the_bytes_equal_version_1(secret: bytes) -> None:
     """Changed bytes are another format, under another version."""
     made = {
         f"object_part_v1{'_keyed' if secret else ''}.bin": header(Seals(secret)),
@@ -241,7 +241,7 @@ def test_the_bytes_are_those_of_version_1(secret: bytes) -> None:
         assert data == (GOLDEN / name).read_bytes(), name
 
 
-def test_names_are_those_of_version_2() -> None:
+def test_the_names_equal_version_2() -> None:
     cache = cache_name(b"one", bytes(32), 8)
     namespace = namespace_of(cache, 2)
     pack = pack_name("n", "e-1")
@@ -265,12 +265,12 @@ def test_each_fact_of_a_cache_changes_its_name() -> None:
     assert namespace_of("c", 1) != namespace_of("c", 2)
 
 
-def test_a_key_is_a_tag_and_the_hash_of_a_prefix() -> None:
+def test_a_key_is_a_tag_and_a_prefix_hash() -> None:
     assert (tag_of(KEY), prefix_of(KEY)) == (KEY[:16], KEY[16:])
     assert (tag_of(b"short"), prefix_of(b"short")) == (b"", b"short")
 
 
-def test_one_prefix_of_so_many_is_a_boundary() -> None:
+def test_one_in_eight_prefixes_is_a_boundary() -> None:
     import hashlib
 
     chosen = sum(is_boundary(hashlib.sha256(bytes([a, b])).digest(), 8) for a in range(64) for b in range(64))

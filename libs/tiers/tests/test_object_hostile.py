@@ -1,4 +1,4 @@
-"""A store in strangers' hands, and hosts that are sick: what they can do to others, which is little."""
+"""Object stores with hostile contents, and hosts with faults: they do little harm to other engines."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def engine_at(s3: PlayedS3, who: str = "owner", secret: bytes = b"s", options: O
 
 
 def stored(s3: PlayedS3, keys: list[bytes], secret: bytes = b"s") -> dict[bytes, bytes]:
-    """What an engine that has ended left there."""
+    """Chunks that an engine stored before it ended."""
     chunks = chunks_of(keys)
     engine = engine_at(s3, secret=secret)
     engine.store(keys, chunks)
@@ -66,7 +66,7 @@ def flipped(data: bytes) -> bytes:
 
 
 def loaded(s3: PlayedS3, keys: list[bytes]) -> list[bytes] | None:
-    """What an engine finds that knows nothing yet."""
+    """Chunks that a new engine loads."""
     engine = engine_at(s3)
     try:
         return engine.load(keys) if engine.hear(keys) == [HIT] * len(keys) else None
@@ -74,11 +74,11 @@ def loaded(s3: PlayedS3, keys: list[bytes]) -> list[bytes] | None:
         engine.close()
 
 
-# Sick hosts.
+# Hosts with faults.
 
 
-def test_a_host_with_damaged_reads_takes_nothing_from_others(s3: PlayedS3, engines: list[Engine]) -> None:
-    """It cannot read, and says so; what is there stays as it is, and others find it."""
+def test_a_host_with_damaged_reads_harms_no_other_host(s3: PlayedS3, engines: list[Engine]) -> None:
+    """It finds nothing; the objects stay as they are, and other hosts find them."""
     paths = [path_of(12, bytes([number])) for number in range(8)]
     chunks = {key: chunk for keys in paths for key, chunk in stored(s3, keys).items()}
     before = dict(s3.objects)
@@ -94,7 +94,7 @@ def test_a_host_with_damaged_reads_takes_nothing_from_others(s3: PlayedS3, engin
         assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
-def test_a_host_with_damaged_reads_that_stores_takes_nothing_from_others(s3: PlayedS3, engines: list[Engine]) -> None:
+def test_a_storing_host_with_damaged_reads_harms_no_other_host(s3: PlayedS3, engines: list[Engine]) -> None:
     keys = path_of(12)
     chunks = stored(s3, keys)
     s3.trouble = lambda request: Trouble(damage=flipped) if request.who == "sick" and "/m/" in request.name else None
@@ -106,7 +106,7 @@ def test_a_host_with_damaged_reads_that_stores_takes_nothing_from_others(s3: Pla
     assert loaded(s3, keys) == [chunks[key] for key in keys]
 
 
-def test_a_host_that_reads_no_pack_takes_nothing_from_others(s3: PlayedS3, engines: list[Engine]) -> None:
+def test_a_host_that_cannot_read_packs_harms_no_other_host(s3: PlayedS3, engines: list[Engine]) -> None:
     keys = path_of(12)
     chunks = stored(s3, keys)
     number = len(s3.names("/m/"))
@@ -120,8 +120,8 @@ def test_a_host_that_reads_no_pack_takes_nothing_from_others(s3: PlayedS3, engin
     assert loaded(s3, keys) == [chunks[key] for key in keys]
 
 
-def test_what_a_sick_host_stores_leaves_out_nothing_that_others_stored(s3: PlayedS3, engines: list[Engine]) -> None:
-    """It reads the packs of one group badly, stores that group anew, and its manifests replace the others."""
+def test_manifests_of_a_faulty_host_omit_no_chunk_of_others(s3: PlayedS3, engines: list[Engine]) -> None:
+    """It reads the packs of one group badly, stores that group again, and its manifests replace the others."""
     keys = path_of(12)
     windows = [WINDOW + prefix_of(key) for key in keys]
     chunks = stored(s3, [key for pair in zip(keys, windows, strict=True) for key in pair])
@@ -136,11 +136,11 @@ def test_what_a_sick_host_stores_leaves_out_nothing_that_others_stored(s3: Playe
     engines[0].store(keys, chunks)
     engines[0].close()
     engines[:] = []
-    assert any(s3.objects[name] != data for name, data in before.items()), "it was allowed to"
+    assert any(s3.objects[name] != data for name, data in before.items()), "some manifests were replaced"
     assert loaded(s3, [*keys, *windows]) == [chunks[key] for key in (*keys, *windows)]
 
 
-def test_a_pack_that_was_gone_once_is_read_again(s3: PlayedS3, engines: list[Engine]) -> None:
+def test_a_pack_missing_once_is_read_again(s3: PlayedS3, engines: list[Engine]) -> None:
     """As while a store comes back."""
     keys = path_of(12)
     chunks = stored(s3, keys)
@@ -153,7 +153,7 @@ def test_a_pack_that_was_gone_once_is_read_again(s3: PlayedS3, engines: list[Eng
 
 
 @pytest.mark.parametrize("part", ["/m/", "/p/"])
-def test_a_read_that_is_damaged_once_is_made_again_another_way(s3: PlayedS3, engines: list[Engine], part: str) -> None:
+def test_a_damaged_read_is_repeated_another_way(s3: PlayedS3, engines: list[Engine], part: str) -> None:
     keys = path_of(12)
     chunks = stored(s3, keys)
     reads: Counter[str] = Counter()
@@ -172,7 +172,7 @@ def test_a_read_that_is_damaged_once_is_made_again_another_way(s3: PlayedS3, eng
 
 
 @pytest.mark.parametrize("junk", [b"", b"junk", bytes(5000)])
-def test_a_bad_manifest_is_replaced_by_whoever_stores_its_path(
+def test_a_bad_manifest_is_replaced_at_the_next_store_of_its_path(
     s3: PlayedS3, engines: list[Engine], junk: bytes
 ) -> None:
     keys = path_of(12)
@@ -188,10 +188,8 @@ def test_a_bad_manifest_is_replaced_by_whoever_stores_its_path(
     assert loaded(s3, keys) == [chunks[key] for key in keys]
 
 
-def test_a_manifest_of_a_pack_that_expired_is_replaced_by_whoever_stores_that_part(
-    s3: PlayedS3, engines: list[Engine]
-) -> None:
-    """Its own one, and those behind it on its path, which name it too."""
+def test_a_manifest_of_an_expired_pack_is_replaced_at_the_next_store(s3: PlayedS3, engines: list[Engine]) -> None:
+    """That manifest, and the later ones on its path, which list the pack too."""
     keys = path_of(12)
     chunks = chunks_of(keys)
     for first, stop in ((0, 5), (5, 12)):
@@ -219,7 +217,7 @@ def loadable_part(s3: PlayedS3, name: str, chunk: bytes) -> bool:
     return isinstance(data, bytes) and chunk in data
 
 
-def test_no_reader_deletes(s3: PlayedS3, engines: list[Engine]) -> None:
+def test_a_reader_deletes_no_object(s3: PlayedS3, engines: list[Engine]) -> None:
     keys = path_of(6)
     stored(s3, keys)
     for name in s3.names("/p/"):
@@ -242,13 +240,13 @@ def manifest_names(keys: list[bytes], secret: bytes = b"s") -> list[str]:
     return [manifest_name(namespace_of(cache, 0), prefix_of(key)) for key in keys]
 
 
-def test_of_a_manifest_that_is_too_large_no_more_is_read_than_its_size(s3: PlayedS3, engines: list[Engine]) -> None:
+def test_an_oversized_manifest_is_read_only_up_to_the_limit(s3: PlayedS3, engines: list[Engine]) -> None:
     keys = path_of(20)
     for name in manifest_names(keys):
         s3.objects[name] = Zeros(64 * MIB)
     engines.append(engine_at(s3))
     assert engines[0].hear(keys) == [MISS] * 20
-    # What the system's buffers take is not read.
+    # Data in the system's socket buffers counts as sent, though it is not read.
     assert s3.sent_bytes < 20 * 8 * MIB
 
 
@@ -285,7 +283,7 @@ print(max(most, rss()) - before, time.monotonic() - began)
 
 
 def grown_bytes(s3: PlayedS3, secret: str, number: int) -> int:
-    """By how much a scheduler's process has grown at most while it asked for a path. Its end waits for no junk."""
+    """Largest growth of a scheduler's process during a lookup. Checks that its close does not wait for the junk."""
     command = [sys.executable, "-c", JUNK, "s3://fleet", str(s3.port), secret, str(number)]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=patience.seconds(60.0))
     grown, close_s = done.stdout.split()
@@ -294,14 +292,14 @@ def grown_bytes(s3: PlayedS3, secret: str, number: int) -> int:
 
 
 @pytest.mark.parametrize("num_bytes", [pytest.param(64 * MIB, marks=pytest.mark.full), OPTIONS.manifest_bytes])
-def test_junk_under_manifests_names_costs_little_memory(s3: PlayedS3, num_bytes: int) -> None:
+def test_junk_under_the_names_of_manifests_costs_little_memory(s3: PlayedS3, num_bytes: int) -> None:
     for name in manifest_names(path_of(100)):
         s3.objects[name] = Zeros(num_bytes)
     assert grown_bytes(s3, "s", 100) < 64 * MIB
 
 
 def crafted(name: str, prefix: bytes, pack: str) -> bytes:
-    """A manifest of as many chunks as it may have; without a secret anybody makes one."""
+    """Manifest of the largest number of chunks. Without a secret anyone can make one."""
     tags = [bytes([number]) * 16 for number in range(4)]
     own = [prefix[:16] + number.to_bytes(16, "little") for number in range(MAX_PARTS // 4 - 1)] + [prefix]
     path = [
@@ -318,8 +316,8 @@ def test_crafted_manifests_cost_little_memory(s3: PlayedS3) -> None:
     assert grown_bytes(s3, "", 8) < 64 * MIB
 
 
-def test_a_path_that_is_too_long_has_no_manifest(s3: PlayedS3, engines: list[Engine]) -> None:
-    """Nobody would read it."""
+def test_a_manifest_above_the_size_limit_is_not_written(s3: PlayedS3, engines: list[Engine]) -> None:
+    """No reader would accept it."""
     engines.append(engine_at(s3, options=msgspec.structs.replace(OPTIONS, manifest_bytes=300)))
     keys = path_of(12)
     engines[0].store(keys, chunks_of(keys))
@@ -328,7 +326,7 @@ def test_a_path_that_is_too_long_has_no_manifest(s3: PlayedS3, engines: list[Eng
     assert all(len(s3.objects[name]) <= 300 for name in s3.names("/m/"))  # type: ignore[arg-type]
 
 
-def test_of_a_manifest_that_is_too_large_to_be_kept_the_chunks_are_found(s3: PlayedS3, engines: list[Engine]) -> None:
+def test_a_manifest_too_large_to_cache_still_finds_its_chunks(s3: PlayedS3, engines: list[Engine]) -> None:
     keys = path_of(12)
     chunks = stored(s3, keys)
     engines.append(engine_at(s3, options=msgspec.structs.replace(OPTIONS, lookup_bytes=100)))
@@ -336,7 +334,7 @@ def test_of_a_manifest_that_is_too_large_to_be_kept_the_chunks_are_found(s3: Pla
     assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
-def test_one_object_that_cannot_be_read_hides_no_other(s3: PlayedS3, engines: list[Engine]) -> None:
+def test_an_unreadable_object_hides_no_other(s3: PlayedS3, engines: list[Engine]) -> None:
     keys = path_of(12)
     stored(s3, keys)
     other = manifest_names([*keys, FULL + b"x" * 32])[-1]
@@ -347,7 +345,7 @@ def test_one_object_that_cannot_be_read_hides_no_other(s3: PlayedS3, engines: li
 
 
 @pytest.mark.parametrize("part", ["/m/", "/p/", "/epoch"])
-def test_an_answer_of_more_than_was_asked_for_is_not_read(s3: PlayedS3, engines: list[Engine], part: str) -> None:
+def test_a_response_longer_than_requested_is_not_read(s3: PlayedS3, engines: list[Engine], part: str) -> None:
     keys = path_of(12)
     stored(s3, keys)
     s3.trouble = lambda request: Trouble(more_bytes=64 * MIB) if part in request.name else None
@@ -358,7 +356,7 @@ def test_an_answer_of_more_than_was_asked_for_is_not_read(s3: PlayedS3, engines:
     assert s3.sent_bytes - before < 64 * MIB
 
 
-def test_room_is_never_overdrawn() -> None:
+def test_the_read_memory_limit_is_never_exceeded() -> None:
     async def run() -> int:
         room, held, most = ReadMemoryLimit(100), 0, 0
 
@@ -399,8 +397,8 @@ def mark_name(secret: bytes = b"s") -> str:
 
 
 @pytest.mark.parametrize("secret", [b"", b"s"])
-def test_no_strange_mark_hides_anything(s3: PlayedS3, engines: list[Engine], secret: bytes) -> None:
-    """Sealed by somebody else, or from the far future."""
+def test_a_foreign_epoch_mark_hides_nothing(s3: PlayedS3, engines: list[Engine], secret: bytes) -> None:
+    """Sealed with another secret, or from the far future."""
     keys = path_of(5)
     stored(s3, keys, secret)
     name = mark_name(secret)
@@ -413,7 +411,7 @@ def test_no_strange_mark_hides_anything(s3: PlayedS3, engines: list[Engine], sec
         assert engines[-1].hear(keys) == [HIT] * 5
 
 
-def test_a_mark_that_was_lost_or_written_over_is_written_again(s3: PlayedS3, engines: list[Engine]) -> None:
+def test_a_lost_or_overwritten_mark_is_written_again(s3: PlayedS3, engines: list[Engine]) -> None:
     place = StoreLocation("s3://fleet", s3.settings(), b"s")
     resetting = open_index(place, FINGERPRINT, 1, OPTIONS, time.monotonic, clears_all=True)
     resetting.clear()
@@ -426,12 +424,12 @@ def test_a_mark_that_was_lost_or_written_over_is_written_again(s3: PlayedS3, eng
     del s3.objects[name]
     patience.wait_until(lambda: s3.objects.get(name) == mark, "the lost mark is written again")
     s3.objects[name] = b"junk"
-    patience.wait_until(lambda: s3.objects.get(name) == mark, "the junk is written over")
+    patience.wait_until(lambda: s3.objects.get(name) == mark, "the junk is overwritten")
     resetting.close()
     assert loaded(s3, keys) is not None
 
 
-def test_epochs_go_on_where_they_are_ahead_of_the_clock() -> None:
+def test_epochs_go_on_ahead_of_the_clock() -> None:
     assert next_epoch(0, 1_800_000_000.5) == 1_800_000_000
     assert next_epoch(1_800_000_000, 1_800_000_000.5) == 1_800_000_001
 
@@ -440,7 +438,7 @@ def test_epochs_go_on_where_they_are_ahead_of_the_clock() -> None:
 
 
 @pytest.mark.parametrize("status", [403, 404, 503])
-def test_a_store_that_refuses_while_it_comes_back_is_used_when_it_is_back(
+def test_a_store_that_refuses_at_first_is_used_once_it_accepts(
     s3: PlayedS3, engines: list[Engine], status: int
 ) -> None:
     keys = path_of(5)
@@ -462,10 +460,10 @@ def test_a_store_that_refuses_while_it_comes_back_is_used_when_it_is_back(
 
 
 @pytest.mark.parametrize("status", [500, 503])
-def test_a_store_in_trouble_costs_chunks_and_gives_no_wrong_byte(
+def test_a_failing_store_loses_chunks_and_returns_no_wrong_byte(
     s3: PlayedS3, engines: list[Engine], status: int
 ) -> None:
-    """Most requests fail while two engines write and read below one prefix. Then all of it is used again."""
+    """Most requests fail while two engines write and read under one prefix. Then the store is used again."""
     draw = random.Random(status)
     is_ill = threading.Event()
     s3.trouble = lambda request: Trouble(status) if is_ill.is_set() and draw.random() < 0.6 else None
@@ -499,7 +497,7 @@ def test_a_store_in_trouble_costs_chunks_and_gives_no_wrong_byte(
 
 
 def test_two_writers_of_one_prefix_leave_one_whole_path(s3: PlayedS3, engines: list[Engine]) -> None:
-    """At the same time, with other bytes on their way: whichever manifest stands lists chunks of one or the other."""
+    """They write different bytes at the same time: each manifest lists chunks of one or the other."""
     keys = path_of(20)
     chunks = chunks_of(keys)
     engines += [engine_at(s3) for _ in range(2)]

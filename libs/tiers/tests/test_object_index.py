@@ -1,4 +1,4 @@
-"""What an index of a fleet's store asks, believes and doubts; time and the store are the test's."""
+"""Index of an object store: lookups, cached results and stores, with a clock and a store under the test's control."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ class TestObjectIndexInAnIdleFaultInjector(TestObjectIndex):
         return Tier(FaultInjectingIndex(tier.index, FaultPlan()), tier.medium)
 
 
-class World:
-    """An index over a store that holds A and B."""
+class IndexBench:
+    """Index over a store that holds A and B."""
 
     def __init__(self, *, clears_all: bool = False, **options: float) -> None:
         self.time_s = 0.0
@@ -89,264 +89,264 @@ class World:
         return slot
 
 
-def test_an_index_of_objects_gathers_places() -> None:
-    assert isinstance(World().index, BatchedIndex)
+def test_an_object_index_is_a_batched_index() -> None:
+    assert isinstance(IndexBench().index, BatchedIndex)
 
 
-def test_what_was_found_is_offered_where_it_lies() -> None:
-    world = World()
-    assert world.hear(A, B, C) == [HIT, HIT, MISS]
-    slot = world.index.pin(B)
+def test_a_found_chunk_is_pinned_at_its_place() -> None:
+    bench = IndexBench()
+    assert bench.hear(A, B, C) == [HIT, HIT, MISS]
+    slot = bench.index.pin(B)
     assert isinstance(slot, ObjectSlot)
     assert (slot.pack, slot.offset, slot.num_bytes) == ("q", 7, CHUNK_BYTES)
 
 
-def test_a_prompt_is_one_question() -> None:
-    world = World()
-    world.index.start_lookup([A, B, C], 1.0)
-    assert [keys for _, keys in world.depot.asked] == [(A, B, C)]
+def test_a_prompt_is_one_lookup() -> None:
+    bench = IndexBench()
+    bench.index.start_lookup([A, B, C], 1.0)
+    assert [keys for _, keys in bench.depot.asked] == [(A, B, C)]
 
 
-def test_a_store_that_cannot_be_asked_leaves_nobody_waiting() -> None:
-    world = World()
-    world.depot.is_reachable = False
-    world.index.start_lookup([A], 1.0)
-    assert world.index.lookup(A) is MISS
+def test_an_unreachable_store_leaves_no_pending_lookup() -> None:
+    bench = IndexBench()
+    bench.depot.is_reachable = False
+    bench.index.start_lookup([A], 1.0)
+    assert bench.index.lookup(A) is MISS
 
 
-def test_a_question_without_an_answer_is_over() -> None:
-    world = World()
-    world.index.start_lookup([A, B], 1.0)
-    world.depot.fail()
-    assert not world.index.any_pending([A, B])
-    assert world.index.lookup_counts == (0, 2)
+def test_a_failed_lookup_is_no_longer_pending() -> None:
+    bench = IndexBench()
+    bench.index.start_lookup([A, B], 1.0)
+    bench.depot.fail()
+    assert not bench.index.any_pending([A, B])
+    assert bench.index.lookup_counts == (0, 2)
 
 
-def test_what_is_not_there_is_not_asked_for_again_for_a_while() -> None:
-    world = World(missing_s=5.0)
-    world.hear(C)
-    world.index.start_lookup([C], 2.0)
-    assert not world.depot.asked
-    world.time_s = 5.1
-    world.index.start_lookup([C], 6.0)
-    assert world.depot.asked
+def test_a_missing_key_is_not_looked_up_again_for_a_while() -> None:
+    bench = IndexBench(missing_s=5.0)
+    bench.hear(C)
+    bench.index.start_lookup([C], 2.0)
+    assert not bench.depot.asked
+    bench.time_s = 5.1
+    bench.index.start_lookup([C], 6.0)
+    assert bench.depot.asked
 
 
-def test_what_was_found_is_believed_for_a_while_and_then_asked_for_again() -> None:
-    world = World(found_s=60.0)
-    world.hear(A)
-    world.time_s = 59.0
-    assert world.index.lookup(A) is HIT
-    world.time_s = 60.0
-    assert world.index.lookup(A) is MISS
-    assert world.hear(A) == [HIT]
+def test_a_found_key_is_cached_for_a_while_and_then_looked_up_again() -> None:
+    bench = IndexBench(found_s=60.0)
+    bench.hear(A)
+    bench.time_s = 59.0
+    assert bench.index.lookup(A) is HIT
+    bench.time_s = 60.0
+    assert bench.index.lookup(A) is MISS
+    assert bench.hear(A) == [HIT]
 
 
-def test_what_faded_is_not_stored_again_before_somebody_asked() -> None:
-    world = World(found_s=60.0, missing_s=1.0)
-    world.hear(A, B)
-    world.time_s = 60.0
-    assert not world.index.lacks(A) and world.index.lacks(C)
-    del world.depot.held[A]
-    assert world.hear(A) == [MISS]
-    assert world.index.lacks(A) and not world.index.lacks(B)
+def test_an_expired_result_is_not_stored_again_before_a_lookup() -> None:
+    bench = IndexBench(found_s=60.0, missing_s=1.0)
+    bench.hear(A, B)
+    bench.time_s = 60.0
+    assert not bench.index.lacks(A) and bench.index.lacks(C)
+    del bench.depot.held[A]
+    assert bench.hear(A) == [MISS]
+    assert bench.index.lacks(A) and not bench.index.lacks(B)
 
 
-def test_what_is_read_while_it_fades_stays_until_it_is_read() -> None:
-    world = World(found_s=60.0)
-    world.hear(A)
-    world.index.pin(A)
-    world.time_s = 60.0
-    assert world.index.lookup(A) is HIT
-    world.index.unpin(A)
-    assert world.index.lookup(A) is MISS
+def test_a_pinned_result_expires_after_its_unpin() -> None:
+    bench = IndexBench(found_s=60.0)
+    bench.hear(A)
+    bench.index.pin(A)
+    bench.time_s = 60.0
+    assert bench.index.lookup(A) is HIT
+    bench.index.unpin(A)
+    assert bench.index.lookup(A) is MISS
 
 
 @pytest.mark.parametrize("reason", [FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason.MISSING])
-def test_a_bad_place_is_not_learned_again_and_its_manifest_is_withdrawn(reason: FailureReason) -> None:
-    world = World(bad_s=100.0, missing_s=1.0)
-    world.hear(A)
-    world.index.invalidate(A, reason)
-    world.time_s = 2.0
-    assert world.hear(A) == [MISS]
-    assert world.depot.retracted == [(A, PackPlace("p", 0, CHUNK_BYTES, b"source"))]
-    world.depot.held[A] = PackPlace("p2", 0, CHUNK_BYTES)
-    world.time_s = 4.0
-    assert world.hear(A) == [HIT], "another place is as good as any"
+def test_a_bad_place_is_not_cached_again_and_its_manifest_is_withdrawn(reason: FailureReason) -> None:
+    bench = IndexBench(bad_s=100.0, missing_s=1.0)
+    bench.hear(A)
+    bench.index.invalidate(A, reason)
+    bench.time_s = 2.0
+    assert bench.hear(A) == [MISS]
+    assert bench.depot.retracted == [(A, PackPlace("p", 0, CHUNK_BYTES, b"source"))]
+    bench.depot.held[A] = PackPlace("p2", 0, CHUNK_BYTES)
+    bench.time_s = 4.0
+    assert bench.hear(A) == [HIT], "another place is accepted"
 
 
-def test_what_failed_for_another_reason_is_believed_again() -> None:
-    world = World(missing_s=1.0)
-    world.hear(A)
-    world.index.invalidate(A)
-    assert world.hear(A) == [HIT]
-    assert not world.depot.retracted
+def test_a_chunk_that_failed_for_another_reason_is_found_again() -> None:
+    bench = IndexBench(missing_s=1.0)
+    bench.hear(A)
+    bench.index.invalidate(A)
+    assert bench.hear(A) == [HIT]
+    assert not bench.depot.retracted
 
 
-def test_chunks_of_one_group_and_one_batch_lie_one_behind_the_other() -> None:
-    world = World()
-    first, second = world.reserve(FULL + b"1"), world.reserve(FULL + b"2")
+def test_chunks_of_one_group_and_batch_are_adjacent() -> None:
+    bench = IndexBench()
+    first, second = bench.reserve(FULL + b"1"), bench.reserve(FULL + b"2")
     assert first.pack == second.pack
     assert second.offset >= first.offset + CHUNK_BYTES
-    assert world.reserve(WINDOW + b"1").pack != first.pack, "groups are read apart"
-    world.index.end_batch()
-    assert world.reserve(FULL + b"3").pack != first.pack
+    assert bench.reserve(WINDOW + b"1").pack != first.pack, "each group has its own pack"
+    bench.index.end_batch()
+    assert bench.reserve(FULL + b"3").pack != first.pack
 
 
 def test_a_full_pack_is_followed_by_another() -> None:
-    world = World(pack_bytes=3 * CHUNK_BYTES)
-    packs = [world.reserve(FULL + bytes([number])).pack for number in range(5)]
+    bench = IndexBench(pack_bytes=3 * CHUNK_BYTES)
+    packs = [bench.reserve(FULL + bytes([number])).pack for number in range(5)]
     assert packs[0] == packs[1] != packs[2] == packs[3] != packs[4]
 
 
-def test_a_batch_is_named_when_the_last_of_it_has_come() -> None:
-    world = World()
-    world.reserve(FULL + b"1")
-    world.reserve(FULL + b"2", extends=(FULL + b"1",))
-    world.index.commit(FULL + b"1")
-    world.index.end_batch()
-    assert not world.depot.published
-    world.index.commit(FULL + b"2")
-    assert [(stored.key, stored.needs) for stored in world.depot.published] == [
+def test_a_batch_is_published_when_its_last_chunk_is_committed() -> None:
+    bench = IndexBench()
+    bench.reserve(FULL + b"1")
+    bench.reserve(FULL + b"2", extends=(FULL + b"1",))
+    bench.index.commit(FULL + b"1")
+    bench.index.end_batch()
+    assert not bench.depot.published
+    bench.index.commit(FULL + b"2")
+    assert [(stored.key, stored.needs) for stored in bench.depot.published] == [
         (FULL + b"1", ()),
         (FULL + b"2", (FULL + b"1",)),
     ]
 
 
-def test_what_came_before_its_batch_had_ended_is_named_at_its_end() -> None:
-    world = World()
-    world.reserve(FULL + b"1")
-    world.index.commit(FULL + b"1")
-    assert not world.depot.published
-    world.index.end_batch()
-    assert len(world.depot.published) == 1
+def test_a_batch_committed_before_its_end_is_published_at_the_end() -> None:
+    bench = IndexBench()
+    bench.reserve(FULL + b"1")
+    bench.index.commit(FULL + b"1")
+    assert not bench.depot.published
+    bench.index.end_batch()
+    assert len(bench.depot.published) == 1
 
 
-def test_what_did_not_come_is_not_named() -> None:
-    world = World()
-    world.reserve(FULL + b"1")
-    world.reserve(FULL + b"2")
-    world.index.end_batch()
-    world.index.invalidate(FULL + b"1")
-    assert not world.index.commit(FULL + b"1")
-    world.index.abort(FULL + b"2")
-    assert not world.depot.published
+def test_an_uncommitted_chunk_is_not_published() -> None:
+    bench = IndexBench()
+    bench.reserve(FULL + b"1")
+    bench.reserve(FULL + b"2")
+    bench.index.end_batch()
+    bench.index.invalidate(FULL + b"1")
+    assert not bench.index.commit(FULL + b"1")
+    bench.index.abort(FULL + b"2")
+    assert not bench.depot.published
 
 
-def test_a_reset_is_this_engines_own_unless_it_is_told_otherwise() -> None:
-    world = World()
-    world.hear(A)
-    world.reserve(FULL + b"1")
-    assert world.index.clear() == 2
-    assert world.depot.cleared == [False]
-    world.index.end_batch()
-    assert not world.index.commit(FULL + b"1")
-    assert not world.depot.published
-    world = World(clears_all=True)
-    world.index.clear()
-    assert world.depot.cleared == [True]
+def test_a_reset_affects_only_this_engine_by_default() -> None:
+    bench = IndexBench()
+    bench.hear(A)
+    bench.reserve(FULL + b"1")
+    assert bench.index.clear() == 2
+    assert bench.depot.cleared == [False]
+    bench.index.end_batch()
+    assert not bench.index.commit(FULL + b"1")
+    assert not bench.depot.published
+    bench = IndexBench(clears_all=True)
+    bench.index.clear()
+    assert bench.depot.cleared == [True]
 
 
-def test_what_has_come_at_the_end_is_named() -> None:
-    world = World()
-    world.reserve(FULL + b"1")
-    world.reserve(FULL + b"2")
-    world.index.end_batch()
-    world.index.commit(FULL + b"1")
-    world.index.close()
-    assert [stored.key for stored in world.depot.published] == [FULL + b"1"]
-    assert world.depot.is_closed
-    assert not world.index.commit(FULL + b"2"), "what comes later is nobody's"
+def test_committed_chunks_are_published_at_the_close() -> None:
+    bench = IndexBench()
+    bench.reserve(FULL + b"1")
+    bench.reserve(FULL + b"2")
+    bench.index.end_batch()
+    bench.index.commit(FULL + b"1")
+    bench.index.close()
+    assert [stored.key for stored in bench.depot.published] == [FULL + b"1"]
+    assert bench.depot.is_closed
+    assert not bench.index.commit(FULL + b"2"), "a later commit is refused"
 
 
-def test_no_two_engines_name_a_pack_alike() -> None:
-    assert World().reserve(A).pack != World().reserve(A).pack
+def test_pack_names_of_two_engines_differ() -> None:
+    assert IndexBench().reserve(A).pack != IndexBench().reserve(A).pack
 
 
-def test_options_that_cannot_work_are_refused() -> None:
+def test_invalid_object_options_are_refused() -> None:
     with pytest.raises(TierConfigurationError, match="pack_bytes"):
         ObjectOptions(pack_bytes=0)
 
 
-def test_a_slot_that_was_found_is_a_slot() -> None:
-    world = World()
-    world.hear(A, B)
-    slots = world.index.pin_all([A, B])
+def test_found_chunks_are_pinned_as_slots() -> None:
+    bench = IndexBench()
+    bench.hear(A, B)
+    slots = bench.index.pin_all([A, B])
     assert slots is not None
     assert all(isinstance(slot, Slot) for slot in slots)
     assert len({slot.first_offset for slot in slots}) == 2
 
 
-def test_before_the_store_is_reached_nothing_is_stored_and_asking_again_helps() -> None:
-    world = World()
-    world.depot.namespace = None
-    assert world.index.reserve(FULL + b"1", CHUNK_BYTES) is Refusal.BUSY
-    world.depot.namespace = "n"
-    world.reserve(FULL + b"1")
+def test_stores_are_busy_until_the_store_is_reached() -> None:
+    bench = IndexBench()
+    bench.depot.namespace = None
+    assert bench.index.reserve(FULL + b"1", CHUNK_BYTES) is Refusal.BUSY
+    bench.depot.namespace = "n"
+    bench.reserve(FULL + b"1")
 
 
-def test_when_another_epoch_begins_nothing_of_the_last_one_is_offered_or_named() -> None:
-    world = World()
-    world.hear(A)
-    world.index.start_lookup([C], 1.0)
-    first = world.reserve(FULL + b"1")
-    world.depot.move()
-    assert [world.index.lookup(key) for key in (A, C)] == [MISS, MISS]
-    assert not world.index.commit(FULL + b"1")
-    assert world.reserve(FULL + b"2").pack != first.pack
-    world.index.end_batch()
-    world.index.commit(FULL + b"2")
-    assert [stored.key for stored in world.depot.published] == [FULL + b"2"]
-    assert world.index.take_counts().invalidations == 0
+def test_a_new_epoch_drops_found_keys_and_stores_of_the_last_one() -> None:
+    bench = IndexBench()
+    bench.hear(A)
+    bench.index.start_lookup([C], 1.0)
+    first = bench.reserve(FULL + b"1")
+    bench.depot.move()
+    assert [bench.index.lookup(key) for key in (A, C)] == [MISS, MISS]
+    assert not bench.index.commit(FULL + b"1")
+    assert bench.reserve(FULL + b"2").pack != first.pack
+    bench.index.end_batch()
+    bench.index.commit(FULL + b"2")
+    assert [stored.key for stored in bench.depot.published] == [FULL + b"2"]
+    assert bench.index.take_counts().invalidations == 0
 
 
-def test_what_was_heard_of_makes_room_the_oldest_answer_first() -> None:
-    world = World(known_bytes=2 * CHUNK_BYTES)
-    world.depot.held[C] = PackPlace("r", 0, CHUNK_BYTES)
-    assert world.hear(A) == [HIT]
-    assert world.hear(B) == [HIT]
-    assert world.hear(C) == [HIT]
-    assert [world.index.lookup(key) for key in (A, B)] == [MISS, HIT]
-    world.index.pin(B)
-    world.reserve(FULL + b"1")
-    assert [world.index.lookup(key) for key in (B, C)] == [HIT, MISS], "what is read stays"
-    assert world.index.used_bytes == world.index.capacity_bytes
-    assert world.index.take_counts().evictions == 2
+def test_found_keys_are_evicted_oldest_first() -> None:
+    bench = IndexBench(known_bytes=2 * CHUNK_BYTES)
+    bench.depot.held[C] = PackPlace("r", 0, CHUNK_BYTES)
+    assert bench.hear(A) == [HIT]
+    assert bench.hear(B) == [HIT]
+    assert bench.hear(C) == [HIT]
+    assert [bench.index.lookup(key) for key in (A, B)] == [MISS, HIT]
+    bench.index.pin(B)
+    bench.reserve(FULL + b"1")
+    assert [bench.index.lookup(key) for key in (B, C)] == [HIT, MISS], "a pinned key stays"
+    assert bench.index.used_bytes == bench.index.capacity_bytes
+    assert bench.index.take_counts().evictions == 2
 
 
-def test_of_an_answer_for_which_there_is_no_room_the_beginning_is_known() -> None:
-    world = World(max_known=2)
+def test_a_lookup_with_too_little_room_keeps_its_beginning() -> None:
+    bench = IndexBench(max_known=2)
     keys = [FULL + bytes([number]) * 32 for number in range(3)]
-    world.depot.held |= {key: PackPlace("p", place, CHUNK_BYTES) for place, key in enumerate(keys)}
-    assert world.hear(*keys) == [HIT, HIT, MISS]
+    bench.depot.held |= {key: PackPlace("p", place, CHUNK_BYTES) for place, key in enumerate(keys)}
+    assert bench.hear(*keys) == [HIT, HIT, MISS]
 
 
-def test_what_nobody_knows_any_more_takes_no_room() -> None:
-    world = World(found_s=60.0)
-    world.hear(A, B)
-    world.index.pin(A)
-    world.index.unpin(A)
-    assert (world.index.num_keys, world.index.used_bytes) == (2, 2 * CHUNK_BYTES)
-    world.time_s = 61.0
-    assert world.index.generation and (world.index.num_keys, world.index.used_bytes) == (0, 0)
+def test_expired_results_take_no_room() -> None:
+    bench = IndexBench(found_s=60.0)
+    bench.hear(A, B)
+    bench.index.pin(A)
+    bench.index.unpin(A)
+    assert (bench.index.num_keys, bench.index.used_bytes) == (2, 2 * CHUNK_BYTES)
+    bench.time_s = 61.0
+    assert bench.index.generation and (bench.index.num_keys, bench.index.used_bytes) == (0, 0)
 
 
-def test_a_key_that_was_withdrawn_is_asked_for_again_by_a_question_of_its_own() -> None:
-    world = World()
-    world.index.start_lookup([A, B], 1.0)
-    world.index.invalidate(A)
-    world.index.start_lookup([A, B], 1.0)
-    assert [keys for _, keys in world.depot.asked] == [(A, B), (A,)]
-    world.depot.answer()
-    assert [world.index.lookup(key) for key in (A, B)] == [HIT, HIT]
-    assert world.index.lookup_counts == (2, 0)
+def test_a_withdrawn_key_gets_its_own_lookup() -> None:
+    bench = IndexBench()
+    bench.index.start_lookup([A, B], 1.0)
+    bench.index.invalidate(A)
+    bench.index.start_lookup([A, B], 1.0)
+    assert [keys for _, keys in bench.depot.asked] == [(A, B), (A,)]
+    bench.depot.answer()
+    assert [bench.index.lookup(key) for key in (A, B)] == [HIT, HIT]
+    assert bench.index.lookup_counts == (2, 0)
 
 
-# Looking before storing.
+# Lookups before stores.
 
 
 class Stores:
-    """An index of a played store, and its time."""
+    """Index over a store that the test controls, and its clock."""
 
     def __init__(self, held: dict[Key, PackPlace], **options: object) -> None:
         self.time_s = 0.0
@@ -354,11 +354,11 @@ class Stores:
         self.index = ObjectIndex(self.depot, ObjectOptions(**options), lambda: self.time_s)  # type: ignore[arg-type]
 
     def announce(self, *keys: Key) -> None:
-        """A request has a path that is about to be stored."""
+        """Touch a path, as before the store of a request."""
         self.index.touch(keys[::-1], [*((key,) for key in keys[-2::-1]), ()])
 
 
-def test_what_was_not_looked_up_is_before_it_is_stored() -> None:
+def test_keys_not_looked_up_are_looked_up_before_their_store() -> None:
     stores = Stores({A: PackPlace("p", 0, 100), B: PackPlace("p", 300, 100)})
     stores.announce(A, B, C)
     assert stores.index.reserve(A, 100) is Refusal.BUSY
@@ -369,7 +369,7 @@ def test_what_was_not_looked_up_is_before_it_is_stored() -> None:
     assert isinstance(stores.index.reserve(C, 100), Slot)
 
 
-def test_what_was_looked_up_lately_is_stored_at_once() -> None:
+def test_keys_looked_up_recently_are_stored_at_once() -> None:
     stores = Stores({})
     stores.index.start_lookup([A, B], 1.0)
     stores.depot.answer()
@@ -382,7 +382,7 @@ def test_what_was_looked_up_lately_is_stored_at_once() -> None:
     assert isinstance(stores.index.reserve(B, 100), Slot)
 
 
-def test_a_store_that_does_not_answer_is_awaited_once_and_not_for_long() -> None:
+def test_a_store_waits_once_and_briefly_for_a_silent_server() -> None:
     stores = Stores({}, check_timeout_s=1.0)
     stores.announce(A, B)
     assert stores.index.reserve(A, 100) is Refusal.BUSY
@@ -391,17 +391,17 @@ def test_a_store_that_does_not_answer_is_awaited_once_and_not_for_long() -> None
     assert isinstance(stores.index.reserve(B, 100), Slot)
 
 
-def test_a_store_that_cannot_be_asked_is_stored_to() -> None:
+def test_a_store_goes_on_if_no_lookup_can_be_sent() -> None:
     stores = Stores({})
     stores.depot.is_reachable = False
     stores.announce(A)
     assert isinstance(stores.index.reserve(A, 100), Slot)
 
 
-def test_no_more_is_stored_than_the_budgets_say() -> None:
+def test_stores_stay_within_their_budgets() -> None:
     stores = Stores({}, store_bytes_per_s=100.0)
     keys = [b"key %d" % number for number in range(8)]
-    assert isinstance(stores.index.reserve(keys[0], 250), Slot), "a chunk may be larger than what is left"
+    assert isinstance(stores.index.reserve(keys[0], 250), Slot), "a chunk may exceed the remaining budget"
     assert stores.index.reserve(keys[1], 10) is Refusal.BUSY
     stores.time_s += 1.6
     assert isinstance(stores.index.reserve(keys[1], 10), Slot)
@@ -411,8 +411,8 @@ def test_no_more_is_stored_than_the_budgets_say() -> None:
     assert [isinstance(packs.index.reserve(key, 10), Slot) for key in keys[2:5]] == [True, False, False]
 
 
-def test_the_budget_of_packs_is_for_new_packs_alone() -> None:
-    """What goes into the open pack costs no request."""
+def test_the_budget_of_packs_counts_only_new_packs() -> None:
+    """A chunk added to the open pack costs no request."""
     stores = Stores({}, store_packs_per_s=1.0)
     slots = [stores.index.reserve(b"key %d" % number, 10) for number in range(100)]
     assert len({slot.pack for slot in slots if isinstance(slot, ObjectSlot)}) == 1
@@ -421,7 +421,7 @@ def test_the_budget_of_packs_is_for_new_packs_alone() -> None:
     assert stores.index.reserve(b"next", 10) is Refusal.BUSY
 
 
-def test_the_newest_path_of_a_key_is_looked_up_and_a_dropped_one_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_newest_path_of_a_key_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index_module, "MAX_ANNOUNCED", 4)
     stores = Stores({})
     stores.announce(A, B)
@@ -434,7 +434,7 @@ def test_the_newest_path_of_a_key_is_looked_up_and_a_dropped_one_is_not(monkeypa
     assert stores.index._path_of.keys() == {A, C, b"x", b"y"}
 
 
-def test_nothing_is_looked_up_while_the_budget_is_spent() -> None:
+def test_no_lookup_is_sent_while_the_budget_is_spent() -> None:
     stores = Stores({}, store_bytes_per_s=100.0)
     assert isinstance(stores.index.reserve(b"first", 250), Slot)
     stores.announce(A, B)

@@ -1,4 +1,4 @@
-"""Life of the objects in a store that deletes them after a time: what is in use stays, what is not goes."""
+"""Lifetime of objects in a store that deletes them after a time: used ones stay, unused ones expire."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart
 HIT = LookupResult.HIT
 TO_LIVE_S = 1000.0
 YOUNG_S, MIDDLE_S, OLD_S = 100.0, 400.0, 600.0
-"""Before a quarter of the life, after it, and in the second half."""
+"""Ages before a quarter of the lifetime, after it, and in the second half."""
 NUM_KEYS = 20
 
 
@@ -56,7 +56,7 @@ def objects(directory: Path) -> list[Path]:
 
 
 def make_old(paths: list[Path], age_s: float) -> dict[Path, int]:
-    """Move the last write into the past."""
+    """Set the time of the last write to `age_s` ago."""
     at_s = time.time() - age_s
     for path in paths:
         os.utime(path, (at_s, at_s))
@@ -72,18 +72,18 @@ def start(directory: Path, engines: list[Engine], chosen: ObjectOptions | None =
     return engines[-1]
 
 
-def end(engine: Engine) -> None:
-    """Every renewal has ended."""
+def wait_for_renewals(engine: Engine) -> None:
+    """Wait until no renewal is running."""
     client: Any = engine.index._client
     patience.wait_until(
         lambda: client._renewer._renewal is None or client._renewer._renewal.done(), "no renewal is running"
     )
 
 
-def test_what_is_found_in_the_second_half_of_its_life_is_renewed(tmp_path: Path, engines: list[Engine]) -> None:
+def test_found_objects_in_the_second_half_of_their_life_are_renewed(tmp_path: Path, engines: list[Engine]) -> None:
     keys, chunks = stored(tmp_path)
     old = make_old(objects(tmp_path), OLD_S)
-    assert len(manifests(tmp_path)) > 1, "boundaries and the end"
+    assert len(manifests(tmp_path)) > 1, "manifests at boundaries and at the end"
     engine = start(tmp_path, engines)
     assert engine.hear(keys) == [HIT] * NUM_KEYS
     patience.wait_until(lambda: all(now > old[path] for path, now in modified(list(old)).items()), "all are renewed")
@@ -92,24 +92,24 @@ def test_what_is_found_in_the_second_half_of_its_life_is_renewed(tmp_path: Path,
 
 
 @pytest.mark.parametrize(("age_s", "chosen"), [(YOUNG_S, {}), (MIDDLE_S, {}), (OLD_S, {"time_to_live_s": None})])
-def test_what_is_young_or_never_expires_is_not_renewed(
+def test_young_or_permanent_objects_are_not_renewed(
     tmp_path: Path, engines: list[Engine], age_s: float, chosen: dict[str, Any]
 ) -> None:
     keys, _ = stored(tmp_path)
     old = make_old(objects(tmp_path), age_s)
     engine = start(tmp_path, engines, options(**chosen))
     assert engine.hear(keys) == [HIT] * NUM_KEYS
-    end(engine)
+    wait_for_renewals(engine)
     assert modified(list(old)) == old
 
 
-def test_what_is_served_from_host_memory_is_renewed(tmp_path: Path, engines: list[Engine]) -> None:
-    """The hottest prefixes are in every engine's memory: nobody looks them up, and a new engine needs them."""
+def test_chunks_served_from_host_memory_are_renewed(tmp_path: Path, engines: list[Engine]) -> None:
+    """The hottest prefixes are in host memory of every engine: no lookup finds them, and a new engine needs them."""
     keys = path_of(NUM_KEYS)
     engine = start(tmp_path, engines)
     engine.store(keys, chunks_of(keys))
     patience.wait_until(lambda: bool(manifests(tmp_path)), "manifests are written")
-    end(engine)
+    wait_for_renewals(engine)
     client: Any = engine.index._client
     for known in client._renewer._keep_alive._manifests.values():
         known.due_s = 0.0  # as after half of its life
@@ -128,23 +128,23 @@ def test_a_new_manifest_renews_the_older_packs_that_it_lists(tmp_path: Path, eng
     assert engine.hear(keys) == [HIT] * NUM_KEYS
     longer = [*keys, *(key for key in path_of(NUM_KEYS + 10) if key not in keys)]
     engine.store(longer, chunks | chunks_of(longer[NUM_KEYS:]))
-    patience.wait_until(lambda: len(manifests(tmp_path)) > len(named), "the longer path is named")
+    patience.wait_until(lambda: len(manifests(tmp_path)) > len(named), "the manifest of the longer path is written")
     patience.wait_until(lambda: all(now > old[path] for path, now in modified(before).items()), "all are renewed")
 
 
-def test_what_lists_a_pack_that_is_gone_is_not_renewed(tmp_path: Path, engines: list[Engine]) -> None:
+def test_a_manifest_of_a_missing_pack_is_not_renewed(tmp_path: Path, engines: list[Engine]) -> None:
     keys, _ = stored(tmp_path)
     for pack in packs(tmp_path):
         pack.unlink()
     old = make_old(manifests(tmp_path), OLD_S)
     engine = start(tmp_path, engines)
     engine.hear(keys)
-    end(engine)
+    wait_for_renewals(engine)
     assert modified(list(old)) == old
 
 
 @pytest.mark.parametrize("skew_s", [3600.0, -3600.0])
-def test_a_clock_that_is_an_hour_off_renews_what_is_old_alone(
+def test_a_clock_an_hour_off_renews_only_old_objects(
     tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch, skew_s: float
 ) -> None:
     keys, _ = stored(tmp_path)
@@ -156,7 +156,7 @@ def test_a_clock_that_is_an_hour_off_renews_what_is_old_alone(
     engine = start(tmp_path, engines)
     assert engine.hear(keys) == [HIT] * NUM_KEYS
     patience.wait_until(lambda: all(now > old[path] for path, now in modified(list(old)).items()), "all are renewed")
-    end(engine)
+    wait_for_renewals(engine)
     assert modified(list(young)) == young
 
 
@@ -171,7 +171,7 @@ def test_renewals_keep_to_their_rate(tmp_path: Path, engines: list[Engine]) -> N
     assert time.monotonic() - began_s >= 2 * (len(paths) - 1) / 20.0, "two requests each"
 
 
-def test_more_than_may_wait_is_dropped_with_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_renewals_beyond_the_queue_are_dropped_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keep_alive, "MAX_WAITING", 2)
     made: Any = keep_alive.KeepAlive
     kept = made(None, "c", 1, keep_alive.RenewalPace(TO_LIVE_S, 1.0), None, None, time.monotonic)
@@ -182,7 +182,7 @@ def test_more_than_may_wait_is_dropped_with_a_count(monkeypatch: pytest.MonkeyPa
 
 
 class TimedStore:
-    """A store that deletes objects after a time, by the test's clock. Objects have no bytes."""
+    """Store that deletes objects after a time, by the test's clock. Its objects have no bytes."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -207,10 +207,10 @@ class TimedStore:
 
 @pytest.mark.parametrize("is_new", [True, False], ids=["written here", "found"])
 @pytest.mark.parametrize("first_use", [0.02, 0.2, 0.249, 0.26, 0.499])
-def test_a_prefix_that_is_used_once_in_half_of_the_life_keeps_its_packs(
+def test_a_prefix_used_once_per_half_life_keeps_its_packs(
     monkeypatch: pytest.MonkeyPatch, is_new: bool, first_use: float
 ) -> None:
-    """The packs are almost a quarter of the life old when their manifest is written."""
+    """The packs are almost a quarter of the lifetime old when their manifest is written."""
     store: Any = TimedStore()
     monkeypatch.setattr(keep_alive, "time", SimpleNamespace(time=lambda: store.now_s, monotonic=lambda: store.now_s))
 
@@ -241,8 +241,8 @@ def test_a_prefix_that_is_used_once_in_half_of_the_life_keeps_its_packs(
     assert store.now_s > 3 * TO_LIVE_S
 
 
-def test_a_manifest_that_another_engine_replaces_is_not_written_over() -> None:
-    """Its packs were looked at for minutes since it was read."""
+def test_a_manifest_replaced_by_another_engine_is_not_overwritten() -> None:
+    """Checks of its packs may take minutes after it was read."""
     store: Any = MemoryStore()
     store.put("m", b"old")
     store.put("pack/0", b"chunks")
@@ -264,31 +264,29 @@ def test_a_manifest_that_another_engine_replaces_is_not_written_over() -> None:
     kept.use([b"p"])
     asyncio.run(kept.renew_waiting())
     assert reads[0] == b"old" and bytes(store.get("m").bytes()) == b"new"
-    assert kept.counts == (1, 0, 0), "the pack alone"
+    assert kept.counts == (1, 0, 0), "only the pack"
     kept.use([b"p"])
-    assert kept.has_waiting, "the packs of the new one are checked at the next use"
+    assert kept.has_waiting, "the packs of the new manifest are checked at the next use"
 
 
-def test_no_chunk_is_offered_for_longer_than_a_quarter_of_the_life(tmp_path: Path, engines: list[Engine]) -> None:
+def test_a_found_chunk_is_cached_for_a_quarter_of_its_life(tmp_path: Path, engines: list[Engine]) -> None:
     engine = start(tmp_path, engines, options(time_to_live_s=40.0))
     assert engine.index._found_s == 10.0
 
 
-def test_a_time_to_live_that_cannot_be_is_refused() -> None:
+def test_an_invalid_time_to_live_is_refused() -> None:
     with pytest.raises(TierConfigurationError) as refused:
         ObjectOptions(time_to_live_s=0.0)
     assert refused.value.field == "time_to_live_s"
 
 
-def test_two_hosts_that_store_one_path_at_one_time_count_what_is_there_twice(
-    tmp_path: Path, engines: list[Engine]
-) -> None:
-    """Neither finds it before it stores it, and both write below one prefix."""
+def test_two_hosts_storing_one_path_at_once_count_duplicates(tmp_path: Path, engines: list[Engine]) -> None:
+    """Neither finds it before its store, and both write under one prefix."""
     keys = path_of(NUM_KEYS)
     chunks = chunks_of(keys)
     first, second = start(tmp_path, engines), start(tmp_path, engines)
     first.store(keys, chunks)
-    patience.wait_until(lambda: last_is_named(tmp_path, keys), "the first has named its path")
+    patience.wait_until(lambda: last_is_named(tmp_path, keys), "the first has written its manifest")
     second.store(keys, chunks)
     counts: list[int] = []
 
@@ -303,8 +301,8 @@ def test_two_hosts_that_store_one_path_at_one_time_count_what_is_there_twice(
     assert reader.load(keys) == [chunks[key] for key in keys]
 
 
-def test_a_second_host_does_not_store_what_is_there(tmp_path: Path, engines: list[Engine]) -> None:
-    """It computed the prompt before the first one had stored it, and its last lookup is long ago."""
+def test_a_second_host_does_not_store_existing_chunks(tmp_path: Path, engines: list[Engine]) -> None:
+    """It computed the prompt before the first one had stored it, and its last lookup is too old."""
     keys, chunks = stored(tmp_path)
     before = packs(tmp_path)
     engine = start(tmp_path, engines)
@@ -316,13 +314,13 @@ def test_a_second_host_does_not_store_what_is_there(tmp_path: Path, engines: lis
         engine.step()
         return last_is_named(tmp_path, more)
 
-    patience.wait_until(is_named, "the new end is named")
+    patience.wait_until(is_named, "the manifest of the new end is written")
     new = set(packs(tmp_path)) - set(before)
-    assert sum(path.stat().st_size for path in new) < 4 * (CHUNK_BYTES + 200), "the three new chunks alone"
+    assert sum(path.stat().st_size for path in new) < 4 * (CHUNK_BYTES + 200), "only the three new chunks"
     assert engine.index.take_store_counts().duplicates == 0
 
 
-def test_a_reader_of_a_pack_that_expires_computes_and_gets_no_wrong_byte(tmp_path: Path, engines: list[Engine]) -> None:
+def test_a_reader_of_an_expired_pack_gets_no_wrong_byte(tmp_path: Path, engines: list[Engine]) -> None:
     keys, chunks = stored(tmp_path)
     engine = start(tmp_path, engines)
     assert engine.hear(keys) == [HIT] * NUM_KEYS
@@ -332,10 +330,10 @@ def test_a_reader_of_a_pack_that_expires_computes_and_gets_no_wrong_byte(tmp_pat
     assert engine.hear(keys) == [LookupResult.MISS] * NUM_KEYS
     engine.primary.clear()
     engine.store(keys, chunks)
-    patience.wait_until(lambda: last_is_named(tmp_path, keys), "it is stored anew")
+    patience.wait_until(lambda: last_is_named(tmp_path, keys), "the path is stored again")
 
 
-def test_a_renewal_that_fails_is_counted_and_tried_again(
+def test_a_failed_renewal_is_counted_and_retried(
     tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, chunks = stored(tmp_path)

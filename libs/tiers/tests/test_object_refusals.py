@@ -1,4 +1,4 @@
-"""What a store refuses: said by its status and its code, and what it refuses to take stops no reading."""
+"""Refusals of an object store are reported with status and code; refused writes do not stop reads."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def is_stored(engine: Engine, keys: list[bytes]) -> bool:
     return all(engine.index.lookup(key) is HIT for key in keys)
 
 
-# What an error says.
+# Text of errors.
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def is_stored(engine: Engine, keys: list[bytes]) -> bool:
         Trouble(404, code="NoSuchBucket", message="The specified bucket does not exist."),
     ],
 )
-def test_a_store_that_lets_nobody_in_is_refused_by_its_status_and_its_code(store: PlayedS3, refused: Trouble) -> None:
+def test_a_refused_start_reports_status_and_code(store: PlayedS3, refused: Trouble) -> None:
     store.trouble = lambda request: refused
     with pytest.raises(TierConfigurationError) as raised:
         open_index(depot(store), FINGERPRINT, 1, OPTIONS, time.monotonic)
@@ -100,10 +100,10 @@ def test_a_store_that_lets_nobody_in_is_refused_by_its_status_and_its_code(store
     assert (
         0 < got.index(str(refused.status)) < got.index(refused.code) < got.index(refused.message) < got.index("cache/")
     )
-    assert "AKOWNER" not in str(raised.value), "what else the server sent is not repeated"
+    assert "AKOWNER" not in str(raised.value), "the rest of the server's answer is not repeated"
 
 
-def test_an_error_without_an_answer_says_its_cause_first(store: PlayedS3) -> None:
+def test_an_error_without_a_response_reports_its_cause_first(store: PlayedS3) -> None:
     with PlayedS3() as other:
         place = depot(other)
     with pytest.raises(exceptions.GenericError) as raised:
@@ -113,18 +113,18 @@ def test_an_error_without_an_answer_says_its_cause_first(store: PlayedS3) -> Non
     assert "\n" not in words and "Debug" not in words
 
 
-def test_an_error_of_anything_else_is_said_whole() -> None:
+def test_other_errors_are_reported_whole() -> None:
     assert describe(ValueError("a - b: c\nd")) == "ValueError: a - b: c d"
     assert describe(OSError(errno.ENOSPC, "No space left on device", "/a")).startswith("OSError: [Errno 28] No space")
 
 
-# Full, or only read.
+# Full or read-only stores.
 
 
 @pytest.mark.parametrize(
     "refused", [FULL, READER, Trouble(400, code="QuotaExceeded"), Trouble(500, code="InternalError")]
 )
-def test_a_store_that_takes_nothing_at_the_start_is_read_at_once(
+def test_a_store_that_refuses_writes_at_the_start_is_read_at_once(
     store: PlayedS3, engines: list[Engine], refused: Trouble, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys, chunks = stored(depot(store))
@@ -132,14 +132,14 @@ def test_a_store_that_takes_nothing_at_the_start_is_read_at_once(
     options = patient(missing_s=0.01, first_retry_s=1e6, last_retry_s=1e6)
     with caplog.at_level(logging.WARNING, "hybridkv"):
         engines.append(Engine(depot(store), options=options, slower=PATIENT))
-        assert engines[0].index._client.namespace is not None, "the start has not waited for a put"
+        assert engines[0].index._client.namespace is not None, "the start does not wait for a put"
         assert restores(engines[0], keys, chunks)
     said = [record.getMessage() for record in caplog.records if "cannot be written" in record.getMessage()]
     assert len(said) == 1 and f"{refused.status} " in said[0] and refused.code in said[0]
     assert engines[0].index.reserve(b"f" * 16 + b"n" * 32, 10) is Refusal.BUSY
 
 
-def test_a_store_that_takes_objects_again_is_stored_to(
+def test_a_store_that_accepts_writes_again_is_written(
     store: PlayedS3, engines: list[Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     store.trouble = puts(FULL)
@@ -149,15 +149,15 @@ def test_a_store_that_takes_objects_again_is_stored_to(
         engines[0].begin_store(keys, chunks_of(keys))
         assert not is_stored(engines[0], keys)
         tried = store.counts["PUT"]
-        patience.wait_until(lambda: store.counts["PUT"] >= tried + 3, "it is tried again and again")
+        patience.wait_until(lambda: store.counts["PUT"] >= tried + 3, "writes are tried again and again")
         store.trouble = nothing
-        patience.wait_until(lambda: is_stored(engines[0], keys), "what was to be stored is there")
+        patience.wait_until(lambda: is_stored(engines[0], keys), "the queued chunks are stored")
     said = [record.getMessage() for record in caplog.records]
     assert sum("cannot be written" in words for words in said) == 1
     assert sum("can be written again" in words for words in said) == 1
 
 
-def test_a_store_that_fills_up_is_read_on(store: PlayedS3, engines: list[Engine]) -> None:
+def test_a_store_that_fills_up_is_still_read(store: PlayedS3, engines: list[Engine]) -> None:
     keys, chunks = stored(depot(store))
     engines.append(Engine(depot(store), options=OPTIONS, slower=PATIENT))
     store.trouble = puts(FULL)
@@ -177,14 +177,14 @@ def _takes(engine: Engine, keys: list[bytes]) -> bool:
     return is_stored(engine, keys)
 
 
-def test_a_store_that_neither_takes_nor_gives_is_not_reached(store: PlayedS3, engines: list[Engine]) -> None:
+def test_a_store_that_refuses_everything_counts_as_unreachable(store: PlayedS3, engines: list[Engine]) -> None:
     keys, chunks = stored(depot(store))
     store.trouble = lambda request: Trouble(503)
     options = msgspec.structs.replace(OPTIONS, opening_timeout_s=0.2)
     engines.append(Engine(depot(store), options=options, slower=PATIENT))
     assert engines[0].index._client.namespace is None
     store.trouble = nothing
-    patience.wait_until(lambda: restores(engines[0], keys, chunks), "what is there is restored")
+    patience.wait_until(lambda: restores(engines[0], keys, chunks), "the stored chunks are restored")
 
 
 class FullDisk(FileIO):
@@ -192,7 +192,7 @@ class FullDisk(FileIO):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_full_directory_is_read_and_keeps_nothing_half_written(
+def test_a_full_directory_is_read_and_keeps_no_half_written_file(
     tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, chunks = stored(depot_at(tmp_path))
@@ -204,14 +204,14 @@ def test_a_full_directory_is_read_and_keeps_nothing_half_written(
     others = path_of(2, b"other")
     engines[0].begin_store(others, chunks_of(others))
     monkeypatch.undo()
-    patience.wait_until(lambda: is_stored(engines[0], others), "what was to be stored is there")
+    patience.wait_until(lambda: is_stored(engines[0], others), "the queued chunks are stored")
 
 
 # Without a secret.
 
 
 @pytest.mark.parametrize(("secret", "number"), [(b"", 1), (b"s", 0)])
-def test_a_server_that_is_used_without_a_secret_is_warned_of(
+def test_a_server_without_a_secret_logs_a_warning(
     store: PlayedS3, engines: list[Engine], secret: bytes, number: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "hybridkv"):
@@ -221,7 +221,7 @@ def test_a_server_that_is_used_without_a_secret_is_warned_of(
     assert all("s3://fleet/cache" in words and "secret_file" in words for words in said)
 
 
-def test_an_own_directory_needs_no_secret(
+def test_a_private_directory_needs_no_secret(
     tmp_path: Path, engines: list[Engine], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, "hybridkv"):

@@ -1,4 +1,4 @@
-"""The search for the last manifest, beside one that looks at all; and the paths that manifests are made of."""
+"""Search for the last manifest, compared with a scan of all; and the paths for manifests."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class Reader:
 
 
 @given(st.lists(st.integers(0, 1 << 16), unique=True, max_size=200), st.data())
-def test_the_last_manifest_of_what_one_engine_stored_is_found(numbers: list[int], data: st.DataObject) -> None:
-    """Engines that share a beginning, each with a manifest at its end and at every boundary before."""
+def test_the_last_manifest_of_any_engine_is_found(numbers: list[int], data: st.DataObject) -> None:
+    """Engines share a beginning; each has a manifest at its end and at every boundary before it."""
     path = [prefix(number) for number in numbers]
     ends = data.draw(st.lists(st.integers(0, len(path)), max_size=4))
     there = {each for end in ends for each in path[:end] if is_boundary(each, EVERY)} | {
@@ -48,7 +48,7 @@ def test_the_last_manifest_of_what_one_engine_stored_is_found(numbers: list[int]
     assert found == (path[max(ends) - 1] if max(ends, default=0) else None)
 
 
-def test_a_long_path_takes_few_rounds_of_few_questions() -> None:
+def test_a_long_path_takes_few_rounds_of_few_reads() -> None:
     path = [prefix(number) for number in range(4096)]
     reader = Reader({each for each in path[:3001] if is_boundary(each, EVERY)} | {path[3000]})
     assert reader.find(path, 16, 32) == path[3000]
@@ -56,7 +56,7 @@ def test_a_long_path_takes_few_rounds_of_few_questions() -> None:
     assert sum(reader.rounds) <= 3 * 16 + 32
 
 
-def test_a_prompt_that_nobody_has_seen_takes_two_rounds() -> None:
+def test_an_unknown_prompt_takes_few_rounds() -> None:
     path = [prefix(number) for number in range(1, 4097)]
     reader = Reader(set())
     assert reader.find(path, 16, 32) is None
@@ -76,7 +76,7 @@ def path_of_two_groups(first: int, stop: int, pack: str) -> list[Stored]:
     return chunks
 
 
-def test_a_manifest_names_all_groups_from_the_beginning() -> None:
+def test_a_manifest_lists_all_groups_from_the_beginning() -> None:
     paths = Paths(100)
     added = paths.add(path_of_two_groups(0, 5, "p"))
     assert added == [prefix(number) for number in range(5)]
@@ -87,7 +87,7 @@ def test_a_manifest_names_all_groups_from_the_beginning() -> None:
     assert path[3].parts[0] == ManifestPart(FULL, "p", 300, 64)
 
 
-def test_manifests_stand_at_ends_and_boundaries() -> None:
+def test_manifests_are_written_at_ends_and_boundaries() -> None:
     paths = Paths(100)
     added = paths.add(path_of_two_groups(0, 7, "p"))
     ends = paths.ends(added, 1 << 30)
@@ -95,7 +95,7 @@ def test_manifests_stand_at_ends_and_boundaries() -> None:
     assert set(paths.ends(added, 1)) == set(added)
 
 
-def test_two_ends_of_one_beginning_have_one_each() -> None:
+def test_two_ends_with_one_beginning_get_one_manifest_each() -> None:
     paths = Paths(100)
     chunks = path_of_two_groups(0, 3, "p")
     chunks.append(stored(FULL, 50, "q", [FULL + prefix(2)]))
@@ -103,7 +103,7 @@ def test_two_ends_of_one_beginning_have_one_each() -> None:
     assert [end for end in paths.ends(paths.add(chunks), 1 << 62) if end != prefix(0)] == [prefix(50), prefix(60)]
 
 
-def test_of_a_path_whose_beginning_is_not_known_nothing_is_named() -> None:
+def test_a_path_with_an_unknown_beginning_gets_no_manifest() -> None:
     paths = Paths(100)
     paths.add(path_of_two_groups(3, 5, "p"))
     assert paths.up_to(prefix(4)) is None
@@ -113,7 +113,7 @@ def test_of_a_path_whose_beginning_is_not_known_nothing_is_named() -> None:
     assert len(path) == 5
 
 
-def test_what_a_manifest_said_comes_before_what_is_stored_behind_it() -> None:
+def test_parts_of_a_read_manifest_precede_later_stores() -> None:
     paths = Paths(100)
     paths.learn([ManifestNode(prefix(number), [ManifestPart(FULL, "theirs", number, 9)]) for number in range(3)])
     paths.add(path_of_two_groups(3, 4, "mine"))
@@ -122,14 +122,14 @@ def test_what_a_manifest_said_comes_before_what_is_stored_behind_it() -> None:
     assert [node.parts[0].pack for node in path] == ["theirs"] * 3 + ["mine"]
 
 
-def test_what_is_forgotten_is_no_beginning() -> None:
+def test_a_forgotten_prefix_is_no_beginning() -> None:
     paths = Paths(4)
     paths.add(path_of_two_groups(0, 6, "p"))
     assert paths.up_to(prefix(5)) is None
 
 
-def test_a_group_that_needs_nothing_is_named_by_itself() -> None:
-    """Of a model without full attention one state is all that a resume needs."""
+def test_a_group_without_predecessors_gets_its_own_manifest() -> None:
+    """In a model without full attention, one state is enough for a resume."""
     paths = Paths(100)
     paths.add([stored(WINDOW, 7, "p", ()), stored(WINDOW, 9, "p", ())])
     for number in (7, 9):
@@ -138,13 +138,13 @@ def test_a_group_that_needs_nothing_is_named_by_itself() -> None:
         assert [node.prefix for node in path] == [prefix(number)]
 
 
-def test_a_circle_of_needs_is_no_path() -> None:
+def test_a_cycle_of_predecessors_is_no_path() -> None:
     paths = Paths(100)
     paths.add([stored(FULL, 1, "p", [FULL + prefix(2)]), stored(FULL, 2, "p", [FULL + prefix(1)])])
     assert paths.up_to(prefix(1)) is None
 
 
-def test_what_is_gone_is_named_no_more_and_nothing_behind_it() -> None:
+def test_a_lost_chunk_ends_its_path_until_it_is_stored_again() -> None:
     paths = Paths(100)
     paths.add(path_of_two_groups(0, 5, "p"))
     paths.forget(WINDOW + prefix(2), "p")
@@ -159,15 +159,15 @@ def test_what_is_gone_is_named_no_more_and_nothing_behind_it() -> None:
 
 
 def learned(number: int) -> list[ManifestNode]:
-    """A path of two groups, as a manifest tells it."""
+    """Path of two groups, as read from a manifest."""
     return [
         ManifestNode(prefix(at), [ManifestPart(FULL, "theirs", at, 9), ManifestPart(WINDOW, "theirs", 100 + at, 9)])
         for at in range(number)
     ]
 
 
-def test_of_what_a_manifest_told_nothing_is_left_out() -> None:
-    """Nobody here knows which of it a resume needs, and a manifest with a hole would replace one without."""
+def test_a_path_read_from_a_manifest_leaves_out_no_part() -> None:
+    """The parts that a resume needs are unknown here, and a manifest with a gap would replace one without."""
     paths = Paths(100)
     paths.learn(learned(4))
     paths.forget(WINDOW + prefix(2), "theirs")
@@ -186,7 +186,7 @@ def test_a_bad_part_is_not_learned_again() -> None:
     assert path is not None and path[2].parts[-1].pack == "mine"
 
 
-def test_behind_a_bad_part_are_the_boundaries_and_the_last_end() -> None:
+def test_boundaries_and_the_last_end_follow_a_bad_part() -> None:
     paths = Paths(1000)
     paths.learn(learned(20))
     expected = [prefix(19), *(prefix(at) for at in range(18, 4, -1) if is_boundary(prefix(at), 4))]
@@ -194,7 +194,7 @@ def test_behind_a_bad_part_are_the_boundaries_and_the_last_end() -> None:
     assert paths.behind(prefix(5), prefix(99), 4) == [prefix(99)]
 
 
-def test_parts_count_as_prefixes_do() -> None:
+def test_parts_count_towards_the_limit_like_prefixes() -> None:
     paths = Paths(30)
     paths.learn(learned(10))
     assert paths.up_to(prefix(9)) is not None

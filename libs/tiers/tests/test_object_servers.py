@@ -1,5 +1,6 @@
-"""A fleet's store at a real server of objects: engines find each other's chunks, and a server in trouble costs a
-bounded wait and no wrong byte."""
+"""Object store on a real server: engines find each other's chunks, and a failing server costs a bounded wait and no
+wrong byte.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ PATIENT = SecondaryTierOptions(
     async_lookup_timeout_s=patience.seconds(6.0), load_timeout_s=patience.seconds(6.0), breaker=BREAKER
 )
 BOUND_S = patience.seconds(6.0)
-"""Of what does not wait for the server."""
-# For what is going to fail. What then succeeds is tried until it does.
+"""Time for everything that does not wait for the server."""
+# For requests that are expected to fail. Those expected to succeed are repeated until they do.
 QUICK = msgspec.structs.replace(
     OPTIONS, request_timeout_s=patience.seconds(0.2), connect_timeout_s=patience.seconds(0.1)
 )
@@ -45,7 +46,7 @@ HASTY = SecondaryTierOptions(async_lookup_timeout_s=0.25, load_timeout_s=patienc
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectServer]:
     weed = command()
     if weed is None:
-        pytest.skip(f"{VARIABLE} names no server of objects")
+        pytest.skip(f"{VARIABLE} names no object server")
     with ObjectServer(weed, tmp_path_factory.mktemp("weed")) as running:
         yield running
 
@@ -60,7 +61,7 @@ def engines() -> Iterator[list[Engine]]:
 
 @pytest.fixture
 def prefix(request: pytest.FixtureRequest) -> str:
-    """Of this test's objects."""
+    """URL for the objects of one test."""
     return f"s3://{BUCKET}/{request.node.name.replace('[', '-').replace(']', '')}"
 
 
@@ -70,7 +71,7 @@ def depot(server: ObjectServer, url: str, who: str = "owner", secret: bytes = b"
 
 
 def stored(place: StoreLocation, number: int = 40) -> tuple[list[bytes], dict[bytes, bytes]]:
-    """What an engine that has ended left there."""
+    """Chunks that an engine stored before it ended."""
     keys = path_of(number)
     chunks = chunks_of(keys)
     engine = Engine(place, options=OPTIONS, slower=PATIENT)
@@ -101,7 +102,7 @@ def test_a_tenant_reads_nothing_of_anothers(server: ObjectServer, prefix: str) -
 
 
 def test_a_tenant_has_a_store_of_its_own(server: ObjectServer, engines: list[Engine]) -> None:
-    stored(depot(server, "s3://tenant/of-the-owner"), 1)  # who may make a bucket has made it
+    stored(depot(server, "s3://tenant/of-the-owner"), 1)  # a user who may create buckets creates it
     place = depot(server, "s3://tenant/cache", "tenant")
     keys, chunks = stored(place)
     engines.append(Engine(place, options=OPTIONS, slower=PATIENT))
@@ -160,8 +161,8 @@ def test_an_engine_starts_without_its_server_and_finds_it_later(
         others = path_of(2, b"other")
         engines[0].begin_store(others, chunks_of(others))
         link.is_refusing = False
-        patience.wait_until(lambda: _is_loaded(engines[0], keys, chunks), "what is there is loaded")
-        patience.wait_until(lambda: _is_stored(engines[0], others), "what was to be stored is there")
+        patience.wait_until(lambda: _is_loaded(engines[0], keys, chunks), "the stored chunks are loaded")
+        patience.wait_until(lambda: _is_stored(engines[0], others), "the queued chunks are stored")
 
 
 def _is_stored(engine: Engine, keys: list[bytes]) -> bool:
@@ -186,11 +187,11 @@ def test_a_stalled_connection_costs_a_question_its_deadline_and_a_load_its_own(
         assert engines[0].load(keys) is None
         link.is_stalled = False
         link.cut()
-        patience.wait_until(lambda: _is_loaded(engines[0], keys, chunks), "what is there is loaded")
+        patience.wait_until(lambda: _is_loaded(engines[0], keys, chunks), "the stored chunks are loaded")
 
 
 def _is_loaded(engine: Engine, keys: list[bytes], chunks: dict[bytes, bytes]) -> bool:
-    """Whether a load has come, whole and right, now that nothing is in its way. Wrong bytes are a failure."""
+    """Whether a load succeeded. Wrong bytes are a failure."""
     engine.step()
     if set(engine.hear(keys)) != {HIT}:
         return False
@@ -211,12 +212,10 @@ def test_a_slow_connection_is_waited_for_as_long_as_a_load_may_take(
 
 
 @pytest.mark.full
-def test_a_killed_server_is_left_alone_and_taken_up_again_when_it_is_back(
-    tmp_path: Path, engines: list[Engine]
-) -> None:
+def test_a_killed_server_is_skipped_and_used_again_once_it_is_back(tmp_path: Path, engines: list[Engine]) -> None:
     weed = command()
     if weed is None:
-        pytest.skip(f"{VARIABLE} names no server of objects")
+        pytest.skip(f"{VARIABLE} names no object server")
     server = ObjectServer(weed, tmp_path).wait()
     try:
         place = depot(server, f"s3://{BUCKET}/killed")
@@ -229,23 +228,23 @@ def test_a_killed_server_is_left_alone_and_taken_up_again_when_it_is_back(
         assert time.monotonic() - began_s < BOUND_S
         others = path_of(4, b"other")
         engines[0].store(others, chunks_of(others))
-        patience.wait_until(lambda: _is_left_alone(engines[0]), "the server is left alone")
+        patience.wait_until(lambda: _is_breaker_open(engines[0]), "the breaker of the server is open")
         server = ObjectServer(weed, tmp_path, server.ports).wait()
-        patience.wait_until(lambda: _is_loaded(engines[0], keys, chunks), "what is there is loaded")
+        patience.wait_until(lambda: _is_loaded(engines[0], keys, chunks), "the stored chunks are loaded")
     finally:
         server.kill()
 
 
-def _is_left_alone(engine: Engine) -> bool:
+def _is_breaker_open(engine: Engine) -> bool:
     engine.step()
     states = [engine.stack.breaker_state(direction, "object") for direction in Direction]
     return BreakerState.OPEN in states or BreakerState.PROBING in states
 
 
-def test_a_server_that_stands_still_at_the_end_does_not_hold_an_engine(tmp_path: Path) -> None:
+def test_a_stopped_server_does_not_hold_up_the_close_of_an_engine(tmp_path: Path) -> None:
     weed = command()
     if weed is None:
-        pytest.skip(f"{VARIABLE} names no server of objects")
+        pytest.skip(f"{VARIABLE} names no object server")
     with ObjectServer(weed, tmp_path) as server:
         engine = Engine(depot(server, f"s3://{BUCKET}/still"), options=QUICK, slower=HASTY)
         keys = path_of(4)
@@ -259,7 +258,7 @@ def test_a_server_that_stands_still_at_the_end_does_not_hold_an_engine(tmp_path:
 def test_what_is_in_use_is_written_again_at_the_server(
     server: ObjectServer, prefix: str, engines: list[Engine]
 ) -> None:
-    """S3 refuses a copy of an object to itself, and the store's clock alone counts."""
+    """S3 refuses a copy of an object to itself, and only the store's clock counts."""
     keys, chunks = stored(depot(server, prefix))
     location = depot(server, prefix)
     store: Any = location.open(OPTIONS)
@@ -276,7 +275,7 @@ def test_what_is_in_use_is_written_again_at_the_server(
     assert engines[0].hear(keys) == [HIT] * 40
     patience.wait_until(lambda: all(modified()[path] > at for path, at in old.items()), "all are renewed")
     client: Any = engines[0].index._client
-    patience.wait_until(client._renewer._renewal.done, "nothing is copied")
+    patience.wait_until(client._renewer._renewal.done, "no renewal is running")
     assert not any("/renewal/" in path or "/proof/" in path for path in modified())
     engines.append(Engine(location, options=OPTIONS, slower=PATIENT))
     assert engines[1].hear(keys) == [HIT] * 40

@@ -1,4 +1,4 @@
-"""Sweeps of a store: what is deleted of one that is too large or has leftovers, beside engines that use it."""
+"""Sweeps delete objects of a store that is too large or has leftovers, while engines use it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ OPTIONS = patient(missing_s=0.01)
 
 
 def stored(directory: Path, seed: bytes, age_s: float = 0.0) -> tuple[list[bytes], dict[bytes, bytes]]:
-    """A path that an engine stored so long ago."""
+    """Path that an engine stored `age_s` ago."""
     before = {*directory.glob("*/*/*"), *packs(directory)}
     keys = path_of(NUM_KEYS, seed)
     chunks = chunks_of(keys)
@@ -72,7 +72,7 @@ def total_bytes(directory: Path) -> int:
 
 
 def found(directory: Path, keys: list[bytes], chunks: dict[bytes, bytes]) -> int:
-    """Number of the leading keys that a new engine restores."""
+    """Number of leading keys that a new engine restores."""
     engine = Engine(depot_at(directory), options=OPTIONS)
     try:
         answers = engine.hear(keys)
@@ -89,10 +89,10 @@ def depot(tmp_path: Path) -> Path:
     return tmp_path / "fleet"
 
 
-# A bound.
+# Bounds.
 
 
-def test_the_least_recently_used_goes_and_the_rest_is_whole(depot: Path) -> None:
+def test_the_least_recently_used_path_is_deleted_and_the_rest_stays_whole(depot: Path) -> None:
     paths = [stored(depot, bytes([number + 1]), age_s) for number, age_s in enumerate((9000.0, 6000.0, 3000.0))]
     capacity = int(total_bytes(depot) * 0.75)
     report = sweep(depot, capacity_bytes=capacity)
@@ -102,7 +102,7 @@ def test_the_least_recently_used_goes_and_the_rest_is_whole(depot: Path) -> None
     assert [found(depot, *path) for path in paths[1:]] == [NUM_KEYS] * 2
 
 
-def test_what_is_within_its_bound_stays(depot: Path) -> None:
+def test_a_store_within_its_capacity_keeps_everything(depot: Path) -> None:
     path = stored(depot, b"a", 3 * HOUR_S)
     before = total_bytes(depot)
     assert sweep(depot, capacity_bytes=before).num_deleted == 0
@@ -110,8 +110,8 @@ def test_what_is_within_its_bound_stays(depot: Path) -> None:
     assert found(depot, *path) == NUM_KEYS
 
 
-def test_a_burst_of_one_moment_is_cut_no_further_than_its_bound(depot: Path) -> None:
-    """All are of one age: an order by coarse ages would delete everything."""
+def test_a_burst_of_equal_age_is_cut_only_to_the_capacity(depot: Path) -> None:
+    """An order by coarse ages would delete everything."""
     for number in range(4):
         stored(depot, bytes([number + 1]), 5000.0)
         for path in (*manifests(depot), *packs(depot)):
@@ -122,14 +122,14 @@ def test_a_burst_of_one_moment_is_cut_no_further_than_its_bound(depot: Path) -> 
     assert 0 < total_bytes(depot) <= before // 2
 
 
-def test_what_was_not_used_for_long_goes(depot: Path) -> None:
+def test_paths_unused_for_long_are_deleted(depot: Path) -> None:
     old, new = stored(depot, b"a", 50 * HOUR_S), stored(depot, b"b", 2 * HOUR_S)
     sweep(depot, unused_s=24 * HOUR_S)
     assert found(depot, *old) == 0
     assert found(depot, *new) == NUM_KEYS
 
 
-def test_a_directory_with_a_capacity_stays_within_it_and_keeps_what_is_used(depot: Path) -> None:
+def test_a_directory_stays_within_its_capacity_and_keeps_used_paths(depot: Path) -> None:
     options = patient(missing_s=0.01, capacity_bytes=4 * NUM_KEYS * CHUNK_BYTES, sweep_s=0.05)
     used, unused = stored(depot, b"u", 900.0), stored(depot, b"n", 800.0)
     engine = Engine(depot_at(depot), options=options)
@@ -137,22 +137,23 @@ def test_a_directory_with_a_capacity_stays_within_it_and_keeps_what_is_used(depo
         old = {path: path.stat().st_mtime for path in manifests(depot)}
         assert engine.hear(used[0]) == [HIT] * NUM_KEYS
         patience.wait_until(
-            lambda: any(path.exists() and path.stat().st_mtime > at + 500 for path, at in old.items()), "a use is seen"
+            lambda: any(path.exists() and path.stat().st_mtime > at + 500 for path, at in old.items()),
+            "a use is renewed",
         )
         client: Any = engine.index._client
-        patience.wait_until(client._renewer._renewal.done, "all of it is renewed")
+        patience.wait_until(client._renewer._renewal.done, "no renewal is running")
         for number in range(4):
             keys = path_of(NUM_KEYS, bytes([200 + number]))
             engine.store(keys, chunks_of(keys))
-        patience.wait_until(lambda: total_bytes(depot) <= (options.capacity_bytes or 0), "the bound holds")
-        patience.wait_until(lambda: found(depot, *unused) == 0, "the least recently used is gone")
+        patience.wait_until(lambda: total_bytes(depot) <= (options.capacity_bytes or 0), "the capacity holds")
+        patience.wait_until(lambda: found(depot, *unused) == 0, "the least recently used path is deleted")
     finally:
         engine.close()
 
 
 @pytest.fixture
 def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file takes another byte."""
+    """Writes to files fail with ENOSPC."""
 
     def is_full(self: FileIO, fd: int, buffers: object, offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -182,12 +183,12 @@ def test_an_engine_that_starts_on_a_full_disk_sweeps_it(depot: Path, request: py
     try:
         client: Any = index._client
         assert not client.takes_objects
-        patience.wait_until(lambda: not packs(depot), "all is deleted")
+        patience.wait_until(lambda: not packs(depot), "all packs are deleted")
     finally:
         index.close()
 
 
-def test_a_server_has_rules_of_its_own_and_takes_no_capacity() -> None:
+def test_a_server_accepts_no_capacity() -> None:
     settings = {"endpoint": "http://127.0.0.1:9", "access_key_id": "a", "secret_access_key": "b"}
     location = StoreLocation("s3://bucket/prefix", settings, b"secret")
     with pytest.raises(TierConfigurationError) as refused:
@@ -204,7 +205,7 @@ def age(path: Path, age_s: float) -> None:
 
 
 def leftovers(depot: Path, age_s: float) -> dict[SweepReason, list[Path]]:
-    """Of kills at any moment, so long ago. The manifests of one path list packs that are gone."""
+    """Leftovers of kills at any moment, `age_s` ago. The manifests of one path list missing packs."""
     for seed in (b"x", b"y"):
         stored(depot, seed, age_s)
     namespace = packs(depot)[0].parts[-4]
@@ -232,7 +233,7 @@ def leftovers(depot: Path, age_s: float) -> dict[SweepReason, list[Path]]:
     }
 
 
-def test_leftovers_of_kills_go_and_nothing_else(depot: Path) -> None:
+def test_only_leftovers_of_kills_are_deleted(depot: Path) -> None:
     left = leftovers(depot, 2 * HOUR_S)
     whole = stored(depot, b"w", 2 * HOUR_S)
     empty = depot / packs(depot)[0].parts[-4] / "p" / f"{uuid.uuid4().hex}-9"
@@ -253,13 +254,13 @@ def test_leftovers_of_kills_go_and_nothing_else(depot: Path) -> None:
     assert again.num_deleted == 0, again
 
 
-def test_what_is_younger_than_an_hour_is_no_leftover(depot: Path) -> None:
+def test_objects_younger_than_an_hour_are_no_leftovers(depot: Path) -> None:
     left = leftovers(depot, 100.0)
     assert sweep(depot).num_deleted == 0
     assert all(path.exists() for paths in left.values() for path in paths)
 
 
-def test_what_is_not_ours_is_never_deleted(depot: Path) -> None:
+def test_foreign_files_are_never_deleted(depot: Path) -> None:
     stored(depot, b"a", 50 * HOUR_S)
     namespace = packs(depot)[0].parts[-4]
     others = [depot / "README", depot / "ab" / "c", depot / namespace / "notes", depot / namespace / "m" / "mine.txt"]
@@ -280,10 +281,10 @@ def test_what_is_not_ours_is_never_deleted(depot: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [PermissionError(13, "Permission denied"), OSError(5, "Input/output error")])
-def test_a_foreign_directory_that_cannot_be_opened_stops_no_sweep(
+def test_a_foreign_directory_without_access_does_not_stop_a_sweep(
     depot: Path, monkeypatch: pytest.MonkeyPatch, error: OSError
 ) -> None:
-    """As root's lost+found."""
+    """For example root's lost+found."""
     stored(depot, b"a", 900.0)
     (depot / "lost+found").mkdir()
     real = Directory.child
@@ -299,9 +300,7 @@ def test_a_foreign_directory_that_cannot_be_opened_stops_no_sweep(
     assert not packs(depot)
 
 
-def test_packs_are_kept_while_a_directory_of_manifests_cannot_be_opened(
-    depot: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packs_are_kept_while_manifests_cannot_be_listed(depot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(depot, b"a", 3 * HOUR_S)
     real = Directory.child
 
@@ -318,7 +317,9 @@ def test_packs_are_kept_while_a_directory_of_manifests_cannot_be_opened(
 
 
 @pytest.mark.parametrize("at_s", [300_000_000_000, -300_000_000_000])
-def test_a_file_with_an_impossible_time_stops_no_sweep(depot: Path, monkeypatch: pytest.MonkeyPatch, at_s: int) -> None:
+def test_a_file_with_an_impossible_time_does_not_stop_a_sweep(
+    depot: Path, monkeypatch: pytest.MonkeyPatch, at_s: int
+) -> None:
     stored(depot, b"a", 900.0)
     (depot / "note").write_bytes(b"mine")
     real = FileIO.stat_name
@@ -336,7 +337,7 @@ def test_a_file_with_an_impossible_time_stops_no_sweep(depot: Path, monkeypatch:
     assert not packs(depot) and (depot / "note").exists()
 
 
-def test_a_manifest_that_cannot_be_read_now_keeps_unlisted_packs(depot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_manifest_keeps_unlisted_packs(depot: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     left = leftovers(depot, 2 * HOUR_S)
     bad = manifests(depot)[0]
     real = DirectoryStore.get
@@ -352,7 +353,7 @@ def test_a_manifest_that_cannot_be_read_now_keeps_unlisted_packs(depot: Path, mo
     assert bad.exists() and left[SweepReason.UNLISTED][0].exists()
 
 
-def test_a_manifest_that_lists_a_name_that_no_store_takes_keeps_unlisted_packs() -> None:
+def test_a_manifest_with_an_invalid_name_keeps_unlisted_packs() -> None:
     """obstore refuses the name with a `ValueError`."""
     store = MemoryStore()
     owner = "ab" * 20
@@ -365,7 +366,7 @@ def test_a_manifest_that_lists_a_name_that_no_store_takes_keeps_unlisted_packs()
 
 
 @pytest.mark.parametrize("body", [[2, "other", {}], [2, 1, [], [], [], [], []], [9]])
-def test_a_manifest_of_another_version_and_its_packs_stay(depot: Path, body: list[object]) -> None:
+def test_a_manifest_of_another_version_and_its_packs_are_kept(depot: Path, body: list[object]) -> None:
     """An engine of that version reads it."""
     stored(depot, b"a", 3 * HOUR_S)
     for path in manifests(depot):
@@ -380,7 +381,7 @@ def test_a_manifest_of_another_version_and_its_packs_stay(depot: Path, body: lis
 
 
 @pytest.mark.parametrize("rules", [{}, {"unused_s": 2.9 * HOUR_S}])
-def test_a_pack_that_cannot_be_looked_at_now_stops_no_sweep(
+def test_a_pack_without_readable_metadata_does_not_stop_a_sweep(
     depot: Path, monkeypatch: pytest.MonkeyPatch, rules: dict[str, float]
 ) -> None:
     stored(depot, b"a", 3 * HOUR_S)
@@ -394,14 +395,14 @@ def test_a_pack_that_cannot_be_looked_at_now_stops_no_sweep(
     monkeypatch.setattr(DirectoryStore, "head", failing)
     report = sweep(depot, **rules)
     assert not report.is_complete
-    assert bool(report.num_deleted) is bool(rules), "those that were not used for long"
+    assert bool(report.num_deleted) is bool(rules), "only those unused for long"
     assert manifests(depot), "the others stay"
 
 
-# Beside others.
+# Concurrent sweeps and engines.
 
 
-def test_one_sweeper_at_a_time(depot: Path) -> None:
+def test_one_sweep_runs_at_a_time(depot: Path) -> None:
     stored(depot, b"a", 2 * HOUR_S)
     store = DirectoryStore(str(depot), True)
     sweeper = CapacitySweeper(store, 1, lambda: 0.0, lambda: False)
@@ -432,8 +433,8 @@ def test_a_host_with_a_wrong_clock_deletes_by_the_clock_of_the_store(
     assert not any(path.exists() for paths in old.values() for path in paths)
 
 
-def test_engines_read_and_write_beside_sweeps_and_get_no_wrong_byte(depot: Path) -> None:
-    """A bound that is far too small, so everything is deleted below their hands."""
+def test_engines_get_no_wrong_byte_during_sweeps(depot: Path) -> None:
+    """With a capacity far too small, so that objects in use are deleted."""
     options = patient(missing_s=0.01, capacity_bytes=2 * NUM_KEYS * CHUNK_BYTES, sweep_s=0.01)
     engines = [Engine(depot_at(depot), options=options) for _ in range(2)]
     seeds = [bytes([number + 1]) for number in range(6)]
@@ -464,7 +465,7 @@ def test_engines_read_and_write_beside_sweeps_and_get_no_wrong_byte(depot: Path)
 
 def test_a_sweep_of_many_objects_takes_bounded_memory() -> None:
     class Many:
-        """A store with many packs that nothing lists."""
+        """Store with many unlisted packs."""
 
         def list(self) -> Iterator[Sequence[dict[str, Any]]]:
             at = datetime.fromtimestamp(1_000_000, UTC)
@@ -485,7 +486,7 @@ def test_a_sweep_of_many_objects_takes_bounded_memory() -> None:
     assert peaks[1] < peaks[0] + (12 << 20), "the order of the last bucket of ages is exact"
 
 
-def test_a_name_filter_misses_none_and_finds_few_others() -> None:
+def test_a_name_filter_has_no_false_negatives_and_few_false_positives() -> None:
     names = NameFilter(1 << 20)
     for number in range(50_000):
         names.add(f"in {number}")
@@ -510,11 +511,11 @@ def test_a_name_filter_misses_none_and_finds_few_others() -> None:
         ("sweep.lock", ObjectKind.OTHER),
     ],
 )
-def test_names_of_objects(name: str, kind: ObjectKind) -> None:
+def test_object_names_are_parsed_to_their_kind(name: str, kind: ObjectKind) -> None:
     assert parse_name(name).kind is kind
 
 
-def test_the_life_for_renewals_is_the_shorter_one() -> None:
+def test_renewals_use_the_shorter_lifetime() -> None:
     assert ObjectOptions().renewal_life_s is None
     assert ObjectOptions(time_to_live_s=100.0).renewal_life_s == 100.0
     assert ObjectOptions(time_to_live_s=1e6, capacity_bytes=1).renewal_life_s == 600.0
