@@ -1,4 +1,4 @@
-"""Both halves over a directory: the conformance suites, and what one engine finds of another's."""
+"""Scheduler half and worker half over a directory: conformance, and chunks shared between engines."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class TestObjectTier(ExactTierConformance):
             tier.index.close()
 
     def make_tier(self, capacity_bytes: int) -> Tier:
-        # A suite ends no batch, so each chunk is a pack of its own.
+        # The suite never ends a batch, so that each chunk needs its own pack.
         options = patient(known_bytes=capacity_bytes, pack_bytes=1)
         self.tiers.append(Tier(index_at(self.path, options), medium_at(self.path, options)))
         return self.tiers[-1]
@@ -73,7 +73,7 @@ class TestObjectTier(ExactTierConformance):
         flip_payload(self.path, slot)
 
     def test_a_reused_slot_belongs_to_its_new_key(self) -> None:
-        pytest.skip("no slot of a pack is used twice")
+        pytest.skip("no place in a pack is reused")
 
 
 class TestObjectTierInAnIdleFaultInjector(TestObjectTier):
@@ -90,14 +90,16 @@ def engines(tmp_path: Path) -> Iterator[list[Engine]]:
         engine.close()
 
 
-def test_a_medium_of_objects_gathers_stores(tmp_path: Path) -> None:
+def test_an_object_medium_is_a_batched_medium(tmp_path: Path) -> None:
     medium = medium_at(tmp_path)
     assert isinstance(medium, BatchedMedium)
     medium.close()
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_what_one_engine_stored_another_finds_and_loads(tmp_path: Path, engines: list[Engine], num_ranks: int) -> None:
+def test_a_chunk_of_one_engine_is_found_and_loaded_by_another(
+    tmp_path: Path, engines: list[Engine], num_ranks: int
+) -> None:
     engines += [Engine(depot_at(tmp_path), num_ranks), Engine(depot_at(tmp_path), num_ranks)]
     keys = path_of(40)
     chunks = chunks_of(keys)
@@ -108,7 +110,7 @@ def test_what_one_engine_stored_another_finds_and_loads(tmp_path: Path, engines:
     assert engines[1].load(keys) == [chunks[key] for key in keys]
 
 
-def test_an_engine_that_closes_leaves_what_it_stored_to_the_next(tmp_path: Path, engines: list[Engine]) -> None:
+def test_a_closed_engine_leaves_its_chunks_to_the_next(tmp_path: Path, engines: list[Engine]) -> None:
     keys = path_of(20)
     chunks = chunks_of(keys)
     first = Engine(depot_at(tmp_path))
@@ -119,7 +121,7 @@ def test_an_engine_that_closes_leaves_what_it_stored_to_the_next(tmp_path: Path,
     assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
-def test_a_conversation_that_goes_on_is_found_whole(tmp_path: Path, engines: list[Engine]) -> None:
+def test_a_growing_conversation_is_found_whole(tmp_path: Path, engines: list[Engine]) -> None:
     keys = path_of(30)
     chunks = chunks_of(keys)
     for stop in (7, 19, 30):
@@ -152,7 +154,9 @@ def test_another_number_of_ranks_finds_nothing(tmp_path: Path, engines: list[Eng
 
 @pytest.mark.parametrize("secret", [b"", b"one"])
 @pytest.mark.parametrize("where", ["header", "bytes"])
-def test_a_flipped_bit_is_no_hit(tmp_path: Path, engines: list[Engine], secret: bytes, where: str) -> None:
+def test_a_flipped_bit_fails_the_load_and_then_misses(
+    tmp_path: Path, engines: list[Engine], secret: bytes, where: str
+) -> None:
     keys = path_of(20)
     first = Engine(depot_at(tmp_path, secret))
     first.store(keys, chunks_of(keys))
@@ -164,10 +168,10 @@ def test_a_flipped_bit_is_no_hit(tmp_path: Path, engines: list[Engine], secret: 
     assert engines[0].load(keys) is None
     assert engines[0].index.lookup(keys[0]) is MISS
     time.sleep(0.02)
-    assert engines[0].hear(keys)[0] is MISS, "its place is not learned again"
+    assert engines[0].hear(keys)[0] is MISS, "its place is not cached again"
 
 
-def test_a_flipped_bit_of_a_manifest_is_a_miss_and_it_stays(tmp_path: Path, engines: list[Engine]) -> None:
+def test_a_manifest_with_a_flipped_bit_is_a_miss_and_is_kept(tmp_path: Path, engines: list[Engine]) -> None:
     keys = path_of(4)[1:]
     first = Engine(depot_at(tmp_path))
     first.store(keys, chunks_of(keys))
@@ -180,7 +184,7 @@ def test_a_flipped_bit_of_a_manifest_is_a_miss_and_it_stays(tmp_path: Path, engi
     assert len(manifests(tmp_path)) == number
 
 
-def test_packs_that_expired_are_a_miss_and_their_manifest_stays(tmp_path: Path, engines: list[Engine]) -> None:
+def test_expired_packs_are_a_miss_and_their_manifest_is_kept(tmp_path: Path, engines: list[Engine]) -> None:
     keys = path_of(6)
     first = Engine(depot_at(tmp_path))
     first.store(keys, chunks_of(keys))
@@ -196,7 +200,7 @@ def test_packs_that_expired_are_a_miss_and_their_manifest_stays(tmp_path: Path, 
     assert manifests(tmp_path) == before
 
 
-def test_a_pack_that_ends_too_early_is_missing(tmp_path: Path) -> None:
+def test_a_short_pack_is_missing(tmp_path: Path) -> None:
     index, medium = index_at(tmp_path), medium_at(tmp_path)
     slot = index.reserve(FULL + b"1" * 32, CHUNK_BYTES)
     assert isinstance(slot, Slot)
@@ -215,7 +219,9 @@ def test_a_pack_that_ends_too_early_is_missing(tmp_path: Path) -> None:
     index.close()
 
 
-def test_neighbours_come_in_one_read(tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adjacent_chunks_are_loaded_in_one_read(
+    tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     keys = path_of(20)
     chunks = chunks_of(keys)
     engines += [Engine(depot_at(tmp_path)), Engine(depot_at(tmp_path))]
@@ -235,7 +241,7 @@ def test_neighbours_come_in_one_read(tmp_path: Path, engines: list[Engine], monk
     assert len(reads) == 1
 
 
-def test_a_reset_for_all_hides_what_is_stored_from_everybody(tmp_path: Path, engines: list[Engine]) -> None:
+def test_a_reset_for_all_hides_stored_chunks_from_every_engine(tmp_path: Path, engines: list[Engine]) -> None:
     keys = path_of(5)
     first = Engine(depot_at(tmp_path))
     first.store(keys, chunks_of(keys))
@@ -249,23 +255,21 @@ def test_a_reset_for_all_hides_what_is_stored_from_everybody(tmp_path: Path, eng
     assert engines[0].hear(keys) == [MISS] * 5
 
 
-def test_a_store_that_writes_over_what_is_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_overwrites_on_create_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put = DirectoryStore.put
     monkeypatch.setattr(DirectoryStore, "put", lambda store, name, data, **more: put(store, name, data))
     with pytest.raises(TierConfigurationError, match="If-None-Match"):
         index_at(tmp_path)
 
 
-def test_a_store_that_reads_no_ranges_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_without_range_reads_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     get = DirectoryStore.get
     monkeypatch.setattr(DirectoryStore, "get", lambda store, name, **more: get(store, name))
     with pytest.raises(TierConfigurationError, match="range"):
         index_at(tmp_path)
 
 
-def test_a_manifest_that_could_not_be_written_is_written_with_what_is_stored_next(
-    tmp_path: Path, engines: list[Engine]
-) -> None:
+def test_a_manifest_that_failed_to_write_is_written_at_the_next_store(tmp_path: Path, engines: list[Engine]) -> None:
     engines.append(Engine(depot_at(tmp_path)))
     others, client = path_of(3, b"other"), engines[0].index._client
     store = client._writer._store
@@ -279,8 +283,8 @@ def test_a_manifest_that_could_not_be_written_is_written_with_what_is_stored_nex
     patience.wait_until(lambda: last_is_named(tmp_path, keys), "the last manifest is written")
 
 
-def test_what_is_stored_later_for_the_same_prefixes_is_found(tmp_path: Path, engines: list[Engine]) -> None:
-    """Its manifests exist, and list no window."""
+def test_chunks_stored_later_under_the_same_prefixes_are_found(tmp_path: Path, engines: list[Engine]) -> None:
+    """The existing manifests list no window."""
     engines.append(Engine(depot_at(tmp_path), options=patient(missing_s=0.01)))
     keys = path_of(12)
     windows = [WINDOW + prefix_of(key) for key in keys]
@@ -294,7 +298,7 @@ def test_what_is_stored_later_for_the_same_prefixes_is_found(tmp_path: Path, eng
     assert engines[0].load([*keys, *windows]) == [chunks[key] for key in (*keys, *windows)]
 
 
-def test_a_manifest_of_another_version_is_not_written_over(tmp_path: Path, engines: list[Engine]) -> None:
+def test_a_manifest_of_another_version_is_not_overwritten(tmp_path: Path, engines: list[Engine]) -> None:
     engines.append(Engine(depot_at(tmp_path), options=patient(missing_s=0.01)))
     keys = path_of(1)
     client: Any = engines[0].index._client
@@ -321,7 +325,7 @@ async def fails(*arguments: object, **more: object) -> None:
     raise ConnectionError("no")
 
 
-def test_an_engine_hears_that_another_began_an_epoch(tmp_path: Path, engines: list[Engine]) -> None:
+def test_an_engine_notices_a_new_epoch_of_another_engine(tmp_path: Path, engines: list[Engine]) -> None:
     engines += [Engine(depot_at(tmp_path), options=patient(epoch_check_s=0.02)) for _ in range(2)]
     keys = path_of(5)
     engines[0].store(keys, chunks_of(keys))
@@ -329,16 +333,16 @@ def test_an_engine_hears_that_another_began_an_epoch(tmp_path: Path, engines: li
     resetting = open_index(depot_at(tmp_path), FINGERPRINT, 1, patient(), time.monotonic, clears_all=True)
     resetting.clear()
     resetting.close()
-    patience.wait_until(lambda: engines[0].index.lookup(keys[0]) is MISS, "the new epoch is heard of")
+    patience.wait_until(lambda: engines[0].index.lookup(keys[0]) is MISS, "the new epoch is noticed")
     chunks = chunks_of(keys)
     other = Engine(depot_at(tmp_path))
     other.store(keys, chunks)
     other.close()
-    patience.wait_until(lambda: engines[1].hear(keys[:1]) == [HIT], "the new epoch is heard of")
+    patience.wait_until(lambda: engines[1].hear(keys[:1]) == [HIT], "the new epoch is noticed")
 
 
 def test_a_store_that_ends_after_a_reset_is_in_no_manifest(tmp_path: Path) -> None:
-    """The engine's thread commits before it takes the news of the other epoch."""
+    """The scheduler's thread commits before it processes the event of the new epoch."""
     options = patient(epoch_check_s=0.02, missing_s=0.01)
     key = path_of(1)[0]
     indexes = [index_at(tmp_path, options)]
@@ -353,7 +357,7 @@ def test_a_store_that_ends_after_a_reset_is_in_no_manifest(tmp_path: Path) -> No
         indexes.append(open_index(depot_at(tmp_path), FINGERPRINT, 1, options, time.monotonic, clears_all=True))
         clients: list[Any] = [index._client for index in indexes]
         indexes[1].clear()
-        patience.wait_until(lambda: clients[0].namespace == clients[1].namespace, "the new epoch is heard of")
+        patience.wait_until(lambda: clients[0].namespace == clients[1].namespace, "the new epoch is noticed")
         assert indexes[0].commit(key)
         other = path_of(1, b"new")[0]
         slot = indexes[1].reserve(other, CHUNK_BYTES, ())
@@ -371,7 +375,7 @@ def test_a_store_that_ends_after_a_reset_is_in_no_manifest(tmp_path: Path) -> No
         medium.close()
 
 
-def test_a_manifest_that_lists_a_pack_of_another_epoch_is_not_read(tmp_path: Path) -> None:
+def test_a_manifest_with_a_pack_of_another_epoch_is_not_read(tmp_path: Path) -> None:
     index = index_at(tmp_path)
     try:
         client: Any = index._client
@@ -385,8 +389,8 @@ def test_a_manifest_that_lists_a_pack_of_another_epoch_is_not_read(tmp_path: Pat
         index.close()
 
 
-def test_a_reset_forgets_and_changes_the_namespace_in_one_step(tmp_path: Path) -> None:
-    """What the loop does in between belongs to the old epoch."""
+def test_a_reset_clears_and_changes_the_namespace_in_one_step(tmp_path: Path) -> None:
+    """Tasks that the loop runs before it belong to the old epoch."""
     index = open_index(depot_at(tmp_path), FINGERPRINT, 1, patient(), time.monotonic, clears_all=True)
     try:
         client: Any = index._client
@@ -409,19 +413,19 @@ def test_a_reset_forgets_and_changes_the_namespace_in_one_step(tmp_path: Path) -
         assert held.wait(TIMEOUT_S)
         index.clear()
         free.set()
-        patience.wait_until(lambda: len(seen) == 2, "the loop has forgotten")
+        patience.wait_until(lambda: len(seen) == 2, "the loop has cleared")
         assert seen == [old, client.namespace] and old != client.namespace
     finally:
         index.close()
 
 
-def test_a_store_that_cannot_be_written_to_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a directory")
     with pytest.raises(TierConfigurationError, match="url"):
         index_at(tmp_path / "file")
 
 
-def test_a_promotion_is_counted_by_its_bytes(tmp_path: Path, engines: list[Engine]) -> None:
+def test_promotions_and_cascades_count_their_bytes(tmp_path: Path, engines: list[Engine]) -> None:
     keys = path_of(4)
     first = Engine(depot_at(tmp_path))
     first.store(keys, chunks_of(keys))

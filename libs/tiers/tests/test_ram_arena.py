@@ -1,4 +1,4 @@
-"""What the host memory tier promises beyond the contract: memory, slots, sizes."""
+"""Host memory tier beyond the contract: memory, slots and sizes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 1024 * KIB
 
 
 def scattered_slot(index: RamIndex) -> Slot:
-    """A slot of several extents, the last one not a whole granule."""
+    """Slot of several extents; the last one is not a whole granule."""
     for number in range(8):
         index.reserve(bytes([number]), GRANULE_BYTES)
     for number in (1, 4, 6):
@@ -47,7 +47,7 @@ def test_a_scattered_slot_is_trimmed_in_its_last_extent(slot: Slot) -> None:
     )
 
 
-def test_neighbouring_granules_are_one_extent() -> None:
+def test_adjacent_granules_are_one_extent() -> None:
     index = RamIndex(8 * GRANULE_BYTES, GRANULE_BYTES)
     for number in range(8):
         index.reserve(bytes([number]), GRANULE_BYTES)
@@ -60,7 +60,7 @@ def test_memory_is_page_aligned(arena: RamArena) -> None:
     assert arena.base_address % mmap.PAGESIZE == 0
 
 
-def test_memory_is_committed_only_when_it_is_written() -> None:
+def test_memory_is_committed_only_when_written() -> None:
     def resident_bytes() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
@@ -70,7 +70,7 @@ def test_memory_is_committed_only_when_it_is_written() -> None:
     arena.close()
 
 
-def test_the_callers_buffer_is_used() -> None:
+def test_a_buffer_of_the_caller_is_used() -> None:
     buffer = np.zeros(10 * GRANULE_BYTES, dtype=np.uint8)
     arena = RamArena(2 * GRANULE_BYTES, GRANULE_BYTES, buffer)
     arena.views(Slot(((GRANULE_BYTES, 3),)))[0][:] = b"abc"
@@ -79,8 +79,8 @@ def test_the_callers_buffer_is_used() -> None:
 
 
 @pytest.mark.parametrize("digest_threads", [1, 2, 4])
-def test_one_flipped_byte_costs_its_chunk_alone(digest_threads: int) -> None:
-    """Of a job of 8 MiB, which threads share."""
+def test_a_flipped_byte_fails_only_its_own_chunk(digest_threads: int) -> None:
+    """In a job of 8 MiB, shared between threads."""
     arena = RamArena(8 * MIB, GRANULE_BYTES, digest_threads=digest_threads)
     random = np.random.default_rng(digest_threads)
     [whole] = arena.views(Slot(((0, 8 * MIB),)))
@@ -98,7 +98,7 @@ def test_one_flipped_byte_costs_its_chunk_alone(digest_threads: int) -> None:
         assert failures[damaged].reason is FailureReason.CHECKSUM
 
 
-def test_memory_that_is_closed_meanwhile_is_read_to_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_goes_on_if_the_arena_is_closed_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     arena, chunk = RamArena(MIB, GRANULE_BYTES), (b"key", Slot(((0, MIB),)))
     arena.views(chunk[1])[0][:] = b"x" * MIB
     assert arena.seal_all([chunk]) == [None]
@@ -131,7 +131,9 @@ def test_an_unsuitable_buffer_is_refused(buffer: np.ndarray) -> None:
 
 @pytest.mark.parametrize("tier", [RamIndex, RamArena])
 @pytest.mark.parametrize("capacity_bytes", [-1, 0, GRANULE_BYTES - 1])
-def test_a_bad_capacity_says_what_was_expected(tier: type[RamIndex | RamArena], capacity_bytes: int) -> None:
+def test_a_bad_capacity_is_refused_with_the_expected_value(
+    tier: type[RamIndex | RamArena], capacity_bytes: int
+) -> None:
     with pytest.raises(ValueError, match="capacity_bytes: expected") as caught:
         tier(capacity_bytes, GRANULE_BYTES)
     assert isinstance(caught.value, TierConfigurationError)
@@ -144,7 +146,7 @@ def test_memory_that_cannot_be_mapped_is_a_configuration_error() -> None:
         RamArena(1 << 62)
 
 
-def test_index_and_arena_round_alike() -> None:
+def test_index_and_arena_round_the_capacity_alike() -> None:
     capacity_bytes = 3 * GRANULE_BYTES + 17
     index = RamIndex(capacity_bytes, GRANULE_BYTES)
     assert index.capacity_bytes == RamArena(capacity_bytes, GRANULE_BYTES).capacity_bytes == 3 * GRANULE_BYTES

@@ -1,4 +1,4 @@
-"""RamIndex and the reference index give the same answers to any sequence of calls, and never overlap two slots."""
+"""State machine: RamIndex and the reference index answer any sequence of calls alike, and slots never overlap."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ sizes = st.integers(min_value=0, max_value=CAPACITY_BYTES + GRANULE_BYTES)
 
 
 def outcome(index: TierIndex, operation: str, *arguments: object) -> object:
-    """What the call answers: only the size of a slot is comparable, and an error counts as an answer."""
+    """Comparable result of a call: of a slot only its size; an error is a result too."""
     try:
         answer = getattr(index, operation)(*arguments)
     except TierProtocolError:
@@ -117,7 +117,7 @@ class RamIndexMachine(RuleBasedStateMachine):
         self.both("close" if is_closing == 0 else "clear")
 
     @invariant()
-    def both_answer_alike(self) -> None:
+    def both_indexes_answer_alike(self) -> None:
         for number in range(8):
             self.both("lookup", bytes([number]))
         for name in ("capacity_bytes", "used_bytes", "num_keys", "generation"):
@@ -135,7 +135,7 @@ class RamIndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def live_slots_do_not_overlap(self) -> None:
-        # Which keys occupy space, doomed ones included, is the reference's to say: it keeps them all in one dict.
+        # The reference keeps all keys that occupy space in one dict, also deleted ones with pins.
         granules: list[int] = []
         for key in self.reference._entries:
             for offset, num_bytes in self.slots[key].extents:

@@ -1,6 +1,6 @@
-"""The index of host memory and its model in Python answer every call alike, and count and evict alike.
+"""Index of host memory and its model in Python: equal answers to every call, equal counts and evictions.
 
-HYBRIDKV_TWINS_FACTOR makes the comparisons so many times longer, with calls that are drawn anew.
+HYBRIDKV_TWINS_FACTOR multiplies the length of the comparisons, with calls drawn at random.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kits.plain_ram_index import PlainRamIndex
 
 FACTOR = int(os.environ.get("HYBRIDKV_TWINS_FACTOR", "1"))
 
-# Also such as do not fit into an entry, and ones of which one begins as another.
+# Also keys too long for an entry, and keys with a common prefix.
 KEYS = [bytes([number]) * (48, 1, 200, 32, 49)[number % 5] for number in range(40)] + [b"", b"\0", b"\0\0"]
 EXTENDED = st.lists(st.sampled_from(KEYS[:6]), max_size=2).map(tuple)
 QUESTIONS = ("leading", "last_held", "any_pending")
@@ -49,7 +49,7 @@ NUMBERS = (
 
 
 class Twins:
-    """Both, and what each said of where a chunk lies: that alone may differ."""
+    """Both indexes, and the slots of each: only the places of slots may differ."""
 
     def __init__(self, num_granules: int, granule_bytes: int, smallest_bytes: int) -> None:
         self.pair: tuple[RamIndex, PlainRamIndex] = (
@@ -60,10 +60,10 @@ class Twins:
         self.slots: tuple[dict[bytes, Slot], dict[bytes, Slot]] = ({}, {})
 
     def both(self, operation: str, *arguments: object) -> object:
-        """What both answer."""
-        told = [self._outcome(side, operation, arguments) for side in (0, 1)]
-        assert told[0] == told[1], (operation, arguments)
-        return told[0]
+        """Result of the call, checked to be equal on both."""
+        results = [self._outcome(side, operation, arguments) for side in (0, 1)]
+        assert results[0] == results[1], (operation, arguments)
+        return results[0]
 
     def _outcome(self, side: int, operation: str, arguments: tuple[Any, ...]) -> object:
         index, slots = self.pair[side], self.slots[side]
@@ -105,12 +105,12 @@ class Twins:
 
 
 def random_calls(random: Random, twins: Twins) -> Iterator[tuple[Any, ...]]:
-    """Calls without an end, most of which fit: names of operations, and what they are given."""
+    """Endless calls, most of them valid: names of operations with their arguments."""
     _, plain = twins.pair
     most_bytes = plain.capacity_bytes // 4 + 16
 
     def fitting(operation: str) -> list[bytes]:
-        """Keys that it is for."""
+        """Keys for which the operation is valid."""
         if operation.startswith(("commit", "abort")):
             return list(plain.reserved_now)
         if operation.startswith("unpin"):
@@ -158,7 +158,7 @@ def random_calls(random: Random, twins: Twins) -> Iterator[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_any_calls_are_answered_alike(seed: int) -> None:
+def test_random_calls_are_answered_alike(seed: int) -> None:
     random = Random(seed if FACTOR == 1 else None)
     for turn in range(examples(30, 8) * FACTOR):
         num_granules = random.choice((1, 5, 20, 300))
@@ -176,7 +176,7 @@ def test_any_calls_are_answered_alike(seed: int) -> None:
 
 
 class TwinsMachine(RuleBasedStateMachine):
-    """As above, for a failure that can be made small."""
+    """State machine version, so that Hypothesis can shrink a failure."""
 
     @initialize(num_granules=st.sampled_from((1, 4, 10)), smallest_bytes=st.sampled_from((1, 40)))
     def begin(self, num_granules: int, smallest_bytes: int) -> None:
@@ -208,7 +208,7 @@ class TwinsMachine(RuleBasedStateMachine):
         self.twins.both(operation)
 
     @invariant()
-    def both_are_alike(self) -> None:
+    def both_indexes_are_alike(self) -> None:
         if hasattr(self, "twins"):
             self.twins.check()
 
@@ -223,13 +223,13 @@ TwinsMachine.TestCase.settings = settings(
 TestTwinsMachine = TwinsMachine.TestCase
 
 
-def test_it_is_an_index_that_tells_changes() -> None:
+def test_a_ram_index_reports_changes() -> None:
     index = RamIndex(1 << 20, 4096, 3 * 4096)
     assert isinstance(index, TierIndex) and isinstance(index, ReportsChanges)
     assert index.max_keys == 85 and index.before_reserving is None
 
 
-def test_a_reservation_asks_first_who_has_something_to_pin() -> None:
+def test_a_reservation_first_runs_the_callback_that_may_pin() -> None:
     for index in (RamIndex(64, 16), PlainRamIndex(64, 16)):
         assert isinstance(index.reserve(b"read", 16), Slot) and index.commit(b"read")
         index.before_reserving = lambda index=index: index.num_pinned or index.pin(b"read")
@@ -244,7 +244,7 @@ def test_a_reservation_asks_first_who_has_something_to_pin() -> None:
         assert index.reserve(b"more", 32) is Refusal.NO_ROOM and index.num_pinned == 1
 
 
-def test_a_number_of_bytes_may_be_any_number() -> None:
+def test_a_reservation_accepts_any_integer_as_size() -> None:
     twins = Twins(4, 16, 1)
     for num_bytes in (1 << 62, 1 << 63, 1 << 200):
         assert twins.both("reserve", b"key", num_bytes) is Refusal.TOO_LARGE
@@ -253,7 +253,7 @@ def test_a_number_of_bytes_may_be_any_number() -> None:
         assert str(num_bytes) in str(twins.both("reserve", b"key", num_bytes))
 
 
-def test_what_is_no_key_is_a_type_error() -> None:
+def test_a_key_of_another_type_is_a_type_error() -> None:
     index = RamIndex(64, 16)
     index.reserve(b"key", 16)
     for call in (index.lookup, index.pin, index.commit, index.lacks):
@@ -269,14 +269,14 @@ def test_what_is_no_key_is_a_type_error() -> None:
             index.reserve_all(chunks)
 
 
-def test_more_granules_than_can_be_numbered_are_refused() -> None:
+def test_too_many_granules_to_number_are_refused() -> None:
     for capacity_bytes, granule_bytes in ((1 << 40, 1), (1 << 40, 1 << 33)):
         with pytest.raises(TierConfigurationError):
             RamIndex(capacity_bytes, granule_bytes)
 
 
-def test_what_comes_back_while_it_answers_finds_it_whole() -> None:
-    """Making an object may run anything, such as what is called when garbage is collected."""
+def test_a_call_stays_consistent_when_garbage_collection_reenters() -> None:
+    """Allocation of an object may run the garbage collector, and with it any code."""
     index, keys = RamIndex(1 << 20, 16), [b"%d" % number for number in range(10_000)]
     index.reserve_all([(key, 16) for key in keys])
     index.commit_all(keys)
@@ -294,7 +294,7 @@ def test_what_comes_back_while_it_answers_finds_it_whole() -> None:
     try:
         Cycle()
         slots = index.pin_all(keys)
-        assert index.lookup(keys[0]) is LookupResult.MISS, "it came back"
+        assert index.lookup(keys[0]) is LookupResult.MISS, "the collector called back"
     finally:
         gc.set_threshold(*threshold)
     assert slots is not None and [slot.num_bytes for slot in slots] == [16] * 10_000
@@ -303,7 +303,7 @@ def test_what_comes_back_while_it_answers_finds_it_whole() -> None:
     assert index.used_bytes == 64
 
 
-def test_other_threads_may_look_while_it_works() -> None:
+def test_other_threads_may_look_keys_up_during_calls() -> None:
     index, keys = RamIndex(64 * 16, 16), [b"%d" % number for number in range(128)]
     is_over = threading.Event()
     found: list[int] = []
@@ -318,7 +318,7 @@ def test_other_threads_may_look_while_it_works() -> None:
         thread.start()
     deadline_s = time.monotonic() + patience.seconds(6.0)
     for turn in itertools.count():
-        # A busy machine may let nobody look before the calls are made.
+        # On a busy machine the other threads may not run before the calls are made.
         if turn >= 3000 and (max(found, default=0) > 0 or time.monotonic() > deadline_s):
             break
         key = keys[turn % len(keys)]
@@ -332,7 +332,7 @@ def test_other_threads_may_look_while_it_works() -> None:
     assert max(found) > 0
 
 
-def test_what_was_forgotten_is_given_back_by_what_is_stored_next() -> None:
+def test_memory_of_cleared_keys_is_freed_by_the_next_stores() -> None:
     count = 20_000
     index, keys = RamIndex(count * 16, 16), [number.to_bytes(32, "little") for number in range(count)]
     index.reserve_all([(key, 16) for key in keys])
@@ -360,11 +360,11 @@ except TierConfigurationError as error:
 """
 
 
-def test_where_there_are_no_addresses_for_its_tables_that_is_what_is_said() -> None:
-    told = subprocess.run(
+def test_a_lack_of_address_space_for_tables_is_reported() -> None:
+    results = subprocess.run(
         [sys.executable, "-c", BOUNDED], check=True, capture_output=True, text=True, timeout=patience.seconds(12.0)
     )
-    assert "address space" in told.stdout and "ulimit -v" in told.stdout
+    assert "address space" in results.stdout and "ulimit -v" in results.stdout
 
 
 MEASURED = """
@@ -386,10 +386,10 @@ print(begun - before, resident() - before, index.most_index_bytes)
 """
 
 
-def test_an_index_costs_nothing_at_first_and_then_at_most_116_bytes_a_key() -> None:
+def test_an_index_costs_nothing_at_first_and_at_most_116_bytes_a_key() -> None:
     count = 200_000
     run = [sys.executable, "-c", MEASURED, str(count)]
-    told = subprocess.run(run, check=True, capture_output=True, text=True, timeout=patience.seconds(12.0)).stdout
-    begun, full, most = map(int, told.split())
-    # Python's own part is about a MiB of what was measured.
+    results = subprocess.run(run, check=True, capture_output=True, text=True, timeout=patience.seconds(12.0)).stdout
+    begun, full, most = map(int, results.split())
+    # Python's own part is about 1 MiB of the measurement.
     assert begun < 1 << 20 and full < 116 * count + (2 << 20) and most <= 116 * count

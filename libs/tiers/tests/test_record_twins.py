@@ -1,6 +1,6 @@
-"""The disk's records and their model in Python: every call answers alike, and leaves segments, log and order alike.
+"""Records of the disk tier and their model in Python: equal answers, segments, log and order after every call.
 
-HYBRIDKV_TWINS_FACTOR makes the comparison so many times longer, with calls that are drawn anew.
+HYBRIDKV_TWINS_FACTOR multiplies the length of the comparison, with calls drawn at random.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ STEPS = examples(2_000) * FACTOR
 SIZES = [1, PAGE_BYTES, PAGE_BYTES + 1, 3 * PAGE_BYTES]
 NUM_SEGMENTS, SEGMENT_BYTES = 6, SEGMENT_HEAD_BYTES + 24 * PAGE_BYTES
 KEYS = [bytes([number]) * (300 if number % 50 == 0 else 40) for number in range(60)]
-"""Some of them longer than an entry has room for."""
+"""Some are longer than an entry has room for."""
 
 
-class World:
-    """A table over segments of which a new one is there whenever one is full."""
+class TableBench:
+    """Record table over segments. A new segment is ready whenever one is full."""
 
     def __init__(self, make: Callable[..., PlainRecordTable], max_records: int) -> None:
         sizes = SimpleNamespace(
@@ -66,7 +66,7 @@ class World:
         return self.table.reserve(key, num_bytes, cost, extends)
 
     def move(self, number: int) -> object:
-        """What compaction does, with a copy that has ended."""
+        """Move records as compaction does after its copy has ended."""
         segment = self.segments.by_number.get(number)
         if segment is None or not segment.is_candidate:
             return None
@@ -91,7 +91,7 @@ class World:
     def snapshot(self) -> object:
         cut = self.log.cut()
         found = self.table.source().committed(cut)
-        cut.is_cancelled = True  # nobody writes it, so what follows is no other file's
+        cut.is_cancelled = True  # nothing writes it, so that later changes stay in the same file
         rows = list(zip(found.keys[:], found.addresses.tolist(), found.payload_bytes.tolist(), strict=True))
         assert [found.keys[place] for place in range(len(found.keys))] == [row[0] for row in rows]
         assert list(found.last(len(rows) // 2).keys[:]) == [row[0] for row in rows[len(rows) - len(rows) // 2 :]]
@@ -129,9 +129,9 @@ class World:
         }  # fmt: skip
 
 
-def called(world: World, verb: str, arguments: tuple[Any, ...]) -> object:
-    """What a call answers, or how it fails."""
-    subject = world if hasattr(World, verb) else world.table
+def called(bench: TableBench, verb: str, arguments: tuple[Any, ...]) -> object:
+    """Result of a call, or its error."""
+    subject = bench if hasattr(TableBench, verb) else bench.table
     try:
         return getattr(subject, verb)(*arguments)
     except TierProtocolError as error:
@@ -177,119 +177,121 @@ def drawn(random: Random) -> tuple[str, tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_call_answers_alike_and_leaves_the_same_behind(seed: int) -> None:
+def test_random_calls_leave_equal_results_and_states(seed: int) -> None:
     random = Random(seed)
     max_records = random.choice([20, 1000])
-    worlds = [World(make, max_records) for make in (PlainRecordTable, RecordTable)]
+    benches = [TableBench(make, max_records) for make in (PlainRecordTable, RecordTable)]
     live: list[int] = []
     for step in range(STEPS):
         verb, arguments = drawn(random)
         if verb == "move" and live:
             arguments = (random.choice(live),)
         if verb in ("pin_all", "unpin_all") and random.random() < 0.7:
-            # Of what can be pinned or unpinned: by chance alone seldom all of several.
-            in_use = [each.key for each in worlds[0].table.in_use() if each.num_pins]
-            among = in_use if verb == "unpin_all" else worlds[0].table.eviction_order()
+            # Draw keys that can be pinned or unpinned: random keys seldom all can.
+            in_use = [each.key for each in benches[0].table.in_use() if each.num_pins]
+            among = in_use if verb == "unpin_all" else benches[0].table.eviction_order()
             arguments = (random.sample(among, min(len(among), random.randint(1, 6))),)
         if random.random() < 0.002:
             verb, arguments = "forget_all", ()
-        answers = [called(world, verb, arguments) for world in worlds]
+        answers = [called(bench, verb, arguments) for bench in benches]
         if verb == "withdraw":
             answers = [record and (record.key, record.address, record.payload_bytes) for record in cast(Any, answers)]
         assert answers[0] == answers[1], (seed, step, verb, arguments)
-        states = [world.state() for world in worlds]
+        states = [bench.state() for bench in benches]
         for name, plain in states[0].items():
             assert plain == states[1][name], (seed, step, verb, arguments, name)
-        live = list(worlds[0].segments.by_number)
+        live = list(benches[0].segments.by_number)
         if step % 50 == 0:
-            rows = [cast(list[Any], world.snapshot()) for world in worlds]
+            rows = [cast(list[Any], bench.snapshot()) for bench in benches]
             assert sorted(rows[0]) == sorted(rows[1])
-            for world in worlds:
-                world.log.take()
-    closed = [world.table for world in worlds]
+            for bench in benches:
+                bench.log.take()
+    closed = [bench.table for bench in benches]
     for table in closed:
         table.close()
     assert [table.why_not(b"new", PAGE_BYTES) for table in closed] == [Refusal.CLOSED] * 2
 
 
 @pytest.mark.parametrize("make", [PlainRecordTable, RecordTable])
-def test_a_snapshot_names_what_was_used_longest_ago_first(make: Callable[..., PlainRecordTable]) -> None:
-    world = World(make, 1000)
+def test_a_snapshot_lists_the_least_recently_used_first(make: Callable[..., PlainRecordTable]) -> None:
+    bench = TableBench(make, 1000)
     for key in KEYS[:20]:
-        world.reserve(key, 1)
-        world.table.commit(key)
-    world.table.touch(KEYS[5:8])
-    world.table.pin_all(KEYS[:1])
-    world.table.unpin_all(KEYS[:1])
-    rows = cast(list[Any], world.snapshot())
-    assert [row[0] for row in rows] == [*KEYS[1:5], *KEYS[8:20], *KEYS[5:8], KEYS[0]] == world.table.eviction_order()
+        bench.reserve(key, 1)
+        bench.table.commit(key)
+    bench.table.touch(KEYS[5:8])
+    bench.table.pin_all(KEYS[:1])
+    bench.table.unpin_all(KEYS[:1])
+    rows = cast(list[Any], bench.snapshot())
+    assert [row[0] for row in rows] == [*KEYS[1:5], *KEYS[8:20], *KEYS[5:8], KEYS[0]] == bench.table.eviction_order()
 
 
-def test_a_snapshot_names_a_key_before_the_one_that_it_extends() -> None:
-    world = World(RecordTable, 1000)
+def test_a_snapshot_lists_a_key_before_the_one_that_it_extends() -> None:
+    bench = TableBench(RecordTable, 1000)
     for number, key in enumerate(KEYS[:8]):
-        # Two paths in turns, of which the first one is used last.
-        world.reserve(key, 1, (KEYS[number - 2],) if number >= 2 else ())
-        world.table.commit(key)
-    world.table.touch([KEYS[6]])
-    rows = cast(list[Any], world.snapshot())
+        # Two alternating paths; the first one is used last.
+        bench.reserve(key, 1, (KEYS[number - 2],) if number >= 2 else ())
+        bench.table.commit(key)
+    bench.table.touch([KEYS[6]])
+    rows = cast(list[Any], bench.snapshot())
     expected = [KEYS[number] for number in (7, 5, 3, 1, 6, 4, 2, 0)]
-    assert [row[0] for row in rows] == expected == world.table.eviction_order()
+    assert [row[0] for row in rows] == expected == bench.table.eviction_order()
 
 
-def test_a_snapshot_misses_nothing_that_is_there_all_the_time_whatever_happens_meanwhile(
+def test_a_snapshot_misses_no_key_that_stays_during_the_walk(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Pins, uses and evictions between two steps of the walk, in which entries leave the chain that is looked at."""
+    """Pins, uses and evictions between two steps of the walk move entries out of the chain being walked."""
     for seed in SEEDS:
         random = Random(seed)
-        world = World(RecordTable, 1000)
+        bench = TableBench(RecordTable, 1000)
         for key in KEYS:
-            world.reserve(key, 1)
-            world.table.commit(key)
+            bench.reserve(key, 1)
+            bench.table.commit(key)
         always = set(KEYS[::2])
         monkeypatch.setattr("hybridkv.tiers.disk.index.snapshot_source.ENTRIES_AT_A_TIME", 3)
 
-        def meanwhile(_: float, world: World = world, random: Random = random, always: set[bytes] = always) -> None:
+        def meanwhile(
+            _: float, bench: TableBench = bench, random: Random = random, always: set[bytes] = always
+        ) -> None:
             for _ in range(4):
                 key = random.choice(KEYS)
                 match random.randint(0, 4):
                     case 0:
-                        world.table.touch([key])
+                        bench.table.touch([key])
                     case 1:
-                        world.table.pin(key)
+                        bench.table.pin(key)
                     case 2:
-                        record = world.table.find(key)
+                        record = bench.table.find(key)
                         if record is not None and record.num_pins:
-                            world.table.unpin(key)
+                            bench.table.unpin(key)
                     case _ if key not in always:
-                        world.table.withdraw(key)
+                        bench.table.withdraw(key)
 
         monkeypatch.setattr("hybridkv.tiers.disk.index.snapshot_source.time.sleep", meanwhile)
-        found = world.table.source().committed(world.log.cut())
+        found = bench.table.source().committed(bench.log.cut())
         named = found.keys[:]
         assert always <= set(named) and len(named) == len(set(named))
         for key, address in zip(named, found.addresses.tolist(), strict=True):
-            record = world.table.find(key)
+            record = bench.table.find(key)
             assert record is None or record.address == address
 
 
-def test_what_was_forgotten_is_still_read_by_a_snapshot_that_was_planned_before() -> None:
-    world = World(RecordTable, 1000)
+def test_a_snapshot_planned_before_a_clear_reads_the_cleared_keys() -> None:
+    bench = TableBench(RecordTable, 1000)
     for key in KEYS[:9]:
-        world.reserve(key, 1)
-        world.table.commit(key)
-    world.table.pin(KEYS[3])
-    source, later = world.table.source(), world.log.cut()
-    world.table.forget_all()
-    assert all(map(world.table.lacks, KEYS))
+        bench.reserve(key, 1)
+        bench.table.commit(key)
+    bench.table.pin(KEYS[3])
+    source, later = bench.table.source(), bench.log.cut()
+    bench.table.forget_all()
+    assert all(map(bench.table.lacks, KEYS))
     assert set(source.committed(later).keys[:]) == set(KEYS[:9])
 
 
-def test_a_snapshot_is_given_up_when_another_one_is_planned() -> None:
-    world = World(RecordTable, 1000)
-    first, cut = world.table.source(), world.log.cut()
-    second = world.table.source()
+def test_a_snapshot_is_cancelled_when_another_is_planned() -> None:
+    bench = TableBench(RecordTable, 1000)
+    first, cut = bench.table.source(), bench.log.cut()
+    second = bench.table.source()
     with pytest.raises(SnapshotCancelledError):
         first.committed(cut)
     assert not len(second.committed(cut).keys)
@@ -297,10 +299,10 @@ def test_a_snapshot_is_given_up_when_another_one_is_planned() -> None:
 
 @pytest.mark.parametrize("make", [PlainRecordTable, RecordTable])
 @pytest.mark.parametrize("max_records", [5, 100])
-def test_what_is_restored_beyond_the_bound_is_evicted_from_the_least_recently_used_on(
+def test_records_restored_beyond_the_bound_are_evicted_by_lru(
     make: Callable[..., PlainRecordTable], max_records: int
 ) -> None:
-    first = World(make, 100)
+    first = TableBench(make, 100)
     for key in KEYS[:12]:
         first.reserve(key, PAGE_BYTES)
         first.table.commit(key)
@@ -309,39 +311,39 @@ def test_what_is_restored_beyond_the_bound_is_evicted_from_the_least_recently_us
         record = first.table.find(key)
         assert record is not None
         found.put(FoundRecord(key, record.address, record.payload_bytes))
-    world = World(make, max_records)
-    world.segments.by_number.clear()
-    world.segments.ready.clear()
+    bench = TableBench(make, max_records)
+    bench.segments.by_number.clear()
+    bench.segments.ready.clear()
     for number in first.segments.by_number:
         segment = Segment(number, SEGMENT_BYTES, 0)
         segment.stage = SegmentStage.FULL
-        world.segments.add(segment)
-    world.table.restore(found)
-    world.table.make_room(0, 0)
+        bench.segments.add(segment)
+    bench.table.restore(found)
+    bench.table.make_room(0, 0)
     kept = KEYS[:12][-min(12, max_records) :]
-    assert world.table.eviction_order() == kept
-    counts = world.table.take_counts()
+    assert bench.table.eviction_order() == kept
+    counts = bench.table.take_counts()
     assert counts.evictions == 12 - len(kept) and counts.evicted_bytes == counts.evictions * cost_of(PAGE_BYTES)
-    live_bytes = sum(segment.live_bytes for segment in world.segments.by_number.values())
-    assert live_bytes == world.table.used_bytes == len(kept) * cost_of(PAGE_BYTES)
-    changes, _ = world.log.take()
+    live_bytes = sum(segment.live_bytes for segment in bench.segments.by_number.values())
+    assert live_bytes == bench.table.used_bytes == len(kept) * cost_of(PAGE_BYTES)
+    changes, _ = bench.log.take()
     assert len(changes) == counts.evictions
-    assert all(record.state is KeyState.COMMITTED for record in map(world.table.find, kept) if record)
+    assert all(record.state is KeyState.COMMITTED for record in map(bench.table.find, kept) if record)
 
 
 @pytest.mark.parametrize("make", [PlainRecordTable, RecordTable])
-def test_of_a_key_that_was_found_twice_the_last_counts(make: Callable[..., PlainRecordTable]) -> None:
-    world = World(make, 100)
-    world.segments.by_number.clear()
-    world.segments.ready.clear()
+def test_the_last_of_two_restored_records_of_a_key_counts(make: Callable[..., PlainRecordTable]) -> None:
+    bench = TableBench(make, 100)
+    bench.segments.by_number.clear()
+    bench.segments.ready.clear()
     segment = Segment(0, SEGMENT_BYTES, 0)
     segment.stage = SegmentStage.FULL
-    world.segments.add(segment)
+    bench.segments.add(segment)
     keys = [KEYS[0], KEYS[1], KEYS[0]]
     addresses = [SEGMENT_HEAD_BYTES + place * cost_of(PAGE_BYTES) for place in range(3)]
-    world.table.restore(FoundRecords(keys, addresses, [PAGE_BYTES] * 3))
-    assert world.table.num_keys == 2 and world.table.eviction_order() == KEYS[:2]
-    record = world.table.find(KEYS[0])
+    bench.table.restore(FoundRecords(keys, addresses, [PAGE_BYTES] * 3))
+    assert bench.table.num_keys == 2 and bench.table.eviction_order() == KEYS[:2]
+    record = bench.table.find(KEYS[0])
     assert record is not None and record.address == addresses[2]
-    assert segment.live_bytes == world.table.used_bytes == 2 * cost_of(PAGE_BYTES)
-    assert world.table.take_counts().invalidations == 0
+    assert segment.live_bytes == bench.table.used_bytes == 2 * cost_of(PAGE_BYTES)
+    assert bench.table.take_counts().invalidations == 0

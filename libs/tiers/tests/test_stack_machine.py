@@ -1,4 +1,4 @@
-"""Whatever order things happen in, a stack offers under a key only the bytes of that key, and loses no space."""
+"""State machine of a tier stack: in any order of events a found key has its own bytes, and no space is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hybridkv.tiers.stack import (
 CHUNK = 16
 NUM_RANKS = 2
 PREFETCHED = 2
-"""Chunks of the fast tier that may have been brought though nobody waited."""
+"""Chunks of the primary tier that may be prefetched and unused."""
 HIT = LookupResult.HIT
 keys = st.sampled_from([bytes([number]) for number in range(6)])
 owners = st.sampled_from(["first", "second"])
@@ -32,7 +32,7 @@ reasons = st.sampled_from([None, None, None, FailureReason.IO, FailureReason.CHE
 
 
 class StackMachine(RuleBasedStateMachine):
-    """Two ranks, whose media end each move in their own time."""
+    """Two ranks with media that end each move independently."""
 
     num_slower = 1
 
@@ -111,7 +111,7 @@ class StackMachine(RuleBasedStateMachine):
         rank, move = self.moving.pop(data.draw(st.integers(0, len(self.moving) - 1)))
         if move.direction is Direction.PROMOTE:
             content = self.far_bytes[move.tier][rank].get(move.secondary.first_offset)
-            # A medium fails what it was not given to store, and may have written before it fails.
+            # A medium fails a load of bytes that were not stored, and may have written before it fails.
             self.near_bytes[rank][move.primary.first_offset] = move.key if reason is None else b"torn"
             assert reason is not None or content == move.key
         else:
@@ -143,7 +143,7 @@ class StackMachine(RuleBasedStateMachine):
         self.stack.clear()
 
     @invariant()
-    def a_key_that_is_offered_has_its_own_bytes_on_every_rank(self) -> None:
+    def found_keys_have_their_own_bytes_on_every_rank(self) -> None:
         for index, places in (
             (self.primary, self.near_bytes),
             (self.far, self.far_bytes["disk"]),
@@ -157,31 +157,31 @@ class StackMachine(RuleBasedStateMachine):
                     assert all(there[slot.first_offset] == key for there in places)
 
     @invariant()
-    def a_ready_hold_has_all_its_chunks_in_the_fast_tier(self) -> None:
+    def ready_leases_have_all_their_chunks_in_the_primary_tier(self) -> None:
         for hold in self.holds.values():
             if hold.is_ready:
-                assert all(self.primary.pin(key) is not None or self.is_doomed(key) for key in hold.pinned)
+                assert all(self.primary.pin(key) is not None or self.is_deleted(key) for key in hold.pinned)
                 for key in hold.pinned:
                     if self.primary.lookup(key) is LookupResult.HIT:
                         self.primary.unpin(key)
 
-    def is_doomed(self, key: Key) -> bool:
-        """Withdrawn under the hold: its bytes stay, nobody new is offered them."""
+    def is_deleted(self, key: Key) -> bool:
+        """Withdrawn during the lease: its bytes stay, and new lookups miss."""
         return self.primary.lookup(key) is LookupResult.MISS
 
     @invariant()
-    def a_wait_has_an_end(self) -> None:
+    def every_wait_ends(self) -> None:
         for owner in self.holds:
             hold = self.stack.lease(owner)
             assert hold is not None and (not hold.waiting or self.now_s - hold.since_s < 10.0)
 
     @invariant()
-    def no_more_was_brought_unused_than_may_be(self) -> None:
+    def unused_prefetches_stay_within_their_bound(self) -> None:
         unused = self.stack._prefetches._unused
         assert self.stack._prefetches._unused_cost == len(unused) * CHUNK <= PREFETCHED * CHUNK
 
     @invariant()
-    def no_more_moves_for_nobody_than_is_known_of(self) -> None:
+    def prefetches_in_flight_are_accounted(self) -> None:
         moving = self.stack._prefetches._moving
         assert all(tier.in_flight.num_prefetching >= 0 for tier in self.stack._tiers)
         assert sum(tier.in_flight.prefetching_bytes for tier in self.stack._tiers) <= len(moving) * CHUNK
@@ -206,7 +206,7 @@ class StackMachine(RuleBasedStateMachine):
 
 
 class DeepStackMachine(StackMachine):
-    """Over two slower tiers."""
+    """Over two secondary tiers."""
 
     num_slower = 2
 

@@ -1,4 +1,4 @@
-"""A disk that takes nothing any more serves what it has, with stores beside each hold."""
+"""A disk that refuses all stores still serves its chunks, with stores beside each lease."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from kits.plain_disk_medium import PlainDiskMedium
 OPTIONS = DiskOptions(capacity_bytes=4 << 20, segment_bytes=128 << 10, fsync=Fsync.NONE, direct=False)
 NUM_CHUNKS = 150
 STORES_PER_HOLD = 4
-"""More in a row than open a breaker, as a request stores its chunks together."""
+"""More in a row than open a breaker, because a request stores its chunks together."""
 
 
 def stored(tiers: Tiers, num_chunks: int) -> list[bytes]:
-    """As many chunks, those that the disk offers."""
+    """Store this many chunks; return the keys that the disk still holds."""
     keys = [b"chunk %d" % number for number in range(num_chunks)]
     assert tiers.store(keys) == [None] * num_chunks
     kept = [key for key in keys if tiers.index.lookup(key) is LookupResult.HIT]
@@ -34,7 +34,7 @@ def stored(tiers: Tiers, num_chunks: int) -> list[bytes]:
 
 
 def served(tiers: Tiers, keys: list[bytes]) -> int:
-    """How many holds become ready where some chunks are stored beside each, a second passing between two."""
+    """Number of leases that become ready, with some stores beside each and a second between two."""
     num_served = 0
     for number, key in enumerate(keys):
         tiers.store([b"new %d, %d" % (number, part) for part in range(STORES_PER_HOLD)])
@@ -45,7 +45,7 @@ def served(tiers: Tiers, keys: list[bytes]) -> int:
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
-def test_a_disk_that_takes_nothing_serves_what_it_has(tmp_path: Path, number: int) -> None:
+def test_a_disk_that_refuses_stores_serves_its_chunks(tmp_path: Path, number: int) -> None:
     tiers = Tiers(tmp_path / "store", OPTIONS, near_chunks=8, medium_type=PlainDiskMedium)
     keys = stored(tiers, NUM_CHUNKS)
     tiers.io.failing["pwritev"] = number
@@ -56,12 +56,12 @@ def test_a_disk_that_takes_nothing_serves_what_it_has(tmp_path: Path, number: in
     tiers.io.failing.clear()
     tiers.clock.now_s += 1000
     assert tiers.store([b"a probe", b"newer"]) == [None, None]
-    assert tiers.index.lookup(b"newer") is LookupResult.HIT, "and it takes again what it can take"
+    assert tiers.index.lookup(b"newer") is LookupResult.HIT, "it accepts stores again"
     tiers.close()
 
 
-def test_a_disk_that_gives_nothing_is_left_alone(tmp_path: Path) -> None:
-    """The other side of the test before: reads that fail are what loads are kept away for."""
+def test_a_disk_that_fails_reads_opens_the_breaker_of_promotions(tmp_path: Path) -> None:
+    """Control for the test before: failed reads do block loads."""
     tiers = Tiers(tmp_path / "store", OPTIONS, near_chunks=8, medium_type=PlainDiskMedium)
     keys = stored(tiers, NUM_CHUNKS)
     tiers.io.failing["preadv"] = errno.EIO
@@ -96,10 +96,10 @@ tiers.close()
 
 
 def mounted(path: Path, num_chunks: int) -> tuple[int, int]:
-    """Holds that became ready on a file system that was mounted read-only, and how many there were."""
+    """Leases that became ready on a file system mounted read-only, and the number of leases."""
     namespace = ["unshare", "--user", "--map-root-user", "--mount"]
     if not shutil.which("unshare") or subprocess.run([*namespace, "true"], capture_output=True, check=False).returncode:
-        pytest.skip("this machine lets nobody mount a file system in a namespace of his own")
+        pytest.skip("this machine allows no mounts in a user namespace")
     path.mkdir(mode=0o700)
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
     arguments = [str(path), str(num_chunks)]
@@ -111,11 +111,11 @@ def mounted(path: Path, num_chunks: int) -> tuple[int, int]:
     return num_served, num_holds
 
 
-def test_a_file_system_that_is_mounted_read_only_serves_what_it_has(tmp_path: Path) -> None:
+def test_a_read_only_file_system_serves_its_chunks(tmp_path: Path) -> None:
     num_served, num_holds = mounted(tmp_path / "mounted", NUM_CHUNKS)
     assert num_served == num_holds > 100
 
 
-def test_a_read_only_disk_that_is_full_gives_up_little_to_make_room_in_vain(tmp_path: Path) -> None:
+def test_a_full_read_only_disk_gives_up_few_chunks(tmp_path: Path) -> None:
     num_served, num_holds = mounted(tmp_path / "mounted", 400)
-    assert num_holds > 100 and num_served >= num_holds - 2 * 10, "no more than two segments' worth"
+    assert num_holds > 100 and num_served >= num_holds - 2 * 10, "at most two segments of chunks"

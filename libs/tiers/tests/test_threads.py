@@ -1,4 +1,4 @@
-"""Threads that never keep a process alive: what is submitted is carried out once, and idle threads end."""
+"""Daemon threads never keep a process alive: each submitted call runs once, and idle threads end."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_every_call_has_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
         pool.submit(abs, 1)
 
 
-def test_no_more_work_at_one_time_than_there_are_threads() -> None:
+def test_at_most_max_threads_calls_run_at_once() -> None:
     pool, gate, begun = DaemonPool(2, "test-pool"), threading.Event(), threading.Semaphore(0)
 
     def work() -> int:
@@ -41,7 +41,7 @@ def test_no_more_work_at_one_time_than_there_are_threads() -> None:
     for _ in range(2):
         assert begun.acquire(timeout=TIMEOUT_S)
     assert not begun.acquire(timeout=0.05)
-    assert not pool.close(0.0), "some are at work"
+    assert not pool.close(0.0), "some calls still run"
     assert futures[-1].cancel()
     gate.set()
     wait(futures, TIMEOUT_S)
@@ -49,7 +49,7 @@ def test_no_more_work_at_one_time_than_there_are_threads() -> None:
     assert pool.close(TIMEOUT_S)
 
 
-def test_what_waits_can_be_cancelled_at_the_end() -> None:
+def test_queued_calls_can_be_cancelled_at_shutdown() -> None:
     pool, gate, begun = DaemonPool(1, "test-pool"), threading.Event(), threading.Event()
 
     def work() -> bool:
@@ -64,7 +64,7 @@ def test_what_waits_can_be_cancelled_at_the_end() -> None:
     assert first.result(TIMEOUT_S)
 
 
-def test_idle_threads_end_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_threads_end_and_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_IDLE_S", 0.01)
     pool = DaemonPool(4, "test-idle")
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""The values that the halves of a tier exchange."""
+"""Values exchanged between the two halves of a tier."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ counts = st.builds(
 )
 
 
-def test_a_slot_travels_as_a_plain_array() -> None:
+def test_a_slot_is_encoded_as_a_plain_array() -> None:
     slot = Slot(((4096, 4096), (12288, 100)))
     message = msgspec.msgpack.encode(slot)
     assert msgspec.msgpack.decode(message) == [[[4096, 4096], [12288, 100]]]
     assert msgspec.msgpack.decode(message, type=Slot) == slot
 
 
-def test_a_slot_knows_its_size_and_its_name() -> None:
+def test_a_slot_has_a_size_and_a_first_offset() -> None:
     slot = Slot(((4096, 4096), (12288, 100)))
     assert (slot.num_bytes, slot.first_offset) == (4196, 4096)
     with pytest.raises(ValueError, match="without extents"):
         _ = Slot(()).first_offset
 
 
-def test_a_failure_reads_as_reason_and_detail() -> None:
+def test_a_failure_prints_reason_and_detail() -> None:
     assert str(Failure(FailureReason.IO, "disk gone")) == "io: disk gone"
     assert str(Failure(FailureReason.MISSING)) == "missing"
 
 
 @given(counts, counts, counts)
-def test_merging_counts_ignores_order_and_grouping(a: TierCounts, b: TierCounts, c: TierCounts) -> None:
+def test_merging_counts_is_commutative_and_associative(a: TierCounts, b: TierCounts, c: TierCounts) -> None:
     assert a.merge(b) == b.merge(a)
     assert a.merge(b).merge(c) == a.merge(b.merge(c))
     assert a.merge(TierCounts()) == a
 
 
 @given(counts, counts)
-def test_merging_counts_changes_neither(a: TierCounts, b: TierCounts) -> None:
+def test_merging_counts_changes_no_operand(a: TierCounts, b: TierCounts) -> None:
     before = msgspec.json.encode([a, b])
     a.merge(b)
     assert msgspec.json.encode([a, b]) == before

@@ -1,4 +1,4 @@
-"""Every tier of this library, alone and in an idle fault injector, passes the same suite."""
+"""Conformance of every tier of this library, alone and in an idle fault injector."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class TestRamInAnIdleFaultInjector(TestRam):
 
 
 class DiskStores(TierSuite):
-    """Stores in a directory of the test's own."""
+    """Stores in a directory of the test."""
 
     chunk_cost_bytes = 4096 + CHUNK_BYTES
     path: Path
@@ -122,11 +122,11 @@ class DiskStores(TierSuite):
 
 
 class TestChangesOfDisk(DiskStores, ChangesConformance):
-    """Nobody else writes there."""
+    """No other engine writes there."""
 
 
 class TestDisk(DiskStores, ExactTierConformance, LeafFirstConformance):
-    """Exact, because it has nine times the room that it may fill; with less, segments are given up earlier."""
+    """Exact, because the disk has nine times the capacity; with less, segments are given up earlier."""
 
     def corrupt(self, medium: TierMedium, slot: Slot) -> None:
         path = self.path / f"store {len(self.stores) - 1}"

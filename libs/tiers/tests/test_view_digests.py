@@ -1,4 +1,4 @@
-"""Checksums of memory are those of xxhash."""
+"""Checksums of memory equal those of xxhash."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOISE = np.random.default_rng(0).integers(0, 256, 4 << 20, dtype=np.uint8)
 
 
 @pytest.mark.parametrize("native", [None, "class MemoryCopier: ..."], ids=["missing", "too old"])
-def test_without_the_extension_it_refuses_to_start_and_says_what_to_install(tmp_path: Path, native: str | None) -> None:
+def test_an_import_without_the_extension_fails_with_an_install_hint(tmp_path: Path, native: str | None) -> None:
     program = "import sys; sys.modules['hybridkv.native'] = None; import hybridkv.tiers"
     if native is not None:
         (tmp_path / "old_native.py").write_text(native)
@@ -32,7 +32,7 @@ def test_without_the_extension_it_refuses_to_start_and_says_what_to_install(tmp_
 
 
 @given(st.lists(st.binary(max_size=3000), max_size=6))
-def test_a_checksum_of_views_is_that_of_xxhash(parts: list[bytes]) -> None:
+def test_a_checksum_of_views_equals_xxhash(parts: list[bytes]) -> None:
     views = [memoryview(bytearray(part)) for part in parts]
     assert view_digest(views) == xxhash.xxh3_128_digest(b"".join(parts))
 
@@ -42,9 +42,7 @@ SIZES = st.one_of(st.integers(0, 300), st.integers(0, 70_000), st.integers(1 << 
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.lists(SIZES, max_size=3), max_size=12), st.randoms(use_true_random=False))
-def test_checksums_of_records_are_those_of_xxhash_by_any_number_of_threads(
-    records: list[list[int]], random: Random
-) -> None:
+def test_checksums_of_records_equal_xxhash_with_any_number_of_threads(records: list[list[int]], random: Random) -> None:
     starts = [[random.randrange(NOISE.nbytes - size) for size in sizes] for sizes in records]
     places = [place for one, sizes in zip(starts, records, strict=True) for place in zip(one, sizes, strict=True)]
     arrays = np.array(places, dtype=np.int64).reshape(-1, 2).T.copy()
