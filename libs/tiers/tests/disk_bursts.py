@@ -34,24 +34,31 @@ GRANULE_BYTES = 4096
 class Burst:
     """Scheduler half and worker half of a two-tier stack, and the prompts stored through them.
 
-    Args: path: of the store. options: of the disk. near_bytes: capacity of host memory. sizes: bytes per chunk of each
+    Args: path: of the store. options: of the disk. primary_bytes: capacity of host memory. sizes: bytes per chunk of each
     group. janitor: of the disk; None: a thread.
     """
 
     def __init__(
-        self, path: Path, options: DiskOptions, near_bytes: int, sizes: tuple[int, int], janitor: Janitor | None = None
+        self,
+        path: Path,
+        options: DiskOptions,
+        primary_bytes: int,
+        sizes: tuple[int, int],
+        janitor: Janitor | None = None,
     ) -> None:
-        self.far = DiskIndex(str(path), disk_store.FINGERPRINT, options, janitor)
-        self.primary = RamIndex(near_bytes, GRANULE_BYTES)
-        arena = RamArena(near_bytes, GRANULE_BYTES)
+        self.secondary = DiskIndex(str(path), disk_store.FINGERPRINT, options, janitor)
+        self.primary = RamIndex(primary_bytes, GRANULE_BYTES)
+        arena = RamArena(primary_bytes, GRANULE_BYTES)
         self._clock = disk_store.Clock()
         self.stack = TierStack(
             self.primary,
-            [SecondaryTier("disk", self.far, SecondaryTierOptions(load_timeout_s=NEVER_S))],
+            [SecondaryTier("disk", self.secondary, SecondaryTierOptions(load_timeout_s=NEVER_S))],
             1,
             self._clock,
         )
-        self._mover = TierMover(arena, {"disk": DiskMedium(str(path), self.far.namespace, 0, options)}, self._clock)
+        self._mover = TierMover(
+            arena, {"disk": DiskMedium(str(path), self.secondary.namespace, 0, options)}, self._clock
+        )
         self._copies = CopyingMedium(arena)
         self._sizes = sizes
         self._pool = bytes(range(256)) * (max(sizes) // 256 + 2)
@@ -92,7 +99,7 @@ class Burst:
             start = next(self._tickets) % 256
             self._copies.store(Ticket(start), key, slot, [memoryview(self._pool)[start : start + size]])
             assert self._copies.poll()[0].failure is None
-            self._path_bytes[name] = self._path_bytes.get(name, 0) + self.far.cost(size)
+            self._path_bytes[name] = self._path_bytes.get(name, 0) + self.secondary.cost(size)
             full_end = part[1] if part[0] else part[1] - CHUNK_TOKENS
             needs = before or ([self.key(name, (0, full_end))] if full_end else [])
             assert self.stack.commit(key, (*last, *needs[-1:]) if needs else ())
@@ -118,7 +125,7 @@ class Burst:
         """Tokens of a prompt that an engine could resume from the disk alone."""
 
         def lookup(group_index: int, end_token: int) -> LookupResult:
-            return self.far.lookup(self.key(name, (group_index, end_token)))
+            return self.secondary.lookup(self.key(name, (group_index, end_token)))
 
         num_tokens = max(end for _, end in self._paths[name])
         answer = longest_hit(HYBRID, num_tokens + 1, 0, lookup)
@@ -135,7 +142,7 @@ class Burst:
     @property
     def fitting_tokens(self) -> float:
         """Offered tokens that the disk has room for."""
-        return self.offered_tokens * min(1.0, self.far.capacity_bytes / sum(self._path_bytes.values()))
+        return self.offered_tokens * min(1.0, self.secondary.capacity_bytes / sum(self._path_bytes.values()))
 
     def cascades(self) -> dict[MoveResult, int]:
         return self.stack.take_counts().moves.cascades

@@ -31,7 +31,7 @@ class FaultyIO(FileIO):
         self.has_stalled = threading.Event()
         self.calls: list[tuple[str, int]] = []
 
-    def meet(self, name: str, num_bytes: int = 0) -> None:
+    def apply_faults(self, name: str, num_bytes: int = 0) -> None:
         self.calls.append((name, num_bytes))
         event = self.stalled.get(name)
         if event is not None:
@@ -45,17 +45,17 @@ class FaultyIO(FileIO):
         return sum(called == name for called, _ in self.calls)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        self.meet("preadv", sum(map(len, buffers)))
+        self.apply_faults("preadv", sum(map(len, buffers)))
         return super().preadv(fd, buffers, offset)
 
     def pwritev(self, fd: int, buffers: Sequence[bytes | memoryview], offset: int) -> int:
-        self.meet("pwritev", sum(map(len, buffers)))
+        self.apply_faults("pwritev", sum(map(len, buffers)))
         return super().pwritev(fd, buffers, offset)
 
 
 def _wrapped(name: str) -> Callable[..., Any]:
     def call(self: FaultyIO, *arguments: Any, **named: Any) -> Any:
-        self.meet(name)
+        self.apply_faults(name)
         number = self.failing_names.get(arguments[0]) if isinstance(arguments[0], str) else None
         if number is not None:
             raise OSError(number, os.strerror(number))

@@ -26,13 +26,13 @@ class Tiers:
     """
 
     def __init__(
-        self, path: Path, options: DiskOptions, near_chunks: int = 24, medium_type: type[DiskMedium] = DiskMedium
+        self, path: Path, options: DiskOptions, primary_chunks: int = 24, medium_type: type[DiskMedium] = DiskMedium
     ) -> None:
         self.path, self.options, self.medium_type = path, options, medium_type
         self.io = disk_faults.FaultyIO()
         self.clock = disk_store.Clock()
         self.index = disk_store.make_index(path, options, clock=self.clock)
-        self.primary, self.arena = RamIndex(near_chunks * PLACE_BYTES, PLACE_BYTES), RamArena(near_chunks * PLACE_BYTES)
+        self.primary, self.arena = RamIndex(primary_chunks * PLACE_BYTES, PLACE_BYTES), RamArena(primary_chunks * PLACE_BYTES)
         self.stack = TierStack(self.primary, [SecondaryTier("disk", self.index)], 1, self.clock)
         self.open_medium()
 
@@ -64,23 +64,23 @@ class Tiers:
             ended += self.move()
         return ended
 
-    def forget_near(self) -> None:
+    def clear_primary(self) -> None:
         """Empty the primary tier and close all segment files."""
         self.primary.clear()
         for number in range(64):
             self.medium._cache.forget(number)
         self.medium._cache.close_unused()
 
-    def hold(self, keys: Sequence[Key]) -> PromotionLease:
-        hold = self.stack.acquire("request", keys)
-        assert isinstance(hold, PromotionLease)
-        return hold
+    def lease(self, keys: Sequence[Key]) -> PromotionLease:
+        lease = self.stack.acquire("request", keys)
+        assert isinstance(lease, PromotionLease)
+        return lease
 
     def serves(self, key: Key) -> bool:
         """Whether a promotion lease on the chunk becomes ready. The lease is released afterwards."""
-        hold = self.stack.acquire("request", [key])
+        lease = self.stack.acquire("request", [key])
         self.move()
-        is_ready = isinstance(hold, PromotionLease) and hold.is_ready
+        is_ready = isinstance(lease, PromotionLease) and lease.is_ready
         self.stack.release("request")
         return is_ready
 

@@ -67,7 +67,7 @@ class KillingIO(FileIO):
         self._lock = threading.Lock()
         self.num_calls = 0
 
-    def _meet(self) -> int:
+    def _count_call(self) -> int:
         """0: continue; 1 to 3: kill before, during or after the call."""
         if self._on_janitor and threading.current_thread().name != JANITOR_NAME:
             return 0
@@ -81,7 +81,7 @@ class KillingIO(FileIO):
         signal.pause()
 
     def _around(self, call: Callable[[], object], part: Callable[[], object] | None = None) -> None:
-        how = self._meet()
+        how = self._count_call()
         if how == 2 and part is not None:
             part()
         if how in (1, 2):

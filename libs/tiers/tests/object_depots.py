@@ -87,7 +87,7 @@ def _files(directory: Path) -> list[Path]:
     return sorted(Path(root, name) for root, _, names in os.walk(directory) for name in names)
 
 
-def heard(index: TierIndex, keys: Iterable[Key]) -> list[LookupResult]:
+def look_up(index: TierIndex, keys: Iterable[Key]) -> list[LookupResult]:
     """Look keys up and wait for the results."""
     keys = list(keys)
     index.start_lookup(keys, time.monotonic() + TIMEOUT_S)

@@ -79,27 +79,27 @@ class Engine:
             self.stack.commit(key, tuple(path[number - 1 : number]))
         self.step()
 
-    def hear(self, keys: list[bytes]) -> list[LookupResult]:
+    def look_up(self, keys: list[bytes]) -> list[LookupResult]:
         self.stack.start_lookup(keys)
         patience.wait_until(lambda: not self.stack.any_pending(keys), "every lookup has a result")
         return [self.stack.lookup(key) for key in keys]
 
     def load(self, keys: list[bytes]) -> list[bytes] | None:
         """Bytes of the first rank, checked against all ranks. None if they cannot be loaded."""
-        hold = self.stack.acquire("r", keys)
-        if isinstance(hold, Refusal):
+        lease = self.stack.acquire("r", keys)
+        if isinstance(lease, Refusal):
             return None
 
         def is_over() -> bool:
             self.step()
-            hold = self.stack.lease("r")
-            assert hold is not None
-            return not hold.waiting or hold.failure is not None
+            lease = self.stack.lease("r")
+            assert lease is not None
+            return not lease.waiting or lease.failure is not None
 
         patience.wait_until(is_over, "the load is over")
-        hold = self.stack.lease("r")
-        assert hold is not None
-        if hold.failure is not None:
+        lease = self.stack.lease("r")
+        assert lease is not None
+        if lease.failure is not None:
             self.stack.release("r")
             self.run()  # other moves are in flight
             return None

@@ -1,6 +1,7 @@
-"""An engine of `peer_engines` that is a process of its own, so that it can be stopped and killed.
+"""Engine of `peer_engines` in its own process, which a test can stop and kill.
 
-The child obeys lines of JSON on its standard input and answers each with one; it ends when its standard input does.
+The child executes commands, lines of JSON on its standard input, and answers each with one line. It ends when its
+standard input is closed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ANSWER_TIMEOUT_S = patience.seconds(12.0)
 
 
 class EngineProcess:
-    """Use it as a context."""
+    """Context manager."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -49,7 +50,7 @@ class EngineProcess:
                     pipe.close()
 
     def tell(self, do: str, key: Key = b"", number: int = 0) -> Any:
-        """What the child answers."""
+        """Send a command; return the child's answer."""
         assert self._process.stdin is not None and self._process.stdout is not None
         line = json.dumps({"do": do, "key": key.decode(), "number": number})
         self._process.stdin.write(line.encode() + b"\n")
@@ -58,7 +59,7 @@ class EngineProcess:
         return json.loads(self._process.stdout.readline())
 
     def stop(self) -> None:
-        """It does nothing more, and is not gone."""
+        """Suspend the process with SIGSTOP."""
         os.kill(self._process.pid, signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WNOWAIT)
 
@@ -70,17 +71,17 @@ class EngineProcess:
         self._process.wait()
 
 
-def _obey(engine: Engine, do: str, key: Key, number: int) -> Any:
+def _execute(engine: Engine, do: str, key: Key, number: int) -> Any:
     match do:
         case "port":
             return engine.port
         case "put":
             engine.put(key, chunk_bytes(number, CHUNK_BYTES))
         case "lie":
-            # Whatever is asked for is there, says the scheduler's half.
+            # The scheduler's half reports every key as found.
             engine.ram.find = lambda key: Slot(((0, CHUNK_BYTES),))  # type: ignore[method-assign]
         case "forge":
-            # What is not the chunk is sealed as if it were, says the rank's half.
+            # The rank's half reports any bytes as sealed for the key.
             engine.arena.sealed_checksum = lambda key, slot: bytes(16)  # type: ignore[method-assign]
         case other:
             raise ValueError(other)
@@ -91,5 +92,5 @@ if __name__ == "__main__":
     made = Engine(make_transport=NixlTransport)
     for text in sys.stdin:
         command = json.loads(text)
-        print(json.dumps(_obey(made, command["do"], command["key"].encode(), command["number"])), flush=True)
+        print(json.dumps(_execute(made, command["do"], command["key"].encode(), command["number"])), flush=True)
     os._exit(0)

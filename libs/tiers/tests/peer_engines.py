@@ -1,4 +1,4 @@
-"""Engines that are peers, over loopback: host memory, a scheduler's half and a rank's half each, in this process."""
+"""Peer engines over loopback in this process: each has host memory, a scheduler half and a rank half."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TIMEOUT_S = patience.seconds(6.0)
 
 
 def patient(**chosen: Any) -> PeerOptions:
-    """Options of an engine with peers that answer: no busy machine makes it give up what it expects."""
+    """Options with timeouts that a busy machine does not exceed."""
     load_s = patience.seconds(6.0)
     bounds = {"retry_s": 0.05, "reach_timeout_s": load_s, "load_timeout_s": load_s, "lease_s": 2 * load_s}
     return PeerOptions(**bounds | chosen)
@@ -57,7 +57,7 @@ def fingerprint(model: str = "model") -> Fingerprint:
 
 
 def free_port() -> int:
-    """One behind which another one is free. Somebody else may be quicker; who binds it tries again."""
+    """A port with a free successor. Another process may take it first, so that callers try again."""
     while True:
         port = random.randrange(20000, 32000)
         try:
@@ -69,12 +69,12 @@ def free_port() -> int:
 
 
 def chunk_bytes(seed: int, num_bytes: int = CHUNK_BYTES) -> bytes:
-    """Bytes that tell which chunk they are of."""
+    """Bytes that identify their chunk."""
     return bytes((seed + 31 * position) % 251 for position in range(num_bytes))
 
 
 def found(asker: Engine, *keys: Key) -> list[LookupResult]:
-    """What its peers say."""
+    """Results of a lookup at the peers."""
     until(asker.client.ready)
     asker.index.start_lookup(keys, 1e12)
     until(lambda: not asker.index.any_pending(keys))
@@ -82,7 +82,7 @@ def found(asker: Engine, *keys: Key) -> list[LookupResult]:
 
 
 def load(asker: Engine, key: Key, num_bytes: int = CHUNK_BYTES) -> bytes | FailureReason:
-    """Its bytes, by way of the engine's own memory."""
+    """Bytes of the chunk, loaded into the engine's own memory."""
     far, near = asker.index.pin(key), asker.ram.reserve(key, num_bytes)
     assert far is not None and isinstance(near, Slot)
     views = asker.arena.views(near)
@@ -95,7 +95,7 @@ def load(asker: Engine, key: Key, num_bytes: int = CHUNK_BYTES) -> bytes | Failu
 
 
 class Engine:
-    """One rank. `peers` are ports of others' schedulers."""
+    """Engine with one rank. `peers` are ports of other schedulers."""
 
     index: PeerIndex
     medium: PeerMedium
@@ -132,7 +132,7 @@ class Engine:
         raise AssertionError("no port is free")
 
     def put(self, key: Key, chunk: bytes) -> Slot:
-        """Hold a chunk."""
+        """Store a chunk in host memory."""
         slot = self.ram.reserve(key, len(chunk))
         assert isinstance(slot, Slot)
         self.copying.store(Ticket(0), key, slot, [chunk])
@@ -143,7 +143,7 @@ class Engine:
 
     @property
     def client(self) -> PeerLookupClient:
-        """What carries the index's questions."""
+        """Lookup client of the index."""
         client = self.index._client
         assert isinstance(client, PeerLookupClient)
         return client

@@ -1,4 +1,4 @@
-"""Peers that are lists in this process: what they hold, when they answer, and what they are told."""
+"""Peers as lists in this process: their chunks, the time of their answers, and the messages sent to them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ from hybridkv.tiers.peer import ConnectionLost, PeerAnswer
 
 
 class PlainPeers:
-    """A `PeerClient`. Nothing is answered before `answer`.
+    """`PeerClient` that answers only when a test calls `answer`.
 
-    Args:
-        clock: seconds.
-        held: what each peer holds.
-        lease_s: how long it stays.
+    Args: clock: seconds. held: chunks of each peer. lease_s: length of a lease.
     """
 
     def __init__(self, clock: Callable[[], float], held: Sequence[dict[Key, Slot]], lease_s: float = 1e6) -> None:
@@ -41,7 +38,7 @@ class PlainPeers:
         self.given_up += [(peer, key) for key in keys]
 
     def answer(self, *peers: int) -> None:
-        """Everything that these were asked, or all of them."""
+        """Answer the lookups sent to these peers, or to all."""
         waiting, self.waiting = self.waiting, []
         for peer, request, keys in waiting:
             if peers and peer not in peers:

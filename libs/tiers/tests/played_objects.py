@@ -9,7 +9,7 @@ from hybridkv.tiers import Key
 from hybridkv.tiers.object import EpochChanged, LookupAnswered, LookupFailed, News, PackPlace, StoreCounts, Stored
 
 
-class PlayedDepot:
+class FakeObjectClient:
     """`ObjectClient` under the control of a test.
 
     Args: clock: the test's. held: the chunks in the store, with their places.

@@ -19,15 +19,15 @@ def held(index: RamIndex, *keys: bytes) -> list[bytes]:
 
 
 def test_cascaded_chunks_leave_the_primary_tier_from_the_end_of_their_prefix() -> None:
-    setup = Stack(near_chunks=3)
+    setup = Stack(primary_chunks=3)
     store_path(setup, A, B, C)
     setup.end(setup.moves(Direction.CASCADE))
-    setup.put_near(D)
+    setup.put_primary(D)
     assert held(setup.primary, A, B, C) == [A, B]
 
 
 def test_a_retried_chunk_does_not_outlive_its_prefix() -> None:
-    setup = Stack(far_chunks=3)
+    setup = Stack(secondary_chunks=3)
     store_path(setup, A, B, C)
     first, second, third = setup.moves(Direction.CASCADE)
     setup.end([third], BUSY)
@@ -35,20 +35,20 @@ def test_a_retried_chunk_does_not_outlive_its_prefix() -> None:
     setup.clock.now_s += 1
     setup.stack.tick()
     setup.end(setup.moves(Direction.CASCADE))
-    assert held(setup.far, A, B, C) == [A, B, C]
-    setup.put_far(D)
-    assert held(setup.far, A, B, C) == [A, B]
+    assert held(setup.secondary, A, B, C) == [A, B, C]
+    setup.put_secondary(D)
+    assert held(setup.secondary, A, B, C) == [A, B]
 
 
 def test_a_chunk_cascaded_again_while_in_flight_stays_pinned_once() -> None:
     setup = Stack()
     setup.store(A)
     moves = setup.moves(Direction.CASCADE)
-    setup.far.invalidate(A)
+    setup.secondary.invalidate(A)
     setup.stack.cascade(A)
     setup.end(moves, IO)
     setup.end(setup.moves(Direction.CASCADE))
-    assert held(setup.far, A) == [A]
+    assert held(setup.secondary, A) == [A]
     setup.primary.invalidate(A)
     assert setup.primary.used_bytes == 0, "nothing has it pinned"
 
@@ -67,7 +67,7 @@ def test_chunks_in_flight_after_a_failed_one_carry_no_later_chunks(lands_first: 
         setup.end(behind)
     setup.end(setup.moves(Direction.CASCADE))
     setup.end(setup.moves(Direction.CASCADE))
-    assert held(setup.far, A, B, C, D, b"e", b"x") == [b"x"]
+    assert held(setup.secondary, A, B, C, D, b"e", b"x") == [b"x"]
 
 
 def test_a_retry_is_no_failure_and_keeps_dependent_chunks() -> None:
@@ -79,7 +79,7 @@ def test_a_retry_is_no_failure_and_keeps_dependent_chunks() -> None:
     setup.clock.now_s += 1
     setup.stack.tick()
     setup.end(setup.moves(Direction.CASCADE))
-    assert held(setup.far, A, B, C) == [A, B, C]
+    assert held(setup.secondary, A, B, C) == [A, B, C]
     assert setup.stack.take_counts().moves.cascades == {"done": 3}
 
 
@@ -93,7 +93,7 @@ def test_a_dropped_retry_drops_its_dependent_chunks() -> None:
     setup.clock.now_s += 1
     setup.stack.tick()
     assert setup.stack.take_moves() == []
-    assert held(setup.far, A, B, C) == []
+    assert held(setup.secondary, A, B, C) == []
     assert setup.stack.take_counts().moves.cascades == {"done": 2, "dropped_evicted": 1}
 
 

@@ -56,7 +56,7 @@ def test_a_queued_chunk_evicted_from_the_primary_tier_is_dropped_with_its_extens
 
 
 def test_queued_chunks_leave_room_for_stores() -> None:
-    setup = Stack(near_chunks=3, max_cascading=1)
+    setup = Stack(primary_chunks=3, max_cascading=1)
     store_path(setup, A, B, C)
     assert isinstance(setup.stack.reserve(D, CHUNK), Slot), "only moving chunks are pinned"
 
@@ -67,7 +67,7 @@ def test_a_full_queue_drops_new_chunks_and_keeps_beginnings() -> None:
     assert setup.stack.num_waiting("disk") == 2 and setup.stack.take_counts().moves.cascades == {"dropped_busy": 2}
     for _ in range(3):
         setup.end(setup.moves(Direction.CASCADE))
-    assert setup.far.leading([A, B, C, D]) == 3
+    assert setup.secondary.leading([A, B, C, D]) == 3
 
 
 class Slow(RamIndex):
@@ -80,24 +80,24 @@ class Slow(RamIndex):
 
 
 def slow(answer: Refusal, **options: object) -> tuple[Stack, Slow]:
-    setup = Stack(far_type=Slow, **options)
-    assert isinstance(setup.far, Slow)
-    setup.far.answer = answer
-    return setup, setup.far
+    setup = Stack(secondary_type=Slow, **options)
+    assert isinstance(setup.secondary, Slow)
+    setup.secondary.answer = answer
+    return setup, setup.secondary
 
 
 def test_a_busy_tier_is_tried_again_and_loses_nothing() -> None:
-    setup, far = slow(Refusal.BUSY)
+    setup, secondary = slow(Refusal.BUSY)
     store_path(setup, A, B)
     setup.stack.tick()
     assert setup.stack.take_moves() == [] and setup.stack.has_live_moves() and setup.stack.num_waiting("disk") == 2
-    far.answer = None
+    secondary.answer = None
     assert [move.key for move in setup.moves(Direction.CASCADE)] == [A, B]
     assert setup.stack.take_counts().moves.cascades == {}
 
 
 def test_a_tier_that_stays_busy_keeps_no_live_moves_despite_new_stores() -> None:
-    setup, far = slow(Refusal.BUSY, load_timeout_s=30.0)
+    setup, secondary = slow(Refusal.BUSY, load_timeout_s=30.0)
     setup.store(A)
     assert setup.stack.has_live_moves()
     setup.clock.now_s += STEP_AGAIN_S
@@ -111,35 +111,35 @@ def test_a_tier_that_stays_busy_keeps_no_live_moves_despite_new_stores() -> None
     assert setup.stack.num_waiting("disk") == 0
     setup.store(C)
     assert not setup.stack.has_live_moves(), "the tier has accepted nothing since"
-    far.answer = None
+    secondary.answer = None
     setup.end(setup.moves(Direction.CASCADE))
-    far.answer = Refusal.BUSY
+    secondary.answer = Refusal.BUSY
     setup.store(D)
     assert setup.stack.has_live_moves(), "the tier works again, so the stack waits a moment"
 
 
 def test_a_queue_without_live_moves_goes_on_at_the_next_tick() -> None:
-    setup, far = slow(Refusal.BUSY, load_timeout_s=30.0)
+    setup, secondary = slow(Refusal.BUSY, load_timeout_s=30.0)
     store_path(setup, A, B)
     setup.clock.now_s += 3600
     assert not setup.stack.has_live_moves()
-    far.answer = None
+    secondary.answer = None
     setup.stack.tick()
     assert [move.key for move in setup.moves(Direction.CASCADE)] == [A, B] and setup.stack.has_live_moves()
 
 
 def test_a_queue_without_live_moves_does_not_time_out_while_it_moves() -> None:
-    setup, far = slow(Refusal.BUSY, load_timeout_s=30.0, max_cascading=1)
+    setup, secondary = slow(Refusal.BUSY, load_timeout_s=30.0, max_cascading=1)
     store_path(setup, A, B, C)
     setup.clock.now_s += 3600
-    far.answer = None
+    secondary.answer = None
     setup.stack.tick()
     moves = setup.moves(Direction.CASCADE)
     setup.stack.tick()
     assert setup.stack.num_waiting("disk") == 2, "one is in flight"
     setup.end(moves)
     setup.end(setup.moves(Direction.CASCADE))
-    far.answer = Refusal.BUSY
+    secondary.answer = Refusal.BUSY
     setup.stack.tick()
     setup.clock.now_s += 60
     for _ in range(2):
@@ -170,7 +170,7 @@ def test_a_chunk_that_can_never_fit_is_dropped_at_once() -> None:
 
 
 def test_the_queue_waits_for_room_held_by_chunks_in_flight() -> None:
-    setup = Stack(far_chunks=1)
+    setup = Stack(secondary_chunks=1)
     setup.store(A, B)
     first = setup.moves(Direction.CASCADE)
     assert [move.key for move in first] == [A] and setup.stack.num_waiting("disk") == 1
@@ -222,13 +222,13 @@ def test_an_open_breaker_drops_queued_chunks() -> None:
 
 
 def test_a_prefix_longer_than_the_tier_is_cut_at_its_end() -> None:
-    setup = Stack(far_chunks=2)
+    setup = Stack(secondary_chunks=2)
     before = None
     for key in (A, B, C, D):
         store_path(setup, key, before=before)
         setup.end(setup.moves(Direction.CASCADE))
         before = key
-    assert setup.far.leading([A, B, C, D]) == 2
+    assert setup.secondary.leading([A, B, C, D]) == 2
     assert setup.stack.take_counts().moves.cascades == {"done": 2, "dropped_no_room": 1, "dropped_orphan": 1}
 
 
@@ -240,7 +240,7 @@ def test_the_younger_prefix_evicts_the_older_end_in_any_order_of_arrival(num_lan
         landed = order[:num_landed]
         if not set(older) <= set(landed):
             continue
-        setup = Stack(far_chunks=5, max_cascading=5)
+        setup = Stack(secondary_chunks=5, max_cascading=5)
         for path in (older, younger):
             store_path(setup, *path)
         moving = {move.key: move for move in setup.moves(Direction.CASCADE)}
@@ -249,10 +249,10 @@ def test_the_younger_prefix_evicts_the_older_end_in_any_order_of_arrival(num_lan
         last = setup.moves(Direction.CASCADE)
         assert [move.key for move in last] == younger[2:]
         setup.end([*moving.values(), *last])
-        assert (setup.far.leading(older), setup.far.leading(younger)) == (2, 3), order
+        assert (setup.secondary.leading(older), setup.secondary.leading(younger)) == (2, 3), order
         setup.stack.touch(younger[-1:])
-        setup.put_far(D)
-        assert (setup.far.leading(older), setup.far.leading(younger)) == (1, 3), order
+        setup.put_secondary(D)
+        assert (setup.secondary.leading(older), setup.secondary.leading(younger)) == (1, 3), order
 
 
 def test_a_reset_clears_the_queue() -> None:
@@ -262,4 +262,4 @@ def test_a_reset_clears_the_queue() -> None:
     setup.stack.clear()
     setup.end(moves)
     assert not setup.stack.has_live_moves() and setup.stack.take_moves() == []
-    assert setup.primary.used_bytes == 0 and setup.far.used_bytes == 0
+    assert setup.primary.used_bytes == 0 and setup.secondary.used_bytes == 0

@@ -47,7 +47,7 @@ def test_prompts_that_fit_are_resumable_in_a_burst_and_paced(
             if is_paced:
                 burst.settle()
         burst.settle()
-        assert share(burst) >= 0.98, (burst.cascades(), burst.far.used_bytes / burst.far.capacity_bytes)
+        assert share(burst) >= 0.98, (burst.cascades(), burst.secondary.used_bytes / burst.secondary.capacity_bytes)
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_a_full_disk_evicts_ends_and_keeps_beginnings(
                 if is_paced:
                     burst.settle()
         burst.settle()
-        assert share(burst) >= 0.98, (burst.cascades(), burst.far.used_bytes / burst.far.capacity_bytes)
+        assert share(burst) >= 0.98, (burst.cascades(), burst.secondary.used_bytes / burst.secondary.capacity_bytes)
 
 
 @pytest.mark.parametrize("is_paced", [False, pytest.param(True, marks=pytest.mark.full)], ids=["burst", "paced"])
@@ -86,7 +86,7 @@ def test_prompts_that_grow_in_turns_fill_the_disk_with_resumable_chunks(
                 if is_paced:
                     burst.settle()
         burst.settle()
-        assert share(burst) >= 0.98, (burst.cascades(), burst.far.used_bytes / burst.far.capacity_bytes)
+        assert share(burst) >= 0.98, (burst.cascades(), burst.secondary.used_bytes / burst.secondary.capacity_bytes)
 
 
 def test_an_end_without_its_beginning_counts_as_zero(tmp_path: Path) -> None:
@@ -95,8 +95,8 @@ def test_an_end_without_its_beginning_counts_as_zero(tmp_path: Path) -> None:
         burst.offer(b"a", 0, 20)
         burst.settle()
         assert burst.resumable(b"a") == 20 * CHUNK_TOKENS
-        burst.far.invalidate(burst.key(b"a", (0, CHUNK_TOKENS)))
-        assert burst.resumable(b"a") == 0 and burst.far.num_keys == 39
+        burst.secondary.invalidate(burst.key(b"a", (0, CHUNK_TOKENS)))
+        assert burst.resumable(b"a") == 0 and burst.secondary.num_keys == 39
 
 
 class HeldJanitor(InlineJanitor):

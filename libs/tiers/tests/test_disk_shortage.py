@@ -38,18 +38,18 @@ KEYS = [b"chunk %d" % number for number in range(NUM_CHUNKS)]
 def test_a_promotion_without_files_loses_no_chunk(tmp_path: Path, number: int) -> None:
     tiers = Tiers(tmp_path / "store", OPTIONS)
     assert tiers.store(KEYS) == [None] * NUM_CHUNKS
-    tiers.forget_near()
+    tiers.clear_primary()
     tiers.io.failing["open"] = number
-    hold = tiers.hold(KEYS)
+    lease = tiers.lease(KEYS)
     failures = tiers.move()
     assert {failure.reason for failure in failures if failure} == {FailureReason.BUSY} and len(failures) == NUM_CHUNKS
-    assert hold.failure is LeaseFailure.LOST
+    assert lease.failure is LeaseFailure.LOST
     assert tiers.index.take_disk_counts().quarantined == {}
     assert tiers.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.CLOSED
     tiers.io.failing.clear()
     tiers.clock.now_s += 5
-    hold = tiers.hold(KEYS)
-    assert tiers.move() == [None] * NUM_CHUNKS and hold.is_ready
+    lease = tiers.lease(KEYS)
+    assert tiers.move() == [None] * NUM_CHUNKS and lease.is_ready
     tiers.close()
 
 
@@ -58,9 +58,9 @@ def test_a_failing_disk_is_no_shortage(tmp_path: Path, number: int) -> None:
     """Control: the test before would also pass if nothing were ever withdrawn."""
     tiers = Tiers(tmp_path / "store", OPTIONS)
     assert tiers.store(KEYS) == [None] * NUM_CHUNKS
-    tiers.forget_near()
+    tiers.clear_primary()
     tiers.io.failing["open"] = number
-    tiers.hold(KEYS)
+    tiers.lease(KEYS)
     assert {failure.reason for failure in tiers.move() if failure} == {FailureReason.IO}
     assert tiers.index.take_disk_counts().quarantined == {"io": NUM_CHUNKS}
     assert tiers.stack.breaker_state(Direction.PROMOTE, "disk") is BreakerState.OPEN
@@ -411,18 +411,18 @@ import test_disk_shortage as test
 from hybridkv.tiers import FailureReason
 tiers = disk_stack.Tiers(pathlib.Path(sys.argv[1]), test.OPTIONS)
 assert tiers.store(test.KEYS) == [None] * test.NUM_CHUNKS
-tiers.forget_near()
+tiers.clear_primary()
 limits = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, limits[1]))
-tiers.hold(test.KEYS)
+tiers.lease(test.KEYS)
 failures = tiers.move()
 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 assert [failure.reason for failure in failures] == [FailureReason.BUSY] * test.NUM_CHUNKS, failures
 assert all("EMFILE" in failure.detail for failure in failures), failures
 assert tiers.index.take_disk_counts().quarantined == {}
 tiers.clock.now_s += 5
-hold = tiers.hold(test.KEYS)
-assert tiers.move() == [None] * test.NUM_CHUNKS and hold.is_ready
+lease = tiers.lease(test.KEYS)
+assert tiers.move() == [None] * test.NUM_CHUNKS and lease.is_ready
 tiers.close()
 """
 

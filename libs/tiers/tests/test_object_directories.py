@@ -104,7 +104,7 @@ def test_a_file_of_another_user_is_no_object_without_a_secret(tmp_path: Path) ->
     for path in manifests(tmp_path):
         give_away(path)
     engine = start(tmp_path)
-    assert engine.hear(keys) == [MISS] * 20
+    assert engine.look_up(keys) == [MISS] * 20
     engine.close()
 
 
@@ -144,7 +144,7 @@ def test_a_secret_gives_new_files_the_access_of_the_directory(
     keys, chunks = stored(tmp_path / "fleet", SECRET)
     assert modes(tmp_path / "fleet") == ({directories}, {files})
     engine = start(tmp_path / "fleet", SECRET)
-    assert engine.hear(keys) == [HIT] * 20
+    assert engine.look_up(keys) == [HIT] * 20
     assert engine.load(keys) == [chunks[key] for key in keys]
     engine.close()
 
@@ -156,7 +156,7 @@ def test_a_secret_allows_files_of_other_users_with_a_valid_seal(tmp_path: Path) 
     for path in (tmp_path / "fleet").rglob("*"):
         give_away(path)
     engine = start(tmp_path / "fleet", SECRET)
-    assert engine.hear(keys) == [HIT] * 20
+    assert engine.look_up(keys) == [HIT] * 20
     assert engine.load(keys) == [chunks[key] for key in keys]
     engine.close()
     for path in packs(tmp_path / "fleet"):
@@ -164,7 +164,7 @@ def test_a_secret_allows_files_of_other_users_with_a_valid_seal(tmp_path: Path) 
         data[-1] ^= 1
         path.write_bytes(data)
     engine = start(tmp_path / "fleet", SECRET)
-    assert engine.hear(keys) == [HIT] * 20
+    assert engine.look_up(keys) == [HIT] * 20
     assert engine.load(keys) is None
     engine.close()
 
@@ -197,7 +197,7 @@ def test_no_read_follows_a_link_inside_the_store(tmp_path: Path, secret: bytes) 
         path.rename(tmp_path / str(number))
         path.symlink_to(tmp_path / str(number))
     engine = start(fleet, secret)
-    assert engine.hear(keys) == [MISS] * 20
+    assert engine.look_up(keys) == [MISS] * 20
     engine.close()
 
 
@@ -222,7 +222,7 @@ def test_a_pipe_in_the_place_of_an_object_is_a_miss_and_blocks_nothing(tmp_path:
         path.unlink()
         os.mkfifo(path)
     engine = start(tmp_path)
-    found = engine.hear(keys)
+    found = engine.look_up(keys)
     assert found == [MISS if what == "manifests" else HIT] * 20
     if what == "packs":
         assert engine.load(keys) is None
@@ -293,11 +293,11 @@ def test_a_removed_object_directory_is_made_again(tmp_path: Path) -> None:
     keys, _ = stored(tmp_path / "fleet")
     engine = start(tmp_path / "fleet")
     (tmp_path / "fleet").rename(tmp_path / "gone")
-    assert engine.hear(keys)[0] is MISS
+    assert engine.look_up(keys)[0] is MISS
     engine.store(keys, chunks_of(keys))
     engine.close()
     engine = start(tmp_path / "fleet")
-    assert engine.hear(keys)[0] is HIT
+    assert engine.look_up(keys)[0] is HIT
     engine.close()
 
 
@@ -316,7 +316,7 @@ engine = Engine(depot_at(directory), options=patient(missing_s=0.01, close_timeo
 keys = path_of(20)
 begun = threading.Event()
 if what == "packs":
-    assert engine.hear(keys)[0] is LookupResult.HIT
+    assert engine.look_up(keys)[0] is LookupResult.HIT
 
 def hang(*arguments):
     begun.set()

@@ -69,7 +69,7 @@ def loaded(s3: PlayedS3, keys: list[bytes]) -> list[bytes] | None:
     """Chunks that a new engine loads."""
     engine = engine_at(s3)
     try:
-        return engine.load(keys) if engine.hear(keys) == [HIT] * len(keys) else None
+        return engine.load(keys) if engine.look_up(keys) == [HIT] * len(keys) else None
     finally:
         engine.close()
 
@@ -85,12 +85,12 @@ def test_a_host_with_damaged_reads_harms_no_other_host(s3: PlayedS3, engines: li
     s3.trouble = lambda request: Trouble(damage=flipped) if request.who == "sick" and "/m/" in request.name else None
     engines.append(engine_at(s3, "sick"))
     for keys in paths:
-        assert engines[0].hear(keys) == [MISS] * 12
+        assert engines[0].look_up(keys) == [MISS] * 12
     engines[0].close()
     assert {name: data for name, data in s3.objects.items() if "/proof/" not in name} == before
     engines[:] = [engine_at(s3)]
     for keys in paths:
-        assert engines[0].hear(keys) == [HIT] * 12
+        assert engines[0].look_up(keys) == [HIT] * 12
         assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
@@ -99,7 +99,7 @@ def test_a_storing_host_with_damaged_reads_harms_no_other_host(s3: PlayedS3, eng
     chunks = stored(s3, keys)
     s3.trouble = lambda request: Trouble(damage=flipped) if request.who == "sick" and "/m/" in request.name else None
     engines.append(engine_at(s3, "sick"))
-    assert engines[0].hear(keys) == [MISS] * 12
+    assert engines[0].look_up(keys) == [MISS] * 12
     engines[0].store(keys, chunks)
     engines[0].close()
     engines[:] = []
@@ -112,7 +112,7 @@ def test_a_host_that_cannot_read_packs_harms_no_other_host(s3: PlayedS3, engines
     number = len(s3.names("/m/"))
     s3.trouble = lambda request: Trouble(damage=flipped) if request.who == "sick" and "/p/" in request.name else None
     engines.append(engine_at(s3, "sick"))
-    assert engines[0].hear(keys) == [HIT] * 12
+    assert engines[0].look_up(keys) == [HIT] * 12
     assert engines[0].load(keys) is None
     engines[0].close()
     engines[:] = []
@@ -131,7 +131,7 @@ def test_manifests_of_a_faulty_host_omit_no_chunk_of_others(s3: PlayedS3, engine
     zeroed = Trouble(damage=lambda data: bytes(len(data)))
     s3.trouble = lambda request: zeroed if request.who == "sick" and request.name in bad else None
     engines.append(engine_at(s3, "sick"))
-    assert engines[0].hear([*keys, *windows]) == [HIT] * 24
+    assert engines[0].look_up([*keys, *windows]) == [HIT] * 24
     assert engines[0].load(keys) is None
     engines[0].store(keys, chunks)
     engines[0].close()
@@ -147,7 +147,7 @@ def test_a_pack_missing_once_is_read_again(s3: PlayedS3, engines: list[Engine]) 
     answers = [404]
     s3.trouble = lambda request: Trouble(answers.pop()) if "/p/" in request.name and answers else None
     engines.append(engine_at(s3))
-    assert engines[0].hear(keys) == [HIT] * 12
+    assert engines[0].look_up(keys) == [HIT] * 12
     assert engines[0].load(keys) == [chunks[key] for key in keys]
     assert not answers
 
@@ -166,7 +166,7 @@ def test_a_damaged_read_is_repeated_another_way(s3: PlayedS3, engines: list[Engi
 
     s3.trouble = trouble
     engines.append(engine_at(s3))
-    assert engines[0].hear(keys) == [HIT] * 12
+    assert engines[0].look_up(keys) == [HIT] * 12
     assert engines[0].load(keys) == [chunks[key] for key in keys]
     assert max(reads.values()) > 1
 
@@ -180,7 +180,7 @@ def test_a_bad_manifest_is_replaced_at_the_next_store_of_its_path(
     for name in s3.names("/m/"):
         s3.objects[name] = junk
     engines.append(engine_at(s3))
-    assert engines[0].hear(keys) == [MISS] * 12
+    assert engines[0].look_up(keys) == [MISS] * 12
     chunks = chunks_of(keys)
     engines[0].store(keys, chunks)
     engines[0].close()
@@ -194,13 +194,13 @@ def test_a_manifest_of_an_expired_pack_is_replaced_at_the_next_store(s3: PlayedS
     chunks = chunks_of(keys)
     for first, stop in ((0, 5), (5, 12)):
         engine = engine_at(s3)
-        engine.hear(keys[:first])
+        engine.look_up(keys[:first])
         engine.store(keys[:stop], chunks)
         engine.close()
     [pack] = [name for name in s3.names("/p/") if loadable_part(s3, name, chunks[keys[0]])]
     del s3.objects[pack]
     engines.append(engine_at(s3))
-    assert engines[0].hear(keys) == [HIT] * 12
+    assert engines[0].look_up(keys) == [HIT] * 12
     assert engines[0].load(keys) is None
     number = len(s3.names("/m/"))
     missing = [key for key in keys if engines[0].index.lookup(key) is MISS]
@@ -225,7 +225,7 @@ def test_a_reader_deletes_no_object(s3: PlayedS3, engines: list[Engine]) -> None
     deleted: list[str] = []
     s3.trouble = lambda request: deleted.append(request.name) if request.method == "DELETE" else None
     engines.append(engine_at(s3))
-    engines[0].hear(keys)
+    engines[0].look_up(keys)
     assert engines[0].load(keys) is None
     engines[0].close()
     engines[:] = []
@@ -245,7 +245,7 @@ def test_an_oversized_manifest_is_read_only_up_to_the_limit(s3: PlayedS3, engine
     for name in manifest_names(keys):
         s3.objects[name] = Zeros(64 * MIB)
     engines.append(engine_at(s3))
-    assert engines[0].hear(keys) == [MISS] * 20
+    assert engines[0].look_up(keys) == [MISS] * 20
     # Data in the system's socket buffers counts as sent, though it is not read.
     assert s3.sent_bytes < 20 * 8 * MIB
 
@@ -260,7 +260,7 @@ url, port, secret = sys.argv[1], sys.argv[2], sys.argv[3].encode()
 settings = {"endpoint": f"http://127.0.0.1:{port}", "region": "us-east-1", "access_key_id": "a",
             "secret_access_key": "b"}
 engine = Engine(StoreLocation(url, settings, secret), options=patient(missing_s=0.01))
-engine.hear(path_of(1, b"warm"))
+engine.look_up(path_of(1, b"warm"))
 def rss():
     return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
 before, most = rss(), 0
@@ -273,7 +273,7 @@ def watch():
 threading.Thread(target=watch, daemon=True).start()
 keys = path_of(int(sys.argv[4]))
 for _ in range(3):
-    engine.hear(keys)
+    engine.look_up(keys)
     time.sleep(0.02)
 over.set()
 began = time.monotonic()
@@ -330,7 +330,7 @@ def test_a_manifest_too_large_to_cache_still_finds_its_chunks(s3: PlayedS3, engi
     keys = path_of(12)
     chunks = stored(s3, keys)
     engines.append(engine_at(s3, options=msgspec.structs.replace(OPTIONS, lookup_bytes=100)))
-    assert engines[0].hear(keys) == [HIT] * 12
+    assert engines[0].look_up(keys) == [HIT] * 12
     assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
@@ -341,7 +341,7 @@ def test_an_unreadable_object_hides_no_other(s3: PlayedS3, engines: list[Engine]
     s3.objects[other] = b""
     s3.trouble = lambda request: Trouble(403) if request.name == other else None
     engines.append(engine_at(s3))
-    assert engines[0].hear([*keys, FULL + b"x" * 32]) == [HIT] * 12 + [MISS]
+    assert engines[0].look_up([*keys, FULL + b"x" * 32]) == [HIT] * 12 + [MISS]
 
 
 @pytest.mark.parametrize("part", ["/m/", "/p/", "/epoch"])
@@ -351,7 +351,7 @@ def test_a_response_longer_than_requested_is_not_read(s3: PlayedS3, engines: lis
     s3.trouble = lambda request: Trouble(more_bytes=64 * MIB) if part in request.name else None
     engines.append(engine_at(s3))
     before = s3.sent_bytes
-    engines[0].hear(keys)
+    engines[0].look_up(keys)
     engines[0].load(keys)
     assert s3.sent_bytes - before < 64 * MIB
 
@@ -408,7 +408,7 @@ def test_a_foreign_epoch_mark_hides_nothing(s3: PlayedS3, engines: list[Engine],
         s3.objects[name] = mark
         s3.objects[f"{name.removesuffix('poch')}/9999999999"] = b""
         engines.append(engine_at(s3, secret=secret))
-        assert engines[-1].hear(keys) == [HIT] * 5
+        assert engines[-1].look_up(keys) == [HIT] * 5
 
 
 def test_a_lost_or_overwritten_mark_is_written_again(s3: PlayedS3, engines: list[Engine]) -> None:
@@ -455,7 +455,7 @@ def test_a_store_that_refuses_at_first_is_used_once_it_accepts(
     s3.trouble = trouble
     engines.append(engine_at(s3, options=msgspec.structs.replace(OPTIONS, opening_timeout_s=0.1)))
     is_gone.clear()
-    patience.wait_until(lambda: not answers and engines[0].hear(keys) == [HIT] * 5, "the store is used again")
+    patience.wait_until(lambda: not answers and engines[0].look_up(keys) == [HIT] * 5, "the store is used again")
     assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
@@ -480,7 +480,7 @@ def test_a_failing_store_loses_chunks_and_returns_no_wrong_byte(
         chunks = chunks_of(keys)
         writer, reader = engines[number % 2], engines[1 - number % 2]
         writer.store(keys, chunks)
-        answers = reader.hear(keys)
+        answers = reader.look_up(keys)
         held = keys[: answers.index(MISS)] if MISS in answers else keys
         if held and (found := reader.load(held)) is not None:
             assert found == [chunks[key] for key in held]

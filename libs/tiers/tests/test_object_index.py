@@ -6,7 +6,7 @@ import pytest
 
 pytest.register_assert_rewrite("kits.tiers.conformance")
 
-from played_objects import PlayedDepot  # noqa: E402
+from played_objects import FakeObjectClient  # noqa: E402
 
 from hybridkv.planner import LookupResult  # noqa: E402
 from hybridkv.tiers import (  # noqa: E402
@@ -41,10 +41,10 @@ FULL, WINDOW = b"f" * 16, b"w" * 16
 
 class TestObjectIndex(IndexConformance, AskConformance, EvictionConformance, ExactEvictionConformance, LateConformance):
     time_s = 0.0
-    depot: PlayedDepot
+    depot: FakeObjectClient
 
     def make_tier(self, capacity_bytes: int) -> Tier:
-        self.depot = PlayedDepot(self.now_s, {})
+        self.depot = FakeObjectClient(self.now_s, {})
         return Tier(ObjectIndex(self.depot, ObjectOptions(known_bytes=capacity_bytes), self.now_s), ReferenceMedium())
 
     def make_late(self) -> TierIndex:
@@ -73,12 +73,12 @@ class IndexBench:
 
     def __init__(self, *, clears_all: bool = False, **options: float) -> None:
         self.time_s = 0.0
-        self.depot = PlayedDepot(
+        self.depot = FakeObjectClient(
             lambda: self.time_s, {A: PackPlace("p", 0, CHUNK_BYTES), B: PackPlace("q", 7, CHUNK_BYTES)}
         )
         self.index = ObjectIndex(self.depot, ObjectOptions(**options), lambda: self.time_s, clears_all=clears_all)
 
-    def hear(self, *keys: Key) -> list[LookupResult]:
+    def look_up(self, *keys: Key) -> list[LookupResult]:
         self.index.start_lookup(keys, self.time_s + 1.0)
         self.depot.answer()
         return [self.index.lookup(key) for key in keys]
@@ -95,7 +95,7 @@ def test_an_object_index_is_a_batched_index() -> None:
 
 def test_a_found_chunk_is_pinned_at_its_place() -> None:
     bench = IndexBench()
-    assert bench.hear(A, B, C) == [HIT, HIT, MISS]
+    assert bench.look_up(A, B, C) == [HIT, HIT, MISS]
     slot = bench.index.pin(B)
     assert isinstance(slot, ObjectSlot)
     assert (slot.pack, slot.offset, slot.num_bytes) == ("q", 7, CHUNK_BYTES)
@@ -124,7 +124,7 @@ def test_a_failed_lookup_is_no_longer_pending() -> None:
 
 def test_a_missing_key_is_not_looked_up_again_for_a_while() -> None:
     bench = IndexBench(missing_s=5.0)
-    bench.hear(C)
+    bench.look_up(C)
     bench.index.start_lookup([C], 2.0)
     assert not bench.depot.asked
     bench.time_s = 5.1
@@ -134,27 +134,27 @@ def test_a_missing_key_is_not_looked_up_again_for_a_while() -> None:
 
 def test_a_found_key_is_cached_for_a_while_and_then_looked_up_again() -> None:
     bench = IndexBench(found_s=60.0)
-    bench.hear(A)
+    bench.look_up(A)
     bench.time_s = 59.0
     assert bench.index.lookup(A) is HIT
     bench.time_s = 60.0
     assert bench.index.lookup(A) is MISS
-    assert bench.hear(A) == [HIT]
+    assert bench.look_up(A) == [HIT]
 
 
 def test_an_expired_result_is_not_stored_again_before_a_lookup() -> None:
     bench = IndexBench(found_s=60.0, missing_s=1.0)
-    bench.hear(A, B)
+    bench.look_up(A, B)
     bench.time_s = 60.0
     assert not bench.index.lacks(A) and bench.index.lacks(C)
     del bench.depot.held[A]
-    assert bench.hear(A) == [MISS]
+    assert bench.look_up(A) == [MISS]
     assert bench.index.lacks(A) and not bench.index.lacks(B)
 
 
 def test_a_pinned_result_expires_after_its_unpin() -> None:
     bench = IndexBench(found_s=60.0)
-    bench.hear(A)
+    bench.look_up(A)
     bench.index.pin(A)
     bench.time_s = 60.0
     assert bench.index.lookup(A) is HIT
@@ -165,21 +165,21 @@ def test_a_pinned_result_expires_after_its_unpin() -> None:
 @pytest.mark.parametrize("reason", [FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason.MISSING])
 def test_a_bad_place_is_not_cached_again_and_its_manifest_is_withdrawn(reason: FailureReason) -> None:
     bench = IndexBench(bad_s=100.0, missing_s=1.0)
-    bench.hear(A)
+    bench.look_up(A)
     bench.index.invalidate(A, reason)
     bench.time_s = 2.0
-    assert bench.hear(A) == [MISS]
+    assert bench.look_up(A) == [MISS]
     assert bench.depot.retracted == [(A, PackPlace("p", 0, CHUNK_BYTES, b"source"))]
     bench.depot.held[A] = PackPlace("p2", 0, CHUNK_BYTES)
     bench.time_s = 4.0
-    assert bench.hear(A) == [HIT], "another place is accepted"
+    assert bench.look_up(A) == [HIT], "another place is accepted"
 
 
 def test_a_chunk_that_failed_for_another_reason_is_found_again() -> None:
     bench = IndexBench(missing_s=1.0)
-    bench.hear(A)
+    bench.look_up(A)
     bench.index.invalidate(A)
-    assert bench.hear(A) == [HIT]
+    assert bench.look_up(A) == [HIT]
     assert not bench.depot.retracted
 
 
@@ -235,7 +235,7 @@ def test_an_uncommitted_chunk_is_not_published() -> None:
 
 def test_a_reset_affects_only_this_engine_by_default() -> None:
     bench = IndexBench()
-    bench.hear(A)
+    bench.look_up(A)
     bench.reserve(FULL + b"1")
     assert bench.index.clear() == 2
     assert bench.depot.cleared == [False]
@@ -270,7 +270,7 @@ def test_invalid_object_options_are_refused() -> None:
 
 def test_found_chunks_are_pinned_as_slots() -> None:
     bench = IndexBench()
-    bench.hear(A, B)
+    bench.look_up(A, B)
     slots = bench.index.pin_all([A, B])
     assert slots is not None
     assert all(isinstance(slot, Slot) for slot in slots)
@@ -287,7 +287,7 @@ def test_stores_are_busy_until_the_store_is_reached() -> None:
 
 def test_a_new_epoch_drops_found_keys_and_stores_of_the_last_one() -> None:
     bench = IndexBench()
-    bench.hear(A)
+    bench.look_up(A)
     bench.index.start_lookup([C], 1.0)
     first = bench.reserve(FULL + b"1")
     bench.depot.move()
@@ -303,9 +303,9 @@ def test_a_new_epoch_drops_found_keys_and_stores_of_the_last_one() -> None:
 def test_found_keys_are_evicted_oldest_first() -> None:
     bench = IndexBench(known_bytes=2 * CHUNK_BYTES)
     bench.depot.held[C] = PackPlace("r", 0, CHUNK_BYTES)
-    assert bench.hear(A) == [HIT]
-    assert bench.hear(B) == [HIT]
-    assert bench.hear(C) == [HIT]
+    assert bench.look_up(A) == [HIT]
+    assert bench.look_up(B) == [HIT]
+    assert bench.look_up(C) == [HIT]
     assert [bench.index.lookup(key) for key in (A, B)] == [MISS, HIT]
     bench.index.pin(B)
     bench.reserve(FULL + b"1")
@@ -318,12 +318,12 @@ def test_a_lookup_with_too_little_room_keeps_its_beginning() -> None:
     bench = IndexBench(max_known=2)
     keys = [FULL + bytes([number]) * 32 for number in range(3)]
     bench.depot.held |= {key: PackPlace("p", place, CHUNK_BYTES) for place, key in enumerate(keys)}
-    assert bench.hear(*keys) == [HIT, HIT, MISS]
+    assert bench.look_up(*keys) == [HIT, HIT, MISS]
 
 
 def test_expired_results_take_no_room() -> None:
     bench = IndexBench(found_s=60.0)
-    bench.hear(A, B)
+    bench.look_up(A, B)
     bench.index.pin(A)
     bench.index.unpin(A)
     assert (bench.index.num_keys, bench.index.used_bytes) == (2, 2 * CHUNK_BYTES)
@@ -350,7 +350,7 @@ class Stores:
 
     def __init__(self, held: dict[Key, PackPlace], **options: object) -> None:
         self.time_s = 0.0
-        self.depot = PlayedDepot(lambda: self.time_s, held)
+        self.depot = FakeObjectClient(lambda: self.time_s, held)
         self.index = ObjectIndex(self.depot, ObjectOptions(**options), lambda: self.time_s)  # type: ignore[arg-type]
 
     def announce(self, *keys: Key) -> None:

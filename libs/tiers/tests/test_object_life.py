@@ -85,7 +85,7 @@ def test_found_objects_in_the_second_half_of_their_life_are_renewed(tmp_path: Pa
     old = make_old(objects(tmp_path), OLD_S)
     assert len(manifests(tmp_path)) > 1, "manifests at boundaries and at the end"
     engine = start(tmp_path, engines)
-    assert engine.hear(keys) == [HIT] * NUM_KEYS
+    assert engine.look_up(keys) == [HIT] * NUM_KEYS
     patience.wait_until(lambda: all(now > old[path] for path, now in modified(list(old)).items()), "all are renewed")
     assert engine.load(keys) == [chunks[key] for key in keys]
     assert {path.name for path in tmp_path.glob("*/*")} <= {"m", "p", "epoch", "proof", "renewal"}
@@ -98,7 +98,7 @@ def test_young_or_permanent_objects_are_not_renewed(
     keys, _ = stored(tmp_path)
     old = make_old(objects(tmp_path), age_s)
     engine = start(tmp_path, engines, options(**chosen))
-    assert engine.hear(keys) == [HIT] * NUM_KEYS
+    assert engine.look_up(keys) == [HIT] * NUM_KEYS
     wait_for_renewals(engine)
     assert modified(list(old)) == old
 
@@ -125,7 +125,7 @@ def test_a_new_manifest_renews_the_older_packs_that_it_lists(tmp_path: Path, eng
     make_old(objects(tmp_path), MIDDLE_S)
     old = modified(before)
     engine = start(tmp_path, engines)
-    assert engine.hear(keys) == [HIT] * NUM_KEYS
+    assert engine.look_up(keys) == [HIT] * NUM_KEYS
     longer = [*keys, *(key for key in path_of(NUM_KEYS + 10) if key not in keys)]
     engine.store(longer, chunks | chunks_of(longer[NUM_KEYS:]))
     patience.wait_until(lambda: len(manifests(tmp_path)) > len(named), "the manifest of the longer path is written")
@@ -138,7 +138,7 @@ def test_a_manifest_of_a_missing_pack_is_not_renewed(tmp_path: Path, engines: li
         pack.unlink()
     old = make_old(manifests(tmp_path), OLD_S)
     engine = start(tmp_path, engines)
-    engine.hear(keys)
+    engine.look_up(keys)
     wait_for_renewals(engine)
     assert modified(list(old)) == old
 
@@ -154,7 +154,7 @@ def test_a_clock_an_hour_off_renews_only_old_objects(
     real = time.time
     monkeypatch.setattr("hybridkv.tiers.object.keep_alive.time.time", lambda: real() + skew_s)
     engine = start(tmp_path, engines)
-    assert engine.hear(keys) == [HIT] * NUM_KEYS
+    assert engine.look_up(keys) == [HIT] * NUM_KEYS
     patience.wait_until(lambda: all(now > old[path] for path, now in modified(list(old)).items()), "all are renewed")
     wait_for_renewals(engine)
     assert modified(list(young)) == young
@@ -166,7 +166,7 @@ def test_renewals_keep_to_their_rate(tmp_path: Path, engines: list[Engine]) -> N
     old = make_old(paths, OLD_S)
     engine = start(tmp_path, engines, options(renewals_per_s=0.4))
     began_s = time.monotonic()
-    assert engine.hear(keys) == [HIT] * NUM_KEYS
+    assert engine.look_up(keys) == [HIT] * NUM_KEYS
     patience.wait_until(lambda: all(now > old[path] for path, now in modified(list(old)).items()), "all are renewed")
     assert time.monotonic() - began_s >= 2 * (len(paths) - 1) / 20.0, "two requests each"
 
@@ -297,7 +297,7 @@ def test_two_hosts_storing_one_path_at_once_count_duplicates(tmp_path: Path, eng
     patience.wait_until(all_are_counted, "all are counted")
     assert first.index.take_store_counts().duplicates == 0
     reader = start(tmp_path, engines)
-    assert reader.hear(keys) == [HIT] * NUM_KEYS
+    assert reader.look_up(keys) == [HIT] * NUM_KEYS
     assert reader.load(keys) == [chunks[key] for key in keys]
 
 
@@ -323,11 +323,11 @@ def test_a_second_host_does_not_store_existing_chunks(tmp_path: Path, engines: l
 def test_a_reader_of_an_expired_pack_gets_no_wrong_byte(tmp_path: Path, engines: list[Engine]) -> None:
     keys, chunks = stored(tmp_path)
     engine = start(tmp_path, engines)
-    assert engine.hear(keys) == [HIT] * NUM_KEYS
+    assert engine.look_up(keys) == [HIT] * NUM_KEYS
     for path in objects(tmp_path):
         path.unlink()
     assert engine.load(keys) is None
-    assert engine.hear(keys) == [LookupResult.MISS] * NUM_KEYS
+    assert engine.look_up(keys) == [LookupResult.MISS] * NUM_KEYS
     engine.primary.clear()
     engine.store(keys, chunks)
     patience.wait_until(lambda: last_is_named(tmp_path, keys), "the path is stored again")
@@ -348,11 +348,11 @@ def test_a_failed_renewal_is_counted_and_retried(
     monkeypatch.setattr(DirectoryStore, "renew", renew)
     monkeypatch.setattr(keep_alive, "RETRY_S", 0.01)
     engine = start(tmp_path, engines)
-    assert engine.hear(keys) == [HIT] * NUM_KEYS
+    assert engine.look_up(keys) == [HIT] * NUM_KEYS
     patience.wait_until(lambda: engine.index.take_store_counts().renewals_failed > 0, "a failure is counted")
     assert engine.load(keys) == [chunks[key] for key in keys]
     is_ill = False
     time.sleep(0.05)
     other = start(tmp_path, engines)
-    assert other.hear(keys) == [HIT] * NUM_KEYS
+    assert other.look_up(keys) == [HIT] * NUM_KEYS
     patience.wait_until(lambda: all(now > old[path] for path, now in modified(list(old)).items()), "all are renewed")

@@ -71,7 +71,7 @@ def stored(place: StoreLocation, number: int = 10) -> tuple[list[bytes], dict[by
 
 
 def restores(engine: Engine, keys: list[bytes], chunks: dict[bytes, bytes]) -> bool:
-    return engine.hear(keys) == [HIT] * len(keys) and engine.load(keys) == [chunks[key] for key in keys]
+    return engine.look_up(keys) == [HIT] * len(keys) and engine.load(keys) == [chunks[key] for key in keys]
 
 
 def is_stored(engine: Engine, keys: list[bytes]) -> bool:

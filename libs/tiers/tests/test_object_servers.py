@@ -90,7 +90,7 @@ def test_what_one_engine_stored_another_restores(
     first.store(keys, chunks)
     first.close()
     engines.append(Engine(depot(server, prefix), num_ranks, OPTIONS, PATIENT))
-    assert engines[0].hear([*keys, FULL + b"x" * 32]) == [HIT] * 40 + [MISS]
+    assert engines[0].look_up([*keys, FULL + b"x" * 32]) == [HIT] * 40 + [MISS]
     assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
@@ -106,7 +106,7 @@ def test_a_tenant_has_a_store_of_its_own(server: ObjectServer, engines: list[Eng
     place = depot(server, "s3://tenant/cache", "tenant")
     keys, chunks = stored(place)
     engines.append(Engine(place, options=OPTIONS, slower=PATIENT))
-    assert engines[0].hear(keys) == [HIT] * 40
+    assert engines[0].look_up(keys) == [HIT] * 40
     assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
@@ -117,7 +117,7 @@ def test_who_may_only_read_restores_and_stores_nothing(
     with caplog.at_level(logging.WARNING, "hybridkv"):
         engines.append(Engine(depot(server, prefix, "reader"), options=OPTIONS, slower=PATIENT))
     assert "cannot be written" in caplog.text and "403 Forbidden: AccessDenied" in caplog.text
-    assert engines[0].hear(keys) == [HIT] * 40
+    assert engines[0].look_up(keys) == [HIT] * 40
     assert engines[0].load(keys) == [chunks[key] for key in keys]
     assert engines[0].index.reserve(FULL + b"n" * 32, 10) is Refusal.BUSY
 
@@ -144,7 +144,7 @@ def test_wrong_credentials_are_refused_at_the_start_and_not_shown(
 def test_another_secret_finds_nothing(server: ObjectServer, prefix: str, engines: list[Engine]) -> None:
     keys, _ = stored(depot(server, prefix))
     engines.append(Engine(depot(server, prefix, secret=b"t"), options=OPTIONS, slower=PATIENT))
-    assert engines[0].hear(keys)[0] is MISS
+    assert engines[0].look_up(keys)[0] is MISS
 
 
 def test_an_engine_starts_without_its_server_and_finds_it_later(
@@ -157,7 +157,7 @@ def test_an_engine_starts_without_its_server_and_finds_it_later(
         began_s = time.monotonic()
         engines.append(Engine(depot(server, prefix, port=link.port), options=options, slower=PATIENT))
         assert time.monotonic() - began_s < BOUND_S
-        assert engines[0].hear(keys) == [MISS] * 40
+        assert engines[0].look_up(keys) == [MISS] * 40
         others = path_of(2, b"other")
         engines[0].begin_store(others, chunks_of(others))
         link.is_refusing = False
@@ -178,11 +178,11 @@ def test_a_stalled_connection_costs_a_question_its_deadline_and_a_load_its_own(
         engines.append(Engine(depot(server, prefix, port=link.port), options=QUICK, slower=HASTY))
         link.is_stalled = True
         began_s = time.monotonic()
-        assert engines[0].hear(keys) == [MISS] * 40
+        assert engines[0].look_up(keys) == [MISS] * 40
         assert time.monotonic() - began_s < BOUND_S
         link.is_stalled = False
         link.cut()
-        patience.wait_until(lambda: engines[0].hear(keys) == [HIT] * 40, "all is found")
+        patience.wait_until(lambda: engines[0].look_up(keys) == [HIT] * 40, "all is found")
         link.is_stalled = True
         assert engines[0].load(keys) is None
         link.is_stalled = False
@@ -193,7 +193,7 @@ def test_a_stalled_connection_costs_a_question_its_deadline_and_a_load_its_own(
 def _is_loaded(engine: Engine, keys: list[bytes], chunks: dict[bytes, bytes]) -> bool:
     """Whether a load succeeded. Wrong bytes are a failure."""
     engine.step()
-    if set(engine.hear(keys)) != {HIT}:
+    if set(engine.look_up(keys)) != {HIT}:
         return False
     found = engine.load(keys)
     assert found is None or found == [chunks[key] for key in keys]
@@ -207,7 +207,7 @@ def test_a_slow_connection_is_waited_for_as_long_as_a_load_may_take(
     with SlowLink(server.port) as link:
         engines.append(Engine(depot(server, prefix, port=link.port), options=OPTIONS, slower=PATIENT))
         link.bytes_per_s = 1_000_000.0
-        assert engines[0].hear(keys) == [HIT] * 40
+        assert engines[0].look_up(keys) == [HIT] * 40
         assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
@@ -221,7 +221,7 @@ def test_a_killed_server_is_skipped_and_used_again_once_it_is_back(tmp_path: Pat
         place = depot(server, f"s3://{BUCKET}/killed")
         keys, chunks = stored(place)
         engines.append(Engine(place, options=QUICK, slower=HASTY))
-        patience.wait_until(lambda: engines[0].hear(keys) == [HIT] * 40, "all is found")
+        patience.wait_until(lambda: engines[0].look_up(keys) == [HIT] * 40, "all is found")
         server.kill()
         began_s = time.monotonic()
         assert engines[0].load(keys) is None
@@ -272,13 +272,13 @@ def test_what_is_in_use_is_written_again_at_the_server(
     time.sleep(to_live_s / 2 + 1.0)
     options = msgspec.structs.replace(OPTIONS, time_to_live_s=to_live_s, renewals_per_s=10_000.0, found_s=600.0)
     engines.append(Engine(location, options=options, slower=PATIENT))
-    assert engines[0].hear(keys) == [HIT] * 40
+    assert engines[0].look_up(keys) == [HIT] * 40
     patience.wait_until(lambda: all(modified()[path] > at for path, at in old.items()), "all are renewed")
     client: Any = engines[0].index._client
     patience.wait_until(client._renewer._renewal.done, "no renewal is running")
     assert not any("/renewal/" in path or "/proof/" in path for path in modified())
     engines.append(Engine(location, options=OPTIONS, slower=PATIENT))
-    assert engines[1].hear(keys) == [HIT] * 40
+    assert engines[1].look_up(keys) == [HIT] * 40
     assert engines[1].load(keys) == [chunks[key] for key in keys]
 
 
@@ -295,7 +295,7 @@ def test_a_server_is_inspected_verified_and_swept(server: ObjectServer, prefix: 
     report = Sweep(store, SweepRules(is_dry=False), later_s).run()
     assert report.reasons == {SweepReason.UNLISTED: (1, 4)} and not report.num_failed
     engines.append(Engine(location, options=OPTIONS, slower=PATIENT))
-    assert engines[0].hear(keys) == [HIT] * 40
+    assert engines[0].look_up(keys) == [HIT] * 40
     assert engines[0].load(keys) == [chunks[key] for key in keys]
     assert Sweep(store, SweepRules(unused_s=1.0, is_dry=False), later_s).run().num_deleted > 2
     assert not inspect_objects(store).caches

@@ -75,7 +75,7 @@ def found(directory: Path, keys: list[bytes], chunks: dict[bytes, bytes]) -> int
     """Number of leading keys that a new engine restores."""
     engine = Engine(depot_at(directory), options=OPTIONS)
     try:
-        answers = engine.hear(keys)
+        answers = engine.look_up(keys)
         number = answers.index(MISS) if MISS in answers else len(answers)
         if number:
             assert engine.load(keys[:number]) == [chunks[key] for key in keys[:number]]
@@ -135,7 +135,7 @@ def test_a_directory_stays_within_its_capacity_and_keeps_used_paths(depot: Path)
     engine = Engine(depot_at(depot), options=options)
     try:
         old = {path: path.stat().st_mtime for path in manifests(depot)}
-        assert engine.hear(used[0]) == [HIT] * NUM_KEYS
+        assert engine.look_up(used[0]) == [HIT] * NUM_KEYS
         patience.wait_until(
             lambda: any(path.exists() and path.stat().st_mtime > at + 500 for path, at in old.items()),
             "a use is renewed",
@@ -448,7 +448,7 @@ def test_engines_get_no_wrong_byte_during_sweeps(depot: Path) -> None:
             for engine in engines:
                 engine.primary.clear()
             writer.store(keys, chunks[seed])
-            held = reader.hear(keys)
+            held = reader.look_up(keys)
             wanted = keys[: held.index(MISS)] if MISS in held else keys
             loaded = reader.load(wanted) if wanted else None
             if loaded is not None:

@@ -21,8 +21,8 @@ from object_depots import (  # noqa: E402
     depot_at,
     flip,
     flip_payload,
-    heard,
     index_at,
+    look_up,
     manifests,
     medium_at,
     pack_path,
@@ -106,7 +106,7 @@ def test_a_chunk_of_one_engine_is_found_and_loaded_by_another(
     engines[0].store(keys, chunks)
     patience.wait_until(lambda: last_is_named(tmp_path, keys), "the last manifest is written")
     more = [*keys, FULL + b"x" * 32]
-    assert engines[1].hear(more) == [HIT] * 40 + [MISS]
+    assert engines[1].look_up(more) == [HIT] * 40 + [MISS]
     assert engines[1].load(keys) == [chunks[key] for key in keys]
 
 
@@ -117,7 +117,7 @@ def test_a_closed_engine_leaves_its_chunks_to_the_next(tmp_path: Path, engines: 
     first.store(keys, chunks)
     first.close()
     engines.append(Engine(depot_at(tmp_path)))
-    assert engines[0].hear(keys) == [HIT] * 20
+    assert engines[0].look_up(keys) == [HIT] * 20
     assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
@@ -126,11 +126,11 @@ def test_a_growing_conversation_is_found_whole(tmp_path: Path, engines: list[Eng
     chunks = chunks_of(keys)
     for stop in (7, 19, 30):
         engine = Engine(depot_at(tmp_path))
-        engine.hear(keys[:stop])
+        engine.look_up(keys[:stop])
         engine.store(keys[:stop], chunks)
         engine.close()
     engines.append(Engine(depot_at(tmp_path)))
-    assert engines[0].hear(keys) == [HIT] * 30
+    assert engines[0].look_up(keys) == [HIT] * 30
     assert engines[0].load(keys) == [chunks[key] for key in keys]
 
 
@@ -140,7 +140,7 @@ def test_another_secret_finds_nothing(tmp_path: Path, engines: list[Engine]) -> 
     first.store(keys, chunks_of(keys))
     first.close()
     engines += [Engine(depot_at(tmp_path, b"two")), Engine(depot_at(tmp_path)), Engine(depot_at(tmp_path, b"one"))]
-    assert [engine.hear(keys)[0] for engine in engines] == [MISS, MISS, HIT]
+    assert [engine.look_up(keys)[0] for engine in engines] == [MISS, MISS, HIT]
 
 
 def test_another_number_of_ranks_finds_nothing(tmp_path: Path, engines: list[Engine]) -> None:
@@ -149,7 +149,7 @@ def test_another_number_of_ranks_finds_nothing(tmp_path: Path, engines: list[Eng
     first.store(keys, chunks_of(keys))
     first.close()
     engines.append(Engine(depot_at(tmp_path), 2))
-    assert engines[0].hear(keys)[0] is MISS
+    assert engines[0].look_up(keys)[0] is MISS
 
 
 @pytest.mark.parametrize("secret", [b"", b"one"])
@@ -164,11 +164,11 @@ def test_a_flipped_bit_fails_the_load_and_then_misses(
     [pack] = packs(tmp_path)
     flip(pack, 20 if where == "header" else 200)
     engines.append(Engine(depot_at(tmp_path, secret), options=patient(missing_s=0.01)))
-    assert engines[0].hear(keys) == [HIT] * 20
+    assert engines[0].look_up(keys) == [HIT] * 20
     assert engines[0].load(keys) is None
     assert engines[0].index.lookup(keys[0]) is MISS
     time.sleep(0.02)
-    assert engines[0].hear(keys)[0] is MISS, "its place is not cached again"
+    assert engines[0].look_up(keys)[0] is MISS, "its place is not cached again"
 
 
 def test_a_manifest_with_a_flipped_bit_is_a_miss_and_is_kept(tmp_path: Path, engines: list[Engine]) -> None:
@@ -180,7 +180,7 @@ def test_a_manifest_with_a_flipped_bit_is_a_miss_and_is_kept(tmp_path: Path, eng
         flip(path, 60)
     engines.append(Engine(depot_at(tmp_path)))
     number = len(manifests(tmp_path))
-    assert engines[0].hear(keys) == [MISS] * 3
+    assert engines[0].look_up(keys) == [MISS] * 3
     assert len(manifests(tmp_path)) == number
 
 
@@ -193,7 +193,7 @@ def test_expired_packs_are_a_miss_and_their_manifest_is_kept(tmp_path: Path, eng
         pack.unlink()
     before = manifests(tmp_path)
     engines.append(Engine(depot_at(tmp_path)))
-    assert engines[0].hear(keys) == [HIT] * 6
+    assert engines[0].look_up(keys) == [HIT] * 6
     assert engines[0].load(keys) is None
     engines[0].close()
     engines[:] = []
@@ -236,7 +236,7 @@ def test_adjacent_chunks_are_loaded_in_one_read(
         read(medium, pack, run)
 
     monkeypatch.setattr(ObjectMedium, "_read", counted)
-    assert engines[1].hear(keys) == [HIT] * 20
+    assert engines[1].look_up(keys) == [HIT] * 20
     assert engines[1].load(keys) == [chunks[key] for key in keys]
     assert len(reads) == 1
 
@@ -247,12 +247,12 @@ def test_a_reset_for_all_hides_stored_chunks_from_every_engine(tmp_path: Path, e
     first.store(keys, chunks_of(keys))
     first.close()
     resetting = open_index(depot_at(tmp_path), FINGERPRINT, 1, patient(), time.monotonic, clears_all=True)
-    assert heard(resetting, keys) == [HIT] * 5
+    assert look_up(resetting, keys) == [HIT] * 5
     resetting.clear()
-    assert heard(resetting, keys) == [MISS] * 5
+    assert look_up(resetting, keys) == [MISS] * 5
     resetting.close()
     engines.append(Engine(depot_at(tmp_path)))
-    assert engines[0].hear(keys) == [MISS] * 5
+    assert engines[0].look_up(keys) == [MISS] * 5
 
 
 def test_a_store_that_overwrites_on_create_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,7 +294,7 @@ def test_chunks_stored_later_under_the_same_prefixes_are_found(tmp_path: Path, e
     engines[0].store(windows, chunks)
     engines[0].close()
     engines[:] = [Engine(depot_at(tmp_path))]
-    assert engines[0].hear([*keys, *windows]) == [HIT] * 24
+    assert engines[0].look_up([*keys, *windows]) == [HIT] * 24
     assert engines[0].load([*keys, *windows]) == [chunks[key] for key in (*keys, *windows)]
 
 
@@ -338,7 +338,7 @@ def test_an_engine_notices_a_new_epoch_of_another_engine(tmp_path: Path, engines
     other = Engine(depot_at(tmp_path))
     other.store(keys, chunks)
     other.close()
-    patience.wait_until(lambda: engines[1].hear(keys[:1]) == [HIT], "the new epoch is noticed")
+    patience.wait_until(lambda: engines[1].look_up(keys[:1]) == [HIT], "the new epoch is noticed")
 
 
 def test_a_store_that_ends_after_a_reset_is_in_no_manifest(tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ def test_a_manifest_with_a_pack_of_another_epoch_is_not_read(tmp_path: Path) -> 
         path = [ManifestNode(prefix_of(key), [ManifestPart(FULL, f"{'ab' * 20}/p/{'cd' * 16}-1", 0, 9)])]
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_bytes(encode_manifest(Seals(b""), name, 1, path))
-        assert heard(index, [key]) == [MISS]
+        assert look_up(index, [key]) == [MISS]
     finally:
         index.close()
 
@@ -432,7 +432,7 @@ def test_promotions_and_cascades_count_their_bytes(tmp_path: Path, engines: list
     assert first.stack.take_counts().tiers["object"].cascaded_bytes == 4 * CHUNK_BYTES
     first.close()
     engines.append(Engine(depot_at(tmp_path)))
-    engines[0].hear(keys)
+    engines[0].look_up(keys)
     engines[0].load(keys)
     counts = engines[0].stack.take_counts().tiers["object"]
     assert counts.promoted_bytes == 4 * CHUNK_BYTES

@@ -1,4 +1,4 @@
-"""Changed messages between two peer tiers are refused within bounds. `FUZZ_SECONDS` runs it longer."""
+"""Mutated messages between two peer tiers are refused within bounds. `FUZZ_SECONDS` extends the run."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ TARGETS = (
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
-def test_changed_bytes_are_refused_within_bounds(target: Target) -> None:
+def test_mutated_messages_are_refused_within_bounds(target: Target) -> None:
     with bounded_memory(MEMORY_BYTES):
         assert fuzz(target, SEED, NUM_INPUTS, SECONDS / len(TARGETS)) >= NUM_INPUTS

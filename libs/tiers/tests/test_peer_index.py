@@ -1,4 +1,4 @@
-"""`PeerIndex`: lookups, found chunks, expiry and leases. The tests set the time and the peers."""
+"""`PeerIndex`: lookups, found chunks, expiry and leases. The tests control the clock and the peers."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class TestPeerIndexInAnIdleFaultInjector(TestPeerIndex):
         return FaultInjectingIndex(super().make_late(), FaultPlan())
 
 
-class World:
-    """An index over two peers."""
+class PeerBench:
+    """Index over two peers."""
 
     def __init__(self, *held: dict[Key, Slot], lease_s: float = 60.0, **options: float) -> None:
         self.time_s = 0.0
@@ -62,196 +62,196 @@ class World:
 
 
 def test_a_batch_is_one_message_to_each_peer() -> None:
-    world = World()
-    world.index.start_lookup([b"%d" % number for number in range(1000)], 1.0)
-    assert world.peers.num_messages == 2
+    bench = PeerBench()
+    bench.index.start_lookup([b"%d" % number for number in range(1000)], 1.0)
+    assert bench.peers.num_messages == 2
 
 
 def test_each_chunk_is_read_from_a_peer_that_holds_it() -> None:
-    world = World()
-    world.ask(A, C)
-    world.peers.answer()
-    assert world.lookups(A, C) == [HIT, HIT]
-    first, second = world.index.pin(A), world.index.pin(C)
+    bench = PeerBench()
+    bench.ask(A, C)
+    bench.peers.answer()
+    assert bench.lookups(A, C) == [HIT, HIT]
+    first, second = bench.index.pin(A), bench.index.pin(C)
     assert first is not None and second is not None
     assert (peer_of(first), to_peer_slot(first)) == (0, slots(A)[A])
     assert (peer_of(second), to_peer_slot(second)) == (1, slots(B, C)[C])
 
 
-def test_one_peer_that_lacks_a_key_answers_for_nobody_else() -> None:
-    world = World()
-    world.ask(C)
-    world.peers.answer(0)
-    assert world.lookups(C) == [PENDING]
-    world.peers.answer(1)
-    assert world.lookups(C) == [HIT] and world.index.take_counts().answers == {LookupAnswer.FOUND: 1}
+def test_a_miss_at_one_peer_does_not_answer_for_another() -> None:
+    bench = PeerBench()
+    bench.ask(C)
+    bench.peers.answer(0)
+    assert bench.lookups(C) == [PENDING]
+    bench.peers.answer(1)
+    assert bench.lookups(C) == [HIT] and bench.index.take_counts().answers == {LookupAnswer.FOUND: 1}
 
 
-def test_the_first_that_holds_a_key_is_enough_and_the_others_get_theirs_back() -> None:
-    world = World()
-    world.ask(B)
-    world.peers.answer(1)
-    assert world.lookups(B) == [HIT]
-    slot = world.index.pin(B)
+def test_the_first_hit_answers_and_other_leases_are_ended() -> None:
+    bench = PeerBench()
+    bench.ask(B)
+    bench.peers.answer(1)
+    assert bench.lookups(B) == [HIT]
+    slot = bench.index.pin(B)
     assert slot is not None and peer_of(slot) == 1
-    world.peers.answer(0)
-    assert world.lookups(B) == [HIT] and world.peers.given_up == [(0, B)]
+    bench.peers.answer(0)
+    assert bench.lookups(B) == [HIT] and bench.peers.given_up == [(0, B)]
 
 
-def test_what_was_read_is_given_back() -> None:
-    world = World()
-    world.ask(A)
-    world.peers.answer()
-    assert world.index.pin(A) and world.index.pin(A)
-    world.index.unpin(A)
-    assert world.peers.given_up == []
-    world.index.unpin(A)
-    assert world.peers.given_up == [(0, A)] and world.lookups(A) == [HIT]
-    assert world.index.pin(A)
-    world.index.unpin(A)
-    assert world.peers.given_up == [(0, A)], "once"
+def test_the_lease_of_a_read_chunk_is_ended() -> None:
+    bench = PeerBench()
+    bench.ask(A)
+    bench.peers.answer()
+    assert bench.index.pin(A) and bench.index.pin(A)
+    bench.index.unpin(A)
+    assert bench.peers.given_up == []
+    bench.index.unpin(A)
+    assert bench.peers.given_up == [(0, A)] and bench.lookups(A) == [HIT]
+    assert bench.index.pin(A)
+    bench.index.unpin(A)
+    assert bench.peers.given_up == [(0, A)], "only once"
 
 
-def test_what_is_not_wanted_is_given_back() -> None:
-    world = World()
-    world.ask(A, B, C)
-    world.peers.answer()
-    assert world.lookups(A, B, C) == [HIT] * 3 and world.peers.given_up == [(1, B)]
-    world.peers.given_up.clear()
-    world.index.invalidate(A)
-    assert world.lookups(A) == [MISS] and world.peers.given_up == [(0, A)]
-    world.index.close()
-    assert sorted(world.peers.given_up) == [(0, A), (0, B), (1, C)] and world.peers.is_closed
+def test_the_lease_of_an_unwanted_chunk_is_ended() -> None:
+    bench = PeerBench()
+    bench.ask(A, B, C)
+    bench.peers.answer()
+    assert bench.lookups(A, B, C) == [HIT] * 3 and bench.peers.given_up == [(1, B)]
+    bench.peers.given_up.clear()
+    bench.index.invalidate(A)
+    assert bench.lookups(A) == [MISS] and bench.peers.given_up == [(0, A)]
+    bench.index.close()
+    assert sorted(bench.peers.given_up) == [(0, A), (0, B), (1, C)] and bench.peers.is_closed
 
 
-def test_what_was_heard_of_is_believed_for_half_of_its_lease() -> None:
-    world = World(lease_s=60.0)
-    world.ask(A, B)
-    world.peers.answer()
-    world.index.pin(B)
-    before = world.index.generation
-    world.time_s = 29.9
-    assert world.lookups(A, B) == [HIT, HIT] and world.index.generation == before
-    world.time_s = 30.0
-    assert world.lookups(A, B) == [MISS, HIT] and world.index.generation != before
-    assert (0, A) in world.peers.given_up
-    world.index.unpin(B)
-    assert world.lookups(B) == [MISS]
-    world.ask(A)
-    world.peers.answer()
-    assert world.lookups(A) == [HIT]
+def test_a_found_key_is_cached_for_half_of_its_lease() -> None:
+    bench = PeerBench(lease_s=60.0)
+    bench.ask(A, B)
+    bench.peers.answer()
+    bench.index.pin(B)
+    before = bench.index.generation
+    bench.time_s = 29.9
+    assert bench.lookups(A, B) == [HIT, HIT] and bench.index.generation == before
+    bench.time_s = 30.0
+    assert bench.lookups(A, B) == [MISS, HIT] and bench.index.generation != before
+    assert (0, A) in bench.peers.given_up
+    bench.index.unpin(B)
+    assert bench.lookups(B) == [MISS]
+    bench.ask(A)
+    bench.peers.answer()
+    assert bench.lookups(A) == [HIT]
 
 
-def test_what_all_peers_lack_is_not_asked_for_again_at_once() -> None:
-    world = World(missing_s=5.0)
-    world.ask(b"nowhere")
-    world.peers.answer()
-    assert world.lookups(b"nowhere") == [MISS] and world.index.take_counts().answers == {LookupAnswer.MISSING: 1}
-    num_messages = world.peers.num_messages
-    world.ask(b"nowhere")
-    assert (world.lookups(b"nowhere"), world.peers.num_messages) == ([MISS], num_messages)
-    world.time_s = 5.0
-    world.ask(b"nowhere")
-    assert (world.lookups(b"nowhere"), world.peers.num_messages) == ([PENDING], num_messages + 2)
+def test_a_key_missing_at_all_peers_is_not_looked_up_again_at_once() -> None:
+    bench = PeerBench(missing_s=5.0)
+    bench.ask(b"nowhere")
+    bench.peers.answer()
+    assert bench.lookups(b"nowhere") == [MISS] and bench.index.take_counts().answers == {LookupAnswer.MISSING: 1}
+    num_messages = bench.peers.num_messages
+    bench.ask(b"nowhere")
+    assert (bench.lookups(b"nowhere"), bench.peers.num_messages) == ([MISS], num_messages)
+    bench.time_s = 5.0
+    bench.ask(b"nowhere")
+    assert (bench.lookups(b"nowhere"), bench.peers.num_messages) == ([PENDING], num_messages + 2)
 
 
-def test_where_no_peer_can_be_asked_nobody_waits_and_nobody_is_blamed() -> None:
-    world = World()
-    world.peers.lose(0)
-    world.peers.lose(1)
-    world.ask(A)
-    assert world.lookups(A) == [MISS]
-    assert world.index.take_counts().answers == {LookupAnswer.TIMED_OUT: 1} and world.index.lookup_counts == (0, 0)
+def test_unreachable_peers_make_a_miss_and_count_as_timed_out() -> None:
+    bench = PeerBench()
+    bench.peers.lose(0)
+    bench.peers.lose(1)
+    bench.ask(A)
+    assert bench.lookups(A) == [MISS]
+    assert bench.index.take_counts().answers == {LookupAnswer.TIMED_OUT: 1} and bench.index.lookup_counts == (0, 0)
 
 
-def test_a_peer_that_is_lost_is_waited_for_no_more_and_believed_no_more() -> None:
-    world = World()
-    world.ask(A)
-    world.peers.answer(0)
-    world.ask(C, b"nowhere")
-    world.peers.answer(0)
-    assert world.lookups(A, C) == [HIT, PENDING]
-    assert world.index.pin(A)
-    world.peers.lose(1)
-    assert world.lookups(C, b"nowhere") == [MISS, MISS]
-    world.peers.lose(0)
-    assert world.lookups(A) == [MISS]
-    world.index.unpin(A)
-    assert world.index.used_bytes == 0 and world.peers.given_up == []
+def test_a_lost_peer_is_neither_waited_for_nor_cached() -> None:
+    bench = PeerBench()
+    bench.ask(A)
+    bench.peers.answer(0)
+    bench.ask(C, b"nowhere")
+    bench.peers.answer(0)
+    assert bench.lookups(A, C) == [HIT, PENDING]
+    assert bench.index.pin(A)
+    bench.peers.lose(1)
+    assert bench.lookups(C, b"nowhere") == [MISS, MISS]
+    bench.peers.lose(0)
+    assert bench.lookups(A) == [MISS]
+    bench.index.unpin(A)
+    assert bench.index.used_bytes == 0 and bench.peers.given_up == []
 
 
-def test_an_answer_to_an_older_question_brings_nothing_back() -> None:
-    world = World()
-    world.ask(A)
-    [first, second] = world.peers.waiting
-    world.peers.waiting = []
-    world.index.invalidate(A)
-    world.ask(A)
-    world.peers.waiting, later = [first, second], world.peers.waiting
-    world.peers.answer()
-    assert world.lookups(A) == [PENDING] and world.peers.given_up == [(0, A)]
-    world.peers.waiting = later
-    world.peers.answer()
-    assert world.lookups(A) == [HIT]
+def test_an_answer_to_an_older_lookup_is_ignored() -> None:
+    bench = PeerBench()
+    bench.ask(A)
+    [first, second] = bench.peers.waiting
+    bench.peers.waiting = []
+    bench.index.invalidate(A)
+    bench.ask(A)
+    bench.peers.waiting, later = [first, second], bench.peers.waiting
+    bench.peers.answer()
+    assert bench.lookups(A) == [PENDING] and bench.peers.given_up == [(0, A)]
+    bench.peers.waiting = later
+    bench.peers.answer()
+    assert bench.lookups(A) == [HIT]
 
 
-def test_a_peer_that_never_answers_takes_up_no_room_for_ever() -> None:
-    world = World(max_open_keys=4, given_up_s=10.0)
-    world.ask(b"1", b"2", b"3", b"4")
-    world.time_s = 5.0
-    world.ask(A)
-    assert world.lookups(A, b"1") == [MISS, MISS]
-    world.time_s = 11.0
-    world.ask(A)
-    assert world.lookups(A) == [PENDING]
+def test_a_silent_peer_does_not_block_lookups_for_ever() -> None:
+    bench = PeerBench(max_open_keys=4, given_up_s=10.0)
+    bench.ask(b"1", b"2", b"3", b"4")
+    bench.time_s = 5.0
+    bench.ask(A)
+    assert bench.lookups(A, b"1") == [MISS, MISS]
+    bench.time_s = 11.0
+    bench.ask(A)
+    assert bench.lookups(A) == [PENDING]
 
 
-def test_answers_that_fit_no_question_change_nothing() -> None:
-    world = World()
-    world.ask(A)
+def test_unexpected_answers_change_nothing() -> None:
+    bench = PeerBench()
+    bench.ask(A)
     there_is = slots(A)[A]
     for peer, request, answered in ((2, 1, (there_is,)), (0, 77, (there_is,)), (0, 1, ())):
-        world.peers.events.append(PeerAnswer(peer, request, answered, 60.0, 0.0))
-        assert world.lookups(A) == [PENDING]
-    world.time_s = 1.0
-    assert world.lookups(A) == [MISS]
+        bench.peers.events.append(PeerAnswer(peer, request, answered, 60.0, 0.0))
+        assert bench.lookups(A) == [PENDING]
+    bench.time_s = 1.0
+    assert bench.lookups(A) == [MISS]
 
 
-def test_no_more_is_known_than_may_be_and_the_oldest_goes() -> None:
+def test_max_known_evicts_the_oldest_found_key() -> None:
     names = [b"%d" % number for number in range(6)]
-    world = World(slots(*names), max_known=4)
+    bench = PeerBench(slots(*names), max_known=4)
     for name in names:
-        world.ask(name)
-        world.peers.answer()
-        assert world.lookups(name) == [HIT]
-    assert world.lookups(*names) == [MISS] * 2 + [HIT] * 4
-    assert world.peers.given_up == [(0, names[0]), (0, names[1])]
-    assert world.index.take_counts().evictions == 2
-    assert world.index.pin_all(names[2:])
-    world.ask(names[0])
-    world.peers.answer()
-    assert world.lookups(names[0]) == [MISS], "no room beside what is being read"
+        bench.ask(name)
+        bench.peers.answer()
+        assert bench.lookups(name) == [HIT]
+    assert bench.lookups(*names) == [MISS] * 2 + [HIT] * 4
+    assert bench.peers.given_up == [(0, names[0]), (0, names[1])]
+    assert bench.index.take_counts().evictions == 2
+    assert bench.index.pin_all(names[2:])
+    bench.ask(names[0])
+    bench.peers.answer()
+    assert bench.lookups(names[0]) == [MISS], "no room beside the pinned keys"
 
 
-def test_an_answer_that_can_never_fit_displaces_nothing() -> None:
-    world = World({A: Slot(((0, 100),)), B: Slot(((100, 1001),))}, known_bytes=1000)
+def test_an_answer_that_never_fits_evicts_nothing() -> None:
+    bench = PeerBench({A: Slot(((0, 100),)), B: Slot(((100, 1001),))}, known_bytes=1000)
     for key in (A, B):
-        world.ask(key)
-        world.peers.answer()
-    assert world.lookups(A, B) == [HIT, MISS] and world.peers.given_up == [(0, B)]
+        bench.ask(key)
+        bench.peers.answer()
+    assert bench.lookups(A, B) == [HIT, MISS] and bench.peers.given_up == [(0, B)]
 
 
-def test_what_was_heard_of_is_counted_as_no_store() -> None:
-    world = World()
-    world.ask(A)
-    world.peers.answer()
-    world.index.generation  # noqa: B018
-    counts = world.index.take_counts()
+def test_a_found_key_does_not_count_as_a_store() -> None:
+    bench = PeerBench()
+    bench.ask(A)
+    bench.peers.answer()
+    bench.index.generation  # noqa: B018
+    counts = bench.index.take_counts()
     assert (counts.reservations, counts.commits, counts.answers) == (0, 0, {LookupAnswer.FOUND: 1})
 
 
 @pytest.mark.parametrize("field", ["lease_s", "max_open_keys", "leased_share"])
-def test_options_of_peers_that_cannot_work_name_the_field(field: str) -> None:
+def test_invalid_peer_options_name_the_field(field: str) -> None:
     from hybridkv.tiers import TierConfigurationError
 
     with pytest.raises(TierConfigurationError) as caught:
@@ -259,8 +259,8 @@ def test_options_of_peers_that_cannot_work_name_the_field(field: str) -> None:
     assert caught.value.field == field
 
 
-def test_no_load_may_outlast_the_lease_of_what_it_reads() -> None:
-    """It may begin when half of the lease is over."""
+def test_a_load_timeout_longer_than_half_a_lease_is_refused() -> None:
+    """A load may begin when half of the lease has passed."""
     from hybridkv.tiers import TierConfigurationError
 
     assert PeerOptions(lease_s=60.0, load_timeout_s=30.0)

@@ -1,4 +1,4 @@
-"""What peers are promised, and that it stays as long as was promised and no longer."""
+"""Leases given to peers: leased chunks stay for the whole lease and no longer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ GRANULE = 1024
 ONE, OTHER = 1, 2
 
 
-class World:
-    """Host memory with room for `num_chunks`, all of it taken."""
+class LeaseBench:
+    """Full host memory with room for `num_chunks`."""
 
     def __init__(self, num_chunks: int = 8, **options: float) -> None:
         self.time_s = 0.0
@@ -34,7 +34,7 @@ class World:
         return slot
 
     def churn(self) -> None:
-        """Everything that may go, goes."""
+        """Evict every chunk that can be evicted."""
         for _ in self.keys:
             self.put(b"new %d" % next(self._numbers))
 
@@ -42,132 +42,132 @@ class World:
         return self.ram.lookup(key) is LookupResult.HIT
 
 
-def test_what_a_peer_was_told_of_stays_and_the_rest_goes() -> None:
-    world = World()
-    a, b = world.keys[:2]
-    slots = world.leases.grant(ONE, [a, b"unknown", b])
-    assert slots == [world.ram.find(a), None, world.ram.find(b)] and None not in (slots[0], slots[2])
-    world.churn()
-    assert world.has(a) and world.has(b) and not world.has(world.keys[2])
+def test_a_leased_chunk_stays_and_others_are_evicted() -> None:
+    bench = LeaseBench()
+    a, b = bench.keys[:2]
+    slots = bench.leases.grant(ONE, [a, b"unknown", b])
+    assert slots == [bench.ram.find(a), None, bench.ram.find(b)] and None not in (slots[0], slots[2])
+    bench.churn()
+    assert bench.has(a) and bench.has(b) and not bench.has(bench.keys[2])
 
 
-def test_what_is_given_up_may_go() -> None:
-    world = World()
-    a, b = world.keys[:2]
-    world.leases.grant(ONE, [a, b])
-    world.churn()
-    world.leases.end(ONE, [a, b"unknown"])
-    world.churn()
-    assert not world.has(a) and world.has(b)
+def test_a_chunk_can_be_evicted_after_its_lease_is_ended() -> None:
+    bench = LeaseBench()
+    a, b = bench.keys[:2]
+    bench.leases.grant(ONE, [a, b])
+    bench.churn()
+    bench.leases.end(ONE, [a, b"unknown"])
+    bench.churn()
+    assert not bench.has(a) and bench.has(b)
 
 
-def test_a_lease_ends_by_itself_and_a_question_renews_it() -> None:
-    world = World()
-    a, b = world.keys[:2]
-    world.leases.grant(ONE, [a, b])
-    world.time_s = 40.0
-    world.churn()
-    world.leases.grant(ONE, [b])
-    world.time_s = 60.0
-    world.churn()
-    assert not world.has(a) and world.has(b)
-    world.time_s = 100.0
-    world.churn()
-    assert not world.has(b) and len(world.leases) == world.leases.num_bytes == 0
+def test_a_lease_expires_and_a_lookup_renews_it() -> None:
+    bench = LeaseBench()
+    a, b = bench.keys[:2]
+    bench.leases.grant(ONE, [a, b])
+    bench.time_s = 40.0
+    bench.churn()
+    bench.leases.grant(ONE, [b])
+    bench.time_s = 60.0
+    bench.churn()
+    assert not bench.has(a) and bench.has(b)
+    bench.time_s = 100.0
+    bench.churn()
+    assert not bench.has(b) and len(bench.leases) == bench.leases.num_bytes == 0
 
 
-def test_a_peer_that_leaves_holds_nothing_up_and_another_keeps_its_own() -> None:
-    world = World(leased_share=0.5)
-    a, b = world.keys[:2]
-    world.leases.grant(ONE, [a, b])
-    world.leases.grant(OTHER, [b])
-    world.churn()
-    world.leases.end_all(ONE)
-    world.churn()
-    assert not world.has(a) and world.has(b)
-    world.leases.end_all(OTHER)
-    world.churn()
-    assert not world.has(b)
+def test_end_all_ends_only_the_leases_of_one_peer() -> None:
+    bench = LeaseBench(leased_share=0.5)
+    a, b = bench.keys[:2]
+    bench.leases.grant(ONE, [a, b])
+    bench.leases.grant(OTHER, [b])
+    bench.churn()
+    bench.leases.end_all(ONE)
+    bench.churn()
+    assert not bench.has(a) and bench.has(b)
+    bench.leases.end_all(OTHER)
+    bench.churn()
+    assert not bench.has(b)
 
 
-def test_no_more_bytes_are_promised_than_may_be() -> None:
-    world = World(leased_share=0.25)
-    assert sum(slot is not None for slot in world.leases.grant(ONE, world.keys)) == 2
-    assert world.leases.num_bytes == 2 * GRANULE
-    world.churn()
-    assert sum(map(world.has, world.keys)) == 2
+def test_leased_share_is_not_exceeded() -> None:
+    bench = LeaseBench(leased_share=0.25)
+    assert sum(slot is not None for slot in bench.leases.grant(ONE, bench.keys)) == 2
+    assert bench.leases.num_bytes == 2 * GRANULE
+    bench.churn()
+    assert sum(map(bench.has, bench.keys)) == 2
 
 
-def test_no_more_leases_are_given_than_may_be() -> None:
-    world = World(max_leases=1, leased_share=1.0)
-    assert sum(slot is not None for slot in world.leases.grant(ONE, world.keys)) == 1
+def test_max_leases_is_not_exceeded() -> None:
+    bench = LeaseBench(max_leases=1, leased_share=1.0)
+    assert sum(slot is not None for slot in bench.leases.grant(ONE, bench.keys)) == 1
 
 
-def test_leases_that_ended_count_no_more_though_the_engine_sleeps() -> None:
-    world = World(leased_share=0.25)
-    assert world.leases.grant(ONE, world.keys[:2]).count(None) == 0
-    assert world.leases.grant(OTHER, world.keys[2:4]).count(None) == 2
-    world.leases.end_all(ONE)
-    assert world.leases.grant(OTHER, world.keys[2:4]).count(None) == 0
-    world.time_s = 60.0
-    assert world.leases.grant(ONE, world.keys[:2]).count(None) == 0
+def test_ended_leases_do_not_count_while_the_engine_is_idle() -> None:
+    bench = LeaseBench(leased_share=0.25)
+    assert bench.leases.grant(ONE, bench.keys[:2]).count(None) == 0
+    assert bench.leases.grant(OTHER, bench.keys[2:4]).count(None) == 2
+    bench.leases.end_all(ONE)
+    assert bench.leases.grant(OTHER, bench.keys[2:4]).count(None) == 0
+    bench.time_s = 60.0
+    assert bench.leases.grant(ONE, bench.keys[:2]).count(None) == 0
 
 
-def test_what_left_before_it_was_pinned_pins_nothing() -> None:
-    world = World()
-    a, b = world.keys[:2]
-    world.leases.grant(ONE, [a, b])
-    world.ram.invalidate(a)
-    world.ram.invalidate(b)
-    world.ram.before_reserving = None
+def test_a_chunk_evicted_before_its_lease_is_applied_is_not_pinned() -> None:
+    bench = LeaseBench()
+    a, b = bench.keys[:2]
+    bench.leases.grant(ONE, [a, b])
+    bench.ram.invalidate(a)
+    bench.ram.invalidate(b)
+    bench.ram.before_reserving = None
     for key in (b"other", b"another", b):  # b comes back to another place, or to its own
-        world.put(key)
-    world.leases.apply()
-    moved = world.ram.find(b) != world.leases.grant(OTHER, [a])[0]
+        bench.put(key)
+    bench.leases.apply()
+    moved = bench.ram.find(b) != bench.leases.grant(OTHER, [a])[0]
     assert moved
-    world.leases.end_all(ONE)
-    world.leases.apply()
-    assert not world.ram.num_pinned
+    bench.leases.end_all(ONE)
+    bench.leases.apply()
+    assert not bench.ram.num_pinned
 
 
-def test_a_promise_that_is_over_before_the_engine_wakes_pins_nothing() -> None:
-    world = World()
-    world.leases.grant(ONE, world.keys[:2])
-    world.leases.end(ONE, world.keys[:2])
-    world.leases.apply()
-    assert not world.ram.num_pinned
+def test_a_lease_ended_before_it_is_applied_pins_nothing() -> None:
+    bench = LeaseBench()
+    bench.leases.grant(ONE, bench.keys[:2])
+    bench.leases.end(ONE, bench.keys[:2])
+    bench.leases.apply()
+    assert not bench.ram.num_pinned
 
 
-def test_after_the_end_nothing_is_promised() -> None:
-    world = World()
-    world.leases.grant(ONE, world.keys[:2])
-    world.leases.apply()
-    assert world.ram.num_pinned == 2
-    world.leases.close()
-    assert not world.ram.num_pinned and world.leases.grant(ONE, world.keys[:2]) == [None, None]
+def test_a_closed_engine_gives_no_leases() -> None:
+    bench = LeaseBench()
+    bench.leases.grant(ONE, bench.keys[:2])
+    bench.leases.apply()
+    assert bench.ram.num_pinned == 2
+    bench.leases.close()
+    assert not bench.ram.num_pinned and bench.leases.grant(ONE, bench.keys[:2]) == [None, None]
 
 
-def test_peers_ask_while_the_engine_stores() -> None:
-    world = World(64, leased_share=0.5)
+def test_peers_look_keys_up_while_the_engine_stores() -> None:
+    bench = LeaseBench(64, leased_share=0.5)
     failures: list[BaseException] = []
 
     def ask(reader: int) -> None:
         try:
             for turn in range(300):
-                keys = [*world.keys[:4], *(b"%d" % (turn * 3 + more) for more in range(8))]
-                world.leases.grant(reader, keys)
-                world.leases.end(reader, keys[:6])
+                keys = [*bench.keys[:4], *(b"%d" % (turn * 3 + more) for more in range(8))]
+                bench.leases.grant(reader, keys)
+                bench.leases.end(reader, keys[:6])
         except BaseException as error:
             failures.append(error)
-        world.leases.end_all(reader)
+        bench.leases.end_all(reader)
 
     threads = [threading.Thread(target=ask, args=(reader,)) for reader in range(3)]
     for thread in threads:
         thread.start()
     for number in range(3000):
-        world.put(b"%d" % (number % 900))
+        bench.put(b"%d" % (number % 900))
     for thread in threads:
         thread.join()
     assert not failures
-    world.leases.apply()
-    assert not world.ram.num_pinned and len(world.leases) == world.leases.num_bytes == 0
+    bench.leases.apply()
+    assert not bench.ram.num_pinned and len(bench.leases) == bench.leases.num_bytes == 0

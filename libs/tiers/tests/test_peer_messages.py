@@ -1,4 +1,4 @@
-"""Bytes from a peer are a valid message or are refused."""
+"""Peer messages: bytes from a peer decode to a valid message or are refused."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ slots = st.lists(st.none() | st.lists(extents, min_size=1, max_size=4).map(lambd
 
 
 @given(keys)
-def test_keys_come_out_as_they_went_in(keys: list[bytes]) -> None:
+def test_keys_survive_packing(keys: list[bytes]) -> None:
     assert messages.unpack_keys(*messages.pack_keys(keys)) == keys
 
 
 @given(slots)
-def test_places_come_out_as_they_went_in(slots: list[Slot | None]) -> None:
+def test_slots_survive_encoding(slots: list[Slot | None]) -> None:
     message = messages.decode(messages.encode(messages.find_reply(slots, 5.0)))
     assert isinstance(message, messages.FindReply) and messages.slots_of(message) == tuple(slots)
 
 
 @given(st.integers(0, 255), slots)
-def test_a_place_at_a_peer_names_both(peer: int, slots: list[Slot | None]) -> None:
+def test_a_tier_slot_contains_the_peer_and_its_slot(peer: int, slots: list[Slot | None]) -> None:
     for slot in slots:
         if slot is not None:
             assert (peer_of(to_tier_slot(peer, slot)), to_peer_slot(to_tier_slot(peer, slot))) == (peer, slot)
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_a_message_or_refused(body: bytes) -> None:
+def test_any_bytes_decode_or_are_refused(body: bytes) -> None:
     with contextlib.suppress(WireError):
         messages.decode(body)
     with contextlib.suppress(WireError):
@@ -47,7 +47,7 @@ def test_any_bytes_are_a_message_or_refused(body: bytes) -> None:
 
 
 @given(st.binary(max_size=80), st.binary(max_size=80), st.binary(max_size=80), st.floats())
-def test_any_columns_are_an_answer_or_refused(counts: bytes, offsets: bytes, sizes: bytes, lease_s: float) -> None:
+def test_any_columns_decode_or_are_refused(counts: bytes, offsets: bytes, sizes: bytes, lease_s: float) -> None:
     with contextlib.suppress(WireError):
         for slot in messages.slots_of(messages.FindReply(counts, offsets, sizes, lease_s)):
             assert slot is None or slot.num_bytes > 0
@@ -56,14 +56,14 @@ def test_any_columns_are_an_answer_or_refused(counts: bytes, offsets: bytes, siz
 
 
 @given(st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=6), st.integers(0, 3))
-def test_any_numbers_are_an_answer_or_refused(numbers: list[int], place: int) -> None:
+def test_any_numbers_decode_or_are_refused(numbers: list[int], place: int) -> None:
     columns = [messages.pack_columns([numbers if at == place else [1] * len(numbers)]) for at in range(3)]
     with contextlib.suppress(WireError):
         for slot in messages.slots_of(messages.FindReply(*columns, 1.0)):
             assert slot is None or all(0 <= at < 1 << 48 and 0 < size < 1 << 48 for at, size in slot.extents)
 
 
-def test_more_than_may_be_is_refused() -> None:
+def test_oversized_messages_are_refused() -> None:
     many = [b"k"] * (MAX_KEYS + 1)
     with pytest.raises(WireError):
         messages.unpack_keys(*messages.pack_keys(many))
@@ -75,7 +75,7 @@ def test_more_than_may_be_is_refused() -> None:
         messages.seals_of(messages.SealsReply(b"\0\0", bytes(16)), 2)
 
 
-def test_what_differs_between_two_engines_is_named() -> None:
+def test_difference_names_the_first_differing_field() -> None:
     def description(
         model: str, rank: int = 0, protocol: int = 1, has_fingerprint: bool = True
     ) -> messages.PeerDescription:

@@ -1,4 +1,4 @@
-"""A peer that is another process: it is read, and what it does or leaves undone costs a bounded time and no bytes."""
+"""Peers in another process can be read; a killed, stopped or lying peer costs bounded time and no wrong bytes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kits.peers.suite import until
 A, B = b"key a", b"key b"
 HIT, PENDING, MISS = LookupResult.HIT, LookupResult.PENDING, LookupResult.MISS
 QUICK = patient(load_timeout_s=patience.seconds(0.1), reach_timeout_s=patience.seconds(0.02))
-"""For what is going to fail. What then succeeds is tried until it does."""
+"""For operations that are expected to fail. Those expected to succeed are repeated until they do."""
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def asking(peer: EngineProcess, options: PeerOptions | None = None) -> Engine:
     return Engine([peer.port], options=options or OPTIONS, make_transport=NixlTransport)
 
 
-def test_another_process_gives_what_it_holds(peer: EngineProcess) -> None:
+def test_another_process_gives_its_chunks(peer: EngineProcess) -> None:
     asker = asking(peer)
     try:
         assert found(asker, A, B) == [HIT, MISS]
@@ -45,7 +45,7 @@ def test_another_process_gives_what_it_holds(peer: EngineProcess) -> None:
         asker.close()
 
 
-def test_a_peer_that_is_killed_costs_a_load_and_is_missed(peer: EngineProcess) -> None:
+def test_a_killed_peer_fails_a_load_and_then_misses(peer: EngineProcess) -> None:
     asker = asking(peer, QUICK)
     try:
         assert found(asker, A) == [HIT]
@@ -59,12 +59,12 @@ def test_a_peer_that_is_killed_costs_a_load_and_is_missed(peer: EngineProcess) -
         until(lambda: asker.index.lookup(A) is MISS)
         asker.index.unpin(A)
         asker.index.start_lookup([B], time.monotonic() + TIMEOUT_S)
-        assert asker.index.lookup(B) is MISS, "there is nobody to wait for"
+        assert asker.index.lookup(B) is MISS, "no peer is left to wait for"
     finally:
         asker.close()
 
 
-def test_a_peer_that_is_stopped_costs_the_time_that_was_given(peer: EngineProcess) -> None:
+def test_a_stopped_peer_costs_only_the_timeouts(peer: EngineProcess) -> None:
     asker = asking(peer, QUICK)
     try:
         assert found(asker, A) == [HIT]
@@ -80,7 +80,7 @@ def test_a_peer_that_is_stopped_costs_the_time_that_was_given(peer: EngineProces
         asker.close()
 
 
-def test_a_peer_that_lies_costs_a_load_and_gives_no_wrong_bytes(peer: EngineProcess) -> None:
+def test_a_lying_peer_fails_loads_and_gives_no_wrong_bytes(peer: EngineProcess) -> None:
     asker = asking(peer)
     try:
         peer.tell("lie")
@@ -94,7 +94,7 @@ def test_a_peer_that_lies_costs_a_load_and_gives_no_wrong_bytes(peer: EngineProc
         asker.close()
 
 
-def test_an_end_waits_for_no_peer_that_is_stopped(peer: EngineProcess) -> None:
+def test_close_does_not_wait_for_a_stopped_peer(peer: EngineProcess) -> None:
     asker = asking(peer)
     assert found(asker, A) == [HIT]
     far = asker.index.pin(A)

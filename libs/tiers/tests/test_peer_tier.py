@@ -1,4 +1,4 @@
-"""A tier of peers over loopback: the suites, and what two engines do for each other. Nothing is played here."""
+"""Peer tier over loopback: conformance, and reads between two engines, without fakes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ FIRST = Ticket(1)
 
 
 class StoredAtAPeer:
-    """The medium of one engine, and memory of another in which what the suite stores lies."""
+    """Medium of one engine over the memory of another, in which the suite's chunks are stored."""
 
     def __init__(self, reader: Engine, holder: Engine) -> None:
         self._reader, self._holder = reader, holder
@@ -92,7 +92,7 @@ class TestPeerMedium(MediumConformance):
     def corrupt(self, medium: TierMedium, slot: Slot) -> None:
         self.made[0].arena.views(slot)[-1][-1] ^= 1
 
-    def test_nothing_is_stored_at_a_peer(self) -> None:
+    def test_a_store_at_a_peer_fails(self) -> None:
         self.make_tier_of(1)
         medium = self.made[-1].medium
         medium.store(FIRST, A, Slot(((0, 4),)), [b"abcd"])
@@ -107,7 +107,7 @@ class TestPeerMediumInAnIdleFaultInjector(TestPeerMedium):
 
 
 class TestPeerIndexOverLoopback(ReadOnlyConformance):
-    """Answers are held back at the peer until the suite lets them through."""
+    """Answers are held back at the peer until the suite releases them."""
 
     time_s = 0.0
 
@@ -183,7 +183,7 @@ def engine() -> Iterator[object]:
         each.close()
 
 
-def test_engines_give_each_other_what_they_hold(engine: MakeEngine) -> None:
+def test_engines_read_chunks_of_each_other(engine: MakeEngine) -> None:
     first = engine()
     second = engine([first.port])
     third = engine([first.port, second.port])
@@ -192,11 +192,11 @@ def test_engines_give_each_other_what_they_hold(engine: MakeEngine) -> None:
     until(lambda: len(third.client.ready()) == 2)
     assert found(third, A, B, C) == [HIT, HIT, MISS]
     assert [load(third, key) for key in (A, B)] == [chunk_bytes(1, CHUNK_BYTES), chunk_bytes(2, CHUNK_BYTES)]
-    assert found(second, A, B) == [HIT, MISS], "what it holds itself is its host memory's to say"
+    assert found(second, A, B) == [HIT, MISS], "its own chunks are in its host memory"
     assert load(second, A) == chunk_bytes(1, CHUNK_BYTES)
 
 
-def test_a_chunk_in_pieces_comes_whole_into_pieces(engine: MakeEngine) -> None:
+def test_a_scattered_chunk_is_read_whole_into_scattered_memory(engine: MakeEngine) -> None:
     holder = engine(capacity_bytes=16 * 1024, options=patient(leased_share=1.0))
     asker = engine([holder.port], capacity_bytes=16 * 1024)
     for made in (holder, asker):
@@ -209,7 +209,7 @@ def test_a_chunk_in_pieces_comes_whole_into_pieces(engine: MakeEngine) -> None:
     assert found(asker, A) == [HIT] and load(asker, A, 5000) == chunk_bytes(3, 5000)
 
 
-def test_what_is_being_read_is_not_evicted_and_goes_afterwards(engine: MakeEngine) -> None:
+def test_a_chunk_being_read_is_evicted_only_afterwards(engine: MakeEngine) -> None:
     holder = engine()
     asker = engine([holder.port])
     holder.put(A, chunk_bytes(1, CHUNK_BYTES))
@@ -225,7 +225,7 @@ def test_what_is_being_read_is_not_evicted_and_goes_afterwards(engine: MakeEngin
     until(churn)
 
 
-def test_what_was_withdrawn_and_overwritten_is_a_failure_and_no_wrong_bytes(engine: MakeEngine) -> None:
+def test_a_withdrawn_or_overwritten_chunk_fails_its_load(engine: MakeEngine) -> None:
     holder = engine(capacity_bytes=CHUNK_BYTES, options=patient(leased_share=1.0))
     asker = engine([holder.port])
     for change in ("withdrawn", "another", "torn"):
@@ -245,7 +245,7 @@ def test_what_was_withdrawn_and_overwritten_is_a_failure_and_no_wrong_bytes(engi
         assert load(asker, A) is FailureReason[expected]
 
 
-def test_another_model_is_refused_and_what_differs_is_said(
+def test_an_engine_with_another_model_is_refused_and_the_difference_logged(
     engine: MakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     holder = engine()
@@ -258,14 +258,12 @@ def test_another_model_is_refused_and_what_differs_is_said(
         other.client.ready()
         time.sleep(0.01)
     said = [record.message for record in caplog.records if "model.name" in record.message]
-    assert len(said) <= 3, "not with each try"
+    assert len(said) <= 3, "not at each attempt"
     other.index.start_lookup([A], 1e12)
     assert other.index.lookup(A) is MISS
 
 
-def test_an_engine_skips_its_own_address_in_the_list_of_peers(
-    engine: MakeEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_engine_logs_its_own_address_among_its_peers(engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     port = peer_engines.free_port()
     own = engine([port], port=port)
@@ -273,7 +271,7 @@ def test_an_engine_skips_its_own_address_in_the_list_of_peers(
     assert "ended: self" not in caplog.text
 
 
-def test_who_does_not_know_the_secret_hears_nothing(engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_peer_without_the_secret_gets_no_answer(engine: MakeEngine, caplog: pytest.LogCaptureFixture) -> None:
     holder = engine()
     stranger = engine([holder.port], secret=Secret(b"a secret that nobody else knows"))
     until(lambda: "secret" in caplog.text)
@@ -281,7 +279,7 @@ def test_who_does_not_know_the_secret_hears_nothing(engine: MakeEngine, caplog: 
     assert stranger.index.lookup(A) is MISS and stranger.client.ready() == []
 
 
-def test_an_engine_passes_its_own_address_over(engine: MakeEngine) -> None:
+def test_an_engine_does_not_connect_to_its_own_address(engine: MakeEngine) -> None:
     holder, other, port = engine(), engine(), peer_engines.free_port()
     everybody = [port, holder.port, other.port]
     asker = engine(everybody, port=port)
@@ -291,11 +289,11 @@ def test_an_engine_passes_its_own_address_over(engine: MakeEngine) -> None:
     for _ in range(20):
         assert asker.client.ready() == [1, 2]
         time.sleep(0.01)
-    assert found(asker, A, B) == [HIT, MISS], "what it holds itself is its host memory's to say"
+    assert found(asker, A, B) == [HIT, MISS], "its own chunks are in its host memory"
     assert load(asker, A) == chunk_bytes(1, CHUNK_BYTES)
 
 
-def test_a_peer_that_ends_is_missed_and_one_that_comes_back_is_found(engine: MakeEngine) -> None:
+def test_a_closed_peer_is_a_miss_and_is_found_again_after_a_restart(engine: MakeEngine) -> None:
     holder = engine()
     asker = engine([holder.port], options=patient(reach_timeout_s=0.05))
     holder.put(A, chunk_bytes(1, CHUNK_BYTES))
@@ -315,8 +313,8 @@ def test_a_peer_that_ends_is_missed_and_one_that_comes_back_is_found(engine: Mak
     until(lambda: found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(4, CHUNK_BYTES))
 
 
-def test_a_peer_that_the_transport_has_given_up_is_connected_to_again(engine: MakeEngine) -> None:
-    """As NIXL's does with one whose reads it cannot end. The connection beside it does not notice."""
+def test_a_peer_detached_by_the_transport_is_connected_again(engine: MakeEngine) -> None:
+    """NIXL detaches a peer when it cannot end its reads. The control connection does not notice."""
     holder = engine()
     asker = engine([holder.port])
     holder.put(A, chunk_bytes(1, CHUNK_BYTES))
@@ -328,7 +326,7 @@ def test_a_peer_that_the_transport_has_given_up_is_connected_to_again(engine: Ma
     until(lambda: found(asker, A) == [HIT] and load(asker, A) == chunk_bytes(1, CHUNK_BYTES))
 
 
-def test_as_many_chunks_as_wait_are_read_and_more_are_busy(engine: MakeEngine) -> None:
+def test_queued_loads_are_read_and_more_are_busy(engine: MakeEngine) -> None:
     holder = engine(capacity_bytes=1 << 20)
     options = patient(reading_bytes=2 * CHUNK_BYTES, max_reads=3, max_waiting=200)
     asker = engine([holder.port], options=options)
@@ -348,7 +346,9 @@ def test_as_many_chunks_as_wait_are_read_and_more_are_busy(engine: MakeEngine) -
 
 
 @pytest.mark.parametrize("call", ["read", "poll", "view_digest", "wait"])
-def test_a_bug_over_one_load_costs_that_load(engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_bug_during_one_load_costs_only_that_load(
+    engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
     holder = engine()
     asker = engine([holder.port])
     for number, key in enumerate((A, B)):
@@ -366,7 +366,7 @@ def test_a_bug_over_one_load_costs_that_load(engine: MakeEngine, monkeypatch: py
     assert found(asker, B) == [HIT] and load(asker, B) == chunk_bytes(1, CHUNK_BYTES)
 
 
-def test_a_close_ends_every_load(engine: MakeEngine) -> None:
+def test_close_ends_every_load(engine: MakeEngine) -> None:
     asker = engine([1])
     for number in range(5):
         asker.medium.load(Ticket(number), A, to_tier_slot(0, Slot(((0, CHUNK_BYTES),))), [bytearray(CHUNK_BYTES)])
@@ -384,9 +384,9 @@ def test_a_load_from_an_unknown_peer_ends(engine: MakeEngine) -> None:
     assert completion.failure is not None and completion.failure.reason is FailureReason.IO
 
 
-def test_an_address_that_is_taken_is_refused(engine: MakeEngine) -> None:
+def test_an_address_in_use_is_refused(engine: MakeEngine) -> None:
     taken = engine()
-    near = PeerAddresses(SECRET, ("127.0.0.1", taken.port), (), lambda name: pytest.fail("no bytes are moved"))
+    near = PeerAddresses(SECRET, ("127.0.0.1", taken.port), (), lambda name: pytest.fail("no transport is opened"))
     with pytest.raises(TierConfigurationError) as caught:
         open_index(near, RamIndex(1024, 1024), fingerprint(), OPTIONS, lambda: 0.0)
     assert caught.value.field == "listen"

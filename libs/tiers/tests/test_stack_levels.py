@@ -37,7 +37,7 @@ READ_ONLY = SecondaryTierOptions(cascades=CascadePolicy.NOTHING)
 WIDE = SecondaryTierOptions(promoting_share=1.0, cascading_share=1.0, arriving_share=1.0)
 
 
-class Three:
+class ThreeTiers:
     """Host memory, a disk and a peer, all of them in memory."""
 
     def __init__(self, disk: SecondaryTierOptions = WIDE, peer: SecondaryTierOptions = WIDE) -> None:
@@ -46,10 +46,10 @@ class Three:
         below = [SecondaryTier("disk", self.disk, disk), SecondaryTier("peer", self.peer, peer)]
         self.stack = TierStack(self.primary, below, 1, lambda: self.now_s)
 
-    def hold(self, *keys: Key) -> PromotionLease:
-        hold = self.stack.acquire("request", keys)
-        assert isinstance(hold, PromotionLease)
-        return hold
+    def lease(self, *keys: Key) -> PromotionLease:
+        lease = self.stack.acquire("request", keys)
+        assert isinstance(lease, PromotionLease)
+        return lease
 
     def store(self, *keys: Key) -> None:
         for key in keys:
@@ -68,7 +68,7 @@ class Three:
         for number in range(BreakerOptions().failures):
             key = b"bad %d" % number
             put(index, key)
-            self.hold(key)
+            self.lease(key)
             self.end(self.moves(), Failure(FailureReason.IO))
         assert self.stack.breaker_state(Direction.PROMOTE, tier) is BreakerState.OPEN
 
@@ -84,28 +84,28 @@ def tiers_of(moves: list[TierMove]) -> list[tuple[Key, str]]:
 
 
 def test_each_chunk_is_promoted_from_the_first_tier_that_holds_it() -> None:
-    setup = Three()
+    setup = ThreeTiers()
     put(setup.disk, A, B)
     put(setup.peer, B, C)
-    hold = setup.hold(A, B, C)
+    lease = setup.lease(A, B, C)
     moves = setup.moves()
-    assert tiers_of(moves) == [(A, "disk"), (B, "disk"), (C, "peer")] and hold.source == "peer"
+    assert tiers_of(moves) == [(A, "disk"), (B, "disk"), (C, "peer")] and lease.source == "peer"
     setup.end(moves)
-    assert hold.is_ready and setup.primary.leading([A, B, C]) == 3
+    assert lease.is_ready and setup.primary.leading([A, B, C]) == 3
 
 
 def test_a_tier_with_an_open_breaker_is_skipped() -> None:
-    setup = Three()
+    setup = ThreeTiers()
     setup.open_breaker("disk", setup.disk)
     put(setup.disk, A, B)
     put(setup.peer, B)
     assert setup.stack.lookup(A) is LookupResult.MISS and setup.stack.lookup(B) is LookupResult.HIT
-    setup.hold(B)
+    setup.lease(B)
     assert tiers_of(setup.moves()) == [(B, "peer")]
 
 
 def test_a_prefix_is_found_over_all_tiers_at_once() -> None:
-    setup = Three()
+    setup = ThreeTiers()
     put(setup.primary, A)
     put(setup.peer, B)
     put(setup.disk, C)
@@ -114,7 +114,7 @@ def test_a_prefix_is_found_over_all_tiers_at_once() -> None:
 
 
 def test_a_lease_is_all_or_nothing_over_all_tiers() -> None:
-    setup = Three()
+    setup = ThreeTiers()
     put(setup.disk, A)
     put(setup.peer, B)
     assert setup.stack.acquire("request", [A, B, C]) == "present"
@@ -125,7 +125,7 @@ def test_a_lease_is_all_or_nothing_over_all_tiers() -> None:
 
 
 def test_a_lease_refused_by_one_tier_promotes_from_none() -> None:
-    setup = Three(disk=SecondaryTierOptions(promoting_share=0.25), peer=SecondaryTierOptions(promoting_share=0.25))
+    setup = ThreeTiers(disk=SecondaryTierOptions(promoting_share=0.25), peer=SecondaryTierOptions(promoting_share=0.25))
     put(setup.disk, A, B, b"d")
     put(setup.peer, C)
     assert isinstance(setup.stack.acquire("first", [A]), PromotionLease)
@@ -140,10 +140,10 @@ def test_a_lease_refused_by_one_tier_promotes_from_none() -> None:
 
 
 def test_a_stored_chunk_cascades_to_every_tier_that_accepts_stores() -> None:
-    setup = Three(peer=READ_ONLY)
+    setup = ThreeTiers(peer=READ_ONLY)
     setup.store(A)
     assert tiers_of(setup.moves()) == [(A, "disk")]
-    setup = Three()
+    setup = ThreeTiers()
     setup.store(A)
     moves = setup.moves()
     assert tiers_of(moves) == [(A, "disk"), (A, "peer")]
@@ -152,9 +152,9 @@ def test_a_stored_chunk_cascades_to_every_tier_that_accepts_stores() -> None:
 
 
 def test_a_promoted_chunk_cascades_when_a_caller_asks_for_it() -> None:
-    setup = Three()
+    setup = ThreeTiers()
     put(setup.peer, A)
-    setup.hold(A)
+    setup.lease(A)
     setup.end(setup.moves())
     assert setup.moves() == [], "a promotion alone does not cascade"
     setup.stack.cascade(A)
@@ -162,7 +162,7 @@ def test_a_promoted_chunk_cascades_when_a_caller_asks_for_it() -> None:
 
 
 def test_a_tier_for_reused_chunks_gets_nothing_at_the_first_use() -> None:
-    setup = Three(peer=SecondaryTierOptions(cascades=CascadePolicy.REUSED))
+    setup = ThreeTiers(peer=SecondaryTierOptions(cascades=CascadePolicy.REUSED))
     setup.stack.reserve(A, CHUNK)
     assert setup.stack.commit(A)
     setup.stack.cascade(A, is_reuse=False)
@@ -175,64 +175,64 @@ def test_a_tier_for_reused_chunks_gets_nothing_at_the_first_use() -> None:
 
 
 def test_a_chunk_lost_by_one_tier_comes_from_another() -> None:
-    setup = Three()
+    setup = ThreeTiers()
     put(setup.disk, A)
     put(setup.peer, A)
-    hold = setup.hold(A)
+    lease = setup.lease(A)
     setup.end(setup.moves(), Failure(FailureReason.CHECKSUM))
-    assert hold.failure is LeaseFailure.LOST and setup.disk.lookup(A) is LookupResult.MISS
-    hold = setup.hold(A)
+    assert lease.failure is LeaseFailure.LOST and setup.disk.lookup(A) is LookupResult.MISS
+    lease = setup.lease(A)
     moves = setup.moves()
     assert tiers_of(moves) == [(A, "peer")]
     setup.end(moves)
-    assert hold.is_ready
+    assert lease.is_ready
 
 
 def test_failures_of_one_tier_do_not_block_another() -> None:
-    setup = Three()
+    setup = ThreeTiers()
     setup.open_breaker("disk", setup.disk)
     assert setup.stack.breaker_state(Direction.PROMOTE, "peer") is BreakerState.CLOSED
     assert setup.stack.take_counts().tiers["disk"].breaker_openings == {"promote": 1}
 
 
 def test_a_lease_over_two_tiers_keeps_the_timeout_of_each() -> None:
-    setup = Three(peer=SecondaryTierOptions(load_timeout_s=2.0))
+    setup = ThreeTiers(peer=SecondaryTierOptions(load_timeout_s=2.0))
     put(setup.disk, A)
     put(setup.peer, B)
     disk_lease = setup.stack.acquire("other", [A])
     setup.now_s += 1.0
-    hold = setup.hold(A, B)
+    lease = setup.lease(A, B)
     setup.moves()
     setup.now_s += 2.5
     setup.stack.tick()
     setup.stack.tick()
-    assert hold.failure is LeaseFailure.TIMEOUT
+    assert lease.failure is LeaseFailure.TIMEOUT
     assert isinstance(disk_lease, PromotionLease) and disk_lease.failure is None
     setup.now_s = 100.0 + SecondaryTierOptions().load_timeout_s
     assert setup.stack.lease("other") is disk_lease and disk_lease.failure is LeaseFailure.TIMEOUT
 
 
 def test_a_lease_on_chunks_in_flight_has_the_source_of_their_promotion() -> None:
-    setup = Three()
+    setup = ThreeTiers()
     put(setup.disk, A)
     put(setup.peer, B)
-    setup.hold(B)
+    setup.lease(B)
     assert isinstance(setup.stack.reserve(C, CHUNK), Slot)
     sources = {}
     for keys in ([A], [B], [A, B], [B, C], [C]):
-        hold = setup.stack.acquire("other", keys)
-        assert isinstance(hold, PromotionLease)
-        sources[b"".join(keys)] = hold.source
+        lease = setup.stack.acquire("other", keys)
+        assert isinstance(lease, PromotionLease)
+        sources[b"".join(keys)] = lease.source
     assert sources == {A: "disk", B: "peer", A + B: "peer", B + C: "peer", C: "disk"}
     setup.end(setup.moves())
-    hold = setup.hold(A, B)
-    assert hold.is_ready and hold.source == "disk", "it waited for no tier"
+    lease = setup.lease(A, B)
+    assert lease.is_ready and lease.source == "disk", "it waited for no tier"
 
 
 def test_a_chunk_queued_after_a_promoted_one_cascades_after_it() -> None:
-    setup = Three(peer=READ_ONLY)
+    setup = ThreeTiers(peer=READ_ONLY)
     put(setup.peer, A)
-    setup.hold(A)
+    setup.lease(A)
     promoted = setup.moves()
     setup.stack.reserve(B, CHUNK)
     assert setup.stack.commit(B, (A,))
@@ -282,9 +282,9 @@ def test_a_repeated_lookup_keeps_its_first_deadline() -> None:
 
 
 def test_a_late_promotion_changes_the_generation() -> None:
-    setup = Three()
+    setup = ThreeTiers()
     put(setup.disk, A)
-    setup.hold(A)
+    setup.lease(A)
     setup.moves()
     seen = [setup.stack.generation]
     setup.now_s += SecondaryTierOptions().load_timeout_s
@@ -296,9 +296,9 @@ def test_a_late_promotion_changes_the_generation() -> None:
 
 
 def test_a_late_lease_is_counted_once_and_the_stack_becomes_idle() -> None:
-    setup = Three(peer=SecondaryTierOptions(load_timeout_s=2.0))
+    setup = ThreeTiers(peer=SecondaryTierOptions(load_timeout_s=2.0))
     put(setup.peer, A)
-    setup.hold(A)
+    setup.lease(A)
     setup.moves()
     assert setup.stack.has_live_moves()
     setup.now_s += 2.0
@@ -368,16 +368,16 @@ def test_a_medium_that_raises_costs_only_its_own_moves() -> None:
     arena = RamArena(1 << 16, 4096)
     media = {"disk": Raising(world, 0), "peer": Twice(world, 0)}
     mover = TierMover(arena, media, lambda: 0.0)
-    near = Slot(((0, CHUNK),))
-    assert arena.seal_all([(A, near)]) == [None]
-    far = world.allocate(CHUNK)
-    mover.start([TierMove(0, Direction.CASCADE, "peer", A, near, far)])
+    primary = Slot(((0, CHUNK),))
+    assert arena.seal_all([(A, primary)]) == [None]
+    secondary = world.allocate(CHUNK)
+    mover.start([TierMove(0, Direction.CASCADE, "peer", A, primary, secondary)])
     assert [(move.move_id, failure) for move, failure, _ in mover.poll()] == [(0, None)]
-    mover.start([TierMove(2, Direction.PROMOTE, "disk", A, Slot(((4096, CHUNK),)), far)])
-    mover.start([TierMove(4, Direction.PROMOTE, "peer", A, Slot(((8192, CHUNK),)), far)])
+    mover.start([TierMove(2, Direction.PROMOTE, "disk", A, Slot(((4096, CHUNK),)), secondary)])
+    mover.start([TierMove(4, Direction.PROMOTE, "peer", A, Slot(((8192, CHUNK),)), secondary)])
     assert [(move.move_id, failure) for move, failure, _ in mover.poll()] == [(4, None)]
     assert not mover.close(1.0)
-    media["peer"].load(Ticket(6), A, far, [bytearray(CHUNK)])
+    media["peer"].load(Ticket(6), A, secondary, [bytearray(CHUNK)])
     [completion, _] = media["peer"].poll()
     assert completion.failure is not None and completion.failure.reason is FailureReason.CLOSED
 
@@ -391,9 +391,9 @@ def test_two_tiers_with_one_name_are_refused() -> None:
 def test_an_async_tier_is_asked_only_for_missing_keys_and_still_gets_stores() -> None:
     now_s = 0.0
     world = RemoteStore(1, lambda: now_s, answer_s=0.5)
-    near, disk, peer = RamIndex(8 * CHUNK, CHUNK), RamIndex(8 * CHUNK, CHUNK), RemoteIndex(world, 64 * CHUNK)
+    primary, disk, peer = RamIndex(8 * CHUNK, CHUNK), RamIndex(8 * CHUNK, CHUNK), RemoteIndex(world, 64 * CHUNK)
     below = [SecondaryTier("disk", disk, WIDE), SecondaryTier("peer", peer, WIDE)]
-    stack = TierStack(near, below, 1, lambda: now_s)
+    stack = TierStack(primary, below, 1, lambda: now_s)
     put(disk, A)
     stack.start_lookup([A, B])
     assert world.num_lookups == 1 and stack.lookup_wait_s == 1.0
@@ -417,8 +417,8 @@ def test_async_tiers_are_asked_at_once_with_their_own_timeouts() -> None:
     assert indexes[0].lookup(A) is LookupResult.MISS and stack.lookup(A) is LookupResult.PENDING
     now_s = 2.5
     assert (stack.lookup(A), stack.lookup(B)) == (LookupResult.HIT, LookupResult.MISS)
-    hold = stack.acquire("request", [A])
-    assert isinstance(hold, PromotionLease) and tiers_of(stack.take_moves()) == [(A, "object")]
+    lease = stack.acquire("request", [A])
+    assert isinstance(lease, PromotionLease) and tiers_of(stack.take_moves()) == [(A, "object")]
 
 
 def test_a_late_answer_is_a_miss_until_it_arrives() -> None:
@@ -436,9 +436,9 @@ def test_a_late_answer_is_a_miss_until_it_arrives() -> None:
 
 
 def test_a_chunk_queued_after_a_failed_promotion_is_dropped() -> None:
-    setup = Three(peer=READ_ONLY)
+    setup = ThreeTiers(peer=READ_ONLY)
     put(setup.disk, A)
-    setup.hold(A)
+    setup.lease(A)
     promoted = setup.moves()
     setup.stack.reserve(B, CHUNK)
     assert setup.stack.commit(B, (A,)) and setup.stack.num_waiting("disk") == 1
@@ -450,7 +450,7 @@ def test_a_chunk_queued_after_a_failed_promotion_is_dropped() -> None:
 def test_two_silent_tiers_take_no_more_room_than_one() -> None:
     """Plus one lease per tier, which is not late before its deadline."""
     bounded = SecondaryTierOptions(promoting_share=0.5, load_timeout_s=10.0, breaker=BreakerOptions(failures=99))
-    setup = Three(bounded, bounded)
+    setup = ThreeTiers(bounded, bounded)
     for number in range(8):
         put(setup.disk, b"disk %d" % number)
         put(setup.peer, b"peer %d" % number)
@@ -459,7 +459,7 @@ def test_two_silent_tiers_take_no_more_room_than_one() -> None:
         key = b"%s %d" % (tier.encode(), number)
         if setup.stack.lookup(key) is LookupResult.MISS:
             return False
-        setup.hold(key)
+        setup.lease(key)
         setup.moves()
         setup.now_s += 10.0
         setup.stack.tick()
@@ -474,10 +474,10 @@ def test_two_silent_tiers_take_no_more_room_than_one() -> None:
 
 def test_a_silent_tier_leaves_the_other_one_load_at_a_time() -> None:
     bounded = SecondaryTierOptions(promoting_share=0.5, load_timeout_s=10.0)
-    setup = Three(bounded, bounded)
+    setup = ThreeTiers(bounded, bounded)
     put(setup.disk, A, B, C)
     put(setup.peer, b"d", b"e", b"f")
-    setup.hold(A, B, C)
+    setup.lease(A, B, C)
     setup.moves()
     setup.now_s += 10.0
     setup.stack.tick()

@@ -40,7 +40,7 @@ class StackMachine(RuleBasedStateMachine):
         super().__init__()
         self.now_s = 0.0
         self.primary = RamIndex(4 * CHUNK, CHUNK)
-        self.far = RamIndex(5 * CHUNK, CHUNK)
+        self.secondary = RamIndex(5 * CHUNK, CHUNK)
         options = SecondaryTierOptions(
             load_timeout_s=10.0,
             promoting_share=1.0,
@@ -49,15 +49,15 @@ class StackMachine(RuleBasedStateMachine):
             breaker=BreakerOptions(failures=2, first_backoff_s=5.0, max_backoff_s=20.0),
         )
         self.farthest = RamIndex(6 * CHUNK, CHUNK)
-        below = [SecondaryTier("disk", self.far, options), SecondaryTier("peer", self.farthest, options)]
+        below = [SecondaryTier("disk", self.secondary, options), SecondaryTier("peer", self.farthest, options)]
         self.stack = TierStack(self.primary, below[: self.num_slower], NUM_RANKS, lambda: self.now_s)
-        self.near_bytes: list[dict[int, Key]] = [{} for _ in range(NUM_RANKS)]
-        self.far_bytes: dict[str, list[dict[int, Key]]] = {
+        self.primary_bytes: list[dict[int, Key]] = [{} for _ in range(NUM_RANKS)]
+        self.secondary_bytes: dict[str, list[dict[int, Key]]] = {
             tier: [{} for _ in range(NUM_RANKS)] for tier in ("disk", "peer")
         }
         self.moving: list[tuple[int, TierMove]] = []
         self.stored: list[tuple[Key, Slot]] = []
-        self.holds: dict[str, PromotionLease] = {}
+        self.leases: dict[str, PromotionLease] = {}
         self.num_prefetches = 0
 
     def collect(self) -> None:
@@ -74,7 +74,7 @@ class StackMachine(RuleBasedStateMachine):
     @rule(succeeds=st.booleans(), data=st.data())
     def end_store(self, succeeds: bool, data: st.DataObject) -> None:
         key, slot = self.stored.pop(data.draw(st.integers(0, len(self.stored) - 1)))
-        for there in self.near_bytes:
+        for there in self.primary_bytes:
             there[slot.first_offset] = key
         if succeeds:
             self.stack.commit(key)
@@ -85,15 +85,15 @@ class StackMachine(RuleBasedStateMachine):
     @rule(owner=owners, wanted=st.lists(keys, min_size=1, max_size=4, unique=True))
     def acquire(self, owner: str, wanted: list[Key]) -> None:
         held = [key for key in wanted if self.stack.lookup(key) is not LookupResult.MISS]
-        hold = self.stack.acquire(owner, held)
+        lease = self.stack.acquire(owner, held)
         self.collect()
-        self.holds.pop(owner, None)
-        if isinstance(hold, PromotionLease):
-            self.holds[owner] = hold
+        self.leases.pop(owner, None)
+        if isinstance(lease, PromotionLease):
+            self.leases[owner] = lease
 
     @rule(wanted=st.lists(keys, min_size=1, max_size=4, unique=True), is_pumped=st.booleans())
     def prefetch(self, wanted: list[Key], is_pumped: bool) -> None:
-        pinned = [key for hold in self.holds.values() for key in hold.pinned if self.primary.lookup(key) is HIT]
+        pinned = [key for lease in self.leases.values() for key in lease.pinned if self.primary.lookup(key) is HIT]
         self.stack.prefetch(wanted, PREFETCHED * CHUNK)
         self.num_prefetches += 1
         if is_pumped:
@@ -103,20 +103,20 @@ class StackMachine(RuleBasedStateMachine):
     @rule(owner=owners)
     def release(self, owner: str) -> None:
         self.stack.release(owner)
-        self.holds.pop(owner, None)
+        self.leases.pop(owner, None)
 
     @precondition(lambda self: self.moving)
     @rule(reason=reasons, data=st.data())
     def end_move(self, reason: FailureReason | None, data: st.DataObject) -> None:
         rank, move = self.moving.pop(data.draw(st.integers(0, len(self.moving) - 1)))
         if move.direction is Direction.PROMOTE:
-            content = self.far_bytes[move.tier][rank].get(move.secondary.first_offset)
+            content = self.secondary_bytes[move.tier][rank].get(move.secondary.first_offset)
             # A medium fails a load of bytes that were not stored, and may have written before it fails.
-            self.near_bytes[rank][move.primary.first_offset] = move.key if reason is None else b"torn"
+            self.primary_bytes[rank][move.primary.first_offset] = move.key if reason is None else b"torn"
             assert reason is not None or content == move.key
         else:
-            content = self.near_bytes[rank].get(move.primary.first_offset)
-            self.far_bytes[move.tier][rank][move.secondary.first_offset] = move.key if reason is None else b"torn"
+            content = self.primary_bytes[rank].get(move.primary.first_offset)
+            self.secondary_bytes[move.tier][rank][move.secondary.first_offset] = move.key if reason is None else b"torn"
             assert content == move.key
         self.stack.on_move(move.move_id, MoveOutcome(1, None if reason is None else Failure(reason)))
         self.collect()
@@ -145,9 +145,9 @@ class StackMachine(RuleBasedStateMachine):
     @invariant()
     def found_keys_have_their_own_bytes_on_every_rank(self) -> None:
         for index, places in (
-            (self.primary, self.near_bytes),
-            (self.far, self.far_bytes["disk"]),
-            (self.farthest, self.far_bytes["peer"]),
+            (self.primary, self.primary_bytes),
+            (self.secondary, self.secondary_bytes["disk"]),
+            (self.farthest, self.secondary_bytes["peer"]),
         ):
             for number in range(6):
                 key = bytes([number])
@@ -158,10 +158,10 @@ class StackMachine(RuleBasedStateMachine):
 
     @invariant()
     def ready_leases_have_all_their_chunks_in_the_primary_tier(self) -> None:
-        for hold in self.holds.values():
-            if hold.is_ready:
-                assert all(self.primary.pin(key) is not None or self.is_deleted(key) for key in hold.pinned)
-                for key in hold.pinned:
+        for lease in self.leases.values():
+            if lease.is_ready:
+                assert all(self.primary.pin(key) is not None or self.is_deleted(key) for key in lease.pinned)
+                for key in lease.pinned:
                     if self.primary.lookup(key) is LookupResult.HIT:
                         self.primary.unpin(key)
 
@@ -171,9 +171,9 @@ class StackMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_wait_ends(self) -> None:
-        for owner in self.holds:
-            hold = self.stack.lease(owner)
-            assert hold is not None and (not hold.waiting or self.now_s - hold.since_s < 10.0)
+        for owner in self.leases:
+            lease = self.stack.lease(owner)
+            assert lease is not None and (not lease.waiting or self.now_s - lease.since_s < 10.0)
 
     @invariant()
     def unused_prefetches_stay_within_their_bound(self) -> None:
@@ -189,7 +189,7 @@ class StackMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         for key, _ in self.stored:
             self.stack.abort(key)
-        for owner in list(self.holds):
+        for owner in list(self.leases):
             self.stack.release(owner)
         self.collect()
         self.stack.clear()
@@ -202,7 +202,7 @@ class StackMachine(RuleBasedStateMachine):
         assert [tier.in_flight.prefetching_bytes for tier in self.stack._tiers] == [0] * self.num_slower
 
     def tiers(self) -> list[TierIndex]:
-        return [self.primary, self.far, self.farthest]
+        return [self.primary, self.secondary, self.farthest]
 
 
 class DeepStackMachine(StackMachine):

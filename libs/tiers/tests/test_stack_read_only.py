@@ -29,7 +29,7 @@ def stored(tiers: Tiers, num_chunks: int) -> list[bytes]:
     assert tiers.store(keys) == [None] * num_chunks
     kept = [key for key in keys if tiers.index.lookup(key) is LookupResult.HIT]
     assert len(kept) > 100
-    tiers.forget_near()
+    tiers.clear_primary()
     return kept
 
 
@@ -46,7 +46,7 @@ def served(tiers: Tiers, keys: list[bytes]) -> int:
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO])
 def test_a_disk_that_refuses_stores_serves_its_chunks(tmp_path: Path, number: int) -> None:
-    tiers = Tiers(tmp_path / "store", OPTIONS, near_chunks=8, medium_type=PlainDiskMedium)
+    tiers = Tiers(tmp_path / "store", OPTIONS, primary_chunks=8, medium_type=PlainDiskMedium)
     keys = stored(tiers, NUM_CHUNKS)
     tiers.io.failing["pwritev"] = number
     assert served(tiers, keys) == len(keys)
@@ -62,7 +62,7 @@ def test_a_disk_that_refuses_stores_serves_its_chunks(tmp_path: Path, number: in
 
 def test_a_disk_that_fails_reads_opens_the_breaker_of_promotions(tmp_path: Path) -> None:
     """Control for the test before: failed reads do block loads."""
-    tiers = Tiers(tmp_path / "store", OPTIONS, near_chunks=8, medium_type=PlainDiskMedium)
+    tiers = Tiers(tmp_path / "store", OPTIONS, primary_chunks=8, medium_type=PlainDiskMedium)
     keys = stored(tiers, NUM_CHUNKS)
     tiers.io.failing["preadv"] = errno.EIO
     assert served(tiers, keys) == 0
@@ -78,7 +78,7 @@ path, num_chunks = pathlib.Path(sys.argv[1]), int(sys.argv[2])
 def mount(*options):
     subprocess.run(["mount", *options], check=True)
 mount("-t", "tmpfs", "-o", "size=16m,mode=0700", "tmpfs", str(path))
-tiers = Tiers(path, test.OPTIONS, near_chunks=8)
+tiers = Tiers(path, test.OPTIONS, primary_chunks=8)
 keys = test.stored(tiers, num_chunks)
 tiers.medium.close()  # the system mounts nothing read-only while somebody may write to a file in it
 mount("-o", "remount,ro", str(path))

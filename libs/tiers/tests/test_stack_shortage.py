@@ -14,14 +14,14 @@ BUSY = Failure(FailureReason.BUSY, "segment 0: EMFILE")
 
 def fail_for_shortage(setup: Stack, key: bytes) -> None:
     """A lease that fails because of a shortage."""
-    hold = setup.hold(key)
+    lease = setup.lease(key)
     setup.end(setup.moves(Direction.PROMOTE), BUSY)
-    assert hold.failure is LeaseFailure.LOST
+    assert lease.failure is LeaseFailure.LOST
 
 
 def test_a_lasting_shortage_costs_no_chunk() -> None:
     setup = Stack()
-    setup.put_far(A, B, C)
+    setup.put_secondary(A, B, C)
     for _ in range(20):
         fail_for_shortage(setup, A)
         setup.clock.now_s += 10
@@ -32,7 +32,7 @@ def test_a_lasting_shortage_costs_no_chunk() -> None:
 
 def test_a_lease_after_a_shortage_is_refused_as_busy_for_a_moment() -> None:
     setup = Stack()
-    setup.put_far(A)
+    setup.put_secondary(A)
     fail_for_shortage(setup, A)
     for _ in range(1000):
         assert setup.stack.lookup(A) is LookupResult.HIT
@@ -44,7 +44,7 @@ def test_a_lease_after_a_shortage_is_refused_as_busy_for_a_moment() -> None:
 
 def test_a_lasting_shortage_becomes_a_miss() -> None:
     setup = Stack()
-    setup.put_far(A)
+    setup.put_secondary(A)
     began_s, num_tried = setup.clock.now_s, 0
     while setup.stack.lookup(A) is LookupResult.HIT:
         if setup.stack.acquire("request", [A]) is not Refusal.BUSY:
@@ -54,44 +54,44 @@ def test_a_lasting_shortage_becomes_a_miss() -> None:
     assert setup.clock.now_s - began_s < 2.0 and 3 <= num_tried <= 8
     assert setup.stack.acquire("request", [A]) is Refusal.PRESENT
     setup.clock.now_s += 5
-    hold = setup.hold(A)
+    lease = setup.lease(A)
     setup.end(setup.moves(Direction.PROMOTE))
-    assert hold.is_ready, "the shortage is over"
+    assert lease.is_ready, "the shortage is over"
 
 
 def test_completions_after_a_shortage_do_not_shorten_the_pause() -> None:
     """A lease larger than the medium's queue: the rest is refused first, then the accepted loads complete."""
     setup = Stack()
-    setup.put_far(A, B)
-    setup.hold(A, B)
+    setup.put_secondary(A, B)
+    setup.lease(A, B)
     first, second = setup.moves(Direction.PROMOTE)
     setup.end([second], BUSY)
     setup.end([first])
     assert setup.stack.acquire("request", [A, B]) is Refusal.BUSY
     setup.clock.now_s += 0.05
-    hold = setup.hold(A, B)
+    lease = setup.lease(A, B)
     setup.end(setup.moves(Direction.PROMOTE))
-    assert hold.is_ready
+    assert lease.is_ready
 
 
 def test_chunks_in_the_primary_tier_are_leased_during_a_shortage() -> None:
     setup = Stack()
-    setup.put_far(A)
-    setup.put_near(B)
+    setup.put_secondary(A)
+    setup.put_primary(B)
     fail_for_shortage(setup, A)
-    assert setup.hold(B).is_ready
+    assert setup.lease(B).is_ready
 
 
 def test_a_shortage_of_stores_pauses_them_and_blocks_no_load() -> None:
     setup = Stack()
-    setup.put_far(A)
+    setup.put_secondary(A)
     setup.store(B)
     setup.end(setup.moves(Direction.CASCADE), BUSY)
     setup.store(C)
     assert setup.stack.take_moves() == []
     assert setup.stack.take_counts().moves.cascades == {}
     assert setup.stack.breaker_state(Direction.CASCADE, "disk") is BreakerState.CLOSED
-    setup.hold(A)
+    setup.lease(A)
     setup.end(setup.moves(Direction.PROMOTE))
     setup.clock.now_s += 0.05
     setup.stack.tick()
@@ -101,8 +101,8 @@ def test_a_shortage_of_stores_pauses_them_and_blocks_no_load() -> None:
 @pytest.mark.parametrize("reason", [FailureReason.IO, FailureReason.CHECKSUM])
 def test_a_failed_operation_is_no_shortage(reason: FailureReason) -> None:
     setup = Stack()
-    setup.put_far(A, B)
-    setup.hold(A)
+    setup.put_secondary(A, B)
+    setup.lease(A)
     setup.end(setup.moves(Direction.PROMOTE), Failure(reason))
     assert setup.stack.lookup(A) is LookupResult.MISS
     assert isinstance(setup.stack.acquire("request", [B]), PromotionLease)
