@@ -1,4 +1,4 @@
-"""Configurations of the engine for tests of the identity: real ones, made without weights, tokenizer or network."""
+"""Real vLLM configurations for tests of the identity, made without weights, tokenizer or network."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LONGROPE = LLAMA | {
 
 
 class _NoModel(torch.nn.Module):
-    """Stands in the registry so that vLLM inspects this class in process and loads no model code."""
+    """Registered model class, so that vLLM inspects it in process and loads no model code."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -49,14 +49,14 @@ class _NoModel(torch.nn.Module):
 
 
 def write_model(root: Path, settings: dict[str, Any] | None = None) -> Path:
-    """A model's directory with nothing but its configuration."""
+    """Directory of a model with only its configuration."""
     root.mkdir(parents=True, exist_ok=True)
     (root / "config.json").write_text(json.dumps(settings or LLAMA))
     return root
 
 
 def make_config(root: Path, load: dict[str, Any] | None = None, **model: Any) -> VllmConfig:
-    """The engine's configuration of the model in a directory."""
+    """Configuration of an engine for the model in a directory."""
     ModelRegistry.register_model(ARCHITECTURE, _NoModel)
     chosen = {"max_model_len": 4096, "dtype": "float16", "seed": 0} | model
     config = ModelConfig(model=str(root), skip_tokenizer_init=True, **chosen)

@@ -1,4 +1,4 @@
-"""Ranks without an engine: a worker of HybridLMCacheConnector over plain tensors, its plans and their results."""
+"""Ranks without an engine: a worker of HybridLMCacheConnector over plain tensors, with its plans and their results."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def layout_of(model: Model, world_size: int = 1) -> CacheLayout:
 
 
 def pool_of(model: Model, chunks: int) -> int:
-    """Smallest size in bytes of a pool for so many chunks."""
+    """Smallest size in bytes of a pool for this many chunks."""
     groups = page_groups(layout_of(model))
     return bisect.bisect_left(
         range(64 * POOL_BYTES), chunks, key=lambda size: num_chunks(groups, model.chunk_tokens, size)
@@ -94,7 +94,7 @@ Tables = Mapping[int, Sequence[int]]
 
 
 @dataclass(slots=True)
-class Came:
+class PlanResults:
     """Results of a plan."""
 
     finished: set[str]
@@ -206,7 +206,7 @@ class Rank:
         return PageStore(self._store_ids, tuple(digests), start_chunk, tuple(copies))
 
     def needed(self, num_chunks: int, start_chunk: int = 0) -> dict[int, list[int]]:
-        """Positions of the blocks that a resume after so many chunks needs, by group."""
+        """Positions of the blocks that a resume after this many chunks needs, by group."""
         return {
             group: [
                 at
@@ -241,14 +241,14 @@ class Rank:
         self.worker.start_loads(plan)
         self.worker.start_stores(plan)
 
-    def run(self, *, loads: Sequence[PageLoad] = (), stores: Sequence[PageStore] = ()) -> Came:
+    def run(self, *, loads: Sequence[PageLoad] = (), stores: Sequence[PageStore] = ()) -> PlanResults:
         """Runs loads and stores to their end."""
         self.begin(loads=loads, stores=stores)
         return self.finish(len(loads), len(stores))
 
-    def finish(self, num_loads: int, num_stores: int) -> Came:
-        """Steps until so many have ended."""
-        ended = Came(set(), set(), {}, {})
+    def finish(self, num_loads: int, num_stores: int) -> PlanResults:
+        """Step until this many loads and stores have ended."""
+        ended = PlanResults(set(), set(), {}, {})
 
         def is_over() -> bool:
             results = self.worker.results()
@@ -278,7 +278,7 @@ class Rank:
         return ended == CallAnswer(None)
 
     def all_pages_are_free(self) -> bool:
-        """Now or soon."""
+        """Wait until all pages of the pool are free; False after the timeout."""
 
         def is_free() -> bool:
             self.worker.results()

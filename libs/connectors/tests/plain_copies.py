@@ -1,4 +1,4 @@
-"""Copies one by one, said plainly: what tables of many are compared with."""
+"""Copies made one by one: the model for tests of copy tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hybridkv.tiers import Slot
 
 
 def copy_of(spec: CacheSpec, transfer: Transfer, key: bytes, slot: Slot) -> ChunkCopy:
-    """The copy of a transfer, given where its chunk lies."""
+    """Copy of a transfer, for the slot of its chunk."""
     group_index, end_token = transfer.group_index, transfer.end_token
     stored = chunk_blocks(spec, group_index, end_token)
     lead = trail = 0

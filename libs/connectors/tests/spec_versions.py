@@ -1,6 +1,6 @@
-"""The KV cache specs of vLLM 0.30 to 0.33 and their fields, as read in each version's kv_cache_interface.py.
+"""KV cache specs of vLLM 0.30 to 0.33 and their fields, as read in each version's kv_cache_interface.py.
 
-A field or class is of all versions unless a span says otherwise: "0.31-" from 0.31 on, "-0.31" up to it.
+A field or class exists in all versions unless a span says otherwise: "0.31-" from 0.31 on, "-0.31" up to it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ VERSIONS = ("0.30", "0.31", "0.32", "0.33")
 
 @dataclass(frozen=True, slots=True)
 class Declared:
-    """A class: its parent, its own fields with their spans, and its own span."""
+    """Class with its parent, its own fields with their spans, and its own span."""
 
     parent: str | None
     fields: dict[str, str] = field(default_factory=dict)
@@ -93,7 +93,7 @@ DECLARED: dict[str, Declared] = {
 GROUP_FIELDS = frozenset(
     ("layer_names", "kv_cache_spec", "is_eagle_group", "host_resident", "enable_kv_transfer", "role")
 )
-"""Of KVCacheGroupSpec, the same in all four."""
+"""Fields of KVCacheGroupSpec, the same in all four versions."""
 
 
 def _is_in(span: str, version: str) -> bool:
@@ -102,7 +102,7 @@ def _is_in(span: str, version: str) -> bool:
 
 
 def classes_of(version: str) -> dict[str, Declared]:
-    """The classes of one version, each with the fields that it declares itself there."""
+    """Classes of one version, each with the fields that it declares itself."""
     return {
         name: Declared(each.parent, {f: "" for f, span in each.fields.items() if _is_in(span, version)})
         for name, each in DECLARED.items()
@@ -111,7 +111,7 @@ def classes_of(version: str) -> dict[str, Declared]:
 
 
 def fields_of(name: str) -> dict[str, str]:
-    """Every field that a class has in any version, its parents' included: to the class that declares it."""
+    """Every field of a class in any version, including inherited ones, mapped to the declaring class."""
     found: dict[str, str] = {}
     owner: str | None = name
     while owner is not None:

@@ -1,4 +1,4 @@
-"""An adapter has keys only where what its files hold is what the engine holds, whoever changes them and when."""
+"""Adapters have keys only if their files hold the weights that the engine holds, whoever changes the files and when."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def request(path: Path | str, number: int = 1, *, in_place: bool = False, name: 
 
 
 class Engine:
-    """Adapters of an engine that begins an hour from now, when all files that a test writes are an hour old."""
+    """Adapters of an engine that starts an hour from now, so that all files written by a test are an hour old."""
 
     def __init__(self, began_ns: int | None = None) -> None:
         now_ns = time.time_ns() + LATER_NS
         self.adapters = Adapters(KEYS, now_ns if began_ns is None else began_ns, lambda: now_ns)
 
     def current_version(self, lora: LoRARequest, is_alone: bool = True) -> AdapterVersion | None:
-        """The answer to the second request: the first one has the files read."""
+        """Answer to the second request; the first one makes the files be read."""
         self.adapters.notice(lora)
         assert self.adapters.settle(SOON_S)
         return self.adapters.current_version(lora, is_alone)
@@ -57,14 +57,14 @@ def key(adapter_version: AdapterVersion | None) -> bytes:
     return adapter_version.keys.key(0, HASHES, 8)
 
 
-def test_nothing_is_known_of_an_adapter_before_its_files_were_read(engine: Engine, tmp_path: Path) -> None:
+def test_an_adapter_has_no_version_before_its_files_are_read(engine: Engine, tmp_path: Path) -> None:
     lora = request(write(tmp_path / "a"))
     assert engine.adapters.current_version(lora, True) is None
     assert engine.adapters.settle(SOON_S)
     assert engine.adapters.current_version(lora, True) is not None
 
 
-def test_the_keys_follow_the_content_and_not_the_place(engine: Engine, tmp_path: Path) -> None:
+def test_the_keys_follow_the_content_and_not_the_path(engine: Engine, tmp_path: Path) -> None:
     first = key(engine.current_version(request(write(tmp_path / "a"))))
     assert first != KEYS.key(0, HASHES, 8)
     assert first == key(engine.current_version(request(write(tmp_path / "b"), 2)))
@@ -78,7 +78,7 @@ def test_the_keys_follow_the_content_and_not_the_place(engine: Engine, tmp_path:
     assert key(engine.current_version(turned)) not in others | {first}
 
 
-def test_after_a_reset_an_adapter_has_keys_of_this_engine_alone(engine: Engine, tmp_path: Path) -> None:
+def test_after_a_reset_adapter_keys_belong_to_this_engine_alone(engine: Engine, tmp_path: Path) -> None:
     lora = request(write(tmp_path / "a"))
     write(tmp_path / "b")
     keys = [key(engine.current_version(lora))]
@@ -89,19 +89,19 @@ def test_after_a_reset_an_adapter_has_keys_of_this_engine_alone(engine: Engine, 
     assert len(set(keys)) == 3
 
 
-def test_files_that_changed_after_the_engine_began_are_in_doubt(
+def test_files_changed_after_the_start_of_the_engine_are_in_doubt(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = Engine(began_ns=time.time_ns())
     lora = request(write(tmp_path / "a"))
     assert engine.current_version(lora) is None
     assert engine.current_version(lora) is None
-    # Named anew it is no better: nobody knows when the engine read it.
+    # Under another number they stay in doubt: the time at which the engine read them is unknown.
     assert engine.current_version(request(tmp_path / "a", 2)) is None
 
 
 @pytest.mark.parametrize("restored", [False, True], ids=["changed", "changed and restored"])
-def test_files_that_change_after_they_were_read_are_in_doubt(engine: Engine, tmp_path: Path, restored: bool) -> None:
+def test_files_changed_after_they_were_read_are_in_doubt(engine: Engine, tmp_path: Path, restored: bool) -> None:
     lora = request(write(tmp_path / "a"))
     adapter_version = engine.current_version(lora)
     assert engine.adapters.holds(adapter_version)
@@ -115,7 +115,7 @@ def test_files_that_change_after_they_were_read_are_in_doubt(engine: Engine, tmp
     assert engine.current_version(lora) is None
 
 
-def test_files_that_are_replaced_by_others_with_their_times_are_in_doubt(engine: Engine, tmp_path: Path) -> None:
+def test_files_replaced_with_equal_times_are_in_doubt(engine: Engine, tmp_path: Path) -> None:
     write(tmp_path / "old")
     write(tmp_path / "new", b"retrain")
     (tmp_path / "a").symlink_to("old")
@@ -125,25 +125,25 @@ def test_files_that_are_replaced_by_others_with_their_times_are_in_doubt(engine:
     assert not engine.adapters.holds(adapter_version)
 
 
-def test_loaded_in_place_it_is_certain_again(engine: Engine, tmp_path: Path) -> None:
+def test_an_adapter_loaded_in_place_is_certain_again(engine: Engine, tmp_path: Path) -> None:
     lora = request(write(tmp_path / "a"))
     old = key(engine.current_version(lora))
     write(tmp_path / "a", b"retrain")
     assert engine.current_version(lora) is None
     in_place = request(tmp_path / "a", in_place=True)
     assert engine.current_version(in_place, is_alone=False) is None, (
-        "another request keeps the engine from reading it again"
+        "another running request keeps the engine from reading the files again"
     )
     adapter_version = engine.current_version(in_place)
     assert key(adapter_version) != old
-    # Until it has run, the engine may hold either.
+    # Until this request has run, the engine may hold either version.
     assert engine.current_version(lora) is None
     assert engine.adapters.holds(adapter_version)
     assert key(engine.current_version(lora)) == key(adapter_version)
 
 
-def test_a_number_that_goes_to_another_adapter_is_in_doubt_for_both(engine: Engine, tmp_path: Path) -> None:
-    """The engine goes by the number: it gives the second the weights that it has of the first, or the other way."""
+def test_a_number_reused_for_another_adapter_is_in_doubt_for_both(engine: Engine, tmp_path: Path) -> None:
+    """The engine selects weights by the number: it may give either adapter the weights of the other."""
     first, second = request(write(tmp_path / "a")), request(write(tmp_path / "b", b"others!"), name="other")
     adapter_version = engine.current_version(first)
     assert engine.adapters.holds(adapter_version)
@@ -152,7 +152,7 @@ def test_a_number_that_goes_to_another_adapter_is_in_doubt_for_both(engine: Engi
     assert engine.current_version(first) is None
     in_place = engine.current_version(request(tmp_path / "b", name="other", in_place=True))
     assert engine.current_version(request(tmp_path / "b", name="other")) is None, (
-        "until it has run, the engine may hold either"
+        "until it has run, the engine may hold either version"
     )
     assert engine.adapters.holds(in_place)
     assert key(engine.current_version(second)) == key(in_place)
@@ -160,7 +160,7 @@ def test_a_number_that_goes_to_another_adapter_is_in_doubt_for_both(engine: Engi
     assert not engine.adapters.holds(in_place)
 
 
-def test_numbers_beyond_those_that_are_remembered_are_in_doubt(
+def test_numbers_beyond_the_remembered_ones_are_in_doubt(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_SEEN", 1)
@@ -172,10 +172,10 @@ def test_numbers_beyond_those_that_are_remembered_are_in_doubt(
 
 
 @pytest.mark.parametrize("is_forgotten", [False, True])
-def test_a_directory_that_is_exchanged_above_an_adapter_is_seen(
+def test_a_replaced_parent_directory_is_noticed(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_forgotten: bool
 ) -> None:
-    """What lies there now is older than the engine, and is not what the engine has read."""
+    """Its files are older than the engine, and differ from those that the engine has read."""
     write(tmp_path / "all" / "a")
     write(tmp_path / "new" / "a", b"retrain")
     lora = request(tmp_path / "all" / "a")
@@ -190,7 +190,7 @@ def test_a_directory_that_is_exchanged_above_an_adapter_is_seen(
     assert engine.current_version(lora) is None
 
 
-def test_what_was_written_a_moment_before_it_was_read_may_change_unseen(tmp_path: Path) -> None:
+def test_files_written_just_before_they_were_read_are_in_doubt(tmp_path: Path) -> None:
     write(tmp_path / "a")
     changed_ns = signature(str(tmp_path / "a")).changed_ns
     adapters = Adapters(KEYS, 0, lambda: changed_ns)
@@ -202,7 +202,7 @@ def test_what_was_written_a_moment_before_it_was_read_may_change_unseen(tmp_path
 
 
 @pytest.mark.parametrize("path", ["organisation/adapter", "/nowhere/at/all"])
-def test_what_cannot_be_read_has_no_keys_and_is_said_once(
+def test_an_unreadable_adapter_has_no_keys_and_one_warning(
     engine: Engine, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[tuple[object, ...]] = []
@@ -220,7 +220,7 @@ def test_a_directory_without_weights_is_no_adapter(tmp_path: Path) -> None:
         content(str(tmp_path / "a"), {})
 
 
-def test_what_a_trainer_leaves_beside_an_adapter_is_not_read(tmp_path: Path) -> None:
+def test_other_files_beside_an_adapter_are_not_read(tmp_path: Path) -> None:
     before = content(str(write(tmp_path / "a")), {})
     (tmp_path / "a" / "optimizer.pt").write_bytes(b"state")
     assert content(str(tmp_path / "a"), {}).digest == before.digest
@@ -245,7 +245,7 @@ def test_a_file_system_that_hangs_costs_one_wait(tmp_path: Path, monkeypatch: py
     assert len(num_looks) == 1
 
 
-def test_the_adapter_that_nobody_asked_for_longest_is_forgotten(
+def test_the_least_recently_used_adapter_is_forgotten(
     engine: Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "MAX_ADAPTERS", 2)

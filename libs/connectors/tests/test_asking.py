@@ -1,4 +1,4 @@
-"""What a request asks tiers that answer late is a beginning at which it can resume, however much may be asked."""
+"""Async lookups of a request: which keys are looked up, and whether the request waits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ GROUPS = 2
 
 
 class Bench:
-    """Host memory over a store elsewhere that has not said anything yet."""
+    """Host memory over a remote store that has not answered yet."""
 
     def __init__(self, lookup_wait_s: float = 0.001, tail_tokens: int | None = None, **deadlines: float) -> None:
         self.layout = make_layout([FULL, STATE], tail_tokens)
@@ -42,8 +42,8 @@ class Bench:
         in_flight = LoadsInFlight(layout, self.stack, admission, metrics)
         self.planner = LoadPlanner(layout, self.stack, admission, waits, metrics, in_flight)
 
-    def ask(self, computed_tokens: int = 0, more_tokens: int = 1) -> bool:
-        """As a request does that has as many chunks as there are, and some tokens. Whether it is to wait."""
+    def start_lookups(self, computed_tokens: int = 0, more_tokens: int = 1) -> bool:
+        """Start the lookups of a request with `CHUNKS` chunks and some more tokens. Whether the request waits."""
         hashes = HASHES[: CHUNKS * 2 + more_tokens // 4]
         num_tokens = CHUNKS * CHUNK_TOKENS + more_tokens
         request = SimpleNamespace(request_id="a", num_tokens=num_tokens, block_hashes=hashes)
@@ -51,13 +51,13 @@ class Bench:
         return self.planner.matched_tokens(tracked, computed_tokens) is None
 
     def measure_answers(self) -> None:
-        """Lookups of other keys, which are answered."""
+        """Let lookups of other keys be answered, so that the answer time is known."""
         self.peer.start_lookup([b"another key"], 1e9)
         self.now_s += 0.01
         assert self.peer.lookup(b"another key") is LookupResult.MISS and self.peer.answer_s == 0.01
 
-    def asked(self) -> list[tuple[int, int]]:
-        """(group, chunk) of what was asked."""
+    def pending_parts(self) -> list[tuple[int, int]]:
+        """(group, chunk) of all pending lookups."""
         hashes = HASHES[: CHUNKS * 2]
         parts = [(group, chunk) for group in range(GROUPS) for chunk in range(CHUNKS)]
         key = self.layout.keys.key
@@ -69,42 +69,40 @@ class Bench:
 
 
 @pytest.mark.parametrize("first", [0, 3])
-def test_where_less_may_be_asked_all_groups_have_the_same_beginning(
-    first: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limited_lookups_cover_the_same_beginning_of_all_groups(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "MAX_ASKED", 10)
     bench = Bench()
-    assert bench.ask(first * CHUNK_TOKENS)
-    assert bench.asked() == [(group, chunk) for group in range(GROUPS) for chunk in range(first, first + 5)]
+    assert bench.start_lookups(first * CHUNK_TOKENS)
+    assert bench.pending_parts() == [(group, chunk) for group in range(GROUPS) for chunk in range(first, first + 5)]
 
 
-def test_every_chunk_of_every_group_is_asked_for() -> None:
+def test_every_chunk_of_every_group_is_looked_up() -> None:
     bench = Bench()
-    assert bench.ask()
-    assert bench.asked() == [(group, chunk) for group in range(GROUPS) for chunk in range(CHUNKS)]
+    assert bench.start_lookups()
+    assert bench.pending_parts() == [(group, chunk) for group in range(GROUPS) for chunk in range(CHUNKS)]
 
 
 @pytest.mark.parametrize(("tokens_per_s", "waits"), [(15_000.0, True), (100_000.0, False)])
-def test_who_computes_faster_waits_for_less(tokens_per_s: float, waits: bool) -> None:
-    """An answer takes 0.01 s, as far as is known; 160 tokens take 0.011 s, or 0.0016."""
+def test_a_request_waits_only_if_lookups_are_faster_than_compute(tokens_per_s: float, waits: bool) -> None:
+    """An answer is known to take 0.01 s; 160 tokens take 0.011 s, or 0.0016."""
     bench = Bench(1.0, tokens_per_s=tokens_per_s)
     bench.measure_answers()
-    assert bench.ask() is waits and bench.asked(), "lookups are sent in any case"
+    assert bench.start_lookups() is waits and bench.pending_parts(), "lookups are sent in any case"
 
 
 @pytest.mark.parametrize(("more_tokens", "is_asked"), [(4, False), (6, True)])
 @pytest.mark.parametrize("computed_tokens", [0, CHUNKS * CHUNK_TOKENS])
-def test_a_request_asks_for_the_tails_behind_its_last_chunk_of_every_group(
+def test_a_request_looks_up_the_tails_after_the_last_chunk_of_every_group(
     more_tokens: int, is_asked: bool, computed_tokens: int
 ) -> None:
-    """Of which the last ends before its last token."""
+    """The last tail must end before the last token of the request."""
     bench = Bench(tail_tokens=4, tokens_per_s=1.0)
-    bench.ask(computed_tokens, more_tokens)
+    bench.start_lookups(computed_tokens, more_tokens)
     end = CHUNKS * CHUNK_TOKENS + 4
     keys = [bench.layout.keys.key(group, HASHES, end) for group in range(GROUPS)]
     answers = [bench.stack.lookup(key) for key in keys]
     assert answers == [LookupResult.PENDING if is_asked else LookupResult.MISS] * GROUPS
-    assert len(bench.asked()) == (0 if computed_tokens else GROUPS * CHUNKS)
+    assert len(bench.pending_parts()) == (0 if computed_tokens else GROUPS * CHUNKS)
 
 
 WINDOW = GroupSpec(GroupKind.WINDOW, BLOCK, window_tokens=30)
@@ -113,8 +111,8 @@ WINDOW = GroupSpec(GroupKind.WINDOW, BLOCK, window_tokens=30)
 @pytest.mark.parametrize(
     "groups", [[FULL], [FULL, STATE], [STATE, STATE, FULL], [FULL, WINDOW], [WINDOW, FULL, STATE], [FULL, FULL]]
 )
-def test_the_expected_bytes_of_a_hit_are_those_that_it_loads(groups: list[GroupSpec]) -> None:
-    """A wait for a lookup is worth while or not by these bytes. The groups have layers of different sizes."""
+def test_the_expected_bytes_of_a_hit_equal_the_loaded_bytes(groups: list[GroupSpec]) -> None:
+    """These bytes decide whether a wait for a lookup is worthwhile. The groups have layers of different sizes."""
     made = make_layout(groups)
     layers = tuple(
         tuple(LayerLayout(f"layer{group}.{number}", 16 * (group + 2)) for number in range(group + 1))

@@ -1,4 +1,4 @@
-"""Tables that are not read answer as those that are."""
+"""Lazy tables of block IDs equal the lists that they replace."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Block:
 
 
 class Manager:
-    """The two ways in which vLLM's gives a request's blocks."""
+    """Both ways in which vLLM's manager returns the blocks of a request."""
 
     def __init__(self, tables: Sequence[list[Block]]) -> None:
         self.blocks = tuple(tables)
@@ -36,7 +36,7 @@ class Manager:
 
 
 def table_of(ids: Sequence[int]) -> tuple[list[int], BlockIds]:
-    """One table twice. Null is one block, as in the engine's pool."""
+    """One table as a list and as BlockIds. All null entries are one block, as in the engine's pool."""
     null = Block(NULL)
     return list(ids), BlockIds(cast(Any, [Block(each) if each else null for each in ids]))
 
@@ -45,7 +45,7 @@ IDS = st.one_of(st.lists(st.integers(0, 3), max_size=12), st.integers(0, 12).map
 
 
 @given(IDS, st.integers(-14, 14), st.integers(-14, 14), st.sampled_from([1, -1]), st.integers(0, 4))
-def test_an_unread_table_answers_as_the_list_of_its_ids(ids: list[int], a: int, b: int, step: int, sought: int) -> None:
+def test_a_lazy_table_equals_the_list_of_its_ids(ids: list[int], a: int, b: int, step: int, sought: int) -> None:
     expected, table = table_of(ids)
     for read, unread in ((expected, table), (expected[a:b], table[a:b]), (expected[::step], table[::step])):
         assert list(unread) == read
@@ -62,24 +62,24 @@ def test_an_unread_table_answers_as_the_list_of_its_ids(ids: list[int], a: int, 
                 unread.index(sought)
 
 
-def test_a_place_behind_the_table_is_an_error() -> None:
+def test_an_index_beyond_the_table_is_an_error() -> None:
     with pytest.raises(IndexError):
         BlockIds([])[0]
 
 
-def test_a_table_shows_what_becomes_of_its_blocks() -> None:
+def test_a_lazy_table_shows_later_changes_of_its_blocks() -> None:
     blocks = [Block(5), Block(6)]
     table = BlockIds(cast(Any, blocks))
     blocks[0] = Block(NULL)
     assert list(table) == [NULL, 6]
 
 
-def test_tables_are_not_read_where_the_engine_also_gives_its_blocks() -> None:
+def test_a_table_is_not_read_if_the_engine_gives_its_blocks() -> None:
     manager = Manager([[Block(5)], [Block(NULL), Block(6)]])
     tables = lazy_tables(manager.get_block_ids)("a")
     assert [list(table) for table in tables] == [[5], [NULL, 6]]
     assert manager.num_read == 0
 
 
-def test_tables_are_read_where_the_engine_gives_nothing_else() -> None:
+def test_a_table_is_read_if_the_engine_gives_only_ids() -> None:
     assert lazy_tables(lambda request_id: [[5]])("a") == [[5]]

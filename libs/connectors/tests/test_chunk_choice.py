@@ -1,4 +1,4 @@
-"""How long a chunk is: as before where no block can be cut, and within reach where one can."""
+"""Choice of the chunk length, for groups with and without blocks that can be cut."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ SCRATCH = GroupSpec(GroupKind.SCRATCH, 4096)
         ((FULL,), 1056, 4096, 1056),
         ((SMALL, SCRATCH), 8, 4096, 128),
         ((STATE, FULL), 32, 4_000_000, 65536 * 33),
-        ((STATE, CUT), 32, 4_000_000, 65536 * 33),  # cut only where it must be
+        ((STATE, CUT), 32, 4_000_000, 65536 * 33),  # cut only if necessary
         ((STATE, CUT), 32, 98304, 65536),
         ((CUT,), 32, 1000, 128),
-        ((SMALL,), 4096, 98304, 4096),  # chunks are named by hashes
+        ((SMALL,), 4096, 98304, 4096),  # chunks are identified by hashes
     ],
 )
-def test_an_automatic_chunk_cuts_no_block_unless_no_prompt_could_hit(
+def test_an_automatic_chunk_cuts_blocks_only_if_no_prompt_could_hit_otherwise(
     groups: tuple[GroupSpec, ...], hash_tokens: int, max_model_len: int, chunk: int
 ) -> None:
     assert choose_chunk(groups, "auto", max_model_len, hash_tokens) == chunk
@@ -47,7 +47,7 @@ def test_an_automatic_chunk_cuts_no_block_unless_no_prompt_could_hit(
         ((CUT,), 7, "a multiple of 32 tokens", 'use 32, or "auto"'),
     ],
 )
-def test_what_is_refused_comes_with_what_would_work(
+def test_a_refused_chunk_comes_with_a_valid_value(
     groups: tuple[GroupSpec, ...], wanted: int, expected: str, hint: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -81,7 +81,7 @@ def test_what_is_refused_comes_with_what_would_work(
         ),
     ],
 )
-def test_the_refusal_of_a_common_multiple_names_the_groups_that_make_it_large(
+def test_a_refused_common_multiple_names_the_groups_that_enlarge_it(
     groups: tuple[GroupSpec, ...], wanted: int | Literal["auto"], named: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -89,7 +89,7 @@ def test_the_refusal_of_a_common_multiple_names_the_groups_that_make_it_large(
     assert named in caught.value.expected
 
 
-def test_a_refusal_names_no_group_where_all_are_alike() -> None:
+def test_a_refusal_names_no_group_if_all_are_equal() -> None:
     with pytest.raises(ConfigurationError) as caught:
         choose_chunk((STATE, STATE), "auto", 65536, 32)
     assert caught.value.expected.endswith("the groups need multiples of 65536 tokens")
@@ -99,7 +99,7 @@ HYBRID = (GroupSpec(GroupKind.RECURRENT, 128), GroupSpec(GroupKind.FULL, 128), G
 
 
 @pytest.mark.parametrize("chunk", [128, 256, 128 * MAX_TAIL_BLOCKS])
-def test_tails_end_where_the_engines_own_hits_do(chunk: int) -> None:
+def test_tails_end_where_hits_of_the_engine_end(chunk: int) -> None:
     assert choose_tail(CacheSpec(HYBRID, chunk), 32, 32) == 32
 
 
@@ -120,7 +120,7 @@ def test_tails_end_where_the_engines_own_hits_do(chunk: int) -> None:
         pytest.param((HYBRID[0], GroupSpec(GroupKind.FULL, 128, lookahead_tokens=32)), 128, 32, 32, id="a drafter"),
     ],
 )
-def test_there_are_no_tails_where_the_engine_hands_over_no_states_or_nobody_has_tried(
+def test_unsupported_layouts_have_no_tails(
     groups: tuple[GroupSpec, ...], chunk: int, hit_tokens: int | None, hash_tokens: int
 ) -> None:
     assert choose_tail(CacheSpec(groups, chunk), hit_tokens, hash_tokens) is None

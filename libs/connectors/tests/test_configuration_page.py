@@ -1,4 +1,4 @@
-"""The page about the configuration shows an error as it is raised, and every key of connectors that have their own."""
+"""Configuration page: its error message equals the raised one, and it lists every key of the connectors."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ PAGE = "docs/reference/configuration.md"
 
 
 def page() -> str:
-    """The checked-in page; skips where it is not there, as in a bare copy of the library."""
+    """Text of the page. Skips if the file is missing, as in a bare copy of the library."""
     for folder in Path(__file__).resolve().parents:
         if (folder / PAGE).is_file():
             return (folder / PAGE).read_text(encoding="utf-8")
     pytest.skip(f"{PAGE} is not among the files of this run")
 
 
-def test_the_error_on_the_page_is_the_one_that_is_raised() -> None:
+def test_the_error_on_the_page_equals_the_raised_one() -> None:
     with pytest.raises(ConfigurationError) as caught:
         decode_config({"tiers": [{"type": "ram", "capacity": "4GiB"}], "chunk_token": 512})
     example = " ".join(page().partition("```\n")[2].partition("```")[0].split())
@@ -48,7 +48,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("connector", KEYS)
-def test_every_key_of_a_connector_has_its_heading_and_no_other_has(connector: str) -> None:
+def test_the_headings_equal_the_keys_of_the_connector(connector: str) -> None:
     headings = [line for line in section(connector).splitlines() if line.startswith("### ")]
     assert {key.strip("`") for line in headings for key in line.removeprefix("### ").split(", ")} == KEYS[connector]
 
@@ -57,7 +57,7 @@ def example(connector: str) -> Any:
     return json.loads(section(connector).partition("```json\n")[2].partition("```")[0])["kv_connector_extra_config"]
 
 
-def test_the_examples_are_understood() -> None:
+def test_the_examples_are_valid() -> None:
     assert peers.decode_config(example("HybridNixlConnector")).allowed_hosts == ("10.0.0.0/24",)
     assert lmcache.decode_config(example("HybridLMCacheConnector")).pool == 4 << 30
 

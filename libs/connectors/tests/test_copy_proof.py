@@ -1,6 +1,6 @@
-"""The proof at the start on a GPU passes on copies that are right in every order, and refuses each that is wrong.
+"""Copy proof at the start on a GPU: it accepts correct copies in every order and refuses each wrong one.
 
-The GPU is `LazyDevice`: what is launched happens as late and in as odd an order as its streams allow.
+The GPU is `LazyDevice`, which runs copies as late and in as odd an order as its streams allow.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from hybridkv.tiers.ram import RamArena
 BLOCKS = 6
 STRIDE = 2048
 GROUPS = {0: (1500, 1024), 2: (16,)}
-"""Bytes of a block's page in each layer, of each stored group. The rest of the stride is padding."""
+"""Page bytes of a block in each layer, per stored group. The rest of the stride is padding."""
 
 
 class Rig:
-    """Two groups of blocks on a lazy device, an arena, and the engines of a worker."""
+    """Two groups of blocks on a lazy device, an arena, and the copy engines of a worker."""
 
     def __init__(self, device: LazyDevice, load: str = "async", submission_cycles: int = 0) -> None:
         self.gpu = LazyGpu(device, submission_cycles)
@@ -74,7 +74,7 @@ class Rig:
 
 @pytest.fixture(autouse=True)
 def _one_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock stands still."""
+    """One round, without waiting for the clock."""
     monkeypatch.setattr(proof, "ROUNDS_S", 0.0)
 
 
@@ -92,9 +92,7 @@ def make() -> Iterator[Callable[..., Rig]]:
 
 
 @pytest.mark.parametrize("load", ["async", "sync"])
-def test_copies_that_are_right_pass_in_every_order_and_leave_nothing_behind(
-    make: Callable[..., Rig], load: str
-) -> None:
+def test_correct_copies_pass_in_every_order_and_leave_nothing_changed(make: Callable[..., Rig], load: str) -> None:
     for seed in range(20):
         rig = make(LazyDevice(random.Random(seed).randrange), load)
         before = rig.cache.clone()
@@ -106,7 +104,7 @@ def test_copies_that_are_right_pass_in_every_order_and_leave_nothing_behind(
 
 
 class Swapping(LazyDevice):
-    """Copies two pages to each other's place."""
+    """Exchanges the sources of two pages."""
 
     def swap_blocks_batch(self, *columns: Any, is_src_access_order_any: bool) -> None:
         sources, destinations, num_bytes = (np.array(column) for column in columns)
@@ -135,9 +133,7 @@ def refusal(rig: Rig) -> str:
 
 
 @pytest.mark.parametrize("device", [Swapping, DroppingLastByte])
-def test_bytes_in_the_wrong_place_or_missing_are_refused_and_named(
-    make: Callable[..., Rig], device: type[LazyDevice]
-) -> None:
+def test_misplaced_or_missing_bytes_are_refused_and_located(make: Callable[..., Rig], device: type[LazyDevice]) -> None:
     found = refusal(make(device(lambda below: 0)))
     assert found.startswith("a store of group 0 at the start: ") and "bytes differ" in found
     assert "of a page of" in found and "of block" in found
@@ -151,20 +147,20 @@ def copies_first(below: int) -> int:
     ("device", "expected"),
     [(StoresWithoutFence, "a store of"), (LoadsWithoutFence, "a load of"), (WithoutCompletion, "a store of")],
 )
-def test_a_fence_that_is_ignored_is_refused(make: Callable[..., Rig], device: type[LazyDevice], expected: str) -> None:
+def test_an_ignored_fence_is_refused(make: Callable[..., Rig], device: type[LazyDevice], expected: str) -> None:
     assert refusal(make(device(copies_first, is_late=True))).startswith(expected)
 
 
 @pytest.mark.parametrize("device", [StoresWithoutFence, LoadsWithoutFence])
 @pytest.mark.parametrize("load", ["async", "sync"])
-def test_a_fence_is_tried_again_where_compute_had_ended_before_the_copy(
+def test_a_fence_is_tried_again_if_compute_ended_before_the_copy(
     make: Callable[..., Rig], device: type[LazyDevice], load: str
 ) -> None:
     cycles = proof.MAX_DELAY_CYCLES
     assert "bytes differ" in refusal(make(device(copies_first, is_late=True), load, cycles))
 
 
-def test_fences_that_could_not_be_tried_are_named(make: Callable[..., Rig]) -> None:
+def test_untested_fences_are_reported(make: Callable[..., Rig]) -> None:
     rig = make(LazyDevice(copies_first, is_late=True), "async", proof.MAX_DELAY_CYCLES + 1)
     before = rig.cache.clone()
     assert rig.prove().untried == ("loads", "stores")
@@ -172,7 +168,7 @@ def test_fences_that_could_not_be_tried_are_named(make: Callable[..., Rig]) -> N
     assert make(LazyDevice(copies_first, is_late=True)).prove().untried == ()
 
 
-def test_fewer_blocks_are_copied_where_the_device_has_little_memory(
+def test_fewer_blocks_are_copied_on_a_device_with_little_memory(
     make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     zeros, most = torch.zeros, 2 * 2528
@@ -188,13 +184,13 @@ def test_fewer_blocks_are_copied_where_the_device_has_little_memory(
     assert rates.num_pages == 2 * 2 + (BLOCKS - 1)
 
 
-def test_a_job_that_is_not_taken_is_refused(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rejected_job_is_refused(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make(LazyDevice(lambda below: 0))
     monkeypatch.setattr(rig.paths.stores, "submit", lambda *arguments: False)
     assert "no more jobs" in refusal(rig)
 
 
-def test_a_load_that_copies_wrongly_is_refused(make: Callable[..., Rig]) -> None:
+def test_a_wrong_load_is_refused(make: Callable[..., Rig]) -> None:
     rig = make(LazyDevice(lambda below: 0))
     copy = rig.gpu.lazy.swap_blocks_batch
 
@@ -212,7 +208,7 @@ def test_a_copy_that_cannot_be_submitted_is_refused_with_its_reason(make: Callab
     assert "invalid argument" in refusal(make(Refusing(lambda below: 0), load))
 
 
-def test_a_digest_of_other_bytes_is_refused(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_digest_is_refused(make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch) -> None:
     rig = make(LazyDevice(lambda below: 0))
     monkeypatch.setattr(rig.arena, "_checksums", lambda buffer, slots: bytes(16) * len(slots))
     assert "the digest" in refusal(rig)
@@ -234,7 +230,7 @@ def register_lmcache(gpu: LazyGpu, paths: CopyPaths, caches: dict[str, torch.Ten
 
 
 @pytest.mark.parametrize("register", [register_offload, register_lmcache])
-def test_a_worker_proves_its_copies_when_it_gets_the_kv_caches(
+def test_a_worker_proves_its_copies_when_it_registers_kv_caches(
     register: Callable[[LazyGpu, CopyPaths, dict[str, torch.Tensor]], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     caches = {"layer 0": torch.zeros(BLOCKS, 64, dtype=torch.int8)}

@@ -1,4 +1,4 @@
-"""A chunk that ends inside blocks leaves and comes back token by token, whatever order the engine's memory has."""
+"""Chunks that end inside blocks are stored and loaded token by token, in any memory order of the engine."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ ORDERS = {"heads first": (0, 1, 2, 3), "tokens first": (0, 2, 1, 3)}
 
 
 class Engine:
-    """Caches of 12 blocks of 24 tokens, of which the kernels see `kernel_tokens` at a time; one layer for each of
-    `contents`, bytes of a head's token."""
+    """Caches of 12 blocks of 24 tokens. Kernels see blocks of `kernel_tokens`. One layer per entry of `contents`, the
+    bytes of a head's token.
+    """
 
     def __init__(self, order: str, kernel_tokens: int, seed: int, contents: Sequence[int] = (CONTENT,)) -> None:
         self.kernel_tokens = kernel_tokens
@@ -53,13 +54,13 @@ class Engine:
         )
 
     def token(self, table: list[int], token: int) -> torch.Tensor:
-        """What the engine keeps of a token: for each head its content."""
+        """Contents of a token: one row per head."""
         slot = table[token // BLOCK_TOKENS] * BLOCK_TOKENS + token % BLOCK_TOKENS
         return self.cache[slot // self.kernel_tokens, :, slot % self.kernel_tokens]
 
 
 class Tier:
-    """A slot in two pieces, and zeros."""
+    """Slot in two pieces, and zeros."""
 
     def __init__(self, num_bytes: int) -> None:
         self.memory = np.full(num_bytes + 64, 77, dtype=np.uint8)
@@ -105,39 +106,42 @@ chunks = st.sampled_from([2, 6, 10, 16, 20, 28, 36, 44, 54])
 
 @settings(max_examples=examples(100, 5), deadline=None)
 @given(st.sampled_from(list(ORDERS)), chunks, st.integers(1, 5), st.data())
-def test_a_cut_chunk_is_read_by_an_engine_whose_kernels_see_other_blocks(
+def test_a_cut_chunk_loads_into_an_engine_with_other_kernel_blocks(
     order: str, chunk: int, number: int, data: st.DataObject
 ) -> None:
     spec = CacheSpec((GroupSpec(GroupKind.FULL, BLOCK_TOKENS, part_tokens=2),), chunk)
     end_token = number * chunk
     stored, span = chunk_blocks(spec, 0, end_token), chunk_span(spec, 0, end_token)
     kernel_tokens = st.sampled_from([4, 6, 8, 12, 24])
-    giver, taker = Engine(order, data.draw(kernel_tokens), seed=1), Engine(order, data.draw(kernel_tokens), seed=2)
-    before = taker.cache.clone()
+    source_engine, target_engine = (
+        Engine(order, data.draw(kernel_tokens), seed=1),
+        Engine(order, data.draw(kernel_tokens), seed=2),
+    )
+    before = target_engine.cache.clone()
     table, other = data.draw(st.permutations(range(BLOCKS))), data.draw(st.permutations(range(BLOCKS)))
     ids = tuple(table[stored.start : stored.stop])
     chunk_copy = copy_of(spec, Transfer(0, end_token, 0, ids), b"key", Slot(()))
-    tier = Tier(part_bytes(giver, chunk_copy))
-    copy(giver, tier, tier.store_runs(giver, chunk_copy).runs)
-    # What the engine holds itself is not loaded: whole blocks, from the chunk's first on.
+    tier = Tier(part_bytes(source_engine, chunk_copy))
+    copy(source_engine, tier, tier.store_runs(source_engine, chunk_copy).runs)
+    # Blocks that the engine already holds are not loaded: whole blocks, from the chunk's first on.
     held = data.draw(st.integers(0, len(stored) - 1))
     ids = tuple(other[stored.start + held : stored.stop])
     chunk_copy = copy_of(spec, Transfer(0, end_token, held, ids), b"key", Slot(()))
-    copy(taker, tier, tier.load_runs(taker, chunk_copy))
+    copy(target_engine, tier, tier.load_runs(target_engine, chunk_copy))
     start = max(span.start, (stored.start + held) * BLOCK_TOKENS)
     for token in range(min(BLOCKS, stored.stop) * BLOCK_TOKENS):
         slot = other[token // BLOCK_TOKENS] * BLOCK_TOKENS + token % BLOCK_TOKENS
-        own = before[slot // taker.kernel_tokens, :, slot % taker.kernel_tokens]
-        expected = giver.token(table, token) if start <= token < span.end else own
-        assert torch.equal(taker.token(other, token), expected), token
+        own = before[slot // target_engine.kernel_tokens, :, slot % target_engine.kernel_tokens]
+        expected = source_engine.token(table, token) if start <= token < span.end else own
+        assert torch.equal(target_engine.token(other, token), expected), token
 
 
 OTHER_CONTENT = 5
-"""Of a second layer: no part of either has a multiple of 16 bytes."""
+"""For a second layer: no part of either has a multiple of 16 bytes."""
 
 
-def stored_plainly(engine: Engine, spec: CacheSpec, end_token: int, ids: Sequence[int]) -> bytes:
-    """A cut chunk, said plainly: block after block, layer after layer, head after head, what it has of their tokens."""
+def expected_chunk(engine: Engine, spec: CacheSpec, end_token: int, ids: Sequence[int]) -> bytes:
+    """Bytes of a cut chunk: by block, layer and head, the contents of its tokens."""
     span = chunk_span(spec, 0, end_token)
     table = dict(zip(chunk_blocks(spec, 0, end_token), ids, strict=True))
     chunk = b""
@@ -155,10 +159,10 @@ def stored_plainly(engine: Engine, spec: CacheSpec, end_token: int, ids: Sequenc
 
 @settings(max_examples=examples(100, 5), deadline=None)
 @given(chunks, st.sampled_from([None, 9, 40]), st.sampled_from([0, 7, 100]), st.data())
-def test_every_byte_of_a_slot_is_of_a_part_or_zero_and_both_halves_know_how_many_there_are(
+def test_a_slot_contains_only_parts_and_zeros_and_both_halves_agree_on_its_size(
     chunk: int, window: int | None, spare_bytes: int, data: st.DataObject
 ) -> None:
-    """The tier's memory is poisoned, and none of its bytes may be sealed with a chunk."""
+    """The tier's memory is poisoned, so that stale bytes would be found."""
     kind = GroupKind.FULL if window is None else GroupKind.WINDOW
     spec = CacheSpec((GroupSpec(kind, BLOCK_TOKENS, window_tokens=window, part_tokens=2),), chunk)
     engine = Engine("heads first", data.draw(st.sampled_from([4, 6, 24])), seed=1, contents=(CONTENT, OTHER_CONTENT))
@@ -167,14 +171,14 @@ def test_every_byte_of_a_slot_is_of_a_part_or_zero_and_both_halves_know_how_many
     stored = chunk_blocks(spec, 0, end_token)
     ids = tuple(data.draw(st.permutations(range(BLOCKS)))[: len(stored)])
     chunk_copy = copy_of(spec, Transfer(0, end_token, 0, ids), b"key", Slot(()))
-    expected = stored_plainly(engine, spec, end_token, ids)
+    expected = expected_chunk(engine, spec, end_token, ids)
     sizes = (layout.chunk_bytes(0, end_token), part_bytes(engine, chunk_copy))
     assert sizes == (len(expected),) * 2 and len(expected) <= layout.largest_chunk_bytes(0)
     tier = Tier(len(expected) + spare_bytes)
     stored_runs = tier.store_runs(engine, chunk_copy)
     copy(engine, tier, stored_runs.runs)
     assert tier.memory.tobytes() == bytes([77]) * 64 + expected + bytes(spare_bytes)
-    # Stored or loaded, what is counted is what the engine has of it.
+    # For stores and loads, only bytes of the engine are counted.
     assert stored_runs.runs.total_bytes - stored_runs.zero_bytes == bytes_of(layout, chunk_copy)
     held = data.draw(st.integers(0, len(stored) - 1))
     for first, count in ((0, len(stored)), (held, len(stored) - held), (0, held + 1)):
@@ -183,8 +187,8 @@ def test_every_byte_of_a_slot_is_of_a_part_or_zero_and_both_halves_know_how_many
 
 
 @pytest.mark.parametrize(("first", "ids"), [(0, (1, 2)), (1, (2, 3)), (0, (1,)), (2, (3,))])
-def test_a_cut_chunk_is_not_stored_without_one_of_its_pieces(first: int, ids: tuple[int, ...]) -> None:
-    """What it lacks would keep the bytes of whatever was in its slot before."""
+def test_a_cut_chunk_with_a_missing_block_is_not_stored(first: int, ids: tuple[int, ...]) -> None:
+    """The slot would keep old bytes in place of that block."""
     spec = CacheSpec((GroupSpec(GroupKind.FULL, BLOCK_TOKENS, part_tokens=2),), 44)
     engine, tier = Engine("heads first", 24, seed=1), Tier(1024)
     chunk_copy = copy_of(spec, Transfer(0, 88, first, ids), b"key", Slot(()))
@@ -194,7 +198,7 @@ def test_a_cut_chunk_is_not_stored_without_one_of_its_pieces(first: int, ids: tu
     copy(engine, tier, tier.store_runs(engine, whole).runs)
 
 
-def test_a_part_of_a_block_is_as_large_as_its_tokens() -> None:
+def test_a_part_of_a_block_has_the_size_of_its_tokens() -> None:
     engine = Engine("heads first", 8, seed=1)
     pages = engine.blocks.of(4, 20)
     assert sum(region.page_bytes for region in pages.regions) == TokenRange(4, 20, 24).share_of(HEADS * 24 * CONTENT)
@@ -204,7 +208,7 @@ def test_a_part_of_a_block_is_as_large_as_its_tokens() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_worker_cuts_blocks_of_thousands_of_kernel_blocks(order: str) -> None:
-    """More than a layer's page may have regions, in pieces larger than those that it looked at when it started."""
+    """More kernel blocks than a layer's page may have regions, in pieces larger than those checked at the start."""
     kernel_blocks, num_blocks = MAX_REGIONS + 4, 3
     block_tokens = 2 * kernel_blocks
     shape = (num_blocks * kernel_blocks, HEADS, 2, 1)
@@ -222,7 +226,7 @@ def test_a_worker_cuts_blocks_of_thousands_of_kernel_blocks(order: str) -> None:
     worker.results()
     stored = worker.outcome()
     assert stored is not None and stored.stores[1].failure is None
-    # The last kernel block of its first block, and all but two of the other's.
+    # The last kernel block of its first block, and all but two tokens of the other's.
     cache[2 * kernel_blocks - 1 : 3 * kernel_blocks - 2] = 0
     assert not torch.equal(cache, before)
     worker.start_loads(StepPlan(loads=(Load("r", CopyTable.of([chunk_copy])),)))

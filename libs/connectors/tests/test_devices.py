@@ -1,4 +1,4 @@
-"""Which copy engines and which memory an engine's device gets, and what is refused. No GPU is needed to be refused."""
+"""Copy engines and memory of each device, and refused devices. Refusals need no GPU."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ TIMEOUT_S = patience.seconds(6.0)
 def swap_in_order(
     sources: torch.Tensor, destinations: torch.Tensor, sizes: torch.Tensor, is_src_access_order_any: bool = False
 ) -> None:
-    """vLLM's batched copy, on memory of the host."""
+    """vLLM's batched copy, on host memory."""
     for column in (sources, destinations, sizes):
         assert column.dtype == torch.int64 and column.device.type == "cpu" and column.is_contiguous()
     for triple in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
         ctypes.memmove(*triple)
 
 
-needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without a GPU")
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the behaviour without a GPU")
 
 
 def test_a_cpu_stores_and_loads_on_one_thread() -> None:
@@ -51,7 +51,7 @@ def test_a_cpu_stores_and_loads_on_one_thread() -> None:
     stores.close()
 
 
-def test_synchronous_loads_of_a_cpu_are_copied_at_once() -> None:
+def test_synchronous_loads_on_a_cpu_are_copied_inline() -> None:
     stores, loads = devices.CpuDevice().copy_engines("sync")
     assert isinstance(loads, InlineCopyEngine)
     stores.close()
@@ -64,7 +64,7 @@ def test_the_arena_of_a_cpu_is_ordinary_memory() -> None:
 @pytest.mark.parametrize(
     ("num_cores", "num_workers", "num_threads"), [(2, 1, 1), (16, 1, 4), (128, 1, 8), (128, 8, 4), (8, 8, 1)]
 )
-def test_checksums_leave_the_engine_three_quarters_of_the_cores_of_a_gpu(
+def test_checksums_leave_three_quarters_of_the_cores_to_a_gpu_engine(
     num_cores: int, num_workers: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices.os, "sched_getaffinity", lambda process: set(range(num_cores)))
@@ -73,7 +73,7 @@ def test_checksums_leave_the_engine_three_quarters_of_the_cores_of_a_gpu(
 
 
 @pytest.mark.parametrize("copies", ["engine", "native"])
-def test_on_a_cpu_it_does_not_matter_who_would_copy_on_a_gpu(copies: str) -> None:
+def test_the_copies_setting_does_not_matter_on_a_cpu(copies: str) -> None:
     assert isinstance(devices.open_device("cpu", copies), devices.CpuDevice)
 
 
@@ -88,7 +88,7 @@ def test_native_copies_need_no_batched_copies_of_vllm() -> None:
 
 @needs_no_gpu
 @pytest.mark.parametrize("load", ["async", "sync"])
-def test_a_gpu_that_is_not_there_is_refused_with_the_reason(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_gpu_is_refused_with_the_reason(load: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigurationError, match="sees no GPU"):
         devices.NativeGpuDevice().copy_engines(load)
     copies = EngineCopies(swap_in_order, lambda *_: True, lambda _: None, lambda: 0)
@@ -112,8 +112,8 @@ class CudaRuntime:
         return 0
 
 
-def test_a_vllm_without_batched_copies_is_refused_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This one is built for a CPU."""
+def test_a_vllm_without_batched_copies_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The installed vLLM is built for a CPU."""
     with pytest.raises(ConfigurationError, match=f"copies.*vLLM {vllm.__version__}"):
         devices.open_device("cuda", "engine")
     monkeypatch.setattr(torch.ops._C_cache_ops, "swap_blocks_batch", swap_in_order, raising=False)
@@ -127,7 +127,7 @@ def test_a_vllm_without_batched_copies_is_refused_and_named(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize(("device", "is_fine"), [(devices.CpuDevice(), True), (devices.NativeGpuDevice(), False)])
-def test_kv_caches_must_lie_where_the_copy_engines_reach(device: devices.Device, is_fine: bool) -> None:
+def test_kv_caches_must_be_on_the_device_of_the_copy_engines(device: devices.Device, is_fine: bool) -> None:
     caches = {"layer.0": torch.zeros(4), "layer.1": [torch.zeros(4), torch.zeros(4)]}
     if is_fine:
         device.prepare(caches)
@@ -136,13 +136,13 @@ def test_kv_caches_must_lie_where_the_copy_engines_reach(device: devices.Device,
             device.prepare(caches)
 
 
-def test_every_tensor_of_a_layer_is_looked_at() -> None:
+def test_every_tensor_of_a_layer_is_checked() -> None:
     elsewhere = SimpleNamespace(device=torch.device("cuda", 0))
     with pytest.raises(ConfigurationError, match=r"cuda:0 \(layer\.0\)"):
         devices.CpuDevice().prepare({"layer.0": [torch.zeros(4), elsewhere]})
 
 
-def test_amx_is_asked_for_where_torch_knows_how(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_amx_is_requested_if_torch_supports_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True), raising=False)
     compat.permit_amx()
@@ -152,7 +152,7 @@ def test_amx_is_asked_for_where_torch_knows_how(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("device", "is_asked"), [(devices.CpuDevice(), True), (devices.NativeGpuDevice(), False)])
-def test_amx_is_asked_for_where_the_engine_runs_on_the_cpu(
+def test_amx_is_requested_only_on_a_cpu(
     device: devices.Device, is_asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -161,8 +161,8 @@ def test_amx_is_asked_for_where_the_engine_runs_on_the_cpu(
     assert bool(asked) is is_asked
 
 
-def test_a_worker_asks_for_amx_when_it_gets_the_kv_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a restart the first step of an engine may be one token: everything before it comes from a tier."""
+def test_a_worker_requests_amx_when_it_registers_kv_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a restart the first step of an engine may be one token, with all tokens before it loaded from a tier."""
     asked = []
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: asked.append(True), raising=False)
     spec = CacheSpec((GroupSpec(GroupKind.FULL, 16),), 16)
@@ -176,7 +176,7 @@ def test_a_worker_asks_for_amx_when_it_gets_the_kv_caches(monkeypatch: pytest.Mo
 
 
 class Calls:
-    """Calls of torch.cuda and of vLLM, in place of a GPU."""
+    """Records calls of torch.cuda and of vLLM, in place of a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, can_pin: bool = True) -> None:
         self.names: list[str] = []
@@ -227,7 +227,7 @@ class Calls:
         return self._can_pin
 
 
-def test_a_gpu_is_given_to_the_engines_as_vllm_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_engines_use_streams_events_and_pinned_memory_like_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     arena = calls.device.arena_memory(1 << 16)
     assert calls.pinned == {int(arena.ctypes.data): 1 << 16}
@@ -253,7 +253,7 @@ def test_a_gpu_is_given_to_the_engines_as_vllm_uses_it(monkeypatch: pytest.Monke
     ]
 
 
-def test_synchronous_loads_of_a_gpu_have_ended_when_they_were_submitted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_synchronous_loads_on_a_gpu_end_at_submission(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     stores, loads = calls.device.copy_engines("sync")
     assert loads.submit(JobId(1), CopyRuns.empty())
@@ -262,8 +262,8 @@ def test_synchronous_loads_of_a_gpu_have_ended_when_they_were_submitted(monkeypa
     stores.close()
 
 
-def test_a_copy_that_the_runtime_refuses_fails_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where vLLM copies one by one it ignores what each call returns."""
+def test_a_copy_refused_by_the_runtime_fails_its_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM ignores the return codes when it copies one by one."""
     calls = Calls(monkeypatch)
     memory = np.zeros(4096, dtype=np.uint8)
     stores, loads = calls.device.copy_engines("sync")
@@ -271,7 +271,7 @@ def test_a_copy_that_the_runtime_refuses_fails_its_job(monkeypatch: pytest.Monke
     loads.register(address, memory.nbytes, "memory")
     calls.error_of_swaps = 700
     assert loads.submit(JobId(1), CopyRuns.of([(address, address + 100, 10)]))
-    calls.last_error, calls.error_of_swaps = 2, 0  # somebody else's
+    calls.last_error, calls.error_of_swaps = 2, 0  # an error of another caller
     assert loads.submit(JobId(2), CopyRuns.of([(address, address + 100, 10)]))
     failures = [result.failure for result in loads.poll()]
     assert "error 700" in str(failures[0]) and failures[1] is None
@@ -279,7 +279,7 @@ def test_a_copy_that_the_runtime_refuses_fails_its_job(monkeypatch: pytest.Monke
     stores.close()
 
 
-def test_a_batch_holds_no_more_copies_than_every_driver_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_has_at_most_the_copies_that_every_driver_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     memory = np.arange(1 << 16, dtype=np.uint64).astype(np.uint8)
     stores, loads = calls.device.copy_engines("sync")
@@ -301,7 +301,7 @@ def test_memory_that_vllm_cannot_pin_is_refused(monkeypatch: pytest.MonkeyPatch)
         calls.device.pin_pool(np.zeros(4096, dtype=np.uint8))
 
 
-def test_memory_is_unpinned_when_all_views_of_it_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_unpinned_after_its_last_view_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls(monkeypatch)
     memory = np.zeros(4096, dtype=np.uint8)
     calls.device.pin_pool(memory)

@@ -1,4 +1,4 @@
-"""Which setting of the engine kills it before it can end, and how a worker ends with a scheduler beside it."""
+"""Shutdown: the engine setting that kills it early, and the end of a worker with a scheduler in its process."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ def configuration(**fields: Any) -> Any:
 
 
 @pytest.mark.parametrize(("timeout_s", "is_killed"), [(0, True), (1, False), (300, False)])
-def test_without_a_shutdown_timeout_a_server_kills_its_engine(timeout_s: int, is_killed: bool) -> None:
+def test_an_engine_without_a_shutdown_timeout_is_killed(timeout_s: int, is_killed: bool) -> None:
     assert compat.is_killed_on_shutdown(configuration(shutdown_timeout=timeout_s)) is is_killed
 
 
-def test_vllm_has_no_shutdown_timeout_unless_somebody_sets_one() -> None:
-    """The field that the answer is read from, and the default that the documentation names."""
+def test_the_default_shutdown_timeout_of_vllm_is_0() -> None:
+    """Checks the field that the product reads and the default in the documentation."""
     from vllm.config import VllmConfig
 
     assert VllmConfig.__dataclass_fields__["shutdown_timeout"].default.default == 0
 
 
-def test_a_platform_that_takes_its_time_anyway_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_platform_with_its_own_grace_period_kills_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine import utils
 
     monkeypatch.setattr(utils.current_platform, "is_rocm", lambda: True)
     assert not compat.is_killed_on_shutdown(configuration(shutdown_timeout=0))
 
 
-def test_an_engine_that_knows_no_such_setting_is_not_spoken_of() -> None:
+def test_an_engine_without_the_setting_counts_as_not_killed() -> None:
     assert not compat.is_killed_on_shutdown(configuration())
 
 
 class Ending:
-    """Both halves of an engine whose slow tier stands still, and a clock that goes on when it is looked at."""
+    """Both halves of an engine with a blocked secondary tier, and a clock that advances with each read."""
 
     def __init__(self, fails: bool = False) -> None:
         self.fails = fails
@@ -70,21 +70,21 @@ class Ending:
         self.closed_within_s.append(drain_s)
 
 
-def test_a_flush_leaves_time_to_close_in() -> None:
+def test_a_flush_leaves_time_for_the_close() -> None:
     end = Ending()
     flush_and_close(cast(Any, end), cast(Any, end), end)
     assert end.closed_within_s == [CLOSE_RESERVE_S]
-    assert end.now_s <= DRAIN_S - CLOSE_RESERVE_S + 3.0, "each look takes a second, and the last is after the end"
+    assert end.now_s <= DRAIN_S - CLOSE_RESERVE_S + 3.0, "each read takes a second, and the last one is after the end"
 
 
-def test_a_flush_that_fails_closes_the_worker_all_the_same() -> None:
+def test_a_failed_flush_still_closes_the_worker() -> None:
     end = Ending(fails=True)
     with pytest.raises(OSError, match="cannot be made"):
         flush_and_close(cast(Any, end), cast(Any, end), end)
     assert end.closed_within_s == [CLOSE_RESERVE_S]
 
 
-def test_a_worker_without_a_scheduler_beside_it_has_all_the_time() -> None:
+def test_a_worker_without_a_scheduler_gets_all_the_time() -> None:
     end = Ending()
     flush_and_close(None, cast(Any, end), end)
     assert end.closed_within_s == [DRAIN_S]

@@ -1,4 +1,4 @@
-"""Events are in the engine's own words, whichever of its versions it is."""
+"""KV events have the types and fields of the installed vLLM."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from hybridkv.tiers.stack import TierStack
 
 
 class Config:
-    """As much of an engine's configuration as is read."""
+    """The part of an engine's configuration that is read."""
 
     def __init__(self, **fields: Any) -> None:
         self.__dict__.update(fields)
@@ -34,31 +34,31 @@ def publishes(config: Any) -> bool:
     return compat.publishes_kv_events(config)
 
 
-def test_nothing_is_published_unless_the_engine_does() -> None:
+def test_events_are_published_only_if_the_engine_publishes_them() -> None:
     assert not publishes(Config())
     assert not publishes(Config(kv_events_config=None))
     assert not publishes(Config(kv_events_config=KVEventsConfig()))
     assert publishes(Config(kv_events_config=KVEventsConfig(enable_kv_cache_events=True)))
 
 
-def test_each_block_has_the_extra_keys_that_the_engine_gives_it() -> None:
+def test_each_block_has_the_extra_keys_of_the_engine() -> None:
     request = Request("r", [1] * 8, SamplingParams(max_tokens=1), None, cache_salt="salt")
     assert compat.event_extra_keys(request, [(0, 4), (4, 8)]) == [("salt",), None]
 
 
-def test_fields_that_an_engine_lacks_are_left_out() -> None:
+def test_fields_that_an_engine_lacks_are_omitted() -> None:
     event = compat.block_removed(block_hashes=[1], medium="CPU", group_idx=0, of_a_later_version=True)
     assert event == kv_events.BlockRemoved([1], "CPU", group_idx=0)
 
 
-def test_hashes_are_numbers_or_bytes_as_the_operator_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_are_numbers_or_bytes_according_to_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
     assert compat.event_hash(b"\x01" * 32) == int.from_bytes(b"\x01" * 8, "big")
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
     assert compat.event_hash(b"\x01" * 32) == b"\x01" * 32
 
 
-def test_a_state_is_announced_for_the_last_hash_block_of_its_chunk_alone() -> None:
+def test_a_state_is_announced_only_for_the_last_hash_block_of_its_chunk() -> None:
     """A request that shares half of the chunk cannot resume from this state."""
     made, near = make_layout((FULL, STATE)), RamIndex(1 << 20, 4096)
     events = RouterEvents(

@@ -1,4 +1,4 @@
-"""Each reason why a request is offered no more is given where it is the reason."""
+"""Explanations of lookups name the reason that limits the hit."""
 
 import logging
 from types import SimpleNamespace
@@ -61,7 +61,7 @@ def explained(
         (Hit(48), 48, {"failed_loads": 1, "limit": 50}, LookupReason.FAILED_LOADS, ""),
     ],
 )
-def test_the_reason_is_the_one_that_kept_more_away(
+def test_the_reason_is_the_one_that_limits_most(
     answer: Hit | Miss, full_tokens: int, more: dict[str, Any], reason: LookupReason, kind: str
 ) -> None:
     told = explained(answer, full_tokens, **more)
@@ -79,18 +79,18 @@ def test_the_reason_is_the_one_that_kept_more_away(
         (Miss(RECURRENT, ""), 0, None, ""),
     ],
 )
-def test_a_junction_is_where_a_request_parts_from_what_the_full_groups_hold(
+def test_a_junction_is_the_end_of_the_stored_prefix_of_the_full_groups(
     answer: Hit | Miss, full_tokens: int, limiting: int | None, junction: str
 ) -> None:
     assert explained(answer, full_tokens, limiting).junction == junction
 
 
-def test_tokens_are_told_by_where_they_come_from() -> None:
+def test_tokens_are_counted_by_their_source() -> None:
     told = explained(Hit(48), 48, taken=16, computed_tokens=32)
     assert (told.num_tokens, told.engine_tokens, told.offered_tokens, told.compute_tokens) == (100, 32, 16, 52)
 
 
-def test_every_reason_has_its_series_and_every_series_its_reason() -> None:
+def test_lookup_reasons_equal_the_metric_labels() -> None:
     (declared,) = (
         label.values
         for label in CATALOGUE.named("vllm:hybridkv_lookups_total").labels
@@ -99,11 +99,11 @@ def test_every_reason_has_its_series_and_every_series_its_reason() -> None:
     assert set(declared) == {str(reason) for reason in LookupReason} | {"being_stored", "async_lookup"}
 
 
-def test_a_record_is_one_line_of_json_and_silent_above_debug(
+def test_a_record_is_one_json_line_at_debug_level(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = explained(Hit(48), 80, RECURRENT)
-    # Whether vLLM's loggers propagate depends on whether vLLM has configured them.
+    # The propagation of vLLM's loggers depends on whether vLLM has configured them.
     monkeypatch.setattr(logger, "propagate", False)
     logger.addHandler(caplog.handler)
     try:

@@ -1,4 +1,4 @@
-"""After a failed load no request is offered what that load did not prove right."""
+"""After a failed load, requests are offered only chunks that the load verified."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WINDOW = GroupSpec(GroupKind.WINDOW, BLOCK, window_tokens=12)
 
 
 class Engine:
-    """A scheduler's half over host memory with one prompt in it, and a worker that finds some chunks damaged."""
+    """Scheduler half over host memory with one stored prompt, and a worker that finds some chunks damaged."""
 
     def __init__(self, other: GroupSpec) -> None:
         self.keyed = make_layout([FULL, other])
@@ -40,16 +40,16 @@ class Engine:
         self.planner = LoadPlanner(self.keyed.layout, self.stack, admission, deadlines, metrics, self.in_flight)
         self.damaged: set[bytes] = set()
         self.blames = True
-        """Whether the worker says which chunks are damaged."""
+        """Whether the worker reports the damaged chunks."""
         self.reasons: tuple[str, ...] = ()
-        """Failures of every load, with no chunk to blame."""
+        """Failures of every load that name no chunk."""
         self.compute()
 
     def key(self, group: int, chunk: int) -> bytes:
         return self.keyed.key(group, HASHES, (chunk + 1) * CHUNK_TOKENS)
 
     def compute(self) -> None:
-        """A request computes the prompt and stores what is not there; that is sound."""
+        """Compute the prompt and store the missing chunks, which are intact then."""
         for group in (0, 1):
             for chunk in range(CHUNKS):
                 key = self.key(group, chunk)
@@ -60,8 +60,9 @@ class Engine:
         self.damaged |= {self.key(group, chunk) for chunk in chunks}
 
     def serve(self, name: str) -> tuple[int, bool]:
-        """A new request for the prompt, as under `kv_load_failure_policy: fail`: the tokens that it loads, and whether
-        that fails. One that does not fail computes the rest."""
+        """Serve a new request for the prompt under `kv_load_failure_policy: fail`. Its loaded tokens, and whether the
+        load fails. A request without a failure computes the rest.
+        """
         request = SimpleNamespace(request_id=name, num_tokens=NUM_TOKENS + 1, block_hashes=HASHES[: CHUNKS * 2])
         tracked = TrackedRequest(cast(Any, request), None, RequestKeys(self.keyed.spec, self.keyed.keys))
         offered = self.planner.matched_tokens(tracked, 0)
@@ -74,7 +75,7 @@ class Engine:
             failures = [LoadFailure("checksum", "", key) if self.blames else LoadFailure("io", "") for key in bad]
             failures += [LoadFailure(reason, "") for reason in self.reasons]
             self.in_flight.on_failures(name, failures)
-            self.in_flight.on_ended(name, tracked, failed=bool(failures))
+            self.in_flight.on_ended(name, tracked, num_failed=bool(failures))
         self.planner.on_request_finished(name)
         if not failures:
             self.compute()
@@ -89,52 +90,52 @@ class Engine:
             )
         ]
 
-    def failed(self, num_requests: int = 8) -> int:
-        """How many of several requests, one after the other, end with an error."""
+    def num_failed(self, num_requests: int = 8) -> int:
+        """Number of requests that end with an error, of several in a row."""
         return sum(self.serve(f"r{number}")[1] for number in range(num_requests))
 
 
 @pytest.mark.parametrize("chunks", [range(9, 12), range(6, 12), range(12), (1, 4, 7, 11)])
 @pytest.mark.parametrize("other", [WINDOW, STATE], ids=["window", "state"])
-def test_one_damaged_prefix_ends_one_request(other: GroupSpec, chunks: Iterable[int]) -> None:
+def test_one_damaged_prefix_fails_one_request(other: GroupSpec, chunks: Iterable[int]) -> None:
     engine = Engine(other)
     engine.damage(1, chunks)
-    assert engine.failed() == 1
+    assert engine.num_failed() == 1
     assert engine.serve("last") == (NUM_TOKENS, False)
     assert engine.primary.used_bytes == 2 * CHUNKS * 4096
     engine.primary.clear()
-    assert engine.primary.used_bytes == 0, "nothing stays pinned"
+    assert engine.primary.used_bytes == 0, "no chunk stays pinned"
 
 
-def test_what_a_failed_load_proved_right_stays() -> None:
+def test_chunks_that_a_failed_load_verified_stay() -> None:
     engine = Engine(WINDOW)
     engine.damage(1, [CHUNKS - 1])
-    assert engine.failed(1) == 1
+    assert engine.num_failed(1) == 1
     assert engine.primary.leading([engine.key(0, chunk) for chunk in range(CHUNKS)]) == CHUNKS
     assert engine.stack.in_primary(engine.key(1, CHUNKS - 2))
     assert not any(engine.stack.in_primary(engine.key(1, chunk)) for chunk in (*range(CHUNKS - 2), CHUNKS - 1))
 
 
-def test_nothing_stays_of_what_a_load_read_that_failed_for_no_chunk() -> None:
+def test_a_failure_without_a_chunk_withdraws_all_chunks_of_the_load() -> None:
     engine = Engine(WINDOW)
     engine.blames = False
     engine.damage(0, [3])
-    assert engine.failed() == 1
+    assert engine.num_failed() == 1
     assert engine.serve("last") == (NUM_TOKENS, False)
 
 
 @pytest.mark.parametrize("reason", ["timeout", "busy"])
-def test_a_load_that_read_nothing_puts_nothing_in_doubt(reason: str) -> None:
+def test_a_load_that_read_nothing_withdraws_no_chunk(reason: str) -> None:
     engine = Engine(WINDOW)
     engine.reasons = (reason,)
-    assert engine.failed(1) == 1
+    assert engine.num_failed(1) == 1
     engine.reasons = ()
     assert engine.serve("next") == (NUM_TOKENS, False)
 
 
-def test_the_check_of_one_rank_proves_nothing_of_another() -> None:
+def test_a_verification_by_one_rank_does_not_cover_another() -> None:
     engine = Engine(WINDOW)
     engine.damage(1, [CHUNKS - 1])
     engine.reasons = ("timeout",)
-    assert engine.failed(1) == 1
+    assert engine.num_failed(1) == 1
     assert engine.primary.used_bytes == 0

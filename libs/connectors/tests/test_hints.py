@@ -1,4 +1,4 @@
-"""What a request says of itself is understood or passed over, whatever it is, and never harms the engine."""
+"""Hints of requests are applied or ignored, whatever they contain, and never harm the engine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ said = st.dictionaries(
 
 
 class Reader:
-    """A reader, what it counted, and the clock it reads."""
+    """Hint reader with its counts and its clock."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -53,41 +53,41 @@ def envelope(*payloads: Any, action_type: str = "hybridkv_hints") -> KvHintsEnve
 
 
 def test_hints_are_read_and_counted() -> None:
-    it = Reader()
-    assert it.read({"hybridkv_hints": {"store": False, "keep_seconds": 5}}) == Hints(store=False, keep_seconds=5.0)
-    assert it.read({"hybridkv_hints": {"load": False}}) == Hints(load=False)
-    assert it.read({"hybridkv_hints": {"prefetch": True}}) == Hints(prefetch=True)
-    assert it.read({"hybridkv_hints": {"prefetch": False}}) == NO_HINTS
-    assert it.read({"hybridkv_hints": {}}) == NO_HINTS
-    assert it.counted() == {"no_store": 1, "keep": 1, "no_load": 1, "prefetch": 1}
+    bench = Reader()
+    assert bench.read({"hybridkv_hints": {"store": False, "keep_seconds": 5}}) == Hints(store=False, keep_seconds=5.0)
+    assert bench.read({"hybridkv_hints": {"load": False}}) == Hints(load=False)
+    assert bench.read({"hybridkv_hints": {"prefetch": True}}) == Hints(prefetch=True)
+    assert bench.read({"hybridkv_hints": {"prefetch": False}}) == NO_HINTS
+    assert bench.read({"hybridkv_hints": {}}) == NO_HINTS
+    assert bench.counted() == {"no_store": 1, "keep": 1, "no_load": 1, "prefetch": 1}
 
 
 @pytest.mark.parametrize(
     "params", [None, {}, "text", ["hybridkv_hints"], 7, {"do_remote_prefill": True, "hybridkv": {}}]
 )
-def test_what_is_for_others_is_not_looked_at(params: object) -> None:
-    it = Reader()
-    assert it.read(params) is NO_HINTS
-    assert it.counted() == {}
+def test_parameters_without_hints_are_ignored(params: object) -> None:
+    bench = Reader()
+    assert bench.read(params) is NO_HINTS
+    assert bench.counted() == {}
 
 
-def test_the_engines_own_hints_are_read_and_those_of_others_are_not() -> None:
-    it = Reader()
-    assert it.read(None, envelope({"load": False})) == Hints(load=False)
-    assert it.read(None, envelope({"anything": 1}, action_type="other")) is NO_HINTS
-    assert it.counted() == {"no_load": 1}
+def test_only_our_hints_of_the_engines_envelope_are_read() -> None:
+    bench = Reader()
+    assert bench.read(None, envelope({"load": False})) == Hints(load=False)
+    assert bench.read(None, envelope({"anything": 1}, action_type="other")) is NO_HINTS
+    assert bench.counted() == {"no_load": 1}
 
 
-def test_of_several_hints_the_most_cautious_holds() -> None:
-    it = Reader()
+def test_several_hints_are_merged_to_the_most_cautious() -> None:
+    bench = Reader()
     hints = envelope({"keep_seconds": 9.5, "prefetch": True}, {"store": False, "keep_seconds": 2, "prefetch": False})
     merged = Hints(store=False, load=False, keep_seconds=9.5, prefetch=True)
-    assert it.read({"hybridkv_hints": {"load": False}}, hints) == merged
+    assert bench.read({"hybridkv_hints": {"load": False}}, hints) == merged
 
 
-def test_no_more_actions_are_looked_at_than_may_be() -> None:
-    it = Reader()
-    assert it.read(None, envelope(*[{}] * MAX_HINT_ACTIONS, {"load": False})) == NO_HINTS
+def test_max_hint_actions_is_not_exceeded() -> None:
+    bench = Reader()
+    assert bench.read(None, envelope(*[{}] * MAX_HINT_ACTIONS, {"load": False})) == NO_HINTS
 
 
 @pytest.mark.parametrize(
@@ -115,31 +115,31 @@ def test_a_mistake_is_reported_with_path_expected_got_and_hint(
     assert expected in caught.value.expected and got in str(caught.value.got) and hint in caught.value.hint
 
 
-def test_one_mistake_passes_all_hints_of_the_request_over(caplog: pytest.LogCaptureFixture) -> None:
-    it = Reader()
+def test_one_mistake_ignores_all_hints_of_the_request(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Reader()
     with caplog.at_level(logging.WARNING, "vllm.hybridkv.scheduler"):
-        assert it.read({"hybridkv_hints": {"store": False, "other": 1}}) is NO_HINTS
-    assert it.counted() == {"invalid": 1}
+        assert bench.read({"hybridkv_hints": {"store": False, "other": 1}}) is NO_HINTS
+    assert bench.counted() == {"invalid": 1}
     assert "kv_transfer_params.hybridkv_hints.other: expected a known key" in caplog.text
 
 
-def test_the_log_says_so_now_and_then_and_the_count_always(caplog: pytest.LogCaptureFixture) -> None:
-    it = Reader()
+def test_mistakes_are_always_counted_and_sometimes_logged(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Reader()
     with caplog.at_level(logging.WARNING, "vllm.hybridkv.scheduler"):
         for _ in range(5):
-            it.read({"hybridkv_hints": 1})
-        it.now_s = WARNING_EVERY_S
-        it.read({"hybridkv_hints": 1})
-    assert it.counted() == {"invalid": 6}
+            bench.read({"hybridkv_hints": 1})
+        bench.now_s = WARNING_EVERY_S
+        bench.read({"hybridkv_hints": 1})
+    assert bench.counted() == {"invalid": 6}
     assert len(caplog.records) == 2
 
 
-def test_what_cannot_be_printed_or_is_long_does_not_come_into_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    it = Reader()
+def test_control_characters_and_long_text_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Reader()
     with caplog.at_level(logging.WARNING, "vllm.hybridkv.scheduler"):
-        it.read({"hybridkv_hints": {"a\nERROR forged" + "x" * 10**6: 1}})
-        it.now_s = WARNING_EVERY_S
-        it.read({"hybridkv_hints": {"store": "y" * 10**6}})
+        bench.read({"hybridkv_hints": {"a\nERROR forged" + "x" * 10**6: 1}})
+        bench.now_s = WARNING_EVERY_S
+        bench.read({"hybridkv_hints": {"store": "y" * 10**6}})
     assert len(caplog.records) == 2
     assert all(len(each.getMessage()) < 1000 and "\n" not in each.getMessage() for each in caplog.records)
 
@@ -149,18 +149,18 @@ def test_what_cannot_be_printed_or_is_long_does_not_come_into_the_log(caplog: py
     [{"store": 10**5000}, {"keep_seconds": 10**5000}, {10**5000: 1}, {"store": "\ud800"}, {"\ud800": 1}],
     ids=["number", "seconds", "name", "half a character", "half a name"],
 )
-def test_what_cannot_even_be_shown_is_passed_over(hints: object) -> None:
-    it = Reader()
-    assert it.read({"hybridkv_hints": hints}) is NO_HINTS
-    assert it.counted() == {"invalid": 1}
+def test_hints_that_cannot_be_printed_are_ignored(hints: object) -> None:
+    bench = Reader()
+    assert bench.read({"hybridkv_hints": hints}) is NO_HINTS
+    assert bench.counted() == {"invalid": 1}
 
 
 @settings(max_examples=examples(100, 8))
 @given(st.one_of(json_values, said, st.dictionaries(st.just("hybridkv_hints"), json_values | said)))
-def test_whatever_is_said_is_understood_or_passed_over(params: object) -> None:
-    it = Reader()
-    hints = it.read(params, envelope(params) if isinstance(params, dict) else params)
+def test_any_hints_are_applied_or_ignored(params: object) -> None:
+    bench = Reader()
+    hints = bench.read(params, envelope(params) if isinstance(params, dict) else params)
     assert type(hints.store) is type(hints.load) is type(hints.prefetch) is bool
     assert 0 <= hints.keep_seconds <= MAX_KEEP_SECONDS
-    if "invalid" in it.counted():
+    if "invalid" in bench.counted():
         assert hints is NO_HINTS

@@ -1,4 +1,4 @@
-"""What of an engine's configuration, environment and code counts, on configurations as the engine makes them."""
+"""Identity of an engine: which parts of its configuration, environment and code count, on real configurations."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def facts(root: Path, settings: dict[str, Any] | None = None, **model: Any) -> d
 
 
 def differing(a: dict[str, str], b: dict[str, str]) -> tuple[str, ...]:
-    """The names in which two engines' fingerprints differ, as a log would say it."""
+    """Names of the facts in which two fingerprints differ, as in a log."""
 
     def made(of: dict[str, str]) -> Fingerprint:
         return Fingerprint(facts=of, chunk_tokens=16, hash_algorithm="sha256", tensor_parallel_size=1, groups=())
@@ -58,7 +58,7 @@ def differing(a: dict[str, str], b: dict[str, str]) -> tuple[str, ...]:
         ({"rms_norm_eps": 1e-5}, ("rms_norm_eps",)),
     ],
 )
-def test_an_override_is_another_cache_and_is_named(
+def test_an_override_changes_the_identity_and_is_named(
     tmp_path: Path, overrides: dict[str, Any], names: tuple[str, ...]
 ) -> None:
     found = differing(facts(tmp_path), facts(tmp_path, hf_overrides=overrides))
@@ -66,7 +66,7 @@ def test_an_override_is_another_cache_and_is_named(
     assert all("hf_config" in line for line in found)
 
 
-def test_an_override_and_the_same_setting_in_the_file_are_one_cache(tmp_path: Path) -> None:
+def test_an_override_equals_the_same_setting_in_the_file(tmp_path: Path) -> None:
     written = facts(tmp_path / "a", LLAMA | {"rms_norm_eps": 1e-5})
     said = facts(tmp_path / "b", hf_overrides={"rms_norm_eps": 1e-5})
     called = facts(tmp_path / "c", hf_overrides=lambda config: config.update({"rms_norm_eps": 1e-5}) or config)
@@ -81,7 +81,7 @@ def test_an_override_and_the_same_setting_in_the_file_are_one_cache(tmp_path: Pa
         {"_name_or_path": "elsewhere", "transformers_version": "4"},
     ],
 )
-def test_where_a_configuration_came_from_does_not_count(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_the_origin_of_a_configuration_does_not_count(tmp_path: Path, settings: dict[str, Any]) -> None:
     assert facts(tmp_path / "a", LLAMA | settings) == facts(tmp_path / "b")
 
 
@@ -89,7 +89,7 @@ def test_names_and_lengths_do_not_count(tmp_path: Path) -> None:
     assert facts(tmp_path / "a", served_model_name="x", max_model_len=2048, seed=7) == facts(tmp_path / "b")
 
 
-def test_a_configuration_inside_another_counts_wherever_it_stands(tmp_path: Path) -> None:
+def test_a_nested_configuration_counts_wherever_it_is(tmp_path: Path) -> None:
     config = make_config(write_model(tmp_path))
     inner, listed = (LlamaConfig(hidden_size=32, made_up=1) for _ in range(2))
     config.model_config.hf_config.text_config = config.model_config.hf_text_config = inner
@@ -105,13 +105,13 @@ def test_a_configuration_inside_another_counts_wherever_it_stands(tmp_path: Path
 
 
 class Silent(LlamaConfig):
-    """Tells nothing of what is inside it."""
+    """Its `to_dict` omits nested configurations."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"model_type": "silent"}
 
 
-def test_a_configuration_that_another_does_not_tell_is_told_itself(tmp_path: Path) -> None:
+def test_a_nested_configuration_that_its_parent_omits_counts_itself(tmp_path: Path) -> None:
     config = make_config(write_model(tmp_path))
     inner = LlamaConfig(hidden_size=32)
     config.model_config.hf_config = Silent(text_config=inner)
@@ -120,7 +120,7 @@ def test_a_configuration_that_another_does_not_tell_is_told_itself(tmp_path: Pat
 
 
 @pytest.mark.parametrize("max_model_len", [2048, 4096, 4097, 8192])
-def test_longrope_counts_as_the_engine_decides_it(tmp_path: Path, max_model_len: int) -> None:
+def test_longrope_counts_as_vllm_decides_it(tmp_path: Path, max_model_len: int) -> None:
     config = make_config(write_model(tmp_path, LONGROPE), max_model_len=max_model_len)
     rope = config.model_config.hf_config.rope_parameters
     with set_current_vllm_config(config):
@@ -139,7 +139,7 @@ def test_longrope_counts_as_the_engine_decides_it(tmp_path: Path, max_model_len:
     assert said == f"[[{'true' if layer.use_long_rope else 'false'}]]" == f"[[{str(max_model_len > 4096).lower()}]]"
 
 
-def test_longrope_shares_a_cache_on_one_side_of_its_original_length_only(tmp_path: Path) -> None:
+def test_longrope_shares_a_cache_on_one_side_of_its_original_length(tmp_path: Path) -> None:
     short, border, long, longer = (facts(tmp_path, LONGROPE, max_model_len=n) for n in (2048, 4096, 4097, 8192))
     assert short == border and long == longer
     assert differing(border, long) == ("model_config.is_longrope_long",)
@@ -153,7 +153,7 @@ def test_longrope_shares_a_cache_on_one_side_of_its_original_length_only(tmp_pat
         ({"rope_type": "made of cheese", "factor": 2.0}, True),
     ],
 )
-def test_the_length_counts_for_a_rotary_embedding_that_may_depend_on_it(
+def test_max_model_len_counts_if_the_rotary_embedding_may_depend_on_it(
     tmp_path: Path, rope: dict[str, Any], counts: bool
 ) -> None:
     config = make_config(write_model(tmp_path))
@@ -163,7 +163,7 @@ def test_the_length_counts_for_a_rotary_embedding_that_may_depend_on_it(
     assert ("model_config.max_model_len" in differing(before, configuration_facts(config))) == counts
 
 
-def test_each_kind_of_layer_may_have_a_rotary_embedding_of_its_own(tmp_path: Path) -> None:
+def test_each_layer_type_may_have_its_own_rotary_embedding(tmp_path: Path) -> None:
     config = make_config(write_model(tmp_path))
     plain = {"rope_type": "default", "rope_theta": 1e4}
     config.model_config.hf_config.rope_parameters = {"full_attention": plain, "sliding_attention": plain}
@@ -172,7 +172,7 @@ def test_each_kind_of_layer_may_have_a_rotary_embedding_of_its_own(tmp_path: Pat
     assert "model_config.max_model_len" in configuration_facts(config)
 
 
-def test_llama_4_tunes_its_attention_by_the_length(tmp_path: Path) -> None:
+def test_llama_4_attention_tuning_depends_on_the_length(tmp_path: Path) -> None:
     config = make_config(write_model(tmp_path))
     config.model_config.hf_config.architectures = ["Llama4ForCausalLM"]
     found = []
@@ -188,7 +188,7 @@ def test_llama_4_tunes_its_attention_by_the_length(tmp_path: Path) -> None:
 
 @dataclasses.dataclass
 class NewerCacheConfig(CacheConfig):
-    """The cache's configuration as a newer engine may have it."""
+    """Cache configuration of a hypothetical newer vLLM."""
 
     brand_new: Any = 1
 
@@ -203,12 +203,12 @@ def newer(root: Path, value: Any) -> VllmConfig:
     return config
 
 
-def test_a_field_that_a_newer_engine_brings_counts(tmp_path: Path) -> None:
+def test_an_unknown_field_of_a_newer_vllm_counts(tmp_path: Path) -> None:
     one, two = (configuration_facts(newer(tmp_path, value)) for value in (1, 2))
     assert differing(one, two) == ("cache_config.brand_new",)
 
 
-def test_a_value_that_nobody_can_tell_apart_is_refused_until_the_operator_ignores_it(tmp_path: Path) -> None:
+def test_a_value_without_a_text_is_refused_until_it_is_ignored(tmp_path: Path) -> None:
     config = newer(tmp_path, object())
     with pytest.raises(ConfigurationError) as caught:
         configuration_facts(config)
@@ -285,19 +285,19 @@ VALUES: list[Any] = [
 ]
 
 
-def test_no_two_values_have_one_text() -> None:
+def test_different_values_have_different_texts() -> None:
     texts = [text("at", value) for value in VALUES]
     assert len(set(texts)) == len(VALUES)
     assert texts == [text("at", value) for value in VALUES]
 
 
-def test_a_text_does_not_depend_on_an_order_that_means_nothing() -> None:
+def test_a_text_does_not_depend_on_the_order_of_dicts_and_sets() -> None:
     assert text("at", {"a": 1, "b": 2}) == text("at", {"b": 2, "a": 1})
     assert text("at", {"a", "b", "c"}) == text("at", {"c", "b", "a"})
     assert text("at", (1, 2)) == text("at", [1, 2])
 
 
-def test_the_texts_are_the_same_in_every_process() -> None:
+def test_texts_are_equal_in_every_process() -> None:
     code = "from hybridkv.connectors.vllm.common.identity.fact_text import text; print(text('', {'a','b','c','d'}))"
     environ = {"PYTHONPATH": ":".join(sys.path)}
     outputs = {
@@ -316,19 +316,19 @@ def test_a_long_text_is_digested() -> None:
 
 
 @pytest.mark.parametrize("value", [object(), lambda: 1, Point(1, 2).__repr__, iter([]), [object()], {1: object()}])
-def test_what_has_no_text_is_refused_by_its_path(value: Any) -> None:
+def test_a_value_without_a_text_is_refused_by_its_path(value: Any) -> None:
     with pytest.raises(ConfigurationError) as caught:
         text("some.path", value)
     assert caught.value.path.startswith("some.path") and "some.path" in caught.value.hint
 
 
-def test_paths_of_keys_are_never_alike() -> None:
+def test_paths_of_different_keys_differ() -> None:
     keys = ["a", "a.b", "", "1", 1, "a b", "[1]", '"1"', None, 'x"]["y']
     assert len({child("at", key) for key in keys}) == len(keys)
     assert child(child("at", "a"), "b") == "at.a.b" != child("at", "a.b")
 
 
-def test_an_operator_leaves_facts_out_by_name_or_by_the_start_of_it() -> None:
+def test_identity_ignores_matches_names_and_their_beginnings() -> None:
     known = {"engine.version": "1", "a": "A", "a.b": "2", "a.b.c": "3", "a[0]": "4", "ab": "5"}
     assert without_ignored(known, ()) == known
     assert without_ignored(known, ("engine.version",)).keys() == known.keys() - {"engine.version"}
@@ -337,14 +337,14 @@ def test_an_operator_leaves_facts_out_by_name_or_by_the_start_of_it() -> None:
     assert without_ignored(known, ("*.c", "a[0]")).keys() == known.keys() - {"a.b.c", "a[0]"}
 
 
-def test_a_name_that_is_no_facts_is_a_mistake() -> None:
+def test_an_unknown_name_in_identity_ignores_is_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
         without_ignored({"engine.version": "0.32", "a": "1"}, ("a", "engine.versoin"))
     assert caught.value.path == "kv_connector_extra_config.identity_ignores[1]"
     assert 'did you mean "engine.version"?' in caught.value.hint
 
 
-def test_facts_of_an_engine_are_the_same_in_another_engine(tmp_path: Path) -> None:
+def test_facts_of_equal_engines_are_equal(tmp_path: Path) -> None:
     one, two = (engine_facts(make_config(write_model(tmp_path / n)), {"VLLM_X": "1"}, OPTIONS) for n in ("a", "b"))
     assert one == two and one.unrepeatable == {} and NONCE not in one.facts
     assert re.fullmatch(r"0\.\d+", one.facts["engine.version"])
@@ -360,7 +360,7 @@ CHANGING = [
 
 
 @pytest.mark.parametrize("name", CHANGING)
-def test_what_no_other_process_can_have_makes_the_facts_this_processs_own(tmp_path: Path, name: str) -> None:
+def test_an_unrepeatable_setting_makes_the_facts_unique_to_the_process(tmp_path: Path, name: str) -> None:
     options = OPTIONS if name != "weights.model" else OffloadConfig(tiers=())
     found = []
     for _ in range(2):
@@ -378,7 +378,7 @@ def test_what_no_other_process_can_have_makes_the_facts_this_processs_own(tmp_pa
 
 
 @pytest.mark.parametrize(("has_prefixes", "cache_gb"), [(True, 0), (False, 4)])
-def test_images_that_are_hashed_are_told_by_what_they_hold(tmp_path: Path, has_prefixes: bool, cache_gb: int) -> None:
+def test_hashed_images_are_repeatable(tmp_path: Path, has_prefixes: bool, cache_gb: int) -> None:
     config = make_config(write_model(tmp_path))
     config.cache_config.enable_prefix_caching = has_prefixes
     config.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=cache_gb)
@@ -395,7 +395,7 @@ def coded(root: Path, settings: dict[str, Any], trust: bool = True) -> Any:
     return engine_facts(config, {}, OPTIONS)
 
 
-def test_code_that_comes_with_a_model_counts_where_it_is_trusted(tmp_path: Path) -> None:
+def test_model_code_counts_if_it_is_trusted(tmp_path: Path) -> None:
     (write_model(tmp_path) / "modeling_x.py").write_text("a = 1")
     before = coded(tmp_path, CODED)
     (tmp_path / "modeling_x.py").write_text("a = 2")
@@ -407,7 +407,7 @@ def test_code_that_comes_with_a_model_counts_where_it_is_trusted(tmp_path: Path)
     assert "code.model" not in coded(tmp_path, LLAMA).facts
 
 
-def test_code_of_another_repository_that_is_not_here_cannot_be_told(tmp_path: Path) -> None:
+def test_missing_code_of_another_repository_is_unrepeatable(tmp_path: Path) -> None:
     found = coded(tmp_path, LLAMA | {"auto_map": {"AutoModel": "org/other--modeling_x.X"}})
     assert list(found.unrepeatable) == ["code.model['org/other']"]
 
@@ -427,11 +427,11 @@ FULL = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torc
         ({"page_size_padded": 1 << 20}, False),
     ],
 )
-def test_a_layers_spec_counts_but_for_where_its_pages_lie(change: dict[str, Any], counts: bool) -> None:
+def test_a_layer_spec_counts_without_its_page_layout(change: dict[str, Any], counts: bool) -> None:
     assert (spec_facts(dataclasses.replace(FULL, **change)) != spec_facts(FULL)) == counts
 
 
-def test_specs_of_two_kinds_are_told_apart() -> None:
+def test_specs_of_two_kinds_differ() -> None:
     window = SlidingWindowSpec(block_size=16, num_kv_heads=2, head_size=64, dtype=torch.float16, sliding_window=64)
     state = MambaSpec(block_size=16, shapes=((4, 8), (2, 2)), dtypes=(torch.float16, torch.float32))
     swapped = dataclasses.replace(state, dtypes=(torch.float32, torch.float16))
@@ -440,5 +440,5 @@ def test_specs_of_two_kinds_are_told_apart() -> None:
     assert texts[2]["spec"] == "MambaSpec" and texts[2]["dtypes"] == "[torch.float16, torch.float32]"
 
 
-def test_the_architecture_of_these_tests_is_the_one_that_the_engine_resolved(tmp_path: Path) -> None:
+def test_the_engine_resolved_the_architecture_of_these_tests(tmp_path: Path) -> None:
     assert ARCHITECTURE in facts(tmp_path)["model_config.hf_config.architectures"]

@@ -1,7 +1,7 @@
-"""Every field of the engine's configuration and every variable that it knows, changed one at a time.
+"""Each field of vLLM's configuration and each known environment variable, changed one at a time.
 
-Either the facts differ, or the list of what is left out has the field, with a reason. Parts of the configuration that
-are not there by default, such as the drafter's, are put there first.
+Either the facts change, or the field is on the list of exclusions with a reason. Optional parts of the configuration,
+such as the drafter's, are added first.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from hybridkv.connectors.vllm.common.identity.excluded import (
 )
 
 TOLD_OTHERWISE = {"VllmConfig.quant_config"}
-"""Left out themselves, but a fact of another name is made of them."""
+"""Excluded itself, but another fact contains it."""
 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
-    """A configuration with everything in it that the engine has a place for."""
+    """Configuration with every optional part present."""
     root = write_model(tmp_path_factory.mktemp("model"))
     found = make_config(root)
     _fill(found)
@@ -59,7 +59,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> VllmConfig:
 
 
 def _fill(node: Any) -> None:
-    """Puts an object with its defaults wherever a dataclass has none but could have one."""
+    """Set every optional dataclass field that is empty to an object with its defaults."""
     for name, kind in _inner(type(node)).items():
         if getattr(node, name, None) is None:
             setattr(node, name, _default(kind))
@@ -71,7 +71,7 @@ def _fill(node: Any) -> None:
 
 
 def _inner(kind: type) -> dict[str, type]:
-    """The fields of a dataclass that may hold another, and which."""
+    """Fields of a dataclass that may hold another dataclass, with its type."""
     found = {}
     for name, hint in typing.get_type_hints(kind).items():
         for choice in (hint, *typing.get_args(hint)):
@@ -82,7 +82,7 @@ def _inner(kind: type) -> dict[str, type]:
 
 
 def _default(kind: type) -> Any:
-    """An object with its fields' defaults. Its constructor, which would ask for more, is not called."""
+    """Object with the defaults of its fields. Its constructor may need arguments and is not called."""
     made = object.__new__(kind)
     for field in fields(kind):
         default, factory = field.default, field.default_factory
@@ -95,7 +95,7 @@ def _default(kind: type) -> Any:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A field without fields, and how to change it."""
+    """Field without nested fields, and its owner."""
 
     path: str
     scope: str
@@ -133,7 +133,7 @@ def leaves(config: VllmConfig) -> list[Leaf]:
 
 
 def another(value: Any) -> Any:
-    """Something of the same kind that is not the same."""
+    """Different value of the same type."""
     if isinstance(value, enum.Enum):
         return next((member for member in type(value) if member is not value), "another")
     if isinstance(value, torch.dtype):
@@ -153,8 +153,8 @@ def another(value: Any) -> Any:
 Facts = Callable[[VllmConfig], Mapping[str, str]]
 
 
-def told(config: VllmConfig, facts_of: Facts) -> Iterator[tuple[Leaf, bool]]:
-    """Every leaf, and whether the facts are others when it is."""
+def changes_of(config: VllmConfig, facts_of: Facts) -> Iterator[tuple[Leaf, bool]]:
+    """Every leaf, and whether a change of it changes the facts."""
     base = facts_of(config)
     for leaf in leaves(config):
         value, has = leaf.value, hasattr(leaf.owner, leaf.name)
@@ -169,13 +169,15 @@ def told(config: VllmConfig, facts_of: Facts) -> Iterator[tuple[Leaf, bool]]:
     assert facts_of(config) == base
 
 
-def silent(config: VllmConfig, facts_of: Facts) -> list[str]:
-    """Fields that may change unnoticed, though no list says so."""
-    return [leaf.path for leaf, differs in told(config, facts_of) if not differs and not _is_left_out(leaf, config)]
+def undetected(config: VllmConfig, facts_of: Facts) -> list[str]:
+    """Fields that change no fact and are on no list of exclusions."""
+    return [
+        leaf.path for leaf, differs in changes_of(config, facts_of) if not differs and not _is_excluded(leaf, config)
+    ]
 
 
-def _is_left_out(leaf: Leaf, config: VllmConfig) -> bool:
-    """By itself, or as a part of something that is."""
+def _is_excluded(leaf: Leaf, config: VllmConfig) -> bool:
+    """True if the field or a parent of it is excluded."""
     if field_exclusion_reason(leaf.scope) is not None or leaf.name in EXCLUDED_MODEL_KEYS:
         return True
     steps, node = leaf.path.split("."), config
@@ -188,12 +190,12 @@ def _is_left_out(leaf: Leaf, config: VllmConfig) -> bool:
     return False
 
 
-def test_every_field_changes_the_facts_or_is_left_out_with_a_reason(config: VllmConfig) -> None:
-    results = list(told(config, configuration_facts))
-    assert not [leaf.path for leaf, differs in results if not differs and not _is_left_out(leaf, config)]
-    unasked = {leaf.scope for leaf, differs in results if differs and _is_left_out(leaf, config)}
+def test_each_field_changes_the_facts_or_is_excluded_with_a_reason(config: VllmConfig) -> None:
+    results = list(changes_of(config, configuration_facts))
+    assert not [leaf.path for leaf, differs in results if not differs and not _is_excluded(leaf, config)]
+    unasked = {leaf.scope for leaf, differs in results if differs and _is_excluded(leaf, config)}
     assert unasked == TOLD_OTHERWISE
-    # Not vacuous: the walk comes to all parts, and to fields that are empty by default.
+    # Not vacuous: the walk reaches all parts, and fields that are empty by default.
     paths = {leaf.path for leaf, _ in results}
     assert len(paths) > 400 and sum(differs for _, differs in results) > 150
     assert paths >= {
@@ -211,16 +213,16 @@ def test_every_field_changes_the_facts_or_is_left_out_with_a_reason(config: Vllm
 
 
 @pytest.mark.full
-def test_a_field_that_were_forgotten_would_be_found(config: VllmConfig) -> None:
+def test_a_forgotten_field_is_detected(config: VllmConfig) -> None:
     def forgetful(config: VllmConfig) -> Mapping[str, str]:
         found = configuration_facts(config)
         return {name: text for name, text in found.items() if name != "cache_config.cache_dtype"}
 
-    assert silent(config, forgetful) == ["cache_config.cache_dtype"]
+    assert undetected(config, forgetful) == ["cache_config.cache_dtype"]
 
 
 def _scopes() -> set[str]:
-    """Every field of every part of the configuration of this engine."""
+    """Every field of every part of the configuration of this vLLM."""
     found: set[str] = set()
     classes, met = [VllmConfig], set()
     while classes:
@@ -232,7 +234,7 @@ def _scopes() -> set[str]:
     return found
 
 
-def test_what_is_left_out_is_there_to_be_left_out() -> None:
+def test_every_exclusion_names_an_existing_field() -> None:
     scopes = _scopes() | {f"CompilationConfig.inductor_compile_config.{current_platform.pass_key}"}
     assert [entry for entry in EXCLUDED_FIELDS if not any(fnmatchcase(scope, entry) for scope in scopes)] == []
     assert [
@@ -248,32 +250,32 @@ def test_what_is_left_out_is_there_to_be_left_out() -> None:
 
 
 SET_BY_ENGINES = {"VLLM_DIST_IDENT", "VLLM_OMP_NUM_THREADS_SET_BY_VLLM"}
-"""Set by vLLM for its own processes, and in no list of vLLM's."""
+"""Set by vLLM for its own processes, and missing from vLLM's list."""
 LIBRARIES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "NVIDIA_TF32_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG")
 
 
 @pytest.mark.parametrize("name", [*vllm.envs.environment_variables, *LIBRARIES])
-def test_every_variable_changes_the_facts_or_is_left_out_with_a_reason(name: str) -> None:
+def test_each_variable_changes_the_facts_or_is_excluded_with_a_reason(name: str) -> None:
     before, after = environment_facts({}), environment_facts({name: "1"})
     assert (before == after) == (variable_exclusion_reason(name) is not None)
     if before != after:
         assert environment_facts({name: "2"}) != after
 
 
-def test_what_is_left_out_of_the_environment_is_there_to_be_left_out() -> None:
+def test_every_excluded_variable_exists() -> None:
     known = set(vllm.envs.environment_variables) | SET_BY_ENGINES
 
     def has_use(entry: str) -> bool:
         if any(fnmatchcase(name, entry) for name in known):
             return True
-        # Of other libraries nobody has a list; a variable that would not count anyway needs no reason.
+        # Other libraries have no list of variables; a variable that does not count needs no reason.
         return not entry.startswith("VLLM_") and (entry.startswith("*") or counts(entry.replace("*", "X")))
 
     assert [entry for entry in EXCLUDED_VARIABLES if not has_use(entry)] == []
     assert set(LIBRARIES) <= {name for name in LIBRARIES if counts(name)} and "VLLM_*" in COUNTED
 
 
-def test_values_of_the_environment_and_free_text_are_never_written_down(config: VllmConfig) -> None:
+def test_secret_values_are_never_written(config: VllmConfig) -> None:
     assert "hunter2" not in str(environment_facts({"VLLM_NEW_TOKEN": "hunter2"}))
     for scope in SECRET:
         owner, _, name = scope.partition(".")
@@ -285,13 +287,13 @@ def test_values_of_the_environment_and_free_text_are_never_written_down(config: 
         assert "hunter2" not in str(facts) and facts != configuration_facts(config)
 
 
-def test_a_variable_that_this_engine_does_not_know_counts() -> None:
+def test_an_unknown_variable_of_vllm_counts() -> None:
     assert environment_facts({"VLLM_NOBODY_KNOWS": "1"}).keys() == {"environment.VLLM_NOBODY_KNOWS"}
     assert environment_facts({"HOME": "/root", "PATH": "/bin", "LANG": "C"}) == {}
 
 
-def test_where_services_of_a_cluster_are_says_nothing() -> None:
-    """A service called `vllm-server` puts these into every container of its namespace, each time with other values."""
+def test_addresses_of_kubernetes_services_do_not_count() -> None:
+    """A service named `vllm-server` adds these to every container of its namespace, with different values each time."""
     links = {
         "VLLM_SERVER_SERVICE_HOST": "10.0.0.1",
         "VLLM_SERVER_SERVICE_PORT": "8000",

@@ -26,7 +26,7 @@ TENSOR_BYTES = 1 << 16
 
 
 def safetensors(tensors: dict[str, bytes], **metadata: str) -> bytes:
-    """A file of tensors of bytes, in their order."""
+    """File of byte tensors, in the given order."""
     header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
     start = 0
     for name, data in tensors.items():
@@ -54,14 +54,14 @@ def identity(root: Path, mode: str = "sampled", **load: Any) -> str | None:
 def user_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    # The files of a test are new.
+    # Cache digests of files that are new.
     monkeypatch.setattr(digests, "SETTLED_NS", -1 << 62)
     return tmp_path / "cache"
 
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How files are read, each time that one is."""
+    """Kind of each digest that is computed."""
     kinds: list[str] = []
     for kind in ("_full", "_sampled"):
         real = getattr(digests, kind)
@@ -70,7 +70,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.mark.parametrize("mode", ["sampled", "full"])
-def test_the_same_files_have_the_same_identity_wherever_they_lie(tmp_path: Path, mode: str) -> None:
+def test_equal_files_have_one_identity_at_any_path(tmp_path: Path, mode: str) -> None:
     first = identity(model(tmp_path / "a"), mode)
     (tmp_path / "a").rename(tmp_path / "moved")
     shutil.copytree(tmp_path / "moved", tmp_path / "copied")
@@ -83,7 +83,7 @@ def flipped(content: bytes, place: int) -> bytes:
 
 
 @pytest.mark.parametrize("mode", ["sampled", "full"])
-def test_other_weights_are_another_model(tmp_path: Path, mode: str) -> None:
+def test_other_weights_have_another_identity(tmp_path: Path, mode: str) -> None:
     data = len(CONTENT) - len(TENSORS) * TENSOR_BYTES
     others = {
         "header": safetensors({"x": TENSORS["a"], "b": TENSORS["b"], "c": TENSORS["c"]}),
@@ -105,14 +105,14 @@ def test_other_weights_are_another_model(tmp_path: Path, mode: str) -> None:
     assert len(set(found.values())) == len(others) + 3 and None not in found.values()
 
 
-def test_only_a_full_digest_sees_a_byte_between_the_places_of_a_sample(tmp_path: Path) -> None:
+def test_only_a_full_digest_covers_bytes_between_samples(tmp_path: Path) -> None:
     data = len(CONTENT) - len(TENSORS) * TENSOR_BYTES
     between = flipped(CONTENT, data + digests.TENSOR_SAMPLE_BYTES + 1)
     a, b = model(tmp_path / "a"), model(tmp_path / "b", between)
     assert identity(a) == identity(b) and identity(a, "full") != identity(b, "full")
 
 
-def test_every_one_of_many_tensors_is_sampled(tmp_path: Path) -> None:
+def test_each_of_many_tensors_is_sampled(tmp_path: Path) -> None:
     tensors = {f"t{i}": bytes(64) for i in range(digests.FILE_SAMPLES + 1)}
     content = safetensors(tensors)
     changed = safetensors(tensors | {"t999": b"\1" + bytes(63)})
@@ -121,7 +121,7 @@ def test_every_one_of_many_tensors_is_sampled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", [b"[]", b"{", b'{"a": 1}', b'{"a": {"data_offsets": [5, 1000000]}}', b"{" * 5000])
-def test_a_header_that_makes_no_sense_is_sampled_like_any_bytes(tmp_path: Path, broken: bytes) -> None:
+def test_an_invalid_header_is_sampled_like_other_bytes(tmp_path: Path, broken: bytes) -> None:
     content = struct.pack("<Q", len(broken)) + broken + bytes(300)
     assert identity(model(tmp_path / "a", content)) != identity(model(tmp_path / "b", flipped(content, -1 % 308)))
 
@@ -136,27 +136,27 @@ def test_files_without_tensors_are_sampled_at_even_distances(tmp_path: Path) -> 
     assert len(found) == len(places) + 1
 
 
-def test_one_file_is_told_by_what_it_holds(tmp_path: Path) -> None:
+def test_the_identity_of_one_file_is_its_content(tmp_path: Path) -> None:
     root = model(tmp_path / "a")
     shutil.copy(root / "model.safetensors", tmp_path / "other.gguf")
     assert identity(root / "model.safetensors") == identity(tmp_path / "other.gguf") is not None
 
 
-def test_what_the_loader_does_not_read_does_not_count(tmp_path: Path) -> None:
+def test_files_that_the_loader_does_not_read_do_not_count(tmp_path: Path) -> None:
     base = identity(model(tmp_path / "a"))
     for i, name in enumerate(["model.bin", ".cache/x.safetensors", "original/x.pth", "README.md", "config.json"]):
         there = model(tmp_path / str(i))
         (there / name).parent.mkdir(exist_ok=True)
         (there / name).write_bytes(b"{}")
         assert identity(there) == base
-    # A loader that is not known may read anything.
+    # An unknown loader may read any file.
     (tmp_path / "a" / "weights.own").write_bytes(b"1")
     first = identity(tmp_path / "a", load_format="their-own")
     (tmp_path / "a" / "weights.own").write_bytes(b"2")
     assert first != identity(tmp_path / "a", load_format="their-own") and identity(tmp_path / "a") == base
 
 
-def test_weights_in_a_directory_below_count(tmp_path: Path) -> None:
+def test_weights_in_a_subdirectory_count(tmp_path: Path) -> None:
     root = model(tmp_path / "a")
     base = identity(root)
     model(root / "encoder", b"weights", "encoder.bin")
@@ -164,12 +164,12 @@ def test_weights_in_a_directory_below_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["org/no-such-model", "nosuchmodel", "s3://bucket/model", "/no/such/path", "a/b/c"])
-def test_weights_that_are_not_on_this_machine_have_no_identity(name: str) -> None:
+def test_weights_missing_on_this_machine_have_no_identity(name: str) -> None:
     assert weights_identity(name, None, LoadConfig(), "sampled") is None
 
 
 @pytest.mark.parametrize("load_format", ["tensorizer", "modelexpress", "ipc_cache"])
-def test_weights_that_come_from_elsewhere_have_no_identity(tmp_path: Path, load_format: str) -> None:
+def test_weights_from_a_remote_loader_have_no_identity(tmp_path: Path, load_format: str) -> None:
     assert weights_identity(str(model(tmp_path)), None, LoadConfig(load_format=load_format), "sampled") is None
 
 
@@ -177,7 +177,7 @@ def test_a_directory_without_weights_has_no_identity(tmp_path: Path) -> None:
     assert identity(write_model(tmp_path)) is None
 
 
-def test_a_name_of_the_hub_is_its_local_snapshot_of_the_revision(tmp_path: Path) -> None:
+def test_a_hub_name_is_the_local_snapshot_of_its_revision(tmp_path: Path) -> None:
     repository = tmp_path / "hub" / "models--org--name"
     for commit, content in (("1" * 40, CONTENT), ("2" * 40, flipped(CONTENT, -1 % len(CONTENT)))):
         blob = repository / "blobs" / commit
@@ -192,7 +192,7 @@ def test_a_name_of_the_hub_is_its_local_snapshot_of_the_revision(tmp_path: Path)
     assert pinned == identity(model(tmp_path / "local")) and latest is not None and latest != pinned
 
 
-def test_what_was_read_is_read_again_only_when_the_file_changed(tmp_path: Path, read: list[str]) -> None:
+def test_a_digest_is_computed_again_only_after_a_change(tmp_path: Path, read: list[str]) -> None:
     root = model(tmp_path)
     file = root / "model.safetensors"
     first = identity(root)
@@ -213,7 +213,7 @@ def test_what_was_read_is_read_again_only_when_the_file_changed(tmp_path: Path, 
     assert identity(root) == first and len(read) == 6
 
 
-def test_the_same_size_and_time_are_no_proof(tmp_path: Path) -> None:
+def test_equal_size_and_mtime_do_not_prove_equal_content(tmp_path: Path) -> None:
     root = model(tmp_path)
     file = root / "model.safetensors"
     first, status = identity(root), file.stat()
@@ -226,7 +226,7 @@ def test_the_same_size_and_time_are_no_proof(tmp_path: Path) -> None:
     assert identity(root) != first
 
 
-def test_a_file_that_has_just_changed_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_of_a_recently_changed_file_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(digests, "SETTLED_NS", 1000)
     file = model(tmp_path) / "model.safetensors"
     changed_ns = file.stat().st_ctime_ns
@@ -238,14 +238,14 @@ def test_a_file_that_has_just_changed_is_not_kept(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b"[]", b'{"format_version": 1}', b"\xff\xfe"])
-def test_what_was_kept_and_makes_no_sense_is_not_believed(tmp_path: Path, read: list[str], damage: bytes) -> None:
+def test_a_damaged_cache_of_digests_is_ignored(tmp_path: Path, read: list[str], damage: bytes) -> None:
     root = model(tmp_path)
     first = identity(root)
     (root / CACHE_FILE_NAME).write_bytes(damage)
     assert identity(root) == first and len(read) == 2
 
 
-def test_what_another_version_kept_is_not_believed(tmp_path: Path, read: list[str]) -> None:
+def test_a_cache_of_another_version_is_ignored(tmp_path: Path, read: list[str]) -> None:
     root = model(tmp_path)
     first = identity(root)
     kept = json.loads((root / CACHE_FILE_NAME).read_bytes())
@@ -253,7 +253,7 @@ def test_what_another_version_kept_is_not_believed(tmp_path: Path, read: list[st
     assert identity(root) == first and len(read) == 2
 
 
-def test_what_was_kept_for_one_file_says_nothing_of_another(tmp_path: Path) -> None:
+def test_a_cache_copied_to_another_directory_is_ignored(tmp_path: Path) -> None:
     a, b = model(tmp_path / "a"), model(tmp_path / "b", flipped(CONTENT, len(CONTENT) - 1))
     identity(a)
     expected = identity(b)
@@ -261,14 +261,14 @@ def test_what_was_kept_for_one_file_says_nothing_of_another(tmp_path: Path) -> N
     assert identity(b) == expected != identity(a)
 
 
-def test_a_directory_that_cannot_be_written_is_kept_in_the_users_cache(
+def test_digests_of_a_read_only_directory_are_in_the_user_cache(
     tmp_path: Path, user_cache: Path, read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = model(tmp_path / "model")
     real = digests._write
 
     def refuse(place: Path, data: bytes) -> None:
-        # The tests may run as root, whom no mode keeps out.
+        # Tests may run as root, which file modes do not stop.
         if place.parent == root:
             raise PermissionError(13, "Permission denied", str(place))
         real(place, data)
@@ -279,7 +279,7 @@ def test_a_directory_that_cannot_be_written_is_kept_in_the_users_cache(
     assert not (root / CACHE_FILE_NAME).exists() and len(list(user_cache.rglob(f"*{CACHE_FILE_NAME}"))) == 1
 
 
-def test_where_nothing_can_be_kept_only_time_is_lost(
+def test_without_a_writable_cache_only_time_is_lost(
     tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(place: Path, data: bytes) -> None:
@@ -292,7 +292,7 @@ def test_where_nothing_can_be_kept_only_time_is_lost(
     assert len(read) == 2 and "are not cached" in caplog.text and str(root) in caplog.text
 
 
-def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_keeps_the_old_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = model(tmp_path / "model")
     identity(root)
     before = (root / CACHE_FILE_NAME).read_bytes()
@@ -306,7 +306,7 @@ def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: p
     assert sorted(path.name for path in root.iterdir()) == [CACHE_FILE_NAME, "config.json", "model.safetensors"]
 
 
-def test_what_is_kept_of_files_that_are_gone_goes(tmp_path: Path) -> None:
+def test_digests_of_removed_files_are_dropped(tmp_path: Path) -> None:
     root = model(model(tmp_path), name="more.safetensors")
     identity(root)
     (root / "more.safetensors").unlink()
@@ -315,7 +315,7 @@ def test_what_is_kept_of_files_that_are_gone_goes(tmp_path: Path) -> None:
     assert json.loads((root / CACHE_FILE_NAME).read_bytes())["digests"].keys() == {"sampled model.safetensors"}
 
 
-def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_of_a_file_changed_while_read_is_not_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = model(tmp_path)
     real = digests._sampled
 
@@ -331,7 +331,7 @@ def test_a_file_that_changes_while_it_is_read_is_not_kept(tmp_path: Path, monkey
     assert not (root / CACHE_FILE_NAME).exists()
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_named(tmp_path: Path) -> None:
     root = write_model(tmp_path)
     (root / "model.safetensors").symlink_to(root)
     (root / "broken.safetensors").symlink_to("/proc/self/mem")
@@ -349,7 +349,7 @@ def gathered(root: Path, mode: str = "sampled", load: dict[str, Any] | None = No
     return found
 
 
-def test_the_facts_of_a_model_are_its_weights_and_the_settings_beside_them(tmp_path: Path) -> None:
+def test_the_facts_of_a_model_are_its_weights_and_settings_files(tmp_path: Path) -> None:
     root = model(tmp_path)
     for name in ("preprocessor_config.json", "model.safetensors.index.json", *EXCLUDED_SETTINGS):
         if name != "config.json":
@@ -365,14 +365,14 @@ def test_the_facts_of_a_model_are_its_weights_and_the_settings_beside_them(tmp_p
     assert gathered(root).facts != base.facts
 
 
-def test_the_configuration_as_it_was_written_does_not_count(tmp_path: Path) -> None:
+def test_the_formatting_of_the_configuration_does_not_count(tmp_path: Path) -> None:
     root = model(tmp_path)
     base = gathered(root)
     (root / "config.json").write_text(json.dumps(json.loads((root / "config.json").read_text()), indent=3))
     assert gathered(root).facts == base.facts
 
 
-def test_a_name_of_the_operator_stands_for_all_files(tmp_path: Path) -> None:
+def test_a_digest_named_by_the_operator_replaces_all_files(tmp_path: Path) -> None:
     root = model(tmp_path)
     found = gathered(root, "mine, of May")
     (root / "model.safetensors").write_bytes(b"other")
@@ -380,19 +380,19 @@ def test_a_name_of_the_operator_stands_for_all_files(tmp_path: Path) -> None:
     assert not (root / CACHE_FILE_NAME).exists()
 
 
-def test_without_files_the_reason_says_what_to_do(tmp_path: Path) -> None:
+def test_missing_files_give_a_hint(tmp_path: Path) -> None:
     found = gathered(write_model(tmp_path))
     assert found.facts == {} and "weights_digest" in found.unrepeatable["weights.model"]
 
 
-def test_dummy_weights_are_the_same_in_every_process_unless_they_are_quantized(tmp_path: Path) -> None:
+def test_dummy_weights_are_repeatable_unless_quantized(tmp_path: Path) -> None:
     dummy = {"load_format": "dummy"}
     found = gathered(write_model(tmp_path), load=dummy)
     assert found.facts["weights.model"].startswith("dummy, of torch 2.") and not found.unrepeatable
     assert "integers" in gathered(tmp_path, load=dummy, quantization="gptq").unrepeatable["weights.model"]
 
 
-def test_the_drafter_has_weights_of_its_own(tmp_path: Path) -> None:
+def test_the_drafter_has_its_own_weights(tmp_path: Path) -> None:
     config = make_config(model(tmp_path / "target"))
     draft = make_config(model(tmp_path / "draft", flipped(CONTENT, len(CONTENT) - 1))).model_config
 
@@ -404,5 +404,5 @@ def test_the_drafter_has_weights_of_its_own(tmp_path: Path) -> None:
 
     with_draft = facts(draft)
     assert with_draft.keys() == {"weights.model", "weights.drafter"} and len(set(with_draft.values())) == 2
-    # A model that drafts for itself, and a drafter that is no model.
+    # A model that drafts for itself, and a drafter without a model.
     assert facts(make_config(tmp_path / "target").model_config).keys() == {"weights.model"} == facts(None).keys()

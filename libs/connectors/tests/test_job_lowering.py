@@ -1,4 +1,4 @@
-"""The runs of a whole job are those of its chunks one by one: `PlainLowering` is the model."""
+"""Lowering of a whole job equals the lowering of its chunks one by one (`PlainLowering`, the model)."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ POOL = 40
 BLOCK_TOKENS = 8
 ARENA_ADDRESS, ARENA_BYTES = 1 << 40, 1 << 20
 ZEROS = Zeros(1 << 41, 24)
-"""Fewer than a long slot leaves behind a chunk."""
+"""Fewer bytes than a long slot has after its chunk."""
 
 
 @dataclass(frozen=True)
 class Arena:
-    """Of a `SealedMemory` what is asked for here. It has no memory: nothing is copied."""
+    """The part of `SealedMemory` that is needed here. It has no memory: nothing is copied."""
 
     base_address: int = ARENA_ADDRESS
     capacity_bytes: int = ARENA_BYTES
@@ -44,13 +44,13 @@ class Arena:
 
 @st.composite
 def groups(draw: st.DrawFn, number: int) -> tuple[GroupPages, GroupBlocks | None]:
-    """Pages of a group, and parts of them where chunks cut its blocks. Each token of a layer has a few bytes."""
+    """Pages of a group, and parts of them if chunks cut its blocks. Each token of a layer has a few bytes."""
     layers = draw(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=2), min_size=1, max_size=3))
     token_bytes = [num_bytes for layer in layers for num_bytes in layer]
     spare = draw(st.sampled_from([0, 0, 16]))
     sizes = [num_bytes * BLOCK_TOKENS for num_bytes in token_bytes]
     starts = np.cumsum([0, *sizes[:-1]]).tolist()
-    if draw(st.booleans()):  # all layers of a block together
+    if draw(st.booleans()):  # all layers of a block are adjacent
         places = [(start, sum(sizes) + spare) for start in starts]
     else:
         places = [(start * 2 * POOL, size + spare) for start, size in zip(starts, sizes, strict=True)]
@@ -89,7 +89,7 @@ def chunk_bytes(memory: RankMemory, group_index: int, stored: int, lead: int, tr
 
 @st.composite
 def block_lists(draw: st.DrawFn, count: int) -> tuple[int, ...]:
-    """Often one after the other, so that runs go on from block to block."""
+    """Often consecutive, so that runs continue from block to block."""
     if draw(st.booleans()):
         first = draw(st.integers(0, POOL - count))
         return tuple(range(first, first + count))
@@ -98,11 +98,11 @@ def block_lists(draw: st.DrawFn, count: int) -> tuple[int, ...]:
 
 @st.composite
 def jobs(draw: st.DrawFn, memory: RankMemory, is_store: bool) -> list[ChunkCopy]:
-    """Copies whose slots lie one behind the other in the arena, in pieces, sometimes with gaps."""
+    """Copies with slots that follow each other in the arena, in pieces, sometimes with gaps."""
     copies: list[ChunkCopy] = []
     at = 0
     for number in range(draw(st.integers(0, 6))):
-        if copies and draw(st.booleans()):  # like the one before it
+        if copies and draw(st.booleans()):  # with the shape of the previous copy
             group_index, stored, lead, trail = (
                 copies[-1].group_index,
                 copies[-1].stored_blocks,
@@ -141,7 +141,7 @@ def same(left: CopyRuns, right: CopyRuns) -> bool:
 
 @settings(max_examples=examples(100, 5), deadline=None)
 @given(st.data())
-def test_a_load_lowered_at_once_is_its_chunks_one_by_one(data: st.DataObject) -> None:
+def test_a_load_lowered_as_a_job_equals_its_chunks_one_by_one(data: st.DataObject) -> None:
     memory = data.draw(rank_memories())
     plain, native = PlainLowering(memory), JobLowering(memory)
     for _ in range(2):
@@ -151,7 +151,7 @@ def test_a_load_lowered_at_once_is_its_chunks_one_by_one(data: st.DataObject) ->
 
 @settings(max_examples=examples(100, 5), deadline=None)
 @given(st.data())
-def test_a_store_lowered_at_once_is_its_chunks_one_by_one(data: st.DataObject) -> None:
+def test_a_store_lowered_as_a_job_equals_its_chunks_one_by_one(data: st.DataObject) -> None:
     memory = data.draw(rank_memories())
     plain, native = PlainLowering(memory), JobLowering(memory)
     for _ in range(2):
@@ -162,7 +162,7 @@ def test_a_store_lowered_at_once_is_its_chunks_one_by_one(data: st.DataObject) -
 
 
 def plain_memory(page_bytes: int = 30) -> RankMemory:
-    """One group of one layer, whose blocks chunks cut where `page_bytes` is 32."""
+    """One group of one layer. With `page_bytes` 32 its blocks may be cut."""
     pages = GroupPages([[PageRegion(1 << 30, 64, page_bytes)]], POOL)
     cut = {}
     if page_bytes == 32:
@@ -199,13 +199,13 @@ GOOD = ChunkCopy(0, b"key", Slot(((0, 64),)), 0, 2, (3, 1))
     ],
 )
 @pytest.mark.parametrize("page_bytes", [30, 32])
-def test_what_cannot_be_copied_is_refused(changes: dict[str, Any], is_store: bool, page_bytes: int) -> None:
+def test_an_invalid_copy_is_refused(changes: dict[str, Any], is_store: bool, page_bytes: int) -> None:
     copy = msgspec.structs.replace(GOOD, **changes)
     for lowering in (PlainLowering(plain_memory(page_bytes)), JobLowering(plain_memory(page_bytes))):
         lower = lowering.store if is_store else lowering.load
         lower(CopyTable.of([GOOD, GOOD]))
         if page_bytes == 32 and changes == {"first_block": 1}:
-            continue  # of blocks beyond a chunk that cuts blocks, the reference copies none
+            continue  # the model copies no blocks beyond a chunk that cuts blocks
         with pytest.raises((ValueError, OverflowError)):
             lower(CopyTable.of([GOOD, copy]))
 
@@ -215,7 +215,7 @@ def test_a_group_without_pages_is_refused() -> None:
         JobLowering(plain_memory()).load(CopyTable.of([msgspec.structs.replace(GOOD, group_index=1)]))
 
 
-def test_arrays_that_do_not_fit_each_other_are_refused() -> None:
+def test_arrays_of_inconsistent_length_are_refused() -> None:
     table = CopyTable.of([GOOD, GOOD])
     lowering = JobLowering(plain_memory())._native
     arrays = {"shapes": table.shapes, "block_ids": table.block_ids, "local_ids": b"", "extents": table.extents}
@@ -227,7 +227,7 @@ def test_arrays_that_do_not_fit_each_other_are_refused() -> None:
                     lowering.lower(False, **(arrays | {name: other}))
 
 
-def test_the_comparison_sees_another_block() -> None:
+def test_the_comparison_detects_another_block() -> None:
     memory = plain_memory()
     other = msgspec.structs.replace(GOOD, block_ids=(3, 2))
     expected = PlainLowering(memory).load(CopyTable.of([GOOD]))
@@ -235,8 +235,8 @@ def test_the_comparison_sees_another_block() -> None:
     assert not same(JobLowering(memory).load(CopyTable.of([other])), expected)
 
 
-def test_no_run_goes_from_the_tiers_memory_over_into_the_engines() -> None:
-    """The two may lie side by side, each registered by itself."""
+def test_no_run_spans_tier_memory_and_engine_memory() -> None:
+    """The two may be adjacent, each registered by itself."""
     pages = GroupPages([[PageRegion(ARENA_ADDRESS + ARENA_BYTES, 16, 16)]], POOL)
     lowering = JobLowering(RankMemory({0: pages}, {}, ZEROS, cast(Any, Arena())))
     at_the_end = Slot(((ARENA_BYTES - 16, 16),))
@@ -244,11 +244,11 @@ def test_no_run_goes_from_the_tiers_memory_over_into_the_engines() -> None:
     local = ChunkCopy(0, b"b", at_the_end, 0, 1, (5,), local_blocks=(0,))
     assert len(lowering.load(CopyTable.of([stored, local]))) == 2
     before = msgspec.structs.replace(stored, slot=Slot(((ARENA_BYTES - 32, 16),)), block_ids=(3,))
-    assert len(lowering.load(CopyTable.of([before, stored]))) == 1, "within the tier's it is one"
+    assert len(lowering.load(CopyTable.of([before, stored]))) == 1, "within the tier's memory it is one run"
 
 
 @given(st.data())
-def test_a_table_holds_the_copies_it_was_made_of(data: st.DataObject) -> None:
+def test_a_table_returns_the_copies_it_was_made_from(data: st.DataObject) -> None:
     copies = data.draw(jobs(data.draw(rank_memories()), is_store=False))
     table = CopyTable.of(copies)
     assert list(table) == copies
@@ -260,7 +260,7 @@ def test_a_table_holds_the_copies_it_was_made_of(data: st.DataObject) -> None:
     assert sum(shape.num_copies for shape in table.rows()) == len(copies)
 
 
-def test_columns_of_several_lengths_are_no_table() -> None:
+def test_columns_of_different_lengths_are_refused() -> None:
     part = ChunkPart(0, 0, 2, 0, 0)
     columns = CopyColumns([part] * 2, [b"a", b"b"], [GOOD.slot] * 2, [(1, 2), (3, 4)])
     assert len(CopyTable.of_columns(columns)) == 2
@@ -270,12 +270,12 @@ def test_columns_of_several_lengths_are_no_table() -> None:
 
 
 @pytest.mark.parametrize("block_id", [1 << 31, 1.5, None])
-def test_a_block_that_is_no_number_is_no_part_of_a_table(block_id: Any) -> None:
+def test_an_invalid_block_id_is_refused(block_id: Any) -> None:
     with pytest.raises(struct.error):
         CopyTable.of([msgspec.structs.replace(GOOD, block_ids=(3, block_id))])
 
 
-def test_what_many_chunks_have_in_common_is_said_once() -> None:
+def test_common_shapes_of_many_chunks_are_stored_once() -> None:
     copies = [
         ChunkCopy(0, bytes(48), Slot(((64 * number, 64),)), 0, 16, tuple(range(16 * number, 16 * number + 16)))
         for number in range(1000)

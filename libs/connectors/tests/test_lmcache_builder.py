@@ -26,7 +26,7 @@ from kits.lmcache.scripted_server import ScriptedServer, polite
 from kits.lmcache.server_process import eventually
 
 
-class Known:
+class FixedIdentityBuilder:
     """Fixed facts of an engine."""
 
     num_ranks = 1
@@ -45,8 +45,8 @@ def server() -> Iterator[ScriptedServer]:
 
 
 def start(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> LMCacheScheduler:
-    """The scheduler's half of an engine that has been started with chunks of 16 tokens."""
-    monkeypatch.setattr(module, "IdentityBuilder", Known)
+    """Scheduler half of an engine that was started with chunks of 16 tokens."""
+    monkeypatch.setattr(module, "IdentityBuilder", FixedIdentityBuilder)
     vllm_config: Any = SimpleNamespace(
         kv_transfer_config=SimpleNamespace(kv_role="kv_both"),
         model_config=SimpleNamespace(max_model_len=64),
@@ -61,10 +61,10 @@ def start(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> LMCacheSch
 @pytest.mark.parametrize(
     "chunk_tokens", [16, 24, *(pytest.param(number, marks=pytest.mark.full) for number in (32, 256))]
 )
-def test_a_server_of_another_chunk_finds_nothing_and_ends_no_engine(
+def test_a_server_with_another_chunk_size_finds_nothing_and_fails_no_engine(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, chunk_tokens: int
 ) -> None:
-    """An engine that was told its chunk starts without its server, which may turn out to be another one."""
+    """An engine with a configured chunk size starts without its server, which may turn out to have another one."""
 
     def script(name: str, frames: Any) -> Any:
         is_chunk = name in ("negotiate_chunk_size", "get_chunk_size")
@@ -92,7 +92,7 @@ def test_a_server_of_another_chunk_finds_nothing_and_ends_no_engine(
 
 
 @pytest.mark.parametrize(("chunk_tokens", "fitting"), [(8, 16), (4, 16), (20, 24), (17, 24)])
-def test_a_chunk_that_fits_no_block_or_no_name_is_refused(chunk_tokens: int, fitting: int) -> None:
+def test_a_chunk_that_fits_no_block_or_hash_is_refused(chunk_tokens: int, fitting: int) -> None:
     groups = (PageGroup(GroupSpec(GroupKind.FULL, 8), 64), PageGroup(GroupSpec(GroupKind.FULL, 4), 64))
     with pytest.raises(ConfigurationError, match=f"use {fitting},"):
         require_fit(chunk_tokens, groups)

@@ -17,7 +17,7 @@ def taken(metrics: ConnectorMetrics) -> dict[str, Any]:
     return {" ".join((name.removeprefix("vllm:hybridkv_lmcache_"), *labels)): value for name, labels, value in numbers}
 
 
-def test_what_is_new_is_counted_and_nothing_twice() -> None:
+def test_new_events_are_counted_once() -> None:
     metrics = ConnectorMetrics()
     counts = ServerCounts(metrics)
     counts.operations(
@@ -57,7 +57,7 @@ def test_what_is_new_is_counted_and_nothing_twice() -> None:
     assert taken(metrics) == {}
 
 
-def test_every_trouble_has_a_name_in_the_catalogue() -> None:
+def test_every_trouble_is_a_label_of_the_catalogue() -> None:
     assert set(LMCACHE_FAILURES) == {str(trouble) for trouble in Trouble}
     metrics = ConnectorMetrics()
     lacks = {f"store {trouble}": 1 for trouble in Trouble}
@@ -65,12 +65,12 @@ def test_every_trouble_has_a_name_in_the_catalogue() -> None:
     assert len(taken(metrics)) == len(Trouble)
 
 
-def test_a_state_is_told_when_it_changes() -> None:
+def test_a_state_is_reported_when_it_changes() -> None:
     metrics = ConnectorMetrics()
     counts = ServerCounts(metrics)
-    for is_up, told in ((False, {"up": 0}), (False, {}), (True, {"up": 1}), (True, {})):
+    for is_up, expected in ((False, {"up": 0}), (False, {}), (True, {"up": 1}), (True, {})):
         counts.state(is_up)
-        assert taken(metrics) == told
+        assert taken(metrics) == expected
     counts.pool(0, 100)
     assert taken(metrics) == {"pool_used_bytes": 0, "pool_capacity_bytes": 100}
     counts.pool(0, 100)

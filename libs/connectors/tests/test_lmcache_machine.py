@@ -26,7 +26,7 @@ RANKS = 2
 
 @dataclass(slots=True)
 class Running:
-    """A request, as the engine has it."""
+    """Request as the engine sees it."""
 
     request: Any
     has_blocks: bool = False
@@ -47,16 +47,16 @@ class Machine(RuleBasedStateMachine):
         self.engine = PlayedEngine(groups, kv_role, world_size=RANKS, max_chunks=3)
         self.requests: dict[str, Running] = {}
         self.dying: dict[str, Running] = {}
-        """Gone, and still loading."""
+        """Finished requests that are still loading."""
         self.finished: list[str] = []
         self.preempted: list[str] = []
         self.stores: dict[int, tuple[PageStore, int]] = {}
         self.number = 0
 
-    def pick(self, data: st.DataObject, wanted: Any) -> Running:
+    def draw_request(self, data: st.DataObject, wanted: Any) -> Running:
         return data.draw(st.sampled_from([each for each in self.requests.values() if wanted(each)]))
 
-    def has(self, wanted: Any) -> bool:
+    def any_request(self, wanted: Any) -> bool:
         return any(wanted(each) for each in self.requests.values())
 
     # What users do.
@@ -79,7 +79,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        running = self.pick(data, lambda each: True)
+        running = self.draw_request(data, lambda each: True)
         del self.requests[running.name]
         running.request.status = running.request.status.FINISHED_ABORTED
         self.finished.append(running.name)
@@ -90,7 +90,7 @@ class Machine(RuleBasedStateMachine):
 
     # What the engine does.
 
-    @precondition(lambda self: self.has(lambda each: not each.has_blocks))
+    @precondition(lambda self: self.any_request(lambda each: not each.has_blocks))
     @rule(
         data=st.data(),
         blocks=st.integers(0, 8),
@@ -98,7 +98,7 @@ class Machine(RuleBasedStateMachine):
         outcome=st.sampled_from(["given", "given", "none", "other", "less"]),
     )
     def ask(self, data: st.DataObject, blocks: int, answers: bool, outcome: str) -> None:
-        engine, running = self.engine, self.pick(data, lambda each: not each.has_blocks)
+        engine, running = self.engine, self.draw_request(data, lambda each: not each.has_blocks)
         request = running.request
         computed = min(blocks * BLOCK, (request.num_tokens - 1) // BLOCK * BLOCK)
         offered = engine.half.matched_tokens(request, computed)
@@ -180,12 +180,12 @@ class Machine(RuleBasedStateMachine):
         held = self.engine.server.locked.values()
         answer = prefix.lookup.ended
         assert isinstance(answer, CallAnswer)
-        assert any(found is answer.value for found in held), "what is loaded is kept"
+        assert any(found is answer.value for found in held), "the lock of a loading prefix is held"
 
-    @precondition(lambda self: self.has(lambda each: each.has_blocks and each.load is None))
+    @precondition(lambda self: self.any_request(lambda each: each.has_blocks and each.load is None))
     @rule(data=st.data())
     def preempt(self, data: st.DataObject) -> None:
-        running = self.pick(data, lambda each: each.has_blocks and each.load is None)
+        running = self.draw_request(data, lambda each: each.has_blocks and each.load is None)
         self.again(running)
         self.preempted.append(running.name)
 
@@ -256,7 +256,7 @@ class Machine(RuleBasedStateMachine):
     # What always holds.
 
     @invariant()
-    def nothing_is_locked_for_nobody(self) -> None:
+    def every_lock_belongs_to_a_waiting_request_or_a_load(self) -> None:
         if not hasattr(self, "engine"):
             return
         tracker = self.engine.load_tracker
@@ -300,7 +300,7 @@ class Machine(RuleBasedStateMachine):
 
 
 Machine.TestCase.settings = settings(
-    phases=(Phase.explicit, Phase.generate),  # shrinking takes minutes, and what fails is short
+    phases=(Phase.explicit, Phase.generate),  # shrinking takes minutes, and failures are short
     max_examples=int(os.environ.get("MACHINE_EXAMPLES", examples(100))),
     stateful_step_count=40,
     deadline=None,

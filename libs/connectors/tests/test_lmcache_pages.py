@@ -1,4 +1,4 @@
-"""Which pages copies take, what the server is told of them, and what their headers say."""
+"""Pages of copies, block tables sent to the server, and page headers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def geometry_of(session_spec: SessionSpec) -> Geometry:
 
 
 @given(st.sampled_from(sorted(MODELS)), st.integers(0, 5), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_what_the_server_is_told_is_what_it_is_told_of_whole_tables(
+def test_tables_for_the_server_equal_the_cut_of_whole_tables(
     name: str, start: int, number: int, chance: random.Random
 ) -> None:
-    """The rule is that of `cut_tables`; here pages stand for blocks, and those that no server keeps are none."""
+    """`cut_tables` is the model; pages stand for blocks, and pages that no server keeps are 0."""
     model, where = MODELS[name], session_spec(name)
     geometry, chunks = geometry_of(where), ChunkSpan(start, start + number)
     tables = {
@@ -55,20 +55,20 @@ def test_what_the_server_is_told_is_what_it_is_told_of_whole_tables(
     assert parts.num_unkept == sum(
         number * blocks - len(kept[group]) for group, blocks in enumerate(geometry.blocks_per_chunk)
     )
-    told = block_tables(geometry, parts, {part.group: part.block_ids for part in parts.parts})
+    sent = block_tables(geometry, parts, {part.group: part.block_ids for part in parts.parts})
     whole = cut_tables(geometry, tables, chunks.start * model.chunk_tokens, chunks.end * model.chunk_tokens)
-    for group, mine, theirs in zip(geometry.order, told, whole, strict=True):
+    for group, mine, theirs in zip(geometry.order, sent, whole, strict=True):
         assert mine == [block if at in kept[group] else 0 for at, block in enumerate(theirs)]
 
 
-def test_a_group_without_a_copy_has_nothing_in_a_chunk() -> None:
+def test_a_chunk_without_a_copy_of_a_group_has_zeros() -> None:
     where = session_spec("qwen3-next")
     geometry = geometry_of(where)
     full = [PageCopy(1, chunk, 0, tuple(range(1, 17))) for chunk in (0, 1)]
     parts = page_transfer(where, geometry, [*full, PageCopy(0, 1, 0, (5,))], ChunkSpan(0, 2))
-    told = block_tables(geometry, parts, {0: [7], 1: list(range(1, 33))})
-    assert told[geometry.order.index(0)] == [0, 7]
-    assert told[geometry.order.index(1)] == list(range(1, 33))
+    sent = block_tables(geometry, parts, {0: [7], 1: list(range(1, 33))})
+    assert sent[geometry.order.index(0)] == [0, 7]
+    assert sent[geometry.order.index(1)] == list(range(1, 33))
 
 
 @pytest.mark.parametrize(
@@ -81,14 +81,14 @@ def test_a_group_without_a_copy_has_nothing_in_a_chunk() -> None:
         ([PageCopy(3, 0, 3, (1, 2)), PageCopy(3, 0, 4, (2,))], "block 4 of chunk 0 twice"),
     ],
 )
-def test_copies_that_cannot_be_are_refused(copies: list[PageCopy], words: str) -> None:
+def test_invalid_copies_are_refused(copies: list[PageCopy], words: str) -> None:
     where = session_spec("deepseek-v4")
     assert page_transfer(where, geometry_of(where), [PageCopy(3, 0, 62, (1, 2))], ChunkSpan(0, 1)).numbers == {3: 2}
     with pytest.raises(ValueError, match=words):
         page_transfer(where, geometry_of(where), copies, ChunkSpan(0, 1))
 
 
-class Shelf:
+class SealedPages:
     """Sealed pages of three chunks of DeepSeek-V4. The first chunk is not moved."""
 
     def __init__(self) -> None:
@@ -120,70 +120,70 @@ class Shelf:
         return [tuple(each) for each in bad_pages(self.parts, self.session_spec, self.lease, self.digests)]
 
 
-def test_pages_that_are_what_they_should_be_are_good_and_others_are_named_once_a_chunk() -> None:
-    shelf = Shelf()
-    assert shelf.bad() == []
-    pages = shelf.lease.taken.blocks[3]
+def test_bad_pages_are_reported_once_per_chunk() -> None:
+    sealed = SealedPages()
+    assert sealed.bad() == []
+    pages = sealed.lease.taken.blocks[3]
     for at in (5, 64 + 9, 64 + 11):
-        shelf.pool.page(3, pages[at])[70] ^= 1
-    assert shelf.bad() == [(1, 3, 5, PageState.CORRUPT), (2, 3, 9, PageState.CORRUPT)]
+        sealed.pool.page(3, pages[at])[70] ^= 1
+    assert sealed.bad() == [(1, 3, 5, PageState.CORRUPT), (2, 3, 9, PageState.CORRUPT)]
 
 
-def test_pages_of_another_prefix_or_of_a_group_of_the_same_spec_are_foreign() -> None:
-    shelf = Shelf()
-    blocks = shelf.lease.taken.blocks
+def test_pages_of_another_prefix_or_group_are_foreign() -> None:
+    sealed = SealedPages()
+    blocks = sealed.lease.taken.blocks
     for group, other in ((1, 2), (2, 1)):
         assert DEEPSEEK_V4.groups[group] == DEEPSEEK_V4.groups[other]
-    one, two = shelf.pool.page(1, blocks[1][0]), shelf.pool.page(2, blocks[2][0])
+    one, two = sealed.pool.page(1, blocks[1][0]), sealed.pool.page(2, blocks[2][0])
     one[:], two[:] = bytes(two), bytes(one)
-    assert shelf.bad() == [(1, 1, 2, PageState.FOREIGN)]
-    shelf = Shelf()
-    shelf.digests = digests_of("other pages", 3)
-    assert [(chunk, state) for chunk, _, _, state in shelf.bad()] == [(1, PageState.FOREIGN), (2, PageState.FOREIGN)]
+    assert sealed.bad() == [(1, 1, 2, PageState.FOREIGN)]
+    sealed = SealedPages()
+    sealed.digests = digests_of("other pages", 3)
+    assert [(chunk, state) for chunk, _, _, state in sealed.bad()] == [(1, PageState.FOREIGN), (2, PageState.FOREIGN)]
 
 
-def test_blank_pages_say_that_they_are_none_and_no_other_page_changes() -> None:
-    shelf = Shelf()
-    rest = Taken(shelf.pool.instance, {0: shelf.lease.taken.blocks[0][:1]})
-    before = bytes(shelf.pool.page(0, shelf.lease.taken.blocks[0][1]))
-    shelf.memory.blank(rest)
-    assert shelf.bad() == [(1, 0, 0, PageState.ABSENT)]
-    assert bytes(shelf.pool.page(0, shelf.lease.taken.blocks[0][1])) == before
-    shelf.memory.blank(shelf.lease.taken)
-    assert [state for *_, state in shelf.bad()] == [PageState.ABSENT] * 2
+def test_blanked_pages_are_absent_and_others_unchanged() -> None:
+    sealed = SealedPages()
+    rest = Taken(sealed.pool.instance, {0: sealed.lease.taken.blocks[0][:1]})
+    before = bytes(sealed.pool.page(0, sealed.lease.taken.blocks[0][1]))
+    sealed.memory.blank(rest)
+    assert sealed.bad() == [(1, 0, 0, PageState.ABSENT)]
+    assert bytes(sealed.pool.page(0, sealed.lease.taken.blocks[0][1])) == before
+    sealed.memory.blank(sealed.lease.taken)
+    assert [state for *_, state in sealed.bad()] == [PageState.ABSENT] * 2
 
 
 def test_extents_are_the_payloads_of_pages() -> None:
-    shelf = Shelf()
+    sealed = SealedPages()
     for group, size in ((0, 4096), (1, 1000), (3, 72)):
         pages = [3, 1]
-        for page, (address, num_bytes) in zip(pages, shelf.memory.extents(group, pages, size), strict=True):
-            view = payload_of(shelf.pool.page(group, page), size)
+        for page, (address, num_bytes) in zip(pages, sealed.memory.extents(group, pages, size), strict=True):
+            view = payload_of(sealed.pool.page(group, page), size)
             assert (address, num_bytes) == (np.frombuffer(view, dtype=np.uint8).ctypes.data, size)
 
 
 @pytest.mark.parametrize("order", [(WORKER, SERVER), (SERVER, WORKER)])
-def test_pages_are_given_back_once_both_are_done_with_them(order: tuple[str, str]) -> None:
-    shelf = Shelf()
+def test_pages_are_returned_when_worker_and_server_are_done(order: tuple[str, str]) -> None:
+    sealed = SealedPages()
     for _ in range(2):
-        shelf.lease.drop(order[0])
-        assert shelf.given == []
+        sealed.lease.drop(order[0])
+        assert sealed.given == []
     for _ in range(2):
-        shelf.lease.drop(order[1])
-        assert shelf.given == [shelf.lease]
+        sealed.lease.drop(order[1])
+        assert sealed.given == [sealed.lease]
 
 
-def test_memory_of_a_pool_that_is_made_anew_stays_what_it_was() -> None:
-    shelf = Shelf()
-    shelf.pool.renew()
-    now = PoolMemory.of(shelf.pool)
-    assert now.instance != shelf.memory.instance and now.address != shelf.memory.address
-    assert shelf.bad() == []
-    lease = PageLease(shelf.lease.taken, now, 0.0, shelf.given.append)
-    assert bad_pages(shelf.parts, shelf.session_spec, lease, shelf.digests) != []
+def test_memory_of_a_renewed_pool_keeps_its_old_content() -> None:
+    sealed = SealedPages()
+    sealed.pool.renew()
+    now = PoolMemory.of(sealed.pool)
+    assert now.instance != sealed.memory.instance and now.address != sealed.memory.address
+    assert sealed.bad() == []
+    lease = PageLease(sealed.lease.taken, now, 0.0, sealed.given.append)
+    assert bad_pages(sealed.parts, sealed.session_spec, lease, sealed.digests) != []
 
 
-def test_a_session_of_other_pages_has_another_geometry() -> None:
+def test_a_session_with_other_pages_has_another_geometry() -> None:
     where = session_spec("deepseek-v4")
     assert geometry_of(where).digest() == geometry_of(replace(where)).digest()
     assert geometry_of(where).digest() != geometry_of(where.with_payload_bytes((1, 2, 3, 4, 5))).digest()

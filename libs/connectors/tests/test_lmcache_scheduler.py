@@ -1,4 +1,4 @@
-"""The scheduler's half of HybridLMCacheConnector beside a server that answers when it likes, or never."""
+"""Scheduler half of HybridLMCacheConnector with a server that answers late or never."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine() -> PlayedEngine:
 
 
 def load(engine: PlayedEngine, request: Any, num_chunks: int = 3) -> Any:
-    """Have a request load what the server says it has; the load."""
+    """Track a request, answer its lookup, and start its load. Returns the load."""
     engine.half.track(request)
     engine.server.answer(num_chunks)
     offered = engine.half.matched_tokens(request, 0)
@@ -38,8 +38,8 @@ def load(engine: PlayedEngine, request: Any, num_chunks: int = 3) -> Any:
     return planned
 
 
-def end(engine: PlayedEngine, *requests: Any) -> None:
-    """They have ended, and their blocks are free."""
+def finish(engine: PlayedEngine, *requests: Any) -> None:
+    """Finish the requests and free their blocks."""
     for request in requests:
         request.status = request.status.FINISHED_ABORTED
         engine.free(request)
@@ -47,12 +47,12 @@ def end(engine: PlayedEngine, *requests: Any) -> None:
 
 
 def is_clean(engine: PlayedEngine) -> bool:
-    """Whether nothing is left of anybody."""
+    """True if no request, load or lock is left."""
     tracker = engine.load_tracker
     return not (tracker._requests or tracker._loads or engine.server.locked or engine.half.has_work_in_flight())
 
 
-def test_a_request_waits_for_the_answer_and_loads_what_was_found(engine: PlayedEngine) -> None:
+def test_a_request_waits_for_the_answer_and_loads_the_found_chunks(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     assert engine.server.num_lookups == 1
@@ -71,14 +71,12 @@ def test_a_request_waits_for_the_answer_and_loads_what_was_found(engine: PlayedE
     engine.tell(loaded=["r"])
     assert not engine.server.locked
     assert engine.server.num_lookups == 1
-    end(engine, request)
+    finish(engine, request)
     assert is_clean(engine)
 
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.TIMEOUT, Trouble.UNSENT, None])
-def test_a_server_that_says_nothing_of_use_costs_a_request_nothing(
-    engine: PlayedEngine, trouble: Trouble | None
-) -> None:
+def test_a_server_without_a_hit_costs_a_request_nothing(engine: PlayedEngine, trouble: Trouble | None) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     if trouble is None:
@@ -91,7 +89,7 @@ def test_a_server_that_says_nothing_of_use_costs_a_request_nothing(
     assert (store.start_chunk, len(store.digests)) == (0, 3)
 
 
-def test_an_answer_that_comes_too_late_locks_nothing(engine: PlayedEngine) -> None:
+def test_a_late_answer_locks_nothing(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     assert engine.half.matched_tokens(request, 0) is None
     engine.now_s = TIMEOUT_S
@@ -102,21 +100,19 @@ def test_an_answer_that_comes_too_late_locks_nothing(engine: PlayedEngine) -> No
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_a_request_that_ends_before_it_is_asked_about_locks_nothing(engine: PlayedEngine, is_answered: bool) -> None:
+def test_a_request_that_ends_before_its_allocation_locks_nothing(engine: PlayedEngine, is_answered: bool) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     if is_answered:
         engine.server.answer(3)
-    end(engine, request)
+    finish(engine, request)
     if not is_answered:
         assert not is_clean(engine) or engine.server.asked
         engine.server.answer(3)
     assert is_clean(engine)
 
 
-def test_a_question_that_cannot_be_asked_is_a_miss_and_no_error(
-    engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lookup_that_raises_is_a_miss(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("no such chunk")
 
@@ -126,7 +122,7 @@ def test_a_question_that_cannot_be_asked_is_a_miss_and_no_error(
     assert engine.half.matched_tokens(request, 0) == 0
 
 
-def test_what_was_never_offered_fails_as_a_load_and_not_as_an_engine(engine: PlayedEngine) -> None:
+def test_a_load_that_was_never_offered_fails_alone(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(0)
@@ -135,11 +131,11 @@ def test_what_was_never_offered_fails_as_a_load_and_not_as_an_engine(engine: Pla
     (planned,) = engine.step().loads
     assert planned.refused is not None and planned.request_id == "r"
     engine.tell(failures={"r": [LoadFailure("io", planned.refused)]})
-    end(engine, request)
+    finish(engine, request)
     assert is_clean(engine)
 
 
-def test_another_boundary_than_was_offered_fails_as_a_load(engine: PlayedEngine) -> None:
+def test_a_load_with_another_boundary_than_offered_fails_alone(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(3)
@@ -159,27 +155,27 @@ def test_another_boundary_than_was_offered_fails_as_a_load(engine: PlayedEngine)
 @pytest.mark.parametrize("kv_role", [Role(stores=False), Role()], ids=["loads", "both"])
 @pytest.mark.parametrize("answers_first", [False, True])
 @pytest.mark.parametrize("skips_prefix_cache", [False, True])
-def test_a_request_that_runs_keeps_nothing_locked(kv_role: Role, answers_first: bool, skips_prefix_cache: bool) -> None:
+def test_a_running_request_keeps_no_lock(kv_role: Role, answers_first: bool, skips_prefix_cache: bool) -> None:
     engine = PlayedEngine(kv_role=kv_role)
     request = new_request("r", PROMPT, **({"prompt_logprobs": 1} if skips_prefix_cache else {}))
     assert request.skip_reading_prefix_cache is skips_prefix_cache
     engine.half.track(request)
     if answers_first:
         engine.server.answer(3)
-    # All that could be loaded is here already.
+    # The engine has all loadable tokens already.
     assert engine.half.matched_tokens(request, 3 * CHUNK) == 0
     engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
     if not answers_first:
         engine.server.answer(3)
     assert not engine.server.locked
     plan = engine.step({"r": len(PROMPT)})
-    assert not plan.stores, "the server said that it has all of it"
-    end(engine, request)
+    assert not plan.stores, "the server has all chunks"
+    finish(engine, request)
     assert is_clean(engine)
 
 
 @pytest.mark.parametrize(("kv_role", "params"), [(Role(loads=False), {}), (Role(), {"prompt_logprobs": 1})])
-def test_nothing_is_locked_for_a_request_that_loads_nothing_while_it_waits(kv_role: Role, params: Any) -> None:
+def test_a_request_without_loads_locks_nothing_while_it_waits(kv_role: Role, params: Any) -> None:
     engine = PlayedEngine(kv_role=kv_role)
     request = new_request("r", PROMPT, **params)
     engine.half.track(request)
@@ -191,7 +187,7 @@ def test_nothing_is_locked_for_a_request_that_loads_nothing_while_it_waits(kv_ro
     assert (store.start_chunk, len(store.digests)) == (2, 3)
 
 
-def test_what_another_store_loads_is_not_kept_locked_here(engine: PlayedEngine) -> None:
+def test_a_prefix_loaded_by_another_connector_is_not_kept_locked(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(2)
@@ -203,7 +199,7 @@ def test_what_another_store_loads_is_not_kept_locked_here(engine: PlayedEngine) 
     assert (store.start_chunk, len(store.digests)) == (2, 3)
 
 
-def test_closing_gives_back_everything_now_or_when_it_is_locked(engine: PlayedEngine) -> None:
+def test_close_releases_all_locks_now_or_when_they_are_taken(engine: PlayedEngine) -> None:
     requests = [new_request(name, PROMPT) for name in "abc"]
     load(engine, requests[0])
     for request in requests[1:]:
@@ -216,8 +212,8 @@ def test_closing_gives_back_everything_now_or_when_it_is_locked(engine: PlayedEn
     assert not engine.server.locked
 
 
-def test_what_was_given_back_is_not_offered_later(engine: PlayedEngine) -> None:
-    """As to a session that is asked about again without having been preempted."""
+def test_a_released_prefix_is_not_offered_later(engine: PlayedEngine) -> None:
+    """For example to a streaming session that is looked up again without a preemption."""
     request = new_request("r", PROMPT)
     assert engine.half.matched_tokens(request, 3 * CHUNK) == 0
     engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
@@ -226,7 +222,7 @@ def test_what_was_given_back_is_not_offered_later(engine: PlayedEngine) -> None:
     assert not engine.server.locked
 
 
-def test_what_a_server_has_of_a_chunk_in_which_the_engine_ends_is_loaded_from_there_on(engine: PlayedEngine) -> None:
+def test_a_load_starts_inside_the_chunk_where_the_engine_ends(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(3)
@@ -239,14 +235,14 @@ def test_what_a_server_has_of_a_chunk_in_which_the_engine_ends_is_loaded_from_th
     assert [(copy.chunk, copy.first_block) for copy in planned.copies] == [(1, 1), (2, 0)]
 
 
-def test_no_more_is_asked_for_than_fits_on_its_way() -> None:
+def test_a_lookup_asks_for_at_most_max_chunks() -> None:
     engine = PlayedEngine(max_chunks=2)
     engine.half.track(new_request("r", PROMPT))
     assert [asked.num_chunks for asked in engine.server.asked] == [2]
 
 
 @pytest.mark.parametrize("how", ["fails", "ends", "runs"])
-def test_a_load_waits_for_room_beside_another_and_keeps_what_it_found(how: str) -> None:
+def test_a_load_waits_for_room_and_keeps_its_found_prefix(how: str) -> None:
     engine = PlayedEngine(pool_blocks=16)
     first, second = new_request("first", PROMPT), new_request("second", PROMPT)
     planned = load(engine, first)
@@ -256,13 +252,13 @@ def test_a_load_waits_for_room_beside_another_and_keeps_what_it_found(how: str) 
     if how == "fails":
         engine.free(first)
         engine.tell(failures={"first": [LoadFailure("timeout", "")]})
-        assert engine.half.matched_tokens(second, 0) is None, "the engine reserves for the first"
+        assert engine.half.matched_tokens(second, 0) is None, "the engine reserves blocks for the first"
     else:
         engine.tell(loaded=["first"])
         assert engine.half.matched_tokens(second, 0) is None, "the first keeps its blocks until it runs"
         assert planned.request_id == "first"
         if how == "ends":
-            end(engine, first)
+            finish(engine, first)
         else:
             first.num_computed_tokens = 3 * CHUNK
             engine.step({"first": 1})
@@ -270,10 +266,10 @@ def test_a_load_waits_for_room_beside_another_and_keeps_what_it_found(how: str) 
     assert len(engine.server.locked) == 1
 
 
-# Tokens that change, ids that are taken again.
+# Tokens that change, and request IDs that are reused.
 
 
-def test_a_new_request_inherits_nothing_from_one_of_its_name(engine: PlayedEngine) -> None:
+def test_a_new_request_inherits_nothing_from_one_with_its_id(engine: PlayedEngine) -> None:
     old = new_request("r", PROMPT)
     planned = load(engine, old)
     engine.tell(failures={"r": [LoadFailure("checksum", "bad", planned.digests[1])]})
@@ -283,13 +279,13 @@ def test_a_new_request_inherits_nothing_from_one_of_its_name(engine: PlayedEngin
     engine.step(finished=["r"])
     assert engine.half.matched_tokens(new, 0) is None
     assert engine.server.asked[-1].num_chunks == 3
-    assert engine.server.num_lookups == 2, "the end of the old one is not that of the new one"
+    assert engine.server.num_lookups == 2, "the end of the old request does not end the new one"
     engine.server.answer(3, which=-1)
     assert engine.half.matched_tokens(new, 0) == 3 * CHUNK
 
 
-def test_tokens_that_were_taken_back_since_are_not_loaded(engine: PlayedEngine) -> None:
-    """Nor the last token that is left: it is computed, on top of what came before it."""
+def test_withdrawn_tokens_are_not_loaded(engine: PlayedEngine) -> None:
+    """Nor the last remaining token: it is computed, after the tokens before it."""
     request = new_request("r", PROMPT[: 3 * CHUNK + 1])
     engine.half.track(request)
     engine.server.answer(3)
@@ -300,7 +296,7 @@ def test_tokens_that_were_taken_back_since_are_not_loaded(engine: PlayedEngine) 
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_what_was_found_under_another_adapter_is_given_back(
+def test_a_prefix_found_under_another_adapter_is_released(
     engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
     request = new_request("r", PROMPT)
@@ -319,7 +315,7 @@ def test_what_was_found_under_another_adapter_is_given_back(
     assert tracked is engine.half.track(request)
 
 
-def test_other_tokens_are_asked_about_anew(engine: PlayedEngine) -> None:
+def test_changed_tokens_are_looked_up_again(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(3)
@@ -335,20 +331,20 @@ def test_other_tokens_are_asked_about_anew(engine: PlayedEngine) -> None:
 # Failures.
 
 
-def test_a_load_that_fails_at_a_chunk_is_asked_for_once_more_up_to_there(engine: PlayedEngine) -> None:
+def test_a_failed_load_is_retried_once_up_to_the_bad_chunk(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     planned = load(engine, request)
     engine.free(request)
     bad = [LoadFailure("checksum", "bad", planned.digests[chunk]) for chunk in (2, 1)]
     engine.tell(failures={"r": bad})
     assert engine.half.matched_tokens(request, 0) is None, "it steps back"
-    assert engine.half.matched_tokens(request, 0) is None, "it is asked about"
+    assert engine.half.matched_tokens(request, 0) is None, "it is looked up again"
     assert engine.server.asked[0].num_chunks == 1
     engine.server.answer(1)
     assert engine.half.matched_tokens(request, 0) == CHUNK
 
 
-def test_a_prefix_over_which_a_load_failed_is_offered_to_nobody_else_for_a_while(engine: PlayedEngine) -> None:
+def test_a_prefix_with_a_failed_load_is_offered_to_no_request_for_a_while(engine: PlayedEngine) -> None:
     """With `kv_load_failure_policy: fail` each offer of it could end one more request."""
     waiting, first = new_request("waiting", PROMPT), new_request("first", PROMPT)
     engine.half.track(waiting)
@@ -359,7 +355,7 @@ def test_a_prefix_over_which_a_load_failed_is_offered_to_nobody_else_for_a_while
     first.status = first.status.FINISHED_ERROR
     engine.step(finished=["first"])
     num_lookups = engine.server.num_lookups
-    assert engine.half.matched_tokens(waiting, 0) == 0, "it was found before"
+    assert engine.half.matched_tokens(waiting, 0) == 0, "although it was found before"
     late = new_request("late", (*PROMPT, *PROMPT))
     assert engine.half.matched_tokens(late, 0) == 0
     assert engine.server.num_lookups == num_lookups and not engine.server.locked
@@ -374,14 +370,14 @@ def test_a_prefix_over_which_a_load_failed_is_offered_to_nobody_else_for_a_while
     assert engine.half.matched_tokens(again, 0) is not None
 
 
-def test_no_more_is_in_doubt_than_may_be(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_suspects_is_not_exceeded(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_tracker, "MAX_SUSPECTS", 2)
     planned = load(engine, new_request("r", PROMPT))
     engine.tell(failures={"r": [LoadFailure("checksum", "bad", planned.digests[0])]})
     assert list(engine.load_tracker._suspects) == list(planned.digests[:2])
 
 
-def test_a_request_whose_loads_keep_failing_is_computed(engine: PlayedEngine) -> None:
+def test_a_request_with_repeated_failed_loads_is_computed(engine: PlayedEngine) -> None:
     request = new_request("r", (*PROMPT, *PROMPT))
     planned = load(engine, request, 7)
     for number in range(MAX_FAILED_LOADS):
@@ -400,7 +396,7 @@ def test_a_request_whose_loads_keep_failing_is_computed(engine: PlayedEngine) ->
 
 
 @pytest.mark.parametrize("reason", ["timeout", "busy"])
-def test_a_load_that_fails_over_no_chunk_is_not_tried_again(engine: PlayedEngine, reason: str) -> None:
+def test_a_load_that_failed_without_a_bad_chunk_is_not_retried(engine: PlayedEngine, reason: str) -> None:
     request = new_request("r", PROMPT)
     load(engine, request)
     engine.free(request)
@@ -408,13 +404,13 @@ def test_a_load_that_fails_over_no_chunk_is_not_tried_again(engine: PlayedEngine
     assert engine.half.matched_tokens(request, 0) is None
     assert engine.half.matched_tokens(request, 0) == 0
     assert not engine.server.locked and not engine.half.has_work_in_flight()
-    # Whatever was wrong with what the server has, it may be given all of it anew.
+    # All chunks are stored again, because the server's copy may be bad.
     engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
     (store,) = engine.step({"r": len(PROMPT)}).stores
     assert (store.start_chunk, len(store.digests)) == (0, 3)
 
 
-def test_a_load_of_a_request_that_is_gone_is_followed_to_its_end(engine: PlayedEngine) -> None:
+def test_the_load_of_a_finished_request_is_followed_to_its_end(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     load(engine, request)
     request.status = request.status.FINISHED_ABORTED
@@ -425,7 +421,7 @@ def test_a_load_of_a_request_that_is_gone_is_followed_to_its_end(engine: PlayedE
     assert is_clean(engine)
 
 
-def test_a_preempted_request_is_asked_about_anew(engine: PlayedEngine) -> None:
+def test_a_preempted_request_is_looked_up_again(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     load(engine, request)
     engine.tell(loaded=["r"])
@@ -435,7 +431,7 @@ def test_a_preempted_request_is_asked_about_anew(engine: PlayedEngine) -> None:
     assert engine.half.matched_tokens(request, 0) == 3 * CHUNK
 
 
-def test_of_a_preempted_request_nothing_is_stored() -> None:
+def test_nothing_is_stored_for_a_preempted_request() -> None:
     """Its blocks belong to other requests by now, even if the engine handed over a state."""
     engine = PlayedEngine((FULL, STATE))
     request = new_request("r", PROMPT)
@@ -449,7 +445,7 @@ def test_of_a_preempted_request_nothing_is_stored() -> None:
     assert engine.step({"r": CHUNK}, states=states).stores
 
 
-def test_after_a_reset_nothing_of_before_is_loaded(engine: PlayedEngine) -> None:
+def test_a_reset_drops_found_prefixes_and_changes_the_keys(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     before = engine.server.asked[0].prefix
@@ -463,7 +459,7 @@ def test_after_a_reset_nothing_of_before_is_loaded(engine: PlayedEngine) -> None
 # Stores.
 
 
-def test_nothing_is_stored_twice_and_blocks_are_pinned_until_every_rank_has_copied() -> None:
+def test_each_chunk_is_stored_once_with_blocks_pinned_until_all_ranks_copied() -> None:
     engine = PlayedEngine(world_size=2)
     request = new_request("r", PROMPT)
     engine.half.track(request)
@@ -476,7 +472,7 @@ def test_nothing_is_stored_twice_and_blocks_are_pinned_until_every_rank_has_copi
     request.num_computed_tokens = 2 * CHUNK
     (second,) = engine.step({"r": len(PROMPT) - 2 * CHUNK}).stores
     assert (second.start_chunk, len(second.digests)) == (2, 3)
-    end(engine, request)
+    finish(engine, request)
     assert engine.num_pinned == 4 and engine.half.holds_freed_blocks()
     engine.tell({first.store_id: StoreOutcome(1), second.store_id: StoreOutcome(2)})
     assert engine.num_pinned == 2 and engine.half.has_work_in_flight()
@@ -484,8 +480,8 @@ def test_nothing_is_stored_twice_and_blocks_are_pinned_until_every_rank_has_copi
     assert engine.num_pinned == 0 and is_clean(engine)
 
 
-def test_without_a_server_nothing_is_stored_and_all_of_it_once_there_is_one(engine: PlayedEngine) -> None:
-    """The objects of the server are unknown, so no chunk is stored yet, and none is skipped for good."""
+def test_chunks_are_stored_once_a_server_is_connected(engine: PlayedEngine) -> None:
+    """Without a server its objects are unknown, so no chunk is stored yet, and none is skipped for good."""
     engine.separate = None
     request = new_request("r", PROMPT)
     engine.half.track(request)
@@ -499,7 +495,7 @@ def test_without_a_server_nothing_is_stored_and_all_of_it_once_there_is_one(engi
     assert (store.start_chunk, len(store.digests)) == (0, 3)
 
 
-def test_a_store_that_fails_ends_what_the_request_stores(engine: PlayedEngine) -> None:
+def test_a_failed_store_ends_the_stores_of_its_request(engine: PlayedEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(0)
@@ -517,19 +513,19 @@ def test_tokens_that_are_not_final_are_not_stored(engine: PlayedEngine) -> None:
     engine.server.answer(0)
     engine.half.matched_tokens(request, 0)
     engine.half.on_allocated(request, engine.new_blocks(request, 3 * CHUNK), 0)
-    # An asynchronous scheduler is ahead of the tokens, or drafts are among them.
+    # An asynchronous scheduler is ahead of the tokens, or they include drafts.
     (store,) = engine.step({"r": 2 * CHUNK}).stores
     assert len(store.digests) == 1
 
 
-def test_attention_is_not_stored_before_the_server_has_said_what_it_has() -> None:
+def test_attention_is_stored_only_after_the_answer_of_the_server() -> None:
     engine = PlayedEngine((FULL, STATE))
     request = new_request("r", PROMPT)
     assert engine.half.matched_tokens(request, 3 * CHUNK) == 0
     engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
     states = {"r": [(1, engine.tables["r"][1][-1].block_id, 3 * CHUNK)]}
     (store,) = engine.step({"r": len(PROMPT)}, states=states).stores
-    assert [copy.group_index for copy in store.copies] == [1], "a state is given once"
+    assert [copy.group_index for copy in store.copies] == [1], "a state is handed over only once"
     engine.server.answer(1)
     request.num_computed_tokens = len(PROMPT) - 1
     (store,) = engine.step({"r": 1}).stores
@@ -538,7 +534,7 @@ def test_attention_is_not_stored_before_the_server_has_said_what_it_has() -> Non
 
 
 @pytest.mark.parametrize(("num_found", "num_stored"), [(3, 0), (2, 1)])
-def test_a_state_that_the_server_said_it_has_is_not_stored_again(num_found: int, num_stored: int) -> None:
+def test_a_state_that_the_server_has_is_not_stored_again(num_found: int, num_stored: int) -> None:
     engine = PlayedEngine((FULL, STATE))
     request = new_request("r", PROMPT)
     engine.half.track(request)
@@ -550,7 +546,7 @@ def test_a_state_that_the_server_said_it_has_is_not_stored_again(num_found: int,
 
 
 @pytest.mark.parametrize("groups", [(FULL, DRAFTER), (DRAFTER, FULL), (WINDOW, DRAFTER), (STATE, FULL, DRAFTER)])
-def test_what_a_drafter_keeps_is_named_by_all_that_it_depends_on(groups: Any) -> None:
+def test_the_key_of_a_drafter_part_includes_the_tokens_it_depends_on(groups: Any) -> None:
     """Two prompts that diverge right after a chunk share its attention part, but not its drafter part."""
     engine = PlayedEngine(groups)
     one = new_request("one", PROMPT[: 2 * CHUNK + BLOCK + 1])
@@ -564,7 +560,7 @@ def test_what_a_drafter_keeps_is_named_by_all_that_it_depends_on(groups: Any) ->
     assert words[0][: 4 * CHUNK] == words[1][: 4 * CHUNK]
 
 
-def test_a_state_has_a_name_when_the_tokens_behind_it_are_known() -> None:
+def test_a_state_has_a_key_once_the_tokens_after_it_are_known() -> None:
     engine = PlayedEngine((STATE, FULL, DRAFTER))
     request = new_request("r", PROMPT[: 2 * CHUNK + BLOCK - 1])
     assert engine.half.matched_tokens(request, 0) is None
@@ -578,11 +574,11 @@ def test_a_state_has_a_name_when_the_tokens_behind_it_are_known() -> None:
     assert {copy.group_index for copy in store.copies} == {0, 1, 2}
 
 
-def adapter_version(engine: PlayedEngine, name: str, oath: Any) -> Any:
-    """A request with an adapter whose content is known."""
+def adapter_version(engine: PlayedEngine, name: str, version: Any) -> Any:
+    """Request with an adapter of known content."""
     request = new_request(name, PROMPT)
     tracked = engine.half.track(request)
-    tracked.adapter_version = oath
+    tracked.adapter_version = version
     engine.server.answer(0)
     assert engine.half._load_tracker.matched_tokens(tracked, 0) == 0
     engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
@@ -590,13 +586,13 @@ def adapter_version(engine: PlayedEngine, name: str, oath: Any) -> Any:
 
 
 @pytest.mark.parametrize("holds", [False, True])
-def test_what_an_adapter_made_is_held_until_its_files_are_looked_at_once(
+def test_stores_with_an_adapter_are_held_until_one_check_of_its_files(
     engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch, holds: bool
 ) -> None:
     looks: list[Any] = []
 
-    def look(oath: Any) -> bool:
-        looks.append(oath)
+    def look(version: Any) -> bool:
+        looks.append(version)
         return holds
 
     monkeypatch.setattr(engine.adapters, "holds", look)
@@ -608,12 +604,12 @@ def test_what_an_adapter_made_is_held_until_its_files_are_looked_at_once(
     outcomes[stores[2].store_id] = StoreOutcome(1, "no room", "busy")
     engine.tell(outcomes)
     assert looks == ["oath"]
-    assert engine.half.has_work_in_flight(), "a plan must tell the ranks"
+    assert engine.half.has_work_in_flight(), "the next plan must reach the ranks"
     releases = engine.step().releases
     assert [(release.store_id, release.is_good) for release in releases] == [
         (stores[0].store_id, holds),
         (stores[1].store_id, holds),
         (stores[2].store_id, False),
     ]
-    end(engine, *requests)
+    finish(engine, *requests)
     assert is_clean(engine)

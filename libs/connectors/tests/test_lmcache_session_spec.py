@@ -1,4 +1,4 @@
-"""What both halves say of a server: pages, how many of them have room, and what an operator is told."""
+"""Session settings of both halves: pages, the number of chunks with room, and refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def config(**keys: Any) -> LMCacheConfig:
     return LMCacheConfig(**{"url": "tcp://127.0.0.1:5555", **keys})
 
 
-def test_pages_are_the_stored_groups_blocks_on_one_rank() -> None:
+def test_pages_are_the_blocks_of_stored_groups_on_one_rank() -> None:
     first, second = page_groups(layout())
     assert (first.payload_bytes, second.payload_bytes) == (112 + 32, 512)
     assert first.spec == msgspec.structs.replace(GROUPS[0], part_tokens=None) != GROUPS[0]
@@ -51,7 +51,7 @@ def test_pages_are_the_stored_groups_blocks_on_one_rank() -> None:
 
 
 @given(st.integers(1, 64), st.integers(0, 100_000))
-def test_a_pool_of_the_chunks_that_have_room_fits(chunks: int, spare_bytes: int) -> None:
+def test_a_pool_of_num_chunks_fits_the_given_bytes(chunks: int, spare_bytes: int) -> None:
     groups = page_groups(layout())
     pool = Pool(Geometry(groups, 256), chunks)
     num_bytes = pool.num_bytes
@@ -61,10 +61,10 @@ def test_a_pool_of_the_chunks_that_have_room_fits(chunks: int, spare_bytes: int)
         fitting = Pool(Geometry(groups, 256), counted)
         assert fitting.num_bytes <= num_bytes + spare_bytes
         fitting.close()
-    assert num_chunks(groups, 256, num_bytes + 3 * 4096) >= chunks, "no more than the rest is given away"
+    assert num_chunks(groups, 256, num_bytes + 3 * 4096) >= chunks, "at most the padding is lost"
 
 
-def test_ranks_share_the_pool_and_one_without_room_for_a_chunk_is_refused() -> None:
+def test_ranks_share_the_pool_and_a_too_small_pool_is_refused() -> None:
     alone, beside = session_spec_of(config(pool=1 << 20), layout()), session_spec_of(config(pool=1 << 20), layout(2))
     assert 0 < beside.num_chunks <= alone.num_chunks // 2
     with pytest.raises(ConfigurationError) as caught:
@@ -77,25 +77,25 @@ def test_ranks_share_the_pool_and_one_without_room_for_a_chunk_is_refused() -> N
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:5555", "http://127.0.0.1:5555", "tcp://127.0.0.1", ""])
-def test_an_address_that_is_none_is_refused(url: str) -> None:
+def test_an_invalid_address_is_refused(url: str) -> None:
     assert address_of(decode_config({"url": "tcp://127.0.0.1:5555"})).port == 5555
     with pytest.raises(ConfigurationError) as caught:
         decode_config({"url": url})
     assert caught.value.path.endswith("url")
 
 
-def test_a_port_that_is_none_is_refused() -> None:
+def test_an_invalid_port_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="http_port: expected a port"):
         decode_config({"url": "tcp://127.0.0.1:5555", "http_port": 0})
 
 
-def test_a_key_that_is_none_is_refused() -> None:
+def test_an_unknown_key_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="experimental_cuda: expected a known key") as caught:
         decode_config({"url": "tcp://127.0.0.1:5555", "copies": "native", "experimental_cuda": True})
     assert "known: url, http_port" in caught.value.hint
 
 
-def test_what_the_scheduler_says_of_pages_counts() -> None:
+def test_page_sizes_of_the_scheduler_are_used() -> None:
     spec = session_spec_of(config(), layout())
     larger = spec.with_payload_bytes((1000, 2000))
     assert larger.payload_bytes == (1000, 2000) != spec.payload_bytes
@@ -103,7 +103,7 @@ def test_what_the_scheduler_says_of_pages_counts() -> None:
     assert larger.num_chunks < spec.num_chunks
 
 
-def test_words_and_identities_are_those_of_the_prefix_alone() -> None:
+def test_words_and_identities_depend_only_on_the_prefix() -> None:
     spec = session_spec_of(config(), layout())
     assert spec.words([b"one", b"two"]) == words_of([b"one", b"two"], 256) != spec.words([b"two", b"one"])
     pages = itertools.product((b"a", b"b"), (0, 1), (0, 1))
@@ -111,7 +111,7 @@ def test_words_and_identities_are_those_of_the_prefix_alone() -> None:
     assert len(identities) == 8
 
 
-def test_pages_of_two_ranks_are_not_taken_for_each_other() -> None:
+def test_pages_of_two_ranks_have_different_identities() -> None:
     specs = [replace(session_spec_of(config(), layout(world_size=2)), rank=rank) for rank in (0, 1)]
     assert specs[0].words([b"one"]) == specs[1].words([b"one"])
     assert specs[0].identity(b"one", 0, 0) != specs[1].identity(b"one", 0, 0)

@@ -1,4 +1,6 @@
-"""Which blocks become pages of a server: whole objects of whole chunks, as the planner would store and load them."""
+"""Slices of requests into pages of a server: whole objects of whole chunks, as the planner would store and load
+them.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ def block_tables(spec: CacheSpec, num_tokens: int) -> list[list[int]]:
 
 
 def places(spec: CacheSpec, copies: Sequence[PageCopy]) -> dict[tuple[int, int], int]:
-    """Of each group and place in its table the block."""
+    """Block of each group and position in its table."""
     found: dict[tuple[int, int], int] = {}
     for copy in copies:
         begins = copy.chunk * CHUNK // spec.groups[copy.group_index].block_tokens + copy.first_block
@@ -58,9 +60,7 @@ def places(spec: CacheSpec, copies: Sequence[PageCopy]) -> dict[tuple[int, int],
 
 
 @given(specs, st.data())
-def test_what_is_stored_is_what_the_planner_stores_of_objects_that_are_whole(
-    spec: CacheSpec, data: st.DataObject
-) -> None:
+def test_stored_copies_equal_the_planner_for_whole_objects(spec: CacheSpec, data: st.DataObject) -> None:
     geometry, tables = geometry_of(spec), block_tables(spec, NUM_CHUNKS * CHUNK)
     for index in spec.stored_groups:
         for at in data.draw(st.sets(st.integers(0, len(tables[index]) - 1), max_size=3)):
@@ -84,7 +84,7 @@ def test_what_is_stored_is_what_the_planner_stores_of_objects_that_are_whole(
             is_whole = all(0 not in kept(geometry, place, blocks[place], chunk) for place in each)
             assert [member in mine for member in members] == [is_whole] * len(members)
             for member in members if is_whole else ():
-                # A resume at the chunk's end or later reads those kept blocks that the planner would store.
+                # A resume at the chunk's end or later reads the kept blocks that the planner would store.
                 read = by_planner.get((member, chunk), ())
                 assert mine[member][len(mine[member]) - len(read) :] == read
 
@@ -95,7 +95,7 @@ def kept(geometry: Geometry, place: int, table: Sequence[int], chunk: int) -> Se
 
 
 @given(specs, st.integers(1, NUM_CHUNKS), st.integers(0, NUM_CHUNKS * CHUNK - 1))
-def test_what_is_loaded_lies_where_it_is_needed_and_is_a_page_of_the_server(
+def test_loaded_copies_equal_the_planner_and_are_pages_of_the_server(
     spec: CacheSpec, num_chunks: int, computed: int
 ) -> None:
     geometry, tables, boundary = geometry_of(spec), block_tables(spec, NUM_CHUNKS * CHUNK), num_chunks * CHUNK
@@ -131,7 +131,7 @@ def _as_allocated(spec: CacheSpec, tables: list[list[int]], boundary: int, compu
 STATES = CacheSpec((GroupSpec(FULL, 16), GroupSpec(RECURRENT, 64), GroupSpec(RECURRENT, 64)), CHUNK)
 
 
-def test_states_are_stored_where_every_group_of_states_has_one_at_the_end_of_a_chunk() -> None:
+def test_states_are_stored_if_each_state_group_has_one_at_the_chunk_end() -> None:
     both = [State(1, 7, 128), State(2, 8, 128)]
     assert state_copies(STATES, both, 128) == [PageCopy(1, 1, 0, (7,)), PageCopy(2, 1, 0, (8,))]
     assert state_copies(STATES, both, 127) == []
@@ -140,7 +140,7 @@ def test_states_are_stored_where_every_group_of_states_has_one_at_the_end_of_a_c
     assert state_copies(STATES, [State(1, 0, 128), State(2, 8, 128)], 128) == []
 
 
-def test_a_group_without_blocks_leaves_nothing_to_store() -> None:
+def test_a_group_without_blocks_stores_nothing() -> None:
     geometry = geometry_of(STATES)
     blocks = attention_tables(STATES, [[], [], []], 0)
     assert storable(geometry, blocks, 0, 300) == TokenSpan(0, 0)
@@ -148,7 +148,7 @@ def test_a_group_without_blocks_leaves_nothing_to_store() -> None:
 
 
 @pytest.mark.parametrize("separate", [True, False])
-def test_a_running_state_is_never_stored_by_its_place_in_the_table(separate: bool) -> None:
+def test_a_running_state_is_never_stored_from_its_table(separate: bool) -> None:
     geometry = geometry_of(STATES)
     blocks = attention_tables(STATES, [[1, 2, 3, 4], [5], [6]], 64)
     span = storable(geometry, blocks, 0, 64)

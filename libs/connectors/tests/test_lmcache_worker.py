@@ -1,4 +1,4 @@
-"""A worker of HybridLMCacheConnector and servers that leave things undone: each load and store ends, and when."""
+"""Worker of HybridLMCacheConnector with servers that do not answer: each load and store ends in time."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from kits.lmcache.server_process import eventually
 
 FOREVER_S = 1e6
 QUIET = ConnectionOptions(call_timeout_s=patience.seconds(1.0), beat_s=FOREVER_S, retry_s=0.01)
-"""A clock that jumps would let a heartbeat's answer come too late."""
+"""With a jumping clock, the answer to a heartbeat would be late."""
 NAMESPACE = b"namespace"
 DIGESTS = digests_of("prompt", 2)
 
 
 class Clock:
-    """Stands still until it is told otherwise."""
+    """Clock that advances only when a test calls `advance`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -43,23 +43,23 @@ class Clock:
             self._now_s += seconds
 
 
-class Stubborn:
+class SilentServer:
     """Fake server that has every chunk, and delays the answers to some calls until `send_delayed`."""
 
     def __init__(self, server: ScriptedServer, num_found: int, *kept: str) -> None:
         self.num_found = num_found
         self.kept = set(kept)
-        self.held: list[list[bytes]] = []
+        self.held_back: list[list[bytes]] = []
         server.script = self
 
     def __call__(self, name: str, frames: Frames) -> Sequence[Frames]:
         if name in self.kept:
-            self.held.append(list(frames))
+            self.held_back.append(list(frames))
             return []
         if name == "query_prefetch_status":
             return [[*frames[:3], msgspec.msgpack.encode(self.num_found)]]
         # Delayed answers are sent with the next one.
-        late, self.held = ([], self.held) if self.kept else (self.held, [])
+        late, self.held_back = ([], self.held_back) if self.kept else (self.held_back, [])
         answers = [answer for each in late for answer in polite("store", each)]
         return [*polite(name, frames), *answers]
 
@@ -92,7 +92,7 @@ def rank() -> Iterator[MakeRank]:
 
 
 def ready(rank: Rank, clock: Clock | None = None) -> Rank:
-    """Opens the session, and returns when the server is usable. Unsent calls are sent again soon."""
+    """Open the session and wait until the server is usable. Unsent calls are sent again soon."""
     rank.begin()
     if clock is None:
         assert isinstance(rank.session.connection.wait_ready(WAIT_S), Ready)
@@ -102,7 +102,7 @@ def ready(rank: Rank, clock: Clock | None = None) -> Rank:
 
 
 def reasons(rank: Rank, load: PageLoad) -> list[str]:
-    """Why a load failed."""
+    """Failure reasons of a load."""
     ended = rank.run(loads=[load])
     assert (ended.finished, ended.failed) == ({load.request_id}, {load.request_id})
     return [failure.reason for failure in ended.failures[load.request_id]]
@@ -111,11 +111,11 @@ def reasons(rank: Rank, load: PageLoad) -> list[str]:
 # Loads.
 
 
-def test_a_load_of_which_the_server_has_less_fails_as_missing(server: ScriptedServer, rank: MakeRank) -> None:
+def test_a_load_fails_as_missing_if_the_server_has_fewer_chunks(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address))
     tables = worker.tables(1, 2)
     before = worker.everything()
-    Stubborn(server, num_found=1)
+    SilentServer(server, num_found=1)
     releases = server.calls.count("free_lookup_locks")
     assert reasons(worker, worker.load_of("r", DIGESTS, tables)) == ["missing"]
     assert worker.everything() == before
@@ -124,15 +124,13 @@ def test_a_load_of_which_the_server_has_less_fails_as_missing(server: ScriptedSe
     assert worker.all_pages_are_free()
 
 
-def test_pages_that_a_server_says_it_wrote_and_did_not_are_missing_and_withdrawn(
-    server: ScriptedServer, rank: MakeRank
-) -> None:
-    """Pages still contain earlier content, even valid pages of the same prefix, so their headers are cleared first."""
+def test_pages_reported_but_not_written_are_missing_and_withdrawn(server: ScriptedServer, rank: MakeRank) -> None:
+    """Pages may hold earlier content, even valid pages of the same prefix, so their headers are cleared first."""
     worker = rank(server.address)
     tables = worker.tables(1, 2)
     worker.run(stores=[worker.store_of(DIGESTS, tables)])
     before = worker.everything()
-    Stubborn(server, num_found=2)
+    SilentServer(server, num_found=2)
     ended = worker.run(loads=[worker.load_of("r", DIGESTS, worker.tables(2, 2))])
     assert {(failure.reason, failure.key) for failure in ended.failures["r"]} == {
         ("missing", DIGESTS[0]),
@@ -143,33 +141,33 @@ def test_pages_that_a_server_says_it_wrote_and_did_not_are_missing_and_withdrawn
     assert worker.all_pages_are_free()
 
 
-def test_a_retrieve_without_an_answer_fails_its_load_at_the_deadline_and_keeps_its_pages(
+def test_an_unanswered_retrieve_fails_at_the_deadline_and_keeps_its_pages(
     server: ScriptedServer, rank: MakeRank
 ) -> None:
     clock = Clock()
     worker = ready(rank(server.address, clock=clock, connection=QUIET, load_timeout_s=30.0), clock)
     before = worker.everything()
-    stubborn = Stubborn(server, 2, "retrieve")
+    silent = SilentServer(server, 2, "retrieve")
     worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
-    assert eventually(lambda: bool(stubborn.held))
+    assert eventually(lambda: bool(silent.held_back))
     clock.advance(29.0)
-    assert worker.worker.results().finished == set(), "not before its time"
+    assert worker.worker.results().finished == set(), "not before the deadline"
     clock.advance(1.5)
     ended = worker.finish(1, 0)
     assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
-    assert worker.session.used_bytes > 0, "the server may write there yet"
+    assert worker.session.used_bytes > 0, "the server may still write there"
     assert worker.everything() == before
-    stubborn.send_delayed(worker)
+    silent.send_delayed(worker)
     assert worker.all_pages_are_free()
     assert worker.everything() == before
 
 
-def test_a_lookup_without_an_answer_fails_its_load_and_keeps_no_page(server: ScriptedServer, rank: MakeRank) -> None:
+def test_an_unanswered_lookup_fails_its_load_and_keeps_no_page(server: ScriptedServer, rank: MakeRank) -> None:
     clock = Clock()
     worker = ready(rank(server.address, clock=clock, connection=QUIET, load_timeout_s=30.0), clock)
-    stubborn = Stubborn(server, 2, "query_prefetch_status")
+    silent = SilentServer(server, 2, "query_prefetch_status")
     worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
-    assert eventually(lambda: bool(stubborn.held))
+    assert eventually(lambda: bool(silent.held_back))
     assert worker.worker.results().finished == set()
     clock.advance(31.0)
     ended = worker.finish(1, 0)
@@ -199,18 +197,18 @@ def blocked() -> Iterator[Callable[[Rank], threading.Event]]:
         event.set()
 
 
-def test_a_load_that_comes_to_its_turn_too_late_fails(
+def test_a_load_copied_after_its_deadline_fails(
     server: ScriptedServer, rank: MakeRank, blocked: Callable[[Rank], threading.Event]
 ) -> None:
     clock = Clock()
     worker = ready(rank(server.address, clock=clock, connection=QUIET, load_timeout_s=30.0), clock)
-    Stubborn(server, num_found=2)
+    SilentServer(server, num_found=2)
     before = worker.everything()
     is_free = blocked(worker)
     worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
     assert eventually(lambda: worker.worker.results() is not None and len(worker.worker._copies._open) == 2)
     clock.advance(31.0)
-    assert worker.worker.results().finished == set(), "its copy was submitted, so it ends with that"
+    assert worker.worker.results().finished == set(), "its copy was submitted, so the load ends with the copy"
     is_free.set()
     ended = worker.finish(1, 0)
     assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
@@ -219,11 +217,11 @@ def test_a_load_that_comes_to_its_turn_too_late_fails(
     assert worker.all_pages_are_free()
 
 
-def test_a_full_copy_queue_fails_what_comes_next(
+def test_a_full_copy_queue_fails_the_next_load_and_store(
     server: ScriptedServer, rank: MakeRank, blocked: Callable[[Rank], threading.Event]
 ) -> None:
     worker = ready(rank(server.address, engine=CpuCopyEngine(max_queued_jobs=1)))
-    Stubborn(server, num_found=2)
+    SilentServer(server, num_found=2)
     is_free = blocked(worker)
     tables = worker.tables(1, 2)
     ended = worker.run(loads=[worker.load_of("r", DIGESTS, tables)], stores=[worker.store_of(DIGESTS, tables)])
@@ -236,9 +234,9 @@ def test_a_full_copy_queue_fails_what_comes_next(
     assert list(ended.stores.values()) == [StoreOutcome(1)]
 
 
-def test_a_load_that_is_refused_or_cannot_be_fails_alone(server: ScriptedServer, rank: MakeRank) -> None:
+def test_a_refused_or_invalid_load_fails_alone(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address, num_blocks=64))
-    Stubborn(server, num_found=2)
+    SilentServer(server, num_found=2)
     good = worker.load_of("good", DIGESTS, {group: list(range(1, 33)) for group in range(3)})
     twice = PageCopy(0, 0, 0, (1,))
     bad = {
@@ -259,7 +257,7 @@ def test_a_load_that_is_refused_or_cannot_be_fails_alone(server: ScriptedServer,
     assert worker.all_pages_are_free()
 
 
-def test_a_load_of_nothing_is_done(server: ScriptedServer, rank: MakeRank) -> None:
+def test_an_empty_load_succeeds(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address))
     ended = worker.run(loads=[PageLoad("nothing", DIGESTS, 1, ())])
     assert (ended.finished, ended.failed) == ({"nothing"}, set())
@@ -277,17 +275,17 @@ def test_without_a_server_loads_and_stores_end(rank: MakeRank) -> None:
     tables = worker.tables(1, 2)
     worker.begin(loads=[worker.load_of("first", DIGESTS, tables)], stores=[worker.store_of(DIGESTS, tables)])
     assert eventually(lambda: isinstance(worker.session.connection.state, Down))
-    assert worker.worker.results().finished == set(), "it may come yet"
+    assert worker.worker.results().finished == set(), "the server may still start"
     clock.advance(5.0)
     ended = worker.finish(1, 1)
     assert [failure.reason for failure in ended.failures["first"]] == ["io"]
     assert [outcome.reason for outcome in ended.stores.values()] == ["io"]
     worker.begin(loads=[worker.load_of("second", DIGESTS, tables)])
-    assert worker.worker.results().failed == {"second"}, "it does not wait a second time"
+    assert worker.worker.results().failed == {"second"}, "a second load does not wait"
     assert worker.counted()["lmcache_up"] == 0
 
 
-def test_a_server_that_was_there_once_and_is_gone_is_not_waited_for(rank: MakeRank) -> None:
+def test_a_server_that_was_connected_and_is_gone_is_not_waited_for(rank: MakeRank) -> None:
     with ScriptedServer() as server:
         worker = ready(rank(server.address, connect_timeout_seconds=3600.0))
     assert eventually(lambda: isinstance(worker.session.connection.state, Down))
@@ -298,7 +296,7 @@ def test_a_server_that_was_there_once_and_is_gone_is_not_waited_for(rank: MakeRa
     assert [outcome.reason for outcome in ended.stores.values()] == ["io"]
 
 
-def test_without_a_namespace_nothing_is_opened(server: ScriptedServer, rank: MakeRank) -> None:
+def test_without_a_namespace_no_session_is_opened(server: ScriptedServer, rank: MakeRank) -> None:
     worker = rank(server.address)
     tables = worker.tables(1, 2)
     plan = LMCachePlan((worker.load_of("r", DIGESTS, tables),), (worker.store_of(DIGESTS, tables),))
@@ -310,7 +308,7 @@ def test_without_a_namespace_nothing_is_opened(server: ScriptedServer, rank: Mak
     assert server.calls == []
 
 
-def test_a_server_of_another_chunk_is_not_used(rank: MakeRank) -> None:
+def test_a_server_with_another_chunk_size_is_not_used(rank: MakeRank) -> None:
     def other_chunk(name: str, frames: Frames) -> Sequence[Frames]:
         [answer] = polite(name, frames)
         is_chunk = answer[3:] == [msgspec.msgpack.encode(256)]
@@ -325,9 +323,7 @@ def test_a_server_of_another_chunk_is_not_used(rank: MakeRank) -> None:
         assert reasons(worker, worker.load_of("r", DIGESTS, worker.tables(1, 2))) == ["io"]
 
 
-def test_pages_that_the_scheduler_says_are_smaller_than_blocks_are_refused(
-    server: ScriptedServer, rank: MakeRank
-) -> None:
+def test_page_sizes_smaller_than_blocks_are_refused(server: ScriptedServer, rank: MakeRank) -> None:
     worker = rank(server.address)
     tables = worker.tables(1, 2)
     sizes = worker.session_spec.payload_bytes
@@ -340,7 +336,7 @@ def test_pages_that_the_scheduler_says_are_smaller_than_blocks_are_refused(
     assert list(other.finish(0, 1).stores.values()) == [StoreOutcome(1)]
 
 
-def test_each_rank_names_pages_as_its_own(server: ScriptedServer, rank: MakeRank) -> None:
+def test_each_rank_has_its_own_page_identities(server: ScriptedServer, rank: MakeRank) -> None:
     ranks = [ready(rank(server.address, rank=number, world_size=2)) for number in (0, 1)]
     assert len({each.session.spec.identity(DIGESTS[0], 0, 0) for each in ranks}) == 2
 
@@ -348,8 +344,8 @@ def test_each_rank_names_pages_as_its_own(server: ScriptedServer, rank: MakeRank
 # Stores and room.
 
 
-def test_what_a_block_leaves_of_a_page_is_zero(server: ScriptedServer, rank: MakeRank) -> None:
-    """The page had other bytes before, which the server would be given with it."""
+def test_the_rest_of_a_page_after_a_block_is_zero(server: ScriptedServer, rank: MakeRank) -> None:
+    """The page had other bytes before, which the server would store too."""
     worker = rank(server.address)
     sizes = tuple(size + 64 for size in worker.session_spec.payload_bytes)
     plan = LMCachePlan((), (), NAMESPACE, sizes)
@@ -357,7 +353,7 @@ def test_what_a_block_leaves_of_a_page_is_zero(server: ScriptedServer, rank: Mak
     assert isinstance(worker.session.connection.wait_ready(WAIT_S), Ready)
     pool = worker.session._registration.pool
     pool.view[:] = b"\xee" * len(pool.view)
-    Stubborn(server, 0, "store")
+    SilentServer(server, 0, "store")
     worker.run(stores=[worker.store_of(DIGESTS, worker.tables(1, 2))])
     [lease] = worker.session._leases
     for group, blocks in lease.taken.blocks.items():
@@ -367,26 +363,26 @@ def test_what_a_block_leaves_of_a_page_is_zero(server: ScriptedServer, rank: Mak
             assert page[-64:] == bytes(64)
 
 
-def test_a_store_is_over_when_its_bytes_are_out_of_the_engine(server: ScriptedServer, rank: MakeRank) -> None:
+def test_a_store_ends_when_its_bytes_are_copied_from_the_engine(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address))
-    stubborn = Stubborn(server, 0, "store")
+    silent = SilentServer(server, 0, "store")
     ended = worker.run(stores=[worker.store_of(DIGESTS, worker.tables(1, 2))])
     assert list(ended.stores.values()) == [StoreOutcome(1)]
-    assert eventually(lambda: bool(stubborn.held))
+    assert eventually(lambda: bool(silent.held_back))
     assert worker.session.used_bytes > 0
-    stubborn.send_delayed(worker)
+    silent.send_delayed(worker)
     assert worker.all_pages_are_free()
     counted = worker.counted()
     assert (counted["lmcache_operations_total store done"], counted["lmcache_chunks_total store"]) == (1, 2)
 
 
-def test_a_store_without_an_answer_keeps_its_pages_until_another_connection_has_other_memory(
+def test_an_unanswered_store_keeps_its_pages_until_new_memory_is_registered(
     server: ScriptedServer, rank: MakeRank
 ) -> None:
     clock = Clock()
     pool = pool_of(GEMMA, 4)
     worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, store_timeout_seconds=10.0), clock)
-    Stubborn(server, 0, "store")
+    SilentServer(server, 0, "store")
     tables = worker.tables(1, 16)
     digests = digests_of("long", 3)
     instance = worker.session.connection.ready.registration.instance  # type: ignore[union-attr]
@@ -395,29 +391,27 @@ def test_a_store_without_an_answer_keeps_its_pages_until_another_connection_has_
     worker.begin(stores=[worker.store_of(digests, tables)])
     assert worker.worker.results().finished == set()
     assert worker.worker.outcome() is None, "it waits for room"
-    assert reasons(worker, worker.load_of("r", digests[:1], tables)) == ["missing"], "and a load need not"
+    assert reasons(worker, worker.load_of("r", digests[:1], tables)) == ["missing"], "a load need not wait"
     clock.advance(11.0)
     ended = worker.finish(0, 1)
     assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
     server.script = polite
-    assert eventually(lambda: clock.advance(0.02) is None and is_another(worker, instance))
+    assert eventually(lambda: clock.advance(0.02) is None and is_new_memory(worker, instance))
     assert worker.session.used_bytes == 0
     ended = worker.run(stores=[worker.store_of(digests, tables)])
-    assert list(ended.stores.values()) == [StoreOutcome(1)], "copied into the other memory"
+    assert list(ended.stores.values()) == [StoreOutcome(1)], "copied into the new memory"
     assert worker.all_pages_are_free()
 
 
-def test_loads_that_find_no_room_because_of_questions_without_an_answer_get_other_memory(
-    server: ScriptedServer, rank: MakeRank
-) -> None:
+def test_loads_without_room_after_unanswered_calls_get_new_memory(server: ScriptedServer, rank: MakeRank) -> None:
     clock = Clock()
     pool = pool_of(GEMMA, 2)
     worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, load_timeout_s=30.0), clock)
     instance = worker.session.connection.ready.registration.instance  # type: ignore[union-attr]
-    stubborn = Stubborn(server, 2, "retrieve")
+    silent = SilentServer(server, 2, "retrieve")
     tables = worker.tables(1, 2)
     worker.begin(loads=[worker.load_of("first", DIGESTS, tables)])
-    assert eventually(lambda: bool(stubborn.held))
+    assert eventually(lambda: bool(silent.held_back))
     clock.advance(20.0)
     worker.begin(loads=[worker.load_of("second", DIGESTS, tables)])
     clock.advance(15.0)
@@ -425,19 +419,19 @@ def test_loads_that_find_no_room_because_of_questions_without_an_answer_get_othe
     clock.advance(20.0)
     ended = worker.finish(1, 0)
     assert [failure.reason for failure in ended.failures["second"]] == ["timeout"]
-    assert eventually(lambda: clock.advance(0.02) is None and is_another(worker, instance))
+    assert eventually(lambda: clock.advance(0.02) is None and is_new_memory(worker, instance))
     server.script = polite
     assert reasons(worker, worker.load_of("third", DIGESTS, tables)) == ["missing"]
     assert worker.all_pages_are_free()
 
 
-def is_another(worker: Rank, instance: int) -> bool:
-    """Whether the server knows other memory of this rank."""
+def is_new_memory(worker: Rank, instance: int) -> bool:
+    """True if the server knows other memory of this rank than before."""
     now = worker.session.ready
     return now is not None and now.registration is not None and now.registration.instance != instance
 
 
-def test_a_store_that_is_larger_than_the_pool_goes_in_several(server: ScriptedServer, rank: MakeRank) -> None:
+def test_a_store_larger_than_the_pool_is_split(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address, DEEPSEEK_V4, pool=pool_of(DEEPSEEK_V4, 4)))
     ended = worker.run(stores=[worker.store_of(digests_of("long", 16), worker.tables(1, 16))])
     assert list(ended.stores.values()) == [StoreOutcome(1)]
@@ -445,58 +439,56 @@ def test_a_store_that_is_larger_than_the_pool_goes_in_several(server: ScriptedSe
     assert worker.all_pages_are_free()
 
 
-def test_a_load_that_is_larger_than_the_pool_fails_at_once(server: ScriptedServer, rank: MakeRank) -> None:
+def test_a_load_larger_than_the_pool_fails_at_once(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address, DEEPSEEK_V4, pool=pool_of(DEEPSEEK_V4, 4)))
     assert reasons(worker, worker.load_of("r", digests_of("long", 5), worker.tables(1, 5))) == ["busy"]
-    Stubborn(server, num_found=4)
+    SilentServer(server, num_found=4)
     assert reasons(worker, worker.load_of("r", digests_of("long", 4), worker.tables(1, 4))) == ["missing"] * 4
 
 
-def test_loads_that_wait_for_room_come_before_stores(server: ScriptedServer, rank: MakeRank) -> None:
+def test_waiting_loads_get_room_before_stores(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address, QWEN3_NEXT, pool=pool_of(QWEN3_NEXT, 4)))
-    stubborn = Stubborn(server, 4, "retrieve")
+    silent = SilentServer(server, 4, "retrieve")
     digests = digests_of("long", 4)
     tables = worker.tables(1, 4)
     worker.begin(loads=[worker.load_of("first", digests, tables, 2)])
-    assert eventually(lambda: len(stubborn.held) == 1)
+    assert eventually(lambda: len(silent.held_back) == 1)
     used_bytes = worker.session.used_bytes
     assert 0 < used_bytes < worker.session.capacity_bytes
     worker.begin(loads=[worker.load_of("second", digests, tables)], stores=[worker.store_of(digests[:1], tables)])
     assert worker.worker.results().finished == set()
-    assert worker.session.used_bytes == used_bytes, "the load has no room, and the store must not take what there is"
-    stubborn.send_delayed(worker)
+    assert worker.session.used_bytes == used_bytes, "the load has no room, and the store must not take the rest"
+    silent.send_delayed(worker)
     ended = worker.finish(2, 1)
     assert ended.finished == {"first", "second"}
     names = [name for name in server.calls if name in ("retrieve", "store")]
     assert names == ["retrieve", "retrieve", "store"]
 
 
-def test_a_store_ends_in_its_time_while_loads_wait_and_ends_none_of_them(
-    server: ScriptedServer, rank: MakeRank
-) -> None:
-    """The engine's blocks are pinned for it. A load may take longer than a store waits: nothing is overdue."""
+def test_a_store_times_out_while_loads_wait_and_fails_none_of_them(server: ScriptedServer, rank: MakeRank) -> None:
+    """The store pins blocks of the engine. A load may wait longer than a store: nothing is overdue."""
     clock = Clock()
     connection = ConnectionOptions(beat_s=FOREVER_S)
     keys: dict[str, Any] = {"pool": pool_of(QWEN3_NEXT, 4), "load_timeout_s": 30.0, "store_timeout_seconds": 10.0}
     worker = ready(rank(server.address, QWEN3_NEXT, clock=clock, connection=connection, **keys), clock)
-    stubborn = Stubborn(server, 4, "retrieve")
+    silent = SilentServer(server, 4, "retrieve")
     digests = digests_of("long", 4)
     tables = worker.tables(1, 4)
     worker.begin(loads=[worker.load_of(name, digests, tables) for name in ("first", "second")])
-    assert eventually(lambda: len(stubborn.held) == 1)
+    assert eventually(lambda: len(silent.held_back) == 1)
     instance = worker.session.connection.ready.registration.instance  # type: ignore[union-attr]
     worker.begin(stores=[worker.store_of(digests[:1], tables)])
     clock.advance(11.0)
     ended = worker.finish(0, 1)
     assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
     assert not ended.finished
-    stubborn.send_delayed(worker)
+    silent.send_delayed(worker)
     ended = worker.finish(2, 0)
     assert {failure.reason for each in ended.failures.values() for failure in each} == {"missing"}
-    assert not is_another(worker, instance)
+    assert not is_new_memory(worker, instance)
 
 
-def test_a_store_of_a_block_outside_the_engine_fails_alone(server: ScriptedServer, rank: MakeRank) -> None:
+def test_a_store_with_an_invalid_block_fails_alone(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address, num_blocks=64))
     bad = PageStore(100, DIGESTS, 0, (PageCopy(0, 0, 0, (99,)),))
     good = worker.store_of(DIGESTS, {group: list(range(1, 33)) for group in range(3)})
@@ -506,17 +498,19 @@ def test_a_store_of_a_block_outside_the_engine_fails_alone(server: ScriptedServe
     assert worker.all_pages_are_free()
 
 
-def held(store: PageStore) -> PageStore:
-    """The same, not to be handed over yet."""
+def held_back(store: PageStore) -> PageStore:
+    """The same store, not to be handed over yet."""
     return msgspec.structs.replace(store, is_held=True)
 
 
-def test_a_store_that_is_held_is_handed_over_when_it_is_let_go_or_never(server: ScriptedServer, rank: MakeRank) -> None:
+def test_a_held_store_is_handed_over_on_release_or_dropped(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address, DEEPSEEK_V4, pool=pool_of(DEEPSEEK_V4, 8)))
     tables = worker.tables(1, 4)
-    good, bad = (held(worker.store_of(digests_of(name, 3), tables)) for name in ("good", "bad"))
+    good, bad = (held_back(worker.store_of(digests_of(name, 3), tables)) for name in ("good", "bad"))
     for store in (good, bad):
-        assert worker.run(stores=[store]).stores[store.store_id] == StoreOutcome(1), "its bytes are out of the engine"
+        assert worker.run(stores=[store]).stores[store.store_id] == StoreOutcome(1), (
+            "its bytes are copied from the engine"
+        )
     assert "store" not in server.calls
     used_bytes = worker.session.used_bytes
     worker.begin(releases=[StoreRelease(bad.store_id, False)])
@@ -526,21 +520,21 @@ def test_a_store_that_is_held_is_handed_over_when_it_is_let_go_or_never(server: 
         releases=[StoreRelease(good.store_id, True), StoreRelease(good.store_id, True), StoreRelease(77, True)]
     )
     assert worker.all_pages_are_free()
-    # In runs of two chunks, as it was copied; each once.
+    # In runs of two chunks, as it was copied; each run once.
     assert server.calls.count("store") == 2
     assert worker.counted()["lmcache_chunks_total store"] == 3
 
 
-def test_pages_that_are_held_are_not_taken_for_lost(server: ScriptedServer, rank: MakeRank) -> None:
+def test_pages_of_held_stores_do_not_count_as_overdue(server: ScriptedServer, rank: MakeRank) -> None:
     clock = Clock()
     pool = pool_of(GEMMA, 2)
     timeouts = {"load_timeout_s": 30.0, "store_timeout_seconds": 10.0}
     worker = ready(rank(server.address, clock=clock, connection=QUIET, pool=pool, **timeouts), clock)
     instance = worker.session.connection.ready.registration.instance  # type: ignore[union-attr]
     tables = worker.tables(1, 2)
-    store = held(worker.store_of(DIGESTS[:1], tables))
+    store = held_back(worker.store_of(DIGESTS[:1], tables))
     worker.run(stores=[store])
-    Stubborn(server, num_found=1)
+    SilentServer(server, num_found=1)
     worker.begin(loads=[worker.load_of("too large", DIGESTS, tables)])
     clock.advance(29.0)
     other = worker.load_of("goes on", DIGESTS[:1], tables)
@@ -549,41 +543,39 @@ def test_pages_that_are_held_are_not_taken_for_lost(server: ScriptedServer, rank
     assert reasons(worker, other) == ["missing"]
     worker.begin(releases=[StoreRelease(store.store_id, True)])
     assert worker.all_pages_are_free()
-    assert "store" in server.calls and not is_another(worker, instance)
+    assert "store" in server.calls and not is_new_memory(worker, instance)
 
 
-def test_what_is_under_way_ends_when_the_worker_is_closed(server: ScriptedServer, rank: MakeRank) -> None:
+def test_open_loads_end_when_the_worker_is_closed(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address))
-    stubborn = Stubborn(server, 2, "query_prefetch_status")
+    silent = SilentServer(server, 2, "query_prefetch_status")
     worker.begin(loads=[worker.load_of("r", DIGESTS, worker.tables(1, 2))])
-    assert eventually(lambda: bool(stubborn.held))
-    stubborn.send_delayed(worker)
+    assert eventually(lambda: bool(silent.held_back))
+    silent.send_delayed(worker)
     worker.close()
     results = worker.worker._outcomes.take_results()
     assert results.finished == results.failed == {"r"}
     assert "unregister_kv_cache" in server.calls
 
 
-def test_what_waits_for_the_server_when_the_engine_sleeps_copies_nothing_after_it(
-    server: ScriptedServer, rank: MakeRank
-) -> None:
+def test_a_load_waiting_for_the_server_copies_nothing_after_a_sleep(server: ScriptedServer, rank: MakeRank) -> None:
     worker = ready(rank(server.address))
-    stubborn, before, tables = Stubborn(server, 2, "retrieve"), worker.everything(), worker.tables(1, 2)
+    silent, before, tables = SilentServer(server, 2, "retrieve"), worker.everything(), worker.tables(1, 2)
     worker.begin(loads=[worker.load_of("r", DIGESTS, tables)])
-    assert eventually(lambda: bool(stubborn.held))
+    assert eventually(lambda: bool(silent.held_back))
     assert worker.worker.suspend(WAIT_S)
     ended = worker.finish(1, 0)
     assert [failure.reason for failure in ended.failures["r"]] == ["busy"]
     ended = worker.run(stores=[worker.store_of(DIGESTS, tables)])
     assert [outcome.reason for outcome in ended.stores.values()] == ["busy"]
     worker.worker.resume()
-    stubborn.send_delayed(worker)
+    silent.send_delayed(worker)
     assert worker.all_pages_are_free()
     assert worker.everything() == before
     assert list(worker.run(stores=[worker.store_of(DIGESTS, tables)]).stores.values()) == [StoreOutcome(1)]
 
 
-def test_facts_are_told_once(rank: MakeRank) -> None:
+def test_facts_are_returned_once(rank: MakeRank) -> None:
     with ScriptedServer() as server:
         worker = rank(server.address).worker
         assert worker.take_facts() is None

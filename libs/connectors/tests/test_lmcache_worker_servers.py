@@ -1,4 +1,6 @@
-"""Workers of HybridLMCacheConnector at real servers: what one stored the other has, byte for byte, or not at all."""
+"""Workers of HybridLMCacheConnector with real servers: chunks of one worker load at another, byte for byte, or not at
+all.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,7 @@ SOON = ConnectionOptions(call_timeout_s=patience.seconds(0.3), beat_s=0.2, retry
 
 @pytest.fixture(scope="module", params=sorted(CODECS))
 def lmcache(request: pytest.FixtureRequest) -> list[str]:
-    """What starts a server of each version."""
+    """Command that starts a server of each version."""
     found = command(request.param)
     if found is None:
         pytest.skip(f"{variable(request.param)} names no lmcache of version {request.param}")
@@ -64,7 +66,7 @@ def rank(request: pytest.FixtureRequest) -> Iterator[MakeRank]:
 
 
 def changed(rank: Rank, before: dict[tuple[int, int], bytes]) -> set[tuple[int, int]]:
-    """Blocks that are not what they were."""
+    """Blocks with changed bytes."""
     now = rank.everything()
     return {key for key in now if now[key] != before[key]}
 
@@ -88,7 +90,7 @@ def test_what_one_worker_stored_another_loads_into_other_blocks(
     assert (ended.finished, ended.failed) == ({"r"}, set()), ended
     positions = second.needed(16, start_chunk)
     assert loaded(second, wanted, positions) == loaded(first, stored, positions)
-    assert loaded(second, wanted, positions) != loaded(first, wanted, positions), "the same blocks are others"
+    assert loaded(second, wanted, positions) != loaded(first, wanted, positions), "the same block IDs hold other bytes"
     named = {(group, wanted[group][at]) for group, each in positions.items() for at in each}
     assert changed(second, poison) == named
     assert first.all_pages_are_free() and second.all_pages_are_free()
@@ -105,7 +107,7 @@ def test_a_prompt_of_deepseek_v4_has_the_blocks_that_its_groups_have_and_equal_g
     parts = page_transfer(first.session_spec, first.geometry, store.copies, ChunkSpan(0, 16))
     pages = {part.group: range(1, 1 + len(part.positions)) for part in parts.parts}
     tables = block_tables(first.geometry, parts, pages)
-    # In the server's order, and of windows the two of four blocks that it keeps of each chunk.
+    # In the server's order; of each window chunk two of four blocks are kept.
     assert [len(table) for table in tables] == [16, 1024, 512, 64, 64]
     assert [sum(page > 0 for page in table) for table in tables] == [16, 1024, 512, 32, 32]
     first.fill(stored, seed=1)
@@ -163,7 +165,7 @@ def test_ranks_load_their_own_part_of_what_all_of_them_have(server: ServerProces
     assert [failure.reason for failure in ended.failures["early"]] == ["missing"]
     assert not changed(ranks[1], before)
     ranks[1].store(digests, stored)
-    # As the scheduler does: one lookup for all ranks. Its locks stay until each rank has its part.
+    # As in the scheduler: one lookup for all ranks. Its locks stay until each rank has loaded its part.
     operations = ranks[0].session.operations
     everybody = wait(lambda end: operations.lookup(ranks[0].session.prefix(digests), None, WAIT_S, end))
     assert isinstance(everybody, CallAnswer) and everybody.value.num_chunks == 3
@@ -176,7 +178,7 @@ def test_ranks_load_their_own_part_of_what_all_of_them_have(server: ServerProces
 
 
 def locks(server: ServerProcess) -> tuple[int, int]:
-    """Objects that are locked for reading, and sessions."""
+    """Numbers of read-locked objects and of sessions."""
     status = server.status()
     return status["storage_manager"]["l1_manager"]["read_locked_count"], status["active_sessions"]
 
@@ -235,7 +237,7 @@ def test_a_page_that_is_wrong_fails_its_load_is_withdrawn_and_stored_anew(
     real = Operations.store
 
     def store(self: Operations, prefix: Any, rank: int, chunks: Any, pages: Pages, *rest: Any) -> None:
-        """Damages a page of the chunk at 2 on its way to the server, behind the seal."""
+        """Damage one page of chunk 2 on its way to the server, after it was sealed."""
         if chunks[0] <= 2 < chunks[1]:
             group, page = 3, pages.taken.blocks[3][(2 - chunks[0]) * 64 + 7]
             damage(first.session._registration.pool.page(group, page), first.session_spec.groups[group].payload_bytes)
@@ -248,7 +250,7 @@ def test_a_page_that_is_wrong_fails_its_load_is_withdrawn_and_stored_anew(
     ended = second.run(loads=[second.load_of("r", digests, wanted)])
     assert ended.failed == {"r"}
     assert [(failure.reason, failure.key) for failure in ended.failures["r"]] == [(reason, digests[2])]
-    assert not changed(second, before), "not a byte of the good pages either"
+    assert not changed(second, before), "no byte of the good pages either"
     assert second.counted()["lmcache_withdrawals_total"] == 1
     assert eventually(lambda: not second.is_readable(digests, timeout_s=patience.seconds(0.1)))
     assert second.is_readable(digests[:2])
@@ -259,12 +261,12 @@ def test_a_page_that_is_wrong_fails_its_load_is_withdrawn_and_stored_anew(
     assert changed(second, before)
 
 
-# Servers that go.
+# Servers that end or stop.
 
 
 @pytest.fixture
 def mortal(lmcache: Sequence[str], tmp_path: Path) -> Iterator[Callable[..., ServerProcess]]:
-    """Starts servers that a test ends as it likes."""
+    """Starts servers that a test may end."""
     started: list[ServerProcess] = []
 
     def start(before: ServerProcess | None = None) -> ServerProcess:
@@ -278,7 +280,7 @@ def mortal(lmcache: Sequence[str], tmp_path: Path) -> Iterator[Callable[..., Ser
 
 @pytest.fixture
 def stopping(monkeypatch: pytest.MonkeyPatch) -> Callable[[ServerProcess], threading.Event]:
-    """Stops a server as soon as something is about to be retrieved, so that it is under way for certain."""
+    """Stops a server at the first retrieve, so that the retrieve is in flight for certain."""
 
     def stop(server: ServerProcess) -> threading.Event:
         real, is_asked = Operations.retrieve, threading.Event()
@@ -316,7 +318,7 @@ def test_a_server_that_is_killed_in_mid_flight_fails_what_is_under_way_and_serve
     server.kill()
     ended = worker.finish(1, 1)
     assert [failure.reason for failure in ended.failures["r"]] == ["io"]
-    assert list(ended.stores.values()) == [StoreOutcome(1)], "its bytes are out of the engine's blocks"
+    assert list(ended.stores.values()) == [StoreOutcome(1)], "its bytes are copied from the engine's blocks"
     assert not changed(worker, before)
     assert eventually(lambda: worker.session.ready is None)
     ended = worker.run(loads=[worker.load_of("gone", digests, wanted)], stores=[worker.store_of(others, stored)])
@@ -327,7 +329,7 @@ def test_a_server_that_is_killed_in_mid_flight_fails_what_is_under_way_and_serve
     mortal(server)
     assert eventually(lambda: worker.session.ready is not None)
     ended = worker.run(loads=[worker.load_of("back", digests, wanted)])
-    assert [failure.reason for failure in ended.failures["back"]] == ["missing"], "its memory is gone"
+    assert [failure.reason for failure in ended.failures["back"]] == ["missing"], "the restarted server has no chunks"
     worker.store(digests, stored)
     assert worker.run(loads=[worker.load_of("again", digests, wanted)]).failed == set()
     assert loaded(worker, wanted, positions) == content
@@ -359,11 +361,11 @@ def test_a_server_that_stands_still_fails_a_load_at_its_deadline_and_writes_to_n
     is_asked = stopping(server)
     worker.begin(loads=[worker.load_of("r", digests, wanted)])
     assert is_asked.wait(WAIT_S)
-    assert worker.worker.results().finished == set(), "not before its time"
+    assert worker.worker.results().finished == set(), "not before the deadline"
     skipped[0] = FOREVER_S
     ended = worker.finish(1, 0)
     assert [failure.reason for failure in ended.failures["r"]] == ["timeout"]
-    assert worker.session.used_bytes > 0, "the server will write there yet"
+    assert worker.session.used_bytes > 0, "the server may still write there"
     server.signal(signal.SIGCONT)
     assert worker.all_pages_are_free()
     assert not changed(worker, before)

@@ -1,4 +1,4 @@
-"""The copies of a load are those of its transfers, however many of them are made at once."""
+"""Copies of a load equal those of its transfers, one by one or many at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PAGE_BYTES = 24
 
 
 @given(st.sampled_from(MIXES), st.sampled_from([None, BLOCK]), st.integers(1, 12), st.data())
-def test_copies_made_together_are_those_made_one_by_one(
+def test_copies_made_at_once_equal_copies_made_one_by_one(
     groups: list[GroupSpec], tail_tokens: int | None, num_chunks: int, data: st.DataObject
 ) -> None:
     is_with_tails = tail_tokens is not None and groups[-1] is STATE
@@ -50,7 +50,7 @@ def test_copies_made_together_are_those_made_one_by_one(
     assert list(together.copies) == alone
     assert together.local_bytes == sum(bytes_of(layout, copy) for copy in alone if copy.local_blocks)
     assert together.tier_bytes == sum(bytes_of(layout, copy) for copy in alone if not copy.local_blocks)
-    # Where nothing comes from blocks there is no object for a chunk, and in places of one extent or of several.
+    # Without local blocks no object per chunk is made; slots have one extent or several.
     scattered = [Slot(tuple((each + more, 1) for more in range(1 + each % 7 // 5))) for each in range(len(keys))]
     runs = plan_load_runs(spec, boundary, 0, tables)
     from_tier = copies_of_runs(layout, runs, keys, scattered)
@@ -62,7 +62,7 @@ def test_copies_made_together_are_those_made_one_by_one(
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.booleans(), st.lists(st.integers(0, 19), max_size=2))
-def test_keys_by_their_ends_are_those_asked_for_one_by_one(units: list[int], in_a_row: bool, kept: list[int]) -> None:
+def test_keys_at_given_ends_equal_keys_one_by_one(units: list[int], in_a_row: bool, kept: list[int]) -> None:
     made = make_layout([FULL, STATE], BLOCK)
     chunk = made.spec.chunk_tokens
     first = units[0] // 2 + 1

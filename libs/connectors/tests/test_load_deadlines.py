@@ -1,4 +1,4 @@
-"""However the slow tier misbehaves, a request waits for it no longer than it was told, all its waits together."""
+"""Deadlines of a request: all its waits for a secondary tier together stay within the load timeout."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ STEP_S = 0.25
 
 
 class Bench:
-    """A planner over two tiers. The slow one holds every chunk of the first `CHUNKS`."""
+    """Load planner over two tiers. The secondary tier holds every chunk of the first `CHUNKS`."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
         self.layout = make_layout([FULL, STATE])
-        self.primary, self.far = RamIndex(1 << 22, 4096), RamIndex(1 << 22, 4096)
+        self.primary, self.secondary = RamIndex(1 << 22, 4096), RamIndex(1 << 22, 4096)
         options = SecondaryTierOptions(load_timeout_s=LOAD_TIMEOUT_S)
-        self.stack = TierStack(self.primary, [SecondaryTier("disk", self.far, options)], 1, lambda: self.now_s)
+        self.stack = TierStack(self.primary, [SecondaryTier("disk", self.secondary, options)], 1, lambda: self.now_s)
         deadlines = Deadlines(10.0, LOAD_TIMEOUT_S, lambda: self.now_s)
         self.admission = LoadAdmission(self.layout.spec, 64)
         self.metrics = ConnectorMetrics()
@@ -47,8 +47,8 @@ class Bench:
         self.hashes = HASHES[: CHUNKS * 2]
         for group in (0, 1):
             for end in range(CHUNK_TOKENS, CHUNKS * CHUNK_TOKENS + 1, CHUNK_TOKENS):
-                self.far.reserve(self.key(group, end), 1)
-                self.far.commit(self.key(group, end))
+                self.secondary.reserve(self.key(group, end), 1)
+                self.secondary.commit(self.key(group, end))
         self.states = {self.key(1, end) for end in range(CHUNK_TOKENS, CHUNKS * CHUNK_TOKENS + 1, CHUNK_TOKENS)}
 
     def key(self, group: int, end: int) -> bytes:
@@ -57,9 +57,10 @@ class Bench:
     def ask(
         self, name: str, read_s: float, reason: FailureReason | None, steps: bool = True, step_s: float = STEP_S
     ) -> tuple[int, float]:
-        """What a request was offered at last, and how long it waited. Every state takes so long, and fails so.
+        """Tokens that a request is offered in the end, and its waiting time. Each state takes `read_s` and fails with
+        `reason`.
 
-        `steps`: the engine tells of its steps; else it does nothing but ask.
+        `steps`: the engine takes steps; otherwise it only polls.
         """
         request = SimpleNamespace(request_id=name, num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=self.hashes)
         tracked = TrackedRequest(cast(Any, request), None, RequestKeys(self.layout.spec, self.layout.keys))
@@ -107,9 +108,10 @@ def test_saved_time_and_the_whole_wait_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("steps", "is_hit"), [(100, True), (0, False)])
-def test_a_request_that_the_engine_does_not_poll_for_long_keeps_its_hit(steps: int, is_hit: bool) -> None:
-    """It had to wait for a promotion; then other requests filled the engine. Where the engine takes no step either, the
-    tier is late."""
+def test_a_request_without_polls_for_long_keeps_its_hit(steps: int, is_hit: bool) -> None:
+    """It waits for a promotion while other requests fill the engine. If the engine takes no step either, the tier is
+    late.
+    """
     bench = Bench()
     request = SimpleNamespace(request_id="a", num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=bench.hashes)
     tracked = TrackedRequest(cast(Any, request), None, RequestKeys(bench.layout.spec, bench.layout.keys))
@@ -131,8 +133,8 @@ def test_a_request_that_the_engine_does_not_poll_for_long_keeps_its_hit(steps: i
     assert (offered == CHUNKS * CHUNK_TOKENS) is is_hit
 
 
-def test_polls_that_are_far_apart_end_a_wait_too() -> None:
-    """The tier never takes the promotion, and the engine polls the request in every second step, a minute apart."""
+def test_distant_polls_end_a_wait_too() -> None:
+    """The tier never accepts the promotion, and the engine polls the request in every second step, a minute apart."""
     bench = Bench()
     request = SimpleNamespace(request_id="a", num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=bench.hashes)
     tracked = TrackedRequest(cast(Any, request), None, RequestKeys(bench.layout.spec, bench.layout.keys))
@@ -150,9 +152,9 @@ def test_polls_that_are_far_apart_end_a_wait_too() -> None:
 
 
 @pytest.mark.parametrize("has_async_lookups", [True, False])
-def test_a_chunk_of_another_length_is_not_loaded_and_never_met_again(has_async_lookups: bool) -> None:
+def test_a_chunk_of_another_length_is_not_loaded_and_withdrawn(has_async_lookups: bool) -> None:
     bench = Bench()
-    # As over a store elsewhere, which says how long its chunks are; here each says 1 byte.
+    # An async tier reports the length of its chunks; here each has 1 byte.
     bench.stack.has_async_lookups = has_async_lookups
     request = SimpleNamespace(request_id="a", num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=bench.hashes)
     tracked = TrackedRequest(cast(Any, request), None, RequestKeys(bench.layout.spec, bench.layout.keys))
@@ -171,18 +173,18 @@ def test_a_chunk_of_another_length_is_not_loaded_and_never_met_again(has_async_l
     assert is_there == (0 if has_async_lookups else CHUNKS)
     bench.in_flight.on_ended("a", tracked, failed=has_async_lookups)
     bench.primary.clear()
-    assert bench.primary.used_bytes == 0, "nothing stays pinned"
+    assert bench.primary.used_bytes == 0, "no chunk stays pinned"
 
 
 @pytest.mark.parametrize("reason", [FailureReason.CHECKSUM, FailureReason.MISSING, FailureReason.IO])
-def test_one_chunk_after_the_other_is_lost_and_the_request_waits_no_longer_for_all_than_for_one(
+def test_repeated_losses_do_not_extend_the_wait(
     reason: FailureReason,
 ) -> None:
     offered, waited_s = Bench().ask("a", 20.0, reason)
     assert offered == 0 and waited_s <= LOAD_TIMEOUT_S + 2 * STEP_S
 
 
-def test_chunks_that_come_in_time_are_worth_the_wait() -> None:
+def test_chunks_that_arrive_in_time_are_used() -> None:
     offered, waited_s = Bench().ask("a", 20.0, None)
     assert offered == CHUNKS * CHUNK_TOKENS and 20.0 <= waited_s <= 20.0 + 2 * STEP_S
 
@@ -194,24 +196,24 @@ def test_quick_losses_leave_time_for_a_shorter_boundary() -> None:
     assert offered == 18 * CHUNK_TOKENS and waited_s < LOAD_TIMEOUT_S
 
 
-def test_what_one_request_waited_for_in_vain_costs_the_next_one_no_wait() -> None:
+def test_a_timeout_of_one_request_costs_the_next_no_wait() -> None:
     bench = Bench()
     assert bench.ask("a", 1e9, None) == (0, pytest.approx(LOAD_TIMEOUT_S, abs=2 * STEP_S))
     bench.now_s += 600
-    # The one read that is stuck is of the longest boundary: what it has is computed, what lies before it is offered.
+    # The late read is of the longest boundary: its chunk is computed, and the chunks before it are offered.
     for name in "bcd":
         offered, waited_s = bench.ask(name, 0.0, None)
         assert offered == (CHUNKS - 1) * CHUNK_TOKENS and waited_s <= 4 * STEP_S
         bench.now_s += 600
 
 
-def test_a_request_that_is_asked_about_in_no_step_waits_no_longer_than_another() -> None:
+def test_a_request_polled_without_steps_waits_no_longer() -> None:
     bench = Bench()
     assert bench.ask("a", 1e9, None, steps=False) == (0, pytest.approx(LOAD_TIMEOUT_S, abs=2 * STEP_S))
 
 
 @pytest.mark.parametrize("step_s", [1e-3, 10.0])
-def test_room_beside_other_loads_is_waited_for_in_bounds_however_long_a_step_takes(step_s: float) -> None:
+def test_the_wait_for_room_is_bounded_for_any_step_length(step_s: float) -> None:
     bench = Bench()
     bench.planner.bind_block_pool(cast(Any, SimpleNamespace(num_gpu_blocks=32, get_num_free_blocks=lambda: 16)))
     bench.admission.take("somebody", 10_000)
@@ -221,8 +223,8 @@ def test_room_beside_other_loads_is_waited_for_in_bounds_however_long_a_step_tak
 
 
 @pytest.mark.parametrize("is_asked", [True, False], ids=["asked", "not asked"])
-def test_only_a_request_that_was_looked_up_is_counted_as_one(is_asked: bool) -> None:
-    """The engine asks nothing where a request goes on from what it holds itself after a load that failed."""
+def test_only_a_looked_up_request_counts_as_a_lookup(is_asked: bool) -> None:
+    """The engine looks nothing up when a request goes on from its own blocks after a failed load."""
     bench = Bench()
     request = SimpleNamespace(request_id="a", num_tokens=CHUNKS * CHUNK_TOKENS + 1, block_hashes=bench.hashes)
     tracked = TrackedRequest(cast(Any, request), None, RequestKeys(bench.layout.spec, bench.layout.keys))

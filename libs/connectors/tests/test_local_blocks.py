@@ -1,4 +1,4 @@
-"""Blocks of the engine are found by what they hold, in the engine's own pool, and kept until they are let go."""
+"""Local blocks: cached blocks of the engine's own pool are found by content, and pinned until they are freed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def new_request(lora: LoRARequest | None = None) -> Request:
 
 
 class Bench:
-    """A pool in which one request has left all blocks of two groups, and another request that begins alike."""
+    """Pool with all blocks of two groups cached by a request, and another request with the same beginning."""
 
     def __init__(self, layout: CacheLayout | None = None, lora: LoRARequest | None = None) -> None:
         self.layout = layout or make_layout((FULL, LARGE)).layout
@@ -68,7 +68,7 @@ class Bench:
         self.pool.evict_blocks({block.block_id for block in blocks})
 
 
-def test_blocks_are_found_by_what_they_hold_whatever_a_groups_block_is() -> None:
+def test_blocks_are_found_by_content_for_any_block_size() -> None:
     bench = Bench()
     small, large = ([block.block_id for block in blocks] for blocks in bench.left)
     assert [(run.group_index, *run.end_tokens(2 * BLOCK)) for run in bench.runs] == [
@@ -78,14 +78,14 @@ def test_blocks_are_found_by_what_they_hold_whatever_a_groups_block_is() -> None
     assert bench.find() == LocalCopies((*pairs, *((block_id,) for block_id in large)), TOKENS)
 
 
-def test_blocks_that_were_given_away_are_not_found() -> None:
+def test_evicted_blocks_are_not_found() -> None:
     bench = Bench()
     bench.evict([bench.left[0][3], bench.left[1][2]])
     assert [bool(ids) for ids in bench.find().block_ids] == [True, False, False, True, True, False]
     assert bench.find().num_tokens == 2 * BLOCK
 
 
-def test_pinned_blocks_are_given_to_nobody_until_they_are_let_go() -> None:
+def test_pinned_blocks_are_not_allocated_until_they_are_freed() -> None:
     bench = Bench()
     free = bench.pool.get_num_free_blocks()
     found = bench.find()
@@ -99,7 +99,7 @@ def test_pinned_blocks_are_given_to_nobody_until_they_are_let_go() -> None:
     assert bench.pool.get_num_free_blocks() == 9 and not bench.local.holds_freed_blocks()
 
 
-def test_what_a_running_request_holds_is_copied_too_and_gives_nothing_back() -> None:
+def test_blocks_of_a_running_request_are_found_and_free_nothing() -> None:
     bench = Bench()
     for blocks in bench.left:
         bench.pool.touch(blocks)
@@ -107,7 +107,7 @@ def test_what_a_running_request_holds_is_copied_too_and_gives_nothing_back() -> 
     assert bench.find().num_tokens == TOKENS and not bench.local.holds_freed_blocks()
 
 
-def test_nothing_stays_pinned_at_the_end() -> None:
+def test_close_unpins_all_blocks() -> None:
     bench = Bench()
     free = bench.pool.get_num_free_blocks()
     bench.local.pin("a", bench.find())
@@ -116,17 +116,17 @@ def test_nothing_stays_pinned_at_the_end() -> None:
     assert bench.pool.get_num_free_blocks() == free
 
 
-def test_with_an_adapter_nothing_is_found() -> None:
+def test_a_request_with_an_adapter_finds_no_block() -> None:
     assert Bench(lora=LoRARequest("a", 1, "/nowhere")).look() is None
 
 
-def test_hashes_that_two_contents_may_share_name_nothing() -> None:
+def test_hashes_that_may_collide_find_no_block() -> None:
     layout = dataclasses.replace(make_layout((FULL, LARGE)).layout, hash_algorithm="xxhash")
     assert Bench(layout).look() is None
 
 
 @pytest.mark.parametrize("switch", ["by configuration", "later", "without a pool", "without prefix caching"])
-def test_switched_off_nothing_is_found(switch: str) -> None:
+def test_local_blocks_switched_off_find_nothing(switch: str) -> None:
     bench = Bench()
     assert bench.find().num_tokens == TOKENS
     if switch == "later":
@@ -140,14 +140,14 @@ def test_switched_off_nothing_is_found(switch: str) -> None:
     assert bench.look() is None
 
 
-def test_tokens_that_have_no_hash_yet_are_not_found() -> None:
+def test_tokens_without_a_hash_are_not_found() -> None:
     bench = Bench()
     del bench.tracked.request.block_hashes[3:]
     assert bench.find().num_tokens == 2 * BLOCK
 
 
 @pytest.mark.parametrize(("policy", "is_early"), [("fcfs", False), ("priority", True)])
-def test_by_priority_a_block_may_be_hashed_that_nobody_computes(policy: str, is_early: bool) -> None:
+def test_only_the_priority_policy_hashes_blocks_before_computing(policy: str, is_early: bool) -> None:
     config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(policy=policy))
     assert compat.hashes_before_computing(config) is is_early
 
@@ -155,6 +155,6 @@ def test_by_priority_a_block_may_be_hashed_that_nobody_computes(policy: str, is_
 @pytest.mark.parametrize(
     ("fields", "is_after"), [({"has_sync_kv_loads": False}, True), ({"has_sync_kv_loads": True}, False), ({}, False)]
 )
-def test_an_engine_that_does_not_say_so_loads_before_the_pass(fields: dict[str, bool], is_after: bool) -> None:
+def test_an_engine_without_the_field_loads_before_the_forward_pass(fields: dict[str, bool], is_after: bool) -> None:
     output: Any = SimpleNamespace(**fields)
     assert compat.loads_after_forward(output) is is_after

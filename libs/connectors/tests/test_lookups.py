@@ -1,4 +1,4 @@
-"""The answers of `TierLookup` are those of the index, key by key, however they were come by."""
+"""`TierLookup` equals lookups in the index key by key, for any batches."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ HASHES = chain(CHUNKS * 2 + 1)
 
 @dataclass(frozen=True, slots=True)
 class Keyed:
-    """A layout, and the keys of some engine that has it."""
+    """Layout, with the keys of an engine that has it."""
 
     layout: CacheLayout
     keys: ChunkKeys
@@ -79,7 +79,7 @@ def make_layout(groups: Sequence[GroupSpec], tail_tokens: int | None = None) -> 
 
 
 def hold(index: RamIndex, key: bytes, answer: LookupResult) -> None:
-    """Brings a key from wherever it is to where `answer` is what a lookup says."""
+    """Bring a key to the state in which a lookup returns `answer`."""
     if index.lookup(key) is LookupResult.PENDING and answer is not LookupResult.PENDING:
         index.commit(key)
     if index.lookup(key) is LookupResult.HIT and answer is not LookupResult.HIT:
@@ -95,7 +95,7 @@ Store = dict[tuple[int, int], LookupResult]
 
 @st.composite
 def stores(draw: st.DrawFn, spec: CacheSpec) -> Store:
-    """Prefixes of any length with holes and with parts that are on their way."""
+    """Prefixes of any length, with gaps and pending parts."""
     step = spec.boundary_tokens
     store = {}
     for group in spec.stored_groups:
@@ -126,7 +126,7 @@ def plain(
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.data())
-def test_a_search_finds_what_the_plain_search_key_by_key_finds(data: st.DataObject) -> None:
+def test_a_search_equals_the_search_key_by_key(data: st.DataObject) -> None:
     groups = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=4).filter(lambda g: set(g) != {SCRATCH}))
     layout = make_layout(groups, data.draw(st.sampled_from([None, None, BLOCK])))
     index = RamIndex(1 << 16, 1)
@@ -163,7 +163,7 @@ spans = st.tuples(st.integers(0, CHUNKS - 1), st.integers(1, CHUNKS)).map(lambda
 
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 1), spans), max_size=12))
-def test_keys_are_the_same_in_whatever_order_and_batches_they_are_asked_for(
+def test_keys_do_not_depend_on_order_and_batches(
     asked: list[tuple[bool, int, tuple[int, int]]],
 ) -> None:
     layout, keys = make_keys()
@@ -176,13 +176,13 @@ def test_keys_are_the_same_in_whatever_order_and_batches_they_are_asked_for(
         assert 0 <= keys.cached(group)[0] <= keys.cached(group)[1] <= CHUNKS
 
 
-def test_a_scratch_group_has_no_place_among_the_keys_groups() -> None:
+def test_a_scratch_group_has_no_number_in_keys() -> None:
     layout, keys = make_keys(SCRATCH, FULL)
     assert keys.key(1, 8) == layout.keys.key(0, HASHES, 8) == layout.key(1, HASHES, 8)
 
 
 class CountingKeys(ChunkKeys):
-    """Counts the keys that it derives."""
+    """Counts derived keys."""
 
     num_derived = 0
 
@@ -210,7 +210,7 @@ def search(layout: Keyed, keys: RequestKeys, index: RamIndex, hashes: Sequence[b
     return longest_hit(layout.spec, len(hashes) * BLOCK, 0, ranges, ranges)
 
 
-def test_a_prompt_of_which_nothing_is_stored_costs_one_key() -> None:
+def test_a_prompt_without_stored_chunks_costs_one_key() -> None:
     layout, counting, index = make_lookup(STATE, FULL)
     assert isinstance(search(layout, RequestKeys(layout.spec, layout.keys), index), Miss)
     assert counting.num_derived == 1
@@ -227,10 +227,10 @@ def test_a_waiting_request_derives_no_key_again() -> None:
     assert isinstance(search(layout, keys, index), Hit | Miss)
     index.clear()
     assert isinstance(search(layout, keys, index), Miss)
-    assert counting.num_derived <= derived + CHUNKS, "states that are now missing, and no key of the full prefix"
+    assert counting.num_derived <= derived + CHUNKS, "states that are missing now, and no key of the full prefix"
 
 
-def test_a_request_that_grows_by_a_chunk_derives_its_keys_alone() -> None:
+def test_a_request_grown_by_a_chunk_derives_only_its_new_keys() -> None:
     layout, counting, index = make_lookup(STATE, FULL, stored_chunks=CHUNKS)
     keys = RequestKeys(layout.spec, layout.keys)
     search(layout, keys, index, HASHES[:-2])
@@ -239,7 +239,7 @@ def test_a_request_that_grows_by_a_chunk_derives_its_keys_alone() -> None:
     assert counting.num_derived - before == 2
 
 
-def test_states_that_are_missing_cost_the_keys_of_one_group() -> None:
+def test_missing_states_cost_the_keys_of_one_group() -> None:
     layout, counting, index = make_lookup(STATE, STATE_OF_OTHERS, FULL)
     for key in expected_keys(layout, 2, 0, CHUNKS):
         hold(index, key, LookupResult.HIT)
@@ -248,7 +248,7 @@ def test_states_that_are_missing_cost_the_keys_of_one_group() -> None:
     assert counting.num_derived <= CHUNKS + 3, "and a few of the full prefix"
 
 
-def test_hashes_that_are_not_those_before_and_more_drop_what_was_kept() -> None:
+def test_changed_hashes_drop_the_cached_keys() -> None:
     layout, keys = make_keys()
     keys.between(0, 0, 10)
     changed = [*HASHES[:3], *chain(30, b"changed")]
@@ -264,10 +264,10 @@ changes = st.lists(st.tuples(st.integers(0, 24), st.integers(0, 24), st.booleans
 
 @settings(deadline=None)
 @given(changes)
-def test_keys_are_those_of_the_present_hashes_after_a_rollback_and_regrowth(
+def test_keys_follow_the_hashes_after_a_rollback_and_regrowth(
     asked: list[tuple[int, int, bool, tuple[int, int]]],
 ) -> None:
-    """The same list is cut and grows again, as the engine's own does, seen in between or not."""
+    """The same list is cut and grows again, as the engine's own does, observed in between or not."""
     layout, keys = make_keys(FULL)
     chunk = layout.spec.chunk_tokens
     hashes: list[bytes] = []
@@ -281,7 +281,7 @@ def test_keys_are_those_of_the_present_hashes_after_a_rollback_and_regrowth(
 
 
 @pytest.mark.parametrize("pending_is_miss", [False, True])
-def test_what_is_pending_is_held_unless_it_counts_as_a_miss(pending_is_miss: bool) -> None:
+def test_a_pending_key_is_held_unless_it_counts_as_a_miss(pending_is_miss: bool) -> None:
     layout, _, index = make_lookup(FULL, stored_chunks=10)
     for chunk in (4, 9):
         hold(index, layout.key(0, HASHES, (chunk + 1) * 8), LookupResult.PENDING)
@@ -292,7 +292,7 @@ def test_what_is_pending_is_held_unless_it_counts_as_a_miss(pending_is_miss: boo
     assert lookup(0, 40) is (LookupResult.MISS if pending_is_miss else LookupResult.PENDING)
 
 
-def test_no_key_is_kept_twice_and_stretches_have_no_gaps() -> None:
+def test_cached_keys_are_unique_and_without_gaps() -> None:
     _, keys = make_keys()
     for first, stop in pairwise((20, 30, 40, 50)):
         keys.between(0, first, stop)
@@ -302,8 +302,8 @@ def test_no_key_is_kept_twice_and_stretches_have_no_gaps() -> None:
     assert keys.cached(0) == (0, 2)
 
 
-class Named:
-    """Tiers whose every answer is written down: held, being stored, only asked for, or not there."""
+class FixedAnswers:
+    """Tiers with fixed answers: held, being stored, lookup pending, or missing."""
 
     def __init__(self, answers: str) -> None:
         self.answers = {b"%d" % place: answer for place, answer in enumerate(answers)}
@@ -325,8 +325,8 @@ class Named:
 
 
 @given(st.text("hsa-", max_size=8))
-def test_what_was_only_asked_for_counts_as_not_there_and_nothing_else_does(answers: str) -> None:
-    asked, plain = UnansweredIsMiss(Named(answers)), Named(answers.replace("a", "-"))
+def test_unanswered_is_miss_changes_only_pending_lookups(answers: str) -> None:
+    asked, plain = UnansweredIsMiss(FixedAnswers(answers)), FixedAnswers(answers.replace("a", "-"))
     keys = list(plain.answers)
     assert [asked.lookup(key) for key in keys] == [plain.lookup(key) for key in keys]
     assert (asked.leading(keys), asked.last_held(keys)) == (plain.leading(keys), plain.last_held(keys))
