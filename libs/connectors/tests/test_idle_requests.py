@@ -8,7 +8,7 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 from test_lookups import BLOCK, DRAFTER, FULL, STATE, make_layout
-from test_prefix_chain import CHUNK, MIXES, MOST_CHUNKS, World
+from test_prefix_chain import CHUNK, MIXES, MOST_CHUNKS, StoreBench
 
 from hybridkv.connectors.vllm.common.requests import TrackedRequest
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
@@ -20,7 +20,7 @@ STEPS = st.lists(st.integers(1, 3 * BLOCK), min_size=1, max_size=30)
 
 @given(st.sampled_from(MIXES), st.integers(0, 3), STEPS)
 def test_a_skipped_step_stores_nothing(groups: list[GroupSpec], resumed: int, steps: list[int]) -> None:
-    bench = World(groups, 60, 0, looks_at_each=True)
+    bench = StoreBench(groups, 60, 0, looks_at_each=True)
     bench.begin(0, 0, resumed)
     tracked = bench.tracked[0]
     request = cast(Any, tracked.request)
@@ -32,12 +32,12 @@ def test_a_skipped_step_stores_nothing(groups: list[GroupSpec], resumed: int, st
         seen, stored_tokens, path = tracked.seen, tracked.stored_tokens, dict(tracked.path.keys)
         bench.compute(0, num_tokens)
         if is_idle:
-            assert bench.said[-1] is None
+            assert bench.outputs[-1] is None
             assert (tracked.seen, tracked.stored_tokens, tracked.path.keys) == (seen, stored_tokens, path)
 
 
 def test_a_request_is_idle_until_its_next_chunk_is_complete() -> None:
-    bench = World([FULL, DRAFTER], 60, 0, looks_at_each=True)
+    bench = StoreBench([FULL, DRAFTER], 60, 0, looks_at_each=True)
     bench.begin(0, 0, 0)
     tracked = bench.tracked[0]
     assert tracked.idle_below_tokens == 0
@@ -49,7 +49,7 @@ def test_a_request_is_idle_until_its_next_chunk_is_complete() -> None:
 
 
 def test_a_restarted_request_is_not_idle() -> None:
-    bench = World([FULL], 60, 0, looks_at_each=True)
+    bench = StoreBench([FULL], 60, 0, looks_at_each=True)
     bench.begin(0, 0, 0)
     bench.compute(0, CHUNK + 1)
     tracked = bench.tracked[0]
@@ -59,7 +59,7 @@ def test_a_restarted_request_is_not_idle() -> None:
 
 
 def test_a_request_with_withdrawn_tokens_is_not_idle() -> None:
-    bench = World([FULL], 60, 0, looks_at_each=True)
+    bench = StoreBench([FULL], 60, 0, looks_at_each=True)
     bench.begin(0, 0, 0)
     bench.compute(0, CHUNK + 1)
     tracked = bench.tracked[0]
@@ -70,7 +70,7 @@ def test_a_request_with_withdrawn_tokens_is_not_idle() -> None:
 
 def checkpoints(*, has_answers: bool) -> Checkpoints:
     made = make_layout([FULL, STATE])
-    bench = World([FULL, STATE], 60, 0, looks_at_each=True)
+    bench = StoreBench([FULL, STATE], 60, 0, looks_at_each=True)
     options = CheckpointOptions(1, has_answers, CHUNK, cut_tokens=CHUNK, has_drafts=False)
     prefill_stops = cast(Any, SimpleNamespace())
     return Checkpoints(made.layout, bench.stack, (), options, prefill_stops, ConnectorMetrics(), is_alone=False)

@@ -11,11 +11,11 @@ from hybridkv.transfer import InlineCopyEngine
 
 BLOCKS = 8
 ZEROS = np.zeros(24, dtype=np.uint8)
-"""Fewer than a long slot leaves behind a chunk."""
+"""Fewer bytes than a long slot has after its chunk."""
 
 
 class Memory:
-    """An engine's KV memory with padded pages, and a tier's, both poisoned. Each page has a layer of its own."""
+    """KV memory of an engine with padded pages, and memory of a tier, both poisoned. Each page has its own layer."""
 
     def __init__(self, page_bytes: list[int], slot_bytes: int) -> None:
         self.engine = np.random.default_rng(1).integers(1, 255, len(page_bytes) * BLOCKS * 64, dtype=np.uint8)
@@ -48,14 +48,14 @@ class Memory:
 
 
 def chunk_of(memory: Memory, blocks: list[int]) -> bytes:
-    """The bytes of a chunk, said plainly: block after block, layer after layer, each page up to whole words of 16."""
+    """Bytes of a chunk: by block and layer, each page padded to whole words of 16 bytes."""
     pages = [memory.page(layer, block).tobytes() for block in blocks for layer in range(len(memory.page_bytes))]
     return b"".join(page + bytes(-len(page) % 16) for page in pages)
 
 
 @st.composite
 def cut(draw: st.DrawFn, total: int) -> list[tuple[int, int]]:
-    """A slot of `total` bytes in up to four pieces, in any order in memory, with gaps."""
+    """Slot of `total` bytes in up to four pieces, in any memory order, with gaps."""
     cuts = sorted(draw(st.sets(st.integers(1, total - 1), max_size=3))) if total > 1 else []
     sizes = [b - a for a, b in zip([0, *cuts], [*cuts, total], strict=True)]
     offsets = [0] * len(sizes)
@@ -70,10 +70,10 @@ SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=4)
 
 
 @given(SIZES, st.integers(1, 5), st.integers(0, 60), st.data())
-def test_every_byte_of_a_slot_is_written_and_is_the_chunk_or_zero(
+def test_every_byte_of_a_slot_is_the_chunk_or_zero(
     sizes: list[int], stored: int, spare_bytes: int, data: st.DataObject
 ) -> None:
-    """Whatever was in the slot: the tier's memory is poisoned, and none of its bytes may reach a disk."""
+    """The tier's memory is poisoned, so that old bytes in the slot would be found."""
     memory = Memory(sizes, (sum(sizes) + 64) * 5 + spare_bytes)
     total = stored * memory.pages.block_bytes + spare_bytes
     extents = data.draw(cut(total))
@@ -87,7 +87,7 @@ def test_every_byte_of_a_slot_is_written_and_is_the_chunk_or_zero(
 
 
 @given(SIZES, st.integers(1, 5), st.integers(0, 60), st.data())
-def test_a_chunk_comes_back_into_other_blocks_as_it_left(
+def test_a_stored_chunk_loads_unchanged_into_other_blocks(
     sizes: list[int], stored: int, spare_bytes: int, data: st.DataObject
 ) -> None:
     memory = Memory(sizes, (sum(sizes) + 64) * 5 + spare_bytes)
@@ -109,8 +109,8 @@ def test_a_chunk_comes_back_into_other_blocks_as_it_left(
     assert (memory.engine == untouched).all(), "bytes outside of the pages were written"
 
 
-def test_the_runs_of_a_store_are_in_the_order_of_the_slot() -> None:
-    """So that a checksum can be taken on the way."""
+def test_runs_of_a_store_are_in_the_order_of_the_slot() -> None:
+    """So that a checksum can be computed during the copy."""
     memory = Memory([10, 20], 400)
     zeros = Zeros(ZEROS.ctypes.data, ZEROS.nbytes)
     runs = store_runs(
@@ -122,7 +122,7 @@ def test_the_runs_of_a_store_are_in_the_order_of_the_slot() -> None:
     assert places == [*range(1000, 1050), *range(5000, 5070)]
 
 
-def test_pages_of_whole_words_are_stored_without_a_run_of_zeros() -> None:
+def test_pages_of_whole_words_need_no_run_of_zeros() -> None:
     memory = Memory([32, 48], 400)
     zeros = Zeros(ZEROS.ctypes.data, ZEROS.nbytes)
     copy = ChunkCopy(0, b"key", Slot(((0, 160),)), 0, 2, (3, 1))
@@ -132,7 +132,7 @@ def test_pages_of_whole_words_are_stored_without_a_run_of_zeros() -> None:
 
 
 @pytest.mark.parametrize(("first", "blocks"), [(1, (1, 2)), (0, (1, 2)), (2, (1,))])
-def test_a_chunk_that_is_not_stored_as_a_whole_is_refused(first: int, blocks: tuple[int, ...]) -> None:
+def test_a_partial_chunk_is_not_stored(first: int, blocks: tuple[int, ...]) -> None:
     memory = Memory([16], 100)
     copy = ChunkCopy(0, b"key", Slot(((0, 48),)), first, 3, blocks)
     with pytest.raises(ValueError, match="a chunk of 3 blocks is stored as a whole"):
@@ -141,7 +141,7 @@ def test_a_chunk_that_is_not_stored_as_a_whole_is_refused(first: int, blocks: tu
 
 
 @pytest.mark.parametrize("to_engine", [False, True])
-def test_a_slot_that_is_too_small_is_refused(to_engine: bool) -> None:
+def test_a_too_small_slot_is_refused(to_engine: bool) -> None:
     memory = Memory([10, 20], 200)
     with pytest.raises(ValueError, match="a chunk of 144 bytes does not fit a slot of 143"):
         memory.copy(ChunkCopy(0, b"key", Slot(((0, 143),)), 0, 3, (1, 2, 3)), [(0, 143)], to_engine)

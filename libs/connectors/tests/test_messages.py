@@ -19,7 +19,7 @@ COPY = ChunkCopy(3, b"k" * 32, Slot(((0, 64), (128, 64))), 1, 4, (7, 8, 9))
 FAILURE = LoadFailure("checksum", "bytes differ", b"k")
 
 
-def test_a_plan_survives_the_way_to_another_process() -> None:
+def test_a_plan_survives_pickling() -> None:
     loads = (Load("request", CopyTable.of([COPY])), Load("other", CopyTable(), "refused"))
     plan = StepPlan(loads, (Store(1, CopyTable.of([COPY, COPY])),), (), b"n")
     assert pickle.loads(pickle.dumps(plan)) == plan
@@ -27,14 +27,14 @@ def test_a_plan_survives_the_way_to_another_process() -> None:
 
 
 @pytest.mark.parametrize("name", ["loads", "stores", "moves", "namespace"])
-def test_nobody_changes_a_plan_that_others_have(name: str) -> None:
+def test_a_plan_is_immutable(name: str) -> None:
     plan = StepPlan()
     with pytest.raises(dataclasses.FrozenInstanceError):
         setattr(plan, name, getattr(plan, name))
-    assert hash(plan) == hash(StepPlan()), "and no list is within it"
+    assert hash(plan) == hash(StepPlan()), "it contains no list"
 
 
-def test_outcomes_of_ranks_add_up_and_lose_no_failure() -> None:
+def test_outcomes_of_ranks_are_summed_without_losing_failures() -> None:
     first = StepOutcome({1: StoreOutcome(1), 2: StoreOutcome(1)}, {"a": (FAILURE,)})
     second = StepOutcome({1: StoreOutcome(1, "disk"), 3: StoreOutcome(1)}, {"a": (FAILURE,), "b": (FAILURE,)})
     merged = first.aggregate(second)

@@ -1,4 +1,4 @@
-"""The tier in an object store, from what an operator says: a directory here, and files with secrets."""
+"""Object tier from an operator's configuration: a directory, and files with secrets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def secret(path: Path, text: str = "s" * 32, mode: int = 0o600) -> str:
     return str(path)
 
 
-def test_a_directory_is_a_store(tmp_path: Path) -> None:
+def test_a_directory_url_makes_an_object_tier(tmp_path: Path) -> None:
     stack = build(ObjectTierConfig(url=f"file://{tmp_path}/fleet", secret_file=secret(tmp_path / "secret")))
     assert list(stack.secondary) == ["object"] and stack.has_async_lookups
     stack.close()
@@ -47,7 +47,9 @@ def test_a_directory_is_a_store(tmp_path: Path) -> None:
         ({"credentials_file": "short"}, "tiers[1].credentials_file", "a JSON object of strings"),
     ],
 )
-def test_what_cannot_work_is_refused_by_its_key(tmp_path: Path, keys: dict[str, str], path: str, expected: str) -> None:
+def test_an_invalid_setting_is_refused_by_its_key(
+    tmp_path: Path, keys: dict[str, str], path: str, expected: str
+) -> None:
     secret(tmp_path / "short", "secret!")
     secret(tmp_path / "open", '{"access_key_id": "secret!"}', 0o644)
     named = {name: str(tmp_path / value) if name.endswith("_file") else value for name, value in keys.items()}
@@ -58,14 +60,14 @@ def test_what_cannot_work_is_refused_by_its_key(tmp_path: Path, keys: dict[str, 
     assert "secret!" not in str(refused.value)
 
 
-def test_two_caches_of_one_store_find_nothing_of_each_other(tmp_path: Path) -> None:
-    """Names on disk say nothing that a list of directories could tell of a prompt."""
+def test_names_in_the_store_are_hashes(tmp_path: Path) -> None:
+    """A list of directories reveals no prompt."""
     stack = build(ObjectTierConfig(url=f"file://{tmp_path}/fleet"))
     stack.close()
     assert all(len(name) == 40 for name in os.listdir(tmp_path / "fleet"))
 
 
-def test_what_the_store_counts_is_a_metric(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_counts_of_the_store_become_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stack = build(ObjectTierConfig(url=f"file://{tmp_path}/fleet", time_to_live_seconds=3600.0, capacity=1 << 30))
     try:
         counted = StoreCounts(duplicates=3, renewed=2, sweeps_failed=1)
@@ -80,7 +82,7 @@ def test_what_the_store_counts_is_a_metric(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("number", "share"), [(None, None), (64 << 20, 64 << 20)])
-def test_budgets_are_shared_by_the_ranks(tmp_path: Path, number: int | None, share: float | None) -> None:
+def test_budgets_are_divided_among_the_ranks(tmp_path: Path, number: int | None, share: float | None) -> None:
     stack = build(ObjectTierConfig(url=f"file://{tmp_path}/fleet", store_bytes_per_second=number))
     try:
         assert stack.secondary["object"]._bytes_budget._per_s == (None if share is None else share / LAYOUT.world_size)

@@ -1,4 +1,4 @@
-"""What is stored of a block does not hang on how an attention backend splits it."""
+"""Stored bytes of a block do not depend on the kernel blocks of an attention backend."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCKS, TOKENS = 4, 16
 
 
 def engine_view(order: str, kernel_tokens: int | None, num_heads: int = 2) -> torch.Tensor:
-    """A layer's KV cache as vLLM's model runner makes it."""
+    """KV cache of a layer as vLLM's model runner makes it."""
     layout = KVCacheLayout[order]
     spec = interface.FullAttentionSpec(block_size=TOKENS, num_kv_heads=num_heads, head_size=8, dtype=torch.bfloat16)
     cache_config = SimpleNamespace(
@@ -39,7 +39,7 @@ def engine_view(order: str, kernel_tokens: int | None, num_heads: int = 2) -> to
 
 
 def block_bytes(view: torch.Tensor, block: int) -> bytes:
-    """What a block holds, in memory order, when each token of each head has a number of its own."""
+    """Bytes of a block in memory order, with a unique number per token and head."""
     kernel_blocks = view.shape[0] // BLOCKS
     for part in range(view.shape[0]):
         for head in range(view.shape[1]):
@@ -52,7 +52,7 @@ def block_bytes(view: torch.Tensor, block: int) -> bytes:
 
 
 def stored_bytes(view: torch.Tensor, block: int, layers: Sequence[LayerLayout]) -> bytes:
-    """What is stored of a block."""
+    """Stored bytes of a block."""
     caches = canonical_kv_caches({"layer": view}, [layers], BLOCKS)
     pages = [caches.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes] for ref in caches.group_data_refs[0]]
     return torch.cat(pages).numpy().tobytes()
@@ -61,18 +61,18 @@ def stored_bytes(view: torch.Tensor, block: int, layers: Sequence[LayerLayout]) 
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 @pytest.mark.parametrize("num_heads", [1, 2])
 @pytest.mark.parametrize("kernel_tokens", [2, 4, 16])
-def test_a_block_is_stored_in_one_order_however_it_is_split(order: str, num_heads: int, kernel_tokens: int) -> None:
+def test_a_block_is_stored_in_one_order_for_any_kernel_blocks(order: str, num_heads: int, kernel_tokens: int) -> None:
     split, whole = (engine_view(order, size, num_heads) for size in (kernel_tokens, None))
     memory_orders = {block_bytes(view, 2) for view in (split, whole)}
     layers = [LayerLayout("layer", len(next(iter(memory_orders))))]
     known = with_token_dims({"layer": split}, layers)
     require_one_order({"layer": split}, known, BLOCKS)
     assert stored_bytes(split, 2, known) == stored_bytes(whole, 2, known) == block_bytes(whole, 2)
-    # Without knowing where tokens lie it is the order in memory, which is another one where heads lie outside of them.
+    # Without token dimensions the memory order is stored, which differs if heads are outside of tokens.
     assert (stored_bytes(split, 2, layers) == stored_bytes(whole, 2, layers)) == (len(memory_orders) == 1)
 
 
-def test_of_a_split_tensor_in_another_shape_nothing_is_assumed() -> None:
+def test_a_split_tensor_of_unknown_shape_is_refused() -> None:
     split = torch.zeros(2, BLOCKS * 2, TOKENS // 2, 2, 8)
     layers = with_token_dims({"layer": split}, [LayerLayout("layer", 1, block_dim=1)])
     with pytest.raises(ConfigurationError, match="kernel blocks smaller"):
@@ -80,7 +80,7 @@ def test_of_a_split_tensor_in_another_shape_nothing_is_assumed() -> None:
     require_one_order({"layer": split}, layers, BLOCKS * 2)
 
 
-def test_latent_attention_has_tokens_outside_of_all_else() -> None:
+def test_tokens_are_the_outermost_dimension_of_latent_attention() -> None:
     split = torch.zeros(BLOCKS * 2, TOKENS // 2, 72)
     require_one_order({"layer": split}, with_token_dims({"layer": split}, [LayerLayout("layer", 1)]), BLOCKS)
 

@@ -61,14 +61,14 @@ def test_an_engine_promotes_what_its_peer_holds(engine: MakeEngine) -> None:
     port, other_port = free_port(), free_port()
     first, second = engine(configured(port, other_port)), engine(configured(other_port, port))
     first.store(KEY, CHUNK)
-    until(lambda: second.finds(KEY, OTHER) == [LookupResult.HIT, LookupResult.MISS])
+    until(lambda: second.lookups(KEY, OTHER) == [LookupResult.HIT, LookupResult.MISS])
     assert not second.stack.in_primary(KEY)
     assert second.load(KEY) == CHUNK
     assert second.stack.in_primary(KEY)
     counts = second.stack.take_counts().tiers["peer"]
     assert counts.promoted_bytes == len(CHUNK) and not counts.failures and not counts.cascades
     second.store(OTHER, CHUNK[::-1])
-    until(lambda: first.finds(OTHER) == [LookupResult.HIT])
+    until(lambda: first.lookups(OTHER) == [LookupResult.HIT])
     assert first.load(OTHER) == CHUNK[::-1]
 
 
@@ -76,7 +76,7 @@ def test_what_changed_at_the_peer_is_computed_and_not_loaded(engine: MakeEngine)
     port, other_port = free_port(), free_port()
     first, second = engine(configured(port)), engine(configured(other_port, port))
     first.store(KEY, CHUNK)
-    until(lambda: second.finds(KEY) == [LookupResult.HIT])
+    until(lambda: second.lookups(KEY) == [LookupResult.HIT])
     slots = first.stack.pin_all([KEY])
     assert slots is not None
     first.arena.views(slots[0])[0][5] ^= 1
@@ -89,12 +89,12 @@ def test_a_peer_of_another_model_is_nobody(engine: MakeEngine) -> None:
     first, second = engine(configured(port)), engine(configured(other_port, port), model="another")
     first.store(KEY, CHUNK)
     for _ in range(5):
-        assert second.finds(KEY) == [LookupResult.MISS]
+        assert second.lookups(KEY) == [LookupResult.MISS]
 
 
 def test_without_peers_nobody_waits(engine: MakeEngine) -> None:
     alone = engine(configured(free_port(), free_port()))
-    assert alone.finds(KEY) == [LookupResult.MISS]
+    assert alone.lookups(KEY) == [LookupResult.MISS]
 
 
 def test_without_nixl_neither_the_tier_nor_the_connector_starts(

@@ -1,4 +1,4 @@
-"""What a request asks to have near comes there whatever becomes of the request, and no more than may."""
+"""Prefetch hints bring chunks to host memory, whatever happens to the request, within the share."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def counted(metrics: ConnectorMetrics, name: str = "prefetches_total") -> dict[s
     return {labels[0]: value for found, labels, value in counters if found == f"vllm:hybridkv_{name}"}
 
 
-class Disk:
-    """Host memory over a real disk that holds what was asked before."""
+class DiskBench:
+    """Host memory over a real disk with the chunks of earlier requests."""
 
     def __init__(self, path: Path) -> None:
         self.engine = engine = Engine(path / "store", NEAR_BYTES)
@@ -58,7 +58,7 @@ class Disk:
         self.keeper = engine.planner._keeper = Keeper(layout, engine.stack, clock, self.metrics)
         self.prefetcher = Prefetcher(layout, requests, engine.stack, loads.lookups.send, clock, self.metrics)
 
-    def ask(self, name: str, num_chunks: int, keep_seconds: float = 0.0) -> None:
+    def serve(self, name: str, num_chunks: int, keep_seconds: float = 0.0) -> None:
         self.engine._begin(name).hints = Hints(keep_seconds=keep_seconds)
         self.engine.compute(name, num_chunks)
         self.engine.end(name)
@@ -79,92 +79,90 @@ class Disk:
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_a_prefix_that_only_the_disk_holds_comes_into_host_memory_if_it_is_asked_for(
-    tmp_path: Path, is_asked: bool
-) -> None:
-    it = Disk(tmp_path)
-    with it.engine:
-        it.ask("a", 8)
-        it.engine.primary.clear()
-        assert it.in_primary("a") == 0
+def test_a_prefetch_brings_a_prefix_from_disk_to_host_memory(tmp_path: Path, is_asked: bool) -> None:
+    bench = DiskBench(tmp_path)
+    with bench.engine:
+        bench.serve("a", 8)
+        bench.engine.primary.clear()
+        assert bench.in_primary("a") == 0
         if is_asked:
-            it.prefetch("a")
-        assert it.in_primary("a") == (8 if is_asked else 0)
-        assert it.outcomes() == ({"promoted": 1} if is_asked else {})
+            bench.prefetch("a")
+        assert bench.in_primary("a") == (8 if is_asked else 0)
+        assert bench.outcomes() == ({"promoted": 1} if is_asked else {})
 
 
-def test_of_states_only_the_last_one_comes(tmp_path: Path) -> None:
-    it = Disk(tmp_path)
-    with it.engine:
-        it.ask("a", 8)
-        it.engine.primary.clear()
-        it.prefetch("a")
-        keys = it.engine.states["a"].keys()
+def test_only_the_last_state_of_a_prefix_is_prefetched(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    with bench.engine:
+        bench.serve("a", 8)
+        bench.engine.primary.clear()
+        bench.prefetch("a")
+        keys = bench.engine.states["a"].keys()
         ends = range(CHUNK_TOKENS, 8 * CHUNK_TOKENS + 1, CHUNK_TOKENS)
-        assert [end for end in ends if not it.engine.primary.lacks(keys.key(1, end))] == [8 * CHUNK_TOKENS]
+        assert [end for end in ends if not bench.engine.primary.lacks(keys.key(1, end))] == [8 * CHUNK_TOKENS]
 
 
-def test_what_is_near_or_nowhere_is_nothing_to_bring(tmp_path: Path) -> None:
-    it = Disk(tmp_path)
-    with it.engine:
-        it.ask("a", 2)
-        it.engine._begin("unknown")
-        it.prefetch("a")
-        it.prefetch("unknown")
-        assert it.outcomes() == {"nothing": 2}
+def test_a_present_or_unknown_prefix_needs_no_prefetch(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    with bench.engine:
+        bench.serve("a", 2)
+        bench.engine._begin("unknown")
+        bench.prefetch("a")
+        bench.prefetch("unknown")
+        assert bench.outcomes() == {"nothing": 2}
 
 
-def test_where_the_share_is_none_nothing_comes(tmp_path: Path) -> None:
-    it = Disk(tmp_path)
-    with it.engine:
-        it.ask("a", 2)
-        it.engine.primary.clear()
-        it.keeper.keep_share = 0.0
-        it.prefetch("a", it.keeper.near_bytes_left)
-        assert it.engine.primary.num_keys == 0 and it.outcomes() == {"no_room": 1}
+def test_a_share_of_zero_prefetches_nothing(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    with bench.engine:
+        bench.serve("a", 2)
+        bench.engine.primary.clear()
+        bench.keeper.keep_share = 0.0
+        bench.prefetch("a", bench.keeper.near_bytes_left)
+        assert bench.engine.primary.num_keys == 0 and bench.outcomes() == {"no_room": 1}
 
 
-def test_no_more_comes_than_the_share_has_room_for_beside_what_is_kept(tmp_path: Path) -> None:
-    it = Disk(tmp_path)
-    with it.engine:
-        it.ask("a", NUM_FITTING // 4)
-        it.ask("kept", NUM_FITTING // 8, keep_seconds=60.0)
-        it.engine.primary.clear()
-        left = it.keeper.near_bytes_left
-        assert 0 < left <= SHARE_BYTES - it.keeper._kept_bytes[0]
-        it.prefetch("a", left)
-        assert 0 < it.engine.primary.used_bytes <= left and it.outcomes() == {"no_room": 1}
+def test_a_prefetch_fits_the_share_beside_kept_prefixes(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    with bench.engine:
+        bench.serve("a", NUM_FITTING // 4)
+        bench.serve("kept", NUM_FITTING // 8, keep_seconds=60.0)
+        bench.engine.primary.clear()
+        left = bench.keeper.near_bytes_left
+        assert 0 < left <= SHARE_BYTES - bench.keeper._kept_bytes[0]
+        bench.prefetch("a", left)
+        assert 0 < bench.engine.primary.used_bytes <= left and bench.outcomes() == {"no_room": 1}
 
 
-def test_what_is_kept_meanwhile_leaves_less_to_what_has_begun(tmp_path: Path) -> None:
-    it = Disk(tmp_path)
-    with it.engine:
-        it.ask("a", NUM_FITTING // 8)
-        it.engine.primary.clear()
-        it.prefetcher.begin(it.engine.states["a"].request, SHARE_BYTES)
-        it.prefetcher.advance(0)
-        it.engine.settle()
-        assert it.engine.primary.num_keys == 0 and it.outcomes() == {"no_room": 1}
+def test_a_running_prefetch_obeys_a_lower_limit(tmp_path: Path) -> None:
+    bench = DiskBench(tmp_path)
+    with bench.engine:
+        bench.serve("a", NUM_FITTING // 8)
+        bench.engine.primary.clear()
+        bench.prefetcher.begin(bench.engine.states["a"].request, SHARE_BYTES)
+        bench.prefetcher.advance(0)
+        bench.engine.settle()
+        assert bench.engine.primary.num_keys == 0 and bench.outcomes() == {"no_room": 1}
 
 
 @pytest.mark.parametrize("keep_share", [0.25, 1.0])
-def test_what_is_kept_outlives_any_number_of_prefetches(tmp_path: Path, keep_share: float) -> None:
-    it = Disk(tmp_path)
-    it.keeper.keep_share = keep_share
-    with it.engine:
+def test_a_kept_prefix_outlives_any_number_of_prefetches(tmp_path: Path, keep_share: float) -> None:
+    bench = DiskBench(tmp_path)
+    bench.keeper.keep_share = keep_share
+    with bench.engine:
         names = [f"other {number}" for number in range(24)]
         for name in names:
-            it.ask(name, NUM_FITTING // 12)
-        it.ask("kept", NUM_FITTING // 8, keep_seconds=600.0)
+            bench.serve(name, NUM_FITTING // 12)
+        bench.serve("kept", NUM_FITTING // 8, keep_seconds=600.0)
         for name in names:
-            it.prefetch(name, it.keeper.near_bytes_left)
-            it.keeper.renew()
-        assert it.in_primary(names[-1]) == NUM_FITTING // 12, "they came"
-        assert it.in_primary("kept") == NUM_FITTING // 8
+            bench.prefetch(name, bench.keeper.near_bytes_left)
+            bench.keeper.renew()
+        assert bench.in_primary(names[-1]) == NUM_FITTING // 12, "the last prefetch arrived"
+        assert bench.in_primary("kept") == NUM_FITTING // 8
 
 
-class Late:
-    """Host memory over a store elsewhere that says what it holds when it is asked."""
+class AsyncBench:
+    """Host memory over a remote store that answers lookups."""
 
     def __init__(self, is_silent: bool = False) -> None:
         self.now_s, self.metrics = 100.0, ConnectorMetrics()
@@ -182,35 +180,35 @@ class Late:
         self.keys = [requests.beside(self.request).keys().key(0, end) for end in (8, 16)]
 
     def advance(self, seconds: float) -> list[bytes]:
-        """What is on its way up after so much time."""
+        """Keys being promoted after the given time."""
         self.now_s += seconds
         self.stack.tick()
         self.prefetcher.advance(1 << 22)
         return [move.key for move in self.stack.take_moves()]
 
 
-def test_a_tier_that_answers_late_is_asked_and_then_brings_it() -> None:
-    it = Late()
-    for key in it.keys:
-        it.world.lie(key, 4096)
-    it.prefetcher.begin(it.request, 1 << 22)
-    assert it.prefetcher.has_work() and it.advance(0.25) == []
-    assert it.advance(0.5) == it.keys
-    assert not it.prefetcher.has_work()
+def test_an_async_tier_is_looked_up_and_then_prefetched_from() -> None:
+    bench = AsyncBench()
+    for key in bench.keys:
+        bench.world.lie(key, 4096)
+    bench.prefetcher.begin(bench.request, 1 << 22)
+    assert bench.prefetcher.has_work() and bench.advance(0.25) == []
+    assert bench.advance(0.5) == bench.keys
+    assert not bench.prefetcher.has_work()
 
 
-def test_one_that_does_not_answer_is_not_waited_for_after_its_time() -> None:
-    it = Late(is_silent=True)
-    it.prefetcher.begin(it.request, 1 << 22)
-    assert it.advance(0.5) == [] and it.prefetcher.has_work()
-    it.now_s += 0.5
-    it.stack.start_lookup(it.keys)  # for another, who waits longer
-    assert it.advance(0.0) == [] and not it.prefetcher.has_work()
-    assert counted(it.metrics) == {"nothing": 1}
+def test_a_prefetch_ends_at_its_lookup_timeout() -> None:
+    bench = AsyncBench(is_silent=True)
+    bench.prefetcher.begin(bench.request, 1 << 22)
+    assert bench.advance(0.5) == [] and bench.prefetcher.has_work()
+    bench.now_s += 0.5
+    bench.stack.start_lookup(bench.keys)  # for another request with a later deadline
+    assert bench.advance(0.0) == [] and not bench.prefetcher.has_work()
+    assert counted(bench.metrics) == {"nothing": 1}
 
 
-def many(it: Late, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Let more wait than may be looked for in a step. Grows with each time that one is looked for."""
+def start_many(bench: AsyncBench, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Start more prefetches than one step may plan. The returned list grows with each plan."""
     looked: list[int] = []
 
     def count(*args: Any) -> Prefetch:
@@ -218,64 +216,64 @@ def many(it: Late, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return plan_prefetch(*args)
 
     for _ in range(2 * MAX_TRIED + 3):
-        it.prefetcher.begin(it.request, 1 << 22)
+        bench.prefetcher.begin(bench.request, 1 << 22)
     monkeypatch.setattr(prefetching, "plan_prefetch", count)
     return looked
 
 
-def test_while_nothing_changes_nobody_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = Late(is_silent=True)
-    looked = many(it, monkeypatch)
+def test_prefetches_are_not_planned_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = AsyncBench(is_silent=True)
+    looked = start_many(bench, monkeypatch)
     for _ in range(3):
-        it.advance(0.0)
+        bench.advance(0.0)
     looked.clear()
-    assert it.advance(0.25) == [] and looked == []
+    assert bench.advance(0.25) == [] and looked == []
 
 
-def test_few_are_looked_for_in_one_step_and_all_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = Late(is_silent=True)
-    looked = many(it, monkeypatch)
-    waiting = set(it.prefetcher._waiting)
+def test_few_prefetches_are_planned_per_step_and_all_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = AsyncBench(is_silent=True)
+    looked = start_many(bench, monkeypatch)
+    waiting = set(bench.prefetcher._waiting)
     for number in range(3):
         looked.clear()
-        put(it.stack.primary, bytes([number]))
-        assert it.advance(0.0) == [] and 0 < len(looked) <= 2 * MAX_TRIED
-    assert set(it.prefetcher._waiting) == waiting
-    it.now_s += 1.0
-    while it.prefetcher.has_work():
-        assert it.advance(0.0) == []
-    assert counted(it.metrics) == {"nothing": len(waiting)}
+        put(bench.stack.primary, bytes([number]))
+        assert bench.advance(0.0) == [] and 0 < len(looked) <= 2 * MAX_TRIED
+    assert set(bench.prefetcher._waiting) == waiting
+    bench.now_s += 1.0
+    while bench.prefetcher.has_work():
+        assert bench.advance(0.0) == []
+    assert counted(bench.metrics) == {"nothing": len(waiting)}
 
 
-def test_an_adapter_that_is_in_doubt_again_is_waited_for_no_longer_than_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    it = Late(is_silent=True)
-    it.prefetcher.begin(it.request, 1 << 22)
-    assert it.prefetcher.has_work()
-    monkeypatch.setattr(it.prefetcher._requests, "identify", lambda tracked: False)
-    it.now_s += 1.0
-    assert it.advance(0.0) == [] and not it.prefetcher.has_work()
+def test_a_prefetch_with_a_doubtful_adapter_ends_at_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = AsyncBench(is_silent=True)
+    bench.prefetcher.begin(bench.request, 1 << 22)
+    assert bench.prefetcher.has_work()
+    monkeypatch.setattr(bench.prefetcher._requests, "identify", lambda tracked: False)
+    bench.now_s += 1.0
+    assert bench.advance(0.0) == [] and not bench.prefetcher.has_work()
 
 
-def test_no_more_wait_than_may_and_the_rest_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_prefetches_are_limited_and_the_rest_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetching, "MAX_WAITING", 2)
-    it = Late()
+    bench = AsyncBench()
     for _ in range(5):
-        it.prefetcher.begin(it.request, 1 << 22)
-    assert counted(it.metrics) == {"crowded": 3}
+        bench.prefetcher.begin(bench.request, 1 << 22)
+    assert counted(bench.metrics) == {"crowded": 3}
 
 
-def test_an_end_waits_for_nobody() -> None:
-    it = Late()
-    for key in it.keys:
-        it.world.lie(key, 4096)
-    it.prefetcher.begin(it.request, 1 << 22)
-    it.prefetcher.end()
-    assert it.advance(0.75) == [] and not it.prefetcher.has_work()
-    assert counted(it.metrics) == {"lost": 1}
+def test_end_drops_waiting_prefetches() -> None:
+    bench = AsyncBench()
+    for key in bench.keys:
+        bench.world.lie(key, 4096)
+    bench.prefetcher.begin(bench.request, 1 << 22)
+    bench.prefetcher.end()
+    assert bench.advance(0.75) == [] and not bench.prefetcher.has_work()
+    assert counted(bench.metrics) == {"lost": 1}
 
 
 def scheduler_over(*slower: TierIndex, kv_role: Role = BOTH) -> OffloadScheduler:
-    """Of an engine with one FULL group; its tiers are named by their places."""
+    """Scheduler of an engine with one FULL group; tiers are named by their positions."""
     made, later_ns = make_layout((FULL,)), time.time_ns() + 3600 * 10**9
     below = [SecondaryTier(str(place), index) for place, index in enumerate(slower)]
     return OffloadScheduler(
@@ -298,11 +296,11 @@ def hinting(request: Any, params: object = HINT) -> Any:
     return request
 
 
-def brought(scheduler: OffloadScheduler, request: Any) -> int:
-    """Chunks that are on their way up after the request was heard of."""
-    far = RamIndex(1 << 20, 4096) if not scheduler._stack.secondary else scheduler._stack.secondary["0"]
+def num_promoted(scheduler: OffloadScheduler, request: Any) -> int:
+    """Number of chunks being promoted after the request was tracked."""
+    secondary = RamIndex(1 << 20, 4096) if not scheduler._stack.secondary else scheduler._stack.secondary["0"]
     for end in (8, 16):
-        put(far, scheduler._requests.beside(request).keys().key(0, end))
+        put(secondary, scheduler._requests.beside(request).keys().key(0, end))
     scheduler.track(request)
     scheduler.track(request)
     return len(scheduler._stack.take_moves())
@@ -321,20 +319,20 @@ def brought(scheduler: OffloadScheduler, request: Any) -> int:
     ],
     ids=["alone", "not loaded", "not stored", "consumer", "producer", "refused", "nothing said"],
 )
-def test_it_comes_as_soon_as_its_request_is_heard_of_where_it_is_loaded(
+def test_a_prefetch_starts_when_its_request_is_tracked_by_a_loading_role(
     kv_role: Role, said: dict[str, bool], num_chunks: int
 ) -> None:
     scheduler = scheduler_over(RamIndex(1 << 20, 4096), kv_role=kv_role)
-    assert brought(scheduler, hinting(new_request(), {"hybridkv_hints": said})) == num_chunks
+    assert num_promoted(scheduler, hinting(new_request(), {"hybridkv_hints": said})) == num_chunks
 
 
-def test_without_a_tier_below_host_memory_there_is_nothing_to_bring() -> None:
+def test_without_a_secondary_tier_a_prefetch_does_nothing() -> None:
     scheduler = scheduler_over()
-    assert brought(scheduler, hinting(new_request())) == 0
+    assert num_promoted(scheduler, hinting(new_request())) == 0
     assert counted(scheduler._metrics) == {"nothing": 1}
 
 
-def test_a_reset_waits_for_nothing_of_before() -> None:
+def test_a_reset_drops_waiting_prefetches() -> None:
     scheduler = scheduler_over(RemoteIndex(RemoteStore(1, lambda: 0.0, is_silent=True), 1 << 20))
     scheduler.track(hinting(new_request()))
     assert scheduler.has_work_in_flight()
@@ -342,27 +340,27 @@ def test_a_reset_waits_for_nothing_of_before() -> None:
     assert not scheduler.has_work_in_flight() and counted(scheduler._metrics) == {"lost": 1}
 
 
-def test_an_end_begins_no_prefetch() -> None:
-    far = RamIndex(1 << 20, 4096)
-    scheduler = scheduler_over(far)
+def test_a_shutdown_starts_no_prefetch() -> None:
+    secondary = RamIndex(1 << 20, 4096)
+    scheduler = scheduler_over(secondary)
     request = hinting(new_request())
-    put(far, scheduler._requests.beside(request).keys().key(0, 8))
+    put(secondary, scheduler._requests.beside(request).keys().key(0, 8))
     scheduler.track(request)
     assert scheduler.plan_moves().moves == () and not scheduler.has_work_in_flight()
 
 
 @pytest.mark.parametrize("is_trusted", [True, False])
-def test_with_an_adapter_it_waits_until_that_is_known(
+def test_a_prefetch_with_an_adapter_waits_until_its_files_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_trusted: bool
 ) -> None:
     monkeypatch.setattr(module, "LOOK_S", SOON_S)
-    far = RamIndex(1 << 20, 4096)
-    scheduler = scheduler_over(far)
+    secondary = RamIndex(1 << 20, 4096)
+    scheduler = scheduler_over(secondary)
     request = hinting(lora_request(tmp_path / "a"))
     tracked = scheduler.track(request)
     assert scheduler._identity.adapters.settle(SOON_S)
     assert scheduler._requests.identify(tracked)
-    put(far, tracked.keys().key(0, 8))
+    put(secondary, tracked.keys().key(0, 8))
     if not is_trusted:
         (tmp_path / "a" / "adapter_model.safetensors").write_bytes(b"retrained")
     scheduler._prefetcher.advance(1 << 20)

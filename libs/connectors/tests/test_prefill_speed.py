@@ -1,4 +1,4 @@
-"""The speed of the engine is measured from its own steps, and no single step changes it much."""
+"""Prefill speed is measured from the steps of the engine, and no single step changes it much."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Engine:
         self.now_s += 5.0  # idle
 
 
-def test_the_first_step_is_already_measured() -> None:
+def test_the_first_step_is_measured() -> None:
     engine = Engine()
     assert engine.speed.seconds_per_token == 1 / FIRST_TOKENS_PER_S
     engine.step(0.5, a=1000)
     assert engine.speed.seconds_per_token == pytest.approx(0.0005)
 
 
-def test_one_slow_step_changes_nothing() -> None:
+def test_one_slow_step_changes_little() -> None:
     engine = Engine()
     for took_s in (30.0, 0.1, 0.1, 0.1):
         engine.step(took_s, a=1000)
@@ -52,7 +52,7 @@ def test_decodes_beside_a_prompt_do_not_count_as_prompt_tokens() -> None:
     assert engine.speed.seconds_per_token == pytest.approx(0.0002)
 
 
-def test_steps_that_are_planned_ahead_begin_when_the_step_before_ends() -> None:
+def test_a_step_planned_ahead_starts_when_the_previous_one_ends() -> None:
     engine = Engine()
     for number in [engine.speed.on_planned({"a": 1000}), engine.speed.on_planned({"b": 1000})]:
         engine.now_s += 0.1
@@ -61,8 +61,8 @@ def test_steps_that_are_planned_ahead_begin_when_the_step_before_ends() -> None:
 
 
 @pytest.mark.parametrize("num_lost", [1, 3, MAX_IN_FLIGHT, 50])
-def test_steps_without_an_output_shift_no_other(num_lost: int) -> None:
-    """An engine has no output of a step in which a request only waits, and an output may be lost."""
+def test_steps_without_an_output_shift_no_other_step(num_lost: int) -> None:
+    """An engine has no output for a step with only waiting requests, and an output may be lost."""
     engine = Engine()
     for _ in range(20):
         for _ in range(num_lost):
@@ -74,20 +74,20 @@ def test_steps_without_an_output_shift_no_other(num_lost: int) -> None:
     assert engine.speed.seconds_per_token == pytest.approx(0.0001)
 
 
-def test_a_speed_that_the_operator_set_is_not_measured() -> None:
+def test_a_configured_speed_is_not_measured() -> None:
     engine = Engine(tokens_per_s=500.0)
     engine.step(0.1, a=1000)
     assert engine.speed.seconds_per_token == 0.002
 
 
-def test_a_speed_is_known_once_a_step_was_measured_or_if_the_operator_set_it() -> None:
+def test_a_speed_is_known_after_a_measured_step_or_if_configured() -> None:
     engine = Engine()
     assert not engine.speed.is_measured
     engine.step(0.5, a=1000)
     assert engine.speed.is_measured and Engine(1000.0).speed.is_measured
 
 
-def test_the_break_even_of_a_tier_is_logged_at_first_and_when_it_has_changed_much(
+def test_the_break_even_is_logged_first_and_after_large_changes(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -116,7 +116,7 @@ def test_the_break_even_of_a_tier_is_logged_at_first_and_when_it_has_changed_muc
     assert not lines(0.05, after_s=LOG_AGAIN_S - 1)
 
 
-def test_break_evens_are_checked_once_a_second() -> None:
+def test_break_evens_are_checked_once_per_second() -> None:
     now_s = 0.0
     log = BreakEvenLog(lambda: now_s)
     assert log.is_due() and not log.is_due()

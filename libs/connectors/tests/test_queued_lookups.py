@@ -1,4 +1,4 @@
-"""Requests that wait in the engine's queue, or for the answer of a lookup, cost little and lose no answer."""
+"""Queued requests, and requests that wait for a lookup, cost little and lose no answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BELIEVED_S = 30.0
 
 
 class Client:
-    """A store that answers when the test says so."""
+    """Object client that answers when the test says so."""
 
     def __init__(self) -> None:
         self.events: deque[News] = deque()
@@ -53,7 +53,7 @@ class Client:
 
 
 class Bench:
-    """A load planner over an object tier."""
+    """Load planner over an object tier."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 0.0
@@ -82,7 +82,7 @@ class Bench:
         return TrackedRequest(cast(Any, request), None, RequestKeys(self.layout.spec, self.layout.keys))
 
     def answer(self, number: int, keys: Sequence[Key]) -> None:
-        """The store has all of these keys."""
+        """Report all of these keys as stored."""
         places: Mapping[Key, PackPlace] = {key: PackPlace("pack", 100 * at, 64) for at, key in enumerate(keys)}
         self.client.events.append(LookupAnswered(number, places, self.now_s))
 
@@ -92,7 +92,7 @@ class Bench:
         self.planner.begin_step({"other": 1})
 
 
-def test_an_answer_is_looked_at_by_the_requests_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_searched_only_by_the_requests_that_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     waiting = [bench.request(str(number)) for number in range(64)]
     assert [bench.planner.matched_tokens(each, 0) for each in waiting] == [None] * 64
@@ -102,13 +102,13 @@ def test_an_answer_is_looked_at_by_the_requests_that_wait_for_it(monkeypatch: py
         bench.num_searches = 0
         for each in waiting:
             bench.planner.matched_tokens(each, 0)
-        assert bench.num_searches <= 2, "the others still wait for their own"
+        assert bench.num_searches <= 2, "the others still wait for their own answers"
     for each in waiting:
         hold = bench.stack.lease(each.request_id)
         assert hold is not None, "its chunks are promoted"
 
 
-def test_a_request_that_was_looked_up_ahead_is_searched_and_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_looked_up_ahead_is_looked_up_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     queued = bench.request("queued")
     bench.planner.lookups.enqueue(queued)
@@ -116,11 +116,11 @@ def test_a_request_that_was_looked_up_ahead_is_searched_and_looked_up_once(monke
     with monkeypatch.context() as patch:
         patch.setattr(bench.stack, "start_lookup", lambda keys: pytest.fail("the lookups are in flight"))
         assert bench.planner.matched_tokens(queued, 0) is None
-    assert bench.num_searches == 2, "with unanswered lookups, and without"
+    assert bench.num_searches == 2, "once with unanswered lookups, and once without"
 
 
 @pytest.mark.parametrize("is_polled", [False, True])
-def test_answers_of_a_queued_request_are_kept_fresh(is_polled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_of_a_queued_request_are_renewed(is_polled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     queued = bench.request("queued")
     bench.planner.lookups.enqueue(queued)
@@ -140,7 +140,7 @@ def test_answers_of_a_queued_request_are_kept_fresh(is_polled: bool, monkeypatch
     assert bench.planner.matched_tokens(queued, 0) is None and bench.stack.lease("queued") is not None
 
 
-def test_an_answer_that_took_long_is_renewed_soon_after_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_answer_is_renewed_soon_after_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     queued = bench.request("queued")
     bench.planner.lookups.enqueue(queued)
@@ -148,12 +148,12 @@ def test_an_answer_that_took_long_is_renewed_soon_after_it_expires(monkeypatch: 
     bench.client.asked.clear()
     bench.step(0.9)
     bench.answer(number, keys)
-    for _ in range(320):  # the answer expires after 30.9 s, and the first look is after 30.5 s
+    for _ in range(320):  # the answer expires after 30.9 s, and the first check is after 30.5 s
         bench.step(0.1)
     assert len(bench.client.asked) == 1
 
 
-def test_a_state_that_has_expired_is_renewed_where_host_memory_has_all_attention(
+def test_an_expired_state_is_renewed_if_host_memory_has_all_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench(monkeypatch)
@@ -170,7 +170,7 @@ def test_a_state_that_has_expired_is_renewed_where_host_memory_has_all_attention
     assert len(bench.client.asked) == 1
 
 
-def test_what_a_store_lacks_is_not_looked_up_again_for_a_queued_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_keys_of_a_queued_request_are_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     bench.planner.lookups.enqueue(bench.request("queued"))
     ((number, _),) = bench.client.asked
@@ -180,7 +180,7 @@ def test_what_a_store_lacks_is_not_looked_up_again_for_a_queued_request(monkeypa
     assert len(bench.client.asked) == 1
 
 
-def test_a_request_that_has_ended_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_request_is_not_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench(monkeypatch)
     bench.planner.lookups.enqueue(bench.request("queued"))
     bench.answer(*bench.client.asked[0])
@@ -191,14 +191,14 @@ def test_a_request_that_has_ended_is_not_looked_up_again(monkeypatch: pytest.Mon
     assert len(bench.client.asked) == 1
 
 
-def test_the_break_even_is_logged_when_the_store_has_answered(
+def test_the_break_even_is_logged_after_the_first_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     bench = Bench(monkeypatch)
     bench.planner.lookups.enqueue(bench.request("queued"))
     bench.step(0.02)
-    assert not caplog.records, "nothing is known of the store"
+    assert not caplog.records, "no answer time is known yet"
     bench.answer(*bench.client.asked[0])
     for _ in range(3):
         bench.step(1.0)
@@ -206,7 +206,7 @@ def test_the_break_even_is_logged_when_the_store_has_answered(
     assert line.startswith("break-even of object: requests wait for hits of 1 tokens or more"), "a token takes 0.1 s"
 
 
-def test_after_three_requests_nobody_waits_for_a_store_that_answers_after_the_deadline(
+def test_after_three_requests_none_waits_for_a_store_slower_than_the_deadline(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bench = Bench(monkeypatch)

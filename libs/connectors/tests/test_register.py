@@ -28,7 +28,7 @@ def test_registering_again_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", [CONNECTOR, MULTI_CONNECTOR, PEER_CONNECTOR])
-def test_another_connector_of_the_same_name_is_refused(name: str) -> None:
+def test_another_connector_with_the_same_name_is_refused(name: str) -> None:
     KVConnectorFactory.register_connector(name, "somebody.else", name)
     with pytest.raises(ConfigurationError) as caught:
         register()

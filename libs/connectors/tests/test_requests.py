@@ -1,4 +1,4 @@
-"""What is remembered of a request holds for the tokens that it has, whatever the engine took back in between."""
+"""Tracked requests follow the tokens of the engine, also after the engine withdrew some."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SOON_S = patience.seconds(6.0)
 CHANGES = st.lists(
     st.tuples(st.integers(0, 40), st.lists(st.integers(0, 1), max_size=20), st.booleans()), min_size=1, max_size=8
 )
-"""Each: tokens that are kept, tokens that come, and whether the connector looks then."""
+"""Each entry: kept tokens, new tokens, and whether the connector observes the request then."""
 
 
 def engine_hash(value: Any) -> bytes:
@@ -66,7 +66,7 @@ def track(request: Request, reuses_hashes: bool) -> TrackedRequest:
 
 
 def change(request: Request, kept: int, new: list[int]) -> None:
-    """As the engine's scheduler does when the next input of a session comes."""
+    """Change tokens as the engine's scheduler does at the next input of a session."""
     del request._all_token_ids[kept:]
     del request.block_hashes[kept // BLOCK :]
     request._all_token_ids.extend(new)
@@ -74,7 +74,7 @@ def change(request: Request, kept: int, new: list[int]) -> None:
 
 
 @pytest.mark.parametrize("reuses_hashes", [True, False])
-def test_tenants_with_other_cache_salts_share_no_key(reuses_hashes: bool) -> None:
+def test_other_cache_salts_share_no_key(reuses_hashes: bool) -> None:
     init_none_hash(engine_hash)
     hasher = get_request_block_hasher(BLOCK, engine_hash)
 
@@ -84,14 +84,12 @@ def test_tenants_with_other_cache_salts_share_no_key(reuses_hashes: bool) -> Non
         return list(track(request, reuses_hashes).keys().between(0, 0, 2))
 
     own, others, unsalted = keys("own"), keys("others"), keys(None)
-    assert own == keys("own"), "a tenant finds what it stored"
-    assert len({*own, *others, *unsalted}) == 6, "in no chunk, though only the first block names the salt"
+    assert own == keys("own"), "a tenant finds its own chunks"
+    assert len({*own, *others, *unsalted}) == 6, "in no chunk, though only the first block hashes the salt"
 
 
 @given(CHANGES, st.booleans())
-def test_our_own_hashes_are_those_of_the_present_tokens(
-    changes: list[tuple[int, list[int], bool]], has_hashes: bool
-) -> None:
+def test_our_hashes_follow_the_present_tokens(changes: list[tuple[int, list[int], bool]], has_hashes: bool) -> None:
     request = new_request(has_hashes)
     tracked = track(request, reuses_hashes=False)
     keys = make_layout((FULL,)).keys
@@ -102,12 +100,12 @@ def test_our_own_hashes_are_those_of_the_present_tokens(
             assert tracked.prefix_hashes() == fresh.upto(list(request.all_token_ids))
 
 
-def test_tokens_that_the_engine_has_hashed_alike_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[int] = []
+def test_unchanged_tokens_are_not_compared_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    unchanged: list[int] = []
     plain = TokenHashes.upto
 
     def upto(self: TokenHashes, tokens: Any, unchanged_tokens: int = 0) -> list[bytes]:
-        told.append(unchanged_tokens)
+        unchanged.append(unchanged_tokens)
         return plain(self, tokens, unchanged_tokens)
 
     monkeypatch.setattr(TokenHashes, "upto", upto)
@@ -116,13 +114,13 @@ def test_tokens_that_the_engine_has_hashed_alike_are_not_compared(monkeypatch: p
     for _ in range(3):
         tracked.prefix_hashes()
         request.append_output_token_ids([5] * BLOCK)
-    assert told == [0, 20, 24]
+    assert unchanged == [0, 20, 24]
 
 
 @pytest.mark.parametrize("reuses_hashes", [True, False])
 @pytest.mark.parametrize("stage", [FOUND, Holding(FOUND)], ids=["searched", "holding"])
 @pytest.mark.parametrize(("kept", "is_lost"), [(20, False), (17, True), (8, True)])
-def test_what_was_concluded_from_tokens_that_are_gone_is_forgotten(
+def test_results_for_withdrawn_tokens_are_forgotten(
     reuses_hashes: bool, kept: int, is_lost: bool, stage: Stage
 ) -> None:
     request = new_request()
@@ -138,7 +136,7 @@ def test_what_was_concluded_from_tokens_that_are_gone_is_forgotten(
 
 
 def new_scheduler(kv_role: Role = BOTH, slower: Sequence[SecondaryTier] = ()) -> OffloadScheduler:
-    """Scheduler's half of an engine with one FULL group, nothing stored, and adapter files that are an hour old."""
+    """Scheduler half of an engine with one FULL group, nothing stored, and adapter files that are an hour old."""
     made, later_ns = make_layout((FULL,)), time.time_ns() + 3600 * 10**9
     return OffloadScheduler(
         dataclasses.replace(made.layout, layers=((LayerLayout("layer0", 64),),)),
@@ -155,32 +153,32 @@ def new_scheduler(kv_role: Role = BOTH, slower: Sequence[SecondaryTier] = ()) ->
     ("kv_role", "hints", "is_sent"),
     [(BOTH, {}, True), (BOTH, {"load": False}, False), (dataclasses.replace(BOTH, loads=False), {}, False)],
 )
-def test_lookups_are_sent_when_a_request_enters_the_engines_queue(kv_role: Role, hints: Any, is_sent: bool) -> None:
-    world = RemoteStore(1, lambda: 0.0, answer_s=0.01)
-    scheduler = new_scheduler(kv_role, [SecondaryTier("peer", RemoteIndex(world, 1 << 20))])
+def test_lookups_are_sent_when_a_request_enters_the_queue(kv_role: Role, hints: Any, is_sent: bool) -> None:
+    remote = RemoteStore(1, lambda: 0.0, answer_s=0.01)
+    scheduler = new_scheduler(kv_role, [SecondaryTier("peer", RemoteIndex(remote, 1 << 20))])
     request = new_request()
     request.kv_transfer_params = {"hybridkv_hints": hints}
     scheduler.track(request)
-    num_sent = world.num_lookups
+    num_sent = remote.num_lookups
     assert num_sent == (2 if is_sent else 0), "chunks of 8 tokens, of 20"
     scheduler.track(request)
     scheduler.matched_tokens(request, 0)
-    assert world.num_lookups == num_sent, "they are open"
+    assert remote.num_lookups == num_sent, "they are in flight"
 
 
 def first_key(tracked: TrackedRequest) -> bytes:
     return tracked.keys().key(0, 2 * BLOCK)
 
 
-def test_after_a_reset_an_engine_shares_with_itself_alone() -> None:
-    """No file has the weights that an engine may have by then."""
+def test_after_a_reset_an_engine_shares_keys_only_with_itself() -> None:
+    """The weights that an engine may have by then are in no file."""
     one, other = new_scheduler(), new_scheduler()
     waiting = one.track(new_request())
     old = first_key(waiting)
     assert old == first_key(other.track(new_request()))
     one.reset()
     new = first_key(waiting)
-    assert new != old, "a request that waits is looked up and stored under the new keys"
+    assert new != old, "a waiting request is looked up and stored under the new keys"
     assert new == first_key(one.track(new_request()))
     other.reset()
     assert first_key(other.track(new_request())) not in (old, new)
@@ -204,7 +202,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_patient")
-def test_an_oath_is_looked_at_again_while_the_request_waits(tmp_path: Path) -> None:
+def test_an_adapter_is_checked_again_while_the_request_waits(tmp_path: Path) -> None:
     scheduler, request = new_scheduler(), lora_request(tmp_path / "a")
     adapters, requests = scheduler._identity.adapters, scheduler._requests
     tracked = requests.track(request)
@@ -228,7 +226,7 @@ def test_an_oath_is_looked_at_again_while_the_request_waits(tmp_path: Path) -> N
         ({"path": "a", "in_place": True, "adapter": "other"}, False),
     ],
 )
-def test_a_request_that_loads_in_place_is_alone_among_its_like(
+def test_a_request_that_loads_in_place_runs_alone_on_its_adapter(
     tmp_path: Path, other: dict[str, Any], is_alone: bool
 ) -> None:
     scheduler = new_scheduler()
@@ -243,10 +241,10 @@ def test_a_request_that_loads_in_place_is_alone_among_its_like(
 
 @pytest.mark.usefixtures("_patient")
 @pytest.mark.parametrize(("computed_tokens", "is_known"), [(0, True), (BLOCK, False)])
-def test_an_adapter_is_known_of_a_request_that_nobody_asked_about(
+def test_an_adapter_is_identified_at_allocation_if_not_looked_up(
     tmp_path: Path, computed_tokens: int, is_known: bool
 ) -> None:
-    """An engine that only stores is not asked what it can load; of one that has begun it is too late."""
+    """An engine that only stores looks nothing up; after a request has begun it is too late."""
     scheduler, request = new_scheduler(Role(loads=False)), lora_request(tmp_path / "a")
     tracked = scheduler.track(request)
     assert scheduler._identity.adapters.settle(SOON_S)
@@ -256,7 +254,9 @@ def test_an_adapter_is_known_of_a_request_that_nobody_asked_about(
 
 
 @pytest.mark.usefixtures("_patient")
-def test_stores_that_end_together_cost_one_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_that_end_together_cost_one_check_of_the_adapter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     scheduler, num_looks, look = new_scheduler(), [], module.signature
     requests, adapters = scheduler._requests, scheduler._identity.adapters
     states = [requests.track(lora_request(tmp_path / "a", name)) for name in "abc"]
@@ -276,8 +276,8 @@ def test_stores_that_end_together_cost_one_look(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("kv_role", [BOTH, Role(stores=False)], ids=["both", "loads"])
-def test_what_the_engine_copied_wrongly_is_known_where_nothing_is_stored_too(kv_role: Role) -> None:
-    """A load would be copied from such a block, though the tier has what it should hold."""
+def test_corrupt_copies_are_tracked_without_stores_too(kv_role: Role) -> None:
+    """A local load could copy from such a block, although the tier has the right bytes."""
     scheduler = new_scheduler(kv_role)
     scheduler.bind_block_pool(BlockPool(8, enable_caching=True, hash_block_size=BLOCK))
     scheduler.distrust(SuspectGroups(frozenset({0})))
@@ -297,7 +297,7 @@ def test_what_the_engine_copied_wrongly_is_known_where_nothing_is_stored_too(kv_
     assert scheduler._corrupt_blocks.holds(3)
 
 
-def test_a_preempted_request_stores_anew_what_is_gone_meanwhile() -> None:
+def test_a_preempted_request_stores_missing_chunks_again() -> None:
     scheduler, request = new_scheduler(), new_request()
     pool = BlockPool(8, enable_caching=True, hash_block_size=BLOCK)
     scheduler.bind_block_pool(pool)
@@ -316,6 +316,6 @@ def test_a_preempted_request_stores_anew_what_is_gone_meanwhile() -> None:
 
     (store,) = step(2 * BLOCK, set())
     scheduler._stores.on_ended({store.store_id: StoreOutcome(1, "lost", "io")})
-    assert not step(2 * BLOCK, set()), "a request that goes on does not look back"
+    assert not step(2 * BLOCK, set()), "a running request does not store earlier chunks again"
     assert not step(0, {"r"})
     assert step(2 * BLOCK, set())

@@ -1,4 +1,4 @@
-"""May a prefix be resumed, and why not: every spec and field of vLLM 0.30 to 0.33, and every reason."""
+"""Resumable prefixes: every spec and field of vLLM 0.30 to 0.33, and every reason of refusal."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ FIT_AND_UNFIT: dict[tuple[str, str], tuple[list[object], list[object]]] = {
     ("MLAAttentionSpec", "cache_role"): ([Role.INDEXER], [Role.ANOTHER]),
     ("MLAAttentionSpec", "is_index_group_leader"): ([True], []),
     ("MLAAttentionSpec", "storage_block_size"): ([64], []),
-    # Fit in a drafter's group alone: a test of its own.
+    # Accepted only in a drafter's group: has its own test.
     ("MLAAttentionSpec", "non_causal_multi_token_decode"): ([], [True]),
     ("MLAAttentionSpec", "head_size_v"): ([512], []),
     ("MLAAttentionSpec", "topk_buffer_width"): ([2048], []),
@@ -104,11 +104,11 @@ FIT_AND_UNFIT: dict[tuple[str, str], tuple[list[object], list[object]]] = {
     ("MambaSpec", "tp_replicated"): ([True], []),
     ("UniformTypeKVCacheSpecs", "kv_cache_specs"): ([{}], []),
 }
-"""For every field of every class that may be stored: values that are accepted, and values that are not."""
+"""Per field of every storable class: accepted values, and refused values."""
 
 SOUND = ResumeFacts(Switches(), Machine(), Model(), ())
 NEEDED: dict[str, tuple[tuple[str, object], ...]] = {"MambaSpec": (("mamba_cache_mode", "align"),)}
-"""Fields whose default is unfit, set to what a sound engine says."""
+"""Fields with a refused default, set to the value of a supported engine."""
 
 FIELD_CASES = [
     (name, field, value, is_fit)
@@ -126,7 +126,7 @@ def with_spec(name: str, *flags: tuple[str, object], **group: bool) -> ResumeFac
     return replace(SOUND, groups=(Group(**shape, flags=(), specs=(spec,)),))
 
 
-# --- the table against the engine's source ---------------------------------------------------------------------------
+# --- the table compared with the engine's source ---------------------------------------------------------------------
 
 
 def installed_classes() -> dict[str, type[Any]]:
@@ -137,7 +137,7 @@ def installed_classes() -> dict[str, type[Any]]:
     }
 
 
-def test_the_record_of_the_installed_version_is_what_its_module_says() -> None:
+def test_spec_versions_equal_the_installed_module() -> None:
     version = ".".join(vllm.__version__.split(".")[:2])
     assert version in VERSIONS, "read this version's kv_cache_interface.py and add it to spec_versions.py"
     record, found = classes_of(version), installed_classes()
@@ -149,7 +149,7 @@ def test_the_record_of_the_installed_version_is_what_its_module_says() -> None:
     assert {each.name for each in dataclasses.fields(installed.KVCacheGroupSpec)} == GROUP_FIELDS
 
 
-def test_the_table_knows_every_class_and_field_and_no_other() -> None:
+def test_the_table_contains_exactly_the_known_classes_and_fields() -> None:
     assert KNOWN.keys() == DECLARED.keys()
     for name, each in DECLARED.items():
         assert KNOWN[name].flags.keys() == each.fields.keys(), name
@@ -158,7 +158,7 @@ def test_the_table_knows_every_class_and_field_and_no_other() -> None:
     assert GROUP_FLAGS.keys() == GROUP_FIELDS
 
 
-def test_every_field_of_a_class_that_may_be_stored_has_its_case() -> None:
+def test_each_field_of_a_storable_class_has_a_case() -> None:
     fields = {
         (o, f) for name in DECLARED.keys() - REFUSED_CLASSES - SCRATCH_CLASSES for f, o in fields_of(name).items()
     }
@@ -181,18 +181,18 @@ def test_a_class_is_accepted_or_refused_by_name(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", DECLARED)
-def test_what_is_scratch_is_held_to_the_same_table(name: str) -> None:
+def test_scratch_groups_use_the_same_table(name: str) -> None:
     assert (refusal(with_spec(name, is_cacheable=False)) is None) == (name not in REFUSED_CLASSES)
 
 
 @pytest.mark.parametrize(("name", "field", "value", "is_fit"), FIELD_CASES)
-def test_a_field_does_no_harm_or_is_refused_by_name(name: str, field: str, value: object, is_fit: bool) -> None:
+def test_each_field_value_is_accepted_or_refused_by_name(name: str, field: str, value: object, is_fit: bool) -> None:
     found = refusal(with_spec(name, (field, value)))
     if is_fit:
         assert found is None
     else:
         flag = known_flags(name)[field]
-        # Of states at other places than block ends it is known what they lack.
+        # For states not at block ends the missing part is known.
         is_unseen = flag.lists_values and field != "mamba_cache_mode"
         assert found is not None and found.reason is (RefusalReason.UNKNOWN if is_unseen else RefusalReason.SPEC)
         assert field in found.got and found.hint.startswith("start with")
@@ -200,13 +200,13 @@ def test_a_field_does_no_harm_or_is_refused_by_name(name: str, field: str, value
         assert not is_unseen or flag.why not in found.got
 
 
-def test_recurrent_states_that_the_engine_does_not_keep_are_refused_though_that_is_the_default() -> None:
+def test_states_that_the_engine_does_not_keep_are_refused() -> None:
     facts = replace(SOUND, groups=(Group(True, False, (), (SpecFacts("MambaSpec", ("mixer",), ()),)),))
     found = refusal(facts)
     assert found is not None and "--enable-prefix-caching" in found.hint and "mamba_cache_mode none" in found.got
 
 
-def test_a_drafters_layers_may_look_in_both_directions_among_drafts() -> None:
+def test_a_drafters_layers_may_be_bidirectional_among_drafts() -> None:
     facts = with_spec("MLAAttentionSpec", ("non_causal_multi_token_decode", True), is_drafter=True)
     assert refusal(facts) is None
     non_causal = with_spec("MLAAttentionSpec", ("non_causal", True), is_drafter=True)
@@ -214,12 +214,12 @@ def test_a_drafters_layers_may_look_in_both_directions_among_drafts() -> None:
 
 
 @pytest.mark.parametrize("name", ["NewSpec", "somewhere.else.FullAttentionSpec"])
-def test_a_class_that_is_not_in_the_table_is_refused(name: str) -> None:
+def test_an_unknown_class_is_refused(name: str) -> None:
     found = refusal(with_spec(name))
     assert found is not None and found.reason is RefusalReason.UNKNOWN and name in found.got and "report" in found.hint
 
 
-def test_a_field_that_is_not_in_the_table_is_refused_once_it_is_set() -> None:
+def test_an_unknown_field_is_refused_once_it_is_set() -> None:
     newer = dataclasses.make_dataclass(
         "FullAttentionSpec",
         [("looks_back", bool, False)],
@@ -237,7 +237,7 @@ def test_a_field_that_is_not_in_the_table_is_refused_once_it_is_set() -> None:
     assert "FullAttentionSpec" in found.expected and "looks_back True" in found.got
 
 
-def test_a_spec_is_described_by_its_exact_class_and_its_changed_fields() -> None:
+def test_a_spec_is_described_by_its_class_and_its_changed_fields() -> None:
     sizes = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float16}
     spec = installed.FullAttentionSpec(**sizes, non_causal=True)
     found = describe(spec, ("a", "b"))
@@ -254,14 +254,14 @@ def test_a_spec_is_described_by_its_exact_class_and_its_changed_fields() -> None
     ("field", "value"),
     [("host_resident", True), ("enable_kv_transfer", False), ("role", "hisparse_source"), ("new", 1)],
 )
-def test_a_group_whose_blocks_the_engine_moves_itself_is_refused(field: str, value: object) -> None:
+def test_a_group_with_blocks_moved_by_the_engine_is_refused(field: str, value: object) -> None:
     spec = SpecFacts("FullAttentionSpec", ("layer",), ())
     found = refusal(replace(SOUND, groups=(Group(True, False, ((field, value),), (spec,)),)))
     assert found is not None and found.reason is (RefusalReason.UNKNOWN if field == "new" else RefusalReason.GROUP)
     assert field in found.got
 
 
-def test_a_plain_group_has_no_changed_fields_but_those_that_have_no_default() -> None:
+def test_changed_fields_of_a_plain_group_are_those_without_a_default() -> None:
     spec = installed.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16)
     group = installed.KVCacheGroupSpec(["layer"], spec)
     assert [name for name, _ in changed_fields(group)] == ["layer_names", "kv_cache_spec"]
@@ -323,26 +323,26 @@ REASONS: list[tuple[ResumeFacts, RefusalReason | None]] = [
     (replace(SOUND, switches=Switches(chunked_prefill=False)), RefusalReason.CHUNKED_PREFILL_OFF),
     (replace(SOUND, switches=Switches(prefix_caching=False, chunked_prefill=False)), RefusalReason.CHUNKED_PREFILL_OFF),
     (replace(SOUND, switches=OFF), RefusalReason.PREFIX_CACHING_OFF),
-    # The most particular is named.
+    # The most specific reason is given.
     (replace(MLA, switches=Switches(prefix_caching=False, chunked_prefill=False)), RefusalReason.MLA_ON_CPU),
     (replace(with_spec("FullAttentionSpec", ("non_causal", True)), switches=OFF), RefusalReason.SPEC),
 ]
 
 
 @pytest.mark.parametrize(("facts", "reason"), REASONS)
-def test_a_reason_is_recognised_and_named(facts: ResumeFacts, reason: RefusalReason | None) -> None:
+def test_each_reason_is_recognised(facts: ResumeFacts, reason: RefusalReason | None) -> None:
     found = refusal(facts)
     assert (found and found.reason) == reason
     if found is not None:
         assert found.path and found.expected and found.got and found.hint
 
 
-def test_every_reason_has_its_case() -> None:
+def test_each_reason_has_a_case() -> None:
     assert {reason for _, reason in REASONS} == {*RefusalReason, None}
 
 
 @pytest.mark.parametrize(("facts", "reason"), REASONS)
-def test_the_exception_lifts_one_reason_alone(facts: ResumeFacts, reason: RefusalReason | None) -> None:
+def test_the_exception_lifts_only_one_reason(facts: ResumeFacts, reason: RefusalReason | None) -> None:
     excepted = refusal(replace(facts, switches=replace(facts.switches, is_excepted=True)))
     assert (excepted and excepted.reason) == (None if reason is RefusalReason.PREFIX_CACHING_OFF else reason)
 
@@ -365,9 +365,7 @@ models = st.builds(
 
 
 @given(switches, machines, models)
-def test_whatever_the_facts_off_without_the_exception_is_refused_and_the_exception_lifts_nothing_else(
-    switch: Switches, machine: Machine, model: Model
-) -> None:
+def test_prefix_caching_off_is_refused_without_the_exception(switch: Switches, machine: Machine, model: Model) -> None:
     facts = ResumeFacts(switch, machine, model, ())
     plain = refusal(facts)
     excepted = refusal(replace(facts, switches=replace(switch, is_excepted=True)))

@@ -1,7 +1,7 @@
-"""How many copies the chunks of a prompt take, in every memory order that vLLM has: the price of the order of a chunk.
+"""Numbers of copies for the chunks of a prompt, in every memory order of vLLM: the cost of the byte order of a chunk.
 
-800 blocks of 32 layers whose pages are 32 KiB, 8 blocks to a chunk. Each count is the least that the order of a chunk
-allows; a change of that order is meant to show here.
+800 blocks of 32 layers with pages of 32 KiB, 8 blocks per chunk. Each count is the minimum that the order of a chunk
+allows; a change of that order must change a count here.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ KVCacheLayout = pytest.importorskip("vllm.v1.kv_cache_layout").KVCacheLayout
 BLOCKS, LAYERS, HEADS, PAGE_BYTES = 800, 32, 8, 32 * 1024
 CHUNK_BLOCKS = 8
 SLOT_STRIDE_BYTES = 2 * CHUNK_BLOCKS * LAYERS * PAGE_BYTES
-"""Slots that do not touch: what runs of two chunks would join says nothing of the order of either."""
+"""Slots with gaps: runs joined over two chunks would not depend on the order of either."""
 SCATTERED = np.random.default_rng(7).permutation(BLOCKS).tolist()
-"""The blocks of an engine that has been running: none beside the one before it, no three of them equally apart."""
+"""Blocks of an engine that has been running: no two are adjacent, and no three are equally spaced."""
 IN_A_ROW = list(range(BLOCKS))
-"""The blocks of an engine that has just started."""
+"""Blocks of an engine that has just started."""
 TILE_BYTES = 16 * 1024
 
 
 def group_pages(order: str) -> GroupPages:
-    """Of one group of full attention, as vLLM's model runner lays it out. The memory is never touched."""
+    """Pages of one group of full attention, as laid out by vLLM's model runner. The memory is never touched."""
     layout = KVCacheLayout[order]
     spec = interface.FullAttentionSpec(block_size=16, num_kv_heads=HEADS, head_size=64, dtype=torch.bfloat16)
     cache_config = SimpleNamespace(
@@ -57,7 +57,7 @@ def group_pages(order: str) -> GroupPages:
 
 
 def runs_of(pages: GroupPages, block_ids: Sequence[int], to_engine: bool) -> CopyRuns:
-    """What a worker submits for a whole prompt."""
+    """Runs that a worker submits for a whole prompt."""
     slot_bytes = CHUNK_BLOCKS * pages.block_bytes
     zeros = Zeros(0, 64)
     parts = []
@@ -70,7 +70,7 @@ def runs_of(pages: GroupPages, block_ids: Sequence[int], to_engine: bool) -> Cop
 
 
 def equal_steps(runs: CopyRuns) -> int:
-    """Rows of a GPU kernel's table: stretches of runs of one size that go on in equal steps on both sides."""
+    """Rows of a GPU kernel's table: sequences of runs of one size with equal steps on both sides."""
     rows, size, count, last, step = 0, 0, 0, (0, 0), (0, 0)
     for source, destination, num_bytes in runs.triples():
         new_step = source - last[0], destination - last[1]
@@ -82,7 +82,7 @@ def equal_steps(runs: CopyRuns) -> int:
     return rows
 
 
-def test_scattered_blocks_are_what_they_are_called() -> None:
+def test_scattered_blocks_have_no_equal_steps() -> None:
     steps = np.diff(SCATTERED)
     assert not (steps == 1).any() and not (np.diff(steps) == 0).any()
 
@@ -91,20 +91,20 @@ def test_scattered_blocks_are_what_they_are_called() -> None:
 @pytest.mark.parametrize(
     ("order", "scattered", "in_a_row", "rows"),
     [
-        # All layers of a block lie together, in the order of a chunk: a block is a run, and so are neighbours.
-        # Any two runs of one size are a row of the kernel's table.
+        # All layers of a block are adjacent, in the order of a chunk: a block is a run, and adjacent blocks join. Any
+        # two runs of one size are a row of the kernel's table.
         ("BLHNC", 800, 100, 400),
         ("BLNHC", 800, 100, 400),
-        # Layers lie apart, and so a page is a run, neighbours or not. A block is a row of the kernel's table.
+        # Layers are apart, so that a page is a run, also of adjacent blocks. A block is a row of the kernel's table.
         ("LBHNC", 25_600, 25_600, 800),
         ("LBNHC", 25_600, 25_600, 800),
-        # Heads lie apart: each is a run. Here all heads of all layers are equally apart ...
+        # Heads are apart: each is a run. Here all heads of all layers are equally spaced ...
         ("LHBNC", 204_800, 204_800, 800),
         # ... and here those of one layer are; the end of a block touches the next one of its chunk.
         ("BHLNC", 204_800, 204_100, 25_600),
     ],
 )
-def test_a_prompt_takes_as_many_runs_as_its_layout_leaves(
+def test_a_prompt_takes_the_expected_number_of_runs(
     order: str, scattered: int, in_a_row: int, rows: int, to_engine: bool
 ) -> None:
     pages = group_pages(order)
@@ -115,8 +115,8 @@ def test_a_prompt_takes_as_many_runs_as_its_layout_leaves(
     assert len(runs_of(pages, IN_A_ROW, to_engine)) == in_a_row
 
 
-def test_every_run_begins_at_whole_words_on_both_sides() -> None:
-    """So that a GPU copies words of 16 bytes, whichever order the engine has."""
+def test_each_run_is_aligned_to_whole_words_on_both_sides() -> None:
+    """So that a GPU copies words of 16 bytes in any memory order of the engine."""
     for order in KVCacheLayout.__members__:
         pages = group_pages(order)
         base = min(region.address for region in pages.regions)

@@ -36,7 +36,7 @@ def explanation(
 
 
 def used_stack() -> TierStack:
-    """Two tiers, the upper of which has evicted two chunks and lost one."""
+    """Two tiers; the primary one has evicted two chunks and invalidated one."""
     near = RamIndex(4 * 4096, 4096)
     for key, num_bytes in ((b"a", 8192), (b"b", 8192), (b"c", 16384)):
         assert not isinstance(near.reserve(key, num_bytes), Refusal)
@@ -101,7 +101,7 @@ def everything() -> ConnectorMetrics:
 
 
 def exposed(stats: OffloadStats) -> str:
-    """What /metrics shows of them, after their way to the API process."""
+    """Text of /metrics for the stats, after their transport to the API process."""
     carried = msgspec.msgpack.decode(msgspec.msgpack.encode(stats.to_dict()))
     registry = CollectorRegistry()
     counter, gauge, histogram = (partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram))
@@ -166,7 +166,7 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
         assert line in text, text
 
 
-def test_a_breaker_that_opened_is_told_by_its_direction() -> None:
+def test_breaker_metrics_have_a_direction() -> None:
     stack = TierStack(RamIndex(8192, 4096), [SecondaryTier("disk", RamIndex(8192, 4096))], 1, lambda: 0.0)
     for number in range(BreakerOptions().failures):
         assert isinstance(stack.reserve(b"%d" % number, 100), Slot) and stack.commit(b"%d" % number)
@@ -187,7 +187,7 @@ def test_a_breaker_that_opened_is_told_by_its_direction() -> None:
     assert 'vllm:hybridkv_breaker_openings_total{direction="promote"' not in text
 
 
-def test_what_the_disk_withdrew_is_counted_by_what_was_wrong_with_it(tmp_path: Path) -> None:
+def test_quarantined_records_are_counted_by_reason(tmp_path: Path) -> None:
     options = DiskOptions(capacity_bytes=1 << 20, segment_bytes=1 << 16)
     disk = DiskIndex(str(tmp_path / "store"), make_layout([FULL]).keys.fingerprint, options, InlineJanitor())
     for key, reason in ((b"a", FailureReason.CHECKSUM), (b"b", FailureReason.IO), (b"c", FailureReason.CHECKSUM)):
@@ -206,11 +206,11 @@ def test_what_the_disk_withdrew_is_counted_by_what_was_wrong_with_it(tmp_path: P
         assert line in exposed(stats)
 
 
-def test_what_a_tier_was_asked_for_is_counted_by_tier_and_answer() -> None:
+def test_async_lookups_are_counted_by_tier_and_outcome() -> None:
     now_s = 0.0
-    worlds = {name: RemoteStore(1, lambda: now_s, answer_s) for name, answer_s in (("peer", 0.5), ("object", 5.0))}
-    worlds["peer"].lie(b"a", 16)
-    below = [SecondaryTier(name, RemoteIndex(world, 1 << 20)) for name, world in worlds.items()]
+    stores = {name: RemoteStore(1, lambda: now_s, answer_s) for name, answer_s in (("peer", 0.5), ("object", 5.0))}
+    stores["peer"].lie(b"a", 16)
+    below = [SecondaryTier(name, RemoteIndex(world, 1 << 20)) for name, world in stores.items()]
     stack = TierStack(RamIndex(4096, 4096), below, 1, lambda: now_s)
     stack.start_lookup([b"a", b"b"])
     now_s = 2.0
@@ -227,7 +227,7 @@ def test_what_a_tier_was_asked_for_is_counted_by_tier_and_answer() -> None:
     assert 'outcome="late",tier="peer"' not in text
 
 
-def test_stats_of_two_steps_add_up_and_are_not_changed_by_it() -> None:
+def test_stats_are_summed_without_changing_the_operands() -> None:
     first, second = everything().take(), everything().take()
     assert first is not None and second is not None
     merged = first.aggregate(second)
@@ -235,13 +235,13 @@ def test_stats_of_two_steps_add_up_and_are_not_changed_by_it() -> None:
     assert first.reduce()["vllm:hybridkv_hit_tokens_total"] == 32
 
 
-def test_nothing_counted_is_nothing_sent() -> None:
+def test_empty_stats_are_not_sent() -> None:
     metrics = ConnectorMetrics()
     assert metrics.take() is None
     assert OffloadStats().is_empty()
 
 
-def test_a_gauge_is_handed_over_when_it_changes_and_again_after_a_while() -> None:
+def test_a_gauge_is_sent_on_change_and_again_after_a_while() -> None:
     metrics, stack = ConnectorMetrics(), TierStack(RamIndex(8192, 4096), [], 1, lambda: 0.0)
 
     def gauges() -> dict[str, float]:
@@ -259,11 +259,11 @@ def test_a_gauge_is_handed_over_when_it_changes_and_again_after_a_while() -> Non
 
 
 @pytest.mark.parametrize("num_front_ends", range(1, 13))
-def test_front_ends_that_take_turns_all_hear_of_a_gauge_that_stays(num_front_ends: int) -> None:
+def test_each_of_several_front_ends_gets_a_constant_gauge(num_front_ends: int) -> None:
     metrics, stack = ConnectorMetrics(), TierStack(RamIndex(8192, 4096), [], 1, lambda: 0.0)
-    have_heard = set()
+    updated = set()
     for step in range(num_front_ends * GAUGE_RESEND_INTERVAL):
         metrics.tiers(stack, 1)
         if metrics.take() is not None:
-            have_heard.add(step % num_front_ends)
-    assert have_heard == set(range(num_front_ends))
+            updated.add(step % num_front_ends)
+    assert updated == set(range(num_front_ends))

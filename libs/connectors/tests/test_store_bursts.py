@@ -1,6 +1,6 @@
-"""What an engine's stores leave in both tiers can be resumed, whether they come at once or one by one.
+"""Stores of an engine can be resumed from both tiers, in bursts or one by one.
 
-The planner of stores is the connector's own, over the real tiers; only the engine and its copies are stood in for.
+The store planner is the connector's, over real tiers; only the engine and its copies are fakes.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ GRANULE_BYTES = 4096
 CHUNK_TOKENS = 8
 NEVER_S = 1e6
 PAUSE_S = 1e-4
-"""Between two steps: whoever spins lets the threads that write wait for the interpreter."""
+"""Between two steps. A busy loop would keep the writing threads waiting for the interpreter."""
 OPTIONS = DiskOptions(capacity_bytes=64 * MIB, fsync=Fsync.NONE, max_in_flight=2)
 NUM_FITTING = 288
 """Chunks, with a state each, that the disk has room for."""
 PAIR_BYTES = (2 * 64 + 40) * KIB
-"""Of such a chunk with its state, in host memory."""
+"""Bytes of a chunk with its state in host memory."""
 TURNS = [pytest.param(4, 3, marks=pytest.mark.full), pytest.param(4, 24, marks=pytest.mark.full), (2, 6)]
 """Prompts, and turns in which each of them grows."""
 
 
 class Pool:
-    """Blocks that nobody counts."""
+    """Block pool that counts no references."""
 
     blocks = tuple(SimpleNamespace(ref_cnt=2) for _ in range(4096))
 
@@ -55,25 +55,25 @@ class Pool:
 
 
 class Engine:
-    """Requests whose every chunk is stored, with a state each, through both tiers."""
+    """Requests that store every chunk, with a state each, through both tiers."""
 
-    def __init__(self, path: Path, near_bytes: int, tail_tokens: int | None = None) -> None:
+    def __init__(self, path: Path, primary_bytes: int, tail_tokens: int | None = None) -> None:
         made = make_layout([FULL, STATE], tail_tokens)
         layers = tuple((LayerLayout(f"layer{index}", size),) for index, size in enumerate((64 * KIB, 40 * KIB)))
         layout = dataclasses.replace(made.layout, layers=layers)
         self.spec, self._keys = made.spec, made.keys
-        self.far = DiskIndex(str(path), layout.fingerprint({"model": "m"}), OPTIONS, InlineJanitor())
-        self.primary = RamIndex(near_bytes, GRANULE_BYTES)
-        self._arena = RamArena(near_bytes, GRANULE_BYTES)
+        self.secondary = DiskIndex(str(path), layout.fingerprint({"model": "m"}), OPTIONS, InlineJanitor())
+        self.primary = RamIndex(primary_bytes, GRANULE_BYTES)
+        self._arena = RamArena(primary_bytes, GRANULE_BYTES)
         self._copies = CopyingMedium(self._arena)
         self.stack = TierStack(
             self.primary,
-            [SecondaryTier("disk", self.far, SecondaryTierOptions(load_timeout_s=NEVER_S))],
+            [SecondaryTier("disk", self.secondary, SecondaryTierOptions(load_timeout_s=NEVER_S))],
             1,
             lambda: 0.0,
         )
         self._mover = TierMover(
-            self._arena, {"disk": DiskMedium(str(path), self.far.namespace, 0, OPTIONS)}, lambda: 0.0
+            self._arena, {"disk": DiskMedium(str(path), self.secondary.namespace, 0, OPTIONS)}, lambda: 0.0
         )
         later_ns = time.time_ns()
         adapters = Adapters(made.keys, later_ns, lambda: later_ns)
@@ -94,7 +94,7 @@ class Engine:
         self._arena.close()
 
     def compute(self, name: str, num_chunks: int, *, has_states: bool = True) -> None:
-        """So many more chunks of a request, in one step, whose store ends at once."""
+        """Compute `num_chunks` more chunks of a request in one step. Its store ends at once."""
         tracked = self.states.get(name) or self._begin(name)
         request = cast(Any, tracked.request)
         first = request.num_computed_tokens // CHUNK_TOKENS
@@ -104,7 +104,7 @@ class Engine:
         self._store(tracked, ends[-1] - request.num_computed_tokens, states, blocks)
 
     def compute_tail(self, name: str, num_tokens: int) -> None:
-        """So many more tokens of a request, and a state at their end, inside a chunk."""
+        """Compute `num_tokens` more tokens of a request, with a state at their end, inside a chunk."""
         tracked = self.states[name]
         end = cast(Any, tracked.request).num_computed_tokens + num_tokens
         self._store(tracked, num_tokens, [State(1, 1, end)], list(range(1, 2 + end // 4)))
@@ -122,7 +122,7 @@ class Engine:
         self.planner.on_ended({store.store_id: StoreOutcome(1)})
 
     def _begin(self, name: str) -> TrackedRequest:
-        """A name is of a conversation, and may say its turn behind a `#`."""
+        """Start a request. A name is a conversation, optionally with its turn after a `#`."""
         hashes = chain(2 * 1024, name.partition("#")[0].encode())
         request = SimpleNamespace(
             request_id=name,
@@ -135,7 +135,7 @@ class Engine:
         return self.states[name]
 
     def settle(self) -> None:
-        """Step as an engine does until nothing moves any more."""
+        """Run engine steps until no move is in flight."""
         while self.stack.has_live_moves():
             self.stack.tick()
             self._mover.start(self.stack.take_moves())
@@ -160,8 +160,8 @@ class Engine:
         return answer.num_tokens if isinstance(answer, Hit) else 0
 
     def share(self, num_offered_chunks: int) -> float:
-        """Of what was offered and fits the disk, what can be resumed from there."""
-        resumable = sum(self.resumable(name, self.far) for name in self.states)
+        """Share of the offered and fitting tokens that can be resumed from disk."""
+        resumable = sum(self.resumable(name, self.secondary) for name in self.states)
         return resumable / (min(num_offered_chunks, NUM_FITTING) * CHUNK_TOKENS)
 
 
@@ -175,7 +175,7 @@ class Engine:
         (3, 6, 1),
     ],
 )
-def test_of_what_fits_the_disk_all_can_be_resumed(
+def test_requests_that_fit_the_disk_are_resumable(
     tmp_path: Path, num_requests: int, num_steps: int, over: int, is_paced: bool
 ) -> None:
     with Engine(tmp_path / "store", 256 * MIB) as engine:
@@ -191,7 +191,7 @@ def test_of_what_fits_the_disk_all_can_be_resumed(
 
 
 @pytest.mark.parametrize("is_paced", [False, True], ids=["burst", "paced"])
-def test_host_memory_loses_ends_and_not_beginnings(tmp_path: Path, is_paced: bool) -> None:
+def test_host_memory_evicts_ends_and_keeps_beginnings(tmp_path: Path, is_paced: bool) -> None:
     with Engine(tmp_path / "store", 32 * MIB) as engine:
         for _ in range(8):
             engine.compute("first", 20)
@@ -215,10 +215,10 @@ def test_host_memory_loses_ends_and_not_beginnings(tmp_path: Path, is_paced: boo
     ],
 )
 @pytest.mark.parametrize(("num_prompts", "num_turns"), TURNS)
-def test_prompts_that_grow_in_turns_fill_the_disk_with_what_can_be_resumed(
+def test_conversations_that_grow_in_turns_fill_the_disk_with_resumable_chunks(
     tmp_path: Path, num_prompts: int, num_turns: int, is_anew: bool, is_paced: bool
 ) -> None:
-    """Four times what fits. A conversation is one request that goes on, or each turn begins with all that was said."""
+    """Four times what fits. A conversation is one request that goes on, or each turn repeats the whole conversation."""
     with Engine(tmp_path / "store", 256 * MIB) as engine:
         chunks = 4 * NUM_FITTING // num_prompts // num_turns
         last = []
@@ -231,41 +231,41 @@ def test_prompts_that_grow_in_turns_fill_the_disk_with_what_can_be_resumed(
             if is_paced:
                 engine.settle()
         engine.settle()
-        resumable = sum(engine.resumable(name, engine.far) for name in last)
+        resumable = sum(engine.resumable(name, engine.secondary) for name in last)
         assert resumable / (NUM_FITTING * CHUNK_TOKENS) >= 0.98, engine.stack.take_counts().moves.cascades
 
 
-def test_an_end_that_came_last_goes_first(tmp_path: Path) -> None:
+def test_the_last_stored_chunk_is_evicted_first(tmp_path: Path) -> None:
     with Engine(tmp_path / "store", 4 * MIB) as engine:
         engine.compute("first", 20)
         engine.compute("first", 1)
         engine.settle()
-        # So many that one chunk of the first has to go.
+        # Just enough that one chunk of the first has to be evicted.
         engine.compute("second", 4 * MIB // PAIR_BYTES - 20)
         assert engine.resumable("first", engine.primary) == 20 * CHUNK_TOKENS
 
 
 @pytest.mark.parametrize("is_in_host_memory", [True, False])
-def test_a_request_that_ends_offers_again_what_the_disk_lacks_of_it(tmp_path: Path, is_in_host_memory: bool) -> None:
-    """As far as host memory has it from the first that is missing on."""
+def test_a_finished_request_cascades_its_missing_chunks_again(tmp_path: Path, is_in_host_memory: bool) -> None:
+    """Up to the first chunk that host memory lacks too."""
     with Engine(tmp_path / "store", 32 * MIB) as engine:
         engine.compute("r", 10)
         engine.settle()
         keys = engine.states["r"].keys()
         for number in (3, 4, 8):
-            engine.far.invalidate(keys.key(0, CHUNK_TOKENS * number))
+            engine.secondary.invalidate(keys.key(0, CHUNK_TOKENS * number))
         if not is_in_host_memory:
             engine.primary.invalidate(keys.key(0, CHUNK_TOKENS * 4))
-        assert engine.resumable("r", engine.far) == 2 * CHUNK_TOKENS
+        assert engine.resumable("r", engine.secondary) == 2 * CHUNK_TOKENS
         engine.stack.take_counts()
         engine.end("r")
         engine.settle()
-        assert engine.resumable("r", engine.far) == (10 if is_in_host_memory else 3) * CHUNK_TOKENS
+        assert engine.resumable("r", engine.secondary) == (10 if is_in_host_memory else 3) * CHUNK_TOKENS
         assert engine.stack.take_counts().moves.cascades == {"done": 3 if is_in_host_memory else 1}
 
 
-def test_a_tail_that_is_gone_keeps_nothing_that_follows_it_from_the_disk(tmp_path: Path) -> None:
-    """What is behind a tail does not need it, unlike a chunk."""
+def test_a_missing_tail_blocks_no_later_chunk(tmp_path: Path) -> None:
+    """A chunk after a tail does not need it, unlike a chunk after a chunk."""
     with Engine(tmp_path / "store", 32 * MIB, tail_tokens=4) as engine:
         engine.compute("r", 2)
         engine.compute_tail("r", 4)
@@ -273,18 +273,18 @@ def test_a_tail_that_is_gone_keeps_nothing_that_follows_it_from_the_disk(tmp_pat
         engine.compute("r", 3)
         engine.settle()
         keys = engine.states["r"].keys()
-        assert engine.resumable("r", engine.far) == 5 * CHUNK_TOKENS
+        assert engine.resumable("r", engine.secondary) == 5 * CHUNK_TOKENS
         for group in (0, 1):
             tail = keys.key(group, 2 * CHUNK_TOKENS + 4)
-            engine.far.invalidate(tail)
+            engine.secondary.invalidate(tail)
             engine.primary.invalidate(tail)
-        engine.far.invalidate(keys.key(0, 4 * CHUNK_TOKENS))
+        engine.secondary.invalidate(keys.key(0, 4 * CHUNK_TOKENS))
         engine.end("r")
         engine.settle()
-        assert engine.resumable("r", engine.far) == 5 * CHUNK_TOKENS
+        assert engine.resumable("r", engine.secondary) == 5 * CHUNK_TOKENS
 
 
-def test_a_tail_goes_down_behind_the_chunk_before_it_and_comes_before_the_one_that_holds_it_too(
+def test_a_tail_cascades_between_the_chunks_around_it(
     tmp_path: Path,
 ) -> None:
     with Engine(tmp_path / "store", 32 * MIB, tail_tokens=4) as engine:
@@ -297,8 +297,8 @@ def test_a_tail_goes_down_behind_the_chunk_before_it_and_comes_before_the_one_th
         assert moved == list(path.keys.values())[: len(moved)] and moved
 
 
-def test_what_only_the_disk_has_of_a_prompt_makes_no_room_for_what_follows_it(tmp_path: Path) -> None:
-    """It is computed again, so that for host memory it is new."""
+def test_a_prefix_only_on_disk_leaves_room_for_its_continuation(tmp_path: Path) -> None:
+    """It is computed again, so that it is new for host memory."""
     with Engine(tmp_path / "store", 128 * MIB) as engine:
         engine.compute("a", 20)
         engine.settle()
@@ -308,10 +308,10 @@ def test_what_only_the_disk_has_of_a_prompt_makes_no_room_for_what_follows_it(tm
         engine.settle()
         engine.compute("a#1", 60)
         engine.settle()
-        assert engine.resumable("a#1", engine.far) == 60 * CHUNK_TOKENS
+        assert engine.resumable("a#1", engine.secondary) == 60 * CHUNK_TOKENS
 
 
-def test_a_request_that_ends_stores_no_more_than_the_disk_has_room_for(tmp_path: Path) -> None:
+def test_a_finished_request_does_not_overfill_the_disk(tmp_path: Path) -> None:
     with Engine(tmp_path / "store", 128 * MIB) as engine:
         engine.compute("r", NUM_FITTING + 60)
         engine.settle()
@@ -322,8 +322,8 @@ def test_a_request_that_ends_stores_no_more_than_the_disk_has_room_for(tmp_path:
         assert "done" not in engine.stack.take_counts().moves.cascades
 
 
-def test_a_request_with_nothing_new_uses_nothing(tmp_path: Path) -> None:
-    """As after a preemption: its progress is forgotten, and all its chunks are handled."""
+def test_a_step_without_new_chunks_stores_nothing(tmp_path: Path) -> None:
+    """As after a preemption: its progress is reset, and all its chunks are stored already."""
     with Engine(tmp_path / "cache", 4 * MIB) as engine:
         engine.compute("a", 2)
         tracked = engine.states["a"]

@@ -1,4 +1,4 @@
-"""Who inherits from StoreConnector must say where its halves are, and hears so before anything is built."""
+"""Subclasses of StoreConnector must implement its hooks, checked at construction."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ HOOKS = ("_open_store", "_scheduler_half", "_worker_half")
 
 
 @pytest.mark.parametrize("missing", HOOKS)
-def test_a_connector_that_lacks_a_hook_cannot_be_built(missing: str) -> None:
+def test_a_connector_without_a_hook_cannot_be_built(missing: str) -> None:
     hooks = {name: lambda *arguments: None for name in HOOKS if name != missing}
     lacking = type("Lacking", (StoreConnector,), hooks)
     with pytest.raises(TypeError, match=rf"abstract method '?{missing}\b"):
         lacking(cast(Any, None), cast(Any, None), cast(Any, None))
 
 
-def test_its_hooks_are_all_that_a_connector_must_bring() -> None:
-    """What vLLM's interface asks for is there."""
+def test_the_hooks_are_the_only_abstract_methods() -> None:
+    """The methods of vLLM's interface are implemented."""
     assert StoreConnector.__abstractmethods__ == set(HOOKS)

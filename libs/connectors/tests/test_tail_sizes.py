@@ -1,4 +1,4 @@
-"""Every chunk and every tail has one of the sizes that tiers were told of, and none is larger than the largest."""
+"""Sizes of chunks and tails are those reported to the tiers, and none exceeds the reported maximum."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def groups(draw: st.DrawFn) -> GroupSpec:
 
 
 @given(st.lists(groups(), min_size=1, max_size=3), st.integers(1, 3), st.sampled_from([None, 1, 2]))
-def test_every_part_has_a_size_that_was_told(made: list[GroupSpec], units: int, wanted: int | None) -> None:
+def test_each_part_has_a_reported_size(made: list[GroupSpec], units: int, wanted: int | None) -> None:
     chunk = chunk_unit(made) * units
     tail = wanted if wanted is not None and chunk % wanted == 0 else None
     spec = CacheSpec(tuple(made), chunk, tail)
@@ -35,7 +35,7 @@ def test_every_part_has_a_size_that_was_told(made: list[GroupSpec], units: int, 
         assert layout.largest_chunk_bytes(group) >= max(occurring[group])
 
 
-def test_a_window_may_take_one_block_more_before_a_tail_than_before_a_chunk() -> None:
+def test_a_window_may_take_one_more_block_before_a_tail() -> None:
     window = GroupSpec(GroupKind.WINDOW, 4, window_tokens=5)
     sizes = []
     for tail in (None, 2):

@@ -1,4 +1,4 @@
-"""What a worker alone knows: said layer by layer only where layers differ, and rank by rank only where ranks do."""
+"""Facts of workers: listed per layer only if layers differ, and per rank only if ranks differ."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def facts(first: Any = None, cache: torch.Tensor | None = None, **environ: str) 
     return worker_facts(config, layout(), caches, environ)  # type: ignore[arg-type]
 
 
-def test_what_all_layers_have_is_said_once() -> None:
-    said = facts()
-    assert said["worker.attention_backend"] == "Backend"
-    assert said["worker.enable_prefix_caching"] == "true"
-    assert said["worker.conv_state_layout"] in ("SD", "DS")
-    assert "a" in said["worker.attention_isa"] and "vec" in said["worker.attention_isa"]
+def test_a_fact_common_to_all_layers_is_given_once() -> None:
+    found = facts()
+    assert found["worker.attention_backend"] == "Backend"
+    assert found["worker.enable_prefix_caching"] == "true"
+    assert found["worker.conv_state_layout"] in ("SD", "DS")
+    assert "a" in found["worker.attention_isa"] and "vec" in found["worker.attention_isa"]
 
 
 @pytest.mark.parametrize(
@@ -65,33 +65,33 @@ def test_what_all_layers_have_is_said_once() -> None:
         ("worker.environment.VLLM_BATCH_INVARIANT", {"VLLM_BATCH_INVARIANT": "1"}),
     ],
 )
-def test_what_one_layer_has_alone_is_another_fact(name: str, changed: dict[str, Any]) -> None:
+def test_a_fact_of_one_layer_changes_the_facts(name: str, changed: dict[str, Any]) -> None:
     plain, other = facts(), facts(**changed)
     assert {each for each in plain.keys() | other.keys() if plain.get(each) != other.get(each)} == {name}
 
 
-def test_the_stride_of_a_dimension_of_one_element_has_no_meaning() -> None:
+def test_the_stride_of_a_dimension_of_size_1_does_not_count() -> None:
     one_head = torch.zeros(3, 1, 4, 8)
     assert facts(cache=one_head) == facts(cache=one_head.as_strided((3, 1, 4, 8), (32, 7, 8, 1)))
 
 
-def test_ranks_that_agree_are_said_once_and_others_each() -> None:
+def test_equal_facts_of_ranks_are_merged_and_others_listed() -> None:
     ranks = {0: {"worker.x": "1", "worker.y": "1"}, 1: {"worker.x": "1", "worker.y": "2"}}
     assert merged(ranks, {}) == {"worker.x": "1", "worker.y": '{"rank 0": "1", "rank 1": "2"}'}
     assert merged({0: {"worker.x": "1"}, 1: {}}, {}) != merged({0: {"worker.x": "1"}, 1: {"worker.x": "1"}}, {})
 
 
-def test_a_variable_that_the_workers_have_from_the_engine_is_not_said_again() -> None:
+def test_a_variable_inherited_from_the_engine_is_not_listed_again() -> None:
     ranks = {0: {"worker.environment.VLLM_A": "1", "worker.environment.VLLM_B": "2"}}
     assert merged(ranks, {"environment.VLLM_A": "1", "environment.VLLM_B": "1"}) == {"worker.environment.VLLM_B": "2"}
 
 
-def test_facts_of_states_count_where_there_are_states() -> None:
+def test_facts_about_states_count_only_with_recurrent_groups() -> None:
     facts = {"environment.VLLM_SSM_CONV_STATE_LAYOUT": "1", "cache_config.mamba_ssm_cache_dtype": "2", "x": "3"}
     assert relevant_facts(facts, make_layout([FULL, STATE]).spec) == facts
     assert relevant_facts(facts, make_layout([FULL]).spec) == {"x": "3"}
 
 
-def test_a_variable_that_no_worker_has_is_not_taken_for_the_workers() -> None:
+def test_a_variable_missing_in_all_workers_counts_as_nothing() -> None:
     of_engine = {"environment.VLLM_A": "1", "cache_config.block_size": "1"}
     assert merged({0: {}, 1: {}}, of_engine) == {"worker.environment.VLLM_A": "nothing"}

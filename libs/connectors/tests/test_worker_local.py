@@ -1,4 +1,4 @@
-"""A worker copies from block to block what the engine holds itself, and the rest of the same load from the tier."""
+"""Worker loads: local chunks are copied from block to block, and other chunks of the same load from the tier."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def pages(rig: Rig, block: int) -> list[bytes]:
 
 
 def load(rig: Rig, *copies: ChunkCopy) -> str | None:
-    """The reason why it failed."""
+    """Reason of the failed load, or None."""
     rig.worker.start_loads(StepPlan(loads=(Load("r", CopyTable.of(copies)),)))
     failed = "r" in rig.worker.results().failed
     outcome = rig.worker.outcome()
     return outcome.load_failures["r"][0].reason if failed and outcome is not None else None
 
 
-def test_blocks_are_copied_within_the_engine_and_beside_others_from_the_tier(rig: Rig) -> None:
+def test_local_blocks_are_copied_beside_blocks_from_the_tier(rig: Rig) -> None:
     first, second = rig.store(*SLOTS)
     others = [block for block in range(BLOCKS) if block not in first.block_ids + second.block_ids]
     before = rig.memory.copy()
@@ -46,7 +46,7 @@ def test_blocks_are_copied_within_the_engine_and_beside_others_from_the_tier(rig
     assert np.array_equal(rig.memory, before), "other blocks"
 
 
-def test_a_chunk_that_is_not_read_may_be_damaged_and_one_that_is_may_not(rig: Rig) -> None:
+def test_only_chunks_read_from_the_tier_are_verified(rig: Rig) -> None:
     first, second = rig.store(*SLOTS)
     others = tuple(block for block in range(BLOCKS) if block not in first.block_ids + second.block_ids)
     local = msgspec.structs.replace(first, block_ids=others[:4], local_blocks=first.block_ids)
@@ -57,15 +57,15 @@ def test_a_chunk_that_is_not_read_may_be_damaged_and_one_that_is_may_not(rig: Ri
 
 
 @pytest.mark.parametrize("local_blocks", [(0, 1, 2), (0, 1, 2, BLOCKS), (0, 1, 2, 4)], ids=["few", "outside", "itself"])
-def test_blocks_that_cannot_be_copied_from_are_a_failed_load(rig: Rig, local_blocks: tuple[int, ...]) -> None:
+def test_invalid_local_blocks_fail_the_load(rig: Rig, local_blocks: tuple[int, ...]) -> None:
     before = rig.memory.copy()
     copy = ChunkCopy(0, b"k", Slot(((0, CHUNK_BYTES),)), 0, 4, (4, 5, 6, 7), local_blocks=local_blocks)
     assert load(rig, copy) == "io"
     assert np.array_equal(rig.memory, before)
 
 
-def test_what_cannot_be_lowered_is_a_failed_copy_and_raises_nothing(rig: Rig) -> None:
-    """Whatever the reason: here the worker was given no memory."""
+def test_a_lowering_error_is_a_failed_copy(rig: Rig) -> None:
+    """For any error: here the worker has no memory of zeros."""
     copy = ChunkCopy(0, b"k", SLOTS[0], 0, 4, (4, 5, 6, 7))
     zeros, rig.worker._zero_memory = rig.worker._zero_memory, None
     assert load(rig, copy) == "io"

@@ -1,4 +1,4 @@
-"""A slow tier that a worker cannot reach costs the moves that needed it, and the engine goes on."""
+"""An unreachable secondary tier costs a worker only the moves that need it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kits.tiers.reference import ReferenceMedium
 SLOT = Slot(((0, 100),))
 
 
-def test_moves_fail_while_the_slow_tier_cannot_be_reached_and_succeed_when_it_can() -> None:
+def test_moves_fail_while_the_secondary_tier_is_unreachable() -> None:
     engine = InlineCopyEngine()
     arena = RamArena(1 << 16)
     worker = OffloadWorker(cast(Any, None), arena, CopyPaths(engine, engine, 30.0, lambda: 0.0), ConnectorMetrics())

@@ -1,6 +1,6 @@
-"""A worker seals what it stored with the checksum that its copy engine took on the way, or with one of what it reads.
+"""Seals of stored chunks: the checksum comes from the copy engine or from a second read.
 
-The reference is the second: it reads the slot once more. Both must seal the same.
+The second read of the slot is the reference. Both must seal the same.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from hybridkv.transfer.jobs import Copier, copy_runs
 BLOCKS = 16
 STRIDE = 4096
 PAGES = (3000, 1024, 500)
-"""Bytes of a block's page in each layer; the rest of the stride is padding."""
+"""Page bytes of a block in each layer; the rest of the stride is padding."""
 CHUNK_BYTES = 4 * (3008 + 1024 + 512)
-"""Of four blocks, each page up to whole words of 16 bytes."""
+"""Four blocks, each page padded to whole words of 16 bytes."""
 SLOTS = (Slot(((40_000, CHUNK_BYTES),)), Slot(((80_000, 5000), (0, CHUNK_BYTES - 5000))))
 
 
 class Rig:
-    """A worker over one group of plain memory, which copies by `copier`, or with an engine that is there already."""
+    """Worker over one group of plain memory that copies with `copier`, or with an existing engine."""
 
     def __init__(self, copier: Copier, engine: CopyEngine | None = None) -> None:
         self.memory = np.random.default_rng(3).integers(0, 256, len(PAGES) * BLOCKS * STRIDE, dtype=np.uint8)
@@ -63,14 +63,16 @@ class Rig:
         return copies
 
     def load(self, copy: ChunkCopy) -> str | None:
-        """The reason why it failed."""
+        """Reason of the failed load, or None."""
         self.worker.start_loads(StepPlan(loads=(Load("r", CopyTable.of([copy])),)))
         failed = "r" in self.worker.results().failed
         outcome = self.worker.outcome()
         return outcome.load_failures["r"][0].reason if failed and outcome is not None else None
 
     def content(self, copy: ChunkCopy) -> bytes:
-        """What the slot must hold, read from the blocks: block after block, zeros behind each page and the chunk."""
+        """Expected bytes of the slot, read from the blocks: block by block, with zeros after each page and after the
+        chunk.
+        """
         layers = self.memory.reshape(len(PAGES), BLOCKS, STRIDE)
         pages = [layers[i, block, :num_bytes] for block in copy.block_ids for i, num_bytes in enumerate(PAGES)]
         content = b"".join(page.tobytes() + bytes(-len(page) % 16) for page in pages)
@@ -78,7 +80,7 @@ class Rig:
 
 
 def without_digests(runs: CopyRuns, record_ends: Any = None) -> None:
-    """As engines copy that take none."""
+    """Copier that computes no digests, as some engines do."""
     copy_runs(runs)
 
 
@@ -95,8 +97,8 @@ def test_a_store_is_sealed_with_the_checksum_of_its_content(rig: Rig) -> None:
 
 
 @pytest.mark.parametrize("spare_bytes", [1, 100, 70_000])
-def test_what_a_chunk_leaves_of_its_slot_is_zero_and_sealed_so(rig: Rig, spare_bytes: int) -> None:
-    """The arena held other bytes, which a disk tier would have been given with the slot."""
+def test_the_rest_of_a_slot_after_its_chunk_is_zero_and_sealed(rig: Rig, spare_bytes: int) -> None:
+    """The arena held other bytes, which a disk tier would store with the slot."""
     larger = Slot(((20_480, CHUNK_BYTES + spare_bytes),))
     [copy] = rig.store(larger)
     assert rig.arena.views(larger)[0] == rig.content(copy)
@@ -104,8 +106,8 @@ def test_what_a_chunk_leaves_of_its_slot_is_zero_and_sealed_so(rig: Rig, spare_b
     assert rig.load(copy) is None
 
 
-def test_the_same_chunk_counts_the_same_stored_and_loaded(rig: Rig) -> None:
-    """Its pages: neither the zeros behind them nor those behind the chunk."""
+def test_a_chunk_counts_the_same_bytes_stored_and_loaded(rig: Rig) -> None:
+    """Bytes of its pages, without the zeros after each page and after the chunk."""
     [copy] = rig.store(Slot(((20_480, CHUNK_BYTES + 100),)))
     assert rig.load(copy) is None
     stats = rig.metrics.take()
@@ -115,29 +117,29 @@ def test_the_same_chunk_counts_the_same_stored_and_loaded(rig: Rig) -> None:
     assert sizes == [4 * sum(PAGES)] * 2
 
 
-def test_a_flipped_bit_of_the_padding_is_found_by_the_load(rig: Rig) -> None:
+def test_a_flipped_bit_of_the_padding_fails_the_load(rig: Rig) -> None:
     [copy] = rig.store(SLOTS[0])
     view = rig.arena.views(copy.slot)[0]
-    assert view[3007] == 0, "the zeros behind the first page"
+    assert view[3007] == 0, "the zeros after the first page"
     view[3007] ^= 1
     assert rig.load(copy) == str(FailureReason.CHECKSUM)
 
 
-def test_a_flipped_bit_is_found_by_the_load(rig: Rig) -> None:
+def test_a_flipped_bit_fails_the_load(rig: Rig) -> None:
     first, second = rig.store(*SLOTS)
     rig.arena.views(second.slot)[1][7] ^= 1
     assert rig.load(second) == str(FailureReason.CHECKSUM)
     assert rig.load(first) is None
 
 
-def test_what_was_summed_on_the_way_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chunk_digested_during_the_copy_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(copy_runs)
     monkeypatch.setattr(rig.arena, "_checksums", lambda buffer, slots: pytest.fail("the slot was read again"))
     rig.store(*SLOTS)
 
 
 def damaging(copy: Copier) -> Copier:
-    """Copies, and lets a bit of the last destination flip before anybody looks."""
+    """Copier that flips a bit of the last destination after the copy."""
 
     def copy_and_damage(runs: CopyRuns, record_ends: Any = None) -> list[bytes] | None:
         digests = copy(runs, record_ends)
@@ -151,13 +153,13 @@ def damaging(copy: Copier) -> Copier:
     return copy_and_damage
 
 
-def test_damage_between_the_copy_and_the_seal_is_found_where_sums_are_taken_on_the_way() -> None:
+def test_damage_between_copy_and_seal_fails_the_load() -> None:
     rig = Rig(damaging(copy_runs))
     [copy] = rig.store(SLOTS[0])
     assert rig.load(copy) == str(FailureReason.CHECKSUM)
 
 
-def test_a_sum_of_other_bytes_is_a_failed_load() -> None:
+def test_a_wrong_digest_of_the_copy_engine_fails_the_load() -> None:
     def wrong(runs: CopyRuns, record_ends: Any = None) -> list[bytes] | None:
         copy_runs(runs)
         return None if record_ends is None else [bytes(16)] * len(record_ends)

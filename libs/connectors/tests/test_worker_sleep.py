@@ -1,4 +1,4 @@
-"""Before an engine sleeps, no copy may use its KV memory any more; nor while it sleeps."""
+"""Sleep mode: no copy uses the KV memory from just before the engine sleeps until it wakes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LOADS = StepPlan(loads=(Load("r", CopyTable.of([COPY])),))
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    """A worker that copies on a thread. Its clock stands still, so nothing times out but waits."""
+    """Worker that copies on a thread. Its clock stands still, so that only waits time out."""
     engine = CpuCopyEngine()
     yield Rig(copy_runs, engine)
     engine.close()
@@ -29,14 +29,14 @@ def rig() -> Iterator[Rig]:
 
 @pytest.fixture
 def gate(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No store copies before it is set."""
+    """Holds up all stores until it is set."""
     opened = threading.Event()
     monkeypatch.setattr(rig.arena, "discard", lambda slot: opened.wait(LONG_S))
     yield opened
     opened.set()
 
 
-def test_it_waits_for_the_copies_in_flight_and_reports_them_with_the_next_step(rig: Rig, gate: threading.Event) -> None:
+def test_suspend_waits_for_copies_in_flight_and_reports_them_later(rig: Rig, gate: threading.Event) -> None:
     rig.worker.start_stores(STORES)
     timer = threading.Timer(0.05, gate.set)
     timer.start()
@@ -54,7 +54,7 @@ def test_it_waits_for_the_copies_in_flight_and_reports_them_with_the_next_step(r
     assert rig.memory.any(), "the content from before the sleep is back"
 
 
-def test_a_copy_that_does_not_end_keeps_the_engine_awake(rig: Rig, gate: threading.Event) -> None:
+def test_a_copy_that_does_not_end_makes_suspend_fail(rig: Rig, gate: threading.Event) -> None:
     rig.worker.start_stores(STORES)
     assert not rig.worker.suspend(0.01)
     gate.set()
@@ -75,7 +75,7 @@ def test_nothing_is_copied_while_the_engine_sleeps() -> None:
     assert (rig.memory == before).all()
 
 
-def test_both_calls_can_be_repeated() -> None:
+def test_suspend_and_resume_can_be_repeated() -> None:
     rig = Rig(copy_runs)
     rig.worker.resume()
     for _ in range(2):

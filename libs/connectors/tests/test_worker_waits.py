@@ -1,4 +1,4 @@
-"""A step that computes nothing waits a moment for the loads of its worker, and for nothing else."""
+"""Idle steps wait a moment for loads of the worker, and for nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOADS = (Load("r", CopyTable.of([COPY])),)
 
 @pytest.fixture
 def rig() -> Iterator[Rig]:
-    """One that copies on a thread."""
+    """Worker that copies on a thread."""
     engine = CpuCopyEngine()
     yield Rig(copy_runs, engine)
     engine.close()
@@ -30,19 +30,21 @@ def rig() -> Iterator[Rig]:
 
 @pytest.fixture
 def gate(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """No load goes on before it is set."""
+    """Holds up all loads until it is set."""
     opened = threading.Event()
 
-    def check_behind_the_gate(chunks: Sequence[tuple[Key, Slot]]) -> list[None]:
-        assert opened.wait(LONG_S), "the gate stayed shut"
+    def check_after_the_gate(chunks: Sequence[tuple[Key, Slot]]) -> list[None]:
+        assert opened.wait(LONG_S), "the gate was not opened"
         return [None] * len(chunks)
 
-    monkeypatch.setattr(rig.arena, "check_all", check_behind_the_gate)
+    monkeypatch.setattr(rig.arena, "check_all", check_after_the_gate)
     yield opened
     opened.set()
 
 
-def test_it_has_its_loads_when_it_ends(rig: Rig, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_step_reports_loads_that_end_soon(
+    rig: Rig, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker, "IDLE_WAIT_S", LONG_S)
     timer = threading.Timer(0.05, gate.set)
     timer.start()
@@ -50,24 +52,28 @@ def test_it_has_its_loads_when_it_ends(rig: Rig, gate: threading.Event, monkeypa
     assert rig.worker.results().finished == {"r"}
 
 
-def test_it_waits_no_longer_than_a_moment(rig: Rig, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_step_waits_only_a_moment(rig: Rig, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.worker.start_loads(StepPlan(loads=LOADS, is_idle=True))
     assert rig.worker.results().finished == set()
     monkeypatch.setattr(worker, "IDLE_WAIT_S", LONG_S)
     gate.set()
     rig.worker.start_loads(StepPlan(is_idle=True))
-    assert rig.worker.results().finished == {"r"}, "in a later one"
+    assert rig.worker.results().finished == {"r"}, "in a later step"
 
 
-def test_a_step_that_computes_does_not_wait(rig: Rig, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would stand still: nobody opens the gate."""
+def test_a_step_with_computation_does_not_wait(
+    rig: Rig, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wait would block: the gate is never opened."""
     monkeypatch.setattr(worker, "IDLE_WAIT_S", LONG_S)
     rig.worker.start_loads(StepPlan(is_idle=True))
     rig.worker.start_loads(StepPlan(loads=LOADS))
     assert rig.worker.results().finished == set()
 
 
-def test_nobody_waits_for_a_store(rig: Rig, gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_idle_step_does_not_wait_for_a_store(
+    rig: Rig, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker, "IDLE_WAIT_S", LONG_S)
     monkeypatch.setattr(rig.arena, "discard", lambda slot: gate.wait(LONG_S))
     rig.worker.start_loads(StepPlan(is_idle=True))

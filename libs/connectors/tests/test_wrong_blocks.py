@@ -1,4 +1,4 @@
-"""Exactly those requests are misled that go on from a block which the engine copies wrongly."""
+"""Misled requests are exactly those that continue from a block that the engine copies wrongly."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Table = tuple[list[int], list[int]]
 
 
 class Pool:
-    """The hashes of the engine's blocks."""
+    """Hashes of the engine's blocks."""
 
     def __init__(self) -> None:
         self.blocks = [SimpleNamespace(block_hash=None, block_hash_num_tokens=None) for _ in range(64)]
@@ -35,7 +35,7 @@ class Pool:
 
 
 class Bench:
-    """An engine of one RECURRENT and one FULL group."""
+    """Engine with one RECURRENT and one FULL group."""
 
     def __init__(self, *, is_partial: bool) -> None:
         self.metrics = ConnectorMetrics()
@@ -56,9 +56,10 @@ class Bench:
         chunks: Mapping[str, tuple[int, int]] | None = None,
         drafts: Mapping[str, Sequence[int]] | None = None,
     ) -> set[str]:
-        """Requests begin with tokens that they have and a table, others go on and get blocks; who is misled by now.
+        """Run a step: new requests with their computed tokens and table, and running ones with new blocks. Returns the
+        misled requests.
 
-        `chunks` says which tokens the step computes of some, drafts among them.
+        `chunks` gives the tokens that the step computes for some requests, drafts included.
         """
         new, running, chunks = new or {}, running or {}, chunks or {}
         self.tables |= {name: table for name, (_, table) in new.items()}
@@ -92,28 +93,28 @@ class Bench:
         return {} if stats is None else {str(key): value for key, value in stats.reduce().items()}
 
 
-def test_a_hit_on_a_block_that_is_copied_in_part_misleads_its_request_alone() -> None:
+def test_a_hit_on_a_partially_copied_block_misleads_only_its_request() -> None:
     bench = Bench(is_partial=True)
     hits = {"inside": (14, ([3], [4])), "at_the_end": (16, ([5], [6])), "cold": (0, ([7], [8]))}
     assert bench.step(hits, [(1, 3), (2, 4)]) == {"inside"}
 
 
 @pytest.mark.parametrize("is_chain", [True, False])
-def test_of_blocks_that_are_copied_whole_only_a_copy_of_a_copy_misleads(is_chain: bool) -> None:
+def test_a_copy_of_a_copy_misleads_if_blocks_are_copied_whole(is_chain: bool) -> None:
     bench = Bench(is_partial=False)
     copies = [(1, 3), (1, 5), (2, 4), (4 if is_chain else 2, 6)]
     requests = {"first": (14, ([3], [4])), "second": (14, ([5], [6]))}
     assert bench.step(requests, copies) == ({"second"} if is_chain else set())
 
 
-def test_the_copy_of_a_state_that_is_handed_over_misleads_nobody() -> None:
+def test_a_copied_state_that_is_handed_over_misleads_no_request() -> None:
     bench = Bench(is_partial=True)
     assert bench.step({"one": (0, ([1], [2]))}) == set()
     assert bench.step(None, [(1, 9)], running={"one": ([], [])}, handed_over={"one": [(STATES, 9, 14)]}) == set()
     assert not bench.wrong.holds(9)
 
 
-def test_a_state_that_is_itself_copied_in_part_is_wrong() -> None:
+def test_a_partially_copied_state_is_wrong() -> None:
     bench = Bench(is_partial=True)
     bench.wrong.suspects = SuspectGroups(frozenset({STATES}))
     bench.step({"one": (0, ([1], [2]))})
@@ -134,10 +135,10 @@ def test_a_state_that_is_itself_copied_in_part_is_wrong() -> None:
     ],
 )
 @pytest.mark.parametrize("is_larger", [True, False])
-def test_a_state_is_misfiled_whose_boundary_a_chunk_passes(
+def test_a_state_is_misfiled_if_a_chunk_passes_its_boundary(
     chunk: tuple[int, int], drafts: Sequence[int], is_right: bool, is_larger: bool
 ) -> None:
-    """Where no group has smaller blocks than the states, every boundary is right."""
+    """If no group has smaller blocks than the states, every boundary is right."""
     bench = Bench(is_partial=False)
     bench.wrong.suspects = SuspectGroups(misfiled=frozenset({STATES} if is_larger else ()))
     bench.step({"one": (0, ([1, 2, 3, 4], [5]))})
@@ -153,15 +154,15 @@ def test_a_state_is_misfiled_whose_boundary_a_chunk_passes(
     assert sum(bench.causes().values()) == (not is_kept)
 
 
-def test_the_misfiled_state_of_a_request_that_begins_with_this_step_is_found() -> None:
-    """It began inside a block, where another connector or a copy had left a state."""
+def test_a_misfiled_state_of_a_new_request_is_detected() -> None:
+    """It began inside a block, with a state left by another connector or a copy."""
     bench = Bench(is_partial=False)
     bench.wrong.suspects = SuspectGroups(misfiled=frozenset({STATES}))
     bench.step({"one": (8, ([1], [2]))}, handed_over={"one": [(STATES, 1, 16)]}, chunks={"one": (8, 20)})
     assert bench.wrong.holds(1)
 
 
-def test_whoever_hits_a_misfiled_state_is_misled_where_the_engine_cannot_forget_it() -> None:
+def test_a_hit_on_a_misfiled_state_misleads_if_it_cannot_be_evicted() -> None:
     bench = Bench(is_partial=False)
     bench.wrong.suspects = SuspectGroups(misfiled=frozenset({STATES}))
     bench.pool.evict_blocks = lambda block_ids: None  # type: ignore[method-assign]
@@ -173,7 +174,7 @@ def test_whoever_hits_a_misfiled_state_is_misled_where_the_engine_cannot_forget_
 
 
 def misled_bench() -> Bench:
-    """One is misled, and has filled its first block since."""
+    """Bench with one misled request that has filled its first block since."""
     bench = Bench(is_partial=True)
     bench.step({"misled": (14, ([3], [4]))}, [(1, 3), (2, 4)])
     bench.pool.name(4, "full", 16)
@@ -182,7 +183,7 @@ def misled_bench() -> Bench:
 
 
 @pytest.mark.parametrize("is_over", [True, False])
-def test_who_hits_what_a_misled_request_left_is_misled_too(is_over: bool) -> None:
+def test_a_hit_on_a_block_of_a_misled_request_misleads_too(is_over: bool) -> None:
     bench = misled_bench()
     if is_over:
         bench.step(gone=["misled"])
@@ -190,14 +191,14 @@ def test_who_hits_what_a_misled_request_left_is_misled_too(is_over: bool) -> Non
     assert bench.step(hit) == {"follower"} | (set() if is_over else {"misled"})
 
 
-def test_a_block_that_was_given_to_somebody_else_is_right_again() -> None:
+def test_a_block_reused_by_another_request_is_right_again() -> None:
     bench = misled_bench()
     bench.step(gone=["misled"])
     bench.pool.name(4, "another", 16)
     assert bench.step({"other": (16, ([10], [4]))}) == set()
 
 
-def test_a_block_that_is_computed_or_loaded_anew_is_right_though_its_hash_is_the_same() -> None:
+def test_a_block_computed_or_loaded_again_is_right_despite_an_equal_hash() -> None:
     bench = misled_bench()
     bench.step(gone=["misled"])
     table: Any = SimpleNamespace(blocks=[[SimpleNamespace(block_id=each)] for each in (0, 4)])
@@ -212,13 +213,13 @@ def test_a_copy_of_a_wrong_block_is_wrong() -> None:
     assert bench.step({"inside": (14, ([10], [11]))}, [(1, 10), (4, 11)]) == {"misled", "inside"}
 
 
-def test_a_request_that_starts_over_is_not_misled_any_more() -> None:
+def test_a_restarted_request_is_no_longer_misled() -> None:
     bench = misled_bench()
     assert bench.step(gone=["misled"]) == set()
     assert bench.step({"misled": (0, ([20], [21]))}) == set()
 
 
-def test_misled_requests_are_counted_and_one_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_misled_requests_are_counted_and_one_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     bench = Bench(is_partial=True)
     with caplog.at_level(logging.WARNING, "vllm.hybridkv"):
         bench.step({"one": (14, ([3], [4])), "two": (14, ([5], [6]))}, [(1, 3), (2, 4), (1, 5), (2, 6)])

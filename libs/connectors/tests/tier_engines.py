@@ -1,4 +1,4 @@
-"""Engines without an engine: both halves of all configured tiers, as the connector builds them, and steps."""
+"""Engines without vLLM: both halves of all configured tiers, as the connector builds them, with steps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SIZES = tiers.ArenaSizes(1 << 20, 4096)
 
 
 class Engine:
-    """Both halves of all tiers, as the connector builds them, and steps."""
+    """Both halves of all configured tiers, as the connector builds them."""
 
     def __init__(self, config: OffloadConfig, model: str = "m") -> None:
         fingerprint = LAYOUT.fingerprint({"model": model})
@@ -44,14 +44,14 @@ class Engine:
         assert self.arena.seal_all([(key, slot)]) == [None]
         assert self.stack.commit(key)
 
-    def finds(self, *keys: Key) -> list[LookupResult]:
-        """What is known when everybody has answered."""
+    def lookups(self, *keys: Key) -> list[LookupResult]:
+        """Results of lookups after all tiers have answered."""
         self.stack.start_lookup(keys)
         until(lambda: not self.stack.any_pending(keys))
         return [self.stack.lookup(key) for key in keys]
 
     def load(self, key: Key) -> bytes | None:
-        """By way of a hold, as a request does."""
+        """Bytes of the chunk, loaded through a promotion lease as for a request."""
         hold = self.stack.acquire("request", [key])
         assert isinstance(hold, PromotionLease)
 
