@@ -1,4 +1,4 @@
-"""Scheduler's half of HybridLMCacheConnector with a fake server that answers when the test says so."""
+"""Scheduler half of HybridLMCacheConnector with a fake server that answers when the test says so."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ TIMEOUT_S = 2.0
 
 
 @dataclass(slots=True)
-class Asked:
+class OpenLookup:
     """An open lookup."""
 
     prefix: Prefix
@@ -55,19 +55,19 @@ class Asked:
         return self.prefix.num_tokens // CHUNK
 
 
-class PlayedServer:
+class FakeServer:
     """Fake of `Operations`: keeps each lookup open until the test sets its result."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self.asked: list[Asked] = []
+        self.asked: list[OpenLookup] = []
         self.num_lookups = 0
         self.locked: dict[str, PrefixHit] = {}
 
     def lookup(self, prefix: Prefix) -> LookupHandle:
         self.num_lookups += 1
         lookup = LookupHandle(self._clock() + TIMEOUT_S, self.release)
-        self.asked.append(Asked(prefix, f"session {self.num_lookups}", lookup))
+        self.asked.append(OpenLookup(prefix, f"session {self.num_lookups}", lookup))
         return lookup
 
     def release(self, found: PrefixHit) -> None:
@@ -111,7 +111,7 @@ def _hash(value: Any) -> bytes:
     return hashlib.sha256(repr(value).encode()).digest()
 
 
-class PlayedEngine:
+class FakeEngine:
     """Fake engine with a scheduler's half.
 
     Args:
@@ -132,7 +132,7 @@ class PlayedEngine:
     ) -> None:
         self.layout = layout = layout_of(groups, world_size)
         self.now_s = 0.0
-        self.server = PlayedServer(self.clock)
+        self.server = FakeServer(self.clock)
         self.closed = 0
         self.separate: bool | None = True
         """Whether the server separates object groups; None without a server."""

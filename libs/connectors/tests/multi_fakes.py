@@ -1,4 +1,4 @@
-"""Children that answer what a test says, and the little of an engine that a Selector reads."""
+"""Fake children of a Selector that answer as a test says, and the parts of an engine that a Selector reads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BLOCK_BYTES = 4096
 
 
 class Clock:
-    """Stands still until a test moves it."""
+    """Clock that advances only when a test sets it."""
 
     now_s = 100.0
 
@@ -29,7 +29,7 @@ class Clock:
 
 @dataclass
 class FakeStore:
-    """Answers `tokens`: a count, None, or an exception to raise."""
+    """Child that answers `tokens`: a count, None, or an exception to raise."""
 
     tokens: Any = 0
     is_async: bool = True
@@ -61,7 +61,7 @@ def new_blocks(first_id: int = 1, count: int = 10) -> Any:
 
 
 def scheduled(requests: list[Any], num_tokens: int = 0) -> Any:
-    """A step in which these are scheduled for the first time, `num_tokens` of each."""
+    """Step that schedules these requests for the first time, `num_tokens` of each."""
     return SimpleNamespace(
         num_scheduled_tokens={request.request_id: num_tokens for request in requests},
         total_num_scheduled_tokens=num_tokens * len(requests),
@@ -77,7 +77,7 @@ def output(finished: set[str] | None = None, failed: set[str] | None = None, inv
 
 
 class Bench:
-    """A Selector over fake stores."""
+    """Selector over fake stores."""
 
     def __init__(self, *stores: FakeStore, weights: list[Weight] | None = None, timeout_s: float = 1.0) -> None:
         self.stores = stores
@@ -97,20 +97,20 @@ class Bench:
         return self.selector.matched_tokens(request, 0)[0]
 
     def admit(self, request: Any) -> int | None:
-        """Asks, and if there is an answer gives blocks for it. The position of the child that loads."""
+        """Ask, and allocate blocks for the answer. Returns the position of the child that loads."""
         num_tokens = self.ask(request)
         assert num_tokens is not None
         self.selector.allocated(request, new_blocks(), num_tokens)
         return self.selector.chosen(request) if num_tokens else None
 
     def end_load(self, request: Any, *, took_s: float = 0.0, has_failed: bool = False) -> None:
-        """The load in the background of a request ends."""
+        """End the asynchronous load of a request."""
         self.clock.now_s += took_s
         name = {request.request_id}
         self.selector.loads_reported(output(name, name if has_failed else set()))
 
     def total(self, position: int) -> ChildSelection:
-        """Everything counted of a child so far."""
+        """All counts of a child so far."""
         if (stats := self.selector.take_stats()) is not None:
             for name, counts in stats.children.items():
                 self.counts.setdefault(name, ChildSelection()).merge(counts)

@@ -1,4 +1,4 @@
-"""Ranks of two engines in one process, as arrays: real agents, control connections and transports, no engine."""
+"""Ranks of two engines in one process, as arrays: real agents, control connections and transports, without vLLM."""
 
 from __future__ import annotations
 
@@ -44,13 +44,10 @@ _starts = itertools.count()
 
 @dataclass(frozen=True)
 class Side:
-    """One engine.
+    """Settings of one engine.
 
-    Args:
-        block_tokens: of both of its groups.
-        tp_size: ranks.
-        total_heads: of the model; 0: pages move whole.
-        heads_first: whether heads lie outside of tokens in a page.
+    Args: block_tokens: of both of its groups. tp_size: ranks. total_heads: of the model; 0: pages move whole.
+    heads_first: whether heads are outside of tokens in a page.
     """
 
     block_tokens: int = 4
@@ -71,7 +68,7 @@ class Side:
 
 
 class Rank:
-    """One rank: its memory, a page of each group in a region of its own, and its agent."""
+    """One rank with its memory (one region per group) and its agent."""
 
     max_links = WireLimits().max_connections
 
@@ -110,12 +107,12 @@ class Rank:
         self.results = AgentResults()
 
     def view(self, group: int) -> np.ndarray:
-        """Blocks, tokens, heads, bytes."""
+        """Array of [block, token, head, byte]."""
         page = self.pages[group]
         return page.transpose(0, 2, 1, 3) if self.side.heads_first else page
 
     def until(self, holds: Callable[[AgentResults], bool]) -> AgentResults:
-        """Until what its agent said in all has come to this."""
+        """Collect results of the agent until `holds` is true of their sum."""
         until_s = time.monotonic() + WAIT_S
         while not holds(self.results):
             assert time.monotonic() < until_s, self.results
@@ -170,13 +167,13 @@ class Engine:
 
 
 def content(group: int, tokens: Sequence[int], heads: Sequence[int]) -> np.ndarray:
-    """What a token of a head is, whichever rank has it and wherever it lies: tokens, heads, bytes."""
+    """Expected content of tokens and heads, on any rank and in any block: [token, head, byte]."""
     numbers = 7 * group + 31 * np.array(tokens)[:, None, None] + 5 * np.array(heads)[None, :, None]
     return ((numbers + 3 * np.arange(ITEM_BYTES)) % 251).astype(np.uint8)
 
 
 def tables_of(side: Side, num_tokens: int, offset: int = 1) -> tuple[tuple[int, ...], ...]:
-    """Whole tables: blocks of the two groups in turn, each table against the order of memory."""
+    """Whole tables: blocks of the two groups in turn, each table in descending order."""
     count = -(-num_tokens // side.block_tokens)
     assert offset + 2 * count <= NUM_BLOCKS
     return tuple(tuple(range(offset + (group + 1) * count - 1, offset + group * count - 1, -1)) for group in (0, 1))
@@ -190,7 +187,7 @@ def heads_of(rank: Rank) -> list[int]:
 
 
 def write_prompt(engine: Engine, tables: tuple[tuple[int, ...], ...], num_tokens: int) -> None:
-    """What a forward pass leaves behind."""
+    """Write the content of a forward pass."""
     size = engine.side.block_tokens
     for rank in engine.ranks:
         for group, table in enumerate(tables):
@@ -200,7 +197,7 @@ def write_prompt(engine: Engine, tables: tuple[tuple[int, ...], ...], num_tokens
 
 
 def wrong_tokens(engine: Engine, tables: tuple[tuple[int, ...], ...], num_tokens: int) -> list[tuple[int, int, int]]:
-    """(rank, group, token) of what a resume would read and is not what it should be."""
+    """(rank, group, token) of all wrong tokens that a resume would read."""
     size, wrong = engine.side.block_tokens, []
     for rank in engine.ranks:
         for group, table in enumerate(tables):
@@ -217,7 +214,7 @@ def wrong_tokens(engine: Engine, tables: tuple[tuple[int, ...], ...], num_tokens
 def hand_over(
     producer: Engine, request_id: str, tables: tuple[tuple[int, ...], ...], num_tokens: int, is_planned: bool = True
 ) -> RemotePrompt:
-    """The request finishes; what its consumer is told. `is_planned`: the ranks have heard of it."""
+    """Finish the request; returns the prompt for its consumer. `is_planned`: the ranks get the plan with its blocks."""
     lease = Lease(slot=3, nonce=hash(request_id) & ((1 << 62) - 1) | 1)
     kept = offered(producer.side.groups, tables, num_tokens)
     producer.submit(lambda: NixlStepPlan(opened=[OpenedLease(request_id, lease)]))
@@ -246,12 +243,12 @@ def offer(producer: Engine, request_id: str, kept: BlockTables) -> None:
 def load(
     consumer: Engine, request_id: str, prompt: RemotePrompt, tables: tuple[tuple[int, ...], ...], computed: int = 0
 ) -> None:
-    asked = PromptLoad(request_id, prompt, prompt.num_tokens, computed, tables)
-    consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest(request_id, prompt)], loads=[asked]))
+    prompt_load = PromptLoad(request_id, prompt, prompt.num_tokens, computed, tables)
+    consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest(request_id, prompt)], loads=[prompt_load]))
 
 
 def failures(consumer: Engine, request_id: str) -> list[NixlLoadFailure | None]:
-    """How the load ended on each rank, once it has."""
+    """Failure of the load on each rank, after it ended."""
     found = []
     for rank in consumer.ranks:
         results = rank.until(lambda results: request_id in results.finished)

@@ -15,12 +15,12 @@ def test_the_smallest_configuration_is_one_tier() -> None:
     )
 
 
-def test_everything_can_be_said() -> None:
+def test_all_settings_can_be_given() -> None:
     config = decode_config({"tiers": [{"type": "ram", "capacity": 123456}], "chunk_tokens": 512, "load": "sync"})
     assert config == OffloadConfig(tiers=(RamTierConfig(capacity=123456),), chunk_tokens=512, load="sync")
 
 
-def test_an_operator_may_name_weights_and_facts_to_leave_out() -> None:
+def test_weights_digest_and_identity_ignores_are_decoded() -> None:
     assert decode_config({"tiers": [RAM]}).weights_digest == "sampled"
     config = decode_config({"tiers": [RAM], "weights_digest": "mine, of May", "identity_ignores": ["engine.version"]})
     assert (config.weights_digest, config.identity_ignores) == ("mine, of May", ("engine.version",))
@@ -35,7 +35,7 @@ def test_a_size_is_a_number_or_a_number_with_a_unit(value: object, num_bytes: in
 
 
 @pytest.mark.parametrize("value", [0, -1, "-4GiB", "0", True, None, 1.5, "4 gigs", "0.0001KiB", "GiB", "", [], "nan"])
-def test_anything_else_is_no_size(value: object) -> None:
+def test_an_invalid_size_is_refused(value: object) -> None:
     with pytest.raises(ConfigurationError) as caught:
         parse_size("tiers[0].capacity", value)
     assert caught.value.path == "tiers[0].capacity" and caught.value.hint
@@ -172,18 +172,18 @@ def test_a_mistake_is_reported_with_path_expected_got_and_hint(
         ({"load_timeout_seconds": 5, "lookup_timeout_seconds": 5}, 5.0, 5.0),
     ],
 )
-def test_a_slower_tier_has_deadlines_of_its_own(keys: dict, load_s: float, lookup_wait_s: float) -> None:
+def test_a_secondary_tier_has_its_own_deadlines(keys: dict, load_s: float, lookup_wait_s: float) -> None:
     config = decode_config({"tiers": [RAM, DISK | keys], "load_timeout_seconds": 20})
     [tier] = config.secondary.values()
     assert (config.load_timeout_of(tier), config.lookup_timeout_of(tier)) == (load_s, lookup_wait_s)
 
 
 @pytest.mark.parametrize(("num_bytes", "text"), [(10, "10 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB")])
-def test_sizes_are_written_for_people(num_bytes: int, text: str) -> None:
+def test_sizes_are_formatted_for_people(num_bytes: int, text: str) -> None:
     assert format_size(num_bytes) == text
 
 
-def test_an_object_store_is_given_what_is_used_again_and_has_less_time_to_answer() -> None:
+def test_an_object_store_defaults_to_reused_chunks_and_a_short_lookup_timeout() -> None:
     config = decode_config({"tiers": [RAM, OBJECT], "weights_digest": "v1"})
     tier = config.object
     assert tier is not None

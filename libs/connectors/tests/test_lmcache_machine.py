@@ -10,7 +10,7 @@ from examples import examples
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW, PlayedEngine, new_request
+from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW, FakeEngine, new_request
 
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
 from hybridkv.connectors.vllm.common.role import Role
@@ -44,7 +44,7 @@ class Running:
 class Machine(RuleBasedStateMachine):
     @initialize(groups=st.sampled_from(MODELS), kv_role=st.sampled_from([Role(), Role(), Role(stores=False)]))
     def begin(self, groups: Any, kv_role: Role) -> None:
-        self.engine = PlayedEngine(groups, kv_role, world_size=RANKS, max_chunks=3)
+        self.engine = FakeEngine(groups, kv_role, world_size=RANKS, max_chunks=3)
         self.requests: dict[str, Running] = {}
         self.dying: dict[str, Running] = {}
         """Finished requests that are still loading."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW, PlayedEngine, new_request
+from lmcache_played import BLOCK, CHUNK, DRAFTER, FULL, STATE, TIMEOUT_S, WINDOW, FakeEngine, new_request
 
 from hybridkv.connectors.vllm.common.lookups import RequestKeys
 from hybridkv.connectors.vllm.common.messages import LoadFailure, StoreOutcome
@@ -23,11 +23,11 @@ NOTHING: Any = SimpleNamespace(blocks=())
 
 
 @pytest.fixture
-def engine() -> PlayedEngine:
-    return PlayedEngine()
+def engine() -> FakeEngine:
+    return FakeEngine()
 
 
-def load(engine: PlayedEngine, request: Any, num_chunks: int = 3) -> Any:
+def load(engine: FakeEngine, request: Any, num_chunks: int = 3) -> Any:
     """Track a request, answer its lookup, and start its load. Returns the load."""
     engine.half.track(request)
     engine.server.answer(num_chunks)
@@ -38,7 +38,7 @@ def load(engine: PlayedEngine, request: Any, num_chunks: int = 3) -> Any:
     return planned
 
 
-def finish(engine: PlayedEngine, *requests: Any) -> None:
+def finish(engine: FakeEngine, *requests: Any) -> None:
     """Finish the requests and free their blocks."""
     for request in requests:
         request.status = request.status.FINISHED_ABORTED
@@ -46,13 +46,13 @@ def finish(engine: PlayedEngine, *requests: Any) -> None:
     engine.step(finished=[request.request_id for request in requests])
 
 
-def is_clean(engine: PlayedEngine) -> bool:
+def is_clean(engine: FakeEngine) -> bool:
     """True if no request, load or lock is left."""
     tracker = engine.load_tracker
     return not (tracker._requests or tracker._loads or engine.server.locked or engine.half.has_work_in_flight())
 
 
-def test_a_request_waits_for_the_answer_and_loads_the_found_chunks(engine: PlayedEngine) -> None:
+def test_a_request_waits_for_the_answer_and_loads_the_found_chunks(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     assert engine.server.num_lookups == 1
@@ -76,7 +76,7 @@ def test_a_request_waits_for_the_answer_and_loads_the_found_chunks(engine: Playe
 
 
 @pytest.mark.parametrize("trouble", [Trouble.LOST, Trouble.TIMEOUT, Trouble.UNSENT, None])
-def test_a_server_without_a_hit_costs_a_request_nothing(engine: PlayedEngine, trouble: Trouble | None) -> None:
+def test_a_server_without_a_hit_costs_a_request_nothing(engine: FakeEngine, trouble: Trouble | None) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     if trouble is None:
@@ -89,7 +89,7 @@ def test_a_server_without_a_hit_costs_a_request_nothing(engine: PlayedEngine, tr
     assert (store.start_chunk, len(store.digests)) == (0, 3)
 
 
-def test_a_late_answer_locks_nothing(engine: PlayedEngine) -> None:
+def test_a_late_answer_locks_nothing(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT)
     assert engine.half.matched_tokens(request, 0) is None
     engine.now_s = TIMEOUT_S
@@ -100,7 +100,7 @@ def test_a_late_answer_locks_nothing(engine: PlayedEngine) -> None:
 
 
 @pytest.mark.parametrize("is_answered", [False, True])
-def test_a_request_that_ends_before_its_allocation_locks_nothing(engine: PlayedEngine, is_answered: bool) -> None:
+def test_a_request_that_ends_before_its_allocation_locks_nothing(engine: FakeEngine, is_answered: bool) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     if is_answered:
@@ -112,7 +112,7 @@ def test_a_request_that_ends_before_its_allocation_locks_nothing(engine: PlayedE
     assert is_clean(engine)
 
 
-def test_a_lookup_that_raises_is_a_miss(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lookup_that_raises_is_a_miss(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: object) -> None:
         raise RuntimeError("no such chunk")
 
@@ -122,7 +122,7 @@ def test_a_lookup_that_raises_is_a_miss(engine: PlayedEngine, monkeypatch: pytes
     assert engine.half.matched_tokens(request, 0) == 0
 
 
-def test_a_load_that_was_never_offered_fails_alone(engine: PlayedEngine) -> None:
+def test_a_load_that_was_never_offered_fails_alone(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(0)
@@ -135,7 +135,7 @@ def test_a_load_that_was_never_offered_fails_alone(engine: PlayedEngine) -> None
     assert is_clean(engine)
 
 
-def test_a_load_with_another_boundary_than_offered_fails_alone(engine: PlayedEngine) -> None:
+def test_a_load_with_another_boundary_than_offered_fails_alone(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(3)
@@ -156,7 +156,7 @@ def test_a_load_with_another_boundary_than_offered_fails_alone(engine: PlayedEng
 @pytest.mark.parametrize("answers_first", [False, True])
 @pytest.mark.parametrize("skips_prefix_cache", [False, True])
 def test_a_running_request_keeps_no_lock(kv_role: Role, answers_first: bool, skips_prefix_cache: bool) -> None:
-    engine = PlayedEngine(kv_role=kv_role)
+    engine = FakeEngine(kv_role=kv_role)
     request = new_request("r", PROMPT, **({"prompt_logprobs": 1} if skips_prefix_cache else {}))
     assert request.skip_reading_prefix_cache is skips_prefix_cache
     engine.half.track(request)
@@ -176,7 +176,7 @@ def test_a_running_request_keeps_no_lock(kv_role: Role, answers_first: bool, ski
 
 @pytest.mark.parametrize(("kv_role", "params"), [(Role(loads=False), {}), (Role(), {"prompt_logprobs": 1})])
 def test_a_request_without_loads_locks_nothing_while_it_waits(kv_role: Role, params: Any) -> None:
-    engine = PlayedEngine(kv_role=kv_role)
+    engine = FakeEngine(kv_role=kv_role)
     request = new_request("r", PROMPT, **params)
     engine.half.track(request)
     engine.server.answer(2)
@@ -187,7 +187,7 @@ def test_a_request_without_loads_locks_nothing_while_it_waits(kv_role: Role, par
     assert (store.start_chunk, len(store.digests)) == (2, 3)
 
 
-def test_a_prefix_loaded_by_another_connector_is_not_kept_locked(engine: PlayedEngine) -> None:
+def test_a_prefix_loaded_by_another_connector_is_not_kept_locked(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(2)
@@ -199,7 +199,7 @@ def test_a_prefix_loaded_by_another_connector_is_not_kept_locked(engine: PlayedE
     assert (store.start_chunk, len(store.digests)) == (2, 3)
 
 
-def test_close_releases_all_locks_now_or_when_they_are_taken(engine: PlayedEngine) -> None:
+def test_close_releases_all_locks_now_or_when_they_are_taken(engine: FakeEngine) -> None:
     requests = [new_request(name, PROMPT) for name in "abc"]
     load(engine, requests[0])
     for request in requests[1:]:
@@ -212,7 +212,7 @@ def test_close_releases_all_locks_now_or_when_they_are_taken(engine: PlayedEngin
     assert not engine.server.locked
 
 
-def test_a_released_prefix_is_not_offered_later(engine: PlayedEngine) -> None:
+def test_a_released_prefix_is_not_offered_later(engine: FakeEngine) -> None:
     """For example to a streaming session that is looked up again without a preemption."""
     request = new_request("r", PROMPT)
     assert engine.half.matched_tokens(request, 3 * CHUNK) == 0
@@ -222,7 +222,7 @@ def test_a_released_prefix_is_not_offered_later(engine: PlayedEngine) -> None:
     assert not engine.server.locked
 
 
-def test_a_load_starts_inside_the_chunk_where_the_engine_ends(engine: PlayedEngine) -> None:
+def test_a_load_starts_inside_the_chunk_where_the_engine_ends(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(3)
@@ -236,14 +236,14 @@ def test_a_load_starts_inside_the_chunk_where_the_engine_ends(engine: PlayedEngi
 
 
 def test_a_lookup_asks_for_at_most_max_chunks() -> None:
-    engine = PlayedEngine(max_chunks=2)
+    engine = FakeEngine(max_chunks=2)
     engine.half.track(new_request("r", PROMPT))
     assert [asked.num_chunks for asked in engine.server.asked] == [2]
 
 
 @pytest.mark.parametrize("how", ["fails", "ends", "runs"])
 def test_a_load_waits_for_room_and_keeps_its_found_prefix(how: str) -> None:
-    engine = PlayedEngine(pool_blocks=16)
+    engine = FakeEngine(pool_blocks=16)
     first, second = new_request("first", PROMPT), new_request("second", PROMPT)
     planned = load(engine, first)
     engine.half.track(second)
@@ -269,7 +269,7 @@ def test_a_load_waits_for_room_and_keeps_its_found_prefix(how: str) -> None:
 # Tokens that change, and request IDs that are reused.
 
 
-def test_a_new_request_inherits_nothing_from_one_with_its_id(engine: PlayedEngine) -> None:
+def test_a_new_request_inherits_nothing_from_one_with_its_id(engine: FakeEngine) -> None:
     old = new_request("r", PROMPT)
     planned = load(engine, old)
     engine.tell(failures={"r": [LoadFailure("checksum", "bad", planned.digests[1])]})
@@ -284,7 +284,7 @@ def test_a_new_request_inherits_nothing_from_one_with_its_id(engine: PlayedEngin
     assert engine.half.matched_tokens(new, 0) == 3 * CHUNK
 
 
-def test_withdrawn_tokens_are_not_loaded(engine: PlayedEngine) -> None:
+def test_withdrawn_tokens_are_not_loaded(engine: FakeEngine) -> None:
     """Nor the last remaining token: it is computed, after the tokens before it."""
     request = new_request("r", PROMPT[: 3 * CHUNK + 1])
     engine.half.track(request)
@@ -297,7 +297,7 @@ def test_withdrawn_tokens_are_not_loaded(engine: PlayedEngine) -> None:
 
 @pytest.mark.parametrize("is_known", [False, True])
 def test_a_prefix_found_under_another_adapter_is_released(
-    engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch, is_known: bool
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, is_known: bool
 ) -> None:
     request = new_request("r", PROMPT)
     tracked = engine.half.track(request)
@@ -315,7 +315,7 @@ def test_a_prefix_found_under_another_adapter_is_released(
     assert tracked is engine.half.track(request)
 
 
-def test_changed_tokens_are_looked_up_again(engine: PlayedEngine) -> None:
+def test_changed_tokens_are_looked_up_again(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(3)
@@ -331,7 +331,7 @@ def test_changed_tokens_are_looked_up_again(engine: PlayedEngine) -> None:
 # Failures.
 
 
-def test_a_failed_load_is_retried_once_up_to_the_bad_chunk(engine: PlayedEngine) -> None:
+def test_a_failed_load_is_retried_once_up_to_the_bad_chunk(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT)
     planned = load(engine, request)
     engine.free(request)
@@ -344,7 +344,7 @@ def test_a_failed_load_is_retried_once_up_to_the_bad_chunk(engine: PlayedEngine)
     assert engine.half.matched_tokens(request, 0) == CHUNK
 
 
-def test_a_prefix_with_a_failed_load_is_offered_to_no_request_for_a_while(engine: PlayedEngine) -> None:
+def test_a_prefix_with_a_failed_load_is_offered_to_no_request_for_a_while(engine: FakeEngine) -> None:
     """With `kv_load_failure_policy: fail` each offer of it could end one more request."""
     waiting, first = new_request("waiting", PROMPT), new_request("first", PROMPT)
     engine.half.track(waiting)
@@ -370,14 +370,14 @@ def test_a_prefix_with_a_failed_load_is_offered_to_no_request_for_a_while(engine
     assert engine.half.matched_tokens(again, 0) is not None
 
 
-def test_max_suspects_is_not_exceeded(engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_suspects_is_not_exceeded(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_tracker, "MAX_SUSPECTS", 2)
     planned = load(engine, new_request("r", PROMPT))
     engine.tell(failures={"r": [LoadFailure("checksum", "bad", planned.digests[0])]})
     assert list(engine.load_tracker._suspects) == list(planned.digests[:2])
 
 
-def test_a_request_with_repeated_failed_loads_is_computed(engine: PlayedEngine) -> None:
+def test_a_request_with_repeated_failed_loads_is_computed(engine: FakeEngine) -> None:
     request = new_request("r", (*PROMPT, *PROMPT))
     planned = load(engine, request, 7)
     for number in range(MAX_FAILED_LOADS):
@@ -396,7 +396,7 @@ def test_a_request_with_repeated_failed_loads_is_computed(engine: PlayedEngine) 
 
 
 @pytest.mark.parametrize("reason", ["timeout", "busy"])
-def test_a_load_that_failed_without_a_bad_chunk_is_not_retried(engine: PlayedEngine, reason: str) -> None:
+def test_a_load_that_failed_without_a_bad_chunk_is_not_retried(engine: FakeEngine, reason: str) -> None:
     request = new_request("r", PROMPT)
     load(engine, request)
     engine.free(request)
@@ -410,7 +410,7 @@ def test_a_load_that_failed_without_a_bad_chunk_is_not_retried(engine: PlayedEng
     assert (store.start_chunk, len(store.digests)) == (0, 3)
 
 
-def test_the_load_of_a_finished_request_is_followed_to_its_end(engine: PlayedEngine) -> None:
+def test_the_load_of_a_finished_request_is_followed_to_its_end(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT)
     load(engine, request)
     request.status = request.status.FINISHED_ABORTED
@@ -421,7 +421,7 @@ def test_the_load_of_a_finished_request_is_followed_to_its_end(engine: PlayedEng
     assert is_clean(engine)
 
 
-def test_a_preempted_request_is_looked_up_again(engine: PlayedEngine) -> None:
+def test_a_preempted_request_is_looked_up_again(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT)
     load(engine, request)
     engine.tell(loaded=["r"])
@@ -433,7 +433,7 @@ def test_a_preempted_request_is_looked_up_again(engine: PlayedEngine) -> None:
 
 def test_nothing_is_stored_for_a_preempted_request() -> None:
     """Its blocks belong to other requests by now, even if the engine handed over a state."""
-    engine = PlayedEngine((FULL, STATE))
+    engine = FakeEngine((FULL, STATE))
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(0)
@@ -445,7 +445,7 @@ def test_nothing_is_stored_for_a_preempted_request() -> None:
     assert engine.step({"r": CHUNK}, states=states).stores
 
 
-def test_a_reset_drops_found_prefixes_and_changes_the_keys(engine: PlayedEngine) -> None:
+def test_a_reset_drops_found_prefixes_and_changes_the_keys(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     before = engine.server.asked[0].prefix
@@ -460,7 +460,7 @@ def test_a_reset_drops_found_prefixes_and_changes_the_keys(engine: PlayedEngine)
 
 
 def test_each_chunk_is_stored_once_with_blocks_pinned_until_all_ranks_copied() -> None:
-    engine = PlayedEngine(world_size=2)
+    engine = FakeEngine(world_size=2)
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(1)
@@ -480,7 +480,7 @@ def test_each_chunk_is_stored_once_with_blocks_pinned_until_all_ranks_copied() -
     assert engine.num_pinned == 0 and is_clean(engine)
 
 
-def test_chunks_are_stored_once_a_server_is_connected(engine: PlayedEngine) -> None:
+def test_chunks_are_stored_once_a_server_is_connected(engine: FakeEngine) -> None:
     """Without a server its objects are unknown, so no chunk is stored yet, and none is skipped for good."""
     engine.separate = None
     request = new_request("r", PROMPT)
@@ -495,7 +495,7 @@ def test_chunks_are_stored_once_a_server_is_connected(engine: PlayedEngine) -> N
     assert (store.start_chunk, len(store.digests)) == (0, 3)
 
 
-def test_a_failed_store_ends_the_stores_of_its_request(engine: PlayedEngine) -> None:
+def test_a_failed_store_ends_the_stores_of_its_request(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(0)
@@ -507,7 +507,7 @@ def test_a_failed_store_ends_the_stores_of_its_request(engine: PlayedEngine) -> 
     assert not engine.step({"r": CHUNK}).stores
 
 
-def test_tokens_that_are_not_final_are_not_stored(engine: PlayedEngine) -> None:
+def test_tokens_that_are_not_final_are_not_stored(engine: FakeEngine) -> None:
     request = new_request("r", PROMPT[: CHUNK + 1])
     engine.half.track(request)
     engine.server.answer(0)
@@ -519,7 +519,7 @@ def test_tokens_that_are_not_final_are_not_stored(engine: PlayedEngine) -> None:
 
 
 def test_attention_is_stored_only_after_the_answer_of_the_server() -> None:
-    engine = PlayedEngine((FULL, STATE))
+    engine = FakeEngine((FULL, STATE))
     request = new_request("r", PROMPT)
     assert engine.half.matched_tokens(request, 3 * CHUNK) == 0
     engine.half.on_allocated(request, engine.new_blocks(request, len(PROMPT)), 0)
@@ -535,7 +535,7 @@ def test_attention_is_stored_only_after_the_answer_of_the_server() -> None:
 
 @pytest.mark.parametrize(("num_found", "num_stored"), [(3, 0), (2, 1)])
 def test_a_state_that_the_server_has_is_not_stored_again(num_found: int, num_stored: int) -> None:
-    engine = PlayedEngine((FULL, STATE))
+    engine = FakeEngine((FULL, STATE))
     request = new_request("r", PROMPT)
     engine.half.track(request)
     engine.server.answer(num_found)
@@ -548,7 +548,7 @@ def test_a_state_that_the_server_has_is_not_stored_again(num_found: int, num_sto
 @pytest.mark.parametrize("groups", [(FULL, DRAFTER), (DRAFTER, FULL), (WINDOW, DRAFTER), (STATE, FULL, DRAFTER)])
 def test_the_key_of_a_drafter_part_includes_the_tokens_it_depends_on(groups: Any) -> None:
     """Two prompts that diverge right after a chunk share its attention part, but not its drafter part."""
-    engine = PlayedEngine(groups)
+    engine = FakeEngine(groups)
     one = new_request("one", PROMPT[: 2 * CHUNK + BLOCK + 1])
     other = new_request("other", (*PROMPT[: 2 * CHUNK], 7, *PROMPT[2 * CHUNK :])[: 2 * CHUNK + BLOCK + 1])
     same = new_request("same", (*PROMPT[: 2 * CHUNK + BLOCK], 7))
@@ -561,7 +561,7 @@ def test_the_key_of_a_drafter_part_includes_the_tokens_it_depends_on(groups: Any
 
 
 def test_a_state_has_a_key_once_the_tokens_after_it_are_known() -> None:
-    engine = PlayedEngine((STATE, FULL, DRAFTER))
+    engine = FakeEngine((STATE, FULL, DRAFTER))
     request = new_request("r", PROMPT[: 2 * CHUNK + BLOCK - 1])
     assert engine.half.matched_tokens(request, 0) is None
     engine.server.answer(0)
@@ -574,7 +574,7 @@ def test_a_state_has_a_key_once_the_tokens_after_it_are_known() -> None:
     assert {copy.group_index for copy in store.copies} == {0, 1, 2}
 
 
-def adapter_version(engine: PlayedEngine, name: str, version: Any) -> Any:
+def adapter_version(engine: FakeEngine, name: str, version: Any) -> Any:
     """Request with an adapter of known content."""
     request = new_request(name, PROMPT)
     tracked = engine.half.track(request)
@@ -587,7 +587,7 @@ def adapter_version(engine: PlayedEngine, name: str, version: Any) -> Any:
 
 @pytest.mark.parametrize("holds", [False, True])
 def test_stores_with_an_adapter_are_held_until_one_check_of_its_files(
-    engine: PlayedEngine, monkeypatch: pytest.MonkeyPatch, holds: bool
+    engine: FakeEngine, monkeypatch: pytest.MonkeyPatch, holds: bool
 ) -> None:
     looks: list[Any] = []
 

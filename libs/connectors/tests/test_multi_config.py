@@ -1,4 +1,4 @@
-"""HybridMultiConnector's configuration: what is meant is understood, and what is not is an error that says so."""
+"""Configuration of HybridMultiConnector: valid settings are decoded, and mistakes are reported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def decode(*children: Any, **more: Any) -> MultiConfig:
     return decode_multi_config({"connectors": list(children), **more}, OUTER, KEYS)
 
 
-def test_a_child_gets_its_own_keys_without_the_weight_and_the_operators_dict_stays_as_it_is() -> None:
+def test_a_child_gets_its_keys_without_the_weight_from_a_copy() -> None:
     entry = child(load_weight=2.5, chunk_tokens=64)
     before = copy.deepcopy(entry)
     (decoded,) = decode(entry).children
@@ -34,14 +34,14 @@ def test_a_child_gets_its_own_keys_without_the_weight_and_the_operators_dict_sta
     assert entry["kv_connector_extra_config"] is not decoded.transfer["kv_connector_extra_config"]
 
 
-def test_a_child_inherits_what_it_does_not_say() -> None:
+def test_a_child_inherits_missing_keys() -> None:
     (first, second) = decode(child("A"), {**child("B"), "kv_role": "kv_producer", "engine_id": "own"}).children
     assert (first.transfer["kv_role"], first.transfer["engine_id"]) == ("kv_both", "e")
     assert (second.transfer["kv_role"], second.transfer["engine_id"]) == ("kv_producer", "own")
     assert second.transfer["kv_load_failure_policy"] == "recompute"
 
 
-def test_children_of_one_class_are_told_apart_by_their_position() -> None:
+def test_children_of_one_class_are_numbered_by_their_position() -> None:
     assert [each.name for each in decode(child("A"), child("B"), child("A")).children] == ["A-0", "B", "A-2"]
 
 

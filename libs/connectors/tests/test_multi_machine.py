@@ -1,4 +1,4 @@
-"""The life of many requests at once: whatever comes in whatever order, counts add up and nothing is left behind."""
+"""State machine of a selector with many requests: in any order of events counts add up and nothing is left over."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ answers = st.sampled_from([None, 0, 16, 32, 64, RuntimeError("no")])
 
 
 class Life(RuleBasedStateMachine):
-    """A model of what the engine does with each request: waiting, loading, loaded, running."""
+    """Model of the engine's requests: waiting, loading, loaded, running."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +53,8 @@ class Life(RuleBasedStateMachine):
         num_tokens, is_async = self.bench.selector.matched_tokens(request, 0)
         asked = [store.asked > count for store, count in zip(self.bench.stores, before, strict=True)]
         if any(asked):
-            # Those whose loads failed for it are not asked; and where there is no room for it nobody is, so that what
-            # was answered before stands.
+            # Children with a failed load of this request are not asked. Without room for the request no child is asked,
+            # and earlier answers stay valid.
             barred = self.barred.get(request.request_id, set())
             assert asked == [child not in barred for child in range(NUM_CHILDREN)]
             self.asked[request.request_id] = asked
@@ -106,7 +106,7 @@ class Life(RuleBasedStateMachine):
         return [self.bench.total(child) for child in range(NUM_CHILDREN)]
 
     @invariant()
-    def each_admitted_lookup_has_one_outcome_for_each_child_that_was_asked(self) -> None:
+    def each_admitted_lookup_has_one_outcome_per_asked_child(self) -> None:
         for counts, queries in zip(self._counts(), self.queries, strict=True):
             outcomes = counts.hits + counts.misses + counts.passed_over + counts.unanswered + counts.errors
             assert counts.queries == outcomes == queries

@@ -1,4 +1,4 @@
-"""What HybridMultiConnector is made of besides the choice: saves, messages, statistics."""
+"""Parts of HybridMultiConnector other than the selection: saves, messages, statistics."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SPEC = CacheSpec((GroupSpec(GroupKind.FULL, 16),), 16)
 
 
 @given(st.permutations(range(4)), st.sets(st.integers(0, 3), min_size=1))
-def test_blocks_are_given_back_when_the_last_child_that_reads_them_is_done(order: list[int], reading: set[int]) -> None:
+def test_blocks_are_freed_when_the_last_reading_child_is_done(order: list[int], reading: set[int]) -> None:
     begun, open_saves = SchedulerSaves(), WorkerSaves()
     assert begun.request_ended("r", reading)
     open_saves.begin(begun.take())
@@ -57,18 +57,18 @@ def test_a_child_that_reads_a_partial_tail_is_waited_for_once() -> None:
     assert open_saves.end(0, {"r"}) == {"r"}
 
 
-def test_a_request_that_nobody_reads_is_not_waited_for() -> None:
+def test_a_request_read_by_no_child_is_not_waited_for() -> None:
     begun = SchedulerSaves()
     assert not begun.request_ended("r", [])
     assert begun.take() == {}
 
 
-def test_a_child_that_reports_what_it_never_held_frees_nothing() -> None:
+def test_a_report_of_a_child_without_a_save_frees_nothing() -> None:
     open_saves = WorkerSaves()
     open_saves.begin({"r": frozenset({0})})
     assert open_saves.end(1, {"r", "other"}) == set()
     assert open_saves.end(0, {"r"}) == {"r"}
-    assert open_saves.end(0, {"r"}) == set(), "once"
+    assert open_saves.end(0, {"r"}) == set(), "only once"
 
 
 # Messages.
@@ -82,7 +82,7 @@ class Seen(KVConnectorWorkerMetadata):
         return Seen(*self.seen, *other.seen)
 
 
-def test_what_the_workers_say_is_put_together_child_by_child() -> None:
+def test_worker_metadata_is_aggregated_per_child() -> None:
     first = MultiWorkerMetadata((Seen(1), None, Seen(3)), 7, {0: 0.5})
     second = MultiWorkerMetadata((Seen(10), Seen(20), None), None, {0: 0.25, 2: 1.0})
     both = pickle.loads(pickle.dumps(first)).aggregate(second)
@@ -91,13 +91,13 @@ def test_what_the_workers_say_is_put_together_child_by_child() -> None:
 
 
 @pytest.mark.parametrize("other", [Seen(1), MultiWorkerMetadata((None,))])
-def test_what_does_not_fit_is_not_put_together(other: KVConnectorWorkerMetadata) -> None:
+def test_metadata_with_another_number_of_children_is_not_aggregated(other: KVConnectorWorkerMetadata) -> None:
     with pytest.raises(TypeError, match="of 2 children"):
         MultiWorkerMetadata((None, None)).aggregate(other)
 
 
 class Events(KVConnectorKVEvents):
-    """Counts as vLLM's connectors do: only what every worker saw is an event of the whole."""
+    """Counts like vLLM's connectors: only an event of every worker is an event of the whole."""
 
     def __init__(self, *events: str) -> None:
         self.events, self.workers = list(events), 1
@@ -122,7 +122,7 @@ class Events(KVConnectorKVEvents):
         self.events.clear()
 
 
-def test_events_of_two_ranks_are_merged_child_by_child() -> None:
+def test_events_of_two_ranks_are_merged_per_child() -> None:
     mine, theirs = MultiKVEvents({0: Events("a", "b")}), MultiKVEvents({0: Events("b"), 2: Events("c")})
     mine.add_events(theirs.get_all_events())
     mine.increment_workers(1)
@@ -131,12 +131,12 @@ def test_events_of_two_ranks_are_merged_child_by_child() -> None:
     assert mine.get_number_of_workers() == 2
 
 
-def test_a_child_gets_the_handshake_that_its_own_kind_made() -> None:
+def test_a_child_gets_the_handshake_metadata_of_its_own_kind() -> None:
     mine, other = KVConnectorHandshakeMetadata(), KVConnectorHandshakeMetadata()
     metadata = {0: MultiHandshakeMetadata({1: mine}), 1: MultiHandshakeMetadata({0: other, 1: mine})}
     assert of_child(metadata, 1) == {0: mine, 1: mine}
     assert of_child(metadata, 0) == {1: other}
-    assert of_child({0: other}, 5) == {0: other}, "not ours, so it is for everyone"
+    assert of_child({0: other}, 5) == {0: other}, "metadata of another kind is for every child"
 
 
 def test_only_children_that_load_within_the_step_are_timed() -> None:
@@ -157,7 +157,7 @@ def counted(metrics: ConnectorMetrics, num_bytes: int) -> None:
 
 
 def children_of(*all_metrics: ConnectorMetrics) -> list[Child]:
-    """HybridOffloadConnectors as far as statistics go."""
+    """HybridOffloadConnectors with only their statistics."""
     children = []
     for number, metrics in enumerate(all_metrics):
         connector = HybridOffloadConnector.__new__(HybridOffloadConnector)
@@ -166,12 +166,12 @@ def children_of(*all_metrics: ConnectorMetrics) -> list[Child]:
     return children
 
 
-def test_nothing_counted_by_anyone_is_nothing_sent() -> None:
+def test_empty_statistics_are_not_sent() -> None:
     assert MultiStats.collect(None, children_of(ConnectorMetrics())) is None
     assert MultiStats().is_empty() and MultiStats.build(None).is_empty()
 
 
-def test_statistics_of_two_ranks_and_two_steps_add_up_and_survive_the_wire() -> None:
+def test_statistics_of_ranks_and_steps_are_summed_and_survive_encoding() -> None:
     all_metrics = ConnectorMetrics(), ConnectorMetrics()
     parts = []
     for num_tokens in (16, 32):
@@ -194,7 +194,7 @@ def test_statistics_of_two_ranks_and_two_steps_add_up_and_survive_the_wire() -> 
     assert rebuilt.is_empty()
 
 
-def test_statistics_of_another_connector_do_not_add_up() -> None:
+def test_statistics_of_another_connector_are_not_summed() -> None:
     from hybridkv.connectors.vllm.common.stats import OffloadStats
 
     with pytest.raises(TypeError, match="MultiStats"):
@@ -211,7 +211,7 @@ def make_metrics(registry: CollectorRegistry, engines: dict[int, list[object]]) 
     return MultiPromMetrics(config, types, ["model_name", "engine"], engines, classes)
 
 
-def test_children_of_one_class_are_shown_apart_in_every_engine() -> None:
+def test_children_of_one_class_are_shown_separately_in_each_engine() -> None:
     registry = CollectorRegistry()
     metrics = make_metrics(registry, {0: ["tiny", "0"], 1: ["tiny", "1"]})
     for engine in (0, 1):
@@ -233,7 +233,7 @@ def test_children_of_one_class_are_shown_apart_in_every_engine() -> None:
     assert "vllm:kv_connector_mc_queries_total" in generate_latest(registry).decode()
 
 
-def test_counts_below_zero_do_not_end_the_metrics_loop() -> None:
+def test_negative_counts_do_not_end_the_metrics_loop() -> None:
     registry = CollectorRegistry()
     metrics = make_metrics(registry, {0: ["tiny", "0"]})
     stats = MultiStats({"selection": SelectionStats(), "children": {}})

@@ -1,4 +1,4 @@
-"""The choice between children as the engine drives it: who loads, who is waited for, what is counted."""
+"""Selection between children, driven like the engine does: which child loads, which is waited for, and the counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _Said(logging.Handler):
 
 @pytest.fixture
 def said() -> Iterator[list[str]]:
-    """What the selector logged."""
+    """Messages that the selector logged."""
     handler = _Said()
     logger = logging.getLogger("vllm.hybridkv.multi")
     logger.addHandler(handler)
@@ -32,19 +32,19 @@ def said() -> Iterator[list[str]]:
     logger.removeHandler(handler)
 
 
-def test_the_chosen_child_is_told_the_tokens_and_the_others_none() -> None:
+def test_only_the_chosen_child_gets_the_tokens() -> None:
     bench = Bench(FakeStore(32), FakeStore(64), FakeStore(48))
     assert bench.admit(new_request()) == 1
     assert [store.told for store in bench.stores] == [[("r", 0)], [("r", 64)], [("r", 0)]]
 
 
 @pytest.mark.parametrize(("weights", "chosen"), [([1.0, 1.0], 1), ([3.0, 1.0], 0), ([2.0, 1.0], 0)])
-def test_weights_say_who_loads_and_ties_go_to_the_first(weights: list[float], chosen: int) -> None:
+def test_weights_choose_the_child_and_ties_go_to_the_first(weights: list[float], chosen: int) -> None:
     assert Bench(FakeStore(32), FakeStore(64), weights=list(weights)).admit(new_request()) == chosen
 
 
 @pytest.mark.parametrize("place", range(3))
-def test_one_that_needs_more_time_does_not_hold_up_the_others(place: int) -> None:
+def test_an_undecided_child_does_not_delay_the_others(place: int) -> None:
     stores = [FakeStore(32), FakeStore(32), FakeStore(32)]
     stores[place].tokens = None
     bench = Bench(*stores)
@@ -52,7 +52,7 @@ def test_one_that_needs_more_time_does_not_hold_up_the_others(place: int) -> Non
     assert bench.total(place).unanswered == 1 and bench.total(place).timeouts == 0
 
 
-def test_one_that_answers_soon_is_waited_for_beside_others_and_no_longer_than_the_timeout() -> None:
+def test_a_child_with_bounded_lookups_is_waited_for_up_to_the_timeout() -> None:
     stores = [FakeStore(tokens=64), FakeStore(tokens=None)]
     stores[1].has_bounded_lookups = True  # type: ignore[attr-defined]
     bench, request = Bench(*stores), new_request("r", 1000)
@@ -67,7 +67,7 @@ def test_one_that_answers_soon_is_waited_for_beside_others_and_no_longer_than_th
     assert bench.total(1).deferrals == 2 and bench.total(1).timeouts == 1
 
 
-def test_one_that_answers_soon_is_not_waited_for_where_it_could_have_no_more() -> None:
+def test_a_child_that_can_have_no_more_tokens_is_not_waited_for() -> None:
     stores = [FakeStore(tokens=63), FakeStore(tokens=None)]
     stores[1].has_bounded_lookups = True  # type: ignore[attr-defined]
     bench = Bench(*stores)
@@ -75,7 +75,7 @@ def test_one_that_answers_soon_is_not_waited_for_where_it_could_have_no_more() -
 
 
 @pytest.mark.parametrize("place", range(2))
-def test_one_that_stalls_delays_a_request_no_longer_than_the_timeout(place: int) -> None:
+def test_a_child_that_stalls_delays_a_request_up_to_the_timeout(place: int) -> None:
     stores = [FakeStore(OSError("away")), FakeStore(OSError("away"))]
     stores[place].tokens = None
     bench = Bench(*stores, timeout_s=2.0)
@@ -87,12 +87,12 @@ def test_one_that_stalls_delays_a_request_no_longer_than_the_timeout(place: int)
     assert bench.admit(request) is None
     counts = bench.total(place)
     assert (counts.deferrals, counts.timeouts, counts.unanswered, counts.queries) == (2, 1, 1, 1)
-    # The engine may ask once more before it has room: still no waiting.
+    # The engine may ask once more before it has room: still no wait.
     assert bench.total(1 - place).errors == 1
 
 
 @pytest.mark.parametrize("place", range(2))
-def test_one_that_stalls_does_not_hold_up_a_request_of_which_another_has_said_that_it_has_nothing(place: int) -> None:
+def test_a_child_that_stalls_does_not_delay_after_a_miss_of_another(place: int) -> None:
     stores = [FakeStore(0), FakeStore(0)]
     stores[place].tokens = None
     bench = Bench(*stores)
@@ -104,7 +104,7 @@ def test_one_that_stalls_does_not_hold_up_a_request_of_which_another_has_said_th
     assert bench.total(1 - place).misses == 1
 
 
-def test_a_request_that_waited_goes_on_when_the_first_answers() -> None:
+def test_a_waiting_request_goes_on_at_the_first_answer() -> None:
     slow, slower = FakeStore(None), FakeStore(None)
     bench = Bench(slow, slower)
     request = new_request()
@@ -115,7 +115,7 @@ def test_a_request_that_waited_goes_on_when_the_first_answers() -> None:
     assert (bench.total(1).deferrals, bench.total(1).unanswered, bench.total(1).timeouts) == (1, 1, 0)
 
 
-def test_what_is_waited_for_is_neither_who_failed_the_request_nor_who_only_stores() -> None:
+def test_children_that_failed_the_request_or_only_store_are_not_waited_for() -> None:
     stores = FakeStore(64), FakeStore(0), FakeStore(None, stores_only=True)
     bench = Bench(*stores)
     request = new_request()
@@ -128,7 +128,7 @@ def test_what_is_waited_for_is_neither_who_failed_the_request_nor_who_only_store
     assert bench.total(1).timeouts == 1
 
 
-def test_who_only_stores_is_not_asked_and_not_counted_but_hears_of_the_request() -> None:
+def test_a_child_that_only_stores_is_not_asked_but_gets_allocations() -> None:
     bench = Bench(FakeStore(64, stores_only=True), FakeStore(32))
     assert bench.admit(new_request()) == 1
     assert bench.stores[0].asked == 0 and bench.stores[0].told == [("r", 0)]
@@ -136,7 +136,7 @@ def test_who_only_stores_is_not_asked_and_not_counted_but_hears_of_the_request()
 
 
 @pytest.mark.parametrize("answer", [64, 0, None])
-def test_a_request_that_reads_no_cache_asks_nobody_waits_for_nobody_and_is_not_counted(answer: int | None) -> None:
+def test_a_request_that_reads_no_cache_asks_no_child(answer: int | None) -> None:
     bench = Bench(FakeStore(answer), FakeStore(32))
     request = new_request()
     request.skip_reading_prefix_cache = True
@@ -146,21 +146,21 @@ def test_a_request_that_reads_no_cache_asks_nobody_waits_for_nobody_and_is_not_c
     assert bench.selector.take_stats() is None or all(bench.total(place).queries == 0 for place in (0, 1))
 
 
-def test_after_its_time_a_request_does_not_wait_again_before_it_is_admitted() -> None:
+def test_after_its_timeout_a_request_does_not_wait_again() -> None:
     bench = Bench(FakeStore(None))
     request = new_request()
     assert bench.ask(request) is None
     bench.clock.now_s += 1.0
     assert [bench.ask(request) for _ in range(3)] == [0, 0, 0]
     bench.admit(request)
-    assert bench.ask(request) is None, "started over, it may wait again"
+    assert bench.ask(request) is None, "after a restart it may wait again"
 
 
-def test_a_timeout_of_nothing_waits_for_nobody() -> None:
+def test_a_timeout_of_zero_waits_for_no_child() -> None:
     assert Bench(FakeStore(None), timeout_s=0.0).ask(new_request()) == 0
 
 
-def test_a_child_whose_answer_changes_is_taken_at_its_last_word() -> None:
+def test_the_last_answer_of_a_child_counts() -> None:
     first, second = FakeStore(None), FakeStore(None)
     bench = Bench(first, second)
     request = new_request()
@@ -174,7 +174,7 @@ def test_a_child_whose_answer_changes_is_taken_at_its_last_word() -> None:
     assert (bench.total(0).queries, bench.total(0).hit_tokens, bench.total(1).misses) == (1, 32, 1)
 
 
-def test_a_child_that_raises_counts_as_having_nothing_and_is_warned_of_once(said: list[str]) -> None:
+def test_a_child_that_raises_counts_as_a_miss_and_is_logged_once(said: list[str]) -> None:
     bench = Bench(FakeStore(RuntimeError("out of order")), FakeStore(32))
     for name in "abc":
         assert bench.admit(new_request(name)) == 1
@@ -182,25 +182,25 @@ def test_a_child_that_raises_counts_as_having_nothing_and_is_warned_of_once(said
     assert len(said) == 1 and "s0" in said[0] and "out of order" in said[0]
 
 
-def test_if_all_raise_the_request_is_computed() -> None:
+def test_if_all_children_raise_the_request_is_computed() -> None:
     assert Bench(FakeStore(ValueError()), FakeStore(KeyError())).ask(new_request()) == 0
 
 
-def test_a_failed_load_bars_its_child_for_that_request_alone() -> None:
+def test_a_failed_load_bars_its_child_only_for_that_request() -> None:
     bench = Bench(FakeStore(64), FakeStore(32))
     request, other = new_request("a"), new_request("b")
     assert bench.admit(request) == 0
     bench.end_load(request, has_failed=True)
     assert bench.admit(request) == 1
     counts = bench.total(0)
-    assert (counts.failures, counts.queries, counts.errors) == (1, 1, 0), "it was asked before its load failed alone"
+    assert (counts.failures, counts.queries, counts.errors) == (1, 1, 0), "it was asked only before its load failed"
     assert bench.total(1).queries == 2
     bench.end_load(request)
     bench.selector.plan_step(scheduled([request], 1))
     assert bench.admit(other) == 0
 
 
-def test_children_that_all_failed_are_not_asked_and_the_request_is_computed() -> None:
+def test_barred_children_are_not_asked_and_the_request_is_computed() -> None:
     bench = Bench(FakeStore(64))
     request = new_request()
     bench.admit(request)
@@ -208,7 +208,7 @@ def test_children_that_all_failed_are_not_asked_and_the_request_is_computed() ->
     assert bench.ask(request) == 0 and bench.stores[0].asked == 1
 
 
-def test_a_request_whose_load_failed_lets_pass_those_that_hold_blocks() -> None:
+def test_a_request_with_a_failed_load_waits_for_requests_with_blocks() -> None:
     bench = Bench(FakeStore(64), FakeStore(64))
     failed, holding = new_request("a"), new_request("b")
     bench.admit(failed)
@@ -221,7 +221,7 @@ def test_a_request_whose_load_failed_lets_pass_those_that_hold_blocks() -> None:
     assert bench.ask(failed) == 64
 
 
-def test_letting_pass_has_an_end() -> None:
+def test_the_wait_after_a_failed_load_is_bounded() -> None:
     bench = Bench(FakeStore(64), FakeStore(64))
     failed, stuck = new_request("a"), new_request("b")
     bench.admit(failed)
@@ -232,7 +232,7 @@ def test_letting_pass_has_an_end() -> None:
     assert bench.ask(failed) == 0
 
 
-def test_blocks_that_could_not_be_loaded_bar_the_child_of_their_request() -> None:
+def test_invalid_blocks_bar_the_child_of_their_request() -> None:
     bench = Bench(FakeStore(64), FakeStore(64))
     hurt, fine = new_request("a"), new_request("b")
     for request, first_id in ((hurt, 1), (fine, 100)):
@@ -245,7 +245,7 @@ def test_blocks_that_could_not_be_loaded_bar_the_child_of_their_request() -> Non
     assert bench.admit(hurt) == 1
 
 
-def test_a_load_within_a_step_ends_with_it_and_takes_the_seconds_that_the_workers_say() -> None:
+def test_a_load_within_a_step_ends_with_it_and_takes_the_workers_time() -> None:
     bench = Bench(FakeStore(64, is_async=False), FakeStore(0))
     request = new_request()
     bench.admit(request)
@@ -257,7 +257,7 @@ def test_a_load_within_a_step_ends_with_it_and_takes_the_seconds_that_the_worker
     assert (counts.load_seconds, counts.load_bytes, counts.pending_loads) == (0.25, 4 * BLOCK_BYTES, 0)
 
 
-def test_a_load_within_a_step_whose_blocks_are_invalid_has_failed() -> None:
+def test_a_load_within_a_step_with_invalid_blocks_has_failed() -> None:
     bench = Bench(FakeStore(64, is_async=False), FakeStore(32))
     request = new_request()
     bench.admit(request)
@@ -274,7 +274,7 @@ def test_loads_are_counted_with_their_seconds_and_bytes() -> None:
     assert bench.total(0).pending_loads == 1
     bench.end_load(request, took_s=0.5)
     counts = bench.total(0)
-    # 40 tokens lie in three blocks of 16.
+    # 40 tokens are in three blocks of 16.
     assert (counts.load_seconds, counts.load_bytes, counts.pending_loads) == (0.5, 3 * BLOCK_BYTES, 0)
 
 
@@ -296,7 +296,7 @@ def learn_prefill(bench: Bench, seconds_per_token: float) -> None:
     bench.selector.step_ended(marks.step, {}, output())
 
 
-def test_an_automatic_weight_is_tried_then_learned_and_a_hit_slower_than_computing_is_not_taken() -> None:
+def test_an_automatic_weight_is_measured_and_a_slow_hit_is_passed_over() -> None:
     bench = Bench(FakeStore(1000), weights=[AUTO])
     learn_prefill(bench, 0.001)
     first = new_request("a", 2000)
@@ -307,7 +307,7 @@ def test_an_automatic_weight_is_tried_then_learned_and_a_hit_slower_than_computi
     assert bench.total(0).passed_over == 1
 
 
-def test_a_faster_child_is_preferred_once_both_are_known() -> None:
+def test_the_faster_child_is_preferred_once_both_are_measured() -> None:
     bench = Bench(FakeStore(1000), FakeStore(900), weights=[AUTO, AUTO])
     learn_prefill(bench, 0.001)
     slow, fast = new_request("a", 2000), new_request("b", 2000)
@@ -320,7 +320,7 @@ def test_a_faster_child_is_preferred_once_both_are_known() -> None:
     assert bench.admit(new_request("c", 2000)) == 1
 
 
-def test_what_was_slow_is_tried_again_after_a_while() -> None:
+def test_a_slow_child_is_tried_again_after_a_while() -> None:
     bench = Bench(FakeStore(1000), weights=[AUTO])
     learn_prefill(bench, 0.001)
     first = new_request("a", 2000)
@@ -343,7 +343,7 @@ def test_what_was_slow_is_tried_again_after_a_while() -> None:
         ({}, {"unspecified": 64}),
     ],
 )
-def test_sources_add_up_to_the_tokens_and_none_is_below_zero(said: dict[str, int], shown: dict[str, int]) -> None:
+def test_hit_sources_sum_to_the_tokens_and_none_is_negative(said: dict[str, int], shown: dict[str, int]) -> None:
     bench = Bench(FakeStore(64, sources=said))
     request = new_request()
     bench.admit(request)
@@ -351,7 +351,7 @@ def test_sources_add_up_to_the_tokens_and_none_is_below_zero(said: dict[str, int
     assert bench.total(0).clamped_tokens == sum(-tokens for tokens in said.values() if tokens < 0)
 
 
-def test_skew_below_zero_is_warned_of_once_an_interval_with_its_numbers(said: list[str]) -> None:
+def test_negative_sources_are_logged_once_per_interval(said: list[str]) -> None:
     bench = Bench(FakeStore(64, sources={"host": -7}))
     for number, later_s in enumerate((0.0, 1.0, 1.0, 60.0)):
         bench.clock.now_s += later_s

@@ -1,4 +1,4 @@
-"""What fails in a rank's thread costs the request that it belongs to: others go on, and nothing is held for ever."""
+"""Bugs in a rank's thread cost only the request concerned: others go on, and no blocks are held for ever."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def engines() -> Iterator[tuple[Engine, Engine]]:
 
 
 def require_handed_over(producer: Engine, consumer: Engine, request_id: str) -> None:
-    """Both go on."""
+    """Check that a request is handed over and both engines go on."""
     load(consumer, request_id, hand_over(producer, request_id, TABLES, NUM_TOKENS), TABLES)
     assert failures(consumer, request_id) == [None]
     assert wrong_tokens(consumer, TABLES, NUM_TOKENS) == []
@@ -64,7 +64,7 @@ def require_handed_over(producer: Engine, consumer: Engine, request_id: str) -> 
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: Callable[..., bool]) -> None:
-    """The method raises for what it is true of."""
+    """Make the method raise for the calls that `when` selects."""
     method = getattr(owner, name)
 
     def broken(self: Any, *arguments: Any) -> Any:
@@ -75,7 +75,7 @@ def failing(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: Calla
     monkeypatch.setattr(owner, name, broken)
 
 
-def test_blocks_of_a_request_without_a_lease_are_given_back_at_once() -> None:
+def test_blocks_of_a_request_without_a_lease_are_released_at_once() -> None:
     with engines() as (producer, consumer):
         offer(producer, "p", KEPT)
         producer.ranks[0].until(lambda results: results.released == {"p"})
@@ -84,8 +84,8 @@ def test_blocks_of_a_request_without_a_lease_are_given_back_at_once() -> None:
         require_handed_over(producer, consumer, "q")
 
 
-def test_a_lease_stands_before_the_ranks_thread_has_had_a_turn() -> None:
-    """A consumer that is connected reads it with nobody's help."""
+def test_a_lease_is_written_before_the_ranks_thread_runs() -> None:
+    """A connected consumer reads it without the thread."""
     go_on = threading.Event()
     with engines() as (producer, consumer):
         rank = producer.ranks[0]
@@ -100,7 +100,7 @@ def test_a_lease_stands_before_the_ranks_thread_has_had_a_turn() -> None:
         require_handed_over(producer, consumer, "r")
 
 
-def test_a_lease_that_cannot_be_opened_stands_in_no_slot() -> None:
+def test_a_lease_that_cannot_be_opened_is_in_no_slot() -> None:
     with engines() as (producer, _):
         rank = producer.ranks[0]
         twice = [OpenedLease("p", Lease(3, 77)), OpenedLease("p", Lease(4, 78))]
@@ -110,7 +110,7 @@ def test_a_lease_that_cannot_be_opened_stands_in_no_slot() -> None:
         assert tuple(table[3]) == (77, 0) and tuple(table[4]) == (0, 0)
 
 
-def test_a_part_of_a_plan_that_fails_takes_no_other_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_part_of_a_plan_does_not_affect_other_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, LeaseServer, "open", lambda opened: opened.request_id == "p")
     with engines() as (producer, consumer):
         leases = [OpenedLease(name, Lease(slot, 7)) for slot, name in enumerate("pq")]
@@ -125,12 +125,12 @@ def test_a_load_that_cannot_begin_is_reported(monkeypatch: pytest.MonkeyPatch) -
         load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), TABLES)
         (failure,) = failures(consumer, "p")
         assert failure is not None and failure.reason == "other" and "a bug" in failure.detail
-        # Its producer hears that it need not wait.
+        # Its producer is notified that the lease is done.
         producer.ranks[0].until(lambda results: "p" in results.released)
         require_handed_over(producer, consumer, "q")
 
 
-def test_a_question_that_meets_a_bug_costs_its_own_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_for_digests_that_raises_costs_only_its_load(monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, LeaseServer, "_begin_digests", lambda question, request_id: request_id == "p")
     with engines() as (producer, consumer):
         load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), TABLES)
@@ -140,7 +140,7 @@ def test_a_question_that_meets_a_bug_costs_its_own_load(monkeypatch: pytest.Monk
         require_handed_over(producer, consumer, "q")
 
 
-def test_what_fails_every_time_keeps_nothing_else_from_going_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_every_tick_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     failing(monkeypatch, LeaseServer, "tick", lambda: True)
     with engines() as (producer, consumer):
         load(consumer, "p", hand_over(producer, "p", TABLES, NUM_TOKENS), tables_of(SIDE, NUM_TOKENS))
@@ -149,7 +149,7 @@ def test_what_fails_every_time_keeps_nothing_else_from_going_on(monkeypatch: pyt
         assert failure is not None and failure.reason == "cancelled"
 
 
-def test_memory_is_not_given_up_while_somebody_digests_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_not_closed_during_a_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
     digests = NixlRankMemory.digests
 
@@ -170,7 +170,7 @@ def test_memory_is_not_given_up_while_somebody_digests_it(monkeypatch: pytest.Mo
         monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.agent.CLOSE_S", WAIT_S)
 
 
-def test_a_thread_with_much_to_do_ends_when_it_is_done() -> None:
+def test_a_thread_with_queued_work_ends_after_the_work() -> None:
     begun, go_on = threading.Event(), threading.Event()
     background = BackgroundThread("busy")
 
@@ -200,7 +200,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("reason", list(CloseReason))
-def test_a_connection_that_ended_says_why_its_reads_failed(reason: CloseReason) -> None:
+def test_reads_fail_with_the_reason_of_the_closed_connection(reason: CloseReason) -> None:
     with engines() as (producer, _):
         rank = producer.ranks[0]
         control = ControlChannel(

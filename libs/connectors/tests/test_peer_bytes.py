@@ -1,4 +1,4 @@
-"""Bytes of a request: what the connector counts, what the table of groups says, and what the transport copies."""
+"""Bytes of a request: counted by the connector, computed from the group table, and copied by the transport."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_BLOCKS = 2048
 
 @dataclass(frozen=True)
 class Windows(Side):
-    """Five groups with windows, one of full attention, and one whose state stands for all tokens; pages move whole."""
+    """Five window groups, one of full attention, and one recurrent state; pages move whole."""
 
     block_tokens: int = BLOCK_TOKENS
     total_heads: int = 0
@@ -39,7 +39,7 @@ class Windows(Side):
 
 
 class WholeRank(Rank):
-    """Its pages are pieces that nobody may cut."""
+    """Rank with pages that are pieces which cannot be cut."""
 
     def _description(self, memory: NixlRankMemory) -> Description:
         groups = []
@@ -54,7 +54,7 @@ class WholeRank(Rank):
 
 
 class Counting(InMemoryTransport):
-    """Counts the bytes that it copies."""
+    """Counts the copied bytes."""
 
     num_bytes = 0
 
@@ -82,7 +82,7 @@ def many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tables(num_tokens: int, first: int) -> tuple[tuple[int, ...], ...]:
-    """Of all groups, in turns; the state is one block, at the end of its table."""
+    """Tables of all groups; the state is one block at the end of its table."""
     count = -(-num_tokens // BLOCK_TOKENS)
     found = [tuple(range(first + group * count, first + (group + 1) * count)) for group in range(7)]
     found[6] = (*[0] * (count - 1), found[6][-1])
@@ -90,7 +90,7 @@ def tables(num_tokens: int, first: int) -> tuple[tuple[int, ...], ...]:
 
 
 @pytest.mark.parametrize(("num_tokens", "computed_tokens"), [(4096, 0), (4090, 0), (4096, 2048), (40, 0), (4096, 4080)])
-def test_what_is_counted_is_what_the_table_says_and_what_is_copied(num_tokens: int, computed_tokens: int) -> None:
+def test_counted_bytes_equal_the_table_and_the_copied_bytes(num_tokens: int, computed_tokens: int) -> None:
     with pair() as (theirs, ours):
         producer, consumer = Engine(theirs.side, [theirs]), Engine(ours.side, [ours])
         producer.addresses = [RankAddress(theirs.agent.listen("127.0.0.1", 0), theirs.name)]
@@ -112,7 +112,7 @@ def test_what_is_counted_is_what_the_table_says_and_what_is_copied(num_tokens: i
 
 
 def test_five_windows_at_4096_tokens_cost_a_small_part_of_full_attention() -> None:
-    """What the test above has counted, beside what it would be without groups."""
+    """The bytes counted above, compared with the bytes without groups."""
     with pair() as (_, ours):
         block = ours.table[0].block_bytes
         assert moved_bytes(ours.table, 4096) == (5 * 4 + 256 + 1) * block

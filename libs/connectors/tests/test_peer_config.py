@@ -1,4 +1,4 @@
-"""Every mistake in the settings of the connector to peers is named, with what would be right."""
+"""Settings of HybridNixlConnector: each mistake is reported with a valid value."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hybridkv.connectors.vllm.nixl.config import ListenConfig, NixlConfig, decod
 from hybridkv.connectors.vllm.nixl.params import MAX_RANKS
 
 
-def test_nothing_needs_to_be_said() -> None:
+def test_all_settings_have_defaults() -> None:
     assert decode_config({}) == NixlConfig()
-    assert NixlConfig().listen.host == "127.0.0.1", "the loopback, unless somebody says otherwise"
+    assert NixlConfig().listen.host == "127.0.0.1", "loopback by default"
     assert NixlConfig().verify
 
 
-def test_what_is_said_is_taken() -> None:
+def test_given_settings_are_used() -> None:
     config = decode_config({"listen": {"host": "10.0.0.1", "port": 14579, "advertise": "kv-1"}, "verify": False})
     assert config.listen == ListenConfig(host="10.0.0.1", port=14579, advertise="kv-1")
     assert (config.listen.advertised, config.verify) == ("kv-1", False)
@@ -48,7 +48,7 @@ def test_what_is_said_is_taken() -> None:
         ({"weights_digest": " "}, "weights_digest", "sampled"),
     ],
 )
-def test_a_mistake_is_named(raw: dict[str, Any], path: str, words: str) -> None:
+def test_a_mistake_is_reported_by_its_path(raw: dict[str, Any], path: str, words: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         decode_config(raw)
     assert caught.value.path == f"{ROOT}.{path}"
@@ -83,13 +83,13 @@ def test_a_mistake_is_named(raw: dict[str, Any], path: str, words: str) -> None:
         ("::1%" + "x" * 33, False),
     ],
 )
-def test_unless_told_otherwise_a_request_leads_to_this_host_alone(host: str, is_allowed: bool) -> None:
+def test_by_default_only_hosts_of_this_machine_are_allowed(host: str, is_allowed: bool) -> None:
     config = decode_config({"listen": {"host": "10.0.0.2", "advertise": "kv-2"}})
     assert (host in config.hosts) is is_allowed
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "::ffff:0.0.0.0", "0"])
-def test_an_address_to_listen_on_everywhere_is_not_what_consumers_are_told(host: str) -> None:
+def test_a_wildcard_address_is_not_advertised(host: str) -> None:
     for listen in ({"host": host}, {"host": "10.0.0.2", "advertise": host}):
         with pytest.raises(ConfigurationError) as caught:
             decode_config({"listen": listen})
@@ -98,32 +98,32 @@ def test_an_address_to_listen_on_everywhere_is_not_what_consumers_are_told(host:
     assert config.listen.advertised == "kv-1"
 
 
-def test_an_address_to_listen_on_everywhere_is_no_place_to_go_to() -> None:
+def test_a_wildcard_address_is_no_allowed_host() -> None:
     hosts = decode_config({"listen": {"host": "0.0.0.0", "advertise": "10.0.0.2"}}).hosts
     assert "0.0.0.0" not in hosts and "10.0.0.1" not in hosts
     assert "10.0.0.2" in hosts and "127.0.0.1" in hosts
 
 
 @pytest.mark.parametrize(("port", "num_ranks"), [(65535, 1), (65532, 4), (0, 8)])
-def test_as_many_ports_as_ranks_are_enough(port: int, num_ranks: int) -> None:
+def test_one_port_per_rank_is_enough(port: int, num_ranks: int) -> None:
     require_ports(ListenConfig(port=port), num_ranks)
 
 
-def test_more_ranks_than_a_consumer_takes_are_refused() -> None:
+def test_more_ranks_than_a_consumer_accepts_are_refused() -> None:
     require_ports(ListenConfig(), MAX_RANKS)
     with pytest.raises(ConfigurationError) as caught:
         require_ports(ListenConfig(), MAX_RANKS + 1)
     assert (caught.value.path, caught.value.got) == ("tensor_parallel_size", MAX_RANKS + 1)
 
 
-def test_ports_that_do_not_last_for_all_ranks_are_refused_with_both_numbers() -> None:
+def test_too_few_ports_for_all_ranks_are_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
         require_ports(ListenConfig(port=65533), 4)
     assert caught.value.path == f"{ROOT}.listen.port"
     assert "at most 65532" in caught.value.expected and caught.value.got == "65533, and 65536 for the last rank"
 
 
-def test_a_list_is_taken_as_it_is() -> None:
+def test_allowed_hosts_replaces_the_defaults() -> None:
     hosts = decode_config({"allowed_hosts": ["10.0.0.0/30", "prefill-1", "fd00::/8"]}).hosts
     assert all(each in hosts for each in ("10.0.0.3", "Prefill-1", "fd00::7", "::ffff:10.0.0.1"))
     assert not any(each in hosts for each in ("10.0.0.4", "127.0.0.1", "localhost", "fe80::1", "prefill-10"))

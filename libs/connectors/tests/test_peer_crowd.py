@@ -1,4 +1,4 @@
-"""A consumer of more producers than it may have connections: those that nobody uses make room, and no other does."""
+"""Consumers with more producers than connections: only an unused connection is closed for a new one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MAX_LINKS = 2
 
 
 class Crowd:
-    """A consumer of one rank, and more producers than it may be connected to."""
+    """Consumer with one rank, and more producers than it may be connected to."""
 
     def __init__(self) -> None:
         world = World()
@@ -32,8 +32,8 @@ class Crowd:
     def prompt(self, number: int, is_planned: bool = True) -> RemotePrompt:
         return hand_over(self.producers[number], "p", TABLES, NUM_TOKENS, is_planned)
 
-    def reads(self, number: int) -> None:
-        """A prompt of one producer arrives, and its lease has ended."""
+    def read_from(self, number: int) -> None:
+        """Load a prompt of one producer and wait for the end of its lease."""
         rank, name = self.producers[number].ranks[0], f"d{number}"
         rank.results.released.clear()
         load(self.consumer, name, self.prompt(number), TABLES)
@@ -43,7 +43,7 @@ class Crowd:
 
     @property
     def peers(self) -> dict[str, ProducerConnection]:
-        """By their names, the one that was asked for last as the last."""
+        """By name, the most recently used one last."""
         found = list(self.consumer.ranks[0].agent._connections._by_address.values())
         return {peer.address[2]: peer for peer in found}
 
@@ -51,13 +51,13 @@ class Crowd:
         return self.producers[number].addresses[0].name
 
     def connected(self, number: int) -> ProducerConnection:
-        """The connection to a producer, once it is made."""
+        """Connection to a producer, once it is ready."""
         name = self.name(number)
         self.consumer.ranks[0].until(lambda _: name in self.peers and self.peers[name].state is ConnectionState.READY)
         return self.peers[name]
 
-    def hold(self, number: int) -> ProducerConnection:
-        """A request that waits for its turn."""
+    def begin_waiting(self, number: int) -> ProducerConnection:
+        """Start a request that waits in the consumer's queue."""
         prompt = self.prompt(number)
         self.consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest(f"h{number}", prompt)]))
         return self.connected(number)
@@ -72,48 +72,48 @@ def crowd(monkeypatch: pytest.MonkeyPatch) -> Iterator[Crowd]:
         engine.close()
 
 
-def test_more_producers_than_connections_are_read_from_one_after_the_other(crowd: Crowd) -> None:
+def test_more_producers_than_connections_are_read_in_turn(crowd: Crowd) -> None:
     for number in range(len(crowd.producers)):
-        crowd.reads(number)
+        crowd.read_from(number)
         assert list(crowd.peers) == [crowd.name(each) for each in range(number + 1)][-MAX_LINKS:]
-    # One that was given up is connected to again.
-    crowd.reads(0)
+    # A closed connection is opened again.
+    crowd.read_from(0)
 
 
-def test_who_was_asked_last_is_kept(crowd: Crowd) -> None:
+def test_the_most_recently_used_connection_is_kept(crowd: Crowd) -> None:
     for number in (0, 1, 0, 2):
-        crowd.reads(number)
+        crowd.read_from(number)
     assert list(crowd.peers) == [crowd.name(0), crowd.name(2)]
 
 
-def test_a_producer_whose_lease_is_held_is_not_given_up(crowd: Crowd) -> None:
-    peer = crowd.hold(0)
+def test_a_connection_with_a_held_lease_is_not_closed(crowd: Crowd) -> None:
+    peer = crowd.begin_waiting(0)
     for number in range(1, len(crowd.producers)):
-        crowd.reads(number)
+        crowd.read_from(number)
     assert crowd.peers[crowd.name(0)] is peer and peer.state is ConnectionState.READY
     assert "p" not in crowd.producers[0].ranks[0].agent.take_results().released
-    # Once it is needed no more, it makes room like any other.
+    # After its last use it can be closed like any other.
     crowd.consumer.submit(lambda: NixlStepPlan(ended=["h0"]))
     crowd.producers[0].ranks[0].until(lambda results: "p" in results.released)
-    crowd.reads(1)
+    crowd.read_from(1)
     assert crowd.name(0) not in crowd.peers
 
 
-def test_a_producer_that_is_read_from_is_not_given_up(crowd: Crowd) -> None:
-    """Without a plan there are no digests, so the read waits. Nothing but the read knows of its producer."""
+def test_a_connection_in_use_by_a_read_is_not_closed(crowd: Crowd) -> None:
+    """Without a plan there are no digests, so that the read waits. Only the read refers to its producer."""
     prompt = crowd.prompt(0, is_planned=False)
     far = tables_of(Side(), NUM_TOKENS, offset=12)
     crowd.consumer.submit(lambda: NixlStepPlan(loads=[PromptLoad("d", prompt, NUM_TOKENS, 0, far)]))
     peer = crowd.connected(0)
     for number in range(1, len(crowd.producers)):
-        crowd.reads(number)
+        crowd.read_from(number)
     assert crowd.peers[crowd.name(0)] is peer and peer.state is ConnectionState.READY
     offer(crowd.producers[0], "p", offered(Side().groups, TABLES, NUM_TOKENS))
     assert failures(crowd.consumer, "d") == [None] and wrong_tokens(crowd.consumer, far, NUM_TOKENS) == []
 
 
-def test_where_all_connections_are_used_one_more_producer_is_not_read_from(crowd: Crowd) -> None:
-    used = [crowd.hold(number) for number in range(MAX_LINKS)]
+def test_a_read_fails_as_busy_if_all_connections_are_in_use(crowd: Crowd) -> None:
+    used = [crowd.begin_waiting(number) for number in range(MAX_LINKS)]
     load(crowd.consumer, "d", crowd.prompt(MAX_LINKS), TABLES)
     (failure,) = failures(crowd.consumer, "d")
     assert failure is not None and failure.reason == "busy"

@@ -1,6 +1,6 @@
-"""What a proxy makes of `kv_transfer_params` is refused within bounds, or good for nothing that it should not be.
+"""Mutated `kv_transfer_params` are refused within bounds or lead to valid reads only.
 
-For minutes, if asked for.
+`FUZZ_SECONDS` extends the run.
 """
 
 from __future__ import annotations
@@ -82,6 +82,6 @@ def _params(data: bytes) -> None:
 TARGET = Target("kv_transfer_params", (json.dumps(compose(_prompt())).encode(),), _params, (ParamsError,))
 
 
-def test_changed_params_are_refused_within_bounds() -> None:
+def test_mutated_params_are_refused_within_bounds() -> None:
     with bounded_memory(MEMORY_BYTES):
         assert fuzz(TARGET, SEED, NUM_INPUTS, SECONDS) >= NUM_INPUTS

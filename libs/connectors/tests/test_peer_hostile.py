@@ -1,4 +1,4 @@
-"""Peers that know the secret and keep to nothing else: they cost themselves their connection, and nobody a load."""
+"""Hostile peers that know the secret cost only their own connection, and no load of another."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def pair() -> Iterator[tuple[Engine, Engine]]:
 
 
 def require_loads(pair: tuple[Engine, Engine], request_id: str) -> None:
-    """An honest consumer is served."""
+    """Check that an honest consumer is served."""
     producer, consumer = pair
     load(consumer, request_id, hand_over(producer, request_id, TABLES, NUM_TOKENS), TABLES)
     assert failures(consumer, request_id) == [None]
@@ -78,15 +78,17 @@ def require_loads(pair: tuple[Engine, Engine], request_id: str) -> None:
 
 
 class Rogue:
-    """A consumer that says what a test wants."""
+    """Consumer that sends what a test says."""
 
     def __init__(self, producer: Engine) -> None:
         limits = WireLimits(handshake_timeout_s=WAIT_S, silence_timeout_s=WAIT_S)
         self._changed = threading.Condition()
-        self.heard: list[Message] = []
+        self.received: list[Message] = []
         self.is_open, self.is_closed = False, False
         self._loop = ControlLoop("rogue", NO_SECRET, limits)
-        handlers = Handlers(lambda link, name: self._is("is_open"), self._hear, lambda link, why: self._is("is_closed"))
+        handlers = Handlers(
+            lambda link, name: self._is("is_open"), self._receive, lambda link, why: self._is("is_closed")
+        )
         address = producer.addresses[0]
         self._link = self._loop.connect("127.0.0.1", address.port, address.name, handlers)
         self.until(lambda: self.is_open)
@@ -96,14 +98,14 @@ class Rogue:
             setattr(self, name, True)
             self._changed.notify_all()
 
-    def _hear(self, link: LinkId, message: Message) -> None:
+    def _receive(self, link: LinkId, message: Message) -> None:
         with self._changed:
-            self.heard.append(message)
+            self.received.append(message)
             self._changed.notify_all()
 
     def until(self, holds: Callable[[], bool]) -> None:
         with self._changed:
-            assert self._changed.wait_for(holds, WAIT_S), self.heard
+            assert self._changed.wait_for(holds, WAIT_S), self.received
 
     def say(self, *messages: Message) -> None:
         for message in messages:
@@ -120,18 +122,18 @@ def rogue(pair: tuple[Engine, Engine]) -> Iterator[Rogue]:
     made.close()
 
 
-def described(engine: Engine, **changes: Any) -> Describe:
-    """What a rank of this engine says of itself, but for some of it."""
+def describe_rank(engine: Engine, **changes: Any) -> Describe:
+    """Description of a rank of this engine, with changes."""
     rank = engine.ranks[0]
     description = msgspec.structs.replace(rank.agent._server._options.description, **changes)
     return Describe(encode(description), b"")
 
 
-def test_who_describes_itself_twice_is_left(pair: tuple[Engine, Engine], rogue: Rogue) -> None:
-    rogue.say(described(pair[1]))
-    rogue.until(lambda: Accepted() in rogue.heard)
+def test_a_peer_that_describes_itself_twice_is_disconnected(pair: tuple[Engine, Engine], rogue: Rogue) -> None:
+    rogue.say(describe_rank(pair[1]))
+    rogue.until(lambda: Accepted() in rogue.received)
     assert not rogue.is_closed
-    rogue.say(described(pair[1]))
+    rogue.say(describe_rank(pair[1]))
     rogue.until(lambda: rogue.is_closed)
     require_loads(pair, "p")
 
@@ -140,9 +142,7 @@ def test_who_describes_itself_twice_is_left(pair: tuple[Engine, Engine], rogue: 
     "message",
     [RequestMessage(1, b"x"), Accepted(), Digests(1, b""), RequestDigests(1, None, 1, b"")],  # type: ignore[arg-type]
 )
-def test_what_does_not_belong_here_ends_its_connection(
-    pair: tuple[Engine, Engine], rogue: Rogue, message: Message
-) -> None:
+def test_an_unexpected_message_ends_its_connection(pair: tuple[Engine, Engine], rogue: Rogue, message: Message) -> None:
     if isinstance(message, RequestDigests):
         lease = hand_over(pair[0], "other", TABLES, NUM_TOKENS).lease
         message = RequestDigests(1, lease, NUM_TOKENS, pack_columns([[0], [0], [1]]))
@@ -150,32 +150,32 @@ def test_what_does_not_belong_here_ends_its_connection(
     rogue.until(lambda: rogue.is_closed)
 
 
-def test_what_a_consumer_says_of_itself_fills_no_log(
+def test_a_description_of_a_consumer_is_shortened_in_the_log(
     pair: tuple[Engine, Engine], rogue: Rogue, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rogue.say(described(pair[1], facts={"model\n" + "x" * 4000: "y" * 4000}))
-    rogue.until(lambda: bool(rogue.heard))
+    rogue.say(describe_rank(pair[1], facts={"model\n" + "x" * 4000: "y" * 4000}))
+    rogue.until(lambda: bool(rogue.received))
     [said] = [record.getMessage() for record in caplog.records if "does not fit" in record.getMessage()]
     assert "model" in said and "\n" not in said and len(said) < 1000
 
 
-def test_more_questions_than_allowed_are_answered_at_once(
+def test_requests_beyond_the_limit_are_answered_as_busy_at_once(
     pair: tuple[Engine, Engine], rogue: Rogue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease_server, "MAX_DIGEST_REQUESTS_PER_LINK", 4)
-    rogue.say(described(pair[1]))
-    # Its plan does not come, so that questions wait for it.
+    rogue.say(describe_rank(pair[1]))
+    # Its plan does not arrive, so that requests wait for it.
     lease = hand_over(pair[0], "late", TABLES, NUM_TOKENS, is_planned=False).lease
     rogue.say(Renew(lease))
     spans = pack_columns([[0], [0], [1]])
     rogue.say(*(RequestDigests(number, lease, NUM_TOKENS, spans) for number in range(6)))
-    rogue.until(lambda: sum(isinstance(each, Digests) for each in rogue.heard) == 2)
-    assert [each for each in rogue.heard if isinstance(each, Digests)] == [
+    rogue.until(lambda: sum(isinstance(each, Digests) for each in rogue.received) == 2)
+    assert [each for each in rogue.received if isinstance(each, Digests)] == [
         Digests(number, b"", lease_server.BUSY) for number in (4, 5)
     ]
 
 
-def test_who_says_more_than_may_wait_is_left_and_nobody_else(
+def test_a_peer_with_too_many_waiting_bytes_is_disconnected_alone(
     pair: tuple[Engine, Engine], rogue: Rogue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.agent.MAX_LINK_BYTES", 1 << 20)
@@ -196,7 +196,7 @@ def test_who_says_more_than_may_wait_is_left_and_nobody_else(
     assert agent._backlog.num_bytes == 0
 
 
-def test_what_waits_is_counted_by_peer_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_bytes_are_limited_per_peer_and_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.agent.MAX_LINK_BYTES", 100)
     monkeypatch.setattr("hybridkv.connectors.vllm.nixl.agent.agent.MAX_BYTES", 150)
     backlog, (one, other) = Backlog(), (LinkId(1), LinkId(2))
@@ -211,7 +211,7 @@ def test_what_waits_is_counted_by_peer_and_in_all(monkeypatch: pytest.MonkeyPatc
     assert message_bytes(Accepted()) == MESSAGE_OVERHEAD_BYTES
 
 
-def test_a_lease_of_no_time_is_not_renewed_without_a_pause() -> None:
+def test_a_very_short_lease_is_renewed_with_a_pause() -> None:
     now_s, said = 100.0, list[Message]()
 
     def send(link: LinkId, message: Message) -> bool:

@@ -1,4 +1,4 @@
-"""No request leads an engine to a host that its operator did not name."""
+"""Allowed hosts: no request makes an engine connect to a host that its operator did not allow."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from hybridkv.planner import CacheSpec
 from hybridkv.planner.admission import LoadAdmission
 
 
-def asked(host: str, metrics: NixlMetrics) -> NixlStepPlan:
-    """What the workers are told when a request comes that names a host."""
+def plan_for(host: str, metrics: NixlMetrics) -> NixlStepPlan:
+    """Plan for the workers after a request that names a host."""
     params = compose(msgspec.structs.replace(held((FULL,), 9), host=host))
-    # It reads no cache, so that its tokens are not looked at.
+    # The request reads no cache, so that its tokens are not needed.
     request: Any = SimpleNamespace(request_id="r", kv_transfer_params=params, skip_reading_prefix_cache=True)
     plan = NixlStepPlan()
     room = LoadRoom(LoadAdmission(CacheSpec((FULL,), FULL.block_tokens), 64), lambda: 0.0)
@@ -31,16 +31,16 @@ def asked(host: str, metrics: NixlMetrics) -> NixlStepPlan:
 
 
 @pytest.mark.parametrize("host", ["10.1.2.3", "kv-1"])
-def test_a_host_that_was_named_is_connected_to(host: str) -> None:
+def test_an_allowed_host_is_connected(host: str) -> None:
     metrics = NixlMetrics()
-    (found,) = asked(host, metrics).waiting
+    (found,) = plan_for(host, metrics).waiting
     assert found.prompt.host == host
     assert metrics.take() is None
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "169.254.169.254", "kv-2", "10.1"])
-def test_no_rank_hears_of_another_one_and_it_is_counted(host: str) -> None:
+def test_another_host_reaches_no_rank_and_is_counted(host: str) -> None:
     metrics = NixlMetrics()
-    assert asked(host, metrics).is_empty
+    assert plan_for(host, metrics).is_empty
     stats = metrics.take()
     assert stats is not None and "refused" in str(stats.data)

@@ -1,6 +1,6 @@
-"""Tensors as vLLM makes them, described, paired and moved: every token is where its attention looks for it.
+"""Tensors as vLLM makes them, described, paired and moved: each token arrives where attention reads it.
 
-The memory itself is the model: what is written and read through the engine's own view of it, nothing of a description.
+The memory is the model: it is written and read through vLLM's own views, without the descriptions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ LAYERS = ("a", "b")
 
 @dataclass(frozen=True)
 class Engine:
-    """How one side lays out its cache."""
+    """Layout of one side's cache."""
 
     block: int = 16
     kernel: int | None = None
@@ -52,12 +52,12 @@ class Engine:
     spec: str = "FullAttentionSpec"
     total_heads: int = TOTAL_HEADS
     said_heads: int = TOTAL_HEADS
-    """What the model's configuration says of all layers."""
+    """Heads of all layers according to the model's configuration."""
     quantised: str = "NONE"
 
 
 class Rank:
-    """One rank: vLLM's views of its memory, and what the connector says of them."""
+    """One rank with vLLM's views of its memory and the connector's description of them."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
         self.engine, self.rank = engine, rank
@@ -70,7 +70,7 @@ class Rank:
             head_size=HEAD_SIZE,
             dtype=torch.bfloat16 if engine.quantised == "NONE" else torch.int8,
             kv_quant_mode=interface.KVQuantMode[engine.quantised],
-            # As a backend asks for that keeps a scale of K and one of V behind them.
+            # As requested by a backend that stores a scale of K and one of V after them.
             state_content_bytes=None if engine.quantised == "NONE" else 2 * HEAD_SIZE + 8,
         )
         placed, self.views = _views(engine, spec)
@@ -88,14 +88,14 @@ class Rank:
         self.description = found
 
     def token(self, layer: str, table: tuple[int, ...], token: int) -> Any:
-        """What attention finds of a token, heads by content."""
+        """Content of a token as attention reads it: [head, element]."""
         view, size = self.views[layer], self.engine.block
         ratio = view.shape[0] // BLOCKS
         part, within = divmod(token % size, size // ratio)
         return view[table[token // size] * ratio + part, :, within]
 
     def head_of_kernel_block(self, layer: str, table: tuple[int, ...], first_token: int, head: int) -> Any:
-        """What attention finds of one head of a kernel block: bytes whose order is its own affair."""
+        """Content of one head of a kernel block as attention reads it; the byte order belongs to the backend."""
         view, size = self.views[layer], self.engine.block
         ratio = view.shape[0] // BLOCKS
         return view[table[first_token // size] * ratio + first_token % size // (size // ratio), head]
@@ -136,12 +136,12 @@ def ranks(engine: Engine) -> list[Rank]:
 
 
 def table_of(engine: Engine) -> tuple[int, ...]:
-    """Against the order of memory."""
+    """In descending order of memory."""
     return tuple(range(BLOCKS - 1, BLOCKS - 1 - -(-NUM_TOKENS // engine.block), -1))
 
 
 def exchanged(ours: Rank, theirs: list[Rank]) -> Incompatibility | None:
-    """Reads everything that one rank needs, or says why it cannot."""
+    """Read everything that one rank needs, or return why it cannot."""
     totals = ours.description.total_heads
     links = rank_links(totals, ours.engine.tp_size, ours.rank, len(theirs))
     for rank in theirs if links is None else [theirs[link.rank] for link in links if link.reads]:
@@ -159,7 +159,7 @@ def exchanged(ours: Rank, theirs: list[Rank]) -> Incompatibility | None:
 
 
 def content(layer: str, token: int, heads: Any) -> Any:
-    """Of a token, in every head: another value for each."""
+    """Content of a token in every head, with different values."""
     numbers = torch.arange(HEAD_SIZE * 2)[None, :] + 17 * torch.tensor(list(heads))[:, None] + 71 * token
     return ((numbers + 3 * LAYERS.index(layer)) % 251).to(torch.bfloat16)
 
@@ -187,13 +187,13 @@ def cases() -> Iterator[tuple[Engine, Engine]]:
         for number, order in enumerate(ORDERS):
             other = ORDERS[(number + 1) % len(ORDERS)]
             sides = ((order, *theirs, tp[0]), (other, *ours, tp[1]))
-            # A block that is split for kernels lies by itself, which vLLM sees to.
+            # A block that is split for kernels has its own memory, which vLLM ensures.
             if all(kernel is None or way.startswith("LB") for way, _, kernel, _ in sides):
                 yield tuple(Engine(block, kernel, way, tp_size=size) for way, block, kernel, size in sides)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("theirs", "ours"), thinned([*cases()], 3))
-def test_every_token_is_where_attention_looks_for_it(theirs: Engine, ours: Engine) -> None:
+def test_each_token_arrives_where_attention_reads_it(theirs: Engine, ours: Engine) -> None:
     there, here = ranks(theirs), ranks(ours)
     for rank in there:
         fill(rank)
@@ -204,7 +204,7 @@ def test_every_token_is_where_attention_looks_for_it(theirs: Engine, ours: Engin
         assert wrong(rank) == []
 
 
-def test_heads_and_tokens_are_named_only_for_backends_whose_order_is_known() -> None:
+def test_heads_and_tokens_are_described_only_for_known_backends() -> None:
     for backend, named in (("TRITON_ATTN", (4, 16)), ("CPU_ATTN", (4, 1)), ("A_NEW_ONE", (1, 1))):
         (piece,) = Rank(Engine(order="LBHNC", backend=backend), 0).description.groups[0].layers[0].pieces
         assert (piece.heads.count, piece.units.count) == named
@@ -220,13 +220,13 @@ def test_heads_and_tokens_are_named_only_for_backends_whose_order_is_known() -> 
         (Engine(32, 16), Engine(32), "item_format"),
     ],
 )
-def test_where_the_order_is_not_known_what_differs_is_refused_by_name(theirs: Engine, ours: Engine, words: str) -> None:
+def test_different_layouts_of_an_unknown_backend_are_refused(theirs: Engine, ours: Engine, words: str) -> None:
     def of(backend: str, engine: Engine) -> Engine:
         return Engine(engine.block, engine.kernel, engine.order, backend, engine.tp_size)
 
     refusal = exchanged(Rank(of("A_NEW_ONE", ours), 0), ranks(of("A_NEW_ONE", theirs)))
     assert refusal is not None and (words in refusal.field or "item_format" in refusal.field), refusal
-    # The control: nothing else keeps them apart.
+    # Control: nothing else prevents the exchange.
     assert exchanged(Rank(ours, 0), ranks(theirs)) is None
     same = of("A_NEW_ONE", ours)
     there, here = Rank(same, 0), Rank(same, 0)
@@ -235,8 +235,8 @@ def test_where_the_order_is_not_known_what_differs_is_refused_by_name(theirs: En
     assert wrong(here) == []
 
 
-def test_on_a_cpu_heads_are_shared_and_blocks_are_not() -> None:
-    """A head's kernel block is packed: it moves whole, wherever it belongs, and no token of it by itself."""
+def test_on_a_cpu_heads_are_split_and_kernel_blocks_are_not() -> None:
+    """A head's kernel block is packed: it moves whole, and no single token of it does."""
     packed = Engine(32, order="LBHNC", backend="CPU_ATTN", tp_size=2)
     there, here = ranks(packed), Rank(Engine(64, 32, order="LBHNC", backend="CPU_ATTN"), 0)
     for rank in there:
@@ -250,23 +250,23 @@ def test_on_a_cpu_heads_are_shared_and_blocks_are_not() -> None:
     assert refusal is not None and "unit_tokens" in refusal.field and "32" in refusal.theirs
 
 
-def test_a_backend_that_packs_and_one_that_does_not_are_refused_by_name() -> None:
+def test_a_packing_and_a_plain_backend_refuse_each_other() -> None:
     refusal = exchanged(Rank(Engine(order="LBHNC"), 0), ranks(Engine(order="LBHNC", backend="CPU_ATTN")))
     assert refusal is not None and "item_format" in refusal.field
     assert "CPU_ATTN" in refusal.theirs and "one token after another" in refusal.ours
 
 
-def test_a_layer_that_has_not_its_share_of_the_models_heads_is_not_split_by_heads() -> None:
+def test_a_layer_without_its_share_of_the_models_heads_is_not_split() -> None:
     covered_facts = {size: Engine(tp_size=size, said_heads=8) for size in (1, 2)}
     refusal = exchanged(Rank(covered_facts[1], 0), ranks(covered_facts[2]))
     assert refusal is not None and "not split by heads" in refusal.field
     there, here = Rank(covered_facts[1], 0), Rank(Engine(32, order="LBHNC", said_heads=8), 0)
     fill(there)
-    assert exchanged(here, [there]) is None, "its tokens can be told apart all the same"
+    assert exchanged(here, [there]) is None, "its tokens are described nevertheless"
     assert wrong(here) == []
 
 
-def test_latents_are_the_same_on_every_rank_and_move_whole() -> None:
+def test_latents_are_equal_on_all_ranks_and_move_whole() -> None:
     def latent(**changed: Any) -> Engine:
         return Engine(spec="MLAAttentionSpec", backend="TRITON_MLA", total_heads=1, said_heads=1, **changed)
 
@@ -282,8 +282,8 @@ def test_latents_are_the_same_on_every_rank_and_move_whole() -> None:
     assert refusal is not None and ("unit_tokens" in refusal.field or "item_format" in refusal.field)
 
 
-def test_scales_that_lie_in_a_page_move_with_it() -> None:
-    """One for each token and head, in the bytes behind them: so nothing of such a page is cut."""
+def test_scales_in_a_page_move_with_it() -> None:
+    """One per token and head, stored after them, so that no part of such a page is cut."""
     quantised = Engine(quantised="INT8_PER_TOKEN_HEAD")
     there, here = Rank(quantised, 0), Rank(quantised, 0)
     (piece,) = here.description.groups[0].layers[0].pieces
@@ -300,6 +300,6 @@ def test_scales_that_lie_in_a_page_move_with_it() -> None:
         assert refusal is not None and (words in refusal.field or "item_format" in refusal.field), refusal
 
 
-def test_what_is_known_of_a_page_is_said_by_the_spec_and_the_backend() -> None:
+def test_the_page_order_follows_from_spec_and_backend() -> None:
     assert Rank(Engine(tp_size=2), 1).orders["a"] == PageOrder("FLASH_ATTN", True, True, False, 2, 4, 16)
     assert Rank(Engine(backend="ROCM_ATTN"), 0).orders["a"] == PageOrder("ROCM_ATTN", False, False, False, 4, 0, 16)

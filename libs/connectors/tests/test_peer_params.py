@@ -1,4 +1,4 @@
-"""What travels through a proxy comes out as it went in, and nothing that a proxy makes of it is taken for more."""
+"""Transfer parameters survive a proxy, and no change by a proxy is accepted as more than it is."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_json_loses_nothing(prompt: RemotePrompt) -> None:
 @PATIENT
 @given(prompts())
 def test_a_proxy_that_reads_numbers_as_floating_point_loses_nothing(prompt: RemotePrompt) -> None:
-    """Whole numbers beyond 2**53 would come out as others."""
+    """Integers beyond 2**53 would change."""
 
     def largest(value: Any) -> int:
         if isinstance(value, dict):
@@ -81,7 +81,7 @@ def test_a_proxy_that_reads_numbers_as_floating_point_loses_nothing(prompt: Remo
 
 @PATIENT
 @given(prompts(), JUNK)
-def test_keys_that_are_not_known_are_ignored(prompt: RemotePrompt, junk: Any) -> None:
+def test_unknown_keys_are_ignored(prompt: RemotePrompt, junk: Any) -> None:
     params = carried(prompt)
     params["x"], params[OURS]["x"], params["transfer_mode"] = junk, junk, junk
     assert parse(params) == prompt
@@ -89,7 +89,7 @@ def test_keys_that_are_not_known_are_ignored(prompt: RemotePrompt, junk: Any) ->
 
 @PATIENT
 @given(prompts(), st.data())
-def test_whatever_a_value_becomes_is_taken_whole_or_refused(prompt: RemotePrompt, data: st.DataObject) -> None:
+def test_a_changed_value_is_accepted_consistently_or_refused(prompt: RemotePrompt, data: st.DataObject) -> None:
     params = carried(prompt)
     holder = data.draw(st.sampled_from([params, params[OURS]]))
     holder[data.draw(st.sampled_from(sorted(holder)))] = data.draw(JUNK)
@@ -104,7 +104,7 @@ def test_whatever_a_value_becomes_is_taken_whole_or_refused(prompt: RemotePrompt
 @pytest.mark.parametrize("key", ["remote_block_ids", "remote_num_tokens", "remote_host", "remote_request_id", OURS])
 @PATIENT
 @given(prompt=prompts())
-def test_what_is_missing_is_named(key: str, prompt: RemotePrompt) -> None:
+def test_a_missing_key_is_named(key: str, prompt: RemotePrompt) -> None:
     params = carried(prompt)
     del params[key]
     with pytest.raises(ParamsError) as caught:
@@ -116,8 +116,8 @@ def test_what_is_missing_is_named(key: str, prompt: RemotePrompt) -> None:
 @pytest.mark.parametrize("key", ["remote_host", "remote_engine_id", "remote_request_id", "prefix", "ranks"])
 @settings(PATIENT, max_examples=2)
 @given(prompt=prompts())
-def test_a_name_can_be_printed(key: str, name: Any, prompt: RemotePrompt) -> None:
-    """It comes out in logs, and travels to every rank."""
+def test_a_name_must_be_printable(key: str, name: Any, prompt: RemotePrompt) -> None:
+    """It is logged, and sent to every rank."""
     params = carried(prompt)
     if key == "ranks":
         params[OURS][key][0][1] = name
@@ -130,7 +130,7 @@ def test_a_name_can_be_printed(key: str, name: Any, prompt: RemotePrompt) -> Non
 
 @PATIENT
 @given(prompts())
-def test_a_request_makes_an_engine_open_so_many_connections_and_no_more(prompt: RemotePrompt) -> None:
+def test_a_request_opens_at_most_max_ranks_connections(prompt: RemotePrompt) -> None:
     params = carried(prompt)
     rank = params[OURS]["ranks"][0]
     params[OURS]["ranks"] = [rank] * MAX_RANKS
@@ -147,7 +147,7 @@ def test_another_version_is_refused() -> None:
         parse(params)
 
 
-def test_another_connectors_producer_is_refused_and_named() -> None:
+def test_a_producer_of_another_connector_is_refused() -> None:
     with pytest.raises(ParamsError, match="another connector"):
         parse({"do_remote_prefill": True, "remote_block_ids": [[1]], "remote_engine_id": "e"})
 
@@ -155,5 +155,5 @@ def test_another_connectors_producer_is_refused_and_named() -> None:
 @pytest.mark.parametrize(
     "value", [None, {}, {"do_remote_prefill": False}, {"do_remote_prefill": "yes"}, 0, "", [], "x", 7, ["x"]], ids=repr
 )
-def test_a_request_that_asks_for_nothing_gets_nothing(value: Any) -> None:
+def test_params_without_a_remote_transfer_are_ignored(value: Any) -> None:
     assert not is_remote_prefill(value) and not is_remote_decode(value)

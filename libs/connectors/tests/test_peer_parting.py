@@ -1,4 +1,4 @@
-"""A producer that was cut off hears all the same that its blocks are needed no more, within bounds."""
+"""Ends of leases reach a producer after a lost connection, within bounds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ PROMPT = RemotePrompt(
 GONE = NixlLoadFailure("gone", "the connection ended")
 
 
-# Over real connections. Leases are so long that nothing but a word ends them.
+# With real connections. Leases are so long that only a message ends them.
 
 
 @pytest.fixture
@@ -64,20 +64,22 @@ def peers_of(rank: Rank) -> list[ProducerConnection]:
 
 
 def connect(rank: Rank) -> ProducerConnection:
-    """The one connection of a consumer's rank, once it is made."""
-    patience.wait_until(lambda: any(peer.state is ConnectionState.READY for peer in peers_of(rank)), "it is connected")
+    """The only connection of a consumer's rank, once it is ready."""
+    patience.wait_until(
+        lambda: any(peer.state is ConnectionState.READY for peer in peers_of(rank)), "the consumer is connected"
+    )
     (peer,) = peers_of(rank)
     return peer
 
 
 def cut_off(rank: Rank) -> None:
-    """The consumer's rank knows that the connection is no more."""
+    """End the connection; the consumer's rank has noticed."""
     peer = connect(rank)
     rank.agent._loop.end(peer.link)
-    patience.wait_until(lambda: peer.state is ConnectionState.OVER, "the connection is over")
+    patience.wait_until(lambda: peer.state is ConnectionState.OVER, "the connection has ended")
 
 
-def test_a_request_that_ends_after_a_cut_gives_the_blocks_back(pair: tuple[Engine, Engine]) -> None:
+def test_a_request_that_ends_after_a_cut_releases_the_blocks(pair: tuple[Engine, Engine]) -> None:
     producer, consumer = pair
     prompt = hand_over(producer, "p", TABLES, NUM_TOKENS)
     consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest("d", prompt)]))
@@ -87,25 +89,25 @@ def test_a_request_that_ends_after_a_cut_gives_the_blocks_back(pair: tuple[Engin
     producer.ranks[0].until(lambda results: "p" in results.released)
 
 
-def test_a_read_after_a_cut_gives_the_blocks_back(pair: tuple[Engine, Engine]) -> None:
-    """The read connects anew, and what is said behind it goes the same way."""
+def test_a_read_after_a_cut_releases_the_blocks(pair: tuple[Engine, Engine]) -> None:
+    """The read connects again, and later messages use that connection."""
     producer, consumer = pair
     prompt = hand_over(producer, "p", TABLES, NUM_TOKENS)
     consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest("e", prompt)]))
     cut_off(consumer.ranks[0])
     load(consumer, "d", prompt, TABLES)
     assert failures(consumer, "d") == [None] and wrong_tokens(consumer, TABLES, NUM_TOKENS) == []
-    assert producer.ranks[0].agent.take_results().released == set(), "another request shows the same lease"
+    assert producer.ranks[0].agent.take_results().released == set(), "another request has the same lease"
     consumer.submit(lambda: NixlStepPlan(ended=["e"]))
     producer.ranks[0].until(lambda results: "p" in results.released)
 
 
-# Turn by turn.
+# Step by step.
 
 
 @dataclass
 class Producer:
-    """Where `RemoteLeases` finds its one producer's rank. `failure`: why it cannot be connected to."""
+    """Stands in for the one producer of `RemoteLeases`. `failure`: why it cannot be connected."""
 
     failure: NixlLoadFailure | None = None
     now_s: float = 100.0
@@ -115,7 +117,7 @@ class Producer:
 
     def __post_init__(self) -> None:
         self.peer = ProducerConnection(("h", 1, "n"), LinkId(1), ConnectionState.READY, is_open=True)
-        control = ControlChannel(lambda host, port, name: LinkId(1), self._say, lambda link, why: None, lambda: None)
+        control = ControlChannel(lambda host, port, name: LinkId(1), self._send, lambda link, why: None, lambda: None)
         self.remote_leases = RemoteLeases(cast(Any, self), control, lambda: self.now_s)
 
     def links_for_done(self, num_ranks: int) -> tuple[RankLink, ...]:
@@ -135,7 +137,7 @@ class Producer:
     def answer(self) -> None:
         self.peer.state, self.peer.is_open = ConnectionState.READY, True
 
-    def _say(self, link: LinkId, message: Message) -> bool:
+    def _send(self, link: LinkId, message: Message) -> bool:
         if link != self.peer.link or not self.peer.is_open:
             return False
         self.said.append(message)
@@ -145,7 +147,7 @@ class Producer:
         for name in names:
             self.remote_leases.begin(name, PROMPT)
 
-    def turns(self, seconds: float, count: int = 100) -> None:
+    def run_for(self, seconds: float, count: int = 100) -> None:
         for _ in range(count):
             self.now_s += seconds / count
             self.remote_leases.tick()
@@ -155,22 +157,22 @@ class Producer:
         return sum(isinstance(message, LeaseDone) for message in self.said)
 
 
-def test_who_was_cut_off_is_connected_to_again_and_told_once() -> None:
+def test_a_lost_producer_is_connected_again_and_notified_once() -> None:
     producer = Producer()
     producer.hold("r")
     producer.cut()
     producer.remote_leases.end("r", True)
-    producer.turns(1.0)
+    producer.run_for(1.0)
     assert (producer.dials, producer.num_done, producer.remote_leases.num_leases) == (1, 0, 1), (
-        "nobody has answered yet"
+        "the connection is not open yet"
     )
     producer.answer()
-    producer.turns(1.0)
+    producer.run_for(1.0)
     assert (producer.dials, producer.num_done, producer.remote_leases.num_leases) == (1, 1, 0)
 
 
-def test_a_word_that_is_not_taken_is_said_on_the_next_connection() -> None:
-    """The connection has ended, and that is not heard yet."""
+def test_a_message_that_cannot_be_sent_is_sent_on_the_next_connection() -> None:
+    """The connection has ended, which is not noticed yet."""
     producer = Producer()
     producer.hold("r")
     producer.remote_leases.tick()
@@ -181,50 +183,50 @@ def test_a_word_that_is_not_taken_is_said_on_the_next_connection() -> None:
     producer.remote_leases.end("r", True)
     assert (producer.num_done, producer.remote_leases.num_leases) == (0, 1)
     stale.state, stale.is_open = ConnectionState.OVER, False
-    producer.turns(1.0)
+    producer.run_for(1.0)
     assert (producer.dials, producer.num_done, producer.remote_leases.num_leases) == (0, 1, 0)
 
 
-def test_requests_of_one_lease_that_were_cut_off_say_once_that_it_is_needed_no_more() -> None:
+def test_requests_with_one_lease_send_its_end_once() -> None:
     producer = Producer()
     producer.hold("r", "s")
     producer.cut()
     producer.remote_leases.end("r", True)
     producer.answer()
-    producer.turns(1.0)
-    assert producer.num_done == 0, "the other request needs it"
+    producer.run_for(1.0)
+    assert producer.num_done == 0, "the other request needs the lease"
     producer.remote_leases.end("s", True)
-    producer.turns(1.0)
+    producer.run_for(1.0)
     assert (producer.num_done, producer.remote_leases.num_leases) == (1, 0)
 
 
-def test_who_is_gone_is_dialled_a_few_times_with_a_pause_between() -> None:
+def test_an_unreachable_producer_is_dialled_a_few_times_with_pauses() -> None:
     producer = Producer(GONE)
     producer.hold("r", "s")
     producer.cut()
     for name in ("r", "s"):
         producer.remote_leases.end(name, True)
-    producer.turns(RECONNECT_S / 2)
-    assert producer.dials <= 2, "of both requests"
-    producer.turns(MAX_RECONNECTS * RECONNECT_S)
+    producer.run_for(RECONNECT_S / 2)
+    assert producer.dials <= 2, "for both requests"
+    producer.run_for(MAX_RECONNECTS * RECONNECT_S)
     assert MAX_RECONNECTS <= producer.dials <= 2 * MAX_RECONNECTS and producer.num_done == 0
     assert producer.remote_leases.num_leases == 0
 
 
 @pytest.mark.parametrize("lateness_s", [-0.1, 0.0])
-def test_nobody_is_dialled_once_the_lease_has_ended(lateness_s: float) -> None:
+def test_a_producer_is_not_dialled_after_the_lease_has_ended(lateness_s: float) -> None:
     producer = Producer()
     producer.hold("r")
     producer.cut()
     producer.now_s += LEASE_S + lateness_s
     producer.remote_leases.end("r", True)
-    producer.turns(LEASE_S)
+    producer.run_for(LEASE_S)
     assert producer.dials == (1 if lateness_s < 0 else 0) and producer.num_done == 0
     assert producer.remote_leases.num_leases == 0
 
 
 @pytest.mark.parametrize("reason", ["refused", "protocol"])
-def test_who_would_end_the_next_connection_too_is_not_dialled(reason: str) -> None:
+def test_a_producer_that_refuses_connections_is_not_dialled_again(reason: str) -> None:
     producer = Producer()
     producer.hold("r")
     producer.cut(NixlLoadFailure(reason, "the other side knows another secret"))
@@ -232,7 +234,7 @@ def test_who_would_end_the_next_connection_too_is_not_dialled(reason: str) -> No
     assert (producer.dials, producer.remote_leases.num_leases) == (0, 0)
 
 
-def test_only_so_many_wait_for_who_was_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_leases_waiting_for_a_reconnect_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_leases, "MAX_RECONNECTED_LEASES", 2)
     producer = Producer(GONE)
     producer.hold("r", "s", "t", "u")
@@ -245,12 +247,12 @@ def test_only_so_many_wait_for_who_was_cut_off(monkeypatch: pytest.MonkeyPatch) 
 def test_a_lease_is_renewed_after_a_cut_while_its_request_waits() -> None:
     producer = Producer()
     producer.hold("r")
-    # More cuts than there are attempts: each that succeeds is followed by as many.
+    # More cuts than attempts: each success restores all attempts.
     for number in range(1, MAX_RECONNECTS + 3):
         producer.cut()
         while producer.dials < number:
-            producer.turns(LEASE_S / RENEWALS_PER_LEASE)
+            producer.run_for(LEASE_S / RENEWALS_PER_LEASE)
         producer.answer()
-        producer.turns(LEASE_S / RENEWALS_PER_LEASE)
+        producer.run_for(LEASE_S / RENEWALS_PER_LEASE)
         assert sum(isinstance(message, Renew) for message in producer.said) >= number
     assert producer.num_done == 0

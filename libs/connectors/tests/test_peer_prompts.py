@@ -1,4 +1,4 @@
-"""How far a producer's blocks are good for a request: brute force over small tables."""
+"""Usable tokens of a producer's blocks, by brute force over small tables."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIXES = [(FULL,), (FULL, WINDOW), (RECURRENT, FULL), (CHUNKED, FULL), (WINDOW, F
 
 
 def held(groups: tuple[GroupSpec, ...], num_tokens: int) -> RemotePrompt:
-    """A producer that has computed so many tokens, and dropped what the token after them does not read."""
+    """Prompt of a producer that has computed this many tokens, and dropped blocks that the next token does not read."""
     blocks = -(-num_tokens // 4)
     tables = [list(range(1 + 100 * i, 1 + 100 * i + blocks)) for i in range(len(groups))]
     kept = offered(groups, tables, num_tokens)
@@ -44,7 +44,7 @@ def held(groups: tuple[GroupSpec, ...], num_tokens: int) -> RemotePrompt:
 
 @pytest.mark.parametrize("groups", MIXES)
 @given(num_tokens=st.integers(2, 40))
-def test_a_prompt_that_was_computed_as_agreed_is_used_up_to_its_last_token(
+def test_a_prompt_without_the_withheld_tokens_is_used_up_to_its_last_token(
     groups: tuple[GroupSpec, ...], num_tokens: int
 ) -> None:
     withheld = withheld_tokens(groups, lookahead_tokens=1)
@@ -54,15 +54,15 @@ def test_a_prompt_that_was_computed_as_agreed_is_used_up_to_its_last_token(
 
 @pytest.mark.parametrize("groups", [(RECURRENT, FULL)])
 @given(num_tokens=st.integers(2, 40), extra=st.integers(0, 9))
-def test_a_state_that_took_in_the_last_token_is_refused(
+def test_a_state_that_includes_the_last_token_is_refused(
     groups: tuple[GroupSpec, ...], num_tokens: int, extra: int
 ) -> None:
     with pytest.raises(ParamsError, match="state"):
         usable_tokens(groups, held(groups, num_tokens + extra), num_tokens, 1)
 
 
-def test_a_window_that_ends_with_the_last_token_may_lack_its_first() -> None:
-    """Why the last token of a prompt is withheld from windows too: 13 tokens, of which the last sees 7 to 12."""
+def test_a_window_that_includes_the_last_token_may_lack_its_first() -> None:
+    """Reason to withhold the last token from windows too: the last of 13 tokens sees 7 to 12."""
     groups = (FULL, WINDOW)
     assert usable_tokens(groups, held(groups, 12), 13, 1) == 12
     with pytest.raises(ParamsError, match="remote_block_ids"):
@@ -71,9 +71,7 @@ def test_a_window_that_ends_with_the_last_token_may_lack_its_first() -> None:
 
 @pytest.mark.parametrize("groups", MIXES)
 @given(num_tokens=st.integers(9, 40), data=st.data())
-def test_a_block_that_is_not_there_is_named(
-    groups: tuple[GroupSpec, ...], num_tokens: int, data: st.DataObject
-) -> None:
+def test_a_missing_block_is_named(groups: tuple[GroupSpec, ...], num_tokens: int, data: st.DataObject) -> None:
     prompt = held(groups, num_tokens - withheld_tokens(groups, 1))
     reads = {i: read_blocks(group, num_tokens - 1) for i, group in enumerate(groups)}
     index = data.draw(st.sampled_from([i for i, places in reads.items() if places]))
@@ -94,6 +92,6 @@ def test_another_number_of_groups_is_refused() -> None:
         usable_tokens((FULL, FULL), held((FULL,), 8), 9, 1)
 
 
-def test_a_drafter_of_several_modules_leaves_more_to_the_consumer() -> None:
+def test_more_lookahead_tokens_withhold_more_tokens() -> None:
     assert [withheld_tokens((FULL,), n) for n in (1, 2, 4)] == [0, 1, 3]
     assert [withheld_tokens((FULL, WINDOW), n) for n in (1, 2, 4)] == [1, 1, 3]

@@ -1,4 +1,4 @@
-"""Engines with several ranks: every rank reads its heads from those that have them, and each lease ends once."""
+"""Engines with several ranks: each rank reads its heads from the ranks that hold them, and each lease ends once."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ def require_released(producer: Engine, request_id: str) -> None:
 
 
 @pytest.mark.parametrize(("their_size", "our_size"), SIZES)
-def test_every_rank_has_every_token_of_its_heads(opener: Opener, their_size: int, our_size: int) -> None:
+def test_each_rank_gets_each_token_of_its_heads(opener: Opener, their_size: int, our_size: int) -> None:
     theirs, ours = Side(4, their_size), Side(8, our_size, heads_first=False)
     with engines(theirs, ours, opener) as (producer, consumer):
         there, here = tables_of(theirs, NUM_TOKENS), tables_of(ours, NUM_TOKENS)
         write_prompt(producer, there, NUM_TOKENS)
-        assert wrong_tokens(consumer, here, NUM_TOKENS), "nothing is there before"
+        assert wrong_tokens(consumer, here, NUM_TOKENS), "the blocks are wrong before the load"
         load(consumer, "d", hand_over(producer, "p", there, NUM_TOKENS), here)
         assert failures(consumer, "d") == [None] * our_size
         assert wrong_tokens(consumer, here, NUM_TOKENS) == []
-        # The leases would hold for a day.
+        # The leases are too long to expire during the test.
         require_released(producer, "p")
 
 
-def test_a_lease_holds_until_every_reader_is_done() -> None:
+def test_a_lease_is_held_until_all_readers_are_done() -> None:
     world = World()
     theirs, ours = Side(tp_size=1), Side(tp_size=2)
     with engines(theirs, ours, lambda name: InMemoryTransport(name, world)) as (producer, consumer):
@@ -73,14 +73,14 @@ def test_a_lease_holds_until_every_reader_is_done() -> None:
         first, second = (Engine(ours, [rank]) for rank in consumer.ranks)
         load(first, "d", prompt, here)
         assert failures(first, "d") == [None]
-        # Were it over by now, this would fail for its lease.
+        # With an ended lease this load would fail.
         load(second, "d", prompt, here)
         assert failures(second, "d") == [None]
         assert wrong_tokens(consumer, here, NUM_TOKENS) == []
         require_released(producer, "p")
 
 
-def test_a_consumer_that_is_faster_than_the_plan_waits_for_its_digests(opener: Opener) -> None:
+def test_a_consumer_faster_than_the_plan_waits_for_its_digests(opener: Opener) -> None:
     side = Side(tp_size=2)
     with engines(side, Side(), opener) as (producer, consumer):
         there, here = tables_of(side, NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
@@ -94,7 +94,7 @@ def test_a_consumer_that_is_faster_than_the_plan_waits_for_its_digests(opener: O
 
 
 class Damaging(InMemoryTransport):
-    """The first byte of everything that is read in several ranges becomes another one."""
+    """Changes the first byte of everything read in several ranges."""
 
     def release(self, transfer: TransferId) -> bool:
         ranges = self._reads[transfer][1] if transfer in self._reads else Ranges.of([])
@@ -104,7 +104,7 @@ class Damaging(InMemoryTransport):
 
 
 @pytest.mark.parametrize("verify", [True, False])
-def test_a_byte_that_changed_on_the_way_is_found_where_bytes_are_compared(verify: bool) -> None:
+def test_a_byte_changed_in_transfer_is_detected_by_the_digests(verify: bool) -> None:
     world = World()
     side = Side(tp_size=2)
     opened = iter([InMemoryTransport, InMemoryTransport, Damaging])
@@ -133,8 +133,8 @@ def test_a_lease_that_ended_on_one_rank_fails_the_whole_request(opener: Opener) 
         producer.ranks[0].until(lambda results: "p" in results.released)
 
 
-def test_without_the_comparison_it_would_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the test above."""
+def test_without_the_nonce_check_an_ended_lease_would_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Control for the test above."""
     monkeypatch.setattr(NixlRankMemory, "has_nonce", lambda self, place, nonce: True)
     world = World()
     side = Side(tp_size=2)
@@ -148,8 +148,8 @@ def test_without_the_comparison_it_would_be_taken(monkeypatch: pytest.MonkeyPatc
         assert failures(consumer, "d") == [None]
 
 
-def test_blocks_that_the_lease_does_not_hold_are_not_taken(opener: Opener) -> None:
-    """A proxy's list may name any block; the producer digests those of the lease."""
+def test_blocks_outside_the_lease_are_not_accepted(opener: Opener) -> None:
+    """A proxy's list may name any block; the producer digests the blocks of the lease."""
     side = Side(tp_size=2)
     with engines(side, Side(), opener) as (producer, consumer):
         there, here = tables_of(side, NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
@@ -165,8 +165,8 @@ def test_blocks_that_the_lease_does_not_hold_are_not_taken(opener: Opener) -> No
 
 @pytest.mark.parametrize("our_size", [1, 2])
 @pytest.mark.parametrize("order", [(0,), (1,), (1, 0), (0, 0)])
-def test_a_list_of_ranks_that_is_not_the_producers_is_not_read_from(order: tuple[int, ...], our_size: int) -> None:
-    """A proxy carries it. Both sides would digest the same, and heads that nobody asked for would be missing."""
+def test_a_list_of_ranks_other_than_the_producers_is_not_read(order: tuple[int, ...], our_size: int) -> None:
+    """A proxy carries the list. Without the check both sides would digest the same bytes, with missing heads."""
     world = World()
     side, ours = Side(tp_size=2), Side(tp_size=our_size)
     with engines(side, ours, lambda name: InMemoryTransport(name, world)) as (producer, consumer):
@@ -175,7 +175,7 @@ def test_a_list_of_ranks_that_is_not_the_producers_is_not_read_from(order: tuple
         prompt = hand_over(producer, "p", there, NUM_TOKENS)
         ranks = tuple(prompt.ranks[rank] for rank in order)
         load(consumer, "d", msgspec.structs.replace(prompt, ranks=ranks), here)
-        # One rank that fails is enough: the request is computed.
+        # One failed rank is enough: the request is computed.
         details = [each.detail for each in failures(consumer, "d") if each is not None and each.reason == "pairing"]
         assert details and all("expected rank" in detail for detail in details)
 
@@ -189,7 +189,7 @@ def test_a_list_of_ranks_that_is_not_the_producers_is_not_read_from(order: tuple
         (Side(block_tokens=6), Side(block_tokens=4), "block_tokens"),
     ],
 )
-def test_what_does_not_fit_is_refused_by_name_and_the_blocks_are_free(theirs: Side, ours: Side, words: str) -> None:
+def test_an_incompatible_engine_is_refused_and_the_blocks_are_released(theirs: Side, ours: Side, words: str) -> None:
     world = World()
     with engines(theirs, ours, lambda name: InMemoryTransport(name, world)) as (producer, consumer):
         there, here = tables_of(theirs, NUM_TOKENS), tables_of(ours, NUM_TOKENS)
@@ -203,7 +203,7 @@ def test_a_request_that_ends_first_ends_its_read_and_frees_all_ranks(opener: Ope
     side = Side(tp_size=2)
     with engines(side, Side(), opener) as (producer, consumer):
         there, here = tables_of(side, NUM_TOKENS), tables_of(Side(), NUM_TOKENS)
-        # No plan, so no digests: the read cannot end by itself.
+        # Without a plan there are no digests, so that the read cannot end by itself.
         prompt = hand_over(producer, "p", there, NUM_TOKENS, is_planned=False)
         load(consumer, "d", prompt, here)
         consumer.submit(lambda: NixlStepPlan(ended=["d"]))
@@ -213,5 +213,5 @@ def test_a_request_that_ends_first_ends_its_read_and_frees_all_ranks(opener: Ope
         require_released(producer, "p")
 
 
-def test_every_reason_has_a_label_of_its_own() -> None:
+def test_each_failure_reason_is_a_metric_label() -> None:
     assert {str(reason) for reason in ReadFailure} == set(PEER_FAILURES)

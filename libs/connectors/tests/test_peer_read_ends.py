@@ -1,4 +1,4 @@
-"""However a read ends, it ends once, with its reason, and not while a byte of it may still be written."""
+"""Ends of reads: each read ends once, with its reason, and not before its last byte is written."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ THERE, HERE = tables_of(Side(tp_size=2), NUM_TOKENS), tables_of(Side(), NUM_TOKE
 
 
 class Endless(InMemoryTransport):
-    """No read ends, cancelled or not, before its peer is cut off."""
+    """Reads never end, cancelled or not, until their peer is detached."""
 
     def __init__(self, name: str, world: World) -> None:
         super().__init__(name, world)
@@ -62,23 +62,23 @@ def pair(
     return producer, consumer
 
 
-def test_a_transfer_that_does_not_end_is_cut_off_before_the_engine_hears_of_it() -> None:
+def test_a_read_that_does_not_end_is_cut_off_before_it_is_reported() -> None:
     producer, consumer = pair(Endless, IMPATIENT)
     transport = consumer.ranks[0].transport
     assert isinstance(transport, Endless)
     load(consumer, "d", hand_over(producer, "p", THERE, NUM_TOKENS), HERE)
     (failure,) = failures(consumer, "d")
     assert failure is not None and failure.reason == "timeout" and "reading" in failure.detail
-    # Of both ranks, or of the one to which it had come on a busy machine.
+    # Of both ranks, or of the one that was read on a busy machine.
     assert transport.cut and not transport._reads
-    # What was cut off is connected to again.
+    # A detached peer is connected again.
     transport.cut.clear()
     consumer.close()
     producer.close()
 
 
-def test_a_peer_that_the_transport_has_given_up_is_connected_to_again() -> None:
-    """As NIXL's does with one whose reads it cannot end. The connection beside it does not notice."""
+def test_a_producer_detached_by_the_transport_is_connected_again() -> None:
+    """NIXL detaches a peer when it cannot end its reads. The control connection does not notice."""
     world = World()
     producer, consumer = (Engine.start(Side(), lambda name: InMemoryTransport(name, world)) for _ in range(2))
     write_prompt(producer, HERE, NUM_TOKENS)
@@ -89,7 +89,7 @@ def test_a_peer_that_the_transport_has_given_up_is_connected_to_again() -> None:
     assert peer.remote is not None
     consumer.ranks[0].transport.detach(peer.remote)
     prompt = hand_over(producer, "p", HERE, NUM_TOKENS)
-    # Another request needs the blocks still, so the first does not end their lease.
+    # Another request still needs the blocks, so that the first does not end their lease.
     consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest("e", prompt)]))
     load(consumer, "d", prompt, HERE)
     (failure,) = failures(consumer, "d")
@@ -101,8 +101,8 @@ def test_a_peer_that_the_transport_has_given_up_is_connected_to_again() -> None:
     producer.close()
 
 
-def test_answers_to_one_prompt_read_the_same_blocks_and_the_last_gives_them_back() -> None:
-    """As of a request for several: all of them show one lease."""
+def test_several_answers_to_one_prompt_share_a_lease_and_the_last_ends_it() -> None:
+    """For a request with several answers."""
     producer, consumer = pair(InMemoryTransport, PATIENT)
     prompt = hand_over(producer, "p", THERE, NUM_TOKENS)
     consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest("e", prompt), WaitingRequest("f", prompt)]))
@@ -117,19 +117,19 @@ def test_answers_to_one_prompt_read_the_same_blocks_and_the_last_gives_them_back
     producer.close()
 
 
-def test_a_producer_that_goes_while_digests_are_waited_for_costs_one_load() -> None:
+def test_a_producer_that_closes_while_digests_are_awaited_fails_one_load() -> None:
     producer, consumer = pair(InMemoryTransport, PATIENT)
-    # Without a plan there are no digests, so the read waits.
+    # Without a plan there are no digests, so that the read waits.
     load(consumer, "d", hand_over(producer, "p", THERE, NUM_TOKENS, is_planned=False), HERE)
     consumer.ranks[0].until(lambda results: wrong_tokens(consumer, HERE, NUM_TOKENS) == [])
     producer.close()
     (failure,) = failures(consumer, "d")
-    # One that ends in order may still say that its leases have ended.
+    # A producer that closes in order may still report that its leases have ended.
     assert failure is not None and failure.reason in ("gone", "lease")
     consumer.close()
 
 
-def test_a_bug_costs_its_own_request_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_a_check_costs_only_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     producer, consumer = pair(InMemoryTransport, PATIENT)
     check = RankRead.check
 
@@ -153,7 +153,7 @@ def test_a_bug_costs_its_own_request_and_no_other(monkeypatch: pytest.MonkeyPatc
 
 
 class Overtaken(InMemoryTransport):
-    """Other bytes than were sent, and a lease that is not read before a test says so."""
+    """Changes received bytes, and holds back the read of the lease until a test releases it."""
 
     def __init__(self, name: str, world: World) -> None:
         super().__init__(name, world)
@@ -170,7 +170,7 @@ class Overtaken(InMemoryTransport):
 
 
 @pytest.mark.parametrize(("has_ended", "reason"), [(True, "lease"), (False, "digest")])
-def test_bytes_that_differ_are_laid_to_the_lease_where_that_has_ended(has_ended: bool, reason: str) -> None:
+def test_different_bytes_count_as_an_ended_lease_if_the_lease_has_ended(has_ended: bool, reason: str) -> None:
     producer, consumer = pair(Overtaken, PATIENT)
     rank = consumer.ranks[0]
     assert isinstance(rank.transport, Overtaken)

@@ -1,4 +1,4 @@
-"""Which blocks go by host memory, and that the copies touch no other."""
+"""Host copies: the blocks that are copied through host memory, and no other."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def request(num_prompt_tokens: int, computed_tokens: int = 0) -> Any:
 
 
 def step(saving: HostCopyTracker, running: Any, count: int) -> list[tuple[tuple[int, ...], ...]]:
-    """One step of the engine, which computes so many tokens."""
+    """One step of the engine that computes `count` tokens."""
     plans = saving.of_step({"p": count, "other": 3}, lambda name: TABLES)
     running.num_computed_tokens += count
     return [plan.block_ids for plan in plans]
 
 
-def test_a_prompt_is_copied_out_once_it_is_whole_and_then_what_changes() -> None:
+def test_a_prompt_is_copied_once_complete_and_then_its_changed_blocks() -> None:
     saving, running = HostCopyTracker(GROUPS), request(14)
     saving.begin(running)
     assert step(saving, running, 8) == []
@@ -52,13 +52,13 @@ def test_a_prompt_is_copied_out_once_it_is_whole_and_then_what_changes() -> None
     assert saving.of_step({"p": 1}, lambda name: TABLES) == []
 
 
-def test_what_was_hit_in_the_engines_own_cache_is_copied_out_as_well() -> None:
+def test_blocks_hit_in_the_engines_cache_are_copied_too() -> None:
     saving, running = HostCopyTracker(GROUPS), request(14, computed_tokens=12)
     saving.begin(running)
     assert step(saving, running, 2) == [((1, 2, 3, 4), (13, 14), (24,), ())]
 
 
-def test_a_request_that_was_preempted_is_copied_out_anew() -> None:
+def test_a_preempted_request_is_copied_again() -> None:
     saving, running = HostCopyTracker(GROUPS), request(14)
     saving.begin(running)
     step(saving, running, 14)
@@ -67,8 +67,8 @@ def test_a_request_that_was_preempted_is_copied_out_anew() -> None:
     assert step(saving, running, 6) == [((1, 2, 3, 4), (13, 14), (24,), ())]
 
 
-def test_blocks_that_are_hit_after_a_preemption_are_copied_out_as_well() -> None:
-    """They may be another request's, which computed the same tokens and is not handed over."""
+def test_blocks_hit_after_a_preemption_are_copied_too() -> None:
+    """They may belong to another request with the same tokens that is not handed over."""
     saving, running = HostCopyTracker(GROUPS), request(16)
     saving.begin(running)
     step(saving, running, 16)
@@ -78,11 +78,11 @@ def test_blocks_that_are_hit_after_a_preemption_are_copied_out_as_well() -> None
     assert step(saving, running, 1) == [((1, 2, 3, 4, 5), (14, 15), (25,), ())]
 
 
-def test_a_request_that_is_not_in_the_step_is_left_alone() -> None:
+def test_a_request_outside_the_step_is_not_copied() -> None:
     saving, running = HostCopyTracker(GROUPS), request(14, computed_tokens=12)
     saving.begin(running)
     assert saving.of_step({"other": 3}, lambda name: TABLES) == []
-    assert saving.end(running) == 0, "and would not be handed over"
+    assert saving.end(running) == 0, "it would not be handed over either"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_request_that_is_not_in_the_step_is_left_alone() -> None:
         (12, 12, ((), (), (), ())),
     ],
 )
-def test_what_a_load_writes_is_copied_in(num_tokens: int, computed_tokens: int, blocks: Any) -> None:
+def test_blocks_written_by_a_load_are_copied_to_the_device(num_tokens: int, computed_tokens: int, blocks: Any) -> None:
     prompt = RemotePrompt("e", "r", "h", (RankAddress(1, "n"),), 16, (), (), (), Lease(0, 1), 1.0, 0, "x")
     load = PromptLoad("d", prompt, num_tokens, computed_tokens, tuple(map(tuple, TABLES)))
     assert loaded_blocks(GROUPS, load) == blocks
@@ -105,14 +105,14 @@ LAYERS = ((LayerLayout("a", 16), LayerLayout("b", 16)), (LayerLayout("c", PAGE),
 
 
 def caches() -> dict[str, Any]:
-    """Two layers of one group and one of another that overlays them, in one allocation; blocks are not together."""
+    """Two layers of one group and one of another that overlays them, in one allocation; blocks are not adjacent."""
     memory = torch.arange(BLOCKS * 64, dtype=torch.int8)
     rows = memory.view(BLOCKS, 64)
     return {"a": rows[:, :16].view(torch.float16), "b": rows[:, 32:48].view(torch.float16), "c": rows[:, :PAGE]}
 
 
 @pytest.mark.parametrize("copy_bytes", [1, 1 << 20])
-def test_copies_touch_the_blocks_that_were_named_and_no_other(copy_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_touch_only_the_given_blocks(copy_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_buffer, "COPY_BYTES", copy_bytes)
     device = caches()
     before = {name: cache.clone() for name, cache in device.items()}
@@ -144,7 +144,7 @@ def test_copies_touch_the_blocks_that_were_named_and_no_other(copy_bytes: int, m
             assert torch.equal(cache[block].view(torch.int8), expected.view(torch.int8)), (name, block)
 
 
-def test_tensors_that_are_not_as_described_are_refused() -> None:
+def test_tensors_that_differ_from_the_layout_are_refused() -> None:
     with pytest.raises(ConfigurationError) as caught:
         HostBuffer(caches(), ((LayerLayout("a", 17),),), BLOCKS)
     assert caught.value.path == "kv_caches"

@@ -1,4 +1,4 @@
-"""Two engines whose configurations name each other: what one holds in host memory, the other promotes into its own."""
+"""Two engines configured as peers promote chunks from each other's host memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY, OTHER = b"key", b"other"
 
 
 def free_port() -> int:
-    """One behind which another one is free."""
+    """A port with a free successor."""
     while True:
         port = random.randrange(20000, 32000)
         try:
@@ -57,7 +57,7 @@ def engine() -> Iterator[MakeEngine]:
         each.close()
 
 
-def test_an_engine_promotes_what_its_peer_holds(engine: MakeEngine) -> None:
+def test_an_engine_promotes_chunks_of_its_peer(engine: MakeEngine) -> None:
     port, other_port = free_port(), free_port()
     first, second = engine(configured(port, other_port)), engine(configured(other_port, port))
     first.store(KEY, CHUNK)
@@ -72,7 +72,7 @@ def test_an_engine_promotes_what_its_peer_holds(engine: MakeEngine) -> None:
     assert first.load(OTHER) == CHUNK[::-1]
 
 
-def test_what_changed_at_the_peer_is_computed_and_not_loaded(engine: MakeEngine) -> None:
+def test_a_chunk_changed_at_the_peer_is_not_loaded(engine: MakeEngine) -> None:
     port, other_port = free_port(), free_port()
     first, second = engine(configured(port)), engine(configured(other_port, port))
     first.store(KEY, CHUNK)
@@ -84,7 +84,7 @@ def test_what_changed_at_the_peer_is_computed_and_not_loaded(engine: MakeEngine)
     assert second.stack.take_counts().tiers["peer"].failures == {"checksum": 1}
 
 
-def test_a_peer_of_another_model_is_nobody(engine: MakeEngine) -> None:
+def test_a_peer_with_another_model_is_ignored(engine: MakeEngine) -> None:
     port, other_port = free_port(), free_port()
     first, second = engine(configured(port)), engine(configured(other_port, port), model="another")
     first.store(KEY, CHUNK)
@@ -92,7 +92,7 @@ def test_a_peer_of_another_model_is_nobody(engine: MakeEngine) -> None:
         assert second.lookups(KEY) == [LookupResult.MISS]
 
 
-def test_without_peers_nobody_waits(engine: MakeEngine) -> None:
+def test_without_reachable_peers_a_lookup_misses_at_once(engine: MakeEngine) -> None:
     alone = engine(configured(free_port(), free_port()))
     assert alone.lookups(KEY) == [LookupResult.MISS]
 
@@ -114,7 +114,7 @@ def test_without_nixl_neither_the_tier_nor_the_connector_starts(
         assert "pip install nixl" in caught.value.hint
 
 
-def test_a_secret_and_an_address_that_cannot_be_used_are_named(engine: MakeEngine, tmp_path: Path) -> None:
+def test_an_unusable_secret_or_address_is_refused_by_its_key(engine: MakeEngine, tmp_path: Path) -> None:
     path = "kv_connector_extra_config.tiers[1]"
     port = free_port()
     engine(configured(port))

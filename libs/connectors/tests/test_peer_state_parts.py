@@ -1,6 +1,6 @@
-"""States as vLLM lays them out, described, paired and moved: every element is where its layer looks for it.
+"""States as vLLM lays them out, described, paired and moved: each element arrives where its layer reads it.
 
-The memory is vLLM's own view of it, whatever the layout of convolutions and the number of ranks on either side.
+The memory is vLLM's own view of it, for each layout of convolutions and number of ranks on either side.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ KINDS = {
     "LINEAR": lambda tp: Shapes.linear_attention_state_shape(8, tp, 4),
 }
 RUNS = {"GDN_ATTN": (24, 24, 32), "MAMBA1": (32,), "MAMBA2": (32, 24, 24), "SHORT_CONV": (32,)}
-"""Channels of the whole model's convolution that ranks share out each by itself."""
+"""Channels of the whole model's convolution that are divided among the ranks, each run by itself."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """How one side lays out its states."""
+    """Layout of one side's states."""
 
     kind: str = "GDN_ATTN"
     layout: str = "SD"
@@ -62,7 +62,7 @@ class Engine:
 
 
 class Rank:
-    """One rank: vLLM's views of its states, and what the connector says of them."""
+    """One rank with vLLM's views of its states and the connector's description of them."""
 
     def __init__(self, engine: Engine, rank: int) -> None:
         self.engine, self.rank = engine, rank
@@ -104,7 +104,7 @@ class Rank:
         return found, regions
 
     def contents(self, layer: str, block: int) -> list[Any]:
-        """The arrays as its layer sees them, those of convolutions [step, channel]."""
+        """Arrays as the layer sees them; convolutions as [step, channel]."""
         arrays = [array[block] for array in self.states[layer]]
         if self.engine.kind != "LINEAR" and self.engine.layout == "DS":
             arrays[0] = arrays[0].T
@@ -112,7 +112,7 @@ class Rank:
 
 
 def whole(kind: str, layer: str, rank: Rank | None) -> list[Any]:
-    """What a state of the whole model holds, or a rank's part of it."""
+    """State of the whole model, or a rank's part of it."""
     arrays = []
     for number, shape in enumerate(KINDS[kind](1)):
         values = (torch.arange(torch.Size(shape).numel()).reshape(shape) + 31 * number + LAYERS.index(layer)) % 251
@@ -144,7 +144,7 @@ def is_right(rank: Rank, block: int) -> bool:
 
 
 def exchanged(ours: Rank, theirs: list[Rank]) -> Incompatibility | None:
-    """Block 3 of theirs into block 1 of ours, or why not."""
+    """Copy block 3 of theirs into block 1 of ours, or return why it cannot be copied."""
     links = rank_links(ours.description.total_heads, ours.engine.tp_size, ours.rank, len(theirs))
     for rank in theirs if links is None else [theirs[link.rank] for link in links if link.reads]:
         agreement = compare(ours.description, rank.description)
@@ -168,7 +168,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "tp", "layouts"), CASES)
-def test_every_element_of_a_state_is_where_its_layer_looks_for_it(
+def test_each_element_of_a_state_arrives_where_its_layer_reads_it(
     kind: str, tp: tuple[int, int], layouts: tuple[str, str]
 ) -> None:
     there = [Rank(Engine(kind, layouts[0], tp[0]), rank) for rank in range(tp[0])]
@@ -185,7 +185,7 @@ def test_every_element_of_a_state_is_where_its_layer_looks_for_it(
 
 
 @pytest.mark.parametrize("layout", ["SD", "DS"])
-def test_states_that_lie_alike_move_in_as_few_runs_as_when_nothing_was_known_of_them(layout: str) -> None:
+def test_states_with_equal_layouts_move_in_one_run_per_layer(layout: str) -> None:
     there, here = Rank(Engine(layout=layout), 0), Rank(Engine(layout=layout), 0)
     fill(there, 3)
     assert exchanged(here, [there]) is None
@@ -195,7 +195,7 @@ def test_states_that_lie_alike_move_in_as_few_runs_as_when_nothing_was_known_of_
     assert other.num_descriptors > 100  # type: ignore[attr-defined]
 
 
-def test_groups_of_channels_that_several_ranks_may_have_are_not_shared_out() -> None:
+def test_channel_groups_shared_by_several_ranks_are_not_split() -> None:
     refusal = exchanged(Rank(Engine("MAMBA2"), 0), [Rank(Engine("MAMBA2", tp_size=2), rank) for rank in range(2)])
     assert refusal is not None and "not split by heads, tp_size" in refusal.field
 
@@ -213,7 +213,7 @@ def test_states_of_another_kind_are_refused_by_name(changed: dict[str, Any], wor
     assert refusal is not None and "item_format" in refusal.field and words in refusal.ours
 
 
-def test_states_of_which_more_is_kept_than_is_known_move_whole_between_like_layouts_alone(
+def test_states_with_unknown_parts_move_whole_between_equal_layouts_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     more = Engine(changed=(("tp_replicated", True),))

@@ -1,4 +1,4 @@
-"""What the connector to peers counts comes to Prometheus under the names that the catalogue has, and all of them do."""
+"""Metrics of HybridNixlConnector reach Prometheus under the names of the catalogue, and all of them are counted."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_every_event_reaches_prometheus_under_a_declared_name() -> None:
         assert line in text, text
 
 
-def test_every_metric_of_peers_is_counted_and_every_value_of_its_labels() -> None:
-    """A name that is declared and never counted would be a line of zeroes on a dashboard."""
+def test_each_metric_of_peers_is_counted_with_all_its_labels() -> None:
+    """A metric that is declared and never counted would be a line of zeroes on a dashboard."""
     text = exposed(taken(everything()))
     for metric in CATALOGUE.metrics:
         if metric.name in NAMES:
@@ -70,12 +70,12 @@ def test_every_metric_of_peers_is_counted_and_every_value_of_its_labels() -> Non
             assert len(shown) == math.prod(len(label.values) for label in metric.series_labels or ()), metric.name
 
 
-def test_a_value_that_is_not_declared_is_an_error() -> None:
+def test_an_undeclared_label_is_an_error() -> None:
     with pytest.raises(Exception, match="forgotten"):
         NixlMetrics().lease("forgotten")
 
 
-def test_stats_of_both_halves_and_of_two_ranks_add_up() -> None:
+def test_stats_of_both_halves_and_of_two_ranks_are_summed() -> None:
     first, second = taken(everything()), taken(everything())
     merged = first.aggregate(second).reduce()
     assert merged["vllm:hybridkv_peer_read_bytes_total"] == 8192
@@ -83,8 +83,10 @@ def test_stats_of_both_halves_and_of_two_ranks_add_up() -> None:
     assert NixlMetrics().take() is None
 
 
-def test_what_is_taken_while_it_is_counted_is_counted_once() -> None:
-    """A rank's thread counts, and the engine's takes: between a look at the old count and the new one, at worst."""
+def test_a_count_during_a_take_is_counted_once() -> None:
+    """A rank's thread counts while the engine takes the counts: at worst between the read and the write of a
+    counter.
+    """
     metrics = NixlMetrics()
     taken_away: list[OffloadStats | None] = []
     threads: list[threading.Thread] = []
@@ -94,7 +96,7 @@ def test_what_is_taken_while_it_is_counted_is_counted_once() -> None:
             found = super().get(key, default)
             threads.append(threading.Thread(target=lambda: taken_away.append(metrics.take())))
             threads[-1].start()
-            # It may have to wait until this has been counted.
+            # It may have to wait until this count is written.
             threads[-1].join(0.2)
             return found
 

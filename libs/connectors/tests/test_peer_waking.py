@@ -1,4 +1,4 @@
-"""What the agent's thread waits for wakes it: digests that another thread takes, and a new consumer's first read."""
+"""Wake-ups of the agent's thread: by digests of another thread, and for a new consumer's first read."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ NUM_TOKENS = 23
 
 
 def runs(*sizes: int) -> DigestRuns:
-    """One behind the other from the first byte on, a digest for each."""
+    """Consecutive runs from the first byte on, with a digest for each."""
     num_bytes = np.array(sizes, dtype=np.int64)
     zeros = np.zeros_like(num_bytes)
     return DigestRuns(zeros, np.cumsum(num_bytes) - num_bytes, num_bytes, np.arange(1, len(sizes) + 1))
 
 
 def past(num_bytes: int) -> DigestRuns:
-    """Of bytes that leave the region with the last one."""
+    """Runs that leave the region with their last byte."""
     whole = runs(num_bytes)
     return DigestRuns(whole.regions, whole.offsets + INLINE_DIGEST_BYTES + 1 - num_bytes, whole.num_bytes, whole.ends)
 
 
-def test_few_bytes_are_digested_at_once_and_more_elsewhere_and_then_somebody_is_woken() -> None:
+def test_few_bytes_are_digested_inline_and_more_on_a_thread_that_wakes_the_agent() -> None:
     page = (np.arange(INLINE_DIGEST_BYTES + 1) % 251).astype(np.uint8)
     memory = NixlRankMemory([MemoryRegion(page.ctypes.data, page.nbytes)], 1)
     woken = threading.Event()
@@ -45,14 +45,14 @@ def test_few_bytes_are_digested_at_once_and_more_elsewhere_and_then_somebody_is_
     assert few is not None and few.is_done and not woken.is_set()
     more = taker.take(runs(100, INLINE_DIGEST_BYTES - 99))
     assert more is not None
-    assert woken.wait(WAIT_S) and more.is_done, "whoever is woken finds it done"
+    assert woken.wait(WAIT_S) and more.is_done, "it is done when the agent is woken"
     assert few.value is not None and more.value is not None
     assert few.value[0] == more.value[0] and few.value[1] != more.value[1]
     taker.close()
 
 
-def test_digests_that_cannot_be_taken_end_with_their_error_wherever_they_are_taken() -> None:
-    page = np.zeros(INLINE_DIGEST_BYTES, dtype=np.uint8)  # `past` ends one byte behind it
+def test_failed_digests_end_with_their_error_inline_and_on_the_thread() -> None:
+    page = np.zeros(INLINE_DIGEST_BYTES, dtype=np.uint8)  # `past` ends one byte after it
     memory = NixlRankMemory([MemoryRegion(page.ctypes.data, page.nbytes)], 1)
     woken = threading.Event()
     taker = DigestThread(memory, woken.set)
@@ -63,10 +63,10 @@ def test_digests_that_cannot_be_taken_end_with_their_error_wherever_they_are_tak
     taker.close()
 
 
-def test_who_waits_for_the_thread_does_not_work_out_again_and_again_what_it_is_to_digest(
+def test_waiting_digests_are_not_prepared_again_and_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both sides look every millisecond whether there is room."""
+    """Both sides check every millisecond whether the thread has room."""
     monkeypatch.setattr(rank_memory, "MAX_QUEUED", 1)
     monkeypatch.setattr(rank_memory, "INLINE_DIGEST_BYTES", -1)
     may_digest, calls, turns = threading.Event(), Counter[str](), Counter[Agent]()
@@ -100,7 +100,7 @@ def test_who_waits_for_the_thread_does_not_work_out_again_and_again_what_it_is_t
     consumer.ranks[0].until(lambda _: len(calls) == 2 and min(calls.values()) >= len(names))
     later = {agent: turns[agent] + 100 for agent in agents}
     consumer.ranks[0].until(lambda _: all(turns[agent] >= later[agent] for agent in agents))
-    # At first, and once more when there is room: the thread may take the first only after the second was refused.
+    # Once at first, and once when there is room: the thread may take the first only after the second was refused.
     assert max(calls.values()) <= 2 * len(names)
     may_digest.set()
     assert [failures(consumer, name) for name in names] == [[None]] * len(names)
@@ -112,7 +112,7 @@ def is_awake(rank: Rank) -> bool:
     return rank.agent._server.is_busy
 
 
-def test_a_producer_is_awake_until_a_new_consumer_has_read() -> None:
+def test_a_producer_polls_until_a_new_consumer_has_read() -> None:
     world = World()
     side = Side()
     producer = Engine.start(side, lambda name: InMemoryTransport(name, world))
@@ -122,7 +122,7 @@ def test_a_producer_is_awake_until_a_new_consumer_has_read() -> None:
     write_prompt(producer, tables, NUM_TOKENS)
     prompt = hand_over(producer, "p", tables, NUM_TOKENS)
     assert not is_awake(theirs)
-    # The request waits for its turn; its consumer has come, and has read nothing.
+    # The request waits in the queue; its consumer has connected, and has read nothing.
     consumer.submit(lambda: NixlStepPlan(waiting=[WaitingRequest("d", prompt)]))
     theirs.until(lambda results: is_awake(theirs))
     load(consumer, "d", prompt, tables)
