@@ -1,4 +1,4 @@
-"""Twenty mistakes in product code, one line each, chosen by hand over all libraries."""
+"""Twenty bugs for product code, one changed line each, chosen by hand over all libraries."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _METRICS: Final = "libs/metrics/src/hybridkv/metrics"
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One line of product code, and a wrong one for it."""
+    """A line of product code, and a wrong line to replace it."""
 
     name: str
     path: str
-    """From the root of the tree."""
+    """Relative to the root of the tree."""
     line: str
-    """Without the spaces around it. The file has exactly one such line."""
+    """Without leading and trailing spaces. The file has exactly one such line."""
     wrong: str
     tests: str
-    """The tests that are to fail first, as Bazel names them. The others are asked only where these pass."""
+    """The Bazel targets that should fail. All other tests run only if these pass."""
 
     def applied(self, source: str) -> str:
-        """The file's text with the wrong line. ValueError unless it has exactly one right line."""
+        """Return the file's text with the wrong line. Raises ValueError unless the right line occurs exactly once."""
         lines = source.split("\n")
         places = [place for place, line in enumerate(lines) if line.strip() == self.line]
         if len(places) != 1:
@@ -48,14 +48,14 @@ MUTANTS: Final = (
         "//libs/planner/...",
     ),
     Mutant(
-        "a hit that leaves nothing to compute",
+        "a hit that leaves no token to compute",
         f"{_PLANNER}/hit.py",
         "return max(0, num_tokens - max(1, spec.lookahead_tokens)) // spec.boundary_tokens * spec.boundary_tokens",
         "return max(0, num_tokens - spec.lookahead_tokens) // spec.boundary_tokens * spec.boundary_tokens",
         "//libs/planner/...",
     ),
     Mutant(
-        "a stop behind the branch of two prompts",
+        "a prefill stop after the point where two prompts differ",
         f"{_PLANNER}/checkpoints/placement.py",
         "junction = prompt.junction_tokens // boundary_tokens * boundary_tokens",
         "junction = -(-prompt.junction_tokens // boundary_tokens) * boundary_tokens",
@@ -69,21 +69,21 @@ MUTANTS: Final = (
         "//libs/hashing/...",
     ),
     Mutant(
-        "hashes without the blocks before",
+        "hashes without the preceding blocks",
         f"{_HASHING}/tokens.py",
         "parent = hashes[-1] if hashes else bytes(HASH_BYTES)",
         "parent = bytes(HASH_BYTES)",
         "//libs/hashing/...",
     ),
     Mutant(
-        "padding of a page in the wrong place",
+        "page padding in the wrong place",
         f"{_CANONICAL}/pages.py",
         "zeros_before = np.repeat(np.cumsum(taken - content) - (taken - content), [len(page) for page in pages])",
         "zeros_before = np.repeat(np.cumsum(taken - content), [len(page) for page in pages])",
         "//libs/canonical/...",
     ),
     Mutant(
-        "a record of the disk without a checksum",
+        "a disk record whose checksum is not checked",
         f"{_TIERS}/disk/format/segment.py",
         "if payload_checksum != found.payload_checksum:",
         "if len(payload_checksum) != len(found.payload_checksum):",
@@ -97,49 +97,49 @@ MUTANTS: Final = (
         "//libs/tiers:tiers_test",
     ),
     Mutant(
-        "an object that any writer may seal",
+        "an object with any seal is accepted",
         f"{_TIERS}/object/format/seals.py",
         "return hmac.compare_digest(seal, self.of(*parts, views=views))",
         "return len(seal) == SEAL_BYTES",
         "//libs/tiers:tiers_test",
     ),
     Mutant(
-        "a record that is good in any object",
+        "a record is valid in any object",
         f"{_TIERS}/object/format/record.py",
         'return f"{self.object_name}@{self.offset}".encode()',
         'return f"@{self.offset}".encode()',
         "//libs/tiers:tiers_test",
     ),
     Mutant(
-        "a block id behind the last block",
+        "a block id after the last block",
         "csrc/cpu/lowering.cc",
         "if (id < 0 || id >= pages.num_blocks) {",
         "if (id < 0 || id > pages.num_blocks) {",
         "//csrc/... //libs/transfer/...",
     ),
     Mutant(
-        "memory that is given away while one load reads it",
+        "memory is reused while one load reads it",
         "csrc/ledger/basic_ledger.h",
         "} else if (entry.num_pins > 0) {",
         "} else if (entry.num_pins > 1) {",
         "//csrc/...",
     ),
     Mutant(
-        "copies that are joined across a gap",
+        "copies are joined across a gap",
         f"{_TRANSFER}/runs.py",
         "continues = (self.sources[1:] == self.sources[:-1] + self.num_bytes[:-1]) & (",
         "continues = (self.sources[1:] == self.sources[:-1] + self.num_bytes[:-1]) | (",
         "//libs/transfer/...",
     ),
     Mutant(
-        "a lease that holds after its end",
+        "a lease is valid after it expired",
         f"{_PEERS}/leases.py",
         "if type(state) is _Held and state.lease == lease and now_s < state.expires_s:",
         "if type(state) is _Held and state.lease == lease:",
         "//libs/peers:peers_test",
     ),
     Mutant(
-        "a peer without the secret that is let in",
+        "a peer without the secret is admitted",
         f"{_PEERS}/control/curve.py",
         'status = b"200" if hmac.compare_digest(client_key, self._admitted) else b"400"',
         'status = b"200"',
@@ -153,21 +153,21 @@ MUTANTS: Final = (
         "//libs/lmcache:lmcache_test",
     ),
     Mutant(
-        "states that the engine filed under a wrong block",
+        "states that the engine recorded under a wrong block",
         f"{_CONNECTORS}/common/blocks/corrupt_blocks.py",
         "states = [State(*state) for state in handed_over if not self.holds(state[1])]",
         "states = [State(*state) for state in handed_over]",
         "//libs/connectors:connectors_test",
     ),
     Mutant(
-        "a failed load that leaves its prefix offered",
+        "the prefix of a failed load is still offered",
         f"{_CONNECTORS}/offload/loads/loads_in_flight.py",
         "doubted = culprits | set(self._prefix_keys(in_flight))",
         "doubted = set(culprits)",
         "//libs/connectors:connectors_test",
     ),
     Mutant(
-        "counts that are reported twice",
+        "counts are reported twice",
         f"{_METRICS}/counts.py",
         "taken._counters, self._counters = self._counters, {}",
         "taken._counters = self._counters",

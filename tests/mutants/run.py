@@ -1,11 +1,11 @@
-"""Applies each mutant by itself to a copy of the last commit, and runs the tests that are to find it.
+"""Applies each mutant separately to a copy of the last commit, and runs the tests that should detect it.
 
     python3 tests/mutants/run.py                  # all mutants: the tests of their library, then the whole first ring
-    python3 tests/mutants/run.py --full           # the full ring for those that the first ring does not find
+    python3 tests/mutants/run.py --full           # also the full ring for mutants that the first ring misses
     python3 tests/mutants/run.py --named lease    # mutants with this word in their name
 
-It prints one line for each mutant, and ends with an error where fewer are found than `MOST_MISSED` allows, or with
---full where one is missed.
+It prints one line per mutant, and exits with an error if the first ring misses more than `MOST_MISSED`, or if --full
+misses one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from mutants import MUTANTS, Mutant
 
 ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
 MOST_MISSED: Final = 1
-"""Of all mutants, by the first ring."""
+"""How many mutants the first ring may miss."""
 _PASSED, _FAILED = 0, 3
-"""Bazel's exit codes for tests that all passed, and for a build that worked with a test that failed."""
+"""Bazel's exit codes for "all tests passed" and for "the build succeeded and a test failed"."""
 
 
 class CannotTestError(Exception):
-    """Bazel ran no tests: the mutant does not compile, or the tree is broken without it."""
+    """Bazel ran no tests: the mutant does not compile, or the unchanged tree is broken."""
 
 
 def _is_found(tree: pathlib.Path, *arguments: str) -> bool:
@@ -40,7 +40,7 @@ def _is_found(tree: pathlib.Path, *arguments: str) -> bool:
 
 
 def _found_by(tree: pathlib.Path, mutant: Mutant, *, with_full: bool) -> str | None:
-    """The command that found the mutant. None where all tests pass."""
+    """The command that found the mutant, or None if all tests pass."""
     first = ["--", "//...", "-//tests/mutants/..."]
     rings = [mutant.tests.split(), first] + ([["--config=full", *first]] if with_full else [])
     path = tree / mutant.path

@@ -1,1 +1,1 @@
-"""What the Markdown pages name, compared with what the tree has."""
+"""Compares the names on Markdown pages with the names in the tree."""

@@ -1,7 +1,7 @@
-"""Names in the pages that no file of this tree has: those of other projects, and those of tools.
+"""Names on the pages that belong to other projects or tools, so that no file of this tree has them.
 
-Short on purpose. A name that our code uses needs no entry, even if another project defines it. An entry that no page
-needs is an error.
+Short on purpose. A name that our code uses needs no entry, even if another project defines it. An unused entry is an
+error.
 """
 
 from __future__ import annotations

@@ -36,11 +36,11 @@ _PLACEHOLDER = re.compile(r"<\w+>|\.\.\.|…")
 _HISTOGRAM = re.compile(r"_(?:bucket|sum|count)$")
 _BUILTINS = frozenset(dir(builtins)) | set(keyword.kwlist) | {"true", "false", "null"}
 _ENGINE_LABELS = ("engine", "model_name")
-"""vLLM's own, on every series."""
+"""Labels that vLLM adds to every series."""
 
 
 class Judge:
-    """Judges spans by one tree and one catalogue of metrics."""
+    """Checks spans against one tree and one catalogue of metrics."""
 
     def __init__(self, tree: Tree, catalogue: Catalogue) -> None:
         self._tree = tree
@@ -53,7 +53,7 @@ class Judge:
                 known.update(values)
 
     def complaints(self, span: str) -> list[str]:
-        """Names of a code span that do not exist, as messages; empty if all exist."""
+        """A message for each name of a code span that does not exist."""
         if span in FOREIGN or (re.search("[ -]", span) and span in self._tree.texts):
             return []
         if (pair := re.fullmatch(r'(\w+)="(\w+)"', span)) and pair[1] in self._labels:
@@ -62,7 +62,7 @@ class Judge:
         return [text for atom in _ATOMS.finditer(span) for text in self._of_atom(atom, prose)]
 
     def metric_complaints(self, line: str) -> list[str]:
-        """The same of any line, about our metrics alone."""
+        """A message for each metric of ours in any line that does not exist."""
         found = (atom["metric"] for atom in _ATOMS.finditer(line) if atom["metric"])
         return [text for metric in found if re.match(_OURS, metric) for text in self._of_metric(metric)]
 
@@ -101,7 +101,7 @@ class Judge:
                 yield f"no {part}"
 
     def _in_a_package(self, text: str) -> bool | None:
-        """Whether a dotted name can be imported; None where its beginning is no package of ours."""
+        """Whether a dotted name can be imported. None if its first part is not a package of ours."""
         parts = text.split(".")
         prefix = "" if parts[0] == "hybridkv" else "hybridkv."
         for end in range(len(parts), 0, -1):
@@ -125,7 +125,7 @@ class Judge:
         return len(flag) == 2 or flag in self._tree.flags
 
     def _has_path(self, text: str) -> bool:
-        """Whether some file or folder ends so; what lies outside of the tree is not looked for."""
+        """Whether some file or folder ends with this path. Paths outside the tree are accepted."""
         if text.startswith(("/", "~", "$")) or text.strip("/.") == "":
             return True
         pattern = re.escape(_PLACEHOLDER.sub("\0", text.strip("/").removeprefix("./")))

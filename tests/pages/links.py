@@ -1,4 +1,4 @@
-"""Whether the links of a page lead to pages and headings that are there. Links to other hosts are not followed."""
+"""Checks that the links of a page lead to existing pages and headings. Links to other hosts are not checked."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def dead_links(page: str, pages: Mapping[str, str], paths: frozenset[str]) -> It
 
 
 def _anchors(page: str) -> Iterator[str]:
-    """Headings as they are linked to: lower case, punctuation dropped, blanks as hyphens."""
+    """The anchor of each heading: lower case, no punctuation, hyphens for spaces."""
     for heading in _HEADING.findall(_FENCE.sub("", page)):
         yield re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")

@@ -1,4 +1,4 @@
-"""Texts of log calls and other literals, with `…` in place of each value."""
+"""Texts of log calls and of other string literals, with `…` for each value."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ _VALUE = re.compile(r"%[-.\d]*[a-zA-Z]")
 
 class LogLine(NamedTuple):
     text: str
-    """Without placeholders; "" if it has no text of its own."""
+    """The text with `…` for each placeholder."""
     line: int
 
 
 def literals(source: str) -> Iterator[str]:
-    """Every string of a module."""
+    """Every string literal of a module."""
     for node in ast.walk(ast.parse(source)):
         if (text := _text(node)) is not None:
             yield text
 
 
 def log_lines(source: str) -> Iterator[LogLine]:
-    """Calls of a logger at WARNING or above with a text of their own."""
+    """Calls of a logger at WARNING or above whose text is more than placeholders."""
     for node in ast.walk(ast.parse(source)):
         match node:
             case ast.Call(func=ast.Attribute(value=logger, attr=level), args=[first, *_]) if level in _LEVELS:

@@ -1,4 +1,4 @@
-"""The page of log lines quotes what the code logs, and leaves no line of the connectors out."""
+"""The page of log lines quotes the log texts of the code, and lists every log line of the connectors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pages.spans import code_spans
 ROOT = Path(__file__).absolute().parents[2]
 PAGE = ROOT / "docs/guides/troubleshooting.md"
 OWN_LIST = "libs/tiers/src/hybridkv/tiers/disk/"
-"""docs/guides/disk.md lists the lines of these."""
+"""docs/guides/disk.md lists the log lines of these modules."""
 FEWEST = 12
-"""Letters that a quote has at least, so that it names one line."""
+"""The smallest number of letters of a quote that identifies one line."""
 
 
 @cache
@@ -31,7 +31,7 @@ def texts() -> frozenset[str]:
 
 
 def quotes() -> list[str]:
-    """Spans in the first cells of the tables."""
+    """Code spans in the first cells of the tables."""
     rows = re.findall(r"^\| (`.*?) \| ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return [span.text for row in rows for span in code_spans(row)]
 
@@ -41,11 +41,11 @@ def is_beginning(quote: str, text: str) -> bool:
 
 
 @pytest.mark.parametrize("quote", quotes())
-def test_the_code_has_the_line_that_the_page_quotes(quote: str) -> None:
+def test_the_code_has_each_line_that_the_page_quotes(quote: str) -> None:
     assert any(is_beginning(quote, text) for text in texts())
 
 
-def test_the_page_has_every_line_of_the_connectors_and_their_libraries() -> None:
+def test_the_page_lists_all_log_lines_of_connectors_and_libraries() -> None:
     own = [quote for quote in quotes() if len(re.findall(r"\w", quote)) >= FEWEST]
     short = set(quotes()) - set(own)
     missing = [
@@ -68,13 +68,13 @@ def test_the_page_has_every_line_of_the_connectors_and_their_libraries() -> None
         ("warnings.warning('a line')", []),
     ],
 )
-def test_lines_are_found(source: str, found: list[str]) -> None:
-    """Control."""
+def test_log_lines_are_found(source: str, found: list[str]) -> None:
+    """Control for the checks above."""
     assert [line.text for line in log_lines(source)] == found
 
 
-def test_another_text_is_not_the_line() -> None:
-    """Control."""
+def test_a_quote_of_another_text_does_not_match() -> None:
+    """Control for the checks above."""
     text = "request \u2026 cannot load \u2026 tokens: \u2026"
     assert is_beginning("request \u2026 cannot load \u2026 tokens: \u2026", text)
     assert is_beginning("request \u2026 cannot load \u2026", text)

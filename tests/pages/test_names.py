@@ -1,4 +1,4 @@
-"""Each class has a name of its own, and names that were replaced do not come back."""
+"""Class names are unique, and replaced names are not used again."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ OLD_NAMES = {
     "told_hashes": "announced_blocks",
     "wish": "add_stops",
 }
-"""Replaced names of classes, functions and attributes, without leading underscores, and the word to use instead."""
+"""Replaced names of classes, functions and attributes, without leading underscores, and the new name."""
 OLD_MODULES = {"announcement": "builder", "answers": "decode_states", "opening": "builder", "steering": "prefill_stops"}
 _OLD = re.compile(rf"(?<![A-Za-z0-9])(?:{'|'.join(OLD_NAMES)})(?![A-Za-z0-9_])")
 
@@ -68,7 +68,7 @@ def guides() -> dict[str, str]:
 
 
 def repeated_classes(files: Mapping[str, str]) -> dict[str, list[str]]:
-    """Files of each class name that several classes have. A leading underscore does not make a difference."""
+    """The files of each class name that occurs more than once. A leading underscore is ignored."""
     found = defaultdict(list)
     for file, text in files.items():
         for name in re.findall(r"^class (\w+)", text, re.MULTILINE):
@@ -77,7 +77,7 @@ def repeated_classes(files: Mapping[str, str]) -> dict[str, list[str]]:
 
 
 def old_names_in_code(files: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Old names that code defines or uses, each with its file. Comments and strings are not read."""
+    """Old names that code defines or uses, each with its file. Comments and strings are ignored."""
     found = set()
     for file, text in files.items():
         found |= {(file, stem) for stem in [PurePosixPath(file).stem] if stem in OLD_MODULES}
@@ -94,7 +94,7 @@ def _names(tree: ast.AST) -> Iterator[str]:
 
 
 def old_names_in_pages(pages: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Old names in code spans of pages, each with its page. Prose may use the same words."""
+    """Old names in code spans of pages, each with its page. Prose is ignored."""
     return [
         (page, name)
         for page, text in pages.items()

@@ -1,4 +1,4 @@
-"""Every row of the table beside vLLM's connector says what this one does, and names a test that is there."""
+"""Each row of the comparison with vLLM's connector has a verdict and names an existing test."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ VERDICTS = ("same", "better", "refused")
 
 
 def rows(text: str) -> list[list[str]]:
-    """The rows of all tables, without their heads."""
+    """The rows of all tables, without the heads."""
     lines = [line for line in text.splitlines() if line.startswith("| ")]
     cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
     return [each for each in cells if each[0].strip() not in ("behaviour", "---")]
@@ -39,7 +39,7 @@ def test_there_are_rows_of_each_verdict() -> None:
 
 
 @pytest.mark.parametrize("row", rows(PAGE), ids=lambda row: row[0])
-def test_a_row_names_a_test_that_is_there(row: list[str]) -> None:
+def test_each_row_names_an_existing_test(row: list[str]) -> None:
     assert complaints(row) == []
 
 
@@ -54,11 +54,11 @@ def test_a_row_names_a_test_that_is_there(row: list[str]) -> None:
     ],
     ids=str,
 )
-def test_a_row_that_lacks_something_is_found(row: list[str]) -> None:
+def test_an_incomplete_row_is_found(row: list[str]) -> None:
     assert complaints(row)
 
 
-def test_the_guide_explains_every_reason_for_which_a_read_fails() -> None:
+def test_the_guide_explains_each_failure_reason_of_a_read() -> None:
     guide = (ROOT / "docs/guides/peers.md").read_text(encoding="utf-8")
     table = guide.partition("| reason | what it means |")[2].partition("\n\n")[0]
     assert set(re.findall(r"`(\w+)`", table)) >= set(PEER_FAILURES)

@@ -32,32 +32,32 @@ def complaints(text: str) -> list[str]:
     return found
 
 
-def test_there_are_pages_and_something_to_compare_them_with() -> None:
+def test_pages_and_tree_are_not_empty() -> None:
     assert {"README.md", "ARCHITECTURE.md", "docs/reference/configuration.md", "libs/tiers/CONTRACT.md"} <= set(PAGES)
     assert {"TierIndex", "VllmConfig", "test_there_are_pages"} & tree().words == {"TierIndex", "VllmConfig"}
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_names_exists(page: str) -> None:
+def test_each_name_on_a_page_exists(page: str) -> None:
     assert complaints(PAGES[page]) == []
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_link_of_a_page_leads_somewhere(page: str) -> None:
+def test_each_link_of_a_page_leads_somewhere(page: str) -> None:
     assert list(dead_links(page, PAGES, tree().paths)) == []
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_has_no_mark_of_a_merge(page: str) -> None:
+def test_pages_have_no_merge_markers(page: str) -> None:
     marks = [line for line in PAGES[page].splitlines() if line.startswith(("<<<<<<<", ">>>>>>>", "======="))]
     assert marks == []
 
 
-def test_no_foreign_name_is_listed_in_vain() -> None:
+def test_no_foreign_name_is_unused() -> None:
     text = "\n".join(PAGES.values())
     assert [name for name in sorted(FOREIGN) if name not in text] == [], "no page has it any more: delete the entry"
     known = tree().words | tree().texts | tree().flags | tree().metrics
-    assert sorted(FOREIGN & known) == [], "our own code has it by now: delete the entry"
+    assert sorted(FOREIGN & known) == [], "our own code has it now: delete the entry"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_a_wrong_name_is_found(wrong: str) -> None:
         "```\nno_such_name\n```",
     ],
 )
-def test_a_right_name_is_not(right: str) -> None:
+def test_a_right_name_passes(right: str) -> None:
     assert complaints(f"It says {right}.\n" if right[:3] != "```" else right) == []
 
 

@@ -19,13 +19,13 @@ def draw(folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, check=False, capture_output=True, text=True)
 
 
-def test_every_picture_has_a_source() -> None:
+def test_each_picture_has_a_source() -> None:
     assert SOURCES
     assert sorted(path.name for path in FOLDER.glob("*.svg")) == [name.replace(".txt", ".svg") for name in SOURCES]
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_picture_is_as_its_source_says(source: str, tmp_path: Path) -> None:
+def test_a_picture_matches_its_source(source: str, tmp_path: Path) -> None:
     shutil.copyfile(FOLDER / source, tmp_path / source)
     assert draw(tmp_path).returncode == 0
     picture = source.replace(".txt", ".svg")

@@ -1,4 +1,4 @@
-"""Each module that the site documents exists, so that the full ring's build of the site does not fail late."""
+"""Each module that the site documents exists. Otherwise only the full ring's build of the site would fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`hybridkv plan` still says what docs/guides/sizing.md says of four models of the hub's sizes."""
+"""docs/guides/sizing.md agrees with `hybridkv plan` for four models, each with the sizes of the real model."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Gemma 3 27B": ("gemma3_text", "Gemma3ForCausalLM", GEMMA3_27B),
     "DeepSeek-V4 Flash": ("deepseek_v4", "DeepseekV4ForCausalLM", DEEPSEEK_V4_FLASH),
 }
-"""Type and class of each model, and what differs from the defaults of transformers; None: not in the file."""
+"""Type and class of each model, and differences from the defaults of transformers. None removes the key from the
+file.
+"""
 PROGRAM = """
 import json, sys
 from pathlib import Path
@@ -67,7 +69,7 @@ def number(text: str) -> int:
 
 
 def rows() -> list[list[str]]:
-    """Rows of the table: model, chunk, bytes a token by kind, smallest hit, tokens in host memory and on disk."""
+    """Rows of the table: model, chunk, bytes per token by kind, smallest hit, tokens in host memory and on disk."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
     return [line.strip("| ").split(" | ") for line in lines if line.startswith(tuple(f"| {name} |" for name in MODELS))]
 
@@ -104,7 +106,7 @@ def test_the_page_has_two_rows_for_each_model() -> None:
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row[0]}, {row[1]}")
-def test_a_row_is_what_the_plan_says(row: list[str], tmp_path: Path) -> None:
+def test_each_row_matches_the_plan(row: list[str], tmp_path: Path) -> None:
     model, chunk, kinds, smallest, ram, disk = row
     report = plan(model, "auto" if chunk.startswith("auto") else number(chunk), tmp_path)
     startup = report["startup"]

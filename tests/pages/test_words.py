@@ -1,4 +1,4 @@
-"""Words that once meant several things name one type, or none."""
+"""Words that once had several meanings name one type, or none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MEANINGS = {
     "Chunk": None,
     "Place": None,
 }
-"""Where the type of that name is. None: it is a word of the pages, and no type has it for its whole name."""
+"""The file that defines the type of that name. None: pages use the word, and no type has it as its whole name."""
 
 
 def sources() -> dict[str, str]:
@@ -28,7 +28,7 @@ def sources() -> dict[str, str]:
 
 
 def types_named(word: str, files: Mapping[str, str]) -> list[str]:
-    """The files with a type of that name: one for each, also where it is private, an alias or in the plural."""
+    """The files that define a type of that name, including private ones, aliases and plurals."""
     wanted = {f"{prefix}{word}{suffix}" for prefix in ("", "_") for suffix in ("", "s")}
     found = []
     for name, text in files.items():
@@ -54,12 +54,12 @@ def test_a_word_names_one_type_or_none(word: str) -> None:
 
 
 @pytest.mark.parametrize("word", MEANINGS)
-def test_the_glossary_says_what_it_means(word: str) -> None:
+def test_the_glossary_defines_the_word(word: str) -> None:
     glossary = (ROOT / "docs" / "glossary.md").read_text(encoding="utf-8")
     assert len(re.findall(rf"^\| (?:\w+, )*{word.lower()}(?:, \w+)* \|", glossary, re.MULTILINE)) == 1
 
 
-def test_what_a_request_has_in_a_stack_is_a_hold_and_no_claim() -> None:
+def test_the_stack_uses_the_word_lease_and_not_claim() -> None:
     folder = "libs/tiers/src/hybridkv/tiers/"
     texts = {name: text for name, text in sources().items() if name.startswith(folder)}
     assert f"{folder}stack/leases.py" in texts
@@ -70,6 +70,6 @@ def test_what_a_request_has_in_a_stack_is_a_hold_and_no_claim() -> None:
     "text",
     ["class Job:\n    ...\n", "def f():\n    class _Job: ...\n", "Jobs = dict[int, str]\n", "_Job: TypeAlias = int\n"],
 )
-def test_a_second_type_of_the_name_is_found(text: str) -> None:
+def test_a_second_type_of_the_same_name_is_found(text: str) -> None:
     files = {"one.py": "class Job: ...\n", "none.py": "# Job\nJobId = int\n", "two.py": text}
     assert types_named("Job", files) == ["one.py", "two.py"]

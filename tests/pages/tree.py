@@ -1,8 +1,8 @@
-"""What the tree has: files, the names that its code uses, its string literals, the members of its classes.
+"""Contents of the tree: files, names used in code, string literals, members of classes.
 
-Names are read from the syntax, so that a comment or a docstring is no evidence. A name that code only uses is evidence:
-mypy has checked that it exists, or the engine that it belongs to. Lock files and measured results name everything under
-the sun and are left out.
+Names come from the syntax tree, so comments and docstrings do not count. A name that code only uses counts: mypy has
+checked that it exists, or it belongs to the engine. Lock files and measured results contain arbitrary names and are
+left out.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def python_files(root: Path) -> list[str]:
 
 
 def _files(root: Path) -> Iterator[str]:
-    """What git knows or would add; in a copy of the tree without git, as under Bazel, every file."""
+    """Files that git tracks or would add. Without git, as under Bazel: every file."""
     if (root / ".git").exists():
         command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
         found = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.splitlines()
@@ -161,7 +161,7 @@ class _Reader:
 
 
 def _texts(nodes: Sequence[ast.AST]) -> Iterator[str]:
-    """String literals that are no docstrings."""
+    """String literals that are not docstrings."""
     docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
         match node:
@@ -174,7 +174,7 @@ def _template(node: ast.JoinedStr) -> str:
 
 
 def _named(node: ast.AST) -> Iterator[str]:
-    """Names that one piece of syntax defines or uses."""
+    """Names that one node of the syntax tree defines or uses."""
     match node:
         case ast.Name(id=name) | ast.Attribute(attr=name) | ast.arg(arg=name):
             yield name
@@ -190,7 +190,7 @@ def _named(node: ast.AST) -> Iterator[str]:
 
 
 def _defined(body: list[ast.stmt]) -> Iterator[str]:
-    """Names that statements of a module or of a class bind there."""
+    """Names that statements of a module or class define."""
     for statement in body:
         match statement:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):

@@ -1,4 +1,4 @@
-"""A page of headless Chromium, over its DevTools protocol."""
+"""A page of headless Chromium, controlled with its DevTools protocol."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patience import wait_until
 
 
 class Page:
-    """One page. `problems` are exceptions, errors of the console, and requests that failed or left this machine."""
+    """One page. `problems` lists exceptions, console errors, and requests that failed or left this machine."""
 
     def __init__(self, url: str) -> None:
         self._socket = websocket.create_connection(url, timeout=120, suppress_origin=True)
@@ -28,24 +28,24 @@ class Page:
             self.call(f"{domain}.enable")
 
     def open(self, url: str) -> None:
-        """Opens an address and waits until it is loaded."""
+        """Open an address and wait until it is loaded."""
         self._is_loaded = False
         self.call("Page.navigate", url=url)
         while not self._is_loaded:
             self._handle(json.loads(self._socket.recv()))
 
     def value(self, expression: str) -> Any:
-        """Value of a JavaScript expression in the page."""
+        """The value of a JavaScript expression in the page."""
         found = self.call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
     def wait_for(self, expression: str) -> None:
-        """Waits until an expression is true."""
+        """Wait until a JavaScript expression is true."""
         wait_until(lambda: bool(self.value(expression)), expression)
 
     def picture(self, file: Path) -> None:
-        """Writes a screenshot as PNG."""
+        """Write a screenshot as PNG."""
         file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
     def resize(self, width: int, height: int) -> None:
@@ -83,7 +83,7 @@ class Page:
 
 @contextlib.contextmanager
 def running_browser(program: Path, directory: Path) -> Iterator[Page]:
-    """Starts the browser with an empty profile below `directory`, and ends it."""
+    """Start the browser with an empty profile below `directory`, and stop it at the end of the block."""
     command = [str(program), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
     command += ["--hide-scrollbars", "--remote-debugging-port=0", f"--user-data-dir={directory}", "about:blank"]
     with (directory / "log").open("wb") as log:

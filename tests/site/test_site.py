@@ -1,4 +1,4 @@
-"""The site of the documentation is whole, and a browser shows it."""
+"""The documentation site has no dead links, and a browser shows its pages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class _Server(SimpleHTTPRequestHandler):
 
 
 class _References(HTMLParser):
-    """What a page links to or loads, and the anchors that it has."""
+    """The links and resources of a page, and its anchors."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
         yield found
 
 
-def test_every_link_of_every_page_leads_somewhere() -> None:
+def test_each_link_of_each_page_leads_somewhere() -> None:
     references = {name: _References((SITE / name).read_text(encoding="utf-8")) for name in PAGES}
     dead = []
     for name, found in references.items():
@@ -86,14 +86,14 @@ def test_every_link_of_every_page_leads_somewhere() -> None:
     assert dead == []
 
 
-def test_no_page_loads_anything_from_elsewhere() -> None:
+def test_pages_load_nothing_from_other_hosts() -> None:
     pattern = r'<(?:script|link|img|iframe)[^>]*(?:src|href)="?((?:https?:)?//[^"> ]+)'
     assert [
         (name, url) for name in PAGES for url in re.findall(pattern, (SITE / name).read_text(encoding="utf-8"))
     ] == []
 
 
-def test_every_page_of_docs_is_in_the_navigation() -> None:
+def test_each_page_of_docs_is_in_the_navigation() -> None:
     listed = set(re.findall(r": (docs/\S+\.md)$", (ROOT / "docs/mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE))
     assert {path.relative_to(ROOT).as_posix() for path in (ROOT / "docs").rglob("*.md")} == listed
 
@@ -111,7 +111,7 @@ def test_a_browser_shows_the_page(shown: str, address: str, page: Page) -> None:
         page.picture(Path(outputs) / f"{shown.strip('/').replace('/', '-') or 'home'}.png")
 
 
-def test_a_telephone_needs_no_scrolling_sideways(address: str, page: Page) -> None:
+def test_a_phone_needs_no_horizontal_scrolling(address: str, page: Page) -> None:
     page.resize(390, 844)
     for shown in SHOWN:
         page.open(address + shown)
@@ -119,7 +119,7 @@ def test_a_telephone_needs_no_scrolling_sideways(address: str, page: Page) -> No
     page.resize(1400, 1100)
 
 
-def test_the_search_finds_a_key_of_the_configuration(address: str, page: Page) -> None:
+def test_the_search_finds_a_configuration_key(address: str, page: Page) -> None:
     page.open(address)
     page.value("document.querySelector('[data-md-toggle=search]').click()")
     page.value(
@@ -130,8 +130,8 @@ def test_the_search_finds_a_key_of_the_configuration(address: str, page: Page) -
     page.wait_for(f"{found}.some(link => link.includes('docs/reference/configuration/'))")
 
 
-def test_a_missing_picture_is_seen(address: str, page: Page) -> None:
-    """Control."""
+def test_a_missing_picture_is_detected(address: str, page: Page) -> None:
+    """Control for `problems`."""
     page.problems.clear()
     page.open(address)
     page.value("new Promise(done => { const image = new Image(); image.onerror = done; image.src = '/no.png' })")

@@ -28,7 +28,7 @@ def pytest_sessionstart() -> None:
 
 
 def is_named(item: pytest.Item) -> bool:
-    """Whether a test, or its whole module, is named. Parameters are not."""
+    """Whether a test, or its whole module, is named. Parameters of the test are ignored."""
     return (getattr(item, "originalname", None) or item.name) in SKIPS or item.path.stem in SKIPS
 
 

@@ -1,4 +1,4 @@
-"""How much of a long test runs: all in the full run, a part before a landing."""
+"""Reduces long tests: all cases in the full run, a part of them before a landing."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ T = TypeVar("T")
 
 
 def examples(number: int, share: int = 4) -> int:
-    """Of `number` examples, how many are tried in this run: one in `share` before a landing."""
+    """The number of examples to try in this run: all in the full run, otherwise one in `share`."""
     return number if "HYBRIDKV_FULL" in os.environ else -(-number // share)
 
 
 def thinned(items: Sequence[T], share: int, first: int = 0) -> Sequence[T]:
-    """Of `items`, those that are tried in this run: one in `share` before a landing, from number `first` on."""
+    """The items to try in this run: all in the full run, otherwise one in `share`, beginning with number `first`."""
     return items if "HYBRIDKV_FULL" in os.environ else items[first::share]
 
 

@@ -1,7 +1,7 @@
-"""A router's view: an index rebuilt from what an engine publishes, and nothing else, that predicts what a request hits.
+"""A router's index, rebuilt only from the events that an engine publishes; it predicts how much of a request is cached.
 
-It hears of blocks as vLLM's publisher packs them, and finds a prompt's blocks by the tokens that events carry. It does
-not know chunks: a request can resume where an event of a full group ends.
+It decodes events as vLLM's publisher packs them, and finds the blocks of a prompt by the tokens in the events. It knows
+nothing of chunks: a request can resume where an event of a full group ends.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Hash = bytes | int
 
 
 class Publisher:
-    """In the place of an engine's publisher: packs each batch as `ZmqEventPublisher` does, for all that listen."""
+    """Replaces an engine's publisher: packs each batch as `ZmqEventPublisher` does, and passes it to all listeners."""
 
     def __init__(self) -> None:
         self._pack = msgspec.msgpack.Encoder()
@@ -37,16 +37,16 @@ class Publisher:
             listener(payload)
 
     def shutdown(self) -> None:
-        """Nothing to end."""
+        """There is nothing to shut down."""
 
 
 class Router:
     """One subscriber.
 
     Args:
-        clears: whether it takes `AllBlocksCleared` for what it says, or passes over it.
-        keeps: whether an event is heard at all; what is not is lost.
-        media: those of which it listens to events.
+        clears: whether it handles `AllBlocksCleared`; otherwise it ignores it.
+        keeps: whether an event arrives; other events are lost.
+        media: the media whose events it handles.
     """
 
     def __init__(
@@ -58,15 +58,15 @@ class Router:
         self._clears, self._keeps, self._media = clears, keeps, media
         self._unpack = msgspec.msgpack.Decoder(type=KVEventBatch)
         self.held: Counter[tuple[str, int, Hash]] = Counter()
-        """Media, groups and blocks that were stored and not removed."""
+        """Stored and not yet removed: (medium, group, block)."""
         self._by_tokens: dict[tuple[Hash | None, tuple[int, ...]], Hash] = {}
         self._ends: set[Hash] = set()
         self._groups: dict[int, tuple[str, int | None]] = {}
         self._block_tokens = 0
         self._was_cleared = False
-        """In this batch: what is held is said once more behind what happened before."""
+        """During such a batch, held blocks are announced again, after their first announcement."""
         self._awaited: list[tuple[int, Hash]] = []
-        """Blocks that must be held at the end of such a batch, because others follow them."""
+        """Blocks that must be held at the end of such a batch because other blocks follow them."""
         self.num_events: Counter[str] = Counter()
 
     def hear(self, payload: bytes) -> None:
@@ -74,7 +74,7 @@ class Router:
         for event in self._unpack.decode(payload).events:
             if self._keeps(event):
                 self._hear(event)
-        assert all(self._holds(*place) for place in self._awaited), "a block without what is before it"
+        assert all(self._holds(*place) for place in self._awaited), "a block whose parent is not held"
         self._awaited.clear()
 
     def _hear(self, event: Any) -> None:
@@ -84,13 +84,13 @@ class Router:
                 self.held.clear()
                 self._was_cleared = True
         elif event.medium not in self._media:
-            return  # what the engine itself caches, above all
+            return  # mostly what the engine itself caches
         elif isinstance(event, BlockStored):
             self._stored(event)
         elif isinstance(event, BlockRemoved):
             for block in event.block_hashes:
                 place = (event.medium, event.group_idx, block)
-                assert self.held[place] == 1 or self._was_cleared, f"removed and never stored: {place}"
+                assert self.held[place] == 1 or self._was_cleared, f"removed but never stored: {place}"
                 del self.held[place]
 
     def _stored(self, event: BlockStored) -> None:
@@ -111,8 +111,8 @@ class Router:
         if event.kv_cache_spec_kind in FULL_KINDS:
             before = event.parent_block_hash
             if before is not None and self._media == TIERS and not self._holds(event.group_idx, before):
-                # Behind a clearing all that is held is said once more, behind what happened before it.
-                assert self._was_cleared, "a block without what is before it"
+                # After a clear, all held blocks are announced again, possibly after blocks that follow them.
+                assert self._was_cleared, "a block whose parent is not held"
                 self._awaited.append((event.group_idx, before))
             self._ends.add(event.block_hashes[-1])
 
@@ -120,7 +120,7 @@ class Router:
         return any((tier, group, block) in self.held for tier in self._media)
 
     def path_of(self, prompt: Sequence[int]) -> list[Hash]:
-        """The blocks of a prompt that all full groups hold, from its beginning on."""
+        """The leading blocks of a prompt that all full groups hold."""
         full = [group for group, (kind, _) in self._groups.items() if kind in FULL_KINDS]
         path: list[Hash] = []
         parent: Hash | None = None
@@ -133,20 +133,24 @@ class Router:
         return path
 
     def predict_by_attention(self, prompt: Sequence[int]) -> int:
-        """As routers do that score full attention alone: the longest prefix of it, where a request may resume."""
+        """Predict as routers that score only full attention: the longest stored prefix at which a request may
+        resume.
+        """
         path = self.path_of(prompt)
         ends = [number for number, block in enumerate(path, 1) if block in self._ends]
         return ends[-1] * self._block_tokens if ends else 0
 
     def predict_by_states(self, prompt: Sequence[int]) -> int:
-        """As a router that scores one recurrent group alone: the deepest of its states that this prompt reaches."""
+        """Predict as a router that scores one recurrent group only: the deepest of its states that this prompt
+        reaches.
+        """
         recurrent = [group for group, (kind, _) in self._groups.items() if kind == "mamba"][:1]
         path = self.path_of(prompt)
         ends = [number for group in recurrent for number, block in enumerate(path, 1) if self._holds(group, block)]
         return max(ends, default=0) * self._block_tokens
 
     def predict(self, prompt: Sequence[int]) -> int:
-        """Tokens that will be restored: every group has what it reads there."""
+        """The number of tokens that will be restored: every group has the blocks that it reads there."""
         path, size = self.path_of(prompt), self._block_tokens
         for num_blocks in range(len(path), 0, -1):
             if path[num_blocks - 1] in self._ends and all(
@@ -159,7 +163,7 @@ class Router:
 
 
 def _first_read(kind: str, window: int | None, num_blocks: int, block_tokens: int) -> int:
-    """The first block that a group reads when a request resumes behind so many."""
+    """The first block that a group reads when a request resumes after `num_blocks` blocks."""
     if kind in WINDOW_KINDS:
         assert window is not None
         return max(0, num_blocks * block_tokens - (window - 1)) // block_tokens

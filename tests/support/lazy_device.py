@@ -1,10 +1,10 @@
-"""A device on the CPU that does everything as late, and in as odd an order, as streams and events allow.
+"""A device on the CPU that executes work as late, and in as unusual an order, as streams and events allow.
 
-It is a `CopyDevice` of `hybridkv.transfer.streams`, so that the engine, its threads, events and fences are the real
-ones. Memory of the device is memory of the host. What is enqueued in a stream happens in order, piece by piece; which
-stream goes on is drawn. Two streams are held back by events alone, and pieces of one batch happen in any order. With
-`is_src_access_order_any` a source may be read when the batch is submitted. So a fence that is missing is a wrong byte
-in some order. It says nothing about CUDA's own calls and about time.
+It is a `CopyDevice` of `hybridkv.transfer.streams`, so the engine with its threads, events and fences is the real one.
+Device memory is host memory. The work of one stream runs in order, piece by piece; which stream continues is chosen at
+random. Only events order two streams, and the pieces of one batch run in any order. With `is_src_access_order_any`, a
+source may already be read when the batch is submitted. So a missing fence produces a wrong byte in some order. It does
+not test CUDA's own calls, or timing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import patience
 
 TIMEOUT_S: Final = patience.seconds(6.0)
 Choose = Callable[[int], int]
-"""Draws a number below the one that it is given."""
+"""Returns a number below its argument."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _Piece:
     destination: int
     num_bytes: int
     read: bytes | None = None
-    """Of a source that was read early."""
+    """The content of a source that was read early."""
 
     def copy(self) -> None:
         if self.read is None:
@@ -51,7 +51,7 @@ class LazyEvent:
         self._device = device
         self.happened = False
         self.stream: LazyStream | None = None
-        """In which it was recorded."""
+        """The stream in which it was recorded."""
 
     def record(self, stream: LazyStream) -> None:
         self.stream = stream
@@ -67,7 +67,7 @@ class LazyStream:
     name: str
     steps: deque[Any] = field(default_factory=deque)
     num_records: int = 0
-    """Events that were recorded in it, whether they have happened or not."""
+    """The number of events recorded in it, completed or not."""
 
     def wait_event(self, event: LazyEvent) -> None:
         self.device.wait(self, event)
@@ -79,11 +79,11 @@ class LazyStream:
 
 
 class LazyDevice:
-    """Thread safe. `choose` draws what happens next.
+    """Thread safe. `choose` decides what happens next.
 
-    With `is_driven` nothing happens but in `advance` and `drain`, so that one thread decides all; else a little may
-    happen at every call, unless it `is_late`, and `LazyEvent.synchronize` makes happen what it needs. Mistakes that
-    tests make on purpose are subclasses of it, which forget something.
+    If `is_driven`, work happens only in `advance` and `drain`, so that one thread controls everything. Otherwise some
+    work may happen at each call, unless `is_late`, and `LazyEvent.synchronize` runs the work that it needs. Subclasses
+    are deliberate bugs: each omits something.
     """
 
     def __init__(self, choose: Choose, *, is_driven: bool = False, is_late: bool = False) -> None:
@@ -91,23 +91,23 @@ class LazyDevice:
         self.compute = LazyStream(self, "compute")
         self.streams = [self.compute]
         self.failures: list[BaseException] = []
-        """Of compute, where it ran on another thread than the test's."""
+        """Exceptions of compute that ran on another thread than the test's."""
         self.num_batches = 0
         self.fail_batches = 0
-        """How many batches from now on are refused after half of them was submitted."""
+        """How many of the next batches are refused, each after half of it was submitted."""
         self._is_driven = is_driven
         self._is_late = is_late
         self._pinned: list[tuple[int, int]] = []
         self._current = threading.local()
         self._changed = threading.Condition(threading.RLock())
 
-    # As a CopyDevice.
+    # The interface of a CopyDevice.
 
     def enter_thread(self) -> None:
         self._current.is_entered = True
 
     def new_stream(self) -> LazyStream:
-        """Of stores and of loads by turns, as a worker makes its engines."""
+        """Alternates between a stream for loads and one for stores, as a worker creates its engines."""
         with self._changed:
             stream = LazyStream(self, ("loads", "stores")[len(self.streams) % 2])
             self.streams.append(stream)
@@ -156,16 +156,16 @@ class LazyDevice:
         return any(start <= address < end for start, end in self._pinned)
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> None:
-        """Memory of the host that the device reaches."""
+        """Register host memory that the device can access."""
         self._pinned.append((int(memory.ctypes.data), int(memory.ctypes.data) + memory.nbytes))
 
-    # What else an inference engine does with it.
+    # Other work of an inference engine.
 
     def launch(self, work: Callable[[], object]) -> None:
-        """Compute, in the current stream of the calling thread."""
+        """Run compute in the current stream of the calling thread."""
         self.enqueue(self.current_stream(), work)
 
-    # What happens.
+    # Execution.
 
     def wait(self, stream: LazyStream, event: LazyEvent) -> None:
         self.enqueue(stream, ("wait", event))
@@ -188,35 +188,35 @@ class LazyDevice:
                     raise RuntimeError("the streams wait for each other")
 
     def wait_for_record(self, stream: LazyStream, number: int) -> bool:
-        """Wait until that many events were recorded in a stream. False when none came."""
+        """Wait until `number` events were recorded in a stream. Returns False on a timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: stream.num_records >= number, TIMEOUT_S)
 
     def advance(self, num_steps: int) -> None:
-        """Let so many steps happen, or all that can."""
+        """Run up to `num_steps` steps, or all that are possible."""
         with self._changed:
             while num_steps > 0 and self._step():
                 num_steps -= 1
 
     def drain(self) -> None:
-        """Let everything happen that can."""
+        """Run everything that can run."""
         with self._changed:
             while self._step():
                 pass
 
     def raise_failures(self) -> None:
-        """What compute on another thread raised."""
+        """Raise the first exception of compute on another thread."""
         with self._changed:
             if self.failures:
                 raise self.failures[0]
 
     def _expect_entered(self) -> None:
-        """Only the main thread is on the right device by itself."""
+        """Only the main thread uses the right device without `enter_thread`."""
         if threading.current_thread() is not threading.main_thread() and not hasattr(self._current, "is_entered"):
             raise RuntimeError(f"{threading.current_thread().name} uses another device")
 
     def _step(self) -> bool:
-        """One piece of what may happen next. False if nothing may."""
+        """Run one piece of work that is ready. Returns False if there is none."""
         ready = [stream for stream in self.streams if stream.steps and self._may_begin(stream.steps[0])]
         if not ready:
             return False
@@ -250,7 +250,7 @@ class LazyDevice:
 
 
 class StoresWithoutFence(LazyDevice):
-    """Stores do not wait for the step that writes their blocks."""
+    """Bug: stores do not wait for the step that writes their blocks."""
 
     def wait(self, stream: LazyStream, event: LazyEvent) -> None:
         if stream.name != "stores":
@@ -258,7 +258,7 @@ class StoresWithoutFence(LazyDevice):
 
 
 class LoadsWithoutFence(LazyDevice):
-    """Loads do not wait for compute that still reads or writes their blocks."""
+    """Bug: loads do not wait for compute that still reads or writes their blocks."""
 
     def wait(self, stream: LazyStream, event: LazyEvent) -> None:
         if stream.name != "loads":
@@ -266,7 +266,7 @@ class LoadsWithoutFence(LazyDevice):
 
 
 class WithoutCompletion(LazyDevice):
-    """Results of copies come before their events."""
+    """Bug: results of copies are reported before their events."""
 
     def wait_for(self, event: LazyEvent) -> None:
         if event.stream is self.compute:

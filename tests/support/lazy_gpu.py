@@ -1,4 +1,4 @@
-"""`LazyDevice` as the GPU of a worker: its KV caches are tensors of the CPU, and the rest is as on a GPU."""
+"""A `LazyDevice` as the GPU of a worker: its KV caches are CPU tensors, and everything else is as on a GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridkv.connectors.vllm.common.copies.devices import EngineGpuDevice
 
 
 class LazyGpu(EngineGpuDevice):
-    """The device of one worker. Compute behind a delay below `submission_cycles` ends before a copy is submitted."""
+    """The device of one worker. If a delay is below `submission_cycles`, compute ends before the copy is submitted."""
 
     def __init__(self, device: LazyDevice, submission_cycles: int = 0) -> None:
         super().__init__(device)  # type: ignore[arg-type]
@@ -20,13 +20,13 @@ class LazyGpu(EngineGpuDevice):
         self._delay_cycles = 0
 
     def prepare(self, kv_caches: Mapping[str, Any]) -> None:
-        """They lie where this device reaches."""
+        """Tensors of the CPU need no preparation."""
 
     def launch(self, work: Callable[[], object]) -> None:
         self.lazy.launch(work)
 
     def launch_delay(self, cycles: int) -> None:
-        """What comes later comes as late as it may anyway."""
+        """Only records the delay: later work is already as late as possible."""
         self._delay_cycles = cycles
 
     def mark(self) -> Callable[[], bool]:

@@ -26,7 +26,7 @@ START_DEADLINE_S: Final = patience.seconds(6.0)
 STOP_DEADLINE_S: Final = patience.seconds(2.0)
 REPLY_DEADLINE_S: Final = patience.seconds(3.0)
 SCRAPE_INTERVAL_S: Final = round(patience.slowness())
-"""Also the time that a scrape has."""
+"""Also the timeout of a scrape."""
 _POLL_S: Final = 0.1
 _CONFIGURATION: Final = """\
 global:
@@ -52,7 +52,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Prometheus:
-    """A server that answers. Get one from `running_prometheus`."""
+    """A running server. Get one from `running_prometheus`."""
 
     port: int
     log: Path
@@ -62,14 +62,14 @@ class Prometheus:
         return f"http://127.0.0.1:{self.port}"
 
     def query(self, expression: str) -> list[Series]:
-        """What an instant query gives now. `ValueError` where the server cannot parse or evaluate it."""
+        """The result of an instant query. `ValueError` if the server cannot parse or evaluate it."""
         data = self._get("query", query=expression)
         if data["resultType"] != "vector":
             raise ValueError(f"expected a vector, got {data['resultType']}: {expression}")
         return [Series(result["metric"], float(result["value"][1])) for result in data["result"]]
 
     def data(self, expression: str) -> list[Series]:
-        """The series that have a number now: a share of nothing has none."""
+        """Series with a finite value: a ratio of zero to zero has none."""
         return [series for series in self.query(expression) if math.isfinite(series.value)]
 
     def rules(self) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ class Prometheus:
         return [rule for group in self._get("rules")["groups"] for rule in group["rules"]]
 
     def wait_until(self, is_so: Callable[[Prometheus], bool], what: str) -> None:
-        """Asks until it is so."""
+        """Query repeatedly until `is_so` is true."""
         try:
             patience.wait_until(lambda: is_so(self), what)
         except AssertionError:
@@ -85,7 +85,7 @@ class Prometheus:
             raise
 
     def wait_for_scrapes(self, number: int) -> None:
-        """Until so many more scrapes have worked."""
+        """Wait until `number` more scrapes have succeeded."""
         before = self._num_scrapes()
         self.wait_until(lambda server: server._num_scrapes() >= before + number, f"{number} more scrapes")
 
@@ -106,7 +106,7 @@ class Prometheus:
 
 @contextlib.contextmanager
 def running_prometheus(directory: Path, target_port: int, rules: Path) -> Iterator[Prometheus]:
-    """A server that scrapes `127.0.0.1:target_port` again and again and evaluates `rules`, until the block ends."""
+    """Run a server that scrapes `127.0.0.1:target_port` repeatedly and evaluates `rules` until the block ends."""
     directory.mkdir()
     configuration = directory / "prometheus.yml"
     configuration.write_text(

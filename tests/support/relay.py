@@ -1,7 +1,7 @@
-"""Relay between two processes that speak over TCP: it holds back the bytes that a test tells it to.
+"""A TCP relay between two processes that can hold back bytes on request.
 
-It listens at an address of its own on the port of one of them, and hands on what both say. A gate counts the bytes that
-pass one way and holds the rest; so a test stops a conversation at a point that it names, and knows when it is there.
+It listens at its own address on the port of one of them, and forwards in both directions. A gate counts the bytes of
+one direction and holds the rest, so a test can stop a connection at a chosen point and detect that it was reached.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import threading
 import patience
 
 ADDRESS = "127.0.0.2"
-"""Where it listens. Whoever it stands for listens at 127.0.0.1."""
+"""The relay's address. The process behind it listens at 127.0.0.1."""
 WAIT_S = patience.seconds(30.0)
 CHUNK_BYTES = 1 << 16
 ON_THE_WAY_BYTES = 1 << 14
-"""That the system takes for the relay before it looks: the rest stays with who sends it."""
+"""How much the system buffers for the relay; the rest stays with the sender."""
 
 
 class Gate:
-    """One way of all connections. Everything passes until `hold`."""
+    """One direction of all connections. Everything passes until `hold`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -31,30 +31,30 @@ class Gate:
         self._spoils = False
 
     def hold(self, after: int = 0) -> None:
-        """No more than so many bytes pass from now on."""
+        """Let at most `after` more bytes pass."""
         with self._changed:
             self._left, self._is_holding = after, False
 
     def wait_until_holding(self) -> None:
-        """Until something has come that may not pass."""
+        """Wait until bytes arrived that may not pass."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._is_holding, WAIT_S):
-                raise TimeoutError("nothing came that was to be held")
+                raise TimeoutError("no bytes arrived that had to be held")
 
     def release(self, is_spoilt: bool = False) -> None:
-        """Everything passes; what is next, where it `is_spoilt`, as other bytes."""
+        """Let everything pass. If `is_spoilt`, the next piece is corrupted."""
         with self._changed:
             self._left, self._spoils = None, is_spoilt
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Nothing passes any more, and nothing waits."""
+        """Nothing passes from now on, and nobody waits."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
     def room(self, wanted: int) -> int:
-        """How much of what has come may pass. Waits for some; 0 when it was closed."""
+        """How many of the `wanted` bytes may pass. Waits until at least one may; 0 if the gate was closed."""
         with self._changed:
             while self._left == 0 and not self._is_over:
                 self._is_holding = True
@@ -65,7 +65,7 @@ class Gate:
             return wanted if self._left is None else min(wanted, self._left)
 
     def passing(self, data: bytes) -> bytes:
-        """What goes on of it."""
+        """The bytes to forward for `data`."""
         with self._changed:
             if self._left is not None:
                 self._left = max(0, self._left - len(data))
@@ -74,7 +74,7 @@ class Gate:
 
 
 class _Pipe(threading.Thread):
-    """One way of one connection. When it ends, both do."""
+    """One direction of one connection. When it ends, it closes both sockets."""
 
     def __init__(self, source: socket.socket, sink: socket.socket, gate: Gate) -> None:
         super().__init__(name="relay", daemon=True)
@@ -90,7 +90,7 @@ class _Pipe(threading.Thread):
                 end.shutdown(socket.SHUT_RDWR)
 
     def _hand_on(self) -> bool:
-        # What may not pass is not taken, so that its sender has it still.
+        # Bytes that may not pass are not received, so the sender still holds them.
         if not self._source.recv(1, socket.MSG_PEEK):
             return False
         room = self._gate.room(CHUNK_BYTES)
@@ -100,7 +100,7 @@ class _Pipe(threading.Thread):
 
 
 class Relay:
-    """Stands for the process that listens on `port`. `requests` is the way to it, `answers` the way back."""
+    """Forwards to the process that listens on `port`. `requests` is the direction to it, `answers` the way back."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -112,18 +112,18 @@ class Relay:
         self._thread.start()
 
     def release(self) -> None:
-        """Everything passes, both ways."""
+        """Let everything pass in both directions."""
         self.requests.release()
         self.answers.release()
 
     def cut(self) -> None:
-        """Ends every connection. Others may follow."""
+        """Close every connection. New connections are possible."""
         for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends every connection, and listens no more."""
+        """Close every connection and stop listening."""
         self.requests.close()
         self.answers.close()
         with contextlib.suppress(OSError):
@@ -147,7 +147,7 @@ class Relay:
                 server.connect(("127.0.0.1", self._port))
                 for each in (client, server):
                     each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            except OSError:  # whoever listened is no more, or whoever called has gone again
+            except OSError:  # the server has gone, or the client has already closed
                 client.close()
                 server.close()
                 continue

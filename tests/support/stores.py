@@ -1,6 +1,6 @@
-"""Connectors that stand in for somebody else's: one that remembers every call, one without SupportsHMA, and so on.
+"""Fake connectors of other projects: one records every call, one does not have SupportsHMA, and so on.
 
-Named in a configuration by `kv_connector_module_path: "stores"`.
+Configurations name them by `kv_connector_module_path: "stores"`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ MODULE = "stores"
 
 
 class Nothing(KVConnectorMetadata):
-    """No plan."""
+    """Empty metadata."""
 
 
 class QuietConnector(KVConnectorBase_V1):
-    """Stores nothing, loads nothing, and knows of one KV cache group only."""
+    """Stores nothing, loads nothing, and supports only one KV cache group."""
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -48,7 +48,7 @@ class QuietConnector(KVConnectorBase_V1):
 
 
 class GroupsConnector(QuietConnector, SupportsHMA):
-    """The same, and knows of several groups."""
+    """A QuietConnector that supports several groups."""
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -57,14 +57,14 @@ class GroupsConnector(QuietConnector, SupportsHMA):
 
 
 class StallingConnector(GroupsConnector):
-    """Never knows what it holds."""
+    """Never knows how many tokens match."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return None, False
 
 
 class RaisingConnector(GroupsConnector):
-    """Raises whenever it is asked what it holds."""
+    """Raises whenever it is asked how many tokens match."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         raise RuntimeError("this store is out of order")
@@ -84,7 +84,7 @@ def _recorded(name: str) -> Callable[..., Any]:
 
 
 class RecordingConnector(GroupsConnector):
-    """Remembers every call in `calls`, and answers what `answers` says instead of the default."""
+    """Records every call in `calls`, and returns values from `answers` instead of the default."""
 
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
@@ -94,7 +94,7 @@ class RecordingConnector(GroupsConnector):
         self.calls.clear()
 
     def arguments_of(self, name: str) -> list[tuple[Any, ...]]:
-        """Positional arguments of each call of a method."""
+        """The positional arguments of each call of a method."""
         return [args for called, args, _ in self.calls if called == name]
 
 

@@ -1,4 +1,4 @@
-"""The relay hands on what it may, in order, and knows when it holds something."""
+"""The relay forwards allowed bytes in order, and detects when it holds some."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from relay import ADDRESS, WAIT_S, Relay
 
 
 class Server:
-    """Answers each frame of four bytes length with the same frame, or what `answer` says."""
+    """Answers each frame (four bytes of length, then the body) with the same frame, or with `answer`."""
 
     def __init__(self, answer: bytes = b"") -> None:
         self._answer = answer
-        self.heard: list[bytes] = []
+        self.received_frames: list[bytes] = []
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port = self._listener.getsockname()[1]
         threading.Thread(target=self._accept, daemon=True).start()
@@ -35,7 +35,7 @@ class Server:
         with connection, contextlib.suppress(OSError):
             while head := connection.recv(4, socket.MSG_WAITALL):
                 body = connection.recv(int.from_bytes(head, "big"), socket.MSG_WAITALL)
-                self.heard.append(body)
+                self.received_frames.append(body)
                 connection.sendall(self._answer or head + body)
 
 
@@ -55,14 +55,14 @@ def frame(body: bytes) -> bytes:
 
 
 def received(client: socket.socket, size: int) -> bytes:
-    # A socket with a timeout gives what there is, MSG_WAITALL or not.
+    # With a timeout set, recv returns the bytes that are available, even with MSG_WAITALL.
     data = b""
     while len(data) < size and (more := client.recv(size - len(data))):
         data += more
     return data
 
 
-def test_everything_passes_both_ways() -> None:
+def test_all_bytes_pass_both_ways() -> None:
     with relayed(Server()) as (_, client):
         for body in (b"one", b"two" * 10_000):
             client.sendall(frame(body))
@@ -70,7 +70,7 @@ def test_everything_passes_both_ways() -> None:
 
 
 @pytest.mark.parametrize("way", ["requests", "answers"])
-def test_bytes_are_held_after_so_many_and_go_on_in_order(way: str) -> None:
+def test_bytes_after_a_limit_are_held_and_later_forwarded_in_order(way: str) -> None:
     server = Server()
     with relayed(server) as (relay, client):
         gate = getattr(relay, way)
@@ -82,12 +82,12 @@ def test_bytes_are_held_after_so_many_and_go_on_in_order(way: str) -> None:
         with pytest.raises(BlockingIOError):
             client.recv(1)
         client.setblocking(True)
-        assert server.heard == ([b"one"] if way == "requests" else [b"one", b"two", b"three"])
+        assert server.received_frames == ([b"one"] if way == "requests" else [b"one", b"two", b"three"])
         gate.release()
         assert received(client, 16) == frame(b"two") + frame(b"three")
 
 
-def test_bytes_are_held_after_so_many_and_stay_with_their_sender() -> None:
+def test_held_bytes_stay_with_their_sender() -> None:
     answer = bytes(range(256)) * 64
     with relayed(Server(answer)) as (relay, client):
         gate = relay.answers
@@ -99,7 +99,7 @@ def test_bytes_are_held_after_so_many_and_stay_with_their_sender() -> None:
         assert received(client, len(answer) - 100) == answer[100:]
 
 
-def test_what_is_spoilt_is_the_next_and_nothing_else() -> None:
+def test_only_the_next_piece_is_corrupted() -> None:
     with relayed(Server()) as (relay, client):
         relay.answers.release(is_spoilt=True)
         client.sendall(frame(b"one"))
@@ -108,7 +108,7 @@ def test_what_is_spoilt_is_the_next_and_nothing_else() -> None:
         assert received(client, 7) == frame(b"two")
 
 
-def test_what_is_cut_has_ended_and_others_may_follow() -> None:
+def test_a_cut_ends_connections_and_allows_new_ones() -> None:
     with relayed(server := Server()) as (relay, client):
         client.sendall(frame(b"one"))
         assert received(client, 7) == frame(b"one")
@@ -119,7 +119,7 @@ def test_what_is_cut_has_ended_and_others_may_follow() -> None:
             assert received(other, 7) == frame(b"two")
 
 
-def test_a_close_ends_what_is_held() -> None:
+def test_close_ends_a_held_connection() -> None:
     with relayed(Server()) as (relay, client):
         relay.answers.hold()
         client.sendall(frame(b"one"))

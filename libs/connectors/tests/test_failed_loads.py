@@ -75,7 +75,7 @@ class Engine:
             failures = [LoadFailure("checksum", "", key) if self.blames else LoadFailure("io", "") for key in bad]
             failures += [LoadFailure(reason, "") for reason in self.reasons]
             self.in_flight.on_failures(name, failures)
-            self.in_flight.on_ended(name, tracked, num_failed=bool(failures))
+            self.in_flight.on_ended(name, tracked, failed=bool(failures))
         self.planner.on_request_finished(name)
         if not failures:
             self.compute()
