@@ -90,7 +90,7 @@ class StoreBench:
             if group.kind is GroupKind.RECURRENT and end // CHUNK > computed // CHUNK
         ]
         prefix = no_prefix if self._looks_at_each else find_stored_prefix
-        with mock.patch.object(stores, "find_stored_prefix", prefix):
+        with mock.patch.object(store_planner, "find_stored_prefix", prefix):
             store = self.planner.plan(tracked, end - computed, states, lambda _: tables)
         request.num_computed_tokens = end
         self.outputs.append(store)

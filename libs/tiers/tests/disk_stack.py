@@ -32,7 +32,10 @@ class Tiers:
         self.io = disk_faults.FaultyIO()
         self.clock = disk_store.Clock()
         self.index = disk_store.make_index(path, options, clock=self.clock)
-        self.primary, self.arena = RamIndex(primary_chunks * PLACE_BYTES, PLACE_BYTES), RamArena(primary_chunks * PLACE_BYTES)
+        self.primary, self.arena = (
+            RamIndex(primary_chunks * PLACE_BYTES, PLACE_BYTES),
+            RamArena(primary_chunks * PLACE_BYTES),
+        )
         self.stack = TierStack(self.primary, [SecondaryTier("disk", self.index)], 1, self.clock)
         self.open_medium()
 
