@@ -34,8 +34,12 @@ GRANULE_BYTES = 4096
 class Burst:
     """Scheduler half and worker half of a two-tier stack, and the prompts stored through them.
 
-    Args: path: of the store. options: of the disk. primary_bytes: capacity of host memory. sizes: bytes per chunk of each
-    group. janitor: of the disk; None: a thread.
+    Args:
+        path: of the store.
+        options: of the disk.
+        primary_bytes: capacity of host memory.
+        sizes: bytes of a chunk, by group.
+        janitor: of the disk; None: a thread.
     """
 
     def __init__(
