@@ -45,10 +45,11 @@ class Server:
     def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         return json.loads(self._ask("POST", path, json.dumps(body or {})))
 
-    def complete(self, prompt: list[int], **options: Any) -> Any:
-        """One greedy completion with log-probabilities."""
+    def complete(self, prompt: list[int], rank: int | None = None, **options: Any) -> Any:
+        """One greedy completion with log-probabilities, from the engine `rank` of a data-parallel group."""
         fixed = {"prompt": prompt, "temperature": 0, "max_tokens": 8, "logprobs": 5, "ignore_eos": True}
-        return self.post("/v1/completions", fixed | options)
+        headers = {} if rank is None else {"X-data-parallel-rank": str(rank)}
+        return json.loads(self._ask("POST", "/v1/completions", json.dumps(fixed | options), headers))
 
     def reset_prefix_cache(self, *, external: bool = False) -> None:
         """Lets the engine forget its cache; with `external` the connector too. vLLM refuses while blocks are held."""
@@ -67,10 +68,10 @@ class Server:
                 values[sample.name, ",".join(f"{name}={value}" for name, value in sorted(own.items()))] = sample.value
         return values
 
-    def _ask(self, method: str, path: str, body: str | None) -> str:
+    def _ask(self, method: str, path: str, body: str | None, headers: Mapping[str, str] | None = None) -> str:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REPLY_DEADLINE_S)
         try:
-            connection.request(method, path, body, {"Content-Type": "application/json"})
+            connection.request(method, path, body, {"Content-Type": "application/json", **(headers or {})})
             reply = connection.getresponse()
             text = reply.read().decode()
         finally:
