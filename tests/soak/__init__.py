@@ -1,1 +1,3 @@
-"""A state machine of the tiers with faults, restarts and limits, which may run for hours. tests/README.md says more."""
+"""A state machine over the tiers with faults, restarts and limits, which may run for hours. tests/README.md explains
+it.
+"""

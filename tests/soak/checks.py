@@ -1,4 +1,4 @@
-"""What has to be true of an engine: after a restart, while something goes wrong, and when it is over."""
+"""Properties of an engine that are checked after a restart, during troubles, and at its end."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from soak.world_context import WorldContext
 
 RECOVERY_ATTEMPTS = 40
 MOST_AUDITED = 60
-"""At an opening; all of them after a loss of power."""
+"""Chunks audited at an opening. After a loss of power all are audited."""
 
 
 class Subject(NamedTuple):
-    """What is looked at, and by what.
+    """The objects under test, and what the checks need.
 
     Args:
-        auditors: media that read from the same files as the engine's, of each rank.
+        auditors: one medium per rank, which reads the same files as the engine's.
     """
 
     world: WorldPlan
@@ -41,7 +41,7 @@ class Subject(NamedTuple):
 
 
 class Checks:
-    """`SoakError` where something does not hold."""
+    """Raise `SoakError` if a property does not hold."""
 
     def __init__(self, subject: Subject, weather: Weather, stopwatch: Stopwatch, random: Random) -> None:
         self._world, self._plan, self._context, self._engine, self._auditors, self._clock = subject
@@ -51,7 +51,7 @@ class Checks:
         self._random = random
 
     def require_what_was_there(self) -> None:
-        """After a restart: nothing is lost, nothing that was cleared is back, and all bytes are right."""
+        """After a restart: no chunk is lost, no cleared chunk is back, and all bytes are right."""
         ledger, far = self._log.ledger, self._engine.far
         if ledger.is_short:
             for key in [key for key in ledger.must if far.lookup(key) is not LookupResult.HIT]:
@@ -63,16 +63,17 @@ class Checks:
             raise SoakError("lost", f"{len(lost)} of {len(ledger.must)} chunks, the first {lost[0].hex()}")
         back = [key for key in ledger.banned if far.lookup(key) is not LookupResult.MISS]
         if back:
-            self._find("undead", f"{len(back)} chunks that were cleared are offered, the first {back[0].hex()}")
+            self._find("undead", f"{len(back)} cleared chunks are offered, the first {back[0].hex()}")
         self._tally.add("chunks found at openings", len(ledger.must))
         keys = list(ledger.must)
         self.audit(keys if ledger.is_torn or len(keys) <= 60 else self._random.sample(keys, 60))
         self._adopt()
 
     def _adopt(self) -> None:
-        """What was written whole before the end, and not committed, may be offered too. Then it has to stay.
+        """Add chunks to the ledger that were written completely before the end but not committed; from now on they must
+        stay.
 
-        After a loss of power it may be torn as well, which a load finds.
+        After a loss of power they may also be torn, which a load detects.
         """
         log, far = self._log, self._engine.far
         beside = [key for key in sorted(log.ledger.begun.difference(log.ledger.must)) if far.pin(key) is not None]
@@ -90,7 +91,7 @@ class Checks:
                 self._tally.add("chunks found beside")
 
     def audit(self, keys: list[bytes]) -> None:
-        """Nothing that has to be there is unreadable, while nothing stands against reading it."""
+        """No chunk that must be there is unreadable, unless a trouble prevents reads."""
         must = self._log.ledger.must
         with self._stopwatch.timed("audit"):
             failures = self._engine.audit(keys, self._auditors)
@@ -103,30 +104,30 @@ class Checks:
             raise SoakError("lost", f"{len(bad)} chunks cannot be read, the first {key.hex()}: {reason}")
 
     def on_withdrawal(self, reason: str) -> None:
-        """Somebody says that a chunk on disk is bad."""
+        """Called when a chunk on disk is withdrawn as bad."""
         self._tally.add(f"withdrawn, {reason}")
         is_ours = reason not in list(FailureReason)
         if not is_ours and Blame.READS not in self._weather.blames and not self._log.ledger.is_damaged:
             after = f"after nothing but {self._weather}: {self._engine.failure}"
-            self._find("destroyed", f"a chunk was withdrawn as {reason}, {after}")
+            self._find("destroyed", f"a chunk was withdrawn with reason {reason}, {after}")
 
     def _find(self, kind: str, detail: str) -> None:
-        """Raise it, unless it is known."""
+        """Raise the finding, or count it if it is known."""
         if kind not in self._context.known:
             raise SoakError(kind, detail)
         self._tally.add(f"KNOWN: {kind}")
 
     def require_counts(self) -> None:
-        """Everything has settled: the index offers what the ledger says, and the disk takes no more than it may."""
+        """After settling: the index offers the keys of the ledger, and the disk stays within its limits."""
         far, ledger = self._engine.far, self._log.ledger
         missing = [key for key in ledger.must if far.lookup(key) is not LookupResult.HIT]
         if missing:
-            raise SoakError("lost", f"{len(missing)} chunks are not offered any more, and nobody said so")
+            raise SoakError("lost", f"{len(missing)} chunks are no longer offered, and no event reported it")
         if not ledger.is_damaged and far.num_keys != len(ledger.must):
-            raise SoakError("miscounted", f"{far.num_keys} keys, {len(ledger.must)} of them committed")
+            raise SoakError("miscounted", f"{far.num_keys} keys, but {len(ledger.must)} are committed")
 
     def _count_file_work(self) -> None:
-        """What became of the index's file work. The system may refuse it; nothing else may go wrong with it."""
+        """Count the outcomes of the index's file work. Only errors of the operating system are allowed."""
         counts = self._engine.far.take_disk_counts()
         for name in ("moved_records", "segments_created", "segments_dropped", "snapshots"):
             self._tally.add(name.replace("_", " "), getattr(counts, name))
@@ -136,7 +137,7 @@ class Checks:
                 raise SoakError("went wrong", f"{name}, {count} times")
 
     def require_visible(self) -> None:
-        """A disk that takes nothing still gives what it has."""
+        """A disk that accepts no writes still offers its chunks."""
         if self._weather.blames != {Blame.STORES}:
             return
         hidden = [key for key in self._log.ledger.must if self._engine.stack.lookup(key) is LookupResult.MISS]
@@ -144,11 +145,11 @@ class Checks:
             self._find("hidden", f"{len(hidden)} chunks, after nothing but {self._weather}: {self._engine.why_not()}")
 
     def require_recovery(self) -> None:
-        """Nothing stands against it any more: soon chunks are stored on disk again, and found there."""
+        """Without any trouble, chunks are soon stored on disk again and found there."""
         with self._stopwatch.timed("recover"):
             for attempt in range(RECOVERY_ATTEMPTS):
                 self._stopwatch.watch()
-                self._engine.settle()  # so that nothing is late for no reason of its own
+                self._engine.settle()  # so that no earlier work causes a delay
                 self._clock.skew_s += LONGEST_PAUSE_S if attempt == 0 else 5.0
                 if self._is_well():
                     break
@@ -161,7 +162,7 @@ class Checks:
         self._count_file_work()
 
     def _is_well(self) -> bool:
-        """Whether new chunks go to the disk, and come back from there."""
+        """Whether new chunks are written to the disk and can be loaded from there."""
         engine = self._engine
         engine.settle()
         engine.far.drain(LOAD_TIMEOUT_S)
@@ -180,11 +181,11 @@ class Checks:
         return self._tally.get(PROMOTED) >= num_promoted + len(keys) and not engine.audit(keys, self._auditors)
 
     def _require_full(self) -> None:
-        """Nothing is stored any more: only where a file system is full, which then keeps what it has."""
+        """Storing may stay impossible only if the file system is full, which keeps its chunks."""
         found = os.statvfs(self._context.root)
         needed_bytes = 4 * self._world.num_ranks * (self._plan.options.segment_bytes or 0)
         if self._context.small_disk is not None and found.f_bavail * found.f_frsize < needed_bytes:
             self._tally.add("times that a small file system stayed full")
             return
-        detail = f"after {self._weather} nothing is stored any more: {self._engine.why_not()}"
+        detail = f"after {self._weather} no chunk is stored any more: {self._engine.why_not()}"
         self._find("useless", detail)

@@ -1,4 +1,4 @@
-"""What is stored: prompts that share prefixes, and bytes that are a function of the key, so that a load can be checked.
+"""The stored content: prompts with shared prefixes, and bytes computed from the key, so that loads can be checked.
 
 Knows no tier.
 """
@@ -11,13 +11,13 @@ from random import Random
 from typing import NamedTuple
 
 NUM_ROOTS = 6
-"""System prompts that conversations begin with."""
+"""Number of system prompts with which conversations begin."""
 NUM_BRANCHES = 3
-"""Ways in which a prefix goes on."""
+"""Number of possible continuations of a prefix."""
 
 
 class Kind(StrEnum):
-    """What a group needs so that a prefix can be resumed."""
+    """Which chunks a group needs to resume a prefix."""
 
     FULL = "full"
     """Every chunk of the prefix."""
@@ -33,16 +33,16 @@ class Group(NamedTuple):
     number: int
     kind: Kind
     chunk_bytes: int
-    """Of one rank."""
+    """Size of a chunk on one rank."""
     window_chunks: int = 0
 
 
 Prompt = tuple[bytes, ...]
-"""A digest for each chunk, which names everything up to its end."""
+"""One digest per chunk; it identifies the whole prefix up to the end of that chunk."""
 
 
 def draw_prompt(random: Random, longest: int) -> Prompt:
-    """A walk in a tree: prompts meet again, and their beginnings more often than their ends."""
+    """A random walk in a tree. Prompts share prefixes, short ones more often than long ones."""
     # The square makes some roots much more frequent than others.
     digest = b"root %d" % int(NUM_ROOTS * random.random() ** 2)
     chunks = []
@@ -58,12 +58,12 @@ def key_of(prefix: bytes, group: Group) -> bytes:
 
 
 def payload(key: bytes, rank: int, num_bytes: int) -> bytes:
-    """The bytes that belong to a key on one rank."""
+    """The expected bytes of a key on one rank."""
     return hashlib.shake_128(key + bytes([rank])).digest(num_bytes)
 
 
 class Need(NamedTuple):
-    """What has to be in the fast tier to resume at a boundary of so many chunks."""
+    """The keys that must be in the fast tier to resume after `num_chunks` chunks."""
 
     num_chunks: int
     keys: tuple[bytes, ...]

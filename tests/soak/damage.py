@@ -1,4 +1,4 @@
-"""What somebody, or a bad disk, does to the files of a store behind its engine's back. The ledger is told before."""
+"""Damage to the files of a store by other processes or a bad disk. The ledger is updated before the damage."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def flip_in_segment(root: Path, log: Log, random: Random) -> None:
 
 
 def flip_in_metadata(root: Path, log: Log, random: Random) -> None:
-    """Costs reading, and at the worst what was withdrawn is back."""
+    """Costs chunks that cannot be read any more; in the worst case withdrawn chunks come back."""
     found = [path for path in root.glob("*/*") if path.name in METADATA]
     if not found:
         return
     log.say("damaged")
     path = random.choice(sorted(found))
-    # The epoch stands there twice; without either nothing is kept, on purpose.
+    # The epoch is stored twice; if both copies are bad, all chunks are dropped on purpose.
     _flip(path, random, 72 if path.name == "epoch" else None)
 
 
 def _flip(path: Path, random: Random, within: int | None = None) -> None:
-    """One bit, or up to a page of them, of the first bytes or of all."""
+    """Change one bit or up to one page, in the first `within` bytes or anywhere."""
     try:
         with path.open("r+b", buffering=0) as file:
             num_bytes = min(os.fstat(file.fileno()).st_size, within or 1 << 40)
@@ -52,18 +52,18 @@ def _flip(path: Path, random: Random, within: int | None = None) -> None:
             else:
                 file.write(random.randbytes(min(4096, num_bytes - offset)))
     except OSError:
-        return  # it was deleted meanwhile, or may not be written to
+        return  # it was deleted in the meantime, or is not writable
 
 
 def scatter_strays(root: Path, log: Log, random: Random) -> None:
-    """Files that nobody asked for, under names of ours and of others."""
+    """Create stray files, some with names that the tier uses."""
     places = [root, *root.glob("*"), *root.glob("*/rank-*")]
     names = ["notes.txt", "core.1234", ".nfs0001", "segment-1", "segment-00000000001", "snapshot.old", "rank-x"]
     names += ["lost+found", "segment-0000000001.new", *WRITTEN, *HOSTILE]
     for _ in range(random.randint(1, 4)):
         there = sorted(path for path in places if path.is_dir())
         if not there:
-            return  # another trouble has removed all of it
+            return  # another trouble has removed all directories
         place = random.choice(there)
         path = place / random.choice(names)
         if path.exists() or path.is_symlink():
@@ -84,12 +84,13 @@ def scatter_strays(root: Path, log: Log, random: Random) -> None:
 HOSTILE = ("segment-2147483650", "segment-9999999999")
 """Numbers that no segment may have."""
 WRITTEN = ("snapshot.new", "changes.new")
-"""What an engine writes under before it renames it. Where something else than a file has such a name in a namespace,
-no engine starts."""
+"""Temporary names that an engine writes before a rename. An engine does not start if such a name in a namespace is not
+a file.
+"""
 
 
 def remove_in_the_way(root: Path) -> bool:
-    """What a person would do who reads why an engine does not start. Whether there was something."""
+    """Remove what prevents an engine from starting, as an operator would. Returns whether there was something."""
     found = [path for path in root.glob("*/*") if path.name in WRITTEN and not path.is_file()]
     for path in found:
         if path.is_dir():

@@ -1,6 +1,6 @@
-"""Both tiers as the connector uses them: what it asks, holds, loads, stores, and how it follows what moves.
+"""Both tiers, used as the connector uses them: lookups, leases, loads, stores and moves.
 
-One thread, which is the scheduler's and every rank's worker. Checks each byte that it is given.
+A single thread acts as the scheduler and as every rank's worker. All bytes are checked.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from soak.watching import WatchedIndex
 LOAD_TIMEOUT_S = 30.0
 LONGEST_PAUSE_S = 120.0
 PROMOTED = "promote done"
-"""What is counted when a rank brought a chunk up."""
+"""Counted when a rank has promoted a chunk."""
 
 
 class Clock:
-    """Seconds that pass when somebody says so, and by themselves if `is_real`."""
+    """Seconds; they pass only on demand, and also in real time if `is_real`."""
 
     def __init__(self, is_real: bool) -> None:
         self._is_real = is_real
@@ -49,7 +49,7 @@ class Clock:
 
 
 class Parts(NamedTuple):
-    """What an engine is put together from."""
+    """The parts of which an engine consists."""
 
     groups: tuple[Group, ...]
     far: WatchedIndex
@@ -60,7 +60,7 @@ class Parts(NamedTuple):
 
 
 class PromptPart(NamedTuple):
-    """One group's part of a prompt."""
+    """One chunk of one group of a prompt."""
 
     key: bytes
     group: Group
@@ -69,7 +69,7 @@ class PromptPart(NamedTuple):
 
 @dataclass(slots=True)
 class Waiting:
-    """A request whose chunks are on their way from the disk."""
+    """A request whose chunks are being loaded from the disk."""
 
     owner: str
     prompt: Prompt
@@ -89,10 +89,10 @@ class Engine:
     """See the module.
 
     Args:
-        parts: what it is put together from.
-        random: for what an engine does not decide, such as how long a store takes.
+        parts: the parts of the engine.
+        random: for decisions outside the engine, such as the duration of a store.
         tally: counts.
-        tamper: is given each key, rank and bytes that were loaded, and gives the bytes back: for negative controls.
+        tamper: gets each loaded key, rank and bytes, and returns the bytes, changed for negative controls.
     """
 
     def __init__(
@@ -117,14 +117,14 @@ class Engine:
         self._tamper = tamper
         self._num_requests = 0
         self.failure: Failure | None = None
-        """The last one of a move."""
+        """The most recent failure of a move."""
         self.waiting: list[Waiting] = []
         self.storing: list[Storing] = []
 
     # Requests.
 
     def request(self, prompt: Prompt) -> None:
-        """Load what can be loaded, and store the rest."""
+        """Load the available chunks and store the others."""
         self._num_requests += 1
         self._tally.add("requests")
         num_chunks = self.boundary(prompt)
@@ -138,7 +138,7 @@ class Engine:
         self.store(prompt)
 
     def boundary(self, prompt: Prompt) -> int:
-        """The largest number of chunks at which every group can resume."""
+        """The largest number of chunks after which every group can resume."""
         num_chunks = len(prompt)
         while num_chunks:
             fewer = min(self._resumable(group, prompt, num_chunks) for group in self.groups)
@@ -158,24 +158,26 @@ class Engine:
         return num_chunks if self.stack.leading(window) == len(window) else num_chunks - 1
 
     def _load(self, waiting: Waiting) -> None:
-        """Every chunk is in the fast tier, protected."""
+        """Load a request whose chunks are all pinned in the fast tier."""
         for key in keys_needed(waiting.prompt, waiting.num_chunks, self.groups):
             slot = self.primary.pin(key)
-            if slot is None:  # withdrawn under the hold
+            if slot is None:  # withdrawn despite the lease
                 continue
             for rank, copies in enumerate(self.copies):
                 destination = bytearray(slot.num_bytes)
                 copies.load(Ticket(1), key, slot, [destination])
                 [completion] = copies.poll()
                 if completion.failure is not None:
-                    raise SoakError("wrong memory", f"{key.hex()} in host memory: {completion.failure}")
+                    raise SoakError(
+                        "wrong memory", f"{key.hex()} cannot be read from host memory: {completion.failure}"
+                    )
                 self.check(key, rank, self._tamper(key, rank, destination))
             self.primary.unpin(key)
             self._tally.add("chunks served")
         self.stack.release(waiting.owner)
 
     def check(self, key: bytes, rank: int, found: bytes | bytearray) -> None:
-        """Whether these bytes were given back for the right key."""
+        """Check that loaded bytes belong to this key."""
         self._tally.add("bytes checked", len(found))
         if found != payload(key, rank, len(found)):
             raise SoakError("wrong bytes", f"{key.hex()} on rank {rank}")
@@ -183,7 +185,7 @@ class Engine:
     # Stores.
 
     def store(self, prompt: Prompt) -> None:
-        """What a request that was computed leaves behind."""
+        """Store the chunks of a request that was computed."""
         begun: list[PromptPart] = []
         present: list[PromptPart] = []
         for chunk in self._chunks(prompt):
@@ -199,7 +201,7 @@ class Engine:
             self.storing.append(Storing(begun, self._random.choice([0, 0, 1, 4])))
 
     def _chunks(self, prompt: Prompt) -> Iterator[PromptPart]:
-        """From the beginning on, each with what it needs to be worth anything."""
+        """All chunks from the beginning, each with the keys that it extends."""
         full = next((group for group in self.groups if group.kind is Kind.FULL), None)
         for place, prefix in enumerate(prompt):
             for group in self.groups:
@@ -225,10 +227,10 @@ class Engine:
                 raise SoakError("wrong memory", f"{key.hex()} could not be stored: {completion.failure}")
         return True
 
-    # What goes on by itself.
+    # Background work.
 
     def step(self) -> None:
-        """As much as happens between two steps of an engine."""
+        """Do the work that happens between two steps of an engine."""
         self.stack.tick()
         for storing in list(self.storing):
             storing.steps_left -= 1
@@ -274,13 +276,13 @@ class Engine:
                 raise SoakError("out of bounds", f"{name} uses {index.used_bytes} of {index.capacity_bytes} bytes")
 
     def why_not(self) -> str:
-        """What may keep a chunk from the disk."""
+        """Possible reasons why no chunk reaches the disk."""
         counts = self.stack.take_counts(), self.far.take_counts()
         breakers = [f"{direction} {self.stack.breaker_state(direction, 'disk')}" for direction in Direction]
         return f"{', '.join(breakers)}; {', '.join(map(repr, counts))}"
 
     def settle(self) -> None:
-        """Until nothing is on its way any more. A watchdog bounds it."""
+        """Run until no work is pending. A watchdog limits the time."""
         while True:
             self.step()
             for medium in self.media:
@@ -288,11 +290,11 @@ class Engine:
             self.step()
             if not (self.storing or self.waiting or self.stack.has_live_moves() or self.stack.num_waiting("disk")):
                 return
-            # What cannot be moved for now is tried again after a while, and given up at its deadline.
+            # Moves that fail are retried after a while, and given up at their deadline.
             self._clock.skew_s += 0.05 if self.stack.has_live_moves() else 0.5
 
     def audit(self, keys: list[bytes], media: list[DiskMedium]) -> dict[bytes, FailureReason]:
-        """Read these from the disk, and check them. Those that could not be read, and why."""
+        """Read keys from the disk and check them. The keys that could not be read, with reasons."""
         failures: dict[bytes, FailureReason] = {}
         for key in keys:
             slot = self.far.pin(key)

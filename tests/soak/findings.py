@@ -1,13 +1,13 @@
-"""What a soak says when it found something."""
+"""The error that a soak raises for a finding."""
 
 from __future__ import annotations
 
 
 class SoakError(Exception):
-    """Something that may not be. `kind` is one word or two; a negative control expects one."""
+    """A violated property. `kind` is one or two words; each negative control expects one kind."""
 
     def __init__(self, kind: str, detail: str) -> None:
         super().__init__(f"{kind}: {detail}")
         self.kind = kind
         self.world = 0
-        """The number of the world in which it was found."""
+        """Number of the world in which it was found."""

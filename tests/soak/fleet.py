@@ -1,8 +1,9 @@
-"""A fleet over one object store, with a stranger who writes to it, a host that reads badly, a store in trouble, and
-kills. `tools/bazel run //tests/soak:fleet -- --minutes 15`.
+"""A fleet over one object store, with an intruder who writes to it, a host with read errors, store outages and kills.
 
-It runs twice: without all that, and with it. Nobody may load wrong bytes, healthy engines must restore as much as in
-the quiet run (but for the time in which the store refuses everybody), and processes must stay small and end in time.
+Run it with `tools/bazel run //tests/soak:fleet -- --minutes 15`.
+
+It runs twice: without any trouble, and with all of it. No engine may load wrong bytes, healthy engines must restore as
+much as in the quiet run (except while the store refuses all requests), and processes must stay small and end in time.
 """
 
 from __future__ import annotations
@@ -39,25 +40,25 @@ MIB = 1 << 20
 NUM_HEALTHY = 3
 SECRET = "the fleet's"
 END_S = patience.seconds(1.0)
-"""A process is gone so long after it was told to end."""
+"""How long a process may take to end."""
 MOST_GROWN_BYTES = 64 * MIB
 MOST_POINTS = 2.0
-"""So much less, of 100, healthy engines may restore than in a quiet run."""
+"""How many percentage points fewer healthy engines may restore than in a quiet run."""
 SETTLE_S = patience.seconds(0.3)
-"""What happens so long after the store refused everybody counts as a part of that."""
+"""Effects within this time after the store refused all requests are attributed to that."""
 
 
 @dataclass(slots=True)
-class Found:
-    """What a run showed.
+class RunResult:
+    """The result of a run.
 
     Args:
-        asked: chunks that healthy engines asked for while the store served them.
-        restored: of these.
-        wrong: chunks with wrong bytes, of all engines.
+        asked: chunks that healthy engines requested while the store was available.
+        restored: how many of these were restored.
+        wrong: chunks with wrong bytes in any engine.
         most_grown: bytes by which a healthy process grew.
-        longest_end_s: of a process.
-        tally: of what was done.
+        longest_end_s: the longest time that a process took to end.
+        tally: counts of actions by name.
     """
 
     asked: int = 0
@@ -76,7 +77,7 @@ class Found:
 
 
 class Member:
-    """A process of the fleet, and what it says."""
+    """A process of the fleet, and the counts that it reports."""
 
     def __init__(self, s3: PlayedS3, who: str, seed: int) -> None:
         self.who = who
@@ -84,16 +85,16 @@ class Member:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "soak.fleet_engine", orders], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
-        self.told: dict[str, int] = {}
+        self.reported: dict[str, int] = {}
         assert self.process.stdout is not None
-        threading.Thread(target=self._hear, args=(self.process.stdout,), daemon=True).start()
+        threading.Thread(target=self._read_lines, args=(self.process.stdout,), daemon=True).start()
 
-    def _hear(self, lines: IO[bytes]) -> None:
+    def _read_lines(self, lines: IO[bytes]) -> None:
         for line in lines:
-            self.told = {**self.told, **json.loads(line)}
+            self.reported = {**self.reported, **json.loads(line)}
 
     def end(self) -> float:
-        """In how many seconds it was gone after it was told to end; the bound and more where it was killed."""
+        """Terminate the process. Returns how long it took; more than the limit if it had to be killed."""
         began_s = time.monotonic()
         self.process.terminate()
         try:
@@ -109,7 +110,7 @@ class Member:
 
 
 class Stranger:
-    """Writes what nobody should believe. Knows the names of objects, as whoever lists a bucket does."""
+    """Writes objects that no engine may trust. Knows the names of objects, as anyone who can list the bucket."""
 
     def __init__(self, s3: PlayedS3, random: Random) -> None:
         self._s3 = s3
@@ -118,7 +119,7 @@ class Stranger:
         self._namespace = namespace_of(self._cache, 0)
 
     def act(self) -> str:
-        """Write one object. What it was."""
+        """Write one object, and return its kind."""
         keys = path_of(self._random.randrange(NUM_PATHS))
         key = self._random.choice(keys)
         name = manifest_name(self._namespace, prefix_of(key))
@@ -139,7 +140,7 @@ class Stranger:
             elif kind == "far mark":  # with the secret
                 mark = epoch_name(self._cache)
                 objects[mark] = encode_epoch(Seals(SECRET.encode()), mark, int(time.time()) + 10**6)
-            else:  # with the secret: what a prefix nobody asks for needs, at the largest
+            else:  # with the secret: a manifest of maximal size for a prefix that nobody requests
                 name = manifest_name(self._namespace, self._random.randbytes(32))
                 path = [ManifestNode(self._random.randbytes(32), [ManifestPart(b"f" * 16, "p", 0, 1)])] * (
                     MAX_PARTS // 8
@@ -153,7 +154,7 @@ class Stranger:
 
 
 class Weather:
-    """What the store does to requests."""
+    """How the store treats requests."""
 
     def __init__(self, random: Random) -> None:
         self._random = random
@@ -176,9 +177,9 @@ class Weather:
         return None
 
 
-def run(seconds: float, seed: int, *, is_quiet: bool) -> Found:
-    """One run of so long."""
-    random, found = Random(seed), Found()
+def run(seconds: float, seed: int, *, is_quiet: bool) -> RunResult:
+    """Run the fleet for `seconds`."""
+    random, found = Random(seed), RunResult()
     weather = Weather(Random(seed + 1))
     with PlayedS3(weather.trouble) as s3:
         names = [f"healthy{number}" for number in range(NUM_HEALTHY)]
@@ -204,7 +205,7 @@ def _live(
     members: list[Member],
     weather: Weather,
     random: Random,
-    found: Found,
+    found: RunResult,
     *,
     is_quiet: bool,
 ) -> None:
@@ -215,7 +216,7 @@ def _live(
     period_s = max(5 * SETTLE_S, min(60.0, seconds / 3))
     while (now_s := time.monotonic() - began_s) < seconds:
         time.sleep(0.5)
-        # What is stored for the first time is no difference between two runs.
+        # Chunks stored for the first time would not differ between the two runs.
         is_warm = now_s > min(30.0, seconds / 3)
         if not is_quiet:
             at_s = now_s % period_s
@@ -239,30 +240,30 @@ def _live(
         for place, member in enumerate(members):
             if member.process.poll() is None:
                 continue
-            # An engine that the store refuses at its start does not start.
+            # An engine does not start if the store refuses its requests at the start.
             assert now_s - refused_s < SETTLE_S + END_S, f"{member.who} ended by itself: {member.process.returncode}"
             members[place] = Member(s3, member.who, random.getrandbits(32))
             found.add("starts that the store refused")
 
 
-def _take(member: Member, found: Found, before: dict[Member, tuple[int, int]], *, is_counted: bool) -> None:
-    """What a member said since it was last looked at."""
-    told = member.told
-    asked, restored = told.get("asked", 0), told.get("restored", 0)
+def _take(member: Member, found: RunResult, before: dict[Member, tuple[int, int]], *, is_counted: bool) -> None:
+    """Add the counts that a member reported since the last call."""
+    reported = member.reported
+    asked, restored = reported.get("asked", 0), reported.get("restored", 0)
     last_asked, last_restored = before.get(member, (0, 0))
     before[member] = (asked, restored)
     if member.who != "sick":
-        found.most_grown = max(found.most_grown, told.get("grown", 0))
+        found.most_grown = max(found.most_grown, reported.get("grown", 0))
         if is_counted:
             found.asked += asked - last_asked
             found.restored += restored - last_restored
-    found.add("wrong", told.get("wrong", 0) - told.get("wrong taken", 0))
-    found.wrong += told.get("wrong", 0) - told.get("wrong taken", 0)
-    member.told = {**member.told, "wrong taken": told.get("wrong", 0)}
+    found.add("wrong", reported.get("wrong", 0) - reported.get("wrong taken", 0))
+    found.wrong += reported.get("wrong", 0) - reported.get("wrong taken", 0)
+    member.reported = {**member.reported, "wrong taken": reported.get("wrong", 0)}
 
 
-def complaints(quiet: Found, rough: Found) -> list[str]:
-    """What a run showed that must not be."""
+def complaints(quiet: RunResult, rough: RunResult) -> list[str]:
+    """Violations in two runs, as messages."""
     lines = []
     if quiet.wrong or rough.wrong:
         lines.append(f"{quiet.wrong + rough.wrong} chunks with wrong bytes")
@@ -271,23 +272,23 @@ def complaints(quiet: Found, rough: Found) -> list[str]:
     if rough.most_grown > MOST_GROWN_BYTES:
         lines.append(f"a process grew by {rough.most_grown / MIB:.1f} MiB")
     if max(quiet.longest_end_s, rough.longest_end_s) > END_S:
-        lines.append(f"a process was there {rough.longest_end_s:.1f} s after its end")
+        lines.append(f"a process took {rough.longest_end_s:.1f} s to end")
     return lines
 
 
-def report(found: Found) -> str:
-    """Lines for a person."""
+def report(found: RunResult) -> str:
+    """The result as lines of text."""
     lines = [f"{count:>12,}  {name}" for name, count in sorted(found.tally.items())]
     lines.append(f"{found.percent:>12.2f}  percent of {found.asked:,} chunks restored")
-    lines.append(f"{found.most_grown / MIB:>12.1f}  MiB that a process grew by at most")
-    lines.append(f"{found.longest_end_s:>12.2f}  s until a process was gone at most")
+    lines.append(f"{found.most_grown / MIB:>12.1f}  MiB by which a process grew at most")
+    lines.append(f"{found.longest_end_s:>12.2f}  s that a process took to end at most")
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--minutes", type=float, default=2.0, help="how long, both runs together")
-    parser.add_argument("--seed", type=int, default=1, help="of what is done and when")
+    parser.add_argument("--minutes", type=float, default=2.0, help="duration of both runs together")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the actions and their times")
     arguments = parser.parse_args()
     seconds = 60 * arguments.minutes
     quiet = run(seconds / 4, arguments.seed, is_quiet=True)
@@ -295,7 +296,7 @@ def main() -> int:
     rough = run(3 * seconds / 4, arguments.seed, is_quiet=False)
     print("rough", report(rough), sep="\n", flush=True)
     found = complaints(quiet, rough)
-    print(*(found or ["nothing was wrong"]), sep="\n")
+    print(*(found or ["no violations"]), sep="\n")
     return int(bool(found))
 
 

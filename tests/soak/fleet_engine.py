@@ -1,7 +1,7 @@
-"""One engine of a fleet without an engine: memory over an object store, in a process of its own.
+"""One simulated engine of a fleet: host memory over an object store, in its own process.
 
-It asks for prompts, loads what is held, checks every byte and stores the rest, until it is told to end. Each second it
-writes a line of JSON about what it did to stdout.
+Until it is terminated, it requests prompts, loads stored chunks, checks every byte and stores the missing chunks. Each
+second it writes a line of JSON with its counts to stdout.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from hybridkv.tiers.stack import (
 FINGERPRINT = bytes(range(32))
 CHUNK_BYTES = 4096
 NEAR_CHUNKS = 40
-"""So few that nearly every hit is the store's."""
+"""So few that almost every hit comes from the store."""
 NUM_PATHS = 80
 TAG = b"f" * 16
 LOAD_TIMEOUT_S = patience.seconds(1.0)
@@ -59,19 +59,19 @@ SLOWER = SecondaryTierOptions(
 
 
 def path_of(number: int) -> list[bytes]:
-    """The keys of a prompt. Six begin alike."""
+    """The keys of a prompt. Groups of six prompts share their first chunks."""
     length = 12 + number * 7 % 13
     seeds = [f"{number % (NUM_PATHS // 6) if step < 6 else number} {step}" for step in range(length)]
     return [TAG + blake3(seed.encode()).digest() for seed in seeds]
 
 
 def chunk_of(key: bytes) -> bytes:
-    """The bytes that everybody stores under a key."""
+    """The bytes that every engine stores under a key."""
     return (key * (CHUNK_BYTES // len(key) + 1))[:CHUNK_BYTES]
 
 
 def rss_bytes() -> int:
-    """Memory of this process."""
+    """Resident memory of this process."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * resource.getpagesize()
 
@@ -80,14 +80,14 @@ class FleetEngine:
     """See the module.
 
     Args:
-        depot: the fleet's store.
-        seed: of the order of prompts.
+        depot: the location of the fleet's store.
+        seed: determines the order of prompts.
     """
 
     def __init__(self, depot: StoreLocation, seed: int) -> None:
         self._random = Random(seed)
         self.most_bytes = 0
-        """Of memory that this process had at any time."""
+        """The largest resident memory so far."""
         self.counts = {"asked": 0, "restored": 0, "wrong": 0, "failed loads": 0, "steps": 0}
         index = open_index(depot, FINGERPRINT, 1, OPTIONS, time.monotonic)
         near_bytes = NEAR_CHUNKS * CHUNK_BYTES
@@ -98,7 +98,7 @@ class FleetEngine:
         self._mover = TierMover(self._arena, {"object": open_medium(depot, 0, OPTIONS)}, time.monotonic)
 
     def step(self) -> None:
-        """One prompt."""
+        """Serve one prompt."""
         keys = path_of(self._random.randrange(NUM_PATHS))
         stack = self._stack
         stack.start_lookup(keys)
@@ -166,13 +166,13 @@ def main() -> None:
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda number, frame: ended.set())
     engine = FleetEngine(StoreLocation("s3://fleet", orders["settings"], orders["secret"].encode()), orders["seed"])
-    told_s, before = time.monotonic(), 0
+    reported_s, before = time.monotonic(), 0
     while not ended.is_set():
         engine.step()
         if not before and engine.counts["steps"] >= 20:
             before = engine.most_bytes
-        if time.monotonic() - told_s >= 1.0:
-            told_s = time.monotonic()
+        if time.monotonic() - reported_s >= 1.0:
+            reported_s = time.monotonic()
             grown = engine.most_bytes - before if before else 0
             print(json.dumps({**engine.counts, "grown": grown}), flush=True)
     engine.close()

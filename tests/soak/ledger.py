@@ -1,7 +1,7 @@
-"""What must be true of the disk, as an engine tells it line by line in memory that outlives its process.
+"""The state that the disk must have, reported by an engine line by line in memory that outlives its process.
 
-A line is said after what it promises is done, and before what it takes back is begun, so that every word is true
-wherever the process is killed.
+A line that adds a promise is written after the work is done, and a line that revokes one before the work begins. So
+every line is true no matter when the process is killed.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ from dataclasses import dataclass, field
 NOTE = "# "
 MAX_BYTES = 64 << 20
 HEAD = struct.Struct("<qq")
-"""Where the script ends, and how many lines it has."""
+"""The end of the script in bytes, and its number of lines."""
 HEAD_BYTES = HEAD.size
 
 
 @dataclass
 class Ledger:
-    """Keys by what may be said of them.
+    """Keys by their state.
 
     Attributes:
-        must: committed, and neither evicted nor withdrawn since; with the segment that each lies in.
-        begun: stored, or being stored, since they were last withdrawn: they may be offered.
-        banned: cleared, durably, and not begun again: they may not be offered.
+        must: committed, and not evicted or withdrawn since; with the segment of each.
+        begun: stored, or being stored, since they were last withdrawn. They may be offered.
+        banned: durably cleared and not begun again. They must not be offered.
         excused: segments that were damaged from outside.
-        most_records: that an index could hold so far.
-        is_short: an index was opened that can hold fewer, and nobody looked yet at what it passed over.
-        is_torn: power was lost: what is offered beside may be torn, from then on, since what was evicted may come back.
-        is_unsettled: the directory was taken away, and nobody said yet that it was made anew.
-        is_damaged: something in the directory was damaged from outside.
+        most_records: the largest capacity of an index so far, in records.
+        is_short: an index of smaller capacity was opened, and the records that it ignored are not known yet.
+        is_torn: power was lost. From then on other offered chunks may be torn, because evicted chunks may come back.
+        is_unsettled: the directory was removed, and its new creation was not reported yet.
+        is_damaged: files in the directory were damaged from outside.
     """
 
     must: dict[bytes, int] = field(default_factory=dict)
@@ -44,7 +44,7 @@ class Ledger:
     is_damaged: bool = False
 
     def apply(self, line: str) -> None:
-        """`VERB WORDS...`: a method here says what each verb means. `ValueError` for any other."""
+        """Apply a line `VERB WORDS...`; the methods below define the verbs. `ValueError` for an unknown verb."""
         verb, *words = line.split()
         method = getattr(self, f"_on_{verb}", None)
         if method is None:
@@ -66,11 +66,11 @@ class Ledger:
             self._on_committed(key_hex, segment)
 
     def _on_gone(self, key_hex: str) -> None:
-        """Evicted or withdrawn."""
+        """The key was evicted or withdrawn."""
         self.must.pop(bytes.fromhex(key_hex), None)
 
     def _on_withdrawn(self) -> None:
-        """All of them; not yet for certain."""
+        """All keys were withdrawn, not yet durably."""
         self.must.clear()
 
     def _on_cleared(self) -> None:
@@ -78,14 +78,14 @@ class Ledger:
         self.begun.clear()
 
     def _on_opening(self, max_records: str) -> None:
-        """An index that can hold fewer passes over the rest, and evicts nothing for that."""
+        """An index of smaller capacity ignores the remaining records without evicting them."""
         self.is_short = self.is_short or int(max_records) < min(self.most_records, len(self.begun))
         self.most_records = max(self.most_records, int(max_records))
 
     def _on_opened(self) -> None:
         self.is_short = False
 
-    # What was done to the files.
+    # Damage to files.
 
     def _on_excused(self, segment: str) -> None:
         self.excused.add(int(segment))
@@ -94,12 +94,12 @@ class Ledger:
             self._forgive(key)
 
     def _on_damaged(self) -> None:
-        """What was withdrawn may come back, since what said so may be gone."""
+        """Withdrawn chunks may come back, because the record of the withdrawal may be lost."""
         self.banned.clear()
         self.is_damaged = True
 
     def _on_forgotten(self) -> None:
-        """The directory is gone; so may be what is committed until somebody notices."""
+        """The directory is gone, so committed chunks may be lost until the engine notices."""
         self.must.clear()
         self.is_unsettled = self.is_damaged = True
 
@@ -107,13 +107,13 @@ class Ledger:
         self.is_unsettled = False
 
     def _forgive(self, key: bytes) -> None:
-        """A key need not be there that lies in a damaged segment."""
+        """A key in a damaged segment need not be there."""
         if self.must[key] in self.excused:
             del self.must[key]
 
 
 class Script:
-    """Lines in memory that a process shares with those it forks: no limit and no full disk stands against them."""
+    """Lines in memory shared with forked processes, so that no limit and no full disk affects them."""
 
     def __init__(self) -> None:
         self._memory = mmap.mmap(-1, MAX_BYTES)
@@ -129,7 +129,7 @@ class Script:
             raise MemoryError("the script of one process is full")
         self._memory[self._end : self._end + len(data)] = data
         self._end += len(data)
-        # A process that is killed in between never said it.
+        # If the process is killed before this write, the line does not count.
         self._memory[:HEAD_BYTES] = HEAD.pack(self._end, self.num_lines + 1)
 
     def lines(self) -> list[str]:
@@ -144,16 +144,16 @@ class Script:
 
 
 class Log:
-    """A ledger, and the script that says the same."""
+    """A ledger, and the script with the same lines."""
 
     def __init__(self, ledger: Ledger, script: Script) -> None:
         self.ledger = ledger
         self.is_silent = False
-        """Nothing that an index does now is to be said."""
+        """Whether lines about the index's keys are suppressed."""
         self._script = script
 
     def note(self, line: str) -> None:
-        """Something that is not about the ledger."""
+        """Add a line that does not concern the ledger."""
         self._script.add(f"{NOTE}{line}")
 
     def say(self, line: str) -> None:
@@ -162,7 +162,7 @@ class Log:
 
 
 def read_script(ledger: Ledger, script: Script) -> list[str]:
-    """Take over what a process said until its end. The lines that are not about the ledger."""
+    """Apply the lines of a process that has ended. Returns the lines that do not concern the ledger."""
     notes = []
     for line in script.lines():
         if line.startswith(NOTE):

@@ -1,4 +1,4 @@
-"""One engine on a directory: opens it, checks what is there, works, meets trouble, and ends as its plan says."""
+"""One engine on a directory: opens it, checks the content, works, meets troubles, and ends as planned."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from soak.world_context import WorldContext
 
 
 class Life:
-    """See the module. `SoakError` when something is found."""
+    """See the module. Raises `SoakError` for a finding."""
 
     def __init__(self, world: WorldPlan, plan: LifePlan, context: WorldContext) -> None:
         self.world, self.plan, self.context = world, plan, context
@@ -57,9 +57,9 @@ class Life:
                 self.close()
             elif self.plan.end is End.POWER:
                 self.lose_power()
-            # Else it is killed while it is idle.
+            # Otherwise it is killed while idle.
 
-    # Beginning and end.
+    # Start and end.
 
     def _make_io(self) -> SoakIO:
         plan, seed = self.plan, self.plan.seed
@@ -69,14 +69,14 @@ class Life:
         return SoakIO(seed, plan.end_at if plan.end is End.KILL_IN_CALL else 0)
 
     def lose_power(self) -> None:
-        """Leave what a disk would hold, and end at once."""
+        """Write the directory that a loss of power would leave, and exit at once."""
         assert isinstance(self.io, VolatileIO)
-        self._last_moment.acquire()  # whoever comes first is the last
+        self._last_moment.acquire()  # only the first thread continues
         self.io.write_image(self.context.image)
         os._exit(0)
 
     def open(self) -> bool:
-        """False where it may be refused."""
+        """Open the engine. Returns False if it was refused and may be refused."""
         plan, digest = self.plan, self.world.fingerprint.digest()
         self.context.log.say(f"opening {plan_sizes(plan.options, self.world.num_ranks).max_records}")
         try:
@@ -128,19 +128,19 @@ class Life:
         engine.primary.clear()
         if engine.primary.used_bytes:
             num_bytes, why_not = engine.primary.used_bytes, engine.why_not()
-            raise SoakError("leaked", f"{num_bytes} bytes of host memory are nobody's: {why_not}")
+            raise SoakError("leaked", f"{num_bytes} bytes of host memory are leaked: {why_not}")
         with self.stopwatch.timed("close"):
             for mover in engine.movers:
                 mover.close(self.plan.options.close_timeout_s)
             for medium in self.auditors:
                 medium.close()
             engine.stack.close()
-        # Queues of the extension give back their descriptors when nobody has them any more.
+        # The extension's queues close their descriptors when they are no longer referenced.
         del engine, mover, medium, self.engine, self.media, self.auditors, self.checks
         gc.collect()
         self.resources.require_given_back()
 
-    # What it does.
+    # Steps.
 
     def step(self) -> None:
         roll = self.random.random()
@@ -167,7 +167,7 @@ class Life:
         self.clock.skew_s += 0.0 if self.plan.is_threaded else self.random.choice([0.0, 0.01, 0.3])
 
     def pause(self) -> None:
-        """Nothing is asked for a while."""
+        """Let all work settle, without new requests."""
         if self.weather.is_frozen:
             return
         with self.stopwatch.timed("settle"):
@@ -187,7 +187,7 @@ class Life:
             self.engine.stack.invalidate(self.random.choice(must))
 
     def clear(self) -> None:
-        """As a reset of the cache: it is durable when nothing stands against that."""
+        """Clear all tiers, as a cache reset does. It is durable unless a trouble is active."""
         if self.weather.going_on or self.context.log.ledger.is_unsettled:
             return
         with self.stopwatch.timed("clear"):

@@ -1,6 +1,6 @@
-"""Runs worlds until the time is over or something is found. `tools/bazel run //tests/soak -- --minutes 60 --seed 7`.
+"""Runs worlds until the time is over or there is a finding. `tools/bazel run //tests/soak -- --minutes 60 --seed 7`.
 
-On stdout: what was done, and the seed. A finding says how to run its world again, and leaves its directory.
+Prints counts and the seed to stdout. A finding reports how to rerun its world, and keeps its directory.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ WATCHDOG_S = patience.seconds(6.0)
 
 
 class Run(NamedTuple):
-    """What is to be run.
+    """The parameters of a run.
 
     Args:
-        seed: of everything.
-        minutes: after which no life begins any more.
-        mode: which lives there are.
-        most_ends: after so many the run is over; 0: when the time is.
-        only_world: this one alone; None: one after the other.
+        seed: determines all random choices.
+        minutes: no life begins after this time.
+        mode: the kinds of lives.
+        most_ends: the run ends after this many ends; 0: no limit.
+        only_world: run only this world; None: run one world after the other.
         sabotage: for negative controls.
-        watchdog_s: how long a call may take before it counts as one that never ends.
-        known: kinds of findings that are counted, where they need not end the run.
+        watchdog_s: a call that takes longer counts as stalled.
+        known: kinds of findings that are counted and do not end the run.
     """
 
     seed: int
@@ -51,7 +51,7 @@ class Run(NamedTuple):
 
 
 def run(what: Run, directory: Path, tally: Tally) -> SoakError | None:
-    """What was found, and None if nothing was."""
+    """Run worlds. Returns the finding, or None."""
     may_mount = enter_mount_namespace()
     around = Surroundings(directory, what.mode, tally, may_mount, what.watchdog_s, what.sabotage, what.known)
     deadline_s = time.monotonic() + 60 * what.minutes
@@ -72,29 +72,33 @@ def run(what: Run, directory: Path, tally: Tally) -> SoakError | None:
 
 
 def report(what: Run, tally: Tally, found: SoakError | None, directory: Path) -> str:
-    """Lines for a person."""
+    """The result as lines of text."""
     lines = [f"{count:>12,}  {name}" for name, count in sorted(tally.all().items())]
     lines.append(f"        seed  {what.seed}")
     if found is None:
-        lines.append("nothing was lost, nothing was wrong, nothing stood still")
+        lines.append("no chunk was lost, no byte was wrong, no call stalled")
     else:
         again = f"--seed {what.seed} --world {found.world} --mode {what.mode}"
-        lines += [f"FOUND {found}", f"again: {again}", f"what it left: {directory}"]
+        lines += [f"FOUND {found}", f"again: {again}", f"directory: {directory}"]
     return "\n".join(lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--minutes", type=float, default=2.0, help="how long")
-    parser.add_argument("--seed", type=int, help="of everything; if it is not given, another one each time")
-    parser.add_argument("--world", type=int, help="this world alone, as a finding names it")
-    parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.SOAK, help="which lives there are")
-    parser.add_argument("--kills", type=int, default=0, help="nothing but so many kills, without a limit of time")
-    parser.add_argument("--losses", type=int, default=0, help="nothing but so many losses of power, likewise")
+    parser.add_argument("--seed", type=int, help="seed of the whole run; random by default")
+    parser.add_argument("--world", type=int, help="run only this world, as reported with a finding")
+    parser.add_argument("--mode", type=Mode, choices=list(Mode), default=Mode.SOAK, help="kinds of lives")
+    parser.add_argument(
+        "--kills", type=int, default=0, help="run this many kills and nothing else, without a time limit"
+    )
+    parser.add_argument(
+        "--losses", type=int, default=0, help="run this many losses of power and nothing else, without a time limit"
+    )
     parser.add_argument("--sabotage", type=Sabotage, choices=list(Sabotage), default=Sabotage.NONE, help="be caught")
-    parser.add_argument("--watchdog", type=float, default=WATCHDOG_S, help="seconds that a call may take")
+    parser.add_argument("--watchdog", type=float, default=WATCHDOG_S, help="maximal seconds per call")
     parser.add_argument("--known", nargs="*", default=[], help="findings, such as `hidden`, that do not end the run")
-    parser.add_argument("--directory", type=Path, help="where the stores are; a temporary one if it is not given")
+    parser.add_argument("--directory", type=Path, help="directory of the stores; temporary by default")
     arguments = parser.parse_args()
     seed = SystemRandom().getrandbits(32) if arguments.seed is None else arguments.seed
     directory = Path(tempfile.mkdtemp(prefix="soak-", dir=arguments.directory))

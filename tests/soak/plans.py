@@ -1,7 +1,7 @@
-"""What a seed says of a world and of each life in it: sizes, options, faults, and how the life ends.
+"""Plans drawn from a seed for a world and for each life in it: sizes, options, faults, and the end.
 
-A world is one directory, and the lives of the engines that open it one after the other. Everything that is drawn is
-drawn here or from a life's own generator, so that a world can be run again from its seed.
+A world is one directory with the lives of the engines that open it one after the other. All random choices are drawn
+here or from a life's own generator, so that a world can be rerun from its seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from soak.content import Group, Kind
 GRANULE_BYTES = 4096
 MIB = 1 << 20
 CLOSE_S = patience.seconds(10.0)
-"""An end waits so long for file work. What takes longer stands still, which a watchdog ends before."""
+"""How long an end waits for file work. A watchdog ends the process before this time."""
 
 
 class End(StrEnum):
@@ -27,25 +27,25 @@ class End(StrEnum):
 
     CLEAN = "clean"
     KILL_IN_CALL = "kill in a call"
-    """SIGKILL before, within or after some system call."""
+    """SIGKILL before, during or after a system call."""
     KILL = "kill"
     """SIGKILL from outside, at any instruction."""
     POWER = "power loss"
 
 
 class Mode(StrEnum):
-    """Which lives there are."""
+    """Which lives a run has."""
 
     SOAK = "soak"
-    """Every end, and faults."""
+    """All kinds of ends, and faults."""
     KILLS = "kills"
-    """Nothing but kills."""
+    """Only kills."""
     LOSSES = "losses"
-    """Nothing but losses of power."""
+    """Only losses of power."""
 
 
 class WorldPlan(NamedTuple):
-    """What stays the same for all engines that use a directory."""
+    """The parameters shared by all engines on a directory."""
 
     seed: str
     groups: tuple[Group, ...]
@@ -53,9 +53,9 @@ class WorldPlan(NamedTuple):
     longest_prompt: int
     num_lives: int
     is_small_disk: bool
-    """Whether the file system has less room than the engines think."""
+    """Whether the file system has less space than the engines assume."""
     has_damage: bool
-    """Whether files are damaged from outside. Where they are not, nothing may ever be found damaged."""
+    """Whether files are damaged from outside. Otherwise no damage may ever be found."""
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -71,24 +71,24 @@ class WorldPlan(NamedTuple):
 
 
 class LifePlan(NamedTuple):
-    """One engine on the directory."""
+    """The parameters of one engine on the directory."""
 
     seed: str
     number: int
     options: DiskOptions
     near_bytes: int
-    """Of one rank."""
+    """Host memory of one rank."""
     is_native: bool
     """Whether the extension moves the bytes."""
     is_threaded: bool
-    """Whether the index's file work has a thread of its own, and the clock is the real one."""
+    """Whether the index does its file work on its own thread, with the real clock."""
     has_faults: bool
     is_read_only_at_first: bool
     end: End
     num_steps: int
-    """Until a clean end; no life has more."""
+    """Steps until a clean end; the maximum for every life."""
     end_at: int
-    """The system call, or the line of the log, at which another end comes."""
+    """The system call, or the line of the log, at which another kind of end happens."""
 
 
 def draw_world(seed: str, mode: Mode) -> WorldPlan:
@@ -126,7 +126,7 @@ def draw_life(world: WorldPlan, number: int, mode: Mode) -> LifePlan:
         Mode.LOSSES: [End.POWER],
     }
     end = random.choice([end for end in ends[mode] if end is not End.POWER or not world.is_small_disk])
-    # Calls are counted, and their effects held back, in Python alone.
+    # Only the Python implementation can count calls and delay their effects.
     is_native = end in (End.CLEAN, End.KILL) and random.random() < 0.6
     steps = random.choice([30, 100, 300]) if mode is Mode.SOAK else random.choice([20, 40, 80])
     largest = max(group.chunk_bytes for group in world.groups)
@@ -150,7 +150,7 @@ def _draw_options(random: Random, world: WorldPlan, mode: Mode, end: End) -> Dis
     segment_bytes = random.choice([160, 256, 512]) * 1024
     fsyncs = list(Fsync)
     if end is End.POWER:
-        # Only this one promises something for every chunk.
+        # Only `always` promises durability for every chunk.
         fsyncs += [Fsync.ALWAYS] * (9 if mode is Mode.LOSSES else 3)
     return DiskOptions(
         capacity_bytes=num_segments * segment_bytes * world.num_ranks + MIB,

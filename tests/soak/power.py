@@ -1,12 +1,13 @@
-"""What a disk holds after its power went: what was synced, and of the rest whatever the device and the kernel chose.
+"""The content of a disk after a loss of power: synced data, and an arbitrary part of the rest.
 
-`VolatileIO` makes the real calls and writes down what each changed; `write_image` then makes the directory that a loss
-of power at this moment could have left. Of data that was not synced any sectors may be there, from any of the writes.
-Names and sizes follow one of two kinds of file system:
+`VolatileIO` makes the real calls and records their changes; `write_image` writes a directory that a loss of power at
+this moment could have left. Of data that was not synced, any sectors of any writes may be there. Names and sizes follow
+one of two kinds of file system:
 
-- a journaling one keeps their changes in order and loses the last of them; any sync keeps all changes before it;
-- one that promises no more than POSIX keeps of a file what the file's own sync covered, of a directory what the
-  directory's own did, and beyond that as many of its next changes as it likes.
+- a journaling one keeps changes in order and loses the last of them; any sync keeps all earlier changes;
+
+- one that promises no more than POSIX keeps of a file only the changes covered by the file's own sync, of a directory
+those covered by the directory's own sync, and any number of the changes after that.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ SECTOR_BYTES = 512
 
 @dataclass(eq=False)
 class Change:
-    """To a file or a directory, since its last sync.
+    """A change of a file or directory since its last sync.
 
     Attributes:
-        place: in the order of all changes.
-        is_done: whether the call came back. No sync covers it before.
-        offset, data: bytes of a file.
-        size: that a file was given; None: it was not.
-        name, node: where a name of a directory leads now; no node: nowhere.
+        place: position in the order of all changes.
+        is_done: whether the call has returned. Syncs do not cover it before that.
+        offset, data: bytes written to a file.
+        size: the new size of a file; None: unchanged.
+        name, node: a name of a directory and its new node; None: the name was removed.
     """
 
     place: int
@@ -51,9 +52,9 @@ class Node:
     """A file or directory.
 
     Attributes:
-        entries: of a directory, as a process sees them; None: this is a file.
-        durable: bytes of a file, at its last sync.
-        durable_entries: of a directory, at its last sync.
+        entries: the entries of a directory as processes see them; None: this is a file.
+        durable: the bytes of a file at its last sync.
+        durable_entries: the entries of a directory at its last sync.
     """
 
     entries: dict[str, Node] | None = None
@@ -63,11 +64,11 @@ class Node:
 
 
 class Kept(NamedTuple):
-    """What a loss keeps beside what every sync promised.
+    """How much a loss of power keeps in addition to the synced changes.
 
     Args:
-        place: of a journaling file system, up to which changes of names and sizes are kept; None: it has no journal.
-        share: of the sectors that were not synced.
+        place: a journaling file system keeps changes of names and sizes up to this one; None: there is no journal.
+        share: the fraction of unsynced sectors that is kept.
     """
 
     random: Random
@@ -75,18 +76,18 @@ class Kept(NamedTuple):
     share: float
 
     def num_changes(self, changes: list[Change]) -> int:
-        """How many of these changes of names and sizes are there."""
+        """The number of these changes of names and sizes that survive."""
         if self.place is None:
             return self.random.randint(0, len(changes))
         return sum(change.place <= self.place for change in changes)
 
 
 class VolatileIO(SoakIO):
-    """Real files below `base`, of which a part is only in caches.
+    """Real files below `base`, with some changes only in caches.
 
     Args:
-        base: what is there now is durable.
-        ignores_syncs: for a negative control.
+        base: the directory; its present content is durable.
+        ignores_syncs: whether syncs do nothing, for a negative control.
     """
 
     def __init__(
@@ -104,13 +105,15 @@ class VolatileIO(SoakIO):
         self._root = _read_tree(base)
 
     def write_image(self, path: Path) -> None:
-        """The directory after a loss of power now. Its parent is there. No other thread's calls come back any more."""
+        """Write the directory left by a loss of power now. The parent of `path` exists. Calls of other threads never
+        return after this.
+        """
         chooser = self._chooser
         self._tree_lock.acquire()
         place = chooser.randint(self._synced_place, self._num_changes) if self._has_journal else None
         _write_node(path, self._root, Kept(chooser, place, chooser.choice([0.0, 0.5, 0.95, 1.0])))
 
-    # The calls.
+    # Calls.
 
     def open(self, name: str, flags: int, mode: int = 0o600, dir_fd: int | None = None) -> int:
         with self._tree_lock:
@@ -145,7 +148,7 @@ class VolatileIO(SoakIO):
         super().truncate(fd, num_bytes)
         self._note(self._open[fd], size=num_bytes)
 
-    # Nothing is forced to the real device: its power stays.
+    # No sync reaches the real device, because its power does not fail.
 
     def fdatasync(self, fd: int) -> None:
         self._sync(fd, "fdatasync")
@@ -171,18 +174,18 @@ class VolatileIO(SoakIO):
         with self._tree_lock:
             parent, child = self._locate(old, dir_fd)
             node = (parent.entries or {}).get(child)
-            # In this order: a loss between the two leaves both names, never none.
+            # In this order, a loss of power between the two changes leaves both names, never none.
             self._point(*self._locate(new, dir_fd), node)
             self._point(parent, child, None)
 
-    # What they changed.
+    # Recording of changes.
 
     def _locate(self, name: str, dir_fd: int | None) -> tuple[Node, str]:
-        """The directory that a name is in, and the last part of it; empty for `base` itself."""
+        """The directory that contains a name, and the last part of the name; empty for `base` itself."""
         if dir_fd is None:
             parts = [part for part in os.path.relpath(name, self._base).split("/") if part != "."]
             node = self._root
-            if ".." in parts:  # above it everything is durable
+            if ".." in parts:  # everything above `base` is durable
                 return Node(entries={}), ""
         else:
             node, parts = self._open[dir_fd], name.split("/")

@@ -1,4 +1,4 @@
-"""Descriptors, threads and memory of this process: bounded while an engine works, and given back when it ends."""
+"""Descriptors, threads and memory of this process: limited while an engine runs, and returned at its end."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from soak.findings import SoakError
 from soak.tally import Tally
 
 OTHER_FDS = 40
-"""Of directories and the few files that an index has open, and of this process itself."""
+"""Descriptors of directories, of the few files that an index keeps open, and of this process itself."""
 
 
 class Resources:
-    """Knows how many there were when it was made."""
+    """Compares with the numbers at its creation."""
 
     def __init__(self, tally: Tally) -> None:
         self._tally = tally
@@ -24,13 +24,13 @@ class Resources:
         self._countdown = 0
 
     def note_open(self, options: DiskOptions, num_ranks: int) -> None:
-        """An engine with these options may use so much from now on."""
+        """From now on, allow the resources that an engine with these options may use."""
         media = 2 * num_ranks
         self._most_fds = self._fds_before + media * (options.max_open_files + OTHER_FDS)
         self._most_threads = self._threads_before + media * (options.max_in_flight + 4) + 4
 
     def sample(self) -> None:
-        """Now and then: reading it takes time."""
+        """Check the numbers occasionally, because reading them takes time."""
         self._countdown -= 1
         if self._countdown > 0:
             return
@@ -38,7 +38,7 @@ class Resources:
         try:
             fds, threads, rss_kb = _num("fd"), _num("task"), _rss_kb()
         except OSError:
-            return  # no descriptor is left for that, on purpose
+            return  # a trouble has used up all descriptors
         self._tally.most("most descriptors", fds)
         self._tally.most("most threads", threads)
         self._tally.most("most memory, MiB", rss_kb // 1024)
@@ -48,14 +48,14 @@ class Resources:
             raise SoakError("leaked", f"{threads} threads, at most {self._most_threads} expected")
 
     def require_given_back(self) -> None:
-        """The engine was closed, and nothing stood still."""
+        """Require the initial numbers, after an engine was closed without a stall."""
         fds, threads = _num("fd"), _num("task")
         if fds > self._fds_before:
             detail = ", ".join(sorted(_fd_names() - self._names_before))
-            raise SoakError("leaked", f"{fds - self._fds_before} descriptors after the end, among them {detail}")
+            raise SoakError("leaked", f"{fds - self._fds_before} descriptors leaked after the end, including {detail}")
         # The watchdog is a thread too.
         if threads > self._threads_before + 1:
-            raise SoakError("leaked", f"{threads - self._threads_before} threads after the end")
+            raise SoakError("leaked", f"{threads - self._threads_before} threads leaked after the end")
 
 
 def _num(what: str) -> int:
@@ -65,7 +65,7 @@ def _num(what: str) -> int:
 def _fd_names() -> set[str]:
     names = set()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # that of the list itself is gone
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
             names.add(f"{fd} {os.readlink(f'/proc/self/fd/{fd}')}")
     return names
 

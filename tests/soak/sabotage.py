@@ -1,4 +1,4 @@
-"""Negative controls: the harness does what a bad tier would do, and has to notice."""
+"""Negative controls: the harness imitates a bad tier, and the soak must notice it."""
 
 from __future__ import annotations
 
@@ -18,37 +18,37 @@ _random = Random(1)
 
 
 class Sabotage(StrEnum):
-    """What is done, and, in `EXPECTED`, what that has to be called."""
+    """The sabotage; `EXPECTED` has the kind of finding that it must cause."""
 
     NONE = "none"
     FLIP = "flip"
-    """A byte is wrong behind the checksum."""
+    """A byte is wrong although its checksum matches."""
     FORGET = "forget"
-    """A segment is gone at a restart."""
+    """A segment is deleted between two lives."""
     UNDO_CLEAR = "undo-clear"
-    """A clear that was none."""
+    """A clear has no effect."""
     UNSYNCED = "unsynced"
-    """Syncs that do nothing, and then a loss of power."""
+    """Syncs do nothing before a loss of power."""
     DESTROY = "destroy"
-    """A good chunk is withdrawn."""
+    """An intact chunk is withdrawn."""
     MISCOUNT = "miscount"
-    """A chunk is not offered, and nobody says so."""
+    """A chunk is not offered, and nothing reports that."""
     LEAK_DESCRIPTOR = "leak-descriptor"
     LEAK_MEMORY = "leak-memory"
     """A chunk in host memory stays pinned."""
     HANG = "hang"
-    """A step that does not end."""
+    """A step does not end."""
     CRASH = "crash"
-    """The process ends as nobody planned."""
+    """The process ends unexpectedly."""
 
     def tamper(self, key: bytes, rank: int, found: bytearray) -> bytearray:
-        """What was loaded."""
+        """Possibly change loaded bytes."""
         if self is Sabotage.FLIP and _random.random() < 0.05:
             found[_random.randrange(len(found))] ^= 1 << _random.randrange(8)
         return found
 
     def before_life(self, root: Path, ledger: Ledger) -> None:
-        """Between two lives."""
+        """Called between two lives."""
         if self is Sabotage.FORGET and ledger.must:
             segment = next(reversed(ledger.must.values()))
             for path in segments(root):
@@ -56,7 +56,7 @@ class Sabotage(StrEnum):
                     path.unlink()
 
     def at_step(self, engine: Engine, log: Log) -> None:
-        """After each step."""
+        """Called after each step."""
         held = [key for key in log.ledger.must if engine.primary.lookup(key) is LookupResult.HIT]
         if self is Sabotage.UNDO_CLEAR and held:
             log.say("cleared")

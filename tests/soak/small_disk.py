@@ -1,4 +1,4 @@
-"""A file system of its own with little room, in a mount namespace of this process and its children: gone with them."""
+"""A small file system in a mount namespace of this process and its children; it disappears with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _require(result: int) -> None:
 
 @functools.cache
 def enter_mount_namespace() -> bool:
-    """Whether this process may mount file systems from now on, which nobody else sees. It has one thread."""
+    """Whether this process, which must have one thread, may now mount file systems that other processes do not see."""
     user, group = os.geteuid(), os.getegid()
     try:
         if user:
@@ -38,7 +38,7 @@ def enter_mount_namespace() -> bool:
 
 
 class SmallDisk:
-    """A tmpfs. `OSError` when it cannot be mounted."""
+    """A tmpfs. Raises `OSError` if it cannot be mounted."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         self.path = path
@@ -46,7 +46,7 @@ class SmallDisk:
         _require(_libc.mount(b"tmpfs", bytes(path), b"tmpfs", 0, self._data))
 
     def make_read_only(self) -> bool:
-        """False while somebody may write to a file in it."""
+        """Returns False if a file in it is open for writing."""
         return not _libc.mount(b"tmpfs", bytes(self.path), b"tmpfs", MS_REMOUNT | MS_RDONLY, self._data)
 
     def make_writable(self) -> None:

@@ -1,4 +1,4 @@
-"""How long things take, and an end to what takes too long."""
+"""Measures durations, and ends processes that take too long."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from soak.world_context import WorldContext
 
 
 class Stopwatch:
-    """Of one process."""
+    """For one process."""
 
     def __init__(self, context: WorldContext) -> None:
         self._context = context
         self._armed_s = -1.0
 
     def watch(self) -> None:
-        """From now on, a process that stands still for too long is dumped and ended."""
+        """From now on, dump the stacks and end the process if it stalls for too long."""
         now_s = time.monotonic()
         if now_s - self._armed_s > min(1.0, self._context.watchdog_s / 4):
             faulthandler.dump_traceback_later(self._context.watchdog_s, exit=True, file=self._context.stacks)
@@ -26,7 +26,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """What is watched anew, and whose longest time is kept."""
+        """Restart the watchdog, and keep the longest duration of the block."""
         self.watch()
         started_s = time.monotonic()
         yield

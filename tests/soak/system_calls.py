@@ -1,4 +1,4 @@
-"""System calls that fail, are slow, stand still, or end the process in the middle."""
+"""System calls that fail, are slow, block, or end the process while they run."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from typing import Any, NamedTuple
 from hybridkv.tiers.disk import FileIO
 
 CHANGES = ("pwritev", "allocate", "truncate", "remove", "rename", "make_directory", "remove_directory")
-"""Calls after which the disk is another one. A process may be ended in each of them."""
+"""Calls that change the disk. A process may be ended in each of them."""
 
 
 class Fault(NamedTuple):
-    """Calls that do not do what they should."""
+    """Calls that misbehave."""
 
     name: str
     calls: frozenset[str]
     error: int = 0
-    """0: they are slow, or stand still."""
+    """0 means that calls are slow or block."""
     share: float = 1.0
-    """Of the calls that meet it."""
+    """Fraction of the calls that are affected."""
     seconds: float = 0.0
-    """That each takes longer. Infinite: until the fault is over."""
+    """Additional seconds per call. Infinite: until the fault ends."""
     is_for_writing: bool = False
-    """Whether, of the calls that open, it meets only those that want to write."""
+    """Whether only those open calls are affected that want to write."""
 
 
 class SoakIO(FileIO):
-    """The real calls, but for what `begin` and `end` say.
+    """The real calls, except for active faults.
 
     Args:
-        seed: of which calls a fault meets.
-        end_at: of the calls in `CHANGES`, the one in which `end` is called; 0: in none.
-        end: does not come back.
+        seed: determines which calls a fault affects.
+        end_at: number of the call in `CHANGES` during which `end` is called; 0: never.
+        end: ends the process; does not return.
     """
 
     def __init__(self, seed: str, end_at: int = 0, end: Callable[[], None] | None = None) -> None:
@@ -62,7 +62,7 @@ class SoakIO(FileIO):
             self.end(fault)
 
     def meet(self, call: str, is_for_writing: bool = True) -> None:
-        """What happens before a call."""
+        """Apply the active faults before a call."""
         with self._lock:
             met = [
                 (fault, over)
@@ -81,13 +81,13 @@ class SoakIO(FileIO):
                 time.sleep(fault.seconds)
 
     def how_to_end(self) -> int:
-        """0: go on; 1 to 3: end before, within or after this call."""
+        """0: continue; 1 to 3: end the process before, during or after this call."""
         with self._lock:
             self.num_changes += 1
             return 1 + self._end_at % 3 if self.num_changes == self._end_at else 0
 
     def change(self, name: str, call: Callable[[], Any], part: Callable[[], object] | None = None) -> Any:
-        """A call that changes something; `part` does a part of it."""
+        """A call that changes something; `part` performs a part of it."""
         self.meet(name)
         how = self.how_to_end()
         if how == 2 and part is not None:
@@ -123,7 +123,7 @@ class SoakIO(FileIO):
         def part() -> None:
             joined = b"".join(buffers)
             whole = len(joined) // 2 // 4096 * 4096
-            # Through another descriptor: this one may be open with O_DIRECT.
+            # Through another descriptor, since this one may be open with O_DIRECT.
             other = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
             os.pwrite(other, joined[: whole or len(joined) // 2], offset)
 

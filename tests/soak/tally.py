@@ -1,4 +1,4 @@
-"""Counts in memory that a process shares with those it forks, so that a killed one's are not lost."""
+"""Counts in memory shared with forked processes, so that counts of killed processes are not lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NAME_BYTES = 56
 
 
 class Tally:
-    """Counts by name. One process at a time may add."""
+    """Counts by name. Only one process at a time may add."""
 
     def __init__(self) -> None:
         row = np.dtype([("name", f"S{NAME_BYTES}"), ("count", np.int64)])
@@ -23,7 +23,7 @@ class Tally:
         self._rows["count"][self._place(name)] += amount
 
     def most(self, name: str, value: int) -> None:
-        """Keep the largest value."""
+        """Keep the maximum."""
         place = self._place(name)
         self._rows["count"][place] = max(int(self._rows["count"][place]), value)
 

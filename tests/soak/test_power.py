@@ -1,4 +1,4 @@
-"""What a simulated loss of power keeps: all that was synced, and of the rest anything."""
+"""A simulated loss of power keeps everything that was synced, and any part of the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = bytes([7]) * 4096
 
 
 def images(tmp_path: Path, change: Callable[[VolatileIO, Path], None]) -> list[Path]:
-    """What is left of a directory after `change` and a loss of power, for every seed."""
+    """The directory after `change` and a loss of power, for every seed."""
     found = []
     for seed in SEEDS:
         base, image = tmp_path / f"base {seed}", tmp_path / f"image {seed}"
@@ -46,12 +46,12 @@ def write_synced(io: VolatileIO, path: Path) -> None:
     sync_directory(io, path.parent)
 
 
-def test_what_was_synced_is_there(tmp_path: Path) -> None:
+def test_synced_data_survives(tmp_path: Path) -> None:
     for image in images(tmp_path, lambda io, base: write_synced(io, base / "file")):
         assert (image / "file").read_bytes() == PAGE
 
 
-def test_what_was_there_before_is_there(tmp_path: Path) -> None:
+def test_synced_data_survives_later_writes_without_sync(tmp_path: Path) -> None:
     def change(io: VolatileIO, base: Path) -> None:
         write_synced(io, base / "file")
         fd = io.open(str(base / "file"), os.O_RDWR)
@@ -61,7 +61,7 @@ def test_what_was_there_before_is_there(tmp_path: Path) -> None:
         assert (image / "file").read_bytes()[:4096] == PAGE
 
 
-def test_what_was_not_synced_may_be_missing_torn_or_whole(tmp_path: Path) -> None:
+def test_unsynced_data_may_be_missing_torn_or_whole(tmp_path: Path) -> None:
     found = set()
     for image in images(tmp_path, lambda io, base: io.close(write(io, base / "file"))):
         path = image / "file"
@@ -70,14 +70,14 @@ def test_what_was_not_synced_may_be_missing_torn_or_whole(tmp_path: Path) -> Non
     assert found == {"missing", "torn", "whole"}
 
 
-def test_a_file_whose_directory_was_not_synced_may_be_missing(tmp_path: Path) -> None:
+def test_a_file_may_be_missing_if_its_directory_was_not_synced(tmp_path: Path) -> None:
     def change(io: VolatileIO, base: Path) -> None:
         fd = write(io, base / "file")
         io.fdatasync(fd)
         io.close(fd)
 
     there = [(image / "file").exists() for image in images(tmp_path, change)]
-    # A file system with a journal keeps it, the other one may not.
+    # A file system with a journal keeps it; the other kind may lose it.
     assert any(there) and not all(there)
 
 
@@ -110,7 +110,7 @@ def test_a_removed_file_may_be_back_until_its_directory_is_synced(tmp_path: Path
     assert found == {(), ("other",)}
 
 
-def test_syncs_that_are_ignored_keep_nothing(tmp_path: Path) -> None:
+def test_ignored_syncs_keep_no_data(tmp_path: Path) -> None:
     kept = []
     for seed in SEEDS:
         base, image = tmp_path / f"base {seed}", tmp_path / f"image {seed}"

@@ -1,4 +1,4 @@
-"""What goes wrong around an engine while it works: calls, limits, files, directories, clocks. Each begins and ends."""
+"""Troubles around a running engine: calls, limits, files, directories, clocks. Each begins and ends."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from soak.system_calls import Fault, SoakIO
 
 
 class Blame(StrEnum):
-    """What a trouble may cost."""
+    """What a trouble may cause."""
 
     SHORTAGE = "shortage"
-    """Of this process: nothing that is stored."""
+    """Chunks that are not stored; the process lacks resources."""
     STORES = "stores"
-    """Nothing that is stored, and no read."""
+    """Chunks that are not stored. Reads must work."""
     READS = "reads"
-    """What could not be read."""
+    """Reads that fail."""
     TIME = "time"
-    """Nothing that is stored."""
+    """Chunks that are not stored, because of time."""
     FILES = "files"
-    """What the files held; the ledger knows."""
+    """Lost content of files, as recorded in the ledger."""
 
 
 class Around(NamedTuple):
-    """What troubles work on."""
+    """The objects that troubles change."""
 
     root: Path
     io: SoakIO
@@ -47,7 +47,7 @@ class Around(NamedTuple):
 
 
 class Trouble(NamedTuple):
-    """`begin` gives back what ends it, None when it cannot be here."""
+    """`begin` returns the function that ends it, or None if it is not possible here."""
 
     name: str
     blame: Blame
@@ -55,7 +55,7 @@ class Trouble(NamedTuple):
 
 
 def _nothing() -> None:
-    """It is over at once."""
+    """For troubles that end immediately."""
 
 
 def _calls(fault: Fault, needs_thread: bool = False) -> Callable[[Around], Callable[[], None] | None]:
@@ -103,7 +103,7 @@ def _read_only(around: Around) -> Callable[[], None] | None:
 
 
 def _full(around: Around) -> Callable[[], None] | None:
-    """Somebody else fills the file system."""
+    """Another process fills the file system."""
     if around.small_disk is None:
         return None
     filler = around.root.parent / "somebody else's"
@@ -123,7 +123,7 @@ def _jump(around: Around) -> Callable[[], None]:
 
 
 def _removed(levels: int) -> Callable[[Around], Callable[[], None]]:
-    """The root, its one namespace, or a rank's directory."""
+    """Remove the root, its only namespace, or a rank's directory."""
 
     def begin(around: Around) -> Callable[[], None]:
         target = around.root

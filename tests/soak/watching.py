@@ -1,7 +1,7 @@
-"""A disk index that says in the ledger what it promises, and takes back before it takes away.
+"""A disk index that records its promises in the ledger, and revokes them before it removes a chunk.
 
-An index gives up records by itself, while it is opened too, and says so to nobody: what evicts and withdraws is watched
-at the one place where that happens.
+An index evicts records by itself, also while it is opened, without reporting it. So evictions and withdrawals are
+watched where the record table performs them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def segment_of(slot: Slot) -> int:
 
 
 class WatchedIndex(DiskIndex):
-    """Args as of `DiskIndex`. Whoever makes one calls `tell` at once.
+    """Args as of `DiskIndex`. Call `tell` right after creating one.
 
     Attributes:
-        is_there: whether a segment has its files; asked while the directory may be a lost one.
-        on_withdrawal: is told the reason of each.
+        is_there: whether the files of a segment exist; used while the directory may be lost.
+        on_withdrawal: called with the reason of each withdrawal.
     """
 
     log: Log
@@ -37,7 +37,7 @@ class WatchedIndex(DiskIndex):
     on_withdrawal: Callable[[str], None]
 
     segments: dict[bytes, int]
-    """Where reserved keys lie."""
+    """The segment of each reserved key."""
 
     def tell(self, log: Log, is_there: Callable[[int], bool], on_withdrawal: Callable[[str], None]) -> None:
         self.segments = {}
@@ -53,7 +53,7 @@ class WatchedIndex(DiskIndex):
     def commit(self, key: bytes) -> bool:
         is_committed = super().commit(key)
         segment = self.segments.pop(key)
-        # What is committed may be evicted before the call ends.
+        # A committed key may be evicted before the call ends.
         if self.lookup(key) is LookupResult.HIT and (not self.log.ledger.is_unsettled or self.is_there(segment)):
             self.log.say(f"committed {key.hex()} {segment}")
         return is_committed
@@ -67,7 +67,7 @@ class WatchedIndex(DiskIndex):
         return super().clear()
 
     def close(self) -> None:
-        # It forgets all of them, and the next one is to know them.
+        # Closing drops all keys, but the next index must find them.
         self.log.is_silent = True
         super().close()
         self.log.is_silent = False
@@ -81,7 +81,7 @@ class WatchedIndex(DiskIndex):
 
 @contextmanager
 def watched_records(log: Log) -> Iterator[None]:
-    """While it lasts, each record that leaves a table, or moves in it, is said to have."""
+    """While the block runs, log each record that leaves a table or moves in it."""
     evict, withdraw, relocate = RecordTable._evicted, RecordTable.withdraw, RecordTable.relocate
 
     def say_gone(key: bytes) -> None:

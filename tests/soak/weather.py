@@ -1,4 +1,4 @@
-"""Which troubles go on around an engine, and which it has not yet got over."""
+"""The active troubles around an engine, and those from which it has not recovered yet."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ READ_ONLY_AT_FIRST = Trouble("read-only from the beginning", Blame.STORES, lambd
 
 
 class Weather:
-    """Of one life.
+    """The troubles of one life.
 
     Attributes:
-        going_on: each with what ends it.
-        recent: what it may cost, since everything was well and had settled.
+        going_on: the active troubles, each with the function that ends it.
+        recent: all troubles since the last recovery, with their possible effects.
     """
 
     def __init__(self, world: WorldPlan, plan: LifePlan, around: Around, tally: Tally) -> None:
@@ -43,7 +43,7 @@ class Weather:
         return " and ".join(self.recent) or "no trouble"
 
     def change(self, random: Random) -> bool:
-        """Begin or end something. True when now all is over, for a while."""
+        """Begin or end a trouble. Returns True if no trouble is active any more."""
         if self.going_on and random.random() < 0.6:
             trouble = random.choice(list(self.going_on))
             self.going_on.pop(trouble)()
@@ -58,7 +58,7 @@ class Weather:
     def _begin(self, trouble: Trouble) -> None:
         if trouble in self.going_on:
             return
-        with contextlib.suppress(OSError):  # of the trouble itself: a read-only disk cannot be damaged
+        with contextlib.suppress(OSError):  # a trouble may prevent another one: a read-only disk cannot be damaged
             over = trouble.begin(self._around)
             if over is not None:
                 self._note(trouble, over)
@@ -74,5 +74,5 @@ class Weather:
             over()
 
     def clear_up(self) -> None:
-        """The engine has got over all of them."""
+        """The engine has recovered from all troubles."""
         self.recent.clear()

@@ -1,4 +1,4 @@
-"""A directory and the engines that open it one after the other: starts their processes, ends them, keeps the ledger."""
+"""A directory and the engines that open it one after the other: starts and ends their processes, keeps the ledger."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from soak.tally import Tally
 from soak.world_context import WorldContext
 
 FOUND = 3
-"""The exit status of a process that found something."""
+"""Exit status of a process with a finding."""
 POLL_S = 0.001
 MOST_MEMORY_GROWTH_MIB = 192
 
 
 class Surroundings(NamedTuple):
-    """What all worlds of a run share."""
+    """Shared by all worlds of a run."""
 
     directory: Path
     mode: Mode
@@ -48,8 +48,8 @@ class World:
     """See the module.
 
     Args:
-        seed: of everything in it.
-        around: the run's.
+        seed: determines everything in it.
+        around: shared by all worlds of the run.
     """
 
     def __init__(self, seed: str, around: Surroundings) -> None:
@@ -62,9 +62,9 @@ class World:
         self._small_disk: SmallDisk | None = None
 
     def run(self, deadline_s: float, most_ends: int) -> int:
-        """Its lives, until the deadline (of `time.monotonic`) or so many ends. How many ends there were.
+        """Run its lives until the deadline (of `time.monotonic`) or `most_ends` ends. Returns the number of ends.
 
-        `SoakError` when something was found; then its directory stays.
+        Raises `SoakError` for a finding; then its directory is kept.
         """
         self._mount()
         number = num_ends = 0
@@ -105,7 +105,7 @@ class World:
     # One process.
 
     def _live(self, number: int) -> int:
-        """Lives from this one on, as far as one process goes. The number of its last one."""
+        """Run lives in one process, from this one on. Returns the number of its last life."""
         script = Script()
         child = os.fork()
         if child == 0:
@@ -133,7 +133,7 @@ class World:
             raise SoakError(kind, detail)
 
     def _wait(self, child: int, number: int, script: Script) -> int:
-        """Its status. One that is to be killed at a certain line is."""
+        """Wait for the process and return its status. If planned, kill it at a certain line."""
         life = self._draw(number)
         while life.end is End.KILL:
             ended, status = os.waitpid(child, os.WNOHANG)
@@ -146,9 +146,9 @@ class World:
         return os.waitpid(child, 0)[1]
 
     def _read(self, number: int, script: Script) -> tuple[int, tuple[str, str]]:
-        """Which life was the last, and what it found."""
-        last, found = 0, ("crashed", "it did not say why")
-        # For who looks at a finding.
+        """The number of the last life, and its finding."""
+        last, found = 0, ("crashed", "no reason was reported")
+        # For debugging a finding.
         (self.directory / f"script-{number}").write_text("\n".join(script.lines()))
         for line in read_script(self.ledger, script):
             verb, rest = line.split(" ", 1)
@@ -172,10 +172,10 @@ class World:
             self._around.tally.add("chunks that a loss of power might take", len(self.ledger.must))
             self.ledger.must.clear()
 
-    # In the process.
+    # In the child process.
 
     def _be_lives(self, number: int, script: Script) -> int:
-        """Lives one after the other, as long as they end cleanly and memory does not grow. An exit status."""
+        """Run lives one after the other while they end cleanly and memory does not grow. Returns an exit status."""
         log = Log(self.ledger, script)
         stacks = (self.directory / "stacks").open("w")
         faulthandler.enable(stacks)
@@ -201,9 +201,9 @@ class World:
                     os.kill(os.getpid(), signal.SIGKILL)
                 memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
                 if memory[-1] - memory[0] > MOST_MEMORY_GROWTH_MIB:
-                    raise SoakError("leaked", f"memory of one process grew so, in MiB: {memory}")
+                    raise SoakError("leaked", f"memory of one process grew, in MiB: {memory}")
                 following = self._draw(number + 1)
-                # One that is killed by its parent, or finds a file system prepared, begins a process of its own.
+                # A life that its parent kills, or that needs a prepared file system, gets its own process.
                 is_alone = following.end is End.KILL or following.is_read_only_at_first
                 if not goes_on or is_alone or number + 1 >= self.plan.num_lives:
                     return 0
@@ -218,7 +218,7 @@ class World:
 
 
 def log_to(path: Path) -> None:
-    """What the tiers log, for who looks at a finding."""
+    """Write the log of the tiers to a file, for debugging a finding."""
     logger = logging.getLogger("hybridkv")
     logger.handlers = [logging.FileHandler(path)]
     logger.handlers[0].setFormatter(logging.Formatter("%(relativeCreated)d %(levelname)s %(message)s"))

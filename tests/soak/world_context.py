@@ -1,4 +1,4 @@
-"""Where a world is, and what its processes share."""
+"""The location of a world, and the objects that its processes share."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from soak.tally import Tally
 
 
 class WorldContext(NamedTuple):
-    """Where a world is, and what is shared with whoever started this life."""
+    """The location of a world, and the objects shared with the process that started this life."""
 
     base: Path
-    """Its own directory; `root` below it is the store's."""
+    """Its directory; the store is in `root` below it."""
     log: Log
     tally: Tally
     stacks: IO[str]
-    """Where threads are dumped when they stand still."""
+    """Stacks of the threads are written here after a stall."""
     small_disk: SmallDisk | None
     watchdog_s: float
     sabotage: Sabotage
@@ -32,5 +32,5 @@ class WorldContext(NamedTuple):
 
     @property
     def image(self) -> Path:
-        """What a loss of power left."""
+        """The directory that a loss of power left."""
         return self.base / "image"
