@@ -36,7 +36,7 @@ def offload(load: str, chunk_tokens: int, capacity: int | str = "16MiB") -> Conn
     return Connector(CONNECTOR, {"chunk_tokens": chunk_tokens, "tiers": tiers, "load": load})
 
 
-WITHOUT_PROOF = mock.patch("hybridkv.connectors.vllm.offload.worker.prove_at_start")
+WITHOUT_PROOF = mock.patch("hybridkv.connectors.vllm.offload.worker.prove_at_start", return_value=None)
 
 
 def run(mix: Mix, scenario: Scenario, seed: int, *, is_first: bool) -> LazyEngine:

@@ -154,10 +154,10 @@ def test_bits_that_flip_on_disk_are_computed_again(mix: Mix, moved: Moved) -> No
     tally = Tally()
 
     @profile(30)
-    @given(scenarios(mix), st.integers(0, 1 << 32))
-    def check(scenario: Scenario, seed: int) -> None:
+    @given(scenarios(mix), st.integers(0, 1 << 32), st.sampled_from(("always", "sampled", "off")))
+    def check(scenario: Scenario, seed: int, verify_ram: str) -> None:
         with tempfile.TemporaryDirectory() as directory:
-            chosen = with_connector(scenario, stacked(mix, directory))
+            chosen = with_connector(scenario, stacked(mix, directory, verify_ram=verify_ram))
             run(mix, chosen)
             flip_bits(Path(directory), Random(seed))
             tally.add(run(mix, chosen))

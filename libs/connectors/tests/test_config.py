@@ -138,6 +138,7 @@ def test_an_invalid_size_is_refused(value: object) -> None:
         ({"tiers": [RAM], "chunk_tokens": -128}, "chunk_tokens", "positive", "-128", "auto"),
         ({"tiers": [RAM], "chunk_tokens": 1.5}, "chunk_tokens", "int", "1.5", "configuration.md"),
         ({"tiers": [RAM], "local_copies": "yes"}, "local_copies", "bool", "'yes'", "configuration.md"),
+        ({"tiers": [RAM], "verify_ram": "on"}, "verify_ram", '"sampled"', "'on'", "configuration.md"),
         ({"tiers": [RAM], "load": "later"}, "load", "async", "'later'", "configuration.md"),
         ({"tiers": [RAM], "checkpoints": "always"}, "checkpoints", '"off"', "'always'", "configuration.md"),
         ({"tiers": [RAM], "checkpoint_stops": -1}, "checkpoint_stops", "0 or more", "-1", "8 is the default"),

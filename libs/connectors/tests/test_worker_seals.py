@@ -5,21 +5,33 @@ The second read of the slot is the reference. Both must seal the same.
 
 from __future__ import annotations
 
+import logging
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import xxhash
+from msgspec.structs import replace
 
 from hybridkv.canonical import GroupPages, PageRegion
 from hybridkv.connectors.vllm.common.copies import devices
+from hybridkv.connectors.vllm.common.copies.proof import CopyRates
+from hybridkv.connectors.vllm.common.copies.ram_checks import (
+    SAMPLED_ONE_IN,
+    RamChecks,
+    VerifyRam,
+    choose_verify_ram,
+)
 from hybridkv.connectors.vllm.common.messages import ChunkCopy, CopyTable, Load, StepPlan, Store
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.connectors.vllm.offload.worker import CopyPaths, OffloadWorker
 from hybridkv.tiers import FailureReason, Slot
+from hybridkv.tiers.contract import Completion
 from hybridkv.tiers.ram import RamArena
+from hybridkv.tiers.stack import Direction, TierMove
 from hybridkv.transfer import CopyEngine, CopyRuns, InlineCopyEngine
 from hybridkv.transfer.jobs import Copier, copy_runs
+from kits.tiers.reference import ReferenceMedium
 
 BLOCKS = 16
 STRIDE = 4096
@@ -33,13 +45,15 @@ SLOTS = (Slot(((40_000, CHUNK_BYTES),)), Slot(((80_000, 5000), (0, CHUNK_BYTES -
 class Rig:
     """Worker over one group of plain memory that copies with `copier`, or with an existing engine."""
 
-    def __init__(self, copier: Copier, engine: CopyEngine | None = None) -> None:
+    def __init__(
+        self, copier: Copier = copy_runs, engine: CopyEngine | None = None, verify_ram: VerifyRam | None = None
+    ) -> None:
         self.memory = np.random.default_rng(3).integers(0, 256, len(PAGES) * BLOCKS * STRIDE, dtype=np.uint8)
         self.arena = RamArena(128 * 1024)
         engine = engine or InlineCopyEngine(copier=lambda: copier)
         paths = CopyPaths(engine, engine, 30.0, lambda: 0.0)
         self.metrics = ConnectorMetrics()
-        self.worker = OffloadWorker(cast(Any, None), self.arena, paths, self.metrics)
+        self.worker = OffloadWorker(cast(Any, None), self.arena, paths, self.metrics, verify_ram)
         base = self.memory.ctypes.data
         regions = [PageRegion(base + i * BLOCKS * STRIDE, STRIDE, num_bytes) for i, num_bytes in enumerate(PAGES)]
         self.worker._pages = {0: GroupPages([[region] for region in regions], BLOCKS)}
@@ -167,3 +181,161 @@ def test_a_wrong_digest_of_the_copy_engine_fails_the_load() -> None:
     rig = Rig(wrong)
     [copy] = rig.store(SLOTS[0])
     assert rig.load(copy) == str(FailureReason.CHECKSUM)
+
+
+SETTINGS: tuple[VerifyRam, ...] = ("always", "sampled", "off")
+
+
+def flip(rig: Rig, copy: ChunkCopy) -> None:
+    rig.arena.views(copy.slot)[0][7] ^= 1
+
+
+def test_without_the_check_a_flipped_byte_in_ram_is_loaded() -> None:
+    """`verify_ram: "off"` means this."""
+    rig = Rig(verify_ram="off")
+    [copy] = rig.store(SLOTS[0])
+    before = rig.memory.copy()
+    flip(rig, copy)
+    assert rig.load(copy) is None
+    assert np.count_nonzero(rig.memory != before) == 1
+
+
+@pytest.mark.parametrize("verify_ram", ["always", None])
+def test_every_load_finds_a_flipped_byte_in_ram_by_default(verify_ram: VerifyRam | None) -> None:
+    rig = Rig(verify_ram=verify_ram)
+    [copy] = rig.store(SLOTS[0])
+    flip(rig, copy)
+    assert {rig.load(copy) for _ in range(40)} == {str(FailureReason.CHECKSUM)}
+
+
+def test_sampled_loads_find_a_flipped_byte_in_ram_at_the_stated_rate() -> None:
+    rig = Rig(verify_ram="sampled")
+    [copy] = rig.store(SLOTS[0])
+    flip(rig, copy)
+    found = [rig.load(copy) for _ in range(100 * SAMPLED_ONE_IN)]
+    assert set(found) == {None, str(FailureReason.CHECKSUM)}
+    assert 70 <= len(found) - found.count(None) <= 130
+
+
+def test_sampling_leaves_out_no_chunk_for_ever() -> None:
+    """Also not one that is loaded at every 16th load, or always together with the same others."""
+    arena = RamArena(1 << 20, 4096)
+    chunks = [(f"key {number}".encode(), Slot(((4096 * number, 4096),))) for number in range(128)]
+    arena.seal_all(chunks)
+    for _, slot in chunks:
+        arena.views(slot)[0][0] ^= 1
+    for others in (0, SAMPLED_ONE_IN - 1):
+        checks = RamChecks(arena, "sampled")
+        num_found = np.zeros(len(chunks), dtype=int)
+        for _ in range(20 * SAMPLED_ONE_IN):
+            num_found += [failure is not None for failure in checks.check_all(chunks)]
+            for _ in range(others):
+                checks.check_all([])
+        assert num_found.min() > 0
+        assert 17 <= num_found.mean() <= 23
+
+
+@pytest.mark.parametrize("verify_ram", SETTINGS)
+def test_every_setting_compares_the_key_of_the_slot(verify_ram: VerifyRam) -> None:
+    rig = Rig(verify_ram=verify_ram)
+    first, second = rig.store(*SLOTS)
+    rig.arena.seal_all([(b"another key", first.slot)])
+    rig.arena.discard(second.slot)
+    assert rig.load(first) == str(FailureReason.WRONG_KEY)
+    assert rig.load(second) == str(FailureReason.MISSING)
+
+
+@pytest.mark.parametrize("verify_ram", SETTINGS)
+def test_no_setting_offers_bytes_of_a_secondary_tier_that_were_not_verified(verify_ram: VerifyRam) -> None:
+    """A chunk is verified when it is promoted. Afterwards it is a chunk in RAM like others."""
+    rig = Rig(verify_ram=verify_ram)
+    medium, secondary = ReferenceMedium(), Slot(((0, CHUNK_BYTES),))
+    rig.worker.bind_secondary_tiers({"disk": lambda namespace: medium})
+    [copy] = rig.store(SLOTS[0])
+
+    def move(move_id: int, direction: Direction) -> str | None:
+        moves = (TierMove(move_id, direction, "disk", copy.key, copy.slot, secondary),)
+        rig.worker.start_loads(StepPlan(moves=moves, namespace=b"n"))
+        rig.worker.results()
+        outcome = rig.worker.outcome()
+        assert outcome is not None
+        failure = outcome.moves[move_id].failure
+        return None if failure is None else str(failure.reason)
+
+    assert move(1, Direction.CASCADE) is None
+    rig.arena.discard(copy.slot)
+    assert move(2, Direction.PROMOTE) is None
+    assert rig.arena.sealed_checksum(copy.key, copy.slot) == xxhash.xxh3_128_digest(rig.content(copy))
+    assert rig.load(copy) is None
+
+    rig.arena.discard(copy.slot)
+    medium.views(secondary)[0][7] ^= 1
+    assert move(3, Direction.PROMOTE) == str(FailureReason.CHECKSUM)
+    assert {rig.load(copy) for _ in range(2 * SAMPLED_ONE_IN)} == {str(FailureReason.MISSING)}
+
+    medium.views(secondary)[0][7] ^= 1
+    assert move(4, Direction.PROMOTE) is None
+    flip(rig, copy)
+    found = {rig.load(copy) for _ in range(20 * SAMPLED_ONE_IN)}
+    bad = str(FailureReason.CHECKSUM)
+    assert found == {"always": {bad}, "sampled": {None, bad}, "off": {None}}[verify_ram]
+
+
+@pytest.mark.parametrize("verify_ram", SETTINGS)
+def test_no_setting_lets_a_disk_offer_bytes_that_changed_in_ram(verify_ram: VerifyRam) -> None:
+    rig = Rig(verify_ram=verify_ram)
+    medium = SummingMedium()
+    rig.worker.bind_secondary_tiers({"disk": lambda namespace: medium})
+    [copy] = rig.store(SLOTS[0])
+    flip(rig, copy)
+    moves = (TierMove(1, Direction.CASCADE, "disk", copy.key, copy.slot, Slot(((0, CHUNK_BYTES),))),)
+    rig.worker.start_loads(StepPlan(moves=moves, namespace=b"n"))
+    rig.worker.results()
+    outcome = rig.worker.outcome()
+    assert outcome is not None and outcome.moves[1].failure is not None
+    assert outcome.moves[1].failure.reason is FailureReason.CHECKSUM
+
+
+class SummingMedium(ReferenceMedium):
+    """Returns the checksum of the bytes that it stored, as the disk tier does."""
+
+    def poll(self) -> list[Completion]:
+        [(_, _, present, _)] = self._stored.values()
+        return [replace(each, checksum=xxhash.xxh3_128_digest(present)) for each in super().poll()]
+
+
+def rates(loads_gb: float, checksums_gb: float) -> CopyRates:
+    return CopyRates(1, (4096,), 1e9, loads_gb * 1e9, checksums_gb * 1e9, 0.1, ())
+
+
+@pytest.mark.parametrize(
+    ("configured", "measured", "is_overlapped", "chosen"),
+    [
+        (None, None, True, "always"),  # a CPU
+        ("off", None, True, "off"),
+        (None, rates(54, 72), True, "always"),
+        (None, rates(54, 52), True, "always"),
+        (None, rates(54, 51), True, "sampled"),
+        (None, rates(54, 72), False, "sampled"),  # each load waits for its own checksums
+        (None, rates(3, 72), False, "always"),
+        (None, rates(0, 0), True, "always"),  # not measured
+        ("always", rates(54, 14), True, "always"),
+        ("off", rates(3, 72), True, "off"),
+    ],
+)
+def test_the_default_reads_all_chunks_if_that_slows_loads_by_less_than_5_percent(
+    configured: VerifyRam | None, measured: CopyRates | None, is_overlapped: bool, chosen: VerifyRam
+) -> None:
+    assert choose_verify_ram(configured, measured, is_overlapped=is_overlapped) == chosen
+
+
+def test_the_start_says_which_chunks_are_verified_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "vllm.hybridkv.worker"):
+        choose_verify_ram(None, rates(54, 14), is_overlapped=True)
+        choose_verify_ram("off", None, is_overlapped=True)
+        choose_verify_ram(None, None, is_overlapped=True)
+    assert [record.message for record in caplog.records] == [
+        'verify_ram is "sampled", the default here; checksums of all chunks would slow loads by 74 % '
+        "(checksums 14.0 GB/s, loads 54.0 GB/s)",
+        'verify_ram is "off", as configured',
+    ]

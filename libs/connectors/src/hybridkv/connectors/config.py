@@ -18,6 +18,7 @@ _CHOICES = {
     "chunk_tokens": 'a number of tokens (int), or "auto"',
     "load": '"async" or "sync"',
     "copies": '"engine" or "native"',
+    "verify_ram": '"always", "sampled" or "off"',
     "checkpoints": '"auto" or "off"',
     "checkpoint_stops": "a number of steps (int)",
     "checkpoint_answers": "true or false",
@@ -160,6 +161,8 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         keep_share: largest share of each tier for prefixes that requests asked to keep; 0 keeps none.
         without_prefix_caching: prefix caching is off on purpose, and this model can resume prefixes.
         copies: on a GPU, "engine" copies with vLLM's own functions, "native" with kernels of hybridkv-cuda.
+        verify_ram: chunks in host memory that are compared with their checksum before a load: "always" all, "sampled" 1
+            in 16, "off" none. None: "always"; on a GPU "sampled" if "always" would slow loads by 5 % or more.
         on_reset: "clear" drops everything stored when vLLM resets its connector's cache, as it does before it sleeps;
             "keep" keeps it: the weights of this engine never change, as the operator knows.
         weights_digest: how weights are identified: "sampled" reads all headers and a sample of the data, "full" reads
@@ -180,6 +183,7 @@ class OffloadConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     keep_share: float = KEEP_SHARE
     without_prefix_caching: bool = False
     copies: Literal["engine", "native"] = "engine"
+    verify_ram: Literal["always", "sampled", "off"] | None = None
     on_reset: Literal["clear", "keep"] = "clear"
     weights_digest: str = "sampled"
     identity_ignores: tuple[str, ...] = ()

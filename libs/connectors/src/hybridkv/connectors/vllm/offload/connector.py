@@ -85,7 +85,7 @@ class HybridOffloadConnector(StoreConnector):
             arena = RamArena(sizes.rank_bytes, sizes.granule_bytes, memory, digest_threads)
             stores, loads = self._device.copy_engines(config.load)
             paths = CopyPaths(stores, loads, config.load_timeout_seconds, tiers.clock)
-            self._worker = OffloadWorker(layout, arena, paths, self._metrics)
+            self._worker = OffloadWorker(layout, arena, paths, self._metrics, config.verify_ram)
             if config.secondary:
                 self._worker.bind_secondary_tiers(
                     tiers.media(config, compat.rank(vllm_config), arena), tiers.opened_at_once(config)

@@ -1,6 +1,7 @@
 """Worker side of HybridOffloadConnector: executes plans. It plans nothing, and raises no error into the engine's step.
 
-A chunk is sealed with its key and checksum after it is copied out, and checked before any of its bytes is copied in.
+A chunk is sealed with its key and checksum after it is copied out, and checked before any of its bytes is copied in
+(`verify_ram` can leave out checksums there, not keys).
 The checksum is that of the bytes that the copy engine wrote, if it computes one; else it is computed from the slot.
 """
 
@@ -19,13 +20,14 @@ from hybridkv.connectors.vllm.common.copies.devices import CpuDevice, Device
 from hybridkv.connectors.vllm.common.copies.kv_memory import take_kv_memory, zeros_in
 from hybridkv.connectors.vllm.common.copies.lowering import GroupBlocks, JobLowering, RankMemory
 from hybridkv.connectors.vllm.common.copies.proof import prove_at_start
+from hybridkv.connectors.vllm.common.copies.ram_checks import RamChecks, VerifyRam, choose_verify_ram
 from hybridkv.connectors.vllm.common.copies.rank_worker import CopyJob, CopyPaths, LoadResults, RankWorker
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.messages import Load, LoadFailure, StepPlan, Store
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.tiers import Failure, FailureReason, Key, SealedMemory, Slot, TierMedium, is_shortage
 from hybridkv.tiers.stack import MoveOutcome, TierMover
-from hybridkv.transfer import CopyRuns, RecordDigests
+from hybridkv.transfer import CopyRuns, InlineCopyEngine, RecordDigests
 
 __all__ = ["DRAIN_S", "CopyPaths", "LoadResults", "OffloadWorker"]
 
@@ -49,12 +51,22 @@ class OffloadWorker(RankWorker):
         arena: this rank's part of the primary tier.
         paths: copy engines for loads and stores.
         metrics: the connector's metrics.
+        verify_ram: the setting, None if it is not set.
     """
 
-    def __init__(self, layout: CacheLayout, arena: SealedMemory, paths: CopyPaths, metrics: ConnectorMetrics) -> None:
+    def __init__(
+        self,
+        layout: CacheLayout,
+        arena: SealedMemory,
+        paths: CopyPaths,
+        metrics: ConnectorMetrics,
+        verify_ram: VerifyRam | None = None,
+    ) -> None:
         super().__init__(paths, metrics)
         self._layout = layout
         self._arena = arena
+        self._verify_ram = verify_ram
+        self._ram_checks = RamChecks(arena, verify_ram or "always")
         self._mover = TierMover(arena, {}, paths.clock)
         self._open_medium: Mapping[str, Callable[[bytes], TierMedium]] = {}
         self._opened_at_start: frozenset[str] = frozenset()
@@ -97,7 +109,10 @@ class OffloadWorker(RankWorker):
         memory.register(engines)
         for engine in engines:
             engine.register(self._arena.base_address, self._arena.capacity_bytes, "arena")
-        prove_at_start(memory, self._arena, self._paths, device)
+        rates = prove_at_start(memory, self._arena, self._paths, device)
+        is_overlapped = not isinstance(self._paths.loads, InlineCopyEngine)
+        chosen = choose_verify_ram(self._verify_ram, rates, is_overlapped=is_overlapped)
+        self._ram_checks = RamChecks(self._arena, chosen)
 
     def start_loads(self, plan: StepPlan) -> None:
         """Submits the step's loads and its moves between tiers."""
@@ -191,7 +206,7 @@ class OffloadWorker(RankWorker):
             return job.failures[0].detail
         # Blocks of the engine have no checksum.
         chunks = [(key, slot) for key, slot, is_local in load.copies.chunks() if not is_local]
-        return self._record_failures(job, chunks, self._arena.check_all(chunks))
+        return self._record_failures(job, chunks, self._ram_checks.check_all(chunks))
 
     def _discard(self, store: Store, _: CopyJob) -> str | None:
         for chunk in store.copies.chunks():

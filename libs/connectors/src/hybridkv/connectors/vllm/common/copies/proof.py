@@ -78,8 +78,8 @@ class CopyRates:
     untried: tuple[str, ...]
 
 
-def prove_at_start(memory: KVMemory, arena: SealedMemory, paths: CopyPaths, device: Device) -> None:
-    """Proves the copies of a GPU, and logs their rates. Does nothing on a CPU.
+def prove_at_start(memory: KVMemory, arena: SealedMemory, paths: CopyPaths, device: Device) -> CopyRates | None:
+    """Proves the copies of a GPU, logs their rates and returns them. On a CPU does nothing and returns None.
 
     Args:
         memory: the engine's memory.
@@ -91,7 +91,7 @@ def prove_at_start(memory: KVMemory, arena: SealedMemory, paths: CopyPaths, devi
         ConfigurationError: see `prove_copies`.
     """
     if not isinstance(device, GpuDevice):
-        return
+        return None
     sides = RankMemory(memory.pages, memory.cut, zeros_in(memory.zeros), arena)
     seed = secrets.randbits(32)
     logger.info("proving copies of this GPU, seed %d", seed)
@@ -107,6 +107,7 @@ def prove_at_start(memory: KVMemory, arena: SealedMemory, paths: CopyPaths, devi
         rates.seconds,
         f"; fences of {' and '.join(rates.untried)} were not tried: compute was too short" if rates.untried else "",
     )
+    return rates
 
 
 def prove_copies(
