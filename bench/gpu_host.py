@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from kernel_simulation import pointers, simulation
+from kernel_simulation import row_pointer, simulation
 
 from hybridkv.connectors.vllm.common.copies.devices import MAX_BATCH_COPIES
 from hybridkv.native import Lowering
@@ -80,7 +80,7 @@ class IdleDevice:
         for start in range(0, len(sources), MAX_BATCH_COPIES):
             part = slice(start, start + MAX_BATCH_COPIES)
             for column in (sources, destinations, num_bytes):
-                torch.from_numpy(np.array(column[part]))
+                torch.from_numpy(column[part])
 
     def is_pinned(self, address: int) -> bool:
         return ARENA <= address < ARENA + JOB_BYTES
@@ -116,18 +116,17 @@ class SampleJob:
         self.memory = self.memory.with_region(CACHE, self.cache_bytes, "kv cache")
 
     def lower(self, is_store: bool) -> CopyRuns:
-        return CopyRuns(*self._lowering.lower(is_store, *self._table)[:3])
+        rows, num_runs, total_bytes, spans, _, _ = self._lowering.lower(is_store, *self._table)
+        return CopyRuns.of_rows(rows, num_runs, total_bytes, spans)
 
     def plan_s(self, runs: CopyRuns, rounds: int) -> float:
         tuning = CopyTuning()
         sizes = tuning.large_run_bytes, tuning.direct_job_bytes, tuning.part_bytes, tuning.tile_bytes
-        columns, count = pointers(runs)
         timed = simulation().hybridkv_time_plan
         timed.restype = ctypes.c_double
         return float(
             timed(
-                *columns,
-                count,
+                *row_pointer(runs),
                 (ctypes.c_uint64 * 2)(CACHE, CACHE + self.cache_bytes),
                 ctypes.c_uint64(1),
                 ctypes.c_uint64(STAGING),

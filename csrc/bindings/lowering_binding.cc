@@ -28,12 +28,18 @@ std::span<const T> array_of(const nb::bytes& bytes, const char* message) {
 
 using Array = nb::ndarray<nb::numpy, std::int64_t, nb::ndim<1>>;
 
-Array array_from(std::vector<std::int64_t>&& numbers) {
-  auto kept = std::make_unique<std::vector<std::int64_t>>(std::move(numbers));
-  std::int64_t* const data = kept->data();
-  const std::size_t size = kept->size();
+using Words = nb::ndarray<const std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using WritableWords = nb::ndarray<std::int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+// Words of the elements, which are words or structs of words.
+template <typename Element>
+Array array_from(std::vector<Element>&& elements) {
+  static_assert(sizeof(Element) % sizeof(std::int64_t) == 0);
+  auto kept = std::make_unique<std::vector<Element>>(std::move(elements));
+  auto* const data = reinterpret_cast<std::int64_t*>(kept->data());
+  const std::size_t size = kept->size() * (sizeof(Element) / sizeof(std::int64_t));
   const nb::capsule owner(kept.get(),
-                          [](void* pointer) noexcept { delete static_cast<std::vector<std::int64_t>*>(pointer); });
+                          [](void* pointer) noexcept { delete static_cast<std::vector<Element>*>(pointer); });
   (void)kept.release();
   return Array(data, {size}, owner);
 }
@@ -57,6 +63,32 @@ void add_part(cpu::Lowering& lowering, std::int32_t group_index, std::int64_t st
   lowering.add_part(group_index, start, end, std::move(pages));
 }
 
+// Rows of six words: `CopyRow`.
+std::span<const CopyRow> rows_of(const Words& words) {
+  constexpr std::size_t kWords = sizeof(CopyRow) / sizeof(std::int64_t);
+  if (words.size() % kWords != 0) throw std::invalid_argument("rows: expected rows of six words");
+  return {reinterpret_cast<const CopyRow*>(words.data()), words.size() / kWords};
+}
+
+void expand_rows(const Words& words, const WritableWords& sources, const WritableWords& destinations,
+                 const WritableWords& num_bytes) {
+  const std::span<const CopyRow> rows = rows_of(words);
+  const std::size_t num_runs = sources.size();
+  if (destinations.size() != num_runs || num_bytes.size() != num_runs) {
+    throw std::invalid_argument("sources, destinations, num_bytes: expected arrays of one length");
+  }
+  std::size_t counted = 0;
+  for (const CopyRow& row : rows) {
+    if (row.num_runs < 1 || static_cast<std::size_t>(row.num_runs) > num_runs - counted) {
+      throw std::invalid_argument("rows: expected as many runs as the arrays have elements");
+    }
+    counted += static_cast<std::size_t>(row.num_runs);
+  }
+  if (counted != num_runs) throw std::invalid_argument("rows: expected as many runs as the arrays have elements");
+  const Unlocked unlocked;
+  cpu::expand(rows, sources.data(), destinations.data(), num_bytes.data());
+}
+
 nb::tuple lower(const cpu::Lowering& lowering, bool is_store, const nb::bytes& shapes, const nb::bytes& block_ids,
                 const nb::bytes& local_ids, const nb::bytes& extents) {
   const cpu::CopyTable table{array_of<cpu::CopyShape>(shapes, "shapes: expected rows of ten half words"),
@@ -68,13 +100,17 @@ nb::tuple lower(const cpu::Lowering& lowering, bool is_store, const nb::bytes& s
     const Unlocked unlocked;
     runs = is_store ? lowering.store(table) : lowering.load(table);
   }
-  return nb::make_tuple(array_from(std::move(runs.sources)), array_from(std::move(runs.destinations)),
-                        array_from(std::move(runs.num_bytes)), array_from(std::move(runs.ends)), runs.zero_bytes);
+  return nb::make_tuple(array_from(std::move(runs.rows)), runs.num_runs, runs.total_bytes,
+                        nb::make_tuple(runs.sources.begin, runs.sources.end, runs.destinations.begin,
+                                       runs.destinations.end),
+                        array_from(std::move(runs.ends)), runs.zero_bytes);
 }
 
 }  // namespace
 
 void bind_lowering(nb::module_& module) {
+  module.def("expand_rows", &expand_rows, "rows"_a.noconvert(), "sources"_a.noconvert(), "destinations"_a.noconvert(),
+             "num_bytes"_a.noconvert());
   nb::class_<cpu::Lowering>(module, "Lowering")
       .def(nb::init<std::int64_t, std::int64_t, std::int64_t, std::int64_t>(), "arena_address"_a, "arena_bytes"_a,
            "zeros_address"_a, "zeros_bytes"_a)

@@ -1,6 +1,7 @@
 #include "csrc/cpu/lowering.h"
 
 #include <algorithm>
+#include <cstring>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -89,6 +90,66 @@ void require_pages(const BlockPages& pages) {
   }
 }
 
+// Writes `count` numbers, from `first` on in equal steps. Unsigned, because rows from Python may hold any numbers; four
+// at a time, because compilers do not vectorize the plain loop.
+void write_steps(std::int64_t* out, std::size_t count, std::int64_t first, std::int64_t step) {
+  using Two [[gnu::vector_size(16)]] = std::uint64_t;
+  const auto begin = static_cast<std::uint64_t>(first), each = static_cast<std::uint64_t>(step);
+  Two low = {begin, begin + each}, high = {begin + 2 * each, begin + 3 * each};
+  const Two steps = {4 * each, 4 * each};
+  std::size_t done = 0;
+  for (; done + 4 <= count; done += 4, low += steps, high += steps) {
+    std::memcpy(out + done, &low, sizeof low);
+    std::memcpy(out + done + 2, &high, sizeof high);
+  }
+  for (; done < count; ++done) out[done] = static_cast<std::int64_t>(begin + done * each);
+}
+
+// Addresses [begin, end) of all runs of a row, on one side.
+Span span_of(std::int64_t first, std::int64_t step, const CopyRow& row) {
+  const std::int64_t last = first + (row.num_runs - 1) * step;
+  return {std::min(first, last), std::max(first, last) + row.num_bytes};
+}
+
+void measure(LoweredRuns& runs) {
+  if (runs.rows.empty()) return;
+  const CopyRow& first = runs.rows.front();
+  Span sources = span_of(first.source, first.source_step, first);
+  Span destinations = span_of(first.destination, first.destination_step, first);
+  std::int64_t total_bytes = 0;
+  for (const CopyRow& row : runs.rows) {
+    const Span source = span_of(row.source, row.source_step, row);
+    const Span destination = span_of(row.destination, row.destination_step, row);
+    sources = {std::min(sources.begin, source.begin), std::max(sources.end, source.end)};
+    destinations = {std::min(destinations.begin, destination.begin), std::max(destinations.end, destination.end)};
+    total_bytes += row.num_runs * row.num_bytes;
+  }
+  runs.sources = sources;
+  runs.destinations = destinations;
+  runs.total_bytes = total_bytes;
+}
+
+// Finds the rows of columns. Addresses are checked, so differences do not overflow.
+std::vector<ColumnRow> rows_of(const std::vector<PageColumn>& columns) {
+  std::vector<ColumnRow> rows;
+  for (std::size_t column = 0; column < columns.size(); ++column) {
+    if (column > 0) {
+      const PageColumn &last = columns[column - 1], &next = columns[column];
+      ColumnRow& row = rows.back();
+      const std::int64_t address_step = next.address - last.address, offset_step = next.offset - last.offset;
+      const bool is_alike = next.page_bytes == last.page_bytes && next.stride_bytes == last.stride_bytes;
+      if (is_alike && (row.count == 1 || (address_step == row.address_step && offset_step == row.offset_step))) {
+        row.address_step = address_step;
+        row.offset_step = offset_step;
+        ++row.count;
+        continue;
+      }
+    }
+    rows.push_back({column, 1, 0, 0});
+  }
+  return rows;
+}
+
 void require_blocks(std::span<const std::int32_t> ids, const BlockPages& pages) {
   for (const std::int32_t id : ids) {
     if (id < 0 || id >= pages.num_blocks) {
@@ -99,13 +160,26 @@ void require_blocks(std::span<const std::int32_t> ids, const BlockPages& pages) 
 
 }  // namespace
 
-// Collects runs, and joins adjacent ones.
+void expand(std::span<const CopyRow> rows, std::int64_t* sources, std::int64_t* destinations, std::int64_t* num_bytes) {
+  for (const CopyRow& row : rows) {
+    const auto count = static_cast<std::size_t>(row.num_runs);
+    write_steps(sources, count, row.source, row.source_step);
+    write_steps(destinations, count, row.destination, row.destination_step);
+    write_steps(num_bytes, count, row.num_bytes, 0);
+    sources += count;
+    destinations += count;
+    num_bytes += count;
+  }
+}
+
+// Collects runs in rows, and joins adjacent ones.
 class Lowering::Emitter {
  public:
   Emitter(const Lowering& lowering, bool is_store, LoweredRuns& out)
       : lowering_(lowering), is_store_(is_store), out_(out) {}
 
   bool is_store() const { return is_store_; }
+  void end_copy() { out_.ends.push_back(out_.num_runs); }
   std::int64_t slot_bytes() const { return slot_bytes_; }
 
   // Reserves memory for the next pieces.
@@ -151,6 +225,28 @@ class Lowering::Emitter {
     }
   }
 
+  // Adds a row of pages. A store may add only pages that follow each other in the chunk.
+  void place_row(const BlockPages& pages, const ColumnRow& columns, std::int64_t block_id, std::int64_t block_offset) {
+    const PageColumn& first = pages.columns[columns.first];
+    const std::int64_t address = first.address + block_id * first.stride_bytes;
+    const std::int64_t offset = block_offset + first.offset;
+    const auto count = static_cast<std::int64_t>(columns.count);
+    while (offset >= extent_start_ + extent_->num_bytes) extent_start_ += (extent_++)->num_bytes;
+    const std::int64_t into = offset - extent_start_;
+    if (into + (count - 1) * columns.offset_step + first.page_bytes > extent_->num_bytes) {
+      for (std::int64_t page = 0; page < count; ++page) {
+        place(address + page * columns.address_step, offset + page * columns.offset_step, first.page_bytes);
+      }
+      return;
+    }
+    const std::int64_t stored = lowering_.arena_address_ + extent_->offset + into;
+    if (is_store_) {
+      row(address, stored, columns.address_step, columns.offset_step, first.page_bytes, count);
+    } else {
+      row(stored, address, columns.offset_step, columns.address_step, first.page_bytes, count);
+    }
+  }
+
   // Adds zeros at [offset, end) of the slot.
   void place_zeros(std::int64_t offset, std::int64_t end) {
     if (end - offset > kMemoryEnd - out_.zero_bytes) refuse("a job has more zeros than memory has bytes");
@@ -164,19 +260,59 @@ class Lowering::Emitter {
   }
 
   void run(std::int64_t source, std::int64_t destination, std::int64_t num_bytes) {
-    if (!is_parted_ && source == next_source_ && destination == next_destination_) {
-      out_.num_bytes.back() += num_bytes;
+    if (joins(source, destination)) {
+      if (out_.rows.back().num_runs > 1) split_last();
+      out_.rows.back().num_bytes += num_bytes;
     } else {
-      out_.sources.push_back(source);
-      out_.destinations.push_back(destination);
-      out_.num_bytes.push_back(num_bytes);
-      is_parted_ = false;
+      push(source, destination, 0, 0, num_bytes, 1);
     }
     next_source_ = source + num_bytes;
     next_destination_ = destination + num_bytes;
   }
 
+  // The parameters are those of `CopyRow`. A struct by value would cost a third of the time of a job.
+  void row(std::int64_t source, std::int64_t destination, std::int64_t source_step, std::int64_t destination_step,
+           std::int64_t num_bytes, std::int64_t num_runs) {
+    if (source_step == num_bytes && destination_step == num_bytes) {
+      run(source, destination, num_bytes * num_runs);
+      return;
+    }
+    if (num_runs > 1 && joins(source, destination)) {
+      run(source, destination, num_bytes);
+      source += source_step;
+      destination += destination_step;
+      --num_runs;
+    }
+    if (num_runs == 1) {
+      run(source, destination, num_bytes);
+      return;
+    }
+    push(source, destination, source_step, destination_step, num_bytes, num_runs);
+    next_source_ = source + (num_runs - 1) * source_step + num_bytes;
+    next_destination_ = destination + (num_runs - 1) * destination_step + num_bytes;
+  }
+
  private:
+  bool joins(std::int64_t source, std::int64_t destination) const {
+    return !is_parted_ && source == next_source_ && destination == next_destination_;
+  }
+
+  // Makes the last run of the last row a row of its own.
+  void split_last() {
+    CopyRow& last = out_.rows.back();
+    --last.num_runs;
+    const std::int64_t before = last.num_runs;
+    out_.rows.push_back({last.source + before * last.source_step, last.destination + before * last.destination_step, 0,
+                         0, last.num_bytes, 1});
+  }
+
+  void push(std::int64_t source, std::int64_t destination, std::int64_t source_step, std::int64_t destination_step,
+            std::int64_t num_bytes, std::int64_t num_runs) {
+    out_.rows.emplace_back(source, destination, source_step, destination_step, num_bytes, num_runs);
+    out_.num_runs += num_runs;
+    is_parted_ = false;
+  }
+
   const Lowering& lowering_;
   const bool is_store_;
   LoweredRuns& out_;
@@ -202,6 +338,7 @@ Lowering::Lowering(std::int64_t arena_address, std::int64_t arena_bytes, std::in
 
 void Lowering::add_group(std::int32_t group_index, std::int64_t block_tokens, BlockPages pages) {
   require_pages(pages);
+  pages.rows = rows_of(pages.columns);
   if (block_tokens < 0) refuse("block_tokens: expected at least 0, got " + text(block_tokens));
   const std::unique_lock lock(changes_);
   groups_.insert_or_assign(group_index, Group{block_tokens, std::move(pages)});
@@ -209,6 +346,7 @@ void Lowering::add_group(std::int32_t group_index, std::int64_t block_tokens, Bl
 
 void Lowering::add_part(std::int32_t group_index, std::int64_t start, std::int64_t end, BlockPages pages) {
   require_pages(pages);
+  pages.rows = rows_of(pages.columns);
   if (start < 0 || end <= start) refuse("tokens " + text(start) + " to " + text(end) + " are none of a block's");
   const std::unique_lock lock(changes_);
   // Not an assignment: another thread may use the old pages.
@@ -222,6 +360,7 @@ LoweredRuns Lowering::store(const CopyTable& table) const { return lower(table, 
 LoweredRuns Lowering::lower(const CopyTable& table, bool is_store) const {
   const std::shared_lock lock(changes_);
   LoweredRuns runs;
+  runs.rows.reserve(table.block_ids.size());  // usually a row for each block
   Emitter out(*this, is_store, runs);
   // The arena may end where the engine's memory begins, and a run must not cross two registrations.
   for (const bool is_local : {false, true}) {
@@ -249,7 +388,7 @@ LoweredRuns Lowering::lower(const CopyTable& table, bool is_store) const {
         copy_chunk(shape, group->second, ids.data(), out);
         if (is_store) {
           out.part_here();
-          runs.ends.push_back(static_cast<std::int64_t>(runs.num_bytes.size()));
+          out.end_copy();
         }
       }
     }
@@ -258,6 +397,7 @@ LoweredRuns Lowering::lower(const CopyTable& table, bool is_store) const {
     slots.require_end();
     out.part_here();
   }
+  measure(runs);
   return runs;
 }
 
@@ -323,19 +463,25 @@ void Lowering::copy_chunk(const CopyShape& shape, const Group& group, const std:
     for (std::int64_t block = from; block < to; ++block) {
       const std::int64_t id = ids[block - begin];
       const std::int64_t block_offset = piece_offset + (block - first) * pages->block_bytes;
-      if (!out.is_store()) {
-        for (const PageColumn& column : pages->columns) {
-          out.place(column.address + id * column.stride_bytes, block_offset + column.offset, column.page_bytes);
-        }
-        continue;
-      }
       std::int64_t at = 0;
-      for (const PageColumn& column : pages->columns) {
-        if (at < column.offset) out.place_zeros(block_offset + at, block_offset + column.offset);
-        out.place(column.address + id * column.stride_bytes, block_offset + column.offset, column.page_bytes);
-        at = column.offset + column.page_bytes;
+      for (const ColumnRow& row : pages->rows) {
+        const PageColumn& leading = pages->columns[row.first];
+        if (!out.is_store() || row.count == 1 || row.offset_step == leading.page_bytes) {
+          if (out.is_store() && at < leading.offset) out.place_zeros(block_offset + at, block_offset + leading.offset);
+          out.place_row(*pages, row, id, block_offset);
+          at = leading.offset + static_cast<std::int64_t>(row.count - 1) * row.offset_step + leading.page_bytes;
+          continue;
+        }
+        for (std::size_t number = row.first; number < row.first + row.count; ++number) {
+          const PageColumn& column = pages->columns[number];
+          if (at < column.offset) out.place_zeros(block_offset + at, block_offset + column.offset);
+          out.place(column.address + id * column.stride_bytes, block_offset + column.offset, column.page_bytes);
+          at = column.offset + column.page_bytes;
+        }
       }
-      if (at < pages->block_bytes) out.place_zeros(block_offset + at, block_offset + pages->block_bytes);
+      if (out.is_store() && at < pages->block_bytes) {
+        out.place_zeros(block_offset + at, block_offset + pages->block_bytes);
+      }
     }
     piece_offset = needed;
   }
@@ -356,9 +502,11 @@ void Lowering::copy_local(const CopyShape& shape, const Group& group, const std:
   }
   out.expect(count * static_cast<std::int64_t>(group.pages.columns.size()));
   for (std::int64_t block = 0; block < count; ++block) {
-    for (const PageColumn& column : group.pages.columns) {
-      out.run(column.address + local_ids[block] * column.stride_bytes,
-              column.address + ids[block] * column.stride_bytes, column.page_bytes);
+    for (const ColumnRow& row : group.pages.rows) {
+      const PageColumn& leading = group.pages.columns[row.first];
+      out.row(leading.address + local_ids[block] * leading.stride_bytes,
+              leading.address + ids[block] * leading.stride_bytes, row.address_step, row.address_step,
+              leading.page_bytes, static_cast<std::int64_t>(row.count));
     }
   }
 }

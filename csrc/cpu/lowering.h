@@ -1,4 +1,5 @@
-// Lowering of chunk copies to runs of bytes: finds each page of a job in the engine's memory and in a slot.
+// Lowering of chunk copies to rows of runs: finds each page of a job in the engine's memory and in a slot. Its time
+// depends on the number of blocks, and on that of pages only where pages of a block do not lie in equal steps.
 //
 // A job is a table of a few arrays that Python fills, so a lowering needs no object per chunk and no interpreter.
 // tests/kits/plain_lowering.py is a model that lowers one chunk at a time; tests compare both. It copies nothing and
@@ -15,6 +16,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "hybridkv/copy_run.h"
+
 namespace hybridkv::cpu {
 
 // One page of each block of a group, and its place in a block of a stored chunk.
@@ -25,11 +28,20 @@ struct PageColumn {
   std::int64_t offset;        // in the chunk's block
 };
 
+// Consecutive columns of equal page_bytes and stride_bytes, in equal steps in the engine's memory and in a chunk.
+struct ColumnRow {
+  std::size_t first;
+  std::size_t count;
+  std::int64_t address_step;
+  std::int64_t offset_step;
+};
+
 // All pages of a group, or those of some tokens of each block. The rest of a chunk's block is zeros.
 struct BlockPages {
   std::vector<PageColumn> columns;  // offsets ascend
   std::int64_t block_bytes;         // in a stored chunk
   std::int64_t num_blocks;          // of the engine's pool
+  std::vector<ColumnRow> rows = {};  // of all columns; set by `Lowering`
 };
 
 // Consecutive copies that differ only in blocks and slots.
@@ -63,14 +75,25 @@ struct CopyTable {
   std::span<const SlotExtent> extents;
 };
 
-// Runs of a job, as arrays of one length.
+// Addresses [begin, end) that contain all runs of one side. Empty without runs.
+struct Span {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+};
+
+// Runs of a job in rows. Runs that are adjacent on both sides are one run.
 struct LoweredRuns {
-  std::vector<std::int64_t> sources;
-  std::vector<std::int64_t> destinations;
-  std::vector<std::int64_t> num_bytes;
+  std::vector<CopyRow> rows;
+  std::int64_t num_runs = 0;
+  std::int64_t total_bytes = 0;
+  Span sources;
+  Span destinations;
   std::vector<std::int64_t> ends;  // stores: for each copy, the number of runs up to its end
   std::int64_t zero_bytes = 0;     // stores: bytes outside of pages
 };
+
+// Writes the runs of the rows to arrays of as many elements as there are runs.
+void expand(std::span<const CopyRow> rows, std::int64_t* sources, std::int64_t* destinations, std::int64_t* num_bytes);
 
 // Addresses of a rank's pages and its arena. One thread may lower while another adds pages.
 class Lowering {

@@ -20,7 +20,7 @@ namespace {
 using namespace hybridkv::cuda;
 
 // Version of this interface. Increment it when a function changes.
-constexpr std::int32_t kInterfaceVersion = 2;
+constexpr std::int32_t kInterfaceVersion = 3;
 
 void require(const Status& status) {
   if (!status.ok()) throw std::runtime_error(status.message());
@@ -59,10 +59,10 @@ class Copier final : public Gpu {
   Copier& operator=(const Copier&) = delete;
   ~Copier() { release(); }
 
-  void copy(const Runs& runs, std::span<const AddressRange> device, cudaEvent_t caller) {
+  void copy(Rows rows, std::span<const AddressRange> device, cudaEvent_t caller) {
     enter();
     caller_ = caller;
-    job_->copy(runs, device);
+    job_->copy(rows, device);
   }
 
   void wait_for_caller(Queue queue) override {
@@ -173,16 +173,14 @@ int hybridkv_cuda_open(std::int32_t device, const std::uint64_t* limits, void** 
 
 void hybridkv_cuda_close(void* copier) { delete static_cast<Copier*>(copier); }
 
-// Copies `count` runs after the event `caller`, and returns after all bytes are copied. `device` holds the (begin, end)
-// of ranges of GPU memory, ascending, without overlaps.
-int hybridkv_cuda_copy(void* copier, std::uint64_t caller, const std::uint64_t* sources,
-                       const std::uint64_t* destinations, const std::uint64_t* sizes, std::uint64_t count,
+// Copies `count` rows of runs after the event `caller`, and returns after all bytes are copied. `device` holds the
+// (begin, end) of ranges of GPU memory, ascending, without overlaps.
+int hybridkv_cuda_copy(void* copier, std::uint64_t caller, const hybridkv::CopyRow* rows, std::uint64_t count,
                        const std::uint64_t* device, std::uint64_t num_ranges, char* error, std::uint64_t error_bytes) {
   static_assert(sizeof(AddressRange) == 2 * sizeof(std::uint64_t));
   return guarded(error, error_bytes, [&] {
-    const Runs runs{{sources, count}, {destinations, count}, {sizes, count}};
     const std::span<const AddressRange> ranges(reinterpret_cast<const AddressRange*>(device), num_ranges);
-    static_cast<Copier*>(copier)->copy(runs, ranges, reinterpret_cast<cudaEvent_t>(caller));
+    static_cast<Copier*>(copier)->copy({rows, count}, ranges, reinterpret_cast<cudaEvent_t>(caller));
   });
 }
 

@@ -11,17 +11,56 @@ constexpr std::uint64_t kHighest = std::numeric_limits<std::uint64_t>::max();
 // Limit for the tiles of one launch: the kernel counts them in 32 bits.
 constexpr std::uint64_t kMostTiles = std::uint64_t{1} << 31;
 
-// Finds whether an address is GPU memory. Tries the last range first, because neighbours follow each other.
+std::uint64_t word(std::int64_t number) { return static_cast<std::uint64_t>(number); }
+
+std::uint64_t total_bytes(const CopyRow& row) { return word(row.num_bytes) * word(row.num_runs); }
+
+// Runs [first, first + count) of a row.
+CopyRow part_of(const CopyRow& row, std::int64_t first, std::int64_t count) {
+  CopyRow part = row;
+  part.source += first * row.source_step;
+  part.destination += first * row.destination_step;
+  part.num_runs = count;
+  return part;
+}
+
+enum class Place { kHost, kDevice, kBoth };
+
+// Finds whether addresses are GPU memory. Tries the last answer first, because neighbours follow each other.
 class Locator {
  public:
   explicit Locator(std::span<const AddressRange> device) : device_(device) {}
 
+  // Of `count` addresses, from `first` on in equal steps.
+  Place find(std::uint64_t first, std::int64_t step, std::int64_t count) {
+    if (step != step_ || count != count_ || first < low_ || first >= high_) look_up_row(first, step, count);
+    return place_;
+  }
+
+ private:
   bool on_device(std::uint64_t address) {
     if (address < begin_ || address >= end_) look_up(address);
     return answer_;
   }
 
- private:
+  // Also finds how far another row may begin from here for the same answer: each of its addresses must stay in the
+  // range where the address of this row is.
+  void look_up_row(std::uint64_t first, std::int64_t step, std::int64_t count) {
+    step_ = step;
+    count_ = count;
+    std::uint64_t below = first, above = kHighest - first;
+    std::uint64_t address = first;
+    bool is_any_on_host = false, is_any_on_device = false;
+    for (std::int64_t number = 0; number < count; ++number, address += word(step)) {
+      (on_device(address) ? is_any_on_device : is_any_on_host) = true;
+      below = std::min(below, address - begin_);
+      above = std::min(above, end_ - address);
+    }
+    low_ = first - below;
+    high_ = first + above;
+    place_ = !is_any_on_device ? Place::kHost : is_any_on_host ? Place::kBoth : Place::kDevice;
+  }
+
   void look_up(std::uint64_t address) {
     const auto after = std::upper_bound(device_.begin(), device_.end(), address,
                                         [](std::uint64_t one, const AddressRange& range) { return one < range.begin; });
@@ -39,35 +78,63 @@ class Locator {
   std::uint64_t begin_ = 0;
   std::uint64_t end_ = 0;  // [begin_, end_) has `answer_`
   bool answer_ = false;
+  std::int64_t step_ = 0, count_ = 0;
+  std::uint64_t low_ = 0;
+  std::uint64_t high_ = 0;  // rows of these steps and this count that begin in [low_, high_) have `place_`
+  Place place_ = Place::kHost;
 };
 
 }  // namespace
 
-bool Table::add(std::uint64_t source, std::uint64_t destination, std::uint64_t num_bytes) {
-  if (num_rows_ > 0) {
-    FragmentRun& row = rows_[num_rows_ - 1];
-    const bool is_second = row.num_fragments == 1;
-    const auto source_step = static_cast<std::uint64_t>(row.source_stride);
-    const auto destination_step = static_cast<std::uint64_t>(row.destination_stride);
-    if (row.fragment_bytes == num_bytes &&
-        (is_second || (row.source + row.num_fragments * source_step == source &&
-                       row.destination + row.num_fragments * destination_step == destination))) {
-      if (num_tiles_ + row.tiles_per_fragment > kMostTiles) return false;
-      if (is_second) {
-        row.source_stride = static_cast<std::int64_t>(source - row.source);
-        row.destination_stride = static_cast<std::int64_t>(destination - row.destination);
-      }
-      ++row.num_fragments;
-      num_tiles_ += row.tiles_per_fragment;
-      return true;
-    }
-    if (num_rows_ == max_rows_) return false;
+bool Table::continues(const FragmentRun& last, const CopyRow& row) const {
+  if (last.fragment_bytes != word(row.num_bytes)) return false;
+  const std::uint64_t source_step = word(last.num_fragments == 1 ? row.source - static_cast<std::int64_t>(last.source)
+                                                                 : last.source_stride);
+  const std::uint64_t destination_step =
+      word(last.num_fragments == 1 ? row.destination - static_cast<std::int64_t>(last.destination)
+                                   : last.destination_stride);
+  if (row.num_runs > 1 && (word(row.source_step) != source_step || word(row.destination_step) != destination_step)) {
+    return false;
   }
-  const std::uint64_t tiles = (num_bytes + tile_bytes_ - 1) / tile_bytes_;
-  if (num_rows_ > 0 && num_tiles_ + tiles > kMostTiles) return false;
-  rows_[num_rows_++] = {source, destination, 0, 0, num_bytes, 1, num_tiles_, tiles};
-  num_tiles_ += tiles;
-  return true;
+  return last.source + last.num_fragments * source_step == word(row.source) &&
+         last.destination + last.num_fragments * destination_step == word(row.destination);
+}
+
+std::uint64_t Table::add(const CopyRow& row) {
+  // Divisions are most of the time of a plan, and rows are usually alike.
+  if (word(row.num_bytes) != fragment_bytes_) {
+    fragment_bytes_ = word(row.num_bytes);
+    tiles_per_fragment_ = (fragment_bytes_ + tile_bytes_ - 1) / tile_bytes_;
+  }
+  const std::uint64_t tiles = tiles_per_fragment_;
+  std::uint64_t count = word(row.num_runs);
+  if (count > kMostTiles || tiles > kMostTiles || count * tiles > kMostTiles - num_tiles_) {
+    count = std::min(count, (kMostTiles - num_tiles_) / tiles);
+  }
+  if (num_rows_ == 0) count = std::max<std::uint64_t>(count, 1);  // the first run fits, whatever its size
+  if (count == 0) return 0;
+  if (num_rows_ > 0 && continues(rows_[num_rows_ - 1], row)) {
+    FragmentRun& last = rows_[num_rows_ - 1];
+    if (last.num_fragments == 1) {
+      last.source_stride = row.source - static_cast<std::int64_t>(last.source);
+      last.destination_stride = row.destination - static_cast<std::int64_t>(last.destination);
+    }
+    last.num_fragments += count;
+  } else {
+    if (num_rows_ == max_rows_) return 0;
+    const bool is_one = count == 1;  // the next run may then follow in any steps
+    FragmentRun& next = rows_[num_rows_++];  // field by field: a copy of a struct would wait for its parts
+    next.source = word(row.source);
+    next.destination = word(row.destination);
+    next.source_stride = is_one ? 0 : row.source_step;
+    next.destination_stride = is_one ? 0 : row.destination_step;
+    next.fragment_bytes = word(row.num_bytes);
+    next.num_fragments = count;
+    next.first_tile = num_tiles_;
+    next.tiles_per_fragment = tiles;
+  }
+  num_tiles_ += count * tiles;
+  return count;
 }
 
 void JobCopier::Transfers::clear() {
@@ -99,9 +166,9 @@ void JobCopier::Transfers::add_piece(std::uint64_t source, std::uint64_t destina
   sizes_.push_back(num_bytes);
 }
 
-void JobCopier::copy(const Runs& runs, std::span<const AddressRange> device) {
+void JobCopier::copy(Rows rows, std::span<const AddressRange> device) {
   try {
-    enqueue(runs, device);
+    enqueue(rows, device);
   } catch (...) {
     try {
       gpu_.finish();  // enqueued copies may still write
@@ -113,57 +180,74 @@ void JobCopier::copy(const Runs& runs, std::span<const AddressRange> device) {
   gpu_.finish();
 }
 
-void JobCopier::enqueue(const Runs& runs, std::span<const AddressRange> device) {
+void JobCopier::enqueue(Rows rows, std::span<const AddressRange> device) {
   num_turns_ = 0;
   std::fill(std::begin(read_by_), std::end(read_by_), std::nullopt);
   for (auto& of_queue : is_recorded_) std::fill(std::begin(of_queue), std::end(of_queue), false);
-  choose_ways(runs, device);
+  choose_ways(rows, device);
   gpu_.wait_for_caller(Queue::kKernel);
   gpu_.wait_for_caller(Queue::kTransfer);
-  enqueue_batched(runs);
-  enqueue_direct(runs);
-  enqueue_staged(runs, stores_, true);
-  enqueue_staged(runs, loads_, false);
-  copy_within_host(runs);
+  enqueue_batched();
+  enqueue_direct();
+  enqueue_staged(stores_, true);
+  enqueue_staged(loads_, false);
+  copy_within_host();
 }
 
-void JobCopier::choose_ways(const Runs& runs, std::span<const AddressRange> device) {
-  ways_.resize(runs.sizes.size());
+void JobCopier::choose_ways(Rows rows, std::span<const AddressRange> device) {
+  rows_.clear();
+  ways_.clear();
   stores_.clear();
   loads_.clear();
-  Locator from(device), to(device);
   ways_in_job_ = 0;
-  for (std::size_t i = 0; i < ways_.size(); ++i) {
-    const std::uint64_t source = runs.sources[i], destination = runs.destinations[i], size = runs.sizes[i];
-    const bool from_device = from.on_device(source), to_device = to.on_device(destination);
-    if (!from_device && !to_device) {
-      ways_[i] = Way::kWithinHost;
-    } else if (size >= limits_.large_run_bytes) {
-      ways_[i] = Way::kBatched;
-    } else if (from_device && to_device) {
-      ways_[i] = Way::kDirect;
+  Locator from(device), to(device);
+  const auto choose = [&](const CopyRow& row) {
+    const Place source = from.find(word(row.source), row.source_step, row.num_runs);
+    const Place destination = to.find(word(row.destination), row.destination_step, row.num_runs);
+    if (source == Place::kBoth || destination == Place::kBoth) return false;
+    if (source == Place::kHost && destination == Place::kHost) {
+      add_row(row, Way::kWithinHost);
+    } else if (word(row.num_bytes) >= limits_.large_run_bytes) {
+      add_row(row, Way::kBatched);
+    } else if (source == destination) {
+      add_row(row, Way::kDirect);
     } else {
-      ways_[i] = Way::kStaged;
-      (from_device ? stores_ : loads_).add(i, from_device ? destination : source, size);
+      const bool is_store = source == Place::kDevice;
+      const std::int64_t host_step = is_store ? row.destination_step : row.source_step;
+      if (row.num_runs > 1 && host_step != row.num_bytes) return false;
+      const std::int64_t host = is_store ? row.destination : row.source;
+      (is_store ? stores_ : loads_).add(rows_.size(), word(host), total_bytes(row));
+      add_row(row, Way::kStaged);
     }
-    ways_in_job_ |= bit(ways_[i]);
+    return true;
+  };
+  for (const CopyRow& row : rows) {
+    if (choose(row)) continue;
+    for (std::int64_t run = 0; run < row.num_runs; ++run) choose(part_of(row, run, 1));
   }
-  sort_or_drop(runs, stores_, runs.destinations);
-  sort_or_drop(runs, loads_, runs.sources);
+  sort_or_drop(stores_, true);
+  sort_or_drop(loads_, false);
+}
+
+void JobCopier::add_row(const CopyRow& row, Way way) {
+  rows_.push_back(row);
+  ways_.push_back(way);
+  ways_in_job_ |= bit(way);
 }
 
 // Sorts by the host's addresses: neighbours on the host are neighbours in staging memory, and move together. Where
-// staging does not help, the runs become direct.
-void JobCopier::sort_or_drop(const Runs& runs, Small& small, std::span<const std::uint64_t> host) {
+// staging does not help, the rows become direct.
+void JobCopier::sort_or_drop(Small& small, bool is_store) {
   auto& indices = small.indices;
+  const auto host = [&](std::uint32_t i) { return word(is_store ? rows_[i].destination : rows_[i].source); };
   if (!small.is_sorted) {
     std::stable_sort(indices.begin(), indices.end(),
-                     [&](std::uint32_t one, std::uint32_t other) { return host[one] < host[other]; });
+                     [&](std::uint32_t one, std::uint32_t other) { return host(one) < host(other); });
   }
   std::uint64_t num_stretches = 0, end = kHighest;
   for (const std::uint32_t i : indices) {
-    if (host[i] != end) ++num_stretches;
-    end = host[i] + runs.sizes[i];
+    if (host(i) != end) ++num_stretches;
+    end = host(i) + total_bytes(rows_[i]);
   }
   if (small.num_bytes > limits_.direct_job_bytes &&
       small.num_bytes >= num_stretches * limits_.large_run_bytes) {
@@ -174,18 +258,23 @@ void JobCopier::sort_or_drop(const Runs& runs, Small& small, std::span<const std
   indices.clear();
 }
 
-void JobCopier::enqueue_batched(const Runs& runs) {
+void JobCopier::enqueue_batched() {
   if (!has(Way::kBatched)) return;
   moved_.clear();
   for (std::size_t i = 0; i < ways_.size(); ++i) {
-    if (ways_[i] == Way::kBatched) moved_.add(runs.sources[i], runs.destinations[i], runs.sizes[i]);
+    if (ways_[i] != Way::kBatched) continue;
+    for (std::int64_t number = 0; number < rows_[i].num_runs; ++number) {
+      const CopyRow run = part_of(rows_[i], number, 1);
+      moved_.add(word(run.source), word(run.destination), word(run.num_bytes));
+    }
   }
   gpu_.transfer(moved_.runs());
 }
 
-void JobCopier::enqueue_direct(const Runs& runs) {
+void JobCopier::enqueue_direct() {
   if (!has(Way::kDirect)) return;
   std::size_t i = 0;
+  std::int64_t done = 0;  // runs of row i that are in a table
   const auto skip = [&] {
     while (i < ways_.size() && ways_[i] != Way::kDirect) ++i;
     return i < ways_.size();
@@ -193,7 +282,15 @@ void JobCopier::enqueue_direct(const Runs& runs) {
   while (skip()) {
     const int part = next_part();
     Table table = table_of(part);
-    while (skip() && table.add(runs.sources[i], runs.destinations[i], runs.sizes[i])) ++i;
+    while (skip()) {
+      const auto added = static_cast<std::int64_t>(table.add(part_of(rows_[i], done, rows_[i].num_runs - done)));
+      if (added == 0) break;
+      done += added;
+      if (done == rows_[i].num_runs) {
+        ++i;
+        done = 0;
+      }
+    }
     gpu_.upload(Queue::kKernel, part, table.num_rows());
     gpu_.launch(part, table.num_rows(), table.num_tiles());
     record(Queue::kKernel, part);
@@ -201,8 +298,9 @@ void JobCopier::enqueue_direct(const Runs& runs) {
   }
 }
 
-void JobCopier::enqueue_staged(const Runs& runs, const Small& small, bool is_store) {
+void JobCopier::enqueue_staged(const Small& small, bool is_store) {
   const auto& indices = small.indices;
+  std::int64_t done = 0;  // runs of the first row that are in a part
   for (std::size_t first = 0; first < indices.size();) {
     const int part = next_part();
     Table table = table_of(part);
@@ -216,19 +314,33 @@ void JobCopier::enqueue_staged(const Runs& runs, const Small& small, bool is_sto
       const std::uint64_t num_bytes = host_end - host_begin;
       is_store ? moved_.add(place_begin, host_begin, num_bytes) : moved_.add(host_begin, place_begin, num_bytes);
     };
-    for (; first < indices.size(); ++first) {
-      const std::uint32_t i = indices[first];
-      const std::uint64_t source = runs.sources[i], destination = runs.destinations[i], size = runs.sizes[i];
-      if (size > limits_.part_bytes - used) break;
-      const std::uint64_t place = begin + used, host = is_store ? destination : source;
-      if (!(is_store ? table.add(source, place, size) : table.add(place, destination, size))) break;
+    while (first < indices.size()) {
+      const CopyRow& row = rows_[indices[first]];
+      std::int64_t count = row.num_runs - done;
+      const std::uint64_t room = limits_.part_bytes - used;
+      if (word(count) > room || word(count * row.num_bytes) > room) {
+        count = std::min(count, static_cast<std::int64_t>(room / word(row.num_bytes)));
+      }
+      if (count == 0) break;
+      const std::uint64_t place = begin + used;
+      CopyRow packed = part_of(row, done, count);
+      const std::uint64_t host = word(is_store ? packed.destination : packed.source);
+      (is_store ? packed.destination : packed.source) = static_cast<std::int64_t>(place);
+      (is_store ? packed.destination_step : packed.source_step) = packed.num_bytes;
+      const std::uint64_t added = table.add(packed);
+      if (added == 0) break;
       if (host != host_end) {
         move();
         host_begin = host;
         place_begin = place;
       }
-      host_end = host + size;
-      used += size;
+      host_end = host + added * word(row.num_bytes);
+      used += added * word(row.num_bytes);
+      done += static_cast<std::int64_t>(added);
+      if (done == row.num_runs) {
+        ++first;
+        done = 0;
+      }
     }
     move();
     is_store ? enqueue_store(part, table) : enqueue_load(part, table);
@@ -260,12 +372,15 @@ void JobCopier::enqueue_load(int part, const Table& table) {
   read_by_[part] = Queue::kTransfer;
 }
 
-void JobCopier::copy_within_host(const Runs& runs) const {
+void JobCopier::copy_within_host() const {
   if (!has(Way::kWithinHost)) return;
   for (std::size_t i = 0; i < ways_.size(); ++i) {
     if (ways_[i] != Way::kWithinHost) continue;
-    std::memmove(reinterpret_cast<void*>(runs.destinations[i]), reinterpret_cast<const void*>(runs.sources[i]),
-                 runs.sizes[i]);
+    for (std::int64_t number = 0; number < rows_[i].num_runs; ++number) {
+      const CopyRow run = part_of(rows_[i], number, 1);
+      std::memmove(reinterpret_cast<void*>(run.destination), reinterpret_cast<const void*>(run.source),
+                   word(run.num_bytes));
+    }
   }
 }
 

@@ -1,4 +1,6 @@
-// Plan of one job of copies between a GPU's memory and pinned host memory: the way of each run, and their order.
+// Plan of one job of copies between a GPU's memory and pinned host memory: the way of each row of runs, and their order.
+// Its time depends on the number of rows, and on that of runs only for batched runs and for rows that do not go to or
+// come from one stretch of the host's memory.
 //
 // Three ways:
 //
@@ -21,6 +23,7 @@
 #include <vector>
 
 #include "fragments.h"
+#include "hybridkv/copy_run.h"
 
 namespace hybridkv::cuda {
 
@@ -30,7 +33,10 @@ inline constexpr int kParts = 4;
 // Rows in the table of one part.
 inline constexpr std::size_t kPartRows = 8192;
 
-// Copies of `sizes[i]` bytes, at least one, from `sources[i]` to `destinations[i]`. No two destinations overlap.
+// Copies of a job. No two destinations overlap, and numbers are not negative but for steps.
+using Rows = std::span<const CopyRow>;
+
+// Copies by the GPU's copy engines: `sizes[i]` bytes, at least one, from `sources[i]` to `destinations[i]`.
 struct Runs {
   std::span<const std::uint64_t> sources;
   std::span<const std::uint64_t> destinations;
@@ -80,23 +86,27 @@ class Gpu {
 };
 
 // The table of the copy kernel. Runs of one size become one row where their sources and their destinations go on in
-// equal steps: the layers of a block, which lie equally apart in the engine's memory and follow each other in a chunk.
+// equal steps, also if they are added one by one.
 class Table {
  public:
   Table(FragmentRun* rows, std::size_t max_rows, std::uint64_t tile_bytes)
       : rows_(rows), max_rows_(max_rows), tile_bytes_(tile_bytes) {}
 
-  // False: the table is full, and the run is not in it.
-  bool add(std::uint64_t source, std::uint64_t destination, std::uint64_t num_bytes);
+  // Adds the first runs of a row, as many as fit. Returns how many.
+  std::uint64_t add(const CopyRow& row);
   std::size_t num_rows() const { return num_rows_; }
   std::uint64_t num_tiles() const { return num_tiles_; }
 
  private:
+  bool continues(const FragmentRun& last, const CopyRow& row) const;
+
   FragmentRun* rows_;
   std::size_t max_rows_;
   std::uint64_t tile_bytes_;
   std::size_t num_rows_ = 0;
   std::uint64_t num_tiles_ = 0;
+  std::uint64_t fragment_bytes_ = 0;
+  std::uint64_t tiles_per_fragment_ = 0;  // of fragments of `fragment_bytes_`
 };
 
 // Copies jobs, one after another. It keeps the memory of its lists from job to job: new memory costs more than the
@@ -111,7 +121,7 @@ class JobCopier {
   // and throws the same exception.
   //
   // `device`: ranges of GPU memory, ascending, without overlaps. All other addresses are host memory.
-  void copy(const Runs& runs, std::span<const AddressRange> device);
+  void copy(Rows rows, std::span<const AddressRange> device);
 
  private:
   enum class Way : std::uint8_t { kWithinHost, kBatched, kDirect, kStaged };
@@ -132,7 +142,7 @@ class JobCopier {
     std::vector<std::uint64_t> sources_, destinations_, sizes_;
   };
 
-  // The small runs of one direction.
+  // The small rows of one direction. Their runs are neighbours on the host.
   struct Small {
     std::vector<std::uint32_t> indices;
     std::uint64_t num_bytes = 0;
@@ -153,15 +163,16 @@ class JobCopier {
     }
   };
 
-  void enqueue(const Runs& runs, std::span<const AddressRange> device);
-  void choose_ways(const Runs& runs, std::span<const AddressRange> device);
-  void sort_or_drop(const Runs& runs, Small& small, std::span<const std::uint64_t> host);
-  void enqueue_batched(const Runs& runs);
-  void enqueue_direct(const Runs& runs);
-  void enqueue_staged(const Runs& runs, const Small& small, bool is_store);
+  void enqueue(Rows rows, std::span<const AddressRange> device);
+  void choose_ways(Rows rows, std::span<const AddressRange> device);
+  void add_row(const CopyRow& row, Way way);
+  void sort_or_drop(Small& small, bool is_store);
+  void enqueue_batched();
+  void enqueue_direct();
+  void enqueue_staged(const Small& small, bool is_store);
   void enqueue_store(int part, const Table& table);
   void enqueue_load(int part, const Table& table);
-  void copy_within_host(const Runs& runs) const;
+  void copy_within_host() const;
   static std::uint32_t bit(Way way) { return 1U << static_cast<int>(way); }
   bool has(Way way) const { return (ways_in_job_ & bit(way)) != 0; }
   int next_part() { return num_turns_++ % kParts; }
@@ -173,8 +184,9 @@ class JobCopier {
   const Limits limits_;
   Gpu& gpu_;
   // State of the current job.
-  std::vector<Way> ways_;
-  std::uint32_t ways_in_job_ = 0;  // bits of the ways of its runs, and perhaps of kStaged without any
+  std::vector<CopyRow> rows_;
+  std::vector<Way> ways_;          // of each row
+  std::uint32_t ways_in_job_ = 0;  // bits of these ways, and perhaps of kStaged without any
   Small stores_, loads_;
   Transfers moved_;
   int num_turns_ = 0;

@@ -18,6 +18,7 @@
 namespace {
 
 using namespace hybridkv::cuda;
+using hybridkv::CopyRow;
 
 // Callbacks of a test for each call of a job. 1: the call fails.
 struct Calls {
@@ -104,27 +105,28 @@ std::int64_t hybridkv_simulate_table(const FragmentRun* rows, std::uint64_t num_
   return memory.misaligned ? -1 : static_cast<std::int64_t>(memory.wide_words);
 }
 
-// The table of runs, as the kernel reads it. `rows` has room for `max_rows`. How many of the runs are in it.
-std::uint64_t hybridkv_fill_table(const std::uint64_t* sources, const std::uint64_t* destinations,
-                                  const std::uint64_t* sizes, std::uint64_t count, std::uint64_t tile_bytes,
+// The table of copies, as the kernel reads it. `rows` has room for `max_rows`. How many of the runs are in it.
+std::uint64_t hybridkv_fill_table(const CopyRow* copies, std::uint64_t count, std::uint64_t tile_bytes,
                                   FragmentRun* rows, std::uint64_t max_rows, std::uint64_t* num_rows,
                                   std::uint64_t* num_tiles) {
   Table table(rows, max_rows, tile_bytes);
   std::uint64_t done = 0;
-  while (done < count && table.add(sources[done], destinations[done], sizes[done])) ++done;
+  for (const CopyRow& row : Rows(copies, count)) {
+    const std::uint64_t added = table.add(row);
+    done += added;
+    if (added < static_cast<std::uint64_t>(row.num_runs)) break;
+  }
   *num_rows = table.num_rows();
   *num_tiles = table.num_tiles();
   return done;
 }
 
 // 1: a call failed. `limits`: as `Limits`.
-int hybridkv_play_job(const std::uint64_t* sources, const std::uint64_t* destinations, const std::uint64_t* sizes,
-                      std::uint64_t count, const AddressRange* device, std::uint64_t num_ranges, std::uint64_t staging,
-                      const Limits* limits, const Calls* calls) {
+int hybridkv_play_job(const CopyRow* rows, std::uint64_t count, const AddressRange* device, std::uint64_t num_ranges,
+                      std::uint64_t staging, const Limits* limits, const Calls* calls) {
   PlayedGpu gpu(*calls);
   try {
-    JobCopier(staging, *limits, gpu)
-        .copy({{sources, count}, {destinations, count}, {sizes, count}}, {device, num_ranges});
+    JobCopier(staging, *limits, gpu).copy({rows, count}, {device, num_ranges});
     return 0;
   } catch (const std::exception&) {
     return 1;
@@ -132,15 +134,15 @@ int hybridkv_play_job(const std::uint64_t* sources, const std::uint64_t* destina
 }
 
 // Processor time in seconds of the plan of a job: the best of `rounds`, on a GPU that does nothing.
-double hybridkv_time_plan(const std::uint64_t* sources, const std::uint64_t* destinations, const std::uint64_t* sizes,
-                          std::uint64_t count, const AddressRange* device, std::uint64_t num_ranges,
-                          std::uint64_t staging, const Limits* limits, std::uint64_t rounds) {
+double hybridkv_time_plan(const CopyRow* rows, std::uint64_t count, const AddressRange* device,
+                          std::uint64_t num_ranges, std::uint64_t staging, const Limits* limits,
+                          std::uint64_t rounds) {
   IdleGpu gpu;
   JobCopier copier(staging, *limits, gpu);
   double best = std::numeric_limits<double>::infinity();
   for (std::uint64_t round = 0; round < rounds; ++round) {
     const double began = thread_seconds();
-    copier.copy({{sources, count}, {destinations, count}, {sizes, count}}, {device, num_ranges});
+    copier.copy({rows, count}, {device, num_ranges});
     best = std::min(best, thread_seconds() - began);
   }
   return best;

@@ -60,8 +60,9 @@ class Session {
   void add() {
     BlockPages pages{{}, odd<std::int64_t>(256), odd<std::int64_t>(4)};
     std::int64_t offset = 0;
+    const auto same = static_cast<std::int64_t>(1 + choices_.below(63));  // for rows of several pages
     for (std::uint64_t count = choices_.below(4); count > 0; --count) {
-      const PageColumn column{odd(kPool + offset), odd<std::int64_t>(4096), odd<std::int64_t>(1 + choices_.below(64)),
+      const PageColumn column{odd(kPool + offset), odd<std::int64_t>(4096), odd<std::int64_t>(choices_.one_in(2) ? 1 + choices_.below(64) : same),
                               odd(offset)};
       pages.columns.push_back(column);
       offset += 64;
@@ -98,14 +99,23 @@ class Session {
     const bool is_store = choices_.one_in(2);
     const hybridkv::cpu::CopyTable table{shapes, ids, local_ids, extents};
     const LoweredRuns runs = is_store ? lowering_.store(table) : lowering_.load(table);
-    for (std::size_t run = 0; run < runs.sources.size(); ++run) {
-      const std::int64_t source = runs.sources[run], destination = runs.destinations[run];
-      const std::int64_t num_bytes = runs.num_bytes[run];
+    const auto count = static_cast<std::size_t>(runs.num_runs);
+    std::vector<std::int64_t> sources(count), destinations(count), sizes(count);
+    hybridkv::cpu::expand(runs.rows, sources.data(), destinations.data(), sizes.data());
+    std::int64_t total_bytes = 0;
+    for (std::size_t run = 0; run < count; ++run) {
+      const std::int64_t source = sources[run], destination = destinations[run];
+      const std::int64_t num_bytes = sizes[run];
+      total_bytes += num_bytes;
       expect(num_bytes > 0, "a run has bytes");
+      expect(Range{runs.sources.begin, runs.sources.end}.has(source, num_bytes), "the span of the sources has it");
+      expect(Range{runs.destinations.begin, runs.destinations.end}.has(destination, num_bytes),
+             "the span of the destinations has it");
       const Range arena{kArena, kArena + kArenaBytes}, zeros{kZeros, kZeros + zeros_bytes_};
       expect(is_store ? arena.has(destination, num_bytes) : is_page(destination, num_bytes), "where it is written");
       expect(is_page(source, num_bytes) || (is_store ? zeros : arena).has(source, num_bytes), "where it is read");
     }
+    expect(total_bytes == runs.total_bytes, "all bytes are counted");
   }
 
   bool is_page(std::int64_t at, std::int64_t num_bytes) const {

@@ -87,6 +87,13 @@ def lower(
     return made.lower(is_store, shape(**changes), np.array(ids, np.int32).tobytes(), b"", integers(*slot).tobytes())
 
 
+def expand(num_runs: int, length: int, step: int = 1, *, is_writable: bool = True) -> None:
+    arrays = [np.zeros(length, np.int64) for _ in range(3)]
+    for array in arrays:
+        array.setflags(write=is_writable)
+    native.expand_rows(integers(1, 2, step, step, 5, num_runs), *arrays)
+
+
 def pages_without_end() -> object:
     """2^14 pages of each of 2^14 blocks."""
     made = native.Lowering(1 << 20, 1 << 30, 1 << 40, 64)
@@ -219,6 +226,19 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: COPY.copy_and_digest(integers(AT), integers(0), integers(8), ONE),
         "ValueError",
     ),
+    # Rows
+    "rows cut": (lambda: native.expand_rows(integers(1, 2, 3, 4, 5), *[integers()] * 3), "ValueError"),
+    "rows of more runs": (lambda: expand(2, 1), "ValueError"),
+    "rows of fewer runs": (lambda: expand(1, 2), "ValueError"),
+    "rows of no run": (lambda: expand(0, 0), "ValueError"),
+    "rows of runs below": (lambda: expand(-1, 0), "ValueError"),
+    "rows without end": (lambda: expand(I64, 1), "ValueError"),
+    "rows to arrays of other lengths": (
+        lambda: native.expand_rows(integers(1, 2, 3, 4, 5, 1), integers(0), integers(0), integers()),
+        "ValueError",
+    ),
+    "rows of None": (lambda: native.expand_rows(None, *[integers()] * 3), "TypeError"),
+    "rows to read-only arrays": (lambda: expand(1, 1, is_writable=False), "TypeError"),
     # Lowering
     "lowering never made": (lambda: lower(never_made("Lowering")), "TypeError"),
     "arena below": (lambda: native.Lowering(-1, 64, 64, 64), "ValueError"),
@@ -391,6 +411,8 @@ def committed_records() -> Any:
 ANSWERED: dict[str, tuple[Callable[[], object], object]] = {
     "copy of nothing from nowhere": (lambda: COPY.copy(integers(0), integers(-1), integers(0)), None),
     "copy of no runs": (lambda: COPY.copy(integers(), integers(), integers()), None),
+    "rows of steps without end": (lambda: expand(5, 5, step=I64), None),
+    "no rows": (lambda: native.expand_rows(*[integers()] * 4), None),
     "a file that is not open": (submit, (1, 9)),
     "a pipe": (lambda: with_pipe()[0] in (0, 1, 2, 3), True),  # type: ignore[index]
     "a file that ends": (with_a_file_that_ends, (1, 61)),

@@ -326,12 +326,17 @@ class LoweringPlay(_Play):
             rows = np.frombuffer(arguments[-3], np.int64).reshape(-1, 4).tolist()
             self.pages |= {(address, stride, page_bytes, arguments[-1]) for address, stride, page_bytes, _ in rows}
             return
-        *arrays, ends, _ = answer
+        rows, num_runs, total_bytes, spans, ends, _ = answer
+        arrays = [np.empty(num_runs, np.int64) for _ in range(3)]
+        native.expand_rows(rows, *arrays)
         sources, destinations, sizes = (array.tolist() for array in arrays)
+        assert sum(sizes) == total_bytes
         assert ends.tolist() == sorted(ends.tolist()) and all(end <= len(sizes) for end in ends.tolist())
         is_store = arguments[0]
         for source, destination, size in zip(sources, destinations, sizes, strict=True):
             assert size > 0
+            assert spans[0] <= source <= source + size <= spans[1], (source, size)
+            assert spans[2] <= destination <= destination + size <= spans[3], (destination, size)
             assert self.is_in_arena(destination, size) if is_store else self.is_page(destination, size), (
                 destination,
                 size,

@@ -67,7 +67,9 @@ int hybridkv_cuda_copy_by_kernel(const std::uint64_t* sources, const std::uint64
                                  std::uint64_t stream, char* error, std::uint64_t error_bytes) {
   Table filled(rows, count, tile_bytes);
   for (std::uint64_t i = 0; i < count; ++i) {
-    if (!filled.add(sources[i], destinations[i], sizes[i])) return report({"Table::add", "full"}, error, error_bytes);
+    const hybridkv::CopyRow row{static_cast<std::int64_t>(sources[i]), static_cast<std::int64_t>(destinations[i]), 0, 0,
+                                static_cast<std::int64_t>(sizes[i]), 1};
+    if (filled.add(row) == 0) return report({"Table::add", "full"}, error, error_bytes);
   }
   if (hybridkv_cuda_move(reinterpret_cast<std::uint64_t>(rows), table, filled.num_rows() * sizeof(FragmentRun), error,
                          error_bytes) != 0) {

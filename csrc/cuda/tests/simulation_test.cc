@@ -50,7 +50,9 @@ void play(const std::vector<CopyRun>& runs, std::uint64_t tile_bytes, std::uint3
   std::vector<FragmentRun> rows(runs.size());
   hybridkv::cuda::Table table(rows.data(), rows.size(), tile_bytes);
   for (const CopyRun& run : runs) {
-    expect(table.add(run.source, run.destination, run.num_bytes), "a table has a row for each run");
+    const hybridkv::CopyRow row{static_cast<std::int64_t>(run.source), static_cast<std::int64_t>(run.destination), 0, 0,
+                                static_cast<std::int64_t>(run.num_bytes), 1};
+    expect(table.add(row) == 1, "a table has a row for each run");
   }
   hybridkv::cuda::HostMemory memory;
   for (std::uint32_t warp = 0; warp < num_warps; ++warp) {

@@ -18,7 +18,7 @@ def library() -> ctypes.CDLL:
 
 
 def test_the_library_says_which_interface_it_has(library: ctypes.CDLL) -> None:
-    assert library.hybridkv_cuda_interface_version() == 2
+    assert library.hybridkv_cuda_interface_version() == 3
 
 
 @needs_no_gpu

@@ -1,4 +1,4 @@
-// Run of bytes to copy.
+// Run of bytes to copy, and rows of runs.
 //
 // A plain struct of fixed layout: Python fills arrays of runs, C++ and device code read them. This header needs neither
 // torch nor CUDA, and copies nothing.
@@ -28,6 +28,20 @@ static_assert(offsetof(CopyRun, num_bytes) == 16);
 constexpr bool continues(const CopyRun& run, const CopyRun& next) {
   return run.source + run.num_bytes == next.source && run.destination + run.num_bytes == next.destination;
 }
+
+// `num_runs` runs of `num_bytes` each, from `source`, `source + source_step`, ... to `destination`,
+// `destination + destination_step`, ... Pages of one block in layers that lie equally far apart are one row.
+struct CopyRow {
+  std::int64_t source;
+  std::int64_t destination;
+  std::int64_t source_step;
+  std::int64_t destination_step;
+  std::int64_t num_bytes;  // of one run
+  std::int64_t num_runs;   // at least 1
+};
+
+static_assert(std::is_trivially_copyable_v<CopyRow> && std::is_standard_layout_v<CopyRow>);
+static_assert(sizeof(CopyRow) == 48 && alignof(CopyRow) == 8);
 
 }  // namespace hybridkv
 

@@ -46,6 +46,8 @@ class Arena:
 def groups(draw: st.DrawFn, number: int) -> tuple[GroupPages, GroupBlocks | None]:
     """Pages of a group, and parts of them if chunks cut its blocks. Each token of a layer has a few bytes."""
     layers = draw(st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=2), min_size=1, max_size=3))
+    if draw(st.booleans()):  # so that layers lie in equal steps
+        layers = [[draw(st.integers(1, 5))] * len(layers[0])] * draw(st.integers(1, 5))
     token_bytes = [num_bytes for layer in layers for num_bytes in layer]
     spare = draw(st.sampled_from([0, 0, 16]))
     sizes = [num_bytes * BLOCK_TOKENS for num_bytes in token_bytes]
@@ -208,6 +210,21 @@ def test_an_invalid_copy_is_refused(changes: dict[str, Any], is_store: bool, pag
             continue  # the model copies no blocks beyond a chunk that cuts blocks
         with pytest.raises((ValueError, OverflowError)):
             lower(CopyTable.of([GOOD, copy]))
+
+
+@pytest.mark.parametrize("page_bytes", [16, 30])
+def test_layers_in_equal_steps_are_one_row_of_each_block(page_bytes: int) -> None:
+    """But for stores of pages with zeros between them."""
+    layers, num_blocks = 8, 3
+    regions = [[PageRegion((1 << 30) + layer * 4096, 64, page_bytes)] for layer in range(layers)]
+    lowering = JobLowering(RankMemory({0: GroupPages(regions, POOL)}, {}, ZEROS, cast(Any, Arena())))
+    slot = Slot(((0, num_blocks * layers * ((page_bytes + 15) // 16 * 16)),))
+    table = CopyTable.of([ChunkCopy(0, b"key", slot, 0, num_blocks, (4, 1, 2))])
+    load = lowering.load(table)
+    assert load.row_table is not None and len(load.row_table) == num_blocks
+    assert len(load) == num_blocks * layers
+    if page_bytes == 16:
+        assert len(lowering.store(table).runs.rows) == len(load.rows)
 
 
 def test_a_group_without_pages_is_refused() -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ import numpy.typing as npt
 import pytest
 
 from hybridkv.transfer import CopyRuns
+from hybridkv.transfer.runs import ROW_WORDS as COPY_ROW_WORDS
 
 CSRC = Path(__file__).resolve().parents[3] / "csrc"
 SOURCES = ("simulation.cc", "job.cc")
@@ -49,11 +51,24 @@ def _compiled() -> Path:
     return made
 
 
-def pointers(runs: CopyRuns) -> tuple[list[ctypes.c_void_p], ctypes.c_uint64]:
-    """The columns of `runs`, which must outlive them, and their length."""
-    columns = (runs.sources, runs.destinations, runs.num_bytes)
-    assert all(column.flags.c_contiguous for column in columns)
-    return [ctypes.c_void_p(column.ctypes.data) for column in columns], ctypes.c_uint64(len(runs))
+CopyRow = tuple[int, int, int, int, int, int]
+"""Source, destination, steps of both, bytes of a run, number of runs."""
+
+
+def runs_in_rows(rows: Sequence[CopyRow]) -> CopyRuns:
+    """The runs of rows, as `Lowering` makes them."""
+    plain = CopyRuns.of(
+        (source + run * source_step, destination + run * destination_step, num_bytes)
+        for source, destination, source_step, destination_step, num_bytes, num_runs in rows
+        for run in range(num_runs)
+    )
+    return CopyRuns.of_rows(np.array(rows, dtype=np.int64).reshape(-1), len(plain), plain.total_bytes, plain.spans)
+
+
+def row_pointer(runs: CopyRuns) -> tuple[ctypes.c_void_p, ctypes.c_uint64]:
+    """The rows of `runs`, which must outlive them, and their number."""
+    assert runs.rows.flags.c_contiguous
+    return ctypes.c_void_p(runs.rows.ctypes.data), ctypes.c_uint64(len(runs.rows) // COPY_ROW_WORDS)
 
 
 def table_of(runs: CopyRuns, tile_bytes: int, max_rows: int | None = None) -> tuple[Words, int, int]:
@@ -61,10 +76,8 @@ def table_of(runs: CopyRuns, tile_bytes: int, max_rows: int | None = None) -> tu
     room = max(len(runs), 1) if max_rows is None else max_rows
     rows = np.zeros((room, ROW_WORDS), dtype=np.int64)
     num_rows, num_tiles = ctypes.c_uint64(0), ctypes.c_uint64(0)
-    columns, count = pointers(runs)
     done = simulation().hybridkv_fill_table(
-        *columns,
-        count,
+        *row_pointer(runs),
         ctypes.c_uint64(tile_bytes),
         ctypes.c_void_p(rows.ctypes.data),
         ctypes.c_uint64(room),

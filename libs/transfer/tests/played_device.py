@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import patience
-from kernel_simulation import ROW_WORDS, pointers, simulate_table, simulation
+from kernel_simulation import ROW_WORDS, row_pointer, simulate_table, simulation
 
 from hybridkv.transfer import CopyRuns
 from hybridkv.transfer.cuda import CopyTuning, CudaError, MemoryKind
@@ -113,10 +113,8 @@ class PlayedDevice:
         limits = (ctypes.c_uint64 * 5)(*sizes, REGISTRATION_BYTES)
         ranges = np.array(merge_ranges(self._ranges), dtype=np.uint64).reshape(-1, 2)
         made = [prototype(self._guarded(name)) for name, prototype in Calls._fields_]
-        columns, count = pointers(runs)
         failed = simulation().hybridkv_play_job(
-            *columns,
-            count,
+            *row_pointer(runs),
             ctypes.c_void_p(ranges.ctypes.data),
             ctypes.c_uint64(len(ranges)),
             ctypes.c_uint64(self.staging_address),

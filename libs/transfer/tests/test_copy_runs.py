@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kernel_simulation import CopyRow, runs_in_rows
 
 from hybridkv.transfer import CopyRuns, RunsError
-from hybridkv.transfer.memory import AddressRanges
+from hybridkv.transfer.memory import AddressRanges, RegisteredRanges
 
 lengths = st.lists(st.integers(min_value=1, max_value=9), max_size=12)
 
@@ -82,6 +83,60 @@ def test_concatenation_keeps_the_order(parts: list[CopyRuns]) -> None:
     joined = CopyRuns.concatenate(parts)
     assert joined.triples() == [triple for part in parts for triple in part.triples()]
     assert joined.total_bytes == sum(part.total_bytes for part in parts)
+
+
+@st.composite
+def row_tables(draw: st.DrawFn) -> list[CopyRow]:
+    one = st.tuples(
+        st.integers(200, 260),
+        st.integers(500, 560),
+        st.sampled_from([-20, 0, 10, 30]),
+        st.sampled_from([4, 20]),
+        st.integers(1, 4),
+        st.integers(1, 9),
+    )
+    return draw(st.lists(one, max_size=5))
+
+
+@given(row_tables())
+def test_rows_are_the_runs_that_they_stand_for(table: list[CopyRow]) -> None:
+    runs = runs_in_rows(table)
+    expected = [
+        (source + run * source_step, destination + run * destination_step, num_bytes)
+        for source, destination, source_step, destination_step, num_bytes, num_runs in table
+        for run in range(num_runs)
+    ]
+    columns = [np.empty(len(runs), dtype=np.int64) for _ in range(3)]
+    runs.fill(*columns)
+    assert list(zip(*(column.tolist() for column in columns), strict=True)) == expected
+    assert runs.triples() == expected
+    again = CopyRuns.of(expected)
+    assert again.total_bytes == runs.total_bytes
+    if len({num_bytes for _, _, num_bytes in expected}) < 2:
+        assert again.spans == runs.spans
+    assert runs_in_rows([tuple(row) for row in again.rows.reshape(-1, 6).tolist()]).triples() == expected
+
+
+@given(row_tables(), st.lists(st.tuples(st.integers(0, 800), st.integers(1, 400)), max_size=6))
+def test_rows_are_checked_like_their_runs(table: list[CopyRow], drawn: list[tuple[int, int]]) -> None:
+    memory = RegisteredRanges()
+    for number, (address, num_bytes) in enumerate(drawn):
+        memory = memory.with_region(address, num_bytes, f"region {number}")
+    runs = runs_in_rows(table)
+    assert memory.check(runs) == memory.check(CopyRuns.of(runs.triples()))
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), max_size=4), st.integers(0, 80), st.integers(1, 9))
+def test_ranges_that_contain_all_or_nothing_are_known(drawn: list[tuple[int, int]], start: int, num_bytes: int) -> None:
+    ranges = AddressRanges()
+    for address, size in drawn:
+        ranges = ranges.with_range(address, size)
+    found = ranges.contain_all(start, start + num_bytes)
+    inside = [any(first <= each < first + size for first, size in drawn) for each in range(start, start + num_bytes)]
+    if found is not None:
+        assert inside == [found] * num_bytes
+    if any(first <= start and start + num_bytes <= first + size for first, size in drawn) and len(drawn) == 1:
+        assert found is True
 
 
 def test_no_runs_are_a_valid_copy_of_nothing() -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_simulation import CopyRow, runs_in_rows
 from played_device import SMALL, PlayedDevice
 
 from hybridkv.transfer import CopyRuns
@@ -183,6 +184,77 @@ def test_the_ways_together_move_every_byte_once(
     device.copy(CopyRuns.of([(int(a), int(b), int(c)) for a, b, c in triples]), device.compute)
     for kind, array in memory.items():
         assert np.array_equal(array, expected[kind])
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> list[tuple[int, int, int, int, int]]:
+    """(number of runs, size, gap between destinations, source, step of sources) of rows."""
+    one = st.tuples(
+        st.integers(1, 9),
+        st.sampled_from([1, 16, 300, 512, 4095, 4096]),
+        st.sampled_from([0, 0, 0, 48]),
+        st.integers(0, 40_000),
+        st.sampled_from([-4096, 0, 16, 512, 4096, 7000]),
+    )
+    return draw(st.lists(one, max_size=40))
+
+
+@settings(deadline=None)
+@given(
+    drawn=rows(),
+    cuts=st.lists(st.integers(0, 1 << 20), max_size=8),
+    is_from_gpu=st.booleans(),
+    seed=st.integers(0, 10_000),
+)
+def test_rows_move_every_byte_once(
+    drawn: list[tuple[int, int, int, int, int]], cuts: list[int], is_from_gpu: bool, seed: int
+) -> None:
+    """Also rows of which some runs lie on the GPU and others do not."""
+    source = np.random.default_rng(3).integers(0, 256, 1 << 17, dtype=np.uint8)
+    destination = np.zeros(1 << 21, dtype=np.uint8)
+    device = PlayedDevice(seed)
+    sides = source, destination
+    for number, array in enumerate(sides if is_from_gpu else sides[::-1]):
+        # Of one side all but a few pieces is the GPU's, of the other only these pieces.
+        places = sorted({cut % array.nbytes for cut in cuts})
+        bounds = [0, *places, array.nbytes] if number == 0 else [*places, *places[len(places) & ~1 :]]
+        for begin, end in zip(bounds[::2], bounds[1::2], strict=False):
+            if begin < end:
+                device.register(int(array.ctypes.data) + begin, end - begin)
+    table: list[CopyRow] = []
+    expected, at = destination.copy(), 0
+    for num_runs, size, gap, least, step in drawn:
+        first = max(least, -step * num_runs)
+        table.append(
+            (int(source.ctypes.data) + first, int(destination.ctypes.data) + at, step, size + gap, size, num_runs)
+        )
+        for run in range(num_runs):
+            expected[at : at + size] = source[first + run * step : first + run * step + size]
+            at += size + gap
+    np.random.default_rng(seed).shuffle(table)
+    device.copy(runs_in_rows([tuple(map(int, row)) for row in table]), device.compute)  # type: ignore[misc]
+    assert np.array_equal(destination, expected)
+
+
+@pytest.mark.parametrize("is_store", [True, False])
+def test_a_plan_of_rows_is_that_of_their_runs(is_store: bool) -> None:
+    """256 MiB of blocks of 32 layers."""
+    size, layers, num_blocks = 16384, 32, 512
+    blocks = np.random.default_rng(0).permutation(2 * num_blocks)[:num_blocks].tolist()
+    step = 2 * num_blocks * size
+    table: list[CopyRow] = [
+        (DEVICE + block * size, HOST + place * layers * size, step, size, size, layers)
+        for place, block in enumerate(blocks)
+    ]
+    if not is_store:
+        table = [(host, gpu, host_step, gpu_step, *rest) for gpu, host, gpu_step, host_step, *rest in table]  # type: ignore[misc]
+    runs = runs_in_rows(table)
+    in_rows, one_by_one = Recording(CopyTuning()), Recording(CopyTuning())
+    in_rows.copy(runs, in_rows.compute)
+    one_by_one.copy(CopyRuns.of(runs.triples()), one_by_one.compute)
+    assert in_rows.tables == one_by_one.tables
+    assert transfers(in_rows) == transfers(one_by_one)
+    assert in_rows.num_rows == one_by_one.num_rows
 
 
 @pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(CopyTuning)])

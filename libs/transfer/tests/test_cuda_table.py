@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from kernel_simulation import table_of
+from kernel_simulation import CopyRow, runs_in_rows, table_of
 from played_device import fragments
 
 from hybridkv.transfer import CopyRuns
@@ -51,6 +51,37 @@ def test_equal_steps_become_one_row() -> None:
     rows, num_tiles, _ = table_of(CopyRuns.of(layers), 4096)
     assert rows[:, 5].tolist() == [8, 8, 8]
     assert num_tiles == 24
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.just(10_000),
+            st.just(50_000),
+            st.sampled_from([-100, 64, 128]),
+            st.sampled_from([64, 200]),
+            st.sampled_from([1, 64]),
+            st.integers(1, 5),
+        ),
+        max_size=6,
+    ),
+    st.integers(1, 100),
+    st.integers(1, 8),
+)
+def test_a_table_of_rows_holds_the_same_fragments_in_the_same_order(
+    rows: list[CopyRow], tile_bytes: int, max_rows: int
+) -> None:
+    runs = runs_in_rows(rows)
+    table, _, done = table_of(runs, tile_bytes, max_rows)
+    assert fragments(table) == runs.triples()[:done]
+    assert done == len(runs) or len(table) == max_rows
+
+
+def test_a_row_is_cut_where_the_kernel_counts_no_more_tiles() -> None:
+    row = (0, 1 << 60, 1 << 40, 1 << 41, 1 << 29, 5)
+    table, num_tiles, done = table_of(runs_in_rows([row]), 1)
+    assert (num_tiles, done) == (1 << 31, 4)
+    assert fragments(table) == runs_in_rows([row]).triples()[:4]
 
 
 def test_no_runs_are_no_rows() -> None:

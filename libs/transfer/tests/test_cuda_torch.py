@@ -22,6 +22,7 @@ from hybridkv.transfer.cuda import CopyTuning, CudaError, driver, kernel_device,
 from hybridkv.transfer.cuda.device import NUM_PARTS
 from hybridkv.transfer.cuda.kernel_device import KernelDevice, load_library
 from hybridkv.transfer.pinned import REGISTRATION_BYTES
+from hybridkv.transfer.runs import ROW_WORDS
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this is what happens without a GPU")
 
@@ -96,15 +97,16 @@ class PlayedLibrary:
         self.closed.append(copier.value)
 
     def hybridkv_cuda_copy(self, copier: ctypes.c_void_p, event: ctypes.c_uint64, *rest: Any) -> int:
-        sources, destinations, sizes, count, ranges, num_ranges, error, error_bytes = rest
+        rows, count, ranges, num_ranges, error, error_bytes = rest
         assert copier.value == 77
         assert error_bytes.value == len(error)
         error.value = self.failure
         self.event = event.value
         self.ranges = words(ranges, 2 * num_ranges.value)
-        columns = (words(column, count.value) for column in (destinations, sources, sizes))
-        for triple in zip(*columns, strict=True):
-            ctypes.memmove(*triple)
+        table = np.array(words(rows, ROW_WORDS * count.value), dtype=np.int64).reshape(-1, ROW_WORDS)
+        for source, destination, source_step, destination_step, size, num_runs in table.tolist():
+            for run in range(num_runs):
+                ctypes.memmove(destination + run * destination_step, source + run * source_step, size)
         return bool(self.failure)
 
 

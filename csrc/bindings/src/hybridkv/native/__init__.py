@@ -13,6 +13,7 @@ from hybridkv.native._cpu import (
     RecordLedger,
     RecordQueue,
     copy_with_memcpy,
+    expand_rows,
     has_uring,
     levels,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "RecordLedger",
     "RecordQueue",
     "copy_with_memcpy",
+    "expand_rows",
     "has_uring",
     "levels",
 ]

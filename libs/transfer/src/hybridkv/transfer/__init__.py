@@ -2,9 +2,8 @@
 
 from hybridkv.transfer.engine import CopyEngine, CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.inline import InlineCopyEngine
-from hybridkv.transfer.jobs import Lowering
 from hybridkv.transfer.queued import CpuCopyEngine
-from hybridkv.transfer.runs import CopyEngineError, CopyRuns, Extent, RunsError, TransferError
+from hybridkv.transfer.runs import CopyEngineError, CopyRuns, Extent, Lowering, RunsError, TransferError
 from hybridkv.transfer.streams import CopyDevice, InlineStreamCopyEngine, StreamCopyEngine
 
 __all__ = [

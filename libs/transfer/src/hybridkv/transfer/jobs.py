@@ -9,17 +9,7 @@ from typing import Protocol
 
 from hybridkv.transfer.engine import CopyResult, Hook, JobId, RecordDigests, RunsSource
 from hybridkv.transfer.memory import RegisteredRanges
-from hybridkv.transfer.runs import CopyRuns, Integers
-
-try:
-    from hybridkv.native import Lowering, MemoryCopier
-except ImportError as error:
-    raise ImportError(
-        f"hybridkv.transfer needs hybridkv-native>=0.1,<0.2, which cannot be imported ({error}); "
-        "hint: pip install 'hybridkv-native>=0.1,<0.2'"
-    ) from error
-
-__all__ = ["Copier", "Lowering", "MemoryCopier"]
+from hybridkv.transfer.runs import CopyRuns, Integers, MemoryCopier
 
 
 class Copier(Protocol):

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import numpy.typing as npt
 
 from hybridkv.transfer.runs import CopyEngineError, CopyRuns, Integers
+
+_MOST_PATTERNS = 64
+"""Rows of more different shapes are checked run by run."""
 
 _HIGHEST_ADDRESS = (1 << 63) - 1
 
@@ -22,6 +27,13 @@ class AddressRanges:
 
     def with_range(self, address: int, num_bytes: int) -> AddressRanges:
         return AddressRanges((*self._ranges, (address, address + num_bytes)))
+
+    def contain_all(self, start: int, end: int) -> bool | None:
+        """True if one range contains all of [start, end), False if no range overlaps it, else None."""
+        first, last = (np.searchsorted(self._starts, (start, end - 1), side="right") - 1).tolist()
+        if first >= 0 and end <= self._ends[first]:
+            return True
+        return False if first == last and (first < 0 or start >= self._ends[first]) else None
 
     def contain(self, addresses: Integers) -> npt.NDArray[np.bool_]:
         """True for each address that lies in one of the ranges."""
@@ -59,13 +71,43 @@ class RegisteredRanges:
 
     def check(self, runs: CopyRuns) -> str | None:
         """None if the source and the destination of each run lie in one range each; else the failure."""
-        return self._check_side("source", runs.sources, runs.num_bytes) or self._check_side(
-            "destination", runs.destinations, runs.num_bytes
-        )
+        if not len(runs):
+            return None
+        spans = runs.spans
+        if not self._contains(*spans[:2]) and not self._contain_rows(runs.row_table, 0):
+            failure = self._check_side("source", runs.sources, runs.num_bytes)
+            if failure is not None:
+                return failure
+        if not self._contains(*spans[2:]) and not self._contain_rows(runs.row_table, 1):
+            return self._check_side("destination", runs.destinations, runs.num_bytes)
+        return None
+
+    def _contain_rows(self, table: Integers | None, side: int) -> bool:
+        """True if each run of each row lies in one range. False: it does not, or this was not found.
+
+        Rows of one shape are checked together: each run of the first is looked up, and others may begin as far from it
+        as all their runs stay in the same ranges.
+        """
+        if table is None:
+            return False
+        firsts, shapes = table[:, side], table[:, [2 + side, 4, 5]]
+        starts = np.flatnonzero((shapes[1:] != shapes[:-1]).any(axis=1)) + 1
+        if len(starts) >= _MOST_PATTERNS:
+            return False
+        for begin, end in itertools.pairwise([0, *starts.tolist(), len(table)]):
+            step, num_bytes, num_runs = shapes[begin].tolist()
+            runs = firsts[begin] + np.arange(num_runs, dtype=np.int64) * step
+            region = np.searchsorted(self._starts, runs, side="right") - 1
+            if int(region.min()) < 0:
+                return False
+            below = int((runs - self._starts[region]).min())
+            above = int((self._reaches[region] - runs).min()) - num_bytes
+            low, high = int(firsts[begin:end].min()), int(firsts[begin:end].max())
+            if above < 0 or low < int(firsts[begin]) - below or high > int(firsts[begin]) + above:
+                return False
+        return True
 
     def _check_side(self, side: str, addresses: Integers, num_bytes: Integers) -> str | None:
-        if len(addresses) and self._contains(int(addresses.min()), int(addresses.max()) + int(num_bytes.max())):
-            return None
         region = np.searchsorted(self._starts, addresses, side="right") - 1
         is_outside = region < 0
         known = ~is_outside

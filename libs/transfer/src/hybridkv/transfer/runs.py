@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+
+try:
+    from hybridkv.native import Lowering, MemoryCopier, expand_rows
+except ImportError as error:
+    raise ImportError(
+        f"hybridkv.transfer needs hybridkv-native>=0.1,<0.2, which cannot be imported ({error}); "
+        "hint: pip install 'hybridkv-native>=0.1,<0.2'"
+    ) from error
+
+__all__ = ["CopyEngineError", "CopyRuns", "Extent", "Lowering", "MemoryCopier", "RunsError", "TransferError"]
 
 
 class TransferError(Exception):
@@ -29,32 +38,116 @@ Extent: TypeAlias = tuple[int, int]
 """(address, num_bytes)"""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+ROW_WORDS = 6
+"""64-bit words of a row: source, destination, step of both from run to run, bytes of a run, number of runs."""
+
+
+class AddressSpans(NamedTuple):
+    """Addresses [begin, end) that contain all sources, and those that contain all destinations."""
+
+    source_begin: int
+    source_end: int
+    destination_begin: int
+    destination_end: int
+
+
 class CopyRuns:
     """Runs: `num_bytes[i]` bytes from address `sources[i]` to address `destinations[i]`, for each i in order.
 
-    Three int64 arrays of one length. They become read-only and belong to this value. `RunsError` if a size is not
-    positive or an address is negative. A destination must not overlap another destination or any source: the result
-    would depend on the order, which `coalesce` and parallel copies change. This is not checked.
+    Immutable. Three int64 arrays of one length. They become read-only and belong to this value. `RunsError` if a size
+    is not positive or an address is negative. A destination must not overlap another destination or any source: the
+    result would depend on the order, which `coalesce` and parallel copies change. This is not checked.
+
+    Runs from a `Lowering` are kept in rows, and become arrays only if these are read.
     """
 
-    sources: Integers
-    destinations: Integers
-    num_bytes: Integers
+    __slots__ = ("_columns", "_num_runs", "_rows", "_spans", "_total_bytes")
 
-    def __post_init__(self) -> None:
-        for name in ("sources", "destinations", "num_bytes"):
-            array = getattr(self, name)
-            if array.dtype != np.int64 or array.ndim != 1 or len(array) != len(self.sources):
-                expected = f"a one-dimensional int64 array of length {len(self.sources)}"
+    def __init__(self, sources: Integers, destinations: Integers, num_bytes: Integers) -> None:
+        columns = {"sources": sources, "destinations": destinations, "num_bytes": num_bytes}
+        for name, array in columns.items():
+            if array.dtype != np.int64 or array.ndim != 1 or len(array) != len(sources):
+                expected = f"a one-dimensional int64 array of length {len(sources)}"
                 raise RunsError(f"{name}: expected {expected}, got {array.dtype}{list(array.shape)}")
             array.setflags(write=False)
-        if len(self.num_bytes) and int(self.num_bytes.min()) <= 0:
-            raise RunsError(f"num_bytes: expected sizes > 0, got {int(self.num_bytes.min())}")
+        if len(num_bytes) and int(num_bytes.min()) <= 0:
+            raise RunsError(f"num_bytes: expected sizes > 0, got {int(num_bytes.min())}")
         for name in ("sources", "destinations"):
-            array = getattr(self, name)
+            array = columns[name]
             if len(array) and int(array.min()) < 0:
                 raise RunsError(f"{name}: expected addresses >= 0, got {int(array.min())}")
+        self._columns: tuple[Integers, Integers, Integers] | None = (sources, destinations, num_bytes)
+        self._num_runs = len(num_bytes)
+        self._rows: Integers | None = None
+        self._spans: AddressSpans | None = None
+        self._total_bytes: int | None = None
+
+    @classmethod
+    def of_rows(cls, rows: Integers, num_runs: int, total_bytes: int, spans: tuple[int, int, int, int]) -> CopyRuns:
+        """From the result of `Lowering.lower`, which is not checked again."""
+        made = cls.__new__(cls)
+        made._columns = None
+        made._num_runs = num_runs
+        made._rows = rows
+        made._spans = AddressSpans(*spans)
+        made._total_bytes = total_bytes
+        return made
+
+    @property
+    def sources(self) -> Integers:
+        return self._arrays()[0]
+
+    @property
+    def destinations(self) -> Integers:
+        return self._arrays()[1]
+
+    @property
+    def num_bytes(self) -> Integers:
+        return self._arrays()[2]
+
+    @property
+    def rows(self) -> Integers:
+        """The runs as rows of `ROW_WORDS` words, one after the other."""
+        if self._rows is None:
+            rows = np.zeros((len(self), ROW_WORDS), dtype=np.int64)
+            rows[:, 0], rows[:, 1], rows[:, 4], rows[:, 5] = *self._arrays(), 1
+            self._rows = rows.reshape(-1)
+        return self._rows
+
+    @property
+    def spans(self) -> AddressSpans:
+        """As narrow as possible if the runs come from a `Lowering`; their ends may be larger otherwise."""
+        if self._spans is None:
+            sources, destinations, num_bytes = self._arrays()
+            spans: list[int] = []
+            for addresses in (sources, destinations):
+                # Not the highest end: sums of single runs could overflow.
+                highest = int(addresses.max()) + int(num_bytes.max()) if len(self) else 0
+                spans += [int(addresses.min()) if len(self) else 0, highest]
+            self._spans = AddressSpans(*spans)
+        return self._spans
+
+    @property
+    def row_table(self) -> Integers | None:
+        """Rows, as an array of `ROW_WORDS` columns. None if these runs were made from arrays."""
+        return None if self._rows is None else self._rows.reshape(-1, ROW_WORDS)
+
+    def fill(self, sources: Integers, destinations: Integers, num_bytes: Integers) -> None:
+        """Write the runs to arrays of as many elements."""
+        if self._columns is None and self._rows is not None:
+            expand_rows(self._rows, sources, destinations, num_bytes)
+            return
+        for array, column in zip((sources, destinations, num_bytes), self._arrays(), strict=True):
+            np.copyto(array, column)
+
+    def _arrays(self) -> tuple[Integers, Integers, Integers]:
+        if self._columns is None:
+            sources, destinations, num_bytes = (np.empty(self._num_runs, dtype=np.int64) for _ in range(3))
+            self.fill(sources, destinations, num_bytes)
+            for array in (sources, destinations, num_bytes):
+                array.setflags(write=False)
+            self._columns = sources, destinations, num_bytes
+        return self._columns
 
     @classmethod
     def empty(cls) -> CopyRuns:
@@ -77,11 +170,13 @@ class CopyRuns:
         )
 
     def __len__(self) -> int:
-        return len(self.num_bytes)
+        return self._num_runs
 
     @property
     def total_bytes(self) -> int:
-        return int(self.num_bytes.sum())
+        if self._total_bytes is None:
+            self._total_bytes = int(self.num_bytes.sum())
+        return self._total_bytes
 
     def triples(self) -> list[tuple[int, int, int]]:
         """(source, destination, num_bytes) as Python integers."""
@@ -113,12 +208,12 @@ class CopyRuns:
         """The same bytes, cut at each source or destination address that is a multiple of `num_bytes`."""
         if not len(self):
             return self
-        longest = int(self.num_bytes.max())
-        sides = [
-            addresses
-            for addresses in (self.sources, self.destinations)
-            if int(addresses.min()) // num_bytes != (int(addresses.max()) + longest - 1) // num_bytes
-        ]
+        spans = self.spans
+        sides = []
+        if spans.source_begin // num_bytes != (spans.source_end - 1) // num_bytes:
+            sides.append(self.sources)
+        if spans.destination_begin // num_bytes != (spans.destination_end - 1) // num_bytes:
+            sides.append(self.destinations)
         if not sides:  # as usual: no multiple lies between the lowest and the highest address
             return self
         begins = np.cumsum(self.num_bytes) - self.num_bytes

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
+import numpy as np
+
 from hybridkv.transfer.engine import CopyResult
 from hybridkv.transfer.inline import InlineCopyEngine
 from hybridkv.transfer.jobs import Copier, Job, call_after, describe, prepare
@@ -28,6 +30,9 @@ from hybridkv.transfer.memory import AddressRanges
 from hybridkv.transfer.pinned import REGISTRATION_BYTES
 from hybridkv.transfer.queued import JobQueue
 from hybridkv.transfer.runs import CopyRuns, Integers
+
+MAX_KEPT_RUNS = 1 << 18
+"""Arrays of more runs are freed after their batch."""
 
 
 class DeviceEvent(Protocol):
@@ -76,7 +81,8 @@ class CopyDevice(Protocol):
     def swap_blocks_batch(
         self, sources: Integers, destinations: Integers, num_bytes: Integers, *, is_src_access_order_any: bool
     ) -> None:
-        """Enqueue all copies in the current stream of the calling thread. Their order is undefined.
+        """Enqueue all copies in the current stream of the calling thread. Their order is undefined. The arrays are
+        writable, and other numbers are written to them after this returns.
 
         With `is_src_access_order_any` sources can be read at once, also before the work that is already in the stream.
         """
@@ -94,6 +100,8 @@ class StreamCopies:
         self.device = device
         self._stream = device.new_stream()
         self._pinned = AddressRanges()
+        self._columns = np.empty((3, 0), dtype=np.int64)
+        """Addresses and sizes of a batch. It is used again, because new memory costs more than to fill it."""
 
     def register(self, address: int, num_bytes: int) -> None:
         if self.device.is_pinned(address):
@@ -111,15 +119,32 @@ class StreamCopies:
                 self._stream.wait_event(fence)
                 # Only stores write slots of the host, and a load starts after their results. So host sources can be
                 # read in any order. Blocks of the device can change until the fence.
-                is_host = self._pinned.contain(runs.sources)
-                for is_any, part in ((True, runs.select(is_host)), (False, runs.select(~is_host))):
+                for is_any, part in self._by_source(runs):
                     if len(part):
-                        columns = part.sources, part.destinations, part.num_bytes
-                        self.device.swap_blocks_batch(*columns, is_src_access_order_any=is_any)
+                        self.device.swap_blocks_batch(*self._columns_of(part), is_src_access_order_any=is_any)
             return self._record(self._stream)
         except BaseException:
             self._stream.synchronize()
             raise
+
+    def _by_source(self, runs: CopyRuns) -> list[tuple[bool, CopyRuns]]:
+        """The runs from pinned memory (True), and the others."""
+        is_all = self._pinned.contain_all(runs.spans.source_begin, runs.spans.source_end)
+        if is_all is not None:
+            return [(is_all, runs)]
+        is_host = self._pinned.contain(runs.sources)
+        return [(True, runs.select(is_host)), (False, runs.select(~is_host))]
+
+    def _columns_of(self, runs: CopyRuns) -> tuple[Integers, Integers, Integers]:
+        if len(runs) > MAX_KEPT_RUNS:
+            columns = np.empty((3, len(runs)), dtype=np.int64)
+        else:
+            if self._columns.shape[1] < len(runs):
+                self._columns = np.empty((3, len(runs)), dtype=np.int64)
+            columns = self._columns[:, : len(runs)]
+        sources, destinations, num_bytes = columns
+        runs.fill(sources, destinations, num_bytes)
+        return sources, destinations, num_bytes
 
     def fenced(self) -> Copier:
         """A blocking copy after all compute that the calling thread has enqueued. Computes no digests."""

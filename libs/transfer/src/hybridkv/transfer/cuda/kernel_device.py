@@ -14,9 +14,9 @@ import torch
 from hybridkv.transfer.cuda import driver
 from hybridkv.transfer.cuda.device import CopyTuning, CudaError, MemoryKind, merge_ranges
 from hybridkv.transfer.pinned import REGISTRATION_BYTES
-from hybridkv.transfer.runs import CopyRuns, Integers
+from hybridkv.transfer.runs import ROW_WORDS, CopyRuns, Integers
 
-INTERFACE_VERSION = 2
+INTERFACE_VERSION = 3
 """Version of the functions in csrc/cuda/copier.cc."""
 _ERROR_BYTES = 512
 
@@ -75,10 +75,10 @@ class KernelDevice:
 
     def copy(self, runs: CopyRuns, caller: torch.cuda.Event) -> None:
         table = self._table
-        columns = [np.ascontiguousarray(column) for column in (runs.sources, runs.destinations, runs.num_bytes)]
-        count, num_ranges = ctypes.c_uint64(len(runs)), ctypes.c_uint64(len(table))
+        rows = np.ascontiguousarray(runs.rows)
+        count, num_ranges = ctypes.c_uint64(len(rows) // ROW_WORDS), ctypes.c_uint64(len(table))
         event = ctypes.c_uint64(caller.cuda_event)
-        self._call("copy", self._copier, event, *map(_pointer, columns), count, _pointer(table), num_ranges)
+        self._call("copy", self._copier, event, _pointer(rows), count, _pointer(table), num_ranges)
 
     def _call(self, name: str, *arguments: Any) -> None:
         error = ctypes.create_string_buffer(_ERROR_BYTES)

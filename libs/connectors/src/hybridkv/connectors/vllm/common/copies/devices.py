@@ -90,8 +90,7 @@ class EngineDevice:
         self._copies.last_error()  # clears errors of earlier calls
         for start in range(0, len(sources), MAX_BATCH_COPIES):
             part = slice(start, start + MAX_BATCH_COPIES)
-            # np.array copies, because torch accepts no read-only array.
-            columns = [self._torch.from_numpy(np.array(each[part])) for each in (sources, destinations, num_bytes)]
+            columns = [self._torch.from_numpy(each[part]) for each in (sources, destinations, num_bytes)]
             self._copies.swap_blocks_batch(*columns, is_src_access_order_any=is_src_access_order_any)
             # If the driver has no batch copies, vLLM copies one by one and ignores the code of each call.
             if code := self._copies.last_error():

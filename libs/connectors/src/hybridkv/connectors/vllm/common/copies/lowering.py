@@ -258,16 +258,18 @@ class JobLowering:
         """Runs that write every page of the copies once: first copies from the tier, then copies from blocks of the
         engine. Runs are as long as possible."""
         self._add_parts(copies)
-        arrays = self._native.lower(False, copies.shapes, copies.block_ids, copies.local_ids, copies.extents)
-        return CopyRuns(*arrays[:3])
+        return self._lower(copies, is_store=False).runs
 
     def store(self, copies: CopyTable) -> StoreRuns:
         """Runs that write every byte of every slot once, in order. Runs within a slot are as long as possible."""
         self._add_parts(copies)
-        sources, destinations, num_bytes, ends, zero_bytes = self._native.lower(
-            True, copies.shapes, copies.block_ids, copies.local_ids, copies.extents
+        return self._lower(copies, is_store=True)
+
+    def _lower(self, copies: CopyTable, *, is_store: bool) -> StoreRuns:
+        rows, num_runs, total_bytes, spans, ends, zero_bytes = self._native.lower(
+            is_store, copies.shapes, copies.block_ids, copies.local_ids, copies.extents
         )
-        return StoreRuns(CopyRuns(sources, destinations, num_bytes), ends, zero_bytes)
+        return StoreRuns(CopyRuns.of_rows(rows, num_runs, total_bytes, spans), ends, zero_bytes)
 
     def _add_parts(self, copies: CopyTable) -> None:
         """Registers the pages of partial blocks when they are first copied. Most possible parts are never used."""
