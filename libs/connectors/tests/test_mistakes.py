@@ -1,7 +1,7 @@
 """77 configurations with one mistake each that the configuration alone shows.
 
 An error is refused by `hybridkv check` and in vLLM's front process, before weights are loaded; with a warning the
-engine starts. Mistakes that only a host shows, such as a missing file, are in tests/contract/test_front_process.py.
+engine starts. Mistakes that need the host, such as a missing file, are in tests/contract/test_front_process.py.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ OBJECT: Final = {"type": "object", "url": "file:///mnt/store", "secret_file": "/
 TOP: Final = "kv_connector_extra_config"
 
 Mistake = tuple[str, dict[str, Any], str, str]
-"""Name, configuration, severity, path of the setting that is named."""
+"""Name, configuration, severity, and path of the reported setting."""
 
 
 def transfer(connector: str, extra: object, **fields: Any) -> dict[str, Any]:
-    """A --kv-transfer-config without another mistake."""
+    """--kv-transfer-config without another mistake."""
     return {
         "kv_connector": connector,
         "kv_role": "kv_both",
@@ -194,7 +194,7 @@ MISTAKES: Final[list[Mistake]] = [
 
 
 @pytest.mark.parametrize(("config", "severity", "path"), [pytest.param(*rest, id=name) for name, *rest in MISTAKES])
-def test_the_mistake_is_named_by_its_path(config: dict[str, Any], severity: str, path: str) -> None:
+def test_the_mistake_is_reported_by_its_path(config: dict[str, Any], severity: str, path: str) -> None:
     problems = check(config).problems
     assert [(problem.severity, problem.path) for problem in problems] == [(severity, path)]
     assert problems[0].hint
