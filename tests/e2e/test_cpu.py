@@ -1,4 +1,6 @@
-"""Under `--config=avx2` an engine runs as on a machine without AVX-512, every library of its worker's process too."""
+"""With `--config=avx2` an engine runs as on a machine without AVX-512, including all libraries of its worker's
+process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ LEVEL = "HYBRIDKV_CPU_LEVEL"
 
 
 def run(directory: Path, first_on_path: list[str], environment: dict[str, str]) -> tuple[dict[str, Any], set[str]]:
-    """What the worker said, and the kernels that oneDNN took for its matrices."""
+    """The facts printed by the worker, and the kernels that oneDNN chose for its matrices."""
     path = [*first_on_path, *(entry for entry in sys.path if entry and not entry.endswith(NARROWS))]
     program = [sys.executable, cpu_process.__file__, str(directory)]
     environment = environment | {"PYTHONPATH": os.pathsep.join(path)}
@@ -43,15 +45,15 @@ def test_a_narrowed_engine_uses_nothing_wider_than_avx2(directory: Path) -> None
     assert kernels and not any("avx512" in kernel or "amx" in kernel for kernel in kernels)
 
 
-def test_this_run_is_as_narrow_as_its_configuration_says() -> None:
+def test_this_run_uses_the_cpu_level_of_its_configuration() -> None:
     import torch
 
     is_wide = torch.cpu._is_avx512_supported()
     assert not (is_wide and os.environ.get(LEVEL) == "avx2")
 
 
-def test_an_engine_that_nobody_narrows_uses_what_the_machine_has(directory: Path) -> None:
-    """The control."""
+def test_an_unrestricted_engine_uses_all_features_of_the_machine(directory: Path) -> None:
+    """Control."""
     if "avx512f" not in Path("/proc/cpuinfo").read_text():
         pytest.skip("this machine has no AVX-512, so there is nothing to narrow")
     ours = ("HYBRIDKV_CPU_LEVEL", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")

@@ -1,4 +1,6 @@
-"""A disk that stalls, fails, vanishes, is full or read-only costs hits and a bounded wait, and never an answer."""
+"""A disk that stalls, fails, disappears, is full or read-only costs hits and a limited wait, but never a wrong
+answer.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from harness import scratch_directory
 
 START_S = patience.seconds(80.0)
 REQUESTS_WITHOUT_DISK = 1
-"""After a pause of the breaker: one, which finds it open and is computed in the step that lets the disk be tried."""
+"""After the pause of the breaker, one request still finds it open and is computed; then the disk is tried again."""
 NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
@@ -48,7 +50,7 @@ def lives(kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
 def mounted(kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     tried = shutil.which("unshare") and subprocess.run([*NAMESPACE, "true"], capture_output=True, check=False)
     if not tried or tried.returncode != 0:
-        pytest.skip("this machine lets nobody mount a file system in a namespace of his own")
+        pytest.skip("this machine does not allow mounts in a user namespace")
     directory = scratch_directory(tmp_path_factory.mktemp("mounted")) / "mounted"
     directory.mkdir()
     return live(kind, directory, "--mount", prefix=NAMESPACE)
@@ -63,7 +65,7 @@ def require_equal_answers(life: dict[str, Any]) -> None:
     require_same_written(life["cold"], life["warm"])
 
 
-def test_without_a_fault_everything_comes_from_disk(lives: dict[str, Any]) -> None:
+def test_without_a_fault_all_prompts_are_restored_from_disk(lives: dict[str, Any]) -> None:
     none = lives["none"]
     require_equal_answers(none)
     assert min(cached(none["warm"])) > 0
@@ -72,7 +74,7 @@ def test_without_a_fault_everything_comes_from_disk(lives: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("name", ["held", "stalled"])
-def test_a_read_that_stands_still_is_given_up_at_the_deadline_and_not_before(lives: dict[str, Any], name: str) -> None:
+def test_a_stalled_read_is_given_up_exactly_at_its_deadline(lives: dict[str, Any], name: str) -> None:
     stall = lives[name]
     assert stall["waited"] == [True, True] and stall["early"]["timeouts"] == 0
     require_equal_answers(stall)
@@ -81,16 +83,16 @@ def test_a_read_that_stands_still_is_given_up_at_the_deadline_and_not_before(liv
 
 
 @pytest.mark.parametrize("name", ["held", "stalled"])
-def test_a_disk_that_stalls_is_left_alone_so_that_nobody_else_waits(lives: dict[str, Any], name: str) -> None:
-    """The second request came while time stood still: had it waited, it would wait now."""
+def test_a_stalled_disk_is_skipped_so_that_other_requests_do_not_wait(lives: dict[str, Any], name: str) -> None:
+    """Time did not pass while the second request ran, so it would still be waiting if it had waited."""
     stall = lives[name]
     assert stall["was_open"] and stall["late"]["openings"] == {"promote": 1}
     assert cached(stall["warm"])[1] == 0
 
 
 @pytest.mark.parametrize("name", ["held", "stalled"])
-def test_after_a_stall_the_disk_serves_again(lives: dict[str, Any], name: str) -> None:
-    """Without another wait for a deadline, because time stands still; whether or not the read has ended at last."""
+def test_the_disk_serves_again_after_a_stall(lives: dict[str, Any], name: str) -> None:
+    """No request waits for a deadline again, because time does not pass; whether the stalled read ended or not."""
     stall = lives[name]
     others = cached(stall["warm"])[2:]
     assert min(others[REQUESTS_WITHOUT_DISK:]) > 0
@@ -100,17 +102,17 @@ def test_after_a_stall_the_disk_serves_again(lives: dict[str, Any], name: str) -
 
 
 @pytest.mark.parametrize("name", ["held", "stalled"])
-def test_after_a_stall_the_same_prefix_is_answered_without_another_wait(lives: dict[str, Any], name: str) -> None:
+def test_a_prefix_is_restored_without_a_wait_after_a_stall(lives: dict[str, Any], name: str) -> None:
     stall = lives[name]
     require_same_written(stall["cold"][:2], stall["again"])
     assert cached(stall["again"])[1] > 0
 
 
-def test_bytes_that_came_too_late_for_their_request_serve_the_next_one(lives: dict[str, Any]) -> None:
+def test_bytes_that_arrive_late_serve_the_next_request(lives: dict[str, Any]) -> None:
     assert cached(lives["held"]["again"])[0] > 0
 
 
-def test_reads_that_fail_are_computed_again_and_open_the_breaker_of_loads_alone(lives: dict[str, Any]) -> None:
+def test_failed_reads_are_recomputed_and_open_only_the_breaker_of_loads(lives: dict[str, Any]) -> None:
     failing = lives["failing"]
     require_equal_answers(failing)
     assert cached(failing["warm"]) == [0, 0, 0]
@@ -118,15 +120,15 @@ def test_reads_that_fail_are_computed_again_and_open_the_breaker_of_loads_alone(
     assert failing["openings"] == {"promote": 1} and failing["cascades"].keys() == {"done"}
 
 
-def test_a_directory_that_is_removed_under_the_tier_costs_hits(lives: dict[str, Any]) -> None:
+def test_a_removed_directory_costs_hits(lives: dict[str, Any]) -> None:
     removed = lives["removed"]
     require_equal_answers(removed)
     assert removed["timeouts"] == 0
-    # Either the creation of a segment or the batch of changes comes first.
+    # The creation of a segment and the batch of changes may fail in either order.
     assert {"create: ENOENT", "log: ENOENT"} & removed["file_errors"].keys()
 
 
-def test_a_file_system_that_has_become_read_only_still_serves(lives: dict[str, Any]) -> None:
+def test_a_read_only_file_system_still_serves_loads(lives: dict[str, Any]) -> None:
     read_only = lives["read-only"]
     require_equal_answers(read_only)
     assert min(cached(read_only["warm"])) > 0 and read_only["promotions"].keys() == {"done"}

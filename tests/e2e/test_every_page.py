@@ -1,4 +1,4 @@
-"""Random mixes on a real engine: every page that is loaded, from whichever source, was stored under its key."""
+"""Random mixes of requests on a real engine: every loaded page, from any source, was stored under its key."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from hybridkv.planner import GroupKind, LocalCopies
 ROUNDS = int(os.environ.get("HYBRIDKV_E2E_ROUNDS", "30"))
 SEED = int(os.environ.get("HYBRIDKV_E2E_SEED", "1"))
 TIERS = os.environ.get("HYBRIDKV_E2E_TIERS", "ram,disk,object").split(",")
-"""An object store never evicts, so no key is stored twice beside one; without it the same keys come back."""
+"""An object store never evicts, so with one no key is stored twice; without it, the same keys are stored again."""
 RAM_BYTES, DISK_BYTES = 4 << 20, 10 << 20
 LONGEST = 1500
-"""Tokens of a prompt."""
+"""Maximal tokens of a prompt."""
 MOST_CHATS = 12
 
 
@@ -48,7 +48,7 @@ def kv_transfer_config(tmp_path_factory: pytest.TempPathFactory, load: str) -> d
             "lookup_timeout_seconds": patience.seconds(6.0),
         },
     ]
-    # Any tier is worth its wait, so that every source is read on a fast machine and a slow one.
+    # Every tier is worth its wait, so that all sources are read on fast and on slow machines.
     return {
         "kv_connector": "HybridOffloadConnector",
         "kv_role": "kv_both",
@@ -65,7 +65,7 @@ def kv_transfer_config(tmp_path_factory: pytest.TempPathFactory, load: str) -> d
 
 @pytest.fixture(scope="module")
 def engine_arguments() -> dict[str, Any]:
-    # Too few blocks for four long requests, so that some are preempted.
+    # Not enough blocks for four long requests, so some are preempted.
     return {"num_gpu_blocks_override": 96, "max_model_len": 2048}
 
 
@@ -76,7 +76,7 @@ def all_pages(engine: Engine) -> PageLedger:
 
 @pytest.fixture
 def ledger(engine: Engine, all_pages: PageLedger) -> Iterator[PageLedger]:
-    """The witness, over an engine that keeps nothing from the test before."""
+    """The ledger, with an engine that holds nothing of earlier tests."""
     engine.reset_prefix_cache()
     engine.connector.reset_cache()
     all_pages.loaded.clear()
@@ -91,7 +91,9 @@ def ledger(engine: Engine, all_pages: PageLedger) -> Iterator[PageLedger]:
 
 
 class Mix:
-    """Requests that continue, repeat and branch, some beside each other, some aborted; between them blocks are lost."""
+    """Random requests that continue, repeat and branch, some concurrent, some aborted; blocks are lost between
+    rounds.
+    """
 
     def __init__(self, engine: Engine, seed: int) -> None:
         self._engine, self._draw = engine, Random(seed)
@@ -138,7 +140,7 @@ def has_states(engine: Engine) -> bool:
 
 
 def lose_states(engine: Engine) -> None:
-    """Let the engine lose the states that no request uses, so that it holds attention beyond its deepest state."""
+    """Make the engine lose unused states, so that it holds attention beyond its deepest state."""
     pool, groups = engine.scheduler.kv_cache_manager.block_pool, engine.connector._layout.spec.groups
     pool.evict_blocks(
         {
@@ -151,7 +153,7 @@ def lose_states(engine: Engine) -> None:
     )
 
 
-def test_every_loaded_page_was_stored_under_its_key(engine: Engine, ledger: PageLedger) -> None:
+def test_each_loaded_page_was_stored_under_its_key(engine: Engine, ledger: PageLedger) -> None:
     mix = Mix(engine, SEED)
     for _ in range(ROUNDS):
         mix.round()
@@ -162,10 +164,8 @@ def test_every_loaded_page_was_stored_under_its_key(engine: Engine, ledger: Page
     assert expected <= set(ledger.loaded), ledger.summary()
 
 
-def test_two_batches_store_other_bytes_under_one_key_and_either_may_come_back(
-    engine: Engine, ledger: PageLedger
-) -> None:
-    """The disk has what was computed alone, memory what was computed beside another request, and memory loses it."""
+def test_either_version_of_bytes_stored_twice_under_a_key_may_be_loaded(engine: Engine, ledger: PageLedger) -> None:
+    """The disk holds the version computed alone; memory holds the one computed beside another request, and loses it."""
     if "disk" not in TIERS:
         pytest.skip("no slower tier keeps the first version")
     prompt, beside, known = make_prompt(700, seed=500), make_prompt(300, seed=501), set(ledger.stored)
@@ -184,14 +184,14 @@ def test_two_batches_store_other_bytes_under_one_key_and_either_may_come_back(
 
 
 def forget_memory(engine: Engine, keys: Iterable[bytes]) -> None:
-    """Let the engine and its host memory lose these keys. Slower tiers keep them."""
+    """Make the engine and its host memory lose these keys. Slower tiers keep them."""
     engine.reset_prefix_cache()
     for key in keys:
         engine.connector._scheduler._stack.primary.invalidate(key)
 
 
-def test_one_changed_byte_in_a_tier_is_seen(engine: Engine, ledger: PageLedger) -> None:
-    """The control. The checksum is renewed, so the tier itself sees nothing."""
+def test_one_changed_byte_in_a_tier_is_detected(engine: Engine, ledger: PageLedger) -> None:
+    """Control. The checksum is renewed, so the tier itself does not notice it."""
     prompt = make_prompt(400, seed=77)
     for _ in range(2):
         engine.generate([prompt])
@@ -205,12 +205,12 @@ def test_one_changed_byte_in_a_tier_is_seen(engine: Engine, ledger: PageLedger) 
     assert [key.hex() in each for each in ledger.wrong] == [True], ledger.summary()
 
 
-def test_a_copy_from_another_block_of_the_engine_is_seen(
+def test_a_copy_from_a_wrong_block_of_the_engine_is_detected(
     engine: Engine, ledger: PageLedger, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control of local copies."""
+    """Control of local copies."""
     if not has_states(engine):
-        pytest.skip("the engine holds nothing beyond its own hit")
+        pytest.skip("the engine never holds blocks beyond its own hit")
     find = LocalBlocks.find
 
     def turned(*arguments: Any) -> LocalCopies | None:

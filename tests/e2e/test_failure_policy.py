@@ -1,4 +1,4 @@
-"""`kv_load_failure_policy: fail` does as asked: the request whose load fails ends with an error, and only that one."""
+"""With `kv_load_failure_policy: fail`, a request whose load fails ends with an error, and no other request does."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def kv_transfer_config(directory: Path) -> dict[str, Any]:
 
 
 class Lines(logging.Filter):
-    """What was said. Not a handler, because vLLM sets up logging anew when an engine starts, which takes those away."""
+    """Collects log messages. Not a handler, because vLLM replaces all handlers when an engine starts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,8 +56,8 @@ class Lines(logging.Filter):
 
 
 @pytest.fixture(scope="module")
-def said() -> Iterator[list[str]]:
-    """Lines of the connector, from before the engine starts."""
+def log_lines() -> Iterator[list[str]]:
+    """Log lines of the connector, from before the engine starts."""
     logger, lines = logging.getLogger("vllm.hybridkv"), Lines()
     logger.addFilter(lines)
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +67,7 @@ def said() -> Iterator[list[str]]:
 
 
 @pytest.fixture(scope="module")
-def engine(said: list[str], kind: str, kv_transfer_config: dict[str, Any], directory: Path) -> Iterator[Engine]:
+def engine(log_lines: list[str], kind: str, kv_transfer_config: dict[str, Any], directory: Path) -> Iterator[Engine]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(faults_process.tiers, "disk_medium", faults_process.tiers.disk_medium)
         faults_process.inject_below_the_tier()
@@ -75,13 +75,13 @@ def engine(said: list[str], kind: str, kv_transfer_config: dict[str, Any], direc
             yield running
 
 
-def test_start_up_says_which_policy_is_set(engine: Engine, said: list[str]) -> None:
-    warning, line = [line for line in said if "kv_load_failure_policy" in line]
+def test_the_start_logs_the_failure_policy(engine: Engine, log_lines: list[str]) -> None:
+    warning, line = [line for line in log_lines if "kv_load_failure_policy" in line]
     assert 'warning: kv_load_failure_policy: expected "recompute", got "fail"' in warning
     assert "kv_load_failure_policy fail; " in line
 
 
-def test_a_failed_load_ends_its_request_with_an_error_and_no_other(engine: Engine, audit: Audit, kind: str) -> None:
+def test_only_the_request_of_a_failed_load_ends_with_an_error(engine: Engine, audit: Audit, kind: str) -> None:
     damaged, sound = (make_prompt(exact_prompt_lengths(kind, 1)[0], seed=seed) for seed in (1, 2))
     cold = [engine.generate([prompt])[0] for prompt in (damaged, sound)]
     first_keys = len(audit.stored) // 2
@@ -96,19 +96,17 @@ def test_a_failed_load_ends_its_request_with_an_error_and_no_other(engine: Engin
     assert warm[0].finish_reason == "error" and warm[0].token_ids == ()
     require_same_output([cold[1]], [warm[1]])
     assert warm[1].num_cached_tokens > 0
-    # What was to blame is gone, so the same request again is computed or restored, and right.
+    # The damaged chunks were withdrawn, so the repeated request gives the right answer, computed or restored.
     again = engine.generate([damaged])[0]
     require_same_output([cold[0]], [again])
 
 
-def test_one_damaged_prefix_ends_one_request_whatever_of_its_windows_is_damaged(
-    engine: Engine, audit: Audit, kind: str
-) -> None:
+def test_a_prefix_with_all_windows_damaged_fails_one_request_only(engine: Engine, audit: Audit, kind: str) -> None:
     prompt = make_prompt(exact_prompt_lengths(kind, 1)[0], seed=4)
     cold = engine.generate([prompt])[0]
     stack = engine.connector._scheduler._stack
     engine.reset_prefix_cache()
-    # No copy below host memory, which would be as good.
+    # Slower tiers must not hold intact copies.
     for tier in stack.secondary.values():
         tier.clear()
     layout = engine.connector._layout
@@ -126,8 +124,8 @@ def test_one_damaged_prefix_ends_one_request_whatever_of_its_windows_is_damaged(
     assert warm[2].num_cached_tokens > 0
 
 
-def test_a_read_of_the_disk_that_fails_is_no_failed_load(engine: Engine, audit: Audit, kind: str) -> None:
-    """It fails before the engine has given the request a block, so there is nothing that could end in an error."""
+def test_a_failed_disk_read_is_not_a_failed_load(engine: Engine, audit: Audit, kind: str) -> None:
+    """It fails before the engine has allocated blocks for the request, so no request can fail."""
     prompt = make_prompt(exact_prompt_lengths(kind, 1)[0], seed=3)
     cold = engine.generate([prompt])[0]
     stack = engine.connector._scheduler._stack

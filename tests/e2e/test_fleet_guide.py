@@ -1,7 +1,7 @@
-"""docs/guides/fleet.md, "Try it on one machine": with its settings a second engine restores what the first one used.
+"""docs/guides/fleet.md, "Try it on one machine": with its settings, a second engine restores what the first one stored.
 
-One test runs its commands with two servers. The others run its settings with two engines, over a directory and over a
-real server of objects, and compare with what the second engine's own host memory gives back.
+One test runs its commands with two servers. The others run its settings with two engines, on a directory and on a real
+object server, and compare with what the second engine restores from its own host memory.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from kits.tiers.object_server import BUCKET, VARIABLE, ObjectServer, command
 GUIDE = Path(__file__).absolute().parents[2] / "docs" / "guides" / "fleet.md"
 CHUNK_TOKENS = 128
 LOAD_TIMEOUT_S = 30.0
-"""The default of `load_timeout_seconds`, which bounds the time-out of a lookup."""
+"""The default of `load_timeout_seconds`, the upper limit for the timeout of a lookup."""
 
 
 def commands() -> str:
-    """All commands of the section, as a script."""
+    """All commands of the section as one script."""
     section = GUIDE.read_text().split("## Try it on one machine", 1)[1].split("\n## ", 1)[0]
     return "\n".join(line[4:] for line in section.splitlines() if line.startswith("    ") or not line)
 
 
 def settings(tier: Mapping[str, Any]) -> Any:
-    """`kv_transfer_config` of the guide, over another store."""
+    """`kv_transfer_config` of the guide, with another store."""
     found = re.search(r"SETTINGS='(.*?)'", commands(), re.DOTALL)
     assert found is not None
     config = json.loads(found[1])
@@ -58,11 +58,11 @@ def directory_store(directory: Path) -> Iterator[tuple[dict[str, Any], dict[str,
 def seaweedfs(directory: Path) -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
     weed = command()
     if weed is None:
-        pytest.skip(f"{VARIABLE} names no server of objects")
+        pytest.skip(f"{VARIABLE} does not name an object server")
     with ObjectServer(weed, directory / "server") as server:
         options = server.settings()
         tier = {"type": "object", "url": f"s3://{BUCKET}/guide", **{n: options.pop(n) for n in ("endpoint", "region")}}
-        # A server that is slow today is no reason for another result.
+        # A slow server must not change the result.
         tier["lookup_timeout_seconds"] = min(patience.seconds(6.0), LOAD_TIMEOUT_S)
         yield tier, {f"AWS_{name.upper()}": value for name, value in options.items()}
 
@@ -74,7 +74,7 @@ CASES = [(kind, store) for store in STORES for kind in tiny_models.KINDS]
 @pytest.mark.parametrize(
     ("kind", "store"), [CASES[0], *(pytest.param(*case, marks=pytest.mark.full) for case in CASES[1:])]
 )
-def test_a_second_engine_restores_what_its_own_host_memory_would(kind: str, store: str, tmp_path: Path) -> None:
+def test_a_second_engine_restores_as_much_as_from_its_host_memory(kind: str, store: str, tmp_path: Path) -> None:
     directory = scratch_directory(tmp_path) / f"guide-{kind}-{store}"
     directory.mkdir()
     with STORES[store](directory) as (tier, environment):
@@ -89,15 +89,15 @@ def test_a_second_engine_restores_what_its_own_host_memory_would(kind: str, stor
     *alike, system = zip(by_store, by_memory, strict=True)
     for restored, own in alike:
         assert restored >= own - CHUNK_TOKENS > 0, (second.cached, first.log, second.log)
-    # The question after the system prompt is new to the store.
+    # The question after the system prompt is not in the store.
     assert system[0] > fleet_process.SYSTEM_TOKENS - CHUNK_TOKENS, (second.cached, first.log, second.log)
     assert max(first.cached[-2:]) <= fleet_process.SYSTEM_TOKENS, (
-        "the engine's own cache served the system prompt alone"
+        "the engine's own cache served more than the system prompt"
     )
 
 
 @pytest.mark.full
-def test_the_commands_of_the_guide_restore_a_prompt_at_the_second_server(tmp_path: Path) -> None:
+def test_the_guides_commands_restore_a_prompt_on_the_second_server(tmp_path: Path) -> None:
     kind, directory = "gpt-oss", scratch_directory(tmp_path) / "guide-commands"
     directory.mkdir()
     model = tiny_models.make_tiny_model(kind, directory / kind)
@@ -122,7 +122,7 @@ def test_the_commands_of_the_guide_restore_a_prompt_at_the_second_server(tmp_pat
         try:
             process.wait(2 * LIFE_S)
         finally:
-            # The servers go on after the script.
+            # The script does not stop the servers.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
@@ -143,7 +143,7 @@ def _free_ports(number: int) -> list[int]:
 
 
 def _environment(directory: Path, kind: str) -> dict[str, str]:
-    """`vllm` on the path is this interpreter's, with the arguments that suit the tiny model."""
+    """An environment whose `vllm` command is this interpreter's vLLM, with arguments for the tiny model."""
     flags = [
         f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
         for name, value in tiny_models.ENGINE_ARGUMENTS[kind].items()
@@ -151,8 +151,8 @@ def _environment(directory: Path, kind: str) -> dict[str, str]:
     programs = directory / "programs"
     programs.mkdir()
     vllm = programs / "vllm"
-    # The CPU build has no metadata of a package "vllm", which the command itself needs. A server that ends before the
-    # script does ends the script.
+    # The CPU build has no metadata of a package "vllm", which the real command needs. If a server ends before the
+    # script, the script ends too.
     start = f'{sys.executable} -m vllm.entrypoints.openai.api_server --model "$@" {" ".join(flags)}'
     vllm.write_text(f'#!/bin/sh\n[ "$1" = serve ] && shift\n{start}\nkill $PPID\n')
     vllm.chmod(0o755)

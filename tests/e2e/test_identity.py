@@ -1,6 +1,6 @@
-"""An engine restores what an engine with its own content stored, and nothing else, wherever both keep it.
+"""An engine restores only what an engine with the same identity stored, wherever both keep it.
 
-Every test has its control: the same engine without the difference restores.
+Every test has a control: the same engine without the difference restores the prefix.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from identity_models import (
 import tiny_models
 
 RESTORED = 1024
-"""Tokens of a prompt that a hit restores: all whole chunks of it."""
+"""Tokens that a hit restores: all whole chunks of a prompt."""
 FULL: dict[str, Any] = {"weights_digest": "full"}
 
 
@@ -36,14 +36,14 @@ def directory(tmp_path: Path) -> Path:
     return scratch_directory(tmp_path) / tmp_path.name
 
 
-def require_a_stranger(life: Life, seed: int = 0, lora: Any = None) -> None:
-    """The engine finds nothing of what is stored, and answers as it does with nothing stored at all."""
+def require_no_shared_cache(life: Life, seed: int = 0, lora: Any = None) -> None:
+    """The engine finds none of the stored chunks, and gives the same answer as with an empty store."""
     warm = life.ask(prompt(seed), lora)
     assert warm.same_as(life.cold(prompt(seed), lora))
     assert warm.cached == 0
 
 
-def test_another_configuration_of_the_same_weights_is_another_cache(directory: Path) -> None:
+def test_another_configuration_of_the_same_weights_uses_another_cache(directory: Path) -> None:
     model = tiny_models.make_tiny_model("gemma3", directory / "model")
     inspect_here("Gemma3ForCausalLM")
     ropes = {
@@ -55,39 +55,39 @@ def test_another_configuration_of_the_same_weights_is_another_cache(directory: P
         assert stored.cached == 0
     for overrides in ({"rope_parameters": ropes}, {"query_pre_attn_scalar": 64}):
         with engine_on(model, directory, extra=FULL, hf_overrides=overrides, **GEMMA3) as life:
-            require_a_stranger(life)
+            require_no_shared_cache(life)
             (line,) = life.said("holds no cache for this engine")
             assert next(iter(overrides)) in line.partition("the nearest differs: ")[2]
-    # Control: the same model, carried elsewhere.
+    # Control: the same model in another directory.
     moved = shutil.copytree(model, directory / "elsewhere" / "of another name")
     shutil.rmtree(model)
     with engine_on(moved, directory, extra=FULL, **GEMMA3) as life:
         again = life.ask(prompt())
         assert again.cached == RESTORED
         assert again.same_as(stored)
-    # A sample of the weights cannot see everything; all of them can.
+    # A sample of the weights can miss a change; a digest of all weights cannot.
     change_between_samples(moved)
     with engine_on(moved, directory, extra=FULL, **GEMMA3) as life:
-        require_a_stranger(life)
+        require_no_shared_cache(life)
         (line,) = life.said("holds no cache for this engine")
         assert "weights" in line
 
 
-def test_a_long_engine_and_a_short_one_of_a_longrope_model_share_nothing(directory: Path) -> None:
+def test_engines_of_different_length_share_no_cache_of_a_longrope_model(directory: Path) -> None:
     model = make_long_rope_model(directory / "phi3")
     inspect_here("Phi3ForCausalLM")
     short = GEMMA3 | {"max_model_len": LONG_FROM}
     with engine_on(model, directory, **short) as life:
         stored = life.ask(prompt())
     with engine_on(model, directory, **GEMMA3 | {"max_model_len": LONG_FROM + 64}) as life:
-        require_a_stranger(life)
+        require_no_shared_cache(life)
     with engine_on(model, directory, **short) as life:
         again = life.ask(prompt())
         assert again.cached == RESTORED
         assert again.same_as(stored)
 
 
-def test_an_adapter_trained_again_in_its_place_is_another_adapter(directory: Path) -> None:
+def test_a_retrained_adapter_at_the_same_path_is_another_adapter(directory: Path) -> None:
     from vllm.lora.request import LoRARequest
 
     model = tiny_models.make_tiny_model("gemma3", directory / "model")
@@ -96,33 +96,33 @@ def test_an_adapter_trained_again_in_its_place_is_another_adapter(directory: Pat
     lora = LoRARequest("tuned", 1, str(path))
     options = GEMMA3 | {"enable_lora": True, "max_lora_rank": 8}
     with engine_on(model, directory, **options) as life:
-        know(life, lora)
+        load_adapter(life, lora)
         stored = life.ask(prompt(), lora)
         assert stored.cached == 0
         assert not stored.same_as(life.ask(prompt())), "the adapter changes nothing"
-    # Control: the adapter that it was.
+    # Control: the unchanged adapter.
     with engine_on(model, directory, **options) as life:
-        know(life, lora)
+        load_adapter(life, lora)
         again = life.ask(prompt(), lora)
         assert again.cached == RESTORED
         assert again.same_as(stored)
     make_adapter(path, seed=2)
     with engine_on(model, directory, **options) as life:
-        know(life, lora)
-        assert life.ask(prompt()).cached == RESTORED, "without an adapter nothing has changed"
-        require_a_stranger(life, lora=lora)
+        load_adapter(life, lora)
+        assert life.ask(prompt()).cached == RESTORED, "prompts without an adapter are not affected"
+        require_no_shared_cache(life, lora=lora)
 
 
-def know(life: Life, lora: Any) -> None:
-    """One short request with the adapter, and the time that it takes to read the adapter's files."""
+def load_adapter(life: Life, lora: Any) -> None:
+    """Run a short request with the adapter, and wait until the adapter's files are read."""
     life.ask(prompt()[:16], lora)
     assert life.engine.connector._scheduler._identity.adapters.settle(60)
 
 
-def test_a_cache_that_another_instruction_set_wrote_is_another_cache(
+def test_a_cache_written_by_another_instruction_set_is_not_used(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM's CPU backend is told which set to use by the same function that a machine's probes decide."""
+    """Replaces the function with which vLLM's CPU backend chooses its instruction set."""
     from vllm.v1.attention.backends import cpu_attn
 
     from hybridkv.connectors.vllm.offload import connector as offload
@@ -138,15 +138,15 @@ def test_a_cache_that_another_instruction_set_wrote_is_another_cache(
         assert life.ask(prompt()).cached == 0
         (line,) = life.said("holds no cache for this engine")
         assert f"worker.attention_isa: {other} is not {native}" in line
-    # Control: nothing but that fact keeps them apart.
+    # Control: only this fact separates the caches.
     facts = offload.worker_facts
     monkeypatch.setattr(offload, "worker_facts", lambda *about: facts(*about) | {"worker.attention_isa": native})
     with engine_on(model, directory, **GEMMA3) as life:
         assert life.ask(prompt()).cached == RESTORED
 
 
-def test_amx_writes_the_cache_in_another_order_than_vectors_do() -> None:
-    """Why the instruction set counts. Vectors of both lengths write one order, so AVX2 may read what AVX-512 wrote."""
+def test_amx_writes_the_cache_in_another_order_than_vectors() -> None:
+    """The reason for the fact. Both vector lengths write the same order, so AVX2 may read a cache of AVX-512."""
     from vllm import _custom_ops as ops
     from vllm.platforms import current_platform
 

@@ -1,6 +1,7 @@
-"""A router that hears of a real engine by its socket alone knows what each request will restore, to the token.
+"""A router that only receives the events of a real engine predicts exactly how many tokens each request restores.
 
-vLLM's own publisher sends and a ZeroMQ socket receives. The engine's own blocks come the same way, as another medium.
+vLLM's own publisher sends, and a ZeroMQ socket receives. The engine's own blocks arrive on the same socket, as another
+medium.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ FILLERS, MOST_ROUNDS = 3, 40
 decoder = msgspec.msgpack.Decoder(KVEventBatch)
 JOIN_MS, HEAR_MS = 200, 60_000
 TRIES = 200
-"""Until a subscriber has joined: what was sent before, it does not hear."""
+"""Attempts until a subscriber has joined; it misses earlier messages."""
 UNSEEN = {"hybridkv_hints": {"store": False, "load": False}}
-"""Of a request that leaves the tiers as they are."""
+"""Parameters of a request that does not change the tiers."""
 
 
 @pytest.fixture(scope="module")
@@ -51,25 +52,25 @@ def kind() -> str:
 
 @pytest.fixture(scope="module")
 def engine_arguments() -> dict[str, Any]:
-    # The star makes the engine bind: to an endpoint without one it connects.
+    # With the star the engine binds the socket; without it, it would connect to the endpoint.
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:*"}
     return {"kv_events_config": events}
 
 
 @dataclass
 class Subscriber:
-    """What a router knows of one engine, which it hears by a socket."""
+    """The routers of one engine, fed from its event socket."""
 
     engine: Engine
     socket: zmq.Socket[bytes]
     routers: dict[str, Router]
     media: set[str] = field(default_factory=set)
-    """That were heard of."""
+    """Media that occurred in events."""
     next_batch: int | None = None
     num_marks: int = 0
 
     def mark(self) -> list[int]:
-        """A prompt that nobody asked before, which tells what was sent until it was computed from what comes later."""
+        """Run a new prompt whose events separate earlier events from later ones."""
         self.num_marks += 1
         prompt = make_prompt(BLOCK + 1, seed=900_000 + self.num_marks)
         self.engine.add(prompt, max_tokens=1, kv_transfer_params=UNSEEN)
@@ -83,18 +84,18 @@ class Subscriber:
             while self.socket.poll(JOIN_MS):
                 if self._hear(mark):
                     return
-        raise TimeoutError("the engine was never heard")
+        raise TimeoutError("no event of the engine arrived")
 
     def catch_up(self) -> None:
-        """Hears all that the engine has said so far."""
+        """Receive all events that the engine has published so far."""
         mark = self.mark()
         while self.socket.poll(HEAR_MS):
             if self._hear(mark):
                 return
-        raise TimeoutError("what the engine said last was never heard")
+        raise TimeoutError("the engine's last events never arrived")
 
     def _hear(self, mark: list[int]) -> bool:
-        """One batch, and whether it is of the step that computed this block."""
+        """Receive one batch. Whether it is from the step that computed the marked block."""
         _, number, payload = self.socket.recv_multipart()
         batch = int.from_bytes(number, "big")
         assert self.next_batch in (None, batch), "batches were lost"
@@ -124,12 +125,12 @@ def subscriber(engine: Engine) -> Iterator[Subscriber]:
 
 
 @dataclass(frozen=True)
-class Asked:
-    """One request: what was predicted of it, by whom, and what it restored.
+class Prediction:
+    """One request: the predictions of each router, and the restored tokens.
 
     Attributes:
-        by_states: predicted from the blocks of one recurrent group alone.
-        by_attention: predicted from the blocks of full attention alone.
+        by_states: prediction from the blocks of one recurrent group only.
+        by_attention: prediction from the blocks of full attention only.
     """
 
     restored: int
@@ -139,12 +140,12 @@ class Asked:
 
 
 @pytest.fixture(scope="module")
-def asked(engine: Engine, subscriber: Subscriber) -> dict[str, Asked]:
-    """Requests one after the other, before each of which the engine forgets its own cache."""
+def asked(engine: Engine, subscriber: Subscriber) -> dict[str, Prediction]:
+    """Requests one after the other. The engine forgets its own cache before each."""
     stem = make_prompt(5 * BLOCK + BLOCK // 2, seed=1)
     first, second, third = (make_prompt(7 * BLOCK, seed=10 + i, prefix=stem) for i in range(3))
     branch = make_prompt(8 * BLOCK + 5, seed=20, prefix=second[: 6 * BLOCK + 7])
-    found: dict[str, Asked] = {}
+    found: dict[str, Prediction] = {}
     seeds = itertools.count(100)
 
     def ask(name: str, prompt: list[int]) -> None:
@@ -154,7 +155,7 @@ def asked(engine: Engine, subscriber: Subscriber) -> dict[str, Asked]:
         everything = subscriber.routers["all"]
         alone = everything.predict_by_states(prompt), everything.predict_by_attention(prompt)
         [result] = engine.generate([prompt])
-        found[name] = Asked(result.num_cached_tokens, predicted, *alone)
+        found[name] = Prediction(result.num_cached_tokens, predicted, *alone)
 
     ask("cold", first)
     ask("the same", first)
@@ -173,14 +174,15 @@ def asked(engine: Engine, subscriber: Subscriber) -> dict[str, Asked]:
     return found
 
 
-def test_what_each_request_restores_is_predicted_from_the_socket_alone(asked: dict[str, Asked]) -> None:
+def test_routers_predict_the_restored_tokens_of_each_request(asked: dict[str, Prediction]) -> None:
     for name, each in asked.items():
         assert each.predicted["all"] == each.predicted["deaf to clearing"] == each.restored, (name, each)
     restored = {name: each.restored // BLOCK for name, each in asked.items()}
-    # Both prompts share at most this: states lie at stops that are guessed, which depends on the speed of the machine.
+    # Both prompts share at most this many blocks. Guessed stops, which depend on the machine's speed, decide where
+    # states lie.
     assert restored.pop("sibling") <= 5
     assert restored.pop("parts early") <= 2
-    # Until host memory has nothing of it, the disk too may have evicted some of its end.
+    # When host memory has lost the prompt, the disk may have evicted a part of its end too.
     assert 0 < restored.pop("evicted from CPU") <= 6
     assert restored == {
         "cold": 0,
@@ -191,27 +193,27 @@ def test_what_each_request_restores_is_predicted_from_the_socket_alone(asked: di
     }
 
 
-def test_a_router_that_scores_one_recurrent_group_alone_is_exact_too(asked: dict[str, Asked]) -> None:
+def test_a_router_that_scores_one_recurrent_group_is_exact(asked: dict[str, Prediction]) -> None:
     for name, each in asked.items():
         assert each.by_states == each.restored, (name, each)
 
 
-def test_a_router_that_scores_full_attention_alone_is_exact_for_a_prompt_that_goes_on(asked: dict[str, Asked]) -> None:
-    """For a prompt that parts from a stored one between two states it predicts all that both share."""
+def test_a_router_that_scores_full_attention_is_exact_for_continued_prompts(asked: dict[str, Prediction]) -> None:
+    """For a prompt that leaves a stored one between two states, it predicts all tokens that both share."""
     shared = {"sibling": 5 * BLOCK, "parts early": 2 * BLOCK}
     for name, each in asked.items():
         assert each.by_attention == shared.get(name, each.restored) >= each.restored, (name, each)
 
 
-def test_a_router_that_does_not_hear_of_the_disk_is_wrong(asked: dict[str, Asked]) -> None:
-    """The control: what was evicted from memory is elsewhere."""
+def test_a_router_without_events_of_the_disk_is_wrong(asked: dict[str, Prediction]) -> None:
+    """Control: blocks that memory evicted are still on the disk."""
     each = asked["evicted from CPU"]
     assert each.predicted["CPU"] == 0 < each.predicted["STORAGE"] == each.restored
     assert asked["the same"].predicted["CPU"] == asked["the same"].restored
 
 
-def test_the_engines_own_blocks_come_by_the_same_socket_as_another_medium(
-    asked: dict[str, Asked], subscriber: Subscriber
+def test_the_engines_own_blocks_are_published_as_another_medium(
+    asked: dict[str, Prediction], subscriber: Subscriber
 ) -> None:
     assert asked
     assert subscriber.media == {"GPU", *TIERS}

@@ -1,7 +1,7 @@
-"""A lost prefix comes back from a server of LMCache, nothing in between: equal tokens, log-probabilities and bytes.
+"""A lost prefix is restored from a server of LMCache with equal tokens, log-probabilities and bytes.
 
-One engine in the test's process, for each version of the server. Every test has prompts of its own, because a server
-forgets nothing.
+One engine in the test's process, for each version of the server. Each test has its own prompts, because the server
+never forgets.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def watching(engine: Engine) -> LMCacheAudit:
 
 @pytest.fixture
 def prompts(kind: str) -> list[list[int]]:
-    """That no other test has."""
+    """Prompts that no other test uses."""
     seed = next(_SEEDS)
     return [make_prompt(length, seed=seed + number) for number, length in enumerate(prompt_lengths(kind, 2))]
 
 
 @pytest.fixture(scope="module")
 def link(engine: Engine, site: LMCacheSite) -> Link:
-    """What an engine computes before it has found its server is not stored."""
+    """The engine's link to its server. Prompts computed before the server was found are not stored."""
     link = Link(engine, site)
     link.require_up()
     return link
@@ -62,7 +62,7 @@ def one_by_one(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Result]
 
 
 def stored(link: Link, prompts: Sequence[Sequence[int]]) -> list[Result]:
-    """What prompts give when they are computed. Afterwards the server has them, and the engine has not."""
+    """Results of computed prompts. Afterwards the server holds them, and the engine does not."""
     link.engine.reset_prefix_cache()
     results = one_by_one(link.engine, prompts)
     link.settle()
@@ -71,7 +71,7 @@ def stored(link: Link, prompts: Sequence[Sequence[int]]) -> list[Result]:
 
 
 def computed(engine: Engine, prompt: Sequence[int]) -> Result:
-    """What the engine gives by itself."""
+    """The result of the engine without the connector."""
     engine.reset_prefix_cache()
     with own_cache_only(engine):
         [result] = one_by_one(engine, [prompt])
@@ -81,7 +81,7 @@ def computed(engine: Engine, prompt: Sequence[int]) -> Result:
 
 
 def restorable(kind: str, prompt: Sequence[int]) -> int:
-    """Whole chunks of the server, and a token to compute."""
+    """Whole chunks of the server, leaving at least one token to compute."""
     return (len(prompt) - 1) // CHUNK_TOKENS[kind] * CHUNK_TOKENS[kind]
 
 
@@ -94,7 +94,7 @@ def cached(results: Sequence[Result]) -> list[int]:
     return [result.num_cached_tokens for result in results]
 
 
-def test_a_lost_prefix_comes_back_equal_to_the_cold_run_and_to_the_engines_own_hit(
+def test_a_restored_prefix_equals_the_cold_run_and_the_engines_own_hit(
     engine: Engine, link: Link, audit: LMCacheAudit, prompts: list[list[int]], kind: str
 ) -> None:
     cold = one_by_one(engine, prompts)
@@ -112,7 +112,7 @@ def test_a_lost_prefix_comes_back_equal_to_the_cold_run_and_to_the_engines_own_h
     assert audit.restored_groups() == set(engine.connector._layout.spec.stored_groups)
 
 
-def test_a_shorter_and_a_longer_prompt_take_what_they_share(
+def test_shorter_and_longer_prompts_restore_their_common_prefix(
     engine: Engine, link: Link, audit: LMCacheAudit, prompts: list[list[int]], kind: str
 ) -> None:
     prompt, chunk = prompts[1], CHUNK_TOKENS[kind]
@@ -127,10 +127,10 @@ def test_a_shorter_and_a_longer_prompt_take_what_they_share(
         require_same(audit, [computed(engine, other)], warm)
 
 
-def test_only_what_the_engine_lacks_is_restored(
+def test_only_tokens_that_the_engine_lacks_are_restored(
     engine: Engine, link: Link, audit: LMCacheAudit, prompts: list[list[int]], kind: str
 ) -> None:
-    """Part of the prefix is the engine's own, which a state that comes from elsewhere must fit."""
+    """The engine holds a part of the prefix, and the restored state must fit it."""
     long, short = prompts[1], prompts[1][: len(prompts[0])]
     cold = stored(link, [long])
     with own_cache_only(engine):
@@ -142,10 +142,10 @@ def test_only_what_the_engine_lacks_is_restored(
     assert audit.restored_tokens == restorable(kind, long) - restorable(kind, short)
 
 
-def test_a_prefix_is_resumed_only_where_every_group_has_something_to_resume_from(
+def test_a_prefix_is_resumed_only_if_every_group_has_its_state(
     engine: Engine, link: Link, audit: LMCacheAudit, prompts: list[list[int]], kind: str
 ) -> None:
-    """A state is kept where a prompt's last whole block ends, and nowhere before."""
+    """A state is stored only at the end of a prompt's last whole block."""
     long, short = prompts[1], prompts[1][: len(prompts[0])]
     stored(link, [long])
     audit.forget()
@@ -154,7 +154,7 @@ def test_a_prefix_is_resumed_only_where_every_group_has_something_to_resume_from
     require_same_output(warm, [computed(engine, short)])
 
 
-def test_requests_that_share_prefixes_equal_the_engines_own_hits(
+def test_requests_with_shared_prefixes_equal_the_engines_own_hits(
     engine: Engine, link: Link, audit: LMCacheAudit, kind: str, noise: Noise
 ) -> None:
     seed, length = next(_SEEDS), prompt_lengths(kind, 1)[0]
@@ -169,14 +169,14 @@ def test_requests_that_share_prefixes_equal_the_engines_own_hits(
     warm = engine.generate(prompts)
     assert cached(warm) == cached(local) == [restorable(kind, prompt) for prompt in prompts]
     assert audit.restored_tokens >= restorable(kind, prompts[0])
-    # Loads end in different steps, so the requests meet in other batches.
+    # Loads end in different steps, so the batches differ.
     require_close(audit, local, warm, noise)
 
 
-def test_a_group_that_comes_back_as_zeros_is_seen(
+def test_a_group_restored_as_zeros_is_detected(
     engine: Engine, link: Link, audit: LMCacheAudit, prompts: list[list[int]]
 ) -> None:
-    """Control, for each group in turn: behind every checksum, and before any token is computed."""
+    """Control, for each group: pages are changed after the checksum and before any computation."""
     prompts = prompts[:1]
     cold = stored(link, prompts)
     for group in engine.connector._layout.spec.stored_groups:
@@ -194,10 +194,10 @@ def test_a_group_that_comes_back_as_zeros_is_seen(
         )
 
 
-def test_the_recurrent_state_of_another_boundary_is_seen(
+def test_a_recurrent_state_of_another_boundary_is_detected(
     engine: Engine, link: Link, audit: LMCacheAudit, prompts: list[list[int]]
 ) -> None:
-    """Control: a state that is a good one, of an earlier place in the same prompt."""
+    """Control: a valid state of an earlier position in the same prompt."""
     recurrent = recurrent_groups(engine)
     if not recurrent:
         pytest.skip("this model has no recurrent group")
@@ -217,7 +217,7 @@ def test_the_recurrent_state_of_another_boundary_is_seen(
 
 
 def tampered(engine: Engine, audit: LMCacheAudit, prompts: list[list[int]], tamper: Any) -> list[Result]:
-    """What prompts give whose restored pages are changed."""
+    """Results of prompts whose restored pages are changed by `tamper`."""
     engine.reset_prefix_cache()
     audit.forget()
     audit.tamper = tamper
@@ -230,10 +230,10 @@ def tampered(engine: Engine, audit: LMCacheAudit, prompts: list[list[int]], tamp
     return warm
 
 
-def test_aborting_a_request_at_any_step_leaks_nothing(
+def test_an_abort_at_any_step_leaks_nothing(
     engine: Engine, link: Link, audit: LMCacheAudit, prompts: list[list[int]]
 ) -> None:
-    """While it is looked up, while it loads, while it is computed and stored."""
+    """During the lookup, the load, the computation and the store."""
     cold = stored(link, prompts[:1])
     for prompt in prompts:
         for steps in range(6):
@@ -249,7 +249,7 @@ def test_aborting_a_request_at_any_step_leaks_nothing(
 
 
 @pytest.mark.full
-def test_an_engine_goes_on_when_the_server_comes_back_and_hits_what_is_on_its_disk(
+def test_an_engine_hits_the_servers_disk_after_the_server_returns(
     engine: Engine, link: Link, site: LMCacheSite, audit: LMCacheAudit, prompts: list[list[int]], kind: str
 ) -> None:
     cold = stored(link, prompts)
@@ -268,7 +268,7 @@ def test_an_engine_goes_on_when_the_server_comes_back_and_hits_what_is_on_its_di
 
 
 @pytest.mark.full
-def test_a_changed_byte_in_a_servers_file_is_found_computed_and_stored_anew(
+def test_a_changed_byte_in_a_servers_file_is_found_and_stored_again(
     engine: Engine,
     link: Link,
     site: LMCacheSite,
@@ -277,7 +277,7 @@ def test_a_changed_byte_in_a_servers_file_is_found_computed_and_stored_anew(
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of each prompt other files, so that what the server keeps of each kind of group is found by itself."""
+    """Each prompt has other files changed, so that each kind of object is detected separately."""
     monkeypatch.setattr(load_tracker, "SUSPECT_S", 1.0)
     prompts = [*prompts, make_prompt(len(prompts[0]), seed=next(_SEEDS))]
     cold, files = [], []
@@ -286,7 +286,7 @@ def test_a_changed_byte_in_a_servers_file_is_found_computed_and_stored_anew(
         cold += stored(link, [prompt])
         files.append(set(site.files()) - before)
     kinds = sorted({site.object_group(path) for path in files[0]})
-    assert len(kinds) == 1 + site.separate_objects, "what is read from the first chunk, and what is read of the last"
+    assert len(kinds) == 1 + site.separate_objects, "one kind for chunks from the beginning, one for the last chunk"
     site.kill()
     for number, new in enumerate(files):
         for path in new:
@@ -300,7 +300,7 @@ def test_a_changed_byte_in_a_servers_file_is_found_computed_and_stored_anew(
     assert audit.failed_loads >= len(prompts)
     assert (audit.restored_tokens, audit.mismatches) == (0, [])
     wanted = [restorable(kind, prompt) for prompt in prompts]
-    # A server deletes the bad ones soon, but neither at once nor all together; until then nothing is stored there anew.
+    # A server deletes bad objects soon, but not immediately and not all at once; until then they are not stored again.
     again: list[Result] = []
 
     def are_restored() -> bool:

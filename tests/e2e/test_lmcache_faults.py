@@ -1,7 +1,7 @@
-"""A server of LMCache is killed or stops answering in the middle of what an engine wants of it: the engine goes on.
+"""An engine continues when a server of LMCache is killed or stops answering during a request.
 
-Every answer equals the computed one, and when the server is back it serves again. One engine in the test's process. A
-server that is stopped answers nothing and ends no connection: what waits for it waits for its own deadline.
+All answers equal the computed ones, and the server serves again after it returns. One engine in the test's process. A
+stopped server answers nothing and keeps its connections, so requests wait until their own deadline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kits.lmcache.server_process import eventually
 
 _SEEDS = itertools.count(1000, 1000)
 MANY_STEPS = 50
-"""Through which a request waits for a server that says nothing. Not even the first of them may wait itself."""
+"""Steps during which a request waits for a silent server. No step may block."""
 
 
 @pytest.fixture(scope="module")
@@ -51,13 +51,13 @@ def link(engine: Engine, site: LMCacheSite) -> Link:
 
 @pytest.fixture
 def prompt(kind: str) -> list[int]:
-    """That no other test has."""
+    """A prompt that no other test uses."""
     return make_prompt(prompt_lengths(kind)[1], seed=next(_SEEDS))
 
 
 @pytest.fixture(autouse=True)
 def a_server(site: LMCacheSite, link: Link) -> Iterator[None]:
-    """One that works, whatever the test before has done to it."""
+    """A working server, no matter what the test before has done."""
     if not eventually(lambda: all(link.states), patience.seconds(0.5)):
         site.restart()
     link.require_up()
@@ -66,23 +66,23 @@ def a_server(site: LMCacheSite, link: Link) -> Iterator[None]:
 
 
 class Moment:
-    """The next time that one of the connector's operations begins: something is done, and then it begins.
+    """Runs an action right before an operation of the connector begins for the first time.
 
     Args:
-        monkeypatch: until the end of the test.
-        operation: of `Operations`.
-        action: what is done once, on whichever thread begins it.
+        monkeypatch: ends the patch with the test.
+        operation: a method of `Operations`.
+        action: called once, on the thread that begins the operation.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, operation: str, action: Callable[[], None]) -> None:
         self._has_come = threading.Event()
-        self._is_near = False
+        self._has_begun = False
         self._lock = threading.Lock()
         inner = getattr(Operations, operation)
 
         def outer(*arguments: Any, **named: Any) -> Any:
             with self._lock:
-                is_first, self._is_near = not self._is_near, True
+                is_first, self._has_begun = not self._has_begun, True
                 if is_first:
                     action()
             result = inner(*arguments, **named)
@@ -93,7 +93,7 @@ class Moment:
         monkeypatch.setattr(Operations, operation, outer)
 
     def wait(self, engine: Engine) -> None:
-        """Step until it has come."""
+        """Step until the operation has begun."""
         while not self._has_come.is_set():
             engine.step()
 
@@ -109,7 +109,7 @@ def restorable(kind: str, prompt: list[int]) -> int:
 
 
 def require_hits_again(link: Link, audit: LMCacheAudit, prompt: list[int], cold: Result, kind: str) -> None:
-    """The server has come back, and what it lacks is stored there again."""
+    """The server is back, and missing chunks are stored there again."""
     engine = link.engine
     link.require_up()
     engine.reset_prefix_cache()
@@ -122,7 +122,7 @@ def require_hits_again(link: Link, audit: LMCacheAudit, prompt: list[int], cold:
     assert warm[0].num_cached_tokens == restorable(kind, prompt)
 
 
-def test_killed_in_the_middle_of_a_store(
+def test_a_server_killed_during_a_store(
     link: Link, audit: LMCacheAudit, prompt: list[int], kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, site = link.engine, link.site
@@ -133,7 +133,7 @@ def test_killed_in_the_middle_of_a_store(
     site.kill()
     stored = finish(engine, request_id)
     link.require_down()
-    engine.reset_prefix_cache()  # fails where a block is pinned
+    engine.reset_prefix_cache()  # fails if a block is pinned
     computed = engine.generate([prompt])[0]
     assert computed.num_cached_tokens == 0
     require_same_output([computed], [stored])
@@ -142,7 +142,7 @@ def test_killed_in_the_middle_of_a_store(
 
 
 @pytest.mark.parametrize("operation", ["lookup", "retrieve"])
-def test_killed_in_the_middle_of_what_a_request_waits_for(
+def test_a_server_killed_during_a_lookup_or_retrieve(
     link: Link,
     audit: LMCacheAudit,
     prompt: list[int],
@@ -171,8 +171,8 @@ def test_killed_in_the_middle_of_what_a_request_waits_for(
     require_hits_again(link, audit, prompt, cold, kind)
 
 
-def test_killed_between_requests_that_share_prefixes(link: Link, audit: LMCacheAudit, kind: str) -> None:
-    """At once eight, of which some have been answered, some load and some wait when it happens."""
+def test_a_server_killed_during_requests_with_shared_prefixes(link: Link, audit: LMCacheAudit, kind: str) -> None:
+    """Eight concurrent requests; at that moment some are finished, some load and some wait."""
     engine, site = link.engine, link.site
     seed, length = next(_SEEDS), prompt_lengths(kind)[1]
     stems = [make_prompt(2 * CHUNK_TOKENS[kind], seed=seed + i) for i in range(2)]
@@ -192,10 +192,10 @@ def test_killed_between_requests_that_share_prefixes(link: Link, audit: LMCacheA
     require_hits_again(link, audit, prompts[2], cold[2], kind)
 
 
-def test_a_server_that_answers_no_more_is_given_up_and_asked_again_when_it_goes_on(
+def test_a_silent_server_is_given_up_and_used_again_after_it_recovers(
     link: Link, audit: LMCacheAudit, prompt: list[int], kind: str
 ) -> None:
-    """It accepts every byte. The heartbeat finds it out, and then no request waits for it at all."""
+    """It accepts every byte. The heartbeat detects the silence; after that no request waits."""
     engine, site = link.engine, link.site
     cold = engine.generate([prompt])[0]
     link.settle()

@@ -1,4 +1,4 @@
-"""A server of LMCache beside host memory below one engine: whichever is worth more loads, and no answer shows it."""
+"""A server of LMCache and host memory below one engine: the better one loads, and answers do not change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from lmcache_witness import Link, LMCacheAudit
 _SEEDS = itertools.count(1000, 1000)
 SERVER, MEMORY = 0, 1
 FINE = {"gpt-oss": 128, "qwen3-next": 384}
-"""Chunks of host memory."""
+"""Chunk sizes of host memory."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def running(site: LMCacheSite, kind: str, directory: Path, weights: tuple[float,
 
 
 def watching(engine: Engine) -> list[Audit]:
-    """Each child by itself."""
+    """A witness for each child."""
     audits = [LMCacheAudit(engine, SERVER), Audit(engine, MEMORY)]
     for audit in audits:
         audit.attach()
@@ -59,7 +59,7 @@ def one_by_one(link: Link, prompts: Sequence[Sequence[int]]) -> list[Result]:
 
 
 @pytest.mark.parametrize("preferred", [SERVER, MEMORY], ids=["the server", "host memory"])
-def test_of_two_that_have_as_much_the_weight_decides(
+def test_the_weight_decides_between_two_equal_hits(
     site: LMCacheSite, kind: str, directory: Path, preferred: int
 ) -> None:
     weights = (10.0, 1.0) if preferred == SERVER else (1.0, 10.0)
@@ -80,10 +80,10 @@ def test_of_two_that_have_as_much_the_weight_decides(
         assert audits[1 - preferred].restored_tokens == 0
 
 
-def test_the_one_that_has_more_loads_and_the_other_where_it_has_nothing(
+def test_the_child_with_more_tokens_loads_and_the_other_is_the_fallback(
     site: LMCacheSite, kind: str, directory: Path
 ) -> None:
-    """Host memory is emptied, and then the server is killed: what is left loads."""
+    """First host memory is cleared, later the server is killed: the remaining child loads."""
     chunk, fine = CHUNK_TOKENS[kind], FINE[kind]
     prompts = [make_prompt(2 * chunk + fine + 40, seed=next(_SEEDS)) for _ in range(2)]
     with running(site, kind, directory, (1.0, 1.0)) as engine:
@@ -94,7 +94,7 @@ def test_the_one_that_has_more_loads_and_the_other_where_it_has_nothing(
         link.settle()
         engine.reset_prefix_cache()
         warm = one_by_one(link, prompts)
-        if fine < chunk:  # else both have as much, and the first one loads
+        if fine < chunk:  # otherwise both hold the same number of tokens, and the first one loads
             require_same(memory, cold, warm)
             assert (server.restored_tokens, memory.restored_tokens) == (0, 2 * (2 * chunk + fine))
         engine.reset_prefix_cache()

@@ -1,6 +1,7 @@
-"""Servers of LMCache with which no engine starts: the error says what is, what would fit, and where to say it.
+"""Servers of LMCache with which an engine does not start. The error names the problem, a fix, and the setting to
+change.
 
-Servers are scripted: a real one says the same of itself (`libs/lmcache`, `test_servers_refused.py`).
+Servers are scripted; a real one reports the same facts (`libs/lmcache`, `test_servers_refused.py`).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def refused(kind: str, directory: Path, transfer: dict[str, Any]) -> str:
-    """The error with which an engine does not start. vLLM leaves its process groups behind; they are cleared."""
+    """The error of an engine that does not start. Clears the process groups that vLLM leaves behind."""
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
@@ -54,25 +55,25 @@ def refused(kind: str, directory: Path, transfer: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def says(**config: Any) -> dict[str, bytes]:
-    """What a server's /config is, but for this."""
+def config_page(**config: Any) -> dict[str, bytes]:
+    """The /config page of a server with these changes."""
     return {"/config": msgspec.json.encode({"mp": {**CONFIG, **config}})}
 
 
-def test_a_version_that_nobody_knows(directory: Path) -> None:
+def test_an_unknown_version_is_refused(directory: Path) -> None:
     with ScriptedServer(version="0.6.1") as server:
         error = refused(WINDOWS, directory, transfer_config(server.address))
     assert "0.6.1" in error and "0.5.6" in error and "0.5.7rc2" in error
 
 
-def test_a_chunk_that_the_engines_blocks_do_not_fit(directory: Path) -> None:
+def test_a_chunk_that_does_not_fit_the_engines_blocks_is_refused(directory: Path) -> None:
     with ScriptedServer(version="0.5.6") as server:
         error = refused(RECURRENT, directory, transfer_config(server.address))
     assert "384" in error and "256" in error and "--chunk-size 384" in error
 
 
-def test_a_server_that_cannot_agree_on_a_chunk(directory: Path) -> None:
-    """It says nothing to what it cannot do."""
+def test_a_server_that_cannot_negotiate_the_chunk_is_refused(directory: Path) -> None:
+    """It does not answer unsupported calls."""
 
     def disagree(name: str, frames: Frames) -> Any:
         return [] if name == "negotiate_chunk_size" else polite(name, frames)
@@ -82,48 +83,48 @@ def test_a_server_that_cannot_agree_on_a_chunk(directory: Path) -> None:
     assert "384" in error and "256" in error and "--chunk-size 384" in error
 
 
-def test_states_where_a_server_keeps_all_groups_together(directory: Path) -> None:
+def test_recurrent_models_are_refused_if_groups_are_stored_together(directory: Path) -> None:
     def agree(name: str, frames: Frames) -> Any:
         if name == "negotiate_chunk_size":
             return [[*frames[:3], msgspec.msgpack.encode(384)]]
         return polite(name, frames)
 
-    with ScriptedServer(agree, pages=says(separate_object_groups=False, chunk_size=384)) as server:
+    with ScriptedServer(agree, pages=config_page(separate_object_groups=False, chunk_size=384)) as server:
         error = refused(RECURRENT, directory, transfer_config(server.address))
     assert "--separate-object-groups" in error
 
 
-def test_a_pool_that_has_no_room_for_a_chunk(directory: Path) -> None:
+def test_a_pool_smaller_than_a_chunk_is_refused(directory: Path) -> None:
     with ScriptedServer() as server:
         error = refused(WINDOWS, directory, transfer_config(server.address, pool="64KiB"))
     assert "pool" in error and "bytes" in error
 
 
-def test_a_key_that_nobody_knows(directory: Path) -> None:
+def test_an_unknown_key_is_refused(directory: Path) -> None:
     with ScriptedServer() as server:
         error = refused(WINDOWS, directory, transfer_config(server.address, pol="64MiB"))
     assert "pol" in error and "pool" in error
 
 
 @contextlib.contextmanager
-def nobody() -> Iterator[ServerAddress]:
-    """Where nobody listens, and nobody will as long as the block lasts."""
+def unused_address() -> Iterator[ServerAddress]:
+    """An address where nothing listens while the block runs."""
     with socket.socket() as one, socket.socket() as other:
         for each in (one, other):
             each.bind(("127.0.0.1", 0))
         yield ServerAddress("127.0.0.1", one.getsockname()[1], other.getsockname()[1])
 
 
-def test_no_server(directory: Path) -> None:
-    with nobody() as address:
+def test_a_missing_server_is_refused(directory: Path) -> None:
+    with unused_address() as address:
         error = refused(WINDOWS, directory, transfer_config(address, connect_timeout_seconds=1))
     assert str(address.port) in error and "chunk_tokens" in error
 
 
-def test_no_server_and_a_chunk_that_was_given_is_an_engine_that_computes(directory: Path) -> None:
+def test_an_engine_with_a_given_chunk_starts_without_a_server_and_computes(directory: Path) -> None:
     """The exception, and the control of `refused`."""
     prompt = make_prompt(600, seed=1)
-    with nobody() as address:
+    with unused_address() as address:
         transfer = transfer_config(address, connect_timeout_seconds=1, chunk_tokens=256)
         with harness.running_engine(WINDOWS, directory, kv_transfer_config=transfer) as engine:
             [first] = engine.generate([prompt])

@@ -1,6 +1,6 @@
-"""What one engine stored at a server of LMCache another one restores, from the disk of another server.
+"""An engine restores what another one stored, from the disk of a restarted LMCache server.
 
-Nothing of an engine stays in shared memory when it has ended.
+No shared memory of an engine remains after its end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def shared_by_this_process() -> set[Path]:
-    """Segments of memory that engines of this process have made and not removed."""
+    """Shared memory segments that engines of this process have created and not removed."""
     return segments_of(os.getpid())
 
 
@@ -57,7 +57,7 @@ def test_another_engine_restores_from_the_disk_of_another_server(site: LMCacheSi
         assert [result.num_cached_tokens for result in warm] == restorable
         assert audit.restored_tokens == sum(restorable)
     assert not shared_by_this_process()
-    # Control: other weights are another cache, and other answers.
+    # Control: other weights use another cache and give other answers.
     with harness.running_engine(kind, directory, weights_seed=1, **arguments) as engine:
         others = results_of(engine, prompts)
     assert [result.num_cached_tokens for result in others] == [0, 0, 0]

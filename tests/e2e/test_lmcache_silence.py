@@ -1,7 +1,7 @@
-"""A server of LMCache that accepts everything and answers some of it never, or with what is not true.
+"""A server of LMCache that accepts all requests but leaves some unanswered, or answers them falsely.
 
-A request waits for one deadline and is computed; what is not true is found in the pages. The server is a scripted one
-in the test's process, so that it says exactly so much. It holds nothing, whatever it says.
+A request waits for one deadline and is then computed; false answers are detected in the pages. The server is scripted
+in the test's process, so that its answers are exact. It never holds data, whatever it answers.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ _SEEDS = itertools.count(1000, 1000)
 DEADLINES = dict.fromkeys(
     ("lookup_timeout_seconds", "load_timeout_seconds", "store_timeout_seconds"), patience.seconds(0.3)
 )
-"""Each is waited for where there is no answer, and is long enough for one."""
+"""Tests wait for each of them if there is no answer; long enough for an answer."""
 POOL = {"gpt-oss": "2MiB", "qwen3-next": "8MiB"}
 MANY = 6
-"""Requests that use up the pool, if each keeps what it had."""
+"""Requests that would use up the pool if none returned its pages."""
 
 
 class Server:
-    """What the scripted one says.
+    """Behaviour of the scripted server.
 
     Attributes:
         silent: calls that are not answered.
-        values: what others are answered with instead.
+        values: replaced answers, by call.
     """
 
     def __init__(self, chunk_tokens: int) -> None:
         self.chunk_tokens = chunk_tokens
-        self.heard: Counter[str] = Counter()
-        self.be_polite()
+        self.num_calls: Counter[str] = Counter()
+        self.reset()
 
-    def be_polite(self) -> None:
-        self.heard.clear()
+    def reset(self) -> None:
+        self.num_calls.clear()
         self.silent: set[str] = set()
         self.values: dict[str, Any] = {"negotiate_chunk_size": self.chunk_tokens}
 
     def __call__(self, name: str, frames: Frames) -> Sequence[Frames]:
-        self.heard[name] += 1
+        self.num_calls[name] += 1
         if name in self.silent:
             return []
         if name in self.values:
@@ -62,9 +62,9 @@ class Server:
 
 @pytest.fixture(scope="module")
 def running_server(kind: str) -> Iterator[tuple[ScriptedServer, Server]]:
-    said = Server(CHUNK_TOKENS[kind])
-    with ScriptedServer(said) as server:
-        yield server, said
+    behaviour = Server(CHUNK_TOKENS[kind])
+    with ScriptedServer(behaviour) as server:
+        yield server, behaviour
 
 
 @pytest.fixture(scope="module")
@@ -86,10 +86,10 @@ def watching(engine: Engine) -> LMCacheAudit:
 
 @pytest.fixture
 def server(running_server: tuple[ScriptedServer, Server]) -> Iterator[Server]:
-    said = running_server[1]
-    said.be_polite()
-    yield said
-    said.be_polite()
+    behaviour = running_server[1]
+    behaviour.reset()
+    yield behaviour
+    behaviour.reset()
 
 
 @pytest.fixture
@@ -107,52 +107,52 @@ def computed(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Result]:
 
 
 def require_computed(engine: Engine, expected: Sequence[Result], prompts: Sequence[Sequence[int]]) -> None:
-    """Each by itself, with nothing that came from the server; and the engine is idle afterwards."""
+    """Require computed answers, without any data from the server, and an idle engine afterwards."""
     results = [engine.generate([prompt])[0] for prompt in prompts]
     require_same_output(expected, results)
     engine.reset_prefix_cache()
 
 
-def test_a_lookup_that_is_not_answered_costs_one_deadline(
+def test_an_unanswered_lookup_costs_one_deadline(
     engine: Engine, audit: LMCacheAudit, server: Server, prompts: list[list[int]]
 ) -> None:
     expected = computed(engine, prompts)
-    server.be_polite()
+    server.reset()
     server.silent = {"lookup"}
     require_computed(engine, expected, prompts)
-    assert server.heard["lookup"] == len(prompts), "one question for each, and none after its deadline"
+    assert server.num_calls["lookup"] == len(prompts), "one lookup for each prompt, and none after its deadline"
     assert audit.loads == []
-    server.be_polite()
+    server.reset()
     server.silent = {"query_prefetch_status"}
     require_computed(engine, expected, prompts)
-    assert server.heard["lookup"] == len(prompts)
+    assert server.num_calls["lookup"] == len(prompts)
     assert audit.loads == []
 
 
-def test_a_retrieve_that_is_not_answered_costs_one_deadline(
+def test_an_unanswered_retrieve_costs_one_deadline(
     engine: Engine, audit: LMCacheAudit, server: Server, prompts: list[list[int]]
 ) -> None:
     expected = computed(engine, prompts)
-    server.be_polite()
+    server.reset()
     server.values["query_prefetch_status"] = 2
     server.silent = {"retrieve"}
     require_computed(engine, expected, prompts)
-    assert server.heard["retrieve"] == audit.failed_loads == len(prompts)
+    assert server.num_calls["retrieve"] == audit.failed_loads == len(prompts)
     assert audit.restored_tokens == 0
 
 
-def test_stores_that_are_not_answered_delay_and_pin_nothing(
+def test_unanswered_stores_delay_nothing_and_keep_no_pages(
     engine: Engine, audit: LMCacheAudit, server: Server, kind: str
 ) -> None:
-    """More of them than the pool holds."""
+    """More stores than the pool holds."""
     seed = next(_SEEDS)
     prompts = [make_prompt(prompt_lengths(kind)[0], seed=seed + i) for i in range(MANY)]
     expected = computed(engine, prompts)
-    server.be_polite()
+    server.reset()
     server.silent = {"store"}
     require_computed(engine, expected, prompts)
-    assert server.heard["store"] > 0
-    server.be_polite()
+    assert server.num_calls["store"] > 0
+    server.reset()
     others = [make_prompt(prompt_lengths(kind)[0], seed=seed + 100 + i) for i in range(2)]
     require_computed(engine, computed(engine, others), others)
 
@@ -171,12 +171,12 @@ def test_stores_that_are_not_answered_delay_and_pin_nothing(
     ],
     ids=str,
 )
-def test_what_is_not_true_is_never_an_answer(
+def test_false_answers_never_change_the_output(
     engine: Engine, audit: LMCacheAudit, server: Server, prompts: list[list[int]], answers: dict[str, Any]
 ) -> None:
-    """Among them one that has everything and writes nothing, which says that all went well."""
+    """Including a server that claims to hold everything, writes nothing and reports success."""
     expected = computed(engine, prompts)
-    server.be_polite()
+    server.reset()
     server.values |= answers
     require_computed(engine, expected, prompts)
     assert audit.restored_tokens == 0
@@ -184,11 +184,11 @@ def test_what_is_not_true_is_never_an_answer(
         assert audit.failed_loads >= len(prompts)
 
 
-def test_afterwards_the_server_is_asked_as_before(
+def test_the_server_is_still_used_afterwards(
     engine: Engine, audit: LMCacheAudit, server: Server, prompts: list[list[int]]
 ) -> None:
-    """The control: that all of it was computed is not because nobody asks any more."""
-    server.be_polite()
-    assert eventually(lambda: server.heard["ping"] > 0)
+    """Control: prompts were not computed because the engine had stopped using the server."""
+    server.reset()
+    assert eventually(lambda: server.num_calls["ping"] > 0)
     require_computed(engine, computed(engine, prompts), prompts)
-    assert server.heard["lookup"] >= len(prompts) and server.heard["store"] > 0
+    assert server.num_calls["lookup"] >= len(prompts) and server.num_calls["store"] > 0

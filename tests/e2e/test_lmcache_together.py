@@ -1,6 +1,6 @@
-"""Four engines at once over one server of LMCache, with prompts that share prefixes: each answers as one without it.
+"""Four concurrent engines on one LMCache server with shared prefixes give the answers of an engine without a server.
 
-One of them is killed, which costs the others nothing. What it leaves in shared memory the next engine removes.
+Killing one does not affect the others. The next engine removes the shared memory that it left behind.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ END_S = patience.seconds(12.0)
 
 
 class EngineProcess:
-    """One engine. What it is told it does in order; `heard` waits for the answer to the first that has none yet."""
+    """One engine. It executes commands in order; `heard` waits for the oldest missing answer."""
 
     def __init__(self, kind: str, directory: Path, transfer: dict[str, Any]) -> None:
         directory.mkdir(parents=True)
@@ -57,20 +57,20 @@ class EngineProcess:
         self.process.stdin.write(json.dumps({"do": do, **values}).encode() + b"\n")
         self.process.stdin.flush()
 
-    def heard(self) -> Any:
+    def next_answer(self) -> Any:
         line = self._answers.readline()
         assert line, self.log.read_text(errors="replace")[-8000:]
         return json.loads(line)
 
     def results(self) -> list[Result]:
-        return [Result.from_json(each) for each in self.heard()]
+        return [Result.from_json(each) for each in self.next_answer()]
 
     def segments(self) -> set[Path]:
-        """What it has in shared memory. It lives."""
+        """Its segments in shared memory. It must be running."""
         return segments_of(self.process.pid)
 
     def end(self) -> int:
-        """Its exit status, when it has ended by itself: nobody tells it anything any more."""
+        """Close the command pipe, and return the exit status of the process."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.close()
@@ -89,7 +89,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def prompts(kind: str) -> list[list[int]]:
-    """Two of each stem."""
+    """Two prompts for each stem."""
     chunk = CHUNK_TOKENS[kind]
     stems = [make_prompt(2 * chunk, seed=100 + i) for i in range(NUM_STEMS)]
     return [make_prompt(3 * chunk + 40, seed=i, prefix=stems[i % NUM_STEMS]) for i in range(NUM_PROMPTS)]
@@ -97,7 +97,7 @@ def prompts(kind: str) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def alone(kind: str, directory: Path, prompts: list[list[int]]) -> list[Result]:
-    """What an engine without a connector answers, which remembers nothing."""
+    """Results of an engine without a connector and without cached prefixes."""
     results = []
     with harness.running_engine(kind, directory / "alone", **ENGINE_ARGUMENTS.get(kind, {})) as engine:
         for prompt in prompts:
@@ -108,13 +108,13 @@ def alone(kind: str, directory: Path, prompts: list[list[int]]) -> list[Result]:
 
 @pytest.fixture(scope="module")
 def engines(site: LMCacheSite, kind: str, directory: Path) -> Iterator[list[EngineProcess]]:
-    """All serve, and two at a time were started."""
+    """All engines, running. Two were started at a time."""
     running: list[EngineProcess] = []
     try:
         for pair in range(NUM_ENGINES // 2):
             running += [EngineProcess(kind, directory / f"{pair}-{i}", site.transfer()) for i in range(2)]
             for engine in running[-2:]:
-                assert engine.heard() == "ready"
+                assert engine.next_answer() == "ready"
         yield running
     finally:
         for engine in running:
@@ -122,37 +122,39 @@ def engines(site: LMCacheSite, kind: str, directory: Path) -> Iterator[list[Engi
 
 
 def order(number: int) -> list[int]:
-    """In which each engine asks: none begins with what another begins with."""
+    """The order of prompts at an engine. No two engines begin with the same prompt."""
     return [(number * NUM_PROMPTS // NUM_ENGINES + i) % NUM_PROMPTS for i in range(NUM_PROMPTS)]
 
 
 def at_once(
     engines: Sequence[EngineProcess], prompts: Sequence[Sequence[int]], alone: Sequence[Result]
 ) -> list[list[int]]:
-    """What each of them found cached. Its answers are those of one that is alone; afterwards it remembers nothing."""
+    """Run all engines concurrently, and return the cached tokens. Answers equal those of the engine alone; caches are
+    reset afterwards.
+    """
     for number, engine in enumerate(engines):
         engine.tell("answer", prompts=[prompts[i] for i in order(number)])
         engine.tell("forget")
     cached = []
     for number, engine in enumerate(engines):
         results = engine.results()
-        assert engine.heard() is True, "a store has no answer"
+        assert engine.next_answer() is True, "a store has no answer"
         require_same_output([alone[i] for i in order(number)], results)
         cached.append([result.num_cached_tokens for result in results])
     return cached
 
 
-def test_each_answers_as_one_that_is_alone(
+def test_concurrent_engines_answer_like_an_engine_alone(
     engines: list[EngineProcess], site: LMCacheSite, prompts: list[list[int]], alone: list[Result], kind: str
 ) -> None:
     first = at_once(engines, prompts, alone)
-    assert all(cached[0] == 0 for cached in first), "nothing was stored before"
+    assert all(cached[0] == 0 for cached in first), "the server was empty before"
     assert eventually(site.is_quiet)
     second = at_once(engines, prompts, alone)
     assert second == [[3 * CHUNK_TOKENS[kind]] * NUM_PROMPTS] * NUM_ENGINES
 
 
-def test_one_that_is_killed_costs_the_others_nothing_and_leaves_nothing_for_long(
+def test_a_killed_engine_does_not_affect_others_and_is_cleaned_up(
     engines: list[EngineProcess],
     site: LMCacheSite,
     prompts: list[list[int]],
@@ -169,10 +171,10 @@ def test_one_that_is_killed_costs_the_others_nothing_and_leaves_nothing_for_long
     killed.kill()
     for engine in others:
         require_same_output(alone, engine.results())
-    # What it left any process on this machine may have removed already that began since.
+    # Any process of this machine that began since then may have removed them already.
     following = EngineProcess(kind, directory / "following", site.transfer())
     engines[0] = following
-    assert following.heard() == "ready"
+    assert following.next_answer() == "ready"
     assert not any(path.exists() for path in left) and all(engine.segments() for engine in others)
     following.tell("answer", prompts=prompts)
     results = following.results()

@@ -1,4 +1,4 @@
-"""Attention beyond the engine's deepest state is copied from its own blocks, equal to its own hit to the last digit."""
+"""Attention beyond the engine's deepest state is copied from the engine's own blocks, exactly equal to its own hit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def prompts(kind: str) -> list[list[int]]:
 
 @pytest.fixture
 def local(engine: Engine, audit: Audit, prompts: list[list[int]]) -> list[Result]:
-    """The engine's own hits. Afterwards it has lost all states, and none of the attention."""
+    """The engine's own hits. Afterwards the engine has lost all states but no attention."""
     one_by_one(engine, prompts)
     hits = one_by_one(engine, prompts)
     assert audit.restored_tokens == 0 and all(hit.num_cached_tokens for hit in hits)
@@ -49,7 +49,7 @@ def one_by_one(engine: Engine, prompts: Sequence[Sequence[int]]) -> list[Result]
 
 
 def lose_states(engine: Engine) -> None:
-    """As the engine does where it needs the blocks for something else."""
+    """As when the engine reuses the blocks of states."""
     pool = engine.scheduler.kv_cache_manager.block_pool
     groups = engine.connector._layout.spec.groups
     lost = {
@@ -67,7 +67,7 @@ def lose_states(engine: Engine) -> None:
 
 
 def counted(engine: Engine) -> list[float]:
-    """Sums over labels."""
+    """Values of counters, summed over labels."""
     found = engine.counters()
     return [
         sum(value for key, value in found.items() if key.startswith(name))
@@ -75,7 +75,7 @@ def counted(engine: Engine) -> list[float]:
     ]
 
 
-def test_attention_that_the_engine_holds_is_not_loaded_again(
+def test_attention_that_the_engine_holds_is_not_loaded(
     engine: Engine, audit: Audit, prompts: list[list[int]], local: list[Result]
 ) -> None:
     before = counted(engine)
@@ -96,7 +96,7 @@ def test_attention_that_the_engine_holds_is_not_loaded_again(
     ]
 
 
-def test_siblings_that_load_together_copy_from_the_same_blocks(
+def test_concurrent_siblings_copy_from_the_same_blocks(
     engine: Engine, audit: Audit, prompts: list[list[int]], local: list[Result]
 ) -> None:
     before = counted(engine)
@@ -106,7 +106,7 @@ def test_siblings_that_load_together_copy_from_the_same_blocks(
     assert counted(engine)[0] - before[0] >= local[-1].num_cached_tokens
 
 
-def test_a_copy_from_other_blocks_is_seen(
+def test_a_copy_from_wrong_blocks_is_detected(
     engine: Engine, audit: Audit, prompts: list[list[int]], local: list[Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     find = LocalBlocks.find
@@ -123,4 +123,6 @@ def test_a_copy_from_other_blocks_is_seen(
     with pytest.raises(AssertionError):
         require_same(audit, local, warm)
     assert audit.mismatches
-    assert not all(a.same_output(b) for a, b in zip(local, warm, strict=True)), "answers stayed equal and prove nothing"
+    assert not all(a.same_output(b) for a, b in zip(local, warm, strict=True)), (
+        "answers did not change, so they prove nothing"
+    )

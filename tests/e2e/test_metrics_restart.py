@@ -1,4 +1,4 @@
-"""An engine that is started again in one process registers nothing twice and counts from zero."""
+"""An engine that starts a second time in one process registers no metric twice and counts from zero."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def hybridkv_names() -> Counter[str]:
 
 
 def counted(name: str, **labels: str) -> float:
-    """A counter's value, summed over the labels that are not named."""
+    """A counter's value, summed over labels that are not given."""
     return sum(
         sample.value
         for family in REGISTRY.collect()
@@ -38,7 +38,7 @@ def counted(name: str, **labels: str) -> float:
 
 
 def lives(kind: str, directory: Path, kv_transfer_config: dict[str, Any]) -> tuple[Counter[str], float]:
-    """One engine from start to end: what it registered, and the lookups that were counted when it ended."""
+    """Run one engine. The metrics that it registered, and its number of lookups."""
     options = {"disable_log_stats": False}
     with harness.running_engine(kind, directory, kv_transfer_config=kv_transfer_config, **options) as engine:
         assert counted("vllm:hybridkv_lookups_total") == 0
@@ -57,8 +57,8 @@ def test_two_engines_of_one_process_register_each_metric_once(
         assert lookups == 1
 
 
-def test_a_name_that_the_engine_does_not_unregister_would_be_registered_twice() -> None:
-    """Control: this is what every start after the first would meet under a prefix of our own."""
+def test_a_metric_that_vllm_does_not_unregister_is_a_duplicate() -> None:
+    """Control: each start after the first would fail like this with a prefix of our own."""
     from vllm.v1.metrics.prometheus import unregister_vllm_metrics
 
     foreign = Catalogue((Metric("hybridkv:restarts_total", Kind.COUNTER, "restarts", "Restarts."),))

@@ -1,4 +1,4 @@
-"""Several stores below a real engine: the one that is told loads, the answers stay the same, nobody waits for ever."""
+"""Several stores below a real engine: the selected one loads, answers do not change, and no request waits forever."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def one_by_one(engine: Engine, prompts: list[list[int]]) -> list[harness.Result]
 
 
 class Selections:
-    """What the choice counted, as it leaves the scheduler."""
+    """Collects the statistics of the selection as they leave the scheduler."""
 
     def __init__(self, engine: Engine) -> None:
         self._total: dict[str, ChildSelection] = {}
@@ -88,11 +88,11 @@ class Selections:
 
 
 @pytest.mark.parametrize("preferred", [pytest.param(0, marks=pytest.mark.full), 1])
-def test_the_store_with_the_weight_loads_and_nothing_in_the_answers_shows_it(directory: Path, preferred: int) -> None:
+def test_the_store_with_the_larger_weight_loads_and_answers_do_not_change(directory: Path, preferred: int) -> None:
     weights = [1.0, 1.0]
     weights[preferred] = 10.0
     children = [offload(chunk, load_weight=weight) for chunk, weight in zip(CHUNKS, weights, strict=True)]
-    # Host memory alone beside host memory over a large disk.
+    # Only host memory, and host memory with a large disk.
     disk = {"type": "disk", "path": str(directory / f"disk-{preferred}"), "capacity": "1GiB"}
     children[1]["kv_connector_extra_config"]["tiers"].append(disk)
     with running(directory, *children, disable_log_stats=False) as engine:
@@ -122,7 +122,7 @@ def test_the_store_with_the_weight_loads_and_nothing_in_the_answers_shows_it(dir
         assert shown[f"vllm:hybridkv_hit_tokens,connector={name}"] == sum(restorable)
         assert shown["vllm:external_prefix_cache_hits"] == sum(restorable)
 
-        # Controls: zeroed in the store that does not load nothing shows; in the one that loads, everything.
+        # Controls: zeros in the store that does not load change no answer; zeros in the loading store do.
         for child, is_seen in ((1 - preferred, False), (preferred, True)):
             engine.reset_prefix_cache()
             for key in list(audits[child].stored):
@@ -134,7 +134,7 @@ def test_the_store_with_the_weight_loads_and_nothing_in_the_answers_shows_it(dir
             require_same(chosen, cold, again)
 
 
-def test_a_damaged_store_gives_way_to_the_other(directory: Path) -> None:
+def test_the_other_store_loads_if_one_is_damaged(directory: Path) -> None:
     with running(directory, offload(128, load_weight=10.0), offload(256)) as engine:
         selections = Selections(engine)
         audits = [Audit(engine, child).attach() for child in (0, 1)]
@@ -151,7 +151,7 @@ def test_a_damaged_store_gives_way_to_the_other(directory: Path) -> None:
         require_same_output(cold, warm)
 
 
-def test_a_store_that_stalls_delays_nobody_whom_another_has_answered(directory: Path) -> None:
+def test_a_stalling_store_does_not_delay_requests_that_another_answers(directory: Path) -> None:
     with running(directory, foreign("StallingConnector"), offload(128), timeout_s=patience.seconds(6.0)) as engine:
         selections = Selections(engine)
         audit = Audit(engine, 1).attach()
@@ -167,7 +167,7 @@ def test_a_store_that_stalls_delays_nobody_whom_another_has_answered(directory: 
 
 
 @pytest.mark.full
-def test_a_store_that_stalls_beside_one_that_only_stores_delays_nobody_beyond_the_timeout(directory: Path) -> None:
+def test_a_stalling_store_beside_a_store_only_one_delays_only_until_the_timeout(directory: Path) -> None:
     producer = {**offload(128), "kv_role": "kv_producer"}
     with running(directory, foreign("StallingConnector"), producer, timeout_s=0.05) as engine:
         selections = Selections(engine)
@@ -185,7 +185,7 @@ def test_a_store_that_stalls_beside_one_that_only_stores_delays_nobody_beyond_th
         assert audit.stored and audit.restored_tokens == 0 and selections.of(OFFLOAD).queries == 0
 
 
-def test_a_store_that_raises_ends_nothing(directory: Path) -> None:
+def test_a_raising_store_does_not_stop_the_engine(directory: Path) -> None:
     with running(directory, foreign("RaisingConnector"), offload(128)) as engine:
         selections = Selections(engine)
         audit = Audit(engine, 1).attach()
@@ -196,7 +196,7 @@ def test_a_store_that_raises_ends_nothing(directory: Path) -> None:
         assert selections.of("RaisingConnector").errors == 2 * PROMPTS
 
 
-def test_a_hybrid_model_with_a_store_without_groups_refuses_to_start(directory: Path) -> None:
+def test_a_hybrid_model_with_a_store_without_groups_does_not_start(directory: Path) -> None:
     with pytest.raises(TypeError) as caught, running(directory, offload(128), foreign("QuietConnector")):
         pass
     text = str(caught.value)
@@ -205,7 +205,7 @@ def test_a_hybrid_model_with_a_store_without_groups_refuses_to_start(directory: 
 
 
 @pytest.mark.full
-def test_below_vllms_own_multi_connector_the_offload_connector_works_and_its_statistics_are_rebuilt(
+def test_the_offload_connector_works_below_vllms_multi_connector(
     directory: Path,
 ) -> None:
     children = {**foreign("GroupsConnector"), "kv_role": "kv_both"}, offload(128)
@@ -220,13 +220,13 @@ def test_below_vllms_own_multi_connector_the_offload_connector_works_and_its_sta
         assert after["vllm:hybridkv_hit_tokens"] - before.get("vllm:hybridkv_hit_tokens", 0) == audit.restored_tokens
 
 
-@pytest.mark.skipif(KIND == "qwen3-next", reason="a recurrent model needs the hybrid manager, ExampleConnector none")
-def test_vllms_example_connector_works_below_ours_where_the_hybrid_manager_is_off(
-    directory: Path, tmp_path: Path
-) -> None:
+@pytest.mark.skipif(
+    KIND == "qwen3-next", reason="a recurrent model needs the hybrid manager, which ExampleConnector does not support"
+)
+def test_vllms_example_connector_works_below_ours_without_the_hybrid_manager(directory: Path, tmp_path: Path) -> None:
     example = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)}}
     children = example, offload(128)
-    # The example connector stores a prompt right only if it is computed in one step.
+    # The example connector stores a prompt correctly only if it is computed in one step.
     options = {"disable_hybrid_kv_cache_manager": True, "max_num_batched_tokens": 512}
     with running(directory, *children, **options) as engine:
         selections = Selections(engine)
@@ -239,6 +239,6 @@ def test_vllms_example_connector_works_below_ours_where_the_hybrid_manager_is_of
         for before, after in zip(cold, warm, strict=True):
             assert deviation(before, after) <= tolerance
         example_counts = selections.of("ExampleConnector")
-        assert (example_counts.hits, example_counts.hit_tokens) == (2, 512), "a tie goes to the first"
+        assert (example_counts.hits, example_counts.hit_tokens) == (2, 512), "of two equal hits the first one loads"
         assert example_counts.load_bytes > 0 and example_counts.load_seconds > 0
         assert (selections.of(OFFLOAD).passed_over, example_counts.pending_loads) == (2, 0)

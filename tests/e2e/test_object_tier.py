@@ -1,6 +1,7 @@
-"""What one engine stored in a fleet's object store another restores, with equal tokens and log-probabilities.
+"""An engine restores from an object store what another one stored, with equal tokens and log-probabilities.
 
-A real server of objects. What lies there changed is computed; so is what another fleet, or a tenant, may not read.
+Runs a real object server. Changed objects, and objects of another fleet or tenant, are not used; the prompts are
+computed.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from kits.tiers.object_server import BUCKET, VARIABLE, ObjectServer, command
 
 
 class Fleet:
-    """One server, and engines one after the other."""
+    """One server, and engines that run one after the other."""
 
     def __init__(self, kind: str, server: ObjectServer, directory: Path) -> None:
         self.url = f"s3://{BUCKET}/{kind}"
@@ -40,12 +41,12 @@ class Fleet:
         return str(path)
 
     def names(self, kind: str) -> list[str]:
-        """Of packs ("p") or manifests ("m")."""
+        """Names of packs ('p') or manifests ('m')."""
         found = [each["path"] for page in obstore.list(self.store) for each in page]
         return [path for path in found if path.split("/")[1] == kind]
 
-    def spoil(self) -> None:
-        """Change a bit of every chunk. How many chunks share a pack depends on how busy the machine was."""
+    def damage(self) -> None:
+        """Change one bit of every chunk. The number of chunks per pack depends on the load of the machine."""
         for name in self.names("p"):
             data = bytearray(obstore.get(self.store, name).bytes())
             for at in range(0, len(data), HEADER_BYTES):
@@ -53,7 +54,7 @@ class Fleet:
             obstore.put(self.store, name, bytes(data), use_multipart=False)
 
     def live(self, **options: Any) -> Life:
-        """One engine's life."""
+        """Run one engine."""
         settings = self._server.settings()
         asked = {"url": self.url, "endpoint": settings.pop("endpoint"), "region": settings.pop("region"), **options}
         environment = {f"AWS_{name.upper()}": value for name, value in settings.items()}
@@ -75,7 +76,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def fleet(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     weed = command()
     if weed is None:
-        pytest.skip(f"{VARIABLE} names no server of objects")
+        pytest.skip(f"{VARIABLE} does not name an object server")
     directory = scratch_directory(tmp_path_factory.mktemp("fleet")) / f"fleet-{kind}"
     directory.mkdir()
     with ObjectServer(weed, directory / "server") as server:
@@ -84,11 +85,11 @@ def fleet(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet
 
 @pytest.fixture(scope="module")
 def cold(fleet: Fleet) -> Life:
-    """The first engine's life."""
+    """The results of the first engine."""
     return fleet.live(secret_file=fleet.secret("one"))
 
 
-def test_an_engine_restores_from_the_store_what_another_stored_there(fleet: Fleet, cold: Life, kind: str) -> None:
+def test_an_engine_restores_what_another_stored_in_the_object_store(fleet: Fleet, cold: Life, kind: str) -> None:
     assert cold.cached == [0, 0, 0]
     assert fleet.names("p") and fleet.names("m"), cold.log
     warm = fleet.live(secret_file=fleet.secret("one"))
@@ -98,16 +99,16 @@ def test_an_engine_restores_from_the_store_what_another_stored_there(fleet: Flee
 
 
 @pytest.mark.full
-def test_an_engine_of_another_fleet_reads_nothing(fleet: Fleet, cold: Life) -> None:
+def test_an_engine_of_another_fleet_restores_nothing(fleet: Fleet, cold: Life) -> None:
     other = fleet.live(secret_file=fleet.secret("two"))
     assert other.cached == [0, 0, 0]
     require_same_written(cold.results, other.results)
 
 
 @pytest.mark.full
-def test_a_changed_bit_in_every_chunk_is_computed(fleet: Fleet, cold: Life) -> None:
-    """Last, because it leaves a damaged store behind."""
-    fleet.spoil()
+def test_chunks_with_a_changed_bit_are_recomputed(fleet: Fleet, cold: Life) -> None:
+    """Runs last because it leaves a damaged store."""
+    fleet.damage()
     wrong = fleet.live(secret_file=fleet.secret("one"))
     require_same_written(cold.results, wrong.results)
-    assert wrong.cached == [0, 0, 0], "every byte that is loaded is one that was stored"
+    assert wrong.cached == [0, 0, 0], "all loaded bytes are as they were stored"

@@ -1,4 +1,4 @@
-"""A hybrid model's prefix comes back from the tier with equal tokens, log-probabilities and bytes."""
+"""A hybrid model's prefix is restored from the tier with equal tokens, log-probabilities and bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def prompts(kind: str) -> list[list[int]]:
     return [make_prompt(length, seed=i) for i, length in enumerate(exact_prompt_lengths(kind, 2))]
 
 
-def test_a_lost_prefix_comes_back_equal_to_the_cold_run_and_to_the_engines_own_hit(
+def test_a_restored_prefix_equals_the_cold_run_and_the_engines_own_hit(
     engine: Engine, audit: Audit, prompts: list[list[int]]
 ) -> None:
     cold = one_by_one(engine, prompts)
@@ -43,7 +43,7 @@ def test_a_lost_prefix_comes_back_equal_to_the_cold_run_and_to_the_engines_own_h
     assert audit.restored_tokens == sum(restorable(engine, prompt) for prompt in prompts)
 
 
-def test_the_views_hold_every_byte_that_the_engine_reads_and_none_twice(engine: Engine, audit: Audit) -> None:
+def test_the_views_cover_every_byte_that_the_engine_reads_once(engine: Engine, audit: Audit) -> None:
     pages = engine.worker_connector._worker._pages
     last_block = engine.kv_cache_config.num_blocks - 1
     for group_index, group in enumerate(engine.kv_cache_config.kv_cache_groups):
@@ -56,7 +56,7 @@ def test_the_views_hold_every_byte_that_the_engine_reads_and_none_twice(engine: 
             assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
 
 
-def test_only_what_the_engine_lacks_is_restored(engine: Engine, audit: Audit, prompts: list[list[int]]) -> None:
+def test_only_tokens_that_the_engine_lacks_are_restored(engine: Engine, audit: Audit, prompts: list[list[int]]) -> None:
     long = prompts[1]
     short = long[: len(prompts[0])]
     cold = one_by_one(engine, [long])
@@ -69,7 +69,7 @@ def test_only_what_the_engine_lacks_is_restored(engine: Engine, audit: Audit, pr
     assert audit.restored_tokens == restorable(engine, long) - restorable(engine, short)
 
 
-def test_eight_requests_that_share_prefixes_equal_the_engines_own_hits(
+def test_eight_requests_with_shared_prefixes_equal_the_engines_own_hits(
     engine: Engine, audit: Audit, kind: str, noise: Noise
 ) -> None:
     length = exact_prompt_lengths(kind, 1)[0]
@@ -81,15 +81,15 @@ def test_eight_requests_that_share_prefixes_equal_the_engines_own_hits(
     warm = engine.generate(prompts)
     assert [result.num_cached_tokens for result in warm] == [result.num_cached_tokens for result in local]
     assert audit.restored_tokens >= restorable(engine, prompts[0])
-    # Loads that are copied in the background end in different steps, so the requests meet in other batches.
+    # Asynchronous loads end in different steps, so the batches differ.
     require_close(audit, local, warm, noise)
 
 
 def test_an_answer_is_part_of_the_next_prompts_prefix(engine: Engine, audit: Audit, kind: str) -> None:
-    """A turn of a conversation: the prompt is the last prompt, its answer and some more.
+    """One turn of a conversation: the prompt is the last prompt, its answer and more tokens.
 
-    The steps of an answer round otherwise than those of a prompt. An engine whose last state is that of the first
-    prompt computes all behind it a second time, but its next hit, as ours, is on the blocks of the answer.
+    Steps of an answer round differently than steps of a prompt. An engine whose last state is that of the first prompt
+    computes everything after it again, but its next hit, like ours, covers blocks of the answer.
     """
     first = make_prompt(exact_prompt_lengths(kind, 1)[0], seed=300)
     answer = engine.generate([first], max_tokens=200)[0]
@@ -102,7 +102,7 @@ def test_an_answer_is_part_of_the_next_prompts_prefix(engine: Engine, audit: Aud
     assert warm[0].num_cached_tokens > len(first) + len(answer.token_ids) // 2
 
 
-def test_a_group_whose_stored_pages_are_zeroed_is_seen(engine: Engine, audit: Audit, prompts: list[list[int]]) -> None:
+def test_a_group_with_zeroed_pages_is_detected(engine: Engine, audit: Audit, prompts: list[list[int]]) -> None:
     prompts = prompts[1:]
     for group_index in engine.connector._scheduler._layout.spec.stored_groups:
         engine.connector.reset_cache()
@@ -124,7 +124,7 @@ def test_a_group_whose_stored_pages_are_zeroed_is_seen(engine: Engine, audit: Au
         )
 
 
-def test_the_recurrent_state_of_another_boundary_is_seen(
+def test_a_recurrent_state_of_another_boundary_is_detected(
     engine: Engine, audit: Audit, prompts: list[list[int]]
 ) -> None:
     groups = engine.connector._scheduler._layout.spec.groups
@@ -145,9 +145,7 @@ def test_the_recurrent_state_of_another_boundary_is_seen(
     assert not cold[-1].same_output(warm[-1])
 
 
-def test_one_flipped_bit_is_a_recompute_and_never_an_answer(
-    engine: Engine, audit: Audit, prompts: list[list[int]]
-) -> None:
+def test_a_flipped_bit_is_recomputed_and_never_used(engine: Engine, audit: Audit, prompts: list[list[int]]) -> None:
     cold = one_by_one(engine, prompts)
     engine.reset_prefix_cache()
     arena = engine.worker_connector._worker._arena
@@ -163,9 +161,7 @@ def test_one_flipped_bit_is_a_recompute_and_never_an_answer(
     require_same_output(cold, warm)
 
 
-def test_aborting_a_request_while_it_loads_leaks_nothing(
-    engine: Engine, audit: Audit, prompts: list[list[int]]
-) -> None:
+def test_an_abort_during_a_load_leaks_nothing(engine: Engine, audit: Audit, prompts: list[list[int]]) -> None:
     cold = one_by_one(engine, prompts)
     engine.reset_prefix_cache()
     for steps in range(3):
@@ -179,7 +175,7 @@ def test_aborting_a_request_while_it_loads_leaks_nothing(
     require_same(audit, cold, one_by_one(engine, prompts))
 
 
-def test_resetting_the_connector_forgets_everything(engine: Engine, audit: Audit, prompts: list[list[int]]) -> None:
+def test_a_connector_reset_clears_the_tier(engine: Engine, audit: Audit, prompts: list[list[int]]) -> None:
     cold = one_by_one(engine, prompts)
     assert engine.llm.llm_engine.reset_prefix_cache(reset_connector=True)
     again = one_by_one(engine, prompts)

@@ -1,4 +1,4 @@
-"""Bytes that real engines hand over: what the connector counts of a request is what its table of groups says."""
+"""Bytes transferred between real engines: the connector counts as many as the group table predicts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from peer_pair import Pair, Variant
 TRANSFER = {"kv_connector": "HybridNixlConnector"}
 LENGTHS = (513, 1537, 4097)
 MOST = 0.6
-"""Of what would move if every layer were full attention: half of them are in gpt-oss, fewer in the others."""
+"""Largest fraction of the bytes that would move if every layer were full attention; gpt-oss has half of them, others
+fewer.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +30,14 @@ def pair(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)
-def test_a_request_moves_what_the_table_of_groups_says(pair: Pair, num_tokens: int) -> None:
+def test_a_request_transfers_the_bytes_of_the_group_table(pair: Pair, num_tokens: int) -> None:
     before = pair.consumer.ask("traffic").get("bytes", 0)
     pair.decode_s(make_prompt(num_tokens, seed=num_tokens))
     moved = pair.consumer.ask("traffic")["bytes"] - before
-    # The last token is left to the consumer.
+    # The consumer computes the last token.
     formula = pair.consumer.ask("formula", num_tokens=num_tokens - 1)
     assert moved == formula["per_group_bytes"]
     if num_tokens == max(LENGTHS):
         assert moved < MOST * formula["full_attention_bytes"], (
-            "windows and states move a part of what full attention does"
+            "windows and states transfer only a part of the bytes of full attention"
         )

@@ -1,4 +1,4 @@
-"""One engine prefills and another decodes: the same tokens and log-probabilities as one engine alone."""
+"""One engine prefills and another decodes, with the tokens and log-probabilities of a single engine."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from harness import make_prompt
 from peers import Two, require_same_pages
 
 LENGTHS = (385, 641, pytest.param(1153, marks=pytest.mark.full))
-"""One more than a number of whole steps and one block: so that the last token is a step of its own, and the last block
-before it, whether one engine computes all of them or two."""
+"""A number of whole steps, plus one block and one token. So the last token, and the last block before it, are steps of
+their own, whether one engine computes all steps or two engines share them.
+"""
 
 PROMPT_TOKENS = 385
 
 
 @pytest.fixture
 def pair(two: Two) -> Iterator[Two]:
-    """Nothing is left behind."""
+    """Both engines. Requires that nothing stays allocated after the test."""
     yield two
     two.require_rest()
 
 
 @pytest.fixture
-def careless(pair: Two) -> Iterator[Two]:
-    """The consumer compares no digests."""
+def unverified(pair: Two) -> Iterator[Two]:
+    """The consumer does not compare digests."""
     pair.consumer.ask("verify", is_on=False)
     yield pair
     pair.consumer.ask("verify", is_on=True)
 
 
 def first_computed(result: dict[str, Any]) -> int:
-    """The token at which the request began to compute here. What it reports as cached, its producer counted."""
+    """The first token that the request computed here. The number of cached tokens includes those of the producer."""
     return int(result["steps"][0][0])
 
 
@@ -44,7 +45,7 @@ def parts(*results: dict[str, Any]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)
-def test_what_one_engine_computed_another_goes_on_with(pair: Two, num_tokens: int) -> None:
+def test_an_engine_continues_what_another_prefilled(pair: Two, num_tokens: int) -> None:
     prompt = make_prompt(num_tokens, seed=num_tokens)
     cold = pair.decode(prompt, None)
     pair.consumer.ask("forget")
@@ -57,33 +58,37 @@ def test_what_one_engine_computed_another_goes_on_with(pair: Two, num_tokens: in
 
 
 def mixed_up(pair: Two, prompt: list[int], other: list[int], group: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The parameters of a prompt with one group's blocks of another one's, and those of that."""
+    """The parameters of `prompt` with one group's blocks replaced by those of `other`, and the parameters of
+    `other`.
+    """
     wrong, params = pair.prefill(other)["params"], pair.prefill(prompt)["params"]
     mixed = copy.deepcopy(params)
     mixed["remote_block_ids"][group] = wrong["remote_block_ids"][group]
     return mixed, wrong
 
 
-def test_each_group_is_read(careless: Two) -> None:
-    """The control of the tests above: another block of one group gives another answer where nobody looks."""
+def test_each_group_is_read(unverified: Two) -> None:
+    """Control of the tests above: without verification, wrong blocks of one group change the answer."""
     prompt, other = make_prompt(PROMPT_TOKENS, seed=7), make_prompt(PROMPT_TOKENS, seed=8)
-    cold = careless.decode(prompt, None)
-    careless.consumer.ask("forget")
-    prefilled = careless.prefill(prompt)
-    careless.decode(prompt, prefilled["params"])
+    cold = unverified.decode(prompt, None)
+    unverified.consumer.ask("forget")
+    prefilled = unverified.prefill(prompt)
+    unverified.decode(prompt, prefilled["params"])
     for group in range(len(prefilled["handed_over"])):
-        careless.consumer.ask("forget")
-        mixed, wrong = mixed_up(careless, prompt, other, group)
-        got = careless.decode(prompt, mixed)
+        unverified.consumer.ask("forget")
+        mixed, wrong = mixed_up(unverified, prompt, other, group)
+        got = unverified.decode(prompt, mixed)
         assert first_computed(got) == PROMPT_TOKENS - 1
         assert (got["tokens"], got["logprobs"]) != (cold["tokens"], cold["logprobs"]), f"group {group}"
         with pytest.raises(AssertionError, match=f"group {group}"):
             require_same_pages(prefilled, got)
-        careless.decode(other, wrong)
+        unverified.decode(other, wrong)
 
 
-def test_blocks_that_the_lease_does_not_hold_are_not_taken(pair: Two) -> None:
-    """The producer digests the blocks of the lease, whatever a proxy made of the list: the prompt is computed."""
+def test_blocks_outside_the_lease_are_not_accepted(pair: Two) -> None:
+    """The producer's digests cover the blocks of the lease, even if a proxy changed the list; the prompt is
+    computed.
+    """
     prompt, other = make_prompt(PROMPT_TOKENS, seed=7), make_prompt(PROMPT_TOKENS, seed=8)
     cold = pair.decode(prompt, None)
     params = pair.prefill(prompt)["params"]

@@ -1,6 +1,6 @@
-"""A recurrent state goes on in an engine that keeps what its convolution remembers the other way round.
+"""A recurrent state is used by an engine that stores the convolution state in the other order.
 
-Each digest is of bytes that were put in one order first, so equal digests say that every element came to its place.
+Digests are computed after conversion to one order, so equal digests show that every element arrived at its place.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def pair(request: pytest.FixtureRequest, kind: str, tmp_path_factory: pytest.Tem
 
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)
-def test_a_state_goes_on_the_other_way_round(pair: Two, num_tokens: int) -> None:
+def test_a_state_is_converted_to_the_other_layout(pair: Two, num_tokens: int) -> None:
     prompt = make_prompt(num_tokens, seed=num_tokens)
     cold = pair.decode(prompt, None)
     pair.consumer.ask("forget")
@@ -38,8 +38,8 @@ def test_a_state_goes_on_the_other_way_round(pair: Two, num_tokens: int) -> None
     pair.require_rest()
 
 
-def test_the_bytes_as_they_lie_are_others(pair: Two) -> None:
-    """The control: nothing that moves pages as they lie would pass."""
+def test_the_raw_bytes_differ_between_layouts(pair: Two) -> None:
+    """Control: a transfer that does not convert pages would fail."""
     for each in (pair.producer, pair.consumer):
         each.ask("raw pages", is_on=True)
     try:

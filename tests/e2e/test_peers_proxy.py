@@ -1,4 +1,4 @@
-"""The guide's recipe with two servers of vLLM, as they are started, and `examples/peers_proxy.py` before them."""
+"""The guide's setup: two vLLM servers, started as documented, with `examples/peers_proxy.py` in front of them."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ import peers_proxy
 
 KIND = "gemma3"
 PROMPT_TOKENS = 1153
-SECRET = "a secret of this test and of nobody else"
+SECRET = "a secret that only this test uses"
 
 
 @dataclasses.dataclass(frozen=True)
 class Servers:
-    """Two servers, and a proxy that is asked like one."""
+    """Two servers and the proxy."""
 
     prefill: Server
     decode: Server
@@ -41,7 +41,7 @@ def transfer_config(role: str, secret: Path) -> dict[str, Any]:
         "kv_connector_module_path": "hybridkv.connectors.vllm.nixl.connector",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        # Longer than it takes until a cache must have been reset: no lease ends by itself before.
+        # Longer than the wait for a cache reset, so that no lease expires before it.
         "kv_connector_extra_config": {"secret_file": str(secret), "lease_seconds": 600},
     }
 
@@ -68,7 +68,7 @@ def wait_until_it_listens(process: subprocess.Popen[bytes], proxy: Server) -> No
         try:
             proxy.get("/")
         except RuntimeError:
-            return  # it answers, though not this
+            return  # it answers, though with an error
         except OSError:
             assert process.poll() is None and time.monotonic() < until_s, proxy.log.read_text()
             time.sleep(0.1)
@@ -102,7 +102,7 @@ def count(server: Server, name: str, labels: str = "") -> float:
 
 
 def streamed(server: Server, prompt: list[int]) -> str:
-    """The text of a greedy completion that comes in pieces."""
+    """The text of a streamed greedy completion."""
     body = {"prompt": prompt, "temperature": 0, "max_tokens": 8, "ignore_eos": True, "stream": True}
     url = f"http://127.0.0.1:{server.port}/v1/completions"
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -113,7 +113,7 @@ def streamed(server: Server, prompt: list[int]) -> str:
     return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
 
 
-def test_an_answer_through_the_proxy_is_the_decoding_servers_own(trio: Servers) -> None:
+def test_the_proxy_returns_the_decoding_servers_answer(trio: Servers) -> None:
     prompt = harness.make_prompt(PROMPT_TOKENS, seed=1)
     cold = trio.decode.complete(prompt)
     trio.decode.reset_prefix_cache()
@@ -126,16 +126,16 @@ def test_an_answer_through_the_proxy_is_the_decoding_servers_own(trio: Servers) 
     assert count(trio.decode, "prompts_total", "outcome=loaded") == loaded + 2
 
 
-def test_several_answers_are_of_one_prefill(trio: Servers) -> None:
-    """No lease is left for each of the others: the producer's cache can be reset once all are answered."""
+def test_several_answers_need_one_prefill(trio: Servers) -> None:
+    """The other answers leave no lease: the producer's cache can be reset when all are finished."""
     answer = trio.proxy.complete(harness.make_prompt(PROMPT_TOKENS, seed=2), n=2, min_tokens=8, temperature=1)
     assert len(answer["choices"]) == 2
     trio.prefill.reset_prefix_cache()
     trio.decode.reset_prefix_cache()
 
 
-def test_what_a_server_says_is_wrong_is_passed_on(trio: Servers) -> None:
-    """Control: the proxy answers for nobody."""
+def test_an_error_of_a_server_is_passed_on(trio: Servers) -> None:
+    """Control: the proxy does not answer by itself."""
     with pytest.raises(RuntimeError, match="400"):
         trio.proxy.complete(harness.make_prompt(PROMPT_TOKENS, seed=3), temperature=-1)
     with pytest.raises(RuntimeError, match="404"):

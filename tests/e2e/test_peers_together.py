@@ -1,4 +1,6 @@
-"""Sixteen requests at once go from one engine to another, some are aborted on their way, and nothing is left behind."""
+"""Sixteen concurrent requests move from one engine to another, some are aborted on the way, and nothing stays
+allocated.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,18 @@ from peers import Two, require_same_pages
 Written = dict[str, Any]
 PREFIX_TOKENS = 384
 LENGTHS = (513, 600, 641, 769)
-"""Of four prompts with one prefix. All but the second leave whole blocks, which the next turn finds at its consumer."""
+"""Lengths of four prompts with one prefix. All but the second end with whole blocks, which the next turn finds at the
+consumer.
+"""
 BLOCK_TOKENS = 128
-"""A multiple of every block."""
+"""A multiple of every block size."""
 TURN_TOKENS = 256
 ABORTS = ("WAITING", "WAITING_FOR_REMOTE_KVS", "RUNNING")
-"""How far requests are when their consumer hears that nobody wants them: not admitted, loading, answering."""
+"""The status of requests when the consumer aborts them: not admitted, loading, answering."""
 
 
 def prompts_of(seed: int) -> list[list[int]]:
-    """Sixteen: four times four with one prefix."""
+    """Sixteen prompts: four groups of four that share a prefix."""
     prefixes = [make_prompt(PREFIX_TOKENS, seed=seed + 100 + i) for i in range(4)]
     return [
         make_prompt(length, seed=seed + 10 * i + j, prefix=prefix)
@@ -32,7 +36,7 @@ def prompts_of(seed: int) -> list[list[int]]:
 
 
 def computed_here(two: Two, prompts: Sequence[Sequence[int]]) -> list[Written]:
-    """What the consumer answers by itself. It remembers nothing before or after."""
+    """The consumer's own answers. Its cache is empty before and after."""
     two.consumer.ask("forget")
     names = [two.ask_to_decode(prompt, None) for prompt in prompts]
     results = [two.consumer.result(name) for name in names]
@@ -41,7 +45,7 @@ def computed_here(two: Two, prompts: Sequence[Sequence[int]]) -> list[Written]:
 
 
 def handed_over(two: Two, prompts: Sequence[Sequence[int]]) -> tuple[list[Written], list[Written]]:
-    """All at once to the producer, and each to the consumer as soon as that has computed it."""
+    """Send all prompts to the producer at once, and each to the consumer as soon as it is prefilled."""
     asked = [two.ask_to_prefill(prompt) for prompt in prompts]
     prefilled, names = [], []
     for prompt, name in zip(prompts, asked, strict=True):
@@ -53,12 +57,12 @@ def handed_over(two: Two, prompts: Sequence[Sequence[int]]) -> tuple[list[Writte
 def require_same_answers(two: Two, cold: list[Written], prefilled: list[Written], warm: list[Written]) -> None:
     assert len(warm) == len(cold) > 0
     for each, result in zip(prefilled, warm, strict=True):
-        assert result["steps"][0][0] == each["params"]["remote_num_tokens"], "it was computed here"
+        assert result["steps"][0][0] == each["params"]["remote_num_tokens"], "the consumer computed the prompt"
         require_same_pages(each, result)
     require_close_written(cold, warm, two.tolerance)
 
 
-def test_sixteen_at_once_and_their_second_turn(two: Two) -> None:
+def test_sixteen_concurrent_requests_and_their_second_turns(two: Two) -> None:
     prompts = prompts_of(1000)
     first = handed_over(two, prompts)
     goes_on = [i for i, prompt in enumerate(prompts) if (len(prompt) - 1) % BLOCK_TOKENS == 0]
@@ -67,7 +71,7 @@ def test_sixteen_at_once_and_their_second_turn(two: Two) -> None:
         for i in goes_on
     ]
     second = handed_over(two, turns)
-    # What it held of the first turn it did not read again.
+    # Tokens that it held from the first turn were not read again.
     assert [each["local"] for each in second[1]] == [len(prompts[i]) - 1 for i in goes_on]
     two.require_rest()
     require_same_answers(two, computed_here(two, prompts), *first)
@@ -75,8 +79,8 @@ def test_sixteen_at_once_and_their_second_turn(two: Two) -> None:
 
 
 @pytest.mark.parametrize("when", ABORTS)
-def test_aborts_in_between_leave_nothing_behind(two: Two, when: str) -> None:
-    """Of sixteen every other one is aborted at its consumer, and one more while its producer computes it."""
+def test_aborts_leave_nothing_allocated(two: Two, when: str) -> None:
+    """Every second of sixteen requests is aborted at the consumer, and one more while the producer computes it."""
     prompts = prompts_of(2000)
     cold = computed_here(two, prompts)
     dropped = two.ask_to_prefill(make_prompt(1500, seed=3), abort_when="RUNNING")
@@ -93,8 +97,8 @@ def test_aborts_in_between_leave_nothing_behind(two: Two, when: str) -> None:
     two.require_rest()
 
 
-def test_another_prompts_blocks_are_seen(two: Two) -> None:
-    """Control of the answers: what is compared above differs where nobody compares digests."""
+def test_blocks_of_another_prompt_are_detected(two: Two) -> None:
+    """Control of the answers: they differ if digests are not compared."""
     prompts = prompts_of(3000)[:: len(LENGTHS)]
     cold = computed_here(two, prompts)
     prefilled = [two.prefill(prompt) for prompt in prompts]
@@ -113,8 +117,8 @@ def test_another_prompts_blocks_are_seen(two: Two) -> None:
     two.require_rest()
 
 
-def test_a_lease_that_nobody_ends_is_seen(two: Two) -> None:
-    """Control of what is left behind, at a producer."""
+def test_a_lease_that_does_not_end_is_detected(two: Two) -> None:
+    """Control of the leftover checks, at a producer."""
     prompt = make_prompt(641, seed=4)
     prefilled = two.prefill(prompt)
     assert {"free blocks", "requests", "leases", "offered", "slots with a nonce"} <= two.left_behind()["producer"]
@@ -123,8 +127,8 @@ def test_a_lease_that_nobody_ends_is_seen(two: Two) -> None:
     two.require_rest()
 
 
-def test_a_read_that_does_not_end_is_seen(two: Two) -> None:
-    """Control of what is left behind, at a consumer: its producer says nothing."""
+def test_a_read_that_does_not_end_is_detected(two: Two) -> None:
+    """Control of the leftover checks, at a consumer: its producer is silent."""
     prompt = make_prompt(641, seed=5)
     prefilled = two.prefill(prompt)
     with two.producer.stopped():

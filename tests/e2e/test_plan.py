@@ -1,4 +1,4 @@
-"""`hybridkv plan` says before the start what the engine logs at its start."""
+"""`hybridkv plan` prints before the start what the engine logs at its start."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hybridkv.cli.output import ReportError
 from hybridkv.cli.planning import transfer_of
 
 
-def test_the_plan_is_what_the_engine_logs_at_its_start(
+def test_the_plan_matches_the_engines_start_log(
     kind: str, kv_transfer_config: dict[str, Any], tmp_path_factory: Any
 ) -> None:
     directory: Path = harness.scratch_directory(tmp_path_factory.mktemp("plan"))
@@ -44,7 +44,7 @@ def settled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_config(directory: Path, model_type: str, architecture: str, **settings: Any) -> Path:
-    """A model of the hub's size, without weights."""
+    """A model with a real model's sizes, without weights."""
     from transformers import AutoConfig
 
     config = AutoConfig.for_model(model_type, **settings).to_dict()
@@ -54,8 +54,8 @@ def write_config(directory: Path, model_type: str, architecture: str, **settings
     return model
 
 
-def test_a_model_that_is_larger_than_the_machine_takes_no_memory(settled: Path) -> None:
-    """Llama 405B on eight ranks: 126 layers, 8 heads of keys and values with 128 numbers of two bytes each."""
+def test_the_plan_of_a_huge_model_needs_no_memory(settled: Path) -> None:
+    """Llama 405B on eight ranks: 126 layers with 8 KV heads of 128 values with two bytes each."""
     model = write_config(
         settled,
         "llama",
@@ -75,12 +75,12 @@ def test_a_model_that_is_larger_than_the_machine_takes_no_memory(settled: Path) 
     assert report.bytes_per_token == {"FULL": 126 * 2 * 8 * 128 * 2}
 
 
-def test_a_layer_that_reads_a_number_while_it_is_built_stops_no_plan(settled: Path) -> None:
+def test_a_layer_that_reads_a_tensor_value_when_built_does_not_stop_the_plan(settled: Path) -> None:
     report = planned(write_config(settled, "gemma3n_text", "Gemma3nForCausalLM"), {}, transfer_of(None))
     assert {group.kind for group in report.startup.groups} == {"FULL", "WINDOW"}
 
 
-def test_an_option_that_vllm_does_not_know_and_a_drafter_are_refused(settled: Path) -> None:
+def test_an_unknown_vllm_option_and_a_drafter_are_refused(settled: Path) -> None:
     model = write_config(settled, "llama", "LlamaForCausalLM", num_hidden_layers=2)
     with pytest.raises(ReportError, match="unrecognized arguments: --blok-size 32"):
         planned(model, {"blok_size": 32}, transfer_of(None))

@@ -1,4 +1,4 @@
-"""A pool too small for all requests: some are preempted, lose their blocks, and go on from what was stored."""
+"""A pool too small for all requests: some are preempted, lose their blocks, and are restored from the tier."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PROMPT_TOKENS = 552
 ANSWER_TOKENS = 160
 CONTROL_TOKENS = 16
 POOLS = {"qwen3-next": 60, "gemma3": 96, "gpt-oss": 60}
-"""Blocks, the null block included: enough to admit all requests, too few to let all of them finish."""
+"""Blocks, including the null block: enough to admit all requests, but not to finish all of them."""
 
 
 @pytest.fixture(scope="module")
 def engine_arguments(kind: str) -> dict[str, Any]:
     pool = {"num_gpu_blocks_override": POOLS[kind], "max_model_len": 1024}
-    # All prompts are computed side by side, so that all are admitted before the pool is full.
+    # All prompts are computed concurrently, so that all are admitted before the pool is full.
     if kind == "qwen3-next":
         return pool | {"max_num_batched_tokens": 2048}
     return pool | {"max_num_batched_tokens": 512, "long_prefill_token_threshold": 64}
@@ -32,9 +32,7 @@ def alone(engine: Engine, prompts: list[list[int]]) -> list[Any]:
     return [engine.generate([prompt], max_tokens=ANSWER_TOKENS)[0] for prompt in prompts]
 
 
-def test_preempted_requests_are_restored_and_answer_as_if_they_had_run_alone(
-    engine: Engine, audit: Audit, noise: Noise
-) -> None:
+def test_preempted_requests_are_restored_and_answer_as_if_run_alone(engine: Engine, audit: Audit, noise: Noise) -> None:
     prompts = [make_prompt(PROMPT_TOKENS, seed=i) for i in range(NUM_REQUESTS)]
     expected = alone(engine, prompts)
     engine.reset_prefix_cache()
@@ -46,7 +44,7 @@ def test_preempted_requests_are_restored_and_answer_as_if_they_had_run_alone(
     require_close(audit, expected, together, noise)
 
 
-def test_restored_from_the_start_under_the_same_pressure(engine: Engine, audit: Audit, noise: Noise) -> None:
+def test_requests_are_restored_under_memory_pressure_from_the_start(engine: Engine, audit: Audit, noise: Noise) -> None:
     prompts = [make_prompt(PROMPT_TOKENS, seed=100 + i) for i in range(NUM_REQUESTS)]
     expected = alone(engine, prompts)
     engine.reset_prefix_cache()
@@ -56,10 +54,8 @@ def test_restored_from_the_start_under_the_same_pressure(engine: Engine, audit: 
     require_close(audit, expected, together, noise)
 
 
-def test_a_group_whose_stored_pages_are_zeroed_is_further_off_than_the_noise(
-    engine: Engine, audit: Audit, noise: Noise
-) -> None:
-    """The control: of the comparison, since the bytes alone would show it too."""
+def test_zeroed_pages_deviate_more_than_the_noise(engine: Engine, audit: Audit, noise: Noise) -> None:
+    """Control of the comparison of answers; the bytes alone would also show it."""
     prompts = [make_prompt(PROMPT_TOKENS, seed=200 + i) for i in range(NUM_REQUESTS)]
     with own_cache_only(engine):
         expected = [engine.generate([prompt], max_tokens=CONTROL_TOKENS)[0] for prompt in prompts]

@@ -1,6 +1,6 @@
-"""The same prompts beside: hybridkv with its placement of states switched off, and vLLM's own OffloadingConnector.
+"""The same prompts on other configurations: hybridkv without checkpoints, and vLLM's own OffloadingConnector.
 
-Both hold what the engine hands over by itself, which is a state at the end of every prompt.
+Both store only the states that the engine provides by itself: one at the end of every prompt.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def running(who: str, zoo_directory: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def engine(running: Engine) -> Engine:
-    """One that knows nothing, and whose store knows nothing."""
+    """The engine, with an empty cache and an empty store."""
     running.reset_prefix_cache()
     running.connector.reset_cache()
     return running
@@ -50,8 +50,8 @@ def words() -> Workloads:
     return prefix_site.workloads()
 
 
-def test_a_prompt_comes_back_as_the_engines_own_hit(engine: Engine, words: Workloads) -> None:
-    """So that what follows is not said of a store that does not work."""
+def test_a_restored_prompt_equals_the_engines_own_hit(engine: Engine, words: Workloads) -> None:
+    """Shows that the store works, before the tests of what it lacks."""
     [prompt] = words.siblings(1)
     [_, own] = engine.generate([prompt]) + engine.generate([prompt])
     engine.reset_prefix_cache()
@@ -60,7 +60,7 @@ def test_a_prompt_comes_back_as_the_engines_own_hit(engine: Engine, words: Workl
     require_same_output([own], [restored])
 
 
-def test_siblings_find_what_the_engine_hands_over_and_no_more(
+def test_siblings_find_only_the_states_that_the_engine_provides(
     engine: Engine, who: str, words: Workloads, rows: Rows
 ) -> None:
     prompts = words.siblings(SIBLINGS)
@@ -69,7 +69,7 @@ def test_siblings_find_what_the_engine_hands_over_and_no_more(
     assert hits(restored) == found(prompts, words.block_tokens, places_states=False)
 
 
-def test_a_tree_finds_what_the_engine_hands_over_and_no_more(
+def test_a_tree_finds_only_the_states_that_the_engine_provides(
     engine: Engine, who: str, words: Workloads, rows: Rows
 ) -> None:
     prompts = words.tree()
@@ -78,7 +78,7 @@ def test_a_tree_finds_what_the_engine_hands_over_and_no_more(
     assert hits(restored) == found(prompts, words.block_tokens, places_states=False)
 
 
-def test_each_turn_of_a_chat_goes_on_where_the_last_prompt_ended(
+def test_each_turn_of_a_chat_resumes_where_the_last_prompt_ended(
     engine: Engine, who: str, words: Workloads, rows: Rows
 ) -> None:
     talk = chat(engine, words, engine.reset_prefix_cache)

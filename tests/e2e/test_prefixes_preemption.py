@@ -1,4 +1,4 @@
-"""Prompts that share a beginning, in a pool too small for all: some lose their blocks in the midst of an answer."""
+"""Prompts with a common prefix in a pool too small for all: some lose their blocks during their answer."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from trial import Trial, engine_keeps_every_state, hits
 
 REQUESTS = 6
 ASKED_TOKENS = 8
-"""As many as a request asks for that does not say."""
+"""The default length of an answer."""
 POOLS = {"qwen3-next": 50}
-"""Blocks, the null block included: enough to admit all requests, too few to let all of them finish.
+"""Blocks, including the null block: enough to admit all requests, but not to finish all of them.
 
-LFM2 is not among them: vLLM's CPU build computes its answers otherwise than its prompts (log-probabilities are off by
-several units, without any connector too), so what is computed again after a preemption is another answer.
+LFM2 is left out: vLLM's CPU build computes answers differently from prompts (log-probabilities differ by several units,
+even without a connector), so recomputation after a preemption changes the answer.
 """
 
 
@@ -49,12 +49,12 @@ def answer_tokens(words: Workloads) -> int:
 
 
 def alone(trial: Trial, prompts: Sequence[Tokens], max_tokens: int) -> list[Result]:
-    """As they answer where nobody is in their way and nothing is restored."""
+    """Answers without competing requests and without restored tokens."""
     with own_cache_only(trial.engine):
         return [trial.engine.generate([prompt], max_tokens=max_tokens)[0] for prompt in prompts]
 
 
-def test_siblings_that_are_preempted_answer_as_if_they_had_run_alone(trial: Trial, words: Workloads) -> None:
+def test_preempted_siblings_answer_as_if_run_alone(trial: Trial, words: Workloads) -> None:
     prompts = words.siblings(REQUESTS)
     expected = alone(trial, prompts, answer_tokens(words))
     trial.forget()
@@ -62,13 +62,11 @@ def test_siblings_that_are_preempted_answer_as_if_they_had_run_alone(trial: Tria
     trial.lose_cache()
     together, preemptions = run_together(trial.engine, prompts, max_tokens=answer_tokens(words))
     assert preemptions > 0
-    assert trial.audit.restored_tokens >= words.branch, "nobody was restored"
+    assert trial.audit.restored_tokens >= words.branch, "no request was restored"
     require_close(trial.audit, expected, together, trial.noise)
 
 
-def test_after_preemptions_each_next_turn_goes_on_at_the_last_boundary_of_its_answer(
-    trial: Trial, words: Workloads
-) -> None:
+def test_after_preemptions_each_turn_resumes_at_the_last_boundary_of_its_answer(trial: Trial, words: Workloads) -> None:
     prompts = words.siblings(REQUESTS, seed=1)
     with engine_keeps_every_state(trial.engine):
         answers, preemptions = run_together(trial.engine, prompts, max_tokens=answer_tokens(words))
@@ -81,9 +79,9 @@ def test_after_preemptions_each_next_turn_goes_on_at_the_last_boundary_of_its_an
         resumable(len(prompt) + len(answer.token_ids), words.block_tokens)
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    # What the engine computes of a turn ends no block, so that it leaves nothing that the next run of it would find.
+    # The computed part of a turn ends no block, so it stores nothing that its next run would find.
     assert boundaries == [resumable(len(turn) + ASKED_TOKENS, words.block_tokens) for turn in turns]
-    # Of the last ones the engine has everything still.
+    # The engine still holds everything of the last requests.
     with own_cache_only(trial.engine):
         own = {number: trial.engine.generate([turns[number]])[0] for number in (REQUESTS - 1, REQUESTS - 2)}
     trial.lose_cache()
@@ -91,12 +89,12 @@ def test_after_preemptions_each_next_turn_goes_on_at_the_last_boundary_of_its_an
     assert hits(restored) == boundaries
     assert trial.audit.mismatches == []
     same = [number for number, result in own.items() if result.num_cached_tokens == boundaries[number]]
-    assert same, "the engine kept the state of nobody's answer"
+    assert same, "the engine kept no state of any answer"
     require_same(trial.audit, [own[number] for number in same], [restored[number] for number in same])
 
 
-def test_one_that_runs_again_after_the_pressure_is_the_engines_own_hit(trial: Trial, words: Workloads) -> None:
-    """To the last digit, since it runs alone."""
+def test_a_request_repeated_after_the_pressure_equals_the_engines_own_hit(trial: Trial, words: Workloads) -> None:
+    """Exactly, because it runs alone."""
     prompts = words.siblings(REQUESTS, seed=2)
     run_together(trial.engine, prompts, max_tokens=answer_tokens(words))
     trial.lose_cache()

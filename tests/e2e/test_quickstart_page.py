@@ -1,8 +1,8 @@
-"""The commands of the quickstart page, typed into one shell in a fresh environment, print what the page shows.
+"""The commands of the quickstart page, run in one shell in a fresh environment, print the output shown on the page.
 
-The page's sessions are its `console` blocks: a command after `$`, its further lines after `>`, then its stdout. Numbers
-and names of caches may differ, but not the numbers of tokens that `hybridkv bench` restores; a line `...` stands for
-any lines. The environment has the wheels and the packages beside them, no index.
+The page's sessions are its `console` blocks: a command after `$`, continuation lines after `>`, then its stdout.
+Numbers and cache names may differ, except the restored tokens printed by `hybridkv bench`; a line `...` matches any
+lines. The environment has only the wheels and the packages beside them, no index.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MARK = "@@ "
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A command of the page and the output that the page shows after it."""
+    """A command of the page and the output shown for it."""
 
     command: str
     output: str
@@ -57,12 +57,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def outputs(directory: Path) -> list[tuple[str, int]]:
-    """The stdout and the exit status of each command, with the page's directory for the test's."""
+    """Stdout and exit status of each command, with the test's directory replaced by the page's."""
     [distribution] = set(re.findall(r"^    pip install --find-links \S+ (\S+)$", PAGE.read_text(), re.M))
     wheelhouse = Path(os.environ["HYBRIDKV_WHEELHOUSE"]).resolve()
     python = wheels.install(wheelhouse, directory / "venv", distribution, beside=wheels.packages_beside("vllm"))
     demo, port = str(directory / "tree/demo"), str(servers.free_port())
-    # With jobs, as in a shell that a person types into: `kill %1`.
+    # With job control, as in an interactive shell: `kill %1`.
     script = "set -m\n"
     for step in steps():
         command = step.command.replace(SCRATCH, demo).replace("8000", port)
@@ -92,7 +92,7 @@ def outputs(directory: Path) -> list[tuple[str, int]]:
 
 
 def end_session(leader: int) -> None:
-    """Kills all processes of a session, also those that are jobs of its shell."""
+    """Kill all processes of a session, including jobs of its shell."""
     for process in (int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()):
         with contextlib.suppress(ProcessLookupError):
             if os.getsid(process) == leader:
@@ -100,13 +100,13 @@ def end_session(leader: int) -> None:
 
 
 def masked(text: str) -> list[str]:
-    """Lines without numbers, durations, names of caches and widths of columns."""
+    """Lines without numbers, durations, cache names and column widths."""
     text = re.sub(r"\b[0-9a-f]{12}\b", "#", text.strip())
     text = re.sub(r"\b\d[\d.,:-]*( ms| s)?\b", "#", text)
     return [re.sub(r" +", " ", line) for line in text.splitlines()]
 
 
-def test_every_command_of_the_page_prints_what_the_page_shows(outputs: list[tuple[str, int]]) -> None:
+def test_each_command_prints_the_output_shown_on_the_page(outputs: list[tuple[str, int]]) -> None:
     shown = steps()
     assert [step.command for step in shown[len(outputs) :]] == []
     for step, (stdout, status) in zip(shown, outputs, strict=True):
@@ -118,14 +118,14 @@ def test_every_command_of_the_page_prints_what_the_page_shows(outputs: list[tupl
         assert printed == expected, step.command
 
 
-def test_the_page_has_every_command_of_a_first_day() -> None:
+def test_the_page_shows_every_command_for_beginners() -> None:
     commands = "\n".join(step.command for step in steps())
     for name in ("check", "plan", "bench", "explain", "inspect", "verify", "clear"):
         assert f"hybridkv {name} " in commands
     assert "vllm.entrypoints.openai.api_server" in commands
 
 
-def test_the_restored_tokens_are_those_of_the_page(outputs: list[tuple[str, int]]) -> None:
+def test_the_restored_tokens_match_the_page(outputs: list[tuple[str, int]]) -> None:
     [(shown, printed)] = [
         (step.output, stdout)
         for step, (stdout, _) in zip(steps(), outputs, strict=True)

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks hit together or not at all, from host memory and from disk, with equal tokens."""
+"""Two tensor-parallel ranks always hit together, from host memory and from disk, with equal tokens."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def lives(kind: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]
     )
     assert process.returncode == 0, process.stdout.decode(errors="replace")
     for rank in range(ranks_process.RANKS):
-        assert segments(directory / "cache", rank), f"rank {rank} has files of its own"
+        assert segments(directory / "cache", rank), f"rank {rank} has its own files"
     result: dict[str, Any] = json.loads(output.read_text())
     return result
 
@@ -52,17 +52,17 @@ def test_host_memory_serves_both_ranks(lives: dict[str, Any]) -> None:
     assert lives["near"]["promoted"] == 0
 
 
-def test_a_load_that_fails_on_one_rank_alone_is_computed_again_on_both(lives: dict[str, Any]) -> None:
-    """A flipped bit in one rank's host memory, of a chunk that nothing else holds and no boundary can do without."""
+def test_a_load_that_fails_on_one_rank_is_recomputed_on_both(lives: dict[str, Any]) -> None:
+    """A flipped bit in one rank's host memory, in a chunk that no other tier holds and that every boundary needs."""
     torn = lives["torn"]
     require_same_written(lives["cold"]["results"], torn["results"])
     assert torn["failed_loads"] == 1 and torn["blamed"] == ["checksum"], "one request, for one chunk of one rank"
     assert torn["counted"] == {"checksum": 1.0}
     assert cached(torn) == [0, *cached(lives["near"])[1:]]
-    assert torn["loads"] == [1, 1, 1], "what failed is not tried again"
+    assert torn["loads"] == [1, 1, 1], "a failed load is not repeated"
 
 
-def test_a_load_that_fails_on_one_rank_alone_is_tried_again_from_what_is_whole(lives: dict[str, Any]) -> None:
+def test_a_load_that_fails_on_one_rank_is_repeated_from_intact_copies(lives: dict[str, Any]) -> None:
     torn = lives["torn, whole on disk"]
     require_same_written(lives["cold"]["results"], torn["results"])
     assert torn["failed_loads"] == 1 and torn["blamed"] == ["checksum"]
@@ -83,19 +83,19 @@ def test_the_disk_serves_both_ranks(lives: dict[str, Any]) -> None:
     assert lives["far"]["promoted"] > 0 and lives["far"]["failures"] == 0
 
 
-def test_damage_on_one_rank_is_computed_again_on_both(lives: dict[str, Any]) -> None:
+def test_damage_on_one_rank_is_recomputed_on_both(lives: dict[str, Any]) -> None:
     require_same_written(lives["cold"]["results"], lives["damaged"]["results"])
     assert cached(lives["damaged"]) == [0, 0, 0]
     assert lives["damaged"]["failures"] > 0
 
 
-def test_what_was_computed_again_is_stored_again(lives: dict[str, Any]) -> None:
+def test_recomputed_chunks_are_stored_again(lives: dict[str, Any]) -> None:
     assert cached(lives["mended"]) == cached(lives["near"])
     require_same_written(lives["cold"]["results"], lives["mended"]["results"])
     assert lives["mended"]["failures"] == 0
 
 
-def test_one_ranks_bytes_are_seen_in_the_answers(lives: dict[str, Any]) -> None:
-    """The control: were a rank's bytes not loaded, or its own computed anew, nothing above would have failed."""
+def test_answers_depend_on_the_loaded_bytes_of_each_rank(lives: dict[str, Any]) -> None:
+    """Control: if a rank's bytes were not loaded or were recomputed, no test above would have failed."""
     assert cached(lives["forged"]) == cached(lives["near"])
     assert outputs(lives["forged"]) != outputs(lives["cold"])

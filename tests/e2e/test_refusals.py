@@ -1,7 +1,7 @@
-"""Models whose prefixes vLLM does not resume itself: no engine starts with hybridkv.
+"""An engine with hybridkv does not start for models whose prefixes vLLM itself cannot resume.
 
-The control: with the refusal left out, what is restored is answered with other tokens, and the model answers alike
-without it. One process, one engine at a time.
+The control: without the refusal, a restored prefix gives other tokens, while computed answers are reproducible. One
+process, one engine at a time.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def running(kind: str, directory: Path, **arguments: Any) -> Iterator[Engine]:
 
 
 def refused(kind: str, directory: Path, extra: dict[str, Any], **arguments: Any) -> ConfigurationError:
-    """The error with which an engine does not start. vLLM leaves its process groups behind; they are cleared."""
+    """The error of an engine that does not start. Clears the process groups that vLLM leaves behind."""
     from vllm.distributed import cleanup_dist_env_and_memory
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
@@ -73,7 +73,7 @@ def refused(kind: str, directory: Path, extra: dict[str, Any], **arguments: Any)
 @pytest.mark.parametrize(
     ("kind", "arguments"), [("mla", {"attention_backend": "CPU_MLA"}), ("prefix-lm", {"max_num_batched_tokens": 2048})]
 )
-def test_what_is_refused_would_have_been_answered_otherwise(
+def test_refused_models_would_give_other_answers_from_a_restored_prefix(
     kind: str, arguments: dict[str, Any], directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (offload, builder):
@@ -110,18 +110,18 @@ def test_latent_attention_is_refused_without_amx_and_exact_with_it(directory: Pa
 
 
 @pytest.mark.parametrize("extra", [{}, {"without_prefix_caching": True}], ids=["plain", "excepted"])
-def test_a_model_whose_prompt_looks_ahead_is_refused(directory: Path, extra: dict[str, Any]) -> None:
+def test_a_model_with_bidirectional_prompt_attention_is_refused(directory: Path, extra: dict[str, Any]) -> None:
     error = refused("prefix-lm", directory, extra, enable_prefix_caching=True)
     assert error.path == "kv_cache_groups[0].kv_cache_spec" and "non_causal True" in str(error.got)
     assert "both directions" in str(error.got)
 
 
-def test_prefix_caching_off_on_an_ordinary_model_is_refused(directory: Path) -> None:
+def test_disabled_prefix_caching_on_an_ordinary_model_is_refused(directory: Path) -> None:
     error = refused("ordinary", directory, {}, enable_prefix_caching=False)
     assert error.path == "enable_prefix_caching" and "without_prefix_caching" in error.hint
 
 
-def test_prefix_caching_off_is_excepted_by_name_and_then_exact(directory: Path) -> None:
+def test_disabled_prefix_caching_is_exact_with_an_explicit_exception(directory: Path) -> None:
     transfer = connector(without_prefix_caching=True)
     with running("ordinary", directory, kv_transfer_config=transfer, enable_prefix_caching=False) as engine:
         assert not engine.core.vllm_config.cache_config.enable_prefix_caching
@@ -129,8 +129,9 @@ def test_prefix_caching_off_is_excepted_by_name_and_then_exact(directory: Path) 
 
 
 def require_resumed_exactly(engine: Engine) -> None:
-    """Computed cold in pieces, the last of which begins where the stored prefix ends, and resumed from there: equal to
-    the last digit. The control is the same end behind another prefix."""
+    """Compute a prompt in pieces, the last of which begins where the stored prefix ends, and resume it there: both are
+    exactly equal. The control is the same end after another prefix.
+    """
     forget_own = engine.core.vllm_config.cache_config.enable_prefix_caching
     results = []
     for prompt in (BEFORE, PROMPT, None, PROMPT, OTHER_PREFIX):

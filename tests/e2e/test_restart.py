@@ -1,4 +1,6 @@
-"""What one process stored the next one serves: with equal tokens and log-probabilities, however the first one ended."""
+"""A process restores what an earlier one stored, with equal tokens and log-probabilities, however the earlier one
+ended.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ def directory(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Lives:
-    """Processes on one directory, one after the other. Each starts when a test first asks for it."""
+    """Processes that use one directory one after the other. Each is started when its result is first needed."""
 
     ENDS = ("killed", "clean", "clean")
 
@@ -59,9 +61,7 @@ def lives(kind: str, directory: Path) -> Lives:
 @pytest.mark.parametrize(
     "number", [pytest.param(1, id="after SIGKILL"), pytest.param(2, id="after a clean end", marks=pytest.mark.full)]
 )
-def test_a_new_process_hits_what_is_on_disk_and_answers_the_same_to_the_last_digit(
-    lives: Lives, number: int, kind: str
-) -> None:
+def test_a_new_process_restores_from_disk_with_exactly_equal_answers(lives: Lives, number: int, kind: str) -> None:
     assert lives[0].cached == [0, 0, 0]
     for cached, prompt in zip(lives[number].cached, restart_process.prompts(kind), strict=True):
         assert len(prompt) - 256 <= cached < len(prompt)
@@ -69,10 +69,8 @@ def test_a_new_process_hits_what_is_on_disk_and_answers_the_same_to_the_last_dig
 
 
 @pytest.mark.full
-def test_an_interpreter_that_hashes_strings_differently_hits_what_is_on_disk(
-    lives: Lives, kind: str, directory: Path
-) -> None:
-    """The others are forks of one, and hash alike."""
+def test_an_interpreter_with_another_hash_seed_restores_from_disk(lives: Lives, kind: str, directory: Path) -> None:
+    """The other processes are forks of one process, so they have the same hash seed."""
     assert lives[0].results
     output = directory / "of-another.json"
     program = [sys.executable, "-c", "import sys, restart_process; restart_process.main(sys.argv[1:])"]
@@ -86,7 +84,7 @@ def test_an_interpreter_that_hashes_strings_differently_hits_what_is_on_disk(
 
 
 @pytest.mark.full
-def test_an_end_in_the_middle_of_writing_leaves_nothing_wrong(lives: Lives, kind: str, directory: Path) -> None:
+def test_a_kill_during_writes_leaves_no_wrong_data(lives: Lives, kind: str, directory: Path) -> None:
     early = directory / "early"
     early.mkdir()
     for end in ("killed-early", "clean", "clean"):
@@ -94,8 +92,8 @@ def test_an_end_in_the_middle_of_writing_leaves_nothing_wrong(lives: Lives, kind
 
 
 @pytest.mark.full
-def test_a_clean_end_in_the_middle_of_a_burst_loses_no_prompt(kind: str, directory: Path) -> None:
-    """On a disk of few small segments, which are not made yet when everything comes at once."""
+def test_a_clean_end_during_a_burst_loses_no_prompt(kind: str, directory: Path) -> None:
+    """On a disk with few small segments, which do not exist yet when the burst begins."""
     burst = directory / "burst"
     burst.mkdir()
     first, second = (live(kind, burst, "at-once", "--capacity", "64MiB") for _ in range(2))
@@ -104,16 +102,14 @@ def test_a_clean_end_in_the_middle_of_a_burst_loses_no_prompt(kind: str, directo
         assert len(prompt) - 256 <= cached < len(prompt)
 
 
-def test_every_process_says_which_failure_policy_is_set(lives: Lives) -> None:
+def test_each_process_logs_its_failure_policy(lives: Lives) -> None:
     for life in (lives[0], lives[1]):
         assert life.log.count("kv_load_failure_policy recompute; ") == 1
 
 
 @pytest.mark.full
-def test_another_dtype_or_model_in_the_same_directory_misses_and_says_why(
-    lives: Lives, kind: str, directory: Path
-) -> None:
-    """Another training of the same model for the one that runs in a single dtype."""
+def test_another_dtype_or_model_misses_and_logs_the_difference(lives: Lives, kind: str, directory: Path) -> None:
+    """The model with only one dtype uses other weights instead."""
     other, difference = ("--weights-seed", "1"), "weights"
     if kind != "qwen3-next":
         other, difference = ("--dtype", "bfloat16"), "dtype"
@@ -125,8 +121,8 @@ def test_another_dtype_or_model_in_the_same_directory_misses_and_says_why(
 
 
 @pytest.mark.full
-def test_a_flipped_bit_on_disk_is_a_recompute(lives: Lives, kind: str, directory: Path) -> None:
-    """Last, because it leaves a damaged store behind."""
+def test_a_flipped_bit_on_disk_is_recomputed(lives: Lives, kind: str, directory: Path) -> None:
+    """Runs last because it leaves a damaged store."""
     for path in (directory / "cache").rglob("segment-*"):
         with path.open("r+b") as file:
             content = file.read()

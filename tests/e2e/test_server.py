@@ -1,4 +1,6 @@
-"""What a user does: install the wheels beside vLLM, start its server with the connector's name, and ask over HTTP."""
+"""The steps of a user: install the wheels beside vLLM, start its server with the connector, and send requests over
+HTTP.
+"""
 
 from __future__ import annotations
 
@@ -60,14 +62,14 @@ def running(python: Path, directory: Path) -> Iterator[Server]:
 
 @pytest.fixture
 def server(running: Server) -> Iterator[Server]:
-    """The one server; its log is printed, which pytest shows when the test fails."""
+    """The only server. Its log is printed, and pytest shows it if the test fails."""
     yield running
     print(running.log.read_text())
 
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Two completions of one prompt, the engine's cache reset in between, and what was counted meanwhile."""
+    """Two completions of one prompt with a cache reset between them, and the counts of that time."""
 
     prompt: list[int]
     cold: Any
@@ -86,7 +88,7 @@ def exchange(running: Server) -> Exchange:
     cold = running.complete(prompt)
     running.reset_prefix_cache()
     warm = running.complete(prompt)
-    # A step's counts reach the API process after its tokens do.
+    # Counts of a step reach the API process after its tokens.
     deadline = time.monotonic() + COUNTS_DEADLINE_S
     while time.monotonic() < deadline:
         counted = counted_since(running, before)
@@ -100,7 +102,7 @@ def cached_tokens(completion: Any) -> int:
     return int(completion["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_the_server_imports_hybridkv_from_its_wheels_and_from_nowhere_else(python: Path) -> None:
+def test_the_server_imports_hybridkv_only_from_its_wheels(python: Path) -> None:
     script = """
 import importlib.metadata, json, sys, hybridkv
 points = importlib.metadata.entry_points(group="vllm.general_plugins", name="hybridkv")
@@ -113,7 +115,7 @@ print(json.dumps([list(hybridkv.__path__), [str(point.dist.locate_file("")) for 
     assert json.loads(output) == [[f"{site_packages}/hybridkv"], [site_packages]]
 
 
-def test_a_lost_prefix_is_restored_with_equal_text_and_log_probabilities(server: Server, exchange: Exchange) -> None:
+def test_a_restored_prefix_gives_equal_text_and_log_probabilities(server: Server, exchange: Exchange) -> None:
     assert cached_tokens(exchange.cold) == 0
     assert cached_tokens(exchange.warm) == RESTORABLE_TOKENS
     (cold,), (warm,) = exchange.cold["choices"], exchange.warm["choices"]
@@ -123,7 +125,7 @@ def test_a_lost_prefix_is_restored_with_equal_text_and_log_probabilities(server:
 
 
 def test_another_first_chunk_gives_other_log_probabilities(server: Server, exchange: Exchange) -> None:
-    """Control: the answers above depend on what was restored, down to its oldest tokens."""
+    """Control: the answers above depend on all restored tokens, even the oldest."""
     prompt = harness.make_prompt(CHUNK_TOKENS, seed=3) + exchange.prompt[CHUNK_TOKENS:]
     assert server.complete(prompt)["choices"][0]["logprobs"] != exchange.cold["choices"][0]["logprobs"]
 
@@ -143,19 +145,19 @@ def test_another_first_chunk_gives_other_log_probabilities(server: Server, excha
         ("vllm:hybridkv_load_seconds_count", "", 1),
     ],
 )
-def test_vllm_and_hybridkv_count_what_was_restored(
+def test_vllm_and_hybridkv_count_the_restored_tokens(
     server: Server, exchange: Exchange, name: str, labels: str, expected: int
 ) -> None:
     assert exchange.counted.get((name, labels), 0) == expected
 
 
-def test_bytes_are_counted_out_and_in(server: Server, exchange: Exchange) -> None:
+def test_stored_and_loaded_bytes_are_counted(server: Server, exchange: Exchange) -> None:
     loaded = exchange.counted["vllm:hybridkv_load_bytes_total", ""]
     assert 0 < loaded <= exchange.counted["vllm:hybridkv_store_bytes_total", ""]
     assert server.counts()["vllm:hybridkv_tier_used_bytes", "tier=ram"] >= loaded
 
 
-def test_what_the_connector_forgets_is_computed_again(server: Server) -> None:
+def test_prompts_are_recomputed_after_a_reset_of_the_connector(server: Server) -> None:
     prompt = harness.make_prompt(PROMPT_TOKENS, seed=2)
     cold = server.complete(prompt)
     server.reset_prefix_cache(external=True)
@@ -165,9 +167,7 @@ def test_what_the_connector_forgets_is_computed_again(server: Server) -> None:
 
 
 @pytest.mark.full
-def test_a_key_that_is_not_known_ends_the_server_and_names_the_one_that_was_meant(
-    python: Path, directory: Path
-) -> None:
+def test_an_unknown_key_ends_the_server_with_a_suggestion(python: Path, directory: Path) -> None:
     config = transfer_config(chunk_token=CHUNK_TOKENS)
     with servers.started(python, KIND, directory / "negative", config) as (process, server):
         status = process.wait(servers.START_DEADLINE_S)

@@ -1,4 +1,6 @@
-"""A server that is asked to end kills its engine, vLLM's default. The next one finds what was stored, and where."""
+"""A server that is stopped kills its engine, vLLM's default. The next server finds the stored chunks and restores
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,13 @@ CHUNK_TOKENS = 128
 PROMPT_TOKENS = 700
 RESTORABLE_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS
 NUM_RECORDS = RESTORABLE_TOKENS // CHUNK_TOKENS + 3
-"""The chunks of the group that attends to everything, and the last state of each of the recurrent ones."""
+"""The chunks of the full-attention group, and the last state of each recurrent group."""
 OPENING = re.compile(r"opened in [\d.]+ s \((\d+) of (\d+) segments and (\d+) changes read\)")
 
 
 @dataclass(frozen=True)
 class Life:
-    """What one server answered and said."""
+    """The answer and the log of one server."""
 
     completion: Any
     log: str
@@ -38,16 +40,16 @@ class Life:
 
     @property
     def opening(self) -> tuple[int, int, int]:
-        """Segments read, segments, changes read."""
+        """Segments read, segments in total, changes read."""
         [found] = OPENING.findall(self.log)
         read, segments, num_changes = map(int, found)
         return read, segments, num_changes
 
 
-def is_written_down(cache: Path) -> bool:
-    """Whether everything that was begun has ended, and the next start will know of it.
+def is_recorded(cache: Path) -> bool:
+    """Whether all begun records are committed and recorded for the next start.
 
-    A machine that is slow enough takes a snapshot in the middle, and what follows is behind that one.
+    On a slow machine a snapshot may be taken in between; later changes are in the log after it.
     """
     try:
         [namespace] = cache.glob("[0-9a-f]*")
@@ -78,7 +80,7 @@ def live(directory: Path, *, until_written: bool) -> Life:
     with servers.running_server(Path(sys.executable), KIND, life, config, PYTHONPATH=path) as server:
         completion = server.complete(harness.make_prompt(PROMPT_TOKENS, seed=1))
         if until_written:
-            patience.wait_until(lambda: is_written_down(cache), "what was stored is written down")
+            patience.wait_until(lambda: is_recorded(cache), "all chunks are recorded on disk")
     return Life(completion, server.log.read_text())
 
 
@@ -94,11 +96,11 @@ def lives(tmp_path_factory: pytest.TempPathFactory) -> tuple[Life, Life]:
 
 
 def test_the_engine_was_killed(lives: tuple[Life, Life]) -> None:
-    """Control: nobody closed the disk tier, so no snapshot of the end was written."""
+    """Control: the disk tier was not closed, so no final snapshot was written."""
     assert "force killing remaining process" in lives[0].log
 
 
-def test_the_start_says_what_a_sudden_end_costs(lives: tuple[Life, Life]) -> None:
+def test_the_start_warns_about_the_cost_of_a_sudden_end(lives: tuple[Life, Life]) -> None:
     assert "shutdown_timeout is 0, so a server kills its engine" in lives[0].log
 
 
@@ -108,7 +110,7 @@ def test_the_next_start_reads_no_segment(lives: tuple[Life, Life]) -> None:
     assert segments > 0
 
 
-def test_the_next_server_restores_what_the_killed_one_had_stored(lives: tuple[Life, Life]) -> None:
+def test_the_next_server_restores_chunks_stored_by_the_killed_one(lives: tuple[Life, Life]) -> None:
     cold, warm = lives
     assert (cold.cached_tokens, warm.cached_tokens) == (0, RESTORABLE_TOKENS)
     assert warm.completion["choices"][0]["logprobs"] == cold.completion["choices"][0]["logprobs"]

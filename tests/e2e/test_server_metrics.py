@@ -1,4 +1,4 @@
-"""A real server under load: what it says of each request, what /metrics counts and what Prometheus sees are one."""
+"""A real server under load: its explanations, /metrics and Prometheus agree."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PREFIX = "vllm:hybridkv_"
 
 @dataclass(frozen=True)
 class Loaded:
-    """A server that a load has run over, what it counted and said, and the Prometheus server that watched."""
+    """A server after a load, its counts and records, and the Prometheus server that scraped it."""
 
     server: Server
     prometheus: Prometheus
@@ -47,17 +47,17 @@ class Loaded:
     began_s: float
 
     def counted(self, name: str) -> Counter[str]:
-        """A counter's values that are not 0, by their labels."""
+        """A counter's non-zero values by label."""
         return +Counter({labels: int(value) for (found, labels), value in self.counts.items() if found == name})
 
     def shows(self, name: str) -> bool:
-        """Whether a panel of this metric has data: a histogram needs an observation."""
+        """Whether a panel of this metric has data; a histogram needs an observation."""
         return any(
             found == name or (found == f"{name}_count" and value > 0) for (found, _), value in self.counts.items()
         )
 
-    def told(self, *fields: str, weight: str | None = None) -> Counter[str]:
-        """The records counted, or summed by `weight`, by these fields: as `counted` writes labels."""
+    def recorded(self, *fields: str, weight: str | None = None) -> Counter[str]:
+        """Number of records, or the sum of `weight`, by these fields, with labels in the format of `counted`."""
         total: Counter[str] = Counter()
         for record in self.records:
             labels = ",".join(f"{field}={record[field]}" for field in sorted(fields))
@@ -66,9 +66,9 @@ class Loaded:
 
 
 def run_load(server: Server) -> None:
-    """Waves of conversations; several clients ask at once. The engine forgets its own cache again and again.
+    """Run waves of conversations with concurrent clients. The engine's own cache is reset repeatedly.
 
-    Those of a wave begin like one that was asked alone before, so that no state was kept where they part from it.
+    The prompts of a wave begin like one that ran alone before, so no state was stored where they leave it.
     """
     for wave in range(NUM_WAVES):
         opening = harness.make_prompt(6 * CHUNK_TOKENS, seed=100 * wave)
@@ -90,7 +90,7 @@ def ask_together(server: Server, prompts: list[list[int]]) -> None:
 
 
 def settled(server: Server, explained: Path) -> tuple[dict[tuple[str, str], float], list[dict[str, Any]]]:
-    """Counts and records once as many were counted as said: a step's counts reach /metrics after its tokens."""
+    """Counts and records, once their numbers agree: counts of a step reach /metrics after its tokens."""
     deadline = time.monotonic() + COUNTS_DEADLINE_S
     while True:
         records = [json.loads(line) for line in explained.read_text().splitlines()]
@@ -122,7 +122,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
         "kv_connector_extra_config": {"tiers": [{"type": "ram", "capacity": "12MiB"}], "chunk_tokens": CHUNK_TOKENS},
     }
     logging_file = str(DEPLOY / "vllm/explain-logging.json")
-    # Nobody listens: what is told is counted all the same.
+    # No subscriber exists, but published events are counted.
     events = {"enable_kv_cache_events": True, "publisher": "null"}
     flags = [f"--kv-events-config={json.dumps(events)}"]
     with servers.running_server(
@@ -139,48 +139,48 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Loaded]:
         print(server.log.read_text())
 
 
-def test_every_request_is_explained(loaded: Loaded) -> None:
+def test_each_request_is_explained(loaded: Loaded) -> None:
     assert len(loaded.records) == NUM_WAVES * (1 + 5 * NUM_CLIENTS)
-    reasons = {labels.removeprefix("reason=") for labels in loaded.told("reason")}
+    reasons = {labels.removeprefix("reason=") for labels in loaded.recorded("reason")}
     assert {"not_stored", "group_limits", "prefix_ends", "complete", "no_boundary"} <= reasons
 
 
-def test_tokens_of_a_record_add_up(loaded: Loaded) -> None:
+def test_the_tokens_of_a_record_add_up(loaded: Loaded) -> None:
     for record in loaded.records:
         parts = record["engine_tokens"] + record["offered_tokens"] + record["compute_tokens"]
         assert parts == record["num_tokens"], record
 
 
-def test_lookups_are_those_that_were_explained(loaded: Loaded) -> None:
+def test_counted_lookups_match_the_records(loaded: Loaded) -> None:
     counted = loaded.counted(f"{PREFIX}lookups_total")
-    told = loaded.told("result", "reason")
-    assert {labels: value for labels, value in counted.items() if "pending" not in labels} == told
+    recorded = loaded.recorded("result", "reason")
+    assert {labels: value for labels, value in counted.items() if "pending" not in labels} == recorded
 
 
-def test_tokens_by_source_agree_to_the_token(loaded: Loaded) -> None:
+def test_tokens_by_source_match_the_records_exactly(loaded: Loaded) -> None:
     counted = loaded.counted(f"{PREFIX}lookup_tokens_total")
     assert counted["source=engine"] == sum(record["engine_tokens"] for record in loaded.records)
     assert counted["source=compute"] == sum(record["compute_tokens"] for record in loaded.records) > 0
-    assert counted["source=ram"] == loaded.told("source", weight="offered_tokens")["source=ram"] > 0
+    assert counted["source=ram"] == loaded.recorded("source", weight="offered_tokens")["source=ram"] > 0
     assert loaded.counted(f"{PREFIX}hit_tokens_total")[""] == counted["source=ram"]
 
 
-def test_lost_tokens_agree_to_the_token(loaded: Loaded) -> None:
+def test_lost_tokens_match_the_records_exactly(loaded: Loaded) -> None:
     counted = loaded.counted(f"{PREFIX}lost_tokens_total")
-    assert counted == loaded.told("limiting_kind", weight="lost_tokens")
+    assert counted == loaded.recorded("limiting_kind", weight="lost_tokens")
     assert counted["limiting_kind=recurrent"] > 0
 
 
-def test_junctions_are_those_that_were_explained(loaded: Loaded) -> None:
-    told = loaded.told("junction")
-    told.pop("junction=", None)
-    assert {labels.replace("junction", "outcome"): value for labels, value in told.items()} == loaded.counted(
+def test_counted_junctions_match_the_records(loaded: Loaded) -> None:
+    recorded = loaded.recorded("junction")
+    recorded.pop("junction=", None)
+    assert {labels.replace("junction", "outcome"): value for labels, value in recorded.items()} == loaded.counted(
         f"{PREFIX}junctions_total"
     )
 
 
 def test_the_engine_counts_the_same_tokens(loaded: Loaded) -> None:
-    """vLLM counts a prompt once, so this holds because no load failed and no request was preempted."""
+    """vLLM counts each prompt once, so they agree only if no load failed and no request was preempted."""
     assert not loaded.counted("vllm:num_preemptions_total")
     assert "outcome=failed" not in loaded.counted(f"{PREFIX}loads_total")
     by_source = loaded.counted("vllm:prompt_tokens_by_source_total")
@@ -192,12 +192,12 @@ def test_the_engine_counts_the_same_tokens(loaded: Loaded) -> None:
         assert by_source[f"source={name}"] == sum(record[field] for record in loaded.records), name
 
 
-def test_the_tier_was_too_small_and_says_so(loaded: Loaded) -> None:
+def test_a_tier_that_is_too_small_reports_evictions(loaded: Loaded) -> None:
     assert loaded.counted(f"{PREFIX}evictions_total")["tier=ram"] > 0
     assert loaded.counted(f"{PREFIX}evicted_bytes_total")["tier=ram"] > 0
 
 
-def test_promtool_has_nothing_against_our_metrics_but_the_engines_prefix(loaded: Loaded) -> None:
+def test_promtool_complains_only_about_the_engines_prefix(loaded: Loaded) -> None:
     lines = loaded.server.get("/metrics").splitlines(keepends=True)
     complaints = promtool(
         "check", "metrics", text="".join(line for line in lines if PREFIX in line)
@@ -208,30 +208,30 @@ def test_promtool_has_nothing_against_our_metrics_but_the_engines_prefix(loaded:
 
 
 @pytest.mark.parametrize("query", QUERIES, ids=lambda query: f"{query.section}-{query.panel}-{query.legend}")
-def test_every_panel_shows_this_server(loaded: Loaded, query: PanelQuery) -> None:
-    """It has one tier, one store, no peers and no server of LMCache, and none of its loads fails."""
+def test_each_panel_shows_this_server(loaded: Loaded, query: PanelQuery) -> None:
+    """The server has one tier, one store, no peers, no LMCache server and no failed loads."""
     is_counted = all(loaded.shows(name) for name in query.metrics) and 'outcome="failed"' not in query.expression
     series = loaded.prometheus.data(query.expression)
     assert {one.labels["engine"] for one in series} == ({"0"} if is_counted else set())
 
 
-def test_many_panels_show_something(loaded: Loaded) -> None:
+def test_many_panels_have_data(loaded: Loaded) -> None:
     shown = [query for query in QUERIES if all(loaded.shows(name) for name in query.metrics)]
     assert len(shown) > len(QUERIES) // 3
 
 
 def test_a_scrape_has_few_series(loaded: Loaded) -> None:
-    """vLLM's own are 438."""
+    """vLLM itself has 438 series."""
     ours = {series for series in loaded.counts if series[0].startswith(PREFIX) and not series[0].endswith("_created")}
     assert len(ours) <= 300
 
 
-def test_prometheus_saw_what_the_server_counted(loaded: Loaded) -> None:
+def test_prometheus_has_the_counts_of_the_server(loaded: Loaded) -> None:
     (found,) = loaded.prometheus.query(f"{PREFIX}hit_tokens_total")
     assert found.value == loaded.counted(f"{PREFIX}hit_tokens_total")[""]
 
 
-def test_every_alert_is_evaluated_and_none_fires(loaded: Loaded) -> None:
+def test_each_alert_is_evaluated_and_none_fires(loaded: Loaded) -> None:
     loaded.prometheus.wait_until(
         lambda server: all(rule["health"] != "unknown" for rule in server.rules()), "all rules"
     )
@@ -241,7 +241,7 @@ def test_every_alert_is_evaluated_and_none_fires(loaded: Loaded) -> None:
 
 
 def test_the_panels_can_be_drawn(loaded: Loaded, tmp_path: Path) -> None:
-    """The picture in docs/guides/observing.md is this one; Bazel keeps it beside the test's log."""
+    """This is the picture in docs/guides/observing.md; Bazel keeps it with the test's log."""
     picture = Path(os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR", tmp_path)) / "observing.svg"
     panels = panels_svg.read_panels(loaded.prometheus.url, DASHBOARD, loaded.began_s, time.time())
     shown = [panel for panel in panels if panel.curves]

@@ -1,7 +1,8 @@
-"""Prompts that share beginnings find them in the store, however often the engine forgets: siblings, a chat, a tree.
+"""Prompts with common prefixes find them in the store, however often the engine's cache is reset: siblings, chats,
+trees.
 
-What is restored must be the engine's own hit at the same boundary, to the last digit: the same requests run twice, once
-where the engine keeps everything, and once where it loses its cache before each.
+Restored states must equal the engine's own hit at the same boundary exactly: the same requests run twice, once with the
+engine's cache and once with a cache reset before each request.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ def words() -> Workloads:
 
 
 def nothing() -> None:
-    """Happens between two requests."""
+    """Do nothing between two requests."""
 
 
-class Own:
-    """The engine's own hits, which it has while it keeps its cache. Asked for once."""
+class OwnHits:
+    """The engine's own hits with its cache kept. Computed once."""
 
     def __init__(self, trial: Trial, words: Workloads) -> None:
         self._trial, self._words = trial, words
@@ -71,20 +72,20 @@ class Own:
 
 
 @pytest.fixture(scope="module")
-def all_own(watched: Trial, words: Workloads) -> Own:
-    return Own(watched, words)
+def all_own(watched: Trial, words: Workloads) -> OwnHits:
+    return OwnHits(watched, words)
 
 
 @pytest.fixture
-def own(trial: Trial, all_own: Own) -> Own:
-    """To be asked before anything else is, since it leaves nothing behind."""
+def own(trial: Trial, all_own: OwnHits) -> OwnHits:
+    """Use it first in a test; it leaves nothing behind."""
     return all_own
 
 
-# The law itself, without an engine.
+# The model of expected hits, without an engine.
 
 
-def test_the_second_sibling_that_follows_and_all_others_find_the_last_boundary_below_the_branch(
+def test_later_siblings_find_the_last_boundary_before_the_branch(
     words: Workloads,
 ) -> None:
     prompts = words.siblings(SIBLINGS)
@@ -93,7 +94,7 @@ def test_the_second_sibling_that_follows_and_all_others_find_the_last_boundary_b
     assert found(prompts, words.block_tokens, places_states=False) == [0] * 5
 
 
-def test_every_branching_of_a_tree_is_found_from_its_second_sibling_on(words: Workloads) -> None:
+def test_branches_of_a_tree_are_found_from_their_second_sibling_on(words: Workloads) -> None:
     blocks = [hit / words.block_tokens for hit in found(words.tree(), words.block_tokens, places_states=True)]
     assert blocks == [0, 0, 1, 1, 3, 3, 4]
     assert found(words.tree(), words.block_tokens, places_states=False) == [0] * 7
@@ -102,7 +103,7 @@ def test_every_branching_of_a_tree_is_found_from_its_second_sibling_on(words: Wo
 # On the engine.
 
 
-def test_siblings_come_back_as_the_engines_own_hits(trial: Trial, own: Own, words: Workloads, rows: Rows) -> None:
+def test_restored_siblings_equal_the_engines_own_hits(trial: Trial, own: OwnHits, words: Workloads, rows: Rows) -> None:
     prompts, expected = words.siblings(SIBLINGS), own.siblings
     restored = in_turn(trial.engine, prompts, trial.engine.reset_prefix_cache)
     rows.add("siblings", OURS, restored)
@@ -112,7 +113,7 @@ def test_siblings_come_back_as_the_engines_own_hits(trial: Trial, own: Own, word
     require_same(trial.audit, expected, restored)
 
 
-def test_three_siblings_in_a_row_cost_one_load(trial: Trial, own: Own, words: Workloads) -> None:
+def test_three_consecutive_siblings_need_one_load(trial: Trial, own: OwnHits, words: Workloads) -> None:
     first, *others = words.siblings(SIBLINGS)
     expected = own.siblings
     before = in_turn(trial.engine, [first, others[0]], trial.engine.reset_prefix_cache)
@@ -124,9 +125,7 @@ def test_three_siblings_in_a_row_cost_one_load(trial: Trial, own: Own, words: Wo
 
 
 @pytest.mark.full
-def test_a_tree_of_three_branchings_comes_back_as_the_engines_own_hits(
-    trial: Trial, words: Workloads, rows: Rows
-) -> None:
+def test_a_restored_tree_equals_the_engines_own_hits(trial: Trial, words: Workloads, rows: Rows) -> None:
     prompts = words.tree()
     expected = in_turn(trial.engine, prompts, nothing)
     trial.forget()
@@ -140,8 +139,8 @@ def test_a_tree_of_three_branchings_comes_back_as_the_engines_own_hits(
 
 
 @pytest.mark.full
-def test_guesses_only_add_to_what_is_found_and_cost_no_load(trial: Trial, words: Workloads) -> None:
-    """Stops where nobody was seen to part yet: the more requests there were, the more of them are made."""
+def test_guessed_stops_only_add_hits_and_cost_no_load(trial: Trial, words: Workloads) -> None:
+    """Stops at positions where prompts have not differed yet; their number grows with the number of requests."""
     for prompts in (words.tree(), words.siblings(SIBLINGS)):
         restored = in_turn(trial.engine, prompts, trial.engine.reset_prefix_cache, guesses=True)
         promised = found(prompts, words.block_tokens, places_states=True)
@@ -153,17 +152,17 @@ def test_guesses_only_add_to_what_is_found_and_cost_no_load(trial: Trial, words:
     assert trial.audit.mismatches == []
 
 
-def test_each_turn_of_a_chat_goes_on_at_the_last_boundary_of_the_answer(
-    trial: Trial, own: Own, words: Workloads, rows: Rows
+def test_each_turn_of_a_chat_resumes_at_the_last_boundary_of_the_answer(
+    trial: Trial, own: OwnHits, words: Workloads, rows: Rows
 ) -> None:
     expected = own.chat
     talk = chat(trial.engine, words, trial.engine.reset_prefix_cache)
     rows.add("chat", OURS, talk.results)
     boundaries = [resumable(end, words.block_tokens) for end in talk.ends[: CHAT_TURNS - 1]]
-    # One answer ends with a block, whose last token is never computed, and one a token later.
+    # One answer ends exactly at a block boundary, so its last token is never computed; another ends one token later.
     assert [end % words.block_tokens for end in talk.ends[1:3]] == [0, 1]
     assert all(boundary > len(prompt) for boundary, prompt in zip(boundaries, talk.prompts, strict=False))
-    assert hits(expected.results) == [0, *boundaries], "the engine's own hits lie elsewhere"
+    assert hits(expected.results) == [0, *boundaries], "the engine's own hits are at other positions"
     assert hits(talk.results) == [0, *boundaries]
     assert trial.audit.restored_tokens == sum(boundaries)
     require_same(trial.audit, expected.results, talk.results)
@@ -174,7 +173,9 @@ def test_each_turn_of_a_chat_goes_on_at_the_last_boundary_of_the_answer(
 
 @one_token_at_a_time
 @pytest.mark.parametrize("off_by", ["nothing", pytest.param("a block", marks=pytest.mark.full), "a token"])
-def test_a_state_of_another_place_of_the_prompt_is_seen(trial: Trial, own: Own, words: Workloads, off_by: str) -> None:
+def test_a_state_of_another_position_in_the_prompt_is_detected(
+    trial: Trial, own: OwnHits, words: Workloads, off_by: str
+) -> None:
     first, second, probe, *rest = words.siblings(SIBLINGS)
     expected = own.siblings[3]
     shift = {"nothing": 0, "a block": words.block_tokens, "a token": 1}[off_by]
@@ -197,7 +198,9 @@ def test_a_state_of_another_place_of_the_prompt_is_seen(trial: Trial, own: Own, 
 
 @one_token_at_a_time
 @pytest.mark.parametrize("off_by", [pytest.param("a block", marks=pytest.mark.full), "a token"])
-def test_a_state_of_another_place_of_an_answer_is_seen(trial: Trial, own: Own, words: Workloads, off_by: str) -> None:
+def test_a_state_of_another_position_in_an_answer_is_detected(
+    trial: Trial, own: OwnHits, words: Workloads, off_by: str
+) -> None:
     first, second = own.chat.prompts[:2]
     expected = own.chat.results[1]
     boundary = resumable(own.chat.ends[0], words.block_tokens)
@@ -205,7 +208,7 @@ def test_a_state_of_another_place_of_an_answer_is_seen(trial: Trial, own: Own, w
     state = prefix_site.state_after(trial, second[: boundary - shift])
     trial.engine.generate([first], max_tokens=len(own.chat.results[0].token_ids))
     trial.lose_cache()
-    # Another turn than the one that is compared, which shows under what key the state lies.
+    # Another turn than the compared one; it reveals the keys of the states.
     probe = words.next_turn(first, own.chat.results[0].token_ids, seed=99)
     [shown] = trial.engine.generate([probe])
     assert shown.num_cached_tokens == boundary
@@ -218,6 +221,6 @@ def test_a_state_of_another_place_of_an_answer_is_seen(trial: Trial, own: Own, w
     assert len(trial.audit.mismatches) > 0
 
 
-def test_the_engine_schedules_as_this_target_says(watched: Trial) -> None:
+def test_the_engine_uses_the_scheduler_of_this_target(watched: Trial) -> None:
     engine: Engine = watched.engine
     assert type(engine.scheduler).__name__ == ("AsyncScheduler" if IS_ASYNCHRONOUS else "Scheduler"), MODEL

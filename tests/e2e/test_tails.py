@@ -1,10 +1,10 @@
-"""A prompt that ends inside a block comes back up to its last hash unit, equal to the cold run and to the engine's own
-hit there.
+"""A prompt that ends inside a block is restored up to its last hash unit, equal to the cold run and the engine's own
+hit.
 
-For its own hit vLLM 0.32 copies the block in which it ends (`copy_kv_cache_blocks_inplace`). Where groups lie in the
-same memory layer by layer, as on every CPU, it copies as many bytes as the first layer there has in its page: that is a
-state, and of attention the rest of the block is lost. So the engine's own hit is compared with the copy put right, and
-one test says what it is without.
+For its own hit vLLM 0.32 copies the block in which the hit ends (`copy_kv_cache_blocks_inplace`). Where groups share
+memory layer by layer, as on every CPU, it copies only as many bytes as the first layer's page has. That layer is a
+state, so the rest of an attention block is lost. So the engine's own hit is compared with that copy corrected, and one
+test shows the effect without the correction.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ def engine_arguments() -> dict[str, Any]:
 
 
 def copy_whole_blocks(caches: Iterable[torch.Tensor], num_blocks: int, copies: Sequence[Sequence[int]]) -> None:
-    """What the engine means to do: each layer's page of the one block becomes that of the other."""
+    """The copy that the engine intends: each layer's page of one block becomes that of the other."""
     for cache in caches:
         pages = cache.unflatten(0, (num_blocks, cache.shape[0] // num_blocks))
         pages[[to for _, to in copies]] = pages[[source for source, _ in copies]]
 
 
 @pytest.fixture
-def right_copies(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def corrected_copies(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import vllm.v1.worker.gpu_model_runner as runner
 
     with monkeypatch.context() as patch:
@@ -56,8 +56,8 @@ def groups_of(engine: Engine, kind: GroupKind) -> list[int]:
     return [index for index, group in enumerate(groups) if group.kind is kind]
 
 
-@pytest.mark.usefixtures("right_copies")
-def test_a_lost_tail_comes_back_equal_to_the_cold_run_and_to_the_engines_own_hit(engine: Engine, audit: Audit) -> None:
+@pytest.mark.usefixtures("corrected_copies")
+def test_a_restored_tail_equals_the_cold_run_and_the_engines_own_hit(engine: Engine, audit: Audit) -> None:
     cold, local = one(engine, PROMPT), one(engine, PROMPT)
     engine.reset_prefix_cache()
     warm = one(engine, PROMPT)
@@ -67,10 +67,10 @@ def test_a_lost_tail_comes_back_equal_to_the_cold_run_and_to_the_engines_own_hit
     require_same_output(local, warm)
 
 
-def test_the_engines_own_hit_inside_a_block_deviates_from_its_cold_run_and_a_restored_one_does_not(
-    engine: Engine, audit: Audit
-) -> None:
-    """When this fails, vLLM copies whole blocks: `right_copies` and the warning in the documentation can go."""
+def test_the_engines_own_hit_inside_a_block_is_wrong_a_restored_one_right(engine: Engine, audit: Audit) -> None:
+    """If this fails, vLLM copies whole blocks; then `corrected_copies` and the warning in the documentation can be
+    removed.
+    """
     cold, local = one(engine, PROMPT), one(engine, PROMPT)
     engine.reset_prefix_cache()
     warm = one(engine, PROMPT)
@@ -79,9 +79,9 @@ def test_the_engines_own_hit_inside_a_block_deviates_from_its_cold_run_and_a_res
     require_same_output(cold, warm)
 
 
-@pytest.mark.usefixtures("right_copies")
-def test_every_byte_of_a_tail_is_the_one_that_was_stored(engine: Engine, audit: Audit, load: str) -> None:
-    """With answers of one token: the engine writes the next ones behind the tail, while it is being stored."""
+@pytest.mark.usefixtures("corrected_copies")
+def test_each_restored_byte_of_a_tail_equals_the_stored_one(engine: Engine, audit: Audit, load: str) -> None:
+    """Answers have one token, because the engine writes further tokens after the tail while it is stored."""
     if load == "sync":
         pytest.skip("the engine advances a state in its block before this test could compare it")
     one(engine, PROMPT, max_tokens=1)
@@ -92,8 +92,8 @@ def test_every_byte_of_a_tail_is_the_one_that_was_stored(engine: Engine, audit: 
     require_same(audit, local, warm)
 
 
-@pytest.mark.usefixtures("right_copies")
-def test_a_prompt_that_goes_on_resumes_where_the_other_ended(engine: Engine, audit: Audit) -> None:
+@pytest.mark.usefixtures("corrected_copies")
+def test_a_continued_prompt_resumes_at_the_end_of_the_tail(engine: Engine, audit: Audit) -> None:
     longer = make_prompt(2400, seed=2, prefix=PROMPT)
     one(engine, PROMPT)
     local = one(engine, longer)
@@ -109,8 +109,8 @@ def test_a_prompt_that_goes_on_resumes_where_the_other_ended(engine: Engine, aud
     assert one(engine, longer)[0].num_cached_tokens == 2368, "its own tail"
 
 
-@pytest.mark.usefixtures("right_copies")
-def test_a_prompt_that_parts_before_a_tail_resumes_at_the_chunk_before_it(engine: Engine, audit: Audit) -> None:
+@pytest.mark.usefixtures("corrected_copies")
+def test_a_prompt_that_differs_before_a_tail_resumes_at_the_previous_chunk(engine: Engine, audit: Audit) -> None:
     other = make_prompt(2000, seed=3, prefix=PROMPT[: TAIL_END - 1])
     one(engine, PROMPT)
     local = one(engine, other)
@@ -123,7 +123,7 @@ def test_a_prompt_that_parts_before_a_tail_resumes_at_the_chunk_before_it(engine
     require_same_output(local, warm)
 
 
-def test_the_state_of_the_chunk_before_is_seen(engine: Engine, audit: Audit) -> None:
+def test_the_state_of_the_previous_chunk_is_detected(engine: Engine, audit: Audit) -> None:
     cold = one(engine, PROMPT)
     engine.reset_prefix_cache()
     for group in groups_of(engine, GroupKind.RECURRENT):
@@ -136,7 +136,7 @@ def test_the_state_of_the_chunk_before_is_seen(engine: Engine, audit: Audit) -> 
     assert not cold[0].same_output(warm[0])
 
 
-def test_a_tail_of_attention_that_was_zeroed_is_seen(engine: Engine, audit: Audit) -> None:
+def test_a_zeroed_attention_tail_is_detected(engine: Engine, audit: Audit) -> None:
     cold = one(engine, PROMPT)
     engine.reset_prefix_cache()
     for group in groups_of(engine, GroupKind.FULL):
@@ -147,7 +147,7 @@ def test_a_tail_of_attention_that_was_zeroed_is_seen(engine: Engine, audit: Audi
     assert not cold[0].same_output(warm[0])
 
 
-def test_a_damaged_tail_is_a_recompute_and_never_an_answer(engine: Engine, audit: Audit) -> None:
+def test_a_damaged_tail_is_recomputed_and_never_used(engine: Engine, audit: Audit) -> None:
     cold = one(engine, PROMPT)
     engine.reset_prefix_cache()
     arena, index = engine.worker_connector._worker._arena, engine.connector._scheduler._stack.primary
