@@ -150,6 +150,15 @@ std::vector<ColumnRow> rows_of(const std::vector<PageColumn>& columns) {
   return rows;
 }
 
+// True if pages are one row that fills a block of a chunk, and is not one run.
+bool is_one_row(const BlockPages& pages) {
+  if (pages.rows.size() != 1 || pages.rows.front().count == 1) return false;
+  const PageColumn& first = pages.columns.front();
+  const ColumnRow& row = pages.rows.front();
+  return first.offset == 0 && row.offset_step == first.page_bytes && row.address_step != first.page_bytes &&
+         static_cast<std::int64_t>(row.count) * first.page_bytes == pages.block_bytes;
+}
+
 void require_blocks(std::span<const std::int32_t> ids, const BlockPages& pages) {
   for (const std::int32_t id : ids) {
     if (id < 0 || id >= pages.num_blocks) {
@@ -245,6 +254,45 @@ class Lowering::Emitter {
     } else {
       row(stored, address, columns.offset_step, columns.address_step, first.page_bytes, count);
     }
+  }
+
+  // Adds blocks that are one row each, with nothing between them, in the usual case: they lie in one extent, and no row
+  // joins the one before. Returns how many it added.
+  std::int64_t place_rows(const BlockPages& pages, const std::int32_t* ids, std::int64_t count, std::int64_t offset) {
+    const PageColumn& first = pages.columns.front();
+    const ColumnRow& columns = pages.rows.front();
+    const auto num_runs = static_cast<std::int64_t>(columns.count);
+    while (offset >= extent_start_ + extent_->num_bytes) extent_start_ += (extent_++)->num_bytes;
+    const std::int64_t room = extent_start_ + extent_->num_bytes - offset;
+    count = std::min(count, room / pages.block_bytes);
+    if (count == 0) return 0;
+    const std::size_t before = out_.rows.size();
+    out_.rows.resize(before + static_cast<std::size_t>(count));
+    CopyRow* const rows = out_.rows.data() + before;
+    std::int64_t stored = lowering_.arena_address_ + extent_->offset + (offset - extent_start_);
+    std::int64_t next = is_store_ ? next_source_ : next_destination_;
+    const std::int64_t next_stored = is_store_ ? next_destination_ : next_source_;
+    bool may_join = !is_parted_ && stored == next_stored;
+    std::int64_t done = 0;
+    for (; done < count; ++done, stored += pages.block_bytes, may_join = true) {
+      const std::int64_t address = first.address + ids[done] * first.stride_bytes;
+      if (may_join && address == next) break;
+      next = address + (num_runs - 1) * columns.address_step + first.page_bytes;
+      CopyRow& row = rows[done];
+      row.source = is_store_ ? address : stored;
+      row.destination = is_store_ ? stored : address;
+      row.source_step = is_store_ ? columns.address_step : columns.offset_step;
+      row.destination_step = is_store_ ? columns.offset_step : columns.address_step;
+      row.num_bytes = first.page_bytes;
+      row.num_runs = num_runs;
+    }
+    out_.rows.resize(before + static_cast<std::size_t>(done));
+    if (done == 0) return 0;
+    out_.num_runs += done * num_runs;
+    is_parted_ = false;
+    next_source_ = is_store_ ? next : stored;
+    next_destination_ = is_store_ ? stored : next;
+    return done;
   }
 
   // Adds zeros at [offset, end) of the slot.
@@ -460,7 +508,13 @@ void Lowering::copy_chunk(const CopyShape& shape, const Group& group, const std:
       refuse("a chunk of " + text(needed) + " bytes does not fit a slot of " + text(out.slot_bytes()));
     }
     if (from < to) out.expect((to - from) * static_cast<std::int64_t>(pages->columns.size()));
+    const bool are_rows = is_one_row(*pages);
     for (std::int64_t block = from; block < to; ++block) {
+      if (are_rows) {
+        const std::int64_t offset = piece_offset + (block - first) * pages->block_bytes;
+        block += out.place_rows(*pages, ids + (block - begin), to - block, offset);
+        if (block == to) break;
+      }
       const std::int64_t id = ids[block - begin];
       const std::int64_t block_offset = piece_offset + (block - first) * pages->block_bytes;
       std::int64_t at = 0;
