@@ -85,7 +85,7 @@ def sleep_and_wake(engine: OracleEngine) -> None:
         runner.memory.poison(list(range(1, num_blocks)))
     for _ in range(2):
         calls(engine, "restore_kv_caches")
-    engine._shake_hands()
+    engine._exchange_handshakes()
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -1,7 +1,7 @@
-"""A small connector that is right, and that can be made wrong on purpose: the oracle's own test subject.
+"""Small correct connector with injectable faults: the test subject of the oracle itself.
 
 It stores whole blocks by (group, prefix hash) in a dict that both roles share. It is no model of a good connector:
-stores are synchronous, nothing is evicted. Each `Fault` is one bug that real connectors have had.
+stores are synchronous, nothing is evicted. Each `Fault` is a bug that a real connector has had.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return group, bytes(request.block_hashes[end_tokens // self._hash_tokens - 1])
 
     def _first_block(self, spec: KVCacheSpec, num_tokens: int) -> int:
-        """The first block of a group that must be right to resume at `num_tokens`."""
+        """The first block of a group that must be correct to resume at `num_tokens`."""
         if isinstance(spec, SlidingWindowSpec):
             first = max(0, num_tokens - spec.sliding_window + 1) // spec.block_size
             return first + (self._fault is Fault.SHORT_WINDOW)
@@ -121,7 +121,8 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return 0
 
     def _needed(self, request: Request, group: int, start: int, end: int) -> list[tuple[int, Key]]:
-        """(index in the table, key) to load for a request that holds `start` tokens to resume at `end`."""
+        """(index in the table, key) of the blocks to load for a request that holds `start` tokens and resumes at
+        `end`."""
         spec = self._specs[group]
         size = spec.block_size
         first = max(self._first_block(spec, end), start // size)
@@ -130,10 +131,10 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         self._local_tokens[request.request_id] = num_computed_tokens
         if self._holding - {request.request_id}:
-            # One load at a time, or vLLM 0.32 hangs, in two ways. It reserves too little for two, where groups have
-            # windows, and they wait for each other. And a request whose load failed keeps its place before those that
-            # hold loaded blocks: if it does not fit, the scan stops there and nobody ever runs. "Ask again" lets it go
-            # on.
+            # One load at a time, or vLLM 0.32 hangs, in two ways. It reserves too few blocks for two loads where groups
+            # have windows, and they wait for each other. And a request with a failed load keeps its place before those
+            # that hold loaded blocks: if it does not fit, the scan stops there and no request ever runs. Returning None
+            # lets the scan continue.
             return None, False
         if request.request_id in self._failed:
             # A second load would have to fit beside the blocks still reserved for the first.
@@ -152,7 +153,7 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
         self._requests[request.request_id] = request
         if num_external_tokens == 0:
             return
-        # Which blocks are to be loaded cannot be told from their hashes: those of a sync load are hashed already.
+        # The hashes of blocks do not tell which ones to load: those of a sync load are hashed already.
         copies: list[tuple[Key, int]] = []
         start = self._local_tokens[request.request_id]
         for group in range(len(self._specs)):
@@ -311,7 +312,7 @@ class BlockStoreConnector(KVConnectorBase_V1, SupportsHMA):
 def block_store(
     mix: Mix, load: str = "async", delay_steps: int = 0, fail_every: int = 0, fault: Fault = Fault.NONE
 ) -> Connector:
-    """A connector with an empty store. A mix with states loads asynchronously, whatever `load` says."""
+    """A connector with an empty store. A mix with states loads asynchronously, whatever `load` is."""
     only_async = mix.has_recurrent and fault is not Fault.SYNC_STATE
     extra = {
         "store": {},

@@ -1,4 +1,4 @@
-"""vLLM announces every connector it makes; thousands of lines hide what a failing test says."""
+"""Quiets the log: vLLM logs every connector that it makes, which would hide the output of a failing test."""
 
 import gc
 import logging
@@ -7,7 +7,7 @@ import os
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 logging.getLogger("vllm").setLevel(logging.ERROR)
 
-# All of vLLM is imported with the tests and stays. Collections that go through it cost a tenth of the time.
+# All of vLLM is imported with the tests and stays in memory. Collections that visit it cost a tenth of the time.
 gc.disable()
 
 

@@ -1,9 +1,9 @@
-"""Expected bytes: what every cache cell must hold, as a pure function of the token prefix.
+"""Expected bytes of every cache cell, as a pure function of the token prefix.
 
-A cell is what one token (or one compressed run of tokens, or one recurrent state) leaves in one layer of one group.
+A cell is the content of one token (or one compressed run of tokens, or one recurrent state) in one layer of one group.
 Its bytes depend on every token up to and including that position, on the group and on the layer, and fill the whole
-cell, so a shift, a swap, a stale page or a zeroed page cannot look right. It is no cipher: 64-bit mixing, so that a
-scenario takes milliseconds. The same digests choose the next token, so that outputs are comparable too.
+cell, so that a shift, a swap, a stale page or a zeroed page never looks right. It is no cipher but 64-bit mixing, so
+that a scenario takes milliseconds. The same digests choose the next token, so that outputs can be compared too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SECOND: Final = 0x94D049BB133111EB
 
 
 def mix(words: Words) -> Words:
-    """A 64-bit finalizer (bijective, every input bit reaches every output bit). Returns a new array."""
+    """64-bit finalizer (bijective, every input bit reaches every output bit). Returns a new array."""
     mixed = words + np.uint64(_STEP)
     mixed ^= mixed >> np.uint64(30)
     mixed *= np.uint64(_FIRST)
@@ -45,7 +45,7 @@ def _mix_one(word: int) -> int:
 
 
 def layer_salt(group: int, layer: int) -> int:
-    """The 64 bits that make layer `layer` of group `group` differ from every other."""
+    """64 bits that differ for every layer of every group."""
     return _mix_one((group << 20) + layer + 1)
 
 
@@ -57,9 +57,9 @@ def cells(digests: Words, salts: Seq[int], words_per_cell: int) -> Words:
 
 
 class Transcript:
-    """The one right run of a request: its prompt, the tokens it must produce, and the digest of every prefix.
+    """The only correct run of a request: its prompt, the tokens it must produce, and the digest of every prefix.
 
-    Another `salt` is another model: no byte of it and hardly a token is the same.
+    Another `salt` is another model: none of its bytes and hardly a token is the same.
     """
 
     __slots__ = ("_expected", "digests", "num_outputs", "num_prompt_tokens", "tokens")
@@ -87,10 +87,10 @@ class Transcript:
         return self.tokens[self.num_prompt_tokens :]
 
     def expected(self, plane: int, salts: Seq[int], tokens_per_cell: int, shape: tuple[int, ...]) -> Words:
-        """All cells of plane number `plane` (a caller's name for one set of same-shaped layers), computed once.
+        """All cells of plane number `plane` (the caller's name for one set of same-shaped layers), computed once.
 
-        Cell `i` is keyed by the prefix that ends with its last token. `shape` is `[layers, ...words]`.
-        Returns `[num_tokens // tokens_per_cell, *shape]`.
+        Cell `i` is keyed by the prefix that ends with its last token. `shape` is `[layers, ...words]`. Returns
+        `[num_tokens // tokens_per_cell, *shape]`.
         """
         found = self._expected.get(plane)
         if found is None:
@@ -102,5 +102,5 @@ class Transcript:
 
 
 def garbage(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint64]:
-    """Words that no expected cell equals, but with probability about 2**-64 a word."""
+    """Words that equal no expected cell, except with probability about 2**-64 per word."""
     return generator.integers(0, _MASK, size=shape, dtype=np.uint64, endpoint=True)

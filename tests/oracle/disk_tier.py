@@ -1,4 +1,4 @@
-"""The connector with a disk under its RAM tier, and what tests do to it between two steps."""
+"""The connector with a disk below its RAM tier, and hooks that run between two steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SMALL, LARGE = 5, 500
-"""Chunks of each group that a RAM tier has room for: too few for a scenario, and enough for any."""
+"""Chunks of each group that fit into a RAM tier: too few for a scenario, and enough for any."""
 DISK_TIMEOUT_S = patience.seconds(6.0)
 
 
@@ -29,7 +29,7 @@ def stacked(mix: Mix, directory: str | Path, load: str = "async", chunks: int = 
     # The smallest chunk takes a granule of 4 KiB.
     ram = {"type": "ram", "capacity": chunks * 4096 * (len(mix.groups) + 1)}
     disk = {"type": "disk", "path": str(directory), "capacity": "64MiB", "fsync": "none", "direct": False}
-    # The oracle's model has no weights; to another engine it is the same by its name alone.
+    # The oracle's model has no weights; only the name identifies it to another engine.
     config = {"chunk_tokens": mix.alignment_tokens, "tiers": [ram, disk], "load": load, "weights_digest": "oracle"}
     return Connector(CONNECTOR, config | more)
 
@@ -39,10 +39,10 @@ def stack_of(engine: OracleEngine) -> TierStack:
 
 
 def forget(random: Random) -> Callable[[OracleEngine, int], None]:
-    """A hook that now and then evicts from RAM everything that may be evicted.
+    """A hook that sometimes evicts everything evictable from RAM.
 
-    What is on its way to a disk may not. So it waits for that one step before, however slow the disk is: else there
-    would be nothing to evict on a busy machine, and nothing would ever come back from the disk.
+    Chunks on their way to the disk are not evictable. So the hook waits for the disk one step before, however slow it
+    is: otherwise nothing could be evicted on a busy machine, and nothing would be promoted from the disk.
     """
     is_due = False
 
@@ -61,9 +61,9 @@ def forget(random: Random) -> Callable[[OracleEngine, int], None]:
 
 
 def wait_for_disk(engine: OracleEngine) -> None:
-    """Until a disk has done what it was told. The next step hears of it."""
+    """Waits until the disk has completed its operations. The next step polls them."""
     for runner in engine.runners:
         worker = runner.connector._worker  # type: ignore[union-attr]
         for medium in worker._mover.media.values():
             if isinstance(medium, DiskMedium):
-                assert medium.drain(DISK_TIMEOUT_S), "the disk stands still"
+                assert medium.drain(DISK_TIMEOUT_S), "the disk does not complete its operations"

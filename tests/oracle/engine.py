@@ -1,7 +1,7 @@
 """The oracle engine: vLLM's real scheduler and block manager, a real connector of both roles, and the fake runner.
 
-It finds silent corruption: with `FakeRunner` every byte that attention or a recurrent layer would read is compared with
-what it must be, whoever put it there. At the end of a run nothing may be stuck, leaked or answered wrongly.
+It finds silent corruption: `FakeRunner` compares every byte that attention or a recurrent layer would read with the
+expected one, whoever wrote it. At the end of a run nothing may be stuck, leaked or answered wrongly.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 
 IDLE_STEPS_LIMIT = 1000
 IDLE_PAUSE_S = 0.0005
-"""For the connector's threads. 0 where it has none."""
+"""Leaves time for the connector's threads. 0 where it has none."""
 IDLE_LIMIT_S = patience.seconds(6.0)
-"""A machine may stand still for a while with a copy under way; only a hang lasts this long."""
+"""A machine may stall for a while with a copy in flight; only a hang lasts this long."""
 
 
 class StuckError(OracleError):
@@ -59,7 +59,7 @@ class StuckError(OracleError):
 
 
 class LeakError(OracleError):
-    """Blocks did not come back, or requests stayed behind."""
+    """Blocks were not returned, or requests remained."""
 
 
 class WrongOutputError(OracleError):
@@ -104,16 +104,16 @@ class OracleEngine:
         self.restored_tokens = self.local_hit_tokens = self.failed_loads = self.preemptions = self.num_steps = 0
         self.refused_resets = 0
         self._is_whole = True
-        """No step ended with an error."""
+        """No step has ended with an error."""
         self._aborts_in_step: list[str] = []
         self._transcripts: dict[str, Transcript] = {}
         self._open: set[str] = set()
         self._produced: dict[str, list[int]] = {}
         self._fresh_blocks: list[int] = []
         self._unprocessed: deque[tuple[SchedulerOutput, ModelRunnerOutput]] = deque()
-        """Steps that have run, of which the scheduler has not heard yet: one at most, if it plans ahead."""
+        """Steps that have run and that the scheduler has not processed yet: at most one, if it plans ahead."""
         self._local_tokens: dict[str, int] = {}
-        """What the engine found in its own cache when it last asked its connector about a request."""
+        """Tokens that the engine found in its own cache when it last called its connector about a request."""
         self._prompts: dict[tuple[tuple[int, ...], int, int], Transcript] = {}
         configs = make_configs(mix, settings)
         self.configs = configs
@@ -133,7 +133,7 @@ class OracleEngine:
             self.runner, self.memory = self.runners[0], self.runners[0].memory
             self.worker_connector: KVConnectorBase_V1 | None = self.runner.connector
             self._aggregator = KVOutputAggregator(settings.tp_size)
-            self._shake_hands()
+            self._exchange_handshakes()
         self._hasher = None
         if settings.prefix_caching or settings.connector is not None:
             hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
@@ -163,8 +163,8 @@ class OracleEngine:
             saves_last=self.settings.saves_last,
         )
 
-    def _shake_hands(self) -> None:
-        """What EngineCore does once both halves are there and the caches are registered (v1/engine/core.py)."""
+    def _exchange_handshakes(self) -> None:
+        """As EngineCore does once both halves exist and the caches are registered (v1/engine/core.py)."""
         if self.scheduler_connector is None:
             return
         told = {
@@ -179,7 +179,7 @@ class OracleEngine:
             self.scheduler_connector.set_xfer_handshake_metadata_pp_aware(carried)
 
     def _execute(self, output: SchedulerOutput, fresh: Sequence[int]) -> ModelRunnerOutput:
-        """On all ranks, as an executor does it."""
+        """Executes on all ranks, as an executor does."""
         results = [runner.execute(output, fresh) for runner in self.runners]
         if len(results) == 1:
             return results[0]
@@ -195,7 +195,7 @@ class OracleEngine:
         self.close()
 
     def _watch(self) -> None:
-        """Note which blocks leave the free pool, and how many tokens come from the engine and from the connector."""
+        """Records which blocks leave the free pool, and how many tokens come from the engine and from the connector."""
         pool = self.scheduler.kv_cache_manager.block_pool
         take = pool.get_new_blocks
 
@@ -233,9 +233,10 @@ class OracleEngine:
         skips_prefix_cache: bool = False,
         transfer_params: object = None,
     ) -> None:
-        """Add a request. It must produce exactly `num_outputs` right tokens, unless it is aborted.
+        """Adds a request. It must produce exactly `num_outputs` correct tokens, unless it is aborted.
 
-        With an adapter, `model` is the number of what the engine holds of it: another one is another model.
+        With an adapter, `model` is the number of the adapter weights that the engine holds: another number is another
+        model.
         """
         salt = self.settings.model if model is None else model
         key = (tuple(prompt), num_outputs, salt)
@@ -260,7 +261,7 @@ class OracleEngine:
         return list(self._produced[request_id])
 
     def abort(self, request_id: str, *, in_step: bool = False) -> None:
-        """Abort a request, now or (`in_step`) between the next forward and the processing of its output."""
+        """Aborts a request, now or (`in_step`) between the next forward and the processing of its output."""
         if in_step:
             self._aborts_in_step.append(request_id)
         elif request_id in self._open:
@@ -268,10 +269,10 @@ class OracleEngine:
             self.scheduler.finish_requests([request_id], RequestStatus.FINISHED_ABORTED)
 
     def preempt_all(self) -> None:
-        """Preempt every running request and reset the prefix cache, as far as vLLM does it.
+        """Preempts every running request and resets the prefix cache, as far as vLLM does so.
 
-        vLLM raises where blocks are held by anything but running requests: loads in flight, or a connector's pins. The
-        preemptions have happened by then. `refused_resets` counts these.
+        vLLM raises if blocks are held by anything but running requests: loads in flight, or pins of a connector. By
+        then the preemptions have happened. `refused_resets` counts these cases.
         """
         try:
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
@@ -300,7 +301,7 @@ class OracleEngine:
         for new in output.scheduled_new_reqs:
             self.local_hit_tokens += new.num_computed_tokens
         self._unprocessed.append((output, self._execute(output, fresh)))
-        # As EngineCore.step_with_batch_queue: a batch behind another one is planned first.
+        # As EngineCore.step_with_batch_queue: a batch after another one is planned first.
         if len(self._unprocessed) > self.settings.async_scheduling or not output.total_num_scheduled_tokens:
             self._process(*self._unprocessed.popleft())
         if output.total_num_scheduled_tokens == 0 and self.worker_connector is not None and IDLE_PAUSE_S:
@@ -308,7 +309,7 @@ class OracleEngine:
         return output.total_num_scheduled_tokens > 0
 
     def _process(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
-        """The scheduler hears what became of a step."""
+        """The scheduler processes the result of a step."""
         if result.kv_connector_output is not None:
             self.failed_loads += len(result.kv_connector_output.failed_recving)
         for request_id in self._aborts_in_step:
@@ -331,7 +332,7 @@ class OracleEngine:
         return not self.scheduler.has_requests() and not self._unprocessed
 
     def drain(self) -> None:
-        """Step until nothing is left to do; StuckError after too many steps and seconds without a scheduled token."""
+        """Steps until nothing is left to do; StuckError after too many steps and seconds without a scheduled token."""
         idle, progress_s = 0, time.monotonic()
         while not self.is_idle:
             idle = 0 if self.step() else idle + 1
@@ -346,7 +347,7 @@ class OracleEngine:
         return f"{states}, {self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()} free blocks"
 
     def check_idle(self) -> None:
-        """After `drain`: every request is finished or aborted, every block is back, the worker holds no request."""
+        """After `drain`: every request has finished or is aborted, every block is back, the worker holds no request."""
         if self._open or self.scheduler.requests:
             raise LeakError(f"requests left: {sorted(self._open)} {self._left()}")
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
@@ -354,16 +355,16 @@ class OracleEngine:
             raise LeakError(f"{self._num_free_blocks - free} blocks were not returned")
 
     def reset_prefix_cache(self) -> None:
-        """Forget what the engine itself has cached; call when idle."""
+        """Clears the engine's own cache; call when idle."""
         if not self.scheduler.reset_prefix_cache():
             raise LeakError("the engine's prefix cache cannot be reset while idle: blocks are still referenced")
 
     def reset_connector(self) -> bool:
-        """Ask the connector to forget; its answer."""
+        """Resets the connector's cache; returns its answer."""
         return self.scheduler.reset_connector_cache()
 
     def close(self) -> None:
-        # Transfers of a step that ended with an error never arrive: the end does not wait for them.
+        # Transfers of a step that ended with an error never arrive: the shutdown does not wait for them.
         drain_s = DRAIN_S if self._is_whole else offload_connector.CLOSE_RESERVE_S
         with mock.patch.object(offload_connector, "DRAIN_S", drain_s):
             for connector in (*(runner.connector for runner in self.runners), self.scheduler_connector):

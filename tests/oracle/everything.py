@@ -1,4 +1,4 @@
-"""Everything that the connector does, switched on in one engine: what users do to it, and what is counted of that."""
+"""All features of the connector enabled in one engine: scenarios, and counts of what happened in them."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from hybridkv.connectors.vllm.common.requests import TrackedRequest
 
 HASH_TOKENS = {QWEN3_NEXT.name: (2, 4, 8)}
-"""Of mixes with tails: vLLM hands over states inside blocks where recurrent groups and full ones are all there is."""
+"""For mixes with tails: vLLM offers states inside blocks only where all groups are recurrent or full."""
 ANSWER_TOKENS = 24
-"""Of those that a next turn goes on from: more than a block has, where there are states."""
+"""Length of answers with a next turn: longer than a block, where there are states."""
 FEW_CHUNKS = (3, 6, 12, 24)
 FEW_LONG_CHUNKS = (1, 1, 2, 3)
 """For prompts of as many tokens in longer chunks."""
@@ -52,26 +52,26 @@ ORDERS = ("least recent first", "most recent first", "any first")
 
 @dataclass(frozen=True, slots=True)
 class Everything:
-    """One engine with all of it, and what is done to it."""
+    """One engine with all features, and its scenario."""
 
     scenario: Scenario
     chunk_blocks: int
     load: str
     chunks: int
-    """Of each group, that RAM has room for."""
+    """Chunks of each group that fit into RAM."""
     has_disk: bool
     order: str
-    """In which chunks leave the tiers."""
+    """Order in which chunks leave the tiers."""
     loses: bool
     """Whether the engine gives out blocks that it could have used, and keeps the others between waves."""
     forgets: bool
-    """Whether RAM gives up chunks out of turn."""
+    """Whether RAM evicts chunks out of order."""
     seed: int
 
 
 @st.composite
 def _arrivals(draw: st.DrawFn, scenario: Scenario, turn: int | None) -> Scenario:
-    """The same, some of whose requests say something of themselves; `turn` is asked last, and its parent first."""
+    """The same scenario with hints for some requests; `turn` is submitted last, and its parent first."""
     waves = [
         [replace(each, transfer_params=_said(draw(st.sampled_from(HINTS)))) for each in wave.arrivals]
         for wave in scenario.waves
@@ -115,7 +115,8 @@ def _conversing(draw: st.DrawFn, mix: Mix) -> Scenario:
 
 @st.composite
 def everything(draw: st.DrawFn, mix: Mix) -> Everything:
-    # The first example takes the first of each, so one at least meets a disk, too little memory and losses together.
+    # The first example takes the first of each choice, so at least one has a disk, too little memory and losses
+    # together.
     loses = draw(st.sampled_from((True, False)))
     scenario = draw(_conversing(mix))
     if loses:
@@ -136,7 +137,7 @@ def everything(draw: st.DrawFn, mix: Mix) -> Everything:
 def connector_of(mix: Mix, drawn: Everything, directory: str) -> Connector:
     more = {
         "chunk_tokens": drawn.chunk_blocks * mix.alignment_tokens,
-        # Of an engine that computes so little in a second that a step more costs as much as one token.
+        # An engine so slow that an extra step costs as much as one token.
         "compute_tokens_per_second": 200,
         "keep_share": 0.5,
     }
@@ -147,16 +148,16 @@ def connector_of(mix: Mix, drawn: Everything, directory: str) -> Connector:
 
 @dataclass
 class Watch:
-    """What happened in the scenarios of a test, and that requests are taken at their word."""
+    """Counts of what happened in the scenarios of a test; also checks that hints are obeyed."""
 
     happened: Counter[str] = field(default_factory=Counter)
     order: str = ORDERS[0]
-    """In which chunks leave tiers that are built from now on."""
+    """Order in which chunks leave the tiers that are built from now on."""
     random: Random = field(default_factory=lambda: Random(0))
     is_as_shipped: bool = False
-    """Else the indexes are their models, in which the order is what it is told."""
+    """Otherwise the indexes are the reference models, which evict in the given order."""
     _origins: dict[int, str] = field(default_factory=dict)
-    """Of states that were stored, by the tokens before them."""
+    """Origins of stored states, by the tokens before them."""
 
     def play(self, mix: Mix, drawn: Everything) -> OracleEngine:
         """Runs a scenario to its end and checks everything."""
@@ -182,10 +183,10 @@ class Watch:
         return engine
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Every engine that is built from now on is watched."""
-        # A step is a large part of a prompt of this size.
+        """Watches every engine that is built from now on."""
+        # A step is a large part of the cost of a prompt of this size.
         allow_all_stops(monkeypatch)
-        # What vLLM means to do where its own hits end inside blocks; test_tails.py says more.
+        # The intended behaviour of vLLM where its own hits end inside blocks; see test_tails.py.
         monkeypatch.setattr(KVMemory, "copy_blocks", copy_in_order)
         monkeypatch.setattr(compat, "copies_whole_blocks", lambda: True)
         if not self.is_as_shipped:
@@ -200,7 +201,7 @@ class Watch:
         allocated, planned = OffloadScheduler.on_allocated, LoadsInFlight._plan
 
         def on_allocated(scheduler: OffloadScheduler, request: Any, blocks: Any, num_external: int) -> None:
-            assert not num_external or hints_of(request).get("load", True), "what was not to be loaded"
+            assert not num_external or hints_of(request).get("load", True), "a load despite load=False"
             allocated(scheduler, request, blocks, num_external)
 
         def plan(planner: LoadsInFlight, tracked: TrackedRequest, boundary: int, blocks: Any) -> Any:
@@ -217,7 +218,7 @@ class Watch:
         told = StorePlanner._origins
 
         def origins(planner: StorePlanner, tracked: TrackedRequest, parts: Any) -> dict[Any, str]:
-            assert hints_of(tracked.request).get("store", True), "what was not to be stored"
+            assert hints_of(tracked.request).get("store", True), "a store despite store=False"
             found = told(planner, tracked, parts)
             self._origins |= {_prefix(tracked, part[1]): origin for part, origin in found.items()}
             return found
@@ -226,7 +227,7 @@ class Watch:
 
 
 def hints_of(request: Any) -> dict[str, Any]:
-    """What a request says, whatever the connector has read."""
+    """Hints of a request, whether or not the connector has read them."""
     said = request.kv_transfer_params
     hints: dict[str, Any] = {} if said is None else said["hybridkv_hints"]
     return hints
@@ -237,7 +238,7 @@ def _prefix(tracked: TrackedRequest, num_tokens: int) -> int:
 
 
 class Watched(LruPolicy[E]):
-    """Goes by what the scenario says."""
+    """Evicts in the order of the scenario."""
 
     def __init__(self, watch: Watch) -> None:
         super().__init__()

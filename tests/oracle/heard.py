@@ -1,4 +1,4 @@
-"""What a connector says of each request and what it counts, as a test hears it."""
+"""Recorded explain lines and counters of the connectors of a test."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PREFIX = "vllm:hybridkv_"
 
 
 class Heard(logging.Handler):
-    """Every record that was logged, and everything that was counted."""
+    """Records every explanation and all counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Heard(logging.Handler):
         self.counts = Counts()
 
     def counted(self, name: str) -> Counter[tuple[str, ...]]:
-        """A counter's values by those of its labels."""
+        """Values of a counter by its label values."""
         return Counter(
             {labels: value for found, labels, value in self.counts.data().counters if found == PREFIX + name}
         )
@@ -61,7 +61,7 @@ def _counting(monkeypatch: pytest.MonkeyPatch) -> Heard:
 
 @pytest.fixture
 def heard_counts(monkeypatch: pytest.MonkeyPatch) -> Heard:
-    """Counts alone: a line for each request costs as much as the request."""
+    """Counts alone: an explain line per request costs as much as the request."""
     return _counting(monkeypatch)
 
 

@@ -1,7 +1,8 @@
-"""An engine on a GPU where everything happens late: compute, stores and loads, in any order that their streams allow.
+"""An engine on a simulated GPU with deferred work: compute, stores and loads run late, in any order that their streams
+allow.
 
-What the fake runner does to the cache is enqueued on the device's compute stream, and copied by the connector's own
-engines in streams of theirs (`lazy_device`). So the scheduler is steps ahead of the bytes, as on a GPU.
+The fake runner enqueues its work on the cache in the device's compute stream, and the connector's copy engines use
+their own streams (`lazy_device`). So the scheduler is steps ahead of the bytes, as on a GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LazyRunner(FakeRunner):
-    """Launches what `FakeRunner` does at once."""
+    """Launches the work that `FakeRunner` does at once."""
 
     def __init__(self, device: LazyDevice, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -46,18 +47,18 @@ class LazyRunner(FakeRunner):
         self.device.launch(compute)
 
     def _forward(self, work: list[_Work]) -> None:
-        # What is known of a request when its step is launched; the next step may know more before this one happens.
+        # State of the request when its step is launched; the next step may change it before this one runs.
         super()._forward([replace(item, running=copy.copy(item.running)) for item in work])
 
 
 class LazyEngine(OracleEngine):
-    """`OracleEngine` on a `LazyDevice`, for mixes of which no part misleads."""
+    """`OracleEngine` on a `LazyDevice`, for mixes in which vLLM keeps no wrong states."""
 
     def __init__(self, mix: Mix, settings: EngineSettings, device: LazyDevice) -> None:
         assert not mix.misleads
         self.device = device
         open_device = mock.patch.object(devices, "open_device", return_value=LazyGpu(device))
-        # The clock would let the proof go on for most of a second.
+        # The clock would extend the proof to most of a second.
         with open_device, mock.patch.object(proof, "ROUNDS_S", 0.0):
             super().__init__(mix, replace(settings, device="cuda"))
 
@@ -69,6 +70,6 @@ class LazyEngine(OracleEngine):
     def close(self) -> None:
         super().close()
         if any(stream.steps for stream in self.device.streams if stream is not self.device.compute):
-            raise OracleError("the connector was shut down, and copies may still write to its memory")
+            raise OracleError("the connector was shut down while copies may still write to its memory")
         self.device.drain()
         self.device.raise_failures()

@@ -1,8 +1,8 @@
-"""How a scenario of engines at a server of LMCache is run, and what must be true in it and at its end.
+"""Runs a scenario of engines at an LMCache server, and checks it during the run and at its end.
 
-Several engines of one identity may be there at once, each with requests of its own; what one leaves another finds. In
-every step every byte that a forward pass would read is compared. At the end nothing is pinned, locked, open or taken,
-in the engines, in the shared memory or at the server.
+Several engines of one identity may run at once, each with its own requests; each finds what the others stored. In every
+step every byte that a forward pass would read is compared. At the end nothing is pinned, locked, open or taken, in the
+engines, in the shared memory or at the server.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ if TYPE_CHECKING:
 
 LARGE_POOL_BYTES = 1 << 22
 PATIENCE_S = patience.seconds(3.0)
-"""Of everything that has a deadline, where the server answers: machines stand still for a while."""
+"""For deadlines where the server answers: the machine may stall for a while."""
 
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """What a scenario of one engine does not say.
+    """Parameters of several engines, beside the scenario of each.
 
     Args:
-        num_engines: of one identity, at one time.
-        tp_size: of each of them. The mix says what a rank has.
-        pool_chunks: that are on their way at one time on a rank; None for as many as there are.
-        takes_names_again: of requests that have ended.
-        drops: how much of what an engine has cached by itself it loses before each wave.
+        num_engines: with one identity, at one time.
+        tp_size: of each engine. The mix describes one rank.
+        pool_chunks: chunks in flight at one time on a rank; None for no limit.
+        takes_names_again: reuses names of requests that have ended.
+        drops: share of its own cache that an engine loses before each wave.
         is_hasty: the first requests come before the server was reached.
-        seed: what is lost.
+        seed: of the losses.
     """
 
     num_engines: int = 1
@@ -90,13 +90,13 @@ class Played:
 
 
 def played(mix: Mix, server: Server, tp_size: int = 1) -> st.SearchStrategy[Played]:
-    """What can be played at this server."""
+    """Scenarios for this server."""
     return st.builds(Played, scenarios(mix, st.booleans(), server.sort.chunk_tokens), crews(tp_size))
 
 
 @functools.cache
 def pool_bytes(mix: Mix, chunk_tokens: int, chunks: int) -> int:
-    """The least shared memory that has room for so many chunks."""
+    """The smallest shared memory with room for so many chunks."""
     configs = make_configs(mix, EngineSettings(num_blocks=64))
     groups = page_groups(resolve_layout(configs.vllm, configs.worker, chunk_tokens))
     return 1 + bisect.bisect_left(range(1, 1 << 30), chunks, key=lambda size: num_chunks(groups, chunk_tokens, size))
@@ -105,7 +105,7 @@ def pool_bytes(mix: Mix, chunk_tokens: int, chunks: int) -> int:
 def at(
     server: Server, mix: Mix, identity: str, pool_chunks: int | None = None, tp_size: int = 1, **more: Any
 ) -> Connector:
-    """The connector to a server, whose content is that of `identity` alone."""
+    """The connector to a server, with the content of `identity`."""
     chunk = server.sort.chunk_tokens
     of_rank = LARGE_POOL_BYTES if pool_chunks is None else pool_bytes(mix, chunk, pool_chunks)
     return Connector(
@@ -123,17 +123,17 @@ def at(
     )
 
 
-def half_that_decides(engine: OracleEngine) -> LMCacheScheduler:
+def scheduler_of(engine: OracleEngine) -> LMCacheScheduler:
     return engine.scheduler_connector._scheduler  # type: ignore[union-attr]
 
 
-def halves_that_move(engine: OracleEngine) -> list[LMCacheWorker]:
+def workers_of(engine: OracleEngine) -> list[LMCacheWorker]:
     return [runner.connector._worker for runner in engine.runners]  # type: ignore[union-attr]
 
 
 def watch_loads(engine: OracleEngine) -> None:
-    """What a load writes belongs to its request alone: bytes of others, the same or not, it must not touch."""
-    tracker = half_that_decides(engine)._load_tracker
+    """Checks that a load writes only into blocks of its own request."""
+    tracker = scheduler_of(engine)._load_tracker
     allocated, pool = tracker.on_allocated, engine.scheduler.kv_cache_manager.block_pool
 
     def on_allocated(*arguments: Any) -> Any:
@@ -148,24 +148,24 @@ def watch_loads(engine: OracleEngine) -> None:
 
 
 def reach(engine: OracleEngine) -> bool:
-    """Whether both halves can ask the server, if need be after a while."""
+    """Whether both halves can reach the server, if need be after a while."""
     connections = [engine.scheduler_connector._builder.connection]  # type: ignore[union-attr]
-    connections += [worker._session.connection for worker in halves_that_move(engine) if worker._session is not None]
+    connections += [worker._session.connection for worker in workers_of(engine) if worker._session is not None]
     return all(isinstance(connection.wait_ready(SETTLED_S), Ready) for connection in connections)
 
 
 @dataclass
 class Play:
-    """One scenario of engines at one server. Use as a context manager; what is left is looked for at its end.
+    """One scenario of engines at one server. Use as a context manager; leaks are checked at its end.
 
     Args:
         mix: of the model.
-        server: that all use.
-        chosen: what they do.
-        identity: of the engines; by default nobody else's.
+        server: that all engines use.
+        chosen: the scenario.
+        identity: of the engines; unique by default.
         before_step: called for each engine before each of its steps.
-        more: keys of the connector.
-        adapters: that requests have in turn, none now and then; each with the number of what it makes of the model.
+        more: keys of the connector's configuration.
+        adapters: used by the requests in turn, with requests without one between; each with the number of its weights.
     """
 
     mix: Mix
@@ -177,7 +177,7 @@ class Play:
     adapters: Sequence[tuple[LoRARequest, int]] = ()
     engines: list[OracleEngine] = field(default_factory=list)
     stored_chunks: int = 0
-    """That the server took, once all is over."""
+    """Number of chunks that the server took, set at the end."""
 
     def __post_init__(self) -> None:
         crew = self.chosen.crew
@@ -192,7 +192,7 @@ class Play:
             self.start()
 
     def start(self, model: int = 0) -> OracleEngine:
-        """One more engine; with another model it is of another identity."""
+        """Starts one more engine; another model has another identity."""
         settings = replace(self._scenario.settings, model=model, seed=len(self.engines))
         self.engines.append(OracleEngine(self.mix, settings, self.before_step))
         watch_loads(self.engines[-1])
@@ -204,13 +204,13 @@ class Play:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        sessions = [worker._session for engine in self.engines for worker in halves_that_move(engine)]
+        sessions = [worker._session for engine in self.engines for worker in workers_of(engine)]
         self.stored_chunks = sum(each.operations.counts().stored_chunks for each in sessions if each is not None)
         for engine in self.engines:
             engine.close()
 
     def run(self) -> list[OracleEngine]:
-        """All waves; the engines are returned, closed, for their counters."""
+        """Runs all waves; returns the closed engines for their counters."""
         with self:
             for number, wave in enumerate(self._scenario.waves):
                 if number > 0:
@@ -221,7 +221,7 @@ class Play:
         return self.engines
 
     def between(self, wave: Wave) -> None:
-        """What happens to caches before a wave."""
+        """Resets and losses of caches before a wave."""
         for engine in self.engines:
             if wave.reset_engine:
                 engine.reset_prefix_cache()
@@ -230,7 +230,7 @@ class Play:
             drop_some(engine, self.chosen.crew.drops, self._random)
 
     def wave(self, number: int, wave: Wave, engines: Sequence[OracleEngine]) -> None:
-        """Each request goes to one of these engines."""
+        """Submits each request of the wave to one of these engines."""
         last = max(arrival.step + (arrival.abort_after or 0) for arrival in wave.arrivals)
         for step in range(last + 1):
             for index, arrival in enumerate(wave.arrivals):
@@ -253,7 +253,7 @@ class Play:
         engine.submit(name, self._tokens[arrival.prompt], arrival.num_outputs, lora, model)
 
     def settle(self) -> None:
-        """Everybody is idle: nothing is kept of what was done, here or at the server."""
+        """All engines are idle: nothing remains of their work, here or at the server."""
         for engine in self.engines:
             require_idle(engine)
         if not self.server.is_at_rest():
@@ -269,7 +269,7 @@ class Play:
 
 
 def until_idle(engines: Sequence[OracleEngine]) -> None:
-    """Steps until nobody has anything to do; StuckError after seconds without a token."""
+    """Steps until all engines are idle; StuckError after seconds without a token."""
     progress_s = time.monotonic()
     while not all(engine.is_idle for engine in engines):
         has_computed = [engine.step() for engine in engines]
@@ -280,17 +280,17 @@ def until_idle(engines: Sequence[OracleEngine]) -> None:
 
 
 def require_idle(engine: OracleEngine) -> None:
-    """An engine that has nothing to do keeps nothing, and its connector nothing for it, nor the memory before both."""
+    """An idle engine keeps nothing, neither does its connector or the memory between both."""
     require_nothing_open(engine)
-    sessions = [worker._session for worker in halves_that_move(engine)]
+    sessions = [worker._session for worker in workers_of(engine)]
     if not eventually(lambda: not any(session.used_bytes for session in sessions if session is not None), SETTLED_S):
         raise LeakError("pages of the shared memory are never given back")
 
 
 def require_nothing_open(engine: OracleEngine) -> None:
-    """An engine that has nothing to do waits for nothing. A server that went away may have pages yet."""
+    """An idle engine waits for nothing. A lost server may still hold pages."""
     engine.check_idle()
-    scheduler = half_that_decides(engine)
+    scheduler = scheduler_of(engine)
     if scheduler.has_work_in_flight():
         raise LeakError("the connector has work in flight, and no step will come for it")
     kept = [*scheduler._load_tracker._requests, *scheduler._load_tracker._loads, *scheduler._store_tracker._stores]
@@ -300,7 +300,7 @@ def require_nothing_open(engine: OracleEngine) -> None:
 
 
 def drop_some(engine: OracleEngine, share: float, random: Random) -> None:
-    """The engine forgets some of the blocks that it has cached by itself."""
+    """The engine loses some of its own cached blocks."""
     pool = engine.scheduler.kv_cache_manager.block_pool
     cached = [block.block_id for block in pool.blocks if block.block_hash is not None and block.ref_cnt == 0]
     pool.evict_blocks(set(random.sample(cached, int(share * len(cached)))))

@@ -1,4 +1,4 @@
-"""Real servers of LMCache for the oracle. A server starts at its first use, and stays."""
+"""Real LMCache servers for the oracle. A server starts at its first use, and stays."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 VERSIONS = sorted(CODECS)
 SETTLED_S = patience.seconds(6.0)
-"""A machine may stand still for a while; only what is never given back lasts this long."""
+"""The machine may stall for a while; only a leak lasts this long."""
 
 
 _ROOM = ("--l1-size-gb", "0.1")
 
 
 class Sort(enum.Enum):
-    """Servers that differ in what a scenario is drawn for: chunk, arguments."""
+    """Kinds of servers for scenarios: chunk size and arguments."""
 
     APART = 32, ("--separate-object-groups", *_ROOM)
     TOGETHER = 128, ("--no-separate-object-groups", *_ROOM)
     SMALL = 128, ("--separate-object-groups", "--l1-size-gb", "0.0003", "--eviction-ratio", "0.5")
-    """It forgets all the time."""
+    """Evicts all the time."""
     MORTAL = 128, ("--separate-object-groups", *_ROOM)
-    """It is stopped and killed."""
+    """Is stopped and killed."""
 
     @property
     def chunk_tokens(self) -> int:
@@ -46,7 +46,7 @@ class Sort(enum.Enum):
 
 
 class Server:
-    """A server that may be killed and started again where it was."""
+    """A server that may be killed and started again at the same address."""
 
     def __init__(self, lmcache: Sequence[str], directory: Path, sort: Sort) -> None:
         self.sort = sort
@@ -61,13 +61,13 @@ class Server:
         return f"tcp://{self.address.host}:{self.address.port}"
 
     def start_again(self) -> None:
-        """Where it was, empty; without waiting for it."""
+        """Restarts it at the same address, empty; does not wait for it."""
         self._before = {}
         self.process.kill()
         self.process = ServerProcess(self._lmcache, self._directory, self.sort.arguments, self.address)
 
     def held(self) -> dict[str, int]:
-        """What it keeps for somebody who is not done: sessions, and locks on what is read or written."""
+        """Sessions and locks that the server holds."""
         status = self.process.status()
         manager = status["storage_manager"]
         found = {"sessions": status["active_sessions"]}
@@ -78,21 +78,21 @@ class Server:
         return {name: number for name, number in over.items() if number > 0}
 
     def num_objects(self) -> int:
-        """That it remembers, of all caches."""
+        """Number of objects of all caches."""
         return int(self.process.status()["storage_manager"]["l1_manager"]["total_object_count"])
 
     def begin(self) -> None:
-        """What a test before this one left here on purpose is not counted."""
+        """Ignores what an earlier test left here on purpose."""
         self._before = {}
         self._before = self.held()
 
     def is_at_rest(self) -> bool:
-        """Whether it keeps nothing for anybody, or does so soon."""
+        """Whether it holds no session and no lock, at least soon."""
         return eventually(lambda: not self.held(), SETTLED_S)
 
 
 class Fleet:
-    """One server of each sort, of one version. Each starts when it is first used."""
+    """One server of each kind, of one version. Each starts when it is first used."""
 
     def __init__(self, version: str, lmcache: Sequence[str]) -> None:
         self.version = version
@@ -117,7 +117,7 @@ _fleets: dict[str, Fleet] = {}
 
 
 def fleet_of(version: str, config: pytest.Config) -> Fleet:
-    """The servers of a version until the tests are over. A test that needs them is skipped where there are none."""
+    """The servers of a version until the end of the tests. Skips the test where that version is not installed."""
     lmcache = command(version)
     if lmcache is None:
         pytest.skip(f"{variable(version)} names no lmcache of version {version}")
@@ -128,7 +128,7 @@ def fleet_of(version: str, config: pytest.Config) -> Fleet:
 
 
 def impatient(patch: pytest.MonkeyPatch) -> None:
-    """A server that went away is looked for all the time, and one that is silent is given up soon."""
+    """A lost server is tried all the time, and a silent one is given up soon."""
 
     def options(**bounds: Any) -> ConnectionOptions:
         return ConnectionOptions(

@@ -1,4 +1,4 @@
-"""What an engine gave out that it could have used: blocks with a hash and without a request."""
+"""Makes an engine lose cached blocks that it could have used: blocks with a hash and without a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def lose(engine: OracleEngine, is_lost: Callable[[int, int], bool]) -> None:
-    """As if the engine had given out blocks that no request uses: of those with a hash, by group and block."""
+    """As if the engine had given out unused blocks: those with a hash, chosen by group and block."""
     pool = engine.scheduler.kv_cache_manager.block_pool
     lost = set()
     for block in pool.blocks:
@@ -28,7 +28,7 @@ def lose(engine: OracleEngine, is_lost: Callable[[int, int], bool]) -> None:
 
 
 def losing(random: Random) -> Callable[[OracleEngine, int], None]:
-    """A hook that takes states, and now and then attention, from the engine before a step."""
+    """A hook that takes states, and sometimes attention, from the engine before a step."""
 
     def before_step(engine: OracleEngine, step: int) -> None:
         scarce = Kind.RECURRENT if engine.mix.has_recurrent else Kind.WINDOW

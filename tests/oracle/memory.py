@@ -1,7 +1,7 @@
-"""The KV memory of the fake worker: vLLM's own placement, seen as cells.
+"""KV memory of the fake worker: vLLM's own placement, viewed as cells.
 
-One backing allocation. Groups overlay the same bytes, since a block id belongs to one group at a time; nothing here
-keeps two groups apart, just as nothing does in the engine.
+One backing allocation. Groups overlay the same bytes, since a block id belongs to one group at a time; as in the
+engine, nothing keeps two groups apart.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WORD_BYTES = 8
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """Which part of each layer a tensor-parallel rank has: its heads of all that the ranks have together."""
+    """The part of each layer on a tensor-parallel rank: its share of all heads."""
 
     rank: int = 0
     tp_size: int = 1
@@ -43,7 +43,7 @@ ONLY_RANK = RankShare()
 class Plane:
     """Layers of one shape in one group. `words` is `[kernel block, cell in it, layer, head, word]`, a writable view.
 
-    Its heads are `first_head` and those that follow of the model's `total_heads`.
+    Its heads are `first_head` and the following ones of the model's `total_heads`.
     """
 
     index: int
@@ -66,7 +66,7 @@ class Plane:
     def locate(
         self, table: np.ndarray[tuple[int], np.dtype[np.int64]], first: int, end: int
     ) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
-        """(kernel block, cell in it) of cells `[first, end)` of a request whose manager blocks are `table`."""
+        """(kernel block, cell in it) of cells `[first, end)` of a request with the manager blocks `table`."""
         cell = np.arange(first, end)
         slot = cell % self.cells_per_block
         block = table[cell // self.cells_per_block]
@@ -78,7 +78,7 @@ class Plane:
 
 
 class KVMemory:
-    """The allocation, the tensors that a connector registers, and the worker's writes that are not a forward pass."""
+    """The allocation, the tensors that a connector registers, and the worker's writes outside of a forward pass."""
 
     def __init__(
         self, config: VllmConfig, kv_cache: KVCacheConfig, mix: Mix, seed: int, share: RankShare = ONLY_RANK
@@ -149,20 +149,20 @@ class KVMemory:
         return tuple(tuple(of_group) for of_group in planes)
 
     def poison(self, block_ids: Sequence[int]) -> None:
-        """Overwrite whole blocks with fresh garbage."""
+        """Overwrites whole blocks with new garbage."""
         if len(block_ids) > 0:
             ids = list(block_ids)
             self._blocks[ids] = garbage(self._generator, (len(ids), *self._blocks.shape[1:]))
 
     def zero(self, block_ids: Sequence[int]) -> None:
-        """What the worker does for `new_block_ids_to_zero`: attention layers only (KVBlockZeroer skips mamba)."""
+        """As the worker for `new_block_ids_to_zero`: attention layers only (KVBlockZeroer skips mamba)."""
         ids = np.array(block_ids, dtype=np.int64)
         for plane in (plane for of_group in self.planes for plane in of_group if not plane.recurrent):
             ratio = plane.cells_per_block // plane.words.shape[1]
             plane.words[(ids[:, None] * ratio + np.arange(ratio)).ravel()] = 0
 
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """What the worker does for `kv_cache_block_copies`: whole blocks, all sources read first."""
+        """As the worker for `kv_cache_block_copies`: whole blocks, all sources read first."""
         self._blocks[[pair[1] for pair in pairs]] = self._blocks[[pair[0] for pair in pairs]]
 
 
@@ -170,6 +170,6 @@ _copy_together = KVMemory.copy_blocks
 
 
 def copy_in_order(memory: KVMemory, pairs: list[tuple[int, int]]) -> None:
-    """In the place of `copy_blocks`: one copy after the other, as vLLM means to and does not."""
+    """Replaces `copy_blocks`: one copy after the other, as vLLM intends and does not do."""
     for pair in pairs:
         _copy_together(memory, [pair])

@@ -1,8 +1,8 @@
 """An engine with KV tensors on another device than the fake runner, which computes on a mirror in host memory.
 
-The connector gets the tensors of the device alone. What the fake runner does to the cache reads all of them into the
-mirror, and then writes back the bytes that it changed, in the device's compute stream. On a GPU some of these writes
-are late, so that a store without a fence reads the bytes of before.
+The connector gets only the tensors of the device. Work of the fake runner on the cache first reads all of them into the
+mirror, then writes back the changed bytes, in the device's compute stream. On a GPU some of these writes are late, so
+that a store without a fence reads the old bytes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from oracle.settings import EngineSettings
 
 LATE_WRITES = 8
-"""One of so many is behind compute that takes some milliseconds."""
+"""One of so many writes comes after compute that takes some milliseconds."""
 
 
 class Mirror:
-    """The bytes of a device beside those of the fake runner's memory, which gives its tensors away."""
+    """The bytes of a device beside those of the fake runner's memory, whose tensors are replaced by the device's."""
 
     def __init__(self, memory: KVMemory, device: str) -> None:
         storage = next(iter(memory.tensors.values())).untyped_storage()
@@ -48,7 +48,7 @@ class Mirror:
         }
 
     def read(self) -> None:
-        """Waits for what the device does to them."""
+        """Waits for the device's work on them."""
         self._host.copy_(self._bytes)
 
     def compute(self, work: Callable[[], None], before_write: Callable[[], None]) -> None:
@@ -85,7 +85,7 @@ class MirroredEngine(OracleEngine):
             if gpu is not None:
                 settings = replace(settings, device=gpu.device_type)
                 stack.enter_context(mock.patch.object(devices, "open_device", return_value=gpu))
-                # The clock would let the proof go on for most of a second.
+                # The clock would extend the proof to most of a second.
                 stack.enter_context(mock.patch.object(proof, "ROUNDS_S", 0.0))
             super().__init__(mix, settings)
 

@@ -1,7 +1,7 @@
 """Group mixes: small models of how real hybrid families lay out their KV groups.
 
-Byte sizes are tiny, the relations are real: block sizes, windows, which groups share pages, which pages are padded.
-The KVCacheConfig is made by vLLM's own placement (`get_kv_cache_config_from_groups`), from group specs written by hand.
+Byte sizes are tiny, the relations are real: block sizes, windows, which groups share pages, which pages are padded. The
+KVCacheConfig comes from vLLM's own placement (`get_kv_cache_config_from_groups`), from group specs written by hand.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Same-shaped layers of one group. `cell_bytes` is what one head keeps of one cell (or the whole state)."""
+    """Same-shaped layers of one group. `cell_bytes` is the size of one cell of one head (or of the whole state)."""
 
     count: int = 1
     cell_bytes: int = 16
@@ -87,7 +87,7 @@ class Mix:
     @property
     def misleads(self) -> bool:
         """Whether vLLM keeps wrong states in its own cache: it cuts prefill at multiples of the smallest block, so
-        inside those of a RECURRENT group that are larger (vllm-project/vllm#54076)."""
+        inside larger blocks of a RECURRENT group (vllm-project/vllm#54076)."""
         smallest = min(group.block_tokens for group in self.groups)
         return any(group.kind is Kind.RECURRENT and group.block_tokens > smallest for group in self.groups)
 
@@ -193,5 +193,6 @@ HEADS_BEFORE_LAYERS: Final = Mix(
     ),
     layout="BHLNC",
 )
-"""Blocks that hold heads, and each head all layers: a layer's page lies in pieces. vLLM wants one page size there."""
+"""Blocks that hold heads, and each head all layers: the page of a layer is in pieces. vLLM requires one page size
+there."""
 NAMED: Final = (QWEN3_NEXT, GEMMA3, GPT_OSS, DEEPSEEK_V4, LLAMA4)

@@ -1,4 +1,4 @@
-"""Connectors with one thing wrong in them. The oracle must see each, or it proves nothing."""
+"""Connectors with one fault each. The oracle must find each, or it proves nothing."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def answers_one_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def stops_one_block_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States that the engine hands over are stored under the boundary before theirs."""
+    """States that the engine offers are stored under the boundary before theirs."""
     handed_over = compat.boundary_states
 
     def shifted(output: Any) -> Mapping[str, Sequence[tuple[int, int, int]]]:
@@ -71,7 +71,7 @@ def stops_one_block_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def of_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every block is copied from the one that belongs a place further on."""
+    """Every block is copied from the one at the next place."""
     find = LocalBlocks.find
 
     def turned(*arguments: Any) -> LocalCopies:
@@ -84,7 +84,7 @@ def of_another_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tails_without_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tail under the key of its chunk's beginning: that of another length, or of another prompt, is served."""
+    """A tail under the key of its chunk's beginning: a tail of another length, or of another prompt, is found."""
     make = RequestKeys.key
 
     def without_length(keys: RequestKeys, group_index: int, end_token: int) -> bytes:
@@ -97,18 +97,18 @@ def tails_without_length(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def hints_unread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever requests say of themselves is passed over."""
+    """The hints of requests are ignored."""
     monkeypatch.setattr(HintReader, "read", lambda reader, request: NO_HINTS)
 
 
 def _in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The indexes are those that can be mended."""
+    """The indexes are the Python ones, which can be patched."""
     monkeypatch.setattr(tiers, "RamIndex", PlainRamIndex)
     monkeypatch.setattr(builder, "RecordTable", PlainRecordTable)
 
 
 def evicted_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is being read may give way to what is stored next."""
+    """A chunk that is being read may be evicted for the next store."""
     _in_python(monkeypatch)
     pin, unpin = KeyLedger.pin, KeyLedger.unpin
 
@@ -127,7 +127,7 @@ def evicted_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def promoted_to_each_others_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what comes from the disk in one step, every chunk is written where the next one belongs."""
+    """Every chunk that is promoted in one step is written to the place of the next one."""
     take = TierStack.take_moves
 
     def turned(stack: TierStack) -> list[TierMove]:

@@ -1,4 +1,5 @@
-"""Two oracle engines: what one computes of a prompt the other goes on with. Their connector is the real one of both.
+"""Two oracle engines: the consumer resumes the prompts that the producer computed. The connector is the real one of
+both.
 
 Both run in this process and take steps in turn. The connector's threads and control connections are real; bytes go
 through the in-memory transport.
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
     from oracle.settings import EngineSettings
 
 
-# Where reads are to succeed, whatever the machine does meanwhile.
+# For reads that must succeed, however slow the machine is.
 CALM = {"connect_timeout_seconds": IDLE_LIMIT_S / 2, "load_timeout_seconds": 3 * IDLE_LIMIT_S}
 
 
 class PeerEngine(OracleEngine):
-    """An engine of a pair. `answered` is what its connector said of each request that finished."""
+    """An engine of a pair. `answered` holds the connector's parameters of each request that finished."""
 
     def __init__(self, mix: Mix, settings: EngineSettings) -> None:
         super().__init__(mix, settings)
@@ -48,7 +49,7 @@ class PeerEngine(OracleEngine):
 
         connector.request_finished_all_groups = finished  # type: ignore[attr-defined]
 
-    def hand_on(
+    def submit_with_params(
         self,
         request_id: str,
         prompt: Sequence[int],
@@ -56,7 +57,7 @@ class PeerEngine(OracleEngine):
         params: dict[str, Any] | None,
         withheld_tokens: int = 0,
     ) -> None:
-        """Add a request with `kv_transfer_params`. The last `withheld_tokens` of it this engine leaves out."""
+        """Adds a request with `kv_transfer_params`. This engine omits the last `withheld_tokens` of it."""
         kept = list(prompt)[: len(prompt) - withheld_tokens]
         self._transcripts[request_id] = Transcript(kept, num_outputs, self.settings.model)
         self._open.add(request_id)
@@ -95,23 +96,23 @@ class Pair:
         self.consumer.close()
 
     def prefill(self, request_id: str, prompt: Sequence[int]) -> dict[str, Any] | None:
-        """The producer computes a prompt; what it says of that."""
+        """The producer computes a prompt; returns its transfer parameters."""
         withheld = self.withheld_tokens if len(prompt) > self.withheld_tokens else 0
-        self.producer.hand_on(request_id, prompt, 1, {"do_remote_decode": True}, withheld)
+        self.producer.submit_with_params(request_id, prompt, 1, {"do_remote_decode": True}, withheld)
         self.until(lambda: request_id in self.producer.answered)
         return self.producer.answered[request_id]
 
     def decode(self, request_id: str, prompt: Sequence[int], num_outputs: int, params: dict[str, Any] | None) -> None:
-        """Gives the prompt to the consumer."""
-        self.consumer.hand_on(request_id, prompt, num_outputs, params)
+        """Submits the prompt to the consumer."""
+        self.consumer.submit_with_params(request_id, prompt, num_outputs, params)
 
     def step(self) -> bool:
-        """One step of each that has something to do. False where nothing was computed."""
+        """One step of each engine with work. False if nothing was computed."""
         ours, theirs = self.producer.step(), self.consumer.step()
         return ours or theirs
 
     def until(self, is_done: Callable[[], bool]) -> None:
-        """Steps until it is so; StuckError after seconds without a token."""
+        """Steps until the condition holds; StuckError after seconds without a token."""
         progress_s = time.monotonic()
         while not is_done():
             if self.step():
@@ -120,7 +121,7 @@ class Pair:
                 raise StuckError(f"{self.producer._left()}; {self.consumer._left()}")
 
     def drain(self) -> None:
-        """Steps until both have nothing left, then looks for what was kept."""
+        """Steps until both are idle, then checks for leaks."""
         self.until(lambda: self.producer.is_idle and self.consumer.is_idle)
         self.producer.check_idle()
         self.consumer.check_idle()

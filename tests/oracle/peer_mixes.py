@@ -1,7 +1,7 @@
-"""Which two engines exchange KV: mixes of groups that may differ in block sizes and in tensor-parallel sizes.
+"""Pairs of engines that exchange KV: mixes of groups that may differ in block sizes and in tensor-parallel sizes.
 
-The CPU's attention backend packs a block's tokens its own way, so engines here would refuse other block sizes. The
-oracle's memory lies as a GPU's does; `as_on_a_gpu` says so, and nothing else.
+The CPU's attention backend packs the tokens of a block in its own way, so engines here would refuse other block sizes.
+The oracle's memory is laid out as a GPU's; `as_on_a_gpu` declares that, and nothing else.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
     import pytest
 
 MODEL_HEADS: Final = 4
-"""What `oracle.settings` says the model has in all."""
+"""Total number of heads of the model of `oracle.settings`."""
 HEAD_BYTES: Final = 16
-"""Of a token, where a mix does not say otherwise."""
+"""Per token, unless the mix has another size."""
 MLA: Final = Mix("mla", (Group(Kind.FULL, 16, (Layers(2, cell_bytes=24),), latent=True),), layout="BLHNC")
 CUT_WINDOWS: Final = Mix(
     "cut_windows",
@@ -40,10 +40,10 @@ class Sides:
     """Two engines of one model.
 
     Args:
-        mixes: of each; what one of its ranks has.
+        mixes: of each; the content of one of its ranks.
         tp_sizes: of each.
         on_a_cpu: its attention packs the tokens of a block.
-        refused: what is named where they cannot exchange.
+        refused: the field that is named if they cannot exchange.
     """
 
     mixes: tuple[Mix, Mix]
@@ -70,7 +70,7 @@ def alike(mix: Mix) -> Sides:
 
 
 def with_blocks(mix: Mix, ratio: int) -> Mix:
-    """The same model with blocks so many times as long. A state is as long as before, and its page as any other."""
+    """The same model with blocks `ratio` times as long. A state is as long as before, and its page as any other."""
     return replace(
         mix,
         groups=tuple(
@@ -86,7 +86,7 @@ def with_blocks(mix: Mix, ratio: int) -> Mix:
 
 
 def with_heads(mix: Mix, heads: int) -> Mix:
-    """The same model, of whose heads a rank has so many; pages of states are as long as those of the others."""
+    """The same model with so many heads per rank; pages of states are as long as those of the others."""
     groups = []
     for group in mix.groups:
         if group.latent:

@@ -1,7 +1,8 @@
-"""What lies between two simulated engines: control connections and a transport, which go on only when told to.
+"""Network between two simulated engines: control connections and a transport that advance only when the simulation
+steps them.
 
-Nothing here has a thread or reads a real clock, so that one seed is one run. Messages are encoded and decoded by the
-real codec; what the handshake and the sockets do is tested in libs/peers.
+No thread and no real clock, so that one seed is one run. Messages are encoded and decoded by the real codec; handshake
+and sockets are tested in libs/peers.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class End:
     handlers: Handlers
     link: LinkId
     is_open: bool = False
-    on_the_way: deque[bytes] = field(default_factory=deque)
-    """What the other side has said and this one has not heard."""
+    in_flight: deque[bytes] = field(default_factory=deque)
+    """Messages that the other side has sent and this one has not received."""
 
 
 @dataclass(slots=True)
 class Wire:
-    """A connection, or the attempt at one. `server` is None until somebody has answered."""
+    """A connection, or an attempt at one. `server` is None until it is accepted."""
 
     client: End
     address: tuple[str, int]
@@ -60,7 +61,7 @@ class Wire:
 
 
 class Network:
-    """All connections. `stalled` makes it carry nothing, and after `SILENCE_S` of that all connections end."""
+    """All connections. While `stalled` it carries nothing, and after `SILENCE_S` of that all connections end."""
 
     def __init__(self, random: Random, clock: Callable[[], float]) -> None:
         self._random = random
@@ -74,7 +75,7 @@ class Network:
 
     def bind(self, host: str, port: int, control: SimulatedControl, handlers: Handlers) -> int:
         port = port or next(self._ports)
-        assert (host, port) not in self.listeners, "who listened here before is gone"
+        assert (host, port) not in self.listeners, "the earlier listener of this port is gone"
         self.listeners[host, port] = control, handlers
         return port
 
@@ -93,12 +94,12 @@ class Network:
             self.stalled, self._stalled_since_s = True, self.clock()
 
     def cut(self) -> None:
-        """Ends every connection, as a network does it: what is on the way is lost."""
+        """Ends every connection, as a network does: messages in flight are lost."""
         for wire in list(self._wires):
             self.end(wire, None, CloseReason.RESET)
 
     def drop(self, control: SimulatedControl) -> None:
-        """A process is no more: its ends hear nothing, and the other ends are told."""
+        """A process is gone: its ends receive nothing, and the other ends are closed."""
         for address in [address for address, (owner, _) in self.listeners.items() if owner is control]:
             del self.listeners[address]
         for wire in list(self._wires):
@@ -110,7 +111,7 @@ class Network:
                         self._close(wire, end, CloseReason.RESET)
 
     def end(self, wire: Wire, by: End | None, reason: CloseReason) -> None:
-        """`by` hears the reason, the other side that it ended."""
+        """Closes the end `by` with the reason, the other one with ENDED."""
         self._wires.remove(wire)
         for end in (wire.client, wire.server):
             if end is not None:
@@ -122,7 +123,7 @@ class Network:
             end.handlers.closed(end.link, reason)
 
     def turn(self) -> None:
-        """Some of what is on the way arrives."""
+        """Delivers some of the messages in flight."""
         if self.stalled:
             if self.clock() - self._stalled_since_s > SILENCE_S:
                 for wire in list(self._wires):
@@ -139,9 +140,9 @@ class Network:
             return
         for end in (wire.client, wire.server):
             for _ in range(self._random.randrange(4)):
-                if not end.on_the_way or not end.is_open:
+                if not end.in_flight or not end.is_open:
                     break
-                end.handlers.received(end.link, end.control.codec.decode(end.on_the_way.popleft()))
+                end.handlers.received(end.link, end.control.codec.decode(end.in_flight.popleft()))
 
     def _answer(self, wire: Wire) -> None:
         control, handlers = self.listeners.get(wire.address, (None, None))
@@ -159,7 +160,7 @@ class Network:
 
 
 class SimulatedControl:
-    """What the connector uses of `ControlLoop`, over a `Network`."""
+    """The part of `ControlLoop` that the connector uses, over a `Network`."""
 
     def __init__(self, network: Network, name: str, limits: WireLimits) -> None:
         self.network = network
@@ -181,7 +182,7 @@ class SimulatedControl:
             return False
         other = found[0].other(found[1])
         assert other is not None
-        other.on_the_way.append(body)
+        other.in_flight.append(body)
         return True
 
     def end(self, link: LinkId, reason: CloseReason = CloseReason.DONE) -> None:
@@ -195,7 +196,7 @@ class SimulatedControl:
 
 @dataclass(slots=True)
 class _Flight:
-    """A read on its way: how many of its ranges have arrived, and whether it shall stop."""
+    """A read in flight: the number of its ranges that have arrived, and whether it must stop."""
 
     remote: RemoteId
     ranges: Ranges
@@ -204,7 +205,7 @@ class _Flight:
 
 
 class SteppedTransport(InMemoryTransport):
-    """A read arrives range by range, whoever looks, and writes on for a while after it was cancelled."""
+    """A read arrives range by range in each turn, and goes on for a while after it was cancelled."""
 
     def __init__(self, peer_name: str, world: World, random: Random) -> None:
         super().__init__(peer_name, world)
@@ -219,12 +220,12 @@ class SteppedTransport(InMemoryTransport):
     def read(self, remote: RemoteId, ranges: Ranges, timeout_s: float) -> TransferId:
         transfer = super().read(remote, ranges, timeout_s)
         if self._states[transfer] is PENDING:
-            # A range may be in the middle of a page when its block is given to somebody else.
+            # A cut may be inside a page when its block is given to another request.
             self._flights[transfer] = _Flight(remote, ranges.cut(96))
         return transfer
 
     def move(self) -> None:
-        """Some of what is on its way arrives."""
+        """Delivers some of the ranges in flight."""
         for transfer, flight in list(self._flights.items()):
             if flight.remote not in self._remotes:
                 self._land(transfer, TransferFailed(TransferFailureReason.CLOSED))

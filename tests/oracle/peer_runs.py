@@ -1,8 +1,8 @@
-"""How a scenario of two engines is run, and what must be true in it and at its end.
+"""Runs a scenario of two engines, and checks it during the run and at its end.
 
 In every step every byte that a forward pass would read is compared; at the end every request has its tokens, every
-block is free on both sides, and nobody reads, holds or is held for. A read that fails does so for a reason that the
-scenario gives it: a wrong pairing would else hide behind the digests that find it.
+block is free on both sides, and no read, lease or hold remains. A read may fail only for a reason in the scenario:
+otherwise the digests would hide a wrong pairing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 ROUND_S, IDLE_ROUND_S = 0.005, 0.5
 PATIENT_ROUNDS = 24
-"""Without a token computed; from then on time passes quickly."""
+"""Rounds without a computed token; from then on time passes quickly."""
 MAX_ROUNDS = 3000
 KEYS = ("hybridkv", "remote_block_ids", "remote_host", "remote_num_tokens", "remote_engine_id")
 ALWAYS_WRONG = frozenset({"other", "protocol", "refused"})
@@ -41,7 +41,7 @@ ALWAYS_WRONG = frozenset({"other", "protocol", "refused"})
 
 @dataclass(slots=True)
 class _Speaker:
-    """How far a talk is."""
+    """Progress of a talk."""
 
     number: int
     talk: Talk
@@ -53,13 +53,13 @@ class _Speaker:
     since: int = 0
     """The round in which its prompt went to the source, then to the target."""
     again: dict[str, Any] | None = None
-    """What the proxy says once more, when all is over."""
+    """Parameters that the proxy sends once more at the end."""
     is_over: bool = False
 
 
 @dataclass(slots=True)
 class PeerTally:
-    """What happened in the scenarios of a test, to show that it tested what it claims."""
+    """Counts of the scenarios of a test, to show that it tested what it claims."""
 
     scenarios: int = 0
     steps: int = 0
@@ -110,7 +110,7 @@ class Play:
         return PeerEngine(self.sides.mixes[side], self.scenario.settings[side])
 
     def run(self) -> None:
-        """To its end, and then every prompt once more, for what may still lie in a cache."""
+        """Runs it to its end, then every prompt once more, for content that may remain in a cache."""
         troubles = list(self.scenario.troubles)
         while troubles or not self._is_over():
             while troubles and troubles[0].round <= self._round:
@@ -121,7 +121,7 @@ class Play:
         self._check_end()
         for side, engine in enumerate(self.engines):
             for number, tokens in enumerate(self._said):
-                engine.hand_on(f"again{side}-{number}", tokens, 2, None)
+                engine.submit_with_params(f"again{side}-{number}", tokens, 2, None)
             engine.drain()
         self._check_end()
 
@@ -149,7 +149,7 @@ class Play:
             and self.simulation.is_quiet
         )
 
-    # What happens to engines and to the network.
+    # Events of engines and of the network.
 
     def _happen(self, trouble: Trouble) -> None:
         simulation = self.simulation
@@ -208,7 +208,7 @@ class Play:
             self._answered(speaker, target)
 
     def _answer_of(self, speaker: _Speaker) -> tuple[dict[str, Any] | None] | None:
-        """What the source said, once it has: from the engine that was asked, which may be gone by now."""
+        """The source's answer, once it exists: from the engine that got the prompt, which may be gone by now."""
         for engine in (*self.engines, *self.gone):
             if speaker.at_source in engine.answered:
                 return (engine.answered[str(speaker.at_source)],)
@@ -219,7 +219,7 @@ class Play:
         speaker.since = self._round
         withheld = withheld_tokens(source.mix)
         withheld = withheld if len(speaker.tokens) > withheld else 0
-        source.hand_on(speaker.at_source, speaker.tokens, 1, {"do_remote_decode": True}, withheld)
+        source.submit_with_params(speaker.at_source, speaker.tokens, 1, {"do_remote_decode": True}, withheld)
         speaker.due = self._round
 
     def _decode(
@@ -231,13 +231,13 @@ class Play:
         name = speaker.at_target = f"d{speaker.number}-{speaker.turn}"
         speaker.since = self._round
         params = self._carried(turn, answered[0])
-        target.hand_on(name, speaker.tokens, turn.num_outputs, params)
+        target.submit_with_params(name, speaker.tokens, turn.num_outputs, params)
         if turn.proxy is Proxy.TWICE:
-            target.hand_on(f"{name}-twice", speaker.tokens, turn.num_outputs, params)
+            target.submit_with_params(f"{name}-twice", speaker.tokens, turn.num_outputs, params)
             speaker.again = params
 
     def _carried(self, turn: Turn, params: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What the proxy makes of an answer."""
+        """The answer as the proxy passes it on."""
         if params is None:
             return None
         carried: dict[str, Any] = json.loads(json.dumps(params))
@@ -253,7 +253,7 @@ class Play:
     def _answered(self, speaker: _Speaker, target: PeerEngine) -> None:
         outputs = target._transcripts[str(speaker.at_target)].outputs
         if speaker.again is not None:
-            target.hand_on(f"{speaker.at_target}-later", speaker.tokens, 2, speaker.again)
+            target.submit_with_params(f"{speaker.at_target}-later", speaker.tokens, 2, speaker.again)
             speaker.again = None
         speaker.tokens = [*speaker.tokens, *outputs]
         speaker.turn += 1
@@ -269,7 +269,7 @@ class Play:
         speaker.is_over = True
         self._said.append(speaker.tokens)
 
-    # What must be true.
+    # Checks.
 
     def _check_end(self) -> None:
         for engine in self.engines:
@@ -282,7 +282,7 @@ class Play:
         self._check_reasons()
 
     def _num_own_answers(self) -> int:
-        """Reads of engines that were sent answers of their own, to prompts that begin alike."""
+        """Reads of engines that got answers of their own, for prompts with a common beginning."""
         if not any(turn.proxy is Proxy.MIXED_UP for talk in self.scenario.talks for turn in talk.turns):
             return 0
         return sum(words.endswith(f": {CloseReason.SELF}") for words in self.simulation.details)
@@ -293,19 +293,19 @@ class Play:
         if self.sides.refused:
             wrong.discard("refused")
             if self.simulation.outcomes.get("prompt loaded"):
-                raise BugError("engines that do not fit have exchanged something")
+                raise BugError("incompatible engines have exchanged content")
         elif found.get("refused", 0) == self._num_own_answers():
             wrong.discard("refused")
         if not any(isinstance(rule.action, WrongBytes) for rule in self.scenario.plan.rules):
             wrong.add("digest")
         if self.sides.has_equal_blocks:
-            # What a larger block would lack is refused: see `hybridkv.peers.cells`.
+            # Blocks that a larger block would lack are refused: see `hybridkv.peers.cells`.
             wrong.add("pairing")
         if self.scenario.is_calm:
             wrong |= set(found) - {"refused" if self.sides.refused else "pairing"}
         if wrong & set(found):
             words = "; ".join(sorted(set(self.simulation.details)))
-            raise BugError(f"reads failed for {found}, and nothing in the scenario is a reason for that: {words}")
+            raise BugError(f"reads failed for {found} without a reason in the scenario: {words}")
 
 
 def agents_of(engine: PeerEngine) -> list[Agent]:
@@ -313,7 +313,7 @@ def agents_of(engine: PeerEngine) -> list[Agent]:
 
 
 def left_in_scheduler(engine: PeerEngine) -> str:
-    """What the scheduler's half still has of requests that are over."""
+    """Finished requests that the scheduler's half still has."""
     half = engine.scheduler_connector._scheduler  # type: ignore[union-attr]
     found = {}
     if half._producer is not None:
@@ -325,9 +325,9 @@ def left_in_scheduler(engine: PeerEngine) -> str:
 
 
 def play(sides: Sides, scenario: PeerScenario, spoil: Callable[[pytest.MonkeyPatch], None] | None = None) -> Play:
-    """Runs a scenario and checks everything; what was played is returned for its counters.
+    """Runs a scenario and checks everything; returns the run for its counters.
 
-    `spoil` changes the connector, to see that this is found.
+    `spoil` adds a fault to the connector, to see that it is found.
     """
     simulation = Simulation(Random(scenario.seed), scenario.plan)
     with installed(simulation) as patch:

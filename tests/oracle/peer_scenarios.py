@@ -1,4 +1,5 @@
-"""What users, a proxy, networks and operators do to two engines that exchange KV: drawn by hypothesis, as values."""
+"""Scenarios of two engines that exchange KV, with users, a proxy, networks and operators: drawn by hypothesis, as
+values."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ MAX_FRESH = 24
 
 
 class Proxy(enum.Enum):
-    """What becomes of a producer's answer on its way."""
+    """Handling of a producer's answer by the proxy."""
 
     HONEST = "it arrives as it was"
     FORGETFUL = "a key is lost"
@@ -47,7 +48,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Talk:
-    """Prompts of which each one continues what came before it, the first from a prompt of the tree."""
+    """Prompts that each continue the one before, the first from a prompt of the tree."""
 
     prompt: int
     begins: int
@@ -67,7 +68,7 @@ class What(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Something that happens in a round, to an engine or for some seconds."""
+    """An event in a round, of an engine or for some seconds."""
 
     round: int
     what: What
@@ -86,7 +87,7 @@ class PeerScenario:
 
     @property
     def is_calm(self) -> bool:
-        """Whether nothing happens for which a read may fail."""
+        """Whether no event gives a read a reason to fail."""
         turns = [turn for talk in self.talks for turn in talk.turns]
         aborts = any(turn.abort_source_after is not None or turn.abort_target_after is not None for turn in turns)
         honest = all(turn.proxy is Proxy.HONEST for turn in turns)
@@ -107,7 +108,7 @@ BYTES = (*ACTIONS, st.builds(WrongBytes, st.integers(0, 1 << 20)))
 
 
 def plans(verify: bool) -> st.SearchStrategy[FaultPlan]:
-    """A third of them idle. Nothing but digests can see a wrong byte."""
+    """A third of them without faults. Only digests can find a wrong byte."""
     rules = st.builds(Rule, st.one_of(*(BYTES if verify else ACTIONS)), nth=st.sampled_from((None, 1, 2, 3, 4, 6, 9)))
     some = st.lists(rules, min_size=1, max_size=3).map(lambda chosen: FaultPlan(tuple(chosen)))
     return st.one_of(st.just(FaultPlan()), some, some)
@@ -157,7 +158,8 @@ def _troubles(draw: st.DrawFn) -> tuple[Trouble, ...]:
 
 @st.composite
 def peer_scenarios(draw: st.DrawFn, sides: Sides, verify: bool | None = None) -> PeerScenario:
-    """A scenario for two engines, one in four of them calm. Digests are compared, or are not, or in two of three."""
+    """A scenario for two engines, one in four of them calm. Digests are compared in two of three, unless `verify` is
+    given."""
     is_rough = draw(st.sampled_from((True, True, True, False)))
     largest = max(sides.mixes, key=lambda mix: mix.alignment_tokens)
     prompts = draw(prompt_trees(largest))

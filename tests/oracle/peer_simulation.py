@@ -1,7 +1,7 @@
-"""Engines that exchange KV with no thread, no socket and no clock of their own: everything goes on in turns.
+"""Simulation of engines that exchange KV, with no thread, socket or clock of their own: everything advances in turns.
 
-The connector is the real one of both roles. What is put in the place of what it opens: its thread, its control
-connections, its transport, its digester and its clock.
+The connector is the real one of both roles. Replaced are its thread, its control connections, its transport, its
+digester and its clock.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ T = TypeVar("T")
 
 
 class BugError(OracleError):
-    """The connector's thread met an exception, or a state that it must not come to."""
+    """The connector's thread raised an exception, or reached a forbidden state."""
 
 
 class LateOutcome(Outcome[T]):
-    """Work that is done when somebody has looked for it often enough."""
+    """Result that is ready after some polls."""
 
     def __init__(self, work: Callable[[], T], num_looks: int) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class LateOutcome(Outcome[T]):
 
 
 class LateDigesting:
-    """Stands for the thread that takes digests. At times it has too much to do."""
+    """Replaces the digest thread. Sometimes it is full."""
 
     def __init__(self, memory: NixlRankMemory, random: Random) -> None:
         self._memory = memory
@@ -65,7 +65,7 @@ class LateDigesting:
 
     @property
     def is_full(self) -> bool:
-        """Now and then, to one that waits."""
+        """True at random."""
         return self._random.random() < 0.5
 
     def take(self, runs: DigestRuns) -> Outcome[list[bytes]] | None:
@@ -74,7 +74,7 @@ class LateDigesting:
         return LateOutcome(lambda: self._memory.digests(runs), self._random.choice((0, 0, 1, 3)))
 
     def close(self) -> None:
-        """Nothing waits."""
+        """Nothing is queued."""
 
     def has_ended(self, timeout_s: float) -> bool:
         return True
@@ -84,13 +84,9 @@ class LateDigesting:
 class Simulation:
     """One world, with all engines that were ever started in it.
 
-    Attributes:
-        random: decides the order of everything.
-        plan: what the transports of engines that are started from now on do.
-        now_s: the time on all clocks.
-        failures: of reads, by reason.
-        details: of the same, in words.
-        outcomes: of leases and of prompts.
+    Attributes: random: decides the order of everything. plan: faults of the transports of engines that are started from
+    now on. now_s: the time on all clocks. failures: number of failed reads by reason. details: of the same, as text.
+    outcomes: of leases and of prompts.
     """
 
     random: Random
@@ -111,7 +107,7 @@ class Simulation:
         return FaultInjectingTransport(transport, self.plan)
 
     def turn(self) -> None:
-        """Something of everything, in any order."""
+        """A turn of each part, in any order."""
         for agent in self.random.sample(self.agents, len(self.agents)):
             if self.random.random() < 0.7:
                 agent.turn()
@@ -121,7 +117,7 @@ class Simulation:
             transport.move()
 
     def kill(self, agents: Sequence[Agent]) -> None:
-        """All ranks of an engine, as SIGKILL does it."""
+        """Kills all ranks of an engine, as SIGKILL does."""
         for agent in [agent for agent in self.agents if agent in agents]:
             self.agents.remove(agent)
             self.network.drop(agent.control)
@@ -130,11 +126,11 @@ class Simulation:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nobody reads, holds, or is held for, as far as they know themselves."""
+        """Whether no agent has a read, a lease or a hold, as far as they know."""
         return all(not agent.kept() for agent in self.agents)
 
     def kept(self) -> str:
-        """What is left, for people."""
+        """Leftovers, as text."""
         left = [f"{agent.name}: {agent.kept()}" for agent in self.agents if agent.kept()]
         transfers = sum(transport.num_unreleased for transport in self.transports.values())
         return "; ".join([*left, *([f"{transfers} transfers that were not released"] if transfers else [])])
@@ -144,7 +140,7 @@ class Simulation:
 
 
 class SteppedAgent(Agent):
-    """An agent whose turns are taken by a simulation."""
+    """An agent that the simulation steps."""
 
     simulation: Simulation
 
@@ -184,7 +180,7 @@ class SteppedAgent(Agent):
         super()._publish()
 
     def kept(self) -> str:
-        """What of reads and leases is not over."""
+        """Reads and leases that have not ended, as text."""
         scratch = SCRATCH_SLOTS - len(self._reads._tools.memory._free)
         found = {
             "reads": len(self._reads._reads),

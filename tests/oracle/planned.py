@@ -1,4 +1,4 @@
-"""What a load is planned to read, seen and changed on its way from the planner to the connector."""
+"""Observes and changes the planned transfers of loads between planner and connector."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def change_loads(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[CacheSpec, int, list[Transfer]], list[Transfer] | None]
 ) -> None:
-    """Every load up to so many tokens reads what `change` makes of its transfers; where that is None, these."""
+    """Replaces the transfers of every load by the result of `change`, unless that is None."""
 
     def planned(spec: CacheSpec, num_tokens: int, *arguments: Any) -> tuple[TransferRun, ...]:
         runs = plan_load_runs(spec, num_tokens, *arguments)

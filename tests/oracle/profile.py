@@ -1,9 +1,9 @@
-"""How many scenarios a test runs.
+"""Number of scenarios of a test.
 
-ORACLE_SCENARIOS_FACTOR, by default a tenth, multiplies the number that a test names. Up to 1 the scenarios are the
-same in every run; above 1 they are drawn anew.
+ORACLE_SCENARIOS_FACTOR, by default a tenth, multiplies the number given by a test. Up to 1 the scenarios are the same
+in every run; above 1 they are drawn anew.
 
-A failing scenario is printed as it was drawn; ORACLE_SHRINK=1 makes it small first, which can take minutes.
+A failing scenario is printed as it was drawn; ORACLE_SHRINK=1 minimizes it first, which can take minutes.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ FEWEST: Final = 8
 
 
 def factor() -> float:
-    """Share of the scenarios that a test names."""
+    """Multiplier of the number of scenarios."""
     return float(os.environ.get("ORACLE_SCENARIOS_FACTOR", "0.1"))
 
 
 def profile(max_examples: int, *, whole: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a `given` test with `max_examples` scenarios times the factor.
+    """Decorates a `given` test with `max_examples` scenarios times the factor.
 
-    A factor below 1 leaves `FEWEST` at least, and all of a `whole` test.
+    A factor below 1 keeps at least `FEWEST`, and all of a `whole` test.
     """
     share = max(factor(), 1.0) if whole else factor()
     return settings(

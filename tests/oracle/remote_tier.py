@@ -1,7 +1,7 @@
-"""The connector with RAM, a disk and a store elsewhere, in a time that passes by the step, and what goes wrong there.
+"""The connector with RAM, a disk and a remote store, with simulated time and faults of the store.
 
-The store elsewhere is the reference remote: it answers late or never, its moves take time, it loses chunks, and says of
-others that it has them. Nothing of that may reach the engine as a wrong byte, or keep a request beyond its deadlines.
+The remote store is the reference: it answers late or never, its moves take time, it loses chunks and claims to hold
+others. None of that may reach the engine as a wrong byte, or keep a request beyond its deadlines.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ PEER = "peer"
 
 @dataclass
 class World:
-    """Time, and the store elsewhere, over all engines of a test."""
+    """Time, and the remote store, for all engines of a test."""
 
     now_s: float = 0.0
     store: RemoteStore = field(init=False)
     longest_wait_s: float = 0.0
-    """That a request was told to ask again, in a row."""
+    """Longest time for which one request was told to ask again, without a break."""
     waited_s: dict[str, float] = field(default_factory=dict)
     """The same for each request."""
     capacity_bytes: int = CAPACITY_BYTES
-    """Of what an engine knows of the store."""
+    """Capacity of an engine's index of the store."""
     cascades: CascadePolicy = CascadePolicy.ALL
 
     def __post_init__(self) -> None:
@@ -49,11 +49,11 @@ class World:
         return self.now_s
 
     def begin_anew(self) -> None:
-        """A store that holds nothing."""
+        """Replaces the store by an empty one."""
         self.store = RemoteStore(1, self.clock)
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Every connector that is built from now on lives here."""
+        """Every connector that is built from now on uses this world."""
         indexes, media = tiers.secondary_tiers, tiers.media
 
         def secondary_tiers(*arguments: Any) -> list[SecondaryTier]:
@@ -76,7 +76,7 @@ class World:
         return RemoteMedium(self.store, rank)
 
     def steps(self, seed: int, *, is_kind: bool = False) -> Callable[[OracleEngine, int], None]:
-        """A hook that lets time pass, and much go wrong; where it `is_kind`, only time passes."""
+        """A hook that advances time and injects faults; with `is_kind`, no faults."""
         random = Random(seed)
         evict = forget(random)
         waits: dict[str, float] = {}

@@ -1,6 +1,6 @@
-"""Mixes and ways of loading that a test plays before a landing. The full run plays all of them.
+"""Mixes and ways of loading that a test runs before a landing. The full run uses all of them.
 
-Tests of offload alone and of peers play all mixes before a landing too.
+Tests of offload alone and of peers use all mixes before a landing too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LOADS: Final = ["async", pytest.param("sync", marks=pytest.mark.full)]
 
 
 def but_full(cases: Iterable[Any], *first: Any) -> list[Any]:
-    """Of these cases all but the `first` are left to the full run. A case of several values is a tuple."""
+    """Marks all these cases except `first` for the full run. A case of several values is a tuple."""
     values = [(case, case if isinstance(case, tuple) else (case,)) for case in cases]
     return [case if case in first else pytest.param(*value, marks=pytest.mark.full) for case, value in values]
 

@@ -1,9 +1,9 @@
-"""The fake model runner: real bookkeeping, no model. It checks every byte a real forward pass would read.
+"""The fake model runner: real bookkeeping, no model. It checks every byte that a real forward pass would read.
 
-Mirrors what vLLM 0.32's runners do with a SchedulerOutput (v1/worker/gpu_model_runner.py,
-v1/worker/gpu/model_runner.py, v1/worker/mamba_utils.py) and the order in which they call a connector, which
-tests/contract/test_step_order.py compares with vLLM's own. No speculation. Where steps are planned ahead each still
-runs at once, and the scheduler hears of it one step later.
+Mirrors how vLLM 0.32's runners execute a SchedulerOutput (v1/worker/gpu_model_runner.py, v1/worker/gpu/model_runner.py,
+v1/worker/mamba_utils.py) and in which order they call a connector, which tests/contract/test_step_order.py compares
+with vLLM's own. No speculation. Where steps are planned ahead, each still runs at once, and the scheduler processes it
+one step later.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Table = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 class OracleError(AssertionError):
-    """The engine, as the connector left it, is wrong."""
+    """The state of the engine is wrong because of the connector."""
 
 
 class CorruptionError(OracleError):
@@ -42,16 +42,16 @@ class CorruptionError(OracleError):
 
 @dataclass(slots=True)
 class _Running:
-    """A request as the worker knows it. Tables are append-only: freed entries keep their stale ids."""
+    """Worker state of a request. Tables are append-only: freed entries keep their stale ids."""
 
     transcript: Transcript
     tables: list[Table]
     num_computed: int
     num_known: int
     local_tokens: int
-    """Of the tokens that it began with, those that the engine took from its own cache."""
+    """Number of tokens at its start that came from the engine's own cache."""
     is_misled: bool = False
-    """It went on from wrong bytes in the engine's own cache, so all that it computes is wrong."""
+    """It read wrong bytes from the engine's own cache, so everything that it computes is wrong."""
     state_slot: int | None = None
 
 
@@ -68,17 +68,17 @@ class _Work:
 class FakeRunner:
     """Owns the KV memory of one worker and executes SchedulerOutputs. Not thread safe; threads of the connector are.
 
-    Wrong bytes in the engine's own cache are no error where `Mix.misleads`, as long as nobody else serves them. A
-    request that reads some is not checked any more, and what it computes is wrong.
+    Wrong bytes in the engine's own cache are no error if `Mix.misleads`, as long as no connector serves them. A request
+    that reads some is not checked any more, and its results are wrong.
 
     Args:
         mix: the model's groups.
         memory: their cache.
-        order: of the calls of a step.
+        order: order of the calls of a step.
         transcripts: what each request must read and produce.
         connector: under test.
-        local_tokens: what each request found in the engine's own cache when it was admitted; none of those that are not
-            there did anybody else provide.
+        local_tokens: tokens that each request found in the engine's own cache when it was admitted; only the engine can
+            have provided these.
         saves_last: whether the connector saves after the results of the step were taken, as with a drafter.
     """
 
@@ -106,7 +106,7 @@ class FakeRunner:
             connector.register_kv_caches(memory.tensors)
 
     def execute(self, output: SchedulerOutput, fresh_blocks: Sequence[int]) -> ModelRunnerOutput:
-        """Run one step. `fresh_blocks` were taken from the free pool for this step: their bytes are garbage."""
+        """Runs one step. `fresh_blocks` were taken from the free pool for this step: their bytes are garbage."""
         metadata = None
         if self.connector is not None:
             metadata = pickle.loads(pickle.dumps(output.kv_connector_metadata))
@@ -118,7 +118,7 @@ class FakeRunner:
             work = self._work(output)
             self._move_states(work)
         else:
-            # Runner 2 zeroes and copies before it tells the connector; only the forward itself comes after.
+            # Runner 2 zeroes and copies before it calls the connector; only the forward itself comes after.
             self._update_states(output, lambda: self._launch(lambda: self.memory.poison(fresh_blocks)))
             work = self._work(output)
             self._move_states(work)
@@ -133,7 +133,7 @@ class FakeRunner:
         return self._result(work, connector_output)
 
     def _launch(self, compute: Callable[[], None]) -> None:
-        """Whatever reads or writes the cache, in order. Here it happens at once."""
+        """Runs work on the cache, in order. Here it runs at once."""
         compute()
 
     def _update_states(self, output: SchedulerOutput, before: Callable[[], None] | None = None) -> None:
@@ -184,7 +184,7 @@ class FakeRunner:
         return work
 
     def _move_states(self, work: list[_Work]) -> None:
-        """Copy each running state to the slot where this step leaves it. Before any load of this step starts."""
+        """Copies each running state to the slot in which this step leaves it. Before any load of this step starts."""
         recurrent = [group for group in self.mix.groups if group.kind is Kind.RECURRENT]
         if not recurrent:
             return
@@ -247,7 +247,7 @@ class FakeRunner:
                     self.connector.save_kv_layer(name, self.memory.tensors[name], None)  # type: ignore[arg-type]
 
     def _attend(self, plane: Plane, work: list[_Work]) -> None:
-        # A layer writes the new tokens of the whole batch before it attends: a request may read, in this very step, a
+        # A layer writes the new tokens of the whole batch before it attends: in this very step, a request may read a
         # shared block that another request fills.
         for item in work:
             self._write(plane, item)
@@ -301,8 +301,8 @@ class FakeRunner:
         return 0
 
     def _on_wrong(self, plane: Plane, item: _Work, blocks: Table, first: int, found: Words) -> None:
-        """Cells are wrong: an error, unless all of them are from the engine's own cache and the engine is known to keep
-        wrong states there."""
+        """Handles wrong cells: an error, unless all of them are from the engine's own cache and the engine is known to
+        keep wrong states there."""
         expected = plane.expected(item.running.transcript)[first : first + len(found)]
         is_wrong = (found != expected).reshape(len(found), -1).any(axis=1)
         last = first + int(np.flatnonzero(is_wrong)[-1]) if is_wrong.any() else first
@@ -314,7 +314,7 @@ class FakeRunner:
         self.num_misled += 1
 
     def _report(self, plane: Plane, item: _Work, blocks: Table, first: int, found: Words) -> None:
-        """Raise, saying which cell is wrong and what stands there instead."""
+        """Raises an error with the wrong cell and its actual content."""
         expected = plane.expected(item.running.transcript)
         wrong = np.flatnonzero((found != expected[first : first + len(found)]).reshape(len(found), -1).any(axis=1))
         row = int(wrong[0]) if len(wrong) else int(np.flatnonzero(blocks == 0)[0])

@@ -25,7 +25,7 @@ MAX_OUTPUTS = 12
 class Prompt:
     """A node of the prompt tree: the first `shared` tokens of prompt `parent`, then `fresh` tokens of its own.
 
-    With `answered` it is the next turn: all of its parent and the first so many tokens of the answer stand before them.
+    With `answered` it is the next turn: after all of its parent and the first `answered` tokens of the answer.
     """
 
     parent: int
@@ -36,8 +36,8 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A request of a wave: which prompt, when it comes (in steps), when it is aborted (steps after it came), and what
-    it says to the connector."""
+    """A request of a wave: which prompt, when it comes (in steps), when it is aborted (steps after it came), and its
+    transfer parameters."""
 
     prompt: int
     step: int
@@ -83,7 +83,7 @@ def _stem(parent: list[int], prompt: Prompt) -> list[int]:
 
 @dataclass(slots=True)
 class Tally:
-    """What happened in the scenarios of a test, to show that it tested what it claims."""
+    """Counts of the scenarios of a test, to show that it tested what it claims."""
 
     scenarios: int = 0
     with_restored: int = 0
@@ -104,7 +104,7 @@ class Tally:
 
 
 def _lengths(unit: int) -> st.SearchStrategy[int]:
-    """Prompt lengths around multiples of the scheduler block, where the bugs live, and anything between."""
+    """Prompt lengths around multiples of the scheduler block, where most bugs are, and any others."""
     most = 3 if unit >= 64 else 8
     near = st.builds(
         lambda units, offset: max(1, units * unit + offset),
@@ -116,7 +116,7 @@ def _lengths(unit: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def prompt_trees(draw: st.DrawFn, mix: Mix, unit_tokens: int | None = None) -> tuple[Prompt, ...]:
-    """Prompts that share their beginnings. Their lengths lie about multiples of a unit: of the mix, or a larger one."""
+    """Prompts with common beginnings. Their lengths are around multiples of a unit: of the mix, or a larger one."""
     unit = unit_tokens or mix.alignment_tokens
     prompts = [Prompt(0, 0, draw(_lengths(unit)))]
     sizes = [prompts[0].fresh]
@@ -181,7 +181,7 @@ def scenarios(
         async_scheduling=draws_ahead and draw(st.booleans()),
     )
     if settings.async_scheduling:
-        # A window keeps what left it until the step that was planned ahead has run, too.
+        # A window keeps the blocks that left it until the step that was planned ahead has run, too.
         more = mix.max_blocks(most_tokens, 2 * step_tokens) + 1 - enough
         settings = replace(settings, num_blocks=settings.num_blocks + more)
     return Scenario(settings, prompts, waves)
@@ -195,8 +195,8 @@ def with_connector(scenario: Scenario, connector: Connector) -> Scenario:
 
 @st.composite
 def mixes(draw: st.DrawFn, of: tuple[Kind, ...] = tuple(Kind), is_packed: bool | None = None) -> Mix:
-    """Any mix of 1 to 5 groups. With CHUNKED groups all block sizes agree, as vLLM wants it, and with RECURRENT ones
-    states have the largest blocks, as vLLM makes them."""
+    """Any mix of 1 to 5 groups. With CHUNKED groups all block sizes are equal, as vLLM requires, and with RECURRENT
+    ones states have the largest blocks, as vLLM makes them."""
     kinds = draw(st.lists(st.sampled_from(of), min_size=1, max_size=5))
     packed = draw(st.booleans()) if is_packed is None else is_packed
     size = draw(st.sampled_from((4, 8, 16)))
@@ -225,7 +225,7 @@ def mixes(draw: st.DrawFn, of: tuple[Kind, ...] = tuple(Kind), is_packed: bool |
 
 
 def run(mix: Mix, scenario: Scenario, before_step: Callable[[OracleEngine, int], None] | None = None) -> OracleEngine:
-    """Run a scenario to its end and check everything; the engine (closed) is returned for its counters."""
+    """Runs a scenario to its end and checks everything; returns the closed engine for its counters."""
     return run_on(OracleEngine(mix, scenario.settings, before_step), scenario)
 
 

@@ -1,4 +1,4 @@
-"""Engine settings, and the VllmConfig they become: no weights, no tokenizer, no network."""
+"""Engine settings, and the VllmConfig made from them: no weights, no tokenizer, no network."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ except ImportError:  # before vLLM 0.32
     resolve_cache_hit_alignment_tokens = None
 
 HAS_TAILS = resolve_cache_hit_alignment_tokens is not None
-"""Whether this version of vLLM says where inside a block it hands over states."""
+"""Whether this version of vLLM tells where inside a block it offers states."""
 MAX_MODEL_TOKENS = 4096
 
 
@@ -64,22 +64,22 @@ class Connector:
     role: str = "kv_both"
 
     def without_prefix_caching(self) -> Connector:
-        """The same for an engine whose prefix caching is off, as the operator of one has to say."""
+        """The same for an engine without prefix caching, as its operator must configure it."""
         return replace(self, extra_config=_with_exception(self.name, self.extra_config))
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What a scenario chooses about its engine.
+    """Choices of a scenario about its engine.
 
-    `runner` picks the order of the worker's calls: "v1" (CPU, and models that runner 2 does not support) tells the
-    connector of preemptions before it zeroes and copies blocks; "v2" (the default on GPUs) after. With `saves_last` the
-    connector saves after the results of a step were taken, as with a drafter. Another `model` is another configuration
-    of the same weights: it turns its keys otherwise, so that no byte in its cache is the same.
-    Below 0 the bytes differ as well, but the configuration says nothing of it. With `async_scheduling` a step is
-    planned before the tokens of the one before it are known. `device` is where the engine says that its KV cache lies;
-    here it is host memory whatever it says. With a `tp_size` above 1 the mix says what one of the ranks has. With
-    `kv_events` it says what it caches; its publisher is a test's to replace.
+    `runner` sets the order of the worker's calls: "v1" (CPU, and models that runner 2 does not support) reports
+    preemptions to the connector before it zeroes and copies blocks; "v2" (the default on GPUs) after. With `saves_last`
+    the connector saves after the results of a step were taken, as with a drafter. Another `model` is another
+    configuration of the same weights: it rotates its keys differently, so that no byte in its cache is the same. Below
+    0 the bytes differ as well, but the configuration does not show it. With `async_scheduling` a step is planned before
+    the tokens of the one before it are known. `device` is where the engine claims to hold its KV cache; here it is host
+    memory in any case. With a `tp_size` above 1 the mix describes one of the ranks. With `kv_events` it publishes its
+    cached blocks; a test replaces its publisher.
     """
 
     num_blocks: int
@@ -100,7 +100,7 @@ class EngineSettings:
 
 
 class _NoModel(torch.nn.Module):
-    """Stands in the registry so that vLLM inspects this class in process and loads no model code."""
+    """Registered so that vLLM inspects this class in process and loads no model code."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
@@ -149,8 +149,8 @@ def _base_config() -> VllmConfig:
         )
 
 
-def _turned(model: ModelConfig, number: int) -> ModelConfig:
-    """The same model with another rotary base, as `hf_overrides` would give it."""
+def _rotated(model: ModelConfig, number: int) -> ModelConfig:
+    """The same model with another rotary base, as `hf_overrides` would set it."""
     turned = copy.copy(model)
     turned.hf_config = copy.deepcopy(model.hf_config)
     turned.hf_config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0 + max(0, number)}
@@ -160,8 +160,8 @@ def _turned(model: ModelConfig, number: int) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Configs:
-    """What EngineCore hands out: the worker's and the scheduler's KVCacheConfig are different objects, and where layers
-    of a group differ in shape the scheduler's has the spec of one layer only."""
+    """Configs as EngineCore passes them: the worker's and the scheduler's KVCacheConfig are different objects, and
+    where layers of a group differ in shape the scheduler's has the spec of one layer only."""
 
     vllm: VllmConfig
     worker: KVCacheConfig
@@ -171,9 +171,9 @@ class Configs:
 
 
 def make_configs(mix: Mix, settings: EngineSettings) -> Configs:
-    """Configs as EngineCore resolves them. All are private copies: what one engine changes, no other sees."""
+    """Configs as EngineCore resolves them. All are private copies: a change by one engine is invisible to others."""
     config = copy.copy(_base_config())
-    config.model_config = _turned(config.model_config, settings.model)
+    config.model_config = _rotated(config.model_config, settings.model)
     config.cache_config = cache = copy.copy(config.cache_config)
     config.scheduler_config = scheduler = copy.copy(config.scheduler_config)
     config.device_config = copy.copy(config.device_config)
@@ -200,7 +200,7 @@ def make_configs(mix: Mix, settings: EngineSettings) -> Configs:
             kv_connector_extra_config=dict(settings.connector.extra_config),
         )
     groups = group_specs(mix)
-    # As EngineCore does it (v1/engine/core.py): groups that it does not cache have no say.
+    # As EngineCore (v1/engine/core.py): uncached groups are ignored.
     cached = [group.kv_cache_spec for group in groups if group.kv_cache_spec.prefix_cacheable]
     cache.block_size = min(spec.block_size for spec in cached or [group.kv_cache_spec for group in groups])
     kv_cache = get_kv_cache_config_from_groups(config, groups, available_memory=0)
@@ -217,7 +217,7 @@ def make_configs(mix: Mix, settings: EngineSettings) -> Configs:
 
 
 def of_rank(config: VllmConfig, rank: int) -> VllmConfig:
-    """The same as one of its ranks sees it."""
+    """The config of one of its ranks."""
     seen = copy.copy(config)
     seen.parallel_config = copy.copy(config.parallel_config)
     seen.parallel_config.rank = rank

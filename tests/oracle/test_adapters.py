@@ -1,4 +1,4 @@
-"""Requests with a LoRA adapter: what its files hold decides what is found, and in doubt nothing is found or left."""
+"""Requests with a LoRA adapter: the content of its files decides what is found; in doubt nothing is found or stored."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapters, "LOOK_S", SOON_S)
 
 
-class Life:
-    """An engine that began when the files of its adapters were an hour old."""
+class AdapterEngine:
+    """An engine that started when the files of its adapters were an hour old."""
 
     def __init__(self, engine: OracleEngine) -> None:
         self.engine = engine
@@ -46,7 +46,7 @@ class Life:
         self.count = 0
 
     def restored(self, lora: LoRARequest | None, model: int) -> int:
-        """Tokens that are restored of the prompt, with the adapter that the engine holds; its own cache is empty."""
+        """Tokens of the prompt that are restored with the adapter that the engine holds; its own cache is empty."""
         self.engine.reset_prefix_cache()
         before = self.engine.restored_tokens
         self.count += 1
@@ -57,16 +57,16 @@ class Life:
 
 
 @contextmanager
-def living(
+def open_engine(
     directory: Path, before_step: Callable[[OracleEngine, int], None] | None = None, **changed: Any
-) -> Iterator[Life]:
+) -> Iterator[AdapterEngine]:
     settings = EngineSettings(num_blocks=200, retention_tokens=None, connector=stacked(GPT_OSS, directory / "cache"))
     with OracleEngine(GPT_OSS, replace(settings, **changed), before_step) as engine:
-        yield Life(engine)
+        yield AdapterEngine(engine)
 
 
 def train(directory: Path, number: int) -> LoRARequest:
-    """An adapter with other weights for another number, always at the same place."""
+    """An adapter with other weights for another number, always at the same path."""
     path = directory / "adapter"
     path.mkdir(exist_ok=True)
     (path / "adapter_config.json").write_text("{}")
@@ -74,63 +74,63 @@ def train(directory: Path, number: int) -> LoRARequest:
     return LoRARequest("tuned", 1, str(path))
 
 
-def test_an_adapter_is_found_again_and_its_next_training_finds_nothing(tmp_path: Path) -> None:
+def test_an_adapter_is_found_again_and_its_retraining_finds_nothing(tmp_path: Path) -> None:
     lora = train(tmp_path, 1)
-    with living(tmp_path) as life:
+    with open_engine(tmp_path) as life:
         assert life.restored(lora, 1) == 0
-        assert life.restored(lora, 1) == 0, "what was computed before the files were read is not stored"
+        assert life.restored(lora, 1) == 0, "tokens computed before the files were read are not stored"
         assert life.restored(lora, 1) > 100
-    with living(tmp_path) as life:
+    with open_engine(tmp_path) as life:
         assert life.restored(lora, 1) == 0
         assert life.restored(lora, 1) > 100, "the next engine finds it once it has read the files"
     train(tmp_path, 2)
-    with living(tmp_path) as life:
+    with open_engine(tmp_path) as life:
         assert [life.restored(lora, 2) for _ in range(2)] == [0, 0]
         assert life.restored(lora, 2) > 100
 
 
-def test_files_that_change_under_an_engine_end_its_hits(tmp_path: Path) -> None:
+def test_files_that_change_below_a_running_engine_end_its_hits(tmp_path: Path) -> None:
     lora = train(tmp_path, 1)
-    with living(tmp_path) as life:
+    with open_engine(tmp_path) as life:
         assert [life.restored(lora, 1) > 100 for _ in range(3)] == [False, False, True]
         train(tmp_path, 2)
-        # The engine holds the first training still, or has read the second: either may be.
+        # The engine may still hold the first training, or have read the second.
         assert [life.restored(lora, 1), life.restored(lora, 2), life.restored(lora, 1)] == [0, 0, 0]
         again = LoRARequest("tuned", 1, lora.lora_path, load_inplace=True)
         assert [life.restored(again, 2) > 100 for _ in range(3)] == [False, True, True]
         assert life.restored(lora, 2) > 100
 
 
-def test_what_a_step_computed_while_files_changed_is_not_left(tmp_path: Path) -> None:
+def test_tokens_computed_while_files_changed_are_not_stored(tmp_path: Path) -> None:
     lora = train(tmp_path, 1)
 
     def retrain(engine: OracleEngine, step: int) -> None:
         if "request 2" in engine.scheduler.requests:
             train(tmp_path, 2)
 
-    with living(tmp_path, retrain, max_step_tokens=64) as life:
+    with open_engine(tmp_path, retrain, max_step_tokens=64) as life:
         assert [life.restored(lora, 1), life.restored(lora, 1)] == [0, 0]
         assert not life.engine.scheduler_connector._scheduler._stack.primary.num_keys  # type: ignore[union-attr]
 
 
-def test_an_identity_that_goes_by_name_and_path_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: an adapter that was trained again reads what it left before, and that is seen."""
+def test_an_identity_of_name_and_path_alone_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: a retrained adapter loads the chunks of its former training, and the oracle notices."""
     monkeypatch.setattr(ChunkKeys, "for_adapter", lambda keys, digest: keys)
     lora = train(tmp_path, 1)
-    with living(tmp_path) as life:
+    with open_engine(tmp_path) as life:
         assert [life.restored(lora, 1) for _ in range(2)] == [0, 0]
     train(tmp_path, 2)
-    with living(tmp_path) as life:
+    with open_engine(tmp_path) as life:
         life.restored(lora, 2)
         with pytest.raises(CorruptionError):
             life.restored(lora, 2)
 
 
 @pytest.mark.parametrize("has_adapter", [False, True])
-def test_what_is_stored_after_a_reset_is_found_by_the_same_engine_alone(tmp_path: Path, has_adapter: bool) -> None:
+def test_chunks_stored_after_a_reset_are_found_by_the_same_engine_only(tmp_path: Path, has_adapter: bool) -> None:
     """Weights may have been changed in place: the next engine reads others from the files."""
     lora = train(tmp_path, 1) if has_adapter else None
-    with living(tmp_path) as life:
+    with open_engine(tmp_path) as life:
         if lora is not None:
             life.restored(lora, 1)
         assert life.restored(lora, 1) == 0
@@ -138,8 +138,8 @@ def test_what_is_stored_after_a_reset_is_found_by_the_same_engine_alone(tmp_path
         life.engine.reset_connector()
         assert life.restored(lora, 1) == 0
         assert life.restored(lora, 1) > 100
-    with living(tmp_path) as life:
+    with open_engine(tmp_path) as life:
         assert [life.restored(lora, 1) for _ in range(2 if has_adapter else 1)] == [0] * (1 + has_adapter)
         assert life.restored(lora, 1) > 100, "the next engine shares again"
-    with living(tmp_path) as life:
+    with open_engine(tmp_path) as life:
         assert life.restored(lora, 1) > 100 or (lora is not None and life.restored(lora, 1) > 100)

@@ -1,4 +1,4 @@
-"""A right connector passes: external hits, slow loads, failed loads, aborts in flight, on every mix."""
+"""A correct connector passes: external hits, slow loads, failed loads, aborts in flight, on every mix."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from oracle.scenarios import Scenario, Tally, mixes, run, scenarios, with_connec
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_a_right_connector_passes(mix: Mix, load: str) -> None:
+def test_a_correct_connector_passes(mix: Mix, load: str) -> None:
     tally = Tally()
 
     @profile(60)
@@ -30,7 +30,7 @@ def test_a_right_connector_passes(mix: Mix, load: str) -> None:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_a_right_connector_passes_on_random_mixes(load: str) -> None:
+def test_a_correct_connector_passes_on_random_mixes(load: str) -> None:
     tally = Tally()
 
     @profile(120)

@@ -1,4 +1,4 @@
-"""Stops, states of answers and what is resumed from them: no wrong byte, no request lost, no block kept."""
+"""Prefill stops, states of answers and their resumes: no wrong byte, no lost request, no leaked block."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _registered() -> None:
 
 @pytest.fixture(autouse=True)
 def _short_prompts_may_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step is a large part of a prompt of this size."""
+    """A step is a large part of the cost of a prompt of this size."""
     allow_all_stops(monkeypatch)
 
 
@@ -59,7 +59,7 @@ with_states = mixes((Kind.RECURRENT, Kind.FULL, Kind.WINDOW)).filter(
 
 @dataclass
 class Placed:
-    """What was asked of the engine, over all scenarios of a test."""
+    """Stops and answer states, counted over all scenarios of a test."""
 
     stops: int = 0
     answers: int = 0
@@ -86,7 +86,7 @@ def placed(monkeypatch: pytest.MonkeyPatch) -> Placed:
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_steered_prefills_never_corrupt(load: str, placed: Placed) -> None:
+def test_prefills_with_stops_never_corrupt(load: str, placed: Placed) -> None:
     tally = Tally()
 
     @profile(160)
@@ -102,7 +102,7 @@ def test_steered_prefills_never_corrupt(load: str, placed: Placed) -> None:
     assert placed.stops > tally.scenarios // 8 and placed.answers > tally.scenarios // 8, placed
 
 
-def test_prefills_steered_for_two_stores_never_corrupt(placed: Placed) -> None:
+def test_prefills_with_stops_for_two_stores_never_corrupt(placed: Placed) -> None:
     tally = Tally()
 
     @profile(80)
@@ -122,7 +122,7 @@ def test_prefills_steered_for_two_stores_never_corrupt(placed: Placed) -> None:
 
 @dataclass(frozen=True)
 class Turn:
-    """What is said next in a conversation, and how much is answered."""
+    """A turn of a conversation: new tokens, and tokens of the answer."""
 
     fresh: int
     outputs: int
@@ -130,7 +130,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Several conversations that begin alike, a turn of each in every wave."""
+    """Several conversations with a common beginning, a turn of each in every wave."""
 
     shared: int
     turns: tuple[tuple[Turn, ...], ...]
@@ -188,7 +188,7 @@ def play(drawn: Conversations, connector: Connector, mix: Mix = QWEN3_NEXT) -> O
 
 
 def flip(engine: OracleEngine, random: Random) -> None:
-    """Damages one chunk of the tier now and then, while nothing is being copied."""
+    """Corrupts one chunk of the tier now and then, while nothing is being copied."""
     worker = engine.worker_connector._worker  # type: ignore[union-attr]
     sealed = sorted(worker._arena._seals)
     if sealed and not worker._copies._open and random.random() < 0.7:
@@ -210,11 +210,11 @@ def test_conversations_never_corrupt(chunk_tokens: int, placed: Placed) -> None:
     assert placed.answers > tally.scenarios // 2, placed
 
 
-# States that are handed over wrongly on purpose. The oracle must see each, or it proves nothing.
+# States that are offered wrongly on purpose. The oracle must find each, or it proves nothing.
 
 
 @pytest.mark.parametrize("wrong", [one_token_late, one_block_late, answers_states])
-def test_a_state_of_an_answer_that_is_off_is_caught(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misplaced_state_of_an_answer_is_caught(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Answers, "states", wrong)
     settings = EngineSettings(num_blocks=200, max_step_tokens=64, connector=offload(UNIT))
     with OracleEngine(QWEN3_NEXT, settings) as engine:
@@ -233,9 +233,7 @@ def test_a_state_of_an_answer_that_is_off_is_caught(wrong: Any, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])
-def test_a_state_of_a_stop_that_is_stored_one_block_off_is_caught(
-    is_wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_of_a_stop_stored_one_block_off_is_caught(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_wrong:
         stops_one_block_off(monkeypatch)
     settings = EngineSettings(num_blocks=200, max_step_tokens=256, connector=offload(UNIT))

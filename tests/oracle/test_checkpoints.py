@@ -1,4 +1,4 @@
-"""Prompts that share their beginnings hit: the engine stops where the store wants a state, and hands it over."""
+"""Prompts with a common beginning hit: the engine stops where the store needs a state, and offers it."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ def prompt(num_tokens: int, seed: int, prefix: Sequence[int] = ()) -> list[int]:
     return [*prefix, *(generator.randrange(1000) for _ in range(num_tokens - len(prefix)))]
 
 
-class Played:
-    """An engine that answers one request after the other, and how much of each was restored from the store."""
+class PromptRunner:
+    """An engine that answers one request after the other, and counts the tokens of each that were restored."""
 
     def __init__(self, connector: Connector, mix: Mix = QWEN3_NEXT, step_tokens: int = 512, **settings: Any) -> None:
         self.engine = OracleEngine(
@@ -66,7 +66,7 @@ class Played:
         self.num_lookups = 0
 
     def ask(self, tokens: list[int], num_outputs: int = 2, *, keep_cache: bool = False) -> int:
-        """Tokens that were restored, of a request whose engine holds nothing of it unless it keeps its cache."""
+        """Tokens restored for a request; the engine's own cache is empty unless `keep_cache`."""
         if not keep_cache:
             self.engine.reset_prefix_cache()
         before = self.engine.restored_tokens
@@ -77,15 +77,15 @@ class Played:
         return self.engine.restored_tokens - before
 
     def outputs(self) -> list[int]:
-        """What the last request was answered."""
+        """Output of the last request."""
         return self.engine.outputs(f"request-{self.num_lookups - 1}")
 
 
 @pytest.mark.parametrize("plans_ahead", [False, True], ids=["in_step", "ahead"])
 @pytest.mark.parametrize("load", ["async", "sync"])
 @pytest.mark.parametrize("shared", [4 * UNIT, 4 * UNIT + 7, 5 * UNIT - 1])
-def test_from_the_second_sibling_on_a_shared_prefix_hits(shared: int, load: str, plans_ahead: bool) -> None:
-    engine, stem = Played(offload(load=load), async_scheduling=plans_ahead), prompt(shared, 0)
+def test_a_shared_prefix_hits_from_the_second_sibling_on(shared: int, load: str, plans_ahead: bool) -> None:
+    engine, stem = PromptRunner(offload(load=load), async_scheduling=plans_ahead), prompt(shared, 0)
     siblings = [prompt(8 * UNIT + 3, seed, stem) for seed in range(1, 6)]
     branch = shared // UNIT * UNIT
     assert [engine.ask(each) for each in siblings] == [0, 0, branch, branch, branch]
@@ -93,21 +93,21 @@ def test_from_the_second_sibling_on_a_shared_prefix_hits(shared: int, load: str,
 
 @pytest.mark.parametrize("blocks", [2, 3])
 @pytest.mark.parametrize("num_tokens", [5 * UNIT + 3, 6 * UNIT, 6 * UNIT + 1, 8 * UNIT - 1])
-def test_a_prompt_that_comes_again_hits_where_chunks_are_longer_than_blocks(num_tokens: int, blocks: int) -> None:
-    """The engine's own last state may lie behind the last boundary at which a chunk ends."""
-    engine, chunk = Played(offload(blocks * UNIT)), blocks * UNIT
+def test_a_repeated_prompt_hits_where_chunks_are_longer_than_blocks(num_tokens: int, blocks: int) -> None:
+    """The engine's own last state may be after the last chunk boundary."""
+    engine, chunk = PromptRunner(offload(blocks * UNIT)), blocks * UNIT
     again = [engine.ask(prompt(num_tokens, 1)) for _ in range(3)]
     assert again == [0, *[(num_tokens - 1) // chunk * chunk] * 2]
 
 
 def test_a_prefill_of_many_steps_stops_within_one_of_them() -> None:
-    engine, stem = Played(offload(), step_tokens=2 * UNIT), prompt(5 * UNIT, 0)
+    engine, stem = PromptRunner(offload(), step_tokens=2 * UNIT), prompt(5 * UNIT, 0)
     assert [engine.ask(prompt(9 * UNIT + 3, seed, stem)) for seed in range(1, 5)] == [0, 0, 5 * UNIT, 5 * UNIT]
 
 
-def test_every_branching_of_a_tree_hits_from_its_third_visit_on() -> None:
-    """An agent's calls: each level shares what came before it, and parts in its own way."""
-    engine, root = Played(offload()), prompt(3 * UNIT, 0)
+def test_every_branch_of_a_tree_hits_from_its_third_visit_on() -> None:
+    """Calls of an agent: each level shares its prefix and diverges in its own way."""
+    engine, root = PromptRunner(offload()), prompt(3 * UNIT, 0)
     visits: dict[int, int] = {}
     for seed in range(1, 13):
         first = prompt(6 * UNIT, 100 + seed % 2, root)
@@ -120,8 +120,8 @@ def test_every_branching_of_a_tree_hits_from_its_third_visit_on() -> None:
             assert restored >= 6 * UNIT, seed
 
 
-def test_a_prefill_that_is_preempted_stops_again_where_it_did() -> None:
-    engine, stem = Played(offload(), step_tokens=2 * UNIT), prompt(5 * UNIT, 0)
+def test_a_preempted_prefill_stops_again_at_the_same_place() -> None:
+    engine, stem = PromptRunner(offload(), step_tokens=2 * UNIT), prompt(5 * UNIT, 0)
     engine.ask(prompt(9 * UNIT + 3, 1, stem))
     engine.engine.reset_prefix_cache()
     engine.engine.submit("preempted", prompt(9 * UNIT + 3, 2, stem), 2)
@@ -134,10 +134,10 @@ def test_a_prefill_that_is_preempted_stops_again_where_it_did() -> None:
 
 
 @pytest.mark.parametrize("num_shared", [0, 3 * UNIT])
-def test_a_prefill_that_is_preempted_does_not_part_from_itself(
+def test_a_preempted_prefill_does_not_diverge_from_itself(
     num_shared: int, counted: Counts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What of it is stored ends where it was preempted, and there is no state there: as where somebody else parted."""
+    """Its stored chunks end where it was preempted, without a state there, as at a divergence of another request."""
     learned, learn = [], checkpoints.learn_request
 
     def learning(experience: Experience, asked: Prompt, placement: Placement) -> Experience:
@@ -145,7 +145,7 @@ def test_a_prefill_that_is_preempted_does_not_part_from_itself(
         return learned[-1]
 
     monkeypatch.setattr(checkpoints, "learn_request", learning)
-    engine, stem = Played(offload(), step_tokens=2 * UNIT), prompt(num_shared, 0)
+    engine, stem = PromptRunner(offload(), step_tokens=2 * UNIT), prompt(num_shared, 0)
     engine.ask(prompt(9 * UNIT + 3, 1, stem))
     engine.engine.reset_prefix_cache()
     engine.engine.submit("preempted", prompt(9 * UNIT + 3, 2, stem), 2)
@@ -159,12 +159,12 @@ def test_a_prefill_that_is_preempted_does_not_part_from_itself(
     assert (restarted.partings, restarted.prompts) == (parting.partings, parting.prompts)
     assert restarted.computed_tokens > parting.computed_tokens
     assert counters(counted, "checkpoint_stops") == ({"junction": 1} if num_shared else {})
-    # Nobody parts there later either: it is computed as if it had never been preempted.
+    # No later request diverges there: it is computed as if it had never been preempted.
     assert engine.ask(prompt(9 * UNIT + 3, 3, stem)) == num_shared
 
 
-def test_a_retry_after_a_failed_load_stops_nowhere(counted: Counts) -> None:
-    engine, tokens = Played(offload()), prompt(8 * UNIT + 3, 1)
+def test_a_retry_after_a_failed_load_has_no_stop(counted: Counts) -> None:
+    engine, tokens = PromptRunner(offload()), prompt(8 * UNIT + 3, 1)
     engine.ask(tokens)
     worker = engine.engine.worker_connector._worker  # type: ignore[union-attr]
     for slot in worker._arena._seals:
@@ -175,14 +175,14 @@ def test_a_retry_after_a_failed_load_stops_nowhere(counted: Counts) -> None:
 
 
 @pytest.mark.parametrize("is_replaced", [True, False], ids=["replaced", "kept"])
-def test_the_newest_state_of_an_answer_takes_the_place_of_the_one_before(
+def test_the_newest_state_of_an_answer_replaces_the_one_before(
     is_replaced: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not is_replaced:
         monkeypatch.setattr(Answers, "on_planned", lambda *_: None)
     # A chunk of a group takes a granule of 4 KiB: room for the conversation, and half of the next prompt.
     tiers = [{"type": "ram", "capacity": 21 * 4096}]
-    engine = Played(Connector(CONNECTOR, {"chunk_tokens": UNIT, "tiers": tiers}))
+    engine = PromptRunner(Connector(CONNECTOR, {"chunk_tokens": UNIT, "tiers": tiers}))
     said = prompt(3 * UNIT + 3, 0)
     engine.ask(said, 3 * UNIT)
     answered = [*said, *engine.outputs()]
@@ -192,14 +192,14 @@ def test_the_newest_state_of_an_answer_takes_the_place_of_the_one_before(
 
 
 @pytest.mark.parametrize("is_renewed", [False, True])
-def test_a_state_that_was_loaded_makes_room_before_the_deeper_one_of_its_prompt(
+def test_a_loaded_state_is_evicted_before_the_deeper_one_of_its_prompt(
     is_renewed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_renewed:
         monkeypatch.setattr(Checkpoints, "_is_loaded", lambda *_: False)
     # Six chunks of attention and two states of three groups, and half of the next prompt.
     tiers = [{"type": "ram", "capacity": 15 * 4096}]
-    engine = Played(Connector(CONNECTOR, {"chunk_tokens": UNIT, "tiers": tiers}))
+    engine = PromptRunner(Connector(CONNECTOR, {"chunk_tokens": UNIT, "tiers": tiers}))
     said = prompt(4 * UNIT + 3, 0)
     assert [engine.ask(said, 1), engine.ask(prompt(6 * UNIT + 3, 1, said), 1)] == [0, 4 * UNIT]
     engine.ask(prompt(3 * UNIT + 1, 2), 1)
@@ -208,8 +208,8 @@ def test_a_state_that_was_loaded_makes_room_before_the_deeper_one_of_its_prompt(
 
 
 @pytest.mark.parametrize("is_answer", [True, False])
-def test_a_state_to_which_no_request_has_come_back_is_copied_to_a_disk(tmp_path: Path, is_answer: bool) -> None:
-    engine, stem = Played(stacked(QWEN3_NEXT, tmp_path)), prompt(4 * UNIT, 0)
+def test_an_unproven_state_is_copied_to_a_disk(tmp_path: Path, is_answer: bool) -> None:
+    engine, stem = PromptRunner(stacked(QWEN3_NEXT, tmp_path)), prompt(4 * UNIT, 0)
     stack = stack_of(engine.engine)
     if is_answer:
         said = prompt(3 * UNIT + 3, 0)
@@ -219,47 +219,47 @@ def test_a_state_to_which_no_request_has_come_back_is_copied_to_a_disk(tmp_path:
         for seed in (1, 2):
             engine.ask(prompt(8 * UNIT + 3, seed, stem))
         again, expected = prompt(8 * UNIT + 3, 3, stem), 4 * UNIT
-    for seed in (10, 11, 12):  # steps in which copies go down
+    for seed in (10, 11, 12):  # steps in which chunks are copied to the disk
         engine.ask(prompt(UNIT, seed))
         wait_for_disk(engine.engine)
     for key in stack.primary.eviction_order():
         stack.primary.invalidate(key)
     if is_answer:
-        assert engine.ask(again[: 5 * UNIT + 3]) == 3 * UNIT, "the disk gets the last state of an answer alone"
+        assert engine.ask(again[: 5 * UNIT + 3]) == 3 * UNIT, "the disk gets only the last state of an answer"
     assert engine.ask(again) == expected
 
 
-def test_switched_off_no_sibling_hits() -> None:
-    engine, stem = Played(offload(checkpoints="off")), prompt(4 * UNIT, 0)
+def test_no_sibling_hits_without_checkpoints() -> None:
+    engine, stem = PromptRunner(offload(checkpoints="off")), prompt(4 * UNIT, 0)
     assert [engine.ask(prompt(8 * UNIT + 3, seed, stem)) for seed in range(1, 5)] == [0, 0, 0, 0]
 
 
-def test_chunks_of_several_blocks_are_hit_at_their_last_boundary_below_the_branch() -> None:
-    engine, stem = Played(offload(chunk_tokens=2 * UNIT)), prompt(5 * UNIT, 0)
+def test_chunks_of_several_blocks_hit_at_their_last_boundary_before_the_branch() -> None:
+    engine, stem = PromptRunner(offload(chunk_tokens=2 * UNIT)), prompt(5 * UNIT, 0)
     assert [engine.ask(prompt(9 * UNIT + 3, seed, stem)) for seed in range(1, 5)] == [0, 0, 4 * UNIT, 4 * UNIT]
 
 
-def test_three_siblings_in_a_row_cost_one_load() -> None:
-    engine, stem = Played(offload()), prompt(4 * UNIT, 0)
+def test_three_consecutive_siblings_cost_one_load() -> None:
+    engine, stem = PromptRunner(offload()), prompt(4 * UNIT, 0)
     for seed in (1, 2):
         engine.ask(prompt(8 * UNIT + 3, seed, stem))
     engine.engine.reset_prefix_cache()
     held_before = engine.engine.local_hit_tokens
     restored = [engine.ask(prompt(8 * UNIT + 3, seed, stem), keep_cache=True) for seed in (3, 4, 5)]
     assert restored == [4 * UNIT, 0, 0]
-    # What was loaded counts as held when the engine goes on after a load.
+    # Loaded tokens count as held when the engine continues after a load.
     assert engine.engine.local_hit_tokens - held_before == 3 * 4 * UNIT
 
 
 @pytest.mark.parametrize("chunks", [(UNIT, 2 * UNIT), (2 * UNIT, UNIT)])
-def test_below_one_connector_siblings_hit_in_the_store_of_the_shorter_chunks(chunks: tuple[int, int]) -> None:
-    engine, stem = Played(two(*chunks)), prompt(5 * UNIT, 0)
+def test_siblings_below_a_multi_connector_hit_in_the_store_with_shorter_chunks(chunks: tuple[int, int]) -> None:
+    engine, stem = PromptRunner(two(*chunks)), prompt(5 * UNIT, 0)
     restored = [engine.ask(prompt(9 * UNIT + 3, seed, stem)) for seed in range(1, 6)]
     assert restored == [0, 0, 5 * UNIT, 5 * UNIT, 5 * UNIT]
 
 
 @pytest.mark.parametrize("chunks", [(UNIT, 2 * UNIT), (2 * UNIT, UNIT)])
-def test_below_one_connector_each_store_learns_where_a_request_begins_whoever_loads(
+def test_each_store_below_a_multi_connector_learns_the_resume_point(
     chunks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, learn = [], checkpoints.learn_request
@@ -270,17 +270,17 @@ def test_below_one_connector_each_store_learns_where_a_request_begins_whoever_lo
         return learn(experience, asked, placement)
 
     monkeypatch.setattr(checkpoints, "learn_request", learning)
-    engine, stem = Played(two(*chunks)), prompt(5 * UNIT, 0)
+    engine, stem = PromptRunner(two(*chunks)), prompt(5 * UNIT, 0)
     restored = [engine.ask(prompt(9 * UNIT + 3, seed, stem)) for seed in range(1, 5)]
-    # The store of the longer chunks could have loaded 4 of these 5.
+    # The store with the longer chunks could have loaded 4 of these 5.
     assert restored[-1] == 5 * UNIT
     assert begun == [tokens for tokens in restored for _ in chunks]
 
 
 @pytest.mark.parametrize("plans_ahead", [False, True], ids=["in_step", "ahead"])
 @pytest.mark.parametrize("load", ["async", "sync"])
-def test_every_turn_of_a_conversation_resumes_inside_the_answer_before_it(load: str, plans_ahead: bool) -> None:
-    engine = Played(offload(load=load), async_scheduling=plans_ahead)
+def test_every_turn_of_a_conversation_resumes_inside_the_last_answer(load: str, plans_ahead: bool) -> None:
+    engine = PromptRunner(offload(load=load), async_scheduling=plans_ahead)
     said, wanted, restored = prompt(5 * UNIT + 3, 0), [0], []
     for turn, num_outputs in enumerate((2 * UNIT + 1, UNIT, 40, 17, 5)):
         restored.append(engine.ask(said, num_outputs))
@@ -300,10 +300,8 @@ def test_every_turn_of_a_conversation_resumes_inside_the_answer_before_it(load: 
     ),
     ids=lambda value: {False: "in_step", True: "ahead"}[value] if isinstance(value, bool) else str(value),
 )
-def test_wherever_an_answer_ends_the_next_turn_resumes_at_the_last_boundary_that_was_computed(
-    num_prompt: int, plans_ahead: bool
-) -> None:
-    engine = Played(offload(), async_scheduling=plans_ahead)
+def test_the_next_turn_resumes_at_the_last_computed_boundary_of_the_answer(num_prompt: int, plans_ahead: bool) -> None:
+    engine = PromptRunner(offload(), async_scheduling=plans_ahead)
     for num_outputs in range(1, 2 * UNIT + 2):
         said = prompt(num_prompt, num_outputs)
         engine.ask(said, num_outputs)
@@ -313,7 +311,7 @@ def test_wherever_an_answer_ends_the_next_turn_resumes_at_the_last_boundary_that
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> Counts:
-    """Everything that was counted."""
+    """All counts of the connectors."""
     counts, take = Counts(), ConnectorMetrics.take
 
     def taking(metrics: ConnectorMetrics) -> OffloadStats | None:
@@ -337,8 +335,8 @@ def num_superseded(counts: Counts) -> float:
     return sum(value for found, _, value in counts.data().counters if found == "vllm:hybridkv_superseded_states_total")
 
 
-def test_stops_and_states_are_counted_by_where_they_come_from(counted: Counts) -> None:
-    engine, stem = Played(offload()), prompt(4 * UNIT, 0)
+def test_stops_and_states_are_counted_by_origin(counted: Counts) -> None:
+    engine, stem = PromptRunner(offload()), prompt(4 * UNIT, 0)
     for seed in (1, 2, 3):
         engine.ask(prompt(8 * UNIT + 3, seed, stem), num_outputs=1)
     assert counters(counted, "checkpoint_stops") == {"junction": 1}
@@ -346,8 +344,8 @@ def test_stops_and_states_are_counted_by_where_they_come_from(counted: Counts) -
     assert num_superseded(counted) == 0
 
 
-def test_of_an_answer_the_newest_state_stands_for_those_before_it(counted: Counts) -> None:
-    engine, said = Played(offload()), prompt(3 * UNIT + 3, 0)
+def test_the_newest_state_of_an_answer_supersedes_those_before_it(counted: Counts) -> None:
+    engine, said = PromptRunner(offload()), prompt(3 * UNIT + 3, 0)
     engine.ask(said, 3 * UNIT)
     # The answer ends at 6 * UNIT + 3: three states of it, the first and the second of which are gone.
     assert counters(counted, "states_stored") == {"prompt_end": 1, "answer": 3}
@@ -357,34 +355,34 @@ def test_of_an_answer_the_newest_state_stands_for_those_before_it(counted: Count
     assert num_superseded(counted) == 2
 
 
-def test_answers_may_be_left_out(counted: Counts) -> None:
-    engine, said = Played(offload(checkpoint_answers=False)), prompt(3 * UNIT + 3, 0)
+def test_states_of_answers_may_be_disabled(counted: Counts) -> None:
+    engine, said = PromptRunner(offload(checkpoint_answers=False)), prompt(3 * UNIT + 3, 0)
     engine.ask(said, 3 * UNIT)
     assert engine.ask([*said, *engine.outputs()]) == 3 * UNIT
     assert "answer" not in counters(counted, "states_stored")
 
 
-def test_without_steps_to_spare_nothing_stops(counted: Counts) -> None:
-    engine, stem = Played(offload(checkpoint_stops=0)), prompt(4 * UNIT, 0)
+def test_no_prefill_stops_with_a_limit_of_zero(counted: Counts) -> None:
+    engine, stem = PromptRunner(offload(checkpoint_stops=0)), prompt(4 * UNIT, 0)
     assert [engine.ask(prompt(8 * UNIT + 3, seed, stem)) for seed in range(1, 5)] == [0, 0, 0, 0]
     assert counters(counted, "checkpoint_stops_left_out")["stops"] == 3
 
 
-def test_a_model_without_states_is_steered_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_without_states_gets_no_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     def prefill_stops(*_: Any) -> None:
-        raise AssertionError("nobody may wish anything")
+        raise AssertionError("no stop may be requested")
 
     monkeypatch.setattr(PrefillStops, "add_stops", prefill_stops)
     monkeypatch.setattr(compat, "set_prefill_stop", prefill_stops)
-    engine = Played(offload(GPT_OSS.alignment_tokens), GPT_OSS)
+    engine = PromptRunner(offload(GPT_OSS.alignment_tokens), GPT_OSS)
     stem = prompt(4 * UNIT, 0)
     assert [engine.ask(prompt(8 * UNIT + 3, seed, stem)) for seed in (1, 2)] == [0, 4 * UNIT]
 
 
-def test_a_child_that_cannot_plan_stops_costs_a_request_its_stops_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_child_that_fails_to_plan_costs_a_request_only_its_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> Any:
         raise RuntimeError("no plan")
 
     monkeypatch.setattr(checkpoints.Checkpoints, "_planned", fail)
-    played, tokens = Played(two(UNIT, UNIT)), prompt(4 * UNIT + 1, seed=1)
+    played, tokens = PromptRunner(two(UNIT, UNIT)), prompt(4 * UNIT + 1, seed=1)
     assert [played.ask(tokens), played.ask(tokens)] == [0, 4 * UNIT]

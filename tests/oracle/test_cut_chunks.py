@@ -1,7 +1,7 @@
-"""Chunks that are no multiple of the groups' blocks: the engine never reads a wrong byte, and some of them are of use.
+"""Chunks that are no multiple of the groups' blocks: no wrong byte is ever read, and some of them give hits.
 
-The CPU's attention backend keeps K by columns, so on a real engine here no block is ever cut. The oracle's memory is
-laid out as a GPU's, so the connector is told that this is one: of that and of the backend's name, and of nothing else.
+The CPU's attention backend stores K by columns, so a real engine here never cuts a block. The oracle's memory is laid
+out as a GPU's, so the tests pretend a GPU for this decision and allow the backend's name; everything else is real.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ THREE_SIZES = Mix(
         Group(Kind.FULL, 24, (Layers(2, cell_bytes=16),), page_bytes=512),
     ),
 )
-"""A state every 12 tokens beside blocks of 16 and 24; all of them end together only every 48."""
+"""A state every 12 tokens beside blocks of 16 and 24; all end together only every 48 tokens."""
 
 
 @pytest.fixture(autouse=True)
@@ -67,12 +67,12 @@ def offload(chunk_tokens: int, load: str = "async") -> Connector:
 
 
 def _hashing(scenario: Scenario, hash_tokens: int | None) -> Scenario:
-    """With block hashes, by which chunks are named, that are finer than a block."""
+    """With block hashes, which name the chunks, that are finer than a block."""
     return replace(scenario, settings=replace(scenario.settings, hash_tokens=hash_tokens))
 
 
 def cut_chunks(mix: Mix, unit: int) -> st.SearchStrategy[int]:
-    """Multiples of the unit that are none of all groups' blocks."""
+    """Multiples of the unit that are not whole blocks of every group."""
     most = max(3, 2 * mix.alignment_tokens // unit)
     chunks = [unit * n for n in range(1, most + 1)]
     return st.sampled_from([chunk for chunk in chunks if chunk % mix.alignment_tokens])
@@ -127,11 +127,11 @@ def test_cut_chunks_of_random_mixes_never_corrupt() -> None:
     assert tally.with_restored > tally.scenarios // 8, tally
 
 
-# Connectors that are wrong about a cut on purpose. The oracle must see each of them, or it proves nothing.
+# Connectors that cut wrongly on purpose. The oracle must find each of them, or it proves nothing.
 
 
 def load_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a chunk has of its first block is written to tokens before its own."""
+    """The part of a chunk in its first block is written to the tokens before."""
     right = plain_lowering.cut_load_runs
 
     def wrong(copy: ChunkCopy, blocks: GroupBlocks, extents: Any) -> CopyRuns:
@@ -144,7 +144,7 @@ def load_a_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def store_the_other_end_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a chunk has of a block is counted from the block's end, where it is stored."""
+    """The part of a chunk in a block is counted from the block's end when it is stored."""
     right = plain_lowering.cut_store_runs
 
     def wrong(copy: ChunkCopy, blocks: GroupBlocks, extents: Any, zeros: Any) -> CopyRuns:
@@ -158,7 +158,7 @@ def store_the_other_end_of_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def take_the_state_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The recurrent state of the boundary before the right one."""
+    """Loads the recurrent state of the boundary before the right one."""
 
     def wrong(spec: CacheSpec, num_tokens: int, transfers: list[Transfer]) -> list[Transfer]:
         return [
@@ -212,7 +212,7 @@ def test_a_wrong_cut_is_caught(
                 engine.drain()
         else:
             engine.drain()
-            # The engine hands over states of 36 and 96 tokens, and none of 72.
+            # The engine offers states of 36 and 96 tokens, and none of 72.
             expected = 36 if chunk_tokens == 36 else 99 // chunk_tokens * chunk_tokens
             assert engine.restored_tokens == expected
 
@@ -221,10 +221,10 @@ SHORT_WINDOW = Mix("short_window", (Group(Kind.WINDOW, 8, reach_tokens=9), Group
 
 
 @pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])
-def test_a_block_that_a_load_fills_only_as_far_as_its_window_reads_is_caught(
+def test_a_block_filled_only_as_far_as_its_window_reads_is_caught(
     is_wrong: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine keeps the block under its hash, and reads the rest of it for the next request that ends before."""
+    """The engine keeps the block under its hash, and reads the rest of it for the next request that ends earlier."""
     if is_wrong:
         coverage = import_module("hybridkv.planner.coverage")
         monkeypatch.setattr(coverage, "load_start", lambda group, end, held: max(resume_start(group, end), held))
@@ -246,7 +246,7 @@ def test_a_block_that_a_load_fills_only_as_far_as_its_window_reads_is_caught(
             assert engine.local_hit_tokens == 44 + 40 and engine.restored_tokens == 44
 
 
-# What is refused.
+# Refused chunks.
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_a_block_that_a_load_fills_only_as_far_as_its_window_reads_is_caught(
         (DEEPSEEK_V4, 64, None, 128, 'use 128, or "auto"'),
     ],
 )
-def test_a_chunk_that_gains_nothing_is_refused_with_one_that_works(
+def test_a_chunk_without_gain_is_refused_with_one_that_works(
     mix: Mix, chunk_tokens: int, hash_tokens: int | None, unit: int, hint: str
 ) -> None:
     with pytest.raises(ConfigurationError) as caught:
@@ -269,14 +269,14 @@ def test_a_chunk_that_gains_nothing_is_refused_with_one_that_works(
     assert f"a multiple of {unit} tokens" in caught.value.expected and caught.value.hint == hint
 
 
-def test_on_a_cpu_no_block_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_block_is_cut_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     register()
     with pytest.raises(ConfigurationError, match="a multiple of 8 tokens"):
         start(GEMMA3, 12, 4)
 
 
-def test_a_backend_that_nobody_has_looked_at_is_not_trusted_with_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_attention_backend_is_not_trusted_with_a_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuts, "DIVISIBLE_BACKENDS", frozenset({"FLASH_ATTN"}))
     start(GEMMA3, 16, 4)
     with pytest.raises(ConfigurationError) as caught:

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 __all__ = ["heard_counts"]
 
 SCENARIOS = {QWEN3_NEXT.name: 300, GEMMA3.name: 60, GPT_OSS.name: 60, DEEPSEEK_V4.name: 60}
-"""330 of them, of which most are of the model that has all there is, and 6,600 in the full run. Of fewer only one or
-two would meet some of what is counted, and not on every machine."""
+"""330 in all, most of them for the model with every feature, and 6,600 in the full run. With fewer only one or two
+would show some of the counted events, and not on every machine."""
 MUTANT_SCENARIOS = 500
-"""At most: they end with the first that finds it."""
+"""At most: they end with the first that finds the fault."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -69,7 +69,7 @@ WITH_STATES = (
 
 
 def counted(heard: Heard) -> Counter[str]:
-    """What the connectors say that they did."""
+    """Counts of the connectors."""
     found: Counter[str] = Counter()
     for shown, name in COUNTED.items():
         found[shown] = int(heard.counted(name).total())
@@ -103,7 +103,7 @@ def test_everything_at_once_never_corrupts(mix: Mix, watch: Watch, heard_counts:
 
 
 @pytest.mark.parametrize("mix", but_full((QWEN3_NEXT, GEMMA3), QWEN3_NEXT), ids=lambda mix: mix.name)
-def test_everything_at_once_never_corrupts_with_what_is_shipped(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_at_once_never_corrupts_with_the_native_indexes(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
     """The indexes of host memory and of the disk in their own order."""
     watch, tally = Watch(is_as_shipped=True), Tally()
     watch.install(monkeypatch)
@@ -118,11 +118,11 @@ def test_everything_at_once_never_corrupts_with_what_is_shipped(mix: Mix, monkey
     assert tally.with_restored > 0 and tally.with_preemptions > 0, tally
 
 
-# What is wrong on purpose. The same scenarios must find each of them, or they prove nothing.
+# Injected faults. The same scenarios must find each of them, or they prove nothing.
 
 
 class FoundError(Exception):
-    """A scenario that shows what is wrong."""
+    """A scenario showed the fault."""
 
 
 MAY_SHOW: dict[str, Callable[[Everything], bool]] = {
@@ -131,7 +131,7 @@ MAY_SHOW: dict[str, Callable[[Everything], bool]] = {
     "promoted_to_each_others_places": lambda drawn: drawn.has_disk,
     "tails_without_length": lambda drawn: drawn.scenario.settings.hash_tokens is not None,
 }
-"""Scenarios that have what is wrong at all; the others are not played."""
+"""Scenarios in which the fault can show; the others are skipped."""
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ MAY_SHOW: dict[str, Callable[[Everything], bool]] = {
         ),
     ],
 )
-def test_one_thing_wrong_among_all_is_found(
+def test_every_single_fault_is_found_with_all_features(
     wrong: Callable[[pytest.MonkeyPatch], None], watch: Watch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong(monkeypatch)

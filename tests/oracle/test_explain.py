@@ -1,4 +1,4 @@
-"""What the connector says of each request is what it counts and what the engine did, to the token."""
+"""The explanation of each request agrees with the counts and with the engine, to the token."""
 
 from __future__ import annotations
 
@@ -36,49 +36,51 @@ def offload(mix: Mix, capacity: str | int = "64MiB") -> Connector:
 
 
 def require_agreement(heard: Heard, engine: OracleEngine) -> None:
-    """Sums of records are what was counted, and what the engine took."""
+    """The sums of the explanations equal the counts and the tokens that the engine took."""
     assert engine.scheduler_connector is not None
-    engine.scheduler_connector.get_kv_connector_stats()  # what came after the last step
-    told = heard.explanations
-    for one in told:
+    engine.scheduler_connector.get_kv_connector_stats()  # counts after the last step
+    explained = heard.explanations
+    for one in explained:
         assert one.engine_tokens + one.offered_tokens + one.compute_tokens == one.num_tokens, one
         assert min(one.engine_tokens, one.offered_tokens, one.compute_tokens - 1, one.lost_tokens) >= 0, one
         assert one.lost_tokens < one.num_tokens, one
         assert 0 <= one.local_tokens <= one.offered_tokens, one
         assert bool(one.lost_tokens) <= (one.limiting_kind not in ("", "full")), one
     lookups = heard.counted("lookups_total")
-    assert +Counter((one.result, str(one.reason)) for one in told) == +Counter(
+    assert +Counter((one.result, str(one.reason)) for one in explained) == +Counter(
         {labels: value for labels, value in lookups.items() if labels[0] != "pending"}
     )
     tokens: Counter[tuple[str]] = Counter()
-    for one in told:
+    for one in explained:
         tokens += Counter(
             {("engine",): one.engine_tokens, (one.source,): one.offered_tokens, ("compute",): one.compute_tokens}
         )
     assert tokens == heard.counted("lookup_tokens_total")
-    assert sum(one.offered_tokens for one in told) == heard.counted("hit_tokens_total")[()] == engine.restored_tokens
-    resumable = sum(one.resumable_tokens - one.engine_tokens for one in told)
+    assert (
+        sum(one.offered_tokens for one in explained) == heard.counted("hit_tokens_total")[()] == engine.restored_tokens
+    )
+    resumable = sum(one.resumable_tokens - one.engine_tokens for one in explained)
     assert resumable == heard.counted("resumable_tokens_total")[()]
-    assert all(one.engine_tokens + one.offered_tokens + one.lost_tokens <= one.resumable_tokens for one in told)
-    assert all(one.stop == (one.resumable_tokens if one.limiting_kind == "recurrent" else 0) for one in told)
-    stops = Counter((reason,) for one in told for _, reason in one.stops)
+    assert all(one.engine_tokens + one.offered_tokens + one.lost_tokens <= one.resumable_tokens for one in explained)
+    assert all(one.stop == (one.resumable_tokens if one.limiting_kind == "recurrent" else 0) for one in explained)
+    stops = Counter((reason,) for one in explained for _, reason in one.stops)
     assert stops == heard.counted("checkpoint_stops_total")
     if not engine.failed_loads:
         local = sum(heard.counted("local_tokens_total").values())
-        assert sum(one.local_tokens for one in told) == local
+        assert sum(one.local_tokens for one in explained) == local
     lost: Counter[tuple[str]] = Counter()
     limited: Counter[tuple[str]] = Counter()
-    for one in told:
+    for one in explained:
         lost += Counter({(one.limiting_kind,): one.lost_tokens})
         limited += Counter({(one.limiting_kind,): int(one.lost_tokens > 0)})
     assert lost == heard.counted("lost_tokens_total")
     assert limited == heard.counted("limited_lookups_total")
-    assert Counter((one.junction,) for one in told if one.junction) == heard.counted("junctions_total")
+    assert Counter((one.junction,) for one in explained if one.junction) == heard.counted("junctions_total")
 
 
 @pytest.mark.parametrize("capacity", ["64MiB", 40 * 4096], ids=["large", "small"])
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_records_and_counts_agree_to_the_token(mix: Mix, capacity: str | int, heard: Heard) -> None:
+def test_explanations_and_counts_agree_to_the_token(mix: Mix, capacity: str | int, heard: Heard) -> None:
     reasons: Counter[LookupReason] = Counter()
 
     @profile(40)
@@ -98,7 +100,7 @@ def prompt(num_tokens: int, seed: int, prefix: list[int] | None = None) -> list[
     return [*(prefix or []), *(generator.randrange(200) for _ in range(num_tokens))][:num_tokens]
 
 
-class Told:
+class ExplainedEngine:
     """An engine that answers one prompt after the other, each with an empty cache of its own."""
 
     def __init__(self, mix: Mix, heard: Heard) -> None:
@@ -119,51 +121,60 @@ def chunk() -> int:
     return QWEN3_NEXT.alignment_tokens
 
 
-def test_a_cold_prompt_is_not_stored_and_no_state_is_to_blame(heard: Heard, chunk: int) -> None:
-    told = Told(QWEN3_NEXT, heard).ask(prompt(6 * chunk + 1, 1))
-    assert (told.result, told.reason, told.limiting_kind) == ("miss", LookupReason.NOT_STORED, "full")
-    assert (told.offered_tokens, told.lost_tokens, told.junction) == (0, 0, "")
+def test_a_cold_prompt_is_not_stored_and_no_state_limits_it(heard: Heard, chunk: int) -> None:
+    explained = ExplainedEngine(QWEN3_NEXT, heard).ask(prompt(6 * chunk + 1, 1))
+    assert (explained.result, explained.reason, explained.limiting_kind) == ("miss", LookupReason.NOT_STORED, "full")
+    assert (explained.offered_tokens, explained.lost_tokens, explained.junction) == (0, 0, "")
 
 
-def test_a_prompt_that_is_stored_is_hit_completely(heard: Heard, chunk: int) -> None:
-    engine, tokens = Told(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
+def test_a_stored_prompt_is_hit_completely(heard: Heard, chunk: int) -> None:
+    engine, tokens = ExplainedEngine(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
     engine.ask(tokens)
-    told = engine.ask(tokens)
-    assert (told.result, told.reason, told.source) == ("hit", LookupReason.COMPLETE, "ram")
-    assert (told.offered_tokens, told.compute_tokens, told.limiting_kind) == (6 * chunk, 1, "")
+    explained = engine.ask(tokens)
+    assert (explained.result, explained.reason, explained.source) == ("hit", LookupReason.COMPLETE, "ram")
+    assert (explained.offered_tokens, explained.compute_tokens, explained.limiting_kind) == (6 * chunk, 1, "")
 
 
-def test_a_sibling_loses_its_prefix_for_want_of_a_state(heard: Heard, chunk: int) -> None:
-    engine, tokens = Told(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
+def test_a_sibling_loses_its_prefix_for_lack_of_a_state(heard: Heard, chunk: int) -> None:
+    engine, tokens = ExplainedEngine(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
     engine.ask(tokens)
-    told = engine.ask(prompt(6 * chunk + 1, 2, prefix=tokens[: 4 * chunk]))
-    assert (told.result, told.reason, told.limiting_kind) == ("miss", LookupReason.GROUP_LIMITS, "recurrent")
-    assert (told.offered_tokens, told.lost_tokens, told.junction) == (0, 4 * chunk, "lost")
-    assert (told.resumable_tokens, told.stop, told.stop_reason) == (4 * chunk, 4 * chunk, "junction")
-    assert told.stops == ((4 * chunk, "junction"),)
+    explained = engine.ask(prompt(6 * chunk + 1, 2, prefix=tokens[: 4 * chunk]))
+    assert (explained.result, explained.reason, explained.limiting_kind) == (
+        "miss",
+        LookupReason.GROUP_LIMITS,
+        "recurrent",
+    )
+    assert (explained.offered_tokens, explained.lost_tokens, explained.junction) == (0, 4 * chunk, "lost")
+    assert (explained.resumable_tokens, explained.stop, explained.stop_reason) == (4 * chunk, 4 * chunk, "junction")
+    assert explained.stops == ((4 * chunk, "junction"),)
 
 
-def test_the_sibling_after_it_finds_the_state_and_needs_no_stop(heard: Heard, chunk: int) -> None:
-    engine, tokens = Told(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
+def test_the_next_sibling_finds_the_state_and_needs_no_stop(heard: Heard, chunk: int) -> None:
+    engine, tokens = ExplainedEngine(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
     for seed in (1, 2):
         engine.ask(prompt(6 * chunk + 1, seed, prefix=tokens[: 4 * chunk]))
-    told = engine.ask(prompt(6 * chunk + 1, 3, prefix=tokens[: 4 * chunk]))
-    assert (told.offered_tokens, told.lost_tokens, told.junction) == (4 * chunk, 0, "resumed")
-    assert (told.resumable_tokens, told.stop, told.stop_reason, told.stops) == (4 * chunk, 0, "", ())
+    explained = engine.ask(prompt(6 * chunk + 1, 3, prefix=tokens[: 4 * chunk]))
+    assert (explained.offered_tokens, explained.lost_tokens, explained.junction) == (4 * chunk, 0, "resumed")
+    assert (explained.resumable_tokens, explained.stop, explained.stop_reason, explained.stops) == (
+        4 * chunk,
+        0,
+        "",
+        (),
+    )
 
 
-def test_a_sibling_with_windows_is_resumed_where_it_parts(heard: Heard) -> None:
+def test_a_sibling_with_windows_resumes_where_it_diverges(heard: Heard) -> None:
     chunk = GPT_OSS.alignment_tokens
-    engine, tokens = Told(GPT_OSS, heard), prompt(6 * chunk + 1, 1)
+    engine, tokens = ExplainedEngine(GPT_OSS, heard), prompt(6 * chunk + 1, 1)
     engine.ask(tokens)
-    told = engine.ask(prompt(6 * chunk + 1, 2, prefix=tokens[: 4 * chunk]))
-    assert (told.result, told.reason, told.limiting_kind) == ("hit", LookupReason.PREFIX_ENDS, "full")
-    assert (told.offered_tokens, told.lost_tokens, told.junction) == (4 * chunk, 0, "resumed")
+    explained = engine.ask(prompt(6 * chunk + 1, 2, prefix=tokens[: 4 * chunk]))
+    assert (explained.result, explained.reason, explained.limiting_kind) == ("hit", LookupReason.PREFIX_ENDS, "full")
+    assert (explained.offered_tokens, explained.lost_tokens, explained.junction) == (4 * chunk, 0, "resumed")
 
 
-def test_what_the_engine_holds_leaves_nothing_to_offer(heard: Heard, chunk: int) -> None:
-    engine, tokens = Told(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
+def test_nothing_is_offered_if_the_engine_holds_the_prompt(heard: Heard, chunk: int) -> None:
+    engine, tokens = ExplainedEngine(QWEN3_NEXT, heard), prompt(6 * chunk + 1, 1)
     engine.ask(tokens)
-    told = engine.ask(tokens, keep_cache=True)
-    assert (told.result, told.reason) == ("miss", LookupReason.NO_BOUNDARY)
-    assert (told.engine_tokens, told.compute_tokens) == (6 * chunk, 1)
+    explained = engine.ask(tokens, keep_cache=True)
+    assert (explained.result, explained.reason) == ("miss", LookupReason.NO_BOUNDARY)
+    assert (explained.engine_tokens, explained.compute_tokens) == (6 * chunk, 1)

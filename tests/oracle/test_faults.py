@@ -1,4 +1,4 @@
-"""Negative control: the oracle catches every bug that is put into the small connector on purpose."""
+"""Negative control: the oracle finds every bug that is injected into the small connector."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("fault", "mix", "load", "error"), CASES, ids=[f"{case[0].name}-{case[1].name}-{case[2]}" for case in CASES]
 )
-def test_the_oracle_catches(
+def test_the_oracle_finds_an_injected_fault(
     fault: Fault,
     mix: Mix,
     load: str,
@@ -56,7 +56,7 @@ def test_the_oracle_catches(
     monkeypatch.setattr(engine, "IDLE_PAUSE_S", 0.0)
     monkeypatch.setattr(engine, "IDLE_LIMIT_S", 0.0)
 
-    # One seed, no shrinking: the claim is that some of the first scenarios fails, and fails in the right way.
+    # One seed, no shrinking: one of the first scenarios must fail, and fail in the right way.
     @settings(
         max_examples=80,
         derandomize=True,
@@ -74,7 +74,7 @@ def test_the_oracle_catches(
         check()
 
 
-def test_one_bit_of_the_engine_memory_is_enough() -> None:
+def test_one_flipped_bit_of_the_engine_memory_is_found() -> None:
     def corrupt(oracle: OracleEngine, step: int) -> None:
         if step == 2:
             plane = oracle.memory.planes[1][0]

@@ -1,4 +1,4 @@
-"""What a request says of itself reaches the store through the engine, and whatever it says, every byte is right."""
+"""Hints of a request reach the store through the engine, and whatever the hints are, every byte is right."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def inside_multi(store: Connector) -> Connector:
     return Connector(MULTI_CONNECTOR, {"connectors": entries})
 
 
-class Asked:
+class PromptRunner:
     """An engine that answers one prompt after the other, each with an empty cache of its own."""
 
     def __init__(self, mix: Mix, connector: Connector, heard: Heard) -> None:
@@ -54,7 +54,7 @@ class Asked:
         self.num_lookups = 0
 
     def ask(self, tokens: list[int], params: object = None, num_outputs: int = 2) -> int:
-        """Tokens that were restored."""
+        """Submits a prompt; returns the tokens that were restored."""
         self.engine.reset_prefix_cache()
         before = self.engine.restored_tokens
         self.engine.submit(f"request-{self.num_lookups}", tokens, num_outputs, transfer_params=params)
@@ -63,8 +63,8 @@ class Asked:
         self.engine.check_idle()
         return self.engine.restored_tokens - before
 
-    def name(self, tokens: list[int], params: object) -> None:
-        """A request that is aborted before anything is done for it."""
+    def submit_and_abort(self, tokens: list[int], params: object) -> None:
+        """A request that is aborted before the engine works on it."""
         self.engine.submit(f"request-{self.num_lookups}", tokens, 2, transfer_params=params)
         self.engine.abort(f"request-{self.num_lookups}")
         self.num_lookups += 1
@@ -72,7 +72,7 @@ class Asked:
         self.engine.check_idle()
 
     @property
-    def told(self) -> Explanation:
+    def last_explanation(self) -> Explanation:
         return self.heard.explanations[-1]
 
     def hints(self) -> dict[str, float]:
@@ -92,46 +92,46 @@ def said(**hints: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("make", [offload, below_multi], ids=["alone", "below one connector"])
 @pytest.mark.parametrize("mix", [QWEN3_NEXT, GPT_OSS], ids=lambda mix: mix.name)
-def test_a_request_is_not_stored_or_not_loaded_if_it_says_so(mix: Mix, make: Any, heard: Heard) -> None:
-    it, tokens = Asked(mix, make(mix), heard), prompt(mix)
-    assert it.ask(tokens, said(store=False)) == 0
-    assert it.ask(tokens) == 0, "nothing was stored"
-    stored = it.ask(tokens)
+def test_a_request_with_store_or_load_false_is_not_stored_or_loaded(mix: Mix, make: Any, heard: Heard) -> None:
+    runner, tokens = PromptRunner(mix, make(mix), heard), prompt(mix)
+    assert runner.ask(tokens, said(store=False)) == 0
+    assert runner.ask(tokens) == 0, "nothing was stored"
+    stored = runner.ask(tokens)
     assert stored == 4 * mix.alignment_tokens
-    assert it.ask(tokens, said(load=False)) == 0
-    assert (it.told.result, it.told.reason) == ("miss", LookupReason.HINT)
-    assert it.told.compute_tokens == it.told.num_tokens
-    assert it.ask(tokens) == stored, "it is there still"
+    assert runner.ask(tokens, said(load=False)) == 0
+    assert (runner.last_explanation.result, runner.last_explanation.reason) == ("miss", LookupReason.HINT)
+    assert runner.last_explanation.compute_tokens == runner.last_explanation.num_tokens
+    assert runner.ask(tokens) == stored, "still stored"
 
 
 @pytest.mark.parametrize("params", [said(other=1), {"hybridkv_hints": "no"}, said(store="no"), {"others": [1]}])
-def test_whatever_else_a_request_says_is_passed_over(params: object, heard: Heard) -> None:
-    it, tokens = Asked(QWEN3_NEXT, offload(QWEN3_NEXT), heard), prompt(QWEN3_NEXT)
-    assert it.ask(tokens, params) == 0
-    assert it.ask(tokens, params) == 4 * QWEN3_NEXT.alignment_tokens
-    assert it.hints() == ({"invalid": 2} if isinstance(params, dict) and "hybridkv_hints" in params else {})
+def test_other_hints_are_ignored(params: object, heard: Heard) -> None:
+    runner, tokens = PromptRunner(QWEN3_NEXT, offload(QWEN3_NEXT), heard), prompt(QWEN3_NEXT)
+    assert runner.ask(tokens, params) == 0
+    assert runner.ask(tokens, params) == 4 * QWEN3_NEXT.alignment_tokens
+    assert runner.hints() == ({"invalid": 2} if isinstance(params, dict) and "hybridkv_hints" in params else {})
 
 
-def test_what_a_request_asks_to_be_kept_is_kept_in_the_engine(heard: Heard) -> None:
-    it, tokens = Asked(QWEN3_NEXT, offload(QWEN3_NEXT), heard), prompt(QWEN3_NEXT)
-    it.ask(tokens, said(keep_seconds=60))
-    assert it.hints() == {"keep": 1}
-    assert it.heard.counted("keeps_total") == {("ram", "kept"): 1}
+def test_a_keep_hint_keeps_chunks_in_the_engine(heard: Heard) -> None:
+    runner, tokens = PromptRunner(QWEN3_NEXT, offload(QWEN3_NEXT), heard), prompt(QWEN3_NEXT)
+    runner.ask(tokens, said(keep_seconds=60))
+    assert runner.hints() == {"keep": 1}
+    assert runner.heard.counted("keeps_total") == {("ram", "kept"): 1}
 
 
-def test_the_state_at_which_an_answer_ends_is_not_stored_if_its_request_says_so(heard: Heard) -> None:
-    it, tokens = Asked(QWEN3_NEXT, offload(QWEN3_NEXT), heard), prompt(QWEN3_NEXT)
+def test_the_last_state_of_an_answer_is_not_stored_with_store_false(heard: Heard) -> None:
+    runner, tokens = PromptRunner(QWEN3_NEXT, offload(QWEN3_NEXT), heard), prompt(QWEN3_NEXT)
     # The last token of an answer is never computed.
     num_outputs = 5 * QWEN3_NEXT.alignment_tokens - len(tokens) + 1
     for params, num_states in ((said(store=False), 0), (None, 1)):
-        it.ask(tokens, params, num_outputs)
-        it.hints()
-        assert it.heard.counted("states_stored_total")["answer",] == num_states
+        runner.ask(tokens, params, num_outputs)
+        runner.hints()
+        assert runner.heard.counted("states_stored_total")["answer",] == num_states
 
 
 @pytest.fixture
 def stacks(monkeypatch: pytest.MonkeyPatch) -> list[TierStack]:
-    """Those that are built."""
+    """All stacks that are built."""
     built: list[TierStack] = []
     build = TierStack.__init__
 
@@ -156,7 +156,7 @@ def stacks(monkeypatch: pytest.MonkeyPatch) -> list[TierStack]:
 )
 @pytest.mark.parametrize("in_secondary", [False, True], ids=["alone", "below one connector"])
 @pytest.mark.parametrize("mix", [QWEN3_NEXT, GPT_OSS], ids=lambda mix: mix.name)
-def test_after_a_prefetch_of_an_aborted_request_the_next_one_hits_in_host_memory(
+def test_a_prefetch_of_an_aborted_request_gives_the_next_one_a_hit_in_ram(
     mix: Mix,
     in_secondary: bool,
     named: object,
@@ -167,18 +167,18 @@ def test_after_a_prefetch_of_an_aborted_request_the_next_one_hits_in_host_memory
     tmp_path: Path,
 ) -> None:
     store = stacked(mix, tmp_path / "store", **more)
-    it, tokens = Asked(mix, inside_multi(store) if in_secondary else store, heard), prompt(mix)
-    it.ask(tokens)
+    runner, tokens = PromptRunner(mix, inside_multi(store) if in_secondary else store, heard), prompt(mix)
+    runner.ask(tokens)
     (stack,) = stacks
     stack.primary.clear()
-    it.name(tokens, named)
-    assert it.ask(tokens) == 4 * mix.alignment_tokens
-    assert it.told.source == source
-    it.engine.close()
+    runner.submit_and_abort(tokens, named)
+    assert runner.ask(tokens) == 4 * mix.alignment_tokens
+    assert runner.last_explanation.source == source
+    runner.engine.close()
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_whatever_is_prefetched_of_whatever_comes_no_byte_is_wrong(
+def test_prefetches_of_any_requests_never_corrupt(
     mix: Mix, stacks: list[TierStack], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tally, brought = Tally(), Counter[str]()
@@ -188,7 +188,10 @@ def test_whatever_is_prefetched_of_whatever_comes_no_byte_is_wrong(
     def hinting(engine: OracleEngine, *arguments: Any, **_said: Any) -> None:
         words = {name: random.random() < 0.5 for name in ("prefetch", "load", "store") if random.random() < 0.4}
         if random.random() < 0.3:
-            words |= {"prefetch": True, "load": False}  # else the request itself brings what it waits for
+            words |= {
+                "prefetch": True,
+                "load": False,
+            }  # otherwise the request itself promotes the chunks that it waits for
         submit(engine, *arguments, transfer_params=said(**words))
 
     def counting(stack: TierStack) -> Any:

@@ -1,4 +1,4 @@
-"""With vLLM's own copies on a GPU no wrong byte is read, whatever the order in which compute and copies happen."""
+"""No wrong byte is read with vLLM's own copies on a GPU, in any order of compute and copies."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ WITHOUT_PROOF = mock.patch("hybridkv.connectors.vllm.offload.worker.prove_at_sta
 
 
 def run(mix: Mix, scenario: Scenario, seed: int, *, is_first: bool) -> LazyEngine:
-    """Of the engines of a test the first proves its copies, which takes twice as long as a scenario. In the full run
-    all do."""
+    """The first engine of a test proves its copies, which takes twice as long as a scenario. In the full run all
+    engines do."""
     with nullcontext() if is_first or factor() >= 1 else WITHOUT_PROOF:
         engine = LazyEngine(mix, scenario.settings, LazyDevice(Random(seed).randrange))
     run_on(engine, scenario)
@@ -53,7 +53,7 @@ SEEDS = st.integers(0, 1 << 32)
 
 @st.composite
 def connectors(draw: st.DrawFn, mix: Mix) -> Connector:
-    """Stores of every kind of load. In a small one slots are given to others as soon as their copies have ended."""
+    """Stores with every kind of load. In a small one slots are reused as soon as their copies have ended."""
     capacity = draw(st.sampled_from(("16MiB", "16MiB", 2 * 4096 * (len(mix.groups) + 1))))
     return offload(draw(st.sampled_from(("async", "async", "sync"))), mix.alignment_tokens, capacity)
 
@@ -95,7 +95,7 @@ def copies_first(below: int) -> int:
     [
         lambda seed: StoresWithoutFence(copies_first, is_late=True),
         lambda seed: LoadsWithoutFence(copies_first, is_late=True),
-        # Nobody waits for copies, so that something must happen by itself.
+        # Nothing waits for copies, so some must happen by themselves.
         lambda seed: WithoutCompletion(Random(seed).randrange),
     ],
     ids=["stores without a fence", "loads without a fence", "results before copies"],
@@ -105,11 +105,11 @@ def test_a_device_that_ignores_a_fence_is_caught(
 ) -> None:
     """Without the proof at the start, which would refuse it."""
     monkeypatch.setattr("hybridkv.connectors.vllm.offload.worker.prove_at_start", lambda *arguments: None)
-    # What happens by itself depends on threads, so that one seed may miss it.
+    # The order depends on threads, so that one seed may miss it.
     assert any(misses_bytes(make(seed)) for seed in range(20))
 
 
-def test_the_device_that_waits_serves_the_same_requests() -> None:
+def test_a_device_that_respects_fences_serves_the_same_requests() -> None:
     assert not misses_bytes(LazyDevice(copies_first, is_late=True))
 
 
@@ -142,7 +142,7 @@ def test_sleep_waits_for_copies(is_load: bool) -> None:
             if copies_are_pending():
                 break
             engine.step()
-        # What EngineCore.sleep does first.
+        # EngineCore.sleep does this first.
         scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         scheduler.set_pause_state(PauseState.PAUSED_NEW)
         for _ in range(3):
@@ -166,13 +166,13 @@ def misses_bytes(device: LazyDevice) -> bool:
                 engine.submit(name, list(range(100)), 2)
                 engine.drain()
                 if name == "cold":
-                    device.drain()  # so that what is stored is whole
+                    device.drain()  # so that the stored chunks are whole
                 engine.reset_prefix_cache()
             device.drain()
             device.raise_failures()
     except CorruptionError:
         return True
     except OracleError:
-        return False  # copies are left that nobody waited for
+        return False  # copies remain that nothing waited for
     assert engine.restored_tokens > 0
     return False

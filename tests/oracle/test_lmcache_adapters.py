@@ -1,4 +1,4 @@
-"""Requests with a LoRA adapter, and resets, at a server of LMCache: in doubt nothing is found there or left."""
+"""Requests with a LoRA adapter, and resets, at an LMCache server: in doubt nothing is found or stored there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hybridkv.connectors.vllm import register
 from hybridkv.connectors.vllm.common.identity import adapters
 from hybridkv.hashing import ChunkKeys
 from oracle.engine import OracleEngine
-from oracle.lmcache_runs import Play, Played, at, half_that_decides, played, reach, require_idle
+from oracle.lmcache_runs import Play, Played, at, played, reach, require_idle, scheduler_of
 from oracle.lmcache_servers import VERSIONS, Server, Sort, fleet_of
 from oracle.mixes import GEMMA3, GPT_OSS, Mix
 from oracle.peer_mixes import MLA
@@ -51,115 +51,115 @@ def train(path: Path, number: int) -> LoRARequest:
     return LoRARequest(path.name, 1 + number % 2, str(path))
 
 
-def believe_files(engine: OracleEngine) -> None:
-    """The engine began when the files of its adapters were an hour old."""
-    found = half_that_decides(engine)._identity.adapters
+def age_files(engine: OracleEngine) -> None:
+    """Makes the files of the engine's adapters an hour old at its start."""
+    found = scheduler_of(engine)._identity.adapters
     found._began_ns += HOUR_NS
     now_ns = time.time_ns() + HOUR_NS
     found._now_ns = lambda: now_ns
 
 
-class Life:
+class AdapterEngine:
     """An engine that answers one prompt again and again."""
 
     def __init__(self, engine: OracleEngine, server: Server) -> None:
         self.engine, self.server = engine, server
         self.count = 0
         assert reach(engine)
-        believe_files(engine)
+        age_files(engine)
 
     def restored(self, lora: LoRARequest | None = None, model: int | None = None) -> int:
-        """Tokens that are restored of the prompt, with the adapter that the engine holds; its own cache is empty."""
+        """Tokens of the prompt that are restored with the adapter that the engine holds; its own cache is empty."""
         self.engine.reset_prefix_cache()
         before = self.engine.restored_tokens
         self.count += 1
         self.engine.submit(f"request {self.count}", PROMPT, 2, lora, model)
         self.engine.drain()
         require_idle(self.engine)
-        assert half_that_decides(self.engine)._identity.adapters.settle(SOON_S)
-        # A store that was answered can be read a moment later.
+        assert scheduler_of(self.engine)._identity.adapters.settle(SOON_S)
+        # A completed store becomes readable a moment later.
         assert self.server.is_at_rest(), self.server.held()
         return self.engine.restored_tokens - before
 
 
 @contextmanager
-def living(
+def open_engine(
     server: Server,
     identity: str,
     before_step: Callable[[OracleEngine, int], None] | None = None,
     pool_chunks: int | None = None,
     max_step_tokens: int = 64,
     mix: Mix = GPT_OSS,
-) -> Iterator[Life]:
+) -> Iterator[AdapterEngine]:
     server.begin()
     connector = at(server, mix, identity, pool_chunks)
     settings = EngineSettings(
         num_blocks=200, retention_tokens=None, connector=connector, max_step_tokens=max_step_tokens
     )
     with OracleEngine(mix, settings, before_step) as engine:
-        yield Life(engine, server)
+        yield AdapterEngine(engine, server)
 
 
 def is_found_again(restored: list[int], whole: int = WHOLE) -> bool:
-    """What so many requests with a new adapter may restore, one after another.
+    """Whether these are the restored tokens of successive requests with a new adapter.
 
-    The first one reads the adapter's files. It stores what it computed if the files are read before it ends; else the
-    second one does.
+    The first request reads the adapter's files. It stores its chunks if the files are read before it ends; otherwise
+    the second one does.
     """
     return restored[0] == 0 and restored[1] in (0, whole) and set(restored[2:]) <= {whole}
 
 
-def test_an_adapter_is_found_again_and_its_next_training_finds_nothing(server: Server, tmp_path: Path) -> None:
+def test_an_adapter_is_found_again_and_its_retraining_finds_nothing(server: Server, tmp_path: Path) -> None:
     identity, lora = uuid.uuid4().hex, train(tmp_path / "tuned", 1)
-    with living(server, identity) as life:
+    with open_engine(server, identity) as life:
         assert is_found_again([life.restored(lora, 1) for _ in range(3)])
-        assert life.restored() == 0, "without it the model is another"
+        assert life.restored() == 0, "a model without the adapter is another one"
     train(tmp_path / "tuned", 2)
-    with living(server, identity) as life:
+    with open_engine(server, identity) as life:
         assert is_found_again([life.restored(lora, 2) for _ in range(3)])
 
 
-def test_what_a_step_computed_while_files_changed_is_not_left(server: Server, tmp_path: Path) -> None:
+def test_tokens_computed_while_files_changed_are_not_stored(server: Server, tmp_path: Path) -> None:
     identity, lora = uuid.uuid4().hex, train(tmp_path / "tuned", 1)
 
     def retrain(engine: OracleEngine, step: int) -> None:
         if "request 2" in engine.scheduler.requests:
             train(tmp_path / "tuned", 2)
 
-    with living(server, identity, retrain) as life:
+    with open_engine(server, identity, retrain) as life:
         assert is_found_again([life.restored(lora, 1) for _ in range(2)])
-    with living(server, identity) as life:
+    with open_engine(server, identity) as life:
         assert is_found_again([life.restored(lora, 2) for _ in range(2)])
 
 
-def test_a_step_that_leaves_more_than_the_pool_holds_is_stored_piece_by_piece(server: Server, tmp_path: Path) -> None:
-    """Nothing of a store is handed over before all of it is copied: it must not wait for its own pages."""
+def test_a_step_with_more_chunks_than_the_pool_holds_is_stored_in_pieces(server: Server, tmp_path: Path) -> None:
+    """A store is sent only once all of it is copied, so it must not wait for its own pages."""
     identity, lora = uuid.uuid4().hex, train(tmp_path / "tuned", 1)
-    with living(server, identity, pool_chunks=2, max_step_tokens=256, mix=MLA) as life:
+    with open_engine(server, identity, pool_chunks=2, max_step_tokens=256, mix=MLA) as life:
         assert is_found_again([life.restored(lora, 1) for _ in range(3)], 2 * server.sort.chunk_tokens)
 
 
-def test_an_identity_that_goes_by_name_and_path_is_caught(
+def test_an_identity_of_name_and_path_alone_is_caught(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: an adapter that was trained again reads what it left before, and that is seen."""
+    """Negative control: a retrained adapter loads the chunks of its former training, and the oracle notices."""
     monkeypatch.setattr(ChunkKeys, "for_adapter", lambda keys, digest: keys)
     identity, lora = uuid.uuid4().hex, train(tmp_path / "tuned", 1)
-    with living(server, identity) as life:
+    with open_engine(server, identity) as life:
         assert is_found_again([life.restored(lora, 1) for _ in range(2)])
     train(tmp_path / "tuned", 2)
-    with living(server, identity) as life, pytest.raises(CorruptionError):
+    with open_engine(server, identity) as life, pytest.raises(CorruptionError):
         [life.restored(lora, 2) for _ in range(2)]
 
 
-def test_requests_with_adapters_and_without_never_read_a_wrong_byte(server: Server, tmp_path: Path) -> None:
+def test_requests_with_and_without_adapters_never_read_a_wrong_byte(server: Server, tmp_path: Path) -> None:
     tally = Tally()
     loras = [(train(tmp_path / f"tuned{number}", number), number) for number in (1, 2)]
 
     class Tuned(Play):
         def start(self, model: int = 0) -> OracleEngine:
             engine = super().start(model)
-            believe_files(engine)
+            age_files(engine)
             return engine
 
     @profile(10, whole=True)
@@ -173,14 +173,14 @@ def test_requests_with_adapters_and_without_never_read_a_wrong_byte(server: Serv
     assert tally.with_restored > 0, tally
 
 
-def test_what_is_stored_after_a_reset_is_found_by_the_same_engine_alone(server: Server) -> None:
+def test_chunks_stored_after_a_reset_are_found_by_the_same_engine_only(server: Server) -> None:
     """Weights may have been changed in place: the next engine reads others from the files."""
     identity = uuid.uuid4().hex
-    with living(server, identity) as life:
+    with open_engine(server, identity) as life:
         assert [life.restored(), life.restored()] == [0, WHOLE]
         assert life.engine.reset_connector()
         assert [life.restored(), life.restored()] == [0, WHOLE]
-    with living(server, identity) as life:
-        assert life.restored() == WHOLE, "what was left before the reset is everybody's"
+    with open_engine(server, identity) as life:
+        assert life.restored() == WHOLE, "chunks stored before the reset are shared by all engines"
         assert life.engine.reset_connector()
         assert life.restored() == 0

@@ -1,4 +1,4 @@
-"""Servers of LMCache that are stopped, killed and started again under engines: time is lost, and nothing else."""
+"""LMCache servers that are stopped, killed and restarted below running engines: only time is lost."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from oracle.lmcache_runs import (
     Play,
     Played,
     at,
-    halves_that_move,
     played,
     reach,
     require_idle,
     require_nothing_open,
     until_idle,
+    workers_of,
 )
 from oracle.lmcache_servers import SETTLED_S, VERSIONS, Server, Sort, fleet_of, impatient
 from oracle.mixes import DEEPSEEK_V4, GEMMA3, QWEN3_NEXT, Mix
@@ -40,10 +40,10 @@ SOON = {
     "store_timeout_seconds": 0.5,
     "heartbeat_seconds": 0.1,
 }
-"""Deadlines where something never comes, and nobody counts what comes."""
+"""Deadlines for answers that never come, in tests that count no hits."""
 CALM = {name: patience.seconds(0.05) for name in SOON} | {"heartbeat_seconds": 0.1}
-"""Where a server that is there has to answer within them. Far below the time after which a connection takes the server
-for gone: a lookup that is lost with its connection leaves locks, which the server itself gives back after minutes."""
+"""For a running server that must answer within them. Far below the time after which a connection considers the server
+lost: a lookup that is lost with its connection leaves locks, which the server itself releases after minutes."""
 MIXES = (GEMMA3, DEEPSEEK_V4, QWEN3_NEXT)
 OLD, NEW = 0, 1
 
@@ -63,7 +63,7 @@ def server(version: str, request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     server.process.wait()
 
 
-class Town:
+class EngineGroup:
     """Two engines of each of several models at one server."""
 
     def __init__(self, server: Server) -> None:
@@ -79,7 +79,7 @@ class Town:
         self.engines = [OracleEngine(mix, each) for mix, each in zip(MIXES, settings, strict=True) for _ in range(2)]
         assert all(reach(engine) for engine in self.engines)
 
-    def __enter__(self) -> Town:
+    def __enter__(self) -> EngineGroup:
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -87,7 +87,7 @@ class Town:
             engine.close()
 
     def ask(self, *prompts: int) -> None:
-        """Every engine has these prompts to answer, and nothing cached by itself."""
+        """Submits these prompts to every engine, with an empty cache of its own."""
         for engine in self.engines:
             engine.reset_prefix_cache()
             for prompt in prompts:
@@ -107,56 +107,56 @@ class Town:
             require_nothing_open(engine)
 
     def until_moving(self) -> None:
-        """Steps until something is on its way in the memory of half of them."""
-        sessions = [worker._session for engine in self.engines for worker in halves_that_move(engine)]
+        """Steps until half of the engines have transfers in flight."""
+        sessions = [worker._session for engine in self.engines for worker in workers_of(engine)]
         until_s = time.monotonic() + patience.seconds(6.0)
         while sum(session is not None and session.used_bytes > 0 for session in sessions) < len(self.engines) // 2:
-            assert time.monotonic() < until_s, "nothing moves"
+            assert time.monotonic() < until_s, "nothing is in flight"
             if not any(engine.scheduler.has_requests() for engine in self.engines):
-                self.ask(OLD, NEW)  # all of it was over between two looks
+                self.ask(OLD, NEW)  # everything ended between two checks
             for engine in self.engines:
                 engine.step()
 
     def require_whole(self) -> None:
-        """The server is there: everything is stored and found again, and nothing of before is kept."""
+        """Requires that the running server stores and finds everything again, with nothing left of before."""
         assert all(reach(engine) for engine in self.engines)
         self.restored(OLD)
         for engine in self.engines:
             require_idle(engine)
-        # A store that was answered can be read a moment later.
+        # A completed store becomes readable a moment later.
         assert self.server.is_at_rest(), self.server.held()
         whole = len(self.prompts[OLD]) - 1
         assert self.restored(OLD) == [whole] * len(self.engines)
 
 
-@pytest.mark.full  # starts a server anew
-def test_a_server_that_is_killed_with_loads_and_stores_under_way_comes_back(server: Server) -> None:
-    with Town(server) as town:
-        town.require_whole()
-        town.ask(OLD, NEW)
-        town.until_moving()
+@pytest.mark.full  # restarts a server
+def test_a_server_killed_during_loads_and_stores_is_used_after_its_restart(server: Server) -> None:
+    with EngineGroup(server) as group:
+        group.require_whole()
+        group.ask(OLD, NEW)
+        group.until_moving()
         server.start_again()
-        town.until_idle()
-        assert town.restored(OLD) == [0] * len(town.engines), "there is no server yet"
+        group.until_idle()
+        assert group.restored(OLD) == [0] * len(group.engines), "the server is not up yet"
         server.process.wait()
-        town.require_whole()
+        group.require_whole()
         assert server.is_at_rest(), server.held()
 
 
-def test_a_server_that_stands_still_with_loads_and_stores_under_way_goes_on(server: Server) -> None:
-    with Town(server) as town:
-        town.require_whole()
-        town.ask(OLD, NEW)
-        town.until_moving()
+def test_a_server_stopped_during_loads_and_stores_is_used_when_it_continues(server: Server) -> None:
+    with EngineGroup(server) as group:
+        group.require_whole()
+        group.ask(OLD, NEW)
+        group.until_moving()
         server.process.signal(signal.SIGSTOP)
-        town.until_idle()
-        assert town.restored(OLD) == [0] * len(town.engines), "it says nothing"
+        group.until_idle()
+        assert group.restored(OLD) == [0] * len(group.engines), "the server does not answer"
         server.process.signal(signal.SIGCONT)
-        town.require_whole()
+        group.require_whole()
 
 
 @pytest.mark.parametrize("mix", but_full(MIXES, GEMMA3), ids=lambda mix: mix.name)
-def test_no_wrong_byte_comes_from_a_server_that_stands_still_now_and_then(mix: Mix, server: Server) -> None:
+def test_a_server_that_stops_now_and_then_never_causes_a_wrong_byte(mix: Mix, server: Server) -> None:
     tally = Tally()
 
     @profile(5)
@@ -170,14 +170,14 @@ def test_no_wrong_byte_comes_from_a_server_that_stands_still_now_and_then(mix: M
 
 
 class Halting(Play):
-    """At a server that `halting` stops."""
+    """A scenario at a server that `halting` stops."""
 
     def settle(self) -> None:
         self.server.process.signal(signal.SIGCONT)
         assert all(reach(engine) for engine in self.engines)
         for engine in self.engines:
             require_idle(engine)
-        # A lookup that is lost with its connection leaves read locks, which the server gives back after minutes.
+        # A lookup that is lost with its connection leaves read locks, which the server releases after minutes.
         kept = {"sessions", "write_locked_count"}
         if not eventually(lambda: not kept & self.server.held().keys(), SETTLED_S):
             raise LeakError(f"the server keeps {self.server.held()}")
@@ -185,7 +185,7 @@ class Halting(Play):
 
 
 def halting(server: Server, random: Random) -> Callable[[OracleEngine, int], None]:
-    """A hook that stops the server now and then, for as long as an answer takes or longer than anybody waits."""
+    """A hook that stops the server now and then, for the time of an answer or longer than any deadline."""
     left = 0
 
     def before_step(engine: OracleEngine, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Controls of the tests at servers of LMCache: a connector with one thing wrong in it is found."""
+"""Controls of the tests with LMCache servers: a connector with one fault is found."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from oracle.settings import EngineSettings
 
 CHUNKS = 6
 SOON_S = 1.0
-"""A leak that is there for sure is not waited for."""
+"""Shorter wait for leaks that are certain."""
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
@@ -52,8 +52,8 @@ def tokens(num_tokens: int, seed: int) -> list[int]:
     return [generator.randrange(200) for _ in range(num_tokens)]
 
 
-def tour(mix: Mix, server: Server, **changed: Any) -> list[OracleEngine]:
-    """Two engines of one identity: what is found there is what one of them left, whole or behind what they have."""
+def run_two_engines(mix: Mix, server: Server, **changed: Any) -> list[OracleEngine]:
+    """Two engines of one identity: each finds the chunks of the other, whole or after a local prefix."""
     server.begin()
     chunk = server.sort.chunk_tokens
     long = tokens(CHUNKS * chunk + 1, 1)
@@ -92,7 +92,7 @@ Patch = pytest.MonkeyPatch
 
 
 def damage(patch: Patch) -> None:
-    """Half of what is stored changes at the server."""
+    """Half of the stored pages change at the server."""
     seal, random = session.seal_pages, Random(0)
 
     def seal_and_damage(parts: Any, session_spec: Any, lease: PageLease, *rest: Any) -> None:
@@ -110,7 +110,7 @@ def headers_are_not_read(patch: Patch) -> None:
 
 
 def answers_are_of_other_groups(patch: Patch) -> None:
-    """The server writes the pages of the first group where those of the second belong; their specs are equal."""
+    """The server swaps the pages of the first two groups, whose specs are equal."""
     check = LoadHandler._check
 
     def swap_and_check(self: LoadHandler, load: Any, lease: PageLease, job: Any) -> str | None:
@@ -123,7 +123,7 @@ def answers_are_of_other_groups(patch: Patch) -> None:
 
 
 def answers_are_of_other_blocks(patch: Patch) -> None:
-    """The server writes each page of a chunk one place further on."""
+    """The server writes each page of a chunk one place further."""
     tables, found, is_load = pages.block_tables, LoadHandler._found, []
 
     def rotated(geometry: Any, parts: Any, taken: Any) -> list[list[int]]:
@@ -148,7 +148,7 @@ def answers_are_of_other_blocks(patch: Patch) -> None:
 
 
 def answers_are_of_other_prompts(patch: Patch) -> None:
-    """To the server every prompt is the same."""
+    """For the server every prompt is the same."""
     patch.setattr(session_spec, "words_of", lambda digests, chunk: b"".join(bytes(4 * chunk) for _ in digests))
 
 
@@ -245,7 +245,7 @@ class Mutant(NamedTuple):
     mix: Mix
     shows_as: type[OracleError] = CorruptionError
     fault: Callable[[Patch], None] | None = None
-    """Something else that is wrong, which without the mutant costs loads and no byte."""
+    """Another fault, which without the mutant costs loads but no byte."""
     changed: dict[str, Any] = {}  # noqa: RUF012
 
 
@@ -279,18 +279,18 @@ MUTANTS = (
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.spoil.__name__)
-def test_what_is_wrong_with_a_connector_is_found(mutant: Mutant, server: Server, monkeypatch: Patch) -> None:
+def test_every_fault_of_a_connector_is_found(mutant: Mutant, server: Server, monkeypatch: Patch) -> None:
     if mutant.fault is not None:
         mutant.fault(monkeypatch)
-        engines = tour(mutant.mix, server, **mutant.changed)
+        engines = run_two_engines(mutant.mix, server, **mutant.changed)
         assert sum(engine.failed_loads for engine in engines) > 0, "the fault alone costs loads"
     mutant.spoil(monkeypatch)
     with pytest.raises(mutant.shows_as):
-        tour(mutant.mix, server, **mutant.changed)
+        run_two_engines(mutant.mix, server, **mutant.changed)
 
 
 @pytest.mark.parametrize("mix", [GPT_OSS, GEMMA3, QWEN3_NEXT], ids=lambda mix: mix.name)
-def test_nothing_is_found_where_nothing_is_wrong(mix: Mix, server: Server) -> None:
-    engines = tour(mix, server)
+def test_a_connector_without_faults_passes(mix: Mix, server: Server) -> None:
+    engines = run_two_engines(mix, server)
     assert sum(engine.failed_loads for engine in engines) == 0
     assert all(engine.restored_tokens > 0 for engine in engines)

@@ -1,4 +1,4 @@
-"""The model of the engine is right: without a connector, vLLM's own prefix caching never trips it, on any mix."""
+"""The model of the engine is right: without a connector, vLLM's own prefix caching passes, on any mix."""
 
 from __future__ import annotations
 

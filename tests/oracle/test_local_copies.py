@@ -1,4 +1,4 @@
-"""What the engine holds beyond its deepest state is copied from its own blocks: never a wrong byte, and none loaded."""
+"""Blocks that the engine holds beyond its deepest state are copied locally: never a wrong byte, and none is loaded."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PROMPT = list(range(100))
 FEW_BLOCKS = 14
-"""For one request with such a prompt, and hardly for the cached blocks of another."""
+"""Enough for one request with such a prompt, with hardly any room for cached blocks of another."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -44,14 +44,14 @@ def _registered() -> None:
 
 @dataclass
 class Seen:
-    """What loads came to that did not fail, on one rank."""
+    """Totals of loads that did not fail, on one rank."""
 
     loads: int = 0
     tier_bytes: int = 0
     local_tokens: int = 0
     local_bytes: int = 0
     sources: set[str] = field(default_factory=set)
-    """Tiers that had what was copied."""
+    """Tiers that held the copied content."""
 
 
 @pytest.fixture
@@ -88,12 +88,12 @@ def settings(mix: Mix, num_blocks: int = 200, **extra: Any) -> EngineSettings:
 
 
 def lose_states(engine: OracleEngine) -> None:
-    """What costs an engine its hit though it holds all attention."""
+    """Loses the states, so that the engine has no hit although it holds all attention."""
     lose(engine, lambda group, _: engine.mix.groups[group].kind is Kind.RECURRENT)
 
 
-def give_way_last(engine: OracleEngine) -> None:
-    """What is left is given out after all else, the end of a prefix first, whenever stores of it have ended."""
+def evict_last(engine: OracleEngine) -> None:
+    """Makes the remaining blocks the last to be given out, the end of a prefix first, once its stores have ended."""
     pool = engine.scheduler.kv_cache_manager.block_pool
     left = [block for block in pool.blocks if block.ref_cnt == 0 and block.block_hash is not None]
     pool.touch(left)
@@ -104,14 +104,14 @@ def restore(engine: OracleEngine) -> None:
     engine.submit("cold", PROMPT, 2)
     engine.drain()
     lose_states(engine)
-    give_way_last(engine)
+    evict_last(engine)
     engine.submit("warm", PROMPT, 2)
     engine.drain()
     engine.check_idle()
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_attention_that_the_engine_holds_beyond_its_state_is_not_loaded_again(load: str, seen: Seen) -> None:
+def test_attention_blocks_held_beyond_the_state_are_not_loaded_again(load: str, seen: Seen) -> None:
     with OracleEngine(QWEN3_NEXT, settings(QWEN3_NEXT, load=load)) as engine:
         restore(engine)
         restored = engine.restored_tokens
@@ -121,17 +121,16 @@ def test_attention_that_the_engine_holds_beyond_its_state_is_not_loaded_again(lo
     assert seen == Seen(1, states, restored, attention, {"ram"})
 
 
-def test_switched_off_all_of_it_is_loaded(seen: Seen) -> None:
+def test_everything_is_loaded_with_local_copies_disabled(seen: Seen) -> None:
     with OracleEngine(QWEN3_NEXT, settings(QWEN3_NEXT, local_copies=False)) as engine:
         restore(engine)
         assert engine.restored_tokens == 96
     assert seen.loads == 1 and seen.local_tokens == seen.local_bytes == 0
 
 
-def test_beside_loads_for_the_pass_to_come_nothing_is_copied_locally(
-    seen: Seen, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Such a pass comes after all loads of its step, so that hashed blocks may lack what it is to write."""
+def test_loads_before_the_forward_pass_use_no_local_copies(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a pass comes after all loads of its step, so hashed blocks may lack the content that it is going to
+    write."""
     monkeypatch.setattr(compat, "loads_after_forward", lambda output: False)
     with OracleEngine(QWEN3_NEXT, settings(QWEN3_NEXT)) as engine:
         restore(engine)
@@ -139,15 +138,15 @@ def test_beside_loads_for_the_pass_to_come_nothing_is_copied_locally(
     assert seen.loads == 1 and seen.local_tokens == seen.local_bytes == 0 and seen.tier_bytes > 0
 
 
-def test_what_gave_way_to_the_requests_own_blocks_is_loaded(seen: Seen) -> None:
-    """The pool has room for the new blocks only at the cost of blocks that held the same."""
+def test_blocks_given_out_to_the_request_itself_are_loaded(seen: Seen) -> None:
+    """The pool has room for the new blocks only if it reuses blocks with the same content."""
     with OracleEngine(QWEN3_NEXT, settings(QWEN3_NEXT, FEW_BLOCKS)) as engine:
         restore(engine)
         assert engine.restored_tokens == 96
     assert (seen.loads, seen.local_tokens) == (1, 64)
 
 
-def test_what_was_promoted_for_nothing_is_counted_by_the_tier_that_had_it(seen: Seen, tmp_path: Path) -> None:
+def test_needless_promotions_are_counted_for_the_tier_that_held_them(seen: Seen, tmp_path: Path) -> None:
     connector = stacked(QWEN3_NEXT, tmp_path)
     with OracleEngine(QWEN3_NEXT, replace(settings(QWEN3_NEXT), connector=connector)) as engine:
         engine.submit("cold", PROMPT, 2)
@@ -165,7 +164,7 @@ def test_what_was_promoted_for_nothing_is_counted_by_the_tier_that_had_it(seen: 
 
 @pytest.mark.parametrize("steps", range(1, 4))
 @pytest.mark.parametrize("in_step", [True, False])
-def test_an_abort_while_blocks_are_copied_gives_all_of_them_back(steps: int, in_step: bool) -> None:
+def test_an_abort_during_local_copies_frees_all_blocks(steps: int, in_step: bool) -> None:
     with OracleEngine(QWEN3_NEXT, settings(QWEN3_NEXT)) as engine:
         engine.submit("cold", PROMPT, 2)
         engine.drain()
@@ -238,19 +237,19 @@ def test_copies_beside_a_disk_never_corrupt(seen: Seen) -> None:
     assert seen.sources == {"ram", "disk"}, seen
 
 
-# What is wrong on purpose. The oracle must see each of them, or it proves nothing.
+# Injected faults. The oracle must find each of them, or it proves nothing.
 
 
 def of_another_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A window's blocks are copied from those of its neighbour, which has the same shape."""
+    """Blocks of a window are copied from those of its neighbour, which has the same shape."""
     cached = compat.cached_block
     monkeypatch.setattr(
         compat, "cached_block", lambda pool, name, group: cached(pool, name, group + 1 if group < 4 else group)
     )
 
 
-def that_was_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks are looked for before the engine gives out new ones, which may be the same."""
+def blocks_given_out_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are looked up before the engine gives out new ones, which may be the same."""
     seen: dict[tuple[Any, int], int | None] = {}
     cached, ask = compat.cached_block, OffloadScheduler.matched_tokens
 
@@ -264,21 +263,21 @@ def that_was_given_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "cached_block", lambda pool, name, group: seen.get((name, group)))
 
 
-def that_nobody_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+def blocks_not_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are being copied may be given to the next request."""
     monkeypatch.setattr(LocalBlocks, "pin", lambda *arguments: None)
 
 
-def that_are_never_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def blocks_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalBlocks, "free", lambda *arguments: None)
 
 
-def right(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is wrong."""
+def without_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No fault."""
 
 
 def is_found(mix: Mix, num_blocks: int) -> bool:
-    """Whether the oracle, or the connector itself, finds something wrong where the engine has lost a part."""
+    """Whether the oracle, or the connector itself, finds an error after the engine has lost a part."""
     with OracleEngine(mix, settings(mix, num_blocks, load="sync")) as engine:
         engine.submit("cold", PROMPT, 2)
         engine.drain()
@@ -286,7 +285,7 @@ def is_found(mix: Mix, num_blocks: int) -> bool:
             lose_states(engine)
         else:
             lose(engine, lambda group, _: group == 4)
-        give_way_last(engine)
+        evict_last(engine)
         engine.submit("warm", PROMPT, 2)
         engine.submit("other", PROMPT[:-21:-1], 2)
         try:
@@ -304,13 +303,13 @@ def is_found(mix: Mix, num_blocks: int) -> bool:
         (QWEN3_NEXT, 40, of_another_place, True),
         (GEMMA3, 200, of_another_place, True),
         (GEMMA3, 200, of_another_group, True),
-        (QWEN3_NEXT, FEW_BLOCKS, that_was_given_away, True),
-        (QWEN3_NEXT, 17, that_nobody_keeps, True),
-        (QWEN3_NEXT, 40, that_are_never_let_go, True),
-        (QWEN3_NEXT, FEW_BLOCKS, right, False),
-        (QWEN3_NEXT, 17, right, False),
-        (QWEN3_NEXT, 40, right, False),
-        (GEMMA3, 200, right, False),
+        (QWEN3_NEXT, FEW_BLOCKS, blocks_given_out_meanwhile, True),
+        (QWEN3_NEXT, 17, blocks_not_pinned, True),
+        (QWEN3_NEXT, 40, blocks_never_freed, True),
+        (QWEN3_NEXT, FEW_BLOCKS, without_fault, False),
+        (QWEN3_NEXT, 17, without_fault, False),
+        (QWEN3_NEXT, 40, without_fault, False),
+        (GEMMA3, 200, without_fault, False),
     ],
     ids=lambda value: getattr(value, "name", None) or getattr(value, "__name__", str(value)),
 )

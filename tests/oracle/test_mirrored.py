@@ -1,4 +1,4 @@
-"""A mirror between the fake runner and the KV tensors changes no outcome. Here both are memory of the CPU."""
+"""A mirror between the fake runner and the KV tensors changes no outcome. Here both are CPU memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_mirror_changes_no_outcome(mix: Mix) -> None:
 
 
 def test_a_mirror_that_is_not_read_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So what a connector loads gets to the fake runner through the device's tensors alone."""
+    """So loaded content reaches the fake runner only through the device's tensors."""
     read: Callable[[Mirror], None] = Mirror.read
     engine = MirroredEngine(GEMMA3, EngineSettings(num_blocks=200, max_step_tokens=16, connector=offload(GEMMA3)))
     with engine:

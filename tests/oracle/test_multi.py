@@ -1,4 +1,4 @@
-"""HybridMultiConnector over several stores: no wrong byte, no request lost, no block kept, whoever loads."""
+"""HybridMultiConnector over several stores: no wrong byte, no lost request, no leaked block, whichever store loads."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _registered() -> None:
 
 
 def multi(*children: Entry) -> Connector:
-    # Computing is as good as waiting here, so no child is waited for: what is drawn decides, not the clock.
+    # Computing is as good as waiting here, so no child is waited for: the drawn scenario decides, not the clock.
     return Connector(MULTI_CONNECTOR, {"connectors": list(children), "lookup_timeout_seconds": 0})
 
 
@@ -44,7 +44,7 @@ def offload(chunk_tokens: int, capacity: int | str = "64MiB", load: str = "async
 
 
 def foreign(mix: Mix, load: str, delay_steps: int, fail_every: int, weight: float) -> Entry:
-    """The oracle's own small connector, as somebody else's store."""
+    """The oracle's own small connector as a store of another vendor."""
     store = block_store(mix, load, delay_steps, fail_every)
     return {
         "kv_connector": store.name,
@@ -62,7 +62,7 @@ weights = st.sampled_from((0.5, 1.0, 4.0, "auto"))
 
 
 class Loaded:
-    """How many loads each child was given."""
+    """Number of loads of each child."""
 
     def __init__(self) -> None:
         self.by_child: dict[str, int] = {}
@@ -76,7 +76,7 @@ class Loaded:
 
 @pytest.fixture
 def loaded(monkeypatch: pytest.MonkeyPatch) -> Loaded:
-    """Keeps the counts that the connectors hand over."""
+    """Keeps the counts of the connectors."""
     from hybridkv.connectors.vllm.multi.connector import HybridMultiConnector
     from hybridkv.metrics import SelectionStats
 
@@ -153,8 +153,8 @@ def test_random_mixes_over_three_stores_never_corrupt() -> None:
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_damage_in_one_store_is_loaded_from_the_other_or_computed(mix: Mix) -> None:
-    """Bits flip in the store that is preferred: its loads fail, and the retries go elsewhere."""
+def test_corrupt_chunks_of_one_store_are_loaded_from_the_other_or_computed(mix: Mix) -> None:
+    """Bits flip in the preferred store: its loads fail, and the retries use the other store."""
     tally = Tally()
 
     @profile(40)
@@ -184,7 +184,7 @@ def warm(engine: OracleEngine, name: str, num_tokens: int = 100) -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(10.0, 1.0), (1.0, 10.0)])
-def test_the_heavier_store_loads(first: float, second: float, loaded: Loaded) -> None:
+def test_the_store_with_the_larger_weight_loads(first: float, second: float, loaded: Loaded) -> None:
     connector = multi(offload(8, weight=first), offload(16, weight=second))
     with OracleEngine(GPT_OSS, EngineSettings(num_blocks=200, connector=connector)) as engine:
         engine.submit("cold", list(range(100)), 2)
@@ -232,9 +232,7 @@ def test_a_child_stores_what_another_child_loaded(mix: Mix) -> None:
 
 
 @pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])
-def test_a_load_that_is_reported_before_its_child_has_loaded_is_caught(
-    is_wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_load_reported_before_its_child_has_loaded_is_caught(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def early(connector: Any, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         loads = {load.request_id for child in connector._connectors for load in child._connector_metadata.loads}
         return KVConnectorTransferResults(finished_recving=loads)

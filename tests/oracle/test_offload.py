@@ -1,4 +1,4 @@
-"""HybridOffloadConnector never lets the engine read a wrong byte, loses no request and keeps no block."""
+"""HybridOffloadConnector never lets the engine read a wrong byte, loses no request and leaks no block."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_offload_never_corrupts_random_mixes(load: str) -> None:
     assert tally.with_restored > tally.scenarios // 8, tally
 
 
-def test_blocks_that_hold_heads_before_layers_are_stored_and_never_corrupt() -> None:
+def test_blocks_with_heads_before_layers_never_corrupt() -> None:
     tally = Tally()
 
     @profile(50)
@@ -96,8 +96,8 @@ def test_blocks_that_hold_heads_before_layers_are_stored_and_never_corrupt() -> 
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_hashing_tokens_anew_never_corrupts(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for an engine whose own block hashes differ from process to process."""
+def test_rehashed_tokens_never_corrupt(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for an engine whose own block hashes differ between processes."""
     monkeypatch.setattr("hybridkv.connectors.vllm.common.compat.STABLE_HASHES", ())
     tally = Tally()
 
@@ -111,8 +111,8 @@ def test_hashing_tokens_anew_never_corrupts(mix: Mix, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_groups_of_a_drafter_are_stored_and_never_corrupt(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Full attention as if it were a drafter's: its chunks depend on the token that follows them."""
+def test_groups_of_a_drafter_never_corrupt(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full attention as if it were a drafter's: its chunks depend on the token after them."""
     translate = layout._group_spec
 
     def with_lookahead(path: str, group: Any, hash_tokens: int) -> GroupSpec:
@@ -160,7 +160,7 @@ def test_a_tier_that_evicts_all_the_time_never_corrupts(mix: Mix, monkeypatch: p
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_damaged_chunks_are_computed_again_and_never_read(mix: Mix, load: str) -> None:
+def test_corrupt_chunks_are_recomputed_and_never_read(mix: Mix, load: str) -> None:
     """Bits flip in the tier between any two steps; every load of such a chunk must fail, and its request recover."""
     tally = Tally()
 
@@ -176,10 +176,10 @@ def test_damaged_chunks_are_computed_again_and_never_read(mix: Mix, load: str) -
 
 
 def flip_bits(random: Random) -> Callable[[OracleEngine, int], None]:
-    """A hook that damages one sealed chunk of the tier before a step, while nothing is being copied.
+    """A hook that corrupts one sealed chunk of the tier before a step, while nothing is being copied.
 
-    A slot that is being written may hold the seal of what was there before; damage between the copy and its new seal
-    would be sealed with it.
+    A slot that is being written may hold its former seal; damage between the copy and its new seal would be sealed with
+    it.
     """
 
     def before_step(engine: OracleEngine, step: int) -> None:
@@ -192,11 +192,11 @@ def flip_bits(random: Random) -> Callable[[OracleEngine, int], None]:
     return before_step
 
 
-# A planner that is wrong on purpose. The oracle must see each of them, or it proves nothing.
+# Wrong planners. The oracle must find each of them, or it proves nothing.
 
 
 def skip_a_block_of_the_window(spec: CacheSpec, transfers: list[Transfer]) -> list[Transfer]:
-    """The window begins one block later than it does."""
+    """The window begins one block too late."""
     for i, each in enumerate(transfers):
         if spec.groups[each.group_index].kind is GroupKind.WINDOW:
             cut = Transfer(each.group_index, each.end_token, each.first_block + 1, each.block_ids[1:])
@@ -205,7 +205,7 @@ def skip_a_block_of_the_window(spec: CacheSpec, transfers: list[Transfer]) -> li
 
 
 def shift_the_window_by_a_block(spec: CacheSpec, transfers: list[Transfer]) -> list[Transfer]:
-    """Every block of the window is written one place further on."""
+    """Every block of the window is written one place further."""
     return [
         Transfer(each.group_index, each.end_token, each.first_block, (*each.block_ids[1:], each.block_ids[0]))
         if spec.groups[each.group_index].kind is GroupKind.WINDOW
@@ -215,7 +215,7 @@ def shift_the_window_by_a_block(spec: CacheSpec, transfers: list[Transfer]) -> l
 
 
 def take_the_state_before(spec: CacheSpec, transfers: list[Transfer]) -> list[Transfer]:
-    """The recurrent state of the boundary before the right one."""
+    """Loads the recurrent state of the boundary before the right one."""
     return [
         Transfer(each.group_index, each.end_token - spec.chunk_tokens, each.first_block, each.block_ids)
         if spec.groups[each.group_index].kind is GroupKind.RECURRENT

@@ -1,4 +1,4 @@
-"""Controls of the scenarios: a connector with one thing wrong in it is found by them."""
+"""Controls of the peer scenarios: a connector with one fault is found by them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from oracle.profile import profile
 from oracle.runner import CorruptionError, OracleError
 
 MOST = 80
-"""Scenarios in which a fault must have shown. They end with the first that shows it."""
+"""Scenarios in which a fault must show. They end with the first that shows it."""
 
 
 class FoundError(Exception):
@@ -98,7 +98,7 @@ def reads_that_still_write_count_as_ended(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RankRead, "_is_at_rest", is_at_rest)
 
 
-# What a scenario must have for a fault to matter. Without it few have, and the test would take minutes.
+# Condition of a scenario for a fault to matter. Few scenarios have it by chance, and the test would take minutes.
 
 
 def leases_run_out(scenario: PeerScenario) -> PeerScenario:
@@ -149,7 +149,7 @@ MUTANTS = (
         answers_are_mixed_up,
         alike(MLA),
         verify=True,
-        # Another's bytes are taken for a prompt's own, or first a lease is read that has another reader.
+        # Bytes of another prompt are taken, or first a lease is read that has another reader.
         shows_as=(CorruptionError, BugError),
     ),
     Mutant(
@@ -157,14 +157,14 @@ MUTANTS = (
         consumers_give_up,
         alike(GPT_OSS),
         verify=True,
-        # Somebody else's blocks are written, or first the transfer is seen that nobody has released.
+        # Blocks of another request are written, or first the unreleased transfer is noticed.
         shows_as=(CorruptionError, LeakError),
     ),
 )
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.spoil.__name__)
-def test_what_is_wrong_with_a_connector_is_found(mutant: Mutant) -> None:
+def test_every_fault_of_a_connector_is_found(mutant: Mutant) -> None:
     found: list[OracleError] = []
 
     @profile(MOST, whole=True)
@@ -183,8 +183,8 @@ def test_what_is_wrong_with_a_connector_is_found(mutant: Mutant) -> None:
     assert isinstance(found[0], mutant.shows_as), found[0]
 
 
-def test_a_bug_in_the_connectors_thread_is_found() -> None:
-    """Which on a real thread would be a line in a log."""
+def test_an_exception_in_the_connectors_thread_is_found() -> None:
+    """On a real thread it would be only a line in the log."""
 
     def spoil(patch: pytest.MonkeyPatch) -> None:
         patch.setattr(NixlRankMemory, "take_scratch", lambda self: 1 // 0)

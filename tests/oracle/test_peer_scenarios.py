@@ -1,7 +1,7 @@
-"""Two engines under everything that users, proxies, networks and operators do: no wrong byte, no leak, no request lost.
+"""Two engines with hostile users, proxies, networks and operators: no wrong byte, no leak, no lost request.
 
-Transports fail, are late, lose, stop halfway, lie and vanish; connections end or carry nothing; leases run out and
-their blocks hold something else; engines are killed and come back at the same address; either side gives up.
+Transports fail, are late, lose, stop halfway, corrupt and vanish; connections end or carry nothing; leases expire and
+their blocks get other content; engines are killed and return at the same address; either side aborts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _registered() -> None:
     register()
 
 
-def played(sides: st.SearchStrategy[Sides], num_scenarios: int) -> None:
+def run_scenarios(sides: st.SearchStrategy[Sides], num_scenarios: int) -> None:
     tally = PeerTally()
 
     @profile(num_scenarios)
@@ -58,33 +58,33 @@ def played(sides: st.SearchStrategy[Sides], num_scenarios: int) -> None:
     assert tally.calm > 0 and tally.with_local_hits > 0, tally
 
 
-# The tests below play all of them with unequal blocks, other layouts or several ranks.
+# The tests below use all of them with unequal blocks, other layouts or several ranks.
 ALIKE = but_full(ONE_SIZE, QWEN3_NEXT, GEMMA3, DEEPSEEK_V4, HEADS_BEFORE_LAYERS)
 
 
 @pytest.mark.parametrize("mix", ALIKE, ids=lambda mix: mix.name)
-def test_engines_with_equal_blocks_never_take_a_wrong_byte(mix: Mix) -> None:
-    played(st.just(alike(mix)), 25)
+def test_engines_with_equal_blocks_never_read_a_wrong_byte(mix: Mix) -> None:
+    run_scenarios(st.just(alike(mix)), 25)
 
 
-def test_engines_with_unequal_blocks_never_take_a_wrong_byte() -> None:
-    played(st.sampled_from(UNEQUAL_BLOCKS), 50)
+def test_engines_with_unequal_blocks_never_read_a_wrong_byte() -> None:
+    run_scenarios(st.sampled_from(UNEQUAL_BLOCKS), 50)
 
 
-def test_engines_with_bytes_in_other_orders_never_take_a_wrong_byte() -> None:
-    played(st.sampled_from(UNEQUAL_LAYOUTS), 25)
+def test_engines_with_different_layouts_never_read_a_wrong_byte() -> None:
+    run_scenarios(st.sampled_from(UNEQUAL_LAYOUTS), 25)
 
 
-def test_engines_with_several_ranks_never_take_a_wrong_byte() -> None:
-    played(st.sampled_from(EQUAL_RANKS + UNEQUAL_RANKS), 40)
+def test_engines_with_several_ranks_never_read_a_wrong_byte() -> None:
+    run_scenarios(st.sampled_from(EQUAL_RANKS + UNEQUAL_RANKS), 40)
 
 
-def test_engines_of_any_groups_never_take_a_wrong_byte() -> None:
-    played(random_sides(), 40)
+def test_engines_with_any_groups_never_read_a_wrong_byte() -> None:
+    run_scenarios(random_sides(), 40)
 
 
 @pytest.mark.parametrize("sides", REFUSED, ids=lambda sides: sides.name)
-def test_engines_that_do_not_fit_say_why_and_compute(sides: Sides) -> None:
+def test_incompatible_engines_name_the_reason_and_compute(sides: Sides) -> None:
     refusals: list[str] = []
 
     @profile(3)
@@ -97,13 +97,14 @@ def test_engines_that_do_not_fit_say_why_and_compute(sides: Sides) -> None:
     assert refusals
 
 
-def room_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:
+def ignore_room(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoadRoom, "verdict", lambda *_: Verdict.ADMIT)
 
 
-def test_a_request_whose_load_failed_does_not_stand_before_one_whose_load_has_ended() -> None:
-    """The pool holds one prompt whole, or one and what another resumes from. The engine asks first for the request that
-    failed, which does not fit: it must not be all that the engine asks for, for nothing else would ever be freed."""
+def test_a_request_with_a_failed_load_does_not_block_a_loaded_one() -> None:
+    """The pool holds one whole prompt, or one and the part from which another resumes. The engine asks first for the
+    request that failed, which does not fit: it must not be the only one that the engine asks for, since nothing else
+    would ever be freed."""
     sides = Sides((CUT_WINDOWS, with_blocks(CUT_WINDOWS, 2)))
     options = {"weights_digest": "oracle", "lease_seconds": 6.0, "load_timeout_seconds": 40.0}
     settings = tuple(
@@ -128,14 +129,15 @@ def test_a_request_whose_load_failed_does_not_stand_before_one_whose_load_has_en
     troubles = (Trouble(1, What.JUMP, seconds=12.0), Trouble(12, What.JUMP, seconds=1.0))
     prompts = (Prompt(0, 0, 64), Prompt(0, 64, 43), Prompt(0, 64, 13), Prompt(1, 107, 23))
     scenario = PeerScenario((settings[0], settings[1]), prompts, talks, troubles, FaultPlan(), seed=2)
-    # Room beside other loads would keep it from loading at all.
-    ended = play(sides, scenario, room_is_not_looked_at)
+    # The check for room beside other loads would prevent the load.
+    ended = play(sides, scenario, ignore_room)
     assert ended.simulation.failures["pairing"] > 0
     assert ended.simulation.outcomes["prompt loaded"] > 0
 
 
-def test_two_loads_that_each_need_more_than_is_left_do_not_wait_for_each_other() -> None:
-    """The pool of the second engine holds what two prompts resume from, and not one block more for either."""
+def test_two_loads_that_each_need_more_than_is_left_do_not_deadlock() -> None:
+    """The pool of the second engine holds the parts from which two prompts resume, and not one block more for
+    either."""
     mix = DEEPSEEK_V4
     settings = [
         EngineSettings(
@@ -172,4 +174,4 @@ def test_two_loads_that_each_need_more_than_is_left_do_not_wait_for_each_other()
     ended = play(alike(mix), scenario)
     assert ended.simulation.outcomes["prompt loaded"] > 2
     with pytest.raises(StuckError):
-        play(alike(mix), scenario, room_is_not_looked_at)
+        play(alike(mix), scenario, ignore_room)

@@ -1,6 +1,6 @@
-"""What one engine computed the other goes on with, byte by byte, and nothing is kept of it when both are idle.
+"""One engine resumes what the other computed, byte for byte, and nothing of it remains when both are idle.
 
-Every byte that a forward pass would read is compared with what it must be, whoever put it there.
+Every byte that a forward pass would read is compared with the expected one, whoever wrote it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def test_a_prompt_of_any_length_is_handed_over(mix: Mix) -> None:
 
 
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
-def test_many_requests_share_prefixes_and_hit_in_part(mix: Mix) -> None:
-    """Sixteen at a time, on stems that both engines have by the second turn."""
+def test_many_requests_with_shared_prefixes_hit_in_part(mix: Mix) -> None:
+    """Sixteen at a time, with beginnings that both engines have by the second turn."""
     stems = [tokens(96, seed=seed) for seed in range(3)]
     with a_pair(mix) as pair:
         for turn in range(2):
@@ -67,7 +67,7 @@ def test_a_full_local_hit_reads_nothing_and_frees_the_producer() -> None:
         pair.drain()
         pair.consumer.restored_tokens = 0
         pair.decode("d1", prompt, 3, pair.prefill("p1", prompt))
-        # The lease would hold for days.
+        # Otherwise the lease would hold for days.
         pair.drain()
         assert pair.consumer.restored_tokens == 0
 
@@ -86,7 +86,7 @@ def test_an_aborted_consumer_frees_both_sides_once(steps: int) -> None:
 @pytest.mark.parametrize("steps", range(3))
 def test_an_aborted_producer_holds_nothing(steps: int) -> None:
     with a_pair(QWEN3_NEXT, lease_seconds=LONG_S) as pair:
-        pair.producer.hand_on("p", tokens(180, seed=3), 1, {"do_remote_decode": True}, 1)
+        pair.producer.submit_with_params("p", tokens(180, seed=3), 1, {"do_remote_decode": True}, 1)
         for _ in range(steps):
             pair.step()
         pair.producer.abort("p")
@@ -100,21 +100,21 @@ def few_blocks(mix: Mix) -> int:
 
 
 def expired(pair: Pair) -> tuple[list[int], dict[str, Any]]:
-    """A prompt whose lease has ended and whose blocks hold another one's tokens by now."""
+    """A prompt with an expired lease, whose blocks hold tokens of other prompts by now."""
     prompt = tokens(150, seed=4)
     params = pair.prefill("p", prompt)
     assert params is not None
     pair.until(lambda: pair.producer.is_idle)
     pair.producer.reset_prefix_cache()
     for seed in range(3):
-        pair.producer.hand_on(f"other{seed}", tokens(150, seed=50 + seed), 1, None)
+        pair.producer.submit_with_params(f"other{seed}", tokens(150, seed=50 + seed), 1, None)
     pair.until(lambda: pair.producer.is_idle)
     return prompt, params
 
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
-def test_what_is_read_behind_its_lease_is_never_taken(mix: Mix, verify: bool) -> None:
+def test_content_read_after_its_lease_has_expired_is_never_used(mix: Mix, verify: bool) -> None:
     sizes = {"lease_seconds": SHORT_S, "verify": verify, "num_blocks": few_blocks(mix)}
     with Pair(mix, settings("kv_producer", **sizes), settings("kv_consumer", verify=verify)) as pair:
         prompt, params = expired(pair)
@@ -124,7 +124,7 @@ def test_what_is_read_behind_its_lease_is_never_taken(mix: Mix, verify: bool) ->
 
 
 @pytest.mark.parametrize("mix", [GEMMA3, QWEN3_NEXT, LLAMA4], ids=lambda mix: mix.name)
-def test_without_the_comparison_it_would_be(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_nonce_comparison_it_would_be_used(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test above."""
     monkeypatch.setattr(NixlRankMemory, "has_nonce", lambda self, place, nonce: True)
     sizes = {"lease_seconds": SHORT_S, "verify": False, "num_blocks": few_blocks(mix)}
@@ -136,7 +136,7 @@ def test_without_the_comparison_it_would_be(mix: Mix, monkeypatch: pytest.Monkey
 
 
 def mixed_up(pair: Pair, group: int) -> None:
-    """Two prompts are handed over; the parameters of the first have another's blocks in one group."""
+    """Submits two prompts; the parameters of the first have blocks of the other one in one group."""
     prompts = tokens(150, seed=5), tokens(150, seed=6)
     params, others = pair.prefill("p0", prompts[0]), pair.prefill("p1", prompts[1])
     assert params is not None and others is not None
@@ -148,21 +148,21 @@ def mixed_up(pair: Pair, group: int) -> None:
 
 
 @pytest.mark.parametrize("group", range(len(GEMMA3.groups)))
-def test_a_block_of_any_group_in_the_place_of_another_is_seen(group: int) -> None:
-    """The control of the byte comparison: a wrong table, which no lease can see."""
+def test_blocks_of_another_prompt_in_any_group_are_noticed(group: int) -> None:
+    """The control of the byte comparison: a wrong table, which a lease cannot show."""
     with a_pair(GEMMA3, verify=False) as pair, pytest.raises(CorruptionError):
         mixed_up(pair, group)
 
 
 @pytest.mark.parametrize("group", range(len(GEMMA3.groups)))
-def test_blocks_that_the_lease_does_not_hold_are_not_taken(group: int) -> None:
-    """The producer digests the blocks of the lease, whatever a proxy made of the list."""
+def test_blocks_outside_of_the_lease_are_not_used(group: int) -> None:
+    """The producer digests the blocks of the lease, whatever list the proxy passes on."""
     with a_pair(GEMMA3) as pair:
         mixed_up(pair, group)
         assert pair.consumer.failed_loads == 1
 
 
-def test_bytes_that_changed_on_the_way_are_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_that_changed_in_transit_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = tokens(150, seed=7)
     with a_pair(GEMMA3) as pair:
         params = pair.prefill("p", prompt)
@@ -181,7 +181,7 @@ def test_bytes_that_changed_on_the_way_are_not_taken(monkeypatch: pytest.MonkeyP
         assert pair.consumer.failed_loads == 1
 
 
-def test_a_producer_that_is_gone_costs_one_failed_load() -> None:
+def test_a_lost_producer_costs_one_failed_load() -> None:
     prompt = tokens(150, seed=8)
     with a_pair(QWEN3_NEXT) as pair:
         params = pair.prefill("p", prompt)
@@ -193,7 +193,7 @@ def test_a_producer_that_is_gone_costs_one_failed_load() -> None:
         assert pair.consumer.failed_loads == 1
 
 
-def test_a_prompt_that_is_not_the_producers_is_computed() -> None:
+def test_a_prompt_that_differs_from_the_producers_is_computed() -> None:
     with a_pair(GEMMA3, lease_seconds=LONG_S) as pair:
         params = pair.prefill("p", tokens(150, seed=9))
         pair.decode("d", tokens(150, seed=10), 5, params)
@@ -202,7 +202,7 @@ def test_a_prompt_that_is_not_the_producers_is_computed() -> None:
 
 
 @pytest.mark.parametrize("lost", ["hybridkv", "remote_block_ids", "remote_host", "remote_num_tokens"])
-def test_params_that_a_proxy_has_spoilt_are_refused_and_the_prompt_is_computed(lost: str) -> None:
+def test_incomplete_params_are_refused_and_the_prompt_is_computed(lost: str) -> None:
     prompt = tokens(150, seed=11)
     with a_pair(GEMMA3, lease_seconds=SHORT_S) as pair:
         params = pair.prefill("p", prompt)
@@ -223,7 +223,7 @@ def test_engines_of_different_models_refuse_each_other() -> None:
         assert pair.consumer.failed_loads == 1
 
 
-def test_only_so_many_leases_as_there_are_slots() -> None:
+def test_the_number_of_leases_is_limited_by_the_slots() -> None:
     with a_pair(GEMMA3, max_leases=2, lease_seconds=LONG_S) as pair:
         prompts = [tokens(40, seed=20 + i) for i in range(4)]
         answers = [pair.prefill(f"p{i}", prompt) for i, prompt in enumerate(prompts)]
@@ -236,8 +236,8 @@ def test_only_so_many_leases_as_there_are_slots() -> None:
         pair.drain()
 
 
-def test_preempted_consumers_compute_what_they_had_loaded() -> None:
-    # Any two fit when they begin, and no two at their end, which is far enough for the second to be loaded by then.
+def test_preempted_consumers_recompute_their_loaded_tokens() -> None:
+    # Any two fit when they begin, but no two at their end, which is so late that the second is loaded by then.
     with Pair(QWEN3_NEXT, settings("kv_producer"), settings("kv_consumer", num_blocks=44)) as pair:
         prompts = [tokens(100 + i, seed=30 + i) for i in range(6)]
         answers = [pair.prefill(f"p{i}", prompt) for i, prompt in enumerate(prompts)]

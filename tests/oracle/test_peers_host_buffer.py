@@ -1,6 +1,6 @@
-"""What lies in a device goes by host memory: out before anybody hears of it, in when it has been checked.
+"""KV in a device goes through host memory: copied out before it is offered, copied in after it was checked.
 
-The device is another part of host memory here. The connector does not know that: it reads and writes its copy alone.
+The device is another part of host memory here. The connector does not know that: it reads and writes only its copy.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def a_pair(mix: Mix) -> Pair:
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_a_prompt_goes_from_device_to_device_by_host_memory(mix: Mix) -> None:
+def test_a_prompt_goes_from_device_to_device_through_host_memory(mix: Mix) -> None:
     with a_pair(mix) as pair:
         require_handed_over(pair, LENGTHS)
 
 
 @pytest.mark.parametrize("mix", [GEMMA3, QWEN3_NEXT, LLAMA4], ids=lambda mix: mix.name)
-def test_what_either_side_holds_already_is_copied_out_and_not_copied_in(mix: Mix) -> None:
+def test_blocks_that_a_side_holds_are_copied_out_and_not_copied_in(mix: Mix) -> None:
     stem = tokens(96, seed=1)
     with a_pair(mix) as pair:
         for turn in range(2):
@@ -56,8 +56,8 @@ def test_what_either_side_holds_already_is_copied_out_and_not_copied_in(mix: Mix
 
 
 @pytest.mark.parametrize("way", ["save", "load"])
-def test_without_a_copy_it_would_be_something_else(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control of the tests above: digests are of host memory, and cannot see it."""
+def test_a_missing_copy_is_noticed(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the tests above: digests cover host memory, and cannot show it."""
     monkeypatch.setattr(HostBuffer, way, lambda self, block_ids: None)
     prompt = tokens(150, seed=2)
     with a_pair(GEMMA3) as pair:
@@ -66,14 +66,14 @@ def test_without_a_copy_it_would_be_something_else(way: str, monkeypatch: pytest
             pair.drain()
 
 
-def test_what_was_not_copied_out_is_not_handed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_that_were_not_copied_out_are_not_offered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostCopyTracker, "of_step", lambda self, scheduled_tokens, tables: [])
     with a_pair(GEMMA3) as pair:
         assert pair.prefill("p", tokens(150, seed=3)) is None
         pair.drain()
 
 
-def test_a_load_that_failed_is_not_copied_in(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_load_is_not_copied_in(monkeypatch: pytest.MonkeyPatch) -> None:
     copied: list[Any] = []
     load = HostBuffer.load
     monkeypatch.setattr(HostBuffer, "load", lambda self, block_ids: copied.append(block_ids) or load(self, block_ids))
@@ -89,14 +89,14 @@ def test_a_load_that_failed_is_not_copied_in(monkeypatch: pytest.MonkeyPatch) ->
         assert pair.consumer.failed_loads == 0 and len(copied) == 1
 
 
-def test_a_producer_that_was_preempted_copies_its_new_blocks() -> None:
-    """Preempted as it generates, which it may where all groups keep everything."""
+def test_a_preempted_producer_copies_its_new_blocks() -> None:
+    """Preempted while it generates, which is possible where all groups keep everything."""
     mix = Mix("full", (Group(Kind.FULL, 16),))
     few = replace(settings("kv_producer"), num_blocks=30)
     with Pair(mix, few, settings("kv_consumer")) as pair:
         prompts = {f"{i}": tokens(100 + i, seed=30 + i) for i in range(6)}
         for name, prompt in prompts.items():
-            pair.producer.hand_on(name, prompt, 40, {"do_remote_decode": True})
+            pair.producer.submit_with_params(name, prompt, 40, {"do_remote_decode": True})
         read: set[str] = set()
 
         def all_are_read() -> bool:

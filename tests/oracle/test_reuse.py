@@ -1,4 +1,4 @@
-"""The estimated hits of other sizes of host memory are what engines with these sizes restore."""
+"""The estimated hits for other sizes of host memory equal the restored tokens of engines with these sizes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def prompts(mix: Mix, *, again: bool) -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("mix", [QWEN3_NEXT, GPT_OSS], ids=lambda mix: mix.name)
-def test_a_loop_over_more_than_host_memory_says_how_much_it_needs(
+def test_a_loop_larger_than_host_memory_reports_the_needed_size(
     mix: Mix, heard: Heard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(reuse, "RECORD_S", 0.0)
@@ -89,13 +89,13 @@ def test_a_loop_over_more_than_host_memory_says_how_much_it_needs(
     assert "reuse of" in caplog.text and "unbounded 6" in caplog.text
 
 
-def test_prompts_that_share_nothing_need_nothing(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_without_common_parts_need_no_memory(heard: Heard, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reuse, "RECORD_S", 0.0)
     shares, needed_bytes = Run(QWEN3_NEXT, 1 << 20, prompts(QWEN3_NEXT, again=False)).estimate(heard)
     assert set(shares.values()) == {0} and needed_bytes == 0
 
 
-def test_an_error_switches_the_estimate_off_and_fails_no_request(
+def test_an_error_disables_the_estimate_and_fails_no_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(*arguments: object) -> None:

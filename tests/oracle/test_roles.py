@@ -1,4 +1,4 @@
-"""Who does not load is not searched, who does not store adds nothing, and who reads no cache is not served from one."""
+"""Roles: a producer is not searched, a consumer stores nothing, and a request that skips the cache gets no hit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _registered() -> None:
 
 
 class Seen:
-    """What the connectors of a test searched and counted."""
+    """Searches and counts of the connectors of a test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.searches = 0
@@ -57,7 +57,7 @@ class Seen:
         monkeypatch.setattr(ConnectorMetrics, "take", taking)
 
     def total(self, name: str, *labels: str) -> float:
-        """A counter's sum over all values of its labels, or over those with these among them."""
+        """Sum of a counter over all values of its labels, or over those that include these."""
         found = self._counts.data().counters
         return sum(n for each, of, n in found if each == f"vllm:hybridkv_{name}" and set(labels) <= set(of))
 
@@ -80,7 +80,7 @@ def stacked(mix: Mix, directory: str | Path, role: str) -> Connector:
 
 
 def beside_a_producer(mix: Mix, directory: str | Path, role: str) -> Connector:
-    """The same below HybridMultiConnector, whose role it inherits, beside a child that names its own."""
+    """The same below a HybridMultiConnector, whose role it inherits, beside a child with a role of its own."""
     ram = {"chunk_tokens": mix.alignment_tokens, "tiers": [{"type": "ram", "capacity": "64MiB"}]}
     children = [
         {"kv_connector": CONNECTOR, "kv_connector_extra_config": extra(mix, directory)},
@@ -104,7 +104,7 @@ def stack_of(opened: OracleEngine) -> TierStack:
 
 
 def serve(opened: OracleEngine, name: str, prompt: list[int], **more: Any) -> int:
-    """Tokens that were restored for a prompt of which the engine itself has nothing."""
+    """Tokens that were restored for a prompt that the engine itself does not hold."""
     opened.reset_prefix_cache()
     before = opened.restored_tokens
     opened.submit(name, prompt, 2, **more)
@@ -117,7 +117,7 @@ def serve(opened: OracleEngine, name: str, prompt: list[int], **more: Any) -> in
 
 @BUILDS
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_a_consumer_loads_what_a_producer_stored_and_adds_nothing(
+def test_a_consumer_loads_what_a_producer_stored_and_stores_nothing(
     mix: Mix, build: Any, tmp_path: Path, seen: Seen
 ) -> None:
     with engine(mix, build(mix, tmp_path, "kv_producer")) as producer:
@@ -136,11 +136,11 @@ def test_a_consumer_loads_what_a_producer_stored_and_adds_nothing(
         assert serve(consumer, "cold", OTHER_PROMPT) == 0
         assert (stack.primary.num_keys, stack.secondary["disk"].num_keys) == (promoted, num_keys)
         assert seen.total("moves_total", "cascade") == 0
-        assert serve(consumer, "again", PROMPT) > 0, "from host memory, where it was promoted to"
+        assert serve(consumer, "again", PROMPT) > 0, "from host memory, into which it was promoted"
 
 
 @pytest.mark.parametrize("mix", but_full(NAMED, QWEN3_NEXT), ids=lambda mix: mix.name)
-def test_whatever_its_role_a_connector_never_corrupts(mix: Mix, seen: Seen) -> None:
+def test_a_connector_of_any_role_never_corrupts(mix: Mix, seen: Seen) -> None:
     restored = dict.fromkeys(ROLES, 0)
 
     @profile(30)
@@ -159,7 +159,7 @@ def test_whatever_its_role_a_connector_never_corrupts(mix: Mix, seen: Seen) -> N
 
 
 @BUILDS
-def test_a_request_that_reads_no_cache_is_not_searched_for_and_brings_nothing_up(
+def test_a_request_that_skips_the_cache_is_not_searched_and_promotes_nothing(
     build: Any, tmp_path: Path, seen: Seen
 ) -> None:
     with engine(GPT_OSS, build(GPT_OSS, tmp_path, "kv_both")) as opened:

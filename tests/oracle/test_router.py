@@ -1,4 +1,4 @@
-"""A subscriber that hears events alone knows what each request will restore, to the token."""
+"""A subscriber that receives only KV events predicts the restored tokens of each request exactly."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ STORES = but_full(
 )
 REQUESTS = round(500 * float(os.environ.get("ORACLE_SCENARIOS_FACTOR", "0.25")))
 LONGEST = 6
-"""Chunks of a prompt. Memory has room for more, so what is found on disk always fits."""
+"""Chunks of a prompt. Memory has room for more, so chunks found on disk always fit."""
 
 
 TRIES = 400
-"""Until a subscriber has joined: what was sent before, it does not hear."""
+"""Until a subscriber has joined: it does not receive earlier messages."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,7 +62,7 @@ def engine_of(mix: Mix, store: Connector, kv_events: bool = True) -> tuple[Oracl
 
 
 class Prompts:
-    """Prompts that begin as others did: turns that go on, branches anywhere, and new ones."""
+    """Prompts with common beginnings: turns that continue, branches anywhere, and new ones."""
 
     def __init__(self, mix: Mix, seed: int, most: int = 40) -> None:
         self._chunk, self._draw, self._most = mix.alignment_tokens, Random(seed), most
@@ -88,7 +88,7 @@ class Prompts:
 
 
 class Restored:
-    """What requests restored, beside what was predicted of them."""
+    """Restored tokens of requests, to compare with predictions."""
 
     def __init__(self, engine: OracleEngine) -> None:
         self.engine = engine
@@ -96,7 +96,7 @@ class Restored:
         self.hits: Counter[bool] = Counter()
 
     def ask(self, prompt: list[int], num_outputs: int = 1, reset: bool = False) -> int:
-        """Tokens that come from the tiers, the engine's own cache being empty: block by block, or by a reset."""
+        """Tokens that come from the tiers, with an empty cache of the engine: emptied block by block, or by a reset."""
         engine = self.engine
         pool = engine.scheduler.kv_cache_manager.block_pool
         if reset:
@@ -114,7 +114,7 @@ class Restored:
 
 
 @pytest.mark.parametrize(("mix", "tiers"), STORES, ids=lambda value: getattr(value, "name", value))
-def test_what_each_request_restores_is_predicted_from_events_alone(mix: Mix, tiers: str, tmp_path: Path) -> None:
+def test_the_restored_tokens_of_each_request_are_predicted_from_events(mix: Mix, tiers: str, tmp_path: Path) -> None:
     disk = tmp_path / "store" if tiers != "ram" else None
     engine, publisher = engine_of(mix, connector(mix, 3 * LONGEST, disk))
     routers = [Router(clears=True), Router(clears=False)]
@@ -138,8 +138,8 @@ def test_what_each_request_restores_is_predicted_from_events_alone(mix: Mix, tie
     assert disk is None or told["BlockStored STORAGE"] > REQUESTS, told
 
 
-def overrated(mix: Mix, store: Connector, num_requests: int = 150) -> tuple[int, int]:
-    """Tokens that a router expects that scores attention alone, beyond what is restored; and what is restored."""
+def overestimate(mix: Mix, store: Connector, num_requests: int = 150) -> tuple[int, int]:
+    """Tokens that a router with attention scores alone expects beyond the restored ones, and the restored ones."""
     engine, publisher = engine_of(mix, store)
     router = Router()
     publisher.listeners.append(router.hear)
@@ -155,14 +155,14 @@ def overrated(mix: Mix, store: Connector, num_requests: int = 150) -> tuple[int,
     return beyond, total
 
 
-def test_what_is_announced_though_nothing_can_resume_there_is_overrated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: every stored chunk is announced. Routers that score attention alone then take it for hits."""
-    # Stops leave states at most places where prompts part.
+def test_announcing_every_stored_chunk_makes_routers_overestimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control: every stored chunk is announced. Routers with attention scores alone then take it for a hit."""
+    # Stops would leave states at most places where prompts diverge.
     store = connector(QWEN3_NEXT, 3 * LONGEST, checkpoints="off")
-    beyond, total = overrated(QWEN3_NEXT, store)
+    beyond, total = overestimate(QWEN3_NEXT, store)
     with monkeypatch.context() as patch:
         patch.setattr(Announcer, "_needed", lambda self, node: -1)
-        beyond_of_all, total_of_all = overrated(QWEN3_NEXT, store)
+        beyond_of_all, total_of_all = overestimate(QWEN3_NEXT, store)
     assert total == total_of_all > 0
     assert beyond_of_all > 2 * beyond, (beyond, beyond_of_all)
 
@@ -183,7 +183,7 @@ def test_a_router_that_loses_one_removal_is_wrong() -> None:
     def begins(event: BlockRemoved) -> bool:
         return event.group_idx == 1 and whole.path_of(first)[:1] == event.block_hashes
 
-    # The lossy one hears first, so that the other still knows the blocks.
+    # The lossy one receives first, so that the other still knows the blocks.
     lossy, whole = Router(keeps=keeps), Router()
     publisher.listeners += [lossy.hear, whole.hear]
     with engine:
@@ -199,7 +199,7 @@ def test_a_router_that_loses_one_removal_is_wrong() -> None:
         assert restored.ask(first) == 0
 
 
-def test_what_the_engine_sends_over_a_socket_is_what_was_published() -> None:
+def test_events_arrive_over_a_socket_as_published() -> None:
     """The real publisher, and a subscriber on loopback."""
     engine, published = engine_of(QWEN3_NEXT, connector(QWEN3_NEXT, 3 * LONGEST))
     publisher = ZmqEventPublisher(0, endpoint="tcp://127.0.0.1:*")
@@ -236,9 +236,9 @@ def test_what_the_engine_sends_over_a_socket_is_what_was_published() -> None:
     assert heard.num_events == sent.num_events
 
 
-def test_a_subscriber_that_binds_is_sent_nothing_before_it_receives() -> None:
-    """To an endpoint without a star the engine connects. The socket that waits there says what it wants to hear only
-    while its owner is in a call of it; until then all is dropped where it is sent, and nobody is told."""
+def test_a_subscriber_that_binds_receives_nothing_before_its_first_receive() -> None:
+    """The engine connects to an endpoint without a star. The waiting socket sends its subscription only while its owner
+    is in a call of it; until then everything is dropped by the sender, without a report."""
     with zmq.Context.instance().socket(zmq.SUB) as subscriber:
         subscriber.subscribe(b"")
         port = subscriber.bind_to_random_port("tcp://127.0.0.1")
@@ -247,15 +247,15 @@ def test_a_subscriber_that_binds_is_sent_nothing_before_it_receives() -> None:
         while heard < 0:
             assert number < TRIES
             publisher.publish(KVEventBatch(ts=float(number), events=[]))
-            publisher._event_queue.join()  # which is sent by now
+            publisher._event_queue.join()  # sent by now
             if subscriber.poll(50):
                 heard = int(msgspec.msgpack.decode(subscriber.recv_multipart()[-1])[0])
             number += 1
-        assert heard > 0, "the first one was sent before anybody asked for it"
+        assert heard > 0, "the first one was sent before the subscription"
         publisher.shutdown()
 
 
-def test_without_kv_events_nothing_is_watched() -> None:
+def test_nothing_is_watched_without_kv_events() -> None:
     engine, publisher = engine_of(GPT_OSS, connector(GPT_OSS, LONGEST), kv_events=False)
     with engine:
         Restored(engine).ask([1] * 40)
@@ -267,7 +267,7 @@ def test_without_kv_events_nothing_is_watched() -> None:
     assert publisher.num_batches == 0
 
 
-def test_a_reset_of_the_connector_takes_everything_back_and_clears_nothing_else() -> None:
+def test_a_reset_of_the_connector_removes_its_blocks_and_clears_nothing_else() -> None:
     engine, publisher = engine_of(QWEN3_NEXT, connector(QWEN3_NEXT, 3 * LONGEST))
     router = Router()
     publisher.listeners.append(router.hear)
@@ -281,7 +281,7 @@ def test_a_reset_of_the_connector_takes_everything_back_and_clears_nothing_else(
     assert not any(name.startswith("AllBlocksCleared") for name in router.num_events)
 
 
-def test_what_the_disk_kept_is_announced_when_a_request_has_met_it(tmp_path: Path) -> None:
+def test_chunks_of_an_old_disk_are_announced_when_a_request_uses_them(tmp_path: Path) -> None:
     prompt = [1] * (4 * QWEN3_NEXT.alignment_tokens + 1)
     for is_first in (True, False):
         engine, publisher = engine_of(QWEN3_NEXT, connector(QWEN3_NEXT, 3 * LONGEST, tmp_path / "store"))
@@ -297,8 +297,8 @@ def test_what_the_disk_kept_is_announced_when_a_request_has_met_it(tmp_path: Pat
             assert router.num_events["BlockStored STORAGE"] > 0
 
 
-def test_of_two_children_the_last_that_holds_a_block_takes_it_back() -> None:
-    """The small one evicts what the large one keeps; a subscriber hears of each block once."""
+def test_a_block_of_two_children_is_removed_when_the_last_one_evicts_it() -> None:
+    """The small child evicts blocks that the large one keeps; a subscriber receives each block once."""
     mix = GPT_OSS
     children = [
         {"kv_connector": store.name, "kv_connector_extra_config": store.extra_config}

@@ -36,7 +36,7 @@ def saving_last(scenario: Scenario, connector: Connector) -> Scenario:
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_offload_never_corrupts(mix: Mix, load: str) -> None:
+def test_offload_never_corrupts_when_saves_come_last(mix: Mix, load: str) -> None:
     tally = Tally()
 
     @profile(60)
@@ -49,7 +49,7 @@ def test_offload_never_corrupts(mix: Mix, load: str) -> None:
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_several_stores_never_corrupt(mix: Mix) -> None:
+def test_several_stores_never_corrupt_when_saves_come_last(mix: Mix) -> None:
     tally = Tally()
     configs = [offload(mix, load) for load in ("async", "sync")]
     children = [{"kv_connector": CONNECTOR, "kv_connector_extra_config": config} for config in configs]

@@ -1,8 +1,8 @@
-"""Prompts that end inside a block come back up to their last hash unit, and the engine never reads a wrong byte.
+"""Prompts that end inside a block are restored up to their last hash unit, and no wrong byte is ever read.
 
-The oracle checks each token of a block and each state by itself, so it sees a tail that is too long, too short or of
-another prompt. For hits of its own inside blocks vLLM copies blocks, and there this engine does what vLLM 0.32 means to
-do and does not: it copies all of a block, and one copy after the other. In one step a block may be copied to a second
+The oracle checks each token of a block and each state by itself, so it notices a tail that is too long, too short or of
+another prompt. For its own hits inside blocks vLLM copies blocks, and there this engine does what vLLM 0.32 intends and
+does not do: it copies all of a block, and one copy after the other. In one step a block may be copied to a second one
 and that to a third, where two requests with the same prompt come together; vLLM reads all before it writes any.
 """
 
@@ -45,7 +45,7 @@ TWO_SIZES = Mix(
     "two_sizes",
     (STATE, Group(Kind.FULL, 32, (Layers(2, cell_bytes=8, heads=2),))),
 )
-"""Blocks of 16 and 32: states lie inside a chunk also where they end a block."""
+"""Blocks of 16 and 32: states are inside a chunk even where they end a block."""
 UNITS = {QWEN3_NEXT.name: (2, 4, 8), TWO_SIZES.name: (4, 8)}
 MIXES = (QWEN3_NEXT, TWO_SIZES)
 
@@ -61,7 +61,8 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TailLoads:
-    """How many loads end inside a chunk, and how many do not. `change` is what a mutant makes of the former."""
+    """Number of loads that end inside a chunk, and of the others. A mutant replaces the transfers of the former by
+    `change`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, change: Any = None) -> None:
         self.tails = self.chunks = 0
@@ -109,7 +110,7 @@ def test_tails_never_corrupt(mix: Mix, load: str, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_a_tier_that_evicts_all_the_time_never_corrupts_a_tail(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tails_in_a_tier_that_evicts_all_the_time_never_corrupt(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
     loads = TailLoads(monkeypatch)
     capacity = 2 * 4096 * (len(mix.groups) + 1)
 
@@ -123,7 +124,7 @@ def test_a_tier_that_evicts_all_the_time_never_corrupts_a_tail(mix: Mix, monkeyp
 
 
 @pytest.mark.parametrize("chunks", but_full((SMALL, 500), SMALL))
-def test_tails_come_back_from_a_disk(chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tails_are_restored_from_a_disk(chunks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loads, number = TailLoads(monkeypatch), 0
 
     @profile(40)
@@ -138,8 +139,8 @@ def test_tails_come_back_from_a_disk(chunks: int, tmp_path: Path, monkeypatch: p
     assert loads.tails > 0
 
 
-def test_tails_come_back_from_a_tier_that_answers_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request asks for the tails behind its last chunk: another engine stored the same prompt there."""
+def test_tails_are_restored_from_a_tier_with_async_lookups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request looks up the tails after its last chunk: another engine stored the same prompt there."""
     loads, world = TailLoads(monkeypatch), World()
     world.install(monkeypatch)
     settings = EngineSettings(num_blocks=200, hash_tokens=4)
@@ -154,7 +155,7 @@ def test_tails_come_back_from_a_tier_that_answers_late(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize("is_in_order", [True, False])
-def test_two_requests_that_go_on_inside_one_block_in_one_step_need_copies_in_order(
+def test_two_requests_inside_one_block_in_one_step_need_ordered_copies(
     is_in_order: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a connector. When this fails, vLLM makes no such chain any more, and copies may be made together."""
@@ -174,7 +175,7 @@ def test_two_requests_that_go_on_inside_one_block_in_one_step_need_copies_in_ord
                 engine.drain()
 
 
-# Planners and keys that are wrong on purpose. The oracle must see each of them, or it proves nothing.
+# Wrong planners and keys. The oracle must find each of them, or it proves nothing.
 
 UNIT = 4
 PROMPTS = [list(range(length)) for length in (107, 103)]
@@ -182,7 +183,7 @@ PROMPTS = [list(range(length)) for length in (107, 103)]
 
 
 def tail_before(kind: GroupKind) -> Callable[[CacheSpec, list[Transfer]], list[Transfer]]:
-    """The part of groups of a kind is that of the tail one unit before."""
+    """Groups of this kind load the tail one unit before."""
 
     def change(spec: CacheSpec, transfers: list[Transfer]) -> list[Transfer]:
         return [
@@ -196,7 +197,7 @@ def tail_before(kind: GroupKind) -> Callable[[CacheSpec, list[Transfer]], list[T
 
 
 def chunk_before(spec: CacheSpec, transfers: list[Transfer]) -> list[Transfer]:
-    """The state of the chunk before the tail."""
+    """Loads the state of the chunk before the tail."""
     return [
         Transfer(each.group_index, each.end_token // spec.chunk_tokens * spec.chunk_tokens, 0, each.block_ids)
         if spec.groups[each.group_index].kind is GroupKind.RECURRENT
@@ -210,8 +211,8 @@ def chunk_before(spec: CacheSpec, transfers: list[Transfer]) -> list[Transfer]:
     [None, tail_before(GroupKind.RECURRENT), tail_before(GroupKind.FULL), chunk_before],
     ids=["right", "state_before", "full_before", "state_of_the_chunk_before"],
 )
-def test_another_tail_than_the_right_one_is_caught(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tail is there, so that the wrong one is stored as well."""
+def test_a_wrong_tail_is_caught(change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tail is stored, so that the wrong one exists as well."""
     loads = TailLoads(monkeypatch, change)
     settings = EngineSettings(num_blocks=200, hash_tokens=UNIT, connector=offload("async"))
     with OracleEngine(QWEN3_NEXT, settings) as engine:
@@ -230,9 +231,7 @@ def test_another_tail_than_the_right_one_is_caught(change: Any, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("is_wrong", [True, False], ids=["wrong", "right"])
-def test_a_key_that_does_not_name_the_length_of_a_tail_is_caught(
-    is_wrong: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_key_without_the_length_of_its_tail_is_caught(is_wrong: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if is_wrong:
         tails_without_length(monkeypatch)
     settings = EngineSettings(num_blocks=200, hash_tokens=UNIT, connector=offload("async"))

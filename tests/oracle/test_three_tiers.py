@@ -1,5 +1,5 @@
-"""A store elsewhere under RAM and disk: whatever it says, and whenever, the engine reads no wrong byte and no request
-waits beyond its deadlines."""
+"""A remote store below RAM and disk: whatever it answers, and whenever, no wrong byte is read and no request waits
+beyond its deadlines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ from oracle.scenarios import Scenario, Tally, run, scenarios, with_connector
 from oracle.settings import Connector, EngineSettings
 
 ALL_WAITS_S = LOOKUP_S + LOAD_S + 0.3
-"""Of one question, asking included, with the wait for room beside other loads, which is 256 steps at most."""
+"""Longest wait of one request, lookups included, with the wait for room beside other loads, which is 256 steps at
+most."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -46,7 +47,7 @@ def world(monkeypatch: pytest.MonkeyPatch) -> World:
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Promotions by tier, and how each ended."""
+    """Number of promotions by tier and result."""
     total: dict[str, int] = {}
     take = TierStack.take_counts
 
@@ -68,7 +69,7 @@ def three(mix: Mix, directory: str | Path, chunks: int = LARGE, **more: Any) -> 
 
 
 @pytest.mark.parametrize("mix", but_full(NAMED, QWEN3_NEXT), ids=lambda mix: mix.name)
-def test_a_store_elsewhere_that_is_late_lies_and_forgets_costs_time_and_nothing_else(
+def test_a_remote_store_that_is_late_wrong_and_lossy_costs_only_time(
     mix: Mix, world: World, moved: dict[str, int]
 ) -> None:
     tally = Tally()
@@ -91,11 +92,11 @@ def test_a_store_elsewhere_that_is_late_lies_and_forgets_costs_time_and_nothing_
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_another_host_restores_what_only_the_store_elsewhere_holds(
+def test_another_host_restores_chunks_that_only_the_remote_store_holds(
     mix: Mix, world: World, moved: dict[str, int], tmp_path: Path
 ) -> None:
     store_and_lose(mix, world, tmp_path)
-    with elsewhere(mix, world, tmp_path) as engine:
+    with open_second(mix, world, tmp_path) as engine:
         ask_again(engine)
         assert engine.restored_tokens > 0
         engine.scheduler_connector.get_kv_connector_stats()  # type: ignore[union-attr]
@@ -104,7 +105,7 @@ def test_another_host_restores_what_only_the_store_elsewhere_holds(
 
 @pytest.mark.parametrize(("num_uses", "is_shared"), [(1, False), (2, True)])
 @pytest.mark.parametrize("mix", [QWEN3_NEXT, GEMMA3, GPT_OSS], ids=lambda mix: mix.name)
-def test_a_prompt_that_the_engines_own_cache_serves_again_counts_as_reused(
+def test_a_prompt_served_again_by_the_engines_own_cache_counts_as_reused(
     mix: Mix, num_uses: int, is_shared: bool, world: World, tmp_path: Path
 ) -> None:
     world.cascades = CascadePolicy.REUSED
@@ -112,19 +113,19 @@ def test_a_prompt_that_the_engines_own_cache_serves_again_counts_as_reused(
         for number in range(num_uses):
             engine.submit(f"use {number}", PROMPT, 2)
             engine.drain()
-        assert engine.restored_tokens == 0, "its own cache has it"
-    with elsewhere(mix, world, tmp_path) as engine:
+        assert engine.restored_tokens == 0, "its own cache holds it"
+    with open_second(mix, world, tmp_path) as engine:
         ask_again(engine)
         assert (engine.restored_tokens > 0) is is_shared
 
 
 @pytest.mark.parametrize("chunk_blocks", [1, 2])
 @pytest.mark.parametrize("mix", [QWEN3_NEXT, GEMMA3, GPT_OSS], ids=lambda mix: mix.name)
-def test_another_host_restores_of_reused_prompts_what_it_would_restore_of_all(
+def test_reused_prompts_are_restored_on_another_host_as_if_all_were_shared(
     mix: Mix, chunk_blocks: int, world: World, tmp_path: Path
 ) -> None:
     """Where chunks are longer than blocks, the engine's own cache resumes between two boundaries of the tiers. Where
-    prompts part, a state is stored only when the second one comes by."""
+    prompts diverge, a state is stored only for the second one."""
     chunk_tokens = chunk_blocks * mix.alignment_tokens
     prompts = [PROMPT[:length] for length in range(60, len(PROMPT), 43)]
     branches = [PROMPT[:200] + [number] * 50 for number in range(1, 5)]
@@ -147,8 +148,8 @@ def test_another_host_restores_of_reused_prompts_what_it_would_restore_of_all(
     assert sum(restored[CascadePolicy.ALL]) > 0
 
 
-def test_a_short_prompt_pays_for_no_round_trip(world: World, tmp_path: Path) -> None:
-    with elsewhere(GPT_OSS, world, tmp_path) as engine:
+def test_a_short_prompt_waits_for_no_round_trip(world: World, tmp_path: Path) -> None:
+    with open_second(GPT_OSS, world, tmp_path) as engine:
         engine.submit("short", PROMPT[:30], 2)
         engine.drain()
         assert world.store.num_lookups > 0 and world.longest_wait_s == 0.0
@@ -157,15 +158,15 @@ def test_a_short_prompt_pays_for_no_round_trip(world: World, tmp_path: Path) -> 
         assert world.store.num_lookups > 0
 
 
-def test_a_store_that_never_answers_is_waited_for_until_its_deadline(world: World, tmp_path: Path) -> None:
+def test_a_store_that_never_answers_is_awaited_until_its_deadline(world: World, tmp_path: Path) -> None:
     world.store.is_silent = True
     assert wait_for_answers(world, tmp_path) <= ASK_S + 2 * STEP_S
 
 
-def test_a_store_that_never_answers_is_left_alone_and_waited_for_no_more(world: World, tmp_path: Path) -> None:
+def test_a_store_that_never_answers_is_not_awaited_after_a_few_failures(world: World, tmp_path: Path) -> None:
     world.store.is_silent = True
     names = [f"long {number}" for number in range(BreakerOptions().failures + 3)]
-    with elsewhere(GPT_OSS, world, tmp_path) as engine:
+    with open_second(GPT_OSS, world, tmp_path) as engine:
         for first, name in enumerate(names):
             engine.submit(name, [first, *PROMPT], 2)
             engine.drain()
@@ -173,9 +174,9 @@ def test_a_store_that_never_answers_is_left_alone_and_waited_for_no_more(world: 
     assert waited and waited == names[: len(waited)] and len(waited) <= BreakerOptions().failures, world.waited_s
 
 
-def test_a_short_prompt_waits_for_no_answer_that_a_long_one_awaits(world: World, tmp_path: Path) -> None:
+def test_a_short_prompt_does_not_wait_for_the_lookup_of_a_long_one(world: World, tmp_path: Path) -> None:
     world.store.answer_s = 0.003
-    with elsewhere(GPT_OSS, world, tmp_path) as engine:
+    with open_second(GPT_OSS, world, tmp_path) as engine:
         engine.submit("measured", [5, *PROMPT[:29]], 2)
         engine.drain()
         world.store.is_silent = True
@@ -186,10 +187,10 @@ def test_a_short_prompt_waits_for_no_answer_that_a_long_one_awaits(world: World,
 
 
 @pytest.mark.parametrize("is_told_apart", [True, False])
-def test_an_index_that_forgets_the_deadline_keeps_nobody_waiting(
+def test_an_index_that_ignores_the_deadline_delays_no_request(
     is_told_apart: bool, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the negative control of the tests above: where questions are taken for stores, the wait is found out."""
+    """With the negative control of the tests above: where lookups are taken for stores, the wait is too long."""
     ask = RemoteIndex.start_lookup
     monkeypatch.setattr(RemoteIndex, "start_lookup", lambda index, keys, deadline_s: ask(index, keys, deadline_s + 1.0))
     if not is_told_apart:
@@ -199,18 +200,18 @@ def test_an_index_that_forgets_the_deadline_keeps_nobody_waiting(
 
 
 @pytest.mark.parametrize("mix", [GEMMA3, GPT_OSS, QWEN3_NEXT], ids=lambda mix: mix.name)
-def test_a_store_that_gives_back_other_bytes_unseen_is_found_out(
+def test_wrong_bytes_of_the_remote_store_reach_the_oracle(
     mix: Mix, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Negative control: bytes of the store elsewhere do reach the engine, and the oracle looks at them."""
+    """Negative control: bytes of the remote store reach the engine, and the oracle checks them."""
     store_and_lose(mix, world, tmp_path)
-    monkeypatch.setattr(world, "make_medium", lambda rank: Lying(world.store, rank))
-    with elsewhere(mix, world, tmp_path) as engine, pytest.raises(CorruptionError):
+    monkeypatch.setattr(world, "make_medium", lambda rank: CorruptingMedium(world.store, rank))
+    with open_second(mix, world, tmp_path) as engine, pytest.raises(CorruptionError):
         ask_again(engine)
 
 
-class Lying(RemoteMedium):
-    """Changes a bit of every chunk that it gives, and says nothing of it."""
+class CorruptingMedium(RemoteMedium):
+    """Changes a bit of every chunk that it loads, and reports success."""
 
     def load(self, ticket: Any, key: Key, slot: Any, destination: Sequence[Any]) -> None:
         super().load(ticket, key, slot, destination)
@@ -229,19 +230,19 @@ PROMPT = [(7 * number) % 199 for number in range(300)]
 
 
 def store_and_lose(mix: Mix, world: World, directory: Path) -> None:
-    """The store elsewhere has a prompt, and an engine's own tiers are gone."""
+    """The remote store holds a prompt, and the tiers of the engine itself are gone."""
     with opened(mix, world, directory / "first") as engine:
         engine.submit("cold", PROMPT, 2)
         engine.drain()
         assert stack_of(engine).secondary[PEER].num_keys > 0
 
 
-def elsewhere(mix: Mix, world: World, directory: Path) -> OracleEngine:
+def open_second(mix: Mix, world: World, directory: Path) -> OracleEngine:
     return opened(mix, world, directory / "second")
 
 
 def opened(mix: Mix, world: World, directory: Path, **more: Any) -> OracleEngine:
-    """Its time passes by the step, and nothing goes wrong."""
+    """An engine with simulated time and no faults."""
     settings = EngineSettings(
         num_blocks=400, max_step_tokens=64, retention_tokens=None, connector=three(mix, directory, **more)
     )
@@ -254,7 +255,7 @@ def ask_again(engine: OracleEngine) -> None:
 
 
 def wait_for_answers(world: World, directory: Path) -> float:
-    with elsewhere(GPT_OSS, world, directory) as engine:
+    with open_second(GPT_OSS, world, directory) as engine:
         ask_again(engine)
         assert world.store.num_lookups > 0 and engine.restored_tokens == 0
     return world.longest_wait_s

@@ -1,4 +1,4 @@
-"""A disk under the RAM tier: nothing that it does, fails to do or does too late reaches the engine as a wrong byte."""
+"""A disk below the RAM tier: no success, failure or delay of it reaches the engine as a wrong byte."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from hybridkv.tiers import TierMedium
 
 SOON_S = 0.3
-"""Deadline where something never comes."""
+"""Deadline for operations that never end."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -38,7 +38,7 @@ def _registered() -> None:
 
 
 class Moved:
-    """What the stacks of a test counted."""
+    """Counts of the stacks of a test."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.total: dict[str, int] = {}
@@ -72,7 +72,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> Moved:
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultPlan]:
-    """The plan in this list, the first, is what the disk media that are built do."""
+    """The first plan in this list applies to the disk media that are built."""
     plans = [FaultPlan()]
     build = tiers.disk_medium
 
@@ -85,7 +85,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultPlan]:
 
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_what_fell_out_of_ram_comes_back_from_disk_and_never_corrupts(mix: Mix, load: str, moved: Moved) -> None:
+def test_chunks_evicted_from_ram_are_restored_from_disk_and_never_corrupt(mix: Mix, load: str, moved: Moved) -> None:
     tally = Tally()
 
     @profile(40)
@@ -101,7 +101,7 @@ def test_what_fell_out_of_ram_comes_back_from_disk_and_never_corrupts(mix: Mix, 
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_another_engine_on_the_same_directory_hits_what_the_first_one_stored(mix: Mix, moved: Moved) -> None:
+def test_another_engine_on_the_same_directory_hits_chunks_of_the_first_one(mix: Mix, moved: Moved) -> None:
     tally = Tally()
 
     @profile(30)
@@ -132,9 +132,7 @@ fault_rules = st.builds(
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_a_disk_that_fails_stalls_and_forgets_costs_time_and_nothing_else(
-    mix: Mix, moved: Moved, faulty: list[FaultPlan]
-) -> None:
+def test_a_disk_that_fails_stalls_and_loses_costs_only_time(mix: Mix, moved: Moved, faulty: list[FaultPlan]) -> None:
     tally = Tally()
 
     @profile(40)
@@ -150,7 +148,7 @@ def test_a_disk_that_fails_stalls_and_forgets_costs_time_and_nothing_else(
 
 
 @pytest.mark.parametrize("mix", but_full((GEMMA3, GPT_OSS, QWEN3_NEXT), GEMMA3, QWEN3_NEXT), ids=lambda mix: mix.name)
-def test_bits_that_flip_on_disk_are_computed_again(mix: Mix, moved: Moved) -> None:
+def test_flipped_bits_on_disk_are_recomputed(mix: Mix, moved: Moved) -> None:
     tally = Tally()
 
     @profile(30)
@@ -167,7 +165,7 @@ def test_bits_that_flip_on_disk_are_computed_again(mix: Mix, moved: Moved) -> No
 
 
 def flip_bits(directory: Path, random: Random) -> None:
-    """One bit in every 4 KiB of what is written."""
+    """Flips one bit in every 4 KiB of written content."""
     for path in directory.rglob("segment-*"):
         content = bytearray(path.read_bytes())
         used = len(bytes(content).rstrip(b"\0"))
@@ -177,7 +175,7 @@ def flip_bits(directory: Path, random: Random) -> None:
 
 
 def storing(mix: Mix, directory: Path, num_prompts: int = 1) -> OracleEngine:
-    """An engine that has stored some prompts, which then fell out of its own cache and out of RAM."""
+    """An engine that has stored some prompts, which then left its own cache and RAM."""
     settings = EngineSettings(
         num_blocks=400, max_step_tokens=64, retention_tokens=None, connector=stacked(mix, directory)
     )
@@ -197,7 +195,7 @@ def prompt(number: int) -> list[int]:
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
 def test_nothing_is_read_from_disk_where_one_group_cannot_resume(mix: Mix, tmp_path: Path, moved: Moved) -> None:
-    """Every group but one is on disk, whole: not a byte of it is of use, so not a byte is read."""
+    """Every group but one is on disk, whole: no byte of it is useful, so none is read."""
     with storing(mix, tmp_path) as engine:
         connector = engine.scheduler_connector._scheduler  # type: ignore[union-attr]
         spec, stack = connector._layout.spec, stack_of(engine)
@@ -214,7 +212,7 @@ def test_nothing_is_read_from_disk_where_one_group_cannot_resume(mix: Mix, tmp_p
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_only_what_the_boundary_needs_is_read_from_disk(mix: Mix, tmp_path: Path, moved: Moved) -> None:
+def test_only_chunks_that_the_boundary_needs_are_read_from_disk(mix: Mix, tmp_path: Path, moved: Moved) -> None:
     with storing(mix, tmp_path) as engine:
         connector = engine.scheduler_connector._scheduler  # type: ignore[union-attr]
         num_keys = stack_of(engine).secondary["disk"].num_keys  # type: ignore[union-attr]
@@ -226,7 +224,7 @@ def test_only_what_the_boundary_needs_is_read_from_disk(mix: Mix, tmp_path: Path
             assert 0 < moved["promoted done"] < num_keys
 
 
-def test_a_request_whose_disk_never_answers_is_computed_after_its_deadline(
+def test_a_request_is_computed_when_its_disk_load_times_out(
     tmp_path: Path, moved: Moved, faulty: list[FaultPlan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now_s = [0.0]

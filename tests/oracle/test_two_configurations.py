@@ -1,7 +1,7 @@
-"""Two engines whose content differs take turns in one directory: neither ever reads a byte of the other.
+"""Two engines with different content take turns in one directory: neither ever reads a byte of the other.
 
-What tells them apart is a field of the configuration, or something that a worker alone knows. The bytes of each are its
-own, so that one that crossed over is a wrong byte, and a wrong answer.
+They differ in a field of the configuration, or in a fact that only a worker knows. The bytes of each are its own, so a
+byte of the other is a wrong byte, and a wrong answer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from oracle.scenarios import Scenario, Tally, run, scenarios, with_connector
 from oracle.settings import EngineSettings
 
 TURNS = (0, 1, 0, 1, 1, 0)
-"""Which of the two runs: each finds what it left, with the other's beside it."""
+"""Order of the two engines: each finds its own chunks, with the other's beside them."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -41,7 +41,7 @@ def _registered() -> None:
 
 @contextmanager
 def kept_by(difference: str, model: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The number that the engine's configuration has while such an engine is built and runs."""
+    """The number in the engine's configuration while such an engine is built and runs."""
     with monkeypatch.context() as patch:
         if difference == "worker":
             worker_facts = offload.worker_facts
@@ -54,7 +54,7 @@ PLAYED = but_full(itertools.product(NAMED, DIFFERENCES), (GEMMA3, "configuration
 
 
 @pytest.mark.parametrize(("mix", "difference"), PLAYED, ids=lambda value: getattr(value, "name", value))
-def test_two_configurations_in_one_directory_never_meet(
+def test_two_configurations_in_one_directory_never_share_a_byte(
     mix: Mix, difference: str, monkeypatch: pytest.MonkeyPatch, record_property: Any
 ) -> None:
     first, again = Tally(), Tally()
@@ -78,13 +78,13 @@ def test_two_configurations_in_one_directory_never_meet(
 
 
 def of_model(scenario: Scenario, model: int, difference: str) -> Scenario:
-    """The scenario with the content of that model. Where a worker makes the difference, the configuration says none."""
+    """The scenario with the content of that model. If the worker makes the difference, the configuration shows none."""
     content = model if difference == "configuration" else -model
     return replace(scenario, settings=replace(scenario.settings, model=content))
 
 
 def lives(directory: str, difference: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens that engines of the first, the second and again the first restored of one prompt."""
+    """Tokens of one prompt that engines of the first, the second and again the first restored."""
     restored = []
     for model in (0, 1, 0):
         settings = EngineSettings(num_blocks=200, retention_tokens=None, connector=stacked(GPT_OSS, directory))
@@ -100,16 +100,18 @@ def lives(directory: str, difference: str, monkeypatch: pytest.MonkeyPatch) -> l
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_each_finds_its_own_and_nothing_else(difference: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_engine_finds_its_own_chunks_and_no_other(
+    difference: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     restored = lives(str(tmp_path), difference, monkeypatch)
     assert restored[:2] == [0, 0] and restored[2] > 100
 
 
 @pytest.mark.parametrize("difference", DIFFERENCES)
-def test_an_identity_that_is_blind_to_the_difference_is_caught(
+def test_an_identity_without_the_difference_is_caught(
     difference: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control: bytes that crossed over are seen."""
+    """Negative control: bytes of the other engine are noticed."""
     monkeypatch.setattr(identification, "engine_facts", lambda *_: EngineFacts({}, {}))
     monkeypatch.setattr(identification, "merged", lambda *_: {})
     with pytest.raises(CorruptionError) as caught:

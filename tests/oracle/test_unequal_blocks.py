@@ -1,8 +1,8 @@
-"""Recurrent states beside groups of smaller blocks, where vLLM 0.32 cuts prefill inside a recurrent block.
+"""Recurrent states beside groups with smaller blocks, where vLLM 0.32 cuts prefill inside a recurrent block.
 
-It then keeps and hands over states under boundaries at which they are not (vllm-project/vllm#54076). The first prompts
-of each scenario come together. In the end each comes alone, and the engine has forgotten its cache, so every wrong byte
-that is read then came from the connector.
+It then keeps and offers states under wrong boundaries (vllm-project/vllm#54076). The first prompts of each scenario
+come together. In the end each comes alone, with an empty cache of the engine, so that every wrong byte that is read
+then came from the connector.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def new_tokens(generator: random.Random, number: int) -> list[int]:
 
 
 def play(mix: Mix, settings: EngineSettings, lengths: Sequence[int], seed: int, *, keeps: bool) -> OracleEngine:
-    """Prompts of these lengths, all at once; then each alone, with what the connector has. If the engine `keeps` its
-    cache, others that begin like them come in between, which hit it. These come alone then, twice, because the first
-    may leave states beside what is stored already. The engine is closed."""
+    """Prompts of these lengths, all at once; then each alone, with the connector's chunks. If the engine `keeps` its
+    cache, others with the same beginnings come between, which hit it. Then these come alone, twice, because the first
+    may leave states beside the stored ones. The engine is closed."""
     generator = random.Random(seed)
     prompts = [new_tokens(generator, length) for length in lengths]
     with OracleEngine(mix, settings) as engine:
@@ -111,7 +111,7 @@ class Totals(NamedTuple):
 
 
 def check(mix: Mix, num_scenarios: int, *, keeps: bool = False, whole: bool = False) -> Totals:
-    """Play scenarios in which no byte of the connector may be wrong."""
+    """Runs scenarios in which no byte of the connector may be wrong."""
 
     @profile(num_scenarios, whole=whole)
     @given(
@@ -132,34 +132,34 @@ def check(mix: Mix, num_scenarios: int, *, keeps: bool = False, whole: bool = Fa
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_no_state_is_served_that_lies_elsewhere(mix: Mix) -> None:
+def test_no_misplaced_state_is_served(mix: Mix) -> None:
     assert check(mix, 25).restored_tokens > 0
 
 
 @pytest.mark.parametrize(
     "mix", but_full((*MIXES, WITHOUT_WINDOW), unequal(4), WITHOUT_WINDOW), ids=lambda mix: mix.name
 )
-def test_the_engine_goes_on_from_no_such_state_either(mix: Mix) -> None:
+def test_the_engine_does_not_resume_from_a_misplaced_state_either(mix: Mix) -> None:
     totals = check(mix, 15, keeps=True)
     assert totals.local_tokens > 0
     assert totals.misled == 0
 
 
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_states_that_are_not_told_apart_are_found(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undetected_misplaced_states_are_found(mix: Mix, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CorruptBlocks, "_misfiled", lambda *arguments: [])
     with pytest.raises(CorruptionError, match="alone"):
         check(mix, 300, whole=True)
 
 
-def test_where_the_engine_cannot_forget_a_state_nothing_is_stored_that_was_computed_behind_it(
+def test_nothing_computed_after_a_state_that_cannot_be_evicted_is_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(compat, "evict_cached_blocks", lambda *arguments: None)
     assert check(unequal(4), 15, keeps=True).misled > 0
 
 
-def test_what_is_computed_behind_such_a_state_is_found_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_computed_after_a_misplaced_state_are_found_in_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "evict_cached_blocks", lambda *arguments: None)
     monkeypatch.setattr(CorruptBlocks, "misled", ())
     with pytest.raises(CorruptionError, match="alone"):
@@ -167,10 +167,10 @@ def test_what_is_computed_behind_such_a_state_is_found_in_the_store(monkeypatch:
 
 
 @pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "not_guarded"])
-def test_a_producer_hands_on_nothing_that_is_computed_behind_such_a_state(
+def test_a_producer_offers_no_tokens_computed_after_a_misplaced_state(
     is_guarded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second prompt would go on from 40 tokens, where the engine takes it for 64."""
+    """The second prompt would resume at 40 tokens, which the engine takes for 64."""
     if not is_guarded:
         monkeypatch.setattr(CorruptBlocks, "_misfiled", lambda *arguments: [])
     extra = {"weights_digest": "oracle", **CALM}
@@ -192,8 +192,8 @@ def test_a_producer_hands_on_nothing_that_is_computed_behind_such_a_state(
                     pair.drain()
 
 
-def test_of_blocks_of_one_size_no_state_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though all of them are looked at."""
+def test_no_state_is_dropped_where_blocks_have_one_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although all of them are checked."""
     looked_at = dropped = 0
     misfiled = CorruptBlocks._misfiled
 
@@ -212,7 +212,7 @@ def test_of_blocks_of_one_size_no_state_is_dropped(monkeypatch: pytest.MonkeyPat
     assert dropped == 0
 
 
-def test_the_start_names_the_groups_and_the_fault_of_the_engine(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_startup_log_names_the_groups_and_the_vllm_issue(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "vllm.hybridkv"):
         OracleEngine(unequal(BLOCK), settings_of(BLOCK)).close()
         assert "54076" not in caplog.text

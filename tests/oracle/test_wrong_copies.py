@@ -1,8 +1,8 @@
-"""What the engine itself computes wrongly behind its own hits inside blocks is never served to anybody else.
+"""Wrong results of the engine after its own hits inside blocks are never served to another request.
 
-This engine copies blocks as vLLM 0.32 does: of an attention block no more than a state has bytes, and all sources are
-read before anything is written. What those requests read that the engine misleads is not looked at, but what everybody
-else reads is. A guard that is left out is caught each time.
+This engine copies blocks as vLLM 0.32 does: of an attention block no more bytes than a state has, and all sources are
+read before anything is written. Reads of requests that the engine misleads are not checked; reads of all others are. A
+missing guard is caught each time.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ STATE = Group(Kind.RECURRENT, 16, (Layers(2, cell_bytes=392),), page_bytes=512)
 MIX = Mix("small_states", (STATE, ATTENTION))
 """A state is smaller than a page of attention."""
 FIRST, LONGER = list(range(15)), list(range(65))
-"""Of the longer one the engine keeps a state at the end of a block, so a hit on it copies nothing."""
+"""The engine keeps a state of the longer one at the end of a block, so a hit on it copies nothing."""
 EXTRA = {"chunk_tokens": 16, "tiers": [{"type": "ram", "capacity": "64MiB"}]}
 copy_together = KVMemory.copy_blocks
 
 
 def copy_in_part(memory: KVMemory, pairs: list[tuple[int, int]]) -> None:
-    """All sources first, and as many bytes of each block as a state has."""
+    """All sources first, and of each block as many bytes as a state has."""
     for planes in memory.planes:
         for plane in (plane for plane in planes if plane.recurrent):
             plane.words[[pair[1] for pair in pairs]] = plane.words[[pair[0] for pair in pairs]]
 
 
-class Blind:
+class UncheckedRequests:
     """Requests whose reads are not checked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,9 +61,9 @@ class Blind:
 
 
 @pytest.fixture
-def blind(monkeypatch: pytest.MonkeyPatch) -> Blind:
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> UncheckedRequests:
     register()
-    return Blind(monkeypatch)
+    return UncheckedRequests(monkeypatch)
 
 
 def new_engine(**settings: Any) -> OracleEngine:
@@ -78,29 +78,31 @@ def answer(engine: OracleEngine, name: str, prompt: list[int]) -> None:
     engine.drain()
 
 
-def partly(engine: OracleEngine, blind: Blind) -> None:
-    """One goes on inside the first block, which is copied in part."""
+def partly(engine: OracleEngine, unchecked: UncheckedRequests) -> None:
+    """One request resumes inside the first block, which is copied in part."""
     answer(engine, "first", FIRST)
-    blind.requests = {"misled"}
+    unchecked.requests = {"misled"}
     answer(engine, "misled", LONGER)
 
 
-def in_chain(engine: OracleEngine, blind: Blind) -> None:
-    """Two come together, and the second is given a copy of the first one's copy. The first would store the block as it
-    should be, but wishes that nothing is stored."""
+def in_chain(engine: OracleEngine, unchecked: UncheckedRequests) -> None:
+    """Two requests come together, and the second gets a copy of the first one's copy. The first would store the correct
+    block, but has store=False."""
     answer(engine, "first", FIRST)
-    blind.requests = {"misled"}
+    unchecked.requests = {"misled"}
     engine.submit("right", LONGER, 2, transfer_params={"hybridkv_hints": {"store": False}})
     engine.submit("misled", LONGER, 2)
     engine.drain()
 
 
-def and_another(begin: Callable[[OracleEngine, Blind], None]) -> Callable[[OracleEngine, Blind], None]:
-    """Somebody else goes on from what the misled request left in the engine's own cache."""
+def and_another(
+    begin: Callable[[OracleEngine, UncheckedRequests], None],
+) -> Callable[[OracleEngine, UncheckedRequests], None]:
+    """Another request resumes from what the misled request left in the engine's own cache."""
 
-    def both(engine: OracleEngine, blind: Blind) -> None:
-        begin(engine, blind)
-        blind.requests.add("follower")
+    def both(engine: OracleEngine, unchecked: UncheckedRequests) -> None:
+        begin(engine, unchecked)
+        unchecked.requests.add("follower")
         engine.submit("follower", [*LONGER, *range(100, 140)], 2)
         engine.drain()
         assert engine.local_hit_tokens >= 64
@@ -121,8 +123,8 @@ CASES = {
     ("case", "guard"),
     [*((case, guard) for case in CASES for guard in ("whole", "none")), ("partly_and_another", "of_copies_alone")],
 )
-def test_nobody_is_served_what_the_engine_copied_wrongly(
-    case: str, is_async: bool, guard: str, blind: Blind, monkeypatch: pytest.MonkeyPatch
+def test_wrongly_copied_blocks_are_served_to_no_request(
+    case: str, is_async: bool, guard: str, unchecked: UncheckedRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy, begin = CASES[case]
     monkeypatch.setattr(KVMemory, "copy_blocks", copy)
@@ -132,7 +134,7 @@ def test_nobody_is_served_what_the_engine_copied_wrongly(
     if guard == "of_copies_alone":
         monkeypatch.setattr(CorruptBlocks, "holds", lambda *arguments: False)
     with new_engine(async_scheduling=is_async) as engine:
-        begin(engine, blind)
+        begin(engine, unchecked)
         engine.reset_prefix_cache()
         engine.submit("victim", [*LONGER, *range(100, 140), 7], 2)
         if guard == "whole":
@@ -153,16 +155,16 @@ def peer(role: str, hash_tokens: int | None = None) -> EngineSettings:
 
 
 @pytest.mark.parametrize("is_guarded", [True, False], ids=["guarded", "not_guarded"])
-def test_a_producer_hands_on_nothing_that_its_engine_copied_wrongly(
-    is_guarded: bool, blind: Blind, monkeypatch: pytest.MonkeyPatch
+def test_a_producer_offers_no_wrongly_copied_blocks(
+    is_guarded: bool, unchecked: UncheckedRequests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor what others compute that hit it. Their consumers compute it themselves."""
+    """Nor the results of others that hit them. Their consumers compute these themselves."""
     monkeypatch.setattr(KVMemory, "copy_blocks", copy_in_part)
     monkeypatch.setattr(compat, "copies_whole_blocks", lambda: False)
     if not is_guarded:
         monkeypatch.setattr(CorruptBlocks, "follow_step", lambda *arguments: None)
-    blind.requests = {"misled", "follower"}
-    # The consumer hits whole blocks alone, so what is wrong has come from its peer, which leaves it the last token.
+    unchecked.requests = {"misled", "follower"}
+    # The consumer hits whole blocks alone, so a wrong byte comes from its peer, which leaves it the last token.
     prompts = {"first": [*FIRST, 1], "misled": LONGER, "follower": [*LONGER, *range(100, 140)]}
     with Pair(MIX, peer("kv_producer", 2), peer("kv_consumer")) as pair:
         for name, prompt in prompts.items():
@@ -183,7 +185,7 @@ def test_a_producer_hands_on_nothing_that_its_engine_copied_wrongly(
             pair.drain()
 
 
-def test_whoever_reads_a_wrong_byte_is_known(blind: Blind, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_reader_of_a_wrong_byte_is_known(unchecked: UncheckedRequests, monkeypatch: pytest.MonkeyPatch) -> None:
     """All others are checked, whatever they load, hit, or copy from the engine's own blocks."""
     monkeypatch.setattr(KVMemory, "copy_blocks", copy_in_part)
     monkeypatch.setattr(compat, "copies_whole_blocks", lambda: False)
@@ -192,8 +194,8 @@ def test_whoever_reads_a_wrong_byte_is_known(blind: Blind, monkeypatch: pytest.M
     def noting(wrong: CorruptBlocks, *arguments: Any) -> None:
         nonlocal number
         follow(wrong, *arguments)
-        blind.requests = set(wrong.misled)
-        number += len(blind.requests)
+        unchecked.requests = set(wrong.misled)
+        number += len(unchecked.requests)
 
     monkeypatch.setattr(CorruptBlocks, "follow_step", noting)
 

@@ -24,7 +24,7 @@ VLLM_SKIPS = {
         "test_a_window_that_is_computed_again_is_refused": "bounded replay",
         "test_chunks_have_the_keys_that_they_have_without_tails": "tails",
         "test_one_memory_pool_is_the_pool_and_two_are_an_error": "memory pools of connectors",
-        "test_one_thing_wrong_among_all_is_found": "tails",
+        "test_every_single_fault_is_found_with_all_features": "tails",
         "test_tails": "tails",
         "test_tails_follow_the_engines_prefix_match_unit_where_it_hands_over_states": "tails",
         "test_the_calls_of_a_step_come_in_vllms_order": "runner 2 that saves last",
@@ -34,7 +34,7 @@ VLLM_SKIPS = {
     },
     "0.31.0": {
         "test_chunks_have_the_keys_that_they_have_without_tails": "tails",
-        "test_one_thing_wrong_among_all_is_found": "tails",
+        "test_every_single_fault_is_found_with_all_features": "tails",
         "test_tails": "tails",
         "test_tails_follow_the_engines_prefix_match_unit_where_it_hands_over_states": "tails",
         "test_the_calls_of_a_step_come_in_vllms_order": "runner 2 that saves last",
