@@ -401,6 +401,15 @@ class TierMedium(Protocol):
 
 
 @runtime_checkable
+class HintedLookups(Protocol):
+    """An index that can look up first in the places that a request names. Called by a stack."""
+
+    def start_lookup_at(self, addresses: Sequence[tuple[str, int]], keys: Iterable[Key], deadline_s: float) -> None:
+        """`TierIndex.start_lookup`, first at these hosts and ports."""
+        ...
+
+
+@runtime_checkable
 class BatchedIndex(Protocol):
     """An index that places the chunks of a batch together, each after the chunk that it extends. Called by a stack."""
 

@@ -18,8 +18,9 @@ from hybridkv.tiers.peer.client import CLOSE_S, PeerLookupClient
 from hybridkv.tiers.peer.index import PeerIndex
 from hybridkv.tiers.peer.leases import PeerLeases
 from hybridkv.tiers.peer.medium import PeerMedium, RankSeals
-from hybridkv.tiers.peer.node import Address, NodeCallbacks, NodeIdentity, PeerNode
+from hybridkv.tiers.peer.node import NodeCallbacks, NodeIdentity, PeerNode
 from hybridkv.tiers.peer.options import PeerOptions
+from hybridkv.tiers.peer.places import Address
 from hybridkv.tiers.peer.reader import PeerReader
 from hybridkv.tiers.ram import RamIndex
 
@@ -34,7 +35,7 @@ class PeerAddresses:
     Args:
         secret: shared by all engines.
         listen: address of this engine's scheduler. Rank n listens on port + 1 + n. Port 0: any port, for tests.
-        peers: addresses of the schedulers of other engines. The own address is ignored.
+        peers: addresses of the schedulers of other engines. The own address is ignored. Hints may name further ones.
         make_transport: builds the transport, from the name of this process.
     """
 
@@ -102,7 +103,7 @@ def open_medium(
         reader = PeerReader(transport, view, options, clock)
         capability = transport.register([Region(memory.base_address, memory.capacity_bytes)])
         identity, callbacks = NodeIdentity(description, capability), NodeCallbacks(RankSeals(memory), reader)
-        reader.node = PeerNode(loop, identity, callbacks, peers, options.retry_s, clock)
+        reader.node = PeerNode(loop, identity, callbacks, peers, options, clock, port_offset=1 + rank)
         _listen(reader.node.listen, address)
         return PeerMedium(reader, options, clock)
     except BaseException:

@@ -11,8 +11,9 @@ from hybridkv.peers.wire import CloseReason, Describe, WireError
 from hybridkv.tiers.contract import Key, Slot
 from hybridkv.tiers.peer import messages
 from hybridkv.tiers.peer.leases import PeerLeases
-from hybridkv.tiers.peer.node import Address, NodeCallbacks, NodeIdentity, PeerNode
+from hybridkv.tiers.peer.node import NodeCallbacks, NodeIdentity, PeerNode
 from hybridkv.tiers.peer.options import MAX_KEYS, PeerOptions
+from hybridkv.tiers.peer.places import Address, PeerId
 from hybridkv.tiers.remote import LookupClient
 
 CLOSE_S = 2.0
@@ -21,7 +22,7 @@ CLOSE_S = 2.0
 class PeerAnswer(NamedTuple):
     """One peer's answer to one lookup."""
 
-    peer: int
+    peer: PeerId
     request: int
     slots: tuple[Slot | None, ...]
     """Slot of each key in the peer's memory, in the order of the lookup; None if the peer lacks it."""
@@ -32,24 +33,40 @@ class PeerAnswer(NamedTuple):
 
 
 class ConnectionLost(NamedTuple):
-    """The connection to a peer ended: it answers no lookup, and its leases are void."""
+    """The connection to a peer ended, or was not established while a lookup waited for it: the peer answers no lookup,
+    and its leases are void."""
 
-    peer: int
+    peer: PeerId
     answered_s: float
 
 
 class PeerClient(LookupClient, Protocol):
     """Lookup client of a `PeerIndex`. The items of `events` are `Answered` and `ConnectionLost`."""
 
-    def ready(self) -> Sequence[int]:
-        """Peers that can be sent a lookup now."""
+    def ready(self) -> Sequence[PeerId]:
+        """Listed peers that can be sent a lookup now."""
         ...
 
-    def send_lookup(self, peer: int, request: int, keys: Sequence[Key]) -> bool:
+    def peer_at(self, address: Address) -> PeerId:
+        """The peer at this address: a listed one, or the address itself."""
+        ...
+
+    def send_lookup(self, peer: PeerId, request: int, keys: Sequence[Key]) -> bool:
         """Send a lookup to one peer. False if it cannot be sent; then no answer comes."""
         ...
 
-    def end_leases(self, peer: int, keys: Sequence[Key]) -> None:
+    def send_hinted_lookup(self, peer: PeerId, request: int, keys: Sequence[Key]) -> bool:
+        """Send a lookup to a peer that a hint names, and connect to it first if needed. False as `send_lookup`.
+
+        Until the peer is connected the lookup waits. `ConnectionLost` follows if the connection is not established.
+        """
+        ...
+
+    def withdraw_lookup(self, peer: PeerId, request: int) -> bool:
+        """Drop a hinted lookup that waits for a connection. False if it was sent, or has ended."""
+        ...
+
+    def end_leases(self, peer: PeerId, keys: Sequence[Key]) -> None:
         """End the leases of these keys at a peer."""
         ...
 
@@ -79,7 +96,8 @@ class PeerLookupClient:
         self.events: deque[PeerAnswer | ConnectionLost] = deque()
         self.leases = leases
         self._clock = clock
-        self._node = PeerNode(loop, NodeIdentity(description), NodeCallbacks(self, self), peers, options.retry_s, clock)
+        self._numbers = {address: number for number, address in enumerate(peers)}
+        self._node = PeerNode(loop, NodeIdentity(description), NodeCallbacks(self, self), peers, options, clock)
         # Connect now, so that the first lookup finds peers.
         self._node.ready()
 
@@ -92,12 +110,26 @@ class PeerLookupClient:
     def ready(self) -> list[int]:
         return self._node.ready()
 
-    def send_lookup(self, peer: int, request: int, keys: Sequence[Key]) -> bool:
+    def peer_at(self, address: Address) -> PeerId:
+        return self._numbers.get(address, address)
+
+    def send_lookup(self, peer: PeerId, request: int, keys: Sequence[Key]) -> bool:
+        return self._send(peer, request, keys, may_wait=False)
+
+    def send_hinted_lookup(self, peer: PeerId, request: int, keys: Sequence[Key]) -> bool:
+        self._node.reach(peer)
+        return self._send(peer, request, keys, may_wait=True)
+
+    def _send(self, peer: PeerId, request: int, keys: Sequence[Key], may_wait: bool) -> bool:
         if not 0 < len(keys) <= MAX_KEYS or any(not 0 < len(key) <= messages.MAX_KEY_BYTES for key in keys):
             return False
-        return self._node.send_request(peer, request, messages.encode(messages.Find(*messages.pack_keys(keys))))
+        body = messages.encode(messages.Find(*messages.pack_keys(keys)))
+        return self._node.send_request(peer, request, body, may_wait)
 
-    def end_leases(self, peer: int, keys: Sequence[Key]) -> None:
+    def withdraw_lookup(self, peer: PeerId, request: int) -> bool:
+        return self._node.withdraw_request(peer, request)
+
+    def end_leases(self, peer: PeerId, keys: Sequence[Key]) -> None:
         for first in range(0, len(keys), MAX_KEYS):
             body = messages.encode(messages.EndLeases(*messages.pack_keys(keys[first : first + MAX_KEYS])))
             if not self._node.send_notice(peer, body):
@@ -110,17 +142,17 @@ class PeerLookupClient:
 
     # Answers of peers.
 
-    def on_reply(self, peer: int, request: int, body: bytes) -> None:
+    def on_reply(self, peer: PeerId, request: int, body: bytes) -> None:
         message = messages.decode(body)
         if not isinstance(message, messages.FindReply):
             raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
         self.events.append(PeerAnswer(peer, request, messages.slots_of(message), message.lease_s, self._clock()))
 
-    def on_lost(self, peer: int) -> None:
+    def on_lost(self, peer: PeerId) -> None:
         self.events.append(ConnectionLost(peer, self._clock()))
 
-    def on_ready(self, peer: int, description: Describe) -> None:
-        """Does nothing: `ready` returns this peer from now on."""
+    def on_ready(self, peer: PeerId, description: Describe) -> None:
+        """Does nothing: the peer can be sent lookups from now on."""
 
     # Lookups of peers.
 

@@ -1,34 +1,39 @@
-"""Node: the connections of one process to its peers. It listens, keeps a connection to each configured peer, and passes
-messages to callbacks.
+"""Node: the connections of one process to its peers. It listens, keeps a connection to each listed peer, connects to
+hinted peers when they are needed, and passes messages to callbacks.
 
 On every connection both sides first send a description; other messages follow only if the fingerprints are equal. An
-unreachable or incompatible peer is tried again later, at a call of `ready`; no call waits for it. Callbacks run on the
-loop's thread.
+unreachable or incompatible peer is tried again later, at a call of `ready` or `reach`; no call waits for it. Callbacks
+run on the loop's thread.
+
+The number of hinted peers is limited. A new one replaces one that is not connected, or the least recently used one.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 from hybridkv.peers.control import ControlLoop, Handlers, LinkId
 from hybridkv.peers.errors import PeersProtocolError
 from hybridkv.peers.wire import CloseReason, Describe, Message, Notice, Refused, Reply, RequestMessage, WireError
 from hybridkv.tiers.peer import messages
 from hybridkv.tiers.peer.messages import PeerDescription
+from hybridkv.tiers.peer.options import PeerOptions
+from hybridkv.tiers.peer.places import Address, PeerId
 
 logger = logging.getLogger(__name__)
-
-Address: TypeAlias = tuple[str, int]
 
 INCOMPATIBLE_RETRY_FACTOR = 60
 """Factor on `retry_s` for an incompatible peer, which may be restarted with other settings."""
 SELF = "is this engine itself: skipped"
 MAX_LOGGED_DIFFERENCES = 64
 """Limit of logged differences of incoming connections."""
+MAX_HINTED_WARNINGS = 64
+"""Limit of logged failures of hinted peers, since clients name their addresses."""
 
 
 class IncomingHandler(Protocol):
@@ -46,14 +51,15 @@ class IncomingHandler(Protocol):
 class OutgoingHandler(Protocol):
     """Callbacks for outgoing connections. Called on the loop's thread; a `WireError` ends the connection."""
 
-    def on_ready(self, peer: int, description: Describe) -> None:
+    def on_ready(self, peer: PeerId, description: Describe) -> None:
         """The peer is compatible and ready."""
         ...
 
-    def on_reply(self, peer: int, request: int, body: bytes) -> None: ...
+    def on_reply(self, peer: PeerId, request: int, body: bytes) -> None: ...
 
-    def on_lost(self, peer: int) -> None:
-        """The connection to a ready peer ended. Open requests get no reply."""
+    def on_lost(self, peer: PeerId) -> None:
+        """The connection to a ready peer ended, or a connection for which a request waited. Open requests get no
+        reply."""
         ...
 
 
@@ -73,14 +79,23 @@ class NodeCallbacks:
     outgoing: OutgoingHandler
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Peer:
+    name: PeerId
+    address: Address
+    """Address of this process at the peer: its scheduler, or one of its ranks."""
     link: LinkId | None = None
     is_ready: bool = False
     retry_s: float = 0.0
     is_incompatible: bool = False
     last_logged: str = ""
     """Last logged reason."""
+    begun_s: float = 0.0
+    """Start of the last connection attempt."""
+    has_failed: bool = False
+    """The last attempt failed. No request waits for the next one."""
+    queued: dict[int, bytes] = field(default_factory=dict)
+    """Requests that wait for the connection."""
 
 
 class PeerNode:
@@ -90,9 +105,10 @@ class PeerNode:
         loop: control connections. Closed by `close`.
         identity: description of this process.
         callbacks: receive peers' messages.
-        peers: addresses; the number of a peer is its index.
-        retry_s: delay before an unreachable peer is tried again.
+        peers: addresses of the listed peers; the number of a peer is its index.
+        options: limits.
         clock: seconds.
+        port_offset: ports from a peer's scheduler to the process that this one connects to.
     """
 
     def __init__(
@@ -101,18 +117,22 @@ class PeerNode:
         identity: NodeIdentity,
         callbacks: NodeCallbacks,
         peers: Sequence[Address],
-        retry_s: float,
+        options: PeerOptions,
         clock: Callable[[], float],
+        port_offset: int = 0,
     ) -> None:
         self._loop = loop
         self._description = identity.description
         self._describe = Describe(messages.encode_description(identity.description), identity.capability)
         self._incoming, self._outgoing = callbacks.incoming, callbacks.outgoing
-        self._addresses = tuple(peers)
-        self._retry_s = retry_s
+        self._options = options
         self._clock = clock
+        self._port_offset = port_offset
         self._lock = threading.Lock()
-        self._peers = [_Peer() for _ in peers]
+        self._listed = [_Peer(number, address) for number, address in enumerate(peers)]
+        self._hinted: OrderedDict[Address, _Peer] = OrderedDict()
+        """Least recently used first."""
+        self._num_hinted_warnings = 0
         self._logged_differences: set[str] = set()
         self._described: dict[LinkId, bool] = {}
         """Incoming connections, and whether each has sent a valid description."""
@@ -125,42 +145,99 @@ class PeerNode:
     # Any thread.
 
     def ready(self) -> list[int]:
-        """Peers that are ready. Starts connections to others that are due for a retry."""
-        now_s = self._clock()
+        """Listed peers that are ready. Starts connections to others that are due for a retry."""
         with self._lock:
-            for number, peer in enumerate(self._peers):
-                if peer.link is None and now_s >= peer.retry_s:
-                    self._connect(number, peer)
-            return [number for number, peer in enumerate(self._peers) if peer.is_ready]
+            for peer in self._listed:
+                self._connect_if_due(peer)
+            return [number for number, peer in enumerate(self._listed) if peer.is_ready]
 
-    def _connect(self, number: int, peer: _Peer) -> None:
+    def reach(self, name: PeerId, in_use: Collection[PeerId] = ()) -> bool:
+        """True if a peer is ready. Otherwise starts a connection if one is due.
+
+        An unknown hinted peer is added, and another one is removed if there are too many: one that is not in `in_use`.
+        """
+        with self._lock:
+            peer = self._find(name)
+            if peer is None:
+                if isinstance(name, int) or not self._make_room(in_use):
+                    return False
+                peer = self._hinted[name] = _Peer(name, (name[0], name[1] + self._port_offset))
+            self._connect_if_due(peer)
+            return peer.is_ready
+
+    def _find(self, name: PeerId) -> _Peer | None:
+        if isinstance(name, int):
+            return self._listed[name] if name < len(self._listed) else None
+        peer = self._hinted.get(name)
+        if peer is not None:
+            self._hinted.move_to_end(name)
+        return peer
+
+    def _make_room(self, in_use: Collection[PeerId]) -> bool:
+        """Remove a hinted peer if there are too many. False if all are in use."""
+        if len(self._hinted) < self._options.max_hinted:
+            return True
+        removable = [(name, peer) for name, peer in self._hinted.items() if name not in in_use]
+        if not removable:
+            return False
+        name, peer = next((each for each in removable if not each[1].is_ready), removable[0])
+        del self._hinted[name]
+        if peer.link is not None:
+            self._loop.end(peer.link)
+        return True
+
+    def _connect_if_due(self, peer: _Peer) -> None:
+        now_s = self._clock()
+        if peer.link is not None or now_s < peer.retry_s:
+            return
         handlers = Handlers(
             lambda link, _: self._on_opened(link),
-            lambda link, message: self._on_message(number, link, message),
-            lambda link, reason: self._on_closed(number, link, reason),
+            lambda link, message: self._on_message(peer, link, message),
+            lambda link, reason: self._on_closed(peer, reason),
         )
+        peer.begun_s = now_s
         try:
-            peer.link = self._loop.connect(*self._addresses[number], None, handlers)
+            peer.link = self._loop.connect(*peer.address, None, handlers)
         except PeersProtocolError:
             peer.retry_s = float("inf")
 
-    def send_request(self, peer: int, request: int, body: bytes) -> bool:
-        """Send a request. False if the peer is not ready; then no reply comes."""
-        return self._send(peer, RequestMessage(request, body))
+    def send_request(self, name: PeerId, request: int, body: bytes, may_wait: bool = False) -> bool:
+        """Send a request. False if the peer is not ready; then no reply comes.
 
-    def send_notice(self, peer: int, body: bytes) -> bool:
-        """Send a message without a reply."""
-        return self._send(peer, Notice(body))
-
-    def _send(self, peer: int, message: Message) -> bool:
+        With `may_wait`, a request to a peer with a young connection attempt waits for the end of the attempt.
+        """
         with self._lock:
-            link = self._peers[peer].link if self._peers[peer].is_ready else None
+            peer = self._find(name)
+            if may_wait and peer is not None and self._may_open_soon(peer):
+                peer.queued[request] = body
+                return True
+        return self._send(name, RequestMessage(request, body))
+
+    def _may_open_soon(self, peer: _Peer) -> bool:
+        is_connecting = peer.link is not None and not peer.is_ready and not peer.has_failed
+        return is_connecting and self._clock() - peer.begun_s <= self._options.connect_wait_s
+
+    def withdraw_request(self, name: PeerId, request: int) -> bool:
+        """Drop a request that waits for a connection. False if it was sent, or is unknown."""
+        with self._lock:
+            peer = self._find(name)
+            return peer is not None and peer.queued.pop(request, None) is not None
+
+    def send_notice(self, name: PeerId, body: bytes) -> bool:
+        """Send a message without a reply."""
+        return self._send(name, Notice(body))
+
+    def _send(self, name: PeerId, message: Message) -> bool:
+        with self._lock:
+            peer = self._find(name)
+            link = peer.link if peer is not None and peer.is_ready else None
         return link is not None and self._loop.send(link, message)
 
-    def disconnect(self, peer: int) -> None:
+    def disconnect(self, name: PeerId) -> None:
         """Close the connection to a peer."""
         with self._lock:
-            link = self._peers[peer].link
+            peer = self._find(name)
+            link = None if peer is None else peer.link
         if link is not None:
             self._loop.end(link)
 
@@ -173,22 +250,24 @@ class PeerNode:
     def _on_opened(self, link: LinkId) -> None:
         self._loop.send(link, self._describe)
 
-    def _on_message(self, number: int, link: LinkId, message: Message) -> None:
-        peer = self._peers[number]
+    def _on_message(self, peer: _Peer, link: LinkId, message: Message) -> None:
         if isinstance(message, Describe) and not peer.is_ready:
             differs = self._refuse(link, message)
             if differs is not None:
                 peer.is_incompatible = True
-                self._warn_once(number, differs)
+                self._warn_once(peer, differs)
             else:
-                self._outgoing.on_ready(number, message)
+                self._outgoing.on_ready(peer.name, message)
                 with self._lock:
-                    peer.is_ready, peer.last_logged = True, ""
+                    peer.is_ready, peer.has_failed, peer.last_logged = True, False, ""
+                    queued, peer.queued = peer.queued, {}
+                    for request, body in queued.items():
+                        self._loop.send(link, RequestMessage(request, body))
         elif isinstance(message, Reply) and peer.is_ready:
-            self._outgoing.on_reply(number, message.request, message.body)
+            self._outgoing.on_reply(peer.name, message.request, message.body)
         elif isinstance(message, Refused):
             peer.is_incompatible = True
-            self._warn_once(number, _difference_text(message.field, message.theirs, message.ours))
+            self._warn_once(peer, _difference_text(message.field, message.theirs, message.ours))
             self._loop.end(link, CloseReason.DONE)
         else:
             raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
@@ -203,29 +282,32 @@ class PeerNode:
         self._loop.end(link, CloseReason.DONE)
         return _difference_text(*differs)
 
-    def _on_closed(self, number: int, link: LinkId, reason: CloseReason) -> None:
+    def _on_closed(self, peer: _Peer, reason: CloseReason) -> None:
         with self._lock:
-            peer = self._peers[number]
-            was_ready, was_incompatible = peer.is_ready, peer.is_incompatible
+            was_ready, was_incompatible, queued = peer.is_ready, peer.is_incompatible, peer.queued
             is_self = reason is CloseReason.SELF
-            pause_s = self._retry_s * (INCOMPATIBLE_RETRY_FACTOR if was_incompatible or is_self else 1)
-            peer.link, peer.is_ready, peer.is_incompatible = None, False, False
-            peer.retry_s = self._clock() + pause_s
+            pause_s = self._options.retry_s * (INCOMPATIBLE_RETRY_FACTOR if was_incompatible or is_self else 1)
+            peer.link, peer.is_ready, peer.is_incompatible, peer.queued = None, False, False, {}
+            peer.retry_s, peer.has_failed = self._clock() + pause_s, not was_ready
         if is_self and peer.last_logged != SELF:
             peer.last_logged = SELF
-            logger.info("peer %s:%d %s", *self._addresses[number], SELF)
+            logger.info("peer %s:%d %s", *peer.address, SELF)
         elif not was_incompatible and not is_self and reason is not CloseReason.DONE:
             hint = "; it has another secret or another version, or is ending" if reason is CloseReason.HUNG_UP else ""
-            self._warn_once(number, f"the connection ended: {reason}{hint}")
-        if was_ready:
-            self._outgoing.on_lost(number)
+            self._warn_once(peer, f"the connection ended: {reason}{hint}")
+        if was_ready or queued:
+            self._outgoing.on_lost(peer.name)
 
-    def _warn_once(self, number: int, why: str) -> None:
+    def _warn_once(self, peer: _Peer, why: str) -> None:
         """Log a reason, unless it was the last one logged for this peer."""
-        peer = self._peers[number]
-        if peer.last_logged != why:
-            peer.last_logged = why
-            logger.warning("peer %s:%d: %s", *self._addresses[number], why)
+        if peer.last_logged == why:
+            return
+        peer.last_logged = why
+        if not isinstance(peer.name, int):
+            self._num_hinted_warnings += 1
+            if self._num_hinted_warnings > MAX_HINTED_WARNINGS:
+                return
+        logger.warning("peer %s:%d: %s", *peer.address, why)
 
     # Incoming connections, on the loop's thread.
 

@@ -16,6 +16,12 @@ class PeerOptions(RemoteOptions, frozen=True, kw_only=True):
     given_up_s: float = 30.0
     retry_s: float = 1.0
     """Delay before an unreachable peer is tried again."""
+    max_hinted: int = 64
+    """Limit of connections to peers that only hints name."""
+    connect_wait_s: float = 1.0
+    """A hinted lookup waits for a connection that began at most so long ago."""
+    hint_backoff_s: float = 10.0
+    """Hints do not count for so long at a peer that left a hinted lookup unanswered."""
 
     # The holder.
     lease_s: float = 60.0

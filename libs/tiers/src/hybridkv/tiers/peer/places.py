@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from hybridkv.tiers.contract import Slot
 
+Address: TypeAlias = tuple[str, int]
+"""Host and port."""
+PeerId: TypeAlias = int | Address
+"""A listed peer: its number, the same in all processes of the engine. A hinted peer: the address of its scheduler."""
+
 _SHIFT = 48
 MAX_OFFSET = (1 << _SHIFT) - 1
+_HINTED = 0x7FFF
+"""Peer number in slots of hinted peers. The address of the peer follows the data, as extents of zero bytes."""
+_WORD_BYTES = 7
+"""Bytes of an address in one extent. They fit into the offset of an extent, which is a signed 64-bit number."""
 
 
 class PeerPlace(NamedTuple):
@@ -26,7 +35,7 @@ class PeerPlace(NamedTuple):
     is_leased: bool = True
 
     @property
-    def peer(self) -> int:
+    def peer(self) -> PeerId:
         return peer_of(self.tier_slot)
 
     def slot(self, number: int) -> Slot:
@@ -34,16 +43,30 @@ class PeerPlace(NamedTuple):
         return self.tier_slot
 
 
-def to_tier_slot(peer: int, slot: Slot) -> Slot:
+def to_tier_slot(peer: PeerId, slot: Slot) -> Slot:
     """Convert a slot of a peer's memory to a slot of this tier."""
-    return Slot(tuple((peer << _SHIFT | offset, num_bytes) for offset, num_bytes in slot.extents))
+    number = peer if isinstance(peer, int) else _HINTED
+    extents = tuple((number << _SHIFT | offset, num_bytes) for offset, num_bytes in slot.extents)
+    return Slot(extents if isinstance(peer, int) else extents + _address_extents(peer))
 
 
-def peer_of(slot: Slot) -> int:
-    """Peer number of a slot."""
-    return slot.first_offset >> _SHIFT
+def peer_of(slot: Slot) -> PeerId:
+    """Peer of a slot."""
+    number = slot.first_offset >> _SHIFT
+    if number != _HINTED:
+        return number
+    words = (word for word, num_bytes in slot.extents if not num_bytes)
+    text = b"".join(word.to_bytes(_WORD_BYTES, "big") for word in words).rstrip(b"\0").decode()
+    host, _, port = text.rpartition(":")
+    return host, int(port)
 
 
 def to_peer_slot(slot: Slot) -> Slot:
-    """Slot in the peer's memory, without the peer number."""
-    return Slot(tuple((offset & MAX_OFFSET, num_bytes) for offset, num_bytes in slot.extents))
+    """Slot in the peer's memory, without the peer."""
+    return Slot(tuple((offset & MAX_OFFSET, num_bytes) for offset, num_bytes in slot.extents if num_bytes))
+
+
+def _address_extents(address: Address) -> tuple[tuple[int, int], ...]:
+    text = f"{address[0]}:{address[1]}".encode()
+    words = (text[at : at + _WORD_BYTES].ljust(_WORD_BYTES, b"\0") for at in range(0, len(text), _WORD_BYTES))
+    return tuple((int.from_bytes(word, "big"), 0) for word in words)

@@ -23,7 +23,7 @@ from hybridkv.tiers.digests import view_digest
 from hybridkv.tiers.peer import messages
 from hybridkv.tiers.peer.node import PeerNode
 from hybridkv.tiers.peer.options import PeerOptions
-from hybridkv.tiers.peer.places import peer_of, to_peer_slot
+from hybridkv.tiers.peer.places import PeerId, peer_of, to_peer_slot
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +51,10 @@ class PeerLoad:
     staging: npt.NDArray[np.uint8] | None = None
     """Temporary buffer, if the destination is not registered."""
     staging_region: int = -1
+    peer: PeerId = field(init=False)
 
-    @property
-    def peer(self) -> int:
-        return peer_of(self.slot)
+    def __post_init__(self) -> None:
+        self.peer = peer_of(self.slot)
 
 
 @dataclass(slots=True)
@@ -94,7 +94,7 @@ class PeerReader:
         self.node: PeerNode | None = None
         """Set before the first load."""
         self.on_ended: Callable[[Completion], None] = lambda completion: None
-        self._sources: dict[int, _Source] = {}
+        self._sources: dict[PeerId, _Source] = {}
         self._waiting: deque[PeerLoad] = deque()
         self._reading: list[PeerLoad] = []
         self._reading_bytes = 0
@@ -103,16 +103,16 @@ class PeerReader:
 
     # Callbacks, on the connections' thread.
 
-    def on_ready(self, peer: int, description: Describe) -> None:
+    def on_ready(self, peer: PeerId, description: Describe) -> None:
         self.inbox.put(lambda: self._attach(peer, description.capability))
 
-    def on_reply(self, peer: int, request: int, body: bytes) -> None:
+    def on_reply(self, peer: PeerId, request: int, body: bytes) -> None:
         message = messages.decode(body)
         if not isinstance(message, messages.SealsReply):
             raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
         self.inbox.put(lambda: self._on_seals(peer, request, message))
 
-    def on_lost(self, peer: int) -> None:
+    def on_lost(self, peer: PeerId) -> None:
         self.inbox.put(lambda: self._detach(peer))
 
     # On the reading thread.
@@ -144,13 +144,17 @@ class PeerReader:
 
     def _start_loads(self) -> None:
         assert self.node is not None
-        ready, now_s = set(self.node.ready()), self._clock()
+        self.node.ready()  # starts connections that are due
+        now_s, in_use = self._clock(), {load.peer for load in self._reading}
+        is_ready: dict[PeerId, bool] = {}
         put_back: list[PeerLoad] = []
-        started: dict[int, list[PeerLoad]] = {}
+        started: dict[PeerId, list[PeerLoad]] = {}
         while self._waiting:
             load = self._waiting.popleft()
+            if load.peer not in is_ready:
+                is_ready[load.peer] = self.node.reach(load.peer, in_use)
             source = self._sources.get(load.peer)
-            if source is None or load.peer not in ready:
+            if source is None or not is_ready[load.peer]:
                 if now_s - load.since_s < self._options.reach_timeout_s:
                     put_back.append(load)
                 else:
@@ -166,6 +170,7 @@ class PeerReader:
                 except Exception as error:
                     self._fail_on_bug(load, error)
                 else:
+                    in_use.add(load.peer)
                     started.setdefault(load.peer, []).append(load)
         self._waiting.extendleft(reversed(put_back))
         for peer, loads in started.items():
@@ -194,7 +199,7 @@ class PeerReader:
         load.staging_region, self._next_region = self._next_region, self._next_region + 1
         return [(load.staging_region, 0, load.staging.nbytes)]
 
-    def _request_seals(self, peer: int, loads: Sequence[PeerLoad]) -> None:
+    def _request_seals(self, peer: PeerId, loads: Sequence[PeerLoad]) -> None:
         assert self.node is not None
         request, self._next_request = self._next_request, self._next_request + 1
         keys, ends = messages.pack_keys([load.key for load in loads])
@@ -263,17 +268,17 @@ class PeerReader:
 
     # Connection events.
 
-    def _attach(self, peer: int, capability: bytes) -> None:
+    def _attach(self, peer: PeerId, capability: bytes) -> None:
         self._detach(peer)
         assert self.node is not None
         remote = self._transport.attach(capability)
         if isinstance(remote, TransferFailed):
-            logger.warning("peer %d cannot be read: %s: %s", peer, remote.reason, remote.detail)
+            logger.warning("peer %s cannot be read: %s: %s", peer, remote.reason, remote.detail)
             self.node.disconnect(peer)
             return
         self._sources[peer] = _Source(remote)
 
-    def _detach(self, peer: int) -> None:
+    def _detach(self, peer: PeerId) -> None:
         source = self._sources.pop(peer, None)
         if source is None:
             return
@@ -281,7 +286,7 @@ class PeerReader:
         for load in [load for load in self._reading if load.peer == peer]:
             self._mark_failed(load, FailureReason.IO, "the peer is gone")
 
-    def _on_seals(self, peer: int, request: int, message: messages.SealsReply) -> None:
+    def _on_seals(self, peer: PeerId, request: int, message: messages.SealsReply) -> None:
         source = self._sources.get(peer)
         loads = source.waiting.pop(request, None) if source is not None else None
         if loads is None:

@@ -13,7 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from hybridkv.tiers.contract import Extends, Failure, FailureReason, Key, LookupCounts, Refusal, Slot, TierIndex
+from hybridkv.tiers.contract import (
+    Extends,
+    Failure,
+    FailureReason,
+    HintedLookups,
+    Key,
+    LookupCounts,
+    Refusal,
+    Slot,
+    TierIndex,
+)
 from hybridkv.tiers.stack.cascade_queue import CascadeQueue, WriteGate
 from hybridkv.tiers.stack.health import BreakerState, TierHealth
 from hybridkv.tiers.stack.in_flight import InFlightMove, InFlightMoves, SharedMoves
@@ -137,14 +147,17 @@ class SecondaryTierState:
             self._check_lookups(self._clock())  # the probe may have been answered before its deadline
         return self.health.allows_lookup(len(self._lookups))
 
-    def start_lookup(self, keys: Sequence[Key], now_s: float) -> None:
-        """Send an async lookup. If it cannot be sent, that counts as unanswered."""
+    def start_lookup(self, keys: Sequence[Key], now_s: float, hinted: Sequence[tuple[str, int]] = ()) -> None:
+        """Send an async lookup. If it cannot be sent, that counts as unanswered. `hinted`: see `HintedLookups`."""
         if not keys:
             return
         index, deadline_s = self.index, now_s + self.async_lookup_timeout_s
         try:
             before = index.lookup_counts
-            index.start_lookup(keys, deadline_s)
+            if hinted and isinstance(index, HintedLookups):
+                index.start_lookup_at(hinted, keys, deadline_s)
+            else:
+                index.start_lookup(keys, deadline_s)
         except Exception:  # an error of a remote tier must not stop the engine
             self.health.on_lookup_timeout(now_s)
             self._context.wake_at(self.health.next_change_s)

@@ -146,11 +146,11 @@ class TierStack:
             if tier.index.has_async_lookups and tier.index.lookup_counts.num_answered
         }
 
-    def start_lookup(self, keys: Sequence[Key]) -> None:
+    def start_lookup(self, keys: Sequence[Key], hinted: Sequence[tuple[str, int]] = ()) -> None:
         """Send an async lookup for the keys that no tier holds, to all tiers that accept one. Each tier has its own
-        deadline; keys it has not answered by then count as missing."""
+        deadline; keys it has not answered by then count as missing. `hinted`: see `HintedLookups`."""
         self._check_deadlines()
-        self._view.start_lookup(keys, self._clock())
+        self._view.start_lookup(keys, self._clock(), hinted)
 
     def is_lookup_pending(self, key: Key) -> bool:
         """True if a key is PENDING only because of async lookups."""

@@ -118,9 +118,9 @@ class StackView:
         tiers = [tier for tier in tiers if tier.has_open_lookups()] or tiers
         return min(((tier.index.answer_s, tier.read_s_per_byte) for tier in tiers), default=(0.0, 0.0))
 
-    def start_lookup(self, keys: Sequence[Key], now_s: float) -> None:
+    def start_lookup(self, keys: Sequence[Key], now_s: float, hinted: Sequence[tuple[str, int]] = ()) -> None:
         """Send an async lookup for the keys that no tier holds to each tier that accepts one. Each tier has its own
-        deadline; keys it has not answered by then count as missing."""
+        deadline; keys it has not answered by then count as missing. `hinted`: see `HintedLookups`."""
         tiers = [tier for tier in self._tiers if tier.accepts_lookup()]
         if not tiers:
             return
@@ -133,7 +133,7 @@ class StackView:
             if key not in timed_out_keys and (self.lookup(key) is _MISS or self.is_lookup_pending(key))
         ]
         for tier in tiers:
-            tier.start_lookup([key for key in unknown if tier.index.lookup(key) is _MISS], now_s)
+            tier.start_lookup([key for key in unknown if tier.index.lookup(key) is _MISS], now_s, hinted)
 
     def is_lookup_pending(self, key: Key) -> bool:
         """True if a key is PENDING only because of async lookups."""
