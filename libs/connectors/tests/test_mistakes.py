@@ -1,4 +1,4 @@
-"""77 configurations with one mistake each that the configuration alone shows.
+"""80 configurations with one mistake each that the configuration alone shows.
 
 An error is refused by `hybridkv check` and in vLLM's front process, before weights are loaded; with a warning the
 engine starts. Mistakes that need the host, such as a missing file, are in tests/contract/test_front_process.py.
@@ -132,6 +132,24 @@ MISTAKES: Final[list[Mistake]] = [
     (
         "peers without a secret",
         offload(None, RAM, {**PEER, "listen": "10.0.0.7:7300"}),
+        "error",
+        f"{TOP}.tiers[1].secret_file",
+    ),
+    (
+        "a malformed network",
+        offload(None, RAM, {**PEER, "allowed_hosts": ["10.0.0.1/24"]}),
+        "error",
+        f"{TOP}.tiers[1].allowed_hosts",
+    ),
+    (
+        "any host",
+        offload(None, RAM, {**PEER, "allowed_hosts": "allow"}),
+        "error",
+        f"{TOP}.tiers[1].allowed_hosts",
+    ),
+    (
+        "other hosts without a secret",
+        offload(None, RAM, {**PEER, "allowed_hosts": ["127.0.0.0/8", "10.0.0.0/24"]}),
         "error",
         f"{TOP}.tiers[1].secret_file",
     ),

@@ -10,7 +10,7 @@ import os
 
 import msgspec
 
-from hybridkv.connectors.vllm.nixl.hosts import LOOPBACK, AllowedHosts
+from hybridkv.connectors.hosts import LOOPBACK, AllowedHosts
 from hybridkv.connectors.vllm.nixl.params import ParamsError, RankAddress, RemotePrompt, compose, parse
 from hybridkv.connectors.vllm.nixl.prompts import usable_tokens
 from hybridkv.peers.comparison import Agreement, compare

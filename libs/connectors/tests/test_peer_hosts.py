@@ -9,9 +9,9 @@ import msgspec
 import pytest
 from test_peer_prompts import FULL, held
 
+from hybridkv.connectors.hosts import AllowedHosts
 from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
 from hybridkv.connectors.vllm.nixl.consumer import Consumer
-from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan
 from hybridkv.connectors.vllm.nixl.params import compose
 from hybridkv.connectors.vllm.nixl.stats import NixlMetrics

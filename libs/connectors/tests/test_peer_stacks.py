@@ -72,6 +72,17 @@ def test_an_engine_promotes_chunks_of_its_peer(engine: MakeEngine) -> None:
     assert first.load(OTHER) == CHUNK[::-1]
 
 
+def test_an_engine_promotes_chunks_of_a_hinted_peer_that_is_not_listed(engine: MakeEngine) -> None:
+    port = free_port()
+    first, second = engine(configured(port)), engine(configured(free_port(), allowed_hosts=["127.0.0.0/8"]))
+    first.store(KEY, CHUNK)
+    assert second.lookups(KEY) == [LookupResult.MISS], "without the hint"
+    until(lambda: second.lookups(KEY, OTHER, hinted=[("127.0.0.1", port)]) == [LookupResult.HIT, LookupResult.MISS])
+    assert second.load(KEY) == CHUNK and second.stack.in_primary(KEY)
+    counts = second.stack.take_counts().tiers["peer"]
+    assert counts.promoted_bytes == len(CHUNK) and not counts.failures
+
+
 def test_a_chunk_changed_at_the_peer_is_not_loaded(engine: MakeEngine) -> None:
     port, other_port = free_port(), free_port()
     first, second = engine(configured(port)), engine(configured(other_port, port))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +339,25 @@ def test_a_reset_drops_waiting_prefetches() -> None:
     assert scheduler.has_work_in_flight()
     scheduler.reset()
     assert not scheduler.has_work_in_flight() and counted(scheduler._metrics) == {"lost": 1}
+
+
+@pytest.mark.parametrize("said", [{}, {"prefetch": True}], ids=["queued", "prefetched"])
+@pytest.mark.parametrize("kv_role", [BOTH, Role(stores=True, loads=False)])
+def test_the_lookups_of_a_request_go_to_its_hinted_peers(said: dict[str, Any], kv_role: Role) -> None:
+    hinted: list[tuple[str, int]] = []
+
+    class HintedIndex(RemoteIndex):
+        def start_lookup_at(
+            self, addresses: Sequence[tuple[str, int]], keys: Iterable[bytes], deadline_s: float
+        ) -> None:
+            hinted.extend(addresses)
+            self.start_lookup(keys, deadline_s)
+
+    scheduler = scheduler_over(HintedIndex(RemoteStore(1, lambda: 0.0, answer_s=0.5), 1 << 20), kv_role=kv_role)
+    scheduler.allow_hinted_peers(lambda address: address[0] == "10.0.0.7")
+    peers = ["10.0.0.7:7900", "10.0.0.8:7900"]
+    scheduler.track(hinting(new_request("a"), {"hybridkv_hints": {**said, "peers": peers}}))
+    assert hinted == ([("10.0.0.7", 7900)] if kv_role.loads else [])
 
 
 def test_a_shutdown_starts_no_prefetch() -> None:

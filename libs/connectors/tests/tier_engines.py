@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import patience
 from test_worker_facts import layout
 
@@ -44,9 +46,9 @@ class Engine:
         assert self.arena.seal_all([(key, slot)]) == [None]
         assert self.stack.commit(key)
 
-    def lookups(self, *keys: Key) -> list[LookupResult]:
+    def lookups(self, *keys: Key, hinted: Sequence[tuple[str, int]] = ()) -> list[LookupResult]:
         """Results of lookups after all tiers have answered."""
-        self.stack.start_lookup(keys)
+        self.stack.start_lookup(keys, hinted)
         until(lambda: not self.stack.any_pending(keys))
         return [self.stack.lookup(key) for key in keys]
 

@@ -156,7 +156,7 @@ def _unused_tiers(config: OffloadConfig, role: str) -> Iterator[tuple[str, str]]
     for name, tier in config.secondary.items():
         if role == "kv_producer":
             yield name, "kv_role kv_producer stores only"
-        elif isinstance(tier, PeerTierConfig) and not set(tier.peers) - {tier.listen}:
+        elif isinstance(tier, PeerTierConfig) and not tier.allowed_hosts and not set(tier.peers) - {tier.listen}:
             yield name, "peers names no other engine"
 
 

@@ -10,6 +10,7 @@ import msgspec
 
 from hybridkv.connectors.decoding import as_configuration_error, refuse_unknown_keys
 from hybridkv.connectors.errors import ConfigurationError, did_you_mean
+from hybridkv.connectors.hosts import AllowedHosts, only_loopback
 
 ROOT = "kv_connector_extra_config"
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -27,6 +28,7 @@ _CHOICES = {
     "resets": '"engine" or "fleet"',
     "on_reset": '"clear" or "keep"',
     "cascade": '"all", "reused" or "nothing"; for a peer tier "nothing"',
+    "allowed_hosts": 'a list such as ["10.0.0.0/24", "engine-7"]',
     "weights_digest": '"sampled", "full", or your own name for these weights',
     "identity_ignores": "a list of names of facts",
 }
@@ -96,11 +98,13 @@ class PeerTierConfig(SecondaryTierConfig, frozen=True, kw_only=True, tag_field="
         peers: `listen` addresses of other engines. This engine's own address among them is skipped.
         secret_file: file with a secret that all engines share. Without one the engine listens and connects only on the
             loopback interface.
+        allowed_hosts: names, addresses and networks of further engines, which the hints of a request may name.
     """
 
     listen: str
     peers: tuple[str, ...] = ()
     secret_file: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
     cascade: Literal["nothing"] = "nothing"
 
 
@@ -405,9 +409,26 @@ def _require_addresses(path: str, tier: PeerTierConfig) -> None:
             f"nothing, and {tier.listen!r} for listen",
             "without a secret, any process that reaches this address can read the cache; or listen on 127.0.0.1",
         )
+    _require_allowed_hosts(path, tier)
     if len(tier.peers) > MAX_PEERS:
         raise ConfigurationError(
             f"{path}.peers", f"at most {MAX_PEERS} peers", len(tier.peers), "each is asked for every prompt: list fewer"
+        )
+
+
+def _require_allowed_hosts(path: str, tier: PeerTierConfig) -> None:
+    try:
+        AllowedHosts(tier.allowed_hosts)
+    except ValueError as error:
+        raise ConfigurationError(
+            f"{path}.allowed_hosts", "names, addresses and networks", str(error), '["10.0.0.0/24", "engine-7"]'
+        ) from None
+    if tier.secret_file is None and not only_loopback(tier.allowed_hosts):
+        raise ConfigurationError(
+            f"{path}.secret_file",
+            "the path of a file, because allowed_hosts has other hosts",
+            "nothing",
+            "without a secret an engine connects on the loopback alone",
         )
 
 

@@ -247,8 +247,8 @@ CATALOGUE = Catalogue(
             "vllm:hybridkv_hints_total",
             Kind.COUNTER,
             "requests",
-            "Requests with a hint, by hint. Invalid hints were ignored.",
-            (Label("hint", ("no_store", "no_load", "keep", "prefetch", "invalid")),),
+            "Requests with a hint, by hint. Invalid hints and refused peers were ignored.",
+            (Label("hint", ("no_store", "no_load", "keep", "prefetch", "peers", "peers_refused", "invalid")),),
             panel=Panel(Section.HITS, "Hints"),
         ),
         Metric(

@@ -26,6 +26,8 @@ class Hints(msgspec.Struct, frozen=True, kw_only=True):
     """Its prefix is kept for so long after its end; 0: as any other prefix."""
     prefetch: bool = False
     """True: its prefix is promoted before a request waits for it, even if this request is aborted."""
+    peers: tuple[tuple[str, int], ...] = ()
+    """Hosts and ports of the peers that are looked up first."""
 
 
 NO_HINTS = Hints()

@@ -275,9 +275,11 @@ class Requests:
         return tracked.request_keys is not None
 
     def beside(self, request: Request) -> TrackedRequest:
-        """Separate state of a request that is looked up but never computed. It does not affect the tracked request. It
-        has keys after `identify` returns True."""
+        """Separate state of a request that is looked up but never computed. It does not affect the tracked request, and
+        has its hints. It has keys after `identify` returns True."""
         tracked = TrackedRequest(request, None, None)
+        if (known := self.get(request.request_id)) is not None:
+            tracked.hints = known.hints
         if tracked.lora is None:
             self._take_keys(tracked, self._keys)
         return tracked

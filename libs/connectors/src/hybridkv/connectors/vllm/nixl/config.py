@@ -11,7 +11,7 @@ import msgspec
 from hybridkv.connectors.config import ROOT
 from hybridkv.connectors.decoding import as_configuration_error, refuse_unknown_keys
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts, default_hosts, is_any
+from hybridkv.connectors.hosts import AllowedHosts, default_hosts, is_any
 from hybridkv.connectors.vllm.nixl.params import MAX_RANKS
 
 MAX_LEASES = 1 << 16

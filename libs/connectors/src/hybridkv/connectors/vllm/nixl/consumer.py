@@ -12,9 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hybridkv.connectors.hosts import AllowedHosts
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
-from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import NixlStepPlan, PromptLoad, WaitingRequest
 from hybridkv.connectors.vllm.nixl.params import ParamsError, RemotePrompt, is_remote_prefill, parse
 from hybridkv.connectors.vllm.nixl.prompts import prefix_digest, usable_tokens

@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hybridkv.connectors.hosts import AllowedHosts
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import SuspectGroups
 from hybridkv.connectors.vllm.common.blocks.load_room import LoadRoom
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.connectors.vllm.common.role import Role
 from hybridkv.connectors.vllm.nixl.consumer import Consumer
-from hybridkv.connectors.vllm.nixl.hosts import AllowedHosts
 from hybridkv.connectors.vllm.nixl.messages import NixlStepOutcome, NixlStepPlan, WorkerAddress
 from hybridkv.connectors.vllm.nixl.params import RankAddress
 from hybridkv.connectors.vllm.nixl.producer import Producer, ProducerTerms

@@ -153,6 +153,8 @@ class OffloadBuilder:
             scheduler.bind_checkpoints(self._checkpoints(stack))
         scheduler.distrust(suspect_groups("HybridOffloadConnector", inputs.vllm_config, inputs.layout))
         scheduler.set_keep_share(inputs.config.keep_share)
+        if inputs.config.peer is not None:
+            scheduler.allow_hinted_peers(tiers.hinted_peers(inputs.config.peer))
         log_startup(inputs.vllm_config, inputs.config, inputs.layout, fingerprint)
         return scheduler
 

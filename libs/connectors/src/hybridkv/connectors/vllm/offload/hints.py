@@ -13,8 +13,10 @@ from typing import Annotated, Any, Final
 
 import msgspec
 
+from hybridkv.connectors.config import parse_address
 from hybridkv.connectors.decoding import as_configuration_error
 from hybridkv.connectors.errors import ConfigurationError, did_you_mean
+from hybridkv.connectors.hosts import normal_host
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.stats import ConnectorMetrics
 from hybridkv.planner.hints import NO_HINTS, Hints
@@ -22,6 +24,8 @@ from hybridkv.planner.hints import NO_HINTS, Hints
 logger = logging.getLogger("vllm.hybridkv.scheduler")
 
 MAX_KEEP_SECONDS: Final = 7 * 24 * 3600
+MAX_HINTED_PEERS: Final = 8
+"""Limit of peers that one request names."""
 WARNING_EVERY_S: Final = 60.0
 """Shortest time between two warnings about invalid hints."""
 MAX_SHOWN: Final = 120
@@ -31,8 +35,10 @@ _CHOICES = {
     "load": "true or false",
     "keep_seconds": f"seconds from 0 to {MAX_KEEP_SECONDS}",
     "prefetch": "true or false",
+    "peers": f"a list of at most {MAX_HINTED_PEERS} addresses",
 }
 _PAGE = "docs/guides/hints.md"
+_PEERS_PAGE = "docs/guides/routers.md"
 
 
 class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,6 +48,7 @@ class _Said(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load: bool = True
     keep_seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_KEEP_SECONDS)] = 0.0
     prefetch: bool = False
+    peers: Annotated[tuple[str, ...], msgspec.Meta(max_length=MAX_HINTED_PEERS)] = ()
 
 
 _NAMES = [field.encode_name for field in msgspec.structs.fields(_Said)]
@@ -59,6 +66,9 @@ class HintReader:
         self._metrics = metrics
         self._clock = clock
         self._quiet_until_s = float("-inf")
+        self.allows_peer: Callable[[tuple[str, int]], bool] = lambda address: False
+        """Whether a hint may name a peer."""
+        self._has_warned_of_peer = False
 
     def read(self, request: Any) -> Hints:
         """Hints of a new request."""
@@ -66,7 +76,7 @@ class HintReader:
             found = compat.hint_objects(request)
             if not found:
                 return NO_HINTS
-            hints = _merge([parse(path, said) for path, said in found])
+            hints = self._without_refused_peers(request, _merge([parse(path, said) for path, said in found]))
         except ConfigurationError as error:
             self._refuse(request, error)
             return NO_HINTS
@@ -79,10 +89,30 @@ class HintReader:
             ("no_load", not hints.load),
             ("keep", hints.keep_seconds),
             ("prefetch", hints.prefetch),
+            ("peers", hints.peers),
         ):
             if is_said:
                 self._metrics.hint(name)
         return hints
+
+    def _without_refused_peers(self, request: Any, hints: Hints) -> Hints:
+        """The hints without peers that the operator does not allow. The others still hold."""
+        allowed = tuple(filter(self.allows_peer, hints.peers))
+        if len(allowed) == len(hints.peers):
+            return hints
+        self._metrics.hint("peers_refused")
+        if not self._has_warned_of_peer:
+            self._has_warned_of_peer = True
+            host, port = next(peer for peer in hints.peers if peer not in allowed)
+            logger.warning(
+                "request %s: its hint names the peer %s, which is ignored: expected one of peers of the peer tier, or "
+                "a host in its allowed_hosts; hint: add the network of your engines to allowed_hosts (%s). Further "
+                "ones are only counted, in vllm:hybridkv_hints_total",
+                request.request_id,
+                _shown(f"{host}:{port}"),
+                _PEERS_PAGE,
+            )
+        return msgspec.structs.replace(hints, peers=allowed)
 
     def _refuse(self, request: Any, error: ConfigurationError) -> None:
         self._metrics.hint("invalid")
@@ -113,7 +143,17 @@ def parse(path: str, said: Any) -> Hints:
         read = msgspec.convert(dict(said), _Said, strict=True)
     except msgspec.ValidationError as error:
         raise as_configuration_error(error, said, path, _CHOICES, _PAGE) from None
-    return Hints(store=read.store, load=read.load, keep_seconds=read.keep_seconds, prefetch=read.prefetch)
+    peers = tuple(_address(f"{path}.peers[{i}]", peer) for i, peer in enumerate(read.peers))
+    return Hints(store=read.store, load=read.load, keep_seconds=read.keep_seconds, prefetch=read.prefetch, peers=peers)
+
+
+def _address(path: str, text: str) -> tuple[str, int]:
+    """Host and port of a peer. The host is an address in its shortest form, or a name in lower case."""
+    host, port = parse_address(text) or ("", 0)
+    normal = normal_host(host)
+    if normal is None:
+        raise ConfigurationError(path, "HOST:PORT, with a port from 1 to 65535", repr(text), f"see {_PEERS_PAGE}")
+    return normal, port
 
 
 def _merge(all_said: list[Hints]) -> Hints:
@@ -123,6 +163,7 @@ def _merge(all_said: list[Hints]) -> Hints:
         load=all(hints.load for hints in all_said),
         keep_seconds=max(hints.keep_seconds for hints in all_said),
         prefetch=any(hints.prefetch for hints in all_said),
+        peers=tuple(dict.fromkeys(peer for hints in all_said for peer in hints.peers))[:MAX_HINTED_PEERS],
     )
 
 

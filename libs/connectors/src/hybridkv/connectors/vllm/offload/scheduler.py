@@ -5,7 +5,7 @@ It moves no bytes and never blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hybridkv.connectors.vllm.common import compat
@@ -69,8 +69,8 @@ class OffloadScheduler:
         self._checkpoints: Checkpoints | None = None
         self._admission = admission
         self._metrics = metrics
-        hints = HintReader(metrics, deadlines.clock)
-        self._requests = Requests(layout, identity.keys, identity.adapters, hints.read)
+        self._hints = HintReader(metrics, deadlines.clock)
+        self._requests = Requests(layout, identity.keys, identity.adapters, self._hints.read)
         self._keeper = Keeper(layout, stack, deadlines.clock, metrics)
         self._corrupt_blocks = CorruptBlocks([group.block_tokens for group in layout.spec.groups], metrics)
         local = LocalBlocks(layout, kv_role.copies_locally)
@@ -108,6 +108,10 @@ class OffloadScheduler:
     def set_keep_share(self, keep_share: float) -> None:
         """Sets the share of each tier that prefixes with a keep hint may use."""
         self._keeper.keep_share = keep_share
+
+    def allow_hinted_peers(self, allows: Callable[[tuple[str, int]], bool]) -> None:
+        """Sets the hosts and ports that hints may name as peers. Without it, none."""
+        self._hints.allows_peer = allows
 
     def distrust(self, groups: SuspectGroups) -> None:
         """Sets the groups in which the engine may leave corrupt blocks."""

@@ -23,6 +23,7 @@ from hybridkv.connectors.config import (
     parse_address,
 )
 from hybridkv.connectors.errors import ConfigurationError
+from hybridkv.connectors.hosts import AllowedHosts, normal_host
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.hashing import Fingerprint
 from hybridkv.peers.errors import PeersConfigurationError
@@ -356,10 +357,21 @@ def _neighbourhood(config: PeerTierConfig) -> PeerAddresses:
         secret = read_secret(config.secret_file) if config.secret_file is not None else NO_SECRET
     except PeersConfigurationError as error:
         raise TierConfigurationError("secret_file", error.expected, error.got, error.hint) from None
-    listen, peers = parse_address(config.listen), tuple(map(parse_address, config.peers))
+    listen = parse_address(config.listen)
     assert listen is not None
-    known = tuple(peer for peer in peers if peer is not None)
-    return PeerAddresses(secret, listen, known, _transport)
+    return PeerAddresses(secret, listen, _listed_peers(config), _transport)
+
+
+def _listed_peers(config: PeerTierConfig) -> tuple[tuple[str, int], ...]:
+    listed = [peer for peer in map(parse_address, config.peers) if peer is not None]
+    return tuple((normal_host(host) or host, port) for host, port in listed)
+
+
+def hinted_peers(config: PeerTierConfig) -> Callable[[tuple[str, int]], bool]:
+    """Returns a function that is true for a host and port that hints may name: of a listed peer, or at an allowed
+    host. Names are not resolved for that."""
+    listed, hosts = frozenset(_listed_peers(config)), AllowedHosts(config.allowed_hosts)
+    return lambda address: address in listed or address[0] in hosts
 
 
 def _transport(name: str) -> Transport:

@@ -37,7 +37,8 @@ class LookupSender:
 
     def send(self, tracked: TrackedRequest, limit_tokens: int) -> None:
         """Sends async lookups for every chunk after `tracked.computed_tokens`, interleaved over the groups: the first
-        chunk of each group, then the second of each, and so on.
+        chunk of each group, then the second of each, and so on. The peers in the hints of the request are looked up
+        first.
 
         A tier may accept only the first of the keys; those still cover a prefix at which all groups can resume. Windows
         and states are looked up at every chunk, since the boundary of the resume is not known yet. Tails have many
@@ -55,7 +56,7 @@ class LookupSender:
             ends = range(last, after, -spec.boundary_tokens)
             wanted += [keys.key(group, end) for end in ends for group in spec.stored_groups]
         if wanted:
-            self._stack.start_lookup(wanted)
+            self._stack.start_lookup(wanted, tracked.hints.peers)
 
     def are_in_flight(self, tracked: TrackedRequest, limit_tokens: int) -> bool:
         """Whether the async lookups of the request are in flight, so that it need not send them. The lookup of the last

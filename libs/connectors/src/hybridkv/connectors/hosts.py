@@ -1,8 +1,8 @@
 """Hosts to which a request may make this engine connect.
 
-A client sends `remote_host` with its request. Without a list, a client could make an engine connect to any reachable
-host. This module does not resolve names: a name that is not on the list is refused, because its address may change at
-any time.
+A client names hosts in its request: a producer of HybridNixlConnector, or peers in a hint. Without a list, a client
+could make an engine connect to any reachable host. This module does not resolve names: a name that is not on the list
+is refused, because its address may change at any time.
 """
 
 from __future__ import annotations
@@ -31,28 +31,42 @@ class AllowedHosts:
     """
 
     def __init__(self, entries: Iterable[str]) -> None:
-        self._names: set[str] = set()
-        self._networks: list[_Network] = []
+        self.names: set[str] = set()
+        self.networks: list[_Network] = []
         for entry in entries:
             try:
-                self._networks.append(ipaddress.ip_network(entry))
+                self.networks.append(ipaddress.ip_network(entry))
             except ValueError as error:
                 # Numbers are not a name: "10.0.0.1/8" is a mistake, and "10.1" is another way to write an address.
                 if not _is_name(entry):
                     raise ValueError(f"{entry!r}: {error}") from None
-                self._names.add(_folded(entry))
+                self.names.add(_folded(entry))
 
     def __contains__(self, host: str) -> bool:
         address = _address(host)
         if address is None:
-            return _folded(host) in self._names
-        return any(address.version == network.version and address in network for network in self._networks)
+            return _folded(host) in self.names
+        return any(address.version == network.version and address in network for network in self.networks)
+
+
+def normal_host(host: str) -> str | None:
+    """A host as it is compared: an address in its shortest form, or a name in lower case. None if it is neither."""
+    address = _address(host)
+    if address is not None:
+        return str(address)
+    return _folded(host) if _is_name(host) else None
 
 
 def default_hosts(*own: str | None) -> tuple[str, ...]:
     """The loopback, and the addresses at which this engine listens."""
     given = (host for host in own if host and not is_any(host))
     return tuple(dict.fromkeys((*LOOPBACK, *given)))
+
+
+def only_loopback(entries: Iterable[str]) -> bool:
+    """Whether all entries of an `AllowedHosts` are loopback hosts."""
+    allowed = AllowedHosts(entries)
+    return allowed.names <= {"localhost"} and all(network.is_loopback for network in allowed.networks)
 
 
 def _address(host: str) -> _Address | None:
