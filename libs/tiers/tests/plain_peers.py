@@ -27,6 +27,7 @@ class PlainPeers:
         self.connecting: set[PeerId] = set()
         """Lookups for these wait for their connection."""
         self.waiting: list[tuple[PeerId, int, tuple[Key, ...]]] = []
+        self.sent: dict[tuple[PeerId, int], tuple[Key, ...]] = {}
         self.num_messages = 0
         self.given_up: list[tuple[PeerId, Key]] = []
         self.is_closed = False
@@ -43,6 +44,7 @@ class PlainPeers:
     def send_lookup(self, peer: PeerId, request: int, keys: Sequence[Key]) -> bool:
         self.num_messages += 1
         self.waiting.append((peer, request, tuple(keys)))
+        self.sent[peer, request] = tuple(keys)
         return True
 
     def send_hinted_lookup(self, peer: PeerId, request: int, keys: Sequence[Key]) -> bool:

@@ -127,7 +127,6 @@ class PeerIndex(RemoteIndex[PeerPlace]):
 
     def _on_answered(self, answer: PeerAnswer) -> None:
         number, peer = answer.request, answer.peer
-        self._backoff_until_s.pop(peer, None)
         lookup = self._lookups.get(number)
         if lookup is None or peer not in lookup.waiting:
             return

@@ -18,7 +18,7 @@ class PeerOptions(RemoteOptions, frozen=True, kw_only=True):
     """Delay before an unreachable peer is tried again."""
     max_hinted: int = 64
     """Limit of connections to peers that only hints name."""
-    connect_wait_s: float = 1.0
+    connect_wait_s: float = 0.4
     """A hinted lookup waits for a connection that began at most so long ago."""
     hint_backoff_s: float = 10.0
     """Hints do not count for so long at a peer that left a hinted lookup unanswered."""
