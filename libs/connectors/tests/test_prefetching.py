@@ -356,7 +356,7 @@ def test_the_lookups_of_a_request_go_to_its_hinted_peers(said: dict[str, Any], k
     scheduler = scheduler_over(HintedIndex(RemoteStore(1, lambda: 0.0, answer_s=0.5), 1 << 20), kv_role=kv_role)
     scheduler.allow_hinted_peers(lambda address: address[0] == "10.0.0.7")
     peers = ["10.0.0.7:7900", "10.0.0.8:7900"]
-    scheduler.track(hinting(new_request("a"), {"hybridkv_hints": {**said, "peers": peers}}))
+    scheduler.track(hinting(new_request(), {"hybridkv_hints": {**said, "peers": peers}}))
     assert hinted == ([("10.0.0.7", 7900)] if kv_role.loads else [])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from peer_engines import SECRET, Engine, chunk_bytes, free_port, load, patient
@@ -30,7 +31,7 @@ def slots(*keys: Key) -> dict[Key, Slot]:
 class HintBench:
     """An index over two listed peers, and one that is not listed. Lookups have two seconds."""
 
-    def __init__(self, *listed: dict[Key, Slot], **options: float) -> None:
+    def __init__(self, *listed: dict[Key, Slot], **options: Any) -> None:
         self.time_s = 0.0
         self.peers = PlainPeers(lambda: self.time_s, listed, lease_s=60.0)
         self.peers.hinted[NEW] = slots(A, B)
