@@ -140,7 +140,7 @@ def log_startup(vllm_config: VllmConfig, config: OffloadConfig, layout: CacheLay
 
 def _tier_report(name: str, tier: SecondaryTierConfig, layout: CacheLayout, chunk_bytes: int) -> TierReport:
     if isinstance(tier, PeerTierConfig):
-        return TierReport(name, None, None, f"peer asks {len(tier.peers)} engines and is asked at {tier.listen}")
+        return TierReport(name, None, None, _peer_text(tier))
     if isinstance(tier, ObjectTierConfig):
         who = "every writer is trusted" if tier.secret_file is None else "only writers with the secret are trusted"
         return TierReport(name, None, None, f"object finds and stores at {tier.url}, where {who}")
@@ -150,6 +150,14 @@ def _tier_report(name: str, tier: SecondaryTierConfig, layout: CacheLayout, chun
     num_tokens = num_chunks * layout.spec.chunk_tokens
     text = f"disk {format_size(tier.capacity)} at {tier.path} holds about {num_tokens} tokens"
     return TierReport(name, tier.capacity, num_tokens, text)
+
+
+def _peer_text(tier: PeerTierConfig) -> str:
+    num_listed = len(set(tier.peers) - {tier.listen})
+    sources = [f"at {num_listed} listed peers"] if num_listed or not tier.allowed_hosts else []
+    if tier.allowed_hosts:
+        sources.append(f"at peers that hints name in {', '.join(tier.allowed_hosts)}")
+    return f"peer looks up {' and '.join(sources)}, listens at {tier.listen}"
 
 
 def _notes(vllm_config: VllmConfig, layout: CacheLayout) -> list[str]:
