@@ -91,4 +91,4 @@ def test_a_missing_or_late_sync_is_detected(tmp_path: Path, written: Make, backe
     run = written(backend, Fsync.ALWAYS, True, mistake)
     assert any(certain_at != time for time, certain_at in run.certain_at.items())
     with pytest.raises(AssertionError, match="committed and is not found"):
-        run.lose_power_behind_each_commit(tmp_path)
+        run.lose_power_after_each_commit(tmp_path)
