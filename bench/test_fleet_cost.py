@@ -1,4 +1,4 @@
-"""The simulated fleet beside the real tier over a directory, and its figures on small traces."""
+"""Compares the simulated fleet with the real tier on a directory, and checks its figures on small traces."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 
 
 def prompts(*contents: str) -> list[TraceRequest]:
-    """A chunk for each letter."""
+    """Requests with one chunk for each letter."""
     return list(chained("letters", 128, [(128 * len(each) + 1, each) for each in contents]).requests)
 
 
@@ -38,7 +38,7 @@ def wait_until(is_so: Callable[[], bool]) -> None:
 
 
 class RealEngine(SimulatedEngine):
-    """The same engine over the real tier: moves bytes, and waits for all answers and manifests."""
+    """The same engine on the real tier: moves bytes, and waits for all answers and manifests."""
 
     def __init__(self, directory: Path) -> None:
         location = StoreLocation(f"file://{directory}")
@@ -102,7 +102,9 @@ class RealEngine(SimulatedEngine):
 
 
 def play(engines: list[SimulatedEngine]) -> None:
-    """A prompt, the same at another engine, one that goes on, two at one time, and one that parts early."""
+    """A prompt, the same prompt on another engine, a longer one, one on two engines concurrently, and one that branches
+    early.
+    """
     first, other, longer, both, parted = (
         Prompt(each, SETTINGS, 1)
         for each in prompts("abcdefghijklmnopqrst", "abcdefghij", "abcdefghijklmnopqrstuvwxyz", "ABCDEFGHIJKL", "abXYZ")
@@ -145,7 +147,7 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-def test_the_counts_are_those_of_the_real_tier(tmp_path: Path, requests: Counter[str]) -> None:
+def test_the_counts_equal_those_of_the_real_tier(tmp_path: Path, requests: Counter[str]) -> None:
     store = SimulatedStore()
     play(
         [
@@ -178,7 +180,7 @@ def timed(*contents: str, every_s: float = 10.0) -> list[TimedRequest]:
     return [TimedRequest(place * every_s, request) for place, request in enumerate(prompts(*contents))]
 
 
-def test_a_reused_prefix_goes_up_only_where_one_engine_gets_it_twice() -> None:
+def test_a_reused_prefix_is_stored_only_if_one_engine_gets_it_twice() -> None:
     spread = [FleetSettings(10_000, cascades_all=cascades_all) for cascades_all in (False, True)]
     reused, everything = (run_fleet(timed(*["abcdefgh"] * 6), each, 128).counts for each in spread)
     assert (reused.hit_tokens, reused.puts) == (0, 0)
@@ -195,13 +197,13 @@ def test_other_load_evicts_host_memory() -> None:
     assert run_fleet(trace, settings, 128, load_share=0.01).counts.ram_tokens == 0
 
 
-def test_engines_that_store_at_one_time_store_twice() -> None:
+def test_engines_that_store_concurrently_store_twice() -> None:
     settings = FleetSettings(100, cascades_all=True)
     assert not run_fleet(burst(100, 1000.0)[:20], settings, 128).counts.num_duplicates
     assert run_fleet(burst(100, 0.1)[:20], settings, 128).counts.num_duplicates > 100
 
 
-def test_a_sample_has_whole_conversations() -> None:
+def test_a_sample_has_complete_conversations() -> None:
     trace = timed(*(f"s{chr(65 + place % 26)}{chr(97 + place // 26)}" for place in range(260)))
     kept = sample(trace, 0.3)
     names = {each.request.chunks[1] for each in kept}

@@ -1,4 +1,4 @@
-"""The smallest lives: both sides do the same work, whatever it costs them."""
+"""Minimal lives: both sides do the same work, regardless of speed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from planner_lookup import PRESETS
 from request_life import measure_besides, measure_lives, measure_running, ratios, save
 
 TOKENS = 2176
-"""Of four chunks of the model with the longest ones."""
+"""Four chunks of the model with the longest chunks."""
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -31,7 +31,7 @@ def test_both_sides_hit_load_and_store_the_same(preset: str, scenario: str) -> N
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_what_a_cold_prompt_leaves_in_a_full_tier_is_found_whole_on_both_sides(preset: str) -> None:
+def test_a_cold_prompt_in_a_full_tier_is_found_completely_on_both_sides(preset: str) -> None:
     prompts = Prompts(preset, TOKENS, "miss")
     hashes = prompts.next_hashes()
     for name in prompts.side_names:
@@ -42,7 +42,7 @@ def test_what_a_cold_prompt_leaves_in_a_full_tier_is_found_whole_on_both_sides(p
             assert bill.hit_tokens == expected, name
 
 
-def test_a_cold_prompt_evicts_what_was_there() -> None:
+def test_a_cold_prompt_evicts_earlier_keys() -> None:
     prompts = Prompts("gemma3", TOKENS, "miss")
     side = prompts.open("ours")
     assert isinstance(side, Ours)
@@ -53,7 +53,7 @@ def test_a_cold_prompt_evicts_what_was_there() -> None:
 
 
 @pytest.mark.parametrize("preset", ["gemma3", "qwen3next"])
-def test_what_is_measured_besides_runs_on_both_sides(preset: str) -> None:
+def test_additional_measurements_run_on_both_sides(preset: str) -> None:
     prompts = Prompts(preset, TOKENS, "full")
     for name in prompts.side_names:
         running = measure_running(prompts, name, 3)
@@ -61,7 +61,7 @@ def test_what_is_measured_besides_runs_on_both_sides(preset: str) -> None:
         assert min(running["step_us"], besides["abort_us"], besides["preemption_us"], besides["plan_bytes"]) > 0
 
 
-def test_a_run_of_some_cases_leaves_the_others_in_the_file(tmp_path: Path) -> None:
+def test_a_run_of_some_cases_keeps_the_others_in_the_file(tmp_path: Path) -> None:
     out = tmp_path / "life.json"
 
     def found(scenario: str, total: int) -> dict[str, list[dict[str, object]]]:

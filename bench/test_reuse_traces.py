@@ -1,4 +1,4 @@
-"""The simulation on small traces that can be followed by hand, and its picture."""
+"""The simulation on small traces that can be checked by hand, and its picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOM = 100_000
 
 
 def siblings(num: int = 40, shared: int = 20, own: int = 6) -> Trace:
-    """Documents, each asked about three times: a long beginning, and an end of its own."""
+    """Documents with about three questions each: a long common beginning, and an own end."""
     prompts = [
         (64 * (shared + own) + 1, [f"document {number // 3}"] * shared + [f"question {number}"] * own)
         for number in range(num)
@@ -37,7 +37,7 @@ def test_a_junction_serves_the_third_sibling_and_hindsight_the_second() -> None:
     assert hits == [0, 20 * 64, 2 * 20 * 64]
 
 
-def test_the_planner_learns_where_siblings_part() -> None:
+def test_the_planner_learns_where_siblings_branch() -> None:
     trace = siblings()
     junctions = simulate(trace, ROOM, COSTS, Junctions()).hit_tokens
     budgeted = simulate(trace, ROOM, COSTS, Budgeted(trace, ROOM, COSTS, 1_000))
@@ -46,7 +46,7 @@ def test_the_planner_learns_where_siblings_part() -> None:
     assert budgeted.extra_share <= 0.02
 
 
-def test_halves_are_traces_by_themselves_and_make_up_the_whole() -> None:
+def test_halves_are_traces_and_add_up_to_the_whole() -> None:
     trace = siblings(num=7)
     first, second = part_of(trace, Part.FIRST), part_of(trace, Part.SECOND)
     assert (len(first.requests), len(second.requests)) == (3, 4)
@@ -54,14 +54,14 @@ def test_halves_are_traces_by_themselves_and_make_up_the_whole() -> None:
     assert (first.name, first.chunk_tokens) == (trace.name, trace.chunk_tokens)
 
 
-def test_no_placement_beats_attention_alone_and_the_ends_alone_beat_none_with_room() -> None:
+def test_attention_only_is_the_upper_bound_and_budgeted_is_no_worse_than_ends() -> None:
     trace = siblings()
     rates = {name: outcome.hit_rate for name, outcome in run_size(trace, 100, COSTS).items()}
     assert rates["attention"] == max(rates.values())
     assert rates["optimal"] >= rates["budgeted"] >= rates["ends"]
 
 
-def test_a_store_that_holds_nothing_hits_nothing() -> None:
+def test_an_empty_store_hits_nothing() -> None:
     for policy in (PromptEnds(), Junctions(), Ladder(2), None):
         assert simulate(siblings(), 1, COSTS, policy).hit_tokens == 0
 
@@ -75,8 +75,8 @@ def test_the_picture_is_xml_with_a_panel_for_each_trace() -> None:
 
 @pytest.mark.parametrize("has_answers", [True, False])
 @pytest.mark.parametrize("keeps", [74, 148], ids=["half_an_answer", "whole_histories"])
-def test_a_tight_store_serves_chats_no_worse_than_with_the_ends_of_prompts_alone(keeps: int, has_answers: bool) -> None:
-    """Six chats of four turns, from stores far too small to stores with room: within three points at every size."""
+def test_a_small_store_serves_chats_no_worse_than_with_prompt_ends_only(keeps: int, has_answers: bool) -> None:
+    """Six chats of four turns, with stores from far too small to large: within three points at every size."""
     trace, costs = (
         conversations(6, 4, first=600, more=60, answer=148, keeps=keeps),
         CostModel(state_chunks=1, step_tokens=50),
@@ -87,25 +87,25 @@ def test_a_tight_store_serves_chats_no_worse_than_with_the_ends_of_prompts_alone
         ours, ends = (simulate(trace, capacity, costs, each).hit_rate for each in (policy, PromptEnds()))
         gains.append(ours - ends)
         assert ours >= ends - 0.03, capacity
-    # States of answers are of use to whole histories alone, and without them nothing is to be gained.
+    # States of answers help only if histories are complete; otherwise nothing can be gained.
     assert (max(gains) > 0.1) == (has_answers and keeps == 148)
 
 
-class TakingAll(Budgeted):
-    """Each state of an answer is stored, whatever it displaces."""
+class StoreAllAnswers(Budgeted):
+    """Stores every state of an answer, whatever it evicts."""
 
     def _is_unproven(self, moment: Moment) -> bool:
         return False
 
 
-def test_states_of_answers_that_nobody_comes_back_to_would_displace_others() -> None:
+def test_states_of_unused_answers_would_evict_others() -> None:
     trace, costs = (
         conversations(6, 4, first=600, more=60, answer=148, keeps=74),
         CostModel(state_chunks=1, step_tokens=50),
     )
     lost = [
         simulate(trace, capacity, costs, PromptEnds()).hit_rate
-        - simulate(trace, capacity, costs, TakingAll(trace, capacity, costs, 10_000)).hit_rate
+        - simulate(trace, capacity, costs, StoreAllAnswers(trace, capacity, costs, 10_000)).hit_rate
         for capacity in range(20, 130, 5)
     ]
     assert max(lost) > 0.1

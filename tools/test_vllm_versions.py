@@ -1,4 +1,4 @@
-"""The table of versions is that of the pins, and one command adds a version everywhere."""
+"""The table of versions matches the pins, and one command adds a version everywhere."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_page_has_the_table_of_the_pins(checkout: Path) -> None:
     assert texts(checkout) == before, "run: tools/bazel run //tools:vllm_versions -- table"
 
 
-def test_every_pinned_version_is_a_repository_and_says_what_it_skips() -> None:
+def test_each_pinned_version_has_a_repository_and_a_list_of_skips() -> None:
     named = versions.constants(Path(versions.VERSIONS).read_text(encoding="utf-8"))
     module = Path(versions.MODULE).read_text(encoding="utf-8")
     assert named["VLLM_VERSIONS"].keys() <= named["VLLM_SKIPS"].keys()
@@ -51,7 +51,7 @@ def test_a_version_is_added_everywhere_at_once(checkout: Path) -> None:
         versions.add(checkout, "0.34.0", INDEX)
 
 
-def test_a_version_that_the_index_lacks_changes_nothing(checkout: Path) -> None:
+def test_a_version_missing_in_the_index_changes_nothing(checkout: Path) -> None:
     before = texts(checkout)
     with pytest.raises(ValueError, match=r"has no vllm-0\.35\.0"):
         versions.add(checkout, "0.35.0", INDEX)

@@ -1,8 +1,8 @@
-"""Asynchronous scheduling on vLLM's CPU build, which switches it off, for the time of a test.
+"""Enables asynchronous scheduling on vLLM's CPU build, which disables it, for the duration of a test.
 
-The scheduler then runs one step ahead of the tokens: it plans a step before the last one's token is known. All of that
-is vLLM's own. Here the platform keeps what it was asked for, and what the model runner waits for by streams and events
-of a GPU is over as soon as it was begun, as everything is on a CPU.
+The scheduler then runs one step ahead of the tokens: it plans a step before the last token is known. All of this is
+vLLM's own code. Here the platform keeps the requested setting, and streams and events of a GPU, for which the model
+runner waits, complete immediately, as all work on a CPU does.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from unittest import mock
 import torch
 
 
-class _Over:
-    """A stream or an event of a device that has ended whatever it was given."""
+class _Completed:
+    """A stream or event whose work is always complete."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         self.device = torch.device("cpu")
@@ -35,7 +35,7 @@ class _Over:
 
 @contextlib.contextmanager
 def asynchronous_scheduling() -> Iterator[None]:
-    """Within it, engines schedule asynchronously where their `async_scheduling` says so."""
+    """Within the block, engines schedule asynchronously if their `async_scheduling` is set."""
     from vllm.platforms import current_platform
 
     platform = type(current_platform)
@@ -48,10 +48,10 @@ def asynchronous_scheduling() -> Iterator[None]:
 
     with (
         mock.patch.object(platform, "check_and_update_config", classmethod(keeping)),
-        mock.patch.object(torch.cuda, "Event", _Over),
-        mock.patch.object(torch.cuda, "Stream", _Over),
-        mock.patch.object(torch, "Event", _Over),
-        mock.patch.object(torch.cuda, "current_stream", return_value=_Over()),
+        mock.patch.object(torch.cuda, "Event", _Completed),
+        mock.patch.object(torch.cuda, "Stream", _Completed),
+        mock.patch.object(torch, "Event", _Completed),
+        mock.patch.object(torch.cuda, "current_stream", return_value=_Completed()),
         mock.patch.object(torch.cuda, "stream", return_value=contextlib.nullcontext()),
     ):
         yield

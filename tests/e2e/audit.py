@@ -1,7 +1,7 @@
-"""An independent witness of every byte that leaves the engine and comes back.
+"""An independent check of every byte that leaves the engine and comes back.
 
-It reads KV pages by the engine's own description of its memory, never through hybridkv's views, when a store is
-submitted and again when a load has ended, and compares the two by chunk key.
+It reads KV pages using the engine's description of its memory, never through hybridkv's views, when a store is
+submitted and when a load has ended, and compares both by chunk key.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Audit:
     _asked: dict[str, int] = field(default_factory=dict)
 
     def attach(self) -> Audit:
-        """Watches the connector from now on."""
+        """Watch the connector from now on."""
         worker = self._half(self.engine.worker_connector)._worker
         self._wrap(worker, "start_stores", before=self._on_stores)
         self._wrap(worker, "start_loads", before=self._on_loads)
@@ -50,7 +50,7 @@ class Audit:
 
     @property
     def restored_tokens(self) -> int:
-        """Tokens of all loads that did not fail."""
+        """Tokens of all loads without a failure."""
         return sum(num_tokens for _, num_tokens, failed in self.loads if not failed)
 
     @property
@@ -58,11 +58,11 @@ class Audit:
         return sum(failed for _, _, failed in self.loads)
 
     def keys_of(self, group_index: int) -> list[bytes]:
-        """Keys of a group, in the order in which they were stored."""
+        """Keys of a group in the order in which they were stored."""
         return [key for key, (group, _) in self.stored.items() if group == group_index]
 
     def forget(self) -> None:
-        """Drops what was counted, not what was stored."""
+        """Clear the counts but keep the stored pages."""
         self.loads.clear()
         self.mismatches.clear()
         self.restored_keys.clear()
@@ -121,10 +121,10 @@ class Audit:
 
 
 def stored_views(engine: Engine, key: bytes, child: int | None = None) -> Iterator[memoryview]:
-    """The bytes that the tier (of a multi connector's child) holds for a key, writable; its checksum is renewed
+    """The bytes that the tier (of a multi connector's child) holds for a key, writable. Their checksum is renewed
     afterwards.
 
-    So a test can corrupt what no checksum can see, and prove that its own comparison would.
+    A test can corrupt bytes without a checksum failure, and so check its own comparison.
     """
     halves = engine.connector, engine.worker_connector
     scheduler, worker = halves if child is None else (half.sub_connectors[child] for half in halves)

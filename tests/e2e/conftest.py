@@ -1,4 +1,4 @@
-"""One engine for each test module; which model and how it loads comes from the environment of the Bazel target."""
+"""One engine per test module; model and kind of load come from the environment of the Bazel target."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture(scope="session", params=os.environ.get("HYBRIDKV_E2E_MODEL", "qwen3-next").split(","))
 def kind(request: pytest.FixtureRequest) -> str:
-    """Each model that the target names."""
+    """Each model named by the target."""
     return str(request.param)
 
 
@@ -42,7 +42,7 @@ def kv_transfer_config(load: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def engine_arguments() -> dict[str, Any]:
-    """What a module changes of the model's usual engine arguments."""
+    """Changes of a module to the model's usual engine arguments."""
     return {}
 
 
@@ -65,7 +65,7 @@ def watching(engine: Engine) -> Audit:
 
 @pytest.fixture
 def audit(engine: Engine, watching: Audit) -> Iterator[Audit]:
-    """A witness with fresh counts, over an engine that keeps nothing from the test before."""
+    """The audit with cleared counts, over an engine that holds nothing of earlier tests."""
     engine.reset_prefix_cache()
     engine.connector.reset_cache()
     watching.stored.clear()
@@ -83,8 +83,8 @@ def noise(engine: Engine) -> Noise:
 
 @pytest.fixture(scope="session")
 def two(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
-    """A producer and a consumer, each in a process of its own."""
-    # Only the targets whose tests ask for it have these files.
+    """A producer and a consumer, each in its own process."""
+    # Only targets whose tests use this fixture have these files.
     from peers import running_two
 
     with running_two(kind, harness.scratch_directory(tmp_path_factory.mktemp("peers"))) as pair:
@@ -93,8 +93,8 @@ def two(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
 
 @pytest.fixture(scope="session", params=os.environ.get("HYBRIDKV_E2E_LMCACHE", "0.5.6,0.5.7rc2").split(","))
 def site(request: pytest.FixtureRequest, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LMCacheSite]:
-    """A server of LMCache of each version."""
-    # Only the targets whose tests ask for it have these files.
+    """A server of LMCache, of each version."""
+    # Only targets whose tests use this fixture have these files.
     from lmcache_site import running_site
 
     directory = harness.scratch_directory(tmp_path_factory.mktemp("lmcache")) / request.param
@@ -104,8 +104,10 @@ def site(request: pytest.FixtureRequest, kind: str, tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="session")
 def zoo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the zoo's models and the engine's caches lie; the environment of all engines of this process is settled."""
-    # Only the targets whose tests ask for it have these files.
+    """The directory of the zoo's models and the engine's caches; sets the environment for all engines of this
+    process.
+    """
+    # Only targets whose tests use this fixture have these files.
     import trial
 
     path = harness.scratch_directory(tmp_path_factory.mktemp("zoo"))
@@ -115,7 +117,7 @@ def zoo_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def rows() -> Iterator[Rows]:
-    """What each connector restored of prompts that share beginnings. It is left behind for whoever reads it."""
+    """The tokens that each connector restored for prompts with common prefixes; written to the test's outputs."""
     from prefix_site import Rows
 
     seen = Rows()

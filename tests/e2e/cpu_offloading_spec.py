@@ -1,8 +1,7 @@
-"""Host memory for vLLM's own OffloadingConnector on the CPU build, which its own worker refuses.
+"""Host memory for vLLM's own OffloadingConnector on the CPU build, where its own worker does not run.
 
-Everything that decides is vLLM's: the connector, its scheduler's half, its worker's half, the manager that knows what
-is stored. Only the copy, which there is a CUDA kernel, is an assignment here. vLLM loads it as a spec from outside its
-tree (`spec_name`, `spec_module_path`).
+All decisions are vLLM's: the connector with its scheduler and worker halves, and the manager of stored blocks. Only the
+copy, a CUDA kernel in vLLM, is an assignment here. vLLM loads it as an external spec (`spec_name`, `spec_module_path`).
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ KV_TRANSFER_CONFIG: dict[str, Any] = {
         "cpu_bytes_to_use": 512 << 20,
     },
 }
-"""Chunks of one block, as by default, and 512 MiB."""
+"""Chunks of one block, the default, and 512 MiB."""
 
 
 class HostMemorySpec(CPUOffloadingSpec):
-    """vLLM's spec with a worker that copies from host memory to host memory."""
+    """vLLM's spec with a worker that copies within host memory."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self.blocks_per_chunk != 1:
@@ -38,7 +37,7 @@ class HostMemorySpec(CPUOffloadingSpec):
 
 
 class _Copies(OffloadingWorker):
-    """Copies at once, in the order in which it is told to."""
+    """Copies immediately, in the order of the calls."""
 
     def __init__(self, kv_caches: CanonicalKVCaches, num_chunks: int) -> None:
         self._caches = kv_caches
@@ -62,7 +61,7 @@ class _Copies(OffloadingWorker):
         return ended
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is under way."""
+        """No copy is pending."""
 
     def _pages(self, engine: GPULoadStoreSpec, stored: LoadStoreSpec) -> Iterator[tuple[int, int, int, int]]:
         """Tensor, block, chunk and bytes of every page."""

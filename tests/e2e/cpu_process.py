@@ -1,6 +1,6 @@
-"""What an engine's worker process, started as vLLM starts it, may use of the processor; printed as JSON.
+"""Prints as JSON which CPU features an engine's worker process, started as vLLM starts it, may use.
 
-oneDNN says itself which instructions it compiles for, among the lines of this process's output.
+oneDNN itself prints the instruction sets that it compiles for, in the output of this process.
 """
 
 from __future__ import annotations

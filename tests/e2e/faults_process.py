@@ -1,10 +1,8 @@
-"""An engine whose disk tier is made to fail in one way after another, as a process of its own.
+"""An engine whose disk tier fails in several ways, run as its own process.
 
-Where it can be done, the fault is a real one: the directory is removed, the file system is full. What no file system
-does on command, a read that never ends or fails, or the kernel's turn to read-only, is injected below the tier.
-
-The connector's time stands still unless it is moved here, so that nothing is late because a machine is slow, and a wait
-that only its deadline can end does not end by itself.
+Faults are real where possible: the directory is removed, the file system is full. Reads that never end or fail, and a
+file system that becomes read-only, are injected below the tier. The connector's time passes only on command, so a slow
+machine delays nothing, and a wait with a deadline does not end by itself.
 """
 
 from __future__ import annotations
@@ -35,9 +33,9 @@ from kits.tiers.faults.plan import Trigger
 
 LOAD_TIMEOUT_S = 30.0
 HELD = Delay(num_polls=1 << 60)
-"""A read that ends only when `end_held_reads` says so."""
+"""A read that ends only with `end_held_reads`."""
 STEPS = 200
-"""As many as show that a request waits."""
+"""Enough steps to show that a request waits."""
 NUM_PROMPTS_OF_A_STALL = 6
 MEDIA: list[FaultInjectingMedium] = []
 COUNTED: list[StackCounts] = []
@@ -49,7 +47,7 @@ WRITES = {
 
 
 class HeldClock:
-    """Seconds, which pass when they are told to."""
+    """Seconds that pass only on command."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -62,12 +60,12 @@ CLOCK = HeldClock()
 
 
 def hold_time() -> None:
-    """Every connector that is built from now on lives in the time of `CLOCK`."""
+    """Connectors created from now on use the time of `CLOCK`."""
     tiers.clock = CLOCK
 
 
 def inject_below_the_tier() -> None:
-    """Every disk medium that is built from now on can be told to fail."""
+    """Disk media created from now on can be made to fail."""
     build = tiers.disk_medium
 
     def disk_medium(*arguments: Any) -> TierMedium:
@@ -78,7 +76,7 @@ def inject_below_the_tier() -> None:
 
 
 def count() -> None:
-    """Keep what the engine's statistics take away."""
+    """Keep the counts that the engine's statistics take."""
     take = TierStack.take_counts
 
     def take_counts(stack: TierStack) -> StackCounts:
@@ -96,7 +94,7 @@ def count() -> None:
 
 
 def take_counts_of(stack: TierStack) -> dict[str, Any]:
-    """What was counted since the last call."""
+    """The counts since the last call."""
     stack.take_counts()
     assert isinstance(stack.secondary["disk"], DiskIndex)
     stack.secondary["disk"].drain(restart_process.DRAIN_S)
@@ -130,7 +128,7 @@ def plan(*rules: Rule) -> None:
 
 
 def num_stalled() -> int:
-    """Reads that have come to nothing, or have not ended."""
+    """The number of reads that were dropped or have not ended."""
     return sum(medium._num_dropped + len(medium._delayed) for medium in MEDIA)
 
 
@@ -140,14 +138,14 @@ def end_held_reads() -> None:
 
 
 def refuse_writes() -> None:
-    """As a file system that the kernel has made read-only after an error. It does so for no request of ours."""
+    """Make the file system appear read-only, as the kernel does after an error, but never on request."""
 
     def refuse(*arguments: object, **named: object) -> NoReturn:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     for name in WRITES:
         setattr(FileIO, name, refuse)
-    plan(Rule(Operation.STORE, Fail(FailureReason.IO)))  # what the extension writes passes those calls by
+    plan(Rule(Operation.STORE, Fail(FailureReason.IO)))  # writes by the extension bypass those calls
 
 
 def accept_writes() -> None:
@@ -156,7 +154,7 @@ def accept_writes() -> None:
 
 
 def injected(directory: Path) -> dict[str, Callable[[], object]]:
-    """Faults that need no rights of an administrator, the last one for good."""
+    """Faults that need no administrator rights; the last one is permanent."""
     return {
         "none": lambda: None,
         "read-only": refuse_writes,
@@ -166,13 +164,13 @@ def injected(directory: Path) -> dict[str, Callable[[], object]]:
 
 
 def begin(engine: Engine, stored: list[list[int]]) -> tuple[TierStack, list[dict[str, Any]]]:
-    """The tiers, with these prompts on a disk that works and nowhere else, and what they gave, computed."""
+    """Put these prompts on a working disk only. The tiers, and the results of computing the prompts."""
     stack: TierStack = engine.connector._scheduler._stack
     assert isinstance(stack.secondary["disk"], DiskIndex)
     stack._tiers[0].health = TierHealth(BreakerOptions(), BreakerOptions())
     plan()
     accept_writes()
-    # What failed in the life before need not rest any longer.
+    # Failures of the previous life must not delay retries any longer.
     stack.secondary["disk"]._maintenance.state.retries._until_s.clear()
     cold = []
     for prompt in stored:
@@ -184,7 +182,7 @@ def begin(engine: Engine, stored: list[list[int]]) -> tuple[TierStack, list[dict
 
 
 def life(engine: Engine, kind: str, number: int, fault: Callable[[], object]) -> dict[str, Any]:
-    """Prompts of this life alone, computed and then asked again with a fault; and one that is new then."""
+    """Compute prompts of this life, request them again with a fault, and then request a new prompt."""
     stored = prompts(kind, first_seed=100 * number)
     stack, cold = begin(engine, stored)
     before = take_counts_of(stack)
@@ -197,17 +195,17 @@ def life(engine: Engine, kind: str, number: int, fault: Callable[[], object]) ->
 
 
 def waits(engine: Engine, request_id: str) -> bool:
-    """Whether some steps bring a request no nearer to its end."""
+    """Whether a number of steps does not finish a request."""
     for _ in range(STEPS):
         engine.step()
     return request_id not in engine._finished
 
 
 def stall(engine: Engine, kind: str, number: int, rule: Rule) -> dict[str, Any]:
-    """The first prompt's reads stand still; the second one comes while they do; then the disk is well again.
+    """The reads of the first prompt stall, the second prompt runs meanwhile, then the disk works again.
 
-    The others come after that, and the first two once more at the end. The clock is moved three times: to shortly
-    before the first one's deadline, to that deadline, and to where the breaker may try the disk again.
+    The other prompts follow, and the first two are repeated at the end. The clock is moved three times: to shortly
+    before the first prompt's deadline, to that deadline, and to the time when the breaker tries the disk again.
     """
     stored = prompts(kind, NUM_PROMPTS_OF_A_STALL, first_seed=100 * number)
     stack, cold = begin(engine, stored)
@@ -250,7 +248,9 @@ def main() -> None:
     parser.add_argument("--kind", required=True)
     parser.add_argument("--directory", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--mount", action="store_true", help="put the cache on a small file system; needs the right to")
+    parser.add_argument(
+        "--mount", action="store_true", help="put the cache on a small file system; requires permission to mount"
+    )
     chosen = parser.parse_args()
     cache = chosen.directory / "faulty"
     cache.mkdir(mode=0o700)

@@ -1,6 +1,6 @@
-"""One engine of the guide about fleets, as a process of its own: runs prompts, and writes how many tokens were cached.
+"""One engine of the fleet guide, run as its own process: runs prompts, and writes how many tokens were cached.
 
-The settings are those of the guide, and the defaults for all others.
+The settings are those of the guide, with defaults for all others.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import patience
 from harness import Engine, make_prompt, running_engine
 
 LENGTHS = (1500, 4000)
-"""Of the prompts that both engines get alike."""
+"""Lengths of the prompts that both engines run."""
 SYSTEM_TOKENS, QUESTION_TOKENS = 4000, 300
 NUM_QUESTIONS = 6
-"""Questions after the system prompt, at the first engine."""
+"""Number of questions after the system prompt on the first engine."""
 BATCH_TOKENS = 2048
 
 
@@ -28,14 +28,15 @@ def prompts() -> list[list[int]]:
 
 
 def question(number: int) -> list[int]:
-    """The system prompt, and a question of its own after it."""
+    """The system prompt followed by its own question."""
     system = make_prompt(SYSTEM_TOKENS, seed=7)
     return make_prompt(SYSTEM_TOKENS + QUESTION_TOKENS, seed=100 + number, prefix=system)
 
 
 def run(engine: Engine, prompt: Sequence[int]) -> dict[str, Any]:
-    """Its lookups are answered while it waits in the engine's queue, as at a busy engine: so a slow machine gives no
-    other result."""
+    """Run a prompt whose lookups are answered while it waits in the engine's queue, as on a busy engine; so a slow
+    machine does not change the result.
+    """
     index = engine.connector._scheduler._stack.secondary["object"]
     request_id = engine.add(prompt)
     patience.wait_until(lambda: not index.generation or index._tracker.is_empty, "an answer of the store")
@@ -46,13 +47,13 @@ def run(engine: Engine, prompt: Sequence[int]) -> dict[str, Any]:
 
 
 def first(engine: Engine) -> list[dict[str, Any]]:
-    """Each prompt twice, and all questions."""
+    """Each prompt twice, then all questions."""
     results = [run(engine, prompt) for prompt in prompts() for _ in range(2)]
     return results + [run(engine, question(number)) for number in range(NUM_QUESTIONS)]
 
 
 def second(engine: Engine) -> list[dict[str, Any]]:
-    """Each prompt and another question, from the store; then the same from this engine's host memory."""
+    """Each prompt and another question from the store; then the same from this engine's host memory."""
     asked = [*prompts(), question(NUM_QUESTIONS)]
     results = [run(engine, prompt) for prompt in asked]
     engine.reset_prefix_cache()

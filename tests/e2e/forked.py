@@ -1,8 +1,8 @@
-"""Processes that begin with vLLM imported, which takes several times as long as a tiny engine's start.
+"""Processes with vLLM already imported, because the import takes several times longer than the start of a tiny engine.
 
-They are forks of one process, which has imported vLLM (`vllm_imported.py`), and has no engine and no thread. They have
-its environment, settled before that import, and the seed by which it hashes strings, and nothing else in common. What
-must begin with a new interpreter is no matter of this module.
+They are forks of one process that has imported vLLM (`vllm_imported.py`) and has no engine and no other thread. They
+inherit only its environment, set before that import, and its hash seed for strings. Tests that need a fresh interpreter
+do not use this module.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(
     within_s: float,
     environment: Mapping[str, str] = NOTHING,
 ) -> tuple[int, str]:
-    """Such a process from its start to its end: its exit status, which is negative after a signal, and its log."""
+    """Run such a process to its end. Its exit status, which is negative after a signal, and its log."""
     process = start(main, *arguments, log=log, environment=environment)
     process.join(within_s)
     if process.exitcode is None:
@@ -59,15 +59,15 @@ def run(
 
 @functools.cache
 def _context() -> ForkServerContext:
-    """The parent has been started, and imports."""
+    """Start the parent process, which imports vLLM."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["vllm_imported"])
     with pytest.MonkeyPatch.context() as patch:
         for name in os.environ.copy():
-            patch.setenv(name, os.environ[name])  # so that it is as it was behind the block
+            patch.setenv(name, os.environ[name])  # restores the variable after the block
         prepare_environment(scratch_directory(Path(tempfile.mkdtemp())) / "parent")
         os.environ["VLLM_LOGGING_LEVEL"] = "INFO"
-        # vLLM's hashes of blocks depend on it where it is set, and a user does not set it.
+        # vLLM's block hashes depend on it if it is set, and users do not set it.
         os.environ.pop("PYTHONHASHSEED", None)
         forkserver.ensure_running()
     return context

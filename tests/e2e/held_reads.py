@@ -1,4 +1,4 @@
-"""Transport whose reads a test stops halfway, and whose bytes it changes."""
+"""A transport whose reads a test can stop halfway, and whose bytes it can change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hybridkv.peers.transport.nixl import NixlTransport
 
 @dataclass
 class _Held:
-    """A read whose second half has not begun, or has another number."""
+    """A read whose second half has not started, or has its own transfer id."""
 
     rest: tuple[RemoteId, Ranges, float]
     second: TransferId | None = None
@@ -29,9 +29,9 @@ class _Held:
 
 
 class HeldReads:
-    """NIXL, but for the read that is held: half of its ranges are read at once, the others after `release`.
+    """NIXL, except for the held read: half of its ranges are read immediately, the others after `let_go`.
 
-    `hold` and `release` may be called by any thread, the rest by the connector's.
+    Any thread may call `hold` and `let_go`; all other methods belong to the connector's thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -45,11 +45,11 @@ class HeldReads:
         return getattr(self._inner, name)
 
     def hold(self, after: int) -> None:
-        """So many reads pass from now on, and the next one is held."""
+        """Let `after` more reads pass, and hold the next one."""
         self._left, self.is_holding = after, False
 
     def let_go(self, is_spoilt: bool = False) -> None:
-        """Everything is read; one byte of the read that was held is another, where it `is_spoilt`."""
+        """Read everything. If `is_spoilt`, one byte of the held read is changed."""
         self._left, self._is_spoilt, self.is_holding = None, is_spoilt, False
 
     def read(self, remote: RemoteId, ranges: Ranges, timeout_s: float) -> TransferId:

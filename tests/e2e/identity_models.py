@@ -1,6 +1,6 @@
-"""Models, adapters and engines for tests of identity: what one engine stored, another one finds or must not find.
+"""Models, adapters and engines for tests of identity: which chunks of one engine another engine finds.
 
-Engines run one after the other in the test's process, which makes all but the first start in two seconds.
+Engines run one after the other in the test's process, so all but the first start within two seconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 import tiny_models
 
 PROMPT_TOKENS = 1064
-"""Two steps of the engine, and 40 tokens in a third: what a hit leaves is computed as it is in a cold run."""
+"""Two steps of the engine and 40 tokens of a third one, so that the rest after a hit is computed as in a cold run."""
 GEMMA3 = tiny_models.ENGINE_ARGUMENTS["gemma3"]
 
 
@@ -31,26 +31,26 @@ def prompt(seed: int = 0) -> list[int]:
 
 @dataclass(slots=True)
 class Answer:
-    """What one prompt gave, and how much of it was not computed."""
+    """The answer to one prompt, and its number of cached tokens."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[dict[int, float], ...]
     cached: int
 
     def same_as(self, other: Answer) -> bool:
-        """Equal tokens and log-probabilities, to the last digit."""
+        """Exactly equal tokens and log-probabilities."""
         return (self.tokens, self.logprobs) == (other.tokens, other.logprobs)
 
 
 @dataclass(slots=True)
 class Life:
-    """A running engine, and what the connector and its libraries have logged since it began to start."""
+    """A running engine, and the log of the connector and its libraries since its start."""
 
     engine: Engine
     log: list[str] = field(default_factory=list)
 
     def ask(self, tokens: Sequence[int], lora: Any = None) -> Answer:
-        """One prompt, whatever the engine itself has kept of it forgotten before."""
+        """Run one prompt after a reset of the engine's own cache."""
         from vllm import SamplingParams
 
         engine = self.engine
@@ -65,14 +65,14 @@ class Life:
         return Answer(result.token_ids, result.logprobs, result.num_cached_tokens)
 
     def cold(self, tokens: Sequence[int], lora: Any = None) -> Answer:
-        """The same with nothing stored for this engine, in any tier."""
+        """Run one prompt with all tiers empty."""
         assert self.engine.connector.reset_cache() is not False
         answer = self.ask(tokens, lora)
         assert answer.cached == 0
         return answer
 
-    def said(self, words: str) -> list[str]:
-        """The lines of the log with these words in them."""
+    def lines_with(self, words: str) -> list[str]:
+        """The log lines that contain these words."""
         return [line for line in self.log if words in line]
 
 
@@ -89,7 +89,7 @@ class _Lines(logging.Handler):
 def engine_on(
     model: Path | str, directory: Path, *, extra: dict[str, Any] | None = None, **options: Any
 ) -> Iterator[Life]:
-    """An engine with a disk tier in `directory`/cache, on a model that is on disk.
+    """An engine with a disk tier in `directory`/cache, on a model from disk.
 
     `extra` is added to the connector's configuration, `options` to the engine's arguments.
     """
@@ -127,7 +127,7 @@ def engine_on(
 
 
 def inspect_here(*architectures: str) -> None:
-    """Spare the fifteen seconds in which vLLM inspects a model's class in a process of its own."""
+    """Avoid the fifteen seconds in which vLLM inspects a model's class in a subprocess."""
     from vllm.model_executor.models.registry import ModelRegistry
 
     for architecture in architectures:
@@ -135,7 +135,7 @@ def inspect_here(*architectures: str) -> None:
 
 
 LONG_FROM = 2048
-"""Tokens from which on the model below is a long one."""
+"""From this number of tokens on, the model below uses its long factors."""
 
 
 def make_long_rope_model(directory: Path) -> Path:
@@ -187,7 +187,7 @@ def make_long_rope_model(directory: Path) -> Path:
             f"{at}.mlp.gate_up_proj.weight": linear(2 * intermediate, hidden),
             f"{at}.mlp.down_proj.weight": linear(hidden, intermediate, 2.0),
         }
-    # The tokenizer is that of every tiny model.
+    # All tiny models have the same tokenizer.
     tiny_models.make_tiny_model("gpt-oss", directory)
     (directory / "config.json").write_text(json.dumps(config))
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -195,7 +195,7 @@ def make_long_rope_model(directory: Path) -> Path:
 
 
 def make_adapter(directory: Path, seed: int) -> Path:
-    """A LoRA adapter for the tiny Gemma 3. Another seed is another training of it."""
+    """A LoRA adapter for the tiny Gemma 3. Another seed gives other weights."""
     rank, hidden, num_kv_heads, head_size = 8, tiny_models.HIDDEN_SIZE, 2, 32
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -212,7 +212,7 @@ def make_adapter(directory: Path, seed: int) -> Path:
 
 
 def change_between_samples(model: Path) -> None:
-    """Other weights in a part of the file that a sample of it need not see, at its size and with its header."""
+    """Change weights that a sample of the file does not include, without changing its size and header."""
     path = model / "model.safetensors"
     tensors = load_file(path)
     name = "model.layers.2.mlp.up_proj.weight"

@@ -1,7 +1,7 @@
-"""One engine of several over one server of LMCache, as a process of its own, told what to do by lines of JSON.
+"""One of several engines on one LMCache server, run as its own process and controlled by lines of JSON.
 
-It answers each line, in order, on the file descriptor that it was given. It begins to work when it is told to, so that
-several can begin together.
+It answers each line, in order, on the given file descriptor. It starts work on command, so that several engines can
+start together.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kits.lmcache.server_process import eventually
 
 
 def carry_out(engine: Engine, command: dict[str, Any]) -> Any:
-    """What a line says, and the answer to it."""
+    """Execute a command, and return its answer."""
     match command["do"]:
         case "answer":  # one prompt after the other
             return [engine.generate([prompt])[0].as_json() for prompt in command["prompts"]]
-        case "forget":  # once the server has answered all that it was asked; whether it had, and nothing was pinned
+        case "forget":  # after the server has answered everything; whether it did, and nothing was pinned
             engine.drain()
             is_done = eventually(lambda: not num_pages_under_way(engine.worker_connector._worker))
             engine.reset_prefix_cache()
@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--arguments", required=True)
     chosen = parser.parse_args()
     logging.getLogger("vllm.hybridkv").setLevel(logging.INFO)
-    # The plugin does it where it is installed; once more changes nothing.
+    # The plugin does this if it is installed; a second call changes nothing.
     register()
     transfer, arguments = json.loads(chosen.transfer), json.loads(chosen.arguments)
     with (

@@ -1,4 +1,4 @@
-"""A server of LMCache with a disk, to which anything may happen, and what an engine is told of it."""
+"""A server of LMCache with a disk, which tests can stop, kill and damage, and the engine's configuration for it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from hybridkv.lmcache.connection import ServerAddress
 from kits.lmcache.server_process import ServerProcess, command, eventually, variable
 
 CHUNK_TOKENS = {"gemma3": 256, "gpt-oss": 256, "qwen3-next": 384}
-"""Of the server, by model."""
+"""The server's chunk for each model."""
 ENGINE_ARGUMENTS: dict[str, dict[str, Any]] = {"qwen3-next": {"block_size": 384, "max_num_batched_tokens": 512}}
-"""What an engine is given besides its usual arguments. A server's usual chunk is no multiple of these blocks, nor of
-those that vLLM itself makes of a large model's states."""
+"""Additional engine arguments. A server's usual chunk is not a multiple of these blocks, nor of the blocks that vLLM
+uses for the states of a large model.
+"""
 NEGOTIATES = {"0.5.6": False, "0.5.7rc2": True}
-"""Whether a server takes the chunk that an engine needs."""
+"""Whether a server accepts the chunk that an engine needs."""
 PATIENCE = dict.fromkeys(
     ("lookup_timeout_seconds", "load_timeout_seconds", "store_timeout_seconds"), patience.seconds(30.0)
 )
-"""A server that is slow today is no reason for another answer."""
+"""A slow server must not change the result."""
 
 
 def prompt_lengths(kind: str, count: int = 3, remainder: int = 40) -> list[int]:
-    """Of prompts that end a little behind a chunk of the server, the first behind its second chunk."""
+    """Lengths of prompts that end shortly after a chunk of the server; the first ends after the second chunk."""
     return [CHUNK_TOKENS[kind] * (number + 2) + remainder for number in range(count)]
 
 
@@ -65,18 +66,19 @@ class LMCacheSite:
 
     @property
     def separate_objects(self) -> bool:
-        """Whether whole attention and what is not whole are kept apart. States need it; without them both ways are
-        tried, each with one version."""
+        """Whether full attention and other groups are stored separately. States require it; without states both ways
+        are tested, each with one version.
+        """
         return self._kind == "qwen3-next" or NEGOTIATES[self.version]
 
     @property
     def server(self) -> ServerProcess:
-        """The one that runs, or ran last."""
+        """The server that is running, or ran last."""
         assert self._server is not None
         return self._server
 
     def start(self) -> None:
-        """Where the one before was, with what is on its disk. Returns when it answers."""
+        """Start on the address and the disk of the previous server. Returns when it answers."""
         disk = json.dumps({"type": "fs_native", "base_path": str(self.disk)})
         arguments = ["--l2-adapter", disk, *(["--separate-object-groups"] if self.separate_objects else [])]
         chunk_tokens = 256 if NEGOTIATES[self.version] else CHUNK_TOKENS[self._kind]
@@ -91,17 +93,17 @@ class LMCacheSite:
         return transfer_config(self.server.address, **extra)
 
     def kill(self) -> None:
-        """As a crash would: also one that is frozen does nothing any more."""
+        """Kill the server as a crash would, even if it is frozen."""
         self.server.signal(signal.SIGKILL)
         self.server.kill()
 
     def restart(self) -> None:
-        """As after a crash: what its disk has is what it has."""
+        """Restart after a crash; the disk keeps its content."""
         self.kill()
         self.start()
 
     def freeze(self) -> None:
-        """It accepts, and answers nothing. Returns when no thread of it does anything."""
+        """The server accepts connections and answers nothing. Returns when all its threads are stopped."""
         self.server.signal(signal.SIGSTOP)
         assert eventually(lambda: set(self._process_states()) <= {"T", "Z"}), "it does not stop"
 
@@ -109,7 +111,7 @@ class LMCacheSite:
         self.server.signal(signal.SIGCONT)
 
     def is_quiet(self) -> bool:
-        """Whether what it was given can be read, and is on its disk."""
+        """Whether everything that it received can be read and is on its disk."""
         storage = self.server.status()["storage_manager"]
         memory, writer = storage["l1_manager"], storage["store_controller"]
         is_written = not writer["pending_keys_count"] and not writer["in_flight_task_count"]
@@ -118,27 +120,27 @@ class LMCacheSite:
         )
 
     def files(self) -> list[Path]:
-        """What is on the disk, whole."""
+        """The complete files on the disk."""
         return sorted(path for path in self.disk.rglob("*") if path.is_file() and ".tmp" not in path.name)
 
     def object_group(self, path: Path) -> str:
-        """Which groups of the engine a file holds, as the server numbers what it keeps together."""
+        """The groups of the engine that a file holds, as numbered by the server."""
         return path.name.split("@")[2]
 
     def _process_states(self) -> Iterator[str]:
-        """Letters, as in `man proc`, of all of the server's processes."""
+        """The states, as in `man proc`, of all processes of the server."""
         leader = self.server._process.pid
         for path in Path("/proc").glob("[0-9]*/stat"):
             try:
                 state, _, group, *_ = path.read_text().rpartition(")")[2].split()
             except OSError:
-                continue  # it has ended
+                continue  # the process has ended
             if int(group) == leader:
                 yield state
 
 
 def flip_a_byte(path: Path) -> None:
-    """In the middle of a file."""
+    """Change a byte in the middle of a file."""
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -146,7 +148,7 @@ def flip_a_byte(path: Path) -> None:
 
 @contextmanager
 def running_site(version: str, kind: str, directory: Path) -> Iterator[LMCacheSite]:
-    """A server until the block ends. Where there is none of the version, the test is skipped."""
+    """A server until the block ends. Skips the test if this version is not available."""
     if command(version) is None:
         pytest.skip(f"{variable(version)} names no lmcache of version {version}")
     site = LMCacheSite(version, kind, directory)

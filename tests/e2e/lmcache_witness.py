@@ -1,4 +1,6 @@
-"""What `audit.py` is for engines over a server of LMCache: pages are named by their place in a prefix, not by a key."""
+"""The counterpart of `audit.py` for engines on an LMCache server: pages are named by their place in a prefix, not by a
+key.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,9 @@ from hybridkv.lmcache.connection import Ready
 from kits.lmcache.server_process import eventually
 
 PageName: TypeAlias = tuple[bytes, int, int]
-"""The digest that names a chunk, a group of the engine, and a block in the chunk."""
+"""The digest of a chunk, a group of the engine, and a block of the chunk."""
 Tamper: TypeAlias = Callable[[PageName, list[torch.Tensor]], None]
-"""Changes a restored page, layer by layer, before anybody reads it."""
+"""Changes a restored page, layer by layer, before it is used."""
 
 
 @dataclass(slots=True)
@@ -39,7 +41,7 @@ class LMCacheAudit(Audit):
         self.restored.clear()
 
     def restored_groups(self) -> set[int]:
-        """Of which something came back."""
+        """Groups with restored pages."""
         return {group for places in self.restored for _, group, _ in places}
 
     def _on_stores(self, plan: Any) -> None:
@@ -56,7 +58,7 @@ class LMCacheAudit(Audit):
                 self.restored.append({self._compared(place, pages) for place, pages in self._places(load)})
 
     def _places(self, work: Any) -> list[tuple[PageName, list[torch.Tensor]]]:
-        """Of a load or a store, its pages as they are in the engine's memory."""
+        """The pages of a load or store as they are in the engine's memory."""
         return [
             ((work.digests[copy.chunk], copy.group_index, copy.first_block + number), self._layers(copy, block_id))
             for copy in work.copies
@@ -77,13 +79,13 @@ class LMCacheAudit(Audit):
 
 
 def may_ask(engine: Engine, child: int | None = None) -> bool:
-    """Whether the scheduler's half has found the server. What is asked before is computed."""
+    """Whether the scheduler's half has found the server. Earlier requests are computed."""
     connector = engine.connector if child is None else engine.connector.sub_connectors[child]
     return isinstance(connector._builder.connection.state, Ready)
 
 
 def num_pages_under_way(worker: Any) -> int:
-    """Of a worker's half: that the server, or a copy, may still touch."""
+    """The number of pages of a worker that the server, or a copy, may still access."""
     taken: int = worker._session._registration.pool.num_taken
     return taken
 
@@ -102,33 +104,33 @@ class Link:
 
     @property
     def scheduler(self) -> Any:
-        """Its half in the scheduler."""
+        """The half in the scheduler."""
         return self._half(self.engine.connector)._scheduler
 
     @property
     def worker(self) -> Any:
-        """Its half in the worker."""
+        """The half in the worker."""
         return self._half(self.engine.worker_connector)._worker
 
     @property
     def states(self) -> tuple[bool, bool]:
-        """Whether its halves may ask the server."""
+        """Whether each half may send requests to the server."""
         session = self.worker._session
         return may_ask(self.engine, self.child), session is not None and session.ready is not None
 
     @property
     def num_pages_under_way(self) -> int:
-        """That the server, or a copy, may still touch."""
+        """The number of pages that the server, or a copy, may still access."""
         return num_pages_under_way(self.worker)
 
     def require_up(self) -> None:
-        """Return when both halves may ask the server that is there now. The worker's begins to with the first step."""
+        """Wait until both halves may send requests to the current server. The worker connects with the first step."""
         if self.worker._session is None:
             self.engine.generate([make_prompt(1, seed=0)])
         assert eventually(lambda: all(self.states) and self._is_known()), "the server was not found again"
 
     def _is_known(self) -> bool:
-        """Whether the server has heard of both halves: one that was killed a moment ago may not be missed yet."""
+        """Whether the server knows both halves; it may not yet have noticed the end of killed ones."""
         status = self.site.server.status()
         known = {*status["registered_gpu_ids"], *status["registered_non_cuda_instance_ids"]}
         connections = (self._half(self.engine.connector)._builder.connection, self.worker._session.connection)
@@ -136,11 +138,11 @@ class Link:
         return len(registrations) == 2 and {each.instance for each in registrations if each is not None} <= known
 
     def require_down(self) -> None:
-        """Return when both halves know that they cannot ask."""
-        assert eventually(lambda: not any(self.states)), "nobody noticed"
+        """Wait until both halves know that the server is unavailable."""
+        assert eventually(lambda: not any(self.states)), "the failure was not noticed"
 
     def settle(self) -> None:
-        """Return when what was stored can be read, and is on the server's disk. The engine idles meanwhile."""
+        """Wait until stores can be read and are on the server's disk. The engine is idle meanwhile."""
         self.engine.drain()
         assert eventually(lambda: not self.num_pages_under_way), "a store has no answer"
         assert eventually(self.site.is_quiet), self.site.server.status()

@@ -1,9 +1,9 @@
-"""How far an engine's own answers lie apart, on the machine at hand, when the same tokens meet other step shapes.
+"""Measures how far an engine's answers deviate on this machine if the same tokens are computed in steps of other
+shapes.
 
-Sums are rounded in another order then, and a recurrent layer computes a prompt by another algorithm than an answer. How
-much that moves a log-probability depends on the processor: nothing at all to several tenths. So it is measured, from
-requests that go on from the engine's own cache in the middle of an answer, as after a preemption, with the connector
-offering nothing.
+Sums are then rounded in another order, and a recurrent layer uses other algorithms for prompts and answers. The effect
+on log-probabilities depends on the processor: from none to several tenths. So it is measured with requests that
+continue from the engine's own cache in the middle of an answer, as after a preemption, without restored tokens.
 """
 
 from __future__ import annotations
@@ -19,24 +19,27 @@ import torch
 from harness import Engine, Result, make_prompt
 
 WINDOW: Final = 8
-"""Tokens over which a deviation is averaged: a wrong state shows in the first few, and one token alone is all noise."""
+"""Tokens over which deviations are averaged. A wrong state shows in the first few tokens, and a single token is too
+noisy.
+"""
 FACTOR: Final = 4.0
-"""Tolerance over the median deviation. Of 72 bfloat16 runs on AVX2 and AVX-512 the farthest lay at 2.2 times the
-median, and a zeroed recurrent group, the mildest damage there is, at 8 times."""
+"""Tolerance relative to the median deviation. Of 72 bfloat16 runs on AVX2 and AVX-512 the largest deviation was 2.2
+times the median; a zeroed recurrent group, the mildest damage, gave 8 times.
+"""
 FLOOR: Final = 128 * torch.finfo(torch.float32).eps
-"""Of the tolerance: what a few hundred roundings of a sum amount to, where a machine shows no noise at all."""
+"""Minimal tolerance: a few hundred roundings of a sum, for machines without noise."""
 PROMPTS: Final = 4
 PROMPT_TOKENS: Final = 552
 CUTS: Final = (20, 47, 74)
-"""Where in its answer a request goes on."""
+"""Positions in its answer at which a request continues."""
 ANSWER_TOKENS: Final = 24
 
 
 def deviation(before: Result, after: Result) -> float:
-    """The largest mean difference of log-probabilities over `WINDOW` tokens, as far as both answer the same prompt.
+    """The largest mean difference of log-probabilities over `WINDOW` tokens while both answer the same prompt.
 
-    That is up to the first token that differs. A token that one of them does not name among its candidates is as likely
-    there as the least of those, at most.
+    That is up to the first different token. A token that one answer does not list among its candidates is at most as
+    likely there as its least likely candidate.
     """
     differences: list[float] = []
     for token, other, mine, theirs in zip(
@@ -54,7 +57,7 @@ def deviation(before: Result, after: Result) -> float:
 
 @contextlib.contextmanager
 def own_cache_only(engine: Engine) -> Iterator[None]:
-    """The connector offers nothing: what is not computed comes from the engine's own blocks."""
+    """The connector offers no tokens: cached tokens come only from the engine's own blocks."""
     ask = engine.connector.get_num_new_matched_tokens
     engine.connector.get_num_new_matched_tokens = lambda *arguments: (0, False)
     try:
@@ -65,13 +68,13 @@ def own_cache_only(engine: Engine) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Noise:
-    """Of an engine that has a connector. Measured when first asked for, which leaves the engine's cache empty."""
+    """The noise of an engine with a connector. Measured on first use, which leaves the engine's cache empty."""
 
     engine: Engine
 
     @cached_property
     def deviations(self) -> list[float]:
-        """One for each prompt and cut, of an answer from where it was cut against the whole one."""
+        """For each prompt and cut, the deviation of the continued answer from the complete one."""
         self.engine.reset_prefix_cache()
         with own_cache_only(self.engine):
             found = [each for seed in range(PROMPTS) for each in self._of_prompt(make_prompt(PROMPT_TOKENS, seed=seed))]
@@ -80,7 +83,7 @@ class Noise:
 
     @cached_property
     def tolerance(self) -> float:
-        """How far a run of other step shapes may deviate."""
+        """The largest allowed deviation of a run with other step shapes."""
         return max(FACTOR * median(self.deviations), FLOOR)
 
     def _of_prompt(self, prompt: list[int]) -> Iterator[float]:

@@ -1,6 +1,6 @@
-"""One life of an engine over a fleet's object store, as a process of its own: runs prompts, and writes what they gave.
+"""One engine on a fleet's object store, run as its own process: runs prompts, and writes the results.
 
-Its host memory begins empty, so what it does not compute comes from the store.
+Its host memory is empty at the start, so restored tokens come from the store.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--tier", type=json.loads, required=True)
     chosen = parser.parse_args(arguments)
-    # A server that is slow today is no reason for another answer.
+    # A slow server must not change the result.
     tier = {"type": "object", "lookup_timeout_seconds": patience.seconds(6.0), "cascade": "all", **chosen.tier}
     config = {
         "kv_connector": "HybridOffloadConnector",
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str]) -> None:
             "tiers": [{"type": "ram", "capacity": "64MiB"}, tier],
             "weights_digest": "full",
             "load_timeout_seconds": patience.seconds(30.0),
-            "compute_tokens_per_second": 1,  # whatever a question takes, it is worth it
+            "compute_tokens_per_second": 1,  # every lookup is worth its wait
             **SAME_STEPS,
         },
     }
@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> None:
     with running_engine(chosen.kind, chosen.directory, kv_transfer_config=config) as engine:
         results = run(engine, prompts(chosen.kind), drain=True)
         stack = engine.connector._scheduler._stack
-        for _ in range(MAX_CASCADES):  # what a slow machine had no room for on its way at first
+        for _ in range(MAX_CASCADES):  # stores chunks for which a slow machine had no room at first
             for key in stack.primary.eviction_order():
                 stack.cascade(key)
             engine.drain()

@@ -1,4 +1,4 @@
-"""An engine's life as a process of its own, which answers a few prompts and ends, and what it left behind."""
+"""One engine in its own process that answers a few prompts and ends, and its results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LIFE_S = patience.seconds(80.0)
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """What a process left behind."""
+    """The results and the log of a process."""
 
     results: list[dict[str, Any]]
     log: str
@@ -38,7 +38,7 @@ def one_life(
     environment: Mapping[str, str] = forked.NOTHING,
     status: int = 0,
 ) -> Life:
-    """A process that writes results to the file that `--output` names, and ends with this exit status."""
+    """Run a process that writes results to the file of `--output`, and require its exit status."""
     output = directory / "results.json"
     output.unlink(missing_ok=True)
     arguments = ["--kind", kind, "--directory", str(directory), "--output", str(output), *more]

@@ -1,10 +1,9 @@
-"""Witness of every page that is stored and every page that is loaded, over all tiers and sources.
+"""Checks every stored and every loaded page, over all tiers and sources.
 
-It keeps one set of digests for each key, because the same chunk may be stored more than once: two batches round in
-another order, and a slower tier may still hold the first bytes. A page from a tier must equal one version that was
-stored under its key. A page that is copied from a block of the engine must equal that block, and the block must carry
-the hash of the place to which it is copied. Pages are read by the engine's own description of its memory, never through
-hybridkv's views.
+It keeps several sets of digests per key, because a chunk may be stored more than once: two batches round differently,
+and a slower tier may still hold the first version. A page from a tier must equal one version stored under its key. A
+page copied from a block of the engine must equal that block, and the block must have the hash of the place to which it
+is copied. Pages are read using the engine's description of its memory, never through hybridkv's views.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from hybridkv.tiers.stack import Direction
 LOCAL, RAM = "local", "ram"
 
 Version = tuple[bytes, ...]
-"""Digest of each block of a chunk."""
+"""The digest of each block of a chunk."""
 
 
 @dataclass(slots=True)
@@ -46,12 +45,12 @@ class PageLedger:
     loaded_keys: set[bytes] = field(default_factory=set)
     failed_loads: int = 0
     _source: dict[bytes, str] = field(default_factory=dict)
-    """Where the bytes in host memory came from, by key."""
+    """The source of the bytes in host memory, by key."""
     _open: dict[str, list[tuple[Any, str, Version]]] = field(default_factory=dict)
-    """Copies of each load under way, their source, and the digests of the blocks that they are copied from."""
+    """Copies of each pending load, their source, and the digests of the source blocks."""
 
     def attach(self) -> PageLedger:
-        """Watch the worker's half of the connector from now on."""
+        """Watch the worker half of the connector from now on."""
         worker = self.engine.worker_connector._worker
         _call_first(worker, "start_stores", self._on_stores)
         _call_first(worker, "start_loads", self._on_loads)
@@ -73,7 +72,7 @@ class PageLedger:
 
     @property
     def num_rewritten(self) -> int:
-        """Keys under which different bytes were stored."""
+        """Keys with more than one version."""
         return sum(len(set(versions)) > 1 for versions in self.stored.values())
 
     def summary(self) -> str:
@@ -122,7 +121,7 @@ class PageLedger:
         for block_id, source in zip(copy.block_ids, copy.local_blocks, strict=True):
             expected = make_block_hash_with_group_id(hashes[table[group].index(block_id)], group)
             if manager.block_pool.blocks[source].block_hash != expected:
-                self.wrong.append(f"group {group}: local block {source} has another hash than block {block_id} needs")
+                self.wrong.append(f"group {group}: local block {source} lacks the hash that block {block_id} needs")
 
     def _on_results(self, results: Any) -> None:
         for request_id in results.finished:

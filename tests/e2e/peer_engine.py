@@ -1,7 +1,7 @@
-"""One engine of a pair with any connector, as a process that is told what to do by lines of JSON, one after another.
+"""One engine of a pair with any connector, run as a process that is controlled by lines of JSON.
 
-It steps as vLLM's own loop does: at once after a step that computed, and after a millisecond where a request waits for
-its blocks, or its blocks for whoever reads them. It looks at nothing of the connector but what that counts.
+It steps as vLLM's own loop does: immediately after a step that computed, and after a millisecond if a request waits for
+its blocks or a reader uses them. Of the connector it reads only the counters.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ WORDS = {
     "vllm:nixl_num_descriptors": "descriptors",
     "vllm:nixl_xfer_time_seconds": "seconds",
 }
-"""What either connector says of its reads."""
+"""Metrics of reads of either connector."""
 
 
 class PeerServing(Serving):
-    """What an engine of a pair can be told."""
+    """The commands for an engine of a pair."""
 
     def first_token(self, prompt: list[int], params: dict[str, Any] | None) -> dict[str, Any]:
         """Seconds from the request to its first token."""
@@ -54,12 +54,12 @@ class PeerServing(Serving):
         return {"seconds": seconds, "computed": computed, "params": result.kv_transfer_params}
 
     def idle(self) -> int:
-        """Step until nothing is held. The blocks that are free then."""
+        """Step until no request is held. The number of free blocks."""
         self.engine.drain()
         return self.engine.num_free_blocks
 
     def traffic(self) -> dict[str, float]:
-        """What the connector has counted of its reads since the start."""
+        """The connector's counters of reads since the start."""
         from vllm.v1.metrics.reader import Counter, Histogram
 
         found: dict[str, float] = {}
@@ -70,7 +70,7 @@ class PeerServing(Serving):
         return found
 
     def formula(self, num_tokens: int) -> dict[str, Any]:
-        """What the group table says of a request of so many tokens."""
+        """The bytes of a request with `num_tokens` according to the group table."""
         engine = self.engine
         groups = resolve_groups(engine.llm.llm_engine.vllm_config, engine.kv_cache_config)
         table = [
@@ -85,10 +85,10 @@ class PeerServing(Serving):
 
 
 def widen_affinity(are_spinners_last: bool) -> None:
-    """Undo what vLLM's connector does to a small machine.
+    """Undo settings of vLLM's connector that are bad for a small machine.
 
-    It pins an engine on a CPU to the last core, which two engines would then share. NIXL's progress threads, which its
-    connector cannot do without, keep a core busy each: they may be put behind everything else.
+    It pins a CPU engine to the last core, which two engines would share. Each of NIXL's progress threads, which its
+    connector needs, keeps one core busy; they can be given the lowest priority.
     """
     for task in Path("/proc/self/task").iterdir():
         number = int(task.name)
@@ -99,7 +99,7 @@ def widen_affinity(are_spinners_last: bool) -> None:
 
 
 def is_spinning(task: Path) -> bool:
-    """Whether a thread of an engine that does nothing is running all the same."""
+    """Whether a thread of an idle engine is running."""
     if int(task.name) == os.getpid():
         return False
     before = busy_ticks(task)
@@ -113,7 +113,9 @@ def busy_ticks(task: Path) -> int:
 
 
 def name_nixl() -> None:
-    """vLLM imports `nixl`, a package that only chooses between builds; where it is not installed, the build is it."""
+    """Provide the module `nixl`, which vLLM imports and which only selects a build; if it is missing, use a build
+    directly.
+    """
     if importlib.util.find_spec("nixl") is not None:
         return
     for build in ("nixl_cu12", "nixl_cu13"):
@@ -129,12 +131,12 @@ def main() -> None:
     for name in ("kind", "transfer", "arguments"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--directory", type=Path, required=True)
-    parser.add_argument("--port", type=int, required=True, help="of vLLM's side channel")
+    parser.add_argument("--port", type=int, required=True, help="port of vLLM's side channel")
     parser.add_argument("--spinners-last", type=int, default=0)
     chosen = parser.parse_args()
     transfer = json.loads(chosen.transfer)
     answers = take_answers()
-    # What `hybridkv.peers` sets before it loads NIXL, for both connectors alike.
+    # The settings of `hybridkv.peers` before it loads NIXL, for both connectors.
     os.environ.setdefault("UCX_MODULES", "^ib")
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(chosen.port)

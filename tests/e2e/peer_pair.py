@@ -1,4 +1,4 @@
-"""A producer and a consumer with the same connector, each a `peer_engine.py`, and one prompt at a time between them."""
+"""A producer and a consumer with the same connector, each a `peer_engine.py`, which exchange one prompt at a time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from told_process import ToldProcess
 
 
 class Variant(NamedTuple):
-    """A connector, and how it is asked for: its `kv_transfer_config` without roles."""
+    """A connector with its `kv_transfer_config`, without roles."""
 
     transfer: dict[str, Any]
     are_spinners_last: bool = False
@@ -51,7 +51,7 @@ class Pair:
         return self.producer, self.consumer
 
     def decode_s(self, prompt: Sequence[int]) -> float:
-        """Seconds to the first token of the consumer, whose prompt the producer has computed."""
+        """Seconds to the first token of the consumer for a prompt that the producer has computed."""
         filled = self.producer.ask("first_token", prompt=prompt, params={"do_remote_decode": True})
         found = self.consumer.ask("first_token", prompt=prompt, params=filled["params"])
         assert found["computed"] == 1, f"{found['computed']} tokens were computed"

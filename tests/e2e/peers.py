@@ -1,4 +1,4 @@
-"""Two engines in processes of their own, and what a proxy does between them."""
+"""Two engines in their own processes, and the messages of a proxy between them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ START_S = patience.seconds(80.0)
 ANSWER_S = patience.seconds(60.0)
 END_S = patience.seconds(3.0)
 REST_S = patience.seconds(12.0)
-"""Until nothing is held."""
+"""Time until nothing is held."""
 LEASE_S = 3600.0
 
 
@@ -55,15 +55,15 @@ class PeerProcess:
         with theirs:
             given = kind, directory, transfer, arguments, theirs
             self.process = forked.start(self.main, *given, log=self.log, environment=environment)
-        self._heard: dict[str, Any] = {}
+        self._answers: dict[str, Any] = {}
         self._has_ended = False
         self._news = threading.Condition()
         self._numbers = itertools.count(1)
-        # On a thread of its own: or each might wait for the other to read.
+        # On its own thread, so that the two processes do not wait for each other to read.
         threading.Thread(target=self._listen, daemon=True).start()
 
     def wait_until_ready(self) -> int:
-        """Until it serves. Its free blocks."""
+        """Wait until it serves. The number of its free blocks."""
         free = int(self._wait("ready", START_S))
         self._at_rest = self.ask("held")
         return free
@@ -76,72 +76,76 @@ class PeerProcess:
         params: dict[str, Any] | None = None,
         abort_when: str | None = None,
     ) -> None:
-        """`abort_when`: how far it comes, in the scheduler's words. Then {"aborted": this} is what it gives."""
-        self._say(name, "add", prompt=list(prompt), max_tokens=max_tokens, params=params, abort_when=abort_when)
+        """Add a request. `abort_when`: the scheduler's status at which it is aborted; then its result is {'aborted':
+        status}.
+        """
+        self._send(name, "add", prompt=list(prompt), max_tokens=max_tokens, params=params, abort_when=abort_when)
 
     def result(self, name: str) -> Any:
-        """What a request gave."""
+        """The result of a request."""
         return self._wait(name, ANSWER_S)
 
     def ask(self, do: str, **values: Any) -> Any:
-        """What it answers to any other command."""
+        """Send any other command, and return its answer."""
         name = f"command-{next(self._numbers)}"
-        self._say(name, do, **values)
+        self._send(name, do, **values)
         return self._wait(name, ANSWER_S)
 
     def tell_to_end(self) -> None:
-        """Does not wait."""
+        """Tell the process to end, without waiting."""
         with contextlib.suppress(OSError):
-            self._say("end", "end")
+            self._send("end", "end")
 
     def end(self) -> None:
-        """Ends it, if it has not ended."""
+        """End the process if it is running."""
         self.tell_to_end()
         self.process.join(END_S)
         if self.process.is_alive():
             self.kill()
 
     def kill(self) -> None:
-        """As a crash would."""
+        """Kill the process as a crash would."""
         self.process.kill()
         self.process.join()
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """It does nothing, and has not ended."""
+        """The process is stopped during the block."""
         assert self.process.pid is not None
         os.kill(self.process.pid, signal.SIGSTOP)
-        # The signal is on its way for a while, in which its threads do what they did.
+        # The signal arrives with a delay, during which the threads still run.
         threads = Path(f"/proc/{self.process.pid}/task")
-        patience.wait_until(lambda: {state_of(thread) for thread in threads.iterdir()} == {"T"}, "it stands still")
+        patience.wait_until(
+            lambda: {state_of(thread) for thread in threads.iterdir()} == {"T"}, "all threads are stopped"
+        )
         try:
             yield
         finally:
             os.kill(self.process.pid, signal.SIGCONT)
 
     def left_behind(self) -> set[str]:
-        """Of what it holds (`peers_held`), that which it did not hold when it began to serve."""
+        """Names of resources (`peers_held`) of which it holds another number than at the start."""
         held = self.ask("held")
         return {word for word, number in held.items() if number != self._at_rest[word]}
 
     def wait_until_held(self, word: str) -> None:
-        """Until it holds something of this."""
+        """Wait until it holds a resource of this name."""
         patience.wait_until(lambda: word in self.left_behind(), f"it holds {word}", expected_s=60.0)
 
     def words(self) -> str:
-        """What it has logged."""
+        """The log."""
         return self.log.read_text(errors="replace")
 
-    def _say(self, name: str, do: str, **values: Any) -> None:
+    def _send(self, name: str, do: str, **values: Any) -> None:
         self._line.sendall(json.dumps({"name": name, "do": do, **values}).encode() + b"\n")
 
     def _listen(self) -> None:
-        # A process that is killed leaves what it has not read.
+        # A killed process leaves unread data.
         with contextlib.suppress(ConnectionResetError), self._line.makefile() as lines:
             for line in lines:
                 answer = json.loads(line)
                 with self._news:
-                    self._heard[answer["name"]] = answer["value"]
+                    self._answers[answer["name"]] = answer["value"]
                     self._news.notify_all()
         with self._news:
             self._has_ended = True
@@ -149,14 +153,14 @@ class PeerProcess:
 
     def _wait(self, name: str, limit_s: float) -> Any:
         with self._news:
-            self._news.wait_for(lambda: name in self._heard or self._has_ended, limit_s)
-            if name in self._heard:
-                return self._heard.pop(name)
+            self._news.wait_for(lambda: name in self._answers or self._has_ended, limit_s)
+            if name in self._answers:
+                return self._answers.pop(name)
         raise RuntimeError(f"no answer to {name} (exit {self.process.exitcode}):\n{self.words()[-6000:]}")
 
 
 def state_of(task: Path) -> str:
-    """A letter, as in `man proc`, of a thread."""
+    """The state of a thread as a letter, as in `man proc`."""
     return task.joinpath("stat").read_text().rpartition(")")[2].split()[0]
 
 
@@ -173,34 +177,34 @@ class Two:
         return f"{word}{self._count}"
 
     def ask_to_prefill(self, prompt: Sequence[int], **options: Any) -> str:
-        """Does not wait. The options are those of `PeerProcess.add`."""
+        """Send a prompt to the producer, without waiting. Options as of `PeerProcess.add`."""
         name = self.name("p")
         params = {"do_remote_decode": True, "do_remote_prefill": False}
         self.producer.add(name, prompt, max_tokens=1, params=params, **options)
         return name
 
     def ask_to_decode(self, prompt: Sequence[int], params: dict[str, Any] | None, **options: Any) -> str:
-        """Does not wait. The options are those of `PeerProcess.add`."""
+        """Send a prompt to the consumer, without waiting. Options as of `PeerProcess.add`."""
         name = self.name("d")
         self.consumer.add(name, prompt, params=params, **options)
         return name
 
     def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """What the producer answers; `params` is for the consumer."""
+        """The producer's result; its `params` are for the consumer."""
         result: dict[str, Any] = self.producer.result(self.ask_to_prefill(prompt))
         return result
 
     def decode(self, prompt: Sequence[int], params: dict[str, Any] | None) -> dict[str, Any]:
-        """What the consumer answers."""
+        """The consumer's result."""
         result: dict[str, Any] = self.consumer.result(self.ask_to_decode(prompt, params))
         return result
 
     def left_behind(self) -> dict[str, set[str]]:
-        """What either holds and did not at first."""
+        """Resources that each holds in addition to those at the start."""
         return {"producer": self.producer.left_behind(), "consumer": self.consumer.left_behind()}
 
     def require_rest(self) -> None:
-        """Both come to hold nothing, and forget what they have cached."""
+        """Wait until both hold nothing, and reset their caches."""
         until_s = time.monotonic() + REST_S
         while any((left := self.left_behind()).values()):
             assert time.monotonic() < until_s, left
@@ -210,40 +214,40 @@ class Two:
         assert not any(self.left_behind().values())
 
     def tolerance(self) -> float:
-        """How far two answers of the consumer may lie apart that were not computed in the same steps."""
+        """The allowed deviation of two answers of the consumer that were computed in different steps."""
         if self._tolerance is None:
             self._tolerance = float(self.consumer.ask("tolerance"))
         return self._tolerance
 
     def tolerance_so_far(self) -> float:
-        """The same, where a comparison needed it. Else none allowed more than the floor."""
+        """The tolerance if it was needed, otherwise the floor."""
         return FLOOR if self._tolerance is None else self._tolerance
 
 
 def require_same_pages(prefilled: Mapping[str, Any], decoded: Mapping[str, Any]) -> None:
-    """What one engine handed over is what the other began with, but for what that held itself."""
+    """Require that the consumer loaded the pages handed over, except those that it held itself."""
     block_tokens = prefilled["params"]["hybridkv"]["block_tokens"]
     groups = zip(prefilled["handed_over"], decoded["loaded"], block_tokens, strict=True)
     for group, (theirs, ours, tokens) in enumerate(groups):
         read = {place: digest for place, digest in theirs.items() if int(place) * tokens >= decoded["local"]}
-        assert read, f"group {group}: nothing was to be read"
+        assert read, f"group {group}: no page had to be read"
         assert {place: ours.get(place) for place in read} == read, f"group {group}: other pages"
 
 
 def transfer_config(role: str, **extra: Any) -> dict[str, Any]:
-    """`kv_transfer_config` of one side."""
+    """The `kv_transfer_config` of one side."""
     return {
         "kv_connector": "HybridNixlConnector",
         "kv_role": role,
         "kv_load_failure_policy": "recompute",
-        # A lease that somebody forgot to end must not end by itself before anybody sees it.
+        # A forgotten lease must not expire before the test notices it.
         "kv_connector_extra_config": {"lease_seconds": LEASE_S, **extra},
     }
 
 
 @contextlib.contextmanager
 def running_two(kind: str, directory: Path, environments: Sequence[Mapping[str, str]] = ({}, {})) -> Iterator[Two]:
-    """A producer and a consumer of one model, until the block ends. Each has its environment."""
+    """A producer and a consumer of one model until the block ends, each with its own environment."""
     producer = PeerProcess(kind, directory / "producer", transfer_config("kv_producer"), environments[0])
     consumer = PeerProcess(kind, directory / "consumer", transfer_config("kv_consumer"), environments[1])
     try:

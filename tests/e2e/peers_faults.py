@@ -1,4 +1,4 @@
-"""Two engines with a relay between their control connections, and what a test does to either."""
+"""Two engines with a relay between their control connections, and the faults that tests cause."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from peers import ANSWER_S, REST_S, PeerProcess, transfer_config
 from relay import ADDRESS, Relay
 
 NUM_TOKENS = 1025
-"""One more than whole steps, as in `test_peers`."""
+"""Whole steps plus one token, as in `test_peers`."""
 LOAD_S, LEASE_S = 3600.0, 1200.0
-"""Of the clock that a test moves."""
+"""Seconds on the clock that tests move."""
 MAX_LEASES = 3
 ARGUMENTS: dict[str, Any] = {"max_model_len": 2048, "num_gpu_blocks_override": 96}
-"""So few blocks that a few requests use all of them anew."""
+"""So few blocks that a few requests reuse all of them."""
 FAILURES, PROMPTS, LEASES = (f"vllm:hybridkv_peer_{each}" for each in ("read_failures", "prompts", "leases"))
 
 
 class FaultyProcess(PeerProcess):
-    """One engine of the two."""
+    """One of the two engines."""
 
     main = staticmethod(peers_faults_process.main)
 
@@ -45,31 +45,31 @@ class FaultyProcess(PeerProcess):
         return f"r{next(self._names)}"
 
     def end(self) -> None:
-        """In order, however long that takes here."""
+        """End regularly, however long it takes."""
         if self.process.is_alive():
-            self._say("end", "end")
+            self._send("end", "end")
             self.process.join(ANSWER_S)
 
     def later(self, seconds: float) -> None:
-        """Its leases and reads are so much older."""
+        """Make its leases and reads older by `seconds`."""
         self.ask("later", seconds=seconds)
 
     def compute(self, prompt: Sequence[int], params: dict[str, Any] | None = None, **options: Any) -> dict[str, Any]:
-        """A whole request."""
+        """Run a complete request."""
         name = self.name()
         self.add(name, prompt, params=params, **options)
         result: dict[str, Any] = self.result(name)
         return result
 
     def until(self, do: str, holds: Callable[[Any], bool]) -> None:
-        """Until it answers so."""
+        """Repeat a command until `holds` accepts its answer."""
         until_s = time.monotonic() + REST_S
         while not holds(found := self.ask(do)):
             assert time.monotonic() < until_s, found
             time.sleep(0.01)
 
     def require_rest(self) -> None:
-        """It comes to hold nothing that it did not hold at first, and forgets what it has cached."""
+        """Wait until it holds only what it held at the start, and reset its cache."""
         self.let_go()
         until_s = time.monotonic() + REST_S
         while left := self.left_behind():
@@ -79,18 +79,18 @@ class FaultyProcess(PeerProcess):
         assert not self.left_behind()
 
     def let_go(self, is_spoilt: bool = False) -> None:
-        """The read that is held goes on."""
+        """Let the held read continue."""
         self.ask("let go", is_spoilt=is_spoilt)
 
     def counts(self, metric: str) -> Counter[str]:
-        """By label. What was counted before the last step is among it."""
+        """A counter's values by label, including the last step."""
         self.compute(make_prompt(3, seed=0), max_tokens=2)
         found = self.ask("counters").items()
         return Counter({key.rpartition("=")[2]: int(value) for key, value in found if key.split(",")[0] == metric})
 
 
 class ReadGate:
-    """A consumer reads half of a request, after so many whole reads, and waits."""
+    """Holds a consumer's read halfway, after `after` whole reads."""
 
     def __init__(self, consumer: FaultyProcess, after: int) -> None:
         self._consumer = consumer
@@ -104,7 +104,7 @@ class ReadGate:
 
 
 class Producer(FaultyProcess):
-    """With a relay before its control connections, which it names to consumers as itself."""
+    """A producer with a relay in front of its control connections, which it advertises as its own address."""
 
     def __init__(self, kind: str, directory: Path) -> None:
         super().__init__(kind, directory, "kv_producer", listen={"advertise": ADDRESS}, max_leases=MAX_LEASES)
@@ -122,15 +122,15 @@ class Producer(FaultyProcess):
         return self._relay
 
     def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """What a consumer is told of the prompt."""
+        """Compute a prompt. The parameters for a consumer."""
         wanted = {"do_remote_decode": True, "do_remote_prefill": False}
         params: dict[str, Any] = self.compute(prompt, wanted, max_tokens=1)["params"]
-        # The lease's time begins in another thread, and not after a test has moved it.
+        # The lease starts in another thread, and must start before the test moves its time.
         self.until("settled", bool)
         return params
 
     def overwrite(self, params: dict[str, Any]) -> None:
-        """Other requests run, until no block that was handed over holds what it held."""
+        """Run other requests until all handed-over blocks are overwritten."""
         where = {"block_ids": params["remote_block_ids"], "first_blocks": params["hybridkv"]["first_blocks"]}
         before = self.ask("digests", **where)
         for seed in range(100, 120):
@@ -138,7 +138,7 @@ class Producer(FaultyProcess):
             if not any(now[group][place] == held for group, one in enumerate(before) for place, held in one.items()):
                 return
             self.compute(make_prompt(NUM_TOKENS, seed=seed), max_tokens=1)
-        raise AssertionError("blocks were not used again")
+        raise AssertionError("blocks were not reused")
 
     def end(self) -> None:
         if self._relay is not None:
@@ -147,7 +147,7 @@ class Producer(FaultyProcess):
 
 
 class Faults:
-    """A consumer that lives, and producers that need not.
+    """A consumer that survives, and producers that may be killed.
 
     Args:
         kind: of model.
@@ -168,7 +168,7 @@ class Faults:
 
     @property
     def producer(self) -> Producer:
-        """One that serves."""
+        """A running producer."""
         if self._producer is None:
             self._next.wait_until_ready()
             self._producer = self._next
@@ -176,7 +176,7 @@ class Faults:
 
     @property
     def strict(self) -> FaultyProcess:
-        """A consumer whose requests fail with their loads."""
+        """A consumer whose requests fail if their loads fail."""
         if self._strict is None:
             where = self._directory / "strict"
             self._strict = FaultyProcess(self._kind, where, "kv_consumer", "fail", load_timeout_seconds=LOAD_S)
@@ -189,14 +189,14 @@ class Faults:
         self._strict = None
 
     def kill_producer(self) -> None:
-        """It is no more, and what is held stays so. The next one begins to start: that takes its time."""
+        """Kill the producer, and start the next one, which takes time. Held messages stay held."""
         assert self._producer is not None
         self._producer.kill()
         self._dead.append(self._producer)
         self._producer, self._next = None, self._start()
 
     def require_cold(self, got: dict[str, Any], first_computed: int) -> None:
-        """The answer of an engine that computes it all; `first_computed` is where this one began."""
+        """Require the answer of an engine that computes everything; `first_computed` is where this one began."""
         assert got["steps"][0][0] == first_computed
         require_same_written([self._cold], [got])
         assert got["finish_reason"] == self._cold["finish_reason"] == "length"
@@ -206,32 +206,32 @@ class Faults:
 
     @contextmanager
     def counting(self, **expected: int) -> Iterator[None]:
-        """The consumer counts these failures by reason, and no others."""
+        """Require that the consumer counts exactly these failures, by reason."""
         before = self.consumer.counts(FAILURES)
         yield
         assert self.consumer.counts(FAILURES) - before == Counter(expected)
 
     def require_rest(self) -> None:
-        """Nobody holds anything that it did not hold at first, and nothing is cached."""
+        """Require that no engine holds more than at the start, and that all caches are empty."""
         living = [each for each in (self._producer, self.consumer, self._strict) if each is not None]
         if self._producer is not None:
             self._producer.relay.release()
         for each in living:
             each.require_rest()
-        self._bury()
+        self._end_killed()
 
     def expire(self) -> None:
-        """The producer's leases have run out."""
+        """Let the producer's leases expire."""
         if self._producer is not None:
             self._producer.later(LEASE_S)
 
-    def _bury(self) -> None:
+    def _end_killed(self) -> None:
         while self._dead:
             self._dead.pop().end()
 
     def end(self) -> None:
-        self._bury()
-        # One that starts is waited for: it ends in order when it serves.
+        self._end_killed()
+        # A starting producer is awaited, because it can end regularly only when it serves.
         living = [each for each in (self.producer, self.consumer, self._strict) if each is not None]
         for each in living:
             each.end()

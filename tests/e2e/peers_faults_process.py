@@ -1,7 +1,7 @@
-"""One engine of two, as in `peers_process`: a test moves its time, holds its reads, and switches off its checks.
+"""One engine of two, as in `peers_process`; a test moves its time, holds its reads, and disables its checks.
 
-The time is that of leases and of reads: it goes on by itself, and further when it is told to. So nothing waits for a
-lease to run out, and no lease runs out because the machine is busy.
+The time of leases and reads passes by itself, and faster on command. So no test waits for a lease to expire, and no
+lease expires because the machine is busy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SILENCE_S = patience.seconds(60.0)
 
 
 class FaultyCommands(peers_process.Commands):
-    """What else it is told.
+    """The additional commands.
 
     Args:
         engine: which steps between commands.
@@ -80,7 +80,7 @@ class FaultyCommands(peers_process.Commands):
         return time.monotonic() + self._later_s
 
     def _lease_seconds(self) -> float | None:
-        """Until the next lease ends."""
+        """Seconds until the next lease ends."""
         until_s = self._agent._server._leases.next_expiry_s
         return None if until_s is None else until_s - self._clock()
 
@@ -95,7 +95,7 @@ _check = RankRead.check
 
 
 def _skip(skipped: frozenset[str]) -> None:
-    """What is not looked at behind a read from now on: the "lease", the "digests"."""
+    """Disable checks after a read from now on: 'lease', 'digests'."""
 
     def check(self: RankRead, timeout_s: float) -> None:
         _check(self, timeout_s)
@@ -107,13 +107,13 @@ def _skip(skipped: frozenset[str]) -> None:
 
 
 def main(*arguments: Any) -> None:
-    """As in `peers_process`, with reads that a test holds. At its end no thread of ours is left."""
+    """As in `peers_process`, with reads that a test can hold. At the end none of our threads is left."""
     worker.open_transport = HeldReads  # type: ignore[assignment]
-    # A process that is stopped is not gone, however long this machine takes over it.
+    # A stopped process is not gone, however long this machine takes.
     worker.WireLimits = functools.partial(WireLimits, silence_timeout_s=SILENCE_S)  # type: ignore[assignment, misc]
     peers_process.main(*arguments, FaultyCommands)
     ours = [thread for thread in threading.enumerate() if thread.name.startswith("hybridkv")]
     for thread in ours:
         thread.join(ENDS_S)
     left = [thread.name for thread in ours if thread.is_alive()]
-    assert not left, f"threads that did not end: {left}"
+    assert not left, f"threads still running: {left}"

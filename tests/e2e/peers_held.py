@@ -1,6 +1,6 @@
-"""What a connector to peers, and the engine around it, still keep of requests: all of it is nothing when all are over.
+"""Counts what a peer connector and its engine still hold for requests; all counts are zero when all requests are over.
 
-It reads the connector's own books, of both halves and of the thread that speaks with peers, and the engine's.
+It reads the connector's internal state, of both halves and of the control thread, and the engine's.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Held = dict[str, int]
 
 
 def held_by(engine: Engine) -> Held:
-    """By word, how many; and the engine's free blocks."""
+    """The number of each resource, and the engine's free blocks."""
     scheduler = engine.connector._scheduler
     agent: Any = engine.worker_connector._worker._agent
     memory, serving, reading = agent._reads._tools.memory, agent._server, agent._reads

@@ -1,9 +1,8 @@
-"""One engine of two that hand each other KV, as a process of its own, told what to do by lines of JSON.
+"""One of two engines that exchange KV, run as its own process and controlled by lines of JSON.
 
-It steps all the time, as a server does: a producer's leases end in its steps. Each line that it reads is a command;
-each line that it writes to the same socket answers one.
-
-The process that starts it imports this module too, and not vLLM.
+It steps all the time, as a server does, because a producer's leases end in its steps. Each line that it reads is a
+command; each line that it writes to the same socket is an answer. The process that starts it also imports this module,
+but not vLLM.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ PAUSE_S = 0.002
 
 
 class Pages:
-    """What a group's blocks hold, as digests, and what each load brought.
+    """Digests of the blocks of each group, and of the blocks of each load.
 
-    `loaded` and `local`: by request, the pages that it began with, and how many of its tokens this engine held before.
-    `are_raw`: digests are of the bytes as they lie. Else what a convolution remembers is put in one order before.
+    `loaded` and `local`: by request, its pages after the load, and the number of tokens that this engine already held.
+    `are_raw`: digests cover the raw bytes. Otherwise convolution states are converted to one order first.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -58,7 +57,7 @@ class Pages:
         scheduler.take_plan, worker.results = planning, reporting
 
     def of_tables(self, block_ids: Any, first_blocks: Any) -> list[dict[str, str]]:
-        """For each group, the place of a block in its table to the digest of its pages."""
+        """For each group, the digest of each block's pages by the block's place in its table."""
         groups = self._engine.kv_cache_config.kv_cache_groups
         return [
             {str(first + place): self._digest(group, block) for place, block in enumerate(ids) if block}
@@ -74,14 +73,14 @@ class Pages:
 
 
 def conv_layout() -> str:
-    """How this engine keeps what a convolution remembers, in vLLM's letters."""
+    """The layout of convolution states in this engine, as vLLM names it."""
     from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
 
     return str(get_conv_state_layout())
 
 
 def in_one_order(spec: Any, page: np.ndarray) -> np.ndarray:
-    """The bytes of a page with its convolution's channels innermost, whichever order this engine keeps them in."""
+    """The bytes of a page with its convolution state converted to channels-innermost order."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     if not isinstance(spec, MambaSpec) or conv_layout() == "SD":
@@ -94,7 +93,7 @@ def in_one_order(spec: Any, page: np.ndarray) -> np.ndarray:
 
 
 class Commands:
-    """Carries out what it is told.
+    """Executes commands.
 
     Args:
         engine: which steps between commands.
@@ -109,7 +108,7 @@ class Commands:
         self.is_over = False
 
     def run(self) -> None:
-        """Until it is told to end, or nobody is there to tell it."""
+        """Run until an end command, or until the socket is closed."""
         buffer = b""
         while not self.is_over:
             busy = self._engine.scheduler.has_requests()
@@ -165,7 +164,7 @@ class Commands:
                 self.is_over = True
 
     def _written(self, result: Result) -> dict[str, Any]:
-        """A result, and what its blocks hold: those that are handed over, and those that were."""
+        """A result with the digests of its blocks: those handed over, and those loaded."""
         name, params = result.request_id, result.kv_transfer_params
         written = result.as_json() | {"params": params, "loaded": self._pages.loaded.pop(name, None)}
         if params is not None:
@@ -174,7 +173,7 @@ class Commands:
         return written | {"local": self._pages.local.pop(name, 0)}
 
     def _abort_those_due(self) -> None:
-        """Requests that are as far as they were to come. What has come further by now gives its result."""
+        """Abort requests that have reached their status. Requests that are already further give their result."""
         for name, when in list(self._aborts.items()):
             if self._engine.status(name) == when:
                 del self._aborts[name]
@@ -193,11 +192,11 @@ def main(
     line: socket.socket,
     commands: type[Commands] = Commands,
 ) -> None:
-    """An engine until it is told to end, or nobody is there to tell it."""
+    """Run an engine until an end command, or until the socket is closed."""
     from hybridkv.connectors.vllm import register
 
     logging.getLogger("vllm.hybridkv").setLevel(logging.INFO)
-    # The plugin does it where it is installed; once more changes nothing.
+    # The plugin does this if it is installed; a second call changes nothing.
     register()
     with (
         line,

@@ -1,4 +1,4 @@
-"""The plan of an engine by `hybridkv plan`, and what the engine itself logs at its start."""
+"""The plan of an engine by `hybridkv plan`, and the engine's log at its start."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def planned(model: Path, arguments: Mapping[str, Any], transfer: Mapping[str, An
     """The plan. No engine may run in this process: it would lose its process groups."""
     harness.inspect_model_here(
         *json.loads((model / "config.json").read_text())["architectures"]
-    )  # as vLLM in a process of its own, but in no time
+    )  # as vLLM does in a subprocess, but faster
     return plan(str(model), transfer, as_options(arguments))
 
 
 @contextmanager
 def start_lines() -> Iterator[list[str]]:
-    """What connectors of this process log when they open a store, within it, one text for each line."""
+    """Collects what connectors of this process log during the block, one text per line."""
     lines: list[str] = []
 
     class Collector(logging.Handler):

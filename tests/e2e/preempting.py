@@ -9,7 +9,7 @@ from harness import Engine, Result
 
 
 def run_together(engine: Engine, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> tuple[list[Result], int]:
-    """Results, and how many preemptions it took to get them."""
+    """Results, and the number of preemptions."""
     preemptions = 0
     preempt = engine.scheduler._preempt_request
 

@@ -1,4 +1,4 @@
-"""The engines that prompts with shared beginnings run on, and what is asked of them."""
+"""The engines for prompts with common prefixes, and their requests."""
 
 from __future__ import annotations
 
@@ -37,14 +37,15 @@ ARGUMENTS: Final[dict[str, dict[str, Any]]] = {
     "falcon-h1": _MAMBA2,
     "zamba2": _MAMBA2,
 }
-"""Arguments of each family's engine. A step is four blocks, so that some boundaries lie inside a step.
+"""Engine arguments of each family. A step is four blocks, so that some boundaries are inside a step.
 
-A state is twice as large on a CPU with AVX512-BF16, where vLLM stores it in float32, and must fit a block on every CPU.
+A state is twice as large on a CPU with AVX512-BF16, where vLLM stores it in float32, and must fit into a block on every
+CPU.
 """
 
 
 def family() -> Family:
-    """The family of models that this target is about."""
+    """The model family of this target."""
     [found] = (each for each in FAMILIES if each.name == MODEL)
     return found
 
@@ -54,10 +55,10 @@ def workloads() -> Workloads:
 
 
 def offload_config(**extra: Any) -> dict[str, Any]:
-    """HybridOffloadConnector with room for all that the tests store.
+    """HybridOffloadConnector with enough room for all tests.
 
-    An engine that computes so little takes steps that cost next to nothing beside tokens. So what is seen is where
-    states lie, and not whether they pay for prompts as short as these.
+    With so slow an engine, additional steps are cheap relative to tokens. So the tests show where states are stored,
+    not whether they pay off for such short prompts.
     """
     tiers = [{"type": "ram", "capacity": "512MiB"}]
     config: dict[str, Any] = {"tiers": tiers, "compute_tokens_per_second": 200, **extra}
@@ -70,7 +71,7 @@ def engine_arguments() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def running(directory: Path, **arguments: Any) -> Iterator[Trial]:
-    """An engine with HybridOffloadConnector as it comes, under watch."""
+    """An engine with HybridOffloadConnector in its default configuration, with an audit."""
     with contextlib.ExitStack() as stack:
         if IS_ASYNCHRONOUS:
             stack.enter_context(asynchronous_scheduling())
@@ -80,13 +81,13 @@ def running(directory: Path, **arguments: Any) -> Iterator[Trial]:
         )
         assert trial.engine.core.async_scheduling is IS_ASYNCHRONOUS
         taken = trial.engine.scheduler.vllm_config.cache_config.block_size
-        assert taken == workloads().block_tokens, "vLLM took other blocks than were asked for"
+        assert taken == workloads().block_tokens, "vLLM changed the block size"
         yield trial
 
 
 @contextlib.contextmanager
 def running_beside(directory: Path, kv_transfer_config: Mapping[str, Any]) -> Iterator[Engine]:
-    """The same engine with another connector, or with ours in another way."""
+    """The same engine with another connector, or with another configuration of ours."""
     with contextlib.ExitStack() as stack:
         if IS_ASYNCHRONOUS:
             stack.enter_context(asynchronous_scheduling())
@@ -97,13 +98,13 @@ def running_beside(directory: Path, kv_transfer_config: Mapping[str, Any]) -> It
 
 
 Between = Callable[[], None]
-"""What happens between two requests, after the engine has come to rest."""
+"""Called between two requests, when the engine is idle."""
 
 
 def in_turn(
     engine: Engine, prompts: Sequence[Sequence[int]], between: Between, *, guesses: bool = False
 ) -> list[Result]:
-    """Each prompt on its own, and `between` before each but the first."""
+    """Run each prompt alone, and call `between` before each but the first."""
     results: list[Result] = []
     for prompt in prompts:
         if results:
@@ -116,19 +117,19 @@ def in_turn(
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """What was asked, turn by turn, and what came."""
+    """The prompts and results of a chat, by turn."""
 
     prompts: list[Tokens] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
 
     @property
     def ends(self) -> list[int]:
-        """Tokens of each prompt and its answer."""
+        """The number of tokens of each prompt and its answer."""
         return [len(p) + len(r.token_ids) for p, r in zip(self.prompts, self.results, strict=True)]
 
 
 def chat(engine: Engine, words: Workloads, between: Between, *, seed: int = 0) -> Chat:
-    """A chat in which every prompt is the last one, its answer and some more."""
+    """A chat in which every prompt is the last prompt, its answer and more tokens."""
     so_far = Chat()
     prompt = words.first_message(seed=seed)
     for turn in range(CHAT_TURNS):
@@ -142,14 +143,14 @@ def chat(engine: Engine, words: Workloads, between: Between, *, seed: int = 0) -
     return so_far
 
 
-# GroupBytes at other places, for the controls.
+# States of other positions, for the controls.
 
 GroupBytes = Mapping[int, bytes]
-"""Of each recurrent group, all layers one after the other."""
+"""The states of each recurrent group, all layers concatenated."""
 
 
 def state_after(trial: Trial, tokens: Sequence[int]) -> GroupBytes:
-    """What the recurrent layers remember after exactly these tokens, wherever a block ends. Nothing is stored of it."""
+    """The states of the recurrent layers after exactly these tokens, even within a block. Nothing is stored."""
     engine = trial.engine
     request_id = engine.add(tokens, max_tokens=2)
     while not engine.step() and sum(step.num_tokens for step in engine._steps.get(request_id, [])) < len(tokens):
@@ -170,13 +171,13 @@ def recurrent_groups(trial: Trial) -> list[int]:
 
 
 def restored_states(trial: Trial) -> dict[int, bytes]:
-    """The key of the state that came back last, of each recurrent group."""
+    """The key of the last restored state of each recurrent group."""
     keys = dict(trial.audit.restored_keys)
     return {group: keys[group] for group in recurrent_groups(trial)}
 
 
 def replace_states(trial: Trial, keys: Mapping[int, bytes], states: GroupBytes) -> None:
-    """What the store holds under these keys are other states from now on, and its checksums say that they are right."""
+    """Replace the stored states of these keys, with correct checksums."""
     for group, key in keys.items():
         views = list(stored_views(trial.engine, key))
         assert sum(len(view) for view in views) == len(states[group])
@@ -186,7 +187,7 @@ def replace_states(trial: Trial, keys: Mapping[int, bytes], states: GroupBytes) 
 
 
 class Rows:
-    """What each connector restored of the same workloads."""
+    """The tokens that each connector restored for the same workloads."""
 
     def __init__(self) -> None:
         self.of: dict[str, dict[str, list[int]]] = {}

@@ -1,7 +1,7 @@
-"""An engine of two tensor-parallel ranks with a disk tier, as a process of its own.
+"""An engine of two tensor-parallel ranks with a disk tier, run as its own process.
 
-Each rank has a worker in another process, with its own host memory and its own segment files. What one rank has in host
-memory is damaged, and what it has on disk; that is also forged: zeros, with headers and checksums that are right.
+Each rank has a worker in another process, with its own host memory and segment files. One rank's host memory is
+damaged, and so is its disk; its disk is also forged with zeros whose headers and checksums are correct.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FAILURES = "vllm:hybridkv_load_failures,"
 
 
 def damage(cache: Path, rank: int) -> None:
-    """One bit of each record of a rank."""
+    """Flip one bit of each record of a rank."""
     for segment in segments(cache, rank):
         found = list(records(segment))
         with segment.open("r+b") as file:
@@ -42,7 +42,7 @@ def damage(cache: Path, rank: int) -> None:
 
 
 def forge(cache: Path, rank: int) -> None:
-    """Zeros in place of each payload of a rank, and a header that says so."""
+    """Replace each payload of a rank by zeros, with matching headers."""
     for segment in segments(cache, rank):
         found = list(records(segment))
         with segment.open("r+b") as file:
@@ -55,7 +55,7 @@ def forge(cache: Path, rank: int) -> None:
 
 
 def flip_in_host_memory(worker: Any, rank: int, slot: Slot) -> bool:
-    """Runs in each worker: one bit of a chunk, on one rank alone."""
+    """Runs in each worker: flip one bit of a chunk on one rank only."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     if worker.rank != rank:
@@ -65,7 +65,7 @@ def flip_in_host_memory(worker: Any, rank: int, slot: Slot) -> bool:
 
 
 class LoadLog:
-    """What the scheduler has the workers load, and what it hears of it.
+    """The loads planned by the scheduler, and their results.
 
     Attributes:
         plans: of each request in the order in which they were asked for, its loads: the key and group of each chunk.
@@ -102,7 +102,7 @@ class LoadLog:
 
 
 def damage_host_memory(engine: Engine, key: bytes, rank: int) -> None:
-    """One bit of a chunk on a rank."""
+    """Flip one bit of a chunk in one rank's host memory."""
     near = engine.connector._scheduler._stack.primary
     slot = near.pin(key)
     near.unpin(key)
@@ -111,13 +111,13 @@ def damage_host_memory(engine: Engine, key: bytes, rank: int) -> None:
 
 
 def first_full_chunk(engine: Engine, plan: list[tuple[int, bytes]]) -> bytes:
-    """Without it there is no boundary at which a request could resume."""
+    """A chunk without which no request could resume at any boundary."""
     groups = engine.connector._scheduler._layout.spec.groups
     return next(key for group, key in plan if groups[group].kind is GroupKind.FULL)
 
 
 def life(engine: Engine, kind: str, loads: LoadLog, forgets_host_memory: bool = False) -> dict[str, Any]:
-    """The prompts again, after the engine has forgotten its own blocks."""
+    """Run the prompts again after a reset of the engine's own cache."""
     stack = engine.connector._scheduler._stack
     stack._tiers[0].health = TierHealth(BreakerOptions(), BreakerOptions())
     engine.reset_prefix_cache()
@@ -160,8 +160,7 @@ def main() -> None:
                 {"type": "ram", "capacity": "64MiB"},
                 {"type": "disk", "path": str(cache), "capacity": "1GiB"},
             ],
-            # Three processes that spin while they wait share the machine: a step may take long, and nothing here is
-            # about time.
+            # Three busy-waiting processes share the machine, so a step may be slow; this test does not measure time.
             "load_timeout_seconds": patience.seconds(30.0),
             "load": "async",
             **SAME_STEPS,
@@ -184,7 +183,7 @@ def main() -> None:
         lives["far"] = life(engine, chosen.kind, loads, forgets_host_memory=True)
         damage(cache, rank=1)
         lives["damaged"] = life(engine, chosen.kind, loads, forgets_host_memory=True)
-        # What failed is computed and stored again; what the open breaker kept from being tried fails once more.
+        # Failed chunks are computed and stored again; chunks skipped by the open breaker fail once more.
         for _ in range(restart_process.NUM_PROMPTS):
             lives["mended"] = life(engine, chosen.kind, loads, forgets_host_memory=True)
         forge(cache, rank=1)

@@ -1,9 +1,11 @@
 """Tiny random models whose engines may not resume a prefix, or only on some machines. Weights as in tiny_models.
 
 * ``mla``: DeepSeek-V3 with three dense layers. vLLM's CPU kernels for latent attention are compiled for a latent of 512
-  and a rotary part of 64, so these sizes are not tiny. Without AMX the CPU build cannot resume it.
-* ``prefix-lm``: HRM-Text, whose prompt attends in both directions: its layers say ``non_causal`` in their specs.
-* ``ordinary``: Llama, which resumes anywhere.
+and a rotary part of 64, so these sizes are not tiny. Without AMX the CPU build cannot resume it.
+
+* ``prefix-lm``: HRM-Text, whose prompt attends in both directions: its layers have ``non_causal`` in their specs.
+
+* ``ordinary``: Llama, which can be resumed anywhere.
 """
 
 import json
@@ -21,7 +23,7 @@ MAX_POSITIONS: Final = 2048
 
 ENGINE_ARGUMENTS: Final[dict[str, Any]] = {
     "max_model_len": MAX_POSITIONS,
-    # A prompt of 1,061 tokens is computed in pieces of 512, so its last piece is what a hit of 1,024 leaves.
+    # A prompt of 1,061 tokens is computed in steps of 512, so its last step is what a hit of 1,024 leaves.
     "max_num_batched_tokens": 512,
     "max_num_seqs": 8,
     "dtype": "float32",
@@ -43,7 +45,7 @@ _COMMON_CONFIG: Final[dict[str, Any]] = {
     "vocab_size": VOCABULARY_SIZE,
 }
 _Shapes = Iterator[tuple[str, tuple[int, ...], float]]
-"""Name, shape, and the deviation that the entries are drawn with; 0 stands for ones."""
+"""Name, shape, and standard deviation of the entries; 0 means all ones."""
 
 
 def make_model(kind: str, directory: Path) -> Path:

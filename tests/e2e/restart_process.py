@@ -1,7 +1,7 @@
-"""One life of an engine with a disk tier, as a process of its own: runs prompts, writes what they gave, and ends.
+"""One engine with a disk tier, run as its own process: runs prompts, writes the results, and ends.
 
-How it ends is the point: cleanly, cleanly with most of it still to be written, by SIGKILL once everything is on disk,
-or by SIGKILL in the middle of it.
+Its end varies: clean, clean with most chunks still unwritten, SIGKILL after everything is on disk, or SIGKILL during
+writes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def prompts(kind: str, count: int = NUM_PROMPTS, first_seed: int = 0) -> list[li
 
 
 def run(engine: Engine, prompts: Sequence[Sequence[int]], drain: bool) -> list[dict[str, Any]]:
-    """What each prompt gave, one after the other."""
+    """The result of each prompt, run one after the other."""
     results = []
     for prompt in prompts:
         request_id = engine.add(prompt)
@@ -42,7 +42,7 @@ def run(engine: Engine, prompts: Sequence[Sequence[int]], drain: bool) -> list[d
 
 
 def bring_to_disk(engine: Engine, stack: Any) -> None:
-    """What a slow machine had no room for on the way to the disk at first."""
+    """Store chunks on disk for which a slow machine had no room at first."""
     for _ in range(MAX_CASCADES):
         stack.secondary["disk"].drain(DRAIN_S)
         for key in stack.primary.eviction_order():
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str]) -> None:
         "kv_connector": "HybridOffloadConnector",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        # A disk that is slow today is no reason for another answer.
+        # A slow disk must not change the result.
         "kv_connector_extra_config": {"tiers": tiers, "load_timeout_seconds": patience.seconds(30.0), **SAME_STEPS},
     }
     options = {"dtype": chosen.dtype} if chosen.dtype else {}

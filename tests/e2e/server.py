@@ -1,7 +1,7 @@
-"""vLLM's HTTP server in processes of its own, with hybridkv installed from its wheels as a user installs it.
+"""vLLM's HTTP server in its own processes, with hybridkv installed from its wheels as a user installs it.
 
-The server's Python sees a fresh virtual environment and, behind it, the packages that came with vLLM: none of this
-tree's sources and nothing that this test imports.
+The server's Python sees a fresh virtual environment and, after it, the packages that came with vLLM, but no sources of
+this tree and nothing that this test imports.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _POLL_S: Final = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server that answers. Get one from `running_server`."""
+    """A running server. Get one from `running_server`."""
 
     port: int
     log: Path
@@ -52,7 +52,7 @@ class Server:
         return json.loads(self._ask("POST", "/v1/completions", json.dumps(fixed | options), headers))
 
     def reset_prefix_cache(self, *, external: bool = False) -> None:
-        """Lets the engine forget its cache; with `external` the connector too. vLLM refuses while blocks are held."""
+        """Reset the engine's cache; with `external` also the connector. vLLM refuses while blocks are held."""
         deadline = time.monotonic() + REPLY_DEADLINE_S
         while not self.post(f"/reset_prefix_cache?reset_external={str(external).lower()}")["success"]:
             if time.monotonic() > deadline:
@@ -60,7 +60,7 @@ class Server:
             time.sleep(_POLL_S)
 
     def counts(self) -> dict[tuple[str, str], float]:
-        """/metrics: the value of each series by its name and its labels, without those that name model and engine."""
+        """The value of each series of /metrics by its name and labels, without the labels for model and engine."""
         values = {}
         for family in text_string_to_metric_families(self.get("/metrics")):
             for sample in family.samples:
@@ -82,7 +82,7 @@ class Server:
 
 
 def free_port() -> int:
-    """One of the loopback that nobody listened on a moment ago."""
+    """A port of the loopback that was free a moment ago."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -91,7 +91,7 @@ def free_port() -> int:
 def command(
     python: Path, kind: str, model: Path, port: int, kv_transfer_config: Mapping[str, Any], flags: Sequence[str] = ()
 ) -> list[str]:
-    """What an operator would type."""
+    """The command of an operator."""
     arguments = list(flags)
     for name, value in tiny_models.ENGINE_ARGUMENTS[kind].items():
         flag = "--" + name.replace("_", "-")
@@ -113,11 +113,11 @@ def started(
     flags: Sequence[str] = (),
     **environment_variables: str,
 ) -> Iterator[tuple[subprocess.Popen[bytes], Server]]:
-    """Starts a server in `directory` and ends all its processes with the block. It may not answer yet, or ever."""
+    """Start a server in `directory`, and end all its processes after the block. It may not answer yet, or ever."""
     directory.mkdir(exist_ok=True)
     model = tiny_models.make_tiny_model(kind, directory / kind)
     server = Server(free_port(), directory / "server.log")
-    # Resetting caches over HTTP is for development.
+    # Resetting caches over HTTP needs the development mode.
     environment = outside_environment() | {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     environment |= environment_variables
     with server.log.open("wb") as log:
@@ -137,7 +137,7 @@ def started(
         try:
             process.wait(STOP_DEADLINE_S)
         except subprocess.TimeoutExpired:
-            print("the server did not end when it was asked to")
+            print("the server did not end after SIGTERM")
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -159,7 +159,7 @@ def running_server(
 
 
 def wait_until_ready(process: subprocess.Popen[bytes], server: Server) -> None:
-    """Until a server that was started answers requests."""
+    """Wait until a started server answers requests."""
     deadline = time.monotonic() + START_DEADLINE_S
     while True:
         with contextlib.suppress(OSError, RuntimeError):

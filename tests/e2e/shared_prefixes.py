@@ -1,4 +1,4 @@
-"""Prompts that share beginnings, and what each of them must find in a store that has room for all. No engine here."""
+"""Prompts with common prefixes, and the tokens that each must find in a store with unlimited room. Uses no engine."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ CHILDREN = 3
 
 
 def resumable(end_tokens: int, block_tokens: int) -> int:
-    """Where a request goes on that begins with `end_tokens` tokens of another one, of which the last was never
-    computed."""
+    """Where a request resumes that begins with `end_tokens` tokens of another one, whose last token was never
+    computed.
+    """
     return (end_tokens - 1) // block_tokens * block_tokens
 
 
 def shared_tokens(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens with which both begin."""
+    """The number of leading tokens that both share."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def found(prompts: Sequence[Sequence[int]], block_tokens: int, *, places_states: bool) -> list[int]:
-    """Tokens that each prompt finds, one after the other, where everything that was stored stays.
+    """Tokens that each of the consecutive prompts finds if everything stored is kept.
 
-    Attention is found wherever an earlier prompt began alike. A state lies at the last boundary of every prompt, which
-    is what the engine hands over; and, where states are placed, at the last boundary below the place where a prompt
-    left those before it, if no state was found there. So of siblings the first that follows finds what it can, and the
-    second and all others find the last boundary below the branch. States at more places than that only add to it.
+    Attention is found wherever an earlier prompt has the same prefix. A state is stored at the last boundary of every
+    prompt, which the engine provides. If `places_states`, a state is also stored at the last boundary before the point
+    where a prompt leaves the earlier ones, if none was found there. So the second of several siblings finds only older
+    states, and the third and later ones find the last boundary before the branch. States at more positions can only add
+    to it.
     """
     states: set[tuple[int, ...]] = set()
     hits = []
@@ -51,7 +53,7 @@ def found(prompts: Sequence[Sequence[int]], block_tokens: int, *, places_states:
 
 @dataclass(frozen=True, slots=True)
 class Workloads:
-    """What requests look like, in blocks of a model's cache.
+    """Requests, measured in blocks of a model's cache.
 
     Args:
         block_tokens: of every group.
@@ -61,18 +63,19 @@ class Workloads:
 
     @property
     def branch(self) -> int:
-        """The last boundary below the place where siblings part."""
+        """The last boundary before the point where siblings differ."""
         return 5 * self.block_tokens
 
     def siblings(self, count: int, *, seed: int = 0) -> list[Tokens]:
-        """Prompts that share more than `branch` tokens, and less than a block more."""
+        """Prompts that share more than `branch` tokens, but less than a block more."""
         stem = make_prompt(self.branch + self.block_tokens // 2, seed=1000 + seed)
         length = len(stem) + 3 * self.block_tokens // 2 + 4
         return [make_prompt(length, seed=2000 + 100 * seed + i, prefix=stem) for i in range(count)]
 
     def tree(self, *, seed: int = 0) -> list[Tokens]:
-        """Leaves of an agent's tree: three branchings on one path, each with three ways on, of which it follows the
-        last."""
+        """Leaves of an agent's tree: three branching points on one path, each with three continuations, the last of
+        which is followed.
+        """
         path: Tokens = []
         leaves = []
         for level in range(BRANCHINGS):
@@ -85,17 +88,18 @@ class Workloads:
 
     @property
     def first_message_tokens(self) -> int:
-        """Of a chat."""
+        """Tokens of the first message of a chat."""
         return 2 * self.block_tokens + self.block_tokens // 3
 
     @property
     def message_tokens(self) -> int:
-        """Of every later turn."""
+        """Tokens of the message in each later turn."""
         return self.block_tokens // 4 + 3
 
     def answer_tokens(self, turn: int, prompt_tokens: int) -> int:
-        """Of a chat's turn: a block and some more. The second ends where a block ends, so that the state there is never
-        computed; the third one token later, so that it is computed by its very last step."""
+        """Tokens of the answer in a turn of a chat: a block and some more. The second answer ends at a block boundary,
+        so its last state is never computed; the third ends one token later, so its last step computes the state.
+        """
         wanted = self.block_tokens + self.block_tokens // 8
         past = (prompt_tokens + wanted) % self.block_tokens
         if turn == 1:

@@ -1,4 +1,4 @@
-"""What a disk tier has in its files, read by the format alone."""
+"""Reads the files of a disk tier using only the format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hybridkv.tiers.disk.format.segment import RecordHeader, decode_record
 
 
 def records(segment: Path) -> Iterator[tuple[int, RecordHeader]]:
-    """Where each record of a segment file begins, and its header."""
+    """The offset and header of each record of a segment file."""
     data = segment.read_bytes()
     offset = SEGMENT_HEAD_BYTES
     while (header := decode_record(data[offset : offset + PAGE_BYTES])) is not None:
@@ -24,7 +24,7 @@ def segments(cache: Path, rank: int) -> list[Path]:
 
 
 def payload_digests(cache: Path, rank: int) -> dict[str, str]:
-    """Of every record of a rank: its key, and a digest of its bytes."""
+    """The key of each record of a rank, with a digest of its bytes."""
     digests = {}
     for segment in segments(cache, rank):
         data = segment.read_bytes()

@@ -1,4 +1,4 @@
-"""Strangers at the port of an engine, and what they say there."""
+"""Strangers that connect to the port of an engine and send valid or invalid data."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from hybridkv.peers.wire import NO_SECRET, Message, WireLimits
 
 
 class Stranger:
-    """Somebody who knows what a consumer must know, and says what he likes."""
+    """A client that can speak the protocol of a consumer and send any message."""
 
     def __init__(self, port: int) -> None:
         self._changed = threading.Condition()
-        self._heard: list[Message] = []
+        self._received: list[Message] = []
         self._state = ""
         self._loop = ControlLoop("stranger.0", NO_SECRET, WireLimits())
         handlers = Handlers(
             opened=lambda link, name: self._set("open"),
-            received=lambda link, message: self._hear(message),
+            received=lambda link, message: self._on_message(message),
             closed=lambda link, reason: self._set("closed"),
         )
         self._link: LinkId = self._loop.connect("127.0.0.1", port, None, handlers)
         self._wait_for("open")
 
     def ask(self, message: Message) -> Message:
-        """The answer. What was said before has been heard by then."""
+        """Send a message and return the answer. Earlier messages have been processed by then."""
         self.say(message)
         with self._changed:
-            assert self._changed.wait_for(lambda: bool(self._heard), REST_S)
-            return self._heard.pop()
+            assert self._changed.wait_for(lambda: bool(self._received), REST_S)
+            return self._received.pop()
 
     def say(self, message: Message) -> None:
         assert self._loop.send(self._link, message)
 
-    def wait_until_thrown_out(self) -> None:
+    def wait_until_disconnected(self) -> None:
         self._wait_for("closed")
         self.close()
 
@@ -56,14 +56,14 @@ class Stranger:
             self._state = state
             self._changed.notify_all()
 
-    def _hear(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         with self._changed:
-            self._heard.append(message)
+            self._received.append(message)
             self._changed.notify_all()
 
 
-def rubbish() -> Iterator[bytes]:
-    """What is no frame, one that never ends, one that is none of ours, and some that nobody wrote."""
+def garbage() -> Iterator[bytes]:
+    """Data that is not a frame, a frame without an end, a frame of another protocol, and random frames."""
     generator = random.Random(0)
     yield b"GET / HTTP/1.1\r\n\r\n"
     yield b"\xff" * 64
@@ -73,8 +73,8 @@ def rubbish() -> Iterator[bytes]:
         yield (64).to_bytes(4, "big") + generator.randbytes(64)
 
 
-def shout(port: int, data: bytes) -> None:
-    """Says this to whoever listens there, who hangs up."""
+def send_raw(port: int, data: bytes) -> None:
+    """Send raw data to the port, and wait until the connection is closed."""
     with socket.create_connection(("127.0.0.1", port), timeout=REST_S) as connection, contextlib.suppress(OSError):
         connection.sendall(data)
         while connection.recv(1 << 16):

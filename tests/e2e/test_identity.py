@@ -56,7 +56,7 @@ def test_another_configuration_of_the_same_weights_uses_another_cache(directory:
     for overrides in ({"rope_parameters": ropes}, {"query_pre_attn_scalar": 64}):
         with engine_on(model, directory, extra=FULL, hf_overrides=overrides, **GEMMA3) as life:
             require_no_shared_cache(life)
-            (line,) = life.said("holds no cache for this engine")
+            (line,) = life.lines_with("holds no cache for this engine")
             assert next(iter(overrides)) in line.partition("the nearest differs: ")[2]
     # Control: the same model in another directory.
     moved = shutil.copytree(model, directory / "elsewhere" / "of another name")
@@ -69,7 +69,7 @@ def test_another_configuration_of_the_same_weights_uses_another_cache(directory:
     change_between_samples(moved)
     with engine_on(moved, directory, extra=FULL, **GEMMA3) as life:
         require_no_shared_cache(life)
-        (line,) = life.said("holds no cache for this engine")
+        (line,) = life.lines_with("holds no cache for this engine")
         assert "weights" in line
 
 
@@ -136,7 +136,7 @@ def test_a_cache_written_by_another_instruction_set_is_not_used(
     monkeypatch.setattr(cpu_attn, "_get_attn_isa", lambda *_: other)
     with engine_on(model, directory, **GEMMA3) as life:
         assert life.ask(prompt()).cached == 0
-        (line,) = life.said("holds no cache for this engine")
+        (line,) = life.lines_with("holds no cache for this engine")
         assert f"worker.attention_isa: {other} is not {native}" in line
     # Control: only this fact separates the caches.
     facts = offload.worker_facts

@@ -15,7 +15,7 @@ from equality import require_same_written
 from harness import make_prompt, scratch_directory
 from peers_faults import FAILURES, LEASE_S, LEASES, LOAD_S, MAX_LEASES, NUM_TOKENS, PROMPTS, Faults, ReadGate
 from relay import Gate
-from strangers import Stranger, rubbish, shout
+from strangers import Stranger, garbage, send_raw
 
 from hybridkv.peers.leases import Lease
 from hybridkv.peers.wire import (
@@ -262,7 +262,7 @@ def test_messages_about_invalid_leases_change_nothing(faults: Faults) -> None:
     # Digests are sent only to peers that have described themselves, and unsolicited ones are rejected.
     for unexpected in (RequestDigests(1, lease, 1, pack_columns([[0], [0], [1]])), Digests(1, b""), Notice(b"hello")):
         stranger.say(unexpected)
-        stranger.wait_until_thrown_out()
+        stranger.wait_until_disconnected()
         stranger = Stranger(port)
     with faults.counting():
         faults.require_cold(faults.consumer.compute(faults.prompt, params), first_computed=LAST)
@@ -274,8 +274,8 @@ def test_messages_about_invalid_leases_change_nothing(faults: Faults) -> None:
 
 def test_garbage_on_the_port_changes_nothing(faults: Faults) -> None:
     params = faults.producer.prefill(faults.prompt)
-    for data in rubbish():
-        shout(faults.producer.port, data)
+    for data in garbage():
+        send_raw(faults.producer.port, data)
     with faults.counting():
         faults.require_cold(faults.consumer.compute(faults.prompt, params), first_computed=LAST)
 

@@ -1,6 +1,6 @@
-"""A process that is told what to do by lines of JSON, one after another: the side that tells, and the side that does.
+"""Both sides of a process that is controlled by lines of JSON.
 
-Between two lines the side that does steps its engine for as long as that holds anything.
+Between two lines, the process steps its engine while the engine has requests.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class ToldProcess:
         self._process.wait()
 
     def leave(self, within_s: float) -> None:
-        """Let it end by itself, as an engine that is shut down does; kill it where it does not."""
+        """Let the process end by itself, as an engine that is shut down; kill it on a timeout."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -89,20 +89,20 @@ class ToldProcess:
 
 
 def take_answers() -> IO[str]:
-    """Where answers go from now on. What libraries print goes to the log."""
+    """The stream for answers. Output of libraries goes to the log from now on."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return answers
 
 
 class Serving:
-    """Carries out what it is told, by methods of a subclass, and steps in between."""
+    """Executes commands with methods of a subclass, and steps the engine in between."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
 
     def run(self, answers: IO[str]) -> None:
-        """Until nobody is there to tell it anything."""
+        """Run until the input is closed."""
         _say(answers, "ready")
         buffer = b""
         while True:

@@ -1,6 +1,6 @@
-"""What the parent of `forked` processes imports: vLLM, and nothing of hybridkv, which each process imports by itself.
+"""The imports of the parent of `forked` processes: vLLM, but nothing of hybridkv, which each process imports itself.
 
-A fork takes along one thread alone, so that an import must have started none.
+A fork keeps only one thread, so the imports must not start any.
 """
 
 import gc
@@ -9,7 +9,7 @@ import os
 from typing import Final
 
 _MODULES: Final = (
-    "harness",  # first, because it decides on how many threads torch runs
+    "harness",  # first, because it sets the number of torch's threads
     "vllm.entrypoints.llm",
     "vllm.model_executor.models.gemma3",
     "vllm.model_executor.models.gpt_oss",
@@ -18,7 +18,7 @@ _MODULES: Final = (
     "vllm.v1.worker.cpu_worker",
 )
 
-# Importing vLLM makes a million objects that stay: the collector would look at them again and again.
+# Importing vLLM creates a million permanent objects; the garbage collector would scan them repeatedly.
 gc.disable()
 for name in _MODULES:
     importlib.import_module(name)

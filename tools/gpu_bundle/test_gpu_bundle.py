@@ -1,4 +1,4 @@
-"""The bundle for GPU machines is whole and small, and what of its run needs no GPU ends well."""
+"""The bundle for GPU machines is complete and small, and the parts of its run that need no GPU succeed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(bundle: Path, scratch: Path, **settings: str) -> tuple[int, str]:
     """The exit status of run.sh, and its summary."""
     scratch.mkdir()
     places = {"OUT": str(scratch / "out"), "WORK": str(scratch / "work"), "PYTHON": sys.executable}
-    # pytest and what else the tests import is where this process has it. A few tests are enough.
+    # pytest and the packages that the tests import come from this process's path. A few tests are enough.
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTEST_ADDOPTS": "-k wrong_byte"}
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HYBRIDKV_")}
     done = subprocess.run(
@@ -48,14 +48,14 @@ def test_sources_leave_room_for_libraries_and_wheels(bundle: Path) -> None:
     assert sum(path.stat().st_size for path in bundle.rglob("*") if path.is_file()) < MOST_BYTES // 4
 
 
-def test_every_file_that_the_run_names_is_there(bundle: Path) -> None:
+def test_each_file_named_by_the_run_exists(bundle: Path) -> None:
     script = (bundle / "run.sh").read_text()
     named = {
         match[1].replace("$TREE", str(bundle / "tree")).replace("$BUNDLE", str(bundle))
         for match in re.finditer(r'"?(\$(?:TREE|BUNDLE)"?/[\w./*{},-]+)', script)
     }
     named = {name.replace('"', "") for name in named}
-    # Made by the run, or by pack.py where it builds.
+    # Created by the run, or by pack.py when it builds.
     missing = {name for name in named if not re.search("/prebuilt|/vllm.txz", name) and not _found(name)}
     assert not missing
     assert len(named) > 15
@@ -75,7 +75,7 @@ def _found(name: str) -> bool:
 
 
 @pytest.mark.full
-def test_a_dry_run_of_cheap_stages_ends_well(bundle: Path, tmp_path: Path) -> None:
+def test_a_dry_run_of_cheap_stages_succeeds(bundle: Path, tmp_path: Path) -> None:
     code, summary = run(bundle, tmp_path / "dry", DRY="1", STAGES="facts packages kernels", CUDA_VISIBLE_DEVICES="")
     assert code == 0, summary
     assert re.search(r"^kernels: ok in \d+ s: \d+ tests, 0 failures, 0 errors, \d+ skipped", summary, re.MULTILINE)
@@ -84,14 +84,14 @@ def test_a_dry_run_of_cheap_stages_ends_well(bundle: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.full
-def test_a_skipped_test_is_a_failure_where_a_gpu_must_be(bundle: Path, tmp_path: Path) -> None:
-    """There is none here, or its library was not built."""
+def test_a_skipped_test_fails_a_run_that_requires_a_gpu(bundle: Path, tmp_path: Path) -> None:
+    """This machine has no GPU, or the GPU library was not built."""
     code, summary = run(bundle, tmp_path / "wet", STAGES="kernels", CUDA_VISIBLE_DEVICES="")
     assert code == 1, summary
     assert re.search(r"^kernels: FAILED.*\n  .*this test was given a GPU, yet", summary, re.MULTILINE)
 
 
-def test_a_stage_for_which_no_time_is_left_is_named_and_a_failure(bundle: Path, tmp_path: Path) -> None:
+def test_a_stage_without_time_left_is_reported_and_fails_the_run(bundle: Path, tmp_path: Path) -> None:
     code, summary = run(bundle, tmp_path / "late", DRY="1", STAGES="facts", BUDGET_S="1")
     assert code == 1
     assert "facts: NOT RUN" in summary
@@ -102,7 +102,7 @@ def fill(wheels: Path, site: Path) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
-def test_only_what_this_python_lacks_and_can_import_is_unpacked(tmp_path: Path) -> None:
+def test_only_missing_packages_for_this_python_are_unpacked(tmp_path: Path) -> None:
     this = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     wheels = {
         "pip": "py3-none-any",
@@ -117,10 +117,10 @@ def test_only_what_this_python_lacks_and_can_import_is_unpacked(tmp_path: Path) 
     for name, tags in wheels.items():
         with zipfile.ZipFile(folder / f"{name}-1.0-{tags}.whl", "w") as archive:
             archive.writestr(f"{name}.py", "")
-    said = fill(folder, tmp_path / "site")
+    output = fill(folder, tmp_path / "site")
     unpacked = {path.stem for path in (tmp_path / "site").iterdir()}
     assert unpacked - {"pip"} == {"lacking_pure", "lacking_own", "lacking_stable"}
-    assert "for another Python: lacking_later-1.0" in said
+    assert "for another Python: lacking_later-1.0" in output
 
 
 def library(*codes: tuple[int, int, bytes]) -> bytes:
@@ -139,7 +139,7 @@ def library(*codes: tuple[int, int, bytes]) -> bytes:
     return bytes(header) + section + names + rows
 
 
-def test_of_device_code_only_that_of_one_architecture_stays() -> None:
+def test_device_code_of_other_architectures_is_zeroed() -> None:
     codes = [(2, 80, b"a" * 24), (2, 90, b"b" * 40), (1, 90, b"c" * 8), (2, 120, b"d" * 16)]
     whole = library(*codes)
     for keep in (90, None):
@@ -148,6 +148,6 @@ def test_of_device_code_only_that_of_one_architecture_stays() -> None:
         assert library(*zeroed) != whole
 
 
-def test_a_library_without_device_code_stays_as_it_is() -> None:
+def test_a_library_without_device_code_does_not_change() -> None:
     plain = library().replace(b".nv_fatbin", b".no_fatbin")
     assert vllm_parts.zero_device_code(plain, 90) == plain

@@ -1,4 +1,4 @@
-"""The tree keeps the rule of public_names.py, and the rule finds each way to break it."""
+"""The tree follows the rule of public_names.py, and the rule detects each violation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ LIBRARIES = libraries_of(TREE)
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.folder.name)
-def test_a_library_has_the_version_and_the_names_that_are_recorded(library: Library) -> None:
+def test_a_library_has_its_recorded_version_and_names(library: Library) -> None:
     assert library.check() == []
 
 
-def test_the_ranges_between_the_libraries_admit_their_versions() -> None:
+def test_version_ranges_between_libraries_include_their_versions() -> None:
     assert range_problems(LIBRARIES) == []
 
 
@@ -42,12 +42,12 @@ def released(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_version_that_the_changelog_does_not_have_is_found(released: Path) -> None:
+def test_a_version_missing_in_the_changelog_is_found(released: Path) -> None:
     [problem] = library(released, ["keep", "lose"], version="0.1.1").check()
     assert "version 0.1.1 in pyproject.toml, 0.1.0 on top of the CHANGELOG" in problem
 
 
-def test_a_new_name_is_recorded_with_the_version_that_brings_it(released: Path) -> None:
+def test_a_new_name_is_recorded_with_its_version(released: Path) -> None:
     changed = library(released, ["keep", "lose", "new"], "0.1.1", "## 0.1.1, unreleased\n## 0.1.0, 1 May 2027\n")
     assert "hybridkv.thing.new is new" in changed.check()[0]
     changed.write()
@@ -64,7 +64,7 @@ def test_a_new_name_is_recorded_with_the_version_that_brings_it(released: Path) 
         ("0.2.0", "- `lose` is gone\n", []),
     ],
 )
-def test_a_released_name_goes_with_a_new_version_and_a_line_of_the_changelog(
+def test_removing_a_released_name_needs_a_version_and_a_changelog_line(
     released: Path, version: str, entry: str, expected: list[str]
 ) -> None:
     old = "## 0.1.0, 1 May 2027\n"
@@ -78,7 +78,7 @@ def test_a_released_name_goes_with_a_new_version_and_a_line_of_the_changelog(
     )
 
 
-def test_a_name_that_was_never_released_may_go(tmp_path: Path) -> None:
+def test_a_name_that_was_never_released_may_be_removed(tmp_path: Path) -> None:
     changelog = "## 0.1.0, unreleased\n"
     library(tmp_path, ["keep", "lose"], changelog=changelog).write()
     changed = library(tmp_path, ["keep"], changelog=changelog)
@@ -88,9 +88,7 @@ def test_a_name_that_was_never_released_may_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("requirement", "is_wrong"), [(">=0.1,<0.2", True), (">=0.2,<0.3", False), ("", True)])
-def test_a_range_that_does_not_admit_the_version_of_the_tree_is_found(
-    tmp_path: Path, requirement: str, is_wrong: bool
-) -> None:
+def test_a_range_that_excludes_the_current_version_is_found(tmp_path: Path, requirement: str, is_wrong: bool) -> None:
     thing = library(tmp_path / "thing", [], version="0.2.0")
     user = library(tmp_path / "user", [])
     (user.folder / "pyproject.toml").write_text(

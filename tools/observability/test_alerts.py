@@ -1,4 +1,4 @@
-"""The alerts name what is declared. That they fire and are quiet is tested by promtool, in tests/observability."""
+"""The alerts use declared metrics only. promtool tests in tests/observability when they fire."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def assert_declared(metric: Metric, chosen: dict[str, list[str]]) -> None:
             assert set(values) <= set(getattr(labels[label], "values", values)), (metric.name, label, values)
 
 
-def test_the_reference_page_is_the_generated_one() -> None:
+def test_the_reference_page_is_up_to_date() -> None:
     hint = f"run: tools/bazel run //tools/observability:reference > {PAGE}"
     assert read(PAGE) == render(CATALOGUE, ALERTS), hint
 
 
 @each_alert
-def test_an_alert_names_what_is_declared(alert: dict[str, Any]) -> None:
+def test_an_alert_uses_declared_metrics_only(alert: dict[str, Any]) -> None:
     found = named(alert["expr"])
     assert found
     for metric, chosen in found:
@@ -49,14 +49,14 @@ def test_an_alert_names_what_is_declared(alert: dict[str, Any]) -> None:
 
 
 @each_alert
-def test_an_alert_says_what_is_wrong_and_what_to_do(alert: dict[str, Any]) -> None:
+def test_an_alert_states_the_problem_and_the_remedy(alert: dict[str, Any]) -> None:
     assert re.fullmatch(r"HybridKV[A-Za-z]+", alert["alert"])
     assert alert["annotations"].keys() == {"summary", "action", "runbook"}
     assert all(alert["annotations"][part].endswith(".") for part in ("summary", "action"))
     assert alert["labels"]["severity"] in ("critical", "warning", "info")
 
 
-def test_the_runbook_has_a_paragraph_for_each_alert_and_no_other() -> None:
+def test_the_runbook_has_exactly_one_paragraph_for_each_alert() -> None:
     paragraphs = re.findall(r"^### (\w+)\n\n[\w`]", read(RUNBOOK), re.MULTILINE)
     assert sorted(paragraphs) == sorted(alert["alert"] for alert in ALERTS)
 
@@ -67,20 +67,20 @@ def test_an_alert_links_to_its_paragraph_of_the_runbook(alert: dict[str, Any]) -
 
 
 @each_alert
-def test_an_alert_about_tiers_says_which(alert: dict[str, Any]) -> None:
+def test_an_alert_about_tiers_names_the_tier(alert: dict[str, Any]) -> None:
     if any("tier" in metric.label_names for metric, _ in named(alert["expr"])):
         assert re.search(r"by \(model_name, engine, tier\)", alert["expr"])
         assert "{{ $labels.tier }}" in alert["annotations"]["summary"]
 
 
 @each_alert
-def test_the_first_event_raises_an_alert_that_fires_on_one(alert: dict[str, Any]) -> None:
-    """Prometheus sees no increase when a series begins at 1, so such a series must begin at 0."""
+def test_series_of_alerts_that_fire_on_one_event_begin_at_zero(alert: dict[str, Any]) -> None:
+    """Prometheus sees no increase if a series begins at 1, so such a series must begin at 0."""
     if re.search(r"increase.*> 0$", alert["expr"]):
         assert all(metric.starts_at_zero for metric, _ in named(alert["expr"]))
 
 
-def test_the_series_that_prove_an_alert_are_declared() -> None:
+def test_the_test_series_of_alerts_are_declared() -> None:
     for case in CASES:
         for series in case["input_series"]:
             [(metric, chosen)] = named(series["series"])
@@ -89,7 +89,7 @@ def test_the_series_that_prove_an_alert_are_declared() -> None:
             assert metric.kind is not Kind.HISTOGRAM
 
 
-def test_each_alert_is_tested_both_ways() -> None:
+def test_each_alert_is_tested_firing_and_quiet() -> None:
     names = [alert["alert"] for alert in ALERTS]
     assert [case["name"] for case in CASES] == [f"{name} {claim}" for name in names for claim in ("fires", "is quiet")]
     for case in CASES:

@@ -1,7 +1,7 @@
-"""Calls of hybridkv.native with arguments that fit no call. A test runs them in a process of its own.
+"""Calls of hybridkv.native with invalid arguments. A test runs them in their own process.
 
-`python bad_calls.py FIRST` makes the calls from number FIRST on. Each is named before it is made, and its outcome said
-after it. A call that hangs ends the process by a signal, also while it holds the interpreter.
+`python bad_calls.py FIRST` makes the calls beginning with number FIRST. It prints the name of each call before it, and
+its outcome after it. A signal ends the process if a call hangs, even one that holds the interpreter.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KEY = b"k" * 40
 
 
 class MisuseError(Exception):
-    """What a ledger raises for a call that does not fit."""
+    """Raised by a ledger for an invalid call."""
 
 
 def integers(*values: int) -> Any:
@@ -41,7 +41,7 @@ def memory(num_bytes: int = PAGE) -> tuple[Any, int]:
 
 
 MEMORY, AT = memory()
-"""What a call may read and write."""
+"""Memory that a call may read and write."""
 
 
 def granules(num_granules: int = 8, granule_bytes: int = 64, max_keys: int = 4, **changes: Any) -> Any:
@@ -63,7 +63,7 @@ def full_records() -> Any:
 
 
 def lowering(group: bool = True, block_tokens: int = 0) -> Any:
-    """Of an arena of 1 MiB, and a group of 4 blocks with a page of 64 bytes."""
+    """Lowering for an arena of 1 MiB and a group of 4 blocks with a page of 64 bytes."""
     made = native.Lowering(1 << 20, 1 << 20, 1 << 30, 64)
     if group:
         made.add_group(0, block_tokens, columns((1 << 32, 64, 64, 0)), 64, 4)
@@ -75,7 +75,7 @@ def columns(*rows: tuple[int, int, int, int]) -> bytes:
 
 
 def shape(**changes: int) -> bytes:
-    """One copy of one block."""
+    """A shape of one copy of one block."""
     fields = {"num_copies": 1, "group_index": 0, "first_block": 0, "num_blocks": 1, "stored_blocks": 1}
     fields |= {"lead_tokens": 0, "trail_tokens": 0, "num_local": 0, "num_extents": 1, "key_bytes": 0}
     return struct.pack("10i", *(fields | changes).values())
@@ -112,7 +112,7 @@ def queue(*arguments: Any) -> Any:
 
 
 def submit(opened: Any = None, **changes: Any) -> object:
-    """A load of what is no file: a descriptor that is not open fails it, as every one does that is no file's."""
+    """Load a record from an invalid descriptor, which always fails."""
     arguments = {"tag": 1, "is_store": False, "fd": 1 << 30, "offset": 0, "is_direct": False, "syncs": False}
     arguments |= {"header": HEADER, "buffers": [bytearray(10)]}
     opened = opened or queue()
@@ -122,7 +122,7 @@ def submit(opened: Any = None, **changes: Any) -> object:
 
 
 class Reentering:
-    """A sequence that, when it is read, hands in a record under the same tag."""
+    """A sequence that submits a record with the same tag when it is read."""
 
     def __init__(self, opened: Any) -> None:
         self.opened, self.has_begun = opened, False
@@ -145,7 +145,7 @@ def reentered() -> object:
 
 
 def many_pins() -> int:
-    """Twice as many as are counted, in steps."""
+    """Pin one key, in steps, twice as often as can be counted."""
     ledger = granules()
     ledger.reserve(KEY, 1)
     ledger.commit(KEY)
@@ -167,7 +167,7 @@ def submit_when_closed() -> object:
 
 
 def with_pipe() -> object:
-    """A descriptor that cannot be read at an offset."""
+    """Use a descriptor that cannot be read at an offset."""
     reader, writer = os.pipe()
     os.write(writer, bytes(2 * PAGE))
     try:
@@ -378,11 +378,11 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "a walk of no step": (lambda: records().walk(records().begin_walk(), 0), "ValueError"),
     "a walk of steps below": (lambda: records().walk(0, -1), "TypeError"),
 }
-"""Name: the call, and the error that it raises."""
+"""Name: the call and the error that it raises."""
 
 
 def big_blocks() -> Any:
-    """Chunks of as many blocks as there can be would have more bytes than 64 bits count."""
+    """Blocks so large that a chunk of the maximal number of blocks exceeds 64 bits."""
     made = native.Lowering(1 << 20, 1 << 20, 1 << 30, 64)
     made.add_group(0, 0, columns((1 << 32, 64, 64, 0)), 1 << 33, 4)
     return made
@@ -402,7 +402,7 @@ def closed_records() -> Any:
 
 
 def committed_records() -> Any:
-    """As many as there may be. One more would be evicted for another."""
+    """A full ledger. One more record would evict another one."""
     ledger = full_records()
     ledger.commit_all([b"%d" % number for number in range(4)])
     return ledger
@@ -430,7 +430,7 @@ ANSWERED: dict[str, tuple[Callable[[], object], object]] = {
     "a wait of no number": (lambda: queue().wait_until_idle(float("nan")), True),
     "submit when closed": (submit_when_closed, False),
 }
-"""Name: the call, and its answer."""
+"""Name: the call and its result."""
 
 
 def calls() -> Iterator[tuple[str, Callable[[], object], object]]:

@@ -1,9 +1,9 @@
-"""Random calls of each class of hybridkv.native. A test runs them in a process of its own.
+"""Random calls of each class of hybridkv.native. A test runs them in their own process.
 
-`python random_calls.py CLASS SEED INPUTS SECONDS` makes an object for each seed from SEED on, and calls it with
-arguments that mostly fit and sometimes do not; as many seeds as INPUTS, or for SECONDS where that is above 0. What a
-call may do is answer or raise an error of Python's; a crash ends the process and so does a call that hangs. The process
-names the seed then, and counts of calls in JSON at the end. `_Play.check` says what holds after each call.
+`python random_calls.py CLASS SEED INPUTS SECONDS` creates an object for each seed from SEED on, and calls it with
+mostly valid arguments; for INPUTS seeds, or for SECONDS if that is above 0. A call may return or raise a Python error;
+a crash or a hang ends the process. It prints the seed before each object, and counts of calls as JSON at the end.
+`_Play.check` has the conditions after each call.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ Make = Callable[[], Any]
 
 
 class _Play:
-    """An object, and what makes arguments for its calls.
+    """An object, and generators of arguments for its calls.
 
-    `calls` has every public name of the object's class: a property has None, a method what makes each argument.
+    `calls` has every public name of the object's class: None for a property, generators of the arguments for a method.
     """
 
     def __init__(self, rng: random.Random) -> None:
@@ -61,10 +61,10 @@ class _Play:
         self.calls: dict[str, tuple[Make, ...] | None] = {}
 
     def check(self, name: str, arguments: list[Any], answer: Any) -> None:
-        """What holds after a call that has answered."""
+        """Check the conditions after a successful call."""
 
     def end(self) -> None:
-        """Close what was opened."""
+        """Close the object."""
 
     def number(self, *mostly: int) -> Make:
         return lambda: self.rng.choice(mostly if self.rng.random() < 0.9 else NUMBERS)
@@ -106,10 +106,10 @@ class _LedgerPlay(_Play):
 
     def check(self, name: str, arguments: list[Any], answer: Any) -> None:
         ledger = self.made
-        assert ledger.num_keys <= ledger.max_keys, "more keys than there may be"
-        assert ledger.num_reserved + ledger.num_pinned <= ledger.max_keys, "more in use than there may be"
-        assert len(ledger.eviction_order()) <= ledger.num_keys, "what may be evicted is held"
-        assert ledger.used_bytes <= self.capacity_bytes, "more bytes than there are"
+        assert ledger.num_keys <= ledger.max_keys, "more keys than allowed"
+        assert ledger.num_reserved + ledger.num_pinned <= ledger.max_keys, "more keys in use than allowed"
+        assert len(ledger.eviction_order()) <= ledger.num_keys, "more evictable keys than keys"
+        assert ledger.used_bytes <= self.capacity_bytes, "more bytes than the capacity"
 
     capacity_bytes = 0
 
@@ -141,7 +141,7 @@ class RecordPlay(_LedgerPlay):
         self.made = native.RecordLedger(
             num_pages, largest_pages, self.number(self.max_keys)(), states=states, **self.options
         )
-        # What an opening finds may be more: it is the reservations' matter.
+        # An opening may restore more; reservations enforce the limit.
         self.capacity_bytes = num_pages * PAGE + self.made.max_keys * 2**33
         size, pages = self.number(1, PAGE, 5 * PAGE), self.number(0, 1, 3, 9)
         address = self.number(0, PAGE, 2**32, 2**32 + PAGE)
@@ -187,7 +187,7 @@ class QueuePlay(_Play):
         return self.rng.choice((0.0, -1.0, 0.001, float("nan"), 1e300, float("inf")))
 
     def fd(self) -> int:
-        # Numbers of small descriptors may be this process's own.
+        # Small numbers may be descriptors of this process.
         mine = self.file.fileno()
         return mine if self.rng.random() < 0.7 else self.rng.choice((self.read_only, self.folder, -1, 1 << 30, 2**31))
 
@@ -204,17 +204,17 @@ class QueuePlay(_Play):
 
     def check(self, name: str, arguments: list[Any], answer: Any) -> None:
         if name == "take":
-            assert all(0 <= outcome <= 4 for _, outcome, *_ in answer), "outcomes are known"
+            assert all(0 <= outcome <= 4 for _, outcome, *_ in answer), "unknown outcome"
 
     def end(self) -> None:
-        assert self.made.close(float("inf")), "what was begun has an end"
+        assert self.made.close(float("inf")), "the queue did not finish"
         self.file.close()
         os.close(self.read_only)
         os.close(self.folder)
 
 
 class CopierPlay(_Play):
-    """Addresses are of memory that is there, or such as no memory has. Of all others only the caller knows."""
+    """Addresses are of existing memory, or such as no memory has. Only the caller can check all others."""
 
     def __init__(self, rng: random.Random) -> None:
         super().__init__(rng)
@@ -256,7 +256,7 @@ class CopierPlay(_Play):
 
 
 class LoweringPlay(_Play):
-    """No memory is touched, so any numbers do: of what is answered each run lies where the numbers said."""
+    """No memory is accessed, so any numbers may be used: each returned run must lie within the given ranges."""
 
     ARENA, ARENA_BYTES, ZEROS, ZEROS_BYTES, POOL = 1 << 40, 1 << 16, 1 << 41, 64, 1 << 42
 
@@ -274,7 +274,7 @@ class LoweringPlay(_Play):
         }
         self.counts = (0, 0, 0)
         self.pages: set[tuple[int, int, int, int]] = set()
-        """Address, stride and bytes of each that was added, and how many blocks have it."""
+        """Address, stride, bytes and number of blocks of each added page."""
 
     def odd(self, number: int, bits: int) -> int:
         if self.rng.random() < 0.99:
@@ -387,7 +387,7 @@ def play(kind: str, seed: int, called: Counter[str], answered: Counter[str]) -> 
         if arguments and rng.random() < 0.1:
             wild = [value for value in WILD if not (is_address and isinstance(value, np.ndarray))]
             place = rng.randrange(len(arguments))
-            # No descriptor of this process but those that were meant.
+            # Only descriptors of this process that were opened for the test.
             is_fd = kind == "RecordQueue" and name == "submit" and place == 2
             arguments[place] = rng.choice([v for v in wild if not is_fd or not isinstance(v, (int, float))])
             if rng.random() < 0.1:

@@ -1,4 +1,4 @@
-"""Arguments that fit no call raise an error: no crash, no hang, no access out of bounds."""
+"""Invalid arguments raise an error: no crash, no hang, no access out of bounds."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ NAMES = [name for name, _, _ in bad_calls.calls()]
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
-    """Of each call, by its name. A process that ends early is followed by another, which makes the calls after it."""
-    told: dict[str, str] = {}
-    while len(told) < len(NAMES):
+    """The outcome of each call by name. If a process ends early, the next process makes the remaining calls."""
+    found: dict[str, str] = {}
+    while len(found) < len(NAMES):
         program = subprocess.run(
-            [sys.executable, "-X", "faulthandler", bad_calls.__file__, str(len(told))],
+            [sys.executable, "-X", "faulthandler", bad_calls.__file__, str(len(found))],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
             capture_output=True,
             text=True,
@@ -26,13 +26,13 @@ def outcomes() -> dict[str, str]:
         )
         for line in program.stdout.splitlines():
             name, _, outcome = line.partition("\t")
-            told[name] = outcome or f"the process ended with {program.returncode}"
-        assert program.returncode or len(told) == len(NAMES)
+            found[name] = outcome or f"the process ended with {program.returncode}"
+        assert program.returncode or len(found) == len(NAMES)
         assert program.stdout, program.stderr
-    return told
+    return found
 
 
-def test_all_are_tried(outcomes: dict[str, str]) -> None:
+def test_all_calls_are_tried(outcomes: dict[str, str]) -> None:
     assert list(outcomes) == NAMES
 
 

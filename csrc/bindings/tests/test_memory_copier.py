@@ -1,4 +1,4 @@
-"""The copiers of hybridkv.native do what numpy and xxhash do, at every level of instructions."""
+"""The copiers of hybridkv.native give the results of numpy and xxhash, at every CPU level."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ RUNS = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 5000), st.integer
 
 @settings(max_examples=60, deadline=None)
 @given(RUNS, st.integers(0, 63), st.data())
-def test_runs_and_their_digests_are_those_of_numpy_and_xxhash(
+def test_runs_and_digests_equal_numpy_and_xxhash(
     runs: list[tuple[int, int, int]], misalignment: int, data: st.DataObject
 ) -> None:
     source = noise(8000)
@@ -72,7 +72,7 @@ def test_runs_and_their_digests_are_those_of_numpy_and_xxhash(
 
 @copier
 @pytest.mark.parametrize("num_bytes", [0, 1, 240, 241, 1024, 65536, 3_000_001])
-def test_a_digest_is_xxhashs(copier: MemoryCopier, num_bytes: int) -> None:
+def test_a_digest_equals_xxhash(copier: MemoryCopier, num_bytes: int) -> None:
     data = noise(num_bytes + 1)
     got = copier.digest(integers([data.ctypes.data]), integers([num_bytes]), integers([1]))
     assert got == xxhash.xxh3_128_digest(data[:num_bytes].tobytes())
@@ -80,8 +80,8 @@ def test_a_digest_is_xxhashs(copier: MemoryCopier, num_bytes: int) -> None:
 
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.sampled_from([0, 1, 1000, 65_536, 1_000_000, 5_000_000]), min_size=1, max_size=30), st.data())
-def test_records_that_threads_share_have_digests_of_xxhash(sizes: list[int], data: st.DataObject) -> None:
-    """Among them empty ones, some without a run, and some larger than all the others together."""
+def test_digests_of_records_split_over_threads_equal_xxhash(sizes: list[int], data: st.DataObject) -> None:
+    """Including empty records, records without runs, and records larger than all others together."""
     ends = [*sorted(data.draw(st.lists(st.integers(0, len(sizes)), max_size=20))), len(sizes)]
     source = noise(6_000_000)
     offsets = [7919 * number for number in range(len(sizes))]
@@ -93,7 +93,7 @@ def test_records_that_threads_share_have_digests_of_xxhash(sizes: list[int], dat
         assert digests(got) == wanted
 
 
-def test_the_c_librarys_copy_copies() -> None:
+def test_copy_with_memcpy_copies_all_bytes() -> None:
     source, target = noise(1000), np.zeros(1000, dtype=np.uint8)
     copy_with_memcpy(source.ctypes.data, target.ctypes.data, 1000)
     assert np.array_equal(source, target)
@@ -111,7 +111,7 @@ def test_the_c_librarys_copy_copies() -> None:
         (lambda: MemoryCopier().digest(integers([]), integers([]), integers([1, 0])), "record_ends"),
     ],
 )
-def test_what_fits_no_call_is_refused(call: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(call: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
 
@@ -142,7 +142,7 @@ has_begun.wait()
 """
 
 
-def test_a_daemon_thread_that_comes_back_late_does_not_abort_the_process() -> None:
+def test_a_daemon_thread_that_returns_late_does_not_abort_the_process() -> None:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     for _ in range(10):
         finished = subprocess.run(

@@ -1,4 +1,4 @@
-"""The record queue of hybridkv.native: what it takes, and that memory stays where it is while it is used."""
+"""The record queue of hybridkv.native: its arguments, and the lifetime of buffers that are in use."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DONE, FAILED, OTHER_HEADER, OTHER_PAYLOAD, CANCELLED = range(5)
 @pytest.fixture(params=["threads", "io_uring"])
 def queue(request: pytest.FixtureRequest) -> Iterator[RecordQueue]:
     if request.param == "io_uring" and not has_uring():
-        pytest.skip("this kernel gives us no io_uring")
+        pytest.skip("this kernel does not allow io_uring")
     queue = RecordQueue(2, 1 << 20, DIGEST_AT, request.param)
     assert queue.backend == request.param
     yield queue
@@ -48,7 +48,7 @@ def only(queue: RecordQueue) -> tuple[int, int, int, bytes, bytes]:
     return ended
 
 
-def test_a_record_is_a_page_with_a_header_and_the_payload_in_pages(queue: RecordQueue, fd: int) -> None:
+def test_a_record_is_a_header_page_and_the_padded_payload(queue: RecordQueue, fd: int) -> None:
     parts = [b"x" * 5000, b"", memoryview(b"yz" * 10)]
     payload = b"".join(parts)
     assert queue.submit(7, True, fd, 8192, False, False, HEADER, parts)
@@ -72,7 +72,7 @@ def test_a_record_is_a_page_with_a_header_and_the_payload_in_pages(queue: Record
     assert only(queue)[1:3] == (FAILED, errno.ENODATA)
 
 
-def test_memory_stays_where_it_is_until_the_end_was_taken(queue: RecordQueue, fd: int) -> None:
+def test_a_buffer_is_kept_until_its_result_is_taken(queue: RecordQueue, fd: int) -> None:
     destination = np.zeros(4096, dtype=np.uint8)
     is_gone = weakref.ref(destination)
     assert queue.submit(1, False, fd, 0, False, False, HEADER, [destination])
@@ -84,7 +84,7 @@ def test_memory_stays_where_it_is_until_the_end_was_taken(queue: RecordQueue, fd
     assert is_gone() is None
 
 
-def test_what_is_closed_takes_nothing_and_holds_nothing(queue: RecordQueue, fd: int) -> None:
+def test_a_closed_queue_accepts_no_record_and_keeps_no_buffer(queue: RecordQueue, fd: int) -> None:
     assert queue.close(LONG_S)
     destination = bytearray(10)
     assert not queue.submit(1, False, fd, 0, False, False, HEADER, [destination])
@@ -106,7 +106,7 @@ def test_what_is_closed_takes_nothing_and_holds_nothing(queue: RecordQueue, fd: 
         ({"buffers": [1]}, TypeError, "bytes-like"),
     ],
 )
-def test_arguments_that_fit_no_record_are_refused_by_name(
+def test_invalid_arguments_of_a_record_are_refused_by_name(
     queue: RecordQueue, fd: int, changes: dict[str, object], error: type[Exception], words: str
 ) -> None:
     arguments: dict[str, object] = {
@@ -124,7 +124,7 @@ def test_arguments_that_fit_no_record_are_refused_by_name(
     assert queue.wait_until_idle(0.0) and queue.take() == []
 
 
-def test_a_tag_is_one_records_until_its_end_was_taken(queue: RecordQueue, fd: int) -> None:
+def test_a_tag_is_in_use_until_its_result_is_taken(queue: RecordQueue, fd: int) -> None:
     assert queue.submit(1, True, fd, 0, False, False, HEADER, [b"x"])
     with pytest.raises(ValueError, match="tag"):
         queue.submit(1, True, fd, 0, False, False, HEADER, [b"x"])
@@ -137,24 +137,22 @@ def test_a_tag_is_one_records_until_its_end_was_taken(queue: RecordQueue, fd: in
     ("arguments", "words"),
     [((0, 1, 0, "best"), "max_in_flight"), ((1, 1, 0, "worst"), "backend"), ((1, 1, 4080), "digest_at")],
 )
-def test_a_queue_that_cannot_be_is_refused_by_name(arguments: tuple[object, ...], words: str) -> None:
+def test_invalid_arguments_of_a_queue_are_refused_by_name(arguments: tuple[object, ...], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         RecordQueue(*arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("timeout_s", [float("inf"), 1e300, threading.TIMEOUT_MAX])
-def test_a_wait_that_is_longer_than_a_clock_counts_does_not_end_at_once(
-    queue: RecordQueue, fd: int, timeout_s: float
-) -> None:
+def test_a_wait_longer_than_the_clocks_range_does_not_end_early(queue: RecordQueue, fd: int, timeout_s: float) -> None:
     assert queue.submit(1, True, fd, 0, False, False, HEADER, [bytes(1 << 20)])
     assert queue.wait_until_idle(timeout_s)
     assert queue.close(timeout_s)
 
 
-def test_why_there_is_no_ring_is_told() -> None:
+def test_the_reason_for_a_missing_ring_is_reported() -> None:
     queue = RecordQueue(2, 1 << 20, DIGEST_AT)
     assert (queue.uring_error == 0) == has_uring() == (queue.backend == "io_uring")
-    assert RecordQueue(2, 1 << 20, DIGEST_AT, "threads").uring_error == 0, "it was not asked for"
+    assert RecordQueue(2, 1 << 20, DIGEST_AT, "threads").uring_error == 0, "io_uring was not requested"
 
 
 FEW_THREADS = """
@@ -180,7 +178,7 @@ print(*made)
 
 
 @pytest.mark.parametrize(("num_mebibytes", "made"), [(2, "made refused"), (200, "made made")], ids=["none", "few"])
-def test_what_gets_few_threads_does_with_them_and_what_gets_none_says_so(num_mebibytes: int, made: str) -> None:
+def test_a_class_works_with_few_threads_and_raises_without_any(num_mebibytes: int, made: str) -> None:
     finished = subprocess.run(
         ["bash", "-c", 'ulimit -s 8192 && exec "$@"', "-", sys.executable, "-c", FEW_THREADS, str(num_mebibytes)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -192,7 +190,7 @@ def test_what_gets_few_threads_does_with_them_and_what_gets_none_says_so(num_meb
     assert (finished.returncode, finished.stdout.strip()) == (0, made), finished.stderr
 
 
-def test_a_queue_that_is_dropped_while_it_works_keeps_its_memory(fd: int) -> None:
+def test_a_queue_dropped_during_work_keeps_its_buffers(fd: int) -> None:
     chunk = bytes(1 << 20)
     for _ in range(20):
         queue = RecordQueue(2, 1 << 20, DIGEST_AT)

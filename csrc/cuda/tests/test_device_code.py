@@ -1,4 +1,4 @@
-"""What the compilers made of the kernels, read without a GPU: cubins, their machine code, and PTX."""
+"""Checks of the compiled kernels without a GPU: cubins, their machine code, and PTX."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import pytest
 ARCHITECTURES = ("80", "90", "100")
 KERNELS = ("copy_kernel",)
 MOST_REGISTERS = {"copy_kernel": 64}
-"""What lets two blocks of 512 threads stand on one multiprocessor."""
+"""The limit at which two blocks of 512 threads fit on one multiprocessor."""
 
 
 def device_code() -> dict[str, Path]:
-    """The compilers' output, by its suffix: `sm_90.cubin`, `ptx`."""
+    """The compilers' output files by suffix: `sm_90.cubin`, `ptx`."""
     found = [Path(name) for name in os.environ["HYBRIDKV_DEVICE_CODE"].split()]
     return {path.name.removeprefix("kernels."): path for path in found}
 
@@ -30,7 +30,7 @@ def cubin(architecture: str) -> Path:
 
 
 def tools() -> Path:
-    """Where cuobjdump and nvdisasm are."""
+    """The directory of cuobjdump and nvdisasm."""
     places = [Path(entry, "nvidia", "cu13", "bin") for entry in sys.path]
     return next(place for place in places if (place / "cuobjdump").exists() and (place / "nvdisasm").exists())
 
@@ -49,7 +49,7 @@ def machine_code(architecture: str) -> dict[str, str]:
 
 
 def resources(architecture: str) -> dict[str, dict[str, int]]:
-    """What each kernel uses, as the compiler reports it: REG, STACK, LOCAL, SHARED."""
+    """The resources of each kernel as reported by the compiler: REG, STACK, LOCAL, SHARED."""
     report = cuobjdump("--dump-resource-usage", cubin(architecture))
     parts = re.findall(r"Function (\S+):\n(.*)", report)
     numbers = {name: dict(re.findall(r"(\w+):(\d+)", line)) for name, line in parts}
@@ -82,7 +82,7 @@ def test_the_copy_kernel_writes_16_bytes_at_a_time(architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_copy_kernel_has_four_wide_reads_in_flight(architecture: str) -> None:
-    """Four loads stand before the first store that follows them."""
+    """Four loads come before the stores that follow them."""
     steps = re.findall(r"\b(LDG|STG)\.E\S*\.128\b", machine_code(architecture)["copy_kernel"])
     assert "LDG LDG LDG LDG STG STG STG STG" in " ".join(steps)
 
@@ -97,13 +97,13 @@ def test_no_kernel_spills_to_local_memory(architecture: str, kernel: str) -> Non
 
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_kernels_leave_registers_for_others(architecture: str, kernel: str) -> None:
+def test_kernels_use_few_enough_registers(architecture: str, kernel: str) -> None:
     assert resources(architecture)[kernel]["REG"] <= MOST_REGISTERS[kernel]
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_ptx_assembles_without_spills(architecture: str, tmp_path: Path) -> None:
-    """What the driver does on a GPU that there is no machine code for."""
+    """What the driver does on a GPU without machine code in the library."""
     cubin(architecture)
     ptxas = Path(os.environ["HYBRIDKV_PTXAS"]).resolve()
     command = [ptxas, "-v", f"-arch=sm_{architecture}", "-o", tmp_path / "kernels.cubin", device_code()["ptx"]]
@@ -113,14 +113,14 @@ def test_the_ptx_assembles_without_spills(architecture: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_the_library_that_is_shipped_has_code_for_the_architecture(architecture: str) -> None:
+def test_the_shipped_library_has_code_for_the_architecture(architecture: str) -> None:
     cubin(architecture)
     assert f".sm_{architecture}.cubin" in cuobjdump("--list-elf", os.environ["HYBRIDKV_CUDA_LIBRARY"])
 
 
-def test_the_library_that_is_shipped_has_ptx_for_later_gpus() -> None:
+def test_the_shipped_library_has_ptx_for_later_gpus() -> None:
     assert f".sm_{ARCHITECTURES[0]}.ptx" in cuobjdump("--list-ptx", os.environ["HYBRIDKV_CUDA_LIBRARY"])
 
 
-def test_the_ptx_is_for_every_gpu_from_the_first_architecture_on() -> None:
+def test_the_ptx_targets_the_first_architecture() -> None:
     assert f".target sm_{ARCHITECTURES[0]}" in device_code()["ptx"].read_text()

@@ -1,4 +1,4 @@
-"""libhybridkv_cuda.so on a machine without a GPU: it can be loaded, and its errors name the call."""
+"""libhybridkv_cuda.so on a machine without a GPU: it can be loaded, and its errors name the failed call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from hybridkv.cuda_kernels import library_path
 
-needs_no_gpu = pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="this is what happens without a GPU")
+needs_no_gpu = pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="tests the behaviour without a GPU")
 
 
 @pytest.fixture(scope="module")
@@ -17,17 +17,17 @@ def library() -> ctypes.CDLL:
     return ctypes.CDLL(str(library_path()))
 
 
-def test_the_library_says_which_interface_it_has(library: ctypes.CDLL) -> None:
+def test_the_library_reports_its_interface_version(library: ctypes.CDLL) -> None:
     assert library.hybridkv_cuda_interface_version() == 3
 
 
 @needs_no_gpu
-def test_no_driver_has_no_batched_copies(library: ctypes.CDLL) -> None:
+def test_batched_copies_are_unavailable_without_a_driver(library: ctypes.CDLL) -> None:
     assert library.hybridkv_cuda_has_batch_copy() == 0
 
 
 @needs_no_gpu
-def test_a_cuda_call_that_fails_is_an_error_with_its_name(library: ctypes.CDLL) -> None:
+def test_a_failed_cuda_call_is_an_error_with_its_name(library: ctypes.CDLL) -> None:
     error = ctypes.create_string_buffer(200)
     copier = ctypes.c_void_p()
     limits = (ctypes.c_uint64 * 6)(4096, 4096, 4096, 4096, 1 << 36, 1)

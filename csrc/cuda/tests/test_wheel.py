@@ -1,4 +1,4 @@
-"""The wheel of the kernels holds the library, says which platform it is for, and needs nothing that a host may lack."""
+"""The wheel of the kernels contains the library, names its platform, and needs only libraries that every host has."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def test_the_wheel_is_for_one_platform_and_any_python(wheel: Path) -> None:
 
 
 def test_the_library_needs_neither_torch_nor_a_cuda_library_of_the_host(library: Path) -> None:
-    """The runtime is linked into it, and the driver is looked up when there is one."""
+    """The CUDA runtime is linked statically, and the driver is looked up at run time."""
     needed = set(re.findall(r"Shared library: \[(.*)\]", readelf("-d", library)))
     assert needed <= NEEDED | {LOADER}
 
 
-def test_the_library_runs_on_the_glibc_that_is_promised(library: Path) -> None:
+def test_the_library_runs_on_the_promised_glibc(library: Path) -> None:
     versions = {tuple(map(int, found.split("."))) for found in re.findall(r"GLIBC_([\d.]+)", readelf("-V", library))}
     assert max(versions) <= NEWEST_GLIBC
