@@ -1,4 +1,4 @@
-// Every kernel of csrc/cpu against the plain reference, at every level that this machine has.
+// Compares every kernel of csrc/cpu with the plain reference, at every CPU level of this machine.
 #include <string>
 #include <vector>
 
@@ -62,7 +62,7 @@ Digest128 plain_digest(const std::vector<CopyRun>& runs, std::size_t first, std:
   return hybridkv::xxh3::digest(record.data(), record.size());
 }
 
-// Carries the runs out in every way and compares all memory of the destination with what the reference leaves there.
+// Copies the runs in every way and compares the whole destination with the result of the reference.
 void check(const std::string& name, const RunSource& source, Memory& destination, ThreadPool& pool,
            const std::vector<std::size_t>& record_sizes) {
   std::vector<CopyRun> runs(source.size());
@@ -105,7 +105,7 @@ struct PageCase {
   std::size_t buffer_misalignment;
 };
 
-// 64 B to 4 MiB; odd strides; padded pages; heads and tails that are not aligned; one block taken more than once.
+// 64 B to 4 MiB; odd strides; padded pages; unaligned heads and tails; one block used more than once.
 const PageCase kPageCases[] = {
     {64, 0, 64, 40, 0, 0},    {64, 1, 64, 64, 1, 3},        {65, 0, 50, 33, 0, 0},    {192, 64, 40, 40, 0, 16},
     {240, 0, 30, 30, 0, 0},   {241, 15, 30, 30, 7, 9},      {1000, 24, 40, 37, 0, 0}, {1024, 0, 64, 64, 0, 0},
@@ -141,7 +141,7 @@ void check_pages(ThreadPool& pool) {
   }
 }
 
-// Two groups over the same memory, of other page sizes, as vLLM's hybrid models have; and sets without pages.
+// Two groups over the same memory with different page sizes, as in vLLM's hybrid models; and sets without pages.
 void check_overlapping_groups(ThreadPool& pool) {
   Memory paged(64 * 8192, 0);
   paged.fill(3);
@@ -159,7 +159,7 @@ void check_overlapping_groups(ThreadPool& pool) {
   check("no pages", nothing, buffer, pool, {1});
 }
 
-// 0, 1 and 100,000 runs; sizes and alignments at random, empty runs among them.
+// 0, 1 and 100,000 runs; random sizes and alignments, including empty runs.
 void check_runs(ThreadPool& pool) {
   Noise noise(4);
   for (const std::size_t num_runs : {std::size_t{0}, std::size_t{1}, std::size_t{300}, std::size_t{100000}}) {
@@ -184,7 +184,7 @@ void check_runs(ThreadPool& pool) {
   }
 }
 
-// A run longer than all the threads' shares is cut between them, as are runs that end where a share does.
+// A run longer than the shares of all threads is split between them, and so are runs that end where a share ends.
 void check_shares(ThreadPool& pool) {
   Memory from(9 << 20, 0);
   from.fill(8);

@@ -1,4 +1,4 @@
-// The least that a test needs: a claim that ends the program when it does not hold, and memory with guards around it.
+// Helpers of tests: a check that ends the program on failure, and memory with guards around it.
 #ifndef HYBRIDKV_TESTS_EXPECT_H_
 #define HYBRIDKV_TESTS_EXPECT_H_
 

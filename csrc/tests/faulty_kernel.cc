@@ -26,7 +26,7 @@ Noise noise(1);
 std::atomic<std::uint64_t> failed{0};
 std::atomic<std::uint64_t> repeated{0};
 
-// One ring's completions, in a mapping of our own.
+// The completions of one ring, in our own mapping.
 struct Completions {
   io_uring_params parameters;
   char* start;
@@ -91,7 +91,7 @@ std::uint32_t load(const Completions& ring, std::uint32_t at) {
   return std::atomic_ref(*reinterpret_cast<std::uint32_t*>(ring.start + at)).load(std::memory_order_acquire);
 }
 
-// What nobody has taken yet. The ring's user does so in the thread that calls this.
+// The completions that were not taken yet. The ring's user takes them in the thread that calls this.
 void change_completions(int fd) {
   std::unique_lock lock(mutex);
   const auto found = rings.find(fd);
@@ -164,7 +164,7 @@ std::uint64_t num_repeated() { return repeated; }
 
 }  // namespace hybridkv::testing
 
-// The names that the queues call.
+// The functions that the queues call.
 
 extern "C" long syscall(long number, ...) noexcept {
   namespace testing = hybridkv::testing;

@@ -70,7 +70,7 @@ class File {
     grow(offset + num_bytes, 0);
     std::copy_n(data, num_bytes, bytes_.begin() + static_cast<std::ptrdiff_t>(offset));
   }
-  // It failed: some of it may be there. The file says how far it reaches.
+  // It failed, so a part of it may be written. The file shows how much.
   void may_have_written(std::size_t offset, std::size_t num_bytes) {
     struct stat found {};
     expect(fstat(plain_, &found) == 0, "a file has a size");
@@ -148,7 +148,7 @@ class Session {
           submit();
       }
     }
-    // Some are destroyed with what they have in flight, which is waited for.
+    // Some queues are destroyed with requests in flight, for which the destructor waits.
     const bool is_cut_off = choices_.one_in(3);
     while (!is_cut_off && !pending_.empty()) reap(pending_.size(), max_in_flight_, 2);
     queue_.reset();
@@ -191,7 +191,7 @@ class Session {
       const bool overlaps = one.offset < other.end() && other.offset < one.end();
       const bool either_writes =
           one.operation == FileOperation::kWrite || other.operation == FileOperation::kWrite;
-      // Where the file ends matters to who reads behind it.
+      // Reads past the end depend on the size of the file.
       const bool moves_the_end = std::max(one.end(), other.end()) > one.file->size();
       if (either_writes && (overlaps || moves_the_end)) return true;
     }

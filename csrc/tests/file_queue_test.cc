@@ -1,4 +1,4 @@
-// Both backends of the file queue do the same to the same requests.
+// Both backends of the file queue handle the same requests identically.
 #include "csrc/cpu/file_queue.h"
 
 #include <fcntl.h>
@@ -82,7 +82,7 @@ FileRequest request(FileOperation operation, int fd, std::int64_t offset, std::v
 
 Digest128 digest_of(Memory& memory) { return hybridkv::xxh3::digest(memory.data(), memory.size()); }
 
-// Many records, written and read out of order through a queue that is smaller than their number.
+// Many records, written and read out of order through a smaller queue.
 void check_many(const Backend& backend, const File& file, std::size_t alignment) {
   constexpr std::size_t kNumRecords = 100;
   const std::size_t sizes[] = {alignment, alignment * 3, alignment * 80};
@@ -142,7 +142,7 @@ void check_edges(const Backend& backend) {
   expect(only(*queue, request(FileOperation::kWrite, file.fd(), 5, {{written.data(), written.size()}})).error == 0,
          backend.name + ": written at an odd place");
 
-  // More extents than one system call takes, empty ones among them.
+  // More extents than one system call accepts, including empty ones.
   Memory read(written.size(), 0);
   std::vector<iovec> extents;
   for (std::size_t byte = 0; byte < read.size(); byte += 4) {
@@ -162,7 +162,7 @@ void check_edges(const Backend& backend) {
   expect(one.error == 0 && one.num_bytes == 0, backend.name + ": no extents, no bytes");
 
   for (int taken = 0; taken < 2; ++taken) {
-    // Each reads into bytes of its own: both may be read at one time.
+    // Each reads into its own buffer, because both may be read concurrently.
     expect(queue->submit(request(FileOperation::kRead, file.fd(), 5, {{read.data() + 10 * taken, 10}})),
            "there is room");
   }
@@ -172,7 +172,7 @@ void check_edges(const Backend& backend) {
   expect(queue->reap(2, 8, kLongS).size() == 1, backend.name + ": the rest later");
 }
 
-// A read of a pipe ends when somebody writes to it: until then there is something in flight to wait for.
+// A read of a pipe ends after a write to it; until then a request is in flight.
 void check_timeout(const Backend& backend) {
   int ends[2];
   expect(pipe(ends) == 0, "a pipe can be made");
@@ -187,7 +187,7 @@ void check_timeout(const Backend& backend) {
     expect(write(ends[1], "x", 1) == 1, "a byte is written");
     const std::vector<FileCompletion> reaped = queue->reap(1, 8, kLongS);
     if (can_wait) expect(reaped.size() == 1 && reaped[0].error == 0 && byte == 'x', backend.name + ": it came");
-    // What is in flight when the queue is destroyed is waited for.
+    // The destructor waits for requests in flight.
     expect(queue->submit(request(FileOperation::kSyncData, ends[0], 0, {})), "there is room");
   }
   close(ends[0]);

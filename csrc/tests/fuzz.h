@@ -10,13 +10,13 @@
 
 namespace hybridkv::testing {
 
-// What an input says, one choice after the other. When it is used up, every choice is the first one.
+// The choices made by an input, one after the other. After its end, every choice is the first one.
 class Choices {
  public:
   Choices(const std::uint8_t* data, std::size_t size) : data_(data), left_(size) {}
 
   bool is_used_up() const { return left_ == 0; }
-  // Below `bound`, which is at least 1.
+  // A number below `bound`, which is at least 1.
   std::uint64_t below(std::uint64_t bound) {
     std::uint64_t value = 0;
     for (std::uint64_t limit = bound - 1; limit != 0; limit >>= 8) value = value << 8 | byte();

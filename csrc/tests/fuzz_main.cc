@@ -1,5 +1,5 @@
-// Tries a target with inputs of chance. FUZZ_SEED: the first seed. FUZZ_INPUTS: how many. FUZZ_S: for how many seconds
-// instead. An input that fails is said by its seed: FUZZ_SEED=that FUZZ_INPUTS=1 tries it again.
+// Runs a target with random inputs. FUZZ_SEED: the first seed. FUZZ_INPUTS: the number of inputs. FUZZ_S: how many
+// seconds to run instead. The seed of a failing input is printed; FUZZ_SEED=<seed> FUZZ_INPUTS=1 repeats it.
 #include <chrono>
 #include <csignal>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Which keys go first, once more, over plain lists that are searched. Knows neither sizes nor states.
+// The order of eviction implemented again, with plain lists that are searched. Ignores sizes and states.
 #ifndef HYBRIDKV_TESTS_LEAF_ORDER_H_
 #define HYBRIDKV_TESTS_LEAF_ORDER_H_
 

@@ -43,7 +43,7 @@ struct Held {
 
 bool is_held(const Held& held) { return held.state == KeyState::kReserved || held.state == KeyState::kCommitted; }
 
-// The rules once more, over a map and lists that are searched.
+// The rules implemented again, with a map and lists that are searched.
 struct Model {
   explicit Model(const LedgerOptions& options) : options(options) {}
 
@@ -198,7 +198,7 @@ class Session {
       : choices_(choices), options_(some_options()), ledger_(options_), model_(options_) {
     max_changed_ = choices_.one_in(2) ? 10'000 : 5;
     ledger_.watch(max_changed_);
-    // Long ones, which do not fit into an entry, among them.
+    // Including long keys that do not fit into an entry.
     for (std::size_t number = 0; number < 1 + choices_.below(60); ++number) {
       const std::size_t lengths[] = {48, 48, 1, 49, 200, 32};
       keys_.push_back(std::string(lengths[number % 6] - 1, 'k') + static_cast<char>('0' + number));

@@ -45,7 +45,7 @@ std::string key_of(std::uint64_t number, std::size_t num_bytes = 48) {
   return key;
 }
 
-// Two keys with one tag.
+// Two keys with the same tag.
 std::pair<std::string, std::string> keys_of_one_tag(const KeyTable& table) {
   std::vector<std::pair<std::uint32_t, std::uint64_t>> tags;
   for (std::uint64_t number = 0;; ++number) {
@@ -236,7 +236,7 @@ void fill(Ledger& ledger, std::uint32_t count, std::uint64_t num_bytes) {
   }
 }
 
-// Not under a sanitizer, whose shadow counts too.
+// Not with a sanitizer, whose shadow memory would be counted too.
 void test_tables_cost_nothing_before_they_are_used_and_at_most_116_bytes_an_entry() {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   constexpr std::uint32_t kCount = 200'000;
@@ -281,7 +281,7 @@ void test_no_end_gives_much_back_at_once() {
   }
 }
 
-// Not under a sanitizer, which takes addresses of its own.
+// Not with a sanitizer, which reserves addresses itself.
 void test_an_end_needs_no_memory() {
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
   constexpr std::uint32_t kCount = 200'000;

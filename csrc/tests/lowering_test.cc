@@ -100,7 +100,7 @@ void a_load_is_as_few_runs_as_it_can_be() {
          "what comes from the engine's blocks comes last, and by itself");
 }
 
-// Every number of a table by itself, wrong by chance: refused, or lowered within the pages and the arena.
+// Each number of a table replaced by a random one: refused, or lowered within the pages and the arena.
 void no_table_leads_outside() {
   Lowering lowering(kArena, kArenaBytes, kZeros, 24);
   lowering.add_group(0, 0, two_layers());

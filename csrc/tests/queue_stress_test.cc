@@ -146,7 +146,7 @@ class Round {
   std::unique_ptr<RecordQueue> queue_;
 };
 
-// One thread drives it, as it must; all the others wake it.
+// One thread drives it, as required; all others wake it.
 void check_wakes(FileBackend backend) {
   const File file;
   const std::unique_ptr<FileQueue> queue = hybridkv::cpu::make_file_queue(backend, 4, 2);
@@ -169,7 +169,7 @@ void check_wakes(FileBackend backend) {
 }
 
 #ifdef __SANITIZE_THREAD__
-// What the queue forbids: two threads that both drive it.
+// Forbidden by the queue: two threads that drive it.
 void race() {
   const File file;
   const std::unique_ptr<FileQueue> queue = hybridkv::cpu::make_file_queue(FileBackend::kThreads, 1000, 1);
@@ -181,7 +181,7 @@ void race() {
   other.join();
 }
 
-// In a child, whose report is not for whoever reads this test's.
+// In a child process, to keep its report out of this test's output.
 void check_that_a_race_is_found() {
   const File report;
   const pid_t child = fork();

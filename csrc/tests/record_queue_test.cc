@@ -198,7 +198,7 @@ struct Payload {
   }
 };
 
-// What the file must hold: the reference.
+// The expected content of the file.
 std::vector<unsigned char> expected_bytes(std::int64_t tag, const std::vector<unsigned char>& payload) {
   std::vector<unsigned char> record = header_of(tag);
   hybridkv::write_canonical(hybridkv::xxh3::digest(payload.data(), payload.size()), record.data() + kDigestAt);
@@ -335,7 +335,7 @@ void check_errors(FileBackend backend) {
   expect(!queue.submit(record_of(2, true, file, false, 0, payload)), "a closed queue takes nothing");
 }
 
-// One of neighbours fails: the others are moved all the same.
+// One of several adjacent records fails; the others are still moved.
 void check_neighbours(FileBackend backend) {
   File file(0);
   Scripted::Script script;

@@ -1,4 +1,4 @@
-// A pool carries out every part once, with as many threads as it gets, and survives a part that throws.
+// A pool runs every part once, with any number of threads, and survives a part that throws.
 #include "csrc/cpu/thread_pool.h"
 
 #include <atomic>

@@ -16,14 +16,14 @@ from harness import Engine
 
 @dataclass(slots=True)
 class Audit:
-    """What was seen so far. `mismatches` names every restored page that is not what was stored.
+    """The stored and restored pages. `mismatches` names every restored page that differs from the stored one.
 
     Attributes:
-        child: which child of a multi connector is watched; None: the connector itself.
-        stored: for each chunk key its group and its pages, layer by layer.
-        loads: for each ended load the request, the tokens that were asked for and whether it failed.
+        child: the watched child of a multi connector; None: the connector itself.
+        stored: the group and the pages, layer by layer, of each chunk key.
+        loads: the request, the number of tokens and the failure of each load that has ended.
         compared_pages: how many restored pages were compared.
-        restored_keys: group and key of every chunk that came back and was compared.
+        restored_keys: group and key of every restored and compared chunk.
     """
 
     engine: Engine

@@ -28,12 +28,12 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 def start(
     main: Callable[..., None], *arguments: Any, log: Path, environment: Mapping[str, str] = NOTHING
 ) -> ForkServerProcess:
-    """A process that calls `main`, a function of a module, and ends with this one at the latest.
+    """Start a process that calls `main`, a function of a module. It ends with this process at the latest.
 
     Args:
-        arguments: of `main`. A socket among them is its own then, and may be closed here.
-        log: a file for all that it writes.
-        environment: variables besides those of all such processes.
+        arguments: of `main`. A socket is duplicated, and the caller may close its own.
+        log: a file for its output.
+        environment: additional variables.
     """
     process = _context().Process(target=_begin, args=(main, arguments, log, dict(environment)), daemon=True)
     process.start()

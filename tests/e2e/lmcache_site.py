@@ -47,12 +47,12 @@ def transfer_config(address: ServerAddress, **extra: Any) -> dict[str, Any]:
 
 
 class LMCacheSite:
-    """A server, and its disk.
+    """A server and its disk.
 
     Args:
-        version: of the server.
-        kind: of model, which decides the chunk.
-        directory: where all of it lies.
+        version: version of the server.
+        kind: the model, which determines the chunk.
+        directory: for all files.
     """
 
     def __init__(self, version: str, kind: str, directory: Path) -> None:

@@ -24,12 +24,12 @@ Tamper: TypeAlias = Callable[[PageName, list[torch.Tensor]], None]
 
 @dataclass(slots=True)
 class LMCacheAudit(Audit):
-    """The same witness.
+    """The audit of an engine on an LMCache server.
 
     Attributes:
-        pages: what was stored, layer by layer.
-        tamper: what becomes of each restored page before it is compared.
-        restored: of each load that did not fail, which pages it wrote.
+        pages: the stored pages, layer by layer.
+        tamper: changes each restored page before it is compared.
+        restored: the pages written by each load without a failure.
     """
 
     pages: dict[PageName, list[torch.Tensor]] = field(default_factory=dict)
@@ -95,7 +95,7 @@ class Link:
     """An engine's connector, and its server.
 
     Attributes:
-        child: which child of a multi connector it is; None: it is the connector itself.
+        child: the child of a multi connector; None: the connector itself.
     """
 
     engine: Engine

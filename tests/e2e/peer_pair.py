@@ -19,14 +19,14 @@ class Variant(NamedTuple):
 
 
 class EngineProcess(ToldProcess):
-    """One engine in a process of its own.
+    """One engine in its own process.
 
     Args:
-        kind: of model.
-        arguments: that override the engine's usual ones.
-        variant: of connector.
-        role: of this side.
-        directory: where it may write.
+        kind: the model.
+        arguments: replace the engine's usual arguments.
+        variant: the connector.
+        role: the role of this side.
+        directory: for its files.
     """
 
     def __init__(self, kind: str, arguments: dict[str, Any], variant: Variant, role: str, directory: Path) -> None:

@@ -29,14 +29,14 @@ LEASE_S = 3600.0
 
 
 class PeerProcess:
-    """One engine. Commands return what it answers; `add` does not wait, `result` does.
+    """One engine. Commands return its answer; `add` does not wait, `result` does.
 
     Args:
-        kind: of model.
-        directory: where it may write.
+        kind: the model.
+        directory: for its files.
         transfer: its `kv_transfer_config`.
-        environment: variables besides this process's own.
-        arguments: that override the engine's usual ones.
+        environment: additional variables.
+        arguments: replace the engine's usual arguments.
     """
 
     main = staticmethod(peers_process.main)

@@ -150,8 +150,8 @@ class Faults:
     """A consumer that survives, and producers that may be killed.
 
     Args:
-        kind: of model.
-        directory: where they may write.
+        kind: the model.
+        directory: for their files.
     """
 
     def __init__(self, kind: str, directory: Path) -> None:

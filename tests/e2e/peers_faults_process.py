@@ -30,7 +30,7 @@ class FaultyCommands(peers_process.Commands):
     """The additional commands.
 
     Args:
-        engine: which steps between commands.
+        engine: is stepped between commands.
         line: a socket for commands and answers.
     """
 

@@ -96,7 +96,7 @@ class Commands:
     """Executes commands.
 
     Args:
-        engine: which steps between commands.
+        engine: is stepped between commands.
         line: a socket for commands and answers.
     """
 

@@ -68,9 +68,9 @@ class LoadLog:
     """The loads planned by the scheduler, and their results.
 
     Attributes:
-        plans: of each request in the order in which they were asked for, its loads: the key and group of each chunk.
-        failed: requests whose load was reported as failed.
-        blamed: of each of them, how many failures the workers gave, by reason.
+        plans: the loads of each request, in order: the group and key of each chunk.
+        failed: requests with a load reported as failed.
+        blamed: the reason of each failure that workers reported.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -56,7 +56,7 @@ class Workloads:
     """Requests, measured in blocks of a model's cache.
 
     Args:
-        block_tokens: of every group.
+        block_tokens: tokens per block, of every group.
     """
 
     block_tokens: int

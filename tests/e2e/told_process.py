@@ -24,11 +24,11 @@ class ToldProcess:
     """One process of this interpreter.
 
     Args:
-        script: that it runs. It writes "ready" when it can be told anything.
+        script: writes "ready" when it accepts commands.
         arguments: of the script.
-        log: where everything else that it writes goes.
-        paths: where it finds packages, after those of this process.
-        environment: beside that of this process.
+        log: a file for all other output.
+        paths: directories of packages, after those of this process.
+        environment: additional variables.
     """
 
     def __init__(

@@ -96,7 +96,7 @@ struct PageCase {
   std::size_t buffer_skew;
 };
 
-// 64 B to 4 MiB; odd strides; padded pages; heads and tails that are not aligned.
+// 64 B to 4 MiB; odd strides; padded pages; unaligned heads and tails.
 const PageCase kPageCases[] = {
     {64, 0, 40, 0, 0},       {64, 1, 40, 1, 3},       {65, 0, 33, 0, 0},       {240, 16, 30, 0, 8},
     {512, 0, 37, 0, 0},      {1000, 24, 37, 8, 0},    {1025, 7, 40, 5, 1},     {4096, 0, 31, 0, 0},

@@ -46,8 +46,11 @@ _starts = itertools.count()
 class Side:
     """Settings of one engine.
 
-    Args: block_tokens: of both of its groups. tp_size: ranks. total_heads: of the model; 0: pages move whole.
-    heads_first: whether heads are outside of tokens in a page.
+    Args:
+        block_tokens: of both of its groups.
+        tp_size: ranks.
+        total_heads: of the model; 0: pages move whole.
+        heads_first: whether heads are outside of tokens in a page.
     """
 
     block_tokens: int = 4

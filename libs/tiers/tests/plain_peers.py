@@ -13,7 +13,10 @@ from hybridkv.tiers.peer.places import Address, PeerId
 class PlainPeers:
     """`PeerClient` that answers only when a test calls `answer`.
 
-    Args: clock: seconds. held: chunks of each listed peer. lease_s: length of a lease.
+    Args:
+        clock: seconds.
+        held: chunks of each listed peer.
+        lease_s: length of a lease.
     """
 
     hinted: dict[PeerId, dict[Key, Slot]]

@@ -12,7 +12,9 @@ from hybridkv.tiers.object import EpochChanged, LookupAnswered, LookupFailed, Ne
 class FakeObjectClient:
     """`ObjectClient` under the control of a test.
 
-    Args: clock: the test's. held: the chunks in the store, with their places.
+    Args:
+        clock: the test's.
+        held: the chunks in the store, with their places.
     """
 
     def __init__(self, clock: Callable[[], float], held: dict[Key, PackPlace]) -> None:

@@ -127,8 +127,10 @@ class Moods:
 class Disk:
     """Contents of one directory according to a log.
 
-    Args: log: of a writer. top: inode of the directory that holds the writer's store. keeps_made_directories: also
-    without a sync of the parent directory.
+    Args:
+        log: of a writer.
+        top: inode of the directory that holds the writer's store.
+        keeps_made_directories: also without a sync of the parent directory.
     """
 
     def __init__(self, log: Log, top: int, keeps_made_directories: bool = True) -> None:

@@ -57,7 +57,9 @@ class Expected:
 class Run:
     """Run of a writer; power can be lost anywhere in its log, any number of times.
 
-    Args: orders: for the writer. watch: the library that is preloaded into it.
+    Args:
+        orders: for the writer.
+        watch: the library that is preloaded into it.
     """
 
     def __init__(self, orders: WriterOrders, watch: Path) -> None:

@@ -14,7 +14,8 @@ _LOOK_AGAIN_S = 0.02
 class SlowLink:
     """Listens on loopback and forwards data to a server.
 
-    Args: server_port: on loopback.
+    Args:
+        server_port: on loopback.
     """
 
     def __init__(self, server_port: int) -> None:
