@@ -1,4 +1,4 @@
-"""What every test of the connectors in vLLM's hands needs: they are known to it, and end with the test."""
+"""Fixtures of the connector tests: the connectors are registered with vLLM and shut down after each test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HybridMultiConnector as vLLM builds it, over children that the tests name. The configurations are vLLM's own."""
+"""HybridMultiConnector as vLLM builds it, over children that the tests name. The configurations are real vLLM ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connectors as an engine starts them: both halves through vLLM's factory, or the error with which neither starts."""
+"""Starts connectors as an engine does: both roles through vLLM's factory, or the error that both raise."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def start(configs: Configs, role: KVConnectorRole = KVConnectorRole.SCHEDULER) -
         return KVConnectorFactory.create_connector(configs.vllm, role, kv_cache)
 
 
-def refused(configs: Configs) -> ConfigurationError:
-    """The error with which both halves refuse to start."""
+def refusal_of(configs: Configs) -> ConfigurationError:
+    """The error with which both roles refuse to start."""
     errors = []
     for role in KVConnectorRole:
         with pytest.raises(ConfigurationError) as caught:

@@ -1,5 +1,5 @@
-"""Demands of newer versions of vLLM on a connector, in an oracle engine of the version that is installed: sleep, a
-handshake that comes twice, hits that the engine does not take, and outputs that arrive one step late."""
+"""Requirements that newer versions of vLLM place on a connector, in an oracle engine of the installed version: sleep, a
+repeated handshake, hits that the engine does not take, and outputs that arrive one step late."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TIERS = [{"type": "ram", "capacity": "16MiB"}]
 
 @pytest.fixture(autouse=True)
 def ranks_share_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks of these engines live in one process, as no engine's do."""
+    """Two ranks of these engines live in one process. In production each rank has a process of its own."""
     monkeypatch.setattr(store_connector.StoreConnector, "_refuse_second", lambda self: None)
 
 
@@ -42,7 +42,7 @@ def single(mix: Mix, **extra: Any) -> Connector:
 
 
 def multi(mix: Mix, **extra: Any) -> Connector:
-    # Nothing waits for a slower child: what is restored does not depend on the clock.
+    # No lookup waits for a slower child, so the restored tokens do not depend on the clock.
     children = [offload(chunk_tokens=mix.alignment_tokens, **extra) for _ in range(2)]
     return Connector(MULTI_CONNECTOR, {"connectors": children, "lookup_timeout_seconds": 0})
 
@@ -52,7 +52,7 @@ def engine_of(mix: Mix, connector: Connector, **more: Any) -> OracleEngine:
 
 
 def serve(engine: OracleEngine, name: str, prompts: Sequence[Sequence[int]]) -> int:
-    """Runs requests to their end. Returns the tokens that were restored."""
+    """Runs requests to their end and returns the number of restored tokens."""
     before = engine.restored_tokens
     for index, prompt in enumerate(prompts):
         engine.submit(f"{name} {index}", prompt, 3)
@@ -75,7 +75,8 @@ def calls(engine: OracleEngine, method: str) -> None:
 
 
 def sleep_and_wake(engine: OracleEngine) -> None:
-    """What vLLM 0.33 does at `sleep` and `wake_up`. The KV cache loses its content, and the handshake comes again."""
+    """Repeats the calls of vLLM 0.33 at `sleep` and `wake_up`. The KV cache loses its content; the handshake is
+    repeated."""
     engine.reset_prefix_cache()
     assert engine.reset_connector()
     for _ in range(2):
@@ -91,7 +92,7 @@ def sleep_and_wake(engine: OracleEngine) -> None:
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("connector", [single, multi], ids=["single", "multi"])
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_an_engine_that_slept_restores_what_it_may_keep(mix: Mix, connector: Any, tp_size: int) -> None:
+def test_an_engine_that_slept_restores_only_from_kept_tiers(mix: Mix, connector: Any, tp_size: int) -> None:
     restored = {}
     for on_reset in ("clear", "keep"):
         with engine_of(mix, connector(mix, on_reset=on_reset), tp_size=tp_size) as engine:
@@ -104,7 +105,7 @@ def test_an_engine_that_slept_restores_what_it_may_keep(mix: Mix, connector: Any
     assert restored["keep"] >= 3 * mix.alignment_tokens
 
 
-def test_requests_that_run_across_a_reset_store_on_if_the_tiers_are_kept() -> None:
+def test_requests_continue_to_store_after_a_reset_that_keeps_the_tiers() -> None:
     with engine_of(GPT_OSS, single(GPT_OSS, on_reset="keep")) as engine:
         engine.submit("a", prompts_of(GPT_OSS)[0], 3)
         engine.step()
@@ -125,7 +126,7 @@ def test_an_engine_with_copies_in_flight_does_not_sleep(monkeypatch: pytest.Monk
             worker.unregister_kv_caches()
 
 
-def test_if_one_child_cannot_sleep_the_others_copy_on() -> None:
+def test_other_children_continue_to_copy_if_one_child_cannot_sleep() -> None:
     ours = offload(chunk_tokens=GPT_OSS.alignment_tokens)
     connector = Connector(MULTI_CONNECTOR, {"connectors": [ours, entry("RecordingConnector"), ours]})
     with engine_of(GPT_OSS, connector) as engine:
@@ -155,7 +156,7 @@ def transfer_of(connector: type[Any], extra: dict[str, Any]) -> KVTransferConfig
 
 
 @pytest.mark.parametrize(("connector", "extra", "expected"), SLEEPS)
-def test_a_connector_says_whether_its_engine_may_sleep(
+def test_a_connector_declares_whether_its_engine_may_sleep(
     connector: type[Any], extra: dict[str, Any], expected: bool
 ) -> None:
     assert connector.supports_sleep_mode(transfer_of(connector, extra)) is expected
@@ -163,7 +164,7 @@ def test_a_connector_says_whether_its_engine_may_sleep(
 
 @pytest.mark.skipif(not hasattr(KVConnectorBase_V1, "supports_sleep_mode"), reason="new in vLLM 0.33")
 @pytest.mark.parametrize(("connector", "extra", "expected"), SLEEPS)
-def test_vllm_refuses_sleep_mode_of_those_alone_that_say_so(
+def test_vllm_refuses_sleep_mode_only_for_connectors_without_support(
     connector: type[Any], extra: dict[str, Any], expected: bool
 ) -> None:
     config: Any = type("Config", (), {})()
@@ -176,7 +177,7 @@ def test_vllm_refuses_sleep_mode_of_those_alone_that_say_so(
         VllmConfig._verify_kv_transfer_compat(config)
 
 
-def test_memory_that_peers_read_is_not_given_up() -> None:
+def test_memory_that_peers_read_is_not_unregistered() -> None:
     with pytest.raises(RuntimeError, match="peers read it"):
         HybridNixlConnector.unregister_kv_caches(object.__new__(HybridNixlConnector))
 
@@ -186,8 +187,8 @@ def test_memory_that_peers_read_is_not_given_up() -> None:
 
 @pytest.mark.parametrize("connector", [single, multi], ids=["single", "multi"])
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_an_offer_that_the_engine_does_not_take_holds_nothing(mix: Mix, connector: Any) -> None:
-    """vLLM 0.33 with auxiliary outputs: N tokens are offered, and 0 allocated."""
+def test_a_hit_that_the_engine_does_not_take_leaves_no_lease(mix: Mix, connector: Any) -> None:
+    """vLLM 0.33 with auxiliary outputs: N tokens are offered, and 0 are allocated."""
     with engine_of(mix, connector(mix)) as engine:
         serve(engine, "first", prompts_of(mix))
         engine.reset_prefix_cache()
@@ -241,7 +242,7 @@ class LateEngine(OracleEngine):
 
 @pytest.mark.parametrize("connector", [single, multi], ids=["single", "multi"])
 @pytest.mark.parametrize("mix", MIXES, ids=lambda mix: mix.name)
-def test_outputs_of_workers_may_arrive_one_step_late(mix: Mix, connector: Any) -> None:
+def test_worker_outputs_may_arrive_one_step_late(mix: Mix, connector: Any) -> None:
     settings = EngineSettings(num_blocks=600, connector=connector(mix), tp_size=2)
     with LateEngine(mix, settings) as engine:
         for wave in range(4):

@@ -1,6 +1,8 @@
-"""A wrong configuration is refused while vLLM builds its own, before an engine process starts and weights are loaded.
+"""A wrong configuration is refused while vLLM builds its configuration, before an engine process starts and loads
+weights.
 
-vLLM asks the connector's class there if the platform has CUDA graphs. The CPU platform has none, so tests patch it.
+If the platform has CUDA graphs, vLLM calls the connector class at that point. The CPU platform has none, so the tests
+patch it.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def front_process(model: Path, connector: str, extra: dict[str, Any]) -> VllmConfig:
-    """The configuration that a server makes before it starts its engine."""
+    """The configuration that a server creates before it starts its engine."""
     transfer: Any = {"kv_connector": connector, "kv_role": "kv_both", "kv_connector_extra_config": extra}
     graphs: Any = {"cudagraph_mode": "FULL_AND_PIECEWISE"}
     arguments = EngineArgs(
@@ -86,7 +88,8 @@ def test_a_wrong_configuration_is_refused_before_an_engine_starts(
 
 
 def below(tmp_path: Path, *tiers: dict[str, Any]) -> dict[str, Any]:
-    """Configuration with these secondary tiers. `{}` in a string is a folder with one file that all users may read."""
+    """A configuration with these secondary tiers. `{}` in a string is a directory with one file that all users may
+    read."""
     (tmp_path / "readable").write_text("0123456789abcdef" * 2)
     (tmp_path / "readable").chmod(0o644)
     (tmp_path / "words").write_text("not JSON")
@@ -116,7 +119,7 @@ OBJECT = {"type": "object", "url": "s3://bucket/prefix"}
     ],
 )
 @pytest.mark.parametrize("is_child", [False, True])
-def test_a_file_that_this_host_lacks_is_named_before_an_engine_starts(
+def test_a_missing_or_unusable_file_is_named_before_an_engine_starts(
     is_child: bool, tier: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(nixl_library, "MODULES", ("json",))  # NIXL is not installed here
@@ -150,7 +153,7 @@ def test_a_missing_library_is_named_before_an_engine_starts(monkeypatch: pytest.
         assert caught.value.path == path
 
 
-def test_what_this_host_has_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_existing_files_and_libraries_are_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_library, "MODULES", ("json",))  # NIXL is not installed here
     secret = tmp_path / "secret"
     secret.write_bytes(b"0123456789abcdef" * 2)

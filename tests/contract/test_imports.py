@@ -1,7 +1,7 @@
-"""Pins the layers at run time: what decides, names and stores loads neither torch nor vLLM.
+"""Pins the layers at run time: libraries below the connectors load neither torch nor vLLM.
 
-A fresh interpreter for each library, since an import cannot be undone. The engine is importable
-here on purpose: an import that is merely impossible would prove nothing.
+Each library gets a fresh interpreter, since an import cannot be undone. The engine is importable here on purpose: an
+import that fails would prove nothing.
 """
 
 import subprocess
@@ -24,10 +24,10 @@ def test_importing_a_library_below_the_connectors_loads_no_engine(library: str) 
     assert _loads(f"import hybridkv.{library}") == set()
 
 
-def test_the_names_of_views_alone_load_torch_with_canonical() -> None:
+def test_canonical_loads_torch_only_for_the_names_of_views() -> None:
     assert _loads("import hybridkv.canonical as canonical; dir(canonical); canonical.GroupPages") == set()
     assert _loads("from hybridkv.canonical import CanonicalKVCaches") == {"torch"}
 
 
-def test_the_check_notices_an_engine_that_is_loaded() -> None:
+def test_the_check_detects_a_loaded_engine() -> None:
     assert _loads("import torch") == {"torch"}

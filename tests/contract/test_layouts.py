@@ -1,4 +1,4 @@
-"""What is stored of a block is what the engine's own description says, in every memory order that vLLM has."""
+"""The stored bytes of a block match the engine's own description, in every memory order of vLLM."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = 7
 
 
 class Engine:
-    """KV memory as vLLM lays it out, and the layout that each half makes of it."""
+    """KV memory as vLLM lays it out, and the layouts that scheduler and worker derive from it."""
 
     def __init__(self, order: str, mix: Mix = HEADS_BEFORE_LAYERS) -> None:
         mix = replace(mix, layout=order)
@@ -33,12 +33,12 @@ class Engine:
         self.layouts = [resolve_layout(configs.vllm, each, "auto") for each in (configs.worker, configs.scheduler)]
 
     def number(self, group: int) -> None:
-        """Every word of a group is another one, in the order [kernel block, cell, layer, head, word]."""
+        """Gives every word of a group a different value, in the order [kernel block, cell, layer, head, word]."""
         (plane,) = self.memory.planes[group]
         plane.words[...] = np.arange(plane.words.size, dtype=np.uint64).reshape(plane.words.shape)
 
     def described(self, group: int, block: int) -> set[bytes]:
-        """Every word of a block, by the placement that vLLM gave."""
+        """Every word of a block, at the place that vLLM's layout gives."""
         (plane,) = self.memory.planes[group]
         return {word.tobytes() for word in plane.words[block].reshape(-1)}
 
@@ -57,7 +57,7 @@ class Engine:
         return canonical_kv_caches(self.memory.tensors, layers, BLOCKS).pages(group)
 
     def chunk(self, group: int, blocks: list[int]) -> bytes:
-        """What a chunk of these blocks is, its padding 0xEE."""
+        """The expected bytes of a chunk of these blocks, with padding 0xEE."""
         pages = self.pages(group)
         data = bytearray(b"\xee" * (pages.block_bytes * len(blocks)))
         offsets = pages.chunk_offsets(0, len(blocks), len(blocks))
@@ -67,9 +67,9 @@ class Engine:
 
 
 @pytest.mark.parametrize("order", [layout.name for layout in KVCacheLayout])
-def test_a_block_is_stored_word_for_word_once_in_every_memory_order(order: str) -> None:
+def test_every_word_of_a_block_is_stored_once_in_every_memory_order(order: str) -> None:
     engine = Engine(order)
-    assert engine.layouts[0].layers == engine.layouts[1].layers, "both halves describe the same pages"
+    assert engine.layouts[0].layers == engine.layouts[1].layers, "scheduler and worker describe the same pages"
     for group in range(len(HEADS_BEFORE_LAYERS.groups)):
         engine.number(group)
         for block in range(BLOCKS):
@@ -78,15 +78,15 @@ def test_a_block_is_stored_word_for_word_once_in_every_memory_order(order: str) 
             assert set(words) == engine.described(group, block)
 
 
-def test_a_page_in_pieces_is_refused_where_the_order_is_not_named() -> None:
+def test_a_page_in_pieces_is_refused_if_its_memory_order_has_no_name() -> None:
     engine = Engine("BHLNC")
     layers: Any = [[layer._replace(interleaved=False) for layer in each] for each in engine.layouts[0].layers]
     with pytest.raises(LayoutError, match="not contiguous"):
         canonical_kv_caches(engine.memory.tensors, layers, BLOCKS)
 
 
-def test_heads_and_layers_in_blocks_are_stored_in_the_order_of_heads_outside_of_layers() -> None:
-    """What is stored of one layer is in the same order, heads before tokens, wherever the layers lie."""
+def test_heads_and_layers_in_blocks_are_stored_with_heads_outside_of_layers() -> None:
+    """The stored bytes of one layer keep the same order, heads before tokens, wherever the layers lie."""
     words = {}
     for order in ("LBHNC", "BLHNC", "BHLNC"):
         engine = Engine(order)
@@ -95,8 +95,8 @@ def test_heads_and_layers_in_blocks_are_stored_in_the_order_of_heads_outside_of_
     assert words["LBHNC"] == words["BLHNC"] == words["BHLNC"]
 
 
-def test_a_chunk_is_the_same_bytes_wherever_heads_and_layers_lie() -> None:
-    """And the blocks one after the other, each in the bytes that it has alone."""
+def test_the_bytes_of_a_chunk_do_not_depend_on_where_heads_and_layers_lie() -> None:
+    """The blocks follow each other, each with the bytes that it has alone."""
     for group in range(len(HEADS_BEFORE_LAYERS.groups)):
         chunks = {}
         for order in ("LHBNC", "LBHNC", "BLHNC", "BHLNC"):
@@ -104,12 +104,12 @@ def test_a_chunk_is_the_same_bytes_wherever_heads_and_layers_lie() -> None:
             engine.number(group)
             chunks[order] = engine.chunk(group, [5, 2, 3])
             assert chunks[order] == b"".join(engine.chunk(group, [block]) for block in (5, 2, 3))
-        assert len(set(chunks.values())) == 1, "an order of its own"
+        assert len(set(chunks.values())) == 1, "a separate memory order"
         assert engine.chunk(group, [2, 5, 3]) != chunks["BHLNC"]
 
 
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
-def test_what_is_set_aside_for_a_block_holds_its_pages_and_their_padding(mix: Mix) -> None:
+def test_the_size_of_a_block_covers_its_pages_and_their_padding(mix: Mix) -> None:
     engine = Engine(mix.layout, mix)
     worker, scheduler = engine.layouts
     for group in worker.spec.stored_groups:
@@ -119,7 +119,7 @@ def test_what_is_set_aside_for_a_block_holds_its_pages_and_their_padding(mix: Mi
         assert scheduler.block_bytes(group) >= worker.block_bytes(group) == pages.block_bytes
 
 
-def test_a_state_that_is_no_multiple_of_16_bytes_is_padded() -> None:
+def test_a_state_whose_size_is_not_a_multiple_of_16_bytes_is_padded() -> None:
     engine = Engine(QWEN3_NEXT.layout, QWEN3_NEXT)
     assert [layer.page_bytes for layer in engine.layouts[0].layers[0]] == [392, 392]
     assert engine.layouts[0].block_bytes(0) == 800

@@ -1,7 +1,7 @@
-"""HybridMultiConnector keeps vLLM's connector interface, all of it: every method reaches every child.
+"""HybridMultiConnector implements vLLM's whole connector interface: every method reaches every child.
 
-The children are built through vLLM's factory and remember what they were asked. `test_multi_startup.py` has what
-starts and what is refused.
+The children are built through vLLM's factory and record their calls. `test_multi_startup.py` tests startup and
+refusals.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hybridkv.connectors.vllm.multi.connector import HybridMultiConnector
 from hybridkv.connectors.vllm.multi.messages import MultiHandshakeMetadata, MultiMetadata
 
 UNCHANGED = {"role", "has_connector_metadata"}
-"""What the base class says of HybridMultiConnector itself, which is right."""
+"""Values of the base class that are already right for HybridMultiConnector."""
 STEP = SimpleNamespace(
     num_scheduled_tokens={},
     total_num_scheduled_tokens=0,
@@ -52,23 +52,23 @@ def interface(base: type) -> set[str]:
 
 
 def unhandled(base: type, connector: type) -> set[str]:
-    """What a connector leaves to the base class that it should not."""
+    """Methods that a connector wrongly leaves to the base class."""
     own = {name for each in connector.__mro__ if each.__module__.startswith("hybridkv.") for name in vars(each)}
     return interface(base) - own - UNCHANGED
 
 
 def test_every_method_of_the_base_class_is_handled() -> None:
-    assert unhandled(KVConnectorBase_V1, HybridMultiConnector) == set(), "forward it, or put the answers together"
+    assert unhandled(KVConnectorBase_V1, HybridMultiConnector) == set(), "forward it, or combine the results"
     assert unhandled(SupportsHMA, HybridMultiConnector) == set()
     assert interface(KVConnectorBase_V1) >= UNCHANGED, "no longer declared: remove it"
 
 
-def test_a_method_that_vllm_adds_is_noticed() -> None:
+def test_a_new_method_of_vllm_is_detected() -> None:
     newer = type("Newer", (KVConnectorBase_V1,), {"prefetch": lambda self: None, "wants": property(lambda self: 1)})
     assert unhandled(newer, HybridMultiConnector) == {"prefetch", "wants"}
 
 
-def test_the_arguments_of_every_method_are_the_base_classes() -> None:
+def test_every_method_has_the_arguments_of_the_base_class() -> None:
     for name in interface(KVConnectorBase_V1) - UNCHANGED:
         theirs, ours = getattr(KVConnectorBase_V1, name), getattr(HybridMultiConnector, name)
         if callable(theirs):
@@ -123,9 +123,9 @@ SCHEDULER = {
     "get_kv_connector_stats": (),
 }
 OTHERWISE = {
-    "get_finished",  # put together from get_transfer_results
-    "get_loaded_kv_cache_group_ids",  # the chosen child's
-    "get_external_cache_hit_sources",  # the chosen child's
+    "get_finished",  # combined from get_transfer_results
+    "get_loaded_kv_cache_group_ids",  # from the chosen child
+    "get_external_cache_hit_sources",  # from the chosen child
     "supports_divergent_local_hybrid_hits",
     "requires_kv_delivery",
     "supports_sleep_mode",
@@ -166,7 +166,7 @@ def test_a_call_reaches_every_child(role: KVConnectorRole, method: str) -> None:
         assert len(child.arguments_of(method)) == 1
 
 
-def test_the_engines_arguments_arrive_unchanged() -> None:
+def test_the_arguments_of_the_engine_reach_the_children_unchanged() -> None:
     connector, children = recording(KVConnectorRole.WORKER)
     connector.start_load_kv("context", request_ids=["r"])
     connector.save_kv_layer("layer", 1, 2, more=3)
@@ -187,14 +187,14 @@ def test_each_child_is_bound_to_its_own_metadata() -> None:
     assert not connector.has_connector_metadata()
 
 
-def test_preemptions_are_forwarded_as_metadata_child_by_child() -> None:
+def test_preemptions_reach_each_child_as_its_own_metadata() -> None:
     connector, children = recording(KVConnectorRole.WORKER)
     own = stores.Nothing(), stores.Nothing()
     connector.handle_preemptions(MultiMetadata(own))
     assert [child.arguments_of("handle_preemptions") for child in children] == [[(own[0],)], [(own[1],)]]
 
 
-def test_preemptions_are_forwarded_as_a_plain_set_of_request_ids() -> None:
+def test_preemptions_reach_children_as_a_plain_set_of_request_ids() -> None:
     connector, children = recording(KVConnectorRole.WORKER)
     connector.handle_preemptions({"a", "b"})
     assert all(child.arguments_of("handle_preemptions") == [({"a", "b"},)] for child in children)
@@ -212,7 +212,7 @@ def test_loads_and_errors_of_any_child_are_reported() -> None:
 
 
 @pytest.mark.parametrize("reading", [(True, True), (True, False), (False, True), (False, False)])
-def test_a_save_is_over_when_each_child_that_began_one_has_ended_it(reading: tuple[bool, bool]) -> None:
+def test_a_save_ends_when_each_child_that_began_one_has_ended_it(reading: tuple[bool, bool]) -> None:
     scheduler, planners = recording(KVConnectorRole.SCHEDULER)
     worker, copiers = recording(KVConnectorRole.WORKER)
     for planner, reads_on in zip(planners, reading, strict=True):
@@ -230,7 +230,7 @@ def test_a_save_is_over_when_each_child_that_began_one_has_ended_it(reading: tup
     assert not done[0] or not reading[1], "the second child still reads"
 
 
-def test_a_child_hears_of_its_own_loads_only() -> None:
+def test_a_child_receives_only_its_own_loads() -> None:
     connector, children = recording(KVConnectorRole.SCHEDULER)
     children[1].answers["get_num_new_matched_tokens"] = (16, True)
     assert connector.get_num_new_matched_tokens(REQUEST, 0) == (16, True)
@@ -239,11 +239,11 @@ def test_a_child_hears_of_its_own_loads_only() -> None:
     heard = [child.arguments_of("update_connector_output")[0][0] for child in children]
     assert [output.finished_recving for output in heard] == [set(), {"r"}]
     assert [output.failed_recving for output in heard] == [set(), {"r"}]
-    assert connector.get_num_new_matched_tokens(REQUEST, 0) == (0, False), "the load failed: its child is barred"
+    assert connector.get_num_new_matched_tokens(REQUEST, 0) == (0, False), "the load failed: its child is excluded"
 
 
 @pytest.mark.skipif("get_loaded_kv_cache_group_ids" not in DECLARED, reason="new in vLLM 0.32")
-def test_what_the_engine_asks_of_a_load_is_answered_by_the_child_that_loads() -> None:
+def test_the_child_that_loads_answers_calls_about_the_load() -> None:
     connector, children = recording(KVConnectorRole.SCHEDULER)
     assert connector.get_loaded_kv_cache_group_ids(REQUEST) == (0, 1)
     children[1].answers["get_num_new_matched_tokens"] = (16, True)
@@ -256,14 +256,14 @@ def test_what_the_engine_asks_of_a_load_is_answered_by_the_child_that_loads() ->
 
 
 @pytest.mark.parametrize("method", ["has_pending_block_frees", "has_pending_push_work"])
-def test_work_of_one_child_is_work_of_all(method: str) -> None:
+def test_the_connector_has_work_if_any_child_has_work(method: str) -> None:
     connector, children = recording(KVConnectorRole.SCHEDULER)
     assert getattr(connector, method)() is False
     children[1].answers[method] = True
     assert getattr(connector, method)() is True
 
 
-def test_parameters_of_children_are_put_together_and_a_clash_is_an_error() -> None:
+def test_parameters_of_children_are_merged_and_a_conflict_is_an_error() -> None:
     connector, children = recording(KVConnectorRole.SCHEDULER)
     children[0].answers["request_finished_all_groups"] = (False, {"a": 1})
     children[1].answers["request_finished_all_groups"] = (False, {"b": 2})
@@ -273,15 +273,15 @@ def test_parameters_of_children_are_put_together_and_a_clash_is_an_error() -> No
         connector.request_finished_all_groups(REQUEST, ([1], [2]))
 
 
-def test_events_of_all_children_are_taken() -> None:
+def test_events_of_all_children_are_collected() -> None:
     connector, children = recording(KVConnectorRole.SCHEDULER)
     children[0].answers["take_events"], children[1].answers["take_events"] = ["a"], ("b", "c")
     assert connector.take_events() == ["a", "b", "c"]
 
 
 @pytest.mark.parametrize("is_ours", [True, False])
-def test_only_of_our_own_stores_events_are_counted(is_ours: bool) -> None:
-    """Others may say the same twice, forget it without a word, or never take anything back."""
+def test_events_are_counted_only_for_own_stores(is_ours: bool) -> None:
+    """Foreign stores may report a block twice, drop it without an event, or never drop one."""
     connector, children = recording(KVConnectorRole.SCHEDULER)
     if is_ours:
         configs = [dataclasses.replace(child.config, connector=CONNECTOR) for child in connector._children]
@@ -297,7 +297,7 @@ def test_only_of_our_own_stores_events_are_counted(is_ours: bool) -> None:
     assert len(connector._announced_blocks) == (1 if is_ours else 0)
 
 
-def test_a_handshake_goes_back_to_the_child_that_made_it() -> None:
+def test_a_handshake_is_returned_to_the_child_that_created_it() -> None:
     worker, makers = recording(KVConnectorRole.WORKER)
     assert worker.get_handshake_metadata() is None
     makers[1].answers["get_handshake_metadata"] = HANDSHAKE
@@ -313,7 +313,7 @@ def test_a_handshake_goes_back_to_the_child_that_made_it() -> None:
     ("answers", "expected"),
     [((True, True), True), ((None, None), True), ((True, False), False), ((False, None), False)],
 )
-def test_a_reset_succeeds_if_no_child_says_that_it_failed(answers: tuple[Any, Any], expected: bool) -> None:
+def test_a_reset_succeeds_unless_a_child_reports_a_failure(answers: tuple[Any, Any], expected: bool) -> None:
     connector, children = recording(KVConnectorRole.SCHEDULER)
     for child, answer in zip(children, answers, strict=True):
         child.answers["reset_cache"] = answer
@@ -321,7 +321,7 @@ def test_a_reset_succeeds_if_no_child_says_that_it_failed(answers: tuple[Any, An
 
 
 @pytest.mark.parametrize("method", ["shutdown", "reset_cache"])
-def test_all_children_are_reached_also_after_one_has_raised(method: str) -> None:
+def test_a_call_reaches_all_children_even_if_one_raises(method: str) -> None:
     connector, children = recording(KVConnectorRole.SCHEDULER, 3)
     children[1].answers[method] = OSError("no")
     with pytest.raises(OSError, match="no"):
@@ -330,7 +330,7 @@ def test_all_children_are_reached_also_after_one_has_raised(method: str) -> None
 
 
 @pytest.mark.skipif("get_mem_pool_context" not in DECLARED, reason="new in vLLM 0.31")
-def test_one_memory_pool_is_the_pool_and_two_are_an_error() -> None:
+def test_one_memory_pool_is_used_and_two_are_an_error() -> None:
     connector, children = recording(KVConnectorRole.WORKER)
     children[1].answers["get_mem_pool_context"] = "pool"
     assert connector.get_mem_pool_context() == "pool"
@@ -340,14 +340,14 @@ def test_one_memory_pool_is_the_pool_and_two_are_an_error() -> None:
 
 
 @pytest.mark.parametrize(("counts", "expected"), [((None, None), None), ((2, None), None), ((2, 2), 2)])
-def test_the_number_of_ranks_to_await_is_the_childrens(counts: tuple[Any, Any], expected: int | None) -> None:
+def test_the_number_of_ranks_to_wait_for_comes_from_the_children(counts: tuple[Any, Any], expected: int | None) -> None:
     connector, children = recording(KVConnectorRole.WORKER)
     for child, count in zip(children, counts, strict=True):
         child.answers["get_finished_count"] = count
     assert connector.get_finished_count() == expected
 
 
-def test_children_that_await_different_numbers_of_ranks_are_refused() -> None:
+def test_children_that_wait_for_different_numbers_of_ranks_are_refused() -> None:
     connector, children = recording(KVConnectorRole.WORKER)
     children[0].answers["get_finished_count"], children[1].answers["get_finished_count"] = 1, 2
     with pytest.raises(ConfigurationError, match="same number of ranks"):

@@ -1,4 +1,4 @@
-"""What HybridMultiConnector starts with and what it refuses: children, their configurations, the hybrid manager."""
+"""Startup of HybridMultiConnector: accepted and refused children, their configurations, the hybrid KV cache manager."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from oracle.settings import Connector, EngineSettings, make_configs
 
 
 class StrangeSpec(FullAttentionSpec):
-    """One that a later version might bring."""
+    """A spec that a later version might add."""
 
 
-def test_the_operators_configuration_is_not_changed_and_children_get_their_own() -> None:
+def test_children_get_copies_and_the_operators_configuration_is_unchanged() -> None:
     configs = configure(entry("RecordingConnector", load_weight=2.0, path="/a"), entry("RecordingConnector", path="/b"))
     before = copy.deepcopy(configs.vllm.kv_transfer_config)
     connector = build(configs)
@@ -37,7 +37,7 @@ def test_the_operators_configuration_is_not_changed_and_children_get_their_own()
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_with_the_hybrid_manager_children_without_groups_are_refused_by_name_with_both_ways_out(
+def test_children_without_groups_are_refused_with_the_hybrid_manager(
     role: KVConnectorRole,
 ) -> None:
     configs = configure(offload(), entry("QuietConnector"), entry("RaisingConnector"), mix=GEMMA3)
@@ -49,7 +49,7 @@ def test_with_the_hybrid_manager_children_without_groups_are_refused_by_name_wit
     assert "remove QuietConnector" in text and "--disable-hybrid-kv-cache-manager" in text
 
 
-def test_without_the_hybrid_manager_children_without_groups_work() -> None:
+def test_children_without_groups_work_without_the_hybrid_manager() -> None:
     configs = configure(entry("QuietConnector"), entry("RecordingConnector"))
     configs.vllm.scheduler_config.disable_hybrid_kv_cache_manager = True
     configs.scheduler.kv_cache_groups = configs.scheduler.kv_cache_groups[1:]
@@ -62,7 +62,7 @@ def test_without_the_hybrid_manager_children_without_groups_work() -> None:
     assert recorder.arguments_of("request_finished_all_groups") == [(REQUEST, ([1, 2],))]
 
 
-def test_without_the_manager_but_with_several_groups_children_without_them_are_refused() -> None:
+def test_children_without_groups_are_refused_if_there_are_several_groups() -> None:
     configs = configure(entry("QuietConnector"))
     configs.vllm.scheduler_config.disable_hybrid_kv_cache_manager = True
     with pytest.raises(TypeError, match="off and the model has 2 groups"):
@@ -74,7 +74,7 @@ def test_without_the_manager_but_with_several_groups_children_without_them_are_r
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
 @pytest.mark.parametrize("child", [offload(), entry("RecordingConnector")], ids=["offload", "foreign"])
-def test_a_model_without_groups_is_refused_as_the_offload_connector_refuses_it(
+def test_a_model_without_groups_is_refused_as_by_the_offload_connector(
     role: KVConnectorRole, child: dict[str, Any]
 ) -> None:
     configs = configure(child)
@@ -90,10 +90,11 @@ def test_a_model_without_groups_is_refused_as_the_offload_connector_refuses_it(
 @pytest.mark.parametrize("role", list(KVConnectorRole))
 @pytest.mark.parametrize("is_known", [False, True])
 @pytest.mark.parametrize("child", [offload(), entry("RecordingConnector")], ids=["offload", "foreign"])
-def test_a_group_of_unknown_meaning_is_refused_whoever_would_load_it(
+def test_a_group_of_an_unknown_spec_is_refused_for_every_child(
     role: KVConnectorRole, is_known: bool, child: dict[str, Any]
 ) -> None:
-    """How many blocks a request needs of it nobody can say, so loads might wait for each other for ever."""
+    """The number of blocks that a request needs of the group is unknown, so loads might wait for each other for
+    ever."""
     configs = configure(child)
     for kv_cache in (configs.scheduler, configs.worker):
         group = kv_cache.kv_cache_groups[1]
@@ -108,18 +109,18 @@ def test_a_group_of_unknown_meaning_is_refused_whoever_would_load_it(
     assert caught.value.path == "kv_cache_groups[1].kv_cache_spec" and "StrangeSpec" in str(caught.value.got)
 
 
-def test_a_child_that_is_not_registered_is_refused_with_the_nearest_name() -> None:
+def test_an_unregistered_child_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigurationError) as caught:
         build(configure({"kv_connector": "HybridOfloadConnector"}))
     assert 'did you mean "HybridOffloadConnector"?' in caught.value.hint
 
 
-def test_a_child_for_which_vllm_sets_itself_up_by_name_is_refused() -> None:
+def test_a_child_that_vllm_configures_itself_for_by_name_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="HiSparseConnector"):
         build(configure({"kv_connector": "HiSparseConnector"}))
 
 
-def test_children_before_one_that_cannot_start_are_shut_down() -> None:
+def test_children_before_a_child_that_cannot_start_are_shut_down() -> None:
     configs = configure(offload(), offload(chunk_token=3))
     for _ in range(2):
         with pytest.raises(ConfigurationError, match="chunk_tokens"):
@@ -129,7 +130,7 @@ def test_children_before_one_that_cannot_start_are_shut_down() -> None:
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_two_offload_connectors_start_below_one_engine_and_end_with_it(role: KVConnectorRole) -> None:
+def test_two_offload_connectors_start_in_one_engine_and_end_with_it(role: KVConnectorRole) -> None:
     configs = configure(offload(), offload(chunk_tokens=64, load="sync"))
     for _ in range(2):
         connector = build(configs, role)
@@ -137,7 +138,7 @@ def test_two_offload_connectors_start_below_one_engine_and_end_with_it(role: KVC
         connector.shutdown()
 
 
-def test_two_offload_connectors_below_vllms_own_multi_connector_are_still_refused() -> None:
+def test_two_offload_connectors_below_vllms_multi_connector_are_refused() -> None:
     extra = {"connectors": [{**offload(), "kv_role": "kv_both"}, {**offload(chunk_tokens=64), "kv_role": "kv_both"}]}
     configs = make_configs(GPT_OSS, EngineSettings(num_blocks=64, connector=Connector("MultiConnector", extra)))
     with pytest.raises(ConfigurationError) as caught:
@@ -145,7 +146,7 @@ def test_two_offload_connectors_below_vllms_own_multi_connector_are_still_refuse
     assert "HybridMultiConnector" in caught.value.hint
 
 
-def test_layouts_and_graphs_are_asked_of_every_child() -> None:
+def test_layouts_and_graphs_are_queried_from_every_child() -> None:
     configs = configure(offload(), {"kv_connector": "ExampleConnector"})
     assert HybridMultiConnector.get_required_kvcache_layout(configs.vllm) is None
     extra = configs.vllm.kv_transfer_config.kv_connector_extra_config

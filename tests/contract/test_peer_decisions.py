@@ -1,6 +1,6 @@
-"""What the connector to peers answers vLLM's scheduler, and what it tells its workers, request by request.
+"""Results of the peer connector for vLLM's scheduler, and its messages to workers, request by request.
 
-The requests, blocks and groups are vLLM's own. The oracle plays whole lives of them (tests/oracle/test_peers.py).
+The requests, blocks and groups are vLLM's own. tests/oracle/test_peers.py runs whole lives of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PRODUCE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 
 class Half:
-    """The scheduler's half of an engine."""
+    """The scheduler side of an engine."""
 
     def __init__(self, mix: Mix, role: str, started: list[Any], **extra: Any) -> None:
         config: Mapping[str, Any] = {"weights_digest": "none", **extra}
@@ -59,12 +59,12 @@ class Half:
         return request
 
     def blocks(self, num_tokens: int) -> tuple[list[int], ...]:
-        """What the engine gives a request: 10, 11, ... of the first group, 110, ... of the second."""
+        """The blocks that the engine allocates: 10, 11, ... of the first group, 110, ... of the second."""
         counts = [-(-num_tokens // size) for size in self.block_tokens]
         return tuple([100 * g + 10 + i for i in range(count)] for g, count in enumerate(counts))
 
     def admit(self, request: Request, external_tokens: int) -> None:
-        """The engine gives it blocks."""
+        """The engine allocates blocks for the request."""
         blocks = tuple([KVCacheBlock(each) for each in ids] for ids in self.blocks(request.num_tokens))
         self.connector.update_state_after_alloc(request, KVCacheBlocks(blocks), external_tokens)
 
@@ -85,7 +85,7 @@ class Half:
 
 
 def handed_over(mix: Mix, num_tokens: int, started: list[Any]) -> dict[str, Any]:
-    """What a producer says of a prompt."""
+    """The parameters that a producer returns for a prompt."""
     half = Half(mix, "kv_producer", started)
     request = half.request("p", num_tokens, dict(PRODUCE))
     half.admit(request, 0)
@@ -94,9 +94,9 @@ def handed_over(mix: Mix, num_tokens: int, started: list[Any]) -> dict[str, Any]
     return params
 
 
-def test_the_parameters_are_those_of_vllms_own_connector_and_one_more(started: list[Any]) -> None:
-    """Read in its source: what proxies pass on, and what is left out because this version has one size of it, or a
-    producer registers its memory once."""
+def test_the_parameters_are_those_of_vllms_connector_plus_one(started: list[Any]) -> None:
+    """Taken from its source: the parameters that proxies pass on, and those left out because this version has one size
+    of each, or because a producer registers its memory once."""
     source = ast.parse(inspect.getsource(pull_scheduler))
     returned = [
         {str(keyword.arg) for keyword in call.keywords}
@@ -112,7 +112,7 @@ def test_the_parameters_are_those_of_vllms_own_connector_and_one_more(started: l
 def test_a_window_of_24_tokens_on_blocks_of_16_is_rounded_up(
     num_tokens: int, places: list[int], started: list[Any]
 ) -> None:
-    """Two blocks where it ends with one. The last token of the prompt is the consumer's."""
+    """Two blocks where the window ends within one. The consumer computes the last token of the prompt."""
     params = handed_over(WINDOW, num_tokens, started)
     assert params["remote_num_tokens"] == num_tokens - 1
     assert params["remote_block_ids"][0] == [10 + place for place in places]
@@ -121,14 +121,14 @@ def test_a_window_of_24_tokens_on_blocks_of_16_is_rounded_up(
 
 
 @pytest.mark.parametrize(("num_tokens", "places"), [(97, []), (98, [6]), (70, [3, 4]), (49, [])])
-def test_attention_in_chunks_sends_what_lies_behind_the_last_boundary(
+def test_chunked_attention_sends_the_blocks_after_the_last_boundary(
     num_tokens: int, places: list[int], started: list[Any]
 ) -> None:
     params = handed_over(CHUNKED, num_tokens, started)
     assert params["remote_block_ids"][0] == [10 + place for place in places]
 
 
-def test_a_recurrent_group_sends_the_one_state_and_no_block_of_drafts(started: list[Any]) -> None:
+def test_a_recurrent_group_sends_one_state_and_no_draft_blocks(started: list[Any]) -> None:
     half = Half(QWEN3_NEXT, "kv_producer", started)
     request = half.request("p", 60, dict(PRODUCE))
     half.admit(request, 0)
@@ -137,7 +137,7 @@ def test_a_recurrent_group_sends_the_one_state_and_no_block_of_drafts(started: l
     assert params["remote_block_ids"] == [[7], [3], [2], [20, 21, 22, 23]]
 
 
-def test_a_last_block_that_is_not_full_is_handed_over(started: list[Any]) -> None:
+def test_a_partly_filled_last_block_is_handed_over(started: list[Any]) -> None:
     params = handed_over(FULL, 40, started)
     assert params["remote_num_tokens"] == 40 and params["remote_block_ids"] == [[10, 11, 12]]
     assert handed_over(FULL, 5, started)["remote_block_ids"] == [[10]]
@@ -148,7 +148,7 @@ def test_a_last_block_that_is_not_full_is_handed_over(started: list[Any]) -> Non
     [(FULL, 0), (WINDOW, 1), (CHUNKED, 1), (QWEN3_NEXT, 1), (GEMMA3, 1), (LLAMA4, 1)],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_the_last_token_is_left_to_the_consumer_where_a_group_drops_what_it_reads(
+def test_the_consumer_computes_the_last_token_if_a_group_drops_read_blocks(
     mix: Mix, withheld: int, started: list[Any]
 ) -> None:
     half = Half(mix, "kv_producer", started)
@@ -166,8 +166,8 @@ def test_the_last_token_is_left_to_the_consumer_where_a_group_drops_what_it_read
     assert consumer.connector.get_num_new_matched_tokens(again, 32) == (27, True)
 
 
-def test_a_prompt_is_cut_for_its_request_alone(started: list[Any]) -> None:
-    """In one process the list is that of whoever asked, and of the other answers to the same prompt."""
+def test_a_prompt_is_cut_only_for_its_own_request(started: list[Any]) -> None:
+    """In one process, the caller and other requests with the same prompt share the list."""
     half = Half(WINDOW, "kv_producer", started)
     given, is_token = list(range(60)), [True] * 50 + [False] * 10
     embeddings = torch.zeros(60, 4)
@@ -181,7 +181,7 @@ def test_a_prompt_is_cut_for_its_request_alone(started: list[Any]) -> None:
     assert [len(each) for each in (given, is_token, embeddings)] == [60] * 3
 
 
-def test_a_full_local_hit_loads_nothing_and_tells_the_producer(started: list[Any]) -> None:
+def test_a_full_local_hit_loads_nothing_and_notifies_the_producer(started: list[Any]) -> None:
     consumer = Half(WINDOW, "kv_consumer", started)
     request = consumer.request("d", 50, handed_over(WINDOW, 50, started))
     assert [each.request_id for each in consumer.plan().waiting] == ["d"]
@@ -192,8 +192,8 @@ def test_a_full_local_hit_loads_nothing_and_tells_the_producer(started: list[Any
     assert not consumer.connector.has_pending_push_work()
 
 
-def test_a_local_hit_in_part_is_told_for_all_groups_and_trims_none_by_its_place_in_a_list(started: list[Any]) -> None:
-    """Whole tables travel, with the number of tokens: which blocks are read of each group is paired by tokens."""
+def test_a_load_after_a_partial_local_hit_sends_whole_block_tables(started: list[Any]) -> None:
+    """Whole block tables are sent, with the number of tokens: tokens decide which blocks of each group are read."""
     consumer = Half(QWEN3_NEXT, "kv_consumer", started)
     request = consumer.request("d", 60, handed_over(QWEN3_NEXT, 60, started))
     consumer.connector.get_num_new_matched_tokens(request, 32)
@@ -205,12 +205,12 @@ def test_a_local_hit_in_part_is_told_for_all_groups_and_trims_none_by_its_place_
     assert [len(ids) for ids in load.prompt.block_ids] == [1, 1, 1, 4]
 
 
-def test_a_request_that_is_aborted_before_it_is_admitted_still_tells_its_producer(started: list[Any]) -> None:
+def test_a_request_aborted_before_admission_still_notifies_its_producer(started: list[Any]) -> None:
     consumer = Half(WINDOW, "kv_consumer", started)
     request = consumer.request("d", 50, handed_over(WINDOW, 50, started))
     consumer.plan()
     assert consumer.finish(request, RequestStatus.FINISHED_ABORTED) == (False, None)
-    assert consumer.connector.has_pending_push_work(), "a step is needed to carry the word"
+    assert consumer.connector.has_pending_push_work(), "a step is needed to carry the message"
     assert consumer.plan().ended == ["d"]
     assert not consumer.connector.has_pending_push_work()
 
@@ -219,14 +219,13 @@ def test_a_request_that_is_aborted_before_it_is_admitted_still_tells_its_produce
     ("status", "outcome"),
     [
         (RequestStatus.FINISHED_ABORTED, "cancelled"),
-        # With kv_load_failure_policy "fail" the engine ends it before the connector hears of the load.
+        # With kv_load_failure_policy "fail" the engine ends the request before the connector gets the result of the
+        # load.
         (RequestStatus.FINISHED_ERROR, "failed"),
         (RequestStatus.WAITING, "failed"),
     ],
 )
-def test_a_load_whose_request_was_aborted_is_no_failure(
-    status: RequestStatus, outcome: str, started: list[Any]
-) -> None:
+def test_a_load_of_an_aborted_request_is_not_a_failure(status: RequestStatus, outcome: str, started: list[Any]) -> None:
     consumer = Half(WINDOW, "kv_consumer", started)
     request = consumer.request("d", 50, handed_over(WINDOW, 50, started))
     num_tokens, _ = consumer.connector.get_num_new_matched_tokens(request, 0)
@@ -242,8 +241,8 @@ def test_a_load_whose_request_was_aborted_is_no_failure(
 
 
 @pytest.mark.parametrize("mix", [FULL, QWEN3_NEXT], ids=lambda mix: mix.name)
-def test_roles_are_kept(mix: Mix, started: list[Any]) -> None:
-    """A prefill-only engine reads nothing, whatever a request asks for, and a decode-only one holds nothing."""
+def test_an_engine_acts_only_in_its_own_role(mix: Mix, started: list[Any]) -> None:
+    """A prefill-only engine reads nothing, whatever a request contains, and a decode-only engine holds nothing."""
     params = handed_over(mix, 50, started)
     producer = Half(mix, "kv_producer", started)
     request = producer.request("p", 50, dict(params))
@@ -266,7 +265,7 @@ def test_roles_are_kept(mix: Mix, started: list[Any]) -> None:
 @pytest.mark.parametrize(
     "status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_IGNORED]
 )
-def test_a_prompt_that_did_not_end_well_is_not_handed_over(status: RequestStatus, started: list[Any]) -> None:
+def test_a_prompt_that_ended_with_an_error_is_not_handed_over(status: RequestStatus, started: list[Any]) -> None:
     half = Half(WINDOW, "kv_producer", started)
     request = half.request("p", 50, dict(PRODUCE))
     half.admit(request, 0)
@@ -276,10 +275,10 @@ def test_a_prompt_that_did_not_end_well_is_not_handed_over(status: RequestStatus
 
 
 @pytest.mark.parametrize(("params", "is_over"), [(PRODUCE, True), (None, False)], ids=["handed over", "not"])
-def test_a_prompt_that_was_cut_ends_with_its_first_token_whatever_min_tokens_says(
+def test_a_cut_prompt_ends_with_its_first_token_despite_min_tokens(
     params: dict[str, Any] | None, is_over: bool, started: list[Any]
 ) -> None:
-    """What follows would be of the shorter prompt. vLLM looks at the most tokens before it looks at the fewest."""
+    """Further tokens would belong to the shorter prompt. vLLM checks max_tokens before min_tokens."""
     half = Half(WINDOW, "kv_producer", started)
     request = half.request("p", 50, params and dict(params), min_tokens=8)
     assert request.num_prompt_tokens == (49 if is_over else 50)
@@ -288,7 +287,7 @@ def test_a_prompt_that_was_cut_ends_with_its_first_token_whatever_min_tokens_say
     assert (request.status is RequestStatus.FINISHED_LENGTH_CAPPED) is is_over
 
 
-def test_blocks_are_given_back_when_the_ranks_say_so_and_the_slot_with_them(started: list[Any]) -> None:
+def test_blocks_and_their_slot_are_released_when_all_ranks_report(started: list[Any]) -> None:
     half = Half(WINDOW, "kv_producer", started, max_leases=1)
     for name in ("p", "q"):
         request = half.request(name, 50, dict(PRODUCE))
@@ -317,10 +316,8 @@ def test_blocks_are_given_back_when_the_ranks_say_so_and_the_slot_with_them(star
     ],
     ids=str,
 )
-def test_lists_of_blocks_that_are_no_lists_or_lack_something_are_refused_and_the_prompt_is_computed(
-    lists: Any, started: list[Any]
-) -> None:
-    """An array is neither true nor false: so no list is asked whether it is empty before it is known to be a list."""
+def test_malformed_block_lists_are_refused_and_the_prompt_is_computed(lists: Any, started: list[Any]) -> None:
+    """The truth value of an array is an error, so each type is checked before emptiness."""
     params = handed_over(WINDOW, 50, started) | {"remote_block_ids": lists}
     consumer = Half(WINDOW, "kv_consumer", started)
     request = consumer.request("d", 50, params)
@@ -331,14 +328,14 @@ def test_lists_of_blocks_that_are_no_lists_or_lack_something_are_refused_and_the
     assert stats.reduce()["vllm:hybridkv_peer_prompts_total"] == 1
 
 
-def test_where_a_group_has_nothing_to_send_an_empty_list_is_right(started: list[Any]) -> None:
+def test_an_empty_list_is_valid_for_a_group_that_sends_nothing(started: list[Any]) -> None:
     params = handed_over(CHUNKED, 97, started)
     assert params["remote_block_ids"][0] == []
     consumer = Half(CHUNKED, "kv_consumer", started)
     assert consumer.connector.get_num_new_matched_tokens(consumer.request("d", 97, params), 0) == (96, True)
 
 
-def test_a_producer_of_vllms_own_connector_is_refused_and_the_prompt_is_computed(started: list[Any]) -> None:
+def test_a_producer_with_vllms_connector_is_refused_and_the_prompt_computed(started: list[Any]) -> None:
     theirs = {
         **{key: value for key, value in handed_over(FULL, 50, started).items() if key != "hybridkv"},
         "transfer_mode": "pull",
@@ -348,8 +345,8 @@ def test_a_producer_of_vllms_own_connector_is_refused_and_the_prompt_is_computed
     assert consumer.connector.get_num_new_matched_tokens(consumer.request("d", 50, theirs), 0) == (0, False)
 
 
-def test_a_second_turn_that_asks_the_producer_to_read_back_is_computed(started: list[Any]) -> None:
-    """vLLM's own does so where `bidirectional_kv_xfer` is set."""
+def test_a_second_turn_that_requests_a_read_back_is_computed(started: list[Any]) -> None:
+    """vLLM's own connector reads back if `bidirectional_kv_xfer` is set."""
     back = {**handed_over(FULL, 50, started), "do_remote_prefill": False, "do_remote_decode": True}
     half = Half(FULL, "kv_both", started)
     request = half.request("p", 80, back)

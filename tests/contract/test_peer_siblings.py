@@ -1,6 +1,6 @@
-"""The connector to peers below HybridMultiConnector: loads of all children stand at one gate, which is the parent's.
+"""The peer connector below HybridMultiConnector: the parent's admission gate holds the loads of all children.
 
-The halves are built through vLLM's factory. The store beside it answers what a test says.
+Both roles are built through vLLM's factory. The tests set the results of the store beside it.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from hybridkv.connectors.vllm import PEER_CONNECTOR
 
 NUM_TOKENS = 80
 NEEDED_BLOCKS = 6
-"""By a request of so many tokens, to be scheduled: five, and one more."""
+"""Blocks for a request of this many tokens: five, and one more to be scheduled."""
 PEERS = {"weights_digest": "none"}
 
 
 class Engine:
-    """The scheduler's half of an engine with a store and the connector to peers, and so many blocks."""
+    """The scheduler side of an engine with a store, the peer connector and this many blocks."""
 
     def __init__(self, num_blocks: int, started: list[Any]) -> None:
         peers = {"kv_connector": PEER_CONNECTOR, "kv_connector_extra_config": PEERS}
         self.connector = build(configure(entry("RecordingConnector"), peers, mix=FULL))
         started.append(self.connector)
         self.store: stores.RecordingConnector = self.connector.sub_connectors[0]
-        # The engine keeps one block for itself.
+        # The engine reserves one block for itself.
         pool: Any = SimpleNamespace(num_gpu_blocks=num_blocks + 1, get_num_free_blocks=lambda: num_blocks)
         self.connector.bind_gpu_block_pool(pool)
         self._started = started
 
     def request(self, name: str, child: str) -> Request:
-        """Its tokens are held by one child and no other."""
+        """Exactly one child holds its tokens."""
         params = handed_over(FULL, NUM_TOKENS, self._started) if child == "peers" else None
         extra = {"kv_transfer_params": params}
         request = Request(name, list(range(1, NUM_TOKENS + 1)), SamplingParams(max_tokens=8, extra_args=extra), None)
@@ -76,17 +76,16 @@ class Engine:
 
 @pytest.mark.parametrize("second", ["store", "peers"])
 @pytest.mark.parametrize("first", ["store", "peers"])
-def test_of_two_loads_that_need_one_block_more_than_there_is_one_waits_whoever_loads(
-    first: str, second: str, started: list[Any]
-) -> None:
-    """It waits: nobody computes what a producer holds, because another child has nothing."""
+def test_of_two_loads_that_need_one_block_too_many_one_waits(first: str, second: str, started: list[Any]) -> None:
+    """For any child. The load waits: the prompt is not computed while a producer holds it, even if another child has
+    none."""
     engine = Engine(2 * NEEDED_BLOCKS - 1, started)
     engine.load(engine.request("a", first), first)
     waiting = engine.request("b", second)
     for _ in range(3):
         assert engine.ask(waiting, second) == (None, False)
     engine.connector.update_connector_output(KVConnectorOutput(finished_recving={"a"}))
-    assert engine.ask(waiting, second) == (None, False), "what was loaded keeps its blocks until it is scheduled"
+    assert engine.ask(waiting, second) == (None, False), "loaded blocks stay reserved until the request is scheduled"
     engine.schedule("a")
     num_tokens, is_async = engine.ask(waiting, second)
     assert num_tokens and is_async
@@ -94,17 +93,17 @@ def test_of_two_loads_that_need_one_block_more_than_there_is_one_waits_whoever_l
 
 @pytest.mark.parametrize("second", ["store", "peers"])
 @pytest.mark.parametrize("first", ["store", "peers"])
-def test_two_loads_that_fit_beside_each_other_do_not_wait(first: str, second: str, started: list[Any]) -> None:
+def test_two_loads_that_fit_together_do_not_wait(first: str, second: str, started: list[Any]) -> None:
     engine = Engine(2 * NEEDED_BLOCKS, started)
     engine.load(engine.request("a", first), first)
     engine.load(engine.request("b", second), second)
 
 
-def test_a_load_that_failed_holds_nobody_up_once_its_request_is_gone(started: list[Any]) -> None:
+def test_a_failed_load_delays_no_other_once_its_request_has_ended(started: list[Any]) -> None:
     engine = Engine(2 * NEEDED_BLOCKS - 1, started)
     failed, waiting = engine.request("a", "peers"), engine.request("b", "peers")
     engine.load(failed, "peers")
     engine.connector.update_connector_output(KVConnectorOutput(finished_recving={"a"}, failed_recving={"a"}))
-    assert engine.ask(waiting, "peers") == (None, False), "the engine reserves for it"
+    assert engine.ask(waiting, "peers") == (None, False), "the engine still reserves blocks for it"
     engine.connector.request_finished_all_groups(failed, ([10, 11, 12, 13, 14],))
     assert engine.ask(waiting, "peers") == (NUM_TOKENS - 1, True)

@@ -1,6 +1,6 @@
-"""The connector to peers in vLLM's hands: what it starts with, what it refuses by name, and what it registers.
+"""Startup of the peer connector in vLLM: accepted configurations, refusals by name, and registered memory.
 
-Configurations and groups are vLLM's own; both halves are built through its factory.
+Configurations and groups are vLLM's own; both roles are built through its factory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import pytest
-from starting import refused, start
+from starting import refusal_of, start
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1 import kv_cache_interface
 from vllm.v1.kv_cache_interface import (
@@ -48,7 +48,7 @@ def configure(mix: Mix, role: str = "kv_both", extra: Mapping[str, Any] = EXTRA,
 
 
 def with_spec(configs: Configs, index: int, change: Any) -> Configs:
-    """Another spec for a group, in what both halves are told."""
+    """Replaces the spec of a group in the configurations of both roles."""
     for kv_cache in (configs.scheduler, configs.worker):
         group = kv_cache.kv_cache_groups[index]
         group.kv_cache_spec = change(group.kv_cache_spec)
@@ -59,7 +59,7 @@ def with_spec(configs: Configs, index: int, change: Any) -> Configs:
     ("role", "words"), [("kv_producer", "hands over"), ("kv_consumer", "reads"), ("kv_both", "hands over and reads")]
 )
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
-def test_it_starts_in_every_role_and_says_what_was_understood(
+def test_the_connector_starts_in_every_role_and_logs_its_settings(
     mix: Mix, role: str, words: str, started: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = logging.getLogger("vllm.hybridkv")
@@ -74,22 +74,22 @@ def test_it_starts_in_every_role_and_says_what_was_understood(
     assert ("listens at nothing" in line) is (role == "kv_consumer")
 
 
-def test_an_address_that_no_consumer_can_go_to_is_refused() -> None:
-    """Consumers would refuse every prompt: nothing would say so here."""
+def test_an_address_that_consumers_cannot_reach_is_refused() -> None:
+    """Consumers would refuse every prompt, without an error on this host."""
     extra = {**EXTRA, "listen": {"host": "0.0.0.0"}}
-    assert refused(configure(GPT_OSS, "kv_producer", extra)).path.endswith("extra_config.listen.advertise")
+    assert refusal_of(configure(GPT_OSS, "kv_producer", extra)).path.endswith("extra_config.listen.advertise")
 
 
-def test_ports_that_end_before_the_ranks_do_are_refused(started: list[Any]) -> None:
+def test_a_port_range_that_is_too_small_for_the_ranks_is_refused(started: list[Any]) -> None:
     extra = {**EXTRA, "listen": {"port": 65535}}
-    error = refused(configure(GPT_OSS, "kv_producer", extra, tp_size=2))
+    error = refusal_of(configure(GPT_OSS, "kv_producer", extra, tp_size=2))
     assert error.path.endswith("extra_config.listen.port") and "65536" in str(error.got)
-    # One that reads alone listens nowhere.
+    # A decode-only engine listens on no port.
     started.append(start(configure(GPT_OSS, "kv_consumer", extra, tp_size=2)))
 
 
 @pytest.mark.parametrize("unknown", [SinkFullAttentionSpec, RSWASpec])
-def test_a_group_of_a_spec_that_is_not_on_the_list_is_refused_by_name(unknown: type[FullAttentionSpec]) -> None:
+def test_a_group_with_an_unlisted_spec_is_refused_by_name(unknown: type[FullAttentionSpec]) -> None:
     extra = {"rswa_window": 64} if unknown is RSWASpec else {"sink_len": 4}
 
     def changed(spec: Any) -> Any:
@@ -101,13 +101,13 @@ def test_a_group_of_a_spec_that_is_not_on_the_list_is_refused_by_name(unknown: t
             **extra,
         )
 
-    error = refused(with_spec(configure(GPT_OSS), 1, changed))
+    error = refusal_of(with_spec(configure(GPT_OSS), 1, changed))
     assert error.path == "kv_cache_groups[1].kv_cache_spec"
     assert unknown.__name__ in str(error.got) and "FullAttentionSpec" in error.expected
 
 
-def test_every_spec_of_the_engine_is_on_one_list_or_the_other() -> None:
-    """A class that a later version brings is refused, for it is on neither."""
+def test_every_spec_of_vllm_is_on_one_of_the_two_lists() -> None:
+    """A class that a later version adds is on neither list, so it is refused."""
     named = {
         name
         for name, value in vars(kv_cache_interface).items()
@@ -120,7 +120,7 @@ def test_every_spec_of_the_engine_is_on_one_list_or_the_other() -> None:
     "bounded_replay" not in {field.name for field in fields(SlidingWindowMLASpec)},
     reason="vLLM 0.30 computes no window again",
 )
-def test_a_window_that_is_computed_again_is_refused() -> None:
+def test_a_window_that_is_recomputed_is_refused() -> None:
     index = next(i for i, group in enumerate(DEEPSEEK_V4.groups) if group.kind is Kind.WINDOW)
 
     def changed(spec: Any) -> Any:
@@ -129,7 +129,7 @@ def test_a_window_that_is_computed_again_is_refused() -> None:
             return replace(spec, bounded_replay=True)
         return replace(spec, kv_cache_specs={name: replace(each, bounded_replay=True) for name, each in layers.items()})
 
-    error = refused(with_spec(configure(DEEPSEEK_V4), index, changed))
+    error = refusal_of(with_spec(configure(DEEPSEEK_V4), index, changed))
     assert error.path.startswith(f"kv_cache_groups[{index}]") and "--no-swa-bounded-replay" in error.hint
 
 
@@ -139,26 +139,26 @@ def test_states_that_the_engine_keeps_at_no_boundary_are_refused(excepted: bool)
     configs.vllm.cache_config.enable_prefix_caching = False
     for index in range(3):
         with_spec(configs, index, lambda spec: replace(spec, mamba_cache_mode="none"))
-    error = refused(configs)
+    error = refusal_of(configs)
     assert error.path == "kv_cache_groups[0].kv_cache_spec" and "--enable-prefix-caching" in error.hint
 
 
 @pytest.mark.parametrize(
     "field", ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
 )
-def test_a_parallel_layout_that_is_not_supported_is_refused_by_name(field: str) -> None:
+def test_an_unsupported_parallel_layout_is_refused_by_name(field: str) -> None:
     configs = configure(GPT_OSS)
     configs.vllm.parallel_config = copy.copy(configs.vllm.parallel_config)
     setattr(configs.vllm.parallel_config, field, 2)
-    assert refused(configs).path == field
+    assert refusal_of(configs).path == field
 
 
-def test_a_device_is_read_by_way_of_host_memory_or_not_at_all(
+def test_device_memory_is_read_through_host_memory_or_not_at_all(
     started: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     configs = configure(GPT_OSS, device="cuda")
     configs.vllm.kv_transfer_config.kv_buffer_device = "cuda"
-    error = refused(configs)
+    error = refusal_of(configs)
     assert error.path == "kv_transfer_config.kv_buffer_device" and '"cpu"' in error.expected and error.got == "cuda"
     configs.vllm.kv_transfer_config.kv_buffer_device = "cpu"
     logger = logging.getLogger("vllm.hybridkv")
@@ -170,7 +170,7 @@ def test_a_device_is_read_by_way_of_host_memory_or_not_at_all(
 
 
 class Worker:
-    """One rank's memory as vLLM lays it out, and what the connector says of it."""
+    """One rank's memory as vLLM lays it out, and the connector's description of it."""
 
     def __init__(self, configs: Configs, mix: Mix) -> None:
         self.memory = KVMemory(configs.vllm, configs.worker, mix, 0)
@@ -183,7 +183,7 @@ class Worker:
 
 
 @pytest.mark.parametrize("mix", NAMED, ids=lambda mix: mix.name)
-def test_what_groups_share_is_registered_once(mix: Mix) -> None:
+def test_memory_shared_by_groups_is_registered_once(mix: Mix) -> None:
     worker = Worker(configure(mix), mix)
     storages = {tensor.untyped_storage().data_ptr() for tensor in worker.memory.tensors.values()}
     assert {region.address for region in worker.regions} == storages
@@ -197,23 +197,23 @@ def agreed(ours: Configs, theirs: Configs, mix: Mix = GPT_OSS) -> Agreement | In
 
 
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2", "int8_per_token_head", "nvfp4"])
-def test_caches_that_are_quantised_otherwise_are_refused_by_name(dtype: str) -> None:
+def test_caches_with_different_quantization_are_refused_by_name(dtype: str) -> None:
     configs = configure(GPT_OSS)
     configs.vllm.cache_config.cache_dtype = dtype
     refusal = agreed(configure(GPT_OSS), configs)
     assert isinstance(refusal, Incompatibility) and "cache_dtype" in refusal.field and dtype in refusal.theirs
-    assert isinstance(agreed(configs, configs), Agreement), "alike on both sides they are read"
+    assert isinstance(agreed(configs, configs), Agreement), "equal quantization on both sides is accepted"
 
 
 class Layer:
-    """Of a model that was built: the scales with which its K and V were quantised."""
+    """A layer of a built model: the scales that quantize its K and V."""
 
     def __init__(self, k_scale: float) -> None:
         self._k_scale_float, self._v_scale_float = k_scale, 1.0
 
 
-def test_scales_that_differ_are_refused_by_name() -> None:
-    """They lie in the weights of an engine, so the bytes of its cache say nothing of them."""
+def test_different_scales_are_refused_by_name() -> None:
+    """Scales are part of an engine's weights, so the bytes of its cache do not show them."""
     engines = []
     for scale in (0.5, 0.5, 0.25):
         configs = configure(GPT_OSS)
@@ -234,7 +234,7 @@ def quantised(mode: Any, block_tokens: int | None = None) -> Configs:
     return with_spec(configs, index, lambda spec: replace(spec, **changes))
 
 
-def test_pages_that_are_quantised_in_another_way_are_refused_by_name() -> None:
+def test_pages_with_different_quantization_are_refused_by_name() -> None:
     plain, fp8 = quantised(KVQuantMode.NONE), quantised(KVQuantMode.FP8_PER_TENSOR)
     refusal = agreed(plain, fp8, LLAMA4)
     assert isinstance(refusal, Incompatibility) and "item_format" in refusal.field
@@ -242,13 +242,13 @@ def test_pages_that_are_quantised_in_another_way_are_refused_by_name() -> None:
     assert isinstance(agreed(fp8, fp8, LLAMA4), Agreement)
 
 
-def test_a_way_to_quantise_that_nobody_has_looked_at_is_refused_at_start() -> None:
-    error = refused(quantised("A_NEW_ONE"))
+def test_an_unknown_quantization_is_refused_at_startup() -> None:
+    error = refusal_of(quantised("A_NEW_ONE"))
     assert error.path.endswith("kv_cache_spec") and "A_NEW_ONE" in str(error.got)
     assert "kv_quant_mode" in error.expected and "--kv-cache-dtype" in error.hint
 
 
-def test_facts_of_the_worker_that_layers_say_themselves_are_said_once() -> None:
+def test_worker_facts_that_layers_also_state_appear_once() -> None:
     facts = Worker(configure(QWEN3_NEXT), QWEN3_NEXT).description.facts
     assert "worker.byte_order" in facts
     assert not set(CONV_STATE_FACTS) & set(facts)

@@ -1,4 +1,4 @@
-"""A release is complete and says the truth about itself, and its source distributions give its wheels again."""
+"""A release is complete and describes itself correctly, and its source distributions rebuild its wheels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import build_release
 import pytest
 
 COMPILED = "hybridkv_native"
-"""A compiler on a user's machine makes other bytes than Bazel's; `//csrc/bindings:sdist_full_test` compiles it."""
+"""A compiler on a user's machine produces other bytes than Bazel's; `//csrc/bindings:sdist_full_test` compiles it."""
 
 PURE = [
     "canonical",
@@ -66,13 +66,13 @@ def test_the_contents_list_all_distributions() -> None:
     assert [line.strip() for line in has] == [file.name for file in distributions()]
 
 
-def test_the_bill_has_each_file_with_its_checksum(bill: dict[str, Any]) -> None:
+def test_the_bill_of_materials_has_each_file_with_its_checksum(bill: dict[str, Any]) -> None:
     listed = [reference for each in bill["components"] for reference in each.get("externalReferences", [])]
     found = {reference["url"]: reference["hashes"][0]["content"] for reference in listed}
     assert found == {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in distributions()}
 
 
-def test_the_bill_has_what_the_wheels_require_and_what_is_linked_into_them(bill: dict[str, Any]) -> None:
+def test_the_bill_of_materials_has_required_and_linked_packages(bill: dict[str, Any]) -> None:
     components = {each["name"]: each for each in bill["components"]}
     scopes = {name: each["scope"] for name, each in components.items() if "scope" in each}
     assert scopes["numpy"] == scopes["msgspec"] == "required"
@@ -102,7 +102,7 @@ def test_the_same_distributions_give_the_same_release(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", PURE)
-def test_a_source_distribution_gives_the_wheel_of_the_release(name: str, tmp_path: Path) -> None:
+def test_a_source_distribution_rebuilds_the_wheel_of_the_release(name: str, tmp_path: Path) -> None:
     [archive] = release().glob(f"hybridkv_{name}-*.tar.gz")
     with tarfile.open(archive) as files:
         files.extractall(tmp_path, filter="data")

@@ -1,7 +1,7 @@
-"""An operator's mistake stops the engine before it serves, with path, expected, got and a hint.
+"""A configuration mistake stops the engine before it serves, with path, expected, got and a hint.
 
-The configurations and KV cache groups are vLLM's own, made as its engine core makes them; both halves of the connector
-are built through vLLM's factory, so whatever would start half-configured fails here.
+The configurations and KV cache groups are real vLLM ones, built as its engine core builds them. Both roles of the
+connector are built through vLLM's factory, so a half-configured start fails here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from starting import refused, start
+from starting import refusal_of, start
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata, KVConnectorRole
 from vllm.v1.kv_cache_interface import FullAttentionSpec, RSWASpec, SinkFullAttentionSpec
 from vllm.v1.outputs import KVConnectorOutput
@@ -38,14 +38,14 @@ def configure(mix: Mix, extra: Mapping[str, Any], **settings: Any) -> Configs:
 
 
 def opened(configs: Configs) -> Any:
-    """The scheduler's half once the engine has handed it what its workers say."""
+    """The scheduler side after the engine has passed it the workers' handshakes."""
     scheduler = start(configs)
     scheduler.set_xfer_handshake_metadata_pp_aware({(0, 0): WorkerFacts({"worker.platform": "cpu"})})
     return scheduler
 
 
 @pytest.mark.parametrize("mix", [QWEN3_NEXT, GEMMA3, GPT_OSS, DEEPSEEK_V4], ids=lambda mix: mix.name)
-def test_a_sound_configuration_starts_and_says_what_was_understood(
+def test_a_valid_configuration_starts_and_logs_its_settings(
     mix: Mix, started: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = logging.getLogger("vllm.hybridkv")
@@ -69,7 +69,7 @@ def test_a_sound_configuration_starts_and_says_what_was_understood(
         ("kv_consumer", "kv_role kv_consumer, so it loads only;", False),
     ],
 )
-def test_the_start_line_says_the_role_and_a_role_that_is_of_no_use_is_warned_of(
+def test_the_start_line_names_the_role_and_a_useless_role_is_warned_about(
     role: str, words: str, is_of_use_alone: bool, started: list[Any], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     logger = logging.getLogger("vllm.hybridkv")
@@ -93,7 +93,7 @@ def test_the_start_line_says_the_role_and_a_role_that_is_of_no_use_is_warned_of(
     [(QWEN3_NEXT, None, None), (QWEN3_NEXT, 16, None), (QWEN3_NEXT, 4, 4), (GEMMA3, 4, None), (GPT_OSS, 2, None)],
     ids=lambda value: getattr(value, "name", str(value)),
 )
-def test_tails_follow_the_engines_prefix_match_unit_where_it_hands_over_states(
+def test_tails_use_the_prefix_match_unit_of_the_engine_for_states(
     mix: Mix, unit: int | None, tail: int | None, started: list[Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = logging.getLogger("vllm.hybridkv")
@@ -110,8 +110,8 @@ def test_tails_follow_the_engines_prefix_match_unit_where_it_hands_over_states(
 
 
 @needs_tails
-def test_chunks_have_the_keys_that_they_have_without_tails(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
-    """So what was stored before there were any is found."""
+def test_chunks_have_the_same_keys_with_and_without_tails(monkeypatch: pytest.MonkeyPatch, started: list[Any]) -> None:
+    """So chunks stored before tails existed are found."""
     layouts = []
     for _ in range(2):
         started.append(start(configure(QWEN3_NEXT, {"tiers": [RAM]}, hash_tokens=4)))
@@ -122,60 +122,60 @@ def test_chunks_have_the_keys_that_they_have_without_tails(monkeypatch: pytest.M
 
 
 @needs_tails
-def test_who_does_not_ask_for_tails_has_none() -> None:
+def test_tails_are_off_unless_they_are_configured() -> None:
     """A server of LMCache keeps whole chunks."""
     configs = configure(QWEN3_NEXT, {"tiers": [RAM]}, hash_tokens=4)
     assert resolve_layout(configs.vllm, configs.scheduler, "auto").spec.tail_tokens is None
     assert resolve_layout(configs.vllm, configs.scheduler, "auto", with_tails=True).spec.tail_tokens == 4
 
 
-def test_an_unknown_key() -> None:
-    error = refused(configure(GPT_OSS, {"tiers": [RAM], "chunk_token": 64}))
+def test_an_unknown_key_is_refused() -> None:
+    error = refusal_of(configure(GPT_OSS, {"tiers": [RAM], "chunk_token": 64}))
     assert error.path == "kv_connector_extra_config.chunk_token"
     assert 'did you mean "chunk_tokens"?' in error.hint
 
 
 @pytest.mark.parametrize("capacity", [-1, "-4GiB", 0])
-def test_a_capacity_that_is_not_positive(capacity: int | str) -> None:
-    error = refused(configure(GPT_OSS, {"tiers": [RAM | {"capacity": capacity}]}))
+def test_a_capacity_that_is_not_positive_is_refused(capacity: int | str) -> None:
+    error = refusal_of(configure(GPT_OSS, {"tiers": [RAM | {"capacity": capacity}]}))
     assert error.path == "kv_connector_extra_config.tiers[0].capacity" and "positive" in error.expected
 
 
-def test_a_capacity_that_holds_no_chunk() -> None:
-    error = refused(configure(QWEN3_NEXT, {"tiers": [RAM | {"capacity": 1000}]}))
+def test_a_capacity_smaller_than_one_chunk_is_refused() -> None:
+    error = refusal_of(configure(QWEN3_NEXT, {"tiers": [RAM | {"capacity": 1000}]}))
     assert error.path == "kv_connector_extra_config.tiers[0].capacity"
     assert "one chunk of 16 tokens" in error.expected and "1000 bytes" in str(error.got)
 
 
-def test_a_capacity_larger_than_the_host() -> None:
-    error = refused(configure(GPT_OSS, {"tiers": [RAM | {"capacity": "900TiB"}]}))
+def test_a_capacity_larger_than_the_host_is_refused() -> None:
+    error = refusal_of(configure(GPT_OSS, {"tiers": [RAM | {"capacity": "900TiB"}]}))
     assert error.path == "kv_connector_extra_config.tiers[0].capacity" and "of this host" in error.expected
 
 
 @pytest.mark.parametrize(("mix", "chunk", "unit"), [(QWEN3_NEXT, 24, 16), (DEEPSEEK_V4, 64, 128)])
-def test_a_chunk_that_is_not_aligned_to_the_groups(mix: Mix, chunk: int, unit: int) -> None:
-    error = refused(configure(mix, {"tiers": [RAM], "chunk_tokens": chunk}))
+def test_a_chunk_that_is_not_aligned_to_the_groups_is_refused(mix: Mix, chunk: int, unit: int) -> None:
+    error = refusal_of(configure(mix, {"tiers": [RAM], "chunk_tokens": chunk}))
     assert error.path == "kv_connector_extra_config.chunk_tokens"
     assert f"a multiple of {unit} tokens" in error.expected and error.got == chunk and "use " in error.hint
 
 
-def test_a_chunk_that_no_prompt_can_fill() -> None:
-    error = refused(configure(GPT_OSS, {"tiers": [RAM], "chunk_tokens": 1 << 20}))
+def test_a_chunk_that_no_prompt_can_fill_is_refused() -> None:
+    error = refusal_of(configure(GPT_OSS, {"tiers": [RAM], "chunk_tokens": 1 << 20}))
     assert error.path == "kv_connector_extra_config.chunk_tokens" and "max_model_len" in error.expected
 
 
-def test_prefix_caching_off_with_recurrent_groups() -> None:
+def test_prefix_caching_off_with_recurrent_groups_is_refused() -> None:
     configs = configure(QWEN3_NEXT, {"tiers": [RAM]})
     configs.vllm.cache_config.enable_prefix_caching = False
     for kv_cache in (configs.scheduler, configs.worker):
         for group in kv_cache.kv_cache_groups[:3]:
             group.kv_cache_spec = replace(group.kv_cache_spec, mamba_cache_mode="none")
-    error = refused(configs)
+    error = refusal_of(configs)
     assert error.path == "kv_cache_groups[0].kv_cache_spec" and "--enable-prefix-caching" in error.hint
 
 
 @pytest.mark.parametrize("unknown", [SinkFullAttentionSpec, RSWASpec])
-def test_a_group_of_unknown_meaning(unknown: type[FullAttentionSpec]) -> None:
+def test_a_group_of_an_unknown_spec_is_refused(unknown: type[FullAttentionSpec]) -> None:
     configs = configure(GPT_OSS, {"tiers": [RAM]})
     extra = {"rswa_window": 64} if unknown is RSWASpec else {"sink_len": 4}
     for kv_cache in (configs.scheduler, configs.worker):
@@ -187,23 +187,23 @@ def test_a_group_of_unknown_meaning(unknown: type[FullAttentionSpec]) -> None:
             dtype=known.dtype,
             **extra,
         )
-    error = refused(configs)
+    error = refusal_of(configs)
     assert error.path == "kv_cache_groups[1].kv_cache_spec"
     assert unknown.__name__ in str(error.got) and "FullAttentionSpec" in error.expected
 
 
 @pytest.mark.parametrize("field", ["pipeline_parallel_size", "decode_context_parallel_size"])
-def test_a_parallel_layout_that_is_not_supported(field: str) -> None:
+def test_an_unsupported_parallel_layout_is_refused(field: str) -> None:
     configs = configure(GPT_OSS, {"tiers": [RAM]})
     configs.vllm.parallel_config = copy.copy(configs.vllm.parallel_config)
     setattr(configs.vllm.parallel_config, field, 2)
-    assert refused(configs).path == field
+    assert refusal_of(configs).path == field
 
 
-def test_two_connectors_in_one_engine(started: list[Any]) -> None:
+def test_two_connectors_in_one_engine_are_refused(started: list[Any]) -> None:
     configs = configure(GPT_OSS, {"tiers": [RAM]})
     started += [start(configs, role) for role in KVConnectorRole]
-    error = refused(configs)
+    error = refusal_of(configs)
     assert error.path == "kv_connector" and "one HybridOffloadConnector" in error.expected
 
 
@@ -219,16 +219,16 @@ def with_disk(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("field", ["nnodes", "data_parallel_size"])
-def test_a_disk_that_several_engines_or_hosts_would_share(field: str, tmp_path: Path) -> None:
+def test_a_disk_shared_by_several_engines_or_hosts_is_refused(field: str, tmp_path: Path) -> None:
     configs = configure(GPT_OSS, with_disk(tmp_path / "cache"))
     configs.vllm.parallel_config = copy.copy(configs.vllm.parallel_config)
     setattr(configs.vllm.parallel_config, field, 2)
-    error = refused(configs)
+    error = refusal_of(configs)
     assert error.path == field and "disk" in error.expected and "object tier" in error.hint
 
 
 def of_dense_group(rank: int, path: Path, **fields: Any) -> Configs:
-    """What vLLM hands to one engine of a group of two that serve a dense model."""
+    """The configuration that vLLM passes to one of two engines that serve a dense model."""
     configs = configure(GPT_OSS, with_disk(path))
     parallel = configs.vllm.parallel_config = copy.copy(configs.vllm.parallel_config)
     parallel.data_parallel_size = 2
@@ -241,9 +241,7 @@ def of_dense_group(rank: int, path: Path, **fields: Any) -> Configs:
 
 
 @pytest.mark.parametrize("role", list(KVConnectorRole))
-def test_a_disk_that_the_engines_of_a_dense_model_would_share_is_refused_before_it_is_opened(
-    role: KVConnectorRole, tmp_path: Path
-) -> None:
+def test_a_disk_shared_by_engines_of_a_dense_model_is_refused_unopened(role: KVConnectorRole, tmp_path: Path) -> None:
     configs = of_dense_group(1, tmp_path / "cache")
     with pytest.raises(ConfigurationError) as caught:
         start(configs, role)
@@ -252,11 +250,11 @@ def test_a_disk_that_the_engines_of_a_dense_model_would_share_is_refused_before_
     assert not (tmp_path / "cache").exists()
 
 
-def test_an_engine_of_a_group_with_a_configuration_of_its_own_has_a_disk(started: list[Any], tmp_path: Path) -> None:
+def test_an_engine_with_a_configuration_of_its_own_may_have_a_disk(started: list[Any], tmp_path: Path) -> None:
     started.append(start(of_dense_group(1, tmp_path / "cache", data_parallel_external_lb=True)))
 
 
-def test_a_disk_path_that_is_a_link(tmp_path: Path) -> None:
+def test_a_disk_path_that_is_a_link_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "cache").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigurationError) as caught:
@@ -264,7 +262,7 @@ def test_a_disk_path_that_is_a_link(tmp_path: Path) -> None:
     assert caught.value.path == "kv_connector_extra_config.tiers[1].path" and "link" in str(caught.value)
 
 
-def test_a_disk_too_small_for_its_segments(tmp_path: Path) -> None:
+def test_a_disk_too_small_for_its_segments_is_refused(tmp_path: Path) -> None:
     config = with_disk(tmp_path / "cache")
     config["tiers"][1]["capacity"] = "1MiB"
     with pytest.raises(ConfigurationError) as caught:
@@ -272,7 +270,7 @@ def test_a_disk_too_small_for_its_segments(tmp_path: Path) -> None:
     assert caught.value.path == "kv_connector_extra_config.tiers[1].capacity" and "at least" in caught.value.expected
 
 
-def test_a_disk_that_another_engine_has_open(started: list[Any], tmp_path: Path) -> None:
+def test_a_disk_that_another_engine_has_open_is_refused(started: list[Any], tmp_path: Path) -> None:
     started.append(opened(configure(GPT_OSS, with_disk(tmp_path / "cache"))))
     other = configure(GPT_OSS, with_disk(tmp_path / "cache"))
     other.vllm.kv_transfer_config.engine_id = "another"
@@ -295,7 +293,7 @@ def test_a_store_that_outlives_the_engine_waits_for_every_rank(
     request = SimpleNamespace(request_id="a", num_tokens=100, num_prompt_tokens=100, block_hashes=[b"hash"] * 100)
     scheduler.on_new_request(request)
     assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
-    # The other rank's words come with a step, as they do below a connector that carries no handshake.
+    # The other rank's message arrives with a step, as below a connector that passes no handshake on.
     for facts in ({}, {}, {1: mine.facts}):
         scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=StepOutcome(facts=facts)))
     said = [line for line in caplog.messages if "1 of 2 workers" in line]
@@ -303,7 +301,7 @@ def test_a_store_that_outlives_the_engine_waits_for_every_rank(
     assert (tmp_path / "cache").exists()
 
 
-def test_a_disk_that_opens_late_and_cannot_costs_the_store_and_not_the_engine(
+def test_a_disk_that_fails_to_open_late_disables_the_store_not_the_engine(
     started: list[Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
@@ -316,7 +314,7 @@ def test_a_disk_that_opens_late_and_cannot_costs_the_store_and_not_the_engine(
     assert len({line for line in caplog.messages if "nothing is stored or loaded" in line}) == 1
 
 
-def test_what_is_ignored_must_be_a_fact(tmp_path: Path) -> None:
+def test_an_ignored_name_must_be_a_known_fact(tmp_path: Path) -> None:
     config = with_disk(tmp_path / "cache") | {"identity_ignores": ["worker.platfrom"]}
     with pytest.raises(ConfigurationError) as caught:
         opened(configure(GPT_OSS, config))

@@ -1,4 +1,4 @@
-"""The fake runner of the oracle calls a connector in the order in which this version of vLLM does."""
+"""The fake runner of the oracle calls a connector in the order of this version of vLLM."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def of_the_fake(runner: str, *, is_sync: bool, saves_last: bool) -> list[str]:
 
 
 class Recorded:
-    """A worker's connector below vLLM's own runners."""
+    """A worker's connector below the runners of vLLM."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.configs = make_configs(GPT_OSS, settings("v1", saves_last=False))
@@ -129,7 +129,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
 @pytest.mark.parametrize("saves_last", [False, True], ids=["plain", "with a drafter"])
 @pytest.mark.parametrize("is_sync", [False, True], ids=["async", "sync"])
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-def test_the_calls_of_a_step_come_in_vllms_order(
+def test_the_fake_runner_calls_a_step_in_the_order_of_vllm(
     recorded: Recorded, runner: str, is_sync: bool, saves_last: bool
 ) -> None:
     parameters = inspect.signature(runner_2.ActiveKVConnector.post_forward).parameters

@@ -1,6 +1,6 @@
-"""Where vLLM does not resume a prefix itself, neither half of the connector starts; nor with what changes later.
+"""If vLLM does not resume a prefix itself, neither role of the connector starts, even if a setting changes later.
 
-Which facts count is tested in libs/connectors; here, that they are read from vLLM's own objects, and when.
+libs/connectors tests which facts count. These tests check that the facts are read from real vLLM objects, and when.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import stores
 import torch
-from starting import refused, start
+from starting import refusal_of, start
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
@@ -47,7 +47,7 @@ def configure(
 
 
 def warnings(log: pytest.LogCaptureFixture) -> set[str]:
-    """What hybridkv warned of."""
+    """The warnings of hybridkv."""
     return {
         record.getMessage()
         for record in log.records
@@ -55,13 +55,13 @@ def warnings(log: pytest.LogCaptureFixture) -> set[str]:
     }
 
 
-def test_prefix_caching_off_is_refused_with_the_way_out() -> None:
-    error = refused(configure(prefix_caching=False))
+def test_prefix_caching_off_is_refused_with_a_solution() -> None:
+    error = refusal_of(configure(prefix_caching=False))
     assert error.path == "enable_prefix_caching"
     assert "--enable-prefix-caching" in error.hint and '"without_prefix_caching": true' in error.hint
 
 
-def test_prefix_caching_off_with_the_exception_starts_and_says_so(
+def test_prefix_caching_off_with_the_exception_starts_with_a_warning(
     started: list[Any], log: pytest.LogCaptureFixture
 ) -> None:
     configs = configure(EXCEPTED, prefix_caching=False)
@@ -69,9 +69,7 @@ def test_prefix_caching_off_with_the_exception_starts_and_says_so(
     assert any("as without_prefix_caching says" in record.getMessage() for record in log.records)
 
 
-def test_the_exception_is_not_wanted_where_prefix_caching_is_on(
-    started: list[Any], log: pytest.LogCaptureFixture
-) -> None:
+def test_the_exception_is_not_needed_if_prefix_caching_is_on(started: list[Any], log: pytest.LogCaptureFixture) -> None:
     configs = configure(EXCEPTED)
     started += [start(configs, role) for role in KVConnectorRole]
     assert not any("prefix caching is off" in record.getMessage() for record in log.records)
@@ -82,28 +80,28 @@ def test_chunked_prefill_off_is_refused_with_and_without_the_exception(extra: Ma
     for prefix_caching in (True, False):
         configs = configure(extra, prefix_caching=prefix_caching)
         configs.vllm.scheduler_config.enable_chunked_prefill = False
-        assert refused(configs).path == "enable_chunked_prefill"
+        assert refusal_of(configs).path == "enable_chunked_prefill"
 
 
 @pytest.mark.parametrize("extra", [OFFLOAD, EXCEPTED])
-def test_a_spec_that_looks_ahead_is_refused_with_and_without_the_exception(extra: Mapping[str, Any]) -> None:
+def test_a_spec_with_lookahead_is_refused_with_and_without_the_exception(extra: Mapping[str, Any]) -> None:
     configs = configure(extra, prefix_caching=False)
     for kv_cache in (configs.scheduler, configs.worker):
         group = kv_cache.kv_cache_groups[1]
         group.kv_cache_spec = replace(group.kv_cache_spec, non_causal=True)
-    error = refused(configs)
+    error = refusal_of(configs)
     assert error.path == "kv_cache_groups[1].kv_cache_spec" and "non_causal True" in str(error.got)
 
 
-def test_recurrent_states_that_the_engine_does_not_keep_are_refused_with_the_exception_too() -> None:
+def test_recurrent_states_that_the_engine_drops_are_refused_despite_the_exception() -> None:
     configs = configure(EXCEPTED, mix=QWEN3_NEXT, prefix_caching=False)
     for kv_cache in (configs.scheduler, configs.worker):
         group = kv_cache.kv_cache_groups[0]
         group.kv_cache_spec = replace(group.kv_cache_spec, mamba_cache_mode="none")
-    assert "mamba_cache_mode none" in str(refused(configs).got)
+    assert "mamba_cache_mode none" in str(refusal_of(configs).got)
 
 
-def test_a_layer_that_only_the_worker_is_told_of_is_refused_there(started: list[Any]) -> None:
+def test_a_layer_that_only_the_worker_has_is_refused_by_the_worker(started: list[Any]) -> None:
     configs = configure()
     group = configs.worker.kv_cache_groups[1]
     layers = dict.fromkeys(group.layer_names, group.kv_cache_spec)
@@ -117,7 +115,7 @@ def test_a_layer_that_only_the_worker_is_told_of_is_refused_there(started: list[
 
 @pytest.mark.parametrize("extra", [OFFLOAD, EXCEPTED])
 @pytest.mark.parametrize("backend", ["FLASHINFER", "TRITON_MLA", "FLASH_ATTN"])
-def test_batch_invariance_with_a_backend_that_loses_it_is_refused_in_the_process_that_has_the_layers(
+def test_batch_invariance_is_refused_for_an_unfit_backend_in_the_worker(
     extra: Mapping[str, Any], backend: str, started: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
@@ -135,7 +133,7 @@ def test_batch_invariance_with_a_backend_that_loses_it_is_refused_in_the_process
         start(configs, KVConnectorRole.WORKER)
 
 
-def test_what_is_switched_off_in_the_workers_copy_alone_stops_the_worker_at_the_latest_when_memory_is_registered(
+def test_a_setting_turned_off_in_the_worker_stops_it_at_registration(
     started: list[Any],
 ) -> None:
     configs = configure()
@@ -148,11 +146,11 @@ def test_what_is_switched_off_in_the_workers_copy_alone_stops_the_worker_at_the_
     assert caught.value.path == "enable_prefix_caching"
 
 
-def test_below_the_multi_connector_hybridkvs_own_children_refuse_and_others_are_named(
+def test_own_children_refuse_and_foreign_children_are_named_in_a_warning(
     started: list[Any], log: pytest.LogCaptureFixture
 ) -> None:
     own = {"kv_connector": CONNECTOR, "kv_connector_extra_config": OFFLOAD}
-    error = refused(configure({"connectors": [own, FOREIGN]}, MULTI_CONNECTOR, prefix_caching=False))
+    error = refusal_of(configure({"connectors": [own, FOREIGN]}, MULTI_CONNECTOR, prefix_caching=False))
     assert error.path == "enable_prefix_caching"
     configs = configure({"connectors": [FOREIGN]}, MULTI_CONNECTOR, prefix_caching=False)
     started += [start(configs, role) for role in KVConnectorRole]
@@ -160,7 +158,7 @@ def test_below_the_multi_connector_hybridkvs_own_children_refuse_and_others_are_
     assert "RecordingConnector may still restore some" in warning
 
 
-def test_other_children_are_not_named_where_prefixes_can_be_resumed(
+def test_foreign_children_are_not_named_if_prefixes_can_be_resumed(
     started: list[Any], log: pytest.LogCaptureFixture
 ) -> None:
     configs = configure({"connectors": [FOREIGN]}, MULTI_CONNECTOR)
@@ -168,7 +166,7 @@ def test_other_children_are_not_named_where_prefixes_can_be_resumed(
     assert not warnings(log)
 
 
-def test_the_facts_are_the_engines_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_facts_are_read_from_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = configure()
     plain = gather(configs.vllm, configs.worker, is_excepted=False)
     assert plain.machine.device == "cpu" and plain.machine.architecture == current_platform.get_cpu_architecture().name
@@ -197,7 +195,7 @@ def test_a_fact_of_the_model_is_read(attribute: str, fact: str, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("is_supported", [True, False])
-def test_a_pooling_model_is_unfit_where_vllm_does_not_support_prefix_caching_for_it(
+def test_a_pooling_model_is_unfit_if_vllm_caches_no_prefixes_for_it(
     is_supported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = model_facts(monkeypatch, runner_type="pooling", is_prefix_caching_supported=is_supported)
@@ -205,7 +203,7 @@ def test_a_pooling_model_is_unfit_where_vllm_does_not_support_prefix_caching_for
 
 
 def model_facts(monkeypatch: pytest.MonkeyPatch, **attributes: Any) -> Model:
-    """What is gathered of a model whose configuration says this of itself."""
+    """The facts that are read from a model with these attributes."""
     configs = configure()
     configs.vllm.model_config = model = copy.copy(configs.vllm.model_config)
     for name, value in attributes.items():

@@ -1,6 +1,6 @@
-"""Each library's wheel installs alone, imports neither torch nor vLLM, and does what its README shows.
+"""Each library's wheel installs alone, imports neither torch nor vLLM, and runs the example of its README.
 
-Alone is: beside the wheels that its requirements name and theirs name in turn, and it requires no library of ours that
+Alone means: with only the wheels that it requires, directly or indirectly. It requires no library of this project that
 its sources do not import.
 """
 
@@ -22,7 +22,7 @@ import wheels
 
 LIBRARIES = ["hashing", "canonical", "planner", "metrics", "lmcache", "tiers", "transfer", "connectors", "cli"]
 NEEDS_ENGINE = {"canonical", "connectors"}
-"""Whose README shows an engine's tensors or configuration; their imports need nothing of it."""
+"""Libraries with a README that shows an engine's tensors or configuration. Their imports do not need the engine."""
 
 LATER_PYTHONS = "hybridkv-native, compiled for Python 3.12 and later"
 """The name in CONTENTS.txt of the wheel that some machines cannot build."""
@@ -48,7 +48,7 @@ def wheelhouse() -> Path:
 
 
 def wheel_of(distribution: str) -> Path:
-    """Its wheel for this Python. hybridkv-native has another wheel for later ones."""
+    """The distribution's wheel for this Python. hybridkv-native has another wheel for later versions."""
     found = wheelhouse().glob(f"{distribution.replace('-', '_')}-*.whl")
     (wheel,) = (each for each in found if "-abi3-" not in each.name)
     return wheel
@@ -56,7 +56,7 @@ def wheel_of(distribution: str) -> Path:
 
 @functools.cache
 def required(distribution: str) -> set[str]:
-    """Our distributions that a wheel requires; those of its extras are left to whoever asks for them."""
+    """Distributions of this project that a wheel requires, without those of its extras."""
     with zipfile.ZipFile(wheel_of(distribution)) as wheel:
         (path,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(wheel.read(path))
@@ -67,7 +67,7 @@ def required(distribution: str) -> set[str]:
 
 @functools.cache
 def imported(distribution: str) -> set[str]:
-    """Our distributions that the sources in a wheel import, its own aside."""
+    """Distributions of this project that the sources in a wheel import, except itself."""
     modules: set[str] = set()
     with zipfile.ZipFile(wheel_of(distribution)) as wheel:
         for path in (name for name in wheel.namelist() if name.endswith(".py")):
@@ -83,7 +83,7 @@ def imported(distribution: str) -> set[str]:
 
 
 def closure(distribution: str, named: Callable[[str], set[str]]) -> set[str]:
-    """A distribution, those that it names, and those that they name in turn."""
+    """A distribution and all that it names, directly or indirectly."""
     found: set[str] = set()
     new = {distribution}
     while new:
@@ -101,7 +101,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> MakeEnvironment:
 
 
 def installed(library: str, directory: Path, beside: str) -> Path:
-    """An environment with one library, from no other wheels than those that it asks for."""
+    """An environment with one library, installed from only the wheels that it requires."""
     offered = directory / "wheelhouse"
     offered.mkdir()
     for distribution in closure(f"hybridkv-{library}", required):
@@ -145,7 +145,7 @@ def test_the_example_of_a_librarys_readme_runs(library: str, environment: MakeEn
 
 
 def contents() -> tuple[set[str], dict[str, str]]:
-    """The files that CONTENTS.txt lists, and the reason for each thing that it calls left out."""
+    """The files that CONTENTS.txt lists, and the reason for each omitted item."""
     has, left_out = (wheelhouse() / "CONTENTS.txt").read_text().removeprefix("Has:\n").split("\nLeft out:\n")
     reasons = dict(line.strip().split(": ", 1) for line in left_out.splitlines())
     return {line.strip() for line in has.splitlines()}, reasons
@@ -164,7 +164,7 @@ def download(python: str, directory: Path, *distributions: str) -> subprocess.Co
     )
 
 
-def test_the_contents_name_each_file_and_give_a_reason_for_each_gap() -> None:
+def test_the_contents_name_each_file_and_give_a_reason_for_each_omission() -> None:
     has, left_out = contents()
     assert has == {file.name for file in wheelhouse().iterdir()} - {"CONTENTS.txt"}
     assert {"Python 3.10", "hybridkv-cuda", "machines other than x86-64"} <= set(left_out)
