@@ -35,7 +35,7 @@ COMMON: Final[dict[str, Any]] = {
     "max_position_embeddings": 2048,
     "tie_word_embeddings": False,
 }
-"""What a configuration has unless it says otherwise."""
+"""The default settings of a configuration."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One engine for each family, one after the other in one process, and one record of what was seen of all of them."""
+"""One engine for each family, one after the other in one process, and one record of the results of all families."""
 
 import os
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ from trial import Trial
 
 @pytest.fixture(scope="session")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where models and caches lie; the environment of the engines is settled."""
+    """The directory of models and caches. The environment of the engines is set."""
     path = harness.scratch_directory(tmp_path_factory.mktemp("zoo"))
     trials.prepare(path)
     return path
@@ -22,10 +22,10 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def rows() -> Iterator[dict[str, Row]]:
-    """What this run sees of each family. It is left behind for whoever writes the page."""
+    """This run's row of each family, written to a file for the author of the page."""
     seen: dict[str, Row] = {}
     yield seen
-    # Bazel keeps what lies there; outside of Bazel the reader says where he wants it.
+    # Bazel keeps files there; outside of Bazel the user names a directory.
     if outputs := os.environ.get("TEST_UNDECLARED_OUTPUTS_DIR"):
         write_rows(seen, Path(outputs) / "rows.json")
 
@@ -41,7 +41,7 @@ def family(request: pytest.FixtureRequest) -> Family:
 
 @pytest.fixture
 def row(family: Family, rows: dict[str, Row]) -> Row:
-    """What this run sees of the family."""
+    """This run's row of the family."""
     return rows.setdefault(family.name, Row())
 
 

@@ -1,4 +1,4 @@
-"""The families of models in the zoo, each with the sizes of a tiny one and what is expected of it."""
+"""The families of models in the zoo, each with the sizes of a tiny model and the expected result."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _ARGUMENTS: Final[dict[str, Any]] = {
 
 
 class Resumable(enum.Enum):
-    """Where a prefix of the family may be resumed at all."""
+    """Whether and where a prefix of the family may be resumed."""
 
     EVERYWHERE = "everywhere"
     WITH_AMX = "with AMX"
@@ -71,7 +71,7 @@ class Family:
     needs: dict[str, Any] = field(default_factory=dict)
 
     def served_here(self, has_amx: bool) -> bool:
-        """Whether the connector must serve it on this machine; otherwise it must refuse it."""
+        """Whether the connector must serve the family on this machine; otherwise it must refuse it."""
         return self.resumable is Resumable.EVERYWHERE or (self.resumable is Resumable.WITH_AMX and has_amx)
 
 

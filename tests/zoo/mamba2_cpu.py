@@ -23,14 +23,14 @@ import torch
 
 @dataclass(slots=True)
 class SavedStates:
-    """How many states were saved in the midst of a prompt."""
+    """How many states were saved in the middle of a prompt."""
 
     count: int = 0
 
 
 @contextlib.contextmanager
 def checkpoints_in_plain_torch() -> Iterator[SavedStates]:
-    """Within it, Mamba-2 layers on the CPU save the states that prefix caching needs."""
+    """A context in which Mamba-2 layers on the CPU save the states that prefix caching needs."""
     from vllm.model_executor.layers.mamba import mamba_mixer2
 
     scan = mamba_mixer2.mamba_chunk_scan_combined_varlen

@@ -98,7 +98,7 @@ def line(family: Family, row: Row) -> str:
 
 
 def depends_on_machine(family: Family) -> bool:
-    """Whether another machine may see another row."""
+    """Whether the row may differ on another machine."""
     return family.resumable is Resumable.WITH_AMX or family.names_machine
 
 

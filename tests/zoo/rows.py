@@ -1,4 +1,4 @@
-"""What one run saw of each family, as the page shows it."""
+"""The results of one run for each family, as the page shows them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Row:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every claim about the family was tried and held."""
+        """Whether every claim about the family was tested and held."""
         return bool(self.refusal or (self.restored and self.next_turn and self.at_once and self.controls))
 
 
@@ -44,5 +44,5 @@ def write_rows(rows: Mapping[str, Row], path: Path) -> None:
 
 
 def read_rows(path: Path) -> dict[str, Row]:
-    """What `write_rows` wrote."""
+    """Reads the rows that `write_rows` wrote."""
     return {name: Row(**row) for name, row in json.loads(path.read_text(encoding="utf-8")).items()}

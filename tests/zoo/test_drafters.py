@@ -53,7 +53,7 @@ def kv_transfer_config() -> dict[str, Any]:
 
 
 def lost_and_restored(family: str, directory: Path, arguments: Mapping[str, Any]) -> tuple[list[Result], list[Result]]:
-    """Results of the engine's own hits and, after it lost its cache, of restored ones. Restored bytes are compared."""
+    """Results of the engine's own hits and, after it lost its cache, of restored hits. Compares the restored bytes."""
     prompts = repeating_prompts()
     with trials.running(
         _BY_NAME[family], directory, kv_transfer_config=kv_transfer_config(), arguments=arguments
@@ -62,13 +62,13 @@ def lost_and_restored(family: str, directory: Path, arguments: Mapping[str, Any]
         own = trial.one_by_one(prompts, max_tokens=ANSWER_TOKENS)
         trial.lose_cache()
         restored = trial.one_by_one(prompts, max_tokens=ANSWER_TOKENS)
-        # Drafts are ready in other steps now and then.
+        # Drafts are sometimes ready in other steps.
         require_close(trial.audit, own, restored, trial.noise)
         assert trial.audit.restored_tokens == sum(hits(restored))
         return own, restored
 
 
-def test_a_drafter_changes_neither_hits_nor_answers(directory: Path) -> None:
+def test_a_drafter_changes_neither_hits_nor_output(directory: Path) -> None:
     plain, _ = lost_and_restored(FAMILY, directory, {})  # first, since no engine starts after numba is imported
     config = speculative_config(METHOD, FAMILY, directory)
     _, restored = lost_and_restored(FAMILY, directory, {"speculative_config": config})

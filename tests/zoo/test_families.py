@@ -16,12 +16,12 @@ from trial import Trial, engine_keeps_every_state, hits
 from zeroing import least_change, parts, zeroed
 
 VISIBLE_CHANGE = 0.01
-"""Of a log-probability: what a control must move it by. Rounding in another order moves one by far less."""
+"""The smallest change of a log-probability that a control must cause. Rounding in another order changes it far less."""
 
 PROMPTS = [make_prompt(length, seed=length) for length in PROMPT_TOKENS]
 
 
-def test_a_lost_prefix_comes_back_as_the_engines_own_hit(trial: Trial, row: Row) -> None:
+def test_a_restored_prefix_equals_the_engines_own_hit(trial: Trial, row: Row) -> None:
     cold = trial.one_by_one(PROMPTS)
     own = trial.one_by_one(PROMPTS)
     trial.lose_cache()
@@ -32,14 +32,14 @@ def test_a_lost_prefix_comes_back_as_the_engines_own_hit(trial: Trial, row: Row)
     assert trial.audit.restored_tokens == sum(HIT_TOKENS)
     require_close(trial.audit, cold, own, trial.noise)
     if trial.saved_states is not None:
-        assert trial.saved_states.count > 0, "no state was saved in the midst of a prompt"
+        assert trial.saved_states.count > 0, "no state was saved in the middle of a prompt"
     kinds = Counter(group.kind.name for group in trial.spec.groups)
     row.groups = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     row.chunk_tokens = trial.spec.chunk_tokens
     row.restored = list(zip(hits(restored), PROMPT_TOKENS, strict=True))
 
 
-def test_the_next_turn_comes_back_as_the_engines_own_hit(trial: Trial, row: Row) -> None:
+def test_a_restored_next_turn_equals_the_engines_own_hit(trial: Trial, row: Row) -> None:
     first = make_prompt(PROMPT_TOKENS[0], seed=300)
     with engine_keeps_every_state(trial.engine):
         own_answer = trial.one_by_one([first], max_tokens=ANSWER_TOKENS)[0].token_ids
@@ -52,7 +52,8 @@ def test_the_next_turn_comes_back_as_the_engines_own_hit(trial: Trial, row: Row)
     assert hits(restored) == hits(own)
     assert trial.audit.restored_tokens == hits(restored)[0]
     if trial.family.needs_mamba2:
-        # The engine goes on in two steps where its own cache shows how far the last turn went, to keep the state there.
+        # The engine continues in two steps where its own cache shows how far the last turn went, to keep the state at
+        # that place.
         require_close(trial.audit, own, restored, trial.noise)
     else:
         require_same(trial.audit, own, restored)
@@ -60,7 +61,7 @@ def test_the_next_turn_comes_back_as_the_engines_own_hit(trial: Trial, row: Row)
     row.next_turn = (hits(restored)[0], len(second))
 
 
-def test_four_requests_at_once_come_back_as_the_engines_own_hits(trial: Trial, row: Row) -> None:
+def test_four_restored_requests_at_once_equal_the_engines_own_hits(trial: Trial, row: Row) -> None:
     length = PROMPT_TOKENS[1]
     stems = [make_prompt(HIT_TOKENS[0], seed=400 + i) for i in range(2)]
     prompts = [make_prompt(length, seed=500 + i, prefix=stems[i % 2]) for i in range(4)]
@@ -74,8 +75,8 @@ def test_four_requests_at_once_come_back_as_the_engines_own_hits(trial: Trial, r
     row.at_once = [(hit, length) for hit in hits(restored)]
 
 
-def test_another_prefix_gives_another_answer(trial: Trial) -> None:
-    """The control of all the others: an answer from the wrong prefix would be seen."""
+def test_another_prefix_gives_another_output(trial: Trial) -> None:
+    """The control of all other tests: output from the wrong prefix would be detected."""
     mine = PROMPTS[0]
     other = [*make_prompt(HIT_TOKENS[0], seed=600), *mine[HIT_TOKENS[0] :]]
     ours, theirs = trial.one_by_one([mine, other])
@@ -99,5 +100,5 @@ def test_each_part_that_a_group_stores_changes_log_probabilities(trial: Trial, r
             shown[part] += 1
     trial.lose_cache()
     whole = trial.one_by_one([prompt], max_tokens=1)
-    assert whole[0].same_output(own), "what was zeroed was not put back"
+    assert whole[0].same_output(own), "the zeroed part was not restored"
     row.controls = [f"{part} of {count}" for part, count in shown.items()]

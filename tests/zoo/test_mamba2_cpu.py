@@ -1,4 +1,4 @@
-"""What `mamba2_cpu` stands in for is still missing in vLLM, and it gives what was missing."""
+"""vLLM still lacks the functions that `mamba2_cpu` replaces, and the replacement is right."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAST_CHUNKS = [2, 4]
 
 @pytest.fixture
 def scan(directory: Path) -> dict[str, Any]:
-    """Arguments of the scan for two sequences, of 70 and of 40 tokens, the first of which has a state already."""
+    """Arguments of the scan for two sequences of 70 and 40 tokens. The first sequence already has a state."""
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int) -> torch.Tensor:
@@ -59,13 +59,13 @@ def run(arguments: dict[str, Any], *, all_chunks: bool) -> tuple[torch.Tensor, t
     return states, out
 
 
-def test_vllms_scan_for_the_cpu_still_returns_one_state_a_sequence(scan: dict[str, Any]) -> None:
-    """When this fails vLLM has mended it: remove `mamba2_cpu`."""
+def test_vllms_cpu_scan_still_returns_one_state_per_sequence(scan: dict[str, Any]) -> None:
+    """If this fails, vLLM has fixed it: remove `mamba2_cpu`."""
     states, _ = run(scan, all_chunks=True)
     assert len(states) == len(LAST_CHUNKS)
 
 
-def test_the_stand_in_returns_the_state_at_each_chunks_end(scan: dict[str, Any]) -> None:
+def test_the_replacement_returns_the_state_at_each_chunk_end(scan: dict[str, Any]) -> None:
     last, output = run(scan, all_chunks=False)
     with mamba2_cpu.checkpoints_in_plain_torch():
         states, same_output = run(scan, all_chunks=True)

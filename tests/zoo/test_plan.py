@@ -1,4 +1,5 @@
-"""`hybridkv plan` says of each family what its engine says at the start, or refuses it in the same words."""
+"""For each family, `hybridkv plan` prints the same lines as its engine logs at startup, or refuses it with the same
+error."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from hybridkv.connectors.errors import ConfigurationError
 SERVED = [family for family in FAMILIES if family.served_here(trials.has_amx())]
 REFUSED = [family for family in FAMILIES if family not in SERVED]
 CHOOSES_BLOCKS: Final = ("gemma-4", "lfm2", "qwen3-next", "granite-4")
-"""Families for which the engine chooses the size of its blocks too, by its platform and the size of states."""
+"""Families for which the engine also chooses the block size, by its platform and the size of states."""
 
 
 def model_of(family: Family, directory: Path) -> Path:
@@ -37,20 +38,20 @@ def check_plan(family: Family, directory: Path, arguments: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("family", SERVED, ids=lambda family: family.name)
-def test_the_plan_is_what_the_engine_logs_at_its_start(family: Family, directory: Path) -> None:
+def test_the_plan_equals_the_startup_log_of_the_engine(family: Family, directory: Path) -> None:
     check_plan(family, directory, family.arguments | family.needs)
 
 
 @pytest.mark.parametrize(
     "family", [family for family in SERVED if family.name in CHOOSES_BLOCKS], ids=lambda family: family.name
 )
-def test_so_it_is_where_the_engine_chooses_the_size_of_blocks(family: Family, directory: Path) -> None:
+def test_the_plan_equals_the_log_if_the_engine_chooses_the_block_size(family: Family, directory: Path) -> None:
     arguments = family.arguments | family.needs | {"max_model_len": 2048}
     check_plan(family, directory, {name: value for name, value in arguments.items() if name != "block_size"})
 
 
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.name)
-def test_a_family_that_the_engine_refuses_is_refused_in_the_same_words(family: Family, directory: Path) -> None:
+def test_the_plan_refuses_a_family_with_the_error_of_the_engine(family: Family, directory: Path) -> None:
     model = model_of(family, directory)
     with pytest.raises(ConfigurationError) as planning:
         planned(model, family.arguments | family.needs, trials.KV_TRANSFER_CONFIG)

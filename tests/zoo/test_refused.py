@@ -1,4 +1,5 @@
-"""Each family of models that cannot be resumed here: the engine does not start, and says why."""
+"""Each family of models that cannot be resumed on this machine: the engine does not start, and the error has the
+reason."""
 
 from __future__ import annotations
 

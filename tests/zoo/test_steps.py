@@ -1,7 +1,7 @@
-"""Plain vLLM, without a connector and without prefix caching, gives the same answer in whatever steps it computes.
+"""Plain vLLM, without a connector and without prefix caching, gives the same output in any step sizes.
 
-Where it does not, a comparison of a restored prefix with a cold run proves nothing: such a family is run in a setting
-in which it does, and its row says so.
+Otherwise a comparison of a restored prefix with a cold run proves nothing. A family with different output runs in a
+setting that makes the output equal, and its row names the setting.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def farthest(family: Family, directory: Path, arguments: Mapping[str, Any]) -> f
 
 
 def answers(engine: Engine, step_tokens: int) -> list[Result]:
-    """Each prompt alone, in steps of at most so many tokens."""
+    """Runs each prompt alone, in steps of at most this many tokens."""
     usual = engine.scheduler.max_num_scheduled_tokens
     engine.scheduler.max_num_scheduled_tokens = step_tokens
     try:
@@ -47,22 +47,22 @@ def answers(engine: Engine, step_tokens: int) -> list[Result]:
         engine.scheduler.max_num_scheduled_tokens = usual
 
 
-def test_the_family_equals_itself_over_step_sizes(family: Family, directory: Path) -> None:
+def test_the_output_of_a_family_does_not_depend_on_step_sizes(family: Family, directory: Path) -> None:
     found = farthest(family, directory, {})
     print(f"{family.name}: {found}")
     assert found <= TOLERANCES[family.arguments["dtype"]]
 
 
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family.needs], ids=lambda family: family.name)
-def test_a_family_that_needs_a_setting_does_not_equal_itself_without_it(family: Family, directory: Path) -> None:
-    """The control, and what tells that vLLM has mended it: then the setting goes, and what the page says of it."""
+def test_a_family_that_needs_a_setting_depends_on_step_sizes_without_it(family: Family, directory: Path) -> None:
+    """The control. If it fails, vLLM has fixed the defect: remove the setting, and its description on the page."""
     found = farthest(family, directory, {name: {} for name in family.needs})
     print(f"{family.name} as it comes: {found}")
     assert found > 1.0
 
 
-def test_the_kernel_for_rotary_embeddings_on_cpus_is_wrong_where_heads_are_a_dimension(directory: Path) -> None:
-    """Why LFM2 needs its setting. Its tokens overlap, so an answer depends on their number in a step."""
+def test_the_cpu_rotary_kernel_is_wrong_if_heads_are_a_dimension(directory: Path) -> None:
+    """The reason for LFM2's setting. Its tokens overlap, so the output depends on their number in a step."""
     from vllm._custom_ops import rotary_embedding
     from vllm.platforms import current_platform
 

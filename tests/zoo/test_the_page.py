@@ -1,4 +1,4 @@
-"""The reference page says what this run saw. It runs last, in the process of the others."""
+"""The reference page matches the results of this run. The module runs last, in the process of the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def checked_in() -> str:
     pytest.fail(f"{PAGE} is not among the files of this run")
 
 
-def test_the_page_says_what_this_run_saw(rows: dict[str, Row]) -> None:
+def test_the_page_matches_the_results_of_this_run(rows: dict[str, Row]) -> None:
     seen = [family for family in FAMILIES if family.name in rows and rows[family.name].is_complete]
     if len(seen) < len(FAMILIES):
         missing = [family.name for family in FAMILIES if family not in seen]
@@ -31,12 +31,12 @@ def test_the_page_says_what_this_run_saw(rows: dict[str, Row]) -> None:
 
 
 def lines(text: str, aside: list[page.Family]) -> list[str]:
-    """The page's lines, without the rows that another machine may see otherwise."""
+    """The page's lines, without the rows that may differ on another machine."""
     titles = tuple(f"| {family.title}: {family.note} |" for family in aside)
     return [line for line in text.splitlines() if not line.startswith(titles)]
 
 
-def test_a_page_without_a_family_is_not_written(tmp_path: Path) -> None:
+def test_a_page_with_a_missing_family_is_not_written(tmp_path: Path) -> None:
     complete = {family.name: Row(refusal="why") for family in FAMILIES}
     write_rows(complete | {"llama": Row(groups="1 FULL")}, tmp_path / "rows.json")
     with pytest.raises(ValueError, match="no complete row of llama"):

@@ -1,4 +1,4 @@
-"""One engine with one family's model and the connector, and what was seen of it."""
+"""One engine with one family's model and the connector, and its results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KV_TRANSFER_CONFIG: Final[dict[str, Any]] = {
     "kv_load_failure_policy": "recompute",
     "kv_connector_extra_config": {"tiers": [{"type": "ram", "capacity": "128MiB"}], "load": "sync"},
 }
-"""Loads are copied at once, so that requests meet in the batches in which they meet on the engine's own hits."""
+"""Loads are copied at once, so that requests are in the same batches as with the engine's own hits."""
 
 
 @dataclass(slots=True)
@@ -42,12 +42,12 @@ class Trial:
 
     @property
     def spec(self) -> CacheSpec:
-        """The groups and the chunk, as the connector understood them."""
+        """The groups and the chunk as the connector resolved them."""
         spec: CacheSpec = self.engine.connector._scheduler._layout.spec
         return spec
 
     def forget(self) -> None:
-        """The engine and the store keep nothing of what came before."""
+        """Empties the caches of the engine and the store."""
         self.engine.reset_prefix_cache()
         self.engine.connector.reset_cache()
         expect_no_partings(self.engine)
@@ -55,14 +55,14 @@ class Trial:
         self.audit.forget()
 
     def lose_cache(self) -> None:
-        """The engine keeps nothing; the store does, and counts from here."""
+        """Empties the engine's cache. The store keeps its content and counts from zero."""
         self.engine.reset_prefix_cache()
         expect_no_partings(self.engine)
         self.audit.forget()
 
     @contextlib.contextmanager
     def for_one_test(self) -> Iterator[Trial]:
-        """An engine that keeps nothing from the test before, and must give all its blocks back."""
+        """An engine without content from earlier tests, which must release all its blocks."""
         self.forget()
         num_free = self.engine.num_free_blocks
         yield self
@@ -70,7 +70,7 @@ class Trial:
         assert self.engine.num_free_blocks == num_free, "the connector kept blocks of the engine"
 
     def one_by_one(self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 8) -> list[Result]:
-        """Each prompt on its own."""
+        """Runs each prompt on its own."""
         return [self.engine.generate([prompt], max_tokens=max_tokens)[0] for prompt in prompts]
 
 
@@ -149,7 +149,7 @@ def engine_keeps_every_state(engine: Engine) -> Iterator[None]:
 
 
 def prepare(directory: Path) -> None:
-    """Settles the environment of all engines of this process. Call before vLLM is imported."""
+    """Sets the environment of all engines of this process. Call it before vLLM is imported."""
     harness.prepare_environment(directory / "environment")
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
 

@@ -24,13 +24,13 @@ def parts(engine: Engine, group_index: int) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def zeroed(engine: Engine, audit: Audit, group_index: int, part: str) -> Iterator[None]:
-    """Within it, that part of everything that the store holds of a group is zero. Checksums are renewed."""
+    """A context in which this part of all stored pages of a group is zero. Checksums are recomputed."""
     group = engine.kv_cache_config.kv_cache_groups[group_index]
     kept: dict[bytes, bytes] = {}
     for key in audit.keys_of(group_index):
         pages = audit.stored[key][1]
         before = b"".join(bytes(view) for view in stored_views(engine, key))
-        assert before == _joined(pages), "a chunk is not its pages, block by block: this does not know what it zeroes"
+        assert before == _joined(pages), "a chunk is not its pages, block by block, so the bytes to zero are unknown"
         kept[key] = before
         without = [
             [_without(page, _spec(group, name), part) for page in layer]
@@ -94,7 +94,8 @@ def _without(page: torch.Tensor, spec: Any, part: str) -> torch.Tensor:
 
 
 def _joined(pages: list[list[torch.Tensor]]) -> bytes:
-    """Of layers and their blocks, in the order of a stored chunk: block by block, each page up to whole words of 16."""
+    """Ranges of layers and their blocks, in the order of a stored chunk: block by block, each page padded to whole
+    words of 16."""
     content = (page.numpy().tobytes() for block in zip(*pages, strict=True) for page in block)
     return b"".join(page + bytes(-len(page) % 16) for page in content)
 
