@@ -1,8 +1,9 @@
-"""Where recurrent states are placed in a prompt.
+"""Placement of recurrent states in a prompt.
 
-A request can resume only where every RECURRENT group has a state, and an engine hands over about one a prompt, at its
-end. A connector can have the engine stop at further boundaries and hand over the states there; each costs the engine a
-step and the store its bytes. This package says which stops are worth that, from what it learns of requests.
+A request can resume only at a boundary where every RECURRENT group has a state. An engine provides about one state for
+each prompt, at its end. A connector can stop the engine at further boundaries and store the states there. Each stop
+costs one step of the engine, and space in the store. This package chooses the stops that are worth their cost, from
+statistics of earlier requests.
 """
 
 from hybridkv.planner.checkpoints.awaited import AwaitedStates

@@ -1,8 +1,8 @@
-"""Estimates whether states at the end of answers are worth their bytes, from the share that a request resumes later.
+"""Estimates whether states at the end of answers are worth their bytes, from the share of them that later requests use.
 
 The next turn of a conversation resumes after the last answer if its history contains the answer unchanged. The share
-varies a lot: models that drop their reasoning have none. So it is counted, and compared with the value of the bytes for
-other content.
+varies a lot: it is zero for models that drop their reasoning. So it is measured, and compared with the value of the
+bytes for other content.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from hybridkv.planner.checkpoints.experience import KEPT_SHARE
 from hybridkv.planner.checkpoints.values import Costs, Market
 
 YOUNG: Final = 4
-"""A store is young until this multiple of its capacity was stored: missed content is hardly visible before."""
+"""A store is young until this multiple of its capacity was stored: before that, evicted content is rarely missed."""
 DEARER: Final = 4
 """Assumed value of a byte of a young store, as a multiple of the average savings per byte."""
 
@@ -47,7 +47,7 @@ class AwaitedStates:
         return self._num_met / self._num_noted
 
     def note(self, key: Hashable) -> None:
-        """Records an answer with a state here, stored or not. A second answer here counts as a return to the first."""
+        """Records an answer that ends here with a state, stored or not. A second one here is a return to the first."""
         if key in self._waiting:
             self.meet((key,))
             return

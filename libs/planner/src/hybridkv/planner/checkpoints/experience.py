@@ -26,7 +26,7 @@ OLD_SHARE: Final = 0.25
 MISSED_SHARE: Final = 2.0
 """Evicted content was missed if less than this share of the store's capacity was stored since its last use."""
 DOUBTED_PARTINGS: Final = 0.3
-"""Prior for every distance: less than one divergence of one prompt."""
+"""Prior for every distance, in divergences of one prompt."""
 RUNGS: Final = (1, *(size for power in range(1, 10) for size in (1 << power, 3 << (power - 1))), 1024)
 """Distances to the end of a prompt, in boundaries: two for each doubling. A divergence counts for the next larger
 distance, because a state serves requests that diverge after it."""
@@ -46,7 +46,7 @@ class Partings(msgspec.Struct, frozen=True):
 
 
 class Experience(msgspec.Struct, frozen=True):
-    """Sums over requests; older requests count less."""
+    """Sums over requests. Older requests count less."""
 
     partings: tuple[float, ...] = (DOUBTED_PARTINGS,) * len(RUNGS)
     """As `Partings.partings`, over prompts of all lengths."""
@@ -57,7 +57,7 @@ class Experience(msgspec.Struct, frozen=True):
     missed_tokens: float = 0.0
     """Recomputed tokens that a store of `MISSED_SHARE` of the capacity would still hold."""
     resumed_tokens: float = 0.0
-    """Tokens that were not computed."""
+    """Tokens of resumed prefixes."""
     stored_bytes: float = 0.0
     computed_tokens: float = 0.0
     extra_tokens: float = 0.0

@@ -1,8 +1,9 @@
-"""Which boundaries of a prompt get a state, and the next of them.
+"""Chooses the boundaries of a prompt at which a state is stored (stops), and returns the next one.
 
-Where the store has seen requests part, a state is as good as asked for: those come first. What remains is a guess, and
-has to pay: a stop must promise more tokens than its step and its bytes cost. Each stop is the one that promises most
-beside those before it, so that higher costs or tighter limits end the same row of stops earlier.
+Boundaries at which earlier requests diverged come first: a later request probably resumes there. All other stops are
+guesses: a stop must save more tokens, as expected, than its step and its bytes cost. The stop with the highest savings
+is chosen first, then the best one given those already chosen. So higher costs or tighter limits only shorten the same
+list of stops.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from hybridkv.planner.checkpoints.values import (
 )
 
 EXTRA_RETURN: Final = 150
-"""A stop must promise what its step costs, and so many times that for the whole share of prefill that stops took of
-late: four times in all at the fiftieth part that is allowed by default. So good ones find some of it left."""
+"""Makes stops more expensive the more prefill they took recently: a stop must save 1 + EXTRA_RETURN * share times the
+cost of its step. At the default limit, a share of 1/50, that is four times the cost. So a part of the limit is left for
+good stops."""
 
 KNOWN_TOKENS: Final = 1 << 16
-"""Stops where requests have parted are allowed as if so much more had been computed: 20 of 64 tokens beyond a share of
-a fiftieth. So the second of a few short prompts that share a beginning leaves its state on a fresh store, too."""
+"""Added to the computed tokens for the limit on stops at known divergences: at a share of 1/50 it allows 20 more stops
+that cost 64 tokens each. So the second of a few short prompts with a common prefix stores a state in a new store."""
 
 
 def plan_stops(boundary_tokens: int, prompt: Prompt, market: Market, costs: Costs, limits: Limits) -> Placement:
-    """The stops of a prompt, ascending: multiples of `boundary_tokens` above what is resumed and below its last one,
-    which is one of them where the engine does not stop there of itself.
+    """Returns the stops of a prompt, ascending: multiples of `boundary_tokens` after the resumed tokens and before the
+    last boundary. The last boundary is a stop too if the engine does not stop there by default.
 
     Raises:
         ValueError: `boundary_tokens` is not positive.
@@ -66,7 +68,7 @@ def plan_stops(boundary_tokens: int, prompt: Prompt, market: Market, costs: Cost
 
 
 def price_tokens(market: Market, costs: Costs) -> float:
-    """What a stop must save to be worth it, in tokens: infinite where the store has no room for a state at all."""
+    """Minimum savings of a stop, in tokens. Infinite if a state is larger than the store."""
     if costs.state_bytes > market.capacity_bytes:
         return float("inf")
     step_return = 1 + EXTRA_RETURN * market.experience.extra_share
@@ -74,10 +76,10 @@ def price_tokens(market: Market, costs: Costs) -> float:
 
 
 def _known_stops(boundary_tokens: int, prompt: Prompt, displaced_tokens: float) -> list[Stop]:
-    """Where requests have parted: the junction, then branches, the deepest first, for it saves most.
+    """Stops at known divergences: the junction, then branches, the deepest first because it saves most.
 
     Args:
-        displaced_tokens: what others save with the bytes of a state.
+        displaced_tokens: savings of other content with as many bytes as a state.
     """
     end = prompt.end_boundary(boundary_tokens)
     junction = prompt.junction_tokens // boundary_tokens * boundary_tokens
@@ -93,8 +95,8 @@ def _known_stops(boundary_tokens: int, prompt: Prompt, displaced_tokens: float) 
 
 
 def _end_stop(boundary_tokens: int, prompt: Prompt, price: float) -> list[Stop]:
-    """The prompt's last boundary, if the engine does not stop there of itself. It is taken first and is no part of the
-    share, as little as the engine's own last stop: without it a prompt that comes again hits nothing."""
+    """The last boundary of the prompt, if the engine does not stop there by default. It is chosen first and does not
+    count toward the limit, like the engine's own last stop: without it a repeated prompt has no hit."""
     end = prompt.end_boundary(boundary_tokens)
     if prompt.keeps_end or end <= prompt.resumed_tokens or price == float("inf"):
         return []
@@ -102,7 +104,7 @@ def _end_stop(boundary_tokens: int, prompt: Prompt, price: float) -> list[Stop]:
 
 
 def _guesses(boundary_tokens: int, prompt: Prompt, market: Market, base: int) -> list[tuple[int, float]]:
-    """Boundaries behind `base`, ascending, and how many requests are expected to part there."""
+    """Boundaries after `base`, ascending, each with the expected number of requests that diverge there."""
     end = prompt.end_boundary(boundary_tokens)
     guesses = [
         (end - size * boundary_tokens, market.experience.parting_rate(rung, end // boundary_tokens))
@@ -113,18 +115,17 @@ def _guesses(boundary_tokens: int, prompt: Prompt, market: Market, base: int) ->
 
 
 def spaced_stops(guesses: Sequence[tuple[int, float]], base: int, price: float) -> list[int]:
-    """The stops that are worth more than `price` tokens, the best first.
+    """Returns the stops that save more than `price` tokens, the best first.
 
-    A stop saves, for each request that parts at it or behind it and before the next stop, the tokens from the stop
-    before it on. That is a sum with diminishing returns, for which taking the best one again and again is close to the
-    optimum.
+    A stop serves each request that diverges at it or after it, and before the next stop. It saves the tokens since the
+    previous stop. The sum is submodular, so greedy selection is close to the optimum.
 
     Args:
-        guesses: (boundary, requests that are expected to part there), ascending, all above `base`.
-        base: where there is a state already.
+        guesses: (boundary, expected number of requests that diverge there), ascending, all above `base`.
+        base: boundary that has a state already.
     """
     rates_before = [0.0, *accumulate(rate for _, rate in guesses)]
-    chosen: list[int] = []  # places in `guesses`
+    chosen: list[int] = []  # indices in `guesses`
     while True:
         behind, next_stops = len(guesses), [0] * len(guesses)
         for place in reversed(range(len(guesses))):
@@ -146,7 +147,7 @@ def spaced_stops(guesses: Sequence[tuple[int, float]], base: int, price: float) 
 def _affordable(
     prompt: Prompt, market: Market, costs: Costs, limits: Limits, num_wanted: int, more_tokens: int = 0
 ) -> int:
-    """How many stops the share of extra prefill allows, if so many more tokens had been computed."""
+    """Number of stops within the limit on extra prefill, as if `more_tokens` more tokens had been computed."""
     if costs.step_tokens <= 0:
         return num_wanted
     experience = market.experience
@@ -156,5 +157,5 @@ def _affordable(
 
 
 def next_stop(placement: Placement, start_tokens: int) -> Stop | None:
-    """The first stop above `start_tokens`, or None."""
+    """The first stop after `start_tokens`, or None."""
     return next((stop for stop in placement.stops if stop.num_tokens > start_tokens), None)

@@ -22,7 +22,7 @@ from hybridkv.planner.checkpoints.values import Market, Placement, Prompt, StopR
 
 
 class Grain(msgspec.Struct, frozen=True):
-    """Which boundaries of a prompt are examined. All of them, if there are at most `max_places`.
+    """Choice of the boundaries of a prompt that are examined: all of them, if there are at most `max_places`.
 
     Raises:
         ValueError: a number is not positive, or `fine_places` leaves less than two of `max_places`.
@@ -83,7 +83,7 @@ class _Seen(msgspec.Struct, gc=False):
     parted_behind: int = 0
     """Distances, in boundaries after this one, at which requests diverged, as bits. Only boundaries of this cell."""
     is_guess: bool = False
-    """It has an unused state that was stored by guess."""
+    """It has a state that was stored by guess and not used yet."""
     is_awaited: bool = False
     """Requests diverged here, and no request has used the prefix since."""
 
@@ -171,7 +171,7 @@ class SeenPrefixes:
             elif place > held:
                 seen = _Seen(end_tokens, now, seen.is_parting, seen.parted_behind)
             elif seen.end_tokens <= held * boundary_tokens:
-                seen.end_tokens = end_tokens  # this prompt continues after it
+                seen.end_tokens = end_tokens  # this prompt continues after the held part
             seen.used_at = now
             self._seen[keys[place - 1]] = seen
         if not prompt.starts_over:
