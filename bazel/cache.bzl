@@ -3,13 +3,13 @@
 CACHE_ENVIRON = ["HOME", "XDG_CACHE_HOME"]
 
 def cache_folder(rctx):
-    """Returns the path of hybridkv's folder in the user's cache; None where neither XDG_CACHE_HOME nor HOME is set."""
+    """Returns the path of hybridkv's folder in the user's cache; None if neither XDG_CACHE_HOME nor HOME is set."""
     environ = rctx.os.environ
     cache = environ.get("XDG_CACHE_HOME") or (environ["HOME"] + "/.cache" if environ.get("HOME") else None)
     return cache + "/hybridkv" if cache else None
 
 def make_once(rctx, folder, make):
-    """Makes a folder that all checkouts share, unless it is there. Another checkout may do the same meanwhile.
+    """Makes a folder that all checkouts share, if it does not exist. Another checkout may do the same at the same time.
 
     Args:
         rctx: the repository rule's context.
@@ -24,7 +24,7 @@ def make_once(rctx, folder, make):
     partial = new.stdout.strip()
     make(partial)
 
-    # A folder that another checkout made first stays.
+    # If another checkout was first, its folder is kept.
     rctx.execute(["sh", "-c", 'chmod 755 "$1" && mv -T "$1" "$2" || rm -rf "$1"', "-", partial, folder])
     if not rctx.path(folder).exists:
         fail("cannot write to " + folder)

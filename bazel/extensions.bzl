@@ -1,4 +1,4 @@
-"""The same repositories for Bazel modules."""
+"""The repositories of repositories.bzl for Bazel modules."""
 
 load("//bazel:repositories.bzl", "hybridkv_repositories")
 

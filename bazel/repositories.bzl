@@ -13,21 +13,21 @@ load("//bazel/python:vllm_files.bzl", "vllm_files")
 load("//third_party/python:vllm_versions.bzl", "VLLM_VERSIONS", "vllm_repository")
 
 def hybridkv_repositories():
-    """Declares the repositories; none is fetched before something needs it."""
+    """Declares the repositories. Each is fetched when a target needs it."""
     local_python(name = "local_python", python_version = "3.11")
 
-    # For what is to run on every Python from 3.12 on.
+    # For extensions that run on Python 3.12 and later.
     debian_python(
         name = "debian_python",
         installer = "//tools:install_python.sh",
         private_apt = "//tools:private_apt.sh",
     )
 
-    # What the libraries import; small.
+    # Imports of the libraries; small.
     locked_packages(name = "pypi", lock = "//third_party/python:requirements_lock.txt")
     nanobind_cc(name = "nanobind_cc", packages = "@pypi//:BUILD.bazel")
 
-    # The same at the same versions, with torch and vLLM; only the targets that need those name it.
+    # The same packages at the same versions, and torch and vLLM; only for targets that need those.
     locked_packages(name = "pypi_engine", lock = "//third_party/python:engine_lock.txt")
 
     # Other versions of vLLM for the contract tests and the oracle, 40 MB each, in the full run.
@@ -40,29 +40,29 @@ def hybridkv_repositories():
             version = version,
         )
 
-    # 230 MB for the few that read a peer's memory with it. Needs numpy of one of the others.
+    # 230 MB, for the few tests that read memory of a peer with nixl. Needs numpy from one of the other locks.
     locked_packages(name = "pypi_nixl", lock = "//third_party/python:nixl_lock.txt")
 
-    # LMCache's server in two versions, a process for the tests that speak with it. No target imports it.
+    # LMCache's server in two versions. Tests run it as a process; no target imports it.
     locked_packages(name = "pypi_lmcache_0_5_6", lock = "//third_party/python:lmcache_0_5_6_lock.txt")
     locked_packages(name = "pypi_lmcache_0_5_7rc2", lock = "//third_party/python:lmcache_0_5_7rc2_lock.txt")
 
-    # A server of objects, likewise.
+    # A server of an object store, also run as a process.
     locked_packages(name = "pypi_seaweedfs", lock = "//third_party/python:seaweedfs_lock.txt")
 
-    # What builds the site of the documentation, and what reads the examples in deploy/.
+    # For the site of the documentation, and for tests of the examples in deploy/.
     locked_packages(name = "pypi_site", lock = "//third_party/python:site_lock.txt")
     local_cuda(name = "local_cuda")
     local_gpus(name = "local_gpus", engine_lock = "//third_party/python:engine_lock.txt")
 
-    # A monitoring server that asks what an operator's would.
+    # A monitoring server for tests of the alerts and metrics.
     debian_prometheus(
         name = "debian_prometheus",
         installer = "//tools:install_prometheus.sh",
         private_apt = "//tools:private_apt.sh",
     )
 
-    # A browser that opens the site of the documentation.
+    # A browser for tests of the documentation site.
     debian_chromium(
         name = "debian_chromium",
         installer = "//tools:install_chromium.sh",

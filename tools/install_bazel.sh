@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Puts Debian's Bazel 7 into a directory of its own and leaves the machine's packages alone.
+# Installs Debian's Bazel 7 into its own directory, without changes to the machine's packages.
 #
 #   tools/install_bazel.sh PREFIX
 #
@@ -7,8 +7,8 @@
 # Bazel. `apt-get install -t forky bazel-bootstrap` would do too, but it replaces the C library, and
 # nvcc before CUDA 13.2 rejects the headers of glibc 2.42 and later.
 #
-# The prefix holds absolute paths, so it is filled in place, under a lock, and PREFIX/bin/bazel comes
-# last: where that file is, the prefix is whole.
+# The prefix contains absolute paths, so it is filled in place, under a lock, and PREFIX/bin/bazel comes
+# last: if that file exists, the prefix is complete.
 set -euo pipefail
 
 prefix=${1:?usage: tools/install_bazel.sh PREFIX}

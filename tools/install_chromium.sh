@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Puts Debian's headless Chromium into a directory of its own and leaves the machine's packages alone.
+# Installs Debian's headless Chromium into its own directory, without changes to the machine's packages.
 #
 #   tools/install_chromium.sh PREFIX
 #

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Puts Debian's prometheus and promtool into a directory of their own and leaves the machine's packages alone.
+# Installs Debian's prometheus and promtool into their own directory, without changes to the machine's packages.
 #
 #   tools/install_prometheus.sh PREFIX
 #

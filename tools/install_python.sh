@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Puts Debian's Python 3.13, its headers too, into a directory of its own and leaves the machine's packages alone.
+# Installs Debian's Python 3.13 with headers into its own directory, without changes to the machine's packages.
 #
 #   tools/install_python.sh PREFIX
 #
-# PREFIX/usr/include has the headers. PREFIX/python runs it with the C library that it was built for, from wherever
-# PREFIX lies: what was built for every Python from 3.12 on is tried on one that is not this machine's.
+# PREFIX/usr/include has the headers. PREFIX/python runs it with the C library that it was built for. PREFIX may move.
+# Tests use it to run extensions for Python 3.12 and later on a Python other than this machine's.
 set -euo pipefail
 
 prefix=${1:?usage: tools/install_python.sh PREFIX}

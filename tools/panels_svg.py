@@ -1,8 +1,8 @@
-"""Draws what the dashboard's panels show, as one SVG: for docs, and where there is no Grafana.
+"""Draws the panels of the dashboard as one SVG: for the docs, and without Grafana.
 
     python tools/panels_svg.py --prometheus http://127.0.0.1:9090 --minutes 60 > panels.svg
 
-Asks a Prometheus server for every query of the dashboard, with all models, engines and stores chosen.
+Sends every query of the dashboard to a Prometheus server, with all models, engines and stores chosen.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from xml.sax.saxutils import escape
 
 DASHBOARD: Final = Path("deploy/grafana/hybridkv.json")
 WINDOW_STEPS: Final = 4
-"""A rate is taken over so many points."""
+"""Number of points of a rate."""
 MAX_POINTS: Final = 120
 REPLY_DEADLINE_S: Final = 30.0
 _COLUMNS: Final = 3
@@ -48,7 +48,7 @@ class PanelQuery:
 
     @property
     def metrics(self) -> frozenset[str]:
-        """What it reads, by the names under which the metrics were declared."""
+        """Declared names of the metrics that it reads."""
         return frozenset(name.removesuffix("_bucket") for name in re.findall(r"vllm:\w+", self.expression))
 
 
@@ -66,7 +66,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class PanelData:
-    """What a panel shows."""
+    """Content of a panel."""
 
     section: str
     title: str
@@ -75,7 +75,7 @@ class PanelData:
 
 
 def panel_queries(dashboard: Path, window: str) -> list[PanelQuery]:
-    """Every query of a dashboard, as Grafana sends it with all models, engines and stores chosen."""
+    """All queries of a dashboard, as Grafana sends them with all models, engines and stores chosen."""
     queries, section = [], ""
     for panel in json.loads(dashboard.read_text())["panels"]:
         if panel["type"] == "row":
@@ -89,7 +89,7 @@ def panel_queries(dashboard: Path, window: str) -> list[PanelQuery]:
 
 
 def read_panels(url: str, dashboard: Path, start_s: float, end_s: float) -> list[PanelData]:
-    """Every panel's curves in that time, from the server at `url`. OSError where it does not answer."""
+    """Curves of every panel in that time, from the server at `url`. OSError if it does not answer."""
     step_s = max(1.0, math.ceil((end_s - start_s) / MAX_POINTS))
     panels: dict[tuple[str, str], PanelData] = {}
     for query in panel_queries(dashboard, f"{math.ceil(step_s * WINDOW_STEPS)}s"):
@@ -146,7 +146,7 @@ def draw(panels: Sequence[PanelData]) -> str:
 
 
 def _named(panel: PanelData) -> list[Curve]:
-    """The highest curves: those at 0 are told by their number."""
+    """The highest curves. Those at 0 are only counted."""
     risen = [curve for curve in panel.curves if curve.highest > 0]
     return sorted(risen, key=lambda curve: -curve.highest)[:_MAX_NAMED]
 

@@ -2,7 +2,7 @@
 
     python tools/pictures.py docs/pictures
 
-Does no layout: a source says where each box is. A source has one item a line:
+Has no automatic layout: the source gives the place of each box. A source has one item on each line:
 
     columns 4 190 60                     number of columns, their width, the gap between them, in pixels
     gap 40                               pixels between two rows
@@ -80,7 +80,7 @@ class Picture:
 
 
 def parse(source: str) -> Picture:
-    """Decodes a source. `PictureError` for a line that is no item, or an arrow to an unknown box."""
+    """Decodes a source. `PictureError` for an invalid line, or an arrow to an unknown box."""
     picture = Picture()
     for line in source.splitlines():
         if not line.strip() or line.startswith("#"):
@@ -125,7 +125,7 @@ class _Rectangle:
 
 
 def draw(picture: Picture) -> str:
-    """The SVG. `PictureError` where a text does not fit, or boxes of an arrow share neither a row nor a column."""
+    """The SVG. `PictureError` if a text does not fit, or the boxes of an arrow share neither row nor column."""
     places, height = _layout(picture)
     width = 2 * _MARGIN + picture.num_columns * (picture.column_width + picture.column_gap) - picture.column_gap
     parts = [

@@ -1,14 +1,14 @@
-# Sourced: Debian's apt with lists, caches and a status of its own, so that the machine's packages are left alone. It
-# wants no root. The caller has `fail MESSAGE HINT`.
+# Sourced: Debian's apt with its own lists, caches and status, so that the machine's packages do not change. Needs no
+# root. The caller has `fail MESSAGE HINT`.
 
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 
-# The archive that this machine's apt already uses; nothing where it knows none of Debian's.
+# The archive that this machine's apt already uses; nothing if it uses no Debian archive.
 debian_mirror() {
   apt-get indextargets --format '$(SITE)' | grep -m 1 '/debian/*$' || true
 }
 
-# use_private_apt SCRATCH MIRROR SUITE: from here on apt-get knows that suite of that archive and nothing else.
+# use_private_apt SCRATCH MIRROR SUITE: from here on apt-get uses only that suite of that archive.
 use_private_apt() {
   local scratch=$1 mirror=$2 suite=$3
   mkdir -p "$scratch"/{lists/partial,archives/partial,debs}

@@ -3,8 +3,8 @@
     tools/bazel test --nocache_test_results --build_event_json_file=/tmp/events.json //...
     python3 tools/suite_cost.py /tmp/events.json
 
-Seconds are of wall time, summed over a target's shards. Engine starts are lines that `tests/e2e/harness.py` writes
-among a test's outputs.
+Seconds are wall time, summed over the shards of a target. `tests/e2e/harness.py` writes a line for each start of an
+engine into the outputs of a test.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BEGIN, END = "<!-- suite costs -->\n", "<!-- end of suite costs -->\n"
 
 @dataclass(slots=True)
 class Cost:
-    """What one target took."""
+    """Cost of one target."""
 
     seconds: float = 0.0
     num_shards: int = 0
@@ -40,7 +40,7 @@ def _num_engine_starts(outputs: list[dict[str, str]]) -> int:
 
 
 def read_costs(events: pathlib.Path) -> dict[str, Cost]:
-    """The cost of each target in Bazel's event log. Cached results count as they cost when they ran."""
+    """The cost of each target in Bazel's event log. Cached results count with the cost of their run."""
     costs: dict[str, Cost] = {}
     for line in events.read_text().splitlines():
         event = json.loads(line)

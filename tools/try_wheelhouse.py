@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Installs the wheelhouse in a fresh virtual environment of each given Python, with the machine's package index.
+"""Installs the wheelhouse in a new virtual environment of each given Python, with the machine's package index.
 
     tools/try_wheelhouse.py [--wheelhouse bazel-bin/plugins/wheelhouse] [PYTHON ...]
 
 Prints a table: what pip installed and what ran, or the last line of the error. Without arguments it tries python3.10 to
-python3.14 of PATH. Exits with 1 if a Python from 3.11 on fails, or an older one is not refused. The tests have no
-package index, so this is not one of them.
+python3.14 of PATH. Exits with 1 if a Python from 3.11 on fails, or an older one is not refused. This is no test,
+because tests have no package index.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REQUIREMENTS = {
     "hybridkv-tiers[object]": ["bin/python", "-c", "import obstore, hybridkv.tiers.object.store"],
     "hybridkv-cli": ["bin/hybridkv", "check", _CONFIG],
 }
-"""What is installed, each in an environment of its own, and what must run then."""
+"""Requirements, each for an environment of its own, with a command that must run there."""
 
 
 def version_of(python: str) -> tuple[int, ...] | None:

@@ -1,10 +1,10 @@
 """The versions of vLLM that tests run on.
 
-    tools/bazel run //tools:vllm_versions -- add 0.34.0     # pins it, and names it wherever it must be named
+    tools/bazel run //tools:vllm_versions -- add 0.34.0     # pins it, and adds it to all files that list versions
     tools/bazel run //tools:vllm_versions -- table          # writes the table of docs/reference/compatibility.md
 
-Tests on a new version run with `tools/bazel test --config=full //tests/contract/... //tests/oracle/...`. Tests that it
-cannot run are named in VLLM_SKIPS of third_party/python/vllm_versions.bzl.
+Tests on a new version run with `tools/bazel test --config=full //tests/contract/... //tests/oracle/...`. Tests that
+cannot run on it are in VLLM_SKIPS of third_party/python/vllm_versions.bzl.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Headless Chromium: that on PATH, else Debian's; apt checks the archive's signature."""
+"""Headless Chromium from PATH, or else from Debian; apt checks the archive's signature."""
 
 _BUILD = """\
 package(default_visibility = ["//visibility:public"])
@@ -14,7 +14,7 @@ filegroup(
 _PROGRAMS = ["chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"]
 
 def _install(rctx):
-    """Makes chromium.sh. Returns why that cannot be done, or nothing."""
+    """Makes chromium.sh. Returns the reason if that fails, or nothing."""
     for program in _PROGRAMS:
         path = rctx.which(program)
         if path:

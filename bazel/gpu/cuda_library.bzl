@@ -25,7 +25,7 @@ def _cuda_objects_impl(ctx):
     archs = [arch for arch in ctx.attr.archs if arch in KNOWN_ARCHS]
     fat = ["-gencode=arch=compute_%s,code=sm_%s" % (arch, arch) for arch in archs]
 
-    # What no machine code is for takes PTX of the lowest, which every later GPU can compile.
+    # PTX of the lowest architecture is for GPUs without machine code: every later GPU can compile it.
     fat.append("-gencode=arch=compute_%s,code=compute_%s" % (archs[0], archs[0]))
 
     objects, code = [], []
@@ -71,16 +71,16 @@ _cuda_objects = rule(
 )
 
 def cuda_library(name, srcs, hdrs = [], deps = [], archs = ["80", "90", "100"], target_compatible_with = [], **kwargs):
-    """A cc_library from .cu files, by the nvcc of this machine; skipped where there is none that works.
+    """A cc_library from .cu files, compiled by the nvcc of this machine; skipped without a working nvcc.
 
-    `<name>_device_code` is what tests read without a GPU: a .cubin for each architecture, and a .ptx.
+    `<name>_device_code` is for tests without a GPU: a .cubin for each architecture, and a .ptx.
 
     Args:
         name: the target's name.
         srcs: .cu files.
         hdrs: headers of this library.
         deps: cc_library targets.
-        archs: compute capabilities, lowest first; those that nvcc does not know are left out.
+        archs: compute capabilities, lowest first; those unknown to nvcc are left out.
         target_compatible_with: further constraints.
         **kwargs: forwarded to cc_library.
     """

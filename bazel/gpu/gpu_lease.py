@@ -1,7 +1,7 @@
-"""A pytest plugin that leases HYBRIDKV_TEST_GPUS GPUs for this process and shows it no others.
+"""A pytest plugin that leases HYBRIDKV_TEST_GPUS GPUs for this process and hides all others from it.
 
-A lease is a lock on /dev/shm/hybridkv-gpu-leases/<index>: the one place that every Bazel sandbox of a
-machine shares and may write. It ends with the process, however that ends.
+A lease is a lock on /dev/shm/hybridkv-gpu-leases/<uuid>: all Bazel sandboxes of a machine share that folder and can
+write to it. The lease ends with the process, even if the process crashes.
 """
 
 import fcntl
@@ -25,11 +25,11 @@ def _gpu_uuids() -> list[str]:
 
 
 def _open_lock(uuid: str) -> IO[str]:
-    """For every user of the machine, whatever the umask of the first."""
+    """Opens a lock file that all users of the machine can open, whatever the umask of the first user."""
     umask = os.umask(0)
     try:
         LEASES.mkdir(mode=0o777, exist_ok=True)
-        # Reading is enough for a lock, so what another user's umask made is good too.
+        # A lock needs read access only, so a file made with another user's umask works too.
         return os.fdopen(os.open(LEASES / uuid, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666))
     finally:
         os.umask(umask)

@@ -1,11 +1,11 @@
-"""A test that says which GPU tests did not run."""
+"""A test that lists the GPU tests that did not run."""
 
 load("@rules_python//python:defs.bzl", "py_test")
 
 def gpu_sentinel(name, build_files, **kwargs):
-    """Names every gpu_test of the tree that lacks something on this machine, as skipped tests with the reason.
+    """Lists every gpu_test of the tree that cannot run on this machine, as a skipped test with the reason.
 
-    `bazel run` it to read the list; in `bazel test` it is the report of a target that passes.
+    `bazel run` prints the list. With `bazel test` it is in the report of this target, which passes.
 
     Args:
         name: the target's name.

@@ -1,8 +1,8 @@
-"""Says how many GPU tests did not run here, and why. BUILD files are read as what they nearly are: Python.
+"""Lists the GPU tests that did not run on this machine, with reasons. Parses BUILD files as Python.
 
-A gpu_test that Bazel skips leaves only a word in Bazel's summary. This target always runs: it lists them, and reports
-each as skipped in its XML. It fails where it finds no gpu_test at all, since then it looks in the wrong place, and
-with `--config=gpu` where one did not run.
+Bazel's summary shows only that a gpu_test was skipped. This target always runs: it lists the skipped tests, and reports
+each as skipped in its XML. It fails if it finds no gpu_test at all, since then it reads the wrong files, and with
+`--config=gpu` if a test did not run.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ class GpuTest:
     label: str
     gpus: int
     needs: tuple[str, ...] = ()
-    """The constraints that it names beside GPUs."""
+    """Its constraints other than GPUs."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What `local_gpus` found."""
+    """Facts that `local_gpus` found."""
 
     gpus: int
     why_no_gpu: str = ""
     why_not: dict[str, str] = field(default_factory=dict)
-    """By constraint: why this machine does not have it, nothing if it has."""
+    """For each constraint, the reason why this machine does not satisfy it; empty if it does."""
 
     def why_not_run(self, test: GpuTest) -> str:
-        """What the test lacks here; nothing if it runs. A constraint that nobody looked for is lacking."""
+        """Reason why the test does not run here; empty if it runs. An unknown constraint counts as not satisfied."""
         reasons = []
         if test.gpus > self.gpus:
             reasons.append(self.why_no_gpu or f"needs {test.gpus} GPUs, and there are {self.gpus}")
@@ -43,7 +43,7 @@ class Machine:
 
 
 def gpu_tests(root: Path) -> list[GpuTest]:
-    """Every gpu_test below `root`, by the calls in its BUILD files."""
+    """All gpu_tests below `root`, found by the calls in BUILD files."""
     found = []
     for path in sorted(root.rglob("BUILD.bazel")):
         package = path.parent.relative_to(root).as_posix()
@@ -57,7 +57,7 @@ def gpu_tests(root: Path) -> list[GpuTest]:
 
 
 def report(tests: list[GpuTest], machine: Machine) -> tuple[str, ET.Element]:
-    """The lines for a reader, and the XML for a machine."""
+    """Returns the lines to print, and the JUnit XML."""
     reasons = {test.label: machine.why_not_run(test) for test in tests}
     skipped = {label: reason for label, reason in reasons.items() if reason}
     suite = ET.Element("testsuite", name="gpu_sentinel", tests=str(len(tests)), skipped=str(len(skipped)))

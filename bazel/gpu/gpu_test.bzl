@@ -3,21 +3,21 @@
 load("//bazel/python:pytest_test.bzl", "pytest_test")
 
 def gpu_test(name, srcs, gpus = 1, args = [], env = {}, tags = [], deps = [], target_compatible_with = [], **kwargs):
-    """A pytest_test that runs alone on its own GPUs, and is skipped where there are too few.
+    """A pytest_test on GPUs that no other test uses at the same time. Skipped if there are too few GPUs.
 
     Bazel skips it on a machine without the GPUs (`SKIPPED` in its summary) and never reports a pass.
-    Within one Bazel server the resource tag keeps tests from sharing a GPU; across servers and
-    users the lease in gpu_lease.py does, and it sets CUDA_VISIBLE_DEVICES. It reaches no network. `--config=gpu` makes
-    a machine without GPUs an error, and //tests/gpu:sentinel_test says what was skipped.
+    Within one Bazel server a resource tag prevents that tests share a GPU. Across servers and users, the lease in
+    gpu_lease.py prevents it, and sets CUDA_VISIBLE_DEVICES. The test has no network. With `--config=gpu` a machine
+    without GPUs is an error. //tests/gpu:sentinel_test lists the skipped tests.
 
     Args:
         name: the target's name.
         srcs: pytest modules.
-        gpus: how many GPUs: 1, 2, 4 or 8.
+        gpus: number of GPUs: 1, 2, 4 or 8.
         args: further arguments of pytest.
         env: further environment variables.
         tags: further tags.
-        deps: what the modules import.
+        deps: imports of the modules.
         target_compatible_with: further constraints.
         **kwargs: forwarded to pytest_test.
     """

@@ -1,7 +1,7 @@
-"""The CUDA toolkit of this machine, if it has one that works with the machine's host compiler.
+"""The CUDA toolkit of this machine, if it works with the host compiler.
 
-Of it come nvcc and ptxas by their paths, the headers, the static runtime, and which architectures nvcc knows. Where there
-is none, targets that need it are incompatible with this machine: Bazel skips them, and `why_not.txt` says why.
+Provides the paths of nvcc and ptxas, the headers, the static runtime, and the architectures that nvcc supports. Without
+a toolkit, targets that need it are incompatible with this machine: Bazel skips them; `why_not.txt` has the reason.
 """
 
 _BUILD = """\
@@ -64,7 +64,7 @@ def _find(rctx):
     return nvcc.realpath.dirname.dirname if nvcc else None
 
 def _libraries(root):
-    """Where the static runtime lies: toolkits differ by packager."""
+    """Folder of the static runtime. It depends on the package of the toolkit."""
     for folder in ("lib64", "lib", "targets/x86_64-linux/lib"):
         if root.get_child(folder).get_child("libcudart_static.a").exists:
             return folder
@@ -78,7 +78,7 @@ def _why_not(rctx, root):
     if not _libraries(root):
         return "%s has no libcudart_static.a" % root
 
-    # An nvcc may be there and yet fail on the host's compiler or C library.
+    # An installed nvcc may fail with the host's compiler or C library.
     rctx.file("probe.cu", _PROBE)
     result = rctx.execute([root.get_child("bin").get_child("nvcc"), "-arch=sm_90", "-cubin", "-o", "probe.cubin", "probe.cu"])
     if result.return_code:

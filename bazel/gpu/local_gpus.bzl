@@ -1,4 +1,4 @@
-"""The platform that this machine is: the host's, with its NVIDIA GPUs, its nvcc and its torch's CUDA as constraints."""
+"""Platform of this machine: the host's, with constraints for its NVIDIA GPUs, its nvcc and the CUDA of its torch."""
 
 _BUILD = """\
 package(default_visibility = ["//visibility:public"])
@@ -23,7 +23,7 @@ def _count(rctx):
     return len(lines), ""
 
 def _why_no_torch(rctx):
-    """Reads the lock and not the torch, which only some builds install."""
+    """Reads the lock instead of the installed torch, because only some builds install it."""
     for line in rctx.read(rctx.attr.engine_lock).splitlines():
         if line.startswith("torch=="):
             pin = line.split(" ")[0]

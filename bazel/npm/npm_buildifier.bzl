@@ -1,4 +1,4 @@
-"""buildifier, from the npm package that carries its binaries; npm checks the hash that the lock gives."""
+"""buildifier, from the npm package with its binaries; npm checks the hash in the lock."""
 
 _BUILD = """\
 package(default_visibility = ["//visibility:public"])
@@ -16,7 +16,7 @@ _BINARIES = {
 }
 
 def _install(rctx):
-    """Returns the binary's path in this repository and, where there is none, the reason."""
+    """Returns the path of the binary in this repository, and the reason if there is none."""
     platform = rctx.os.name.lower() + "-" + rctx.os.arch
     npm = rctx.which("npm")
     if not npm:

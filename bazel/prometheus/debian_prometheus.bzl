@@ -1,4 +1,4 @@
-"""prometheus and promtool: those on PATH, else Debian's; apt checks the archive's signature."""
+"""prometheus and promtool from PATH, or else from Debian; apt checks the archive's signature."""
 
 _BUILD = """\
 package(default_visibility = ["//visibility:public"])
@@ -19,7 +19,7 @@ filegroup(
 _PROGRAMS = ["prometheus", "promtool"]
 
 def _install(rctx):
-    """Puts both programs into bin/. Returns why that cannot be done, or nothing."""
+    """Puts both programs into bin/. Returns the reason if that fails, or nothing."""
     found = {program: rctx.which(program) for program in _PROGRAMS}
     if all(found.values()):
         for program, path in found.items():

@@ -1,4 +1,4 @@
-"""A py_library of a library's code without its prose, so that tests run again only when code changes."""
+"""A py_library of code without comments and docstrings, so that tests run again only when code changes."""
 
 load("@rules_python//python:defs.bzl", "py_library")
 
@@ -32,7 +32,7 @@ _code_only = rule(
 )
 
 def code_library(name, srcs, **kwargs):
-    """Comments and docstrings are left out; each line keeps its number. Wheels hold the sources as they are.
+    """Removes comments and docstrings; line numbers do not change. Wheels contain the unchanged sources.
 
     Args:
         name: the target's name.

@@ -1,6 +1,6 @@
-"""Copies Python files without comments and docstrings; each line of code keeps its number.
+"""Copies Python files without comments and docstrings. Line numbers do not change.
 
-Arguments: a file and its copy, any number of times.
+Arguments: pairs of a file and its copy.
 """
 
 import ast
@@ -11,7 +11,7 @@ import tokenize
 
 
 def code_only(source: str) -> str:
-    """The same program, with the line breaks of comments and docstrings alone."""
+    """The same program. Of comments and docstrings only the line breaks stay."""
     lines = source.split("\n")
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -24,7 +24,7 @@ def code_only(source: str) -> str:
         if not isinstance(constant, ast.Constant) or not isinstance(constant.value, str):
             continue
         first, last = node.lineno - 1, node.end_lineno - 1
-        # The module's own docstring leaves nothing: imports from __future__ come first.
+        # Nothing replaces the docstring of the module, since imports from __future__ come first.
         left = b"" if node is tree.body[0] else b"..."
         before, after = rows[first][: node.col_offset], rows[last][node.end_col_offset :]
         rows[first : last + 1] = [before + left, *[b""] * (last - first)]

@@ -1,4 +1,4 @@
-"""A Python later than this build's, with its headers: Debian's; apt checks the archive's signature."""
+"""A later Python than that of this build, with headers, from Debian; apt checks the archive's signature."""
 
 _BUILD = """\
 load("@rules_cc//cc:defs.bzl", "cc_library")
@@ -34,7 +34,7 @@ def _debian_python_impl(rctx):
         # buildifier: disable=print
         print("no wheel for Python 3.12 and later; " + result.stderr.strip())
 
-    # The script's own message, with its hint, follows apt's.
+    # The message of the script, with its hint, comes after that of apt.
     reason = result.stderr.strip().split("install_python.sh: ")[-1].replace("\n", "; ") if result.return_code else ""
     rctx.file("found.bzl", "FOUND = %s\nREASON = %s\n" % (not result.return_code, repr(reason)))
     rctx.file("BUILD.bazel", _BUILD.format(

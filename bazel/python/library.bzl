@@ -1,4 +1,4 @@
-"""A library of this tree: its code, its tests, its wheel, and what the lint tests read of it."""
+"""A library of this tree: its code, tests, wheel, and sources for the lint tests."""
 
 load("//bazel/python:code_library.bzl", "code_library")
 load("//bazel/python:pytest_test.bzl", "pytest_test")
@@ -16,21 +16,21 @@ def hybridkv_library(
         test_shards = None,
         test_size = "medium",
         **kwargs):
-    """The targets that every package in libs/ has: `<name>`, `<name>_test`, `wheel`, `sdist` and `lint_sources`.
+    """The targets of a package in libs/: `<name>`, `<name>_test`, `wheel`, `sdist` and `lint_sources`.
 
-    The code is `src/hybridkv/<name>`, the tests are all of `tests/`, which finds the package's pages and golden files
-    beside it. The wheel holds all of `src/`. Who may see the library is the package's `default_visibility`, its layer.
+    The code is `src/hybridkv/<name>`. The tests are all of `tests/`; they can read its pages and golden files.
+    The wheel contains all of `src/`. The visibility is the package's `default_visibility`: its layer.
 
     Args:
         name: the package's last name: `planner` for hybridkv.planner.
-        deps: what the code imports.
-        exclude: patterns of files in `src/` that are no part of `<name>`.
+        deps: imports of the code.
+        exclude: patterns of files in `src/` that do not belong to `<name>`.
         test_data: further files that the tests read.
-        test_deps: what the tests import besides.
-        test_env: variables that the tests are given.
-        test_exclude: patterns of files in `tests/` that are no part of `<name>_test`.
-        test_shards: of `<name>_test`.
-        test_size: of `<name>_test`.
+        test_deps: further imports of the tests.
+        test_env: environment variables of the tests.
+        test_exclude: patterns of files in `tests/` that do not belong to `<name>_test`.
+        test_shards: `shard_count` of `<name>_test`.
+        test_size: `size` of `<name>_test`.
         **kwargs: forwarded to py_library.
     """
     code_library(

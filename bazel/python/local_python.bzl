@@ -1,7 +1,7 @@
-"""A Python toolchain from an interpreter that the machine already has.
+"""A Python toolchain from an installed interpreter.
 
-The virtual environment lies in the user's cache: its path is part of each Python action, and results that Bazel keeps
-for all checkouts count only where the path is the same.
+The virtual environment is in the user's cache, so its path is equal in all checkouts. The path is part of each Python
+action, and Bazel reuses a cached result only for the same path.
 """
 
 load("//bazel:cache.bzl", "CACHE_ENVIRON", "cache_folder", "make_once")
@@ -38,7 +38,7 @@ cc_library(
 )
 """
 
-# So that only what compiles an extension fails, and says why.
+# Only targets that compile an extension fail, with this reason.
 _NO_HEADERS = """\
 #error "this Python has no headers; hint: apt-get install python3-dev, or set HYBRIDKV_PYTHON to another Python"
 """
@@ -56,7 +56,7 @@ print(hashlib.sha256(repr((os.path.realpath(sys.executable), sys.version)).encod
 """
 
 def _make_venv(rctx, python):
-    """Returns the path of a virtual environment's Python. The environment hides the packages that the machine has installed."""
+    """Returns the path of a virtual environment's Python. The environment hides the packages of the machine."""
     folder = str(rctx.path("venv"))
     if cache_folder(rctx):
         digest = rctx.execute([python, "-I", "-c", _DIGEST]).stdout.strip()

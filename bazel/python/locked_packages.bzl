@@ -1,18 +1,17 @@
 """The distributions of one hash-locked requirements file, as `@<name>//:<distribution>`.
 
-All of them share one site-packages directory, which enters a test's runfiles as a single link.
-A directory per distribution (rules_python's pip_parse) would break wheels that find each other's
-shared libraries by relative path (torch and nvidia-*, nixl), and would put 67,000 links in every
-test that needs vLLM. The price: within one lock Bazel does not see which distribution a target
-imports, so a missing dependency on a neighbour goes unnoticed here.
+All of them share one site-packages directory, which is a single link in the runfiles of a test. With a directory
+for each distribution (rules_python's pip_parse), wheels that load shared libraries of other wheels by relative paths
+fail (torch and nvidia-*, nixl), and every test that needs vLLM has 67,000 links. The disadvantage: within one lock
+Bazel does not see which distribution a target imports, so it does not detect a missing dependency.
 
-The directory lies in the user's cache, under a digest of the lock: all checkouts share one, and a test's inputs are the
-same in each of them.
+The directory is in the user's cache, under a digest of the lock. So all checkouts share it, and the inputs of a test
+are equal in all of them.
 """
 
 load("//bazel:cache.bzl", "CACHE_ENVIRON", "cache_folder", "make_once")
 
-# uv's wheel carries a static binary. pip fetches it from whatever index this machine is set up for; the hash says which bytes are accepted.
+# uv's wheel contains a static binary. pip fetches it from the configured index and checks the hash.
 _UV = {
     "linux-amd64": struct(
         requirement = "uv==0.13.8 --hash=sha256:e18a57b8b352eb7c8feb317b9f6f533c8f0ad9673fd6cf34bbe3cf1a9f6a8984",
@@ -60,7 +59,7 @@ def _locked(text):
     return pins
 
 def _fetch_uv(rctx, python, uv):
-    """Unpacks the pinned uv into uv/. The venv in @local_python has no pip; the interpreter it was made from has."""
+    """Unpacks the pinned uv into uv/. Uses the pip of the base interpreter: the venv in @local_python has none."""
     rctx.file("uv.txt", uv.requirement + "\n")
     result = rctx.execute([
         python,

@@ -1,11 +1,11 @@
-"""nanobind's C++ sources, from the wheel that the lock installs, as `@nanobind_cc`: for this build's Python, and for the stable ABI."""
+"""C++ sources of nanobind from the locked wheel, as `@nanobind_cc`: for this build's Python and the stable ABI."""
 
 _BUILD = """\
 load("@rules_cc//cc:defs.bzl", "cc_library")
 
 package(default_visibility = ["//visibility:public"])
 
-# And once more for the stable ABI, which is as old as Python 3.12 here.
+# One library for the Python of this build, and one for the stable ABI of Python 3.12.
 [cc_library(
     name = name,
     defines = defines,

@@ -1,4 +1,4 @@
-"""Runs pytest on this test's own source files, the way Bazel wants a test to run."""
+"""Runs pytest on the source files of this test, with Bazel's conventions for tests."""
 
 import gc
 import importlib.util
@@ -11,7 +11,7 @@ import pytest
 
 
 class _Shard:
-    """Keeps every nth test, by the order of collection."""
+    """Keeps every nth test, in the order of collection."""
 
     def __init__(self, index: int, total: int) -> None:
         self.index = index
@@ -25,7 +25,7 @@ class _Shard:
 
 
 class _Collector:
-    """Spares the garbage collector what test modules import, which stays: vLLM makes a million objects."""
+    """Excludes the imports of test modules from garbage collection: vLLM alone creates a million objects."""
 
     def pytest_sessionstart(self) -> None:
         gc.disable()
@@ -36,7 +36,7 @@ class _Collector:
 
 
 class _Ring:
-    """Leaves tests marked `full` to the full run."""
+    """Deselects tests marked `full`, except in the full run."""
 
     def __init__(self, *, is_full: bool) -> None:
         self.is_full = is_full
@@ -54,7 +54,7 @@ class _Ring:
 
 
 def narrow_the_cpu() -> None:
-    """Every interpreter from here on, this one and those that a test starts, says that it has no AVX-512."""
+    """Hides AVX-512 from this interpreter and from all interpreters that a test starts."""
     folder = pathlib.Path(__file__).absolute().parent / "without_avx512"
     sys.path.insert(0, str(folder))
     path = [str(folder), os.environ.get("PYTHONPATH")]
@@ -63,7 +63,7 @@ def narrow_the_cpu() -> None:
 
 
 def _profile(*, is_full: bool) -> str:
-    """Name of hypothesis's settings: 100 examples of a test that gives no number, 50 before a landing."""
+    """Name of the profile of hypothesis: 100 examples in the full run, else 50, for tests that set no number."""
     from hypothesis import settings
 
     settings.register_profile("before-landing", settings.get_profile("ci"), max_examples=50)
@@ -71,8 +71,8 @@ def _profile(*, is_full: bool) -> str:
 
 
 def _draw_the_same_beside_any_module() -> None:
-    """Hypothesis mixes constants of imported modules among its examples. A test would meet other examples when its
-    neighbours change."""
+    """Removes constants of imported modules from the examples. With them, the examples of a test depend on the other
+    imported modules."""
     from hypothesis.internal.conjecture import providers
 
     providers._get_local_constants = providers.Constants
@@ -90,10 +90,10 @@ def main() -> int:
     if only := env.get("TESTBRIDGE_TEST_ONLY"):
         args += ["-k", only]
     if scratch := env.get("TEST_TMPDIR"):
-        # The tree beside the test is read-only, and hypothesis wants to remember its examples.
+        # hypothesis stores its examples, and the tree is read-only.
         env.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", f"{scratch}/hypothesis")
     if not env.get("HYPOTHESIS_EXPLORE") and importlib.util.find_spec("hypothesis"):
-        # The same examples in every run, or a cached result would speak of others than the next run tries.
+        # The same examples in every run. Otherwise a cached result is about other examples than the next run.
         args.append(f"--hypothesis-profile={_profile(is_full='HYBRIDKV_FULL' in env)}")
         _draw_the_same_beside_any_module()
     plugins: list[object] = [_Collector(), _Ring(is_full="HYBRIDKV_FULL" in env)]
@@ -101,7 +101,7 @@ def main() -> int:
         pathlib.Path(env["TEST_SHARD_STATUS_FILE"]).touch()
         plugins.append(_Shard(int(env["TEST_SHARD_INDEX"]), total))
     code = pytest.main(args, plugins)
-    # A shard, or a filter, may leave nothing to run; otherwise a test without tests is a mistake.
+    # With a shard or a filter there may be no test to run; otherwise that is an error.
     if code == pytest.ExitCode.NO_TESTS_COLLECTED and (total or only):
         return 0
     return int(code)

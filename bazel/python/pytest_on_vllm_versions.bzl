@@ -1,4 +1,4 @@
-"""One pytest_test for each version of vLLM beside the locked one."""
+"""One pytest_test for each version of vLLM other than the locked one."""
 
 load("//bazel/python:pytest_test.bzl", "pytest_test")
 load("//third_party/python:vllm_versions.bzl", "VLLM_SKIPS", "VLLM_VERSIONS", "vllm_repository")
@@ -8,7 +8,7 @@ def pytest_on_vllm_versions(name, deps, **kwargs):
 
     Args:
         name: the targets are `<name>_vllm_<version>_test`.
-        deps: those of the test on the locked version.
+        deps: dependencies of the test on the locked version.
         **kwargs: forwarded to pytest_test.
     """
     for version in VLLM_VERSIONS:

@@ -5,7 +5,7 @@ load("@rules_python//python:defs.bzl", "py_test")
 def pytest_test(name, srcs, deps = [], args = [], data = [], **kwargs):
     """Runs pytest modules as one Bazel test, with its XML report, sharding and --test_filter.
 
-    Without a test_*.py among the sources there is nothing to run, and no target is made.
+    Makes no target if the sources contain no test_*.py.
 
     Args:
         name: the target's name.
@@ -13,7 +13,7 @@ def pytest_test(name, srcs, deps = [], args = [], data = [], **kwargs):
         deps: py_library targets that the modules import.
         args: further arguments of pytest.
         data: files that the tests read.
-        **kwargs: forwarded to py_test; `imports` names the folders that helpers are imported from.
+        **kwargs: forwarded to py_test; `imports` lists the folders of helper modules.
     """
     main = Label("//bazel/python:pytest_main.py")
     modules = [src for src in srcs if src.split("/")[-1].split(":")[-1].startswith("test_")]

@@ -1,4 +1,4 @@
-"""Prose leaves the copies of Python files, and nothing else does."""
+"""Copies of Python files lack comments and docstrings, and nothing else."""
 
 from __future__ import annotations
 

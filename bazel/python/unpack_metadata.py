@@ -1,4 +1,4 @@
-"""Unpacks the *.dist-info of the one wheel in a directory, without its RECORD: an index of files that are not there.
+"""Unpacks the *.dist-info of the one wheel in a directory, without its RECORD, an index of files that are missing here.
 
 Arguments: the output directory, and the directory with the wheel.
 """

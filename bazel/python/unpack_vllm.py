@@ -1,4 +1,4 @@
-"""Unpacks the package `vllm` of a source archive, and names its version as that of a CPU build.
+"""Unpacks the package `vllm` from a source archive. Its version becomes that of a CPU build.
 
 unpack_vllm.py URL SHA256 VERSION FOLDER
 """
@@ -11,7 +11,7 @@ import urllib.request
 from pathlib import Path
 
 SUFFIXES = (".py", ".json", ".jinja")
-"""Of the files that are needed; kernels are not."""
+"""Suffixes of the needed files. Kernels are not needed."""
 
 
 def fetch(url: str, sha256: str) -> bytes:
@@ -43,7 +43,7 @@ def unpack(archive: bytes, version: str, folder: Path) -> None:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content.read())
-    # vLLM reads here whether it was built for CPUs.
+    # vLLM reads here whether it is a CPU build.
     info = folder / f"vllm-{version}+cpu.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n", encoding="utf-8")

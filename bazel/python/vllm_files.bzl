@@ -1,7 +1,7 @@
-"""vLLM's Python files of another version than the locked one, as `@vllm_<version>//:files`.
+"""Python files of a version of vLLM other than the locked one, as `@vllm_<version>//:files`.
 
-A wheel of vLLM is a CUDA build of 0.3 GB. The source archive has the same Python files, but those that come with
-kernels. Compiled parts are those of the locked CPU build: `site/vllm` has links to both.
+A wheel of vLLM is a CUDA build of 0.3 GB. The source archive has the same Python files, except those that come
+with kernels. Compiled parts are from the locked CPU build: `site/vllm` has links to both.
 """
 
 load("//bazel:cache.bzl", "CACHE_ENVIRON", "cache_folder", "make_once")

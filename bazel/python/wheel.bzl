@@ -1,9 +1,9 @@
-"""A project's wheel or source distribution, as its pyproject.toml describes it, a directory of them, and a library that is installed."""
+"""Wheels and source distributions from a pyproject.toml, directories of them, and a library with installed metadata."""
 
 load("@rules_python//python:defs.bzl", "py_library")
 
 def _build(ctx, kind, shared):
-    """Has hatchling build it, from the files of the package, and others at their places in the tree."""
+    """Builds with hatchling from the files of the package, and from shared files at their paths in the tree."""
     output = ctx.actions.declare_directory(ctx.label.name)
     files = [ctx.file.pyproject] + ctx.files.srcs
     args = ctx.actions.args()
@@ -20,7 +20,7 @@ def _build(ctx, kind, shared):
     ctx.actions.run(
         executable = ctx.executable._build_wheel,
         arguments = [args],
-        # The entries are dated 1980, so that the file has the same bytes each time.
+        # All entries get a date of 1980, so that the bytes of the file are reproducible.
         env = {"SOURCE_DATE_EPOCH": "315532800"},
         inputs = files + shared + [ctx.file._license],
         outputs = [output],
@@ -149,7 +149,7 @@ _wheel_metadata = rule(
 )
 
 def installed_library(name, wheel, deps, **kwargs):
-    """A py_library that Python takes for an installed distribution: its name, version and entry points are found.
+    """A py_library with the metadata of an installed distribution: Python finds its name, version and entry points.
 
     What needs no code of this tree to be imported (a plugin that its host finds by its entry point) needs this. It
     holds for every process that a Bazel target starts, because sys.path reaches them in PYTHONPATH.

@@ -1,13 +1,14 @@
-"""Questions of run.sh that Python answers on the GPU machine. Nothing here needs a GPU to say that there is none.
+"""Checks of the GPU machine, called by run.sh. All of them also run without a GPU, and report that.
 
-    checks.py facts           versions, and the distributions that the stages need; fails without a GPU
-    checks.py gpu             torch sees a GPU
-    checks.py libraries       libhybridkv_cuda.so can be loaded, and the GPU takes its kernel
-    checks.py copies          who copies in the way "engine"
-    checks.py report FILE     how many tests of a JUnit report ran, and why not; fails if one was skipped or none ran
-    checks.py vllm            vLLM for CUDA can be imported
+    checks.py facts           prints versions of Python and of the needed distributions; fails without a GPU
+    checks.py gpu             checks that torch sees a GPU
+    checks.py libraries       checks that libhybridkv_cuda.so can be loaded, and that the GPU accepts its kernel
+    checks.py copies          prints the implementation of the copy mode "engine"
+    checks.py report FILE     counts the tests of a JUnit report, with reasons; fails if one failed or was skipped, or
+                              if none ran
+    checks.py vllm            checks that vLLM for CUDA can be imported
 
-The line of an answer that counts begins with "result:". Exit status 1: the answer is no.
+The result is in the line that begins with "result:". Exit status 1: the check failed.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import sys
 import xml.etree.ElementTree as ET
 
 EXPECTED = ("numpy", "torch")
-"""Too large for the bundle, and on every machine that computes on a GPU in Python."""
+"""Not in the bundle: too large, and installed on every machine that uses a GPU from Python."""
 MOST_REASONS = 5
-"""Of tests that failed, ended with an error or were skipped."""
+"""Maximum number of printed reasons of failures, errors and skips."""
 MOST_CHARACTERS = 200
 IS_DRY = bool(os.environ.get("DRY"))
 NEEDED = (*EXPECTED, "pytest", "hypothesis", "xxhash", "msgspec", "vllm", "triton")

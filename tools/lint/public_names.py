@@ -1,10 +1,10 @@
 """Compares each library's version and public names with its CHANGELOG.md and its public_names.txt.
 
-    python tools/lint/public_names.py            # says what is wrong
-    python tools/lint/public_names.py --write    # records names that are new or gone
+    python tools/lint/public_names.py            # prints the problems
+    python tools/lint/public_names.py --write    # records added and removed names
 
 Public are: the names in `__all__` of a package; the commands and entry points in pyproject.toml, and their subcommands;
-the modules of a library with neither `__all__` nor a command. A line of public_names.txt has the version that brought a
+the modules of a library with neither `__all__` nor a command. A line of public_names.txt has the version that added a
 name, and after `to` the version that removed it. A name of a released version (the heading in the CHANGELOG does not
 say "unreleased") is removed only by a version outside of the ranges that other libraries require, and with an entry of
 the CHANGELOG that names it.
@@ -34,7 +34,7 @@ class Section:
 
     @property
     def compatible(self) -> tuple[int, ...]:
-        """The part of the version that changes when a name may go: `>=0.1,<0.2`."""
+        """Range of versions in which no name may be removed: `>=0.1,<0.2`."""
         return tuple(map(int, self.version.split(".")))[:2]
 
 
@@ -77,13 +77,13 @@ class Library:
         return found | {f"{group}:{name}" for group, entries in groups.items() for name in entries}
 
     def record(self) -> list[tuple[str, str, str]]:
-        """The recorded names as (version that brought it, version that removed it or "", name)."""
+        """The recorded names as (version that added it, version that removed it or "", name)."""
         path = self.folder / RECORD
         fields = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
         return [(each[0], each[2] if len(each) == 4 else "", each[-1]) for each in fields]
 
     def check(self) -> list[str]:
-        """What is wrong, one line each."""
+        """The problems, one line each."""
         version, sections = self.project["version"], self.sections
         wrong = []
         if sections[0].version != version:
@@ -99,7 +99,7 @@ class Library:
         return [f"{self.folder}: {problem}" for problem in wrong]
 
     def _removal_problems(self, name: str, until: str) -> list[str]:
-        """Why a version may not remove a name that was released."""
+        """Reasons why a version may not remove a released name."""
         sections = self.sections
         position = next((index for index, each in enumerate(sections) if each.version == until), None)
         if position is None:
@@ -113,7 +113,8 @@ class Library:
         return wrong
 
     def write(self) -> None:
-        """Records the names of the sources. Released names that are gone stay, with the version that removed them.
+        """Records the names of the sources. Released names that were removed stay, with the version that removed
+        them.
 
         A version that is released itself removes nothing: a name that it lacks stays recorded as present.
         """

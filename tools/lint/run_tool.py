@@ -2,8 +2,8 @@
 
     run_tool.py [--suffix=.py ...] TOOL [ARGUMENT ...]
 
-TOOL is a program's path when it has a slash, else a Python module. With --suffix the files of the
-tree that end so are appended; without, the tool finds its files by the root pyproject.toml.
+TOOL is the path of a program if it contains a slash, else a Python module. With --suffix, all files of the tree with
+that suffix are appended. Otherwise the tool finds its files through the root pyproject.toml.
 """
 
 import argparse

@@ -1,12 +1,12 @@
-"""What the tests of the whole tree read of one package."""
+"""Files of one package for the tests of the whole tree."""
 
 _PATTERNS = ["*.bazel", "*.bzl", "*.py", "*.pyi"]
 
 def lint_sources(name, srcs = None, files = None):
     """Collects the package's Python and Starlark files, and all of its files, new ones too.
 
-    //tools/lint lists the packages; a new package joins there. All files are `package_files`: the test of the pages
-    looks there for what they name.
+    //tools/lint lists the packages; a new package joins there. All files are in `package_files`: the test of
+    the pages checks that the files that pages name exist.
 
     Args:
         name: `lint_sources` in every package.

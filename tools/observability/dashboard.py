@@ -1,6 +1,6 @@
 """Writes the Grafana dashboard: `tools/bazel run //tools/observability:dashboard > deploy/grafana/hybridkv.json`.
 
-A panel for every metric that is declared, after a few that set metrics in relation. Needs no Grafana.
+First a few panels that relate metrics to each other, then a panel for every declared metric. Needs no Grafana.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 from hybridkv.metrics import CATALOGUE, Catalogue, Metric, Section, View
 
 SCHEMA_VERSION: Final = 39
-"""Of Grafana 11; later ones read it too."""
+"""Version of the format in Grafana 11. Later versions of Grafana read it too."""
 COLUMNS: Final = 24
 PANEL_WIDTH: Final = 8
 PANEL_HEIGHT: Final = 8
@@ -24,7 +24,7 @@ VARIABLES: Final = {
     "engine": "vllm:hybridkv_hit_tokens_total",
     "connector": "vllm:kv_connector_mc_queries_total",
 }
-"""Variables of the dashboard, each with a metric that knows the values."""
+"""Variables of the dashboard, each with a metric that has their values as labels."""
 WINDOW: Final = "$__rate_interval"
 _QUANTILES: Final = (0.5, 0.99)
 _UNITS: Final = {"bytes": "bytes", "seconds": "s"}
@@ -188,7 +188,7 @@ def _plain(metric: Metric) -> str:
 
 
 def _difference(metric: Metric, beside: Sequence[Metric]) -> str:
-    """A metric's name without the words that it begins or ends with as the others do."""
+    """Name of a metric without its common prefix and suffix."""
     words = [_plain(other).split() for other in beside]
     mine = _plain(metric).split()
     while len(mine) > 1 and all(len(other) > 1 and other[0] == words[0][0] for other in words):
@@ -242,7 +242,7 @@ def _row(section: Section, panel_id: int, top: int) -> dict[str, Any]:
 
 
 def _panel(panel: Shown, panel_id: int, place: dict[str, int]) -> dict[str, Any]:
-    # Engines are told apart only where the operator looks at several.
+    # Engines are separate curves only if the operator chose several.
     targets = [
         {
             "refId": chr(ord("A") + number),

@@ -1,4 +1,4 @@
-"""Files of the repository that describe the metrics to others."""
+"""Files of the repository that describe the metrics."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ def test_each_metric_is_shown_by_a_panel(metric: Metric) -> None:
 
 
 def curves_of(metric: Metric) -> list[tuple[str, str]]:
-    """Queries that read a metric, each with the name of its curves."""
+    """Queries of a metric, each with the name of its curves."""
     named = re.compile(rf"{metric.name}{'_bucket' if metric.buckets else ''}\b")
     return [curve for panel in shown(CATALOGUE) for curve in panel.queries if named.search(curve[0])]
 

@@ -2,8 +2,8 @@
 
     build_site.py ROOT OUTPUT
 
-The pages keep their places, so their links need no change. A page of the API of each library is added, which
-mkdocstrings fills from the docstrings. No library of ours is imported.
+The pages keep their paths, so their links do not change. Adds an API page for each library, which mkdocstrings fills
+from the docstrings. Imports none of the libraries.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def stage(root: Path, folder: Path) -> None:
 
 
 def reachable(root: Path, first: list[str]) -> Iterator[str]:
-    """Pages and files that links lead to from some pages, which are among them."""
+    """The given pages, and all pages and files that are reachable from them by links."""
     waiting, seen = list(first), set(first)
     while waiting:
         name = waiting.pop()

@@ -8,7 +8,7 @@ def _site_impl(ctx):
     ctx.actions.run(
         executable = ctx.executable._build_site,
         arguments = [args],
-        # Dates the pages 1980, so that the folder has the same bytes each time.
+        # All pages get a date of 1980, so that the bytes of the folder are reproducible.
         env = {"SOURCE_DATE_EPOCH": "315532800"},
         inputs = ctx.files.srcs,
         outputs = [output],

@@ -1,8 +1,8 @@
-"""Makes an x86-64 machine one that has AVX2 and nothing wider, for every interpreter that finds this on its path.
+"""Limits an x86-64 machine to AVX2, for every interpreter that has this file on its path.
 
-Libraries that choose their instructions themselves are told by the environment. vLLM asks torch: which of its own
-libraries to load, which attention kernels to run, how to lay states out in memory; so torch's answer is narrowed. What
-numpy and the C library run stays as it is: their results do not depend on it.
+Environment variables limit the libraries that choose their instructions themselves. vLLM uses torch's list of CPU
+features to choose its libraries, attention kernels and the memory layout of states, so that list is shortened. numpy
+and the C library are not limited: their results do not depend on the instructions.
 """
 
 import importlib.abc
@@ -17,7 +17,7 @@ VARIABLES = {
     "ONEDNN_MAX_CPU_ISA": "AVX2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     "HYBRIDKV_CPU_LEVEL": "avx2",
-    # For who starts an interpreter without this one's PYTHONPATH.
+    # For tests that start an interpreter with another PYTHONPATH.
     "HYBRIDKV_NARROW_SITE": os.path.dirname(os.path.abspath(__file__)),
 }
 MODULE = "torch.cpu"
@@ -25,7 +25,7 @@ WIDER = ("avx512", "avx10", "amx", "avx_vnni", "avx_ne_convert")
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads the module as its own loader does, then takes the wider instructions out of its answer."""
+    """Loads the module with its own loader, then removes wider instructions from its list of features."""
 
     def __init__(self, loader: importlib.abc.Loader) -> None:
         self._loader = loader
