@@ -73,7 +73,7 @@ void check(const std::string& name, const RunSource& source, Memory& destination
   for (const Way& way : every_way(pool)) {
     destination.poison();
     hybridkv::cpu::copy(source, way.options);
-    expect(destination.everything() == wanted, name + ": copied as the reference does, " + way.name);
+    expect(destination.everything() == wanted, name + ": same bytes as the reference, " + way.name);
   }
   for (const std::size_t runs_per_record : record_sizes) {
     const std::vector<std::int64_t> ends = record_ends_of(runs.size(), runs_per_record);
@@ -87,8 +87,8 @@ void check(const std::string& name, const RunSource& source, Memory& destination
       std::vector<Digest128> digests(ends.size(), {0xA5A5, 0xA5A5});
       destination.poison();
       hybridkv::cpu::copy_and_digest(source, ends.data(), ends.size(), digests.data(), way.options);
-      expect(destination.everything() == wanted, which + ": copied as the reference does, with digests");
-      expect(digests == wanted_digests, which + ": digests of what was copied");
+      expect(destination.everything() == wanted, which + ": same bytes as the reference, with digests");
+      expect(digests == wanted_digests, which + ": digests of the copied bytes");
       digests.assign(ends.size(), {0xA5A5, 0xA5A5});
       hybridkv::cpu::digest(source, ends.data(), ends.size(), digests.data(), way.options);
       expect(digests == wanted_digests, which + ": digests without a copy");
@@ -98,7 +98,7 @@ void check(const std::string& name, const RunSource& source, Memory& destination
 
 struct PageCase {
   std::uint64_t page_bytes;
-  std::uint64_t padding;  // behind each page
+  std::uint64_t padding;  // after each page
   std::size_t num_blocks;
   std::size_t num_pages;
   std::size_t misalignment;

@@ -18,7 +18,7 @@ inline void expect(bool holds, const std::string& claim) {
   std::exit(EXIT_FAILURE);
 }
 
-// The same bytes each run, without a pattern that a wrong copy could reproduce.
+// The same bytes in each run, without a pattern that a wrong copy could reproduce.
 class Noise {
  public:
   explicit Noise(std::uint64_t seed) : state_(seed * 0x9E3779B97F4A7C15 + 1) {}
@@ -37,7 +37,7 @@ class Noise {
 inline constexpr unsigned char kPoison = 0xA5;
 inline constexpr std::size_t kMemoryPageBytes = 4096;
 
-// Memory that starts `misalignment` bytes behind the start of a memory page, as O_DIRECT wants it when that is 0.
+// Memory that starts `misalignment` bytes after the start of a page. With 0 it suits O_DIRECT.
 class Memory {
  public:
   Memory(std::size_t num_bytes, std::size_t misalignment)
@@ -56,7 +56,7 @@ class Memory {
   }
   void poison() { bytes_.assign(bytes_.size(), kPoison); }
 
-  // All of it, the guards too.
+  // All of it, including the guards.
   const std::vector<unsigned char>& everything() const { return bytes_; }
 
  private:

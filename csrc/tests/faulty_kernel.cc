@@ -37,8 +37,7 @@ std::map<int, Completions> rings;
 
 bool is_one_in(std::uint64_t count) { return count != 0 && noise.below(count) == 0; }
 
-// What becomes of a call that moved, or would move, so many bytes: an errno below 0, or how many it is said to have
-// moved.
+// Result of a call that moves `num_bytes`: a negative errno, or the reported number of bytes.
 std::int64_t fate_of(std::int64_t num_bytes) {
   const std::lock_guard lock(mutex);
   if (is_one_in(faults.failed_one_in)) {
@@ -83,7 +82,7 @@ void open_ring(int fd, const io_uring_params& parameters) {
   if (start == MAP_FAILED) return;
   const std::lock_guard lock(mutex);
   Completions& ring = rings[fd];
-  if (ring.start != nullptr) munmap(ring.start, ring.num_bytes);  // of a ring that had this descriptor before
+  if (ring.start != nullptr) munmap(ring.start, ring.num_bytes);  // an earlier ring with this descriptor
   ring = {parameters, static_cast<char*>(start), num_bytes, 0};
 }
 
@@ -104,7 +103,7 @@ void change_completions(int fd) {
   const std::uint32_t tail = load(ring, ring.parameters.cq_off.tail);
   for (; ring.num_seen != tail; ++ring.num_seen) {
     io_uring_cqe& entry = entries[ring.num_seen & mask];
-    if (entry.user_data == ~std::uint64_t{0} || entry.res < 0) continue;  // of a queue's own, or a real error
+    if (entry.user_data == ~std::uint64_t{0} || entry.res < 0) continue;  // the queue's own request, or a real error
     lock.unlock();
     const std::int64_t fate = fate_of(entry.res);
     lock.lock();
@@ -112,7 +111,7 @@ void change_completions(int fd) {
   }
 }
 
-// Of a call that hands over entries: an errno, or 0 and perhaps fewer of them. Then the kernel waits for nothing.
+// Result of a call that submits entries: an errno, or 0 and perhaps fewer entries. Then the kernel does not wait.
 int change_handing_over(long (&argument)[6]) {
   const std::lock_guard lock(mutex);
   long& count = argument[1];

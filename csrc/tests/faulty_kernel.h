@@ -1,8 +1,8 @@
-// A kernel that does less than it was asked, is interrupted, refuses, or fails: it stands between the queues and the
-// real one. Every program that links faulty_kernel.cc calls it, since it has the names that the queues call.
+// Injects faults into system calls: partial transfers, interruptions, refusals and errors. Defines the functions that
+// the queues call, so every program that links faulty_kernel.cc uses it.
 //
-// What it says of a call it has also done, but for errors, of which it says what it likes. So whoever repeats what was
-// not done as he should ends with the same bytes as without it.
+// Except for injected errors, a call does what its result says. So a queue that correctly repeats partial calls ends
+// with the same bytes as without faults.
 #ifndef HYBRIDKV_TESTS_FAULTY_KERNEL_H_
 #define HYBRIDKV_TESTS_FAULTY_KERNEL_H_
 
@@ -12,18 +12,18 @@ namespace hybridkv::testing {
 
 struct Faults {
   std::uint64_t seed = 1;
-  // Once in so many calls, or completions of a ring; 0: never.
-  std::uint64_t partial_one_in = 0;      // fewer bytes than were asked for, or fewer entries taken
+  // Each fault happens once in that many calls or completions of a ring; 0: never.
+  std::uint64_t partial_one_in = 0;      // fewer bytes moved, or fewer entries taken
   std::uint64_t interrupted_one_in = 0;  // EINTR, EAGAIN
-  std::uint64_t failed_one_in = 0;       // EIO; ENOMEM for what a ring was given
-  std::uint64_t unit_bytes = 1;          // a part is whole ones: with O_DIRECT a kernel stops nowhere else
+  std::uint64_t failed_one_in = 0;       // EIO; ENOMEM for entries of a ring
+  std::uint64_t unit_bytes = 1;          // granularity of partial transfers; O_DIRECT needs whole units
 };
 
-// From now on. Not while a queue has something in flight.
+// Applies from now on. Must not be called while a queue has requests in flight.
 void set_faults(const Faults& faults);
-// Calls and completions that were said to have failed, since then.
+// Number of injected failures since then.
 std::uint64_t num_failed();
-// Those that were partial or interrupted.
+// Number of partial or interrupted calls since then.
 std::uint64_t num_repeated();
 
 }  // namespace hybridkv::testing

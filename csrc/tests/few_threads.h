@@ -1,4 +1,4 @@
-// A process that gets some more threads, and then none.
+// Limits the number of threads that a process can start.
 #ifndef HYBRIDKV_TESTS_FEW_THREADS_H_
 #define HYBRIDKV_TESTS_FEW_THREADS_H_
 
@@ -13,8 +13,8 @@
 
 namespace hybridkv::testing {
 
-// While this lives there is address space for the stacks of `num_threads` threads, and for half a stack beside them:
-// what a sanitizer and the allocator take for each is little of that.
+// While this object exists, there is address space for the stacks of `num_threads` threads and half a stack more. A
+// sanitizer and the allocator need little of that for each thread.
 class FewThreads {
  public:
   explicit FewThreads(std::size_t num_threads) {

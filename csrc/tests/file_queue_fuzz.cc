@@ -1,6 +1,5 @@
-// Any sequence of requests, on either backend, over a kernel that does less than it was asked, leaves the bytes that a
-// plain model has. What the model cannot know is not asked for: two requests that touch the same bytes, one of which
-// writes, are not in flight together.
+// Random sequences of requests, on either backend, over a kernel with injected faults, leave the same bytes as a model.
+// Two requests for the same bytes are not in flight together if one of them writes, because the result is undefined.
 #include "csrc/cpu/file_queue.h"
 
 #include <fcntl.h>
@@ -39,7 +38,7 @@ constexpr std::size_t kPageBytes = 4096;
 constexpr std::size_t kLargestFileBytes = 40 * kPageBytes;
 constexpr std::size_t kMaxSteps = 120;
 
-// A file and what it must hold.
+// A file and its expected content.
 class File {
  public:
   explicit File(bool is_direct) : is_direct_(is_direct) {
@@ -91,7 +90,7 @@ class File {
     std::vector<unsigned char> found(bytes_.size() + 1);
     const ssize_t got = pread(plain_, found.data(), found.size(), 0);
     expect(got == static_cast<ssize_t>(bytes_.size()), "the file is as long as the model");
-    expect(holds(0, found.data(), bytes_.size()), "the file holds what the model does");
+    expect(holds(0, found.data(), bytes_.size()), "the file equals the model");
   }
 
  private:
@@ -112,7 +111,7 @@ struct Pending {
   File* file;
   std::size_t offset;
   std::size_t num_bytes;
-  int error;  // that it must end with, if nothing else fails
+  int error;  // expected result, if no fault is injected
   bool wants_digest;
   std::unique_ptr<Memory> memory;
 
@@ -180,9 +179,9 @@ class Session {
     }
     const bool is_taken = queue_->submit({next_tag_, one.operation, fd, static_cast<std::int64_t>(one.offset),
                                           extents_of(*one.memory, unit), one.wants_digest});
-    expect(is_taken == (pending_.size() < max_in_flight_), "a queue takes what it has room for, and no more");
+    expect(is_taken == (pending_.size() < max_in_flight_), "a queue takes requests up to its limit");
     if (is_taken) pending_.emplace(next_tag_++, std::move(one));
-    expect(queue_->num_in_flight() == pending_.size(), "it knows what is in flight");
+    expect(queue_->num_in_flight() == pending_.size(), "the queue counts the requests in flight");
   }
 
   bool collides(const Pending& one) const {
@@ -198,7 +197,7 @@ class Session {
     return false;
   }
 
-  // The memory in pieces, some of them empty; sometimes more of them than one call takes.
+  // The memory as extents, some of them empty; sometimes more than one system call takes.
   std::vector<iovec> extents_of(Memory& memory, std::size_t unit) {
     std::vector<iovec> extents;
     const std::size_t largest = choices_.one_in(5) ? 2 : memory.size() / unit + 1;
@@ -218,13 +217,13 @@ class Session {
     const double timeouts_s[] = {0.0, 0.0005, kLongS};
     const std::size_t wanted = std::min({min_completions, capacity, pending_.size()});
     const std::vector<FileCompletion> reaped = queue_->reap(min_completions, capacity, timeouts_s[patience]);
-    expect(reaped.size() <= capacity, "no more than asked for");
+    expect(reaped.size() <= capacity, "reap returns at most its capacity");
     if (patience == 2 && reaped.size() < wanted) {
-      expect(num_wakes_ > 0, "who waits long gets what he waits for, unless he was woken");
+      expect(num_wakes_ > 0, "a long wait returns completions, unless it was woken");
       --num_wakes_;
     }
     for (const FileCompletion& completion : reaped) end(completion);
-    expect(queue_->num_in_flight() == pending_.size(), "what was reaped is in flight no more");
+    expect(queue_->num_in_flight() == pending_.size(), "reaped requests are no longer in flight");
   }
 
   void end(const FileCompletion& completion) {
@@ -234,12 +233,12 @@ class Session {
     pending_.erase(found);
     const auto moved = static_cast<std::size_t>(completion.num_bytes);
     const bool has_failed = completion.error == EIO || completion.error == ENOMEM;
-    if (has_failed) expect(hybridkv::testing::num_failed() > 0, "nothing fails by itself");
+    if (has_failed) expect(hybridkv::testing::num_failed() > 0, "a request fails only with an injected fault");
     if (!has_failed) {
       expect(completion.error == one.error, "it ends with " + std::to_string(one.error) + ", not " + std::to_string(completion.error));
     }
-    expect(moved <= one.num_bytes, "no more is moved than was asked for");
-    if (completion.error == 0) expect(moved == one.num_bytes, "all of it");
+    expect(moved <= one.num_bytes, "at most the requested bytes are moved");
+    if (completion.error == 0) expect(moved == one.num_bytes, "a successful request moves all bytes");
     if (one.writes()) {
       one.file->may_have_written(one.offset, has_failed ? one.num_bytes : 0);
       one.file->wrote(one.offset, one.memory->data(), moved);
@@ -251,18 +250,18 @@ class Session {
   void check_read(Pending& one, const FileCompletion& completion, std::size_t moved) {
     const std::size_t size = one.file->size();
     if (completion.error == ENODATA) {
-      expect(moved == (one.offset < size ? size - one.offset : 0), "as far as the file reaches");
+      expect(moved == (one.offset < size ? size - one.offset : 0), "a read moves bytes up to the end of the file");
     }
-    expect(one.file->holds(one.offset, one.memory->data(), moved), "what is read is what was written");
+    expect(one.file->holds(one.offset, one.memory->data(), moved), "a read returns the written bytes");
     const bool has_digest = one.wants_digest && completion.error == 0;
     const hybridkv::Digest128 digest =
         has_digest ? hybridkv::xxh3::digest(one.memory->data(), one.num_bytes) : hybridkv::Digest128{};
-    expect(completion.digest == digest, "with its digest, if that was asked for");
+    expect(completion.digest == digest, "a completion has the digest, if requested");
     const std::vector<unsigned char>& all = one.memory->everything();
     const auto inside = static_cast<std::size_t>(one.memory->data() - all.data());
     for (std::size_t byte = 0; byte < all.size(); ++byte) {
       if (byte >= inside && byte < inside + one.num_bytes) continue;
-      expect(all[byte] == hybridkv::testing::kPoison, "and nothing around it");
+      expect(all[byte] == hybridkv::testing::kPoison, "no byte around the memory changes");
     }
   }
 
@@ -285,7 +284,7 @@ class Session {
   Choices& choices_;
   std::array<std::unique_ptr<File>, 2> files_;
   std::size_t max_in_flight_ = 0;
-  // Behind what it moves: its end waits for what is in flight.
+  // Declared after the memory: its destructor waits for requests in flight.
   std::map<std::int64_t, Pending> pending_;
   std::unique_ptr<FileQueue> queue_;
   std::int64_t next_tag_ = 1;

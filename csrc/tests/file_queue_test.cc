@@ -117,7 +117,7 @@ void check_many(const Backend& backend, const File& file, std::size_t alignment)
       expect(queue->num_in_flight() == std::min<std::size_t>(8, kNumRecords - completions.size()), "the bound is used");
       for (const FileCompletion& one : queue->reap(1, 5, kLongS)) {
         expect(one.error == 0, backend.name + ": no error, " + std::strerror(one.error));
-        expect(completions.emplace(one.tag, one).second, backend.name + ": a completion comes once");
+        expect(completions.emplace(one.tag, one).second, backend.name + ": each request completes once");
       }
     }
     for (std::size_t record = 0; record < kNumRecords; ++record) {
@@ -125,7 +125,7 @@ void check_many(const Backend& backend, const File& file, std::size_t alignment)
       expect(one.num_bytes == static_cast<std::int64_t>(written[record]->size()), backend.name + ": all bytes moved");
       if (!reads) continue;
       expect(std::memcmp(read[record]->data(), written[record]->data(), written[record]->size()) == 0,
-             backend.name + ": what was written is read");
+             backend.name + ": a read returns the written bytes");
       expect(one.digest == digest_of(*written[record]), backend.name + ": with its digest");
     }
   }
@@ -138,9 +138,9 @@ void check_edges(const Backend& backend) {
   const std::unique_ptr<FileQueue> queue = queue_of(backend, 2);
   Memory written(10000, 0);
   written.fill(3);
-  expect(queue->reap(1, 8, kLongS).empty(), backend.name + ": there is nothing to wait for");
+  expect(queue->reap(1, 8, kLongS).empty(), backend.name + ": an empty queue does not wait");
   expect(only(*queue, request(FileOperation::kWrite, file.fd(), 5, {{written.data(), written.size()}})).error == 0,
-         backend.name + ": written at an odd place");
+         backend.name + ": a write at an unaligned offset");
 
   // More extents than one system call accepts, including empty ones.
   Memory read(written.size(), 0);
@@ -167,9 +167,9 @@ void check_edges(const Backend& backend) {
            "there is room");
   }
   expect(!queue->submit(request(FileOperation::kRead, file.fd(), 5, {{read.data(), 10}})),
-         backend.name + ": a full queue says no");
-  expect(queue->reap(2, 1, kLongS).size() == 1, backend.name + ": no more than asked for");
-  expect(queue->reap(2, 8, kLongS).size() == 1, backend.name + ": the rest later");
+         backend.name + ": a full queue refuses");
+  expect(queue->reap(2, 1, kLongS).size() == 1, backend.name + ": reap returns at most its capacity");
+  expect(queue->reap(2, 8, kLongS).size() == 1, backend.name + ": the next reap returns the rest");
 }
 
 // A read of a pipe ends after a write to it; until then a request is in flight.
@@ -183,7 +183,8 @@ void check_timeout(const Backend& backend) {
     waits.offset = -1;
     expect(queue->submit(std::move(waits)), "there is room");
     const bool can_wait = backend.backend == FileBackend::kUring;  // preadv refuses pipes
-    expect(queue->reap(can_wait ? 1 : 0, 8, 0.01).empty() || !can_wait, backend.name + ": waiting gives up in time");
+    expect(queue->reap(can_wait ? 1 : 0, 8, 0.01).empty() || !can_wait,
+           backend.name + ": a wait ends after its timeout");
     expect(write(ends[1], "x", 1) == 1, "a byte is written");
     const std::vector<FileCompletion> reaped = queue->reap(1, 8, kLongS);
     if (can_wait) expect(reaped.size() == 1 && reaped[0].error == 0 && byte == 'x', backend.name + ": it came");
@@ -194,7 +195,7 @@ void check_timeout(const Backend& backend) {
   close(ends[1]);
 }
 
-// Waits that are longer than a clock can count.
+// Timeouts that are longer than a clock can represent.
 void check_long_waits(const Backend& backend) {
   const File file;
   const std::unique_ptr<FileQueue> queue = queue_of(backend, 1);
@@ -203,7 +204,7 @@ void check_long_waits(const Backend& backend) {
     for (int turn = 0; turn < 20; ++turn) {
       expect(queue->submit(request(FileOperation::kWrite, file.fd(), 0, {{memory.data(), memory.size()}})),
              "a request");
-      expect(queue->reap(1, 8, timeout_s).size() == 1, backend.name + ": a long wait does not end before it must");
+      expect(queue->reap(1, 8, timeout_s).size() == 1, backend.name + ": a long wait does not end early");
     }
   }
   expect(queue->submit(request(FileOperation::kWrite, file.fd(), 0, {{memory.data(), memory.size()}})), "a request");
@@ -213,7 +214,7 @@ void check_long_waits(const Backend& backend) {
       num_ended += queue->reap(1, 8, timeout_s).size();
     }
   }
-  expect(num_ended == 1, backend.name + ": what is no time is no wait");
+  expect(num_ended == 1, backend.name + ": an invalid timeout is no wait");
 }
 
 void check_few_threads() {
@@ -223,13 +224,13 @@ void check_few_threads() {
   Memory memory(10000, 0);
   for (std::int64_t number = 0; number < 8; ++number) {
     expect(queue->submit(request(FileOperation::kWrite, file.fd(), number, {{memory.data(), memory.size()}})),
-           "as many requests as always");
+           "the queue takes as many requests as before");
   }
   std::size_t num_ended = 0;
   while (num_ended < 8) num_ended += queue->reap(1, 8, kLongS).size();
 }
 
-// As the rules of a container may have it: a ring can be made, and not be used. In a child, for good.
+// With the seccomp rules of some containers a ring can be made but not used. Runs in a child: rules are permanent.
 void check_refused_enter() {
   const pid_t child = fork();
   if (child == 0) {
@@ -241,7 +242,7 @@ void check_refused_enter() {
     };
     const sock_fprog program{sizeof rules / sizeof rules[0], rules};
     if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0 || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) {
-      std::puts("this process may not be given rules: that part did not run");
+      std::puts("this process cannot set seccomp rules: that part did not run");
       _exit(EXIT_SUCCESS);
     }
     const bool is_refused = hybridkv::cpu::make_file_queue(FileBackend::kUring, 4, 1) == nullptr && errno == EPERM;
@@ -249,10 +250,10 @@ void check_refused_enter() {
   }
   int status = 0;
   expect(waitpid(child, &status, 0) == child && status == 0,
-         "a ring that cannot be used is no ring, and errno says why");
+         "a ring that cannot be used counts as missing, and errno has the reason");
 }
 
-// What is lacking now may be there at the next call: the answer is not kept. In a child, before anybody asked.
+// A missing resource may be available at the next call, so the result is not cached. In a child, before the first call.
 void check_lacking_ring() {
   const pid_t child = fork();
   if (child == 0) {
@@ -266,9 +267,9 @@ void check_lacking_ring() {
     _exit(!has_without && hybridkv::cpu::has_uring() == has_with ? EXIT_SUCCESS : EXIT_FAILURE);
   }
   int status = 0;
-  expect(waitpid(child, &status, 0) == child && status == 0, "a ring that is lacking is asked for again");
-  expect(hybridkv::cpu::is_passing(EAGAIN) && hybridkv::cpu::is_passing(EMFILE), "what is lacking may come");
-  expect(!hybridkv::cpu::is_passing(EPERM) && !hybridkv::cpu::is_passing(ENOSYS), "what is refused stays so");
+  expect(waitpid(child, &status, 0) == child && status == 0, "a missing ring is tried again");
+  expect(hybridkv::cpu::is_passing(EAGAIN) && hybridkv::cpu::is_passing(EMFILE), "missing resources are temporary");
+  expect(!hybridkv::cpu::is_passing(EPERM) && !hybridkv::cpu::is_passing(ENOSYS), "refusals are permanent");
 }
 
 }  // namespace
@@ -281,7 +282,7 @@ int main() {
     check_refused_enter();
   } else {
     expect(hybridkv::cpu::make_file_queue(FileBackend::kUring, 4, 1) == nullptr, "no io_uring, no queue of it");
-    std::puts("io_uring is not to be had here: its half of the test did not run");
+    std::puts("io_uring is not available: its half of the test did not run");
   }
   for (const Backend& backend : backends) {
     check_many(backend, File(), 100);

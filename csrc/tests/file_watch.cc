@@ -1,12 +1,12 @@
-// Preloaded into a process (LD_PRELOAD), writes down what it gave the kernel to write and to sync, and when each of
-// these ended: by io_uring, by the threads of a file queue, and by Python. For a test that works out what a loss of
-// power would have left; the library under test knows nothing of it.
+// Preloaded into a process (LD_PRELOAD): logs all writes and syncs that the process submits to the kernel, and when
+// each ended, by io_uring, by the threads of a file queue, and by Python. A test uses the log to compute what a loss
+// of power would leave. The library under test is not changed.
 //
-// Of a ring it reads what the kernel reads: entries when they are handed over, completions where the kernel puts them.
-// So what counts is what the kernel was really asked, not what the queue believes. Every write to the log first looks
-// at the rings: what a process may have learned from a completion stands in the log behind that completion.
+// It reads the entries of a ring when they are submitted, and completions where the kernel writes them. So the log has
+// the requests that the kernel really got. Every write to the log first reads the rings, so anything that depends on a
+// completion is logged after that completion.
 //
-// It knows nothing of directories and sizes, which the process notes itself, and nothing of reads.
+// It does not log reads, directories or sizes; the process notes the last two itself.
 #include <dlfcn.h>
 #include <linux/io_uring.h>
 #include <sys/mman.h>
@@ -31,11 +31,11 @@ namespace {
 
 enum Kind : std::uint32_t { kWrite = 1, kSync = 2, kEnd = 3, kNote = 4, kUnknown = 5 };
 
-// In the log, then `data_bytes` bytes.
+// Entry of the log, followed by `data_bytes` bytes.
 struct Event {
   Kind kind;
-  std::int32_t result;  // of kEnd: as the system call's; of kUnknown: the operation
-  std::uint64_t id;     // of kWrite, kSync and their kEnd
+  std::int32_t result;  // for kEnd: that of the system call; for kUnknown: the operation
+  std::uint64_t id;     // for kWrite, kSync and their kEnd
   std::uint64_t inode;
   std::int64_t offset;
   std::uint64_t data_bytes;
@@ -49,7 +49,7 @@ struct Ring {
   char* completions = nullptr;
   char* entries = nullptr;
   std::uint32_t num_seen = 0;                     // completions
-  std::map<std::uint64_t, std::uint64_t> id_of{};  // by user_data, of what is in flight
+  std::map<std::uint64_t, std::uint64_t> id_of{};  // by user_data, for requests in flight
 };
 
 std::mutex mutex;
@@ -67,7 +67,7 @@ Function* next(const char* name) {
   return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
 }
 
-// What follows with the mutex held.
+// The mutex must be held from here on.
 
 void write_log(Event event, const iovec* data, std::size_t count) {
   std::vector<iovec> parts = {{&event, sizeof event}};
@@ -76,7 +76,7 @@ void write_log(Event event, const iovec* data, std::size_t count) {
   for (const iovec& part : parts) {
     for (std::size_t done = 0; done < part.iov_len;) {
       const ssize_t written = write(log_fd, static_cast<char*>(part.iov_base) + done, part.iov_len - done);
-      if (written < 0 && errno != EINTR) std::abort();  // a log with a gap would prove anything
+      if (written < 0 && errno != EINTR) std::abort();  // a log with a gap proves nothing
       if (written > 0) done += static_cast<std::size_t>(written);
     }
   }
@@ -124,12 +124,12 @@ void begin_entry(Ring& ring, io_uring_sqe& entry) {
     }
   } else if (entry.flags != 0 || (entry.opcode != IORING_OP_NOP && entry.opcode != IORING_OP_READV &&
                                   entry.opcode != IORING_OP_POLL_ADD)) {
-    // Linked, drained, or new to this. Whoever reads the log has to be told what it means before he can say anything.
+    // Linked, drained, or an unknown operation. A reader of the log must handle it explicitly.
     write_log({kUnknown, entry.opcode, 0, 0, entry.flags, 0}, nullptr, 0);
   }
 }
 
-// What the kernel has not taken yet. What it does not take now is asked for again, as something new.
+// Entries that the kernel has not taken yet. An entry that it does not take now is submitted again as a new one.
 void look_at_entries(Ring& ring) {
   if (log_fd < 0 || ring.submissions == nullptr || ring.entries == nullptr) return;
   const io_sqring_offsets& at = ring.parameters.sq_off;
@@ -148,7 +148,7 @@ Ring* ring_of(int fd) {
   return nullptr;
 }
 
-// The mutex is not held any more.
+// The mutex is not held from here on.
 
 template <typename Call>
 auto logged(Kind kind, int fd, std::int64_t offset, const iovec* data, int count, const Call& call) {
@@ -174,7 +174,7 @@ auto logged(Kind kind, int fd, std::int64_t offset, const iovec* data, int count
 
 }  // namespace
 
-// From now on, into this descriptor. With `forgets` syncs are said to have ended and are not even begun: a control.
+// Starts to log into this descriptor. With `forgets`, syncs report success without a sync: a negative control.
 EXPORTED void file_watch_start(int fd, bool forgets) {
   const std::lock_guard lock(mutex);
   look();
@@ -182,7 +182,7 @@ EXPORTED void file_watch_start(int fd, bool forgets) {
   forgets_syncs = forgets;
 }
 
-// Something that the process knows, between what it happened between.
+// Logs a note of the process, in order with the other entries.
 EXPORTED void file_watch_note(const char* text, std::size_t num_bytes) {
   const std::lock_guard lock(mutex);
   if (log_fd < 0) return;
@@ -191,7 +191,7 @@ EXPORTED void file_watch_note(const char* text, std::size_t num_bytes) {
   write_log({kNote, 0, 0, 0, 0, 0}, &data, 1);
 }
 
-// What the C library has under these names, and the process calls.
+// Functions of the C library that the process calls.
 
 EXPORTED long syscall(long number, ...) noexcept {
   static auto* const real = next<long(long, ...)>("syscall");

@@ -1,7 +1,7 @@
-// Inputs for a program that is tried with any bytes: what libFuzzer wants, and a driver for where there is none.
+// Interface of fuzz targets: that of libFuzzer, with a driver for compilers without it.
 //
-// A target defines `LLVMFuzzerTestOneInput`, and reads what it does from `Choices`. `fuzz_main.cc` gives it bytes of its
-// own; linked with clang's -fsanitize=fuzzer instead, the target is libFuzzer's.
+// A target defines `LLVMFuzzerTestOneInput`, and reads its actions from `Choices`. `fuzz_main.cc` calls it with random
+// bytes. Linked with clang's -fsanitize=fuzzer instead, libFuzzer calls the target.
 #ifndef HYBRIDKV_TESTS_FUZZ_H_
 #define HYBRIDKV_TESTS_FUZZ_H_
 
@@ -23,7 +23,7 @@ class Choices {
     return value % bound;
   }
   std::uint64_t between(std::uint64_t first, std::uint64_t last) { return first + below(last - first + 1); }
-  // Once in so many.
+  // True for one in that many choices.
   bool one_in(std::uint64_t count) { return below(count) == count - 1; }
 
  private:

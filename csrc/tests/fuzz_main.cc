@@ -36,7 +36,7 @@ void say_seed_of_a_signal(int number) {
 
 std::vector<std::uint8_t> input() {
   hybridkv::testing::Noise noise(seed);
-  for (int skipped = 0; skipped < 4; ++skipped) noise.next();  // the first ones of neighbours are alike
+  for (int skipped = 0; skipped < 4; ++skipped) noise.next();  // adjacent seeds have similar first numbers
   std::vector<std::uint8_t> bytes(noise.below(kLargestInputBytes));
   for (std::uint8_t& byte : bytes) byte = static_cast<std::uint8_t>(noise.next() >> 32);
   return bytes;
@@ -56,7 +56,7 @@ int main() {
   std::uint64_t tried = 0;
   for (seed = first; tried < count; ++seed, ++tried) {
     if (duration_s != 0 && std::chrono::steady_clock::now() >= end) break;
-    alarm(60);  // an input that stands still is one that fails
+    alarm(60);  // an input that hangs fails
     const std::vector<std::uint8_t> bytes = input();
     LLVMFuzzerTestOneInput(bytes.data(), bytes.size());
   }

@@ -13,7 +13,7 @@ namespace hybridkv::testing {
 struct LeafOrder {
   std::map<std::string, std::string> extends;
   std::set<std::string> free;        // committed and not pinned
-  std::vector<std::string> leaves;  // those of them that nothing extends, the next to go first
+  std::vector<std::string> leaves;   // those without an extension, next one to evict first
   std::map<std::string, int> last_use;
   int now = 0;
 
@@ -43,7 +43,7 @@ struct LeafOrder {
     if (std::erase(leaves, key) > 0) leaves.push_back(key);
     if (free.count(key) > 0) last_use[key] = now;
   }
-  // A key is no longer present.
+  // Called when a key is removed.
   void forget(const std::string& key) {
     untrack(key);
     const std::string extended = extends.count(key) > 0 ? extends.at(key) : "";
@@ -66,7 +66,7 @@ struct LeafOrder {
     leaves.clear();
     last_use.clear();
   }
-  // What may go, in order, without `kept` and what it extends.
+  // Evictable keys in order, without `kept` and the keys that it extends.
   std::vector<std::string> order(const std::string& kept = "") const {
     std::vector<std::string> keys;
     std::map<std::string, std::size_t> num_left;

@@ -1,5 +1,5 @@
-// Any sequence of calls has the answers of a plain model, which looks for everything from the beginning: states, order
-// of eviction, counts, changes; and no granule is ever two chunks'.
+// Random sequences of calls give the results of a plain model with linear search: states, eviction order, counts and
+// changes. No granule belongs to two chunks.
 #include "csrc/ledger/ledger.h"
 
 #include <algorithm>
@@ -122,7 +122,7 @@ struct Model {
     ++tally.reservations;
     return Refusal::kNone;
   }
-  // Whether it was reserved; `is_offered` whether it is a hit now.
+  // Returns whether it was reserved. Sets `is_offered` if it is a hit now.
   bool commit(const std::string& key, bool& is_offered) {
     const auto found = held.find(key);
     if (found == held.end()) return false;
@@ -222,14 +222,14 @@ class Session {
   }
 
   const std::string& some_key() { return keys_[choices_.below(keys_.size())]; }
-  // More than are looked at at once, now and then.
+  // Sometimes more keys than are processed in one step.
   std::vector<Key> some_keys() {
     const std::size_t count = choices_.one_in(8) ? 40 + choices_.below(40) : choices_.below(6);
     std::vector<Key> keys;
     for (std::size_t key = 0; key < count; ++key) keys.push_back(some_key());
     return keys;
   }
-  // Of each key, keys of which it extends one.
+  // For each key, candidates that it may extend.
   std::vector<Extends> some_extends(std::size_t count) {
     std::vector<Extends> extends(count);
     for (Extends& each : extends) {
@@ -238,7 +238,7 @@ class Session {
     }
     return extends;
   }
-  // Mostly such as fit. With memory of their own, because the model may forget them meanwhile.
+  // Mostly valid keys. Copies, because the model may remove them.
   template <class Fits>
   std::vector<std::string> some_that(Fits&& fits) {
     std::vector<std::string> keys;
@@ -299,18 +299,19 @@ class Session {
     std::size_t taken = 0;
     for (std::size_t key = 0; key < keys.size(); ++key) {
       const std::string name(keys[key]);
-      expect(model_.reserve(name, num_bytes[key], extends[key]) == refusals[key], "a reservation is answered as in the model");
+      expect(model_.reserve(name, num_bytes[key], extends[key]) == refusals[key],
+             "a reservation has the result of the model");
       if (refusals[key] != Refusal::kNone) continue;
       std::vector<Extent> extents(places.extents.begin() + static_cast<std::ptrdiff_t>(begin),
                                   places.extents.begin() + static_cast<std::ptrdiff_t>(places.ends[taken]));
       begin = places.ends[taken++];
       std::uint64_t sum = 0;
       for (const Extent& extent : extents) sum += extent.num_bytes;
-      expect(sum == num_bytes[key], "a slot has the bytes that were asked for");
-      // Of what is gone already, evicted for a later one, nobody asks.
+      expect(sum == num_bytes[key], "a slot has the requested size");
+      // Chunks that a later reservation evicted are skipped.
       if (model_.held.count(name) > 0) model_.held[name].extents = extents;
     }
-    expect(taken == places.ends.size(), "each taken place is told");
+    expect(taken == places.ends.size(), "a place for each reservation");
   }
 
   void commit() {
@@ -321,9 +322,9 @@ class Session {
     for (std::size_t key = 0; key < keys.size(); ++key) {
       bool is_offered = false;
       const bool is_fit = model_.commit(std::string(keys[key]), is_offered);
-      expect(is_fit == (key < done), "a commit fits as in the model");
+      expect(is_fit == (key < done), "a commit is valid as in the model");
       if (!is_fit) return;
-      expect(is_offered == are_offered[key], "and is answered as there");
+      expect(is_offered == are_offered[key], "a committed key is offered as in the model");
     }
   }
 
@@ -333,7 +334,7 @@ class Session {
     const std::size_t done = ledger_.abort_all(keys);
     for (std::size_t key = 0; key < keys.size(); ++key) {
       const bool is_fit = model_.abort(std::string(keys[key]));
-      expect(is_fit == (key < done), "an abort fits as in the model");
+      expect(is_fit == (key < done), "an abort is valid as in the model");
       if (!is_fit) return;
     }
   }
@@ -342,7 +343,7 @@ class Session {
     std::size_t count = 0;
     const std::vector<Key> keys = some_keys();
     for (const Key key : keys) count += model_.invalidate(std::string(key));
-    expect(ledger_.invalidate_all(keys) == count, "as many are withdrawn as in the model");
+    expect(ledger_.invalidate_all(keys) == count, "as many keys are invalidated as in the model");
   }
 
   void use() {
@@ -363,7 +364,7 @@ class Session {
     const bool are_all = std::all_of(keys.begin(), keys.end(), [this](Key key) {
       return model_.answer(std::string(key)) == Answer::kHit;
     });
-    expect(ledger_.find_committed(keys, found.data()) == are_all, "all are hits, or not, as in the model");
+    expect(ledger_.find_committed(keys, found.data()) == are_all, "all keys are hits exactly if they are in the model");
     if (!are_all) return;
     Places places;
     ledger_.pin_found(found, places);
@@ -381,7 +382,7 @@ class Session {
     const std::size_t done = ledger_.unpin_all(keys);
     for (std::size_t key = 0; key < keys.size(); ++key) {
       const bool is_fit = model_.unpin(std::string(keys[key]));
-      expect(is_fit == (key < done), "an unpin fits as in the model");
+      expect(is_fit == (key < done), "an unpin is valid as in the model");
       if (!is_fit) return;
     }
   }
@@ -397,9 +398,9 @@ class Session {
       if (answer != Answer::kMiss) last = key;
       is_pending = is_pending || answer == Answer::kPending;
     }
-    expect(ledger_.leading(keys) == num_leading, "as many lead as in the model");
-    expect(ledger_.last_held(keys) == last, "the last one is where it is there");
-    expect(ledger_.any_pending(keys) == is_pending, "one is pending, or none, as there");
+    expect(ledger_.leading(keys) == num_leading, "the leading hits are those of the model");
+    expect(ledger_.last_held(keys) == last, "the last held key is that of the model");
+    expect(ledger_.any_pending(keys) == is_pending, "pending keys as in the model");
   }
 
   void end() {
@@ -421,10 +422,10 @@ class Session {
   void check_changes() {
     const Changes changes = ledger_.take_changes();
     if (model_.is_any || model_.changed.size() > max_changed_) {
-      expect(changes.is_any && changes.keys.empty(), "any may have changed");
+      expect(changes.is_any && changes.keys.empty(), "any key may have changed");
     } else {
       expect(!changes.is_any && std::set<std::string>(changes.keys.begin(), changes.keys.end()) == model_.changed,
-             "those changed that did in the model");
+             "the changed keys are those of the model");
     }
     model_.changed.clear();
     model_.is_any = false;
@@ -437,7 +438,7 @@ class Session {
                told.invalidations == wanted.invalidations && told.evictions == wanted.evictions &&
                told.evicted_units == wanted.evicted_units &&
                std::equal(std::begin(told.refusals), std::end(told.refusals), std::begin(wanted.refusals)),
-           "what happened is counted as in the model");
+           "the counters are those of the model");
   }
 
   void expect_extents(const std::string& key, const Places& places, std::size_t begin, std::size_t end) {
@@ -452,24 +453,27 @@ class Session {
 
   void check() {
     const std::uint64_t used = model_.used();
-    expect(ledger_.used_bytes() == used * options_.granule_bytes && used <= options_.num_granules, "so much is used");
-    expect(ledger_.num_keys() == model_.num_keys() && ledger_.generation() == model_.generation, "so many are held");
-    expect(ledger_.num_reserved() + ledger_.num_pinned() == model_.in_use(), "so many are in use");
+    expect(ledger_.used_bytes() == used * options_.granule_bytes && used <= options_.num_granules,
+           "the used bytes are those of the model");
+    expect(ledger_.num_keys() == model_.num_keys() && ledger_.generation() == model_.generation,
+           "the number of keys is that of the model");
+    expect(ledger_.num_reserved() + ledger_.num_pinned() == model_.in_use(),
+           "the number of keys in use is that of the model");
     const std::string& key = some_key();
-    expect(ledger_.answer(key) == model_.answer(key), "a key is answered as in the model");
+    expect(ledger_.answer(key) == model_.answer(key), "a key has the answer of the model");
     Places places;
     const bool is_hit = ledger_.find(key, places);
-    expect(is_hit == (model_.answer(key) == Answer::kHit), "what is found is a hit");
+    expect(is_hit == (model_.answer(key) == Answer::kHit), "a key is found exactly if it is a hit");
     if (is_hit) expect_extents(key, places, 0, places.extents.size());
     if (!choices_.one_in(8)) return;
-    expect(ledger_.eviction_order() == model_.order.order(), "what goes first is what goes first in the model");
+    expect(ledger_.eviction_order() == model_.order.order(), "the eviction order is that of the model");
     std::vector<bool> is_taken(options_.num_granules);
     for (const auto& [name, one] : model_.held) {
       for (const Extent& extent : one.extents) {
         expect(extent.offset % options_.granule_bytes == 0, "an extent begins with a granule");
         for (std::uint64_t byte = 0; byte < extent.num_bytes; byte += options_.granule_bytes) {
           const std::uint64_t granule = (extent.offset + byte) / options_.granule_bytes;
-          expect(granule < options_.num_granules && !is_taken[granule], "a granule is one chunk's");
+          expect(granule < options_.num_granules && !is_taken[granule], "a granule belongs to one chunk");
           is_taken[granule] = true;
         }
       }
