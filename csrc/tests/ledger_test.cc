@@ -1,5 +1,5 @@
-// What a ledger is made of: keys are told apart when their tags are not, granules are given out once, memory costs
-// nothing before it is used and comes back. Any sequence of calls beside a plain model: ledger_fuzz.cc.
+// The parts of a ledger: keys with equal tags are distinct, each granule is allocated once, unused memory costs nothing
+// and is freed. Random sequences of calls are in ledger_fuzz.cc.
 #include "csrc/ledger/ledger.h"
 
 #include <algorithm>
@@ -78,9 +78,9 @@ void test_keys_of_one_tag_are_told_apart() {
     found.push_back(index);
     return true;
   });
-  expect(found == std::vector<std::uint32_t>{second, first, kNone}, "many at once, too");
+  expect(found == std::vector<std::uint32_t>{second, first, kNone}, "a lookup of many keys finds both");
   table.erase(first);
-  expect(table.find(one) == kNone && table.find(other) == second, "one goes without the other");
+  expect(table.find(one) == kNone && table.find(other) == second, "one is erased without the other");
 }
 
 void test_keys_that_are_chosen_without_the_seed_do_not_meet() {
@@ -113,12 +113,12 @@ void test_a_key_is_any_bytes_of_any_length() {
   for (const std::string& key : keys) indices.push_back(insert(table, key));
   for (std::size_t at = 0; at < keys.size(); ++at) {
     expect(table.find(keys[at]) == indices[at], "a key is found");
-    expect(table.key_of(indices[at]) == keys[at], "and said as it is");
-    expect(keys[at].empty() || table.find(keys[at].substr(1) + "x") == kNone, "another is not");
+    expect(table.key_of(indices[at]) == keys[at], "the table returns the key");
+    expect(keys[at].empty() || table.find(keys[at].substr(1) + "x") == kNone, "another key is not found");
   }
   for (std::size_t at = 0; at < keys.size(); at += 2) table.erase(indices[at]);
   for (std::size_t at = 0; at < keys.size(); ++at) {
-    expect(table.find(keys[at]) == (at % 2 == 0 ? kNone : indices[at]), "what is erased is not found, all else is");
+    expect(table.find(keys[at]) == (at % 2 == 0 ? kNone : indices[at]), "erased keys are not found, all others are");
   }
 }
 
@@ -135,14 +135,14 @@ void test_a_full_table_finds_what_it_has_after_any_erasing() {
     } else {
       std::swap(held[noise.below(held.size())], held.back());
       table.erase(table.find(held.back()));
-      expect(table.find(held.back()) == kNone, "what is erased is not found");
+      expect(table.find(held.back()) == kNone, "an erased key is not found");
       held.pop_back();
     }
     if (step % 500 != 0) continue;
-    expect(table.size() == held.size(), "it knows how many there are");
+    expect(table.size() == held.size(), "the table counts its keys");
     for (const std::string& key : held) {
       const std::uint32_t index = table.find(key);
-      expect(index < kMaxKeys && table.key_of(index) == key, "everything that is held is found");
+      expect(index < kMaxKeys && table.key_of(index) == key, "every held key is found");
     }
   }
 }
@@ -168,11 +168,11 @@ void test_granules_are_given_out_once_in_runs_that_do_not_touch() {
           expect(runs[run].count > 0 && end <= count, "a run lies in the arena");
           sum += runs[run].count;
           for (std::uint64_t granule = runs[run].first; granule < end; ++granule) {
-            expect(!is_taken[granule], "what is given out was free");
+            expect(!is_taken[granule], "an allocated granule was free");
             is_taken[granule] = true;
           }
         }
-        expect(sum == wanted, "it gets what it wanted");
+        expect(sum == wanted, "an allocation has the requested size");
         num_free -= sum;
         taken.push_back(runs);
       } else if (!taken.empty()) {
@@ -186,7 +186,7 @@ void test_granules_are_given_out_once_in_runs_that_do_not_touch() {
       }
     }
     for (std::uint32_t granule = 0; granule < count; ++granule) {
-      expect(granules.is_taken(granule) == is_taken[granule], "it knows what is taken");
+      expect(granules.is_taken(granule) == is_taken[granule], "the bitmap equals the model");
     }
   }
 }
@@ -202,7 +202,7 @@ void test_few_runs_are_taken_rather_than_many() {
   granules.take(32, runs);
   expect(runs.size() == 1 && runs[0].first == 60'000, "a hole that fits is taken whole");
   granules.take(41, runs);
-  expect(runs.size() == 2 && runs[1].first == 50'000, "where none is large enough, the largest are taken");
+  expect(runs.size() == 2 && runs[1].first == 50'000, "if no hole is large enough, the largest are taken");
 }
 
 void test_what_was_freed_last_is_taken_first() {
@@ -221,7 +221,7 @@ void test_what_was_freed_last_is_taken_first() {
   unsigned long long resident = 0;
   const int num_read = file == nullptr ? 0 : std::fscanf(file, "%llu %llu", &all, &resident);
   if (file != nullptr) std::fclose(file);
-  expect(num_read == 2, "the kernel says how much is resident");
+  expect(num_read == 2, "the resident size can be read");
   return resident * static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
 }
 
@@ -232,7 +232,7 @@ void fill(Ledger& ledger, std::uint32_t count, std::uint64_t num_bytes) {
     Places places;
     bool is_offered = false;
     expect(ledger.reserve(view, num_bytes, {}, places) == Refusal::kNone, "there is room");
-    expect(ledger.commit_all({&view, 1}, &is_offered) == 1 && is_offered, "what is committed is offered");
+    expect(ledger.commit_all({&view, 1}, &is_offered) == 1 && is_offered, "a committed key is offered");
   }
 }
 
@@ -246,14 +246,14 @@ void test_tables_cost_nothing_before_they_are_used_and_at_most_116_bytes_an_entr
   expect(made - before < 1 << 20, "a new ledger has no memory of its own");
   fill(ledger, kCount, 16 * 4096);
   const std::uint64_t full = resident_bytes();
-  expect(ledger.num_keys() == kCount, "everything is held");
-  expect(full - before <= 116 * std::uint64_t{kCount}, "an entry takes 116 bytes, all in");
-  expect(ledger.most_bytes() <= 116 * std::uint64_t{kCount}, "which is what it says");
-  expect(ledger.forget_all() == kCount && ledger.num_keys() == 0, "everything is forgotten");
-  expect(ledger.leftover_bytes() > 80 * std::uint64_t{kCount}, "and given back later");
+  expect(ledger.num_keys() == kCount, "all keys are held");
+  expect(full - before <= 116 * std::uint64_t{kCount}, "an entry takes at most 116 bytes in total");
+  expect(ledger.most_bytes() <= 116 * std::uint64_t{kCount}, "most_bytes reports the same");
+  expect(ledger.forget_all() == kCount && ledger.num_keys() == 0, "all keys are forgotten");
+  expect(ledger.leftover_bytes() > 80 * std::uint64_t{kCount}, "the memory is freed later");
   fill(ledger, 1000, 16 * 4096);
   expect(ledger.leftover_bytes() == 0 && resident_bytes() < before + 64 * std::uint64_t{kCount},
-         "by what is stored next");
+         "later reservations free it");
 #endif
 }
 
@@ -263,7 +263,7 @@ void test_many_ends_without_a_store_leave_little() {
     fill(ledger, 1, 4096);
     ledger.forget_all();
   }
-  expect(ledger.leftover_bytes() < std::uint64_t{64} << 20, "what waits to be given back is bounded");
+  expect(ledger.leftover_bytes() < std::uint64_t{64} << 20, "the memory that is not freed yet is bounded");
 }
 
 void test_no_end_gives_much_back_at_once() {
@@ -276,7 +276,7 @@ void test_no_end_gives_much_back_at_once() {
       fill(ledger, num_stored, 4096);
       const std::uint64_t left = ledger.leftover_bytes();
       ledger.forget_all();
-      expect(ledger.leftover_bytes() >= left, "what waits is given back by what is stored");
+      expect(ledger.leftover_bytes() >= left, "reservations free the old memory");
     }
   }
 }
@@ -301,13 +301,13 @@ void test_an_end_needs_no_memory() {
   setrlimit(RLIMIT_AS, &none);
   const std::uint64_t count = ledger.forget_all();
   setrlimit(RLIMIT_AS, &before);
-  expect(count == 1001 && ledger.num_keys() == 0 && ledger.used_bytes() == 2 * 4096, "everything is withdrawn");
+  expect(count == 1001 && ledger.num_keys() == 0 && ledger.used_bytes() == 2 * 4096, "all keys are invalidated");
   expect(ledger.state("written") == KeyState::kDoomedWrite && ledger.state(read) == KeyState::kDoomedRead,
-         "but not from whoever writes or reads");
-  expect(ledger.take_changes().is_any && ledger.eviction_order().empty(), "and any may have changed");
-  expect(ledger.unpin_all(keys) == 1 && ledger.used_bytes() == 4096, "until they are done");
+         "keys that are written or read stay until then");
+  expect(ledger.take_changes().is_any && ledger.eviction_order().empty(), "any key may have changed");
+  expect(ledger.unpin_all(keys) == 1 && ledger.used_bytes() == 4096, "an unpin frees its key");
   fill(ledger, kCount - 1, 4096);
-  expect(ledger.num_keys() == kCount - 1, "all of the rest is free");
+  expect(ledger.num_keys() == kCount - 1, "all other granules are free");
 #endif
 }
 
@@ -320,7 +320,7 @@ void test_a_chunk_in_pieces_is_as_long_as_it_was_asked_for() {
     ledger.invalidate_all({&view, 1});
   }
   Places places;
-  expect(ledger.reserve("in pieces", 350, {}, places) == Refusal::kNone, "any free granules serve");
+  expect(ledger.reserve("in pieces", 350, {}, places) == Refusal::kNone, "a chunk can use separate free granules");
   expect(places.ends == std::vector<std::size_t>{3} && places.extents.size() == 3, "three runs");
   std::uint64_t num_bytes = 0;
   for (const auto& extent : places.extents) num_bytes += extent.num_bytes;
@@ -330,15 +330,15 @@ void test_a_chunk_in_pieces_is_as_long_as_it_was_asked_for() {
 void test_a_key_may_be_bounded_in_number() {
   Ledger ledger({100, 10, 2, kSeed});
   fill(ledger, 3, 10);
-  expect(ledger.num_keys() == 2 && ledger.answer(key_of(0)) == Answer::kMiss, "the first one went");
+  expect(ledger.num_keys() == 2 && ledger.answer(key_of(0)) == Answer::kMiss, "the first one was evicted");
   const std::string one = key_of(1);
   const std::string two = key_of(2);
   const std::vector<Key> keys{one, two};
   std::uint32_t found[2];
   Places places;
-  expect(ledger.find_committed(keys, found), "the others did not");
+  expect(ledger.find_committed(keys, found), "the others were not");
   ledger.pin_found(found, places);
-  expect(ledger.reserve("more", 1, {}, places) == Refusal::kNoRoom, "what is pinned stays");
+  expect(ledger.reserve("more", 1, {}, places) == Refusal::kNoRoom, "pinned keys are not evicted");
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Whatever numbers a job has, it is refused or its runs lead where the numbers said: into the arena, the zeros, or the
-// pages of blocks. Nothing here is memory: none may be touched.
+// A job with any numbers is refused, or all of its runs are in the arena, the zeros, or pages of blocks. The addresses
+// are invalid: no memory may be accessed.
 #include "csrc/cpu/lowering.h"
 
 #include <cstdint>
@@ -47,7 +47,7 @@ class Session {
   }
 
  private:
-  // Mostly this number.
+  // This number in most cases.
   template <class Number>
   Number odd(Number number) {
     if (!choices_.one_in(40)) return number;
@@ -108,12 +108,15 @@ class Session {
       const std::int64_t num_bytes = sizes[run];
       total_bytes += num_bytes;
       expect(num_bytes > 0, "a run has bytes");
-      expect(Range{runs.sources.begin, runs.sources.end}.has(source, num_bytes), "the span of the sources has it");
+      expect(Range{runs.sources.begin, runs.sources.end}.has(source, num_bytes),
+             "the span of the sources contains the run");
       expect(Range{runs.destinations.begin, runs.destinations.end}.has(destination, num_bytes),
-             "the span of the destinations has it");
+             "the span of the destinations contains the run");
       const Range arena{kArena, kArena + kArenaBytes}, zeros{kZeros, kZeros + zeros_bytes_};
-      expect(is_store ? arena.has(destination, num_bytes) : is_page(destination, num_bytes), "where it is written");
-      expect(is_page(source, num_bytes) || (is_store ? zeros : arena).has(source, num_bytes), "where it is read");
+      expect(is_store ? arena.has(destination, num_bytes) : is_page(destination, num_bytes),
+             "a run writes to the arena or to a page");
+      expect(is_page(source, num_bytes) || (is_store ? zeros : arena).has(source, num_bytes),
+             "a run reads a page, zeros or the arena");
     }
     expect(total_bytes == runs.total_bytes, "all bytes are counted");
   }
@@ -137,7 +140,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   try {
     Session(Choices(data, size)).run();
   } catch (const std::invalid_argument&) {
-    // Zeros that cannot be.
+    // Impossible zeros.
   }
   return 0;
 }

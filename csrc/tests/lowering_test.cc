@@ -1,5 +1,5 @@
-// A job of chunks as runs: a few said plainly, what is refused, and parts that come while others lower. That any job is
-// lowered as its chunks are one by one is tested from Python, against numpy (connectors' test_job_lowering.py).
+// Lowering of jobs to runs: examples, refused jobs, and parts that are added during a lowering. Tests of random jobs
+// are in Python, against numpy (test_job_lowering.py of the connectors).
 #include "csrc/cpu/lowering.h"
 
 #include <atomic>
@@ -75,8 +75,8 @@ void a_store_writes_its_slots_in_order() {
                                              {1'040, kArena + 40, 10},
                                              {kZeros, kArena + 50, 6},
                                              {5'080, kArena + 56, 16}},
-         "pages, zeros between them and zeros behind the chunk");
-  expect(stored.ends == std::vector<std::int64_t>{4, 7} && stored.zero_bytes == 20, "where each chunk ends");
+         "pages, zeros between them and zeros after the chunk");
+  expect(stored.ends == std::vector<std::int64_t>{4, 7} && stored.zero_bytes == 20, "the end of each chunk");
 }
 
 void a_page_is_cut_where_its_slot_is() {
@@ -86,7 +86,7 @@ void a_page_is_cut_where_its_slot_is() {
   expect(runs_of(lowering.load(job.table())) ==
              std::vector<Run>{
                  {kArena + 40, 1'030, 4}, {kArena + 500, 1'034, 6}, {kArena + 512, 5'060, 8}, {kArena + 80, 5'068, 8}},
-         "a run ends where its extent does, also when it begins inside one");
+         "a run ends with its extent, also if it begins inside the extent");
 }
 
 void a_load_is_as_few_runs_as_it_can_be() {
@@ -94,10 +94,10 @@ void a_load_is_as_few_runs_as_it_can_be() {
   lowering.add_group(0, 0, {{{1'000, 16, 16, 0}}, 16, kBlocks});
   const Job job{{{2, 0, 0, 2, 2, 0, 0, 0, 1, 0}}, {2, 3, 4, 6}, {}, {{0, 32}, {32, 32}}};
   expect(runs_of(lowering.load(job.table())) == std::vector<Run>{{kArena, 1'032, 48}, {kArena + 48, 1'096, 16}},
-         "runs are joined from chunk to chunk");
+         "adjacent runs of two chunks are joined");
   const Job local{{{1, 0, 0, 1, 1, 0, 0, 1, 1, 0}, {1, 0, 0, 1, 1, 0, 0, 0, 1, 0}}, {2, 3}, {5}, {{0, 16}, {16, 16}}};
   expect(runs_of(lowering.load(local.table())) == std::vector<Run>{{kArena + 16, 1'048, 16}, {1'080, 1'032, 16}},
-         "what comes from the engine's blocks comes last, and by itself");
+         "copies from the engine's blocks are last and are not joined");
 }
 
 // Each number of a table replaced by a random one: refused, or lowered within the pages and the arena.
@@ -143,14 +143,14 @@ void no_table_leads_outside() {
       }
     }
   }
-  expect(num_lowered > 1'000, "some of them are lowered");
+  expect(num_lowered > 1'000, "some jobs are lowered");
 }
 
 void what_cannot_be_is_refused() {
   Lowering lowering(kArena, kArenaBytes, kZeros, 24);
   lowering.add_group(0, 0, two_layers());
   const Job good{{{1, 0, 0, 2, 2, 0, 0, 0, 1, 0}}, {3, 4}, {}, {{0, 64}}};
-  expect(lowering.store(good.table()).ends.size() == 1, "the good one is lowered");
+  expect(lowering.store(good.table()).ends.size() == 1, "the valid job is lowered");
   Job job = good;
   job.block_ids[1] = kBlocks;
   expect_refused(lowering, job, true, "a block outside of the pool");
@@ -173,7 +173,7 @@ void what_cannot_be_is_refused() {
   } catch (const std::invalid_argument&) {
     is_refused = true;
   }
-  expect(is_refused, "pages that lie over each other");
+  expect(is_refused, "pages that overlap");
 }
 
 void parts_may_come_while_others_lower() {
@@ -190,7 +190,7 @@ void parts_may_come_while_others_lower() {
     const auto end = static_cast<std::int32_t>(num_added);
     if (end < 16) continue;
     const Job job{{{1, 0, 0, 1, 1, 0, 64 - end, 0, 1, 0}}, {3}, {}, {{0, 64}}};
-    expect(lowering.load(job.table()).total_bytes == end, "a part that was added is known");
+    expect(lowering.load(job.table()).total_bytes == end, "an added part is used");
   }
   adder.join();
 }

@@ -1,6 +1,6 @@
-// Many threads at one queue: what any thread may call at any time, they all call, until it is closed under their hands.
-// Every record ends once, whatever they do. Under the thread sanitizer this is where a race would show. There first the
-// control: two threads at a file queue, which is for one, and the sanitizer has to say so.
+// Many threads call one queue until it is closed during their calls. Every record ends once. Under the thread sanitizer
+// this test would show a race. It begins there with a negative control: two threads use a file queue, which is for one
+// thread, and the sanitizer must report that.
 #include <fcntl.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -78,7 +78,7 @@ class Round {
     threads.emplace_back([this] {
       while (!is_over_) queue_->wait_until_idle(0.0001 * static_cast<double>(1 + queue_->num_transfers() % 3));
     });
-    if (number_ % 3 == 0) {  // in the middle of it
+    if (number_ % 3 == 0) {  // during the calls
       while (queue_->num_transfers() < 5) std::this_thread::yield();
       queue_->close(0.0);
     }
@@ -90,8 +90,8 @@ class Round {
     for (std::size_t thread = kNumSubmitters; thread < threads.size(); ++thread) threads[thread].join();
     take();
     expect(num_ended_of_.size() == num_taken_, "every record that was taken has ended");
-    for (const auto& [tag, count] : num_ended_of_) expect(count == 1, "once");
-    expect(num_taken_ == 2 * kNumSubmitters * kRecordsEach || number_ % 3 == 0, "and an open queue takes all");
+    for (const auto& [tag, count] : num_ended_of_) expect(count == 1, "each record ends once");
+    expect(num_taken_ == 2 * kNumSubmitters * kRecordsEach || number_ % 3 == 0, "an open queue takes all records");
   }
 
  private:
@@ -100,7 +100,7 @@ class Round {
       const bool is_store = number < kRecordsEach;
       const std::int64_t record = submitter * kRecordsEach + number % kRecordsEach;
       Memory& memory = *memory_[static_cast<std::size_t>(record)];
-      // Loads have memory of their own, since a store may still be on its way.
+      // Loads have their own memory, since a store may still be in flight.
       auto into = std::make_unique<Memory>(is_store ? 1 : kPayloadBytes, 0);
       unsigned char* payload = is_store ? memory.data() : into->data();
       {
@@ -112,7 +112,7 @@ class Round {
       const bool is_taken =
           queue_->submit({2 * record + is_store, is_store, false, number % 7 == 0, file_.fd(),
                           record * 3 * static_cast<std::int64_t>(kRecordPageBytes), header, {{payload, kPayloadBytes}}});
-      if (!is_taken) return;  // closed, for good
+      if (!is_taken) return;  // the queue is closed
       ++num_taken_;
     }
   }
@@ -126,10 +126,10 @@ class Round {
 
   void take() {
     for (const hybridkv::cpu::RecordCompletion& completion : queue_->take()) {
-      const bool is_load = completion.tag % 2 == 0;  // of what may not be stored yet
+      const bool is_load = completion.tag % 2 == 0;  // the record may not be stored yet
       const bool is_right = completion.outcome == RecordOutcome::kDone ||
                             completion.outcome == RecordOutcome::kCancelled || is_load;
-      expect(is_right, "it ends as it may");
+      expect(is_right, "a record ends with a valid outcome");
       const std::lock_guard lock(mutex_);
       ++num_ended_of_[completion.tag];
     }
@@ -188,14 +188,14 @@ void check_that_a_race_is_found() {
   if (child == 0) {
     dup2(report.fd(), STDERR_FILENO);
     race();
-    std::exit(EXIT_SUCCESS);  // the sanitizer has another code for it
+    std::exit(EXIT_SUCCESS);  // the sanitizer exits with another status
   }
   int status = 0;
-  expect(waitpid(child, &status, 0) == child && status != 0, "a race does not end well");
+  expect(waitpid(child, &status, 0) == child && status != 0, "a race makes the process fail");
   std::string words(100000, ' ');
-  expect(pread(report.fd(), words.data(), words.size(), 0) > 0, "the sanitizer says something");
+  expect(pread(report.fd(), words.data(), words.size(), 0) > 0, "the sanitizer writes a report");
   expect(words.find("data race") != std::string::npos && words.find("FileThreads::submit") != std::string::npos,
-         "it finds the race where it is");
+         "the report has the place of the race");
 }
 #endif
 

@@ -1,5 +1,5 @@
-// Any sequence of calls has the answers of a plain model, which looks for everything from the beginning; and a walk in
-// the middle of them names each record once that was there all the time, and none that was never there.
+// Random sequences of calls give the results of a plain model with linear search. A walk during them returns each
+// record once that was present all the time, and none that never was.
 #include "csrc/ledger/record_ledger.h"
 
 #include <algorithm>
@@ -143,7 +143,7 @@ class Session {
                held_.size() - victims.size() >= bounds_.max_keys) {
       wanted = Refusal::kNoRoom;
     }
-    expect(ledger_.why_not(key, pages, extends) == wanted, "why not");
+    expect(ledger_.why_not(key, pages, extends) == wanted, "the reason of a refusal");
     const RecordPlace place{new_address(), payload_bytes};
     if (wanted != Refusal::kNone) return expect(ledger_.take(key, place, extends) == wanted, "taken without a check");
     if (lacks_room(pages)) {
@@ -157,7 +157,7 @@ class Session {
     }
     const std::vector<Record> evicted = ledger_.make_room(pages, 1, extends);
     expect(evicted.size() == gone.size(), "evicted");
-    for (std::size_t at = 0; at < gone.size(); ++at) expect(evicted[at].key == gone[at], "which was evicted");
+    for (std::size_t at = 0; at < gone.size(); ++at) expect(evicted[at].key == gone[at], "the key that was evicted");
     expect(ledger_.take(key, place, extends) == Refusal::kNone, "taken");
     held_[key] = {KeyState::kReserved, 0, place.address, payload_bytes};
     order_.last_use[key] = order_.now;
@@ -219,7 +219,7 @@ class Session {
     const bool may_go = found->second.state == KeyState::kCommitted && found->second.num_pins == 0;
     expect(addresses.size() == (may_go ? 1u : 0u), "used");
     if (!may_go) return;
-    expect(addresses[0] == found->second.address, "which was used");
+    expect(addresses[0] == found->second.address, "the address that was used");
     order_.use(key);
   }
 
@@ -282,7 +282,7 @@ class Session {
       one.state = one.num_pins > 0 ? KeyState::kDoomedRead : KeyState::kDoomedWrite;
     }
     order_.forget_all();
-    // A walk that is on goes on over what was there.
+    // A walk in progress continues over the old records.
   }
 
   void walk() {
@@ -296,7 +296,7 @@ class Session {
       return;
     }
     const std::optional<bool> goes_on = ledger_.walk(*walk_, choices_.between(1, 6), columns_);
-    expect(goes_on.has_value(), "nobody ended it");
+    expect(goes_on.has_value(), "the walk is in progress");
     if (!*goes_on) check_walk();
   }
   void end_walk() {
@@ -316,9 +316,10 @@ class Session {
            "columns are of one length");
     const std::set<std::uint64_t> addresses(columns_.addresses.begin(), columns_.addresses.end());
     expect(addresses.size() == columns_.addresses.size(), "each once");
-    for (const std::string& key : seen_all_the_time_) expect(named.count(key) == 1, "what was there is named");
+    for (const std::string& key : seen_all_the_time_)
+      expect(named.count(key) == 1, "the walk returns every record that was present");
     const std::set<std::string> all(keys_.begin(), keys_.end());
-    for (const std::string& key : named) expect(all.count(key) == 1, "what is named was there");
+    for (const std::string& key : named) expect(all.count(key) == 1, "every returned record was present");
     expect(!ledger_.walk(1, 1, columns_).has_value(), "it is over");
   }
 

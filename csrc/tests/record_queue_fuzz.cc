@@ -1,5 +1,5 @@
-// Any sequence of stores and loads, on either backend, over a kernel that does less than it was asked, ends each record
-// once, as a plain model says; also when the queue is closed or destroyed in between, and when the file is damaged.
+// Random sequences of stores and loads, on either backend, over a kernel with injected faults: each record ends once,
+// with the outcome of a plain model, also if the queue is closed or destroyed meanwhile, or the file is damaged.
 #include "csrc/cpu/record_queue.h"
 
 #include <fcntl.h>
@@ -44,10 +44,10 @@ constexpr std::size_t kMaxSteps = 150;
 
 enum class Content { kNothing, kRecord, kOtherHeader, kOtherPayload, kUnknown };
 
-// What one place of the file holds, and who is about to change or to read it.
+// Content of one place of the file, and the pending stores and loads there.
 struct Place {
   Content content = Content::kNothing;
-  std::int64_t version = 0;  // of the record that was stored whole
+  std::int64_t version = 0;  // of the completely stored record
   std::vector<std::size_t> sizes;
   std::size_t num_loads = 0;
   std::size_t num_stores = 0;
@@ -55,7 +55,7 @@ struct Place {
 
 struct Pending {
   bool is_store;
-  bool is_impossible;  // its file cannot be written to, or is none
+  bool is_impossible;  // its file is read-only, or its descriptor is invalid
   std::size_t place;
   std::int64_t version;
   std::vector<std::size_t> sizes;
@@ -125,11 +125,11 @@ class Session {
           submit();
       }
     }
-    if (choices_.one_in(4)) return;  // destroyed with what is on its way
+    if (choices_.one_in(4)) return;  // destroyed with records in flight
     expect(queue_->close(kLongS), "a queue closes");
     is_closed_ = true;
     take();
-    expect(pending_.empty(), "a closed queue has ended everything");
+    expect(pending_.empty(), "all records of a closed queue have ended");
     for (std::size_t place = 0; place < kNumPlaces; ++place) {
       if (places_[place].content == Content::kRecord) check_file(place);
     }
@@ -153,7 +153,7 @@ class Session {
   }
 
   void submit() {
-    // Often one after the other, so that there are neighbours.
+    // Often adjacent, so that records are batched.
     last_place_ = choices_.one_in(3) ? choices_.below(kNumPlaces) : (last_place_ + 1) % kNumPlaces;
     Place& place = places_[last_place_];
     Pending one{choices_.one_in(2), choices_.one_in(15), last_place_, 0, {}, {}};
@@ -162,7 +162,7 @@ class Session {
       one.version = next_version_++;
       one.sizes = some_sizes();
     } else {
-      // Another one than the one that is there, now and then.
+      // Sometimes another record than the stored one.
       one.version = choices_.one_in(8) ? next_version_++ : place.version;
       one.sizes = place.version != 0 ? place.sizes : some_sizes();
     }
@@ -185,7 +185,7 @@ class Session {
     if (queue_->submit(std::move(request))) {
       expect(!is_closed_, "a closed queue takes nothing");
     } else {
-      expect(is_closed_, "an open queue takes what it is given");
+      expect(is_closed_, "only a closed queue refuses a record");
       forget(tag);
     }
   }
@@ -220,16 +220,16 @@ class Session {
   void wait() {
     const bool is_long = choices_.one_in(2);
     const bool is_idle = queue_->wait_until_idle(is_long ? kLongS : 0.0005);
-    expect(is_idle || !is_long, "the queue comes to rest");
+    expect(is_idle || !is_long, "the queue becomes idle");
     take();
-    if (is_idle) expect(pending_.empty(), "a queue at rest has ended everything");
+    if (is_idle) expect(pending_.empty(), "all records of an idle queue have ended");
   }
 
   void close_early() {
     is_closed_ = true;
     const bool is_over = queue_->close(choices_.one_in(2) ? kLongS : 0.0);
     take();
-    if (is_over) expect(pending_.empty(), "a closed queue has ended everything");
+    if (is_over) expect(pending_.empty(), "all records of a closed queue have ended");
   }
 
   void end(const Pending& one, const RecordCompletion& completion) {
@@ -237,18 +237,19 @@ class Session {
     const bool has_failed =
         outcome == RecordOutcome::kFailed && (completion.error == EIO || completion.error == ENOMEM);
     if (outcome == RecordOutcome::kCancelled) {
-      expect(is_closed_, "only what closes cancels");
+      expect(is_closed_, "records are cancelled only by close");
     } else if (has_failed) {
-      expect(hybridkv::testing::num_failed() > 0, "nothing fails by itself");
+      expect(hybridkv::testing::num_failed() > 0, "a record fails only with an injected fault");
       if (one.is_store) places_[one.place].content = Content::kUnknown;
     } else if (one.is_impossible) {
-      expect(outcome == RecordOutcome::kFailed && completion.error == EBADF, "what is impossible fails");
+      expect(outcome == RecordOutcome::kFailed && completion.error == EBADF, "an impossible record fails");
     } else if (one.is_store) {
       end_store(one, completion);
     } else {
       end_load(one, completion);
     }
-    if (outcome != RecordOutcome::kOtherHeader) expect(completion.page.empty(), "no page but of another header");
+    if (outcome != RecordOutcome::kOtherHeader)
+      expect(completion.page.empty(), "a page is returned only for another header");
     for (const auto& part : one.parts) check_around(*part);
   }
 
@@ -256,7 +257,7 @@ class Session {
     expect(completion.outcome == RecordOutcome::kDone && completion.error == 0, "a store is done");
     const std::vector<unsigned char> payload = bytes_of(one.parts);
     const hybridkv::Digest128 digest = hybridkv::xxh3::digest(payload.data(), payload.size());
-    expect(completion.digest == digest, "and tells its digest");
+    expect(completion.digest == digest, "a completion has its digest");
     Place& place = places_[one.place];
     place.content = Content::kRecord;
     place.version = one.version;
@@ -290,7 +291,7 @@ class Session {
     const bool is_there = place.content == Content::kRecord && place.version == one.version;
     const bool is_damaged = place.content == Content::kOtherPayload && place.version == one.version;
     if (completion.outcome == RecordOutcome::kDone) {
-      expect(is_there || place.content == Content::kUnknown, "only what is there is loaded");
+      expect(is_there || place.content == Content::kUnknown, "only a stored record is loaded");
       std::vector<std::unique_ptr<Memory>> written;
       for (const std::size_t size : one.sizes) written.push_back(std::make_unique<Memory>(size, 0));
       fill(written, one.version);
@@ -300,10 +301,10 @@ class Session {
     } else if (completion.outcome == RecordOutcome::kFailed) {
       expect(completion.error == ENODATA && !is_there, "a load fails where the file ends");
     } else if (completion.outcome == RecordOutcome::kOtherPayload) {
-      expect(is_damaged || place.content == Content::kUnknown, "only a damaged payload is another one");
+      expect(is_damaged || place.content == Content::kUnknown, "another payload is reported only for damage");
     } else {
-      expect(!is_there && !is_damaged, "only another header is another one");
-      expect(completion.page.size() == kRecordPageBytes, "which is given back");
+      expect(!is_there && !is_damaged, "another header is reported only if it differs");
+      expect(completion.page.size() == kRecordPageBytes, "the page is returned");
     }
   }
 
@@ -316,7 +317,7 @@ class Session {
     }
   }
 
-  // A bit of a record that nobody moves.
+  // Flips a bit of a record that is not in flight.
   void damage() {
     const std::size_t number = choices_.below(kNumPlaces);
     Place& place = places_[number];

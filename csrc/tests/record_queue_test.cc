@@ -1,5 +1,5 @@
-// Records reach a file byte for byte and come back verified, by both backends, whatever memory they lie in; and nobody
-// waits for a device that stands still.
+// Both backends write records byte for byte and verify them on load, for any alignment of memory. A device that hangs
+// blocks no caller.
 #include "csrc/cpu/record_queue.h"
 
 #include <fcntl.h>
@@ -79,7 +79,7 @@ class File {
   int fd_;
 };
 
-// A real file queue whose completions a test holds back, and whose calls it sees and lets fail.
+// A real file queue with completions that a test can delay. The test sees the calls and can make them fail.
 class Scripted final : public FileQueue {
  public:
   struct Script {
@@ -96,8 +96,8 @@ class Scripted final : public FileQueue {
       const std::lock_guard lock(mutex);
       is_open = false;
     }
-    // Once the queue's thread stands in `reap`, it stays there until `release`, whoever wakes it: until then it takes
-    // nothing of what is submitted.
+    // When the queue's thread is in `reap`, it stays there until `release`, also if it is woken: until then it takes no
+    // submitted record.
     void hold_asleep() {
       std::unique_lock lock(mutex);
       expect(changed.wait_for(lock, std::chrono::duration<double>(kLongS), [&] { return is_reaping && !is_woken; }),
@@ -176,7 +176,7 @@ std::vector<unsigned char> header_of(std::int64_t tag) {
   return header;
 }
 
-// One record's memory: parts of the given sizes, each so far behind a page, poisoned around.
+// Memory of one record: parts of the given sizes and offsets in a page, with poison around them.
 struct Payload {
   std::vector<std::unique_ptr<Memory>> parts;
 
@@ -249,7 +249,7 @@ void check_bytes(FileBackend backend, bool is_direct) {
       end += static_cast<std::int64_t>(expected_bytes(0, written.back().bytes()).size());
     }
   }
-  script.hold();  // so that most of them wait, and have neighbours
+  script.hold();  // most records wait, so that adjacent ones are batched
   for (std::size_t number = 0; number < written.size(); ++number) {
     expect(queue.submit(record_of(static_cast<std::int64_t>(number), true, file, is_direct, offsets[number],
                                   written[number])),
@@ -259,11 +259,12 @@ void check_bytes(FileBackend backend, bool is_direct) {
   for (const auto& [tag, completion] : finish(queue)) {
     const std::vector<unsigned char> payload = written[static_cast<std::size_t>(tag)].bytes();
     expect(completion.outcome == RecordOutcome::kDone, "a record is stored");
-    expect(completion.digest == hybridkv::xxh3::digest(payload.data(), payload.size()), "its digest is told");
+    expect(completion.digest == hybridkv::xxh3::digest(payload.data(), payload.size()),
+           "the completion has its digest");
     const std::vector<unsigned char> wanted = expected_bytes(tag, payload);
     expect(file.read(offsets[static_cast<std::size_t>(tag)], wanted.size()) == wanted, "the file holds every byte");
   }
-  expect(queue.num_transfers() < static_cast<std::int64_t>(written.size()) / 2, "neighbours are moved together");
+  expect(queue.num_transfers() < static_cast<std::int64_t>(written.size()) / 2, "adjacent records are moved together");
   // Out of order, so that some have neighbours and some have not.
   for (std::size_t number = 0; number < read.size(); ++number) {
     const std::size_t place = number * 5 % read.size();
@@ -308,13 +309,14 @@ void check_damage(FileBackend backend, bool is_direct) {
   file.cut(offset_of(5) + static_cast<std::int64_t>(2 * kRecordPageBytes));         // it ends too early
   for (Payload& payload : payloads) payload.parts[0]->poison();
   const std::map<std::int64_t, RecordCompletion> ended = submit_all(false);
-  expect(ended.at(0).outcome == RecordOutcome::kDone, "what is whole is loaded");
-  expect(ended.at(1).outcome == RecordOutcome::kOtherHeader, "another header is seen");
-  expect(ended.at(1).page == file.read(offset_of(1), kRecordPageBytes), "and given back");
-  expect(ended.at(2).outcome == RecordOutcome::kOtherPayload, "another payload is seen");
+  expect(ended.at(0).outcome == RecordOutcome::kDone, "an intact record is loaded");
+  expect(ended.at(1).outcome == RecordOutcome::kOtherHeader, "another header is detected");
+  expect(ended.at(1).page == file.read(offset_of(1), kRecordPageBytes), "the page is returned");
+  expect(ended.at(2).outcome == RecordOutcome::kOtherPayload, "another payload is detected");
   expect(ended.at(3).outcome == RecordOutcome::kOtherHeader, "a header whose digest was changed is another one");
-  expect(ended.at(4).outcome == RecordOutcome::kOtherHeader, "a header's own digest is looked at");
-  expect(ended.at(5).outcome == RecordOutcome::kFailed && ended.at(5).error == ENODATA, "the end of a file is told");
+  expect(ended.at(4).outcome == RecordOutcome::kOtherHeader, "the digest of a header is checked");
+  expect(ended.at(5).outcome == RecordOutcome::kFailed && ended.at(5).error == ENODATA,
+         "the end of a file is an error");
 }
 
 void check_errors(FileBackend backend) {
@@ -325,7 +327,7 @@ void check_errors(FileBackend backend) {
   record.fd = -1;
   queue.submit(std::move(record));
   const std::map<std::int64_t, RecordCompletion> ended = finish(queue);
-  expect(ended.at(1).outcome == RecordOutcome::kFailed && ended.at(1).error == EBADF, "an error is told");
+  expect(ended.at(1).outcome == RecordOutcome::kFailed && ended.at(1).error == EBADF, "an error is reported");
   for (const double timeout_s : {std::numeric_limits<double>::infinity(), 1e300, 9223372036.0}) {
     expect(queue.wait_until_idle(timeout_s), "a queue at rest is idle, however long one waits for it");
     queue.submit(record_of(2, true, file, false, 0, payload));
@@ -424,11 +426,11 @@ void check_shared_sync(FileBackend backend, int sync_error) {
   script.wait_for_calls(4);
   script.release();
   const std::map<std::int64_t, RecordCompletion> ended = finish(queue);
-  expect(ended.at(0).error == sync_error, "who syncs is told what went wrong");
-  expect(ended.at(1).error == sync_error, "and so is who had begun to write by then");
-  expect(ended.at(2).error == 0, "but nobody who writes to another file");
+  expect(ended.at(0).error == sync_error, "the store that syncs gets the error");
+  expect(ended.at(1).error == sync_error, "a store that began before the end of the sync gets it too");
+  expect(ended.at(2).error == 0, "a store to another file does not");
   submit(3, file);
-  expect(finish(queue).at(3).error == 0, "nor who writes afterwards");
+  expect(finish(queue).at(3).error == 0, "a later store does not");
 }
 
 void check_standstill(FileBackend backend) {
@@ -444,15 +446,15 @@ void check_standstill(FileBackend backend) {
   queue->submit(record_of(1, true, file, false, 65536, payload));
   script.wait_for_calls(2);  // the thread was woken, though nothing had ended
   for (std::int64_t tag = 2; tag < 5; ++tag) queue->submit(record_of(tag, tag < 4, file, false, tag * 65536, payload));
-  expect(queue->take().empty() && !queue->wait_until_idle(0.0), "what stands still has not ended");
+  expect(queue->take().empty() && !queue->wait_until_idle(0.0), "a blocked record has not ended");
   expect(!queue->close(0.0), "closing does not wait for it");
   std::vector<std::int64_t> cancelled;
   for (const RecordCompletion& completion : queue->take()) {
-    expect(completion.outcome == RecordOutcome::kCancelled, "what was not begun is cancelled");
+    expect(completion.outcome == RecordOutcome::kCancelled, "records that were not started are cancelled");
     cancelled.push_back(completion.tag);
   }
   script.release();
-  expect(queue->close(kLongS), "and it closes when it may");
+  expect(queue->close(kLongS), "close succeeds after the release");
   for (const RecordCompletion& completion : queue->take()) {
     if (completion.outcome == RecordOutcome::kCancelled) cancelled.push_back(completion.tag);
   }
@@ -460,7 +462,7 @@ void check_standstill(FileBackend backend) {
   expect(cancelled == std::vector<std::int64_t>({2, 3, 4}), "each of them once");
 }
 
-// What was begun together and failed is begun: closing waits for it, as for anything that is on its way.
+// Records of a failed batch count as started: close waits for them, as for all records in flight.
 void check_close_between_attempts(FileBackend backend) {
   File file(0);
   Scripted::Script script;
@@ -479,12 +481,12 @@ void check_close_between_attempts(FileBackend backend) {
   }
   script.release();
   script.wait_for_calls(3);
-  expect(!queue.close(0.0), "one of them is on its way");
+  expect(!queue.close(0.0), "one record is in flight");
   script.release();
   expect(queue.close(kLongS), "and ends");
   std::size_t num_done = 0;
   for (const RecordCompletion& completion : queue.take()) num_done += completion.outcome == RecordOutcome::kDone;
-  expect(num_done == 3, "what was begun is not said to be cancelled");
+  expect(num_done == 3, "a started record is not cancelled");
 }
 
 }  // namespace

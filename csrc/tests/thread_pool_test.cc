@@ -26,7 +26,7 @@ void check_parts(ThreadPool& pool) {
   }
 }
 
-// Two parts that are carried out at the same time, of which the given one throws first.
+// Two parts that run at the same time. The given part throws first.
 void check_failure(ThreadPool& pool, bool caller_throws) {
   const std::thread::id caller = std::this_thread::get_id();
   std::mutex mutex;
@@ -52,8 +52,8 @@ void check_failure(ThreadPool& pool, bool caller_throws) {
   } catch (const std::runtime_error& error) {
     caught = error.what();
   }
-  expect(caught == "no memory", "what a part throws is thrown");
-  expect(num_ended >= 1, "and what was begun beside it has ended");
+  expect(caught == "no memory", "an exception of a part is rethrown");
+  expect(num_ended >= 1, "the parts that were started have ended");
   check_parts(pool);
 }
 

@@ -318,9 +318,9 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "record of 4 GiB": (lambda: submit(is_store=True, buffers=[MEMORY] * (1 << 20)), "ValueError"),
     "record of None": (lambda: submit(buffers=None), "TypeError"),
     "record of numbers": (lambda: submit(buffers=[1]), "TypeError"),
-    "record of what is read-only": (lambda: submit(buffers=[b"x"]), "BufferError"),
-    "record of what has holes": (lambda: submit(buffers=[memoryview(bytearray(8))[::2]]), "BufferError"),
-    "record handed in while another is": (reentered, "ValueError"),
+    "record of read-only memory": (lambda: submit(buffers=[b"x"]), "BufferError"),
+    "record of strided memory": (lambda: submit(buffers=[memoryview(bytearray(8))[::2]]), "BufferError"),
+    "record submitted during another submit": (reentered, "ValueError"),
     # ledgers
     "granules never made": (lambda: never_made("GranuleLedger").clear(), "TypeError"),
     "no granules": (lambda: granules(0), "ValueError"),
@@ -343,10 +343,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "reserve of None": (lambda: granules().reserve_all(None), "TypeError"),
     "reserve of keys": (lambda: granules().reserve_all([KEY]), "TypeError"),
     "reserve of one": (lambda: granules().reserve_all([(KEY,)]), "TypeError"),
-    "commit of what is unknown": (lambda: granules().commit(KEY), "MisuseError"),
-    "commit of all that is unknown": (lambda: granules().commit_all([KEY]), "MisuseError"),
-    "abort of what is unknown": (lambda: granules().abort(KEY), "MisuseError"),
-    "unpin of what is unknown": (lambda: granules().unpin(KEY), "MisuseError"),
+    "commit of an unknown key": (lambda: granules().commit(KEY), "MisuseError"),
+    "commit of unknown keys": (lambda: granules().commit_all([KEY]), "MisuseError"),
+    "abort of an unknown key": (lambda: granules().abort(KEY), "MisuseError"),
+    "unpin of an unknown key": (lambda: granules().unpin(KEY), "MisuseError"),
     "lookup of a number": (lambda: granules().lookup(1), "TypeError"),
     "leading of numbers": (lambda: granules().leading([1]), "TypeError"),
     "last of a number": (lambda: granules().last_held(1), "TypeError"),
@@ -358,8 +358,8 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "records of three states": (lambda: records(states=(1, 2, 3)), "ValueError"),
     "take beyond max_keys": (lambda: full_records().take(b"one more", 1, 0), "MisuseError"),
     "take beyond all pages": (lambda: full_records().take(b"one more", 5 * PAGE, 0), "MisuseError"),
-    "take of what is there": (lambda: full_records().take(b"0", 1, 0), "MisuseError"),
-    "take of what is too large": (lambda: records().take(KEY, 4 * PAGE, 0), "MisuseError"),
+    "take of a present key": (lambda: full_records().take(b"0", 1, 0), "MisuseError"),
+    "take of a record that is too large": (lambda: records().take(KEY, 4 * PAGE, 0), "MisuseError"),
     "take of a long key": (lambda: records().take(bytes(1 << 16), 1, 0), "MisuseError"),
     "take when closed": (lambda: closed_records().take(KEY, 1, 0), "MisuseError"),
     "take of 2^32 bytes": (lambda: records().take(KEY, U32, 0), "TypeError"),
@@ -389,7 +389,7 @@ def big_blocks() -> Any:
 
 
 def zeros_without_end() -> Any:
-    """A chunk of 64 bytes in a slot of 1 TiB, whose zeros come from one byte."""
+    """A chunk of 64 bytes in a slot of 1 TiB, with one byte of zeros as the source of the rest."""
     made = native.Lowering(1 << 20, 1 << 40, 1 << 50, 1)
     made.add_group(0, 0, columns((1 << 51, 64, 64, 0)), 64, 4)
     return made
@@ -422,11 +422,11 @@ ANSWERED: dict[str, tuple[Callable[[], object], object]] = {
     "restore beyond max_keys": (lambda: records().restore([b"%d" % n for n in range(9)], bytes(72), bytes(72)), 4),
     "restore of one key twice": (lambda: records().restore([KEY, KEY], bytes(16), bytes(16)), 1),
     "restore when closed": (lambda: closed_records().restore([KEY], bytes(8), bytes(8)), 0),
-    "a walk that nobody began": (lambda: records().walk(7, 1), None),
-    "a segment that is not there": (lambda: (records().held_in(U32 - 1), records().drop_segment(7)), ([], None)),
+    "a walk that was not begun": (lambda: records().walk(7, 1), None),
+    "a missing segment": (lambda: (records().held_in(U32 - 1), records().drop_segment(7)), ([], None)),
     "another refusal": (lambda: records().count_refusal("another"), None),
-    "relocate of what is not there": (lambda: records().relocate(KEY, 0), False),
-    "evict of what is not there": (lambda: (records().evict(KEY), records().evict_next()), (False, None)),
+    "relocate of a missing key": (lambda: records().relocate(KEY, 0), False),
+    "evict of a missing key": (lambda: (records().evict(KEY), records().evict_next()), (False, None)),
     "a wait of no number": (lambda: queue().wait_until_idle(float("nan")), True),
     "submit when closed": (submit_when_closed, False),
 }
