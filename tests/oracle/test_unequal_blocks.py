@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from hybridkv.connectors.vllm import CONNECTOR, PEER_CONNECTOR, register
 from hybridkv.connectors.vllm.common import compat
 from hybridkv.connectors.vllm.common.blocks import corrupt_blocks
-from hybridkv.connectors.vllm.common.blocks import corrupt_blocks
 from hybridkv.connectors.vllm.common.blocks.corrupt_blocks import CorruptBlocks
 from oracle.content import VOCABULARY_TOKENS
 from oracle.engine import OracleEngine

@@ -69,9 +69,9 @@ class Lowering:
     def lower(
         self, is_store: bool, shapes: bytes, block_ids: bytes, local_ids: bytes, extents: bytes
     ) -> tuple[_Integers, int, int, tuple[int, int, int, int], _Integers, int]:
-        """Returns rows of runs, the number of runs, their bytes, and addresses [begin, end) that contain all sources and
-        [begin, end) that contain all destinations; for a store also the number of runs up to the end of each copy, and
-        the number of zero bytes. The arguments are those of a `CopyTable` of the connectors.
+        """Returns rows of runs, the number of runs, their bytes, and addresses [begin, end) that contain all sources
+        and [begin, end) that contain all destinations; for a store also the number of runs up to the end of each copy,
+        and the number of zero bytes. The arguments are those of a `CopyTable` of the connectors.
 
         A row has six words: the source and the destination of its first run, the step of both from run to run, the
         bytes of a run, and the number of runs."""
