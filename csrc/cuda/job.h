@@ -1,6 +1,6 @@
-// Plan of one job of copies between a GPU's memory and pinned host memory: the way of each row of runs, and their order.
-// Its time depends on the number of rows, and on that of runs only for batched runs and for rows that do not go to or
-// come from one stretch of the host's memory.
+// Plan of one job of copies between a GPU's memory and pinned host memory: the way of each row of runs, and their
+// order. Its time depends on the number of rows, and on that of runs only for batched runs and for rows that do not go
+// to or come from one stretch of the host's memory.
 //
 // Three ways:
 //

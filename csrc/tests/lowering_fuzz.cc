@@ -62,8 +62,8 @@ class Session {
     std::int64_t offset = 0;
     const auto same = static_cast<std::int64_t>(1 + choices_.below(63));  // for rows of several pages
     for (std::uint64_t count = choices_.below(4); count > 0; --count) {
-      const PageColumn column{odd(kPool + offset), odd<std::int64_t>(4096), odd<std::int64_t>(choices_.one_in(2) ? 1 + choices_.below(64) : same),
-                              odd(offset)};
+      const std::int64_t page_bytes = choices_.one_in(2) ? static_cast<std::int64_t>(1 + choices_.below(64)) : same;
+      const PageColumn column{odd(kPool + offset), odd<std::int64_t>(4096), odd(page_bytes), odd(offset)};
       pages.columns.push_back(column);
       offset += 64;
     }
