@@ -146,7 +146,7 @@ def test_tails_are_restored_from_a_tier_with_async_lookups(tmp_path: Path, monke
     settings = EngineSettings(num_blocks=200, hash_tokens=4)
     prompt = list(range(103))
     for number in range(2):
-        connector = stacked(QWEN3_NEXT, tmp_path / str(number), lookup_timeout_seconds=1.0)
+        connector = stacked(QWEN3_NEXT, tmp_path / str(number), pending_timeout_seconds=1.0)
         with OracleEngine(QWEN3_NEXT, replace(settings, connector=connector), world.steps(0, is_kind=True)) as engine:
             engine.submit("request", prompt, 2)
             engine.drain()

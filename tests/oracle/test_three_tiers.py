@@ -63,7 +63,7 @@ def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
 
 
 def three(mix: Mix, directory: str | Path, chunks: int = LARGE, **more: Any) -> Connector:
-    waits = {"load_timeout_seconds": LOAD_S, "lookup_timeout_seconds": LOOKUP_S}
+    waits = {"load_timeout_seconds": LOAD_S, "pending_timeout_seconds": LOOKUP_S}
     # A step of the oracle takes no time, so no speed can be measured.
     return stacked(mix, directory, chunks=chunks, compute_tokens_per_second=10_000, **waits, **more)
 

@@ -140,7 +140,7 @@ def test_a_disk_that_fails_stalls_and_loses_costs_only_time(mix: Mix, moved: Mov
     def check(scenario: Scenario, rules: list[Rule], seed: int) -> None:
         faulty[0] = FaultPlan(tuple(rules))
         with tempfile.TemporaryDirectory() as directory:
-            connector = stacked(mix, directory, load_timeout_seconds=SOON_S, lookup_timeout_seconds=SOON_S)
+            connector = stacked(mix, directory, load_timeout_seconds=SOON_S, pending_timeout_seconds=SOON_S)
             tally.add(run(mix, with_connector(scenario, connector), forget(Random(seed))))
 
     check()
