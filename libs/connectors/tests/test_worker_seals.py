@@ -49,7 +49,7 @@ class Rig:
         self, copier: Copier = copy_runs, engine: CopyEngine | None = None, verify_ram: VerifyRam | None = None
     ) -> None:
         self.memory = np.random.default_rng(3).integers(0, 256, len(PAGES) * BLOCKS * STRIDE, dtype=np.uint8)
-        self.arena = RamArena(128 * 1024)
+        self.arena = RamArena(128 * 1024, granule_bytes=4096)
         engine = engine or InlineCopyEngine(copier=lambda: copier)
         paths = CopyPaths(engine, engine, 30.0, lambda: 0.0)
         self.metrics = ConnectorMetrics()
@@ -243,6 +243,40 @@ def test_every_setting_compares_the_key_of_the_slot(verify_ram: VerifyRam) -> No
     rig.arena.discard(second.slot)
     assert rig.load(first) == str(FailureReason.WRONG_KEY)
     assert rig.load(second) == str(FailureReason.MISSING)
+
+
+@pytest.mark.parametrize("verify_ram", SETTINGS)
+@pytest.mark.parametrize("reused_offset", [4096, 16384, 20480, 28672])
+def test_no_setting_loads_a_slot_that_was_reused_in_part(verify_ram: VerifyRam, reused_offset: int) -> None:
+    """Another chunk takes memory of one of three extents, and the first extent keeps its bytes."""
+    rig = Rig(verify_ram=verify_ram)
+    slot = Slot(((57344, 4096), (8192, 12288), (32768, CHUNK_BYTES)))
+    [copy] = rig.store(slot)
+    assert rig.load(copy) is None
+    reused = Slot(((65536, 4096), (reused_offset, 8192)))
+    rig.arena.views(reused)[1][:] = bytes(8192)
+    assert rig.arena.seal_all([(b"another key", reused)]) == [None]
+    assert (rig.load(copy) is None) == (reused_offset == 20480), "only that memory is free"
+
+
+@pytest.mark.parametrize("verify_ram", SETTINGS)
+def test_no_setting_loads_a_slot_that_another_store_overwrites(verify_ram: VerifyRam) -> None:
+    rig = Rig(verify_ram=verify_ram)
+    slot = Slot(((49152, 4096), (0, CHUNK_BYTES)))
+    [copy] = rig.store(slot)
+    rig.arena.discard(Slot(((4096, 4096),)))
+    assert rig.load(copy) == str(FailureReason.MISSING)
+
+
+@pytest.mark.parametrize("verify_ram", ["sampled", "off"])
+def test_a_seal_of_other_extents_is_read_before_a_load(verify_ram: VerifyRam) -> None:
+    """The index and the seal differ on the rest of the slot."""
+    rig = Rig(verify_ram=verify_ram)
+    [copy] = rig.store(Slot(((0, 4096), (8192, CHUNK_BYTES))))
+    other = Slot(((0, 4096), (65536, CHUNK_BYTES)))
+    assert RamChecks(rig.arena, verify_ram).check_all([(copy.key, copy.slot)]) == [None]
+    [failure] = RamChecks(rig.arena, verify_ram).check_all([(copy.key, other)])
+    assert failure is not None and failure.reason is FailureReason.CHECKSUM
 
 
 @pytest.mark.parametrize("verify_ram", SETTINGS)

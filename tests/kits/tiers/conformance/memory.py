@@ -125,6 +125,37 @@ class SealedMemoryConformance:
         memory.discard(other)
         assert check(memory, A, SCATTERED) is None
 
+    def test_a_slot_that_is_partly_reused_loses_its_seal(self) -> None:
+        """The new slot starts before, at or within one of the extents, or the other way round."""
+        one = CHUNK_BYTES
+        for offset, num_bytes in ((0, 2 * one), (1 * one, one), (3 * one, 4 * one), (4 * one, one), (6 * one, 2 * one)):
+            reused = Slot(((2 * one, one), (offset, num_bytes)))
+            memory = self.sealed()
+            assert memory.is_sealed(A, SCATTERED)
+            assert seal(memory, B, reused) is None
+            assert not memory.is_sealed(A, SCATTERED)
+            assert reason(check(memory, A, SCATTERED)) in (FailureReason.MISSING, FailureReason.WRONG_KEY)
+            assert memory.is_sealed(B, reused) and check(memory, B, reused) is None
+            memory.discard(SCATTERED)
+            assert not memory.is_sealed(B, reused)
+            memory = self.sealed()
+            memory.discard(reused)
+            assert not memory.is_sealed(A, SCATTERED)
+
+    def test_a_seal_is_of_its_key_and_its_extents(self) -> None:
+        memory = self.sealed()
+        first, second, third = SCATTERED.extents
+        assert memory.is_sealed(A, SCATTERED) and not memory.is_sealed(B, SCATTERED)
+        for extents in ((first,), (first, second), (first, third, second), (second, third)):
+            assert not memory.is_sealed(A, Slot(extents))
+        assert not memory.is_sealed(A, Slot(()))
+
+    def test_a_slot_that_is_sealed_at_a_smaller_place_leaves_its_old_memory_free(self) -> None:
+        memory, first = self.sealed(), Slot(SCATTERED.extents[:1])
+        assert seal(memory, A, first) is None
+        assert seal(memory, B, Slot(SCATTERED.extents[1:])) is None
+        assert memory.is_sealed(A, first)
+
     def test_each_of_many_chunks_gets_its_own_answer(self) -> None:
         """An outside slot, an empty one, an unsealed one and one of another key, among unchanged chunks."""
         memory = self.make_memory(CAPACITY_BYTES)
@@ -182,7 +213,7 @@ class SealedMemoryConformance:
         memory.close()
         assert reason(seal(memory, A, SCATTERED)) is FailureReason.CLOSED
         assert reason(check(memory, A, SCATTERED)) is FailureReason.CLOSED
-        assert memory.sealed_checksum(A, SCATTERED) is None
+        assert memory.sealed_checksum(A, SCATTERED) is None and not memory.is_sealed(A, SCATTERED)
         for use in (memory.addresses, memory.views, memory.discard):
             assert is_protocol_error(lambda use=use: use(SCATTERED))  # type: ignore[misc]
 

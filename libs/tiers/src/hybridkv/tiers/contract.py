@@ -464,14 +464,21 @@ class SealedMemory(ExposesBytes, Protocol):
     def seal_all(
         self, chunks: Sequence[tuple[Key, Slot]], checksums: Sequence[bytes] | None = None
     ) -> list[Failure | None]:
-        """Record key and checksum of the current bytes of each slot. One result for each chunk; None is success.
+        """Record key and checksum of the current bytes of each slot. One result for each chunk; None is success. Removes
+        the seals of other slots that overlap.
 
         Reads the bytes once, unless the caller passes their XXH3-128, one for each chunk.
         """
         ...
 
     def sealed_checksum(self, key: Key, slot: Slot) -> bytes | None:
-        """XXH3-128 of the chunk sealed in the slot for `key`, None if there is none. Does not read the chunk."""
+        """XXH3-128 of the chunk sealed for `key` at the first offset of the slot, None if there is none. Does not read
+        the chunk, and does not compare the extents."""
+        ...
+
+    def is_sealed(self, key: Key, slot: Slot) -> bool:
+        """True if exactly these extents are sealed for `key`, and no slot that overlaps them was sealed or discarded
+        since. Does not read the chunk."""
         ...
 
     def check_all(self, chunks: Sequence[tuple[Key, Slot]]) -> list[Failure | None]:
@@ -480,7 +487,8 @@ class SealedMemory(ExposesBytes, Protocol):
         ...
 
     def discard(self, slot: Slot) -> None:
-        """Remove the seal of a slot, so `check_all` returns MISSING. Call it before overwriting a slot."""
+        """Remove the seal of a slot and those of slots that overlap, so `check_all` returns MISSING. Call it before
+        overwriting a slot."""
         ...
 
     def close(self) -> None:

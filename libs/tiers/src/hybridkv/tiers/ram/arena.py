@@ -1,15 +1,18 @@
 """Arena of the RAM tier: one page-aligned buffer, divided into slots by a `RamIndex`, which may be in another process.
 
-Each slot is sealed with its key and the XXH3-128 checksum of its bytes, so a reused, torn or corrupted slot is a failed
-load and never wrong bytes. Copies nothing: a copy engine uses the `addresses`.
+Each slot is sealed with its key, its extents and the XXH3-128 checksum of its bytes. A reader that checks all of them
+gets a failed load from a reused, torn or corrupted slot, and never wrong bytes. A reader that checks key and extents
+only (`is_sealed`) finds a slot that was reused as a whole or in part. Copies nothing: a copy engine uses the `addresses`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import mmap
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,8 +27,17 @@ DEFAULT_GRANULE_BYTES = 64 * 1024
 Bytes = npt.NDArray[np.uint8]
 
 
+class _Seal(NamedTuple):
+    key: Key
+    checksum: bytes
+    extents: tuple[tuple[int, int], ...]
+
+
 class RamArena:
     """`SealedMemory` in host RAM. Threads may use it at the same time, on distinct slots.
+
+    Extents of slots start at multiples of `granule_bytes`, as those of a `RamIndex` do. Where other slots share a
+    granule, a seal may outlive a slot that overlaps it.
 
     Args:
         capacity_bytes: rounded down to whole granules; the same as in the `RamIndex`.
@@ -47,8 +59,14 @@ class RamArena:
         self._base_address = int(self._buffer.ctypes.data)
         self._digest_threads = digest_threads
         self._is_closed = False
-        self._seals: dict[int, tuple[Key, bytes]] = {}
-        """By the first offset of the slot. Needs no lock: threads only read, set and remove single items."""
+        self._granule_bytes = granule_bytes
+        self._seals: dict[int, _Seal] = {}
+        """By the first offset of the slot. Reads take no lock: each reads one item."""
+        self._owners = np.zeros(self._capacity_bytes // granule_bytes, dtype=np.int64)
+        """For each granule, 1 + the first offset of the slot that was sealed there last, 0 for none. Its seal may be gone.
+        The system commits this memory at the first write."""
+        self._changes = threading.Lock()
+        """For changes of seals and owners."""
 
     @property
     def capacity_bytes(self) -> int:
@@ -87,15 +105,25 @@ class RamArena:
             taken = [joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES)]
         else:
             taken = [checksums[number] for number in usable]
-        for number, checksum in zip(usable, taken, strict=True):
-            key, slot = chunks[number]
-            self._seals[slot.first_offset] = (key, checksum)
+        with self._changes:
+            for number, checksum in zip(usable, taken, strict=True):
+                key, slot = chunks[number]
+                self._remove_overlapping(slot)
+                for granules in self._granules(slot):
+                    self._owners[granules] = slot.first_offset + 1
+                self._seals[slot.first_offset] = _Seal(key, checksum, slot.extents)
         return failures
 
     def sealed_checksum(self, key: Key, slot: Slot) -> bytes | None:
-        """XXH3-128 of the chunk sealed in the slot for `key`, None if there is none."""
-        sealed_key, checksum = self._seals.get(slot.first_offset, (b"", None))
-        return checksum if sealed_key == key else None
+        """XXH3-128 of the chunk sealed for `key` at the first offset of the slot, None if there is none."""
+        seal = self._seals.get(slot.first_offset)
+        return seal.checksum if seal is not None and seal.key == key else None
+
+    def is_sealed(self, key: Key, slot: Slot) -> bool:
+        """True if exactly these extents are sealed for `key`, and no slot that overlaps them was sealed or discarded
+        since. Does not read the chunk."""
+        seal = self._seals.get(slot.first_offset) if slot.extents else None
+        return seal is not None and seal.key == key and seal.extents == slot.extents
 
     def check_all(self, chunks: Sequence[tuple[Key, Slot]]) -> list[Failure | None]:
         """Verify that each slot holds the bytes sealed for its key. One result for each chunk; None is success."""
@@ -114,14 +142,17 @@ class RamArena:
         return failures
 
     def discard(self, slot: Slot) -> None:
-        """Remove the seal of a slot, so `check_all` returns MISSING. Call it before overwriting a slot."""
+        """Remove the seal of a slot and those of slots that overlap, so `check_all` returns MISSING. Call it before
+        overwriting a slot."""
         self._require(slot)
-        self._seals.pop(slot.first_offset, None)
+        with self._changes:
+            self._remove_overlapping(slot)
 
     def close(self) -> None:
         """Release the memory. Stop the copy engine first, since it holds addresses."""
         self._is_closed = True
-        self._seals.clear()
+        with self._changes:
+            self._seals.clear()
         self._buffer = np.empty(0, dtype=np.uint8)
 
     def _sealed(self, key: Key, slot: Slot) -> bytes | Failure:
@@ -132,10 +163,24 @@ class RamArena:
         sealed = self._seals.get(slot.first_offset)
         if sealed is None:
             return Failure(FailureReason.MISSING, f"nothing is stored at offset {slot.first_offset}")
-        sealed_key, checksum = sealed
-        if sealed_key != key:
-            return Failure(FailureReason.WRONG_KEY, f"expected {key.hex()}, got {sealed_key.hex()}")
-        return checksum
+        if sealed.key != key:
+            return Failure(FailureReason.WRONG_KEY, f"expected {key.hex()}, got {sealed.key.hex()}")
+        return sealed.checksum
+
+    def _remove_overlapping(self, slot: Slot) -> None:
+        """Removes the seals of all slots that share bytes with this one. The caller holds `_changes`."""
+        first_offsets = {slot.first_offset}
+        for granules in self._granules(slot):
+            first_offsets.update(owner - 1 for owner in set(self._owners[granules].tolist()) if owner)
+        for first_offset in first_offsets:
+            seal = self._seals.get(first_offset)
+            if seal is not None and _overlap(seal.extents, slot.extents):
+                del self._seals[first_offset]
+
+    def _granules(self, slot: Slot) -> Iterator[slice]:
+        size = self._granule_bytes
+        for offset, num_bytes in slot.extents:
+            yield slice(offset // size, (offset + num_bytes - 1) // size + 1)
 
     def _checksums(self, buffer: Bytes, slots: Sequence[Slot]) -> bytes:
         """XXH3-128 of each slot, concatenated. The caller read `buffer` before it checked that the arena is open, so
@@ -160,6 +205,14 @@ class RamArena:
         failure = self._why_not_use(slot)
         if failure is not None:
             raise TierProtocolError(str(failure))
+
+
+def _overlap(extents: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
+    return any(
+        offset < other + other_bytes and other < offset + num_bytes
+        for offset, num_bytes in extents
+        for other, other_bytes in others
+    )
 
 
 def _map_memory(num_bytes: int) -> Bytes:

@@ -29,7 +29,7 @@ MAX_COST = 0.05
 class RamChecks:
     """Checks of the chunks of loads. One thread at a time.
 
-    The key of each slot is always compared. `verify_ram` selects the chunks that are also read and compared with their
+    The key and the extents of each slot are always compared. `verify_ram` selects the chunks that are also read and compared with their
     checksum. With "sampled" each load of a chunk reads it with a chance of 1 in 16, independent of other loads, so each
     chunk that is loaded again and again is read at some time.
     """
@@ -51,7 +51,7 @@ class RamChecks:
         return failures
 
     def _must_read(self, key: Key, slot: Slot, load_number: int) -> bool:
-        if self._arena.sealed_checksum(key, slot) is None:  # another key, or no seal: `check_all` says which
+        if not self._arena.is_sealed(key, slot):  # another key, other extents or no seal: `check_all` says which
             return True
         return self._verify_ram == "sampled" and xxhash.xxh3_64_intdigest(key, load_number) % SAMPLED_ONE_IN == 0
 
