@@ -145,8 +145,8 @@ def test_a_tier_that_evicts_all_the_time_never_corrupts(mix: Mix, monkeypatch: p
         return counts
 
     monkeypatch.setattr(RamIndex, "take_counts", counting)
-    # The smallest chunk takes a granule of 4 KiB: room for about two chunks of each group. Prompts have only a few large
-    # chunks: room for one of each.
+    # The smallest chunk takes a granule of 4 KiB: room for about two chunks of each group. A prompt has few large
+    # chunks: room for one of each group.
     capacity = 4096 * (len(mix.groups) + 1) * (2 if mix.alignment_tokens < 64 else 1)
 
     @profile(60)

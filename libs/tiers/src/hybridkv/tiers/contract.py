@@ -464,8 +464,9 @@ class SealedMemory(ExposesBytes, Protocol):
     def seal_all(
         self, chunks: Sequence[tuple[Key, Slot]], checksums: Sequence[bytes] | None = None
     ) -> list[Failure | None]:
-        """Record key and checksum of the current bytes of each slot. One result for each chunk; None is success. Removes
-        the seals of other slots that overlap.
+        """Record key and checksum of the current bytes of each slot. One result for each chunk; None is success.
+
+        Removes the seals of other slots that overlap.
 
         Reads the bytes once, unless the caller passes their XXH3-128, one for each chunk.
         """

@@ -2,7 +2,8 @@
 
 Each slot is sealed with its key, its extents and the XXH3-128 checksum of its bytes. A reader that checks all of them
 gets a failed load from a reused, torn or corrupted slot, and never wrong bytes. A reader that checks key and extents
-only (`is_sealed`) finds a slot that was reused as a whole or in part. Copies nothing: a copy engine uses the `addresses`.
+only (`is_sealed`) finds a slot that was reused as a whole or in part. Copies nothing: a copy engine uses the
+`addresses`.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class RamArena:
         self._seals: dict[int, _Seal] = {}
         """By the first offset of the slot. Reads take no lock: each reads one item."""
         self._owners = np.zeros(self._capacity_bytes // granule_bytes, dtype=np.int64)
-        """For each granule, 1 + the first offset of the slot that was sealed there last, 0 for none. Its seal may be gone.
-        The system commits this memory at the first write."""
+        """For each granule, 1 + the first offset of the slot that was sealed there last, 0 for none. Its seal may be
+        gone. The system commits this memory at the first write."""
         self._changes = threading.Lock()
         """For changes of seals and owners."""
 

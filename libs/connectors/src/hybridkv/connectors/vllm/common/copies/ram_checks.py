@@ -29,9 +29,9 @@ MAX_COST = 0.05
 class RamChecks:
     """Checks of the chunks of loads. One thread at a time.
 
-    The key and the extents of each slot are always compared. `verify_ram` selects the chunks that are also read and compared with their
-    checksum. With "sampled" each load of a chunk reads it with a chance of 1 in 16, independent of other loads, so each
-    chunk that is loaded again and again is read at some time.
+    The key and the extents of each slot are always compared. `verify_ram` selects the chunks that are also read and
+    compared with their checksum. With "sampled" each load of a chunk reads it with a chance of 1 in 16, independent of
+    other loads, so each chunk that is loaded again and again is read at some time.
     """
 
     def __init__(self, arena: SealedMemory, verify_ram: VerifyRam) -> None:
