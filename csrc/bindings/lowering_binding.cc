@@ -3,6 +3,8 @@
 #include <nanobind/ndarray.h>
 
 #include <cstdint>
+#include <functional>
+#include <iterator>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -70,12 +72,30 @@ std::span<const CopyRow> rows_of(const Words& words) {
   return {reinterpret_cast<const CopyRow*>(words.data()), words.size() / kWords};
 }
 
+// True if two arrays share memory.
+bool overlap(std::span<const std::int64_t> one, std::span<const std::int64_t> other) {
+  const std::less<const std::int64_t*> before;
+  return before(one.data(), other.data() + other.size()) && before(other.data(), one.data() + one.size());
+}
+
 void expand_rows(const Words& words, const WritableWords& sources, const WritableWords& destinations,
                  const WritableWords& num_bytes) {
   const std::span<const CopyRow> rows = rows_of(words);
   const std::size_t num_runs = sources.size();
   if (destinations.size() != num_runs || num_bytes.size() != num_runs) {
     throw std::invalid_argument("sources, destinations, num_bytes: expected arrays of one length");
+  }
+  // Otherwise a write could change the counts that are checked below.
+  const std::span<const std::int64_t> arrays[] = {{words.data(), words.size()},
+                                                  {sources.data(), num_runs},
+                                                  {destinations.data(), num_runs},
+                                                  {num_bytes.data(), num_runs}};
+  for (std::size_t one = 0; one < std::size(arrays); ++one) {
+    for (std::size_t other = 0; other < one; ++other) {
+      if (overlap(arrays[one], arrays[other])) {
+        throw std::invalid_argument("rows, sources, destinations, num_bytes: expected arrays that do not overlap");
+      }
+    }
   }
   std::size_t counted = 0;
   for (const CopyRow& row : rows) {

@@ -94,6 +94,28 @@ def expand(num_runs: int, length: int, step: int = 1, *, is_writable: bool = Tru
     native.expand_rows(integers(1, 2, step, step, 5, num_runs), *arrays)
 
 
+def expand_onto_rows() -> None:
+    """The sources are the last word of the first row and words after it."""
+    words = integers(1000, 2000, 1 << 20, 1 << 20, 5, 2, 1, 2, 3, 4, 5, 1)
+    arrays = np.zeros(3, np.int64), np.zeros(3, np.int64)
+    native.expand_rows(words, words[5:8], *arrays)
+
+
+def expand_onto_each_other(first: int, second: int) -> None:
+    """Two of the three arrays share memory, shifted by one word."""
+    shared = np.zeros(3, np.int64)
+    arrays = [np.zeros(2, np.int64) for _ in range(3)]
+    arrays[first], arrays[second] = shared[:2], shared[1:]
+    native.expand_rows(integers(1, 2, 3, 4, 5, 2), *arrays)
+
+
+def copies_without_end() -> object:
+    """300 copies of 2^55 bytes each: their sum has more than 63 bits."""
+    made = native.Lowering(0, 1 << 56, 0, 64)
+    made.add_group(0, 0, columns((0, 0, 1 << 55, 0)), 1 << 55, 1)
+    return lower(made, ids=(0,) * 300, slot=(0, 1 << 55) * 300, num_copies=300)
+
+
 def pages_without_end() -> object:
     """2^14 pages of each of 2^14 blocks."""
     made = native.Lowering(1 << 20, 1 << 30, 1 << 40, 64)
@@ -237,6 +259,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: native.expand_rows(integers(1, 2, 3, 4, 5, 1), integers(0), integers(0), integers()),
         "ValueError",
     ),
+    "rows onto themselves": (expand_onto_rows, "ValueError"),
+    "rows to sources that are destinations": (lambda: expand_onto_each_other(0, 1), "ValueError"),
+    "rows to sources that are sizes": (lambda: expand_onto_each_other(2, 0), "ValueError"),
+    "rows to destinations that are sizes": (lambda: expand_onto_each_other(1, 2), "ValueError"),
     "rows of None": (lambda: native.expand_rows(None, *[integers()] * 3), "TypeError"),
     "rows to read-only arrays": (lambda: expand(1, 1, is_writable=False), "TypeError"),
     # Lowering
@@ -293,6 +319,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "zeros without end": (lambda: lower(zeros_without_end(), True, slot=(0, 1 << 40)), "ValueError"),
     "pages without end": (pages_without_end, "ValueError"),
+    "copies of more bytes than there are": (copies_without_end, "ValueError"),
     "shapes cut": (lambda: lowering().lower(False, bytes(39), b"", b"", b""), "ValueError"),
     "ids cut": (lambda: lowering().lower(False, shape(), bytes(3), b"", bytes(16)), "ValueError"),
     "slots cut": (lambda: lowering().lower(False, shape(), bytes(4), b"", bytes(15)), "ValueError"),
