@@ -18,8 +18,8 @@ std::string text(std::int64_t number) { return std::to_string(number); }
 constexpr std::int64_t kMemoryEnd = std::int64_t{1} << 56;
 // Block ids have 32 bits.
 constexpr std::int64_t kMostBlocks = std::int64_t{1} << 31;
-// Limit for the pieces of a job, whose runs would take 3 GiB. Consistent arguments may still ask for more memory than
-// there is.
+// Limit for the pieces of a job. Each piece is at most one row of 48 bytes, so the rows take at most 6 GiB. Valid
+// arguments may still need more memory than is free.
 constexpr std::int64_t kMostPieces = std::int64_t{1} << 27;
 
 // Takes the next elements of an array; throws if there are too few.
@@ -122,7 +122,10 @@ void measure(LoweredRuns& runs) {
     const Span destination = span_of(row.destination, row.destination_step, row);
     sources = {std::min(sources.begin, source.begin), std::max(sources.end, source.end)};
     destinations = {std::min(destinations.begin, destination.begin), std::max(destinations.end, destination.end)};
-    total_bytes += row.num_runs * row.num_bytes;
+    // The runs of one row lie in one block, or are one run in memory, so the product does not overflow.
+    const std::int64_t row_bytes = row.num_runs * row.num_bytes;
+    if (row_bytes > kMemoryEnd - total_bytes) refuse("expected a job of at most 2^56 bytes");
+    total_bytes += row_bytes;
   }
   runs.sources = sources;
   runs.destinations = destinations;

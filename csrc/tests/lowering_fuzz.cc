@@ -52,7 +52,16 @@ class Session {
   Number odd(Number number) {
     if (!choices_.one_in(40)) return number;
     constexpr Number kMost = std::numeric_limits<Number>::max();
-    const Number others[] = {0, 1, -1, kMost, kMost / 2, kMost - 8, std::numeric_limits<Number>::min()};
+    // 2^55 and 2^56 are below and at the limit for sizes, where sums of valid numbers are largest. 0 as 32 bits.
+    const Number others[] = {0,
+                             1,
+                             -1,
+                             kMost,
+                             kMost / 2,
+                             kMost - 8,
+                             std::numeric_limits<Number>::min(),
+                             static_cast<Number>(std::int64_t{1} << 55),
+                             static_cast<Number>(std::int64_t{1} << 56)};
     return others[choices_.below(std::size(others))];
   }
   std::int32_t below(std::uint64_t bound) { return odd(static_cast<std::int32_t>(choices_.below(bound))); }
