@@ -107,6 +107,7 @@ std::uint64_t Table::add(const CopyRow& row) {
     tiles_per_fragment_ = (fragment_bytes_ + tile_bytes_ - 1) / tile_bytes_;
   }
   const std::uint64_t tiles = tiles_per_fragment_;
+  if (num_rows_ > 0 && num_tiles_ >= kMostTiles) return 0;  // the first run may have more tiles than the limit
   std::uint64_t count = word(row.num_runs);
   if (count > kMostTiles || tiles > kMostTiles || count * tiles > kMostTiles - num_tiles_) {
     count = std::min(count, (kMostTiles - num_tiles_) / tiles);

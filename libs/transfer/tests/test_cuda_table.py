@@ -93,3 +93,9 @@ def test_a_table_ends_before_it_has_more_tiles_than_the_kernel_counts() -> None:
     half = CopyRuns.of([(0, 1 << 60, 1 << 30), (1 << 40, 1 << 61, 1 << 30), (1 << 41, 1 << 50, 1)])
     _, num_tiles, done = table_of(half, 1)
     assert (num_tiles, done) == (1 << 31, 2)
+
+
+def test_a_first_run_of_too_many_tiles_is_alone_in_its_table() -> None:
+    too_many = CopyRuns.of([(0, 1 << 40, (1 << 31) + 5), (1 << 41, 1 << 42, 8)])
+    _, num_tiles, done = table_of(too_many, 1)
+    assert (num_tiles, done) == ((1 << 31) + 5, 1)
