@@ -214,6 +214,43 @@ def test_a_wrong_digest_is_refused(make: Callable[..., Rig], monkeypatch: pytest
     assert "the digest" in refusal(rig)
 
 
+def test_checksums_are_measured_in_chunks_that_were_sealed_a_pass_before(
+    make: Callable[..., Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make(LazyDevice(lambda below: 0))
+    events: list[tuple[str, list[int]]] = []
+
+    def recorded(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def record(chunks: Any) -> Any:
+            events.append((name, [slot.num_bytes for _, slot in chunks]))
+            assert [slot.first_offset for _, slot in chunks] == np.cumsum([0, *events[-1][1][:-1]]).tolist()
+            return call(chunks)
+
+        return record
+
+    def clock() -> float:
+        events.append(("clock", []))
+        return float(len(events))
+
+    for name in ("seal_all", "check_all"):
+        monkeypatch.setattr(rig.arena, name, recorded(name, getattr(rig.arena, name)))
+    monkeypatch.setattr(proof, "CHECKSUM_BYTES", 50_000)
+    monkeypatch.setattr(proof, "MAX_CHECKSUM_BYTES", 50_000)
+    rig.paths = CopyPaths(rig.paths.stores, rig.paths.loads, 30.0, clock)
+    rates = prove_copies(rig.memory, [rig.cache], rig.paths, rig.gpu, np.random.default_rng(0), [10_000, 7_000])
+    sizes = [10_000, 7_000, 10_000, 7_000, 10_000]
+    clock_read: tuple[str, list[int]] = ("clock", [])
+    assert events[-5:] == [("seal_all", sizes), clock_read, ("check_all", sizes), clock_read, clock_read]
+    assert rates.checksum_bytes_per_s == sum(sizes) / 2
+    assert not rig.arena._seals
+
+
+def test_checksums_are_measured_over_four_times_the_last_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cache_bytes, expected in ((0, 256 << 20), (-1, 256 << 20), (100 << 20, 400 << 20), (1 << 40, 1 << 30)):
+        monkeypatch.setattr("os.sysconf", lambda name, cache_bytes=cache_bytes: cache_bytes)
+        assert proof._bytes_beyond_caches() == expected
+
+
 LAYOUT = CacheLayout(
     CacheSpec((GroupSpec(GroupKind.FULL, 16),), 16), ((LayerLayout("layer 0", 64),),), (), 16, "sha256", 1
 )

@@ -109,7 +109,9 @@ class OffloadWorker(RankWorker):
         memory.register(engines)
         for engine in engines:
             engine.register(self._arena.base_address, self._arena.capacity_bytes, "arena")
-        rates = prove_at_start(memory, self._arena, self._paths, device)
+        sizes = (self._layout.largest_chunk_bytes(index) for index in memory.pages)
+        chunk_sizes = [size for size in sizes if size]
+        rates = prove_at_start(memory, self._arena, self._paths, device, chunk_sizes)
         is_overlapped = not isinstance(self._paths.loads, InlineCopyEngine)
         chosen = choose_verify_ram(self._verify_ram, rates, is_overlapped=is_overlapped)
         self._ram_checks = RamChecks(self._arena, chosen)

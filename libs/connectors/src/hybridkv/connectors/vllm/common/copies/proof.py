@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import os
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ MEASURED_BYTES, MEASURED_JOBS = 64 << 20, 8
 """Bytes of one group to copy each way for a measurement, and maximum of jobs for that."""
 ROUNDS_S = 0.7
 """Seconds after which no further round starts. With the first round, the proof takes less than 2 s."""
+CHECKSUM_BYTES, MAX_CHECKSUM_BYTES = 256 << 20, 1 << 30
+"""Bytes of the arena over which checksums are measured: 4 times the last-level cache, within these limits."""
 TIMEOUT_S = 30.0
 """Seconds after which a copy counts as stuck."""
 _KEY = b"copy proof"
@@ -63,8 +66,9 @@ class CopyRates:
         page_sizes: their sizes in bytes, ascending.
         store_bytes_per_s: rate of copies to the arena.
         load_bytes_per_s: rate of copies back.
-        checksum_bytes_per_s: rate of checksums of chunks in the arena, each of the size of a block. Loads and stores
-            take them beside the copies of other jobs, so a rate below that of the link limits both.
+        checksum_bytes_per_s: rate of checksums of chunks in the arena that no cache holds, measured without copies at
+            the same time. Loads and stores compute them beside the copies of other jobs, so a rate below that of the
+            link limits both.
         seconds: duration of the proof.
         untried: "loads", "stores": fences that were not exercised, as compute always ended before a copy was submitted.
     """
@@ -78,7 +82,9 @@ class CopyRates:
     untried: tuple[str, ...]
 
 
-def prove_at_start(memory: KVMemory, arena: SealedMemory, paths: CopyPaths, device: Device) -> CopyRates | None:
+def prove_at_start(
+    memory: KVMemory, arena: SealedMemory, paths: CopyPaths, device: Device, chunk_sizes: Sequence[int] = ()
+) -> CopyRates | None:
     """Proves the copies of a GPU, logs their rates and returns them. On a CPU does nothing and returns None.
 
     Args:
@@ -86,6 +92,7 @@ def prove_at_start(memory: KVMemory, arena: SealedMemory, paths: CopyPaths, devi
         arena: pinned memory. Both are registered with the copy engines.
         paths: the copy engines.
         device: device of this worker.
+        chunk_sizes: see `prove_copies`.
 
     Raises:
         ConfigurationError: see `prove_copies`.
@@ -95,7 +102,7 @@ def prove_at_start(memory: KVMemory, arena: SealedMemory, paths: CopyPaths, devi
     sides = RankMemory(memory.pages, memory.cut, zeros_in(memory.zeros), arena)
     seed = secrets.randbits(32)
     logger.info("proving copies of this GPU, seed %d", seed)
-    rates = prove_copies(sides, memory.storages, paths, device, np.random.default_rng(seed))
+    rates = prove_copies(sides, memory.storages, paths, device, np.random.default_rng(seed), chunk_sizes)
     logger.info(
         "copies of this GPU: stores %.1f GB/s, loads %.1f GB/s, checksums %.1f GB/s; %d pages of %s bytes went "
         "both ways beside compute, and every byte and digest was right (%.2f s)%s",
@@ -111,7 +118,12 @@ def prove_at_start(memory: KVMemory, arena: SealedMemory, paths: CopyPaths, devi
 
 
 def prove_copies(
-    memory: RankMemory, tensors: Sequence[Any], paths: CopyPaths, gpu: GpuDevice, random: np.random.Generator
+    memory: RankMemory,
+    tensors: Sequence[Any],
+    paths: CopyPaths,
+    gpu: GpuDevice,
+    random: np.random.Generator,
+    chunk_sizes: Sequence[int] = (),
 ) -> CopyRates:
     """Copies and compares. No other thread may use the memory meanwhile.
 
@@ -121,6 +133,7 @@ def prove_copies(
         paths: the copy engines.
         gpu: GPU for compute.
         random: source of random blocks and bytes.
+        chunk_sizes: bytes of the chunks that loads verify, to measure their checksums. None: those of the blocks.
 
     Raises:
         ConfigurationError: a byte or a digest differs, or a copy failed; names the copy.
@@ -140,6 +153,7 @@ def prove_copies(
             num_pages += len(sizes_of_group)
             sizes.update(sizes_of_group)
     torch.cuda.empty_cache()
+    proof.measure_checksums(chunk_sizes or [pages.block_bytes for pages in memory.pages.values()])
     seconds = paths.clock() - began_s
     page_sizes, untried = tuple(sorted(sizes)), tuple(sorted(proof.untried))
     rates = proof.stores.bytes_per_s, proof.loads.bytes_per_s, proof.checksums.bytes_per_s
@@ -261,7 +275,6 @@ class _Proof:
         self._arena.discard(blocks.slot)
         self._measure("store", blocks, self._paths.stores, self._stored(blocks), self.stores)
         self._measure("load", blocks, self._paths.loads, self._loaded(blocks), self.loads)
-        self._measure_checksums(blocks)
         self._gpu.launch(blocks.writes(blocks.kept))
         self._gpu.synchronize()
         return blocks.sizes
@@ -337,20 +350,30 @@ class _Proof:
         rate.seconds += self._paths.clock() - began_s
         rate.num_bytes += number * num_bytes
 
-    def _measure_checksums(self, blocks: _Blocks) -> None:
-        num_blocks = len(blocks.block_ids)
-        size = blocks.slot.num_bytes // num_blocks
-        chunks = [(_KEY, Slot(((number * size, size),))) for number in range(num_blocks)]
+    def measure_checksums(self, chunk_sizes: Sequence[int]) -> None:
+        """Seals chunks of these sizes, in turns, over a part of the arena that no cache holds, then times their check.
+
+        The check begins at the chunk that was sealed first, so its bytes have left the cache. An arena that is smaller
+        than that part is measured as a whole: its loads read from the cache too.
+        """
+        end = min(self._arena.capacity_bytes, _bytes_beyond_caches())
+        chunks, offset = [], 0
+        for size in itertools.cycle(chunk_sizes):
+            if offset + size > end and chunks:
+                break
+            size = min(size, end - offset)
+            chunks.append((_KEY, Slot(((offset, size),))))
+            offset += size
         self._arena.seal_all(chunks)
         began_s = self._paths.clock()
         failures = self._arena.check_all(chunks)
         self.checksums.seconds += self._paths.clock() - began_s
-        self.checksums.num_bytes += blocks.slot.num_bytes
+        self.checksums.num_bytes += offset
         for _, slot in chunks:
             self._arena.discard(slot)
         for failure in failures:
             if failure is not None:
-                raise _refusal("checksum", blocks, str(failure))
+                raise _refusal("checksum", None, str(failure))
 
     def _stored(self, blocks: _Blocks) -> Callable[[], CopyRuns]:
         return lambda: self._lowering.store(blocks.copies).runs
@@ -404,10 +427,20 @@ def _view(tensors: Sequence[Any], address: int, num_bytes: int) -> Any:
     raise ValueError(f"[{address:#x}, +{num_bytes}) lies in none of the tensors")
 
 
-def _refusal(name: str, blocks: _Blocks, what: str) -> ConfigurationError:
+def _bytes_beyond_caches() -> int:
+    """Bytes of which a pass from start to end leaves the first ones in no cache."""
+    try:
+        cache_bytes = os.sysconf("SC_LEVEL3_CACHE_SIZE")
+    except (ValueError, OSError):  # a system that does not say
+        cache_bytes = 0
+    return min(max(4 * cache_bytes, CHECKSUM_BYTES), MAX_CHECKSUM_BYTES)
+
+
+def _refusal(name: str, blocks: _Blocks | None, what: str) -> ConfigurationError:
+    group = "" if blocks is None else f" of group {blocks.group_index}"
     return ConfigurationError(
         f"{ROOT}.copies",
         "copies that keep every byte",
-        f"a {name} of group {blocks.group_index} at the start: {what}",
+        f"a {name}{group} at the start: {what}",
         "run without this connector on this machine, and report vLLM's version, the GPU and its driver",
     )
