@@ -28,7 +28,7 @@ DEFAULT_GRANULE_BYTES = 64 * 1024
 Bytes = npt.NDArray[np.uint8]
 
 
-class _Seal(NamedTuple):
+class _SlotSeal(NamedTuple):
     key: Key
     checksum: bytes
     extents: tuple[tuple[int, int], ...]
@@ -61,7 +61,7 @@ class RamArena:
         self._digest_threads = digest_threads
         self._is_closed = False
         self._granule_bytes = granule_bytes
-        self._seals: dict[int, _Seal] = {}
+        self._seals: dict[int, _SlotSeal] = {}
         """By the first offset of the slot. Reads take no lock: each reads one item."""
         self._owners = np.zeros(self._capacity_bytes // granule_bytes, dtype=np.int64)
         """For each granule, 1 + the first offset of the slot that was sealed there last, 0 for none. Its seal may be
@@ -112,7 +112,7 @@ class RamArena:
                 self._remove_overlapping(slot)
                 for granules in self._granules(slot):
                     self._owners[granules] = slot.first_offset + 1
-                self._seals[slot.first_offset] = _Seal(key, checksum, slot.extents)
+                self._seals[slot.first_offset] = _SlotSeal(key, checksum, slot.extents)
         return failures
 
     def sealed_checksum(self, key: Key, slot: Slot) -> bytes | None:
