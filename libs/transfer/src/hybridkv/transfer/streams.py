@@ -94,8 +94,8 @@ class CopyDevice(Protocol):
 
 
 class StreamCopies:
-    """Batches in one stream of a device. Private to the engines of this module. One thread at a time enqueues: batches use
-    the same arrays one after another."""
+    """Batches in one stream of a device. Private to the engines of this module. One thread at a time enqueues: all
+    batches use the same arrays."""
 
     def __init__(self, device: CopyDevice) -> None:
         self.device = device

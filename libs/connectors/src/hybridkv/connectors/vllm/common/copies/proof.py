@@ -357,11 +357,12 @@ class _Proof:
         than that part is measured as a whole: its loads read from the cache too.
         """
         end = min(self._arena.capacity_bytes, _bytes_beyond_caches())
-        chunks, offset = [], 0
-        for size in itertools.cycle(chunk_sizes):
-            if offset + size > end and chunks:
+        chunks: list[tuple[bytes, Slot]] = []
+        offset = 0
+        for chunk_bytes in itertools.cycle(chunk_sizes):
+            if offset + chunk_bytes > end and chunks:
                 break
-            size = min(size, end - offset)
+            size = min(chunk_bytes, end - offset)
             chunks.append((_KEY, Slot(((offset, size),))))
             offset += size
         self._arena.seal_all(chunks)
