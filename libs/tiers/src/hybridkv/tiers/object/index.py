@@ -22,8 +22,6 @@ _BAD = frozenset({FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason
 
 MAX_ANNOUNCED = 16_384
 """Keys of paths that are remembered, to look them up before they are stored. The newest path is, however long."""
-FRESH_ANSWER_S = 0.5
-"""A path is not looked up again before it is stored if the store answered within this time that it lacks the path."""
 
 
 class _AnnouncedPath:
@@ -88,7 +86,6 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         self._engine = uuid.uuid4().hex
         self._num_packs = 0
         self._check_timeout_s = options.check_timeout_s
-        self._old_answer_s = max(0.0, options.missing_s - FRESH_ANSWER_S)
         self._announced: deque[_AnnouncedPath] = deque()
         """Paths of the last requests, the newest last."""
         self._num_announced = 0
@@ -174,7 +171,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         """Whether the store answered lately about a key that is about to be stored, or its answer was awaited long
         enough. Looks up the path of the key once. True for a key without an announced path."""
         now_s = self._clock()
-        if self._tracker.is_missing(key, now_s + self._old_answer_s):
+        if self._tracker.is_missing(key, now_s):
             return True
         path = self._path_of.get(key)
         if path is None:
@@ -184,7 +181,6 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         if path.is_looked_up:
             return True
         path.is_looked_up = True
-        self._tracker.forget_missing(path.keys)
         self.start_lookup(path.keys, now_s + self._check_timeout_s)
         return not self._tracker.is_pending(key) and key not in self._found.by_key
 
