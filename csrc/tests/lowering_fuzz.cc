@@ -2,6 +2,7 @@
 // are invalid: no memory may be accessed.
 #include "csrc/cpu/lowering.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <stdexcept>
@@ -130,11 +131,18 @@ class Session {
     expect(total_bytes == runs.total_bytes, "all bytes are counted");
   }
 
+  // A run may join pages that are adjacent in memory.
   bool is_page(std::int64_t at, std::int64_t num_bytes) const {
-    for (const Range& range : ranges_) {
-      if (range.has(at, num_bytes)) return true;
+    while (num_bytes > 0) {
+      std::int64_t contained = 0;
+      for (const Range& range : ranges_) {
+        if (range.has(at, 1)) contained = std::max(contained, std::min(num_bytes, range.end - at));
+      }
+      if (contained == 0) return false;
+      at += contained;
+      num_bytes -= contained;
     }
-    return false;
+    return true;
   }
 
   Choices choices_;
