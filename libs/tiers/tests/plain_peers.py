@@ -75,7 +75,7 @@ class PlainPeers:
 
     def lose(self, peer: PeerId) -> None:
         self.lost.add(peer)
-        self.events.append(ConnectionLost(peer, self._clock()))
+        self.events.append(ConnectionLost(peer, self._clock(), peer not in self.connecting))
 
     def close(self) -> None:
         self.is_closed = True

@@ -14,7 +14,7 @@ from plain_peers import PlainPeers
 from hybridkv.peers.wire import Secret
 from hybridkv.planner import LookupResult
 from hybridkv.tiers import Key, LookupAnswer, LookupCounts, Slot
-from hybridkv.tiers.peer import PeerAnswer, PeerIndex, PeerOptions
+from hybridkv.tiers.peer import PeerAnswer, PeerIndex, PeerOptions, places
 from hybridkv.tiers.peer.places import PeerId, peer_of, to_peer_slot, to_tier_slot
 from kits.peers.suite import until
 
@@ -169,6 +169,40 @@ def test_a_lost_hinted_peer_is_not_offered_any_more() -> None:
     assert bench.lookups(A) == [HIT]
     bench.peers.lose(NEW)
     assert bench.lookups(A) == [MISS]
+
+
+@pytest.mark.parametrize("was_ready", [False, True])
+def test_a_failed_connection_costs_no_scan_of_chunks_and_a_loss_decodes_no_slot(
+    was_ready: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = HintBench({})
+    bench.look_up(A, B)
+    bench.peers.answer()
+    assert bench.index.pin(A) is not None and bench.lookups(A, B) == [HIT, HIT]
+    scanned = {"found": CountedDict(bench.index._found.by_key), "known": CountedDict(bench.index._known.by_key)}
+    bench.index._found.by_key, bench.index._known.by_key = scanned["found"], scanned["known"]
+    monkeypatch.setattr(places, "peer_of", lambda slot: pytest.fail("a slot was decoded"))
+    other = ("10.0.0.8", 7300)
+    bench.peers.hinted[other] = {}
+    if not was_ready:
+        bench.peers.connecting.add(other)
+    bench.look_up(C, at=(other,))
+    bench.peers.lose(other)
+    bench.peers.held.clear()
+    assert bench.lookups(A, B) == [HIT, HIT]
+    assert [each.num_scans for each in scanned.values()] == [int(was_ready)] * 2
+
+
+class CountedDict(dict[Any, Any]):
+    num_scans = 0
+
+    def items(self) -> Any:
+        self.num_scans += 1
+        return super().items()
+
+    def values(self) -> Any:
+        self.num_scans += 1
+        return super().values()
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -38,6 +38,8 @@ class ConnectionLost(NamedTuple):
 
     peer: PeerId
     answered_s: float
+    was_ready: bool = True
+    """False: the connection was not established, so the peer had given no lease over it."""
 
 
 class PeerClient(LookupClient, Protocol):
@@ -148,8 +150,8 @@ class PeerLookupClient:
             raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
         self.events.append(PeerAnswer(peer, request, messages.slots_of(message), message.lease_s, self._clock()))
 
-    def on_lost(self, peer: PeerId) -> None:
-        self.events.append(ConnectionLost(peer, self._clock()))
+    def on_lost(self, peer: PeerId, was_ready: bool) -> None:
+        self.events.append(ConnectionLost(peer, self._clock(), was_ready))
 
     def on_ready(self, peer: PeerId, description: Describe) -> None:
         """Does nothing: the peer can be sent lookups from now on."""

@@ -135,7 +135,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         slots = {key: slot for key, slot in zip(lookup.waiting[peer], answer.slots, strict=False) if slot is not None}
         wanted = self._tracker.open_keys(number)
         places = {
-            key: PeerPlace(to_tier_slot(peer, slot), slot.num_bytes, until_s)
+            key: PeerPlace(to_tier_slot(peer, slot), peer, slot.num_bytes, until_s)
             for key, slot in slots.items()
             if key in wanted
         }
@@ -165,6 +165,8 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         for number, lookup in list(self._lookups.items()):
             if loss.peer in lookup.waiting:
                 self._end_waiting(number, lookup, loss.peer, loss.answered_s)
+        if not loss.was_ready:
+            return  # every chunk of an earlier connection was withdrawn when that one ended
         for key in [key for key, place in self._found.by_key.items() if place.peer == loss.peer]:
             self._take_over(key)
         for entry in [entry for entry in self._known.by_key.values() if entry.place.peer == loss.peer]:

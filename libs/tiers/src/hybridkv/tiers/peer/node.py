@@ -57,8 +57,8 @@ class OutgoingHandler(Protocol):
 
     def on_reply(self, peer: PeerId, request: int, body: bytes) -> None: ...
 
-    def on_lost(self, peer: PeerId) -> None:
-        """The connection to a ready peer ended, or a connection for which a request waited. Open requests get no
+    def on_lost(self, peer: PeerId, was_ready: bool) -> None:
+        """The connection to a ready peer ended, or an attempt for which a request waited. Open requests get no
         reply."""
         ...
 
@@ -296,7 +296,7 @@ class PeerNode:
             hint = "; it has another secret or another version, or is ending" if reason is CloseReason.HUNG_UP else ""
             self._warn_once(peer, f"the connection ended: {reason}{hint}")
         if was_ready or queued:
-            self._outgoing.on_lost(peer.name)
+            self._outgoing.on_lost(peer.name, was_ready)
 
     def _warn_once(self, peer: _Peer, why: str) -> None:
         """Log a reason, unless it was the last one logged for this peer."""

@@ -24,19 +24,17 @@ class PeerPlace(NamedTuple):
 
     Args:
         tier_slot: slot of this tier.
+        peer: peer of the slot, so that no query decodes it.
         num_bytes: of the chunk.
         until_s: expiry time of the offer.
         is_leased: the peer keeps it for this engine.
     """
 
     tier_slot: Slot
+    peer: PeerId
     num_bytes: int
     until_s: float
     is_leased: bool = True
-
-    @property
-    def peer(self) -> PeerId:
-        return peer_of(self.tier_slot)
 
     def slot(self, number: int) -> Slot:
         """Slot for the medium. It holds the offset in the peer's memory, so `number` is unused."""

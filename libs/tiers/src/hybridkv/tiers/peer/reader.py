@@ -112,7 +112,7 @@ class PeerReader:
             raise WireError(CloseReason.UNEXPECTED, type(message).__name__)
         self.inbox.put(lambda: self._on_seals(peer, request, message))
 
-    def on_lost(self, peer: PeerId) -> None:
+    def on_lost(self, peer: PeerId, was_ready: bool) -> None:
         self.inbox.put(lambda: self._detach(peer))
 
     # On the reading thread.
