@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -90,8 +91,14 @@ def engines() -> Iterator[list[PeerEngine]]:
 
 
 @pytest.mark.parametrize("mix", [QWEN3_NEXT, GPT_OSS], ids=lambda mix: mix.name)
-def test_a_hinted_peer_that_is_not_listed_gives_its_prefix(mix: Mix, engines: list[PeerEngine], heard: Heard) -> None:
-    holder, reader = PeerEngine(mix), PeerEngine(mix, allowed_hosts=["127.0.0.0/8"])
+def test_a_hinted_peer_that_is_not_listed_gives_its_prefix(
+    mix: Mix, engines: list[PeerEngine], heard: Heard, tmp_path: Path
+) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"a secret of both engines")
+    secret.chmod(0o600)
+    keys = {"secret_file": str(secret), "allowed_hosts": ["127.0.0.0/8"]}
+    holder, reader = PeerEngine(mix, **keys), PeerEngine(mix, **keys)
     engines += [holder, reader]
     for seed in (1, 2):
         assert holder.restored(prompt(mix, seed)) == 0

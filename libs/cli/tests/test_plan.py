@@ -140,7 +140,7 @@ def test_warnings_are_shown_and_change_the_exit_status(monkeypatch: pytest.Monke
         ([RAM, DISK, PEER, OBJECT], "kv_both", {}),
         ([RAM, DISK, OBJECT], "kv_producer", {"disk": "stores only", "object": "stores only"}),
         ([RAM, PEER | {"peers": ["127.0.0.1:7300"]}], "kv_both", {"peer": "names no other engine"}),
-        ([RAM, PEER | {"peers": [], "allowed_hosts": ["127.0.0.0/8"]}], "kv_both", {}),
+        ([RAM, PEER | {"peers": [], "allowed_hosts": ["127.0.0.0/8"], "secret_file": "/secret"}], "kv_both", {}),
     ],
 )
 def test_unused_tiers_are_reported_with_the_reason(tiers: list[object], role: str, expected: dict[str, str]) -> None:

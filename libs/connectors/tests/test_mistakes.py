@@ -153,6 +153,12 @@ MISTAKES: Final[list[Mistake]] = [
         "error",
         f"{TOP}.tiers[1].secret_file",
     ),
+    (
+        "the loopback without a secret",
+        offload(None, RAM, {**PEER, "allowed_hosts": ["127.0.0.0/8"]}),
+        "error",
+        f"{TOP}.tiers[1].secret_file",
+    ),
     ("cascade to a peer", offload(None, RAM, {**PEER, "cascade": "all"}), "error", f"{TOP}.tiers[1].cascade"),
     ("transport of a peer", offload(None, RAM, {**PEER, "transport": "tcp"}), "error", f"{TOP}.tiers[1].transport"),
     # Object stores

@@ -72,9 +72,12 @@ def test_an_engine_promotes_chunks_of_its_peer(engine: MakeEngine) -> None:
     assert first.load(OTHER) == CHUNK[::-1]
 
 
-def test_an_engine_promotes_chunks_of_a_hinted_peer_that_is_not_listed(engine: MakeEngine) -> None:
-    port = free_port()
-    first, second = engine(configured(port)), engine(configured(free_port(), allowed_hosts=["127.0.0.0/8"]))
+def test_an_engine_promotes_chunks_of_a_hinted_peer_that_is_not_listed(engine: MakeEngine, tmp_path: Path) -> None:
+    port, secret = free_port(), tmp_path / "secret"
+    secret.write_bytes(b"a secret of both engines")
+    secret.chmod(0o600)
+    keys = {"secret_file": str(secret), "allowed_hosts": ["127.0.0.0/8"]}
+    first, second = engine(configured(port, **keys)), engine(configured(free_port(), **keys))
     first.store(KEY, CHUNK)
     assert second.lookups(KEY) == [LookupResult.MISS], "without the hint"
     until(lambda: second.lookups(KEY, OTHER, hinted=[("127.0.0.1", port)]) == [LookupResult.HIT, LookupResult.MISS])

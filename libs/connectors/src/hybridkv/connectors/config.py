@@ -10,7 +10,7 @@ import msgspec
 
 from hybridkv.connectors.decoding import as_configuration_error, refuse_unknown_keys
 from hybridkv.connectors.errors import ConfigurationError, did_you_mean
-from hybridkv.connectors.hosts import AllowedHosts, only_loopback
+from hybridkv.connectors.hosts import AllowedHosts
 
 ROOT = "kv_connector_extra_config"
 _UNITS = {"": 1, "B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
@@ -423,12 +423,12 @@ def _require_allowed_hosts(path: str, tier: PeerTierConfig) -> None:
         raise ConfigurationError(
             f"{path}.allowed_hosts", "names, addresses and networks", str(error), '["10.0.0.0/24", "engine-7"]'
         ) from None
-    if tier.secret_file is None and not only_loopback(tier.allowed_hosts):
+    if tier.secret_file is None and tier.allowed_hosts:
         raise ConfigurationError(
             f"{path}.secret_file",
-            "the path of a file, because allowed_hosts has other hosts",
+            "the path of a file, because hints may name any port of allowed_hosts",
             "nothing",
-            "without a secret an engine connects on the loopback alone",
+            "without a secret, any process at such a port can answer as an engine, also on the loopback",
         )
 
 

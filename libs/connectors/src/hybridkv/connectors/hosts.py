@@ -63,12 +63,6 @@ def default_hosts(*own: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*LOOPBACK, *given)))
 
 
-def only_loopback(entries: Iterable[str]) -> bool:
-    """Whether all entries of an `AllowedHosts` are loopback hosts."""
-    allowed = AllowedHosts(entries)
-    return allowed.names <= {"localhost"} and all(network.is_loopback for network in allowed.networks)
-
-
 def _address(host: str) -> _Address | None:
     """Address of a host, as IPv4 if it is IPv4-mapped. None for a name and for an address with a malformed zone."""
     try:
