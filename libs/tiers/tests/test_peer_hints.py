@@ -123,15 +123,58 @@ def test_a_silent_hinted_peer_is_passed_over_at_half_of_the_time_and_left_out_fo
     assert bench.receivers()[-1] == NEW
 
 
-def test_a_late_answer_of_a_hinted_peer_counts() -> None:
+def test_a_late_answer_of_a_hinted_peer_counts_until_the_listed_ones_have_answered() -> None:
     bench = HintBench({}, {})
     bench.look_up(A)
     bench.time_s = 1.0
     assert bench.lookups(A) == [PENDING]
-    bench.peers.answer(0, 1)
-    assert bench.lookups(A) == [PENDING]
+    bench.peers.answer(0)
     bench.peers.answer(NEW)
     assert bench.lookups(A) == [HIT] and source(bench, A) == NEW
+
+
+@pytest.mark.parametrize("listed", [(), ({}, {})], ids=["no listed peer", "two listed peers"])
+@pytest.mark.parametrize("ends", ["answer", "loss", "nothing"])
+def test_a_connected_peer_without_an_answer_does_not_affect_the_breaker(
+    listed: tuple[dict[Key, Slot], ...], ends: str
+) -> None:
+    bench = HintBench(*listed)
+    bench.look_up(A, C)
+    bench.time_s = 1.0
+    assert bench.lookups(A, C) == [PENDING if listed else MISS] * 2
+    bench.peers.answer(0, 1)
+    assert bench.lookups(A, C) == [MISS] * 2
+    if ends == "answer":
+        bench.peers.answer(NEW)
+    elif ends == "loss":
+        bench.peers.lose(NEW)
+    assert bench.lookups(A, C) == [MISS] * 2 and len(bench.index._lookups) == (ends == "nothing")
+    assert bench.peers.given_up == ([(NEW, A)] if ends == "answer" else [])
+    bench.time_s = 100.0
+    assert bench.index.lookup_counts == LookupCounts(num_answered=len(listed))
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_poll_after_the_deadline_counts_no_hinted_peer_as_silent(answers: bool) -> None:
+    bench = HintBench({})
+    bench.look_up(A)
+    bench.time_s = 0.5
+    if answers:
+        bench.peers.answer()
+    bench.time_s = 5.0
+    assert bench.lookups(A) == [HIT if answers else MISS]
+    assert bench.index.lookup_counts == LookupCounts(num_answered=int(answers))
+    assert bench.peers.num_messages == 1
+
+
+def test_a_listed_peer_without_an_answer_counts_for_the_breaker_after_a_hint_too() -> None:
+    bench = HintBench({})
+    bench.look_up(A)
+    bench.time_s = 1.0
+    assert bench.lookups(A) == [PENDING]
+    bench.time_s = 2.0
+    assert bench.lookups(A) == [MISS]
+    assert bench.index.lookup_counts == LookupCounts(num_timed_out=1)
 
 
 @pytest.mark.parametrize("listed", [(), ({}, {})], ids=["no listed peer", "two listed peers"])

@@ -5,14 +5,15 @@ answers with it. Nothing is stored at a peer: a reservation is refused.
 
 A hinted lookup goes to the hinted peers alone. Keys that are not found go to the other peers when all hinted peers have
 answered, or at half of the time. So a right hint costs one message, whatever the number of peers, and a wrong one costs
-one round trip. A hinted peer that cannot be reached does not affect the breaker of the tier, since a client names it.
+one round trip. A hinted peer that does not answer by then does not keep the lookup open and does not affect the breaker
+of the tier, since a client names it.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hybridkv.tiers.contract import Extends, Key, LookupAnswer, Refusal
 from hybridkv.tiers.peer.client import ConnectionLost, PeerAnswer, PeerClient
@@ -37,6 +38,8 @@ class _PeerLookup:
     is_to_listed: bool = True
     """It was sent to peers that no hint names. Only then a missing answer affects the breaker of the tier."""
     has_answer: bool = False
+    passed_over: dict[PeerId, tuple[Key, ...]] = field(default_factory=dict)
+    """Hinted peers that it does not wait for any more, and the keys that each was sent. A late answer has leases."""
 
 
 class PeerIndex(RemoteIndex[PeerPlace]):
@@ -100,22 +103,27 @@ class PeerIndex(RemoteIndex[PeerPlace]):
                 lookup.is_to_listed = True
 
     def _poll_events(self) -> None:
-        super()._poll_events()
+        while self._events:
+            self._on_event(self._events.popleft())
+        # Before the base handles time-outs: a hinted peer without an answer is none.
         if self._due_s < math.inf and self._due_s <= (now_s := self._clock()):
             for number, lookup in list(self._lookups.items()):
                 if lookup.others_due_s <= now_s:
                     self._pass_over_hint(number, lookup, now_s)
             self._due_s = min((lookup.others_due_s for lookup in self._lookups.values()), default=math.inf)
+        super()._poll_events()
 
     def _pass_over_hint(self, number: int, lookup: _PeerLookup, now_s: float) -> None:
-        """Half of the time of a hinted lookup is over. Peers that are not connected are not waited for any more."""
+        """Half of the time of a hinted lookup is over. Its hinted peers are not waited for any more."""
         for peer in list(lookup.waiting):
-            if self._client.withdraw_lookup(peer, number):
-                del lookup.waiting[peer]
-            else:
+            keys = lookup.waiting.pop(peer)
+            if not self._client.withdraw_lookup(peer, number):
+                lookup.passed_over[peer] = keys
                 live = {name: until_s for name, until_s in self._backoff_until_s.items() if until_s > now_s}
                 self._backoff_until_s = live | {peer: now_s + self._hint_backoff_s}
-        self._send_to_listed(number, lookup, tuple(self._tracker.open_keys(number)))
+        # Listed peers are not sent a lookup that has no time left.
+        has_time = now_s < lookup.until_s - self._options.given_up_s
+        self._send_to_listed(number, lookup, tuple(self._tracker.open_keys(number)) if has_time else ())
         if not lookup.waiting:
             self._end(number, lookup, now_s)
 
@@ -128,11 +136,12 @@ class PeerIndex(RemoteIndex[PeerPlace]):
     def _on_answered(self, answer: PeerAnswer) -> None:
         number, peer = answer.request, answer.peer
         lookup = self._lookups.get(number)
-        if lookup is None or peer not in lookup.waiting:
+        keys = None if lookup is None else lookup.waiting.get(peer) or lookup.passed_over.get(peer)
+        if lookup is None or keys is None:
             return
         # The second half of the lease is for loading it.
         until_s = answer.answered_s + answer.lease_s / 2
-        slots = {key: slot for key, slot in zip(lookup.waiting[peer], answer.slots, strict=False) if slot is not None}
+        slots = {key: slot for key, slot in zip(keys, answer.slots, strict=False) if slot is not None}
         wanted = self._tracker.open_keys(number)
         places = {
             key: PeerPlace(to_tier_slot(peer, slot), peer, slot.num_bytes, until_s)
@@ -146,6 +155,9 @@ class PeerIndex(RemoteIndex[PeerPlace]):
 
     def _end_waiting(self, number: int, lookup: _PeerLookup, peer: PeerId, answered_s: float) -> None:
         """A peer will not answer this lookup any more. After the last peer, keys that no peer holds are MISSING."""
+        if lookup.passed_over.pop(peer, None):
+            self._forget_ended(number, lookup)
+            return
         del lookup.waiting[peer]
         if not lookup.waiting and lookup.others_due_s < math.inf:
             self._send_to_listed(number, lookup, tuple(self._tracker.open_keys(number)))
@@ -153,7 +165,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
             self._end(number, lookup, answered_s)
 
     def _end(self, number: int, lookup: _PeerLookup, answered_s: float) -> None:
-        del self._lookups[number]
+        self._forget_ended(number, lookup)
         if not lookup.has_answer and not lookup.is_to_listed:
             keys = list(self._tracker.open_keys(number))
             for key in keys:
@@ -161,9 +173,14 @@ class PeerIndex(RemoteIndex[PeerPlace]):
             self._tracker.not_sent(len(keys))
         self._end_lookup(number, LookupAnswer.MISSING if lookup.has_answer else LookupAnswer.TIMED_OUT, answered_s)
 
+    def _forget_ended(self, number: int, lookup: _PeerLookup) -> None:
+        """Forget a lookup that has ended and that no late answer is expected for."""
+        if not lookup.waiting and not lookup.passed_over:
+            del self._lookups[number]
+
     def _on_lost(self, loss: ConnectionLost) -> None:
         for number, lookup in list(self._lookups.items()):
-            if loss.peer in lookup.waiting:
+            if loss.peer in lookup.waiting or loss.peer in lookup.passed_over:
                 self._end_waiting(number, lookup, loss.peer, loss.answered_s)
         if not loss.was_ready:
             return  # every chunk of an earlier connection was withdrawn when that one ended
