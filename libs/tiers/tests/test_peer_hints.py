@@ -205,6 +205,34 @@ def test_a_hinted_peer_that_cannot_be_reached_costs_nothing() -> None:
     assert bench.receivers() == [0]
 
 
+@pytest.mark.parametrize("listed", [(), ({},)], ids=["no listed peer", "a listed peer that is lost"])
+def test_a_wrong_hint_does_not_suppress_a_right_one(listed: tuple[dict[Key, Slot], ...]) -> None:
+    bench = HintBench(*listed)
+    other = ("10.0.0.8", 7300)
+    bench.peers.hinted[other] = {}
+    bench.look_up(A, at=(other,))
+    bench.peers.answer(other)
+    if listed:
+        assert bench.lookups(A) == [PENDING]
+        bench.peers.lose(0)
+    assert bench.lookups(A) == [MISS]
+    assert bench.index.take_counts().answers == {LookupAnswer.MISSING: 1}
+    bench.look_up(A)
+    bench.peers.answer()
+    assert bench.lookups(A) == [HIT] and source(bench, A) == NEW
+
+
+def test_a_key_that_a_listed_peer_lacks_is_not_looked_up_again_at_once_with_a_hint_too() -> None:
+    bench = HintBench({})
+    bench.look_up(A, at=())
+    bench.peers.answer()
+    bench.look_up(A)
+    assert bench.lookups(A) == [MISS] and not bench.receivers()
+    bench.time_s = 1.1
+    bench.look_up(A)
+    assert bench.receivers() == [NEW]
+
+
 def test_a_lost_hinted_peer_is_not_offered_any_more() -> None:
     bench = HintBench({})
     bench.look_up(A)

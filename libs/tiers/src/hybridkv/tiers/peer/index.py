@@ -38,6 +38,8 @@ class _PeerLookup:
     is_to_listed: bool = True
     """It was sent to peers that no hint names. Only then a missing answer affects the breaker of the tier."""
     has_answer: bool = False
+    has_listed_answer: bool = False
+    """A peer that no hint names has answered. Only then the keys without a peer are remembered as missing."""
     passed_over: dict[PeerId, tuple[Key, ...]] = field(default_factory=dict)
     """Hinted peers that it does not wait for any more, and the keys that each was sent. A late answer has leases."""
 
@@ -151,6 +153,7 @@ class PeerIndex(RemoteIndex[PeerPlace]):
         added = self._add_found(number, places, until_s, answer.answered_s)
         self._end_leases(peer, [key for key in slots if key not in added])
         lookup.has_answer = True
+        lookup.has_listed_answer |= peer not in lookup.hinted
         self._end_waiting(number, lookup, peer, answer.answered_s)
 
     def _end_waiting(self, number: int, lookup: _PeerLookup, peer: PeerId, answered_s: float) -> None:
@@ -166,12 +169,15 @@ class PeerIndex(RemoteIndex[PeerPlace]):
 
     def _end(self, number: int, lookup: _PeerLookup, answered_s: float) -> None:
         self._forget_ended(number, lookup)
+        keys = list(self._tracker.open_keys(number))
         if not lookup.has_answer and not lookup.is_to_listed:
-            keys = list(self._tracker.open_keys(number))
             for key in keys:
                 self._tracker.withdraw(key)
             self._tracker.not_sent(len(keys))
         self._end_lookup(number, LookupAnswer.MISSING if lookup.has_answer else LookupAnswer.TIMED_OUT, answered_s)
+        if not lookup.has_listed_answer:
+            # Another request may have a better hint.
+            self._tracker.forget_missing(keys)
 
     def _forget_ended(self, number: int, lookup: _PeerLookup) -> None:
         """Forget a lookup that has ended and that no late answer is expected for."""
