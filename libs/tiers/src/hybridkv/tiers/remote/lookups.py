@@ -79,6 +79,11 @@ class LookupTracker:
         """Whether a lookup found lately that a key is missing."""
         return self._missing.get(key, _OVER_S) > now_s
 
+    def forget_missing(self, keys: Iterable[Key]) -> None:
+        """Allow these keys to be looked up again at once, although a lookup found lately that they are missing."""
+        for key in keys:
+            self._missing.pop(key, None)
+
     def open_keys(self, number: int) -> Mapping[Key, None]:
         """Open keys of a lookup, in order. Empty for an unknown number."""
         lookup = self._lookups.get(number)
