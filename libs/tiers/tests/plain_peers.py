@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from hybridkv.tiers import Key, Slot
 from hybridkv.tiers.peer import ConnectionLost, PeerAnswer
@@ -50,7 +50,9 @@ class PlainPeers:
         self.sent[peer, request] = tuple(keys)
         return True
 
-    def send_hinted_lookup(self, peer: PeerId, request: int, keys: Sequence[Key]) -> bool:
+    def send_hinted_lookup(
+        self, peer: PeerId, request: int, keys: Sequence[Key], hinted: Collection[PeerId] = ()
+    ) -> bool:
         is_known = peer in self.hinted or isinstance(peer, int)
         return is_known and peer not in self.lost and self.send_lookup(peer, request, keys)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -427,3 +428,30 @@ def test_addresses_without_an_engine_displace_no_connected_peer(engine: MakeEngi
         reader.index.clear()
     assert at(holder)[0] in reader.client._node._hinted
     assert look_up(reader, A, hinted=at(holder)) == [HIT] and load(reader, A) == chunk_bytes(1)
+
+
+def test_a_hint_displaces_no_peer_that_it_names_itself(engine: MakeEngine) -> None:
+    holders = [engine() for _ in range(3)]
+    reader = engine(options=patient(max_hinted=2))
+    for holder in holders[:2]:
+        holder.put(A, chunk_bytes(1))
+        assert look_up(reader, A, hinted=at(holder)) == [HIT]
+        reader.index.clear()
+    holders[0].put(B, chunk_bytes(2))
+    # The least recently used peer is connected, and comes last in the hint.
+    assert look_up(reader, B, hinted=at(holders[2], holders[1], holders[0])) == [HIT]
+    assert list(reader.client._node._hinted) == at(holders[1], holders[0])
+
+
+def test_a_new_peer_displaces_none_that_a_lookup_waits_for(engine: MakeEngine) -> None:
+    holder, reader = engine(), engine(options=patient(max_hinted=2))
+    holder.put(A, chunk_bytes(1))
+    node = reader.client._node
+    # These accept connections, and send nothing.
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        silent = [("127.0.0.1", each.getsockname()[1]) for each in (first, second)]
+        reader.index.start_lookup_at(silent, [C], 1e12)
+        assert reader.index.lookup(C) is PENDING
+        assert look_up(reader, A, hinted=at(holder)) == [MISS] and list(node._hinted) == silent
+        assert node.withdraw_request(silent[0], 1)
+        assert look_up(reader, A, hinted=at(holder)) == [HIT] and list(node._hinted) == [silent[1], *at(holder)]

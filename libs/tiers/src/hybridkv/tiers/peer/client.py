@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple, Protocol
 
 from hybridkv.peers.control import ControlLoop, LinkId
@@ -57,9 +57,12 @@ class PeerClient(LookupClient, Protocol):
         """Send a lookup to one peer. False if it cannot be sent; then no answer comes."""
         ...
 
-    def send_hinted_lookup(self, peer: PeerId, request: int, keys: Sequence[Key]) -> bool:
+    def send_hinted_lookup(
+        self, peer: PeerId, request: int, keys: Sequence[Key], hinted: Collection[PeerId] = ()
+    ) -> bool:
         """Send a lookup to a peer that a hint names, and connect to it first if needed. False as `send_lookup`.
 
+        `hinted` are the peers of the same hint: none of them is removed to make room for this one.
         Until the peer is connected the lookup waits. `ConnectionLost` follows if the connection is not established.
         """
         ...
@@ -118,8 +121,10 @@ class PeerLookupClient:
     def send_lookup(self, peer: PeerId, request: int, keys: Sequence[Key]) -> bool:
         return self._send(peer, request, keys, may_wait=False)
 
-    def send_hinted_lookup(self, peer: PeerId, request: int, keys: Sequence[Key]) -> bool:
-        self._node.reach(peer)
+    def send_hinted_lookup(
+        self, peer: PeerId, request: int, keys: Sequence[Key], hinted: Collection[PeerId] = ()
+    ) -> bool:
+        self._node.reach(peer, hinted)
         return self._send(peer, request, keys, may_wait=True)
 
     def _send(self, peer: PeerId, request: int, keys: Sequence[Key], may_wait: bool) -> bool:

@@ -85,7 +85,8 @@ class PeerIndex(RemoteIndex[PeerPlace]):
             if not self._tracker.open_keys(old):
                 del self._lookups[old]
         sent = tuple(keys)
-        hinted = [peer for peer in self._hinted if self._client.send_hinted_lookup(peer, number, sent)]
+        send = self._client.send_hinted_lookup
+        hinted = [peer for peer in self._hinted if send(peer, number, sent, self._hinted)]
         if hinted:
             lookup = _PeerLookup(dict.fromkeys(hinted, sent), until_s, frozenset(hinted), self._others_due_s, False)
             self._due_s = min(self._due_s, self._others_due_s)

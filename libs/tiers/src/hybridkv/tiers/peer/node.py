@@ -5,7 +5,8 @@ On every connection both sides first send a description; other messages follow o
 unreachable or incompatible peer is tried again later, at a call of `ready` or `reach`; no call waits for it. Callbacks
 run on the loop's thread.
 
-The number of hinted peers is limited. A new one replaces one that is not connected, or the least recently used one.
+The number of hinted peers is limited. A new one replaces one that is not connected, or the least recently used one; it
+replaces none that a request waits for, and none that the caller uses.
 """
 
 from __future__ import annotations
@@ -174,10 +175,10 @@ class PeerNode:
         return peer
 
     def _make_room(self, in_use: Collection[PeerId]) -> bool:
-        """Remove a hinted peer if there are too many. False if all are in use."""
+        """Remove a hinted peer if there are too many. False if all are in use, or have requests that wait."""
         if len(self._hinted) < self._options.max_hinted:
             return True
-        removable = [(name, peer) for name, peer in self._hinted.items() if name not in in_use]
+        removable = [(name, peer) for name, peer in self._hinted.items() if name not in in_use and not peer.queued]
         if not removable:
             return False
         name, peer = next((each for each in removable if not each[1].is_ready), removable[0])
