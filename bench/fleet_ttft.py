@@ -48,6 +48,7 @@ def transfer_of(*tiers: dict[str, Any]) -> dict[str, Any]:
     """`kv_transfer_config` of an engine with host memory and these tiers."""
     transfer = ours("auto")
     transfer["kv_connector_extra_config"]["tiers"] += tiers
+    transfer["kv_connector_extra_config"]["weights_digest"] = "full"
     return transfer
 
 

@@ -72,7 +72,7 @@ def wait(is_over: Callable[[], bool], event: str) -> None:
 
 def store(location: StoreLocation, keys: Sequence[Key], chunk: bytes) -> None:
     """Stores a path of chunks through host memory, as an engine does."""
-    size = 2 * len(keys) * len(chunk)
+    size = 8 * len(keys) * len(chunk)
     arena = RamArena(size, len(chunk))
     index = open_index(location, FINGERPRINT, 1, ObjectOptions(), time.monotonic)
     medium = open_medium(location, 0, ObjectOptions())
@@ -92,9 +92,10 @@ def store(location: StoreLocation, keys: Sequence[Key], chunk: bytes) -> None:
         for move, failure, _ in mover.poll():
             stack.on_move(move.move_id, MoveOutcome(1, failure))
         stack.tick()
-        return not stack.has_live_moves()
+        return not stack.has_live_moves() and not stack.num_waiting("object")
 
     wait(is_idle, "the chunks are not stored")
+    assert not any(map(index.lacks, keys)), "a chunk was dropped"
     mover.close(TIMEOUT_S)
     stack.close()
     arena.close()
@@ -177,7 +178,7 @@ def show(name: str, chunk_bytes: int, found: Mapping[str, Any]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Reads of the object tier beside obstore alone.")
     parser.add_argument("--stores", nargs="+", choices=tuple(STORES), default=list(STORES))
-    parser.add_argument("--mebibytes", type=int, default=128, help="size of all chunks")
+    parser.add_argument("--mebibytes", type=int, default=64, help="size of all chunks")
     parser.add_argument("--chunk-kibibytes", type=int, nargs="+", default=[64, 1024])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--json", type=Path)
