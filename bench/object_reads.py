@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import obstore
@@ -145,7 +146,9 @@ def read_plain(plain: ObjectStore, packs: Sequence[str]) -> tuple[float, float]:
 
 
 def measure(name: str, num_bytes: int, chunk_bytes: int, num_rounds: int) -> dict[str, Any]:
-    keys = [b"f" * 16 + number.to_bytes(16, "big") for number in range(num_bytes // chunk_bytes)]
+    # A manifest is written where a prefix hash says so, so a key needs random bits.
+    random = Random(0)
+    keys = [b"f" * 16 + random.randbytes(16) for _ in range(num_bytes // chunk_bytes)]
     with tempfile.TemporaryDirectory(prefix="object-reads-") as root, STORES[name](Path(root)) as (location, plain):
         store(location, keys, os.urandom(chunk_bytes))
         rounds = []
