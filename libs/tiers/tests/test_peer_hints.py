@@ -168,6 +168,16 @@ def test_a_poll_after_the_deadline_counts_no_hinted_peer_as_silent(answers: bool
     assert bench.peers.num_messages == 1
 
 
+def test_the_time_of_an_answer_after_a_hint_counts_from_the_second_message() -> None:
+    bench = HintBench(slots(A))
+    before_s = bench.index.answer_s
+    bench.look_up(A)
+    bench.time_s = 1.0
+    assert bench.lookups(A) == [PENDING]
+    bench.peers.answer(0)
+    assert bench.lookups(A) == [HIT] and bench.index.answer_s < before_s
+
+
 def test_a_listed_peer_without_an_answer_counts_for_the_breaker_after_a_hint_too() -> None:
     bench = HintBench({})
     bench.look_up(A)

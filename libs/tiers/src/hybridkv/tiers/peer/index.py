@@ -104,6 +104,8 @@ class PeerIndex(RemoteIndex[PeerPlace]):
             if peer not in lookup.hinted and self._client.send_lookup(peer, number, keys):
                 lookup.waiting[peer] = keys
                 lookup.is_to_listed = True
+        if lookup.hinted:
+            self._tracker.resent(number, self._clock())
 
     def _poll_events(self) -> None:
         while self._events:

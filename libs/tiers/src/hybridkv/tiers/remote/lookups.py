@@ -130,6 +130,11 @@ class LookupTracker:
         self.changes += 1
         self.due_s = min(self.due_s, deadline_s)
 
+    def resent(self, number: int, sent_s: float) -> None:
+        """A lookup was sent to other receivers: the time of its first answer counts from now."""
+        if number in self._lookups:
+            self._lookups[number].sent_s = sent_s
+
     def not_sent(self, num_keys: int) -> None:
         """Count keys that could not be sent, as timed out. Does not affect the breaker."""
         self._count(LookupAnswer.TIMED_OUT, num_keys)
