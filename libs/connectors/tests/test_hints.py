@@ -216,6 +216,28 @@ def test_a_peer_that_is_not_allowed_is_refused_and_other_hints_apply(
     assert "allowed_hosts" in record.getMessage() and "routers.md" in record.getMessage()
 
 
+@pytest.mark.parametrize("peer", ["0.0.0.0:7900", "[::]:7900", "[::ffff:0.0.0.0]:7900"])
+def test_a_wildcard_address_is_refused_in_any_allowed_network(peer: str) -> None:
+    bench = allowing("0.0.0.0/0", "::/0")
+    assert bench.read({"hybridkv_hints": {"peers": [peer, "10.0.0.9:1"]}}) == Hints(peers=(("10.0.0.9", 1),))
+
+
+def test_a_name_with_two_final_dots_is_invalid() -> None:
+    bench = allowing("engine-7")
+    assert bench.read({"hybridkv_hints": {"peers": ["engine-7..:1"]}}) is NO_HINTS
+    assert bench.read({"hybridkv_hints": {"peers": ["engine-7.:1"]}}) == Hints(peers=(("engine-7", 1),))
+
+
+def test_control_characters_of_a_request_id_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    bench = allowing()
+    with caplog.at_level(logging.WARNING, "vllm.hybridkv.scheduler"):
+        for hints in ({"peers": ["10.9.9.9:1"]}, {"store": 1}):
+            params = {"hybridkv_hints": hints}
+            bench.reader.read(SimpleNamespace(request_id="r\nERROR forged", kv_transfer_params=params, kv_hints=None))
+    assert len(caplog.records) == 2
+    assert all("\n" not in each.getMessage() for each in caplog.records)
+
+
 def test_an_engine_without_a_peer_tier_uses_no_peer() -> None:
     bench = Reader()
     assert bench.read({"hybridkv_hints": {"peers": ["127.0.0.1:7900"]}}) == NO_HINTS

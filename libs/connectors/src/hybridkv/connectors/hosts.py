@@ -77,7 +77,9 @@ def _address(host: str) -> _Address | None:
 
 def _is_name(entry: str) -> bool:
     folded = _folded(entry)
-    return len(folded) <= 253 and _NAME.fullmatch(folded) is not None and not folded.split(".")[-1].isdigit()
+    # A dot that is left would make another name of it, which is not looked up in the operator's domains.
+    is_absolute, is_number = folded.endswith("."), folded.split(".")[-1].isdigit()
+    return len(folded) <= 253 and _NAME.fullmatch(folded) is not None and not is_absolute and not is_number
 
 
 def is_any(host: str) -> bool:

@@ -33,8 +33,8 @@ INCOMPATIBLE_RETRY_FACTOR = 60
 SELF = "is this engine itself: skipped"
 MAX_LOGGED_DIFFERENCES = 64
 """Limit of logged differences of incoming connections."""
-MAX_HINTED_WARNINGS = 64
-"""Limit of logged failures of hinted peers, since clients name their addresses."""
+MAX_HINTED_LINES = 64
+"""Limit of logged lines about hinted peers, since clients name their addresses."""
 
 
 class IncomingHandler(Protocol):
@@ -133,7 +133,7 @@ class PeerNode:
         self._listed = [_Peer(number, address) for number, address in enumerate(peers)]
         self._hinted: OrderedDict[Address, _Peer] = OrderedDict()
         """Least recently used first."""
-        self._num_hinted_warnings = 0
+        self._num_hinted_lines = 0
         self._logged_differences: set[str] = set()
         self._described: dict[LinkId, bool] = {}
         """Incoming connections, and whether each has sent a valid description."""
@@ -292,7 +292,8 @@ class PeerNode:
             peer.retry_s, peer.has_failed = self._clock() + pause_s, not was_ready
         if is_self and peer.last_logged != SELF:
             peer.last_logged = SELF
-            logger.info("peer %s:%d %s", *peer.address, SELF)
+            if self._may_log(peer):
+                logger.info("peer %s:%d %s", *peer.address, SELF)
         elif not was_incompatible and not is_self and reason is not CloseReason.DONE:
             hint = "; it has another secret or another version, or is ending" if reason is CloseReason.HUNG_UP else ""
             self._warn_once(peer, f"the connection ended: {reason}{hint}")
@@ -304,11 +305,15 @@ class PeerNode:
         if peer.last_logged == why:
             return
         peer.last_logged = why
-        if not isinstance(peer.name, int):
-            self._num_hinted_warnings += 1
-            if self._num_hinted_warnings > MAX_HINTED_WARNINGS:
-                return
-        logger.warning("peer %s:%d: %s", *peer.address, why)
+        if self._may_log(peer):
+            logger.warning("peer %s:%d: %s", *peer.address, why)
+
+    def _may_log(self, peer: _Peer) -> bool:
+        """Count a line about a hinted peer. False after the last one that may be logged."""
+        if isinstance(peer.name, int):
+            return True
+        self._num_hinted_lines += 1
+        return self._num_hinted_lines <= MAX_HINTED_LINES
 
     # Incoming connections, on the loop's thread.
 

@@ -108,7 +108,7 @@ class HintReader:
                 "request %s: its hint names the peer %s, which is ignored: expected one of peers of the peer tier, or "
                 "a host in its allowed_hosts; hint: add the network of your engines to allowed_hosts (%s). Further "
                 "ones are only counted, in vllm:hybridkv_hints_total",
-                request.request_id,
+                _shown(request.request_id),
                 _shown(f"{host}:{port}"),
                 _PEERS_PAGE,
             )
@@ -122,7 +122,7 @@ class HintReader:
         self._quiet_until_s = now_s + WARNING_EVERY_S
         logger.warning(
             "request %s: its hints are passed over: %s: expected %s, got %s; hint: %s",
-            request.request_id,
+            _shown(request.request_id),
             *(_shown(part) for part in (error.path, error.expected, error.got, error.hint)),
         )
 

@@ -23,7 +23,7 @@ from hybridkv.connectors.config import (
     parse_address,
 )
 from hybridkv.connectors.errors import ConfigurationError
-from hybridkv.connectors.hosts import AllowedHosts, normal_host
+from hybridkv.connectors.hosts import AllowedHosts, is_any, normal_host
 from hybridkv.connectors.vllm.common.layout import CacheLayout
 from hybridkv.hashing import Fingerprint
 from hybridkv.peers.errors import PeersConfigurationError
@@ -369,9 +369,9 @@ def _listed_peers(config: PeerTierConfig) -> tuple[tuple[str, int], ...]:
 
 def hinted_peers(config: PeerTierConfig) -> Callable[[tuple[str, int]], bool]:
     """Returns a function that is true for a host and port that hints may name: of a listed peer, or at an allowed
-    host. Names are not resolved for that."""
+    host. Names are not resolved for that. A wildcard address is no host, whatever network is allowed."""
     listed, hosts = frozenset(_listed_peers(config)), AllowedHosts(config.allowed_hosts)
-    return lambda address: address in listed or address[0] in hosts
+    return lambda address: address in listed or (address[0] in hosts and not is_any(address[0]))
 
 
 def _transport(name: str) -> Transport:
