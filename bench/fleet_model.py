@@ -381,6 +381,9 @@ class SimulatedEngine:
         wanted += stored if self._settings.cascades_all else []
         sent: list[Key] = []
         packs: set[str] = set()
+        for key, _ in wanted:
+            if index.lacks(key):
+                index.prepare_store(key)
         for key, extends in wanted:
             if not index.lacks(key) or (extends and index.lacks(extends[-1])) or self.ram.lookup(key) is not HIT:
                 continue

@@ -21,6 +21,14 @@ from hybridkv.tiers import (  # noqa: E402
 )
 from hybridkv.tiers.object import ObjectIndex, ObjectOptions, ObjectSlot, PackPlace  # noqa: E402
 from hybridkv.tiers.object import index as index_module  # noqa: E402
+from hybridkv.tiers.ram import RamIndex  # noqa: E402
+from hybridkv.tiers.stack import (  # noqa: E402
+    CascadePolicy,
+    MoveOutcome,
+    SecondaryTier,
+    SecondaryTierOptions,
+    TierStack,
+)
 from kits.tiers.conformance import (  # noqa: E402
     CHUNK_BYTES,
     AskConformance,
@@ -361,7 +369,8 @@ class Stores:
 def test_keys_not_looked_up_are_looked_up_before_their_store() -> None:
     stores = Stores({A: PackPlace("p", 0, 100), B: PackPlace("p", 300, 100)})
     stores.announce(A, B, C)
-    assert stores.index.reserve(A, 100) is Refusal.BUSY
+    for key in (A, B, C):
+        stores.index.prepare_store(key)
     assert [keys for _, keys in stores.depot.asked] == [(A, B, C)], "the whole path is one lookup"
     assert stores.index.reserve(A, 100) is Refusal.BUSY
     stores.depot.answer()
@@ -375,8 +384,10 @@ def test_keys_looked_up_recently_are_stored_at_once() -> None:
     stores.depot.answer()
     assert stores.index.lookup(A) is MISS
     stores.announce(A, B)
+    stores.index.prepare_store(A)
     assert isinstance(stores.index.reserve(A, 100), Slot)
-    stores.time_s += 10.0
+    stores.time_s += 2.0
+    stores.index.prepare_store(B)
     assert stores.index.reserve(B, 100) is Refusal.BUSY, "another engine may have stored it meanwhile"
     stores.depot.answer()
     assert isinstance(stores.index.reserve(B, 100), Slot)
@@ -385,9 +396,11 @@ def test_keys_looked_up_recently_are_stored_at_once() -> None:
 def test_a_store_waits_once_and_briefly_for_a_silent_server() -> None:
     stores = Stores({}, check_timeout_s=1.0)
     stores.announce(A, B)
+    stores.index.prepare_store(A)
     assert stores.index.reserve(A, 100) is Refusal.BUSY
     stores.time_s += 1.1
     assert isinstance(stores.index.reserve(A, 100), Slot)
+    stores.index.prepare_store(B)
     assert isinstance(stores.index.reserve(B, 100), Slot)
 
 
@@ -395,7 +408,53 @@ def test_a_store_goes_on_if_no_lookup_can_be_sent() -> None:
     stores = Stores({})
     stores.depot.is_reachable = False
     stores.announce(A)
+    stores.index.prepare_store(A)
     assert isinstance(stores.index.reserve(A, 100), Slot)
+
+
+def test_a_lookup_of_a_new_path_does_not_delay_a_chunk_that_was_looked_up() -> None:
+    """A shared prefix waits in the queue while each step brings another path with it."""
+    stores = Stores({})
+    stores.announce(A, B)
+    stores.index.prepare_store(A)
+    stores.depot.answer()
+    stores.time_s += 2.0
+    stores.announce(A, C)
+    stores.index.prepare_store(C)
+    assert [keys for _, keys in stores.depot.asked] == [(C,)]
+    assert stores.index.reserve(C, 100) is Refusal.BUSY
+    assert isinstance(stores.index.reserve(A, 100), Slot)
+
+
+@pytest.mark.parametrize("hot", [(), (b"hot 1", b"hot 2")], ids=["apart", "with a shared prefix"])
+@pytest.mark.parametrize("step_s", [0.05, 0.8, 7.0])
+def test_all_chunks_are_stored_at_the_pace_of_the_steps(step_s: float, hot: tuple[Key, ...]) -> None:
+    """Prompts wait and compute longer than an answer counts, so each path is looked up again before its store."""
+    time_s = [0.0]
+    depot = FakeObjectClient(lambda: time_s[0], {})
+    index = ObjectIndex(depot, ObjectOptions(), lambda: time_s[0])
+    tier = SecondaryTier("object", index, SecondaryTierOptions(cascades=CascadePolicy.ALL))
+    stack = TierStack(RamIndex(1 << 20, 1 << 10), [tier], num_ranks=1, clock=lambda: time_s[0])
+    num_steps, per_step, moved = 12, 8, set()
+    paths = [
+        [*hot, *(b"path %d chunk %d" % (each, chunk) for chunk in range(3))] for each in range(num_steps * per_step)
+    ]
+    for path in paths:
+        stack.start_lookup(path)
+    for step in range(num_steps + 1):
+        depot.answer()
+        time_s[0] += step_s
+        batch = paths[step * per_step : (step + 1) * per_step]
+        for path in batch:
+            stack.touch(path[::-1], [*((key,) for key in path[-2::-1]), ()])
+        new = [key for path in batch for key in path if isinstance(stack.reserve(key, 1 << 10), Slot)]
+        for move in stack.take_moves():
+            moved.add(move.key)
+            stack.on_move(move.move_id, MoveOutcome(1, None))
+        before = {key: (path[place - 1],) if place else () for path in batch for place, key in enumerate(path)}
+        stack.commit_all([(key, before[key]) for key in new])
+        assert stack.num_waiting("object") == len(new), "only the chunks of this step wait for the next one"
+    assert moved == {key for path in paths for key in path}
 
 
 def test_stores_stay_within_their_budgets() -> None:
@@ -426,17 +485,11 @@ def test_the_newest_path_of_a_key_is_looked_up(monkeypatch: pytest.MonkeyPatch) 
     stores = Stores({})
     stores.announce(A, B)
     stores.announce(A, C)
-    assert stores.index.reserve(A, 10) is Refusal.BUSY
+    stores.index.prepare_store(A)
     assert [keys for _, keys in stores.depot.asked] == [(A, C)]
     stores.depot.answer()
     stores.announce(b"x", b"y")  # drops the first path, not the second
+    stores.index.prepare_store(B)
+    assert not stores.depot.asked
     assert isinstance(stores.index.reserve(B, 10), Slot), "its path is dropped"
     assert stores.index._path_of.keys() == {A, C, b"x", b"y"}
-
-
-def test_no_lookup_is_sent_while_the_budget_is_spent() -> None:
-    stores = Stores({}, store_bytes_per_s=100.0)
-    assert isinstance(stores.index.reserve(b"first", 250), Slot)
-    stores.announce(A, B)
-    assert stores.index.reserve(A, 10) is Refusal.BUSY
-    assert not stores.depot.asked

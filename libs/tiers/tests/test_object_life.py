@@ -23,7 +23,7 @@ from hybridkv.tiers.object import ObjectOptions, keep_alive
 from hybridkv.tiers.object.directory_store import DirectoryStore
 from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart
 
-HIT = LookupResult.HIT
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
 TO_LIVE_S = 1000.0
 YOUNG_S, MIDDLE_S, OLD_S = 100.0, 400.0, 600.0
 """Ages before a quarter of the lifetime, after it, and in the second half."""
@@ -318,6 +318,31 @@ def test_a_second_host_does_not_store_existing_chunks(tmp_path: Path, engines: l
     new = set(packs(tmp_path)) - set(before)
     assert sum(path.stat().st_size for path in new) < 4 * (CHUNK_BYTES + 200), "only the three new chunks"
     assert engine.index.take_store_counts().duplicates == 0
+
+
+@pytest.mark.parametrize(("fresh_s", "num_duplicates"), [(0.0, 0), (3600.0, NUM_KEYS)])
+def test_an_old_answer_that_a_path_is_missing_is_not_used_for_a_store(
+    fresh_s: float, num_duplicates: int, tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control uses the old answer, and stores everything a second time."""
+    monkeypatch.setattr("hybridkv.tiers.object.index.FRESH_ANSWER_S", fresh_s)
+    keys = path_of(NUM_KEYS)
+    engine = start(tmp_path, engines, options(missing_s=3600.0))
+    engine.stack.touch(keys[::-1], [*((key,) for key in keys[-2::-1]), ()])
+    assert engine.look_up(keys) == [MISS] * NUM_KEYS
+    _, chunks = stored(tmp_path)
+    before = len(packs(tmp_path))
+    engine.begin_store(keys, chunks)
+    counts: list[int] = []
+
+    def is_over() -> bool:
+        engine.step()
+        counts.append(engine.index.take_store_counts().duplicates)
+        is_settled = engine.index.lookup(keys[-1]) is HIT and not engine.stack.has_live_moves()
+        return is_settled and sum(counts) == num_duplicates
+
+    patience.wait_until(is_over, "the path is found or stored")
+    assert (len(packs(tmp_path)) > before) == bool(num_duplicates)
 
 
 def test_a_reader_of_an_expired_pack_gets_no_wrong_byte(tmp_path: Path, engines: list[Engine]) -> None:

@@ -413,6 +413,11 @@ class HintedLookups(Protocol):
 class BatchedIndex(Protocol):
     """An index that places the chunks of a batch together, each after the chunk that it extends. Called by a stack."""
 
+    def prepare_store(self, key: Key) -> None:
+        """Prepare for a chunk that was queued and will be reserved soon, for example with a lookup: another engine may
+        have stored it. `reserve` is BUSY while the index waits for the result, and works as well without this call."""
+        ...
+
     def end_batch(self) -> None:
         """End the batch of keys reserved since the last call. The media receive it as one batch."""
         ...

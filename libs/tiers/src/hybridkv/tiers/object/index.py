@@ -22,6 +22,8 @@ _BAD = frozenset({FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason
 
 MAX_ANNOUNCED = 16_384
 """Keys of paths that are remembered, to look them up before they are stored. The newest path is, however long."""
+FRESH_ANSWER_S = 0.5
+"""A chunk is looked up before it is stored, unless a lookup found so lately that it is missing."""
 
 
 class _AnnouncedPath:
@@ -147,6 +149,21 @@ class ObjectIndex(RemoteIndex[PackPlace]):
 
     # Storing.
 
+    def prepare_store(self, key: Key) -> None:
+        """Look up a key and those that follow in its announced path, once for a path, if the last answer is old.
+
+        The keys before it were prepared before, so a chunk that waits is looked up once, however many paths have it.
+        """
+        self._poll_events()
+        path = self._path_of.get(key)
+        fresh_s = self._clock() - FRESH_ANSWER_S
+        if path is None or path.is_looked_up or self._tracker.is_pending(key) or self._tracker.is_missing(key, fresh_s):
+            return
+        path.is_looked_up = True
+        keys = path.keys[path.keys.index(key) :]
+        self._tracker.forget_missing(keys, fresh_s)
+        self.start_lookup(keys, self._clock() + self._check_timeout_s)
+
     def end_batch(self) -> None:
         """As `BatchedIndex` says."""
         self._publish(self._packs.end_batch())
@@ -160,29 +177,12 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         needs_pack = self._packs.needs_pack(key, num_bytes)
         if not self._bytes_budget.is_left() or (needs_pack and not self._packs_budget.is_left()):
             return Refusal.BUSY
-        if not self._was_looked_up(key):
-            return Refusal.BUSY if key not in self._found.by_key else Refusal.PRESENT
+        if key in self._path_of and self._tracker.is_pending(key):
+            return Refusal.BUSY
         place = self._packs.place(key, num_bytes, extends[-1:])
         self._bytes_budget.spend(num_bytes)
         self._packs_budget.spend(needs_pack)
         return place
-
-    def _was_looked_up(self, key: Key) -> bool:
-        """Whether the store answered lately about a key that is about to be stored, or its answer was awaited long
-        enough. Looks up the path of the key once. True for a key without an announced path."""
-        now_s = self._clock()
-        if self._tracker.is_missing(key, now_s):
-            return True
-        path = self._path_of.get(key)
-        if path is None:
-            return True
-        if self._tracker.is_pending(key):
-            return False
-        if path.is_looked_up:
-            return True
-        path.is_looked_up = True
-        self.start_lookup(path.keys, now_s + self._check_timeout_s)
-        return not self._tracker.is_pending(key) and key not in self._found.by_key
 
     def commit(self, key: Key) -> bool:
         is_committed = super().commit(key)

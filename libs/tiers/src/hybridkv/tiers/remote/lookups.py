@@ -75,14 +75,17 @@ class LookupTracker:
         number = self._number_of.get(key)
         return number is not None and self._lookups[number].deadline_s != _OVER_S
 
-    def is_missing(self, key: Key, now_s: float) -> bool:
-        """Whether a lookup found lately that a key is missing."""
-        return self._missing.get(key, _OVER_S) > now_s
+    def is_missing(self, key: Key, since_s: float) -> bool:
+        """Whether a lookup found at this time or later that a key is missing."""
+        return self._missing.get(key, _OVER_S) >= since_s + self._missing_s
 
-    def forget_missing(self, keys: Iterable[Key]) -> None:
-        """Allow these keys to be looked up again at once, although a lookup found lately that they are missing."""
+    def forget_missing(self, keys: Iterable[Key], before_s: float = math.inf) -> None:
+        """Allow these keys to be looked up again at once, although a lookup found that they are missing, if it did so
+        before this time."""
+        missing, until_s = self._missing, before_s + self._missing_s
         for key in keys:
-            self._missing.pop(key, None)
+            if missing.get(key, math.inf) < until_s:
+                del missing[key]
 
     def open_keys(self, number: int) -> Mapping[Key, None]:
         """Open keys of a lookup, in order. Empty for an unknown number."""

@@ -150,6 +150,8 @@ class CascadeQueue:
         self._has_new = True
         self._keys.add(key)
         self._queue.append(_QueuedChunk(next(self._numbers), key, extends))
+        if self._batched is not None:
+            self._batched.prepare_store(key)
         return None
 
     def on_primary_resolved(self, key: Key) -> None:
