@@ -28,7 +28,13 @@ def records_digest(num_threads: int) -> RecordsDigest:
 
 def view_digest(views: Sequence[memoryview]) -> bytes:
     """XXH3-128 of the concatenated contiguous views, in one thread."""
-    arrays = [np.frombuffer(view, dtype=np.uint8) for view in views]
-    addresses = np.array([array.ctypes.data for array in arrays], dtype=np.int64)
+    return view_digests([views])[0]
+
+
+def view_digests(records: Sequence[Sequence[memoryview]]) -> list[bytes]:
+    """`view_digest` of each record, in one call."""
+    arrays = [np.frombuffer(view, dtype=np.uint8) for views in records for view in views]
+    addresses = np.array([array.__array_interface__["data"][0] for array in arrays], dtype=np.int64)
     sizes = np.array([array.nbytes for array in arrays], dtype=np.int64)
-    return records_digest(1)(addresses, sizes, np.array([len(arrays)], dtype=np.int64))
+    digests = records_digest(1)(addresses, sizes, np.cumsum([len(views) for views in records], dtype=np.int64))
+    return [digests[at : at + DIGEST_BYTES] for at in range(0, len(digests), DIGEST_BYTES)]

@@ -10,7 +10,9 @@ import contextlib
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 
 from hybridkv.tiers.errors import TierConfigurationError, is_shortage
 from hybridkv.tiers.files.file_io import FileIO
@@ -20,6 +22,8 @@ logger = logging.getLogger(__name__)
 LARGEST_SMALL_FILE_BYTES = 1 << 20
 MAX_LEVELS = 8
 """Depth of `disk_bytes`. Ours are two levels deep."""
+_MAX_VIEWS = 1024
+"""Limit of the system for one call."""
 _PIECE_BYTES = 1 << 26
 _WRITE_BYTES = 1 << 17
 
@@ -220,21 +224,26 @@ def joined_pieces(pieces: Iterable[bytes | memoryview]) -> Iterator[bytes]:
         yield b"".join(waiting)
 
 
-def read_into(io: FileIO, fd: int, view: memoryview, offset: int) -> int:
-    """Fill memory from a file. Returns the number of bytes read, fewer if the file ends."""
+def read_into(io: FileIO, fd: int, views: Sequence[memoryview], offset: int) -> int:
+    """Fill views of bytes from a file, one after the other. Returns the number of bytes, fewer if the file ends."""
     done = 0
-    while done < len(view):
-        got = io.preadv(fd, [view[done : done + _PIECE_BYTES]], offset + done)
+    left = deque(view for view in views if view)
+    while left:
+        got = io.preadv(fd, list(islice(left, _MAX_VIEWS)), offset + done)
         if not got:
             break
         done += got
+        while left and got >= len(left[0]):
+            got -= len(left.popleft())
+        if got:
+            left[0] = left[0][got:]
     return done
 
 
 def read_at(io: FileIO, fd: int, offset: int, num_bytes: int) -> bytes:
     """Bytes of a file, fewer if the file ends."""
     data = memoryview(bytearray(num_bytes))
-    return bytes(data[: read_into(io, fd, data, offset)])
+    return bytes(data[: read_into(io, fd, [data], offset)])
 
 
 def write_all(io: FileIO, fd: int, data: bytes | memoryview, offset: int) -> None:

@@ -23,7 +23,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from hybridkv.tiers.errors import TierConfigurationError
-from hybridkv.tiers.files.directory import Directory, ForeignFileError, joined_pieces, refused, root_path, write_all
+from hybridkv.tiers.files.directory import (
+    Directory,
+    ForeignFileError,
+    joined_pieces,
+    read_into,
+    refused,
+    root_path,
+    write_all,
+)
 from hybridkv.tiers.files.file_io import FileIO
 from hybridkv.tiers.files.path_safety import warn_if_replaceable
 from hybridkv.tiers.object.names import is_owner
@@ -380,6 +388,7 @@ class StoredFile:
         self._found = found
         start, stop = part or (0, found.st_size)
         self._start, self._stop = start, min(stop, found.st_size)
+        self._at = start
 
     def object_meta(self, path: str) -> ObjectMeta:
         """Description of the object under this name."""
@@ -388,6 +397,19 @@ class StoredFile:
     def stream(self, min_chunk_size: int = 0) -> StoredFile:
         """Iterate over the bytes in pieces. Fewer bytes than the range if the object ends first."""
         return self
+
+    def skip_to(self, offset: int) -> None:
+        """Set the offset in the object at which `read_into` begins."""
+        self._at = offset
+
+    def read_into(self, views: Sequence[memoryview]) -> int:
+        """Fill views of bytes, one after the other. Returns the number of bytes: fewer than room at the object's end.
+
+        Faster than iteration, which copies the bytes once more.
+        """
+        num_bytes = read_into(self._io, self._fd, views, self._at)
+        self._at += num_bytes
+        return num_bytes
 
     def __iter__(self) -> Iterator[Buffer]:
         offset = self._start

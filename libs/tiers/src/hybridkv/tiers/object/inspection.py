@@ -240,7 +240,7 @@ class ObjectVerifier:
                 yield offset, Failure(FailureReason.CHECKSUM, "no chunk begins here, and the rest is not read")
                 return
             data = memoryview(bytearray(head.num_bytes))
-            if not stream.read_into(data):
+            if stream.read_into([data]) < len(data):
                 yield offset, Failure(FailureReason.MISSING, "the object ends too early")
                 return
             place = PartPlace(name, rank, offset)

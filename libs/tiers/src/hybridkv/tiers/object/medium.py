@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from hybridkv.tiers.contract import Completion, Failure, FailureReason, Key, Slot, Ticket
-from hybridkv.tiers.digests import view_digest
+from hybridkv.tiers.digests import view_digest, view_digests
+from hybridkv.tiers.object.directory_store import StoredFile
 from hybridkv.tiers.object.format.record import (
     HEADER_BYTES,
     LARGEST_KEY_BYTES,
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 READ_BYTES = 16 << 20
 """Adjacent chunks are read together up to this size."""
+BATCH_BYTES = 1 << 20
+"""Chunks of a read are checked together up to this size."""
 GAP_BYTES = 64 << 10
 """Chunks with a gap up to this size count as adjacent."""
 NUM_THREADS = 4
@@ -226,16 +229,16 @@ class ObjectMedium(RemoteMedium):
         left, bad = list(run), []
         try:
             answer = self._opened().get(name, options={"range": (first, max(move.end for move in run))})
-            stream = RangeStream(answer.stream(min_chunk_size=1), first)
+            stream = answer if isinstance(answer, StoredFile) else RangeStream(answer.stream(min_chunk_size=1), first)
             while left:
-                move = left[0]
-                stream.skip_to(move.slot.offset)
-                completion = self._taken(stream, PartPlace(name, self._rank, move.slot.offset), move)
-                left.pop(0)
-                if completion.failure is None or is_last:
-                    self._end(completion)
-                else:
-                    bad.append(move)
+                batch = _first_batch(left)
+                completions = self._taken(stream, name, batch)
+                del left[: len(batch)]
+                for move, completion in zip(batch, completions, strict=True):
+                    if completion.failure is None or is_last:
+                        self._end(completion)
+                    else:
+                        bad.append(move)
         except Exception as error:
             if not isinstance(error, FileNotFoundError) and _is_beyond(error):
                 error = FileNotFoundError(str(error))
@@ -244,19 +247,48 @@ class ObjectMedium(RemoteMedium):
             self._end_all(left, failure_of(error, f"reading {name}"))
         return bad
 
-    def _taken(self, stream: RangeStream, place: PartPlace, move: _PackMove) -> Completion:
-        header = stream.read(HEADER_BYTES)
-        expected = check_header(header, place, move.key, move.num_bytes)
+    def _taken(self, stream: RangeStream | StoredFile, name: str, batch: Sequence[_PackMove]) -> list[Completion]:
+        """Read chunks that follow each other, and check each."""
+        first = at = batch[0].slot.offset
+        headers = [memoryview(bytearray(HEADER_BYTES)) for _ in batch]
+        views: list[memoryview] = []
+        for move, header in zip(batch, headers, strict=True):
+            views += [memoryview(bytearray(move.slot.offset - at)), header, *move.views]
+            at = move.end
+        stream.skip_to(first)
+        end = first + stream.read_into(views)
+        checksums = view_digests([move.views for move in batch])
+        return [
+            self._checked(move, name, header, checksum, end)
+            for move, header, checksum in zip(batch, headers, checksums, strict=True)
+        ]
+
+    def _checked(self, move: _PackMove, name: str, header: memoryview, checksum: bytes, end: int) -> Completion:
+        """Result of a chunk that was read, from an object with bytes up to `end`."""
+        place = PartPlace(name, self._rank, move.slot.offset)
+        head = bytes(header[: max(0, end - place.offset)])
+        failure: Failure | None = None
+        expected = check_header(head, place, move.key, move.num_bytes)
         if isinstance(expected, Failure):
-            stream.skip_to(move.end)
-            return Completion(move.ticket, expected)
-        for view in move.views:
-            if not stream.read_into(view):
-                return Completion(move.ticket, Failure(FailureReason.MISSING, f"{place.object_name} ends too early"))
-        failure = check_seal(self._seals, header, place, move.views)
-        if failure is None and view_digest(move.views) != expected:
-            failure = Failure(FailureReason.CHECKSUM, f"the bytes of {move.key.hex()} are not those that were stored")
-        return Completion(move.ticket, failure, None if failure else expected)
+            failure = expected
+        elif end < move.end:
+            failure = Failure(FailureReason.MISSING, f"{name} ends too early")
+        else:
+            failure = check_seal(self._seals, head, place, move.views)
+            if failure is None and checksum != expected:
+                text = f"the bytes of {move.key.hex()} are not those that were stored"
+                failure = Failure(FailureReason.CHECKSUM, text)
+        return Completion(move.ticket, failure, None if failure else checksum)
+
+
+def _first_batch(moves: Sequence[_PackMove]) -> list[_PackMove]:
+    """Leading chunks of about `BATCH_BYTES`, at least one."""
+    batch: list[_PackMove] = []
+    for move in moves:
+        if batch and move.end - batch[0].slot.offset > BATCH_BYTES:
+            break
+        batch.append(move)
+    return batch
 
 
 class RangeStream:
@@ -304,16 +336,16 @@ class RangeStream:
             data += taken
         return bytes(data)
 
-    def read_into(self, view: memoryview) -> bool:
-        """Fill a view. False if the stream ended first."""
-        at = 0
-        while at < len(view):
-            taken = self._next(len(view) - at)
-            if not taken:
-                return False
-            view[at : at + len(taken)] = taken
-            at += len(taken)
-        return True
+    def read_into(self, views: Sequence[memoryview]) -> int:
+        """Fill views of bytes, one after the other. Returns the number of bytes: fewer than room at the end."""
+        num_bytes = 0
+        for view in views:
+            at = 0
+            while at < len(view) and (taken := self._next(len(view) - at)):
+                view[at : at + len(taken)] = taken
+                at += len(taken)
+            num_bytes += at
+        return num_bytes
 
 
 def _is_beyond(error: BaseException) -> bool:

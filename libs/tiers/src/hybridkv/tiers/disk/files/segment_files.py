@@ -168,7 +168,7 @@ class SegmentFiles:
         record = memory[: record_bytes(relocation.payload_bytes)]
         page, payload, padding = record[:PAGE_BYTES], record[PAGE_BYTES:end], record[end:]
         source = open_file(number_of(relocation.old_address))
-        if read_into(io, source, record[:end], offset_of(relocation.old_address)) < end:
+        if read_into(io, source, [record[:end]], offset_of(relocation.old_address)) < end:
             return FailureReason.MISSING
         digest = self._namespace.digest
         header = RecordHeader(rank, relocation.old_address, relocation.payload_bytes, digest, b"", relocation.key)
