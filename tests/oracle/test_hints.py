@@ -202,7 +202,8 @@ def test_prefetches_of_any_requests_never_corrupt(
     monkeypatch.setattr(OracleEngine, "submit", hinting)
     monkeypatch.setattr(TierStack, "take_counts", counting)
 
-    @profile(40)
+    # Few prefixes of a mix with chunks of 128 tokens are restored.
+    @profile(40, whole=mix.name == "deepseek_v4")
     @given(scenarios(mix), st.sampled_from((SMALL, LARGE)), st.sampled_from((0.25, 1.0)), st.integers(0, 1 << 32))
     def check(scenario: Scenario, chunks: int, keep_share: float, seed: int) -> None:
         random.seed(seed)
