@@ -352,11 +352,21 @@ class LoweringPlay(_Play):
         return self.ARENA <= at <= at + size <= self.ARENA + self.ARENA_BYTES
 
     def is_page(self, at: int, size: int) -> bool:
-        return any(
-            begin + number * stride <= at and at + size <= begin + number * stride + page_bytes
-            for begin, stride, page_bytes, num_blocks in self.pages
-            for number in range(min(num_blocks, self.num_blocks))
-        )
+        """True for a range in pages, which may be adjacent in memory."""
+        end = at + size
+        while at < end:
+            bytes_left = max((self.page_bytes_from(at, *page) for page in self.pages), default=0)
+            if bytes_left <= 0:
+                return False
+            at += bytes_left
+        return True
+
+    def page_bytes_from(self, at: int, begin: int, stride: int, page_bytes: int, num_blocks: int) -> int:
+        """Bytes from an address to the end of the page that contains it; none if no page does."""
+        distance = at - begin
+        number = distance // stride if stride > 0 else max(0, -(distance // -stride)) if stride < 0 else 0
+        offset = distance - min(number, num_blocks - 1) * stride
+        return page_bytes - offset if number >= 0 and offset >= 0 else 0
 
 
 PLAYS: dict[str, type[_Play]] = {
