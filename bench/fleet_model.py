@@ -153,7 +153,7 @@ class SimulatedClient:
         self._paths = Paths(MAX_NODES)
         self._unpublished: dict[bytes, None] = {}
 
-    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
+    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float, *, is_for_store: bool = False) -> bool:
         self._store.counts.num_lookups += 1
         prefixes = list(dict.fromkeys(map(prefix_of, keys)))
 
@@ -381,9 +381,7 @@ class SimulatedEngine:
         wanted += stored if self._settings.cascades_all else []
         sent: list[Key] = []
         packs: set[str] = set()
-        for key, _ in wanted:
-            if index.lacks(key):
-                index.prepare_store(key)
+        index.prepare_stores([key for key, _ in wanted if index.lacks(key)])
         for key, extends in wanted:
             if not index.lacks(key) or (extends and index.lacks(extends[-1])) or self.ram.lookup(key) is not HIT:
                 continue

@@ -39,7 +39,7 @@ class Client:
         self.namespace, self.takes_objects = "cache", True
         self.asked: list[tuple[int, Sequence[Key]]] = []
 
-    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
+    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float, *, is_for_store: bool = False) -> bool:
         self.asked.append((request, keys))
         return True
 

@@ -31,7 +31,7 @@ class FakeObjectClient:
         self.takes_objects = True
         self.is_closed = False
 
-    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
+    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float, *, is_for_store: bool = False) -> bool:
         if self.is_reachable:
             self.asked.append((request, tuple(keys)))
         return self.is_reachable

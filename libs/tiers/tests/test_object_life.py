@@ -325,7 +325,7 @@ def test_an_old_answer_that_a_path_is_missing_is_not_used_for_a_store(
     fresh_s: float, num_duplicates: int, tmp_path: Path, engines: list[Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control uses the old answer, and stores everything a second time."""
-    monkeypatch.setattr("hybridkv.tiers.object.index.FRESH_ANSWER_S", fresh_s)
+    monkeypatch.setattr("hybridkv.tiers.object.store_checks.FRESH_ANSWER_S", fresh_s)
     keys = path_of(NUM_KEYS)
     engine = start(tmp_path, engines, options(missing_s=3600.0))
     engine.stack.touch(keys[::-1], [*((key,) for key in keys[-2::-1]), ()])

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hybridkv.tiers.object import PackPlace, Stored
+from hybridkv.tiers.object import ObjectOptions, PackPlace, Stored
 from hybridkv.tiers.object.format.manifest import ManifestNode, ManifestPart
 from hybridkv.tiers.object.manifests.paths import Paths
-from hybridkv.tiers.object.manifests.search import find_last
-from hybridkv.tiers.object.names import is_boundary
+from hybridkv.tiers.object.manifests.search import (
+    MAX_SEARCHING,
+    MAX_SEARCHING_FOR_STORES,
+    ManifestSearcher,
+    find_last,
+)
+from hybridkv.tiers.object.names import is_boundary, manifest_name, prefix_of
 
 EVERY = 4
 FULL, WINDOW = b"f" * 16, b"w" * 16
@@ -201,3 +208,62 @@ def test_parts_count_towards_the_limit_like_prefixes() -> None:
     paths.learn([ManifestNode(prefix(50), [ManifestPart(FULL, "p", 0, 9)])])
     assert paths.up_to(prefix(9)) is None
     assert len(paths._steps) + paths._num_parts <= 30
+
+
+class SlowStore:
+    """Store that answers a read when the test says so, and a searcher of it."""
+
+    def __init__(self) -> None:
+        self.reading: dict[int, asyncio.Future[None]] = {}
+        """By number of the lookup, in the order in which they began."""
+        self._numbers: dict[str, int] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        loop: Any = SimpleNamespace(
+            spawn=lambda search: self._tasks.append(asyncio.ensure_future(search)), succeeded=lambda: None
+        )
+        epochs: Any = SimpleNamespace(manifest_namespace="n")
+        reader: Any = SimpleNamespace(read=self._read)
+        ignored: Callable[[Any], None] = lambda _: None  # noqa: E731
+        self.searcher = ManifestSearcher(ObjectOptions(), reader, epochs, loop, lambda: 0.0, ignored, ignored)
+
+    async def _read(self, name: str) -> None:
+        number = self._numbers[name]
+        self.reading[number] = asyncio.get_running_loop().create_future()
+        await self.reading[number]
+
+    def begin(self, number: int, is_for_store: bool) -> None:
+        key = FULL + prefix(number)
+        self._numbers[manifest_name("n", prefix_of(key))] = number
+        self.searcher.begin(number, [key], 1000.0, is_for_store)
+
+    async def settle(self) -> None:
+        for _ in range(10):
+            await asyncio.sleep(0)
+
+
+def test_lookups_of_requests_begin_before_those_of_stores() -> None:
+    async def play() -> None:
+        store = SlowStore()
+        for number in range(MAX_SEARCHING_FOR_STORES + 5):
+            store.begin(number, is_for_store=True)
+        await store.settle()
+        assert len(store.reading) == MAX_SEARCHING_FOR_STORES
+        requests = range(100, 100 + MAX_SEARCHING)
+        for number in requests:
+            store.begin(number, is_for_store=False)
+        await store.settle()
+        assert list(store.reading)[MAX_SEARCHING_FOR_STORES:] == list(requests)[:-MAX_SEARCHING_FOR_STORES]
+        for number in range(MAX_SEARCHING_FOR_STORES):
+            store.reading[number].set_result(None)
+        await store.settle()
+        assert list(store.reading)[MAX_SEARCHING:] == list(requests)[-MAX_SEARCHING_FOR_STORES:], "not the other stores"
+        for number in requests:
+            store.reading[number].set_result(None)
+        await store.settle()
+        assert list(store.reading)[-5:] == list(range(MAX_SEARCHING_FOR_STORES, MAX_SEARCHING_FOR_STORES + 5))
+        for each in store.reading.values():
+            if not each.done():
+                each.set_result(None)
+        await store.settle()
+
+    asyncio.run(play())

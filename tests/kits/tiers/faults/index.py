@@ -80,10 +80,10 @@ class FaultInjectingIndex:
     def touch(self, keys: Iterable[Key], extends: Sequence[Extends] = ()) -> None:
         self._inner.touch(keys, extends)
 
-    def prepare_store(self, key: Key) -> None:
+    def prepare_stores(self, keys: Sequence[Key]) -> None:
         """As the inner index, if it is batched."""
         if isinstance(self._inner, BatchedIndex):
-            self._inner.prepare_store(key)
+            self._inner.prepare_stores(keys)
 
     def end_batch(self) -> None:
         """As the inner index, if it is batched."""

@@ -413,9 +413,9 @@ class HintedLookups(Protocol):
 class BatchedIndex(Protocol):
     """An index that places the chunks of a batch together, each after the chunk that it extends. Called by a stack."""
 
-    def prepare_store(self, key: Key) -> None:
-        """Prepare for a chunk that was queued and will be reserved soon, for example with a lookup: another engine may
-        have stored it. `reserve` is BUSY while the index waits for the result, and works as well without this call."""
+    def prepare_stores(self, keys: Sequence[Key]) -> None:
+        """Look up the keys that may be reserved soon, each after the one that it extends: another engine may have
+        stored them. `reserve` is BUSY until the answer, and looks up a key itself if this was not called for it."""
         ...
 
     def end_batch(self) -> None:

@@ -69,8 +69,11 @@ class ObjectClient(LookupClient, Protocol):
         """False if the store cannot be written: it is full, or the credentials are read-only. Lookups still work."""
         ...
 
-    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
-        """Start a lookup of keys in prefix order. False if it cannot be sent; then no answer comes."""
+    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float, *, is_for_store: bool = False) -> bool:
+        """Start a lookup of keys in prefix order. False if it cannot be sent; then no answer comes.
+
+        One before a store (`is_for_store`) waits while those of requests run.
+        """
         ...
 
     def publish(self, stored: Sequence[Stored]) -> None:

@@ -6,7 +6,6 @@ A chunk that was found or stored is offered for `found_s`, and looked up again a
 from __future__ import annotations
 
 import uuid
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from hybridkv.tiers.contract import UNSPECIFIED, Extends, FailureReason, Key, LookupAnswer, Refusal
@@ -16,24 +15,10 @@ from hybridkv.tiers.object.format.record import LARGEST_KEY_BYTES
 from hybridkv.tiers.object.names import pack_name
 from hybridkv.tiers.object.options import ObjectOptions
 from hybridkv.tiers.object.packs import PackPlace, Packs, Stored
+from hybridkv.tiers.object.store_checks import StoreChecks
 from hybridkv.tiers.remote import RemoteIndex
 
 _BAD = frozenset({FailureReason.CHECKSUM, FailureReason.WRONG_KEY, FailureReason.MISSING})
-
-MAX_ANNOUNCED = 16_384
-"""Keys of paths that are remembered, to look them up before they are stored. The newest path is, however long."""
-FRESH_ANSWER_S = 0.5
-"""A chunk is looked up before it is stored, unless a lookup found so lately that it is missing."""
-
-
-class _AnnouncedPath:
-    """A path of a request, from its beginning on."""
-
-    __slots__ = ("is_looked_up", "keys")
-
-    def __init__(self, keys: list[Key]) -> None:
-        self.keys = keys
-        self.is_looked_up = False
 
 
 class _Budget:
@@ -87,13 +72,9 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         self._packs = Packs(options.pack_bytes, self._new_pack)
         self._engine = uuid.uuid4().hex
         self._num_packs = 0
-        self._check_timeout_s = options.check_timeout_s
-        self._announced: deque[_AnnouncedPath] = deque()
-        """Paths of the last requests, the newest last."""
-        self._num_announced = 0
-        """Their keys."""
-        self._path_of: dict[Key, _AnnouncedPath] = {}
-        """Newest of these paths with a key."""
+        self._checks = StoreChecks(self._tracker, self._start_check, options.check_timeout_s, clock)
+        self._is_checking = False
+        """`_send` is called for a lookup before a store."""
         self._bytes_budget = _Budget(options.store_bytes_per_s, clock)
         self._packs_budget = _Budget(options.store_packs_per_s, clock)
 
@@ -105,13 +86,18 @@ class ObjectIndex(RemoteIndex[PackPlace]):
 
     # Lookups.
 
+    @property
+    def _is_urgent(self) -> bool:
+        return not self._is_checking
+
     def _send(self, number: int, keys: Sequence[Key], until_s: float) -> bool:
-        return self._client.send_lookup(number, keys, until_s)
+        return self._client.send_lookup(number, keys, until_s, is_for_store=self._is_checking)
 
     def _on_event(self, event: News) -> None:
         if isinstance(event, EpochChanged):
             # All known chunks belong to the old epoch. Stores in progress are dropped.
             self._tracker.end_all()
+            self._tracker.clear()
             self._num_expired += self._forget_all()
         elif isinstance(event, LookupAnswered):
             self._on_found(event)
@@ -132,37 +118,27 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         keys = list(keys)
         super().touch(keys, extends)
         if extends:
-            self._announce(keys[::-1])
+            self._checks.announce(keys[::-1])
         if self._is_kept_alive and keys:
             self._client.use(keys)
 
-    def _announce(self, keys: list[Key]) -> None:
-        self._announced.append(_AnnouncedPath(keys))
-        self._num_announced += len(keys)
-        self._path_of.update(dict.fromkeys(keys, self._announced[-1]))
-        while self._num_announced > MAX_ANNOUNCED and len(self._announced) > 1:
-            dropped = self._announced.popleft()
-            self._num_announced -= len(dropped.keys)
-            for key in dropped.keys:
-                if self._path_of.get(key) is dropped:
-                    del self._path_of[key]
-
     # Storing.
 
-    def prepare_store(self, key: Key) -> None:
-        """Look up a key and those that follow in its announced path, once for a path, if the last answer is old.
+    def prepare_stores(self, keys: Sequence[Key]) -> None:
+        """As `BatchedIndex` says. Does nothing while nothing can be stored."""
+        if self._is_storable() and self._bytes_budget.is_left() and self._packs_budget.is_left():
+            self._poll_events()
+            self._checks.prepare(keys)
 
-        The keys before it were prepared before, so a chunk that waits is looked up once, however many paths have it.
-        """
-        self._poll_events()
-        path = self._path_of.get(key)
-        fresh_s = self._clock() - FRESH_ANSWER_S
-        if path is None or path.is_looked_up or self._tracker.is_pending(key) or self._tracker.is_missing(key, fresh_s):
-            return
-        path.is_looked_up = True
-        keys = path.keys[path.keys.index(key) :]
-        self._tracker.forget_missing(keys, fresh_s)
-        self.start_lookup(keys, self._clock() + self._check_timeout_s)
+    def _start_check(self, keys: Sequence[Key], deadline_s: float) -> None:
+        self._is_checking = True
+        try:
+            self.start_lookup(keys, deadline_s)
+        finally:
+            self._is_checking = False
+
+    def _is_storable(self) -> bool:
+        return self._client.namespace is not None and self._client.takes_objects
 
     def end_batch(self) -> None:
         """As `BatchedIndex` says."""
@@ -172,16 +148,17 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         """Assign a place in a pack. The pack object exists once the media have stored it."""
         if not 0 < len(key) <= LARGEST_KEY_BYTES:
             raise TierProtocolError(f"reserve: expected a key of 1 to {LARGEST_KEY_BYTES} bytes, got {len(key)}")
-        if self._client.namespace is None or not self._client.takes_objects:
+        if not self._is_storable():
             return Refusal.BUSY
         needs_pack = self._packs.needs_pack(key, num_bytes)
         if not self._bytes_budget.is_left() or (needs_pack and not self._packs_budget.is_left()):
             return Refusal.BUSY
-        if key in self._path_of and self._tracker.is_pending(key):
-            return Refusal.BUSY
+        if not self._checks.may_store(key):
+            return Refusal.BUSY if key not in self._found.by_key else Refusal.PRESENT
         place = self._packs.place(key, num_bytes, extends[-1:])
         self._bytes_budget.spend(num_bytes)
         self._packs_budget.spend(needs_pack)
+        self._checks.forget(key)
         return place
 
     def commit(self, key: Key) -> bool:
@@ -220,6 +197,7 @@ class ObjectIndex(RemoteIndex[PackPlace]):
         return num_withdrawn
 
     def _forget_all(self) -> int:
+        self._checks.clear()
         self._packs.give_up()
         return super()._forget_all()
 

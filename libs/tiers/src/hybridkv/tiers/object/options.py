@@ -58,7 +58,7 @@ class ObjectOptions(RemoteOptions, frozen=True, kw_only=True):
 
     # Budgets of stores.
     check_timeout_s: float = 1.0
-    """Before a path is stored, an answer of the store about it is awaited for so long."""
+    """A chunk that waits to be stored is looked up, and its answer is awaited for this time."""
     store_bytes_per_s: float | None = None
     """Limit of the bytes that each rank stores, on average; a burst of one second is allowed. None: no limit."""
     store_packs_per_s: float | None = None

@@ -118,6 +118,11 @@ class RemoteIndex(Generic[P]):
 
     # Overridden by each tier.
 
+    @property
+    def _is_urgent(self) -> bool:
+        """Whether a request waits for the lookup that is being started."""
+        return True
+
     def _send(self, number: int, keys: Sequence[Key], until_s: float) -> bool:
         """Send a lookup. An answer after `until_s` is ignored. False if it cannot be sent."""
         raise NotImplementedError
@@ -159,7 +164,7 @@ class RemoteIndex(Generic[P]):
             return
         self._number += 1
         if self._send(self._number, keys, self._tracker.given_up_s(deadline_s)):
-            self._tracker.begin(self._number, keys, self._clock(), deadline_s)
+            self._tracker.begin(self._number, keys, self._clock(), deadline_s, is_urgent=self._is_urgent)
             self._poll_events()
         else:
             self._tracker.not_sent(len(keys))

@@ -33,6 +33,8 @@ class _TrackedLookup:
     """Time-out when it was sent."""
     is_timed: bool = False
     """Its first answer is part of the average."""
+    is_urgent: bool = True
+    """A request waits for it. Only such lookups show how the tier answers."""
 
 
 class LookupTracker:
@@ -45,7 +47,7 @@ class LookupTracker:
     """
 
     def __init__(self, max_open_keys: int, missing_s: float, given_up_s: float) -> None:
-        self._max_open_keys = max_open_keys
+        self.max_open_keys = max_open_keys
         self._missing_s = missing_s
         self._given_up_s = given_up_s
         self._number_of: dict[Key, int] = {}
@@ -64,6 +66,10 @@ class LookupTracker:
 
     def __contains__(self, key: Key) -> bool:
         return key in self._number_of
+
+    @property
+    def num_open_keys(self) -> int:
+        return len(self._number_of)
 
     @property
     def is_empty(self) -> bool:
@@ -106,7 +112,7 @@ class LookupTracker:
         if missing and not missing.keys().isdisjoint(keys):
             keys = [key for key in keys if missing.get(key, _OVER_S) <= now_s]
         keys = list(dict.fromkeys(keys))
-        room = max(0, self._max_open_keys - len(known))
+        room = max(0, self.max_open_keys - len(known))
         if len(keys) > room:
             self._count(LookupAnswer.TIMED_OUT, len(keys) - room)
             del keys[room:]
@@ -123,11 +129,13 @@ class LookupTracker:
         """Time at which a lookup with this deadline is forgotten."""
         return deadline_s + self._given_up_s
 
-    def begin(self, number: int, keys: Iterable[Key], sent_s: float, deadline_s: float) -> None:
-        """Record a lookup that was sent."""
+    def begin(
+        self, number: int, keys: Iterable[Key], sent_s: float, deadline_s: float, *, is_urgent: bool = True
+    ) -> None:
+        """Record a lookup that was sent. With `is_urgent`, a request waits for it."""
         open_keys = dict.fromkeys(keys)
         self._lookups[number] = _TrackedLookup(
-            open_keys, sent_s, deadline_s, self.given_up_s(deadline_s), deadline_s - sent_s
+            open_keys, sent_s, deadline_s, self.given_up_s(deadline_s), deadline_s - sent_s, is_urgent=is_urgent
         )
         self._number_of.update(dict.fromkeys(open_keys, number))
         self.changes += 1
@@ -162,7 +170,7 @@ class LookupTracker:
         self._record(lookup, answer, len(keys), answered_s)
         if answer is LookupAnswer.MISSING:
             self._missing.update(dict.fromkeys(keys, answered_s + self._missing_s))
-            if (surplus := len(self._missing) - self._max_open_keys) > 0:
+            if (surplus := len(self._missing) - self.max_open_keys) > 0:
                 for key in list(islice(self._missing, surplus)):
                     del self._missing[key]
         return keys
@@ -221,6 +229,9 @@ class LookupTracker:
             return
         if answered_s > lookup.deadline_s:
             answer = LookupAnswer.TIMED_OUT
+        if not lookup.is_urgent:
+            self._count(answer, num_keys)
+            return
         if num_keys and not lookup.is_timed:
             lookup.is_timed = True
             took_s = 2 * lookup.timeout_s if answer is LookupAnswer.TIMED_OUT else answered_s - lookup.sent_s

@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 from hybridkv.planner import LookupResult
 from hybridkv.tiers.contract import BatchedIndex, Extends, Failure, FailureReason, Key, Refusal, Slot, TierIndex
@@ -25,6 +26,8 @@ from hybridkv.tiers.stack.in_flight import InFlightMoves
 from hybridkv.tiers.stack.moves import Direction, MoveResult
 from hybridkv.tiers.stack.options import SecondaryTierOptions
 
+MAX_PREPARED = 512
+"""Chunks that are announced to the secondary tier before they are reserved."""
 STEP_AGAIN_S = 1.0
 """Seconds without progress in which the queue requests further engine steps. A tier that accepts nothing may never
 recover."""
@@ -150,8 +153,6 @@ class CascadeQueue:
         self._has_new = True
         self._keys.add(key)
         self._queue.append(_QueuedChunk(next(self._numbers), key, extends))
-        if self._batched is not None:
-            self._batched.prepare_store(key)
         return None
 
     def on_primary_resolved(self, key: Key) -> None:
@@ -177,6 +178,7 @@ class CascadeQueue:
         dropped: list[MoveResult] = []
         self._has_new = False
         write_gate = gate() if self._keys else WriteGate.OPEN
+        self._prepare(write_gate)
         while self._retries or self._queue:
             chunk = self._retries[0][1] if self._retries else self._queue[0]
             is_first = not chunk.was_sent
@@ -198,6 +200,12 @@ class CascadeQueue:
                 dropped.append(step)
                 self._on_lost(chunk)
         return dropped
+
+    def _prepare(self, gate: WriteGate) -> None:
+        """Announce the first chunks of the queue. The queue waits for the answer about one chunk, not about each."""
+        num_chunks = {WriteGate.OPEN: MAX_PREPARED, WriteGate.PROBE: 1}.get(gate, 0)
+        if self._batched is not None and num_chunks and self._queue:
+            self._batched.prepare_stores([chunk.key for chunk in islice(self._queue, num_chunks)])
 
     def _try(self, chunk: _QueuedChunk, gate: WriteGate) -> _QueueStep | MoveResult:
         key, extends = chunk.key, chunk.extends

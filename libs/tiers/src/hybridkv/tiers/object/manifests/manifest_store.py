@@ -88,10 +88,10 @@ class ManifestStore:
         self._loop.post(self._follow)
         self._epochs.wait_until_opened(self._options.opening_timeout_s)
 
-    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float) -> bool:
+    def send_lookup(self, request: int, keys: Sequence[Key], until_s: float, *, is_for_store: bool = False) -> bool:
         if self._loop.is_closed or self.namespace is None:
             return False
-        self._loop.post(partial(self._searcher.begin, request, tuple(keys), until_s))
+        self._loop.post(partial(self._searcher.begin, request, tuple(keys), until_s, is_for_store))
         return True
 
     def publish(self, stored: Sequence[Stored]) -> None:

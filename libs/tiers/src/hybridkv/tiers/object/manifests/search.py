@@ -25,6 +25,8 @@ from hybridkv.tiers.object.packs import PackPlace
 
 MAX_SEARCHING = 32
 """Concurrent searches; others wait."""
+MAX_SEARCHING_FOR_STORES = 8
+"""Those of them before stores."""
 MAX_PROBES = 16
 """Manifests read in one round of a search for the last boundary with a manifest."""
 MAX_TAIL_PROBES = 32
@@ -118,22 +120,30 @@ class ManifestSearcher:
         self._clock = clock
         self._on_read = on_read
         self._on_ended = on_ended
-        self._num_searching = 0
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._num_searching = {False: 0, True: 0}
+        """Running searches of requests, and before stores (True)."""
+        self._waiting: dict[bool, deque[Callable[[], None]]] = {False: deque(), True: deque()}
+        """Those that have not begun. Requests go first."""
 
-    def begin(self, request: int, keys: Sequence[Key], until_s: float) -> None:
+    def begin(self, request: int, keys: Sequence[Key], until_s: float, is_for_store: bool) -> None:
         """Begin a lookup, or queue it if too many run."""
-        if self._num_searching >= MAX_SEARCHING:
-            self._waiting.append(partial(self.begin, request, keys, until_s))
+        if not self._has_room(is_for_store):
+            self._waiting[is_for_store].append(partial(self.begin, request, keys, until_s, is_for_store))
             return
-        self._num_searching += 1
-        self._loop.spawn(self._search(request, keys, until_s))
+        self._num_searching[is_for_store] += 1
+        self._loop.spawn(self._search(request, keys, until_s, is_for_store))
+
+    def _has_room(self, is_for_store: bool) -> bool:
+        num_searching = self._num_searching
+        is_full = sum(num_searching.values()) >= MAX_SEARCHING
+        return not is_full and not (is_for_store and num_searching[True] >= MAX_SEARCHING_FOR_STORES)
 
     def drop_waiting(self) -> None:
         """Drop the lookups that have not begun."""
-        self._waiting.clear()
+        for waiting in self._waiting.values():
+            waiting.clear()
 
-    async def _search(self, request: int, keys: Sequence[Key], until_s: float) -> None:
+    async def _search(self, request: int, keys: Sequence[Key], until_s: float, is_for_store: bool) -> None:
         answer: LookupAnswered | LookupFailed | None = None
         try:
             left_s = until_s - self._clock()
@@ -144,9 +154,10 @@ class ManifestSearcher:
                 self._loop.complain("read", error)
         finally:
             self._on_ended(answer or LookupFailed(request, self._clock()))
-            self._num_searching -= 1
-            if self._waiting:
-                self._waiting.popleft()()
+            self._num_searching[is_for_store] -= 1
+            for kind, waiting in self._waiting.items():
+                if waiting and self._has_room(kind):
+                    waiting.popleft()()
 
     async def _found(self, request: int, keys: Sequence[Key]) -> LookupAnswered | None:
         namespace = self._epochs.manifest_namespace
